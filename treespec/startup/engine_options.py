@@ -21,8 +21,8 @@ class EngineOptions:
     Instances are frozen. The subclass `EngineArgs` is mutable, because vLLM's users change it in place.
 
     Attributes:
-        model: the target: a folder, a hub id, a model in memory, or None for the embedded target.
-        drafts: draft models and `Drafter` objects; None uses the embedded SSMs with the embedded target.
+        model: the target: a folder, a hub id, a known name, a model in memory, or None for the embedded target.
+        drafts: draft models and `Drafter` objects; None uses the SSMs that come with a target known by name.
         spec: default speculative decoding options; they also bound the tree size.
         device: "auto", "cpu", "cuda" or "cuda:N".
         dtype: "auto" (the checkpoint's), a name, or a torch dtype.

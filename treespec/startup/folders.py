@@ -1,4 +1,4 @@
-"""Locate the models of `LLM(model, drafts)`: folders, hub ids, embedded names and models in memory."""
+"""Locate the models of `LLM(model, drafts)`: folders, hub ids, names of known models and models in memory."""
 
 import os
 import re
@@ -10,13 +10,32 @@ from torch import nn
 
 from treespec.drafters.base import Drafter, check_drafter, check_names
 from treespec.errors import ConfigError, ModelError
+from treespec.startup import smollm2
 from treespec_weights import HubError, default_folder, default_names, fetch, is_hub_id
+
+EMBEDDED = "embedded"
+_GROUPS: dict[object, str] = {None: "default", EMBEDDED: "default", smollm2.NAME: smollm2.NAME}
+"""Groups of SSMs, see `default_names`, by the name of their target."""
 
 
 def resolve_model(model: str | os.PathLike[str] | None) -> Path:
-    """Return the path of a model: the embedded target, a folder or GGUF file, or a hub id (cached or downloaded)."""
-    if model is None:
+    """Return the path of a model: one known by name, a folder or GGUF file, or a hub id (cached or downloaded).
+
+    None and "embedded" are the embedded target, "smollm2" is the installed SmolLM2-135M-Instruct. A name has precedence
+    over a folder of the same name in the working directory.
+
+    Raises:
+        ModelError: the named model is not installed, or the hub id cannot be fetched.
+    """
+    if model is None or model == EMBEDDED:
         return default_folder("target")
+    if model == smollm2.NAME:
+        if (file := smollm2.model_file()) is None:
+            raise ModelError(
+                f"{smollm2.NAME!r} is {smollm2.TITLE}, which is not installed: {smollm2.install_command()} (a folder "
+                f"of this name is './{smollm2.NAME}')"
+            )
+        return file
     folder = Path(os.path.expanduser(model))  # leaves "~nobody" unchanged
     if folder.exists() or "/" not in str(model) or not is_hub_id(str(model)) or folder.suffix.lower() == ".gguf":
         return folder  # the loader reports a missing path
@@ -34,9 +53,9 @@ def resolve_drafts(
         raise ConfigError(f"drafts={drafts!r}; valid: a list, such as [{str(drafts)!r}]")
     if drafts is not None and not isinstance(drafts, Sequence):
         raise ConfigError(f"drafts={drafts!r}; valid: None, or a list of folders, hub ids, models or Drafter objects")
+    group = _GROUPS.get(model)
     if drafts is None:
-        names = [name for name in default_names() if name.startswith("ssm-")] if model is None else []
-        return [(name, default_folder(name)) for name in names], []
+        return [] if group is None else [(name, default_folder(name, group)) for name in _ssm_names(group)], []
     places: list[tuple[str, Path | nn.Module]] = []
     objects: list[Drafter] = []
 
@@ -46,7 +65,7 @@ def resolve_drafts(
 
     for draft in drafts:
         if isinstance(draft, str | os.PathLike):
-            folder = _resolve_draft(draft)
+            folder = _resolve_draft(draft, group or "default")
             add(folder.resolve().name, folder)
         elif isinstance(draft, nn.Module):
             add(type(draft).__name__, draft)
@@ -57,18 +76,22 @@ def resolve_drafts(
     return places, objects
 
 
-def _resolve_draft(draft: str | os.PathLike[str]) -> Path:
-    """Return the folder of a draft: an embedded SSM by name, otherwise as `resolve_model`."""
+def _resolve_draft(draft: str | os.PathLike[str], group: str) -> Path:
+    """Return the folder of a draft: an SSM of the group by name, otherwise as `resolve_model`."""
     name = os.fspath(draft)
     if not Path(name).exists():
-        if name in default_names():
-            return default_folder(name)
+        if name in default_names(group):
+            return default_folder(name, group)
         if re.fullmatch(r"ssm[-_ ]?\d*", name, re.IGNORECASE):
-            valid = [repr(each) for each in default_names() if each.startswith("ssm-")]
+            valid = map(repr, _ssm_names(group))
             raise FileNotFoundError(
                 f"no embedded draft {name!r}; valid: {', '.join(valid) or 'none, none is installed'}"
             )
     return resolve_model(draft)
+
+
+def _ssm_names(group: str) -> list[str]:
+    return [name for name in default_names(group) if name.startswith("ssm-")]
 
 
 def resolve_folders(model: object, drafts: Sequence[Any] | None) -> list[tuple[str, Path]]:

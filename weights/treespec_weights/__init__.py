@@ -64,17 +64,20 @@ __all__ = [
 ]
 
 
-def default_names() -> tuple[str, ...]:
-    """Return the sorted names of the installed embedded models: `ssm-1` ..., `target`."""
-    return tuple(sorted(path.parent.name for path in models_folder().glob("*/config.json")))
+def default_names(group: str = "default") -> tuple[str, ...]:
+    """Return the sorted names of the installed models of a group.
+
+    Groups are `default`, the embedded models `ssm-1` ..., `target`, and `smollm2`, the SSMs of that target.
+    """
+    return tuple(sorted(path.parent.name for path in models_folder(group).glob("*/config.json")))
 
 
-def default_folder(name: str) -> Path:
-    """Return the folder of an embedded model: `target` or one of the SSMs.
+def default_folder(name: str, group: str = "default") -> Path:
+    """Return the folder of a model of a group: `target` or one of the SSMs.
 
     Raises FileNotFoundError, listing the installed models, if there is no model of this name.
     """
-    names = default_names()
+    names = default_names(group)
     if name not in names:
         raise FileNotFoundError(
             f"no embedded model {name!r}; there are: {', '.join(names)}"
@@ -82,10 +85,10 @@ def default_folder(name: str) -> Path:
             else f"no embedded model {name!r}: the embedded weights are missing from this installation; install "
             "treespec again from a complete checkout, or rebuild them with weights/train_default.py"
         )
-    return models_folder() / name
+    return models_folder(group) / name
 
 
-def models_folder() -> Path:
-    """Return the folder that contains the embedded models."""
+def models_folder(group: str = "default") -> Path:
+    """Return the folder that contains the models of a group, which may not exist."""
     # Resolve symlinks: an editable install links to the package, and `file_inside` rejects files outside the folder.
-    return Path(str(resources.files(__name__))).resolve() / "default"
+    return Path(str(resources.files(__name__))).resolve() / group

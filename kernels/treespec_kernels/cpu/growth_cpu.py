@@ -1,16 +1,16 @@
-"""Grows token trees by one level in one call of C++.
+"""Grows token trees in one call of C++.
 
 The call assigns slots to the frontier, runs the SSMs' passes over it, merges their proposals with those of other
-sources, and selects the next frontier. The source is `growth_cpu.cpp`, and the reference
-treespec_kernels/tree/tree_merge.py. Python's overhead dominates a call (the address of an array alone takes 1 us), so
-all data of a level is in three arrays.
+sources, selects the next frontier, and goes on with it while another level pays. The source is `growth_cpu.cpp`, and
+the reference treespec_kernels/tree/tree_merge.py. Python's overhead dominates a call (the address of an array alone
+takes 1 us), so all data of a call is in three arrays.
 """
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -59,7 +59,7 @@ class _Growth(ctypes.Structure):
 class _Placing(ctypes.Structure):
     _fields_ = (
         *numbers("num_rows", "depth", "page_size"),
-        *pointers("owners", "above", "context", "first_page", "pages", "num_slots", "first", "row_of_slot"),
+        *pointers("owners", "above", "context", "first_page", "pages", "num_slots", "row_of_slot"),
         *pointers("paths_above", "paths", "slots", "rows", "positions"),
     )
 
@@ -68,8 +68,29 @@ class _Draft(ctypes.Structure):
     _fields_ = (
         *pointers("forward", "probs", "model", "head", "rotation", "cache"),
         *numbers("num_layers", "num_pages", "num_places", "hidden_bytes", "threads", "ssm", "width"),
-        *pointers("tokens", "active", "out"),
-        *numbers("num_rows"),
+        *pointers("tokens", "active", "valid", "out"),
+        *numbers("num_read", "num_rows", "passes", "tree_passes"),
+    )
+
+
+_RULE = ("calibration", "coverage", "coverage_weight", "last_level_weight", "level_cost", "marginal_cost")
+
+
+class _Rule(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_double) for name in _RULE),
+        *numbers("max_levels"),
+        ("least_value", ctypes.c_float),
+        *pointers("adaptive", "token_weights"),
+    )
+
+
+class _Levels(ctypes.Structure):
+    _fields_ = (
+        *numbers("num_trees", "max_children", "reads"),
+        *pointers("tokens", "first_token", "widths", "branching"),
+        *numbers("num_levels"),
+        *pointers("rows", "nodes"),
     )
 
 
@@ -78,7 +99,8 @@ def growth_library(compiler: tuple[str, ...], folder: Path) -> ctypes.CDLL:
     """Load or compile the library; arguments and errors as in `compile_library`."""
     library = compile_library(compiler, _SOURCES, (), folder)
     library.treespec_grow.argtypes = library.treespec_place.argtypes = (ctypes.c_void_p,)
-    library.treespec_draft.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
+    pointer = ctypes.c_void_p
+    library.treespec_draft.argtypes = (pointer, pointer, pointer, ctypes.c_int64, pointer, pointer)
     for entry in (library.treespec_grow, library.treespec_place, library.treespec_draft):
         entry.restype = ctypes.c_int64
     return library
@@ -92,10 +114,79 @@ class Grown(NamedTuple):
     broken: np.ndarray
 
 
-class _Results(NamedTuple):
-    """Outputs of a call: int64 [9, capacity], float32 [3 + num_ssms, capacity], and bools of nodes and rows."""
+class LevelRule(Protocol):
+    """Decision whether another level pays, defined in treespec/planning/draft_plan.py."""
 
-    ints: np.ndarray
+    calibration: float
+    coverage: float
+    coverage_weight: float
+    last_level_weight: float
+    level_cost: float
+    marginal_cost: float
+    max_levels: int
+
+
+class StopRule(NamedTuple):
+    """Ends trees between levels.
+
+    Attributes:
+        rule: the decision; `TreeGrowth.draft` updates its coverage.
+        least_value: minimum value of a node that counts as coverage.
+        adaptive: bool [num_trees], whether the rule decides on a tree.
+        token_weights: float64 [num_trees], weight of a token.
+    """
+
+    rule: LevelRule
+    least_value: float
+    adaptive: np.ndarray
+    token_weights: np.ndarray
+
+
+class Drafted(NamedTuple):
+    """All levels below the roots.
+
+    Attributes:
+        nodes: new nodes of all levels.
+        level_nodes, level_rows: by level, number of new nodes and of scored nodes.
+        row_nodes, row_owners: int64 [num_rows], scored nodes and their trees, by level.
+        broken: bool [num_rows], whether an SSM's probabilities are not finite.
+        scores: by SSM of the passes, float32 [num_rows, width]: probabilities after the committed tokens that it read,
+            if `DraftPasses.reads`, and then after the nodes that it scored, by level.
+    """
+
+    nodes: Level
+    level_nodes: list[int]
+    level_rows: list[int]
+    row_nodes: np.ndarray
+    row_owners: np.ndarray
+    broken: np.ndarray
+    scores: list[np.ndarray]
+
+    def parts(self) -> Iterator[tuple[int, int]]:
+        """Return the trees and numbers of consecutive scored nodes of the same tree."""
+        owners = self.row_owners
+        if len(owners) and (owners == owners[0]).all():
+            yield int(owners[0]), len(owners)
+            return
+        first = 0
+        for count in self.level_rows:
+            level, sizes = np.unique(owners[first : first + count], return_counts=True)
+            yield from zip(level.tolist(), sizes.tolist(), strict=True)
+            first += count
+
+
+class _Results(NamedTuple):
+    """Outputs of a call, with room for all nodes and all nodes to expand.
+
+    Attributes:
+        nodes: int64 [4, nodes].
+        expanded: int64 [5, expanded].
+        floats: float32 [expanded + (2 + num_ssms) * nodes].
+        flags: bool [nodes * num_ssms + expanded].
+    """
+
+    nodes: np.ndarray
+    expanded: np.ndarray
     floats: np.ndarray
     flags: np.ndarray
 
@@ -193,83 +284,125 @@ class TreeGrowth:
             )
         )
         g.num_scored, g.ssm_probs = len(ssm_probs), own
-        results = self._begin(frontier, size, depth, len(ssm_probs), weights, branching, children)
-        return self._grown(results, self._library.treespec_grow(ctypes.byref(g)))
+        if weights is not self._weights:
+            self._weights, g.weights = weights, address_of(weights, np.float32)
+        g.depth, g.size, g.children, g.branching = depth, size, children, address_of(branching)
+        g.next_width = frontier_width(depth + 1, self._max_frontier)
+        room = rows * (len(ssm_probs) * children + self._width)
+        results = self._begin(frontier, room, room)
+        count = self._library.treespec_grow(ctypes.byref(g))
+        # Set the next frontier as input of the next call.
+        g.row_nodes, g.row_tokens, g.row_owners = g.next_nodes, g.next_tokens, g.next_owners
+        g.row_seeds, g.row_above, g.row_values = g.next_seeds, g.next_above, g.next_values
+        self._frontier = Frontier(*results.expanded[:, : g.num_next], results.floats[: g.num_next])
+        return Grown(self._level(results, count), self._frontier, results.flags[room * self._num_ssms :][:rows])
 
     def draft(
         self,
         frontier: Frontier,
-        size: int,
-        depth: int,
         passes: "DraftPasses",
         weights: np.ndarray,
         branching: np.ndarray,
         children: int,
-    ) -> tuple[Grown, list[np.ndarray]]:
-        """Run the SSMs' passes over the frontier, and grow one level.
+        room: tuple[int, int],
+        stop: StopRule | None,
+    ) -> Drafted:
+        """Run the SSMs' passes and grow all levels. Call it once, instead of `extend`.
 
         Args:
+            frontier: the roots of the trees that grow.
             passes: the SSMs' passes over these trees.
-            frontier, size, depth, weights, branching, children: as in `extend`.
-
-        Returns:
-            The level, and each SSM's probabilities: float32 [scored rows, width], in the order of the frontier.
+            weights: as in `extend`.
+            branching: int64 [num_levels, num_trees], number of children per node; 0 to select by value.
+            children: maximum number of proposals of one SSM per node that are selected by value.
+            room: maximum number of nodes, and of nodes to expand, without the roots and with them.
+            stop: ends trees early; None to grow `num_levels` levels.
         """
-        rows, drafts = len(frontier.nodes), passes.drafts
-        results = self._begin(frontier, size, depth, len(drafts), weights, branching, children)
-        probs = [np.empty((rows, draft.width), dtype=np.float32) for draft in drafts]
-        for draft, own in zip(drafts, probs, strict=True):
-            draft.out = address_of(own, np.float32)
-        places = passes.places
-        placed = places.prepare(rows, depth)
-        count = self._library.treespec_draft(
-            ctypes.byref(self._growth), ctypes.byref(places.placing), drafts, len(drafts)
+        g, places, (depth, trees), (nodes, expanded) = self._growth, passes.places, branching.shape, room
+        self._weights, g.weights = weights, address_of(weights, np.float32)
+        g.size = trees
+        results = self._begin(frontier, nodes, expanded)
+        widths = np.array([frontier_width(below, self._max_frontier) for below in range(1, depth + 1)])
+        counts = np.empty((2, depth), dtype=np.int64)  # by level: rows and nodes
+        levels = _Levels(
+            trees,
+            children,
+            passes.reads,
+            *map(address_of, (passes.tokens, passes.first_token, widths, branching)),
+            0,
+            at := address_of(counts),
+            at + 8 * depth,
         )
-        assert count >= 0, NO_PAGE
-        places.paths = placed[6 * rows :]
-        return self._grown(results, count), [own[: draft.num_rows] for own, draft in zip(probs, drafts, strict=True)]
+        scores = [np.empty((passes.num_unread + expanded, draft.width), dtype=np.float32) for draft in passes.drafts]
+        for draft, own in zip(passes.drafts, scores, strict=True):
+            draft.out = address_of(own, np.float32)
+        rule, places.placing.paths_above = None, places.paths.data_ptr()
+        if stop is not None:
+            numbers = (getattr(stop.rule, name) for name in _RULE)
+            arrays = address_of(stop.adaptive, np.bool_), address_of(stop.token_weights, np.float64)
+            rule = _Rule(*numbers, stop.rule.max_levels, stop.least_value, *arrays)
+        placed = self._library.treespec_draft(
+            ctypes.byref(g),
+            ctypes.byref(places.placing),
+            passes.drafts,
+            len(passes.drafts),
+            ctypes.byref(levels),
+            None if rule is None else ctypes.byref(rule),
+        )
+        assert placed, NO_PAGE
+        if stop is not None and rule is not None:
+            stop.rule.coverage, stop.rule.coverage_weight = rule.coverage, rule.coverage_weight
+        level_rows, level_nodes = counts[:, : levels.num_levels].tolist()
+        below = sum(level_rows) - level_rows[0]
+        return Drafted(
+            self._level(results, sum(level_nodes)),
+            level_nodes,
+            level_rows,
+            np.concatenate([frontier.nodes, results.expanded[0, :below]]),
+            np.concatenate([frontier.owners, results.expanded[2, :below]]),
+            results.flags[nodes * self._num_ssms :][: sum(level_rows)],
+            [own[: draft.num_rows] for own, draft in zip(scores, passes.drafts, strict=True)],
+        )
 
-    def _begin(
-        self,
-        frontier: Frontier,
-        size: int,
-        depth: int,
-        num_scored: int,
-        weights: np.ndarray,
-        branching: np.ndarray,
-        children: int,
-    ) -> _Results:
-        """Set all inputs except the SSMs' probabilities, and allocate the outputs."""
-        g, rows, ssms = self._growth, len(frontier.nodes), self._num_ssms
-        room = rows * (num_scored * children + self._width)
-        ints, floats = np.empty((9, room), dtype=np.int64), np.empty((3 + ssms, room), dtype=np.float32)
-        flags = np.zeros(room * ssms + rows, dtype=bool)
-        g.depth, g.size, g.children, g.num_rows = depth, size, children, rows
-        g.branching, g.next_width = address_of(branching), frontier_width(depth + 1, self._max_frontier)
-        if weights is not self._weights:
-            self._weights, g.weights = weights, address_of(weights, np.float32)
-        if frontier is not self._frontier:  # otherwise `_grown` has set its addresses
+    def _begin(self, frontier: Frontier, nodes: int, expanded: int) -> _Results:
+        """Set the frontier, and allocate the outputs for numbers of nodes and of nodes to expand."""
+        g, ssms = self._growth, self._num_ssms
+        ints = np.empty(4 * nodes + 5 * expanded, dtype=np.int64)
+        floats = np.empty(expanded + (2 + ssms) * nodes, dtype=np.float32)
+        flags = np.empty(nodes * ssms + expanded, dtype=bool)
+        g.num_rows = len(frontier.nodes)
+        if frontier is not self._frontier:  # otherwise `extend` has set its addresses
             own = frontier.nodes, frontier.tokens, frontier.owners, frontier.seeds, frontier.above
             g.row_nodes, g.row_tokens, g.row_owners, g.row_seeds, g.row_above = map(address_of, own)
             g.row_values = address_of(frontier.values, np.float32)
-        at, other, step = address_of(ints), address_of(floats, np.float32), 8 * room
-        g.tokens, g.parents, g.owners, g.seeds = (at + i * step for i in range(4))
-        g.probs, g.values, g.next_values, g.draft_probs = (other + 4 * i * room for i in range(4))
-        g.next_nodes, g.next_tokens, g.next_owners, g.next_seeds, g.next_above = (at + i * step for i in range(4, 9))
+        at = address_of(ints)
+        g.tokens, g.parents, g.owners, g.seeds = range(at, at + 32 * nodes, 8 * nodes)
+        at += 32 * nodes
+        g.next_nodes, g.next_tokens, g.next_owners, g.next_seeds, g.next_above = range(
+            at, at + 40 * expanded, 8 * expanded
+        )
+        g.next_values = at = address_of(floats, np.float32)
+        at += 4 * expanded
+        g.probs, g.values, g.draft_probs = range(at, at + 12 * nodes, 4 * nodes)
         g.proposed = address_of(flags, np.bool_)
-        g.broken = g.proposed + room * ssms
-        return _Results(ints, floats, flags)
+        g.broken = g.proposed + nodes * ssms
+        # Kept alive, since the library has addresses of them.
+        self._results = _Results(
+            ints[: 4 * nodes].reshape(4, nodes), ints[4 * nodes :].reshape(5, expanded), floats, flags
+        )
+        return self._results
 
-    def _grown(self, results: _Results, size: int) -> Grown:
-        """Return the outputs of a call with `size` new nodes, and set the next frontier as input of the next call."""
-        ints, floats, flags = self._results = results  # kept alive, since the library has addresses of them
-        g, ssms, room = self._growth, self._num_ssms, ints.shape[1]
-        g.row_nodes, g.row_tokens, g.row_owners = g.next_nodes, g.next_tokens, g.next_owners
-        g.row_seeds, g.row_above, g.row_values = g.next_seeds, g.next_above, g.next_values
-        self._frontier = Frontier(*ints[4:, : g.num_next], floats[2, : g.num_next])
-        draft_probs = floats[3:].reshape(-1)[: size * ssms].reshape(size, ssms)
-        level = Level(*ints[:4, :size], *floats[:2, :size], flags[: size * ssms].reshape(size, ssms), draft_probs)
-        return Grown(level, self._frontier, flags[room * ssms :])
+    def _level(self, results: _Results, size: int) -> Level:
+        """Return the first `size` nodes of the outputs."""
+        ssms, (_, room) = self._num_ssms, results.nodes.shape
+        floats = results.floats[results.expanded.shape[1] :]
+        return Level(
+            *results.nodes[:, :size],
+            floats[:size],
+            floats[room : room + size],
+            results.flags[: size * ssms].reshape(size, ssms),
+            floats[2 * room :][: size * ssms].reshape(size, ssms),
+        )
 
 
 class TreePlaces:
@@ -285,9 +418,8 @@ class TreePlaces:
         count = len(context_lens)
         self._library = library
         self._table = torch.from_numpy(np.concatenate(pages))
-        # Per tree: context length, number of slots in use, the level's first slot, and a row minus its slot.
-        state = self._state = np.zeros((4, count), dtype=np.int64)
-        state[0], state[1], state[3] = context_lens, 1, np.arange(count)
+        # Per tree: context length, number of slots in use, and a row minus its slot.
+        state = self._state = np.array([context_lens, [1] * count, range(count)], dtype=np.int64)
         first_page = self._first_page = np.cumsum([0, *(len(own) for own in pages)])
         page, offset = np.divmod(state[0], PAGE_SIZE)
         self.paths = torch.from_numpy(self._table.numpy()[first_page[:-1] + page] * PAGE_SIZE + offset)
@@ -296,15 +428,10 @@ class TreePlaces:
             page_size=PAGE_SIZE,
             context=at,
             num_slots=at + step,
-            first=at + 2 * step,
-            row_of_slot=at + 3 * step,
+            row_of_slot=at + 2 * step,
             first_page=address_of(first_page),
             pages=self._table.data_ptr(),
         )
-
-    def first_slot(self, tree: int) -> int:
-        """Return the first slot of a tree in the newest level."""
-        return int(self._state[2, tree])
 
     def extend(self, owners: np.ndarray, above: np.ndarray, depth: int) -> CompiledPlan:
         """Assign slots to the nodes of a level, and plan a pass over them.
@@ -315,7 +442,10 @@ class TreePlaces:
         """
         count, p = len(owners), self.placing
         p.num_rows, p.depth, p.owners, p.above = count, depth, address_of(owners), address_of(above)
-        results = self.prepare(count, depth)
+        results = torch.empty(count * (depth + 7), dtype=torch.int64, device="cpu")
+        at, step = results.data_ptr(), 8 * count
+        p.paths_above, p.slots, p.positions = self.paths.data_ptr(), at, at + step
+        p.rows, p.paths = at + 2 * step, at + 6 * step
         found = self._library.treespec_place(ctypes.byref(p))
         assert found, NO_PAGE
         self.paths = results[6 * count :]
@@ -328,25 +458,9 @@ class TreePlaces:
             results[count : 2 * count],
         )
 
-    def prepare(self, count: int, depth: int) -> Tensor:
-        """Allocate the outputs of a level of `count` nodes.
-
-        The paths, from index 6 * `count` on, are inputs of the next level.
-        """
-        results = torch.empty(count * (depth + 7), dtype=torch.int64, device="cpu")
-        at, step, p = results.data_ptr(), 8 * count, self.placing
-        p.paths_above, p.slots, p.positions, p.rows, p.paths = (
-            self.paths.data_ptr(),
-            at,
-            at + step,
-            at + 2 * step,
-            at + 6 * step,
-        )
-        return results
-
 
 class DraftPasses:
-    """The SSMs' passes over a batch of trees, level by level.
+    """The SSMs' passes over a batch of trees.
 
     Args:
         places: slots of the trees; only these passes may assign slots in it.
@@ -357,6 +471,9 @@ class DraftPasses:
         active: bool [num_trees, len(ssms)], whether each SSM drafts for each tree.
         tokens: tokens of the columns of each SSM's probabilities, int64 [width], ascending; or their number, if they
             are 0, 1, ...
+        valid: int64 [num_trees, len(ssms)], number of leading positions with K/V of each SSM, at most the root's.
+        committed: by tree, its last committed tokens, from the first one that an SSM has not read to the root.
+        reads: whether to return the probabilities after the committed tokens that are read.
     """
 
     def __init__(
@@ -368,12 +485,19 @@ class DraftPasses:
         pools: Sequence[Tensor],
         active: np.ndarray,
         tokens: Sequence[np.ndarray | int],
+        valid: np.ndarray,
+        committed: Sequence[Sequence[int]],
+        reads: bool,
     ):
-        self.places = places
-        columns = np.ascontiguousarray(active.T)
+        self.places, self.reads = places, reads
+        columns, starts = np.ascontiguousarray(active.T), np.ascontiguousarray(valid.T)
         assert all(part.is_contiguous() for part in (*rotations, *pools))
-        self._held = rotations, pools, columns, tokens
-        at, step = address_of(columns, np.bool_), columns.shape[1]
+        self.tokens = np.array([token for own in committed for token in own], dtype=np.int64)
+        self.first_token = np.cumsum([0, *(len(own) for own in committed)])
+        # Upper bound of the committed tokens that an SSM reads and whose probabilities are returned.
+        self.num_unread = len(self.tokens) - len(committed) if reads else 0
+        self._held = rotations, pools, columns, tokens, starts
+        at, step, first = address_of(columns, np.bool_), columns.shape[1], address_of(starts)
         self.drafts = (_Draft * len(ssms))(
             *(
                 _Draft(
@@ -387,6 +511,7 @@ class DraftPasses:
                     known if isinstance(known, int) else len(known),
                     None if isinstance(known, int) else address_of(known),
                     at + i * step,
+                    first + 8 * i * step,
                 )
                 for i, (ssm, own, rotation, pool, known) in enumerate(
                     zip(ssms, entries, rotations, pools, tokens, strict=True)

@@ -1,5 +1,7 @@
 """Limits of growing token trees, shared by trees on the host and on a device."""
 
+from collections.abc import Sequence
+
 CHILDREN = 8  # maximum number of proposals of one source at one node
 FRONTIER = 8  # maximum number of nodes of one depth that SSMs expand, down to WIDE_DEPTH
 SEEDS = 32  # maximum number of nodes of one tree proposed by sources without a draft model; the best are kept
@@ -17,6 +19,22 @@ def frontier_width(depth: int, widest: int = FRONTIER) -> int:
     if depth > DEEPEST:
         return 0
     return widest if depth <= WIDE_DEPTH else min(widest, NARROW_FRONTIER)
+
+
+def level_widths(depth: int, branching: Sequence[int] | None, widest: int = FRONTIER) -> list[int]:
+    """Return the maximum numbers of nodes of a tree to expand, by depth up to `depth` - 1, the root included.
+
+    Args:
+        depth: maximum depth of the tree.
+        branching: static number of children per node by depth, the last one for all further depths; None if nodes are
+            selected by value.
+        widest: as in `frontier_width`.
+    """
+    widths = [1] * min(depth, 1)
+    for level in range(1, depth):
+        below = frontier_width(level, widest) if branching is None else branching[min(level, len(branching)) - 1]
+        widths.append(below if branching is None else widths[-1] * below)
+    return widths
 
 
 assert 1 + sum(map(frontier_width, range(1, DEEPEST + 1))) <= MAX_EXPANDED

@@ -1,4 +1,4 @@
-"""`Forest` implemented with a compiled library: one C++ call per level."""
+"""`Forest` implemented with a compiled library: one C++ call per level, or for all levels."""
 
 import ctypes
 from collections.abc import Sequence
@@ -8,8 +8,9 @@ import numpy as np
 from treespec.drafters.evidence import SeedEvidence
 from treespec.drafters.ssm.forest import Forest, Shape, SsmProbs
 from treespec.tree import TokenTree
-from treespec_kernels.cpu.growth_cpu import DraftPasses, Grown, TreeGrowth
-from treespec_kernels.tree.growth_limits import CHILDREN, FRONTIER
+from treespec_kernels.cpu.growth_cpu import Drafted, DraftPasses, StopRule, TreeGrowth
+from treespec_kernels.tree.growth_limits import CHILDREN, FRONTIER, level_widths
+from treespec_kernels.tree.tree_levels import Frontier, Level
 
 
 class CompiledForest(Forest):
@@ -37,55 +38,72 @@ class CompiledForest(Forest):
             max_children,
             max_frontier,
         )
-        self._branching = np.zeros(len(shapes), dtype=np.int64)
         self._static = any(shape.branching for shape in shapes)
         self._weights: Sequence[np.ndarray] | None = None
         self._mixture = np.empty(0)  # `_weights` as one float32 array
 
     def extend(self, ssm_probs: Sequence[SsmProbs], weights: Sequence[np.ndarray]) -> np.ndarray:
-        branching, widest = self._begin(weights)
-        grown = self._growth.extend(self.frontier, self._size, self.depth, ssm_probs, self._mixture, branching, widest)
-        return self._append(grown)
+        at = self.frontier
+        parts = at.parts()
+        for owner, part in parts.items():
+            self.slots[owner].append(at.nodes[part])
+        branching = self._branching(self.depth, 1)
+        widest = max(self.children_at(owner) for owner in parts)
+        grown = self._growth.extend(at, self._size, self.depth, ssm_probs, self._mix(weights), branching, widest)
+        self._append(grown.level, [len(grown.level.tokens)], grown.frontier)
+        return grown.broken
 
-    def draft(self, passes: DraftPasses, weights: Sequence[np.ndarray]) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Run the SSMs' passes over the frontier and extend the trees, in one call. Not for the root level.
+    def draft(self, passes: DraftPasses, weights: Sequence[np.ndarray], stop: StopRule | None) -> Drafted:
+        """Run the SSMs' passes and extend the trees from their roots by all levels, in one call.
 
         Args:
             passes: the SSMs' passes.
             weights: as in `extend`.
-
-        Returns:
-            The result of `extend`, and each SSM's probabilities in the order of `passes`: float32 [rows that it scored,
-            vocab].
+            stop: ends trees early; None to grow all levels.
         """
-        branching, widest = self._begin(weights)
-        grown, probs = self._growth.draft(
-            self.frontier, self._size, self.depth, passes, self._mixture, branching, widest
-        )
-        return self._append(grown), probs
+        at, depth = self.frontier, max(shape.max_depth for shape in self.shapes)
+        room = self.room(len(passes.drafts))
+        branching = self._branching(0, depth)
+        drafted = self._growth.draft(at, passes, self._mix(weights), branching, self.max_children, room, stop)
+        for owner in at.owners.tolist():
+            self.slots[owner].append(drafted.row_nodes[drafted.row_owners == owner])
+        self._append(drafted.nodes, drafted.level_nodes, Frontier(*(part[:0] for part in at)))
+        return drafted
 
-    def _begin(self, weights: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:
-        """Record the frontier's slots and update the mixture.
+    def room(self, num_ssms: int) -> tuple[int, int]:
+        """Return the maximum numbers of nodes, and of nodes to expand, of the trees in the frontier.
 
-        Returns:
-            int64 [num_trees], static number of children per node (0 = chosen by value), and the maximum number of
-            proposals of one SSM at one node.
+        Args:
+            num_ssms: number of SSMs that draft.
         """
-        at = self.frontier
-        parts = at.parts()
+        widest = max([self.max_children, *(max(shape.branching) for shape in self.shapes if shape.branching)])
+        nodes = expanded = 0
+        for owner in self.frontier.owners.tolist():
+            shape = self.shapes[owner]
+            widths = level_widths(shape.max_depth, shape.branching, self.max_frontier)
+            expanded += sum(widths)
+            nodes += sum(widths) * (max(shape.branching) if shape.branching else num_ssms * widest + self.seeds.width)
+        return nodes, expanded
+
+    def _mix(self, weights: Sequence[np.ndarray]) -> np.ndarray:
+        """Return the mixture weights as one array: float32 [num_trees, num_ssms]."""
         if self._weights is not weights:
             self._weights, self._mixture = weights, np.array(weights, dtype=np.float32)
             assert np.isfinite(self._mixture).all()
-        for owner, part in parts.items():
-            self.slots[owner].append(at.nodes[part])
-        if not self._static:
-            return self._branching, self.max_children
-        children = [self.children_at(i) if shape.branching else 0 for i, shape in enumerate(self.shapes)]
-        return np.array(children), max(self.children_at(owner) for owner in parts)
+        return self._mixture
 
-    def _append(self, grown: Grown) -> np.ndarray:
-        """Append a new level; return its broken rows."""
-        self._levels.append(grown.level)
-        self._size += len(grown.level.tokens)
-        self.frontier = grown.frontier
-        return grown.broken
+    def _branching(self, first: int, count: int) -> np.ndarray:
+        """Return the static number of children per node, by depth from `first` on and tree; 0 = chosen by value."""
+        result = np.zeros((count, len(self.shapes)), dtype=np.int64)
+        if self._static:
+            for tree, shape in enumerate(self.shapes):
+                if own := shape.branching:
+                    result[:, tree] = [own[min(depth, len(own) - 1)] for depth in range(first, first + count)]
+        return result
+
+    def _append(self, nodes: Level, level_nodes: Sequence[int], frontier: Frontier) -> None:
+        """Append one or more levels, and set the frontier."""
+        self._levels.append(nodes)
+        self._level_nodes += level_nodes
+        self._size += len(nodes.tokens)
+        self.frontier = frontier

@@ -134,7 +134,7 @@ class Forest:
         tokens = self.seeds.tokens[roots]
         draft_probs = np.zeros((count, num_ssms), dtype=np.float32)
         self._levels = [Level(tokens, np.full(count, -1), trees, roots, one, one, proposed, draft_probs)]
-        self._size = count
+        self._size, self._level_nodes = count, [count]
         self.slots: list[list[np.ndarray]] = [[] for _ in seeds]
         self._num_slots = np.zeros(count, dtype=np.int64)
         self._min_values = np.zeros(count, dtype=np.float32)  # by tree, minimum value of its best `nodes` so far
@@ -146,7 +146,7 @@ class Forest:
     @property
     def depth(self) -> int:
         """Number of levels grown."""
-        return len(self._levels) - 1
+        return len(self._level_nodes) - 1
 
     def extend(self, ssm_probs: Sequence[SsmProbs], weights: Sequence[np.ndarray]) -> np.ndarray:
         """Add the children that SSMs and seeds propose for the frontier, and select the next frontier.
@@ -182,6 +182,7 @@ class Forest:
             found.draft_probs[:, rows, columns].T,
         )
         self._levels.append(level)
+        self._level_nodes.append(len(rows))
         edges = np.searchsorted(rows, [*(part.start for part in parts.values()), len(at.nodes)]).tolist()
         expanded = []
         for owner, (begin, end) in zip(parts, pairwise(edges), strict=True):
@@ -300,7 +301,8 @@ class Forest:
         """
         at, seeds = self.frontier, self.seeds
         below = seeds.children[at.seeds]
-        values = at.values * np.maximum(1 - (seeds.probs[below] * (below >= 0)).sum(1), 0.0)
+        covered = np.cumsum(seeds.probs[below] * (below >= 0), axis=1)[:, -1]  # unlike `sum`, in order
+        values = at.values * np.maximum(1 - covered, 0.0)
         return np.bincount(at.owners, values, minlength=len(self.shapes))
 
     def level_mass(self, least: float) -> np.ndarray:
@@ -309,7 +311,7 @@ class Forest:
         Counts nodes that are not seeds and have at least the value `least`.
         """
         level = self._levels[-1]
-        counted = (level.values >= least) & (level.seeds < 0)
+        counted = (level.values >= np.float32(least)) & (level.seeds < 0)
         return np.bincount(level.owners[counted], level.values[counted], minlength=len(self.shapes))
 
     def finish(self, names: Sequence[str]) -> list[tuple[TokenTree, np.ndarray]]:
@@ -322,7 +324,7 @@ class Forest:
             By request, the tree and each node's draft slot, -1 if it was not expanded.
         """
         joined = Level(*(np.concatenate(parts) for parts in zip(*self._levels, strict=True)))
-        depths = np.repeat(np.arange(len(self._levels)), [len(level.tokens) for level in self._levels])
+        depths = np.repeat(np.arange(len(self._level_nodes)), self._level_nodes)
         return [self._finish(owner, joined, depths, names) for owner in range(len(self.shapes))]
 
     def _finish(

@@ -24,9 +24,6 @@ from treespec_kernels.cpu.growth_cpu import DraftPasses, TreePlaces
 class Levels(Protocol):
     """Assigns KV slots to the nodes of growing trees and lays out passes over them."""
 
-    def first_slot(self, tree: int) -> int:
-        """Return the first slot of a tree's nodes in the newest level."""
-
     def extend(self, frontier: Frontier, depth: int) -> None:
         """Add a level: assign slots to the nodes of the frontier, which have this depth."""
 
@@ -56,9 +53,6 @@ class PlannedLevels:
     def __init__(self, models: Sequence[Decoder], cache: KVCache, requests: Sequence[Request]):
         self._models, self._cache, self._requests = models, cache, requests
         self._masks = [np.ones((1, 1), dtype=bool) for _ in requests]  # by tree: ancestor mask, bool [slots, slots]
-
-    def first_slot(self, tree: int) -> int:
-        return int(self._rows[tree].nodes[0])
 
     def extend(self, frontier: Frontier, depth: int) -> None:
         self._rows, self._plans = {}, dict[object, Pass]()
@@ -90,26 +84,31 @@ class CompiledLevels:
         self._places = TreePlaces(models[0].growth, contexts, pages)
         self._longest = max(contexts) + 1
 
-    def first_slot(self, tree: int) -> int:
-        return self._places.first_slot(tree)
-
-    def passes(self, pools: Sequence[Tensor], active: np.ndarray, max_depth: int) -> DraftPasses | None:
-        """Prepare passes that draft a whole level in one call; None if an active model lacks entry points for it.
+    def passes(
+        self,
+        pools: Sequence[Tensor],
+        active: np.ndarray,
+        valid: np.ndarray,
+        committed: Sequence[Sequence[int]],
+        max_depth: int,
+    ) -> DraftPasses | None:
+        """Prepare passes that draft all levels in one call; None if an active model lacks entry points for it.
 
         Args:
             pools: the models' KV pools.
             active: bool [num_trees, num_models], whether a model drafts for a tree.
+            valid, committed: as in `DraftPasses`, of all models.
             max_depth: maximum depth of the trees.
         """
-        entries = [model.entries for model in self._models]
         ssms = np.flatnonzero(active.any(0)).tolist()
-        own = [entry for entry in (entries[ssm] for ssm in ssms) if entry is not None]
-        if len(own) < len(ssms):
-            return None
-        rotations = [self._models[ssm].rotations_to(self._longest + max_depth) for ssm in ssms]
         models, pools = [self._models[ssm] for ssm in ssms], [pools[ssm] for ssm in ssms]
+        entries = [entry for model in models if (entry := model.entries) is not None]
+        if len(entries) < len(ssms):
+            return None
+        rotations = [model.rotations_to(self._longest + max_depth) for model in models]
         tokens = [model.vocab_size if (head := model.head_vocabulary) is None else head.tokens for model in models]
-        return DraftPasses(self._places, ssms, own, rotations, pools, active[:, ssms], tokens)
+        parts = active[:, ssms], tokens, valid[:, ssms], committed
+        return DraftPasses(self._places, ssms, entries, rotations, pools, *parts, reads=len(self._models) > 1)
 
     def extend(self, frontier: Frontier, depth: int) -> None:
         self._plan = self._places.extend(frontier.owners, frontier.above, depth)

@@ -20,7 +20,7 @@ from treespec.drafters.ssm.compiled_forest import CompiledForest
 from treespec.drafters.ssm.drawn_forest import DrawnForest
 from treespec.drafters.ssm.forest import Forest, Shape, SsmProbs
 from treespec.drafters.ssm.levels import CompiledLevels, Levels, levels_for
-from treespec.drafters.ssm.scoring import Rows, ScoredSlice, score_rows, softmax_at
+from treespec.drafters.ssm.scoring import Rows, ScoredSlice, score_rows
 from treespec.drafters.ssm.ssm_state import SsmState, open_mass, scored_rows
 from treespec.drafters.trust import WINDOW, Trust
 from treespec.models.compiled import CompiledDecoder
@@ -30,11 +30,12 @@ from treespec.request import Request
 from treespec.tree import TokenTree
 from treespec.verification.oracle import RandomOracle
 from treespec_kernels.attention.tree_batch import RequestRows
-from treespec_kernels.cpu.growth_cpu import DraftPasses
+from treespec_kernels.cpu.growth_cpu import DraftPasses, StopRule
 from treespec_kernels.tree.growth_limits import FRONTIER, MAX_EXPANDED
 
 CATCH_UP_CHUNK = 256  # maximum committed tokens of a request per catch-up pass
 NULL_PAGE = np.zeros(1, dtype=np.int64)
+MAX_SCORES = 1 << 26  # maximum probabilities of one SSM that a compiled call has room for
 MAX_LAG = 16  # committed tokens that an inactive SSM may miss before it catches up
 
 
@@ -153,95 +154,99 @@ class SsmDrafter:
             adaptive: bool [batch size], whether a tree's depth is chosen by `rule`.
             rule: decides whether another level pays.
         """
-        last_open_mass, levels = forest.open_mass(), levels_for(self.models, self.cache, requests)
-        weights = [state.weights for state in states]
-        passes = self._compiled_passes(requests, states, forest, levels)
+        levels = levels_for(self.models, self.cache, requests)
+        weights, adaptive = [state.weights for state in states], adaptive[places]
+        if isinstance(forest, CompiledForest) and isinstance(levels, CompiledLevels):
+            passes = self._compiled_passes(requests, states, forest, levels)
+            if passes is not None:
+                self._draft_compiled(requests, states, forest, passes, places, adaptive, rule)
+                return
+        last_open_mass = forest.open_mass()
         while len(forest.frontier.nodes):
-            if forest.depth and adaptive[places].any():
-                last_open_mass = self._stop_unprofitable(forest, places, adaptive[places], rule, last_open_mass)
+            if forest.depth and adaptive.any():
+                last_open_mass = stop_unprofitable(forest, places, adaptive, rule, last_open_mass)
                 if not len(forest.frontier.nodes):
                     break
             owners = forest.frontier.owners
-            if not forest.depth:
-                broken = forest.extend(self._score_roots(requests, states, forest), weights)
-            elif passes is not None and isinstance(forest, CompiledForest):
-                broken = self._draft_compiled(states, forest, levels, passes, weights)
-            else:
-                broken = forest.extend(self._score(requests, states, forest, levels), weights)
-            for owner in owners[broken]:  # NaN in K/V must not reach the next request that gets these slots
-                requests[owner].poisoned = True
-            if broken.any():  # padding rows of the pass may have written NaN to the null page
-                self.cache.scrub(NULL_PAGE)
+            score = self._score if forest.depth else self._score_roots
+            broken = forest.extend(score(requests, states, forest, levels), weights)
+            self._mark_broken(requests, owners[broken])
+
+    def _mark_broken(self, requests: Sequence[Request], owners: np.ndarray) -> None:
+        """Mark the requests of nodes whose probabilities are not finite; `owners`: indices of the requests."""
+        for owner in owners:  # NaN in K/V must not reach the next request that gets these slots
+            requests[owner].poisoned = True
+        if len(owners):  # padding rows of the pass may have written NaN to the null page
+            self.cache.scrub(NULL_PAGE)
 
     def _compiled_passes(
-        self, requests: Sequence[Request], states: Sequence[SsmState], forest: Forest | DrawnForest, levels: Levels
+        self, requests: Sequence[Request], states: Sequence[SsmState], forest: CompiledForest, levels: CompiledLevels
     ) -> DraftPasses | None:
-        """Return the passes that draft a level in one compiled call.
+        """Return the passes that draft all levels in one compiled call, after reading all but the last unread tokens.
 
-        None if this is not possible: without compiled models, or with sampled or restricted requests.
+        None if this is not possible: with sampled or restricted requests, or if the probabilities take too much memory.
         """
-        if not isinstance(forest, CompiledForest) or not isinstance(levels, CompiledLevels):
-            return None
         if any(request.is_sampled or request.restriction is not None for request in requests):
             return None
-        depth = max(shape.max_depth for shape in forest.shapes)
-        if depth == 1:
-            return None  # only the roots are scored, by `_score_roots`
+        if forest.room(len(self.models))[1] * self.models[0].vocab_size > MAX_SCORES:
+            return None
         active = np.zeros((len(requests), len(self.models)), dtype=bool)
-        for tree, state in enumerate(states):
-            active[tree, state.active] = True
-        return levels.passes(self.cache.pools[1:], active, depth)
+        valid = np.empty(active.shape, dtype=np.int64)
+        valid[:] = [[request.context_len] for request in requests]
+        for owner in forest.frontier.owners.tolist():
+            active[owner, states[owner].active] = True
+        committed = []
+        for owner, (request, state) in enumerate(zip(requests, states, strict=True)):
+            for ssm in np.flatnonzero(active[owner]).tolist():
+                if request.context_len - state.valid[ssm] >= CATCH_UP_CHUNK:
+                    self._read(ssm, [request])
+                # The bonus token may be an expanded node with valid K/V, but the root is always scored again.
+                valid[owner, ssm] = min(int(state.valid[ssm]), request.context_len)
+            committed.append(request.tokens[int(valid[owner].min()) :])
+        depth = max(shape.max_depth for shape in forest.shapes)
+        return levels.passes(self.cache.pools[1:], active, valid, committed, depth)
 
     def _draft_compiled(
         self,
+        requests: Sequence[Request],
         states: Sequence[SsmState],
         forest: CompiledForest,
-        levels: Levels,
         passes: DraftPasses,
-        weights: Sequence[np.ndarray],
-    ) -> np.ndarray:
-        """Score and extend a level below the roots in one compiled call; returns the result of `Forest.extend`."""
-        parts = forest.frontier.parts()
-        broken, probs = forest.draft(passes, weights)
-        for owner in parts:
-            states[owner].begin_level(levels.first_slot(owner))
-        for draft, own in zip(passes.drafts, probs, strict=True):
-            own_rows = scored_rows(draft.ssm, states, parts)
-            for owner, rows in own_rows.items():
-                states[owner].scores[-1][draft.ssm] = Rows(own[rows], own[rows], self.models[draft.ssm].head_vocabulary)
-            self._passes, self._request_passes = self._passes + bool(own_rows), self._request_passes + len(own_rows)
-        return broken
-
-    def _stop_unprofitable(
-        self,
-        forest: Forest | DrawnForest,
         places: np.ndarray,
         adaptive: np.ndarray,
         rule: GrowthRule,
-        last_open_mass: np.ndarray,
-    ) -> np.ndarray:
-        """Stop adaptive trees whose next level does not pay.
-
-        Args:
-            forest: the trees.
-            places: int64 [num_trees], indices in the batch.
-            adaptive: bool [num_trees].
-            rule: decides whether another level pays.
-            last_open_mass: float64 [num_trees], the open mass before the newest level.
-
-        Returns:
-            float64 [num_trees], the current open mass.
-        """
-        growing = np.unique(forest.frontier.owners)
-        growing = growing[adaptive[growing]]
-        current = forest.open_mass()
-        reached = forest.level_mass(rule.least_value)[growing] / np.maximum(last_open_mass[growing], 1e-9)
-        if len(growing):
-            stops = np.zeros(len(adaptive), dtype=bool)
-            stops[growing] = ~rule.worth_a_level(places[growing], current[growing], reached)
-            if stops.any():
-                forest.stop(stops)
-        return current
+    ) -> None:
+        """Score and extend the trees by all levels in one compiled call; arguments as in `_grow`."""
+        roots, stop = forest.frontier.owners.tolist(), None
+        for owner in roots:
+            states[owner].begin_tree()
+        if adaptive.any():
+            level_rule = rule.level_rule()
+            token_weights = np.array(level_rule.token_weights, dtype=np.float64)[places]
+            stop = StopRule(level_rule, rule.least_value, adaptive, token_weights)
+        drafted = forest.draft(passes, [state.weights for state in states], stop)
+        if stop is not None:
+            rule.adopt(level_rule)
+        parts = list(drafted.parts())
+        for draft, scores in zip(passes.drafts, drafted.scores, strict=True):
+            ssm, first = draft.ssm, 0
+            found = Rows(scores, scores, self.models[ssm].head_vocabulary)
+            self._passes, self._request_passes = self._passes + draft.passes, self._request_passes + draft.tree_passes
+            for owner in roots:
+                request, state = requests[owner], states[owner]
+                if ssm not in state.active:
+                    continue
+                start = min(int(state.valid[ssm]), request.context_len)
+                state.valid[ssm] = request.context_len
+                if passes.reads and start < request.context_len:
+                    last = first + request.context_len - start
+                    probs = found.probs_of(np.arange(first, last), request.tokens[start + 1 :])
+                    state.trust.observe(ssm, start + 1, probs)
+                    first = last
+            for owner, count in parts:
+                if ssm in states[owner].active:
+                    states[owner].scores[ssm].append(found.select(slice(first, first := first + count)))
+        self._mark_broken(requests, drafted.row_owners[drafted.broken])
 
     def prefill(self, requests: Sequence[Request]) -> None:
         """Compute the SSMs' K/V of all committed positions, and score the SSMs on these tokens."""
@@ -407,15 +412,11 @@ class SsmDrafter:
         if state.accepted is None or len(self.models) == 1:
             return
         (root, kept), state.accepted = state.accepted, None
+        following = request.tokens[root + 1 : root + 1 + len(kept)]
         for ssm in state.active:
-            levels = zip(state.scores, state.first_slots, kept.tolist(), request.tokens[root + 1 :], strict=False)
-            found = [(scores[ssm], slot - first, token) for scores, first, slot, token in levels]
             # Sampled requests keep logits: probabilities that include the token's own noise would be biased.
-            probs = [
-                softmax_at(rows.logits[at], token) if request.is_sampled else rows.probs_of([at], [token])[0]
-                for rows, at, token in found
-            ]
-            state.trust.observe(ssm, root + 1, np.array(probs))
+            probs = state.token_probs(ssm, kept[: len(following)], following, request.is_sampled)
+            state.trust.observe(ssm, root + 1, probs)
 
     def _read(self, ssm: int, requests: Sequence[Request]) -> None:
         """Compute an SSM's K/V of all committed positions of these requests, and score it on the tokens read."""
@@ -445,7 +446,7 @@ class SsmDrafter:
         self._read_seconds += time.perf_counter() - began
 
     def _score_roots(
-        self, requests: Sequence[Request], states: Sequence[SsmState], forest: Forest | DrawnForest
+        self, requests: Sequence[Request], states: Sequence[SsmState], forest: Forest | DrawnForest, levels: Levels
     ) -> list[SsmProbs]:
         """Score the roots with each active SSM, in the same pass as the committed tokens that it missed."""
         owners = forest.frontier.owners.tolist()
@@ -485,7 +486,7 @@ class SsmDrafter:
                 found = found.select(last)
             for row, (request, state) in enumerate(served):
                 state.valid[ssm] = request.context_len
-                state.scores[0][ssm] = found.select(slice(row, row + 1))
+                state.scores[ssm].append(found.select(slice(row, row + 1)))
             results.append(SsmProbs(ssm, np.array(own), found.probs, found.tokens))
         return results
 
@@ -496,8 +497,6 @@ class SsmDrafter:
         at = forest.frontier
         levels.extend(at, forest.depth)
         parts = at.parts()
-        for owner in parts:
-            states[owner].begin_level(levels.first_slot(owner))
         paths = forest.paths() if any(requests[owner].restriction for owner in parts) else []
         results: list[SsmProbs] = []
         for ssm in range(len(self.models)):
@@ -512,7 +511,7 @@ class SsmDrafter:
             found = self._score_rows(ssm, levels.plan(ssm, rows), at.tokens[rows], np.arange(len(rows)), slices)
             self._passes, self._request_passes = self._passes + 1, self._request_passes + len(own_rows)
             for owner, own in own_rows.items():
-                states[owner].scores[-1][ssm] = found.select(own)
+                states[owner].scores[ssm].append(found.select(own))
             results.append(SsmProbs(ssm, rows, found.probs, found.tokens))
         return results
 
@@ -526,3 +525,34 @@ class SsmDrafter:
     ) -> Rows:
         model, pool = self.models[ssm], self.cache.pools[1 + ssm]
         return score_rows(model, pool, layout, tokens, scored, slices)
+
+
+def stop_unprofitable(
+    forest: Forest | DrawnForest,
+    places: np.ndarray,
+    adaptive: np.ndarray,
+    rule: GrowthRule,
+    last_open_mass: np.ndarray,
+) -> np.ndarray:
+    """Stop adaptive trees whose next level does not pay.
+
+    Args:
+        forest: the trees.
+        places: int64 [num_trees], indices in the batch.
+        adaptive: bool [num_trees], whether `rule` chooses the tree's depth.
+        rule: decides whether another level pays.
+        last_open_mass: float64 [num_trees], the open mass before the newest level.
+
+    Returns:
+        float64 [num_trees], the current open mass.
+    """
+    growing = np.unique(forest.frontier.owners)
+    growing = growing[adaptive[growing]]
+    current = forest.open_mass()
+    reached = forest.level_mass(rule.least_value)[growing] / np.maximum(last_open_mass[growing], 1e-9)
+    if len(growing):
+        stops = np.zeros(len(adaptive), dtype=bool)
+        stops[growing] = ~rule.worth_a_level(places[growing], current[growing], reached)
+        if stops.any():
+            forest.stop(stops)
+    return current

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from treespec.drafters.ssm.scoring import Rows
+from treespec.drafters.ssm.scoring import Rows, softmax_at
 from treespec.drafters.trust import Trust
 from treespec.tree import TokenTree
 from treespec.verification.oracle import RandomOracle
@@ -41,8 +41,7 @@ class SsmState:
         valid: int64 [num_ssms], number of leading positions with K/V in each SSM's pool.
         weights: float64 [num_ssms], mixture weights in this round; 0 for inactive SSMs.
         active: SSMs that draft in this round, ascending.
-        first_slots: first slot of each level.
-        scores: by level and SSM, the scores of the level's slots.
+        scores: by active SSM, the scores of the slots in order, in one or more parts.
         slot_of_node: int64 [num_nodes], slots of the proposed tree's nodes, -1 if not expanded; None without a tree.
         seed: the seeds that the tree was grown over; None without a tree.
         oracle: randomness of draws.
@@ -53,21 +52,37 @@ class SsmState:
     valid: np.ndarray
     weights: np.ndarray
     active: list[int] = field(default_factory=list)
-    first_slots: list[int] = field(default_factory=list)
-    scores: list[dict[int, Rows]] = field(default_factory=list)
+    scores: dict[int, list[Rows]] = field(default_factory=dict)
     slot_of_node: np.ndarray | None = None
     seed: TokenTree | None = None
     oracle: RandomOracle | None = None
     accepted: tuple[int, np.ndarray] | None = None
 
     def begin_tree(self) -> None:
-        """Start a new tree with the root level."""
-        self.first_slots, self.scores = [0], [{}]
+        """Discard the scores of the last tree."""
+        self.scores = {ssm: [] for ssm in self.active}
 
-    def begin_level(self, first_slot: int) -> None:
-        """Start the next level."""
-        self.first_slots.append(first_slot)
-        self.scores.append({})
+    def token_probs(self, ssm: int, slots: np.ndarray, tokens: Sequence[int], sampled: bool) -> np.ndarray:
+        """Return an SSM's probability of one token after each of some slots, ascending: [len(slots)].
+
+        Args:
+            ssm: an active SSM.
+            slots: int64, ascending.
+            tokens: by slot.
+            sampled: whether the scores have logits, which do not include the tokens' own noise.
+        """
+        found = [np.empty(0, dtype=np.float32)]
+        first = at = 0
+        for part in self.scores[ssm]:
+            end = int(np.searchsorted(slots, first + len(part.probs)))
+            rows, own = slots[at:end] - first, tokens[at:end]
+            if sampled:
+                probs = [softmax_at(part.logits[row], token) for row, token in zip(rows, own, strict=True)]
+                found.append(np.array(probs))
+            elif len(rows):
+                found.append(part.probs_of(rows, own))
+            first, at = first + len(part.probs), end
+        return np.concatenate(found)
 
 
 def scored_rows(ssm: int, states: Sequence[SsmState], parts: Mapping[int, slice]) -> dict[int, slice]:

@@ -102,23 +102,43 @@ class Top {
     bool broken = false;
 
     Top(const float* row, int64_t width, int64_t wanted) : wanted(wanted) {
+        values.reserve(wanted), ids.reserve(wanted);
+        const float floor = least_of_top(row, width, wanted);
         int64_t i = 0;
-        for (; i + 4 * LANES <= width; i += 4 * LANES) {
-            const vec least = splat(bound());
+        for (; i + BLOCK <= width; i += BLOCK) {
+            const vec least = splat(std::max(bound(), floor));
             ivec passed = {};
             // The negated comparison is also true for NaN.
-            for (int64_t j = 0; j < 4; j++) passed |= ~(load<vec>(row + i + LANES * j) <= least);
+            for (int64_t j = 0; j < BLOCK; j += LANES) passed |= ~(load<vec>(row + i + j) < least);
             uint64_t words[8], any = 0;
             std::memcpy(words, &passed, sizeof words);
             for (uint64_t word : words) any |= word;
             if (any)
-                for (int64_t j = i; j < i + 4 * LANES; j++) offer(row[j], j);
+                for (int64_t j = i; j < i + BLOCK; j++)
+                    if (!(row[j] < floor)) offer(row[j], j);
         }
         for (; i < width; i++) offer(row[i], i);
     }
 
   private:
+    static constexpr int64_t BLOCK = 4 * LANES;
     const int64_t wanted;
+
+    // Returns a lower bound of the `wanted` largest values: of the largest ones of the columns with equal index modulo
+    // BLOCK, the one with this rank. Without it, most blocks of a flat distribution have a value to insert.
+    static float least_of_top(const float* row, int64_t width, int64_t wanted) {
+        if (width < 2 * BLOCK || wanted > BLOCK) return -1.0f;
+        vec most[4] = {splat(-1.0f), splat(-1.0f), splat(-1.0f), splat(-1.0f)};
+        for (int64_t i = 0; i + BLOCK <= width; i += BLOCK)
+            for (int64_t j = 0; j < 4; j++) {
+                const vec x = load<vec>(row + i + LANES * j);
+                most[j] = x > most[j] ? x : most[j];
+            }
+        float all[BLOCK];
+        std::memcpy(all, most, sizeof all);
+        std::nth_element(all, all + wanted - 1, all + BLOCK, std::greater<float>());
+        return all[wanted - 1];
+    }
 
     float bound() const { return int64_t(values.size()) == wanted ? values.back() : -1.0f; }
 

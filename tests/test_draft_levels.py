@@ -24,7 +24,7 @@ from treespec.tree import TokenTree
 from treespec_kernels.attention.tree_batch import PAGE_SIZE
 from treespec_kernels.cpu.cpu_library import find_compiler
 from treespec_kernels.cpu.decoder_cpu import PassEntries
-from treespec_kernels.cpu.growth_cpu import Drafted, DraftPasses, StopRule, TreePlaces, growth_library
+from treespec_kernels.cpu.growth_cpu import Drafted, DraftModels, DraftPasses, StopRule, TreePlaces, growth_library
 
 pytestmark = needs_compiler
 
@@ -248,16 +248,20 @@ def in_one_call(case: Case) -> Grown:
     roots = forest.frontier.owners
     ssms = np.flatnonzero(case.active[roots].any(0)).tolist()
     unread = [tokens[int(valid.min()) :] for tokens, valid in zip(case.committed, case.valid, strict=True)]
-    passes = DraftPasses(
-        TreePlaces(library, contexts, pages),
+    models = DraftModels(
         ssms,
         [case.ssms[i].entries for i in ssms],
         [torch.zeros(1, 2, 16)] * len(ssms),
         [torch.zeros(LAYERS, 2, 1, 1)] * len(ssms),
-        case.active[:, ssms],
         [case.ssms[i].columns for i in ssms],
-        case.valid[:, ssms],
-        unread,
+    )
+    passes = DraftPasses(
+        models,
+        TreePlaces(library, contexts, pages),
+        np.ascontiguousarray(case.active[:, ssms].T),
+        np.ascontiguousarray(case.valid[:, ssms].T),
+        np.concatenate(unread),
+        np.cumsum([0, *map(len, unread)]),
         reads=len(case.ssms) > 1,
     )
     rule = dataclasses.replace(case.rule.rule)
@@ -266,7 +270,7 @@ def in_one_call(case: Case) -> Grown:
     drafted = forest.draft(passes, case.weights, stop) if len(roots) else None
     scores: list[list[tuple[int, np.ndarray]]] = [[] for _ in case.ssms]
     counts = [(0, 0)] * len(case.ssms)
-    for draft, i in zip(passes.drafts, ssms, strict=True):
+    for draft, i in zip(models.drafts, ssms, strict=True):
         assert drafted is not None and not case.ssms[i].errors
         counts[i] = draft.passes, draft.tree_passes
         owners = drafted.row_owners[case.active[drafted.row_owners, i]].tolist()

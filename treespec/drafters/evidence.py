@@ -49,7 +49,7 @@ class SeedEvidence:
 
     def ratios(self, probs: np.ndarray) -> np.ndarray:
         """Return the evidence ratios of seeds with these probabilities; float32, positive and finite."""
-        own = np.clip(np.asarray(probs, dtype=np.float64), _MIN_PROB, _MAX_PROB)
+        own = np.minimum(np.maximum(probs.astype(np.float64), _MIN_PROB), _MAX_PROB)  # `np.clip` takes 5 us longer
         return np.exp(self.bias + self.slope * np.log(own / (1 - own))).astype(np.float32)
 
     def observe(self, tree: GrownTree, seed: TokenTree, path: np.ndarray, bonus: int) -> None:

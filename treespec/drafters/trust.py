@@ -13,6 +13,8 @@ import numpy as np
 
 WINDOW = 64  # number of latest verified tokens that count
 DECAY = 0.96  # of a token's weight per later token
+_AGES = np.arange(WINDOW)
+_DECAYS = DECAY**_AGES
 MIN_LOGPROB = -6.0  # lower scores are clipped, so that a single outlier token does not dominate
 MIN_WEIGHT = 0.02  # floor of every mixture weight, so that an SSM recovers quickly once its predictions improve
 
@@ -55,7 +57,9 @@ class Trust:
         end = first + len(probs)
         self._begin[ssm] = max(first if first > known else self._begin[ssm], end - width)
         logprobs = np.log(np.fmax(probs, 1e-9))  # fmax also replaces NaN
-        self._scores[ssm, np.arange(first, end) % width] = np.maximum(logprobs, MIN_LOGPROB)
+        start = first % width
+        at = slice(start, start + len(probs)) if start + len(probs) <= width else np.arange(first, end) % width
+        self._scores[ssm, at] = np.maximum(logprobs, MIN_LOGPROB)
         self.known[ssm] = end
 
     def weights(self, ssms: Sequence[int]) -> np.ndarray:
@@ -66,10 +70,10 @@ class Trust:
         if len(ssms) == 1:
             return np.ones(1)
         end = int(self.known[ssms].min())
-        ages = np.arange(min(end - int(self._begin[ssms].max()), WINDOW))
-        if len(ages) <= 0:
+        count = min(end - int(self._begin[ssms].max()), WINDOW)
+        if count <= 0:
             return np.full(len(ssms), 1 / len(ssms))
-        recent = self._scores[np.array(ssms)[:, None], (end - 1 - ages) % self._scores.shape[1]]
-        scores = recent @ DECAY**ages
+        recent = self._scores[ssms].take((end - 1 - _AGES[:count]) % self._scores.shape[1], axis=1)
+        scores = recent @ _DECAYS[:count]
         weights = np.exp(scores - scores.max())
         return MIN_WEIGHT + (1 - len(ssms) * MIN_WEIGHT) * weights / weights.sum()

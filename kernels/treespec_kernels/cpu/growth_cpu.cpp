@@ -65,8 +65,6 @@ struct Draft {  // an SSM; `forward` and `probs` are functions of the decoder's 
     int64_t num_layers, num_pages, num_places, hidden_bytes, threads;  // num_places: learned positions, or 0
     int64_t ssm, width;     // width: columns of the probabilities
     const int64_t* tokens;  // tokens of the columns, as in SsmProbs
-    const uint8_t* active;  // [num_trees], whether the SSM drafts for the tree
-    const int64_t* valid;   // [num_trees], number of leading positions with K and V, at most the root's position
     // Outputs. out: [num_rows, width], the probabilities after the `num_read` committed tokens that the SSM read, if
     // they are wanted, and then of the nodes that it scored, level by level.
     float* out;
@@ -84,6 +82,8 @@ struct Rule {  // `LevelRule` in treespec/planning/draft_plan.py, which defines 
 struct Levels {
     int64_t num_trees, max_children, reads;  // reads: whether probabilities after committed tokens are wanted
     const int64_t *tokens, *first_token;     // tree t's last committed tokens: first_token[t] to first_token[t + 1]
+    const uint8_t* active;  // [num_drafts, num_trees], whether the SSM drafts for the tree
+    const int64_t* valid;   // [num_drafts, num_trees], number of leading positions with K and V, at most the root's
     // By depth: maximum number of nodes of the next frontier, and per tree the `branching` of `Growth`.
     const int64_t *widths, *branching;
     int64_t num_levels, *rows, *nodes;  // outputs: number of levels, and of frontier rows and new nodes of each
@@ -343,12 +343,12 @@ void run_pass(Draft& draft, Batch batch, int64_t scored, int64_t trees) {
     draft.num_rows += scored, draft.passes++, draft.tree_passes += trees;
 }
 
-// Returns the rows of the frontier that an SSM scores, and the number of their trees.
-std::pair<std::vector<int64_t>, int64_t> scored_rows(const Growth& g, const Draft& draft) {
+// Returns the rows of the frontier that an SSM scores, and the number of their trees. active: [num_trees].
+std::pair<std::vector<int64_t>, int64_t> scored_rows(const Growth& g, const uint8_t* active) {
     std::vector<int64_t> rows;
     int64_t trees = 0;
     for (int64_t i = 0; i < g.num_rows; i++)
-        if (draft.active[g.row_owners[i]]) {
+        if (active[g.row_owners[i]]) {
             trees += rows.empty() || g.row_owners[rows.back()] != g.row_owners[i];
             rows.push_back(i);
         }
@@ -356,10 +356,12 @@ std::pair<std::vector<int64_t>, int64_t> scored_rows(const Growth& g, const Draf
 }
 
 // Scores the roots of `rows`, in a pass that first reads the committed tokens before them that the SSM has not read.
-void score_roots(const Growth& g, const Placing& p, const Levels& levels, Draft& draft, const std::vector<int64_t>& rows) {
+// valid: [num_trees].
+void score_roots(const Growth& g, const Placing& p, const Levels& levels, Draft& draft, const int64_t* valid,
+                 const std::vector<int64_t>& rows) {
     std::vector<int64_t> trees, positions;
     for (int64_t row : rows)
-        for (int64_t at = draft.valid[g.row_owners[row]]; at < p.context[g.row_owners[row]]; at++)
+        for (int64_t at = valid[g.row_owners[row]]; at < p.context[g.row_owners[row]]; at++)
             trees.push_back(g.row_owners[row]), positions.push_back(at);
     const int64_t num_read = positions.size();
     for (int64_t row : rows) trees.push_back(g.row_owners[row]), positions.push_back(p.context[g.row_owners[row]]);
@@ -505,11 +507,12 @@ int64_t treespec_draft(Growth* growth, Placing* placing, Draft* drafts, int64_t 
         for (int64_t i = 0; i < num_drafts; i++) {
             Draft& draft = drafts[i];
             int64_t trees;
-            std::tie(own_rows[i], trees) = scored_rows(g, draft);
+            if (!depth) draft.num_read = draft.num_rows = draft.passes = draft.tree_passes = 0;
+            std::tie(own_rows[i], trees) = scored_rows(g, levels->active + i * levels->num_trees);
             const int64_t count = own_rows[i].size();
             if (!count) continue;
             if (depth) score(g, p, draft, own_rows[i], trees);
-            else score_roots(g, p, *levels, draft, own_rows[i]);
+            else score_roots(g, p, *levels, draft, levels->valid + i * levels->num_trees, own_rows[i]);
             ssm_probs.push_back({draft.out + (draft.num_rows - count) * draft.width,
                                  count < rows ? own_rows[i].data() : nullptr, draft.tokens, count, draft.ssm,
                                  draft.width});

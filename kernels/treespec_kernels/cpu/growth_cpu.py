@@ -8,6 +8,7 @@ takes 1 us), so all data of a call is in three arrays.
 
 import ctypes
 import functools
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -68,7 +69,7 @@ class _Draft(ctypes.Structure):
     _fields_ = (
         *pointers("forward", "probs", "model", "head", "rotation", "cache"),
         *numbers("num_layers", "num_pages", "num_places", "hidden_bytes", "threads", "ssm", "width"),
-        *pointers("tokens", "active", "valid", "out"),
+        *pointers("tokens", "out"),
         *numbers("num_read", "num_rows", "passes", "tree_passes"),
     )
 
@@ -88,7 +89,7 @@ class _Rule(ctypes.Structure):
 class _Levels(ctypes.Structure):
     _fields_ = (
         *numbers("num_trees", "max_children", "reads"),
-        *pointers("tokens", "first_token", "widths", "branching"),
+        *pointers("tokens", "first_token", "active", "valid", "widths", "branching"),
         *numbers("num_levels"),
         *pointers("rows", "nodes"),
     )
@@ -328,13 +329,19 @@ class TreeGrowth:
             trees,
             children,
             passes.reads,
-            *map(address_of, (passes.tokens, passes.first_token, widths, branching)),
+            address_of(passes.tokens),
+            address_of(passes.first_token),
+            address_of(passes.active, np.bool_),
+            address_of(passes.valid),
+            address_of(widths),
+            address_of(branching),
             0,
             at := address_of(counts),
             at + 8 * depth,
         )
-        scores = [np.empty((passes.num_unread + expanded, draft.width), dtype=np.float32) for draft in passes.drafts]
-        for draft, own in zip(passes.drafts, scores, strict=True):
+        drafts, room_of_scores = passes.models.drafts, passes.num_unread + expanded
+        scores = [np.empty((room_of_scores, draft.width), dtype=np.float32) for draft in drafts]
+        for draft, own in zip(drafts, scores, strict=True):
             draft.out = address_of(own, np.float32)
         rule, places.placing.paths_above = None, places.paths.data_ptr()
         if stop is not None:
@@ -344,8 +351,8 @@ class TreeGrowth:
         placed = self._library.treespec_draft(
             ctypes.byref(g),
             ctypes.byref(places.placing),
-            passes.drafts,
-            len(passes.drafts),
+            drafts,
+            len(drafts),
             ctypes.byref(levels),
             None if rule is None else ctypes.byref(rule),
         )
@@ -361,7 +368,7 @@ class TreeGrowth:
             np.concatenate([frontier.nodes, results.expanded[0, :below]]),
             np.concatenate([frontier.owners, results.expanded[2, :below]]),
             results.flags[nodes * self._num_ssms :][: sum(level_rows)],
-            [own[: draft.num_rows] for own, draft in zip(scores, passes.drafts, strict=True)],
+            [own[: draft.num_rows] for own, draft in zip(scores, drafts, strict=True)],
         )
 
     def _begin(self, frontier: Frontier, nodes: int, expanded: int) -> _Results:
@@ -459,45 +466,32 @@ class TreePlaces:
         )
 
 
-class DraftPasses:
-    """The SSMs' passes over a batch of trees.
+class DraftModels:
+    """SSMs whose passes run in the call that grows trees.
 
     Args:
-        places: slots of the trees; only these passes may assign slots in it.
-        ssms: indices of the SSMs that draft for any tree, ascending.
+        ssms: their indices, ascending.
         entries: `PassEntries` of each SSM.
-        rotations: for each SSM, as in `CompiledModel.forward`, for all positions that the trees may reach.
+        rotations: for each SSM, as in `CompiledModel.forward`.
         pools: each SSM's part of the cache.
-        active: bool [num_trees, len(ssms)], whether each SSM drafts for each tree.
         tokens: tokens of the columns of each SSM's probabilities, int64 [width], ascending; or their number, if they
             are 0, 1, ...
-        valid: int64 [num_trees, len(ssms)], number of leading positions with K/V of each SSM, at most the root's.
-        committed: by tree, its last committed tokens, from the first one that an SSM has not read to the root.
-        reads: whether to return the probabilities after the committed tokens that are read.
+
+    Attributes:
+        num_positions: number of positions that the rotations cover.
     """
 
     def __init__(
         self,
-        places: TreePlaces,
         ssms: Sequence[int],
         entries: Sequence[PassEntries],
         rotations: Sequence[Tensor],
         pools: Sequence[Tensor],
-        active: np.ndarray,
         tokens: Sequence[np.ndarray | int],
-        valid: np.ndarray,
-        committed: Sequence[Sequence[int]],
-        reads: bool,
     ):
-        self.places, self.reads = places, reads
-        columns, starts = np.ascontiguousarray(active.T), np.ascontiguousarray(valid.T)
         assert all(part.is_contiguous() for part in (*rotations, *pools))
-        self.tokens = np.array([token for own in committed for token in own], dtype=np.int64)
-        self.first_token = np.cumsum([0, *(len(own) for own in committed)])
-        # Upper bound of the committed tokens that an SSM reads and whose probabilities are returned.
-        self.num_unread = len(self.tokens) - len(committed) if reads else 0
-        self._held = rotations, pools, columns, tokens, starts
-        at, step, first = address_of(columns, np.bool_), columns.shape[1], address_of(starts)
+        self._held = rotations, pools, tokens
+        self.num_positions = min((len(rotation) for rotation in rotations if rotation.numel()), default=sys.maxsize)
         self.drafts = (_Draft * len(ssms))(
             *(
                 _Draft(
@@ -510,11 +504,34 @@ class DraftPasses:
                     ssm,
                     known if isinstance(known, int) else len(known),
                     None if isinstance(known, int) else address_of(known),
-                    at + i * step,
-                    first + 8 * i * step,
                 )
-                for i, (ssm, own, rotation, pool, known) in enumerate(
-                    zip(ssms, entries, rotations, pools, tokens, strict=True)
-                )
+                for ssm, own, rotation, pool, known in zip(ssms, entries, rotations, pools, tokens, strict=True)
             )
         )
+
+
+class DraftPasses(NamedTuple):
+    """The SSMs' passes over a batch of trees.
+
+    Attributes:
+        models: the SSMs that draft for any tree.
+        places: slots of the trees; only these passes may assign slots in it.
+        active: bool [num_models, num_trees], whether each SSM drafts for each tree.
+        valid: int64 [num_models, num_trees], number of leading positions with K/V of each SSM, at most the root's.
+        tokens: int64, each tree's last committed tokens, from the first one that an SSM has not read to the root.
+        first_token: int64 [num_trees + 1], start of each tree's part of `tokens`.
+        reads: whether to return the probabilities after the committed tokens that are read.
+    """
+
+    models: DraftModels
+    places: TreePlaces
+    active: np.ndarray
+    valid: np.ndarray
+    tokens: np.ndarray
+    first_token: np.ndarray
+    reads: bool
+
+    @property
+    def num_unread(self) -> int:
+        """Maximum number of committed tokens that an SSM reads and after which probabilities are returned."""
+        return len(self.tokens) - len(self.first_token) + 1 if self.reads else 0

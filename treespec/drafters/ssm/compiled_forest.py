@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -62,27 +63,24 @@ class CompiledForest(Forest):
             stop: ends trees early; None to grow all levels.
         """
         at, depth = self.frontier, max(shape.max_depth for shape in self.shapes)
-        room = self.room(len(passes.drafts))
         branching = self._branching(0, depth)
-        drafted = self._growth.draft(at, passes, self._mix(weights), branching, self.max_children, room, stop)
+        drafted = self._growth.draft(at, passes, self._mix(weights), branching, self.max_children, self.room, stop)
         for owner in at.owners.tolist():
             self.slots[owner].append(drafted.row_nodes[drafted.row_owners == owner])
         self._append(drafted.nodes, drafted.level_nodes, Frontier(*(part[:0] for part in at)))
         return drafted
 
-    def room(self, num_ssms: int) -> tuple[int, int]:
-        """Return the maximum numbers of nodes, and of nodes to expand, of the trees in the frontier.
-
-        Args:
-            num_ssms: number of SSMs that draft.
-        """
+    @cached_property
+    def room(self) -> tuple[int, int]:
+        """Maximum numbers of nodes, and of nodes to expand, that trees grow from their roots."""
         widest = max([self.max_children, *(max(shape.branching) for shape in self.shapes if shape.branching)])
         nodes = expanded = 0
-        for owner in self.frontier.owners.tolist():
-            shape = self.shapes[owner]
+        for shape in self.shapes:
             widths = level_widths(shape.max_depth, shape.branching, self.max_frontier)
             expanded += sum(widths)
-            nodes += sum(widths) * (max(shape.branching) if shape.branching else num_ssms * widest + self.seeds.width)
+            nodes += sum(widths) * (
+                max(shape.branching) if shape.branching else self.num_ssms * widest + self.seeds.width
+            )
         return nodes, expanded
 
     def _mix(self, weights: Sequence[np.ndarray]) -> np.ndarray:

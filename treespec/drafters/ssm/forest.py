@@ -6,7 +6,7 @@ static branching, and early removal of nodes that cannot be among a tree's best,
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -65,17 +65,21 @@ class _Seeds:
     """
 
     def __init__(self, trees: Sequence[TokenTree], evidence: SeedEvidence):
-        sizes = np.array([len(tree) for tree in trees])
-        self.trees, self.first = trees, np.concatenate([[0], np.cumsum(sizes)])
+        sizes = [len(tree) for tree in trees]
+        self.trees, self.first = trees, np.array([0, *accumulate(sizes)])
         self.tokens = np.concatenate([tree.tokens for tree in trees])
         self.probs = np.concatenate([tree.probs for tree in trees]).astype(np.float32)
+        if len(self.tokens) == len(trees):  # only roots, as in most rounds
+            self.ratios, self.width = np.ones(len(trees), dtype=np.float32), 1
+            self.children = np.full((len(trees) + 1, 1), -1)
+            return
         self.ratios = evidence.ratios(self.probs)
         parents = np.concatenate([tree.parents for tree in trees])
         shift = np.repeat(self.first[:-1], sizes)
         below = np.flatnonzero(parents >= 0)
-        self.parents = parents + shift  # invalid for roots
-        order = below[np.argsort(self.parents[below], kind="stable")]
-        ranked = self.parents[order]
+        parents = parents + shift  # invalid for roots
+        order = below[np.argsort(parents[below], kind="stable")]
+        ranked = parents[order]
         place = np.arange(len(order)) - np.searchsorted(ranked, ranked)
         self.width = int(place.max(initial=0)) + 1
         self.children = np.full((len(parents) + 1, self.width), -1)
@@ -139,9 +143,8 @@ class Forest:
         self._num_slots = np.zeros(count, dtype=np.int64)
         self._min_values = np.zeros(count, dtype=np.float32)  # by tree, minimum value of its best `nodes` so far
         self._values: list[list[np.ndarray]] = [[one[:1]] for _ in seeds]  # by tree and level
-        grows = np.array([shape.max_depth > 0 for shape in shapes], dtype=bool)
-        all_roots = Frontier(trees, tokens, trees, roots, np.full(count, -1), one)
-        self.frontier = Frontier(*(part[grows] for part in all_roots))
+        self.frontier = Frontier(trees, tokens, trees, roots, np.full(count, -1), one)
+        self.stop(np.array([not shape.max_depth for shape in shapes]))
 
     @property
     def depth(self) -> int:
@@ -291,8 +294,9 @@ class Forest:
 
     def stop(self, owners: np.ndarray) -> None:
         """Remove trees from the frontier; owners: bool [num_trees]."""
-        remaining = ~owners[self.frontier.owners]
-        self.frontier = Frontier(*(part[remaining] for part in self.frontier))
+        if owners.any():
+            remaining = ~owners[self.frontier.owners]
+            self.frontier = Frontier(*(part[remaining] for part in self.frontier))
 
     def open_mass(self) -> np.ndarray:
         """Return the open mass of each tree: float64 [num_trees].

@@ -8,7 +8,6 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from treespec.cache import KVCache
 from treespec.drafters.ssm.forest import Frontier
@@ -18,7 +17,7 @@ from treespec.models.decoder import Decoder, Pass
 from treespec.request import Request
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.cpu.compiled_plan import CompiledPlan
-from treespec_kernels.cpu.growth_cpu import DraftPasses, TreePlaces
+from treespec_kernels.cpu.growth_cpu import TreePlaces
 
 
 class Levels(Protocol):
@@ -76,42 +75,20 @@ class PlannedLevels:
 
 
 class CompiledLevels:
-    """Levels for compiled passes, without `RequestRows`: a row's path is its parent's path plus its own slot."""
+    """Levels for compiled passes, without `RequestRows`: a row's path is its parent's path plus its own slot.
+
+    Attributes:
+        places: slots of the trees.
+    """
 
     def __init__(self, models: Sequence[CompiledDecoder], requests: Sequence[Request]):
         self._models = models
         contexts, pages = [request.context_len for request in requests], [request.pages for request in requests]
-        self._places = TreePlaces(models[0].growth, contexts, pages)
+        self.places = TreePlaces(models[0].growth, contexts, pages)
         self._longest = max(contexts) + 1
 
-    def passes(
-        self,
-        pools: Sequence[Tensor],
-        active: np.ndarray,
-        valid: np.ndarray,
-        committed: Sequence[Sequence[int]],
-        max_depth: int,
-    ) -> DraftPasses | None:
-        """Prepare passes that draft all levels in one call; None if an active model lacks entry points for it.
-
-        Args:
-            pools: the models' KV pools.
-            active: bool [num_trees, num_models], whether a model drafts for a tree.
-            valid, committed: as in `DraftPasses`, of all models.
-            max_depth: maximum depth of the trees.
-        """
-        ssms = np.flatnonzero(active.any(0)).tolist()
-        models, pools = [self._models[ssm] for ssm in ssms], [pools[ssm] for ssm in ssms]
-        entries = [entry for model in models if (entry := model.entries) is not None]
-        if len(entries) < len(ssms):
-            return None
-        rotations = [model.rotations_to(self._longest + max_depth) for model in models]
-        tokens = [model.vocab_size if (head := model.head_vocabulary) is None else head.tokens for model in models]
-        parts = active[:, ssms], tokens, valid[:, ssms], committed
-        return DraftPasses(self._places, ssms, entries, rotations, pools, *parts, reads=len(self._models) > 1)
-
     def extend(self, frontier: Frontier, depth: int) -> None:
-        self._plan = self._places.extend(frontier.owners, frontier.above, depth)
+        self._plan = self.places.extend(frontier.owners, frontier.above, depth)
         self._num_positions = self._longest + depth
         self._plans = dict[object, Pass]()
 

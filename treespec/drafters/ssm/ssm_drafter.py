@@ -30,7 +30,7 @@ from treespec.request import Request
 from treespec.tree import TokenTree
 from treespec.verification.oracle import RandomOracle
 from treespec_kernels.attention.tree_batch import RequestRows
-from treespec_kernels.cpu.growth_cpu import DraftPasses, StopRule
+from treespec_kernels.cpu.growth_cpu import DraftModels, DraftPasses, StopRule
 from treespec_kernels.tree.growth_limits import FRONTIER, MAX_EXPANDED
 
 CATCH_UP_CHUNK = 256  # maximum committed tokens of a request per catch-up pass
@@ -62,6 +62,7 @@ class SsmDrafter:
         self._read_seconds = 0.0
         self._states: dict[str, SsmState] = {}
         self._by_sources: dict[tuple[str, ...] | None, list[int]] = {}
+        self._compiled: dict[tuple[int, ...], DraftModels] = {}  # by SSMs
 
     def propose(
         self,
@@ -184,27 +185,55 @@ class SsmDrafter:
     ) -> DraftPasses | None:
         """Return the passes that draft all levels in one compiled call, after reading all but the last unread tokens.
 
-        None if this is not possible: with sampled or restricted requests, or if the probabilities take too much memory.
+        None if this is not possible: with sampled or restricted requests, with models that lack entry points for it, or
+        if the probabilities take too much memory.
         """
         if any(request.is_sampled or request.restriction is not None for request in requests):
             return None
-        if forest.room(len(self.models))[1] * self.models[0].vocab_size > MAX_SCORES:
+        roots = set(forest.frontier.owners.tolist())
+        ssms = tuple(sorted({ssm for owner in roots for ssm in states[owner].active}))
+        depth = max(shape.max_depth for shape in forest.shapes)
+        models = self._draft_models(ssms, max(request.context_len for request in requests) + 1 + depth)
+        if models is None or forest.room[1] * max(draft.width for draft in models.drafts) > MAX_SCORES:
             return None
-        active = np.zeros((len(requests), len(self.models)), dtype=bool)
-        valid = np.empty(active.shape, dtype=np.int64)
-        valid[:] = [[request.context_len] for request in requests]
-        for owner in forest.frontier.owners.tolist():
-            active[owner, states[owner].active] = True
-        committed = []
+        active, valid, tokens, starts = [], [], [], [0]
         for owner, (request, state) in enumerate(zip(requests, states, strict=True)):
-            for ssm in np.flatnonzero(active[owner]).tolist():
+            own = state.active if owner in roots else []
+            for ssm in own:
                 if request.context_len - state.valid[ssm] >= CATCH_UP_CHUNK:
                     self._read(ssm, [request])
-                # The bonus token may be an expanded node with valid K/V, but the root is always scored again.
-                valid[owner, ssm] = min(int(state.valid[ssm]), request.context_len)
-            committed.append(request.tokens[int(valid[owner].min()) :])
-        depth = max(shape.max_depth for shape in forest.shapes)
-        return levels.passes(self.cache.pools[1:], active, valid, committed, depth)
+            # The bonus token may be an expanded node with valid K/V, but the root is always scored again.
+            known = np.minimum(state.valid, request.context_len).tolist()
+            active.append([ssm in own for ssm in ssms])
+            valid.append([known[ssm] for ssm in ssms])
+            tokens += request.tokens[min((known[ssm] for ssm in own), default=request.context_len) :]
+            starts.append(len(tokens))
+        return DraftPasses(
+            models,
+            levels.places,
+            np.ascontiguousarray(np.array(active).T),
+            np.ascontiguousarray(np.array(valid).T),
+            np.array(tokens),
+            np.array(starts),
+            reads=len(self.models) > 1,
+        )
+
+    def _draft_models(self, ssms: tuple[int, ...], num_positions: int) -> DraftModels | None:
+        """Return compiled SSMs with entry points for passes at positions below `num_positions`; None if they lack them.
+
+        Args:
+            ssms: indices of the SSMs, ascending.
+            num_positions: number of positions that their rotations must cover.
+        """
+        if ssms not in self._compiled or self._compiled[ssms].num_positions < num_positions:
+            models = [model for ssm in ssms if isinstance(model := self.models[ssm], CompiledDecoder)]
+            entries = [entry for model in models if (entry := model.entries) is not None]
+            if len(entries) < len(ssms):
+                return None
+            heads = [model.vocab_size if (head := model.head_vocabulary) is None else head.tokens for model in models]
+            rotations, pools = [model.rotations_to(num_positions) for model in models], self.cache.pools[1:]
+            self._compiled[ssms] = DraftModels(ssms, entries, rotations, [pools[ssm] for ssm in ssms], heads)
+        return self._compiled[ssms]
 
     def _draft_compiled(
         self,
@@ -228,7 +257,7 @@ class SsmDrafter:
         if stop is not None:
             rule.adopt(level_rule)
         parts = list(drafted.parts())
-        for draft, scores in zip(passes.drafts, drafted.scores, strict=True):
+        for draft, scores in zip(passes.models.drafts, drafted.scores, strict=True):
             ssm, first = draft.ssm, 0
             found = Rows(scores, scores, self.models[ssm].head_vocabulary)
             self._passes, self._request_passes = self._passes + draft.passes, self._request_passes + draft.tree_passes
@@ -395,15 +424,20 @@ class SsmDrafter:
         """Score the SSMs on newly verified tokens, and select the active SSMs of each request."""
         for request, state, _ in rows:
             self._score_accepted(request, state)
-        for ssm in range(len(self.models)):
-            lagging = [r for r, s, _ in rows if ssm in self._allowed(r) and r.context_len - s.valid[ssm] >= MAX_LAG]
-            self._read(ssm, lagging)
+        lagging: dict[int, list[Request]] = {}
+        for request, state, _ in rows:
+            valid = state.valid.tolist()
+            for ssm in self._allowed(request):
+                if request.context_len - valid[ssm] >= MAX_LAG:
+                    lagging.setdefault(ssm, []).append(request)
+        for ssm in sorted(lagging):
+            self._read(ssm, lagging[ssm])
         for request, state, plan in rows:
             allowed = self._allowed(request)
             weights = state.trust.weights(allowed)
             order = np.argsort(-weights, kind="stable")[: plan.max_ssms]
             selected = order[(weights[order] > plan.min_trust) | (order == order[0])]
-            state.active = [allowed[i] for i in np.sort(selected)]
+            state.active = [allowed[i] for i in sorted(selected.tolist())]
             state.weights = np.zeros(len(self.models))
             state.weights[state.active] = weights[np.sort(selected)] / weights[selected].sum()
 

@@ -5,6 +5,7 @@ The SSMs' probabilities are functions of the tokens that their caches hold.
 
 import ctypes
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -258,15 +259,15 @@ def in_one_call(case: Case) -> Grown:
     passes = DraftPasses(
         models,
         TreePlaces(library, contexts, pages),
-        np.ascontiguousarray(case.active[:, ssms].T),
-        np.ascontiguousarray(case.valid[:, ssms].T),
-        np.concatenate(unread),
-        np.cumsum([0, *map(len, unread)]),
+        case.active[:, ssms].T.tolist(),
+        case.valid[:, ssms].T.tolist(),
+        [*itertools.chain(*unread)],
+        [*itertools.accumulate(map(len, unread), initial=0)],
         reads=len(case.ssms) > 1,
     )
     rule = dataclasses.replace(case.rule.rule)
-    weights = np.array(rule.token_weights)[case.places]
-    stop = StopRule(rule, case.rule.least_value, case.adaptive, weights) if case.adaptive.any() else None
+    weights = [rule.token_weights[place] for place in case.places]
+    stop = StopRule(rule, case.rule.least_value, case.adaptive.tolist(), weights) if case.adaptive.any() else None
     drafted = forest.draft(passes, case.weights, stop) if len(roots) else None
     scores: list[list[tuple[int, np.ndarray]]] = [[] for _ in case.ssms]
     counts = [(0, 0)] * len(case.ssms)

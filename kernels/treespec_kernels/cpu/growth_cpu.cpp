@@ -52,7 +52,7 @@ struct Placing {  // assigns the next slots of each tree to the nodes of a level
     const int64_t *owners, *above;                // [num_rows]
     const int64_t *context, *first_page, *pages;  // per tree: committed positions, and the start of its pages
     int64_t *num_slots, *row_of_slot;             // per tree: slots in use, and row minus slot in the level above
-    const int64_t* paths_above;                   // [rows of the level above, depth]
+    const int64_t* paths_above;                   // [rows of the level above, depth], if that are not the roots
     int64_t *paths, *slots, *rows, *positions;    // [num_rows, depth + 1], [num_rows], [4, num_rows], [num_rows]
 };
 
@@ -75,14 +75,14 @@ struct Rule {  // `LevelRule` in treespec/planning/draft_plan.py, which defines 
     double calibration, coverage, coverage_weight, last_level_weight, level_cost, marginal_cost;
     int64_t max_levels;
     float least_value;
-    const uint8_t* adaptive;      // [num_trees], whether the rule decides on the tree
+    const int64_t* adaptive;      // [num_trees], whether the rule decides on the tree
     const double* token_weights;  // [num_trees]
 };
 
 struct Levels {
     int64_t num_trees, max_children, reads;  // reads: whether probabilities after committed tokens are wanted
     const int64_t *tokens, *first_token;     // tree t's last committed tokens: first_token[t] to first_token[t + 1]
-    const uint8_t* active;  // [num_drafts, num_trees], whether the SSM drafts for the tree
+    const int64_t* active;  // [num_drafts, num_trees], whether the SSM drafts for the tree
     const int64_t* valid;   // [num_drafts, num_trees], number of leading positions with K and V, at most the root's
     // By depth: maximum number of nodes of the next frontier, and per tree the `branching` of `Growth`.
     const int64_t *widths, *branching;
@@ -304,6 +304,11 @@ class Level {
     }
 };
 
+// Returns the slot of a position, on a page that the tree has.
+int64_t slot_at(const Placing& p, int64_t tree, int64_t position) {
+    return p.pages[p.first_page[tree] + position / p.page_size] * p.page_size + position % p.page_size;
+}
+
 // Assigns the slots of a level; returns false if a tree has no page for its nodes.
 bool place(Placing& p) {
     const int64_t width = p.depth + 1;
@@ -311,10 +316,10 @@ bool place(Placing& p) {
         const int64_t tree = p.owners[first], slot = p.num_slots[tree], shift = p.row_of_slot[tree];
         for (last = first; last < p.num_rows && p.owners[last] == tree; last++) {
             const int64_t logical = p.context[tree] + slot + last - first;
-            const int64_t page = p.first_page[tree] + logical / p.page_size;
-            if (page >= p.first_page[tree + 1]) return false;
-            p.slots[last] = p.pages[page] * p.page_size + logical % p.page_size;
-            std::copy_n(p.paths_above + (p.above[last] + shift) * p.depth, p.depth, p.paths + last * width);
+            if (p.first_page[tree] + logical / p.page_size >= p.first_page[tree + 1]) return false;
+            p.slots[last] = slot_at(p, tree, logical);
+            if (p.depth == 1) p.paths[last * width] = slot_at(p, tree, p.context[tree]);
+            else std::copy_n(p.paths_above + (p.above[last] + shift) * p.depth, p.depth, p.paths + last * width);
             p.paths[last * width + p.depth] = p.slots[last];
             p.positions[last] = p.context[tree] + p.depth;
             p.rows[last] = p.first_page[tree], p.rows[p.num_rows + last] = p.context[tree];
@@ -344,7 +349,7 @@ void run_pass(Draft& draft, Batch batch, int64_t scored, int64_t trees) {
 }
 
 // Returns the rows of the frontier that an SSM scores, and the number of their trees. active: [num_trees].
-std::pair<std::vector<int64_t>, int64_t> scored_rows(const Growth& g, const uint8_t* active) {
+std::pair<std::vector<int64_t>, int64_t> scored_rows(const Growth& g, const int64_t* active) {
     std::vector<int64_t> rows;
     int64_t trees = 0;
     for (int64_t i = 0; i < g.num_rows; i++)
@@ -370,7 +375,7 @@ void score_roots(const Growth& g, const Placing& p, const Levels& levels, Draft&
     for (int64_t i = 0; i < n; i++) {
         const int64_t tree = trees[i], at = positions[i];
         tokens.push_back(levels.tokens[levels.first_token[tree + 1] - 1 - (p.context[tree] - at)]);
-        slots.push_back(p.pages[p.first_page[tree] + at / p.page_size] * p.page_size + at % p.page_size);
+        slots.push_back(slot_at(p, tree, at));
         tables.push_back(p.first_page[tree]), direct.push_back(at + 1);
     }
     Batch batch{};

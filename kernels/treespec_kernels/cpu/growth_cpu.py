@@ -10,6 +10,7 @@ import ctypes
 import functools
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -107,6 +108,14 @@ def growth_library(compiler: tuple[str, ...], folder: Path) -> ctypes.CDLL:
     return library
 
 
+def _packed(*parts: Sequence[int]) -> tuple[ctypes.Array[ctypes.c_int64], list[int]]:
+    """Return all numbers in one array, and the address of each part: an array's address takes a microsecond."""
+    numbers = [*chain(*parts)]
+    array = (ctypes.c_int64 * len(numbers))(*numbers)
+    at = ctypes.addressof(array)
+    return array, [at + 8 * first for first in accumulate(map(len, parts[:-1]), initial=0)]
+
+
 class Grown(NamedTuple):
     """A new level, the next frontier, and bool [num_rows]: rows where an SSM's probabilities are not finite."""
 
@@ -133,14 +142,14 @@ class StopRule(NamedTuple):
     Attributes:
         rule: the decision; `TreeGrowth.draft` updates its coverage.
         least_value: minimum value of a node that counts as coverage.
-        adaptive: bool [num_trees], whether the rule decides on a tree.
-        token_weights: float64 [num_trees], weight of a token.
+        adaptive: by tree, whether the rule decides on it.
+        token_weights: by tree, weight of a token.
     """
 
     rule: LevelRule
     least_value: float
-    adaptive: np.ndarray
-    token_weights: np.ndarray
+    adaptive: Sequence[bool]
+    token_weights: Sequence[float]
 
 
 class Drafted(NamedTuple):
@@ -198,8 +207,8 @@ class TreeGrowth:
     Args:
         library: from `growth_library`.
         num_ssms: number of SSMs.
-        max_depths, nodes: int64 [num_trees], maximum number of levels and of nodes of each tree; candidates that cannot
-            be among the best `nodes` are dropped.
+        max_depths, nodes: by tree, maximum number of levels and of nodes; candidates that cannot be among the best
+            `nodes` are dropped.
         end_tokens: tokens that are not expanded, per tree.
         seeds: proposals of other sources: children int64 [num_seeds + 1, width], tokens int64 [num_seeds], probs and
             evidence ratios float32 [num_seeds].
@@ -211,34 +220,36 @@ class TreeGrowth:
         self,
         library: ctypes.CDLL,
         num_ssms: int,
-        max_depths: np.ndarray,
-        nodes: np.ndarray,
+        max_depths: Sequence[int],
+        nodes: Sequence[int],
         end_tokens: Sequence[Sequence[int]],
         seeds: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
         seed_children: int,
         max_frontier: int,
     ):
-        count, most = len(nodes), int(nodes.max())
-        ends = np.array([token for tokens in end_tokens for token in tokens], dtype=np.int64)
-        starts = np.cumsum([0, *(len(tokens) for tokens in end_tokens)])
-        state = np.zeros((2, count), dtype=np.int64)  # numbers of slots and of values
-        state[1] = 1  # the root's value
+        count, most = len(nodes), max(nodes)
+        starts, slots, values = (
+            accumulate(map(len, end_tokens), initial=0),
+            [0] * count,
+            [1] * count,
+        )  # the root's value
+        ints, at = _packed(max_depths, nodes, [*chain(*end_tokens)], [*starts], slots, values)
         floats = np.zeros((1 + most, count), dtype=np.float32)  # least value, and best values [num_trees, most]
         floats[1:].reshape(count, most)[:, 0] = 1.0
         self._library, self._num_ssms, self._width = library, num_ssms, seeds[0].shape[1]
         self._max_frontier = max_frontier
-        self._held = (max_depths, nodes, ends, starts, state, floats, seeds)
+        self._held = ints, floats, seeds
         self._growth = _Growth(
             num_ssms=num_ssms,
             most_nodes=most,
-            max_depths=address_of(max_depths),
-            nodes=address_of(nodes),
-            end_tokens=address_of(ends),
-            end_starts=address_of(starts),
-            num_slots=address_of(state),
-            num_values=address_of(state) + 8 * count,
-            least=address_of(floats, np.float32),
-            best=address_of(floats, np.float32) + 4 * count,
+            max_depths=at[0],
+            nodes=at[1],
+            end_tokens=at[2],
+            end_starts=at[3],
+            num_slots=at[4],
+            num_values=at[5],
+            least=(least := address_of(floats, np.float32)),
+            best=least + 4 * count,
             seed_width=self._width,
             seed_children=address_of(seeds[0]),
             seed_tokens=address_of(seeds[1]),
@@ -290,7 +301,11 @@ class TreeGrowth:
         g.depth, g.size, g.children, g.branching = depth, size, children, address_of(branching)
         g.next_width = frontier_width(depth + 1, self._max_frontier)
         room = rows * (len(ssm_probs) * children + self._width)
-        results = self._begin(frontier, room, room)
+        if frontier is not self._frontier:  # otherwise the last call has set its addresses
+            parts = frontier.nodes, frontier.tokens, frontier.owners, frontier.seeds, frontier.above
+            g.row_nodes, g.row_tokens, g.row_owners, g.row_seeds, g.row_above = map(address_of, parts)
+            g.row_values = address_of(frontier.values, np.float32)
+        results = self._begin(rows, room, room)
         count = self._library.treespec_grow(ctypes.byref(g))
         # Set the next frontier as input of the next call.
         g.row_nodes, g.row_tokens, g.row_owners = g.next_nodes, g.next_tokens, g.next_owners
@@ -303,7 +318,7 @@ class TreeGrowth:
         frontier: Frontier,
         passes: "DraftPasses",
         weights: np.ndarray,
-        branching: np.ndarray,
+        branching: Sequence[Sequence[int]],
         children: int,
         room: tuple[int, int],
         stop: StopRule | None,
@@ -314,52 +329,50 @@ class TreeGrowth:
             frontier: the roots of the trees that grow.
             passes: the SSMs' passes over these trees.
             weights: as in `extend`.
-            branching: int64 [num_levels, num_trees], number of children per node; 0 to select by value.
+            branching: by level and tree, number of children per node; 0 to select by value.
             children: maximum number of proposals of one SSM per node that are selected by value.
             room: maximum number of nodes, and of nodes to expand, without the roots and with them.
-            stop: ends trees early; None to grow `num_levels` levels.
+            stop: ends trees early; None to grow all levels.
         """
-        g, places, (depth, trees), (nodes, expanded) = self._growth, passes.places, branching.shape, room
-        self._weights, g.weights = weights, address_of(weights, np.float32)
-        g.size = trees
-        results = self._begin(frontier, nodes, expanded)
-        widths = np.array([frontier_width(below, self._max_frontier) for below in range(1, depth + 1)])
-        counts = np.empty((2, depth), dtype=np.int64)  # by level: rows and nodes
-        levels = _Levels(
-            trees,
-            children,
-            passes.reads,
-            address_of(passes.tokens),
-            address_of(passes.first_token),
-            address_of(passes.active, np.bool_),
-            address_of(passes.valid),
-            address_of(widths),
-            address_of(branching),
-            0,
-            at := address_of(counts),
-            at + 8 * depth,
+        g, places, (nodes, expanded), levels = self._growth, passes.places, room, len(branching)
+        results = self._begin(len(frontier.nodes), nodes, expanded)
+        adaptive = () if stop is None else stop.adaptive
+        ints, at = _packed(
+            *(part.tolist() for part in frontier[:5]),
+            passes.tokens,
+            passes.first_token,
+            [*chain(*passes.active)],
+            [*chain(*passes.valid)],
+            [frontier_width(depth, self._max_frontier) for depth in range(1, levels + 1)],
+            [*chain(*branching)],
+            adaptive,
+            [0] * (2 * levels),
         )
-        drafts, room_of_scores = passes.models.drafts, passes.num_unread + expanded
-        scores = [np.empty((room_of_scores, draft.width), dtype=np.float32) for draft in drafts]
+        g.row_nodes, g.row_tokens, g.row_owners, g.row_seeds, g.row_above = at[:5]
+        g.row_values, g.weights = address_of(frontier.values, np.float32), address_of(weights, np.float32)
+        g.size = len(branching[0])
+        grown = _Levels(g.size, children, passes.reads, *at[5:11], 0, at[12], at[12] + 8 * levels)
+        drafts, rows = passes.models.drafts, passes.num_unread + expanded
+        scores = [np.empty((rows, draft.width), dtype=np.float32) for draft in drafts]
         for draft, own in zip(drafts, scores, strict=True):
             draft.out = address_of(own, np.float32)
-        rule, places.placing.paths_above = None, places.paths.data_ptr()
+        rule = None
         if stop is not None:
+            token_weights = (ctypes.c_double * len(adaptive))(*stop.token_weights)
             numbers = (getattr(stop.rule, name) for name in _RULE)
-            arrays = address_of(stop.adaptive, np.bool_), address_of(stop.token_weights, np.float64)
-            rule = _Rule(*numbers, stop.rule.max_levels, stop.least_value, *arrays)
+            rule = _Rule(*numbers, stop.rule.max_levels, stop.least_value, at[11], ctypes.addressof(token_weights))
         placed = self._library.treespec_draft(
             ctypes.byref(g),
             ctypes.byref(places.placing),
             drafts,
             len(drafts),
-            ctypes.byref(levels),
+            ctypes.byref(grown),
             None if rule is None else ctypes.byref(rule),
         )
         assert placed, NO_PAGE
         if stop is not None and rule is not None:
             stop.rule.coverage, stop.rule.coverage_weight = rule.coverage, rule.coverage_weight
-        level_rows, level_nodes = counts[:, : levels.num_levels].tolist()
+        level_rows, level_nodes = (ints[-first:][: grown.num_levels] for first in (2 * levels, levels))
         below = sum(level_rows) - level_rows[0]
         return Drafted(
             self._level(results, sum(level_nodes)),
@@ -371,17 +384,13 @@ class TreeGrowth:
             [own[: draft.num_rows] for own, draft in zip(scores, drafts, strict=True)],
         )
 
-    def _begin(self, frontier: Frontier, nodes: int, expanded: int) -> _Results:
-        """Set the frontier, and allocate the outputs for numbers of nodes and of nodes to expand."""
+    def _begin(self, rows: int, nodes: int, expanded: int) -> _Results:
+        """Set the frontier's number of rows, and allocate outputs for numbers of nodes and of nodes to expand."""
         g, ssms = self._growth, self._num_ssms
         ints = np.empty(4 * nodes + 5 * expanded, dtype=np.int64)
         floats = np.empty(expanded + (2 + ssms) * nodes, dtype=np.float32)
         flags = np.empty(nodes * ssms + expanded, dtype=bool)
-        g.num_rows = len(frontier.nodes)
-        if frontier is not self._frontier:  # otherwise `extend` has set its addresses
-            own = frontier.nodes, frontier.tokens, frontier.owners, frontier.seeds, frontier.above
-            g.row_nodes, g.row_tokens, g.row_owners, g.row_seeds, g.row_above = map(address_of, own)
-            g.row_values = address_of(frontier.values, np.float32)
+        g.num_rows = rows
         at = address_of(ints)
         g.tokens, g.parents, g.owners, g.seeds = range(at, at + 32 * nodes, 8 * nodes)
         at += 32 * nodes
@@ -424,20 +433,18 @@ class TreePlaces:
     def __init__(self, library: ctypes.CDLL, context_lens: Sequence[int], pages: Sequence[np.ndarray]):
         count = len(context_lens)
         self._library = library
-        self._table = torch.from_numpy(np.concatenate(pages))
+        self._pages = pages[0] if count == 1 else np.concatenate(pages)
+        self._paths: Tensor | None = None  # of the newest level
         # Per tree: context length, number of slots in use, and a row minus its slot.
-        state = self._state = np.array([context_lens, [1] * count, range(count)], dtype=np.int64)
-        first_page = self._first_page = np.cumsum([0, *(len(own) for own in pages)])
-        page, offset = np.divmod(state[0], PAGE_SIZE)
-        self.paths = torch.from_numpy(self._table.numpy()[first_page[:-1] + page] * PAGE_SIZE + offset)
-        at, step = address_of(state), 8 * count
+        first_page = [*accumulate(map(len, pages), initial=0)]
+        self._held, at = _packed(context_lens, [1] * count, [0] * count, first_page)
         self.placing = _Placing(
             page_size=PAGE_SIZE,
-            context=at,
-            num_slots=at + step,
-            row_of_slot=at + 2 * step,
-            first_page=address_of(first_page),
-            pages=self._table.data_ptr(),
+            context=at[0],
+            num_slots=at[1],
+            row_of_slot=at[2],
+            first_page=at[3],
+            pages=address_of(self._pages),
         )
 
     def extend(self, owners: np.ndarray, above: np.ndarray, depth: int) -> CompiledPlan:
@@ -451,17 +458,18 @@ class TreePlaces:
         p.num_rows, p.depth, p.owners, p.above = count, depth, address_of(owners), address_of(above)
         results = torch.empty(count * (depth + 7), dtype=torch.int64, device="cpu")
         at, step = results.data_ptr(), 8 * count
-        p.paths_above, p.slots, p.positions = self.paths.data_ptr(), at, at + step
+        p.slots, p.positions = at, at + step
         p.rows, p.paths = at + 2 * step, at + 6 * step
         found = self._library.treespec_place(ctypes.byref(p))
         assert found, NO_PAGE
-        self.paths = results[6 * count :]
+        self._paths = results[6 * count :]
+        p.paths_above = p.paths
         return CompiledPlan(
             count,
             results[:count],
             results[2 * count : 6 * count].view(4, count),
-            self._table,
-            self.paths,
+            torch.from_numpy(self._pages),
+            self._paths,
             results[count : 2 * count],
         )
 
@@ -516,19 +524,19 @@ class DraftPasses(NamedTuple):
     Attributes:
         models: the SSMs that draft for any tree.
         places: slots of the trees; only these passes may assign slots in it.
-        active: bool [num_models, num_trees], whether each SSM drafts for each tree.
-        valid: int64 [num_models, num_trees], number of leading positions with K/V of each SSM, at most the root's.
-        tokens: int64, each tree's last committed tokens, from the first one that an SSM has not read to the root.
-        first_token: int64 [num_trees + 1], start of each tree's part of `tokens`.
+        active: by SSM and tree, whether the SSM drafts for the tree.
+        valid: by SSM and tree, number of leading positions with K/V, at most the root's.
+        tokens: each tree's last committed tokens, from the first one that an SSM has not read to the root.
+        first_token: start of each tree's part of `tokens`, and their number.
         reads: whether to return the probabilities after the committed tokens that are read.
     """
 
     models: DraftModels
     places: TreePlaces
-    active: np.ndarray
-    valid: np.ndarray
-    tokens: np.ndarray
-    first_token: np.ndarray
+    active: Sequence[Sequence[bool]]
+    valid: Sequence[Sequence[int]]
+    tokens: Sequence[int]
+    first_token: Sequence[int]
     reads: bool
 
     @property

@@ -32,14 +32,13 @@ class CompiledForest(Forest):
         self._growth = TreeGrowth(
             library,
             num_ssms,
-            np.array([shape.max_depth for shape in shapes], dtype=np.int64),
-            np.array([max(shape.nodes, 1) for shape in shapes], dtype=np.int64),
+            [shape.max_depth for shape in shapes],
+            [max(shape.nodes, 1) for shape in shapes],
             [s.end_tokens for s in shapes],
             (own.children, own.tokens.astype(np.int64), own.probs, own.ratios),
             max_children,
             max_frontier,
         )
-        self._static = any(shape.branching for shape in shapes)
         self._weights: Sequence[np.ndarray] | None = None
         self._mixture = np.empty(0)  # `_weights` as one float32 array
 
@@ -48,7 +47,7 @@ class CompiledForest(Forest):
         parts = at.parts()
         for owner, part in parts.items():
             self.slots[owner].append(at.nodes[part])
-        branching = self._branching(self.depth, 1)
+        branching = np.array(self._branching(self.depth))
         widest = max(self.children_at(owner) for owner in parts)
         grown = self._growth.extend(at, self._size, self.depth, ssm_probs, self._mix(weights), branching, widest)
         self._append(grown.level, [len(grown.level.tokens)], grown.frontier)
@@ -63,7 +62,7 @@ class CompiledForest(Forest):
             stop: ends trees early; None to grow all levels.
         """
         at, depth = self.frontier, max(shape.max_depth for shape in self.shapes)
-        branching = self._branching(0, depth)
+        branching = [self._branching(level) for level in range(depth)]
         drafted = self._growth.draft(at, passes, self._mix(weights), branching, self.max_children, self.room, stop)
         for owner in at.owners.tolist():
             self.slots[owner].append(drafted.row_nodes[drafted.row_owners == owner])
@@ -90,14 +89,10 @@ class CompiledForest(Forest):
             assert np.isfinite(self._mixture).all()
         return self._mixture
 
-    def _branching(self, first: int, count: int) -> np.ndarray:
-        """Return the static number of children per node, by depth from `first` on and tree; 0 = chosen by value."""
-        result = np.zeros((count, len(self.shapes)), dtype=np.int64)
-        if self._static:
-            for tree, shape in enumerate(self.shapes):
-                if own := shape.branching:
-                    result[:, tree] = [own[min(depth, len(own) - 1)] for depth in range(first, first + count)]
-        return result
+    def _branching(self, depth: int) -> list[int]:
+        """Return the static number of children per node of a depth, by tree; 0 = chosen by value."""
+        own = (shape.branching for shape in self.shapes)
+        return [each[min(depth, len(each) - 1)] if each else 0 for each in own]
 
     def _append(self, nodes: Level, level_nodes: Sequence[int], frontier: Frontier) -> None:
         """Append one or more levels, and set the frontier."""

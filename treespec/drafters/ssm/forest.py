@@ -335,25 +335,25 @@ class Forest:
         self, owner: int, nodes: Level, depths: np.ndarray, names: Sequence[str]
     ) -> tuple[TokenTree, np.ndarray]:
         """Build one tree from all levels of all trees."""
-        own = np.flatnonzero(nodes.owners == owner)
-        slot_of_node = np.full(len(own), -1)
-        if self.slots[owner]:
-            expanded = np.searchsorted(own, np.concatenate(self.slots[owner]))
-            slot_of_node[expanded] = np.arange(len(expanded))
-        parents = nodes.parents[own]
-        parents[1:] = np.searchsorted(own, parents[1:])
-        children, sources = np.nonzero(nodes.proposed[own])
-        probs = nodes.probs[own].astype(np.float64)
-        draws = Draws(
-            parents[children], children, sources, nodes.draft_probs[own][children, sources].astype(np.float64)
-        )
-        tree = TokenTree(nodes.tokens[own], parents, depths[own], probs, draws, tuple(names))
-        tree.with_values(nodes.values[own].astype(np.float64))
+        expanded = np.concatenate(self.slots[owner]) if self.slots[owner] else np.empty(0, dtype=np.int64)
+        if len(self.shapes) > 1:
+            own = np.flatnonzero(nodes.owners == owner)
+            nodes, depths, expanded = Level(*(part[own] for part in nodes)), depths[own], np.searchsorted(own, expanded)
+            nodes.parents[1:] = np.searchsorted(own, nodes.parents[1:])
+        count = len(nodes.tokens)
+        slot_of_node = np.full(count, -1)
+        slot_of_node[expanded] = np.arange(len(expanded))
+        children, sources = np.nonzero(nodes.proposed)
+        draft_probs = nodes.draft_probs[children, sources].astype(np.float64)
+        draws = Draws(nodes.parents[children], children, sources, draft_probs)
+        probs = nodes.probs.astype(np.float64)
+        tree = TokenTree(nodes.tokens, nodes.parents, depths, probs, draws, tuple(names))
+        tree.with_values(nodes.values.astype(np.float64))
         seed = self.seeds.trees[owner]
         if len(seed) > 1:
             complete = not self.shapes[owner].branching or not self.slots[owner]
-            tree = _join(tree, seed, nodes.seeds[own] - self.seeds.first[owner], complete)
-            slot_of_node = np.concatenate([slot_of_node, np.full(len(tree) - len(own), -1)])
+            tree = _join(tree, seed, nodes.seeds - self.seeds.first[owner], complete)
+            slot_of_node = np.concatenate([slot_of_node, np.full(len(tree) - count, -1)])
         return tree, slot_of_node
 
 

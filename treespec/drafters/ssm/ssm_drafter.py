@@ -93,10 +93,10 @@ class SsmDrafter:
             self.drafted = Drafted(0, 0)
             return list(seeds)
         self._select([(r, self._state(r), p) for r, p, drafts in zip(requests, plans, drafting, strict=True) if drafts])
-        places = np.arange(len(requests))
-        random = np.array([request.draws_at_random for request in requests], dtype=bool)
+        random = [request.draws_at_random for request in requests]
         trees, levels = list(seeds), 0
-        for group in (places[~random], places[random]):
+        for kind in (False, True):
+            group = [i for i, own in enumerate(random) if own == kind]
             if not any(drafting[i] for i in group):
                 continue
             states = [self._state(requests[i]) for i in group]
@@ -106,7 +106,7 @@ class SsmDrafter:
                 for i in group
             ]
             forest = self._forest(own, states, [plans[i] for i in group], shapes, [seeds[i] for i in group], rule)
-            self._grow(own, states, forest, group, np.array([plan.adaptive for plan in plans], dtype=bool), rule)
+            self._grow(own, states, forest, group, [plans[i].adaptive for i in group], rule)
             levels += forest.depth
             for i, state, (tree, slot_of_node) in zip(group, states, forest.finish(self.names), strict=True):
                 state.slot_of_node, state.seed = (slot_of_node, seeds[i]) if drafting[i] else (None, None)
@@ -142,8 +142,8 @@ class SsmDrafter:
         requests: Sequence[Request],
         states: Sequence[SsmState],
         forest: Forest | DrawnForest,
-        places: np.ndarray,
-        adaptive: np.ndarray,
+        places: Sequence[int],
+        adaptive: Sequence[bool],
         rule: GrowthRule,
     ) -> None:
         """Score and extend the trees level by level.
@@ -151,12 +151,12 @@ class SsmDrafter:
         Args:
             requests, states: of the trees.
             forest: the trees, roots only.
-            places: int64, indices of these requests in the batch.
-            adaptive: bool [batch size], whether a tree's depth is chosen by `rule`.
+            places: indices of these requests in the batch.
+            adaptive: by tree, whether its depth is chosen by `rule`.
             rule: decides whether another level pays.
         """
         levels = levels_for(self.models, self.cache, requests)
-        weights, adaptive = [state.weights for state in states], adaptive[places]
+        weights = [state.weights for state in states]
         if isinstance(forest, CompiledForest) and isinstance(levels, CompiledLevels):
             passes = self._compiled_passes(requests, states, forest, levels)
             if passes is not None:
@@ -164,8 +164,9 @@ class SsmDrafter:
                 return
         last_open_mass = forest.open_mass()
         while len(forest.frontier.nodes):
-            if forest.depth and adaptive.any():
-                last_open_mass = stop_unprofitable(forest, places, adaptive, rule, last_open_mass)
+            if forest.depth and any(adaptive):
+                masses = np.array(places), np.array(adaptive, dtype=bool), rule, last_open_mass
+                last_open_mass = stop_unprofitable(forest, *masses)
                 if not len(forest.frontier.nodes):
                     break
             owners = forest.frontier.owners
@@ -211,10 +212,10 @@ class SsmDrafter:
         return DraftPasses(
             models,
             levels.places,
-            np.ascontiguousarray(np.array(active).T),
-            np.ascontiguousarray(np.array(valid).T),
-            np.array(tokens),
-            np.array(starts),
+            [*zip(*active, strict=True)],
+            [*zip(*valid, strict=True)],
+            tokens,
+            starts,
             reads=len(self.models) > 1,
         )
 
@@ -241,17 +242,17 @@ class SsmDrafter:
         states: Sequence[SsmState],
         forest: CompiledForest,
         passes: DraftPasses,
-        places: np.ndarray,
-        adaptive: np.ndarray,
+        places: Sequence[int],
+        adaptive: Sequence[bool],
         rule: GrowthRule,
     ) -> None:
         """Score and extend the trees by all levels in one compiled call; arguments as in `_grow`."""
         roots, stop = forest.frontier.owners.tolist(), None
         for owner in roots:
             states[owner].begin_tree()
-        if adaptive.any():
+        if any(adaptive):
             level_rule = rule.level_rule()
-            token_weights = np.array(level_rule.token_weights, dtype=np.float64)[places]
+            token_weights = [level_rule.token_weights[place] for place in places]
             stop = StopRule(level_rule, rule.least_value, adaptive, token_weights)
         drafted = forest.draft(passes, [state.weights for state in states], stop)
         if stop is not None:

@@ -71,9 +71,12 @@ class SsmState:
             tokens: by slot.
             sampled: whether the scores have logits, which do not include the tokens' own noise.
         """
+        parts = self.scores[ssm]
+        if len(parts) == 1 and not sampled:
+            return parts[0].probs_of(slots, tokens)
         found = [np.empty(0, dtype=np.float32)]
         first = at = 0
-        for part in self.scores[ssm]:
+        for part in parts:
             end = int(np.searchsorted(slots, first + len(part.probs)))
             rows, own = slots[at:end] - first, tokens[at:end]
             if sampled:

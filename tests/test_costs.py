@@ -52,7 +52,7 @@ def test_a_curve_without_the_start_of_drafting_is_measured_anew(tmp_path: Path) 
 def test_the_start_of_drafting_is_what_levels_do_not_explain() -> None:
     curve, request = CostCurve((1, 16), (1.0, 4.0), 0.0), Request([1, 2], SamplingParams(), SpecConfig())
     request.context_len = 1
-    for root, three, start in ((5.0, 9.0, 3.0), (2.0, 6.0, 0.0), (2.0, 9.0, 0.0), (4.0, 4.1, 3.6), (4.0, 3.5, 3.6)):
+    for root, three, start in ((5.0, 9.0, 3.0), (2.0, 6.0, 0.0), (2.0, 9.0, 0.0), (4.0, 4.1, 3.6), (4.0, 3.5, 3.15)):
         took = {"root": root, "one": three, "every": three, "batch": three, "read": 1.0}
         known = costs.with_drafting(curve, took, 1, [request])
         assert known.draft_start_seconds == start and known.draft_seconds > 0

@@ -193,7 +193,7 @@ def with_drafting(curve: CostCurve, times: dict[Any, float], ssms: int, requests
     further_level = (times["one"] - times["root"]) / (DRAFT_LEVELS - 1)
     # Bounded so that a disturbed time does not make levels free: the planner would then always draft, and corrections,
     # which are ratios, would keep the cost at zero.
-    start = min(max(times["root"] - further_level, 0.0), _MAX_START_SHARE * times["root"])
+    start = min(max(times["root"] - further_level, 0.0), _MAX_START_SHARE * min(times["root"], times["one"]))
     return replace(
         curve,
         draft_seconds=(times["one"] - start) / DRAFT_LEVELS,

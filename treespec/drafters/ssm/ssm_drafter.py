@@ -35,7 +35,7 @@ from treespec_kernels.tree.growth_limits import FRONTIER, MAX_EXPANDED
 
 CATCH_UP_CHUNK = 256  # maximum committed tokens of a request per catch-up pass
 NULL_PAGE = np.zeros(1, dtype=np.int64)
-MAX_SCORES = 1 << 26  # maximum probabilities of one SSM that a compiled call has room for
+MAX_SCORES = 1 << 27  # maximum probabilities of one SSM that a compiled call has room for
 MAX_LAG = 16  # committed tokens that an inactive SSM may miss before it catches up
 
 
@@ -197,12 +197,12 @@ class SsmDrafter:
         models = self._draft_models(ssms, max(request.context_len for request in requests) + 1 + depth)
         if models is None or forest.room[1] * max(draft.width for draft in models.drafts) > MAX_SCORES:
             return None
+        for ssm in ssms:
+            behind = [requests[owner] for owner in sorted(roots) if ssm in states[owner].active]
+            self._read(ssm, [r for r in behind if r.context_len - self._state(r).valid[ssm] >= CATCH_UP_CHUNK])
         active, valid, tokens, starts = [], [], [], [0]
         for owner, (request, state) in enumerate(zip(requests, states, strict=True)):
             own = state.active if owner in roots else []
-            for ssm in own:
-                if request.context_len - state.valid[ssm] >= CATCH_UP_CHUNK:
-                    self._read(ssm, [request])
             # The bonus token may be an expanded node with valid K/V, but the root is always scored again.
             known = np.minimum(state.valid, request.context_len).tolist()
             active.append([ssm in own for ssm in ssms])

@@ -1,8 +1,8 @@
-// Grows the token trees of a batch: assigns KV slots to the frontier, runs the SSMs over it, merges their proposals with
-// those of other sources into nodes, selects the next frontier, and decides whether another level pays. The reference
-// is treespec_kernels/tree/tree_merge.py, and for features of the host only `Forest` in
+// Grows the token trees of a batch: assigns KV slots to the frontier, runs the SSMs over it, merges their proposals
+// with those of other sources into nodes, selects the next frontier, and decides whether another level pays. The
+// reference is treespec_kernels/tree/tree_merge.py, and for features of the host only `Forest` in
 // treespec/drafters/ssm/forest.py. In numpy, a level of a small tree needs 25 calls, which take as long as a whole pass
-// of an SSM; and a call of this library from Python takes as long as a pass of a small SSM.
+// of an SSM; a call of this library from Python takes as long as a pass of a small SSM.
 
 #include "vectors_cpu.h"
 
@@ -417,8 +417,8 @@ std::vector<double> open_mass(const Growth& g, int64_t num_trees) {
     return mass;
 }
 
-// Removes the trees from the frontier whose next level does not pay, as `stop_unprofitable` in
-// treespec/drafters/ssm/forest.py, with the same operations in the same order.
+// Removes the trees from the frontier whose next level does not pay, like `stop_unprofitable` in
+// treespec/drafters/ssm/ssm_drafter.py, with the same operations in the same order.
 //   last_open_mass: by tree, before the newest level. nodes: number of nodes of that level.
 void stop_unprofitable(Growth& g, Rule& rule, std::vector<double>& last_open_mass, int64_t nodes) {
     std::vector<double> reached(last_open_mass.size()), current = open_mass(g, last_open_mass.size());
@@ -484,9 +484,10 @@ int64_t treespec_grow(Growth* growth) { return Level(*growth).run(); }
 int64_t treespec_place(Placing* placing) { return place(*placing); }
 
 // Grows the trees from their roots until no level is left or pays: assigns slots, runs the SSMs' passes in the order of
-// their indices, and grows a level. The outputs of all levels are consecutive. Without `rule`, every level pays. Returns
-// 0 if there is no page for a node.
-int64_t treespec_draft(Growth* growth, Placing* placing, Draft* drafts, int64_t num_drafts, Levels* levels, Rule* rule) {
+// their indices, and grows a level. The outputs of all levels are consecutive. Without `rule`, every level pays.
+// Returns 0 if there is no page for a node.
+int64_t treespec_draft(Growth* growth, Placing* placing, Draft* drafts, int64_t num_drafts, Levels* levels,
+                       Rule* rule) {
     Growth& g = *growth;
     Placing& p = *placing;
     std::vector<double> last_open_mass = open_mass(g, levels->num_trees);

@@ -328,7 +328,7 @@ def test_malformed_config(tmp_path: Path, text: str) -> None:
 
 
 def test_embedded_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(treespec_weights, "models_folder", lambda: tmp_path / "default")
+    monkeypatch.setattr(treespec_weights, "models_folder", lambda group: tmp_path / group)
     with pytest.raises(FileNotFoundError, match=r"no embedded model 'target'.* missing from this installation"):
         default_folder("target")
     (tmp_path / "default").mkdir()

@@ -20,80 +20,22 @@ from torch import Tensor
 
 from treespec_kernels.attention.tree_batch import PAGE_SIZE
 from treespec_kernels.cpu.compiled_plan import CompiledPlan
-from treespec_kernels.cpu.cpu_library import address_of, compile_library, numbers, pointers
+from treespec_kernels.cpu.cpu_library import address_of, compile_library
 from treespec_kernels.cpu.decoder_cpu import PassEntries
+from treespec_kernels.cpu.growth_structs import (
+    RULE,
+    DraftStruct,
+    GrowthStruct,
+    LevelsStruct,
+    PlacingStruct,
+    RuleStruct,
+    SsmProbsStruct,
+)
 from treespec_kernels.tree.growth_limits import frontier_width
 from treespec_kernels.tree.tree_levels import Frontier, Level
 
-_SOURCES = tuple(Path(__file__).with_name(name) for name in ("growth_cpu.cpp", "vectors_cpu.h", "batch_cpu.h"))
-
-
-class _SsmProbs(ctypes.Structure):
-    _fields_ = (*pointers("probs", "rows", "tokens"), *numbers("count", "ssm", "width"))
-
-
 NO_PAGE = "a tree has no page for its nodes"
-_LIMITS = ("num_ssms", "most_nodes")
-_TREES = ("max_depths", "nodes", "branching", "end_tokens", "end_starts", "num_slots", "num_values", "least", "best")
-_SEEDS = ("seed_children", "seed_tokens", "seed_probs", "seed_ratios")
-_ROW = ("row_nodes", "row_tokens", "row_owners", "row_seeds", "row_above", "row_values")
-_NEXT = ("next_nodes", "next_tokens", "next_owners", "next_seeds", "next_above", "next_values")
-_LEVEL = ("tokens", "parents", "owners", "seeds", "probs", "values", "draft_probs", "proposed", "broken")
-
-
-class _Growth(ctypes.Structure):
-    _fields_ = (
-        *numbers(*_LIMITS),
-        *pointers(*_TREES),
-        *numbers("seed_width"),
-        *pointers(*_SEEDS),
-        *numbers("depth", "size", "children", "max_seeds", "next_width", "num_scored"),
-        ("ssm_probs", ctypes.POINTER(_SsmProbs)),
-        *pointers("weights"),
-        *numbers("num_rows"),
-        *pointers(*_ROW),
-        *pointers(*_LEVEL),
-        *numbers("num_next"),
-        *pointers(*_NEXT),
-    )
-
-
-class _Placing(ctypes.Structure):
-    _fields_ = (
-        *numbers("num_rows", "depth", "page_size"),
-        *pointers("owners", "above", "context", "first_page", "pages", "num_slots", "row_of_slot"),
-        *pointers("paths_above", "paths", "slots", "rows", "positions"),
-    )
-
-
-class _Draft(ctypes.Structure):
-    _fields_ = (
-        *pointers("forward", "probs", "model", "head", "rotation", "cache"),
-        *numbers("num_layers", "num_pages", "num_places", "hidden_bytes", "threads", "ssm", "width"),
-        *pointers("tokens", "out"),
-        *numbers("num_read", "num_rows", "passes", "tree_passes"),
-    )
-
-
-_RULE = ("calibration", "coverage", "coverage_weight", "last_level_weight", "level_cost", "marginal_cost")
-
-
-class _Rule(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_double) for name in _RULE),
-        *numbers("max_levels"),
-        ("least_value", ctypes.c_float),
-        *pointers("adaptive", "token_weights"),
-    )
-
-
-class _Levels(ctypes.Structure):
-    _fields_ = (
-        *numbers("num_trees", "max_children", "reads"),
-        *pointers("tokens", "first_token", "active", "valid", "widths", "branching"),
-        *numbers("num_levels"),
-        *pointers("rows", "nodes"),
-    )
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("growth_cpu.cpp", "vectors_cpu.h", "batch_cpu.h"))
 
 
 @functools.cache
@@ -239,7 +181,7 @@ class TreeGrowth:
         self._library, self._num_ssms, self._width = library, num_ssms, seeds[0].shape[1]
         self._max_frontier = max_frontier
         self._held = ints, floats, seeds
-        self._growth = _Growth(
+        self._growth = GrowthStruct(
             num_ssms=num_ssms,
             most_nodes=most,
             max_depths=at[0],
@@ -282,7 +224,7 @@ class TreeGrowth:
             children: maximum number of proposals of one SSM per node.
         """
         rows, g = len(frontier.nodes), self._growth
-        own = (_SsmProbs * len(ssm_probs))(
+        own = (SsmProbsStruct * len(ssm_probs))(
             *(
                 (
                     address_of(probs, np.float32),
@@ -351,7 +293,7 @@ class TreeGrowth:
         g.row_nodes, g.row_tokens, g.row_owners, g.row_seeds, g.row_above = at[:5]
         g.row_values, g.weights = address_of(frontier.values, np.float32), address_of(weights, np.float32)
         g.size = len(branching[0])
-        grown = _Levels(g.size, children, passes.reads, *at[5:11], 0, at[12], at[12] + 8 * levels)
+        grown = LevelsStruct(g.size, children, passes.reads, *at[5:11], 0, at[12], at[12] + 8 * levels)
         drafts, rows = passes.models.drafts, passes.num_unread + expanded
         scores = [np.empty((rows, draft.width), dtype=np.float32) for draft in drafts]
         for draft, own in zip(drafts, scores, strict=True):
@@ -359,8 +301,8 @@ class TreeGrowth:
         rule = None
         if stop is not None:
             token_weights = (ctypes.c_double * len(adaptive))(*stop.token_weights)
-            numbers = (getattr(stop.rule, name) for name in _RULE)
-            rule = _Rule(*numbers, stop.rule.max_levels, stop.least_value, at[11], ctypes.addressof(token_weights))
+            numbers = (getattr(stop.rule, name) for name in RULE)
+            rule = RuleStruct(*numbers, stop.rule.max_levels, stop.least_value, at[11], ctypes.addressof(token_weights))
         placed = self._library.treespec_draft(
             ctypes.byref(g),
             ctypes.byref(places.placing),
@@ -438,7 +380,7 @@ class TreePlaces:
         # Per tree: context length, number of slots in use, and a row minus its slot.
         first_page = [*accumulate(map(len, pages), initial=0)]
         self._held, at = _packed(context_lens, [1] * count, [0] * count, first_page)
-        self.placing = _Placing(
+        self.placing = PlacingStruct(
             page_size=PAGE_SIZE,
             context=at[0],
             num_slots=at[1],
@@ -500,9 +442,9 @@ class DraftModels:
         assert all(part.is_contiguous() for part in (*rotations, *pools))
         self._held = rotations, pools, tokens
         self.num_positions = min((len(rotation) for rotation in rotations if rotation.numel()), default=sys.maxsize)
-        self.drafts = (_Draft * len(ssms))(
+        self.drafts = (DraftStruct * len(ssms))(
             *(
-                _Draft(
+                DraftStruct(
                     *own[:4],
                     rotation.data_ptr(),
                     pool.data_ptr(),

@@ -1,4 +1,4 @@
-"""KV slots and attention layouts of growing trees in the SSMs' pools, one level at a time.
+"""Levels of growing trees: KV slots and attention layouts in the SSMs' pools, and when trees stop growing.
 
 Expanded nodes take consecutive slots of their tree; the root has slot 0.
 """
@@ -10,14 +10,16 @@ import numpy as np
 import torch
 
 from treespec.cache import KVCache
-from treespec.drafters.ssm.forest import Frontier
+from treespec.drafters.ssm.drawn_forest import DrawnForest
+from treespec.drafters.ssm.forest import Forest, Frontier
 from treespec.drafters.ssm.ssm_state import grown_masks
 from treespec.models.compiled import CompiledDecoder
 from treespec.models.decoder import Decoder, Pass
+from treespec.planning.draft_plan import GrowthRule
 from treespec.request import Request
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.cpu.compiled_plan import CompiledPlan
-from treespec_kernels.cpu.growth_cpu import TreePlaces
+from treespec_kernels.cpu.growth_cpu import DraftModels, TreePlaces
 
 
 class Levels(Protocol):
@@ -104,3 +106,65 @@ class CompiledLevels:
                 )
             self._plans[key] = model.layout(plan, self._num_positions)
         return self._plans[key]
+
+
+class DraftModelCache:
+    """Entry points of compiled SSMs, kept between rounds.
+
+    Args:
+        models: all SSMs of the group.
+        cache: the engine's; pool i + 1 belongs to SSM i.
+    """
+
+    def __init__(self, models: Sequence[Decoder], cache: KVCache):
+        self._models, self._cache = models, cache
+        self._found: dict[tuple[int, ...], DraftModels] = {}
+
+    def get(self, ssms: tuple[int, ...], num_positions: int) -> DraftModels | None:
+        """Return SSMs for passes at positions below `num_positions`; None if any lacks entry points.
+
+        Args:
+            ssms: indices of the SSMs, ascending.
+            num_positions: number of positions that their rotations must cover.
+        """
+        if ssms not in self._found or self._found[ssms].num_positions < num_positions:
+            models = [model for ssm in ssms if isinstance(model := self._models[ssm], CompiledDecoder)]
+            entries = [entry for model in models if (entry := model.entries) is not None]
+            if len(entries) < len(ssms):
+                return None
+            heads = [model.vocab_size if (head := model.head_vocabulary) is None else head.tokens for model in models]
+            rotations = [model.rotations_to(num_positions) for model in models]
+            pools = [self._cache.pools[1 + ssm] for ssm in ssms]
+            self._found[ssms] = DraftModels(ssms, entries, rotations, pools, heads)
+        return self._found[ssms]
+
+
+def stop_unprofitable(
+    forest: Forest | DrawnForest,
+    places: np.ndarray,
+    adaptive: np.ndarray,
+    rule: GrowthRule,
+    last_open_mass: np.ndarray,
+) -> np.ndarray:
+    """Stop adaptive trees whose next level does not pay.
+
+    Args:
+        forest: the trees.
+        places: int64 [num_trees], indices in the batch.
+        adaptive: bool [num_trees], whether `rule` chooses the tree's depth.
+        rule: decides whether another level pays.
+        last_open_mass: float64 [num_trees], the open mass before the newest level.
+
+    Returns:
+        float64 [num_trees], the current open mass.
+    """
+    growing = np.unique(forest.frontier.owners)
+    growing = growing[adaptive[growing]]
+    current = forest.open_mass()
+    reached = forest.level_mass(rule.least_value)[growing] / np.maximum(last_open_mass[growing], 1e-9)
+    if len(growing):
+        stops = np.zeros(len(adaptive), dtype=bool)
+        stops[growing] = ~rule.worth_a_level(places[growing], current[growing], reached)
+        if stops.any():
+            forest.stop(stops)
+    return current

@@ -19,7 +19,7 @@ from treespec.drafters.evidence import GrownTree, SeedEvidence
 from treespec.drafters.ssm.compiled_forest import CompiledForest
 from treespec.drafters.ssm.drawn_forest import DrawnForest
 from treespec.drafters.ssm.forest import Forest, Shape, SsmProbs
-from treespec.drafters.ssm.levels import CompiledLevels, Levels, levels_for
+from treespec.drafters.ssm.levels import CompiledLevels, DraftModelCache, Levels, levels_for, stop_unprofitable
 from treespec.drafters.ssm.scoring import Rows, ScoredSlice, score_rows
 from treespec.drafters.ssm.ssm_state import SsmState, open_mass, scored_rows
 from treespec.drafters.trust import WINDOW, Trust
@@ -30,7 +30,7 @@ from treespec.request import Request
 from treespec.tree import TokenTree
 from treespec.verification.oracle import RandomOracle
 from treespec_kernels.attention.tree_batch import RequestRows
-from treespec_kernels.cpu.growth_cpu import DraftModels, DraftPasses, StopRule
+from treespec_kernels.cpu.growth_cpu import DraftPasses, StopRule
 from treespec_kernels.tree.growth_limits import FRONTIER, MAX_EXPANDED
 
 CATCH_UP_CHUNK = 256  # maximum committed tokens of a request per catch-up pass
@@ -62,7 +62,7 @@ class SsmDrafter:
         self._read_seconds = 0.0
         self._states: dict[str, SsmState] = {}
         self._by_sources: dict[tuple[str, ...] | None, list[int]] = {}
-        self._compiled: dict[tuple[int, ...], DraftModels] = {}  # by SSMs
+        self._draft_models = DraftModelCache(models, cache)
 
     def propose(
         self,
@@ -194,7 +194,7 @@ class SsmDrafter:
         roots = set(forest.frontier.owners.tolist())
         ssms = tuple(sorted({ssm for owner in roots for ssm in states[owner].active}))
         depth = max(shape.max_depth for shape in forest.shapes)
-        models = self._draft_models(ssms, max(request.context_len for request in requests) + 1 + depth)
+        models = self._draft_models.get(ssms, max(request.context_len for request in requests) + 1 + depth)
         if models is None or forest.room[1] * max(draft.width for draft in models.drafts) > MAX_SCORES:
             return None
         for ssm in ssms:
@@ -218,23 +218,6 @@ class SsmDrafter:
             starts,
             reads=len(self.models) > 1,
         )
-
-    def _draft_models(self, ssms: tuple[int, ...], num_positions: int) -> DraftModels | None:
-        """Return compiled SSMs with entry points for passes at positions below `num_positions`; None if they lack them.
-
-        Args:
-            ssms: indices of the SSMs, ascending.
-            num_positions: number of positions that their rotations must cover.
-        """
-        if ssms not in self._compiled or self._compiled[ssms].num_positions < num_positions:
-            models = [model for ssm in ssms if isinstance(model := self.models[ssm], CompiledDecoder)]
-            entries = [entry for model in models if (entry := model.entries) is not None]
-            if len(entries) < len(ssms):
-                return None
-            heads = [model.vocab_size if (head := model.head_vocabulary) is None else head.tokens for model in models]
-            rotations, pools = [model.rotations_to(num_positions) for model in models], self.cache.pools[1:]
-            self._compiled[ssms] = DraftModels(ssms, entries, rotations, [pools[ssm] for ssm in ssms], heads)
-        return self._compiled[ssms]
 
     def _draft_compiled(
         self,
@@ -468,7 +451,7 @@ class SsmDrafter:
             rows = [RequestRows.chain(start, stop - start, r.pages) for r, start, stop in chains]
             tokens = np.array([token for r, start, stop in chains for token in r.tokens[start:stop]])
             layout = self.models[ssm].plan(rows, self.cache.pools[1 + ssm])
-            found = self._score_rows(ssm, layout, tokens, scored)
+            found = score_rows(self.models[ssm], self.cache.pools[1 + ssm], layout, tokens, scored)
             first = 0
             for (request, _, stop), count in zip(chains, counts, strict=True):
                 state = self._state(request)
@@ -512,7 +495,7 @@ class SsmDrafter:
                 ScoredSlice(request, slice(row, row + 1), request.context_len + 1, [()])
                 for (request, _), row in zip(served, rows.tolist(), strict=True)
             ]
-            found = self._score_rows(ssm, layouts[key], tokens, scored, slices)
+            found = score_rows(model, self.cache.pools[1 + ssm], layouts[key], tokens, scored, slices)
             self._passes, self._request_passes = self._passes + 1, self._request_passes + len(own)
             if len(self.models) > 1:
                 for (request, state), start, end in zip(served, starts, last, strict=True):
@@ -543,51 +526,10 @@ class SsmDrafter:
                 ScoredSlice(requests[owner], own, requests[owner].context_len + 1 + forest.depth, paths[parts[owner]])
                 for owner, own in own_rows.items()
             ]
-            found = self._score_rows(ssm, levels.plan(ssm, rows), at.tokens[rows], np.arange(len(rows)), slices)
+            model, pool, scored = self.models[ssm], self.cache.pools[1 + ssm], np.arange(len(rows))
+            found = score_rows(model, pool, levels.plan(ssm, rows), at.tokens[rows], scored, slices)
             self._passes, self._request_passes = self._passes + 1, self._request_passes + len(own_rows)
             for owner, own in own_rows.items():
                 states[owner].scores[ssm].append(found.select(own))
             results.append(SsmProbs(ssm, rows, found.probs, found.tokens))
         return results
-
-    def _score_rows(
-        self,
-        ssm: int,
-        layout: Pass,
-        tokens: np.ndarray,
-        scored: np.ndarray,
-        slices: Sequence[ScoredSlice] = (),
-    ) -> Rows:
-        model, pool = self.models[ssm], self.cache.pools[1 + ssm]
-        return score_rows(model, pool, layout, tokens, scored, slices)
-
-
-def stop_unprofitable(
-    forest: Forest | DrawnForest,
-    places: np.ndarray,
-    adaptive: np.ndarray,
-    rule: GrowthRule,
-    last_open_mass: np.ndarray,
-) -> np.ndarray:
-    """Stop adaptive trees whose next level does not pay.
-
-    Args:
-        forest: the trees.
-        places: int64 [num_trees], indices in the batch.
-        adaptive: bool [num_trees], whether `rule` chooses the tree's depth.
-        rule: decides whether another level pays.
-        last_open_mass: float64 [num_trees], the open mass before the newest level.
-
-    Returns:
-        float64 [num_trees], the current open mass.
-    """
-    growing = np.unique(forest.frontier.owners)
-    growing = growing[adaptive[growing]]
-    current = forest.open_mass()
-    reached = forest.level_mass(rule.least_value)[growing] / np.maximum(last_open_mass[growing], 1e-9)
-    if len(growing):
-        stops = np.zeros(len(adaptive), dtype=bool)
-        stops[growing] = ~rule.worth_a_level(places[growing], current[growing], reached)
-        if stops.any():
-            forest.stop(stops)
-    return current

@@ -97,7 +97,7 @@ class Curriculum:
 
     def loss(self, model: nn.Module, step: int) -> StepLoss:
         """Return the loss of a step's lessons, over all target positions."""
-        total, hits, count = torch.zeros((), device=self.device), 0.0, 0
+        total, hits, count = torch.zeros((), dtype=torch.float32, device=self.device), 0.0, 0
         for batch in self.batches(step):
             logits = logits_at(model, batch)
             total = total + distillation_losses(logits, batch).sum()

@@ -48,7 +48,8 @@ def lent_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """`treespec bench` gets an engine that is there already."""
     from tests.models import tiny_llm
 
-    monkeypatch.setattr("treespec.bench.run.LLM", lambda *given, **options: tiny_llm())
+    engine = tiny_llm()  # before anything that the command prints is captured
+    monkeypatch.setattr("treespec.bench.run.LLM", lambda *given, **options: engine)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses

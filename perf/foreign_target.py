@@ -53,9 +53,9 @@ def make_target(work: Path, minutes: float, seed: int) -> Path:
             json.dumps({"text": prompt.text, "kind": prompt.kind, "package": prompt.package}) for prompt in prompts
         ]
         (work / f"{name}.jsonl").write_text("\n".join(lines))
-    streams = {
-        kind: data.Stream(work / f"{kind}.bin") for kind in KINDS if tokenized(documents[0], kind, tokenizer, work)
-    }
+    for kind in KINDS:
+        data.tokenize((d for d in documents[0] if d.kind == kind), tokenizer, work / f"{kind}.bin")
+    streams = {kind: data.Stream(work / f"{kind}.bin") for kind in KINDS}
     mixture = data.Mixture(streams, data.SHARES, seed)
     torch.manual_seed(seed)
     config = Qwen2Config(
@@ -72,14 +72,6 @@ def make_target(work: Path, minutes: float, seed: int) -> Path:
     train_tokenizer.as_pretrained(tokenizer, 2048).save_pretrained(folder)
     model.to(torch.bfloat16).save_pretrained(folder)
     return folder
-
-
-def tokenized(documents: list[data.Document], kind: str, tokenizer: Tokenizer, work: Path) -> bool:
-    """Write the tokens of one kind of text once; return whether there are any."""
-    path = work / f"{kind}.bin"
-    if not path.exists():
-        data.tokenize((d for d in documents if d.kind == kind), tokenizer, path)
-    return path.stat().st_size > 0
 
 
 def truncated(target: Path, layers: int, folder: Path) -> Path:

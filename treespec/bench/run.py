@@ -65,8 +65,7 @@ def bench(
         compile=options.compile,
         quantization=options.quantization,
     )
-    prompts, left_out = _prompts(options, llm)
-    ids = [encode_prompt(None, prompt.content) for prompt in prompts]  # token ids already
+    prompts, ids, left_out = _prompts(options, llm)
     memory = {"peak_with_ours": _peak_mib()}
     needed = {peer.draft for peer in selection.peers}
     drafts = {name: folder for name, folder in folders.items() if name in needed}
@@ -207,8 +206,8 @@ def _summary(
     }
 
 
-def _prompts(options: Options, llm: LLM) -> tuple[list[Prompt], int]:
-    """Return the chosen prompts as token ids, and the number of prompts that exceed the context."""
+def _prompts(options: Options, llm: LLM) -> tuple[list[Prompt], list[list[int]], int]:
+    """Return the chosen prompts, their token ids, and the number of prompts that exceed the context."""
     path = options.prompts or default_folder("target").parent / "heldout_prompts.json"
     tokenizer, room = llm.get_tokenizer(), llm.config.max_model_len - options.max_tokens
     known = read_prompts(path, has_chat_template(tokenizer))
@@ -224,7 +223,7 @@ def _prompts(options: Options, llm: LLM) -> tuple[list[Prompt], int]:
     chosen = choose(fitting, options.samples, options.seed)
     if len(chosen) < max(options.batches):
         raise ConfigError(f"--batch {max(options.batches)}, but there are {len(chosen)} prompts; give more --samples")
-    return chosen, len(encoded) - len(fitting)
+    return chosen, [encode_prompt(tokenizer, prompt.content) for prompt in chosen], len(encoded) - len(fitting)
 
 
 def _widest(specs: Any) -> SpecConfig:

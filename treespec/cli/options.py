@@ -136,8 +136,10 @@ class Target(NamedTuple):
 
 
 def choose_target(model: str | None, chat: bool | None) -> Target:
-    """Resolve the defaults of --model and --chat: SmolLM2 answers if it is installed, else the embedded model continues
-    the prompt."""
+    """Resolve the defaults of --model and --chat.
+
+    SmolLM2 answers if it is installed, else the embedded model continues the prompt.
+    """
     from treespec.startup import smollm2
 
     note = None

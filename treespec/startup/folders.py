@@ -14,8 +14,8 @@ from treespec.startup import smollm2
 from treespec_weights import HubError, default_folder, default_names, fetch, is_hub_id
 
 EMBEDDED = "embedded"
+# The group of SSMs (see `default_names`) of each target that is known by name.
 _GROUPS: dict[object, str] = {None: "default", EMBEDDED: "default", smollm2.NAME: smollm2.NAME}
-"""Groups of SSMs, see `default_names`, by the name of their target."""
 
 
 def resolve_model(model: str | os.PathLike[str] | None) -> Path:

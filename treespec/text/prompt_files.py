@@ -1,7 +1,7 @@
 """Prompts of JSON files: texts, token ids and conversations."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,10 +48,9 @@ def encode_prompt(tokenizer: Any, content: str | list[int] | list[Message]) -> l
     """Return a prompt's tokens. Messages are rendered with the tokenizer's chat template."""
     if isinstance(content, str):
         return list(tokenizer.encode(content))
-    messages = [each for each in content if isinstance(each, Mapping)]
-    if not messages:
-        return [each for each in content if isinstance(each, int)]
-    rendered = Conversation(messages, None, True, False, None, {}).render(tokenizer)
+    if isinstance(content[0], int):
+        return content
+    rendered = Conversation(content, None, True, False, None, {}).render(tokenizer)
     return list(tokenizer.encode(rendered, add_special_tokens=False))
 
 

@@ -97,13 +97,14 @@ class Curriculum:
 
     def loss(self, model: nn.Module, step: int) -> StepLoss:
         """Return the loss of a step's lessons, over all target positions."""
-        total, hits, count = torch.zeros((), dtype=torch.float32, device=self.device), 0.0, 0
+        total, hits = torch.zeros(2, dtype=torch.float32, device=self.device)
+        count = 0
         for batch in self.batches(step):
             logits = logits_at(model, batch)
             total = total + distillation_losses(logits, batch).sum()
-            hits += float((logits.detach().argmax(1) == batch.ids[:, 0]).sum())
+            hits = hits + (logits.detach().argmax(1) == batch.ids[:, 0]).sum()
             count += len(batch.places)
-        return StepLoss(total / count, count, hits / count)
+        return StepLoss(total / count, count, float(hits) / count)
 
 
 def logits_at(model: Any, batch: Batch) -> Tensor:

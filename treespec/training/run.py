@@ -159,7 +159,7 @@ class TrainingRun:
         return self.finish(students, lessons.select(np.flatnonzero(held)), target_ids)
 
     def earlier_lessons(self, out: Path) -> Lessons:
-        """Return the lessons of another run, with `tokens` only as many of them.
+        """Return the lessons of another run; if `tokens` is given, as many shards as have that many tokens.
 
         Raises:
             ConfigError: there are none, or they are of another vocabulary.
@@ -203,6 +203,7 @@ class TrainingRun:
                 )
             prompts = read_training_prompts(paths, has_chat_template(tokenizer))
             self.check_target()
+            del self.target_model  # frees its memory while lessons are written
             write_json(self.work / "settings.json", asdict(settings))  # not before target and data are known to be good
             writer = LessonWriter(self.llm, prompts, folder, settings.max_tokens, settings.seed)
             log = ProgressLog(f"lessons from {len(prompts)} prompts", progress, budget)
@@ -259,7 +260,6 @@ class TrainingRun:
         """Raise ModelError if no draft can be made from the target, before any lesson is written."""
         ends = self.end_tokens
         make_student(self.target_model, StudentShape(1, len(ends) + 1), np.array([*ends, -1]), ends)
-        del self.target_model  # frees its memory while lessons are written
 
     def curriculum(self, lessons: Lessons, target_ids: np.ndarray) -> Curriculum:
         """Return a curriculum over lessons."""

@@ -41,14 +41,14 @@ def exit_interrupted() -> NoReturn:
     if signal.getsignal(signal.SIGINT) in (_exit_now, signal.default_int_handler):
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
     end = time.monotonic() + 2
-    while other_threads():  # polled: a thread that is still being started cannot be joined
+    while _other_threads():  # polled: a thread that is still being started cannot be joined
         if time.monotonic() > end:  # sys.exit would wait for them
             os._exit(INTERRUPTED)
         time.sleep(0.01)
     sys.exit(INTERRUPTED)
 
 
-def other_threads() -> list[threading.Thread]:
+def _other_threads() -> list[threading.Thread]:
     """Return the other threads that keep the process from exiting."""
     current = threading.current_thread()
     return [thread for thread in threading.enumerate() if thread is not current and not thread.daemon]

@@ -418,7 +418,7 @@ std::vector<double> open_mass(const Growth& g, int64_t num_trees) {
 }
 
 // Removes the trees from the frontier whose next level does not pay, like `stop_unprofitable` in
-// treespec/drafters/ssm/ssm_drafter.py, with the same operations in the same order.
+// treespec/drafters/ssm/levels.py, with the same operations in the same order.
 //   last_open_mass: by tree, before the newest level. nodes: number of nodes of that level.
 void stop_unprofitable(Growth& g, Rule& rule, std::vector<double>& last_open_mass, int64_t nodes) {
     std::vector<double> reached(last_open_mass.size()), current = open_mass(g, last_open_mass.size());

@@ -3,7 +3,7 @@
 The call assigns slots to the frontier, runs the SSMs' passes over it, merges their proposals with those of other
 sources, selects the next frontier, and goes on with it while another level pays. The source is `growth_cpu.cpp`, and
 the reference treespec_kernels/tree/tree_merge.py. Python's overhead dominates a call (the address of an array alone
-takes 1 us), so all data of a call is in three arrays.
+takes 1 us), so the inputs of a call are packed into one array of integers, and its outputs into one array per type.
 """
 
 import ctypes
@@ -170,12 +170,9 @@ class TreeGrowth:
         max_frontier: int,
     ):
         count, most = len(nodes), max(nodes)
-        starts, slots, values = (
-            accumulate(map(len, end_tokens), initial=0),
-            [0] * count,
-            [1] * count,
-        )  # the root's value
-        ints, at = _packed(max_depths, nodes, [*chain(*end_tokens)], [*starts], slots, values)
+        starts = [*accumulate(map(len, end_tokens), initial=0)]
+        slots, values = [0] * count, [1] * count  # numbers of them; the root has a value
+        ints, at = _packed(max_depths, nodes, [*chain(*end_tokens)], starts, slots, values)
         floats = np.zeros((1 + most, count), dtype=np.float32)  # least value, and best values [num_trees, most]
         floats[1:].reshape(count, most)[:, 0] = 1.0
         self._library, self._num_ssms, self._width = library, num_ssms, seeds[0].shape[1]

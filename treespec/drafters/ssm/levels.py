@@ -165,6 +165,5 @@ def stop_unprofitable(
     if len(growing):
         stops = np.zeros(len(adaptive), dtype=bool)
         stops[growing] = ~rule.worth_a_level(places[growing], current[growing], reached)
-        if stops.any():
-            forest.stop(stops)
+        forest.stop(stops)
     return current

@@ -111,7 +111,8 @@ def score_rows(
         assert request.sampler is not None
         request.sampler.temper(tempered[part], position, request.spec.verification)
     result = torch.softmax(tempered, -1)
-    # Rows of unmodified requests keep the bits that they have in a pass without modified ones.
+    # Rows of unmodified requests keep the bits that they have in a pass without modified ones. Compiled probabilities
+    # differ from the softmax of logits, which are rounded to the model's dtype.
     if isinstance(model, CompiledDecoder) and others.any():
         own = model.probs(hidden[torch.from_numpy(others)])
         result[torch.from_numpy(others)] = own if head is None else head.expand(own, 0.0)

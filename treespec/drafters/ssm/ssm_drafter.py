@@ -146,7 +146,7 @@ class SsmDrafter:
         adaptive: Sequence[bool],
         rule: GrowthRule,
     ) -> None:
-        """Score and extend the trees level by level.
+        """Score and extend the trees, in one compiled call if possible, else level by level.
 
         Args:
             requests, states: of the trees.
@@ -165,8 +165,7 @@ class SsmDrafter:
         last_open_mass = forest.open_mass()
         while len(forest.frontier.nodes):
             if forest.depth and any(adaptive):
-                masses = np.array(places), np.array(adaptive, dtype=bool), rule, last_open_mass
-                last_open_mass = stop_unprofitable(forest, *masses)
+                last_open_mass = stop_unprofitable(forest, np.array(places), np.array(adaptive), rule, last_open_mass)
                 if not len(forest.frontier.nodes):
                     break
             owners = forest.frontier.owners

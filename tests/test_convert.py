@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -32,7 +33,9 @@ from treespec_weights import (
     verify_checkpoint,
 )
 from treespec_weights.cli import app
-from treespec_weights.load import Placement
+from treespec_weights.draft_vocabulary import FILE, write_draft_vocabulary
+from treespec_weights.load import Placement, quantizable
+from treespec_weights.quantize import quantize_fp8
 from treespec_weights.writer import Output, Shard, is_written, plan_shards, write_shard
 
 INDEX = "model.safetensors.index.json"
@@ -287,9 +290,34 @@ def test_quantised_while_converting(quantization: str, tmp_path: Path) -> None:
     assert fused["family"] == "phi3" and verify_checkpoint(tmp_path / "c").ok
 
 
+def test_fp8_while_converting(tmp_path: Path) -> None:
+    """Loading gives each matrix as its nearest fp8 numbers times their scales; a draft keeps its vocabulary."""
+    source = make_llama(tmp_path / "a", 0, torch.bfloat16)
+    write_draft_vocabulary(source, np.arange(read_config(source)["vocab_size"]), 500)
+    report = convert_checkpoint(source, tmp_path / "b", quantization="fp8")
+    config = read_config(tmp_path / "b")
+    assert config["quantization_config"]["format"] == "float-quantized" and "F8_E4M3" in report["dtypes"]
+    assert verify_checkpoint(tmp_path / "b").ok
+    rules = family_of(config, tmp_path / "b")
+    shape = ModelShape.from_hf(config, rules)
+    plain, found = (load_weights(folder, shape, rules) for folder in (source, tmp_path / "b"))
+    matrices = quantizable(shape)
+    assert found.keys() == plain.keys() and matrices
+    for name, tensor in plain.items():
+        if name in matrices:
+            values, scale = quantize_fp8(tensor)
+            assert torch.equal(found[name], (values.float() * scale.float()).bfloat16()), name
+            largest = tensor.float().abs().amax(1, keepdim=True)
+            error = (found[name].float() - tensor.float()).abs()
+            assert (error <= tensor.float().abs() / 12 + largest / 2**15).all(), name  # half of 2^-3, and bfloat16's
+        else:
+            assert torch.equal(found[name], tensor), name
+    assert (tmp_path / "b" / FILE).read_bytes() == (source / FILE).read_bytes()
+
+
 def test_what_cannot_be_quantised_while_converting(tmp_path: Path) -> None:
     source = make_llama(tmp_path / "a", 0, torch.bfloat16)
-    with pytest.raises(OptionError, match="--quantize int3: valid are int8, int4"):
+    with pytest.raises(OptionError, match="--quantize int3: valid are int8, int4, fp8"):
         convert_checkpoint(source, tmp_path / "b", quantization="int3")
     convert_checkpoint(source, tmp_path / "b", quantization="int8")
     with pytest.raises(OptionError, match="is quantised"):

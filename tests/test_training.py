@@ -185,6 +185,7 @@ def test_drafts_are_ordered_by_what_they_add() -> None:
         ({"minutes": 0.0}, "minutes=0.0; valid: more than 0"),
         ({"tokens": 0, "minutes": None}, "tokens=0; valid: at least 1"),
         ({"tokens": 5}, "give minutes or tokens"),
+        ({"ssms": 1, "generalist": True}, "ssms=1 is a generalist; give more SSMs"),
         ({"specialise": "luck"}, "specialise='luck'; valid: 'errors', 'folders'"),
         ({"max_tokens": 1}, "max_tokens=1; valid: at least 2"),
         ({"lessons": "out"}, "give data, or lessons of an earlier run, one of them"),
@@ -231,6 +232,16 @@ def test_lessons_of_another_run(trained: Path, target: Path, tmp_path: Path) -> 
     smaller = make_llama(tmp_path / "smaller", 0, vocab_size=64)
     with pytest.raises(ConfigError, match=r"but the vocabulary of .*smaller has 64 tokens; give lessons of the same"):
         train_drafts(smaller, [], tmp_path / "other", lessons=trained, **OPTIONS)
+
+
+@pytest.mark.slow
+def test_a_generalist_is_written_beside_the_specialists(trained: Path, target: Path, tmp_path: Path) -> None:
+    report = train_drafts(target, [], tmp_path, lessons=trained, generalist=True, **OPTIONS)
+    assert list(report.agreement) == ["ssm-1", "ssm-2", "generalist"] and len(report.measured) == 3
+    written = [load_file(tmp_path / name / "model.safetensors") for name in report.agreement]
+    for other in written[:2]:
+        assert any(not torch.equal(tensor, other[name]) for name, tensor in written[2].items())
+    LLM(target, drafts=[tmp_path / "generalist"], compile=False, max_model_len=256)
 
 
 @pytest.mark.slow

@@ -48,6 +48,12 @@ def train(
             help="errors: by what a draft gets wrong; folders: by the groups of the data.",
         ),
     ] = "errors",
+    generalist: Annotated[
+        bool,
+        typer.Option(
+            "--generalist", help="Also train a draft on all lessons, for as long as each SSM, to compare them with."
+        ),
+    ] = False,
     layers: Annotated[
         int | None, typer.Option("--layers", metavar="N", help="Layers of a draft. Default: by this machine's costs.")
     ] = None,
@@ -80,6 +86,7 @@ def train(
             minutes=minutes,
             tokens=tokens,
             specialise=specialise,
+            generalist=generalist,
             layers=layers,
             vocabulary=vocabulary,
             max_tokens=max_tokens,

@@ -44,7 +44,7 @@ class TrainingReport:
         plain_tokens_per_second: of plain decoding.
         measured: for 0, 1, ... drafts.
         recommended: number of drafts with the highest speed.
-        agreement: by draft, share of held-out positions where its first choice is the target's.
+        agreement: by draft, share of held-out positions where its first choice is the target's; also of a generalist.
         differing: outputs that differ from plain decoding; 0 is expected.
     """
 
@@ -68,9 +68,10 @@ class TrainingReport:
         advice = f"use the first {self.recommended}" if self.recommended else "use none of them: lookup alone is faster"
         if self.recommended == len(self.measured) - 1:
             advice = "use all of them"
-        return "\n".join(
-            [*lines, f"plain decoding: {self.plain_tokens_per_second:.1f} tokens/s; recommended: {advice}"]
-        )
+        agreement = ", ".join(f"{name} {share:.3f}" for name, share in self.agreement.items())
+        lines.append(f"agreement on held-out lessons: {agreement}")
+        lines.append(f"plain decoding: {self.plain_tokens_per_second:.1f} tokens/s; recommended: {advice}")
+        return "\n".join(lines)
 
 
 def measure_drafts(

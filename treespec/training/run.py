@@ -54,6 +54,7 @@ class TrainingSettings:
         minutes: of lessons and training together; None if `tokens` is given.
         tokens: generated tokens of the lessons; training then makes `EPOCHS` passes over them per draft.
         specialise: "errors" clusters lessons by what a generalist gets wrong, "folders" by the data's groups.
+        generalist: also train a draft on all lessons, for as long as each of the others, to compare them with.
         layers, vocabulary: of a draft; None chooses them from this machine's costs.
         max_tokens: of a lesson.
         seed: of everything.
@@ -66,6 +67,7 @@ class TrainingSettings:
     minutes: float | None = 60.0
     tokens: int | None = None
     specialise: str = "errors"
+    generalist: bool = False
     layers: int | None = None
     vocabulary: int | None = None
     max_tokens: int = 160
@@ -77,6 +79,8 @@ class TrainingSettings:
             raise ConfigError("give data, or lessons of an earlier run, one of them")
         if not 1 <= self.ssms <= 8:
             raise ConfigError(f"ssms={self.ssms}; valid: 1 to 8")
+        if self.generalist and self.ssms == 1:
+            raise ConfigError("ssms=1 is a generalist; give more SSMs, or leave generalist out")
         if (self.minutes is None) == (self.tokens is None):
             raise ConfigError("give minutes or tokens, one of them")
         if self.minutes is not None and not self.minutes > 0:
@@ -98,7 +102,8 @@ class TrainingRun:
 
     Args:
         settings: of the run.
-        out: receives `ssm-1`, `ssm-2`, ... and `report.json`; lessons and checkpoints stay in `out/work`.
+        out: receives `ssm-1`, `ssm-2`, ..., `generalist` if asked for, and `report.json`; lessons and checkpoints stay
+            in `out/work`.
         resume: continue the run in `out`.
         device: of lessons and training.
         pause: a requested stop, checked between steps.
@@ -297,9 +302,11 @@ class TrainingRun:
         if settings.ssms == 1:
             return [generalist]
         owners = self._stored("clusters", lambda: self._clusters(curriculum, generalist, shape.rows))
-        halves = self._train_each("a", [generalist] * settings.ssms, curriculum, owners, PEAK_RATE / 2)
+        starts = [generalist] * (settings.ssms + settings.generalist)
+        halves = self._train_each("a", starts, curriculum, owners, PEAK_RATE / 2)
         if settings.specialise == "errors":
-            owners = self._stored("clusters-by-loss", lambda: _clusters_by_loss(halves, curriculum))
+            own = halves[: settings.ssms]
+            owners = self._stored("clusters-by-loss", lambda: _clusters_by_loss(own, curriculum))
         return self._train_each("b", halves, curriculum, owners, PEAK_RATE / 4)
 
     def _train_each(
@@ -310,16 +317,18 @@ class TrainingRun:
         owners: np.ndarray,
         rate: float,
     ) -> list[Any]:
-        """Train one specialist per start for half of its steps."""
+        """Train one draft per start for half of its steps; one more than the specialists is the generalist."""
         budget = self._budget((1 - GENERALIST_SHARE) / len(starts) / 2, curriculum.lessons)
         students = []
         for i, start in enumerate(starts):
             student = type(start)(start.config).to(self.device)
             student.load_state_dict(start.state_dict())
-            own = curriculum.with_odds(odds_of(owners, i))
+            specialist = i < self.settings.ssms
+            own = curriculum.with_odds(odds_of(owners, i)) if specialist else curriculum
             students.append(student)
             self._trained = [*students, *starts[len(students) :]] if stage == "b" else students
-            self._train(f"specialist-{i + 1}{stage}", student, own, budget, rate)
+            name = f"specialist-{i + 1}{stage}" if specialist else f"generalist-{stage}"
+            self._train(name, student, own, budget, rate)
         return students
 
     def _clusters(self, curriculum: Curriculum, generalist: Any, rows: int) -> np.ndarray:
@@ -342,12 +351,13 @@ class TrainingRun:
         self.pause.check()
         curriculum = self.curriculum(held, target_ids)
         hits = [evaluate(student, curriculum).hits for student in students]
-        order = by_benefit(hits)
+        count = self.settings.ssms
+        order = [*by_benefit(hits[:count]), *range(count, len(hits))]
         names = self.export([students[i] for i in order], target_ids)
         agreement = {name: float(hits[i].mean()) for name, i in zip(names, order, strict=True)}
         prompts = [held.tokens[a : a + n].tolist() for a, n in zip(held.starts[:-1], held.firsts, strict=True)]
         prompts = prompts[:: max(len(prompts) // REPORT_PROMPTS, 1)][:REPORT_PROMPTS]
-        folders = [self.out / name for name in names]
+        folders = [self.out / name for name in names[:count]]
         target = self.target
         del self.llm
         report = measure_drafts(target, folders, prompts, agreement, self.settings.max_tokens, self.options)
@@ -355,8 +365,8 @@ class TrainingRun:
         return report
 
     def export(self, students: Sequence[Any], target_ids: np.ndarray) -> list[str]:
-        """Write students to `out/ssm-1`, ... atomically, and return the names."""
-        names = [f"ssm-{i + 1}" for i in range(len(students))]
+        """Write students to `out/ssm-1`, ..., the generalist last, each atomically, and return the names."""
+        names = [f"ssm-{i + 1}" if i < self.settings.ssms else "generalist" for i in range(len(students))]
         for name, student in zip(names, students, strict=True):
             with replacing(self.out / name) as temporary:
                 write_student(student, temporary, target_ids, self.target_size)
@@ -396,6 +406,7 @@ def train_drafts(
     minutes: float | None = None,
     tokens: int | None = None,
     specialise: str = "errors",
+    generalist: bool = False,
     layers: int | None = None,
     vocabulary: int | None = None,
     max_tokens: int = 160,
@@ -425,6 +436,7 @@ def train_drafts(
         minutes,
         tokens,
         specialise,
+        generalist,
         layers,
         vocabulary,
         max_tokens,

@@ -19,10 +19,10 @@ from treespec_weights.families import family_of
 from treespec_weights.files import resolve_folder
 from treespec_weights.grow import grow_checkpoint, grown_shape
 from treespec_weights.inspection import compare_draft, inspect_checkpoint
-from treespec_weights.quantize import BITS
 from treespec_weights.rules import ModelShape, read_config
 from treespec_weights.sizes import parse_bytes, parse_size
 from treespec_weights.timing import time_loading
+from treespec_weights.transform import FORMATS
 from treespec_weights.verify import verify_checkpoint
 
 # Depending on typer's version, UsageError comes from its vendored click or from the click package.
@@ -109,7 +109,7 @@ def convert(
     ] = None,
     quantize: Annotated[
         str | None,
-        typer.Option(metavar="|".join(BITS), help="Quantise the layers' matrices, in compressed-tensors' format."),
+        typer.Option(metavar="|".join(FORMATS), help="Quantise the layers' matrices, in compressed-tensors' format."),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume an interrupted conversion.")] = False,
     as_json: Json = False,

@@ -1,4 +1,4 @@
-"""Weight-only quantisation: int8 per output channel, int4 per group of inputs.
+"""Weight-only quantisation: int8 and fp8 per output channel, int4 per group of inputs.
 
 A weight is (q - zero) * scale. `quantize` is symmetric, without zero points:
 
@@ -7,6 +7,9 @@ A weight is (q - zero) * scale. `quantize` is symmetric, without zero points:
   all, but had 5 % and 11 % more error in groups of 128 normally distributed values.
 - The scale is rounded to the weight's dtype, in which checkpoints store it. A scale of 0 becomes 1.
 - q is weight / scale in fp32, rounded to the nearest integer, ties to even, and clipped to -127 .. 127 or -8 .. 7.
+
+fp8 (E4M3) is a storage format only, because loading converts it to the model's dtype: a scale per row, the largest
+magnitude divided by 448, and weight / scale rounded to the nearest fp8 number, ties to even.
 
 Quantising on load therefore gives the same numbers as loading a stored quantised checkpoint.
 
@@ -22,6 +25,8 @@ from torch import Tensor
 BITS = {"int8": 8, "int4": 4}
 GROUPS = (128, 64, 32)  # numbers of inputs that share an int4 scale, as supported by vLLM's kernels
 _STEPS = {8: 127.0, 4: 8.0}  # quantisation steps per largest magnitude
+FP8 = torch.float8_e4m3fn
+_FP8_MAX = torch.finfo(FP8).max
 _CHUNK = 1 << 20  # weights quantised at a time: 4 MiB as float32 fits in cache
 
 
@@ -63,8 +68,7 @@ def quantize(weight: Tensor, bits: int, group: int | None = None) -> Quantized:
     """
     if bits not in _STEPS:
         raise ValueError(f"{bits} bits; valid: {', '.join(map(str, _STEPS))}")
-    if weight.dim() != 2 or not weight.is_floating_point() or 0 in weight.shape:
-        raise ValueError(f"the weight is {weight.dtype} {list(weight.shape)}; expected floating [out, in]")
+    _check_matrix(weight)
     in_features = weight.shape[1]
     group = group or in_features
     if in_features % group or (bits == 4 and group % 2):
@@ -76,14 +80,39 @@ def quantize(weight: Tensor, bits: int, group: int | None = None) -> Quantized:
 
 def _quantize(weight: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
     grouped = weight.to(torch.float32, copy=True).unflatten(1, (-1, group))
-    largest = grouped.abs().amax(2)
-    if not torch.isfinite(largest).all():
-        raise ValueError("the weight has NaN or infinite values, which cannot be quantised")
-    scale = (largest / _STEPS[bits]).to(weight.dtype)
-    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+    scale = _scale(grouped, _STEPS[bits], weight.dtype)
     low, high = (-127, 127) if bits == 8 else (-8, 7)
     q = grouped.div_(scale.float().unsqueeze(2)).round_().clamp_(low, high)
     return q.flatten(1).to(torch.int8), scale
+
+
+def _check_matrix(weight: Tensor) -> None:
+    if weight.dim() != 2 or not weight.is_floating_point() or 0 in weight.shape:
+        raise ValueError(f"the weight is {weight.dtype} {list(weight.shape)}; expected floating [out, in]")
+
+
+def _scale(grouped: Tensor, steps: float, dtype: torch.dtype) -> Tensor:
+    """Return the scales of groups, [out, groups], from fp32 [out, groups, in / groups]."""
+    largest = grouped.abs().amax(2)
+    if not torch.isfinite(largest).all():
+        raise ValueError("the weight has NaN or infinite values, which cannot be quantised")
+    scale = (largest / steps).to(dtype)
+    return torch.where(scale == 0, torch.ones_like(scale), scale)
+
+
+def quantize_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a weight as E4M3 [out_features, in_features] and its scales, [out_features, 1] of the weight's dtype.
+
+    Args:
+        weight: [out_features, in_features], floating point.
+
+    Raises:
+        ValueError: NaN or infinity.
+    """
+    _check_matrix(weight)
+    rows = weight.float()
+    scale = _scale(rows.unsqueeze(1), _FP8_MAX, weight.dtype)
+    return (rows / scale.float()).clamp_(-_FP8_MAX, _FP8_MAX).to(FP8), scale
 
 
 def dequantize(quantized: Quantized) -> Tensor:
@@ -131,16 +160,19 @@ def compressed_tensors(name: str, quantized: Quantized) -> dict[str, Tensor]:
     }
 
 
-def compressed_tensors_config(bits: int, group: int | None, ignore: list[str]) -> dict[str, object]:
-    """Return the `quantization_config` of config.json for `compressed_tensors`.
+def compressed_tensors_config(
+    bits: int, group: int | None, ignore: list[str], floating: bool = False
+) -> dict[str, object]:
+    """Return the `quantization_config` of config.json for `compressed_tensors`, or for fp8 weights.
 
     Args:
         bits, group: those of every weight; group None for one scale per output.
         ignore: linear modules that are not quantised, such as "lm_head".
+        floating: whether weights are fp8, in the format "float-quantized".
     """
     weights = {
         "num_bits": bits,
-        "type": "int",
+        "type": "float" if floating else "int",
         "symmetric": True,
         "strategy": "channel" if group is None else "group",
         "group_size": group,
@@ -153,7 +185,7 @@ def compressed_tensors_config(bits: int, group: int | None, ignore: list[str]) -
     scheme = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
+        "format": "float-quantized" if floating else "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": scheme},
         "ignore": ignore,

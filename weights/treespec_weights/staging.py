@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from treespec_weights import draft_vocabulary
 from treespec_weights.errors import OptionError, Problem, WriteError
 from treespec_weights.files import file_inside
 
@@ -85,7 +86,7 @@ def publish(partial: Path, place: Path) -> None:
 
 
 def carried_files(source: Path, *written: str) -> list[str]:
-    """Return the files to copy along with a checkpoint's weights: tokenizer, generation config, licence, model card.
+    """Return the files to copy along with a checkpoint's weights: tokenizer, draft vocabulary, licence, model card.
 
     Args:
         source: a result of `resolve_folder`.
@@ -100,7 +101,9 @@ def carried_files(source: Path, *written: str) -> list[str]:
         name
         for name in names
         if name not in written and not name.startswith(".") and not name.endswith(".index.json")
-        if Path(name).suffix in _CARRIED or name.upper().startswith(("LICENSE", "LICENCE", "NOTICE"))
+        if Path(name).suffix in _CARRIED
+        or name == draft_vocabulary.FILE
+        or name.upper().startswith(("LICENSE", "LICENCE", "NOTICE"))
     ]
     for name in carried:  # fail before anything is written
         file_inside(source, name)

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from treespec_weights.errors import OptionError
 from treespec_weights.load import Placement, cast, overflow_message, quantizable, quantized_group
-from treespec_weights.quantize import BITS, compressed_tensors, compressed_tensors_config, quantize
+from treespec_weights.quantize import BITS, FP8, compressed_tensors, compressed_tensors_config, quantize, quantize_fp8
 from treespec_weights.rules import FamilyRules, ModelShape
 from treespec_weights.writer import NAMES, Output
+
+FORMATS = (*BITS, "fp8")  # of `--quantize`
 
 
 @dataclass(frozen=True)
@@ -43,10 +45,11 @@ class Cast:
 
 @dataclass(frozen=True)
 class Quantise:
-    """Quantises the layers' matrices, with the same integers and scales as quantising on load.
+    """Quantises the layers' matrices, with the same integers and scales as quantising on load, or to fp8.
 
     Args:
         bits, group: those of the layers' matrices; group None for one scale per output.
+        floating: whether they become fp8 instead of integers.
         cast: cast of all tensors, applied before quantising.
         params: the parameters to quantise.
         head: name of the output head's module, which is not quantised.
@@ -54,17 +57,21 @@ class Quantise:
 
     bits: int
     group: int | None
+    floating: bool
     cast: Cast
     params: frozenset[str]
     head: str
 
     def __repr__(self) -> str:  # omits the set, whose order differs between processes: `--resume` compares the repr
-        return f"Quantise({self.bits}, {self.group}, {self.cast})"
+        return f"Quantise({self.bits}, {self.group}, {self.floating}, {self.cast})"
 
     def outputs(self, placement: Placement, dtype: torch.dtype) -> Sequence[Output]:
         if not self._covers(placement):
             return self.cast.outputs(placement, dtype)
         name, (rows, inputs) = placement.name, placement.shape
+        if self.floating:
+            scale = Output(f"{name}_scale", NAMES[self.cast.dtype or dtype], (rows, 1))
+            return [Output(name, NAMES[FP8], placement.shape), scale]
         return [
             Output(f"{name}_packed", NAMES[torch.int32], (rows, inputs * self.bits // 32)),
             Output(f"{name}_scale", NAMES[self.cast.dtype or dtype], (rows, inputs // (self.group or inputs))),
@@ -76,13 +83,14 @@ class Quantise:
         if not self._covers(placement):
             return [plain]
         try:
-            parts = compressed_tensors(placement.name, quantize(plain, self.bits, self.group))
+            if self.floating:
+                return quantize_fp8(plain)
+            return list(compressed_tensors(placement.name, quantize(plain, self.bits, self.group)).values())
         except ValueError as error:
             raise OverflowError(str(error)) from error
-        return list(parts.values())
 
     def config(self, config: dict[str, Any]) -> dict[str, Any]:
-        scheme = compressed_tensors_config(self.bits, self.group, [self.head])
+        scheme = compressed_tensors_config(self.bits, self.group, [self.head], self.floating)
         return self.cast.config(config) | {"quantization_config": scheme}
 
     def _covers(self, placement: Placement) -> bool:
@@ -96,16 +104,19 @@ def quantise_transform(quantization: str, cast: Cast, shape: ModelShape, rules: 
     """Return the quantising transform for a model written in a family's layout.
 
     Raises:
-        OptionError: not int8 or int4, sizes that no group divides, or a layout without a quantised format.
+        OptionError: not one of `FORMATS`, sizes that no group divides, or a layout without a quantised format.
     """
-    if quantization not in BITS:
-        raise OptionError(f"--quantize {quantization}: valid are {', '.join(BITS)}")
+    if quantization not in FORMATS:
+        raise OptionError(f"--quantize {quantization}: valid are {', '.join(FORMATS)}")
     if any(rule.layout == "transposed" for rule in rules.tensors):
         raise OptionError(
             f"--quantize {quantization}: {rules.model_type} stores its projections transposed, for which there is no "
-            f"published layout; use LLM(quantization={quantization!r})"
+            "published layout; quantise at load time, with LLM(quantization=...)"
         )
-    bits, matrices = BITS[quantization], quantizable(shape)
+    matrices, head = quantizable(shape), rules.tied_copy.removesuffix(".weight")
+    if quantization == "fp8":
+        return Quantise(8, None, True, cast, frozenset(matrices), head)
+    bits = BITS[quantization]
     try:
         group = quantized_group(shape, quantization)
     except ValueError as error:
@@ -115,4 +126,4 @@ def quantise_transform(quantization: str, cast: Cast, shape: ModelShape, rules: 
         raise OptionError(
             f"--quantize {quantization}: {bad[0]} inputs do not fill int32 words; use the model unquantised"
         )
-    return Quantise(bits, group, cast, frozenset(matrices), rules.tied_copy.removesuffix(".weight"))
+    return Quantise(bits, group, False, cast, frozenset(matrices), head)

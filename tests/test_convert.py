@@ -35,7 +35,7 @@ from treespec_weights import (
 from treespec_weights.cli import app
 from treespec_weights.draft_vocabulary import FILE, write_draft_vocabulary
 from treespec_weights.load import Placement, quantizable
-from treespec_weights.quantize import quantize_fp8
+from treespec_weights.quantize import Quantized, dequantize, quantize_fp8
 from treespec_weights.writer import Output, Shard, is_written, plan_shards, write_shard
 
 INDEX = "model.safetensors.index.json"
@@ -313,6 +313,27 @@ def test_fp8_while_converting(tmp_path: Path) -> None:
         else:
             assert torch.equal(found[name], tensor), name
     assert (tmp_path / "b" / FILE).read_bytes() == (source / FILE).read_bytes()
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("layout", [None, "phi3"])
+def test_a_quantised_checkpoint_is_dequantised(quantization: str, layout: str | None, tmp_path: Path) -> None:
+    source = make_llama(tmp_path / "a", 0, torch.bfloat16)
+    convert_checkpoint(source, tmp_path / "b", quantization=quantization)
+    convert_checkpoint(tmp_path / "b", tmp_path / "c", dtype=torch.float32, layout=layout)
+    config = read_config(tmp_path / "c")
+    assert "quantization_config" not in config and verify_checkpoint(tmp_path / "c").ok
+    folders = tmp_path / "b", tmp_path / "c"
+    (stored, found) = (
+        load_weights(folder, ModelShape.from_hf(own, family_of(own)), family_of(own), torch.float32)
+        for folder, own in ((folder, read_config(folder)) for folder in folders)
+    )
+    for name, tensor in found.items():
+        scale = stored.get(f"{name}_scale")
+        expected = stored[name] if scale is None else dequantize(Quantized(stored[name], scale))
+        assert torch.equal(tensor, expected), name
+    with pytest.raises(OptionError, match=r"is quantised .*give --dtype alone to dequantise it"):
+        convert_checkpoint(tmp_path / "b", tmp_path / "d", dtype=torch.float32, quantization="int8")
 
 
 def test_what_cannot_be_quantised_while_converting(tmp_path: Path) -> None:

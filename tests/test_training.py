@@ -27,7 +27,9 @@ from treespec.training.loop import optimizers_for
 from treespec.training.prompts import TrainingPrompt, read_training_prompts
 from treespec.training.run import TrainingSettings, by_benefit, held_out, train_drafts
 from treespec.training.specialisation import balanced_owners, cluster_errors, cluster_groups, odds_of
-from treespec.training.student import StudentShape, make_student
+from treespec.training.student import StudentShape, make_student, open_target
+from treespec_weights import convert_checkpoint
+from treespec_weights.quantize import dequantize, quantize
 
 VOCAB = 384
 
@@ -274,6 +276,18 @@ def test_another_run_is_refused(target: Path, data: Path, trained: Path) -> None
     with pytest.raises(ConfigError, match="holds a run with other settings"):
         train_drafts(target, [data], trained, tokens=99, resume=True)
     assert load_file(trained / "ssm-1" / "model.safetensors")
+
+
+def test_a_quantised_target_is_dequantised(tmp_path: Path) -> None:
+    plain = make_llama(tmp_path / "plain", 0, torch.bfloat16)
+    convert_checkpoint(plain, tmp_path / "int8", quantization="int8")
+    found, expected = open_target(tmp_path / "int8"), open_target(plain)
+    assert found.dtype == torch.bfloat16
+    for name, weight in expected.state_dict().items():
+        own = found.state_dict()[name]
+        quantised = name.endswith("proj.weight") and "layers" in name
+        right = dequantize(quantize(weight, 8)).bfloat16() if quantised else weight
+        assert torch.equal(own, right), name
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -12,10 +12,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from treespec.adapter.source import progress_bars_on_terminals
 from treespec.errors import ModelError
-from treespec_weights import as_folder, read_config
+from treespec_weights import as_folder
 from treespec_weights.draft_vocabulary import write_draft_vocabulary
-from treespec_weights.files import is_gguf
-from treespec_weights.quant_schemes import scheme_of
 
 PER_LAYER_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")
 
@@ -95,15 +93,6 @@ def write_student(model: Any, folder: Path, target_ids: np.ndarray, target_size:
 
 
 def open_target(folder: Path) -> Any:
-    """Open the target with transformers; a GGUF file is dequantised to bfloat16 first.
-
-    Raises:
-        ModelError: the checkpoint is quantised otherwise.
-    """
-    if not is_gguf(folder) and (scheme := scheme_of(read_config(folder), folder)) is not None:
-        raise ModelError(
-            f"{folder} is quantised ({scheme.name}); train drafts for the unquantised checkpoint, they draft for this "
-            "one too"
-        )
+    """Open the target with transformers; a quantised one is dequantised to bfloat16 first."""
     with as_folder(folder, torch.bfloat16) as readable, progress_bars_on_terminals():
         return AutoModelForCausalLM.from_pretrained(readable, dtype="auto").eval()

@@ -25,8 +25,17 @@ from treespec_weights.files import is_gguf, read_json, resolve_folder
 from treespec_weights.gguf.documents import write_documents
 from treespec_weights.gguf.reader import read_gguf
 from treespec_weights.layouts import family_named, translate_config
-from treespec_weights.load import Placement, expected_tensors, match, tied_head_problem
-from treespec_weights.quant_schemes import KEY, scheme_of
+from treespec_weights.load import (
+    Placement,
+    covered,
+    expected_tensors,
+    extra_bias_problems,
+    match,
+    read_dequantized,
+    stored_scheme,
+    tied_head_problem,
+)
+from treespec_weights.quant_schemes import KEY, QuantScheme, scheme_of
 from treespec_weights.rules import CONFIG, FamilyRules, ModelShape, read_config
 from treespec_weights.staging import carried_files, check_room, copy_files, partial_of, publish, resolve_destination
 from treespec_weights.transform import Cast, Transform, quantise_transform
@@ -47,22 +56,33 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class Step(NamedTuple):
-    """Conversion of the sources of one result tensor."""
+    """Conversion of the sources of one result tensor.
+
+    Attributes:
+        target: the result.
+        sources: checkpoint tensors that hold the target's parameters.
+        schemes: of the sources; None for one that is not quantised.
+        outputs: tensors to write.
+    """
 
     target: Placement
-    sources: tuple[Placement, ...]  # checkpoint tensors that hold the target's parameters
-    dtype: torch.dtype
+    sources: tuple[Placement, ...]
+    schemes: tuple[QuantScheme | None, ...]
     outputs: tuple[Output, ...]
 
     def tensors(self, checkpoint: Checkpoint, transform: Transform) -> Sequence[Tensor]:
         """Return the tensors to write. Raises CheckpointError if a value does not fit the dtype."""
+
+        def read(source: Placement, scheme: QuantScheme | None) -> Tensor:
+            return checkpoint.tensor(source.name) if scheme is None else read_dequantized(checkpoint, scheme, source)
+
         first = self.sources[0]
         if (first.rule.layout, first.params) == (self.target.rule.layout, self.target.params):
-            tensor = checkpoint.tensor(first.name)
+            tensor = read(first, self.schemes[0])
         else:
             params: dict[str, Tensor] = {}
-            for source in self.sources:
-                held = source.unpack(checkpoint.tensor(source.name))
+            for source, scheme in zip(self.sources, self.schemes, strict=True):
+                held = source.unpack(read(source, scheme))
                 params |= {name: held[name] for name in self.target.params if name in held}
             tensor = self.target.pack(params)
         try:
@@ -92,7 +112,8 @@ def convert_checkpoint(
     Args:
         source: a folder or GGUF file that `verify` accepts; not modified.
         destination: a folder that does not exist, or is empty; not inside of the source.
-        dtype: dtype of all tensors; None keeps their dtypes, and for a GGUF file takes that of its config.
+        dtype: dtype of all tensors; None keeps their dtypes, and for a GGUF file takes that of its config. A quantised
+            checkpoint needs one, and is dequantised.
         shard_bytes: maximum bytes of tensors per file; a larger tensor gets its own file.
         layout: model_type of another family with the same parameters; None keeps the family.
         resume: continue an interrupted conversion of the same source with the same options.
@@ -117,7 +138,12 @@ def convert_checkpoint(
         config.pop(KEY, None)
         dtype = dtype or DTYPES[config["dtype"]]
     elif (scheme := scheme_of(config, root)) is not None:
-        raise OptionError(f"{str(source)!r} is quantised ({scheme.name}); convert the checkpoint that it was made of")
+        if dtype is None or quantization is not None:
+            raise OptionError(
+                f"{str(source)!r} is quantised ({scheme.name}); give --dtype alone to dequantise it, or convert the "
+                "checkpoint that it was made of"
+            )
+        config.pop(KEY)
     shape = ModelShape.from_hf(config, rules, root)
     written_as = rules if layout in (None, rules.model_type) else family_named(str(layout))
     if written_as is not rules:
@@ -166,11 +192,11 @@ def convert_checkpoint(
 
 @contextlib.contextmanager
 def as_folder(path: Path, dtype: torch.dtype) -> Iterator[Path]:
-    """Yield a Hugging Face folder of a checkpoint: its own, or a temporary one for a GGUF file, dequantised."""
-    if not is_gguf(path):
+    """Yield an unquantised Hugging Face folder of a checkpoint: its own, or a temporary one, dequantised to `dtype`."""
+    if not is_gguf(path) and scheme_of(read_config(path), path) is None:
         yield path
         return
-    with TemporaryDirectory(prefix="treespec-gguf-") as scratch:
+    with TemporaryDirectory(prefix="treespec-dequantised-") as scratch:
         convert_checkpoint(path, Path(scratch) / "model", dtype=dtype)
         yield Path(scratch) / "model"
 
@@ -183,22 +209,29 @@ def plan_steps(
     Raises CheckpointError if the checkpoint does not match its config, or if tensors of several dtypes would be fused.
     """
     placements, problems = match(checkpoint, shape, rules)
-    if not problems and (problem := tied_head_problem(checkpoint, shape, rules)):
-        problems.append(problem)
+    if not problems:
+        head = tied_head_problem(checkpoint, shape, rules)
+        problems = [*([head] if head else []), *extra_bias_problems(checkpoint, shape, rules)]
     if problems:
         raise CheckpointError(checkpoint.folder, problems)
+    stored = None if checkpoint.folder.is_file() else stored_scheme(checkpoint)  # a GGUF file's tensors are dequantised
+    named = rules.for_names(checkpoint.names())
     order = {param: at for at, param in enumerate(shape.parameters())}
     holder = {param: placement for placement in placements for param in placement.params}
     targets = placements if written_as is rules else expected_tensors(shape, written_as)
     steps = []
     for target in sorted(targets, key=lambda placement: min(order[param] for param in placement.params)):
         sources = tuple({holder[param].name: holder[param] for param in target.params}.values())
-        dtypes = {checkpoint.dtype(placement.name): placement.name for placement in sources}
+        schemes = tuple(stored if stored is not None and covered(stored, source, named) else None for source in sources)
+        dtypes = {
+            checkpoint.dtype(source.name) if scheme is None else torch.float32: source.name
+            for source, scheme in zip(sources, schemes, strict=True)
+        }
         outputs = [tuple(transform.outputs(target, dtype)) for dtype in dtypes]
         if len(set(outputs)) > 1:
-            stored = ", ".join(f"{name!r} is {str(dtype).removeprefix('torch.')}" for dtype, name in dtypes.items())
-            problems.append(Problem("dtype", repr(target.name), f"of several dtypes ({stored}); pass --dtype"))
-        steps.append(Step(target, sources, next(iter(dtypes)), outputs[0]))
+            found = ", ".join(f"{name!r} is {str(dtype).removeprefix('torch.')}" for dtype, name in dtypes.items())
+            problems.append(Problem("dtype", repr(target.name), f"of several dtypes ({found}); pass --dtype"))
+        steps.append(Step(target, sources, schemes, outputs[0]))
     if problems:
         raise CheckpointError(checkpoint.folder, problems)
     return steps

@@ -12,7 +12,7 @@ from treespec_weights.errors import CheckpointError, Problem
 from treespec_weights.families import LLAMA
 from treespec_weights.files import has_json, read_json
 from treespec_weights.quant_schemes import Part, QuantScheme, scheme_of
-from treespec_weights.quantize import BITS, Quantized, group_of, quantize
+from treespec_weights.quantize import BITS, Quantized, dequantize, group_of, quantize
 from treespec_weights.rules import CONFIG, FamilyRules, ModelShape, Shape, TensorRule
 
 CHUNK = 1 << 19  # values cast at a time
@@ -173,23 +173,35 @@ def _read_quantized(
 
     Scales and zero points are per row, so they unpack like the weights.
     """
-    name, (out, inputs) = placement.name, placement.shape
-
-    def get(part: str) -> Tensor | None:
-        return checkpoint.stored(part) if part in checkpoint.tensors else None
-
-    try:
-        found = scheme.read(name, out, inputs, get, dtype)
-    except ValueError as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(checkpoint.folder, [Problem("value", repr(name), str(error))]) from error
+    found = _stored_matrix(checkpoint, scheme, placement, dtype)
     tensors = {"": found} if isinstance(found, Tensor) else _parts("", found)
     return {
         param + part: rows.to(device)  # type: ignore[call-overload]
         for part, tensor in tensors.items()
         for param, rows in placement.unpack(tensor).items()
     }
+
+
+def read_dequantized(checkpoint: Checkpoint, scheme: QuantScheme, placement: Placement) -> Tensor:
+    """Read a quantised matrix as fp32 [out, in]. Raises CheckpointError for unsupported values."""
+    found = _stored_matrix(checkpoint, scheme, placement, torch.float32)
+    return found if isinstance(found, Tensor) else dequantize(found)
+
+
+def _stored_matrix(
+    checkpoint: Checkpoint, scheme: QuantScheme, placement: Placement, dtype: torch.dtype | None
+) -> Quantized | Tensor:
+    """Read a quantised matrix; `dtype` is that of an fp8 one."""
+
+    def get(part: str) -> Tensor | None:
+        return checkpoint.stored(part) if part in checkpoint.tensors else None
+
+    try:
+        return scheme.read(placement.name, *placement.shape, get, dtype)
+    except ValueError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(checkpoint.folder, [Problem("value", repr(placement.name), str(error))]) from error
 
 
 def match(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> tuple[list[Placement], list[Problem]]:

@@ -13,10 +13,10 @@ import torch
 from treespec import LLM
 from treespec.bench.grow import grown
 from treespec.bench.options import Options
+from treespec.bench.prompts import held_out_prompts
 from treespec.planning.cost_measurement import processor
-from treespec_weights import default_folder
 
-HELDOUT = default_folder("target").parent / "heldout_prompts.json"
+HELDOUT = held_out_prompts(chat=False)
 
 
 def parser(doc: str | None, grow: str | None = None, **defaults: int) -> argparse.ArgumentParser:

@@ -2,7 +2,7 @@
 
     python perf/merge.py                                     # held-out prompts, the embedded models
     python perf/merge.py --compare FOLDER --json out.json    # plus further drafts
-    python perf/merge.py --model M --draft A --draft B --prompts-file prompts.jsonl --prompts 60 --max-tokens 128
+    python perf/merge.py --model smollm2 --prompts 60 --max-tokens 128
 
 Modes with equal numbers of nodes: every SSM alone; the three merged; the three with only the SSM of the largest weight
 drafting per round (equal draft time); lookup alone; lookup and SSMs. All modes decode the same tokens (checked), so
@@ -23,10 +23,10 @@ import numpy as np
 import torch
 
 from treespec import LLM, SamplingParams, SpecConfig
-from treespec.bench.prompts import choose
+from treespec.bench.prompts import choose, held_out_prompts
 from treespec.bench.report import LOOPING, distinct_share
+from treespec.startup.folders import resolve_folders
 from treespec.text.prompt_files import encode_prompt, has_chat_template, read_prompts
-from treespec_weights import default_names
 
 RESAMPLES = 4000
 
@@ -68,8 +68,8 @@ def interval(tokens: np.ndarray, ours: np.ndarray, theirs: np.ndarray, chosen: n
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="target; default: the embedded one")
-    parser.add_argument("--draft", action="append", default=[], help="SSM of the target; repeatable")
-    parser.add_argument("--prompts-file", type=Path, default=measuring.HELDOUT)
+    parser.add_argument("--draft", action="append", help="SSM of the target; repeatable. Default: as in LLM")
+    parser.add_argument("--prompts-file", type=Path, help="default: held-out prompts of this repository")
     parser.add_argument("--prompts", type=int, default=120)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--nodes", type=int, nargs="+", default=[8, 16, 32])
@@ -82,13 +82,13 @@ def main() -> None:
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
-    folders = args.draft or [name for name in default_names() if name.startswith("ssm-")]
-    ssms = [Path(folder).name for folder in folders]
+    ssms, folders = zip(*resolve_folders(args.model, args.draft), strict=True)
     others = sorted(folder for folder in args.compare.iterdir() if folder.is_dir()) if args.compare else []
     options = {"device": "cpu", "dtype": args.dtype, "max_num_seqs": args.batch, "compile": args.compile}
     llm = LLM(args.model, drafts=[*folders, *map(str, others)], max_model_len=1024, **options)
     tokenizer = llm.get_tokenizer()
-    chosen = choose(read_prompts(args.prompts_file, has_chat_template(tokenizer)), args.prompts, seed=0)
+    chat = has_chat_template(tokenizer)
+    chosen = choose(read_prompts(args.prompts_file or held_out_prompts(chat), chat), args.prompts, seed=0)
     merged, one = (*ssms,), {"max_ssms": 1}
     modes: dict[str, dict[str, Any]] = {name: {"sources": (name,)} for name in [*ssms, *(f.name for f in others)]}
     modes |= {"SSMs merged": {"sources": merged}, "SSMs, one a round": {"sources": merged} | one}

@@ -20,7 +20,7 @@ from treespec.bench.modes import PLAIN, Mode, our_modes, peer_modes, select
 from treespec.bench.options import Options
 from treespec.bench.profile import MEANING
 from treespec.bench.progress import Plan, duration
-from treespec.bench.prompts import choose
+from treespec.bench.prompts import choose, held_out_prompts
 from treespec.bench.report import best, comparisons, distinct_share, mismatches, percentile, summarise
 from treespec.bench.run import bench
 from treespec.cli.bench import integers, repeat_flags
@@ -28,7 +28,6 @@ from treespec.errors import ConfigError
 from treespec.text.prompt_files import Prompt, encode_prompt, read_prompts
 from treespec.tree import TokenTree
 from treespec.verification.verify import Verified, verify_greedy
-from treespec_weights import default_folder
 
 pytestmark = pytest.mark.slow
 
@@ -125,8 +124,10 @@ def test_prompts_of_chat_models(tmp_path: Path) -> None:
     assert encoded == [rendered, rendered, tokenizer.encode("a b"), [3]]
 
 
-def test_embedded_prompts_are_balanced() -> None:
-    known = read_prompts(default_folder("target").parent / "heldout_prompts.json")
+@pytest.mark.parametrize("chat", [False, True])
+def test_embedded_prompts_are_balanced(chat: bool) -> None:
+    known = read_prompts(held_out_prompts(chat), chat)
+    assert all(isinstance(prompt.content, str) != chat for prompt in known)
     chosen = choose(known, 24, seed=0)
     kinds = Counter(prompt.kind for prompt in chosen)
     assert len(chosen) == 24 and max(kinds.values()) - min(kinds.values()) <= 1

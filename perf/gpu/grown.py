@@ -18,7 +18,7 @@ from treespec import LLM, SpecConfig
 from treespec.bench.measure import Run, Sample, interleave, run_ours
 from treespec.bench.modes import PLAIN, Selection, our_modes, peer_modes, select
 from treespec.bench.peers import Transformers
-from treespec.bench.prompts import choose
+from treespec.bench.prompts import choose, held_out_prompts
 from treespec.bench.report import DEFINITIONS, best, comparisons, summarise
 from treespec.text.prompt_files import Prompt, read_prompts
 from treespec_weights import default_folder
@@ -142,7 +142,7 @@ def _open(sizes: Sizes, setting: Setting) -> Opened:
     llm = open_engine(setting, target, list(folders.values()), widest, max_num_seqs=max(sizes.prompts))
     drafts = {peer.draft: folders[peer.draft] for peer in selection.peers if peer.draft is not None}
     peers = Transformers(target, drafts, setting.device, setting.dtype)
-    known = read_prompts(default_folder("target").parent / "heldout_prompts.json")
+    known = read_prompts(held_out_prompts(chat=False))
     tokenizer, room = llm.get_tokenizer(), llm.config.max_model_len - sizes.max_tokens
     encoded = [prompt._replace(content=tokenizer.encode(prompt.content)) for prompt in known]
     fitting = [prompt for prompt in encoded if len(prompt.content) <= room]

@@ -11,7 +11,7 @@ class Options:
 
     Args:
         model, drafts: as in `LLM`.
-        prompts: file of prompts; None = the embedded held-out prompts.
+        prompts: file of prompts; None = held-out prompts of this repository: instructions for chat models, else texts.
         samples: number of prompts.
         max_tokens: output tokens per prompt.
         k_values: drafted tokens per round, for chains and peers.

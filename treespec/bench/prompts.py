@@ -1,10 +1,21 @@
-"""Chooses benchmark prompts evenly over kinds and packages."""
+"""Held-out prompts of this repository, and an even choice of prompts over kinds and packages."""
 
 import random
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
+from pathlib import Path
 
+from treespec.startup import smollm2
 from treespec.text.prompt_files import Prompt
+from treespec_weights import models_folder
+
+
+def held_out_prompts(chat: bool) -> Path:
+    """Return the file of instructions for chat models, or of texts to continue.
+
+    Their source packages are in no training data of the SSMs in this repository.
+    """
+    return models_folder(smollm2.NAME if chat else "default") / "heldout_prompts.json"
 
 
 def choose(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:

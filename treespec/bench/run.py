@@ -19,7 +19,7 @@ from treespec.bench.modes import PLAIN, Mode, Peer, Selection, our_modes, peer_m
 from treespec.bench.options import Options
 from treespec.bench.peers import Transformers
 from treespec.bench.progress import Plan, Progress
-from treespec.bench.prompts import choose
+from treespec.bench.prompts import choose, held_out_prompts
 from treespec.bench.report import DEFINITIONS, best, comparisons, mismatches, summarise
 from treespec.bench.rule_comparison import default_branching, intervals, rule_modes
 from treespec.config import AUTO_NODES, SpecConfig
@@ -29,7 +29,6 @@ from treespec.planning.cost_measurement import processor
 from treespec.sampling_params import SamplingParams
 from treespec.startup.folders import resolve_folders, resolve_model
 from treespec.text.prompt_files import Prompt, encode_prompt, has_chat_template, read_prompts
-from treespec_weights import default_folder
 
 WHY_BATCH_ONE = "transformers' assisted decoding supports batch 1 only"
 
@@ -208,9 +207,10 @@ def _summary(
 
 def _prompts(options: Options, llm: LLM) -> tuple[list[Prompt], list[list[int]], int]:
     """Return the chosen prompts, their token ids, and the number of prompts that exceed the context."""
-    path = options.prompts or default_folder("target").parent / "heldout_prompts.json"
     tokenizer, room = llm.get_tokenizer(), llm.config.max_model_len - options.max_tokens
-    known = read_prompts(path, has_chat_template(tokenizer))
+    chat = has_chat_template(tokenizer)
+    path = options.prompts or held_out_prompts(chat)
+    known = read_prompts(path, chat)
     if tokenizer is None and not all(isinstance(each, int) for prompt in known for each in prompt.content):
         raise ConfigError(f"{path} holds text, but the model has no tokenizer; give prompt_token_ids")
     encoded = [prompt._replace(content=encode_prompt(tokenizer, prompt.content)) for prompt in known]

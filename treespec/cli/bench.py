@@ -65,7 +65,8 @@ def bench(
         typer.Option(
             "--prompts",
             metavar="FILE",
-            help="JSONL of Spec-Bench (turns), HumanEval (prompt) or plain (prompt, text). Default: held-out texts.",
+            help="JSONL of Spec-Bench (turns), HumanEval (prompt) or plain (prompt, text). Default: held-out "
+            "instructions for chat models, held-out texts for others.",
         ),
     ] = None,
     samples: Annotated[int, typer.Option("--samples", min=1, metavar="N", help="Number of prompts.")] = 12,

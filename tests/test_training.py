@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from tests.models import make_llama, new_folder
 from tests.tokenizers_made import TEXT, byte_level, save_tokenizer
 from treespec import LLM, SpecConfig
-from treespec.errors import ConfigError
+from treespec.errors import ConfigError, ModelError
 from treespec.training.draft_vocabulary import choose_vocabulary, rows_of_tokens
 from treespec.training.files import replacing
 from treespec.training.lessons import TOP, Lessons, LessonWriter, shard_path
@@ -27,7 +27,7 @@ from treespec.training.loop import optimizers_for
 from treespec.training.prompts import TrainingPrompt, read_training_prompts
 from treespec.training.run import TrainingSettings, by_benefit, held_out, train_drafts
 from treespec.training.specialisation import balanced_owners, cluster_errors, cluster_groups, odds_of
-from treespec.training.student import StudentShape, make_student, open_target
+from treespec.training.student import StudentShape, make_student, open_model
 from treespec_weights import convert_checkpoint
 from treespec_weights.quantize import dequantize, quantize
 
@@ -191,6 +191,7 @@ def test_drafts_are_ordered_by_what_they_add() -> None:
         ({"specialise": "luck"}, "specialise='luck'; valid: 'errors', 'folders'"),
         ({"max_tokens": 1}, "max_tokens=1; valid: at least 2"),
         ({"lessons": "out"}, "give data, or lessons of an earlier run, one of them"),
+        ({"start": "draft", "layers": 1}, "a start has its own layers and vocabulary; leave them out"),
         ({"layers": 0}, "layers=0; valid: at least 1"),
         ({"vocabulary": 63}, "vocabulary=63; valid: at least 64 rows"),
     ],
@@ -247,6 +248,22 @@ def test_a_generalist_is_written_beside_the_specialists(trained: Path, target: P
 
 
 @pytest.mark.slow
+def test_training_starts_from_a_draft(trained: Path, target: Path, tmp_path: Path) -> None:
+    """Also from one that is stored in fp8; its vocabulary and layers stay."""
+    start = tmp_path / "start"
+    convert_checkpoint(trained / "ssm-1", start, quantization="fp8")
+    options = OPTIONS | {"layers": None, "vocabulary": None}
+    report = train_drafts(target, [], tmp_path / "out", lessons=trained, start=start, **options)
+    before = json.loads((trained / "report.json").read_text())["agreement"]["ssm-1"]
+    assert report.agreement["ssm-1"] >= before
+    assert weights_of(tmp_path / "out") != weights_of(trained), "what the same lessons and seed give from the target"
+    vocabularies = [(folder / "draft_vocab.safetensors").read_bytes() for folder in (start, tmp_path / "out" / "ssm-1")]
+    assert vocabularies[0] == vocabularies[1]
+    with pytest.raises(ModelError, match=r"target.* has no reduced vocabulary; start from a draft of `treespec train`"):
+        train_drafts(target, [], tmp_path / "none", lessons=trained, start=target, **options)
+
+
+@pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_weights(target: Path, data: Path, trained: Path, tmp_path: Path) -> None:
     out, rng = tmp_path / "out", random.Random(0)
     flags = [flag for name, value in OPTIONS.items() for flag in (f"--{name.replace('_', '-')}", str(value))]
@@ -281,7 +298,7 @@ def test_another_run_is_refused(target: Path, data: Path, trained: Path) -> None
 def test_a_quantised_target_is_dequantised(tmp_path: Path) -> None:
     plain = make_llama(tmp_path / "plain", 0, torch.bfloat16)
     convert_checkpoint(plain, tmp_path / "int8", quantization="int8")
-    found, expected = open_target(tmp_path / "int8"), open_target(plain)
+    found, expected = open_model(tmp_path / "int8"), open_model(plain)
     assert found.dtype == torch.bfloat16
     for name, weight in expected.state_dict().items():
         own = found.state_dict()[name]

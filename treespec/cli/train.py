@@ -54,6 +54,10 @@ def train(
             "--generalist", help="Also train a draft on all lessons, for as long as each SSM, to compare them with."
         ),
     ] = False,
+    start: Annotated[
+        str | None,
+        typer.Option("--start", metavar="DRAFT", help="Start from a trained draft of this target, with its size."),
+    ] = None,
     layers: Annotated[
         int | None, typer.Option("--layers", metavar="N", help="Layers of a draft. Default: by this machine's costs.")
     ] = None,
@@ -87,6 +91,7 @@ def train(
             tokens=tokens,
             specialise=specialise,
             generalist=generalist,
+            start=start,
             layers=layers,
             vocabulary=vocabulary,
             max_tokens=max_tokens,

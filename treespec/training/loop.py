@@ -154,8 +154,19 @@ def train(
     peak_rate: float,
     checkpoint: Path,
     pause: PauseRequest,
+    held_out: Callable[[nn.Module], float] | None = None,
 ) -> Progress:
     """Train until the budget is spent, from `checkpoint` if it exists.
+
+    Args:
+        name: of the stage.
+        model: trained in place.
+        loss_of: loss of a step.
+        budget: length of the stage.
+        peak_rate: largest learning rate.
+        checkpoint: file of the resumable state.
+        pause: a requested stop, checked between steps.
+        held_out: returns the agreement on held-out data, which is logged after every checkpoint.
 
     Raises:
         Paused: a signal arrived; the checkpoint holds the state after the last complete step.
@@ -185,6 +196,9 @@ def train(
         log.update(done, progress, loss)
         if time.monotonic() - last_save > CHECKPOINT_SECONDS:
             save_checkpoint(checkpoint, model, optimizers, progress)
+            if held_out is not None:
+                log.held_out = held_out(model)
+                model.train()
             last_save = time.monotonic()
     save_checkpoint(checkpoint, model, optimizers, progress)
     log.close()
@@ -198,10 +212,14 @@ class ProgressLog:
         name: of the stage.
         progress: at the start.
         budget: of the stage; None leaves out the time left.
+
+    Attributes:
+        held_out: latest agreement on held-out data; None if there is none.
     """
 
     def __init__(self, name: str, progress: Progress, budget: Budget | None = None) -> None:
         self.name, self.budget = name, budget
+        self.held_out: float | None = None
         self.bar = tqdm(total=1000, desc=name, disable=not sys.stderr.isatty(), bar_format="{l_bar}{bar}{postfix}")
         self._begin(progress)
 
@@ -222,6 +240,8 @@ class ProgressLog:
         for name, values in (("loss", self.losses), ("agreement", self.agreements)):
             if values:
                 figures.append(f"{name} {sum(values) / len(values):.3f}")
+        if self.held_out is not None:
+            figures.append(f"on held-out lessons {self.held_out:.3f}")
         left = None if self.budget is None else self.budget.seconds_left(done, progress.elapsed)
         if left is not None:
             figures.append(f"{left / 60:.1f} min left")

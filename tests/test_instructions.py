@@ -71,6 +71,24 @@ def test_every_kind_is_written_from_its_documents(written: ModuleType) -> None:
     assert [each.kind for each in written.interleaved(held)[: len(written.KINDS)]] == list(written.KINDS)
 
 
+def test_raw_texts_hold_docstrings_and_a_share_of_the_code(written: ModuleType) -> None:
+    from treespec_training.data import Document
+    from treespec_training.raw_texts import CODE_SHARE, raw_texts
+
+    docstring = " ".join(["The box is kept on a shelf."] * 6)
+    code = Document("one", "one/box.py", "code", "MIT", f'"""{docstring}"""\n\n\ndef f():\n    """Short."""\n')
+    broken = Document("one", "one/broken.py", "code", "MIT", "def (:")
+    short = Document("one", "one/box.md", "prose", "MIT", "A box.")
+    documents = [code, broken, short, code, code]
+    found = list(raw_texts(documents))
+    prose = [text for kind, text in found if kind == "prose"]
+    assert prose == [docstring, "A box.", docstring, docstring]
+    codes = [text for kind, text in found if kind == "code"]
+    assert codes == [code.text, "def (:", code.text], "stops with the document that exceeds the share"
+    share = sum(map(len, codes)) / sum(len(text) for _, text in found)
+    assert CODE_SHARE < share < CODE_SHARE + 0.2
+
+
 @pytest.mark.slow
 def test_the_script_holds_out_packages_and_kinds(tmp_path: Path, written: ModuleType) -> None:
     script = Path(__file__).resolve().parents[1] / "weights" / "write_instructions.py"
@@ -80,6 +98,8 @@ def test_the_script_holds_out_packages_and_kinds(tmp_path: Path, written: Module
         [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
         for name in ("train", "heldout")
     )
+    texts = [json.loads(line) for line in (tmp_path / "texts.jsonl").read_text().splitlines()]
+    assert {each["kind"] for each in texts} == {"prose", "code"} and all(each["text"] for each in texts)
     kinds = set(written.KINDS)
     assert Counter(each["kind"] for each in train) == dict.fromkeys(kinds - set(written.UNSEEN), 12)
     assert Counter(each["kind"] for each in held) == dict.fromkeys(kinds, 4)

@@ -28,6 +28,7 @@ from treespec.training.prompts import TrainingPrompt, read_training_prompts
 from treespec.training.run import TrainingSettings, by_benefit, held_out, train_drafts
 from treespec.training.specialisation import balanced_owners, cluster_errors, cluster_groups, odds_of
 from treespec.training.student import StudentShape, make_student, open_model
+from treespec.training.texts import ROWS, WINDOW, Texts, tokenize_texts
 from treespec_weights import convert_checkpoint
 from treespec_weights.quantize import dequantize, quantize
 
@@ -112,7 +113,7 @@ def test_missing_data_is_refused(tmp_path: Path) -> None:
 
 
 def test_shards_depend_on_their_number_alone(llm: LLM, tmp_path: Path) -> None:
-    prompts = [TrainingPrompt(TEXT[i * 300 : (i + 1) * 300], f"group {i % 3}") for i in range(40)]
+    prompts = [TrainingPrompt(TEXT[i * 300 : (i + 1) * 300], f"group {i % 3}") for i in range(160)]
     forward, backward = (LessonWriter(llm, prompts, tmp_path / name, 12, seed=5) for name in "ab")
     for number in (0, 1):
         forward.write(number)
@@ -121,8 +122,8 @@ def test_shards_depend_on_their_number_alone(llm: LLM, tmp_path: Path) -> None:
     for name in Lessons.__dataclass_fields__:
         assert np.array_equal(*(getattr(shard, name) for shard in shards)), name
     lessons = shards[0]
-    assert len(lessons) == 64 and lessons.top_ids.shape == (lessons.generated.sum(), TOP)
-    greedy = lessons.select(np.array([*range(0, 40, 2), *range(41, 64, 2)]))  # exchanged when prompts repeat
+    assert len(lessons) == 256 and lessons.top_ids.shape == (lessons.generated.sum(), TOP)
+    greedy = lessons.select(np.array([*range(0, 160, 2), *range(161, 256, 2)]))  # exchanged when prompts repeat
     written = np.concatenate(
         [greedy.tokens[a + n : b] for a, n, b in zip(greedy.starts, greedy.firsts, greedy.starts[1:], strict=False)]
     )
@@ -201,6 +202,38 @@ def test_settings_out_of_range(changes: dict[str, Any], message: str) -> None:
         TrainingSettings("target", ("data",), **changes).check()
 
 
+def test_texts_train_by_their_own_next_tokens(llm: LLM, target: Path, data: Path, tmp_path: Path) -> None:
+    tokens = tokenize_texts([data], llm.get_tokenizer())
+    assert llm.get_tokenizer().decode(tokens) == "".join(
+        (data / part / "text.txt").read_text() for part in ("code", "notes")
+    )
+    target_ids = np.array([*range(300), -1])
+    texts = Texts(tokens, target_ids, VOCAB, 0, torch.device("cpu"))
+    model = make_student(open_model(target), StudentShape(1, 301), target_ids, [0])
+    first, again, other = (texts.loss(model, step) for step in (7, 7, 8))
+    assert first.mean == again.mean != other.mean and 0 < first.tokens < ROWS * WINDOW
+    optimizers = optimizers_for(model)
+    for step in range(20):
+        texts.loss(model, step).mean.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert texts.loss(model, 7).mean < first.mean
+    drawn = [np.mean([texts.drawn(step, done) for step in range(400)]) for done in (0.0, 0.4, 0.8, 1.0)]
+    assert drawn[0] > 0.85 and 0.35 < drawn[1] < 0.55 and drawn[2:] == [0, 0]
+    unknown = Texts(np.full(WINDOW + 1, 300), target_ids, VOCAB, 0, torch.device("cpu"))
+    assert unknown.loss(model, 0).mean == 0, "no token of the vocabulary"
+
+
+def test_texts_are_checked_before_lessons_are_written(target: Path, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "short.md").write_text("A title\n")
+    with pytest.raises(ConfigError, match=r"--texts .*short.md: \d+ tokens of raw text; give at least 257"):
+        train_drafts(target, [data], tmp_path / "out", texts=[tmp_path / "short.md"], **OPTIONS)
+    with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
+        train_drafts(target, [data], tmp_path / "out", texts=[tmp_path / "nowhere"], **OPTIONS)
+    assert not (tmp_path / "out").exists()
+
+
 OPTIONS: dict[str, Any] = {"ssms": 2, "tokens": 1500, "layers": 1, "vocabulary": 257, "max_tokens": 16}
 
 
@@ -235,6 +268,14 @@ def test_lessons_of_another_run(trained: Path, target: Path, tmp_path: Path) -> 
     smaller = make_llama(tmp_path / "smaller", 0, vocab_size=64)
     with pytest.raises(ConfigError, match=r"but the vocabulary of .*smaller has 64 tokens; give lessons of the same"):
         train_drafts(smaller, [], tmp_path / "other", lessons=trained, **OPTIONS)
+
+
+@pytest.mark.slow
+def test_texts_and_lessons_train_together(trained: Path, target: Path, data: Path, tmp_path: Path) -> None:
+    options = {"lessons": trained, "texts": [data]} | OPTIONS
+    for name in ("one", "two"):
+        train_drafts(target, [], tmp_path / name, **options)
+    assert weights_of(tmp_path / "one") == weights_of(tmp_path / "two") != weights_of(trained)
 
 
 @pytest.mark.slow

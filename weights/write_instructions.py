@@ -1,16 +1,18 @@
-"""Write instructions for a chat model, to train its drafts and to measure them.
+"""Write instructions and raw texts for a chat model, to train its drafts and to measure them.
 
     python weights/write_instructions.py --out prompts
-    treespec train --target M --data prompts/train.jsonl --out drafts
+    treespec train --target M --data prompts/train.jsonl --texts prompts/texts.jsonl --out drafts
 
-The texts are documentation and source of installed packages. `heldout.jsonl` has other packages, other phrasings and
-two more kinds of tasks than `train.jsonl`.
+The sources are documentation and code of installed packages, and of `--text-root` folders with one package each, such
+as unpacked source distributions. `heldout.jsonl` has other packages, other phrasings and two more kinds of tasks than
+`train.jsonl`; `texts.jsonl` has the sources of `train.jsonl`.
 """
 
 import argparse
 import json
 import sys
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -18,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from treespec.training.files import atomic_write_text
 from treespec_training import data
 from treespec_training.instructions import instructions, interleaved
+from treespec_training.raw_texts import raw_texts
 
 
 def main() -> None:
@@ -27,15 +30,20 @@ def main() -> None:
     parser.add_argument("--per-kind", type=int, default=2000, help="training instructions of each kind")
     parser.add_argument("--heldout-per-kind", type=int, default=30)
     parser.add_argument("--held-out", nargs="+", default=list(data.HELD_OUT), help="packages excluded from training")
+    parser.add_argument("--text-root", nargs="+", type=Path, default=[], help="folders of further packages")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     everything = sys.maxsize  # characters per package: instructions alternate between packages anyway
-    halves = data.select(data.installed_documents(), data.KINDS, args.held_out, everything, args.seed)
+    documents = chain(data.installed_documents(), data.folder_documents(args.text_root))
+    halves = data.select(documents, data.KINDS, args.held_out, everything, args.seed)
     for name, half, count in (("train", halves[0], args.per_kind), ("heldout", halves[1], args.heldout_per_kind)):
         found = interleaved(instructions(half, name == "heldout", count, args.seed))
         lines = [json.dumps({"prompt": each.text, "kind": each.kind, "package": each.package}) for each in found]
         atomic_write_text(args.out / f"{name}.jsonl", "".join(line + "\n" for line in lines))
         print(f"{name}: {len(found)} instructions, {dict(Counter(each.kind for each in found))}")
+    texts = [json.dumps({"text": text, "kind": kind}) for kind, text in raw_texts(halves[0])]
+    atomic_write_text(args.out / "texts.jsonl", "".join(line + "\n" for line in texts))
+    print(f"texts: {len(texts)}, {sum(map(len, texts)) >> 20} MiB")
 
 
 if __name__ == "__main__":

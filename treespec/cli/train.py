@@ -28,6 +28,14 @@ def train(
         Path | None,
         typer.Option("--lessons", metavar="DIR", help="Instead of --data: train on the lessons of an earlier --out."),
     ] = None,
+    texts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--texts",
+            metavar="FILES_OR_FOLDERS...",
+            help="Raw texts to pre-train on, by their own next tokens; these need no pass of the target.",
+        ),
+    ] = None,
     ssms: Annotated[int, typer.Option("--ssms", metavar="N", help="Number of drafts.")] = 3,
     minutes: Annotated[
         float | None, typer.Option("--minutes", metavar="N", help="Time for lessons and training. Default: 60.")
@@ -86,6 +94,7 @@ def train(
             data or (),
             out,
             lessons=lessons,
+            texts=texts or (),
             ssms=ssms,
             minutes=minutes,
             tokens=tokens,

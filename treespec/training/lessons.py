@@ -16,7 +16,7 @@ from treespec.training.files import replacing
 from treespec.training.prompts import TrainingPrompt
 
 TOP = 16  # most likely tokens stored per position
-PER_SHARD = 32  # prompts of a shard
+PER_SHARD = 128  # prompts of a shard
 RAW_TOKENS = (16, 96)  # length of the beginning of a raw text that is continued
 MAX_PROMPT_TOKENS = 384
 

@@ -21,24 +21,26 @@ from treespec.text.prompt_files import has_chat_template
 from treespec.training.distillation import Curriculum, evaluate
 from treespec.training.draft_vocabulary import choose_vocabulary
 from treespec.training.files import replacing, write_json
-from treespec.training.lessons import PER_SHARD, Lessons, LessonWriter, shard_path
+from treespec.training.lessons import Lessons, LessonWriter, shard_path
 from treespec.training.loop import Budget, Paused, PauseRequest, Progress, ProgressLog, StepLoss, train
 from treespec.training.prompts import read_training_prompts
 from treespec.training.report import TrainingReport, measure_drafts
 from treespec.training.sizing import choose_layers, most_rows
-from treespec.training.specialisation import balanced_owners, cluster_errors, cluster_groups, odds_of
+from treespec.training.specialisation import cluster_errors, cluster_groups, odds_of
 from treespec.training.student import StudentShape, make_student, open_model, read_vocabulary, write_student
+from treespec.training.texts import Texts, tokenize_texts
 from treespec_weights import read_config
 
 logger = logging.getLogger("treespec")
 
 LESSON_SHARE = 0.4  # of the time
-GENERALIST_SHARE = 0.5  # of the training time; the specialists share the rest
+GENERALIST_SHARE = 0.6  # of the training time; the specialists share the rest
 HELD_OUT = 0.04  # of the lessons
 WATCHED = 64  # held-out lessons that are evaluated while a draft is trained
 REPORT_PROMPTS = 8
 PEAK_RATE = 1.5e-3
 STEP_TOKENS = 2048
+RUNNING = 64  # lessons that are written at once
 EPOCHS = 6  # passes over the lessons per draft, with `tokens`
 MAX_MODEL_LEN = 1024
 LEAST_ROWS = 64  # of a draft's vocabulary
@@ -52,6 +54,7 @@ class TrainingSettings:
         target: folder, GGUF file or hub id.
         data: files and folders; none with `lessons`.
         lessons: the `out` of an earlier run of the same target, whose lessons are used instead of new ones.
+        texts: files and folders with raw text that the generalist is pre-trained on.
         ssms: number of drafts.
         minutes: of lessons and training together; None if `tokens` is given.
         tokens: generated tokens of the lessons; training then makes `EPOCHS` passes over them per draft.
@@ -67,6 +70,7 @@ class TrainingSettings:
     target: str
     data: tuple[str, ...]
     lessons: str | None = None
+    texts: tuple[str, ...] = ()
     ssms: int = 3
     minutes: float | None = 60.0
     tokens: int | None = None
@@ -145,7 +149,7 @@ class TrainingRun:
     @cached_property
     def llm(self) -> LLM:
         """The target, without drafts. Large batches are bound by arithmetic, where drafting gains nothing."""
-        return LLM(self.settings.target, drafts=[], max_num_seqs=PER_SHARD, **self.options)
+        return LLM(self.settings.target, drafts=[], max_num_seqs=RUNNING, **self.options)
 
     @property
     def target_size(self) -> int:
@@ -164,7 +168,7 @@ class TrainingRun:
         self._watched = self.curriculum(lessons.select(np.flatnonzero(held)[:WATCHED]), target_ids)
         curriculum = self.curriculum(lessons.select(np.flatnonzero(~held)), target_ids)
         try:
-            generalist = self.train_generalist(curriculum, target_ids, shape)
+            generalist = self.train_generalist(curriculum, self.read_texts(target_ids), target_ids, shape)
             students = self.train_specialists(curriculum, generalist, shape)
         except Paused:
             self.export(self._trained, target_ids)
@@ -189,7 +193,7 @@ class TrainingRun:
                 f"the lessons of {out} have the token {largest}, but the vocabulary of {self.target} has "
                 f"{self.target_size} tokens; give lessons of the same target"
             )
-        self.check_target()
+        self.check_inputs()
         write_json(self.work / "settings.json", asdict(self.settings))
         return lessons
 
@@ -210,12 +214,9 @@ class TrainingRun:
 
         if spent() < 1:
             paths = [Path(path) for path in settings.data]
-            if (tokenizer := self.llm.get_tokenizer()) is None:
-                raise ConfigError(
-                    f"{self.target} has no tokenizer to read the data with; put its tokenizer files there"
-                )
-            prompts = read_training_prompts(paths, has_chat_template(tokenizer))
-            self.check_target()
+            self.check_tokenizer()
+            prompts = read_training_prompts(paths, has_chat_template(self.llm.get_tokenizer()))
+            self.check_inputs()
             del self.target_model  # frees its memory while lessons are written
             write_json(self.work / "settings.json", asdict(settings))  # not before target and data are known to be good
             writer = LessonWriter(self.llm, prompts, folder, settings.max_tokens, settings.seed)
@@ -272,17 +273,26 @@ class TrainingRun:
         """The target as a transformers model."""
         return open_model(self.target)
 
-    def check_target(self) -> None:
-        """Raise if no draft can be made from the target or from `start`, before any lesson is written.
+    def check_inputs(self) -> None:
+        """Raise if no draft can be made from the target, `start` or the texts, before any lesson is written.
 
         Raises:
-            ModelError: no draft of the target's family. CheckpointError: `start` is of another target.
+            ModelError: no draft of the target's family. CheckpointError: `start` is of another target. ConfigError: too
+                little text, or no tokenizer to read it with. OSError: a file of the texts does not exist.
         """
+        if self.settings.texts:
+            self.check_tokenizer()
+            logger.info("texts of %d tokens", len(self.text_tokens))
         if self.settings.start is not None:
             read_vocabulary(Path(self.settings.start), self.target_size)
             return
         ends = self.end_tokens
         make_student(self.target_model, StudentShape(1, len(ends) + 1), np.array([*ends, -1]), ends)
+
+    def check_tokenizer(self) -> None:
+        """Raise ConfigError if the target has no tokenizer."""
+        if self.llm.get_tokenizer() is None:
+            raise ConfigError(f"{self.target} has no tokenizer to read the data with; put its tokenizer files there")
 
     def curriculum(self, lessons: Lessons, target_ids: np.ndarray) -> Curriculum:
         """Return a curriculum over lessons."""
@@ -296,8 +306,22 @@ class TrainingRun:
         steps = EPOCHS * self.settings.ssms * int(lessons.generated.sum()) / STEP_TOKENS
         return Budget(0.0, max(round(steps * share), 4))
 
-    def train_generalist(self, curriculum: Curriculum, target_ids: np.ndarray, shape: StudentShape) -> Any:
-        """Train one draft on all lessons."""
+    @cached_property
+    def text_tokens(self) -> np.ndarray:
+        """The tokens of all texts, int32 [tokens]."""
+        return tokenize_texts([Path(path) for path in self.settings.texts], self.llm.get_tokenizer())
+
+    def read_texts(self, target_ids: np.ndarray) -> Texts | None:
+        """Return the texts to pre-train on, tokenised once per run; None if there are none."""
+        if not self.settings.texts:
+            return None
+        tokens = self._stored("texts", lambda: self.text_tokens)
+        return Texts(tokens, target_ids, self.target_size, self.settings.seed, self.device)
+
+    def train_generalist(
+        self, curriculum: Curriculum, texts: Texts | None, target_ids: np.ndarray, shape: StudentShape
+    ) -> Any:
+        """Train one draft on all lessons, and on texts before."""
         torch.manual_seed(self.settings.seed)
         if self.settings.start is None:
             model = make_student(self.target_model, shape, target_ids, self.end_tokens).to(self.device)
@@ -305,11 +329,21 @@ class TrainingRun:
             model = open_model(Path(self.settings.start), torch.float32).to(self.device)
         self._trained = [model]
         share = GENERALIST_SHARE if self.settings.ssms > 1 else 1.0
-        self._train("generalist", model, curriculum, self._budget(share, curriculum.lessons), PEAK_RATE)
+        self._train("generalist", model, curriculum, self._budget(share, curriculum.lessons), PEAK_RATE, texts)
         return model
 
-    def _train(self, name: str, model: Any, curriculum: Curriculum, budget: Budget, rate: float) -> Progress:
+    def _train(
+        self,
+        name: str,
+        model: Any,
+        curriculum: Curriculum,
+        budget: Budget,
+        rate: float,
+        texts: Texts | None = None,
+    ) -> Progress:
         def loss(model: Any, step: int, done: float) -> StepLoss:
+            if texts is not None and texts.drawn(step, done):
+                return texts.loss(model, step)
             return curriculum.loss(model, step)
 
         def agreement(model: Any) -> float:
@@ -320,39 +354,23 @@ class TrainingRun:
     def train_specialists(self, curriculum: Curriculum, generalist: Any, shape: StudentShape) -> list[Any]:
         """Train drafts from the generalist, each mostly on its own cluster of lessons.
 
-        Clusters are formed by what the generalist misses, and again by the specialists' losses at half time.
+        With `generalist`, one more is trained as long on all lessons.
         """
         settings = self.settings
         if settings.ssms == 1:
             return [generalist]
         owners = self._stored("clusters", lambda: self._clusters(curriculum, generalist, shape.rows))
-        starts = [generalist] * (settings.ssms + settings.generalist)
-        halves = self._train_each("a", starts, curriculum, owners, PEAK_RATE / 2)
-        if settings.specialise == "errors":
-            own = halves[: settings.ssms]
-            owners = self._stored("clusters-by-loss", lambda: _clusters_by_loss(own, curriculum))
-        return self._train_each("b", halves, curriculum, owners, PEAK_RATE / 4)
-
-    def _train_each(
-        self,
-        stage: str,
-        starts: Sequence[Any],
-        curriculum: Curriculum,
-        owners: np.ndarray,
-        rate: float,
-    ) -> list[Any]:
-        """Train one draft per start for half of its steps; one more than the specialists is the generalist."""
-        budget = self._budget((1 - GENERALIST_SHARE) / len(starts) / 2, curriculum.lessons)
-        students = []
-        for i, start in enumerate(starts):
-            student = type(start)(start.config).to(self.device)
-            student.load_state_dict(start.state_dict())
-            specialist = i < self.settings.ssms
-            own = curriculum.with_odds(odds_of(owners, i)) if specialist else curriculum
+        odds = {f"specialist-{i + 1}": odds_of(owners, i) for i in range(settings.ssms)}
+        if settings.generalist:
+            odds["generalist-2"] = curriculum.odds
+        budget = self._budget((1 - GENERALIST_SHARE) / len(odds), curriculum.lessons)
+        students: list[Any] = []
+        for name, own in odds.items():
+            student = type(generalist)(generalist.config).to(self.device)
+            student.load_state_dict(generalist.state_dict())
             students.append(student)
-            self._trained = [*students, *starts[len(students) :]] if stage == "b" else students
-            name = f"specialist-{i + 1}{stage}" if specialist else f"generalist-{stage}"
-            self._train(name, student, own, budget, rate)
+            self._trained = students
+            self._train(name, student, curriculum.with_odds(own), budget, PEAK_RATE / 2)
         return students
 
     def _clusters(self, curriculum: Curriculum, generalist: Any, rows: int) -> np.ndarray:
@@ -403,11 +421,6 @@ def held_out(count: int, seed: int) -> np.ndarray:
     return np.isin(np.arange(count), chosen)
 
 
-def _clusters_by_loss(students: Sequence[Any], curriculum: Curriculum) -> np.ndarray:
-    """Assign each lesson to the student with the smallest loss on it."""
-    return balanced_owners(np.stack([evaluate(student, curriculum).losses for student in students], 1))
-
-
 def by_benefit(found: Sequence[np.ndarray]) -> list[int]:
     """Order drafts greedily by the positions that they add to those hit by the drafts before them."""
     order: list[int] = []
@@ -426,6 +439,7 @@ def train_drafts(
     out: str | Path,
     *,
     lessons: str | Path | None = None,
+    texts: Sequence[str | Path] = (),
     ssms: int = 3,
     minutes: float | None = None,
     tokens: int | None = None,
@@ -457,6 +471,7 @@ def train_drafts(
         str(target),
         tuple(map(str, data)),
         None if lessons is None else str(lessons),
+        tuple(map(str, texts)),
         ssms,
         minutes,
         tokens,

@@ -26,13 +26,8 @@ class StudentShape:
     rows: int
 
 
-def chosen_layers(of: int, count: int) -> list[int]:
-    """Return `count` of the target's `of` layers, evenly spaced, first and last included."""
-    return [round(place) for place in np.linspace(0, of - 1, count)] if count > 1 else [0]
-
-
 def student_config(target: PreTrainedConfig, shape: StudentShape, ends: Sequence[int]) -> PreTrainedConfig:
-    """Return the target's config with fewer layers and a reduced vocabulary.
+    """Return the target's config with its first layers only and a reduced vocabulary.
 
     Args:
         target: config of the target.
@@ -40,17 +35,19 @@ def student_config(target: PreTrainedConfig, shape: StudentShape, ends: Sequence
         ends: rows of the end tokens.
     """
     config = copy.deepcopy(target)
-    layers = chosen_layers(target.num_hidden_layers, shape.num_layers)
     for name in PER_LAYER_LISTS:
         if isinstance(values := getattr(config, name, None), list):
-            setattr(config, name, [values[i] for i in layers])
-    config.num_hidden_layers, config.vocab_size = len(layers), shape.rows
+            setattr(config, name, values[: shape.num_layers])
+    config.num_hidden_layers, config.vocab_size = shape.num_layers, shape.rows
     config.eos_token_id, config.bos_token_id, config.pad_token_id = list(ends), None, None
     return config
 
 
 def make_student(target: Any, shape: StudentShape, target_ids: np.ndarray, ends: Sequence[int]) -> Any:
-    """Return a student with the target's layers, final norm and embedding rows, in float32.
+    """Return a student with the target's first layers, final norm and embedding rows, in float32.
+
+    From SmolLM2's layers 0 and 1, training reached a higher agreement in the same time than from 0 and 15, 0 and 29,
+    or 1 and 20.
 
     Args:
         target: a transformers model.
@@ -64,15 +61,10 @@ def make_student(target: Any, shape: StudentShape, target_ids: np.ndarray, ends:
     rows = [int(np.searchsorted(target_ids[:-1], token)) for token in ends]
     student: Any = AutoModelForCausalLM.from_config(student_config(target.config, shape, rows), dtype=torch.float32)
     source, own = target.state_dict(), student.state_dict()
-    layers = chosen_layers(target.config.num_hidden_layers, shape.num_layers)
     embedding = target.get_input_embeddings().weight
     head = target.get_output_embeddings().weight
     known = torch.from_numpy(target_ids[:-1]).to(embedding.device)
     for name, parameter in own.items():
-        place = name.split(".layers.")
-        if len(place) == 2:
-            number, rest = place[1].split(".", 1)
-            name = f"{place[0]}.layers.{layers[int(number)]}.{rest}"
         if parameter.shape[0] == shape.rows and parameter.shape[1:] == embedding.shape[1:] and "layers" not in name:
             rows_of = head if "head" in name else embedding
             new = torch.cat((rows_of[known], rows_of.mean(0, keepdim=True)))

@@ -1,0 +1,74 @@
+"""Raw texts that drafts are pre-trained on, by their own next tokens."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from treespec.errors import ConfigError
+from treespec.training.draft_vocabulary import rows_of_tokens
+from treespec.training.loop import StepLoss
+from treespec.training.prompts import read_training_prompts
+
+TEXT_SHARE = 0.9  # of the steps at the beginning
+LESSONS_ONLY = 0.8  # fraction of the training after which there are no more texts
+WINDOW, ROWS = 256, 12  # tokens of a window, windows of a step
+BATCH = 1024  # passages that are tokenised at once
+
+
+def tokenize_texts(paths: Sequence[Path], tokenizer: Any) -> np.ndarray:
+    """Return the tokens of all raw texts, int32 [tokens].
+
+    Args:
+        paths: UTF-8 files, or JSON lists whose entries have "text"; folders are read recursively.
+        tokenizer: of the target.
+
+    Raises:
+        ConfigError: less text than one window. OSError: a path does not exist.
+    """
+    passages = [each.content for each in read_training_prompts(paths, chat=True) if isinstance(each.content, str)]
+    parts = [np.zeros(0, dtype=np.int32)]
+    for start in range(0, len(passages), BATCH):
+        encoded = tokenizer(passages[start : start + BATCH], add_special_tokens=False)["input_ids"]
+        parts.append(np.fromiter((token for each in encoded for token in each), dtype=np.int32))
+    tokens = np.concatenate(parts)
+    if len(tokens) <= WINDOW:
+        names = ", ".join(map(str, paths))
+        raise ConfigError(f"--texts {names}: {len(tokens)} tokens of raw text; give at least {WINDOW + 1}")
+    return tokens
+
+
+class Texts:
+    """Draws the text windows of each step. A draw depends only on the seed and the step.
+
+    Args:
+        tokens: of the target, int32, longer than a window.
+        target_ids: the draft's vocabulary.
+        target_size: size of the target's.
+        seed: of the draws.
+        device: of the batches.
+    """
+
+    def __init__(self, tokens: np.ndarray, target_ids: np.ndarray, target_size: int, seed: int, device: torch.device):
+        self._rows = rows_of_tokens(target_ids, target_size).astype(np.int32)[tokens]
+        self.other, self.seed, self.device = len(target_ids) - 1, seed, device
+
+    def drawn(self, step: int, done: float) -> bool:
+        """Return whether a step trains on texts; their share falls linearly with the completed fraction `done`."""
+        share = TEXT_SHARE * max(1 - done / LESSONS_ONLY, 0.0)
+        return bool(np.random.default_rng((self.seed, 6, step)).random() < share)
+
+    def loss(self, model: Any, step: int) -> StepLoss:
+        """Return the cross-entropy to the texts' next tokens, over those in the draft's vocabulary."""
+        starts = np.random.default_rng((self.seed, 5, step)).integers(len(self._rows) - WINDOW, size=ROWS)
+        windows = torch.from_numpy(np.stack([self._rows[a : a + WINDOW + 1] for a in starts])).long().to(self.device)
+        following = windows[:, 1:].flatten()
+        known = (following != self.other).nonzero()[:, 0]
+        with torch.autocast(self.device.type, torch.bfloat16):
+            hidden = model.get_decoder()(input_ids=windows[:, :-1], use_cache=False).last_hidden_state
+            logits = model.get_output_embeddings()(hidden.flatten(0, 1)[known])[:, :-1].float()
+        total = F.cross_entropy(logits, following[known], reduction="sum")
+        return StepLoss(total / max(len(known), 1), len(known))

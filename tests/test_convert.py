@@ -290,18 +290,20 @@ def test_quantised_while_converting(quantization: str, tmp_path: Path) -> None:
     assert fused["family"] == "phi3" and verify_checkpoint(tmp_path / "c").ok
 
 
-def test_fp8_while_converting(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("quantization", "ends"), [("fp8", False), ("fp8-all", True)])
+@pytest.mark.parametrize("tied", [True, False])
+def test_fp8_while_converting(quantization: str, ends: bool, tied: bool, tmp_path: Path) -> None:
     """Loading gives each matrix as its nearest fp8 numbers times their scales; a draft keeps its vocabulary."""
-    source = make_llama(tmp_path / "a", 0, torch.bfloat16)
+    source = make_llama(tmp_path / "a", 0, torch.bfloat16, tie_word_embeddings=tied)
     write_draft_vocabulary(source, np.arange(read_config(source)["vocab_size"]), 500)
-    report = convert_checkpoint(source, tmp_path / "b", quantization="fp8")
+    report = convert_checkpoint(source, tmp_path / "b", quantization=quantization)
     config = read_config(tmp_path / "b")
     assert config["quantization_config"]["format"] == "float-quantized" and "F8_E4M3" in report["dtypes"]
     assert verify_checkpoint(tmp_path / "b").ok
     rules = family_of(config, tmp_path / "b")
     shape = ModelShape.from_hf(config, rules)
     plain, found = (load_weights(folder, shape, rules) for folder in (source, tmp_path / "b"))
-    matrices = quantizable(shape)
+    matrices = {*quantizable(shape), *(("embed", "lm_head")[: 2 - tied] if ends else ())}
     assert found.keys() == plain.keys() and matrices
     for name, tensor in plain.items():
         if name in matrices:
@@ -315,7 +317,7 @@ def test_fp8_while_converting(tmp_path: Path) -> None:
     assert (tmp_path / "b" / FILE).read_bytes() == (source / FILE).read_bytes()
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8", "fp8-all"])
 @pytest.mark.parametrize("layout", [None, "phi3"])
 def test_a_quantised_checkpoint_is_dequantised(quantization: str, layout: str | None, tmp_path: Path) -> None:
     source = make_llama(tmp_path / "a", 0, torch.bfloat16)
@@ -338,7 +340,7 @@ def test_a_quantised_checkpoint_is_dequantised(quantization: str, layout: str | 
 
 def test_what_cannot_be_quantised_while_converting(tmp_path: Path) -> None:
     source = make_llama(tmp_path / "a", 0, torch.bfloat16)
-    with pytest.raises(OptionError, match="--quantize int3: valid are int8, int4, fp8"):
+    with pytest.raises(OptionError, match="--quantize int3: valid are int8, int4, fp8, fp8-all"):
         convert_checkpoint(source, tmp_path / "b", quantization="int3")
     convert_checkpoint(source, tmp_path / "b", quantization="int8")
     with pytest.raises(OptionError, match="is quantised"):

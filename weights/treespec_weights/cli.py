@@ -109,7 +109,10 @@ def convert(
     ] = None,
     quantize: Annotated[
         str | None,
-        typer.Option(metavar="|".join(FORMATS), help="Quantise the layers' matrices, in compressed-tensors' format."),
+        typer.Option(
+            metavar="|".join(FORMATS),
+            help="Quantise the layers' matrices, in compressed-tensors' format; fp8-all: also embedding and head.",
+        ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume an interrupted conversion.")] = False,
     as_json: Json = False,

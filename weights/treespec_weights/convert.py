@@ -117,7 +117,8 @@ def convert_checkpoint(
         shard_bytes: maximum bytes of tensors per file; a larger tensor gets its own file.
         layout: model_type of another family with the same parameters; None keeps the family.
         resume: continue an interrupted conversion of the same source with the same options.
-        quantization: "int8", "int4" or "fp8" quantises the layers' matrices, after the cast (transform.py).
+        quantization: "int8", "int4" or "fp8" quantises the layers' matrices, after the cast (transform.py); "fp8-all"
+            also embedding and head.
         on_bytes: called with the bytes written so far and the total.
 
     Returns:

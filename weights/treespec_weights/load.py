@@ -157,7 +157,7 @@ def stored_scheme(checkpoint: Checkpoint) -> QuantScheme | None:
 
 def covered(scheme: QuantScheme, placement: Placement, rules: FamilyRules) -> bool:
     """Return whether the scheme quantises the tensor of a placement."""
-    is_matrix = len(placement.shape) == 2 and "embed" not in placement.params
+    is_matrix = len(placement.shape) == 2 and (scheme.embeddings or "embed" not in placement.params)
     return is_matrix and scheme.covers(placement.name, rules.tied_copy)
 
 

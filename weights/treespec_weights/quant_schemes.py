@@ -63,6 +63,7 @@ class QuantScheme:
         block: fp8 only: numbers of outputs and inputs that share a scale.
         zero_minus_one: GPTQ's first format, which stores zero points minus one.
         centred: GPTQ only: all stored zero points are the middle value.
+        embeddings: compressed-tensors' fp8 only: the embedding is quantised, too.
         ignore: modules that are not quantised: names, `re:` patterns, or, for fp8 and AWQ, parts of names.
     """
 
@@ -75,6 +76,7 @@ class QuantScheme:
     block: tuple[int, int] | None = None
     zero_minus_one: bool = False
     centred: bool = False
+    embeddings: bool = False
     ignore: tuple[str, ...] = ()
 
     @property
@@ -313,8 +315,10 @@ def _compressed_tensors(found: "_Reader") -> QuantScheme:
         raise found.refuse("config_groups", groups, "one group with weights")
     if any(entry["weights"] != entries[0]["weights"] for entry in entries):
         raise found.refuse("config_groups", list(groups), "one scheme for all weights")
-    if not all(entry.get("targets") == ["Linear"] for entry in entries):
-        raise found.refuse("targets", [entry.get("targets") for entry in entries], '["Linear"]')
+    targets = [entry.get("targets") for entry in entries]
+    embeddings = layout == "float-quantized" and targets == [["Linear", "Embedding"]]
+    if not embeddings and any(each != ["Linear"] for each in targets):
+        raise found.refuse("targets", targets, '["Linear"], or ["Linear", "Embedding"] in the format "float-quantized"')
     activations = entries[0].get("input_activations")
     if activations and not (isinstance(activations, dict) and activations.get("dynamic")):
         raise found.refuse("input_activations", activations, "null or dynamic ones, which are ignored")
@@ -350,6 +354,7 @@ def _compressed_tensors(found: "_Reader") -> QuantScheme:
         floating=floating,
         symmetric=weights.one("symmetric", (True, False)),
         block=tuple(block) if block else None,
+        embeddings=embeddings,
         ignore=ignore,
     )
 

@@ -161,7 +161,7 @@ def compressed_tensors(name: str, quantized: Quantized) -> dict[str, Tensor]:
 
 
 def compressed_tensors_config(
-    bits: int, group: int | None, ignore: list[str], floating: bool = False
+    bits: int, group: int | None, ignore: list[str], floating: bool = False, embeddings: bool = False
 ) -> dict[str, object]:
     """Return the `quantization_config` of config.json for `compressed_tensors`, or for fp8 weights.
 
@@ -169,7 +169,9 @@ def compressed_tensors_config(
         bits, group: those of every weight; group None for one scale per output.
         ignore: linear modules that are not quantised, such as "lm_head".
         floating: whether weights are fp8, in the format "float-quantized".
+        embeddings: whether embeddings are quantised, too.
     """
+    targets = ["Linear", "Embedding"] if embeddings else ["Linear"]
     weights = {
         "num_bits": bits,
         "type": "float" if floating else "int",
@@ -182,7 +184,7 @@ def compressed_tensors_config(
         "observer": "minmax",
         "observer_kwargs": {},
     }
-    scheme = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    scheme = {"targets": targets, "weights": weights, "input_activations": None, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",
         "format": "float-quantized" if floating else "pack-quantized",

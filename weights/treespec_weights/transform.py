@@ -18,7 +18,7 @@ from treespec_weights.quantize import BITS, FP8, compressed_tensors, compressed_
 from treespec_weights.rules import FamilyRules, ModelShape
 from treespec_weights.writer import NAMES, Output
 
-FORMATS = (*BITS, "fp8")  # of `--quantize`
+FORMATS = (*BITS, "fp8", "fp8-all")  # of `--quantize`
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,14 @@ class Cast:
 
 @dataclass(frozen=True)
 class Quantise:
-    """Quantises the layers' matrices, with the same integers and scales as quantising on load, or to fp8.
+    """Quantises matrices: the layers', with the same integers and scales as quantising on load, or any to fp8.
 
     Args:
-        bits, group: those of the layers' matrices; group None for one scale per output.
+        bits, group: those of the matrices; group None for one scale per output.
         floating: whether they become fp8 instead of integers.
         cast: cast of all tensors, applied before quantising.
         params: the parameters to quantise.
-        head: name of the output head's module, which is not quantised.
+        head: name of the output head's module.
     """
 
     bits: int
@@ -90,7 +90,9 @@ class Quantise:
             raise OverflowError(str(error)) from error
 
     def config(self, config: dict[str, Any]) -> dict[str, Any]:
-        scheme = compressed_tensors_config(self.bits, self.group, [self.head], self.floating)
+        embeddings = "embed" in self.params
+        ignored = [] if embeddings else [self.head]
+        scheme = compressed_tensors_config(self.bits, self.group, ignored, self.floating, embeddings)
         return self.cast.config(config) | {"quantization_config": scheme}
 
     def _covers(self, placement: Placement) -> bool:
@@ -114,8 +116,9 @@ def quantise_transform(quantization: str, cast: Cast, shape: ModelShape, rules: 
             "published layout; quantise at load time, with LLM(quantization=...)"
         )
     matrices, head = quantizable(shape), rules.tied_copy.removesuffix(".weight")
-    if quantization == "fp8":
-        return Quantise(8, None, True, cast, frozenset(matrices), head)
+    if quantization.startswith("fp8"):
+        ends = {"embed", "lm_head"} & set(shape.parameters()) if quantization == "fp8-all" else set()
+        return Quantise(8, None, True, cast, frozenset({*matrices, *ends}), head)
     bits = BITS[quantization]
     try:
         group = quantized_group(shape, quantization)

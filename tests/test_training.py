@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.models import make_llama, new_folder
 from tests.tokenizers_made import TEXT, byte_level, save_tokenizer
@@ -26,8 +26,9 @@ from treespec.training.lessons import TOP, Lessons, LessonWriter, shard_path
 from treespec.training.loop import optimizers_for
 from treespec.training.prompts import TrainingPrompt, read_training_prompts
 from treespec.training.run import TrainingSettings, by_benefit, held_out, train_drafts
+from treespec.training.sizing import choose_size
 from treespec.training.specialisation import balanced_owners, cluster_errors, cluster_groups, odds_of
-from treespec.training.student import StudentShape, make_student, open_model
+from treespec.training.student import StudentShape, make_student, open_model, write_student
 from treespec.training.texts import ROWS, WINDOW, Texts, tokenize_texts
 from treespec_weights import convert_checkpoint
 from treespec_weights.quantize import dequantize, quantize
@@ -192,7 +193,8 @@ def test_drafts_are_ordered_by_what_they_add() -> None:
         ({"specialise": "luck"}, "specialise='luck'; valid: 'errors', 'folders'"),
         ({"max_tokens": 1}, "max_tokens=1; valid: at least 2"),
         ({"lessons": "out"}, "give data, or lessons of an earlier run, one of them"),
-        ({"start": "draft", "layers": 1}, "a start has its own layers and vocabulary; leave them out"),
+        ({"start": "draft", "layers": 1}, "a start has its own layers, width and vocabulary; leave them out"),
+        ({"hidden": 100}, "hidden=100; valid: multiples of 64"),
         ({"layers": 0}, "layers=0; valid: at least 1"),
         ({"vocabulary": 63}, "vocabulary=63; valid: at least 64 rows"),
     ],
@@ -360,3 +362,52 @@ def test_students_start_from_the_targets_rows(tied: bool, tmp_path: Path) -> Non
     (vectors_and_ends,) = (each for each in optimizers_for(student) if isinstance(each, torch.optim.AdamW))
     trained = {id(p) for group in vectors_and_ends.param_groups for p in group["params"] if p.ndim == 2}
     assert trained == {id(student.get_input_embeddings().weight), id(student.get_output_embeddings().weight)}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_narrow_students_keep_the_similarity_of_tokens(tied: bool, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 192, "intermediate_size": 384, "num_attention_heads": 12, "num_key_value_heads": 6}
+    folder = make_llama(tmp_path / "target", 0, tie_word_embeddings=tied, **sizes)
+    target = AutoModelForCausalLM.from_pretrained(folder)
+    target_ids = np.array([*range(40), -1])
+    student = make_student(target, StudentShape(2, 41, 128), target_ids, [7])
+    config = student.config
+    assert (config.hidden_size, config.intermediate_size, config.head_dim) == (128, 256, 16)
+    assert (config.num_attention_heads, config.num_key_value_heads) == (8, 4)
+    for of in ("get_input_embeddings", "get_output_embeddings"):
+        own, source = getattr(student, of)().weight, getattr(target, of)().weight
+        rows = torch.cat((source[target_ids[:-1]], source.mean(0, keepdim=True)))
+        torch.testing.assert_close(own @ own.T, rows @ rows.T)  # 41 rows have at most 41 principal components
+    write_student(student, tmp_path / "draft", target_ids, 64)
+    llm = LLM(make_llama(tmp_path / "small", 0, vocab_size=64), drafts=[tmp_path / "draft"], compile=False)
+    tokens = {"prompt_token_ids": [5, 6, 7]}
+    plain, tree = (llm.generate(tokens, spec=spec)[0] for spec in ("off", SpecConfig(nodes=8)))
+    assert plain.outputs[0].token_ids == tree.outputs[0].token_ids
+    with pytest.raises(ModelError, match="hidden=192: the target has 192; give less, or leave hidden out"):
+        make_student(target, StudentShape(2, 41, 192), target_ids, [7])
+
+
+def test_sizes_follow_from_measured_passes(tmp_path: Path) -> None:
+    """Costs in proportion to layers and width, of a target whose pass takes 100 such units."""
+    config = LlamaConfig(hidden_size=256, num_hidden_layers=12, num_attention_heads=4, num_key_value_heads=2)
+
+    def chosen(unit: float, layers: int | None = None, hidden: int | None = None) -> tuple[int, int | None]:
+        size = [0, 0]
+
+        def write(count: int, width: int | None, folder: Path) -> None:
+            size[:] = count, width or 256
+
+        def llm(*args: Any, **options: Any) -> Any:
+            curve = mock.Mock(draft_seconds=unit * size[0] * size[1] / 256, verify=lambda rows: 100.0)
+            return mock.Mock(**{"engine.host.planner.costs.curve": curve})
+
+        with mock.patch("treespec.training.sizing.LLM", llm):
+            return choose_size("target", write, config, layers, hidden, {})
+
+    assert chosen(1.0) == (8, None)
+    assert chosen(4.0) == (2, None)
+    assert chosen(5.0) == (2, 192)
+    assert chosen(10.0) == (2, 64)
+    assert chosen(99.0) == (2, 64), "the narrowest is the last resort"
+    assert chosen(99.0, layers=3) == (3, None) and chosen(99.0, layers=3, hidden=128) == (3, 128)
+    assert chosen(2.0, hidden=128) == (8, 128) and chosen(99.0, hidden=128) == (2, 128)

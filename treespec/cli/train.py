@@ -69,6 +69,12 @@ def train(
     layers: Annotated[
         int | None, typer.Option("--layers", metavar="N", help="Layers of a draft. Default: by this machine's costs.")
     ] = None,
+    hidden: Annotated[
+        int | None,
+        typer.Option(
+            "--hidden", metavar="N", help="Width of a draft, a multiple of 64. Default: the target's, or less by costs."
+        ),
+    ] = None,
     vocabulary: Annotated[
         int | None,
         typer.Option("--vocabulary", metavar="N", help="Most rows of a draft's vocabulary. Default: by costs."),
@@ -102,6 +108,7 @@ def train(
             generalist=generalist,
             start=start,
             layers=layers,
+            hidden=hidden,
             vocabulary=vocabulary,
             max_tokens=max_tokens,
             seed=seed,

@@ -25,7 +25,7 @@ from treespec.training.lessons import Lessons, LessonWriter, shard_path
 from treespec.training.loop import Budget, Paused, PauseRequest, Progress, ProgressLog, StepLoss, train
 from treespec.training.prompts import read_training_prompts
 from treespec.training.report import TrainingReport, measure_drafts
-from treespec.training.sizing import choose_layers, most_rows
+from treespec.training.sizing import WIDTH_STEP, choose_size, most_rows
 from treespec.training.specialisation import cluster_errors, cluster_groups, odds_of
 from treespec.training.student import StudentShape, make_student, open_model, read_vocabulary, write_student
 from treespec.training.texts import Texts, tokenize_texts
@@ -38,7 +38,7 @@ GENERALIST_SHARE = 0.6  # of the training time; the specialists share the rest
 HELD_OUT = 0.04  # of the lessons
 WATCHED = 64  # held-out lessons that are evaluated while a draft is trained
 REPORT_PROMPTS = 8
-PEAK_RATE = 1.5e-3
+PEAK_RATE = 2.5e-3
 STEP_TOKENS = 2048
 RUNNING = 64  # lessons that are written at once
 EPOCHS = 6  # passes over the lessons per draft, with `tokens`
@@ -62,7 +62,7 @@ class TrainingSettings:
         generalist: also train a draft on all lessons, for as long as each of the others, to compare them with.
         start: folder of a trained draft of this target that the drafts start from, instead of the target's layers. They
             have its size.
-        layers, vocabulary: of a draft; None chooses them from this machine's costs.
+        layers, hidden, vocabulary: of a draft; None chooses them from this machine's costs.
         max_tokens: of a lesson.
         seed: of everything.
     """
@@ -78,6 +78,7 @@ class TrainingSettings:
     generalist: bool = False
     start: str | None = None
     layers: int | None = None
+    hidden: int | None = None
     vocabulary: int | None = None
     max_tokens: int = 160
     seed: int = 0
@@ -100,8 +101,10 @@ class TrainingSettings:
             raise ConfigError(f"specialise={self.specialise!r}; valid: 'errors', 'folders'")
         if self.max_tokens < 2:
             raise ConfigError(f"max_tokens={self.max_tokens}; valid: at least 2")
-        if self.start is not None and (self.layers, self.vocabulary) != (None, None):
-            raise ConfigError("a start has its own layers and vocabulary; leave them out")
+        if self.start is not None and (self.layers, self.hidden, self.vocabulary) != (None, None, None):
+            raise ConfigError("a start has its own layers, width and vocabulary; leave them out")
+        if self.hidden is not None and (self.hidden < WIDTH_STEP or self.hidden % WIDTH_STEP):
+            raise ConfigError(f"hidden={self.hidden}; valid: multiples of {WIDTH_STEP}")
         if self.layers is not None and self.layers < 1:
             raise ConfigError(f"layers={self.layers}; valid: at least 1")
         if self.vocabulary is not None and self.vocabulary < LEAST_ROWS:
@@ -233,7 +236,7 @@ class TrainingRun:
         return Lessons.load([shard_path(folder, number) for number in range(progress.step)])
 
     def choose_shape(self, lessons: Lessons) -> tuple[np.ndarray, StudentShape]:
-        """Choose vocabulary and number of layers from the lessons and from measured passes, once."""
+        """Choose vocabulary, layers and width from the lessons and from measured passes, once."""
         settings, file = self.settings, self.work / "vocabulary.npz"
         if settings.start is not None:
             target_ids = read_vocabulary(Path(settings.start), self.target_size)
@@ -244,19 +247,19 @@ class TrainingRun:
             most = settings.vocabulary or most_rows(read, config.hidden_size)
             target_ids = choose_vocabulary(lessons, self.target_size, tuple(self.end_tokens), most)
 
-            def write(layers: int, folder: Path) -> None:
-                student = make_student(
-                    self.target_model, StudentShape(layers, len(target_ids)), target_ids, self.end_tokens
-                )
+            def write(layers: int, hidden: int | None, folder: Path) -> None:
+                shape = StudentShape(layers, len(target_ids), hidden)
+                student = make_student(self.target_model, shape, target_ids, self.end_tokens)
                 write_student(student, folder, target_ids, self.target_size)
 
-            layers = settings.layers or choose_layers(self.target, write, config.num_hidden_layers, self.options)
+            layers, hidden = choose_size(self.target, write, config, settings.layers, settings.hidden, self.options)
+            width, known = hidden or config.hidden_size, len(target_ids) - 1
+            logger.info("drafts of %d layers, width %d, %d of %d tokens", layers, width, known, self.target_size)
             with replacing(file) as temporary, temporary.open("wb") as opened:
-                np.savez(opened, target_ids=target_ids, layers=min(layers, config.num_hidden_layers))
+                np.savez(opened, target_ids=target_ids, layers=layers, hidden=hidden or 0)
         with np.load(file) as found:
-            target_ids, layers = found["target_ids"], int(found["layers"])
-        logger.info("drafts of %d layers and %d of %d tokens", layers, len(target_ids) - 1, self.target_size)
-        return target_ids, StudentShape(layers, len(target_ids))
+            target_ids, layers, hidden = found["target_ids"], int(found["layers"]), int(found["hidden"]) or None
+        return target_ids, StudentShape(layers, len(target_ids), hidden)
 
     @property
     def target(self) -> Path:
@@ -447,6 +450,7 @@ def train_drafts(
     generalist: bool = False,
     start: str | Path | None = None,
     layers: int | None = None,
+    hidden: int | None = None,
     vocabulary: int | None = None,
     max_tokens: int = 160,
     seed: int = 0,
@@ -479,6 +483,7 @@ def train_drafts(
         generalist,
         None if start is None else str(start),
         layers,
+        hidden,
         vocabulary,
         max_tokens,
         seed,

@@ -6,12 +6,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from transformers import PreTrainedConfig
+
 from treespec.llm import LLM
+from treespec.training.student import WIDTHS
 
 logger = logging.getLogger("treespec")
 
 PASS_SHARE = 0.08  # of a plain target pass that one level of one draft may take
 HEAD_SHARE = 0.5  # of that share, in bytes, that a draft's vocabulary may take
+LEAST_LAYERS = 2  # one layer cannot copy from the context (induction heads, arXiv 2209.11895)
+WIDTH_STEP = 64
+NARROWER = (0.75, 0.5, 0.25)  # widths that are tried if two layers of the target's width take too long
 
 
 def most_rows(target_bytes: int, hidden_size: int) -> int:
@@ -24,25 +30,53 @@ def most_rows(target_bytes: int, hidden_size: int) -> int:
     return max(int(HEAD_SHARE * PASS_SHARE * target_bytes / (2 * hidden_size)), 1024)
 
 
-def choose_layers(model: Any, write: Callable[[int, Path], None], most: int, options: dict[str, Any]) -> int:
-    """Return the number of layers with which a draft level takes at most `PASS_SHARE` of a target pass, at least 1.
+def choose_size(
+    model: Any,
+    write: Callable[[int, int | None, Path], None],
+    config: PreTrainedConfig,
+    layers: int | None,
+    hidden: int | None,
+    options: dict[str, Any],
+) -> tuple[int, int | None]:
+    """Return the number of layers and the width, None for the target's, with which a draft level is cheap enough.
 
-    Untrained drafts of one and two layers are measured; a further layer costs what the second one does.
+    A level may take `PASS_SHARE` of a target pass. Untrained drafts of two and three layers are measured, and a further
+    layer costs what the third one does. If two layers take too long, narrower drafts are measured.
 
     Args:
         model: the target.
-        write: writes an untrained draft of so many layers to a folder.
-        most: layers of the target.
+        write: writes an untrained draft of so many layers and this width to a folder.
+        config: of the target.
+        layers, hidden: chosen by the user; None chooses them here. A given number of layers is not measured.
         options: further ones of `LLM`.
     """
-    levels, plain = [], 0.0
-    for layers in range(1, min(most, 2) + 1):
+    most = config.num_hidden_layers
+    least = min(layers or LEAST_LAYERS, most)
+
+    def measure(count: int, width: int | None) -> tuple[float, float]:
         with TemporaryDirectory(prefix="treespec-draft-") as folder:
-            write(layers, Path(folder))
+            write(count, width, Path(folder))
             curve = LLM(model, drafts=[folder], max_num_seqs=1, **options).engine.host.planner.costs.curve
-            levels.append(curve.draft_seconds)
-            plain = float(curve.verify(1.0))
-    further = max(levels[-1] - levels[0], 0.05 * levels[0])
-    chosen = 1 + int(max(PASS_SHARE * plain - levels[0], 0.0) / further)
-    logger.info("a target pass takes %.3g ms, a draft level of one layer %.3g ms", 1e3 * plain, 1e3 * levels[0])
-    return min(chosen, most)
+        level, plain = curve.draft_seconds, float(curve.verify(1.0))
+        shown = f"{1e3 * level:.3g} ms, {level / plain:.0%} of a target pass"
+        logger.info("a draft level of %d layers, width %d: %s", count, width or config.hidden_size, shown)
+        return level, plain
+
+    if layers is not None:
+        return least, hidden
+    level, plain = measure(least, hidden)
+    if level <= PASS_SHARE * plain:
+        if least == most:
+            return least, hidden
+        further = max(measure(least + 1, hidden)[0] - level, 0.05 * level)
+        return min(least + int((PASS_SHARE * plain - level) / further), most), hidden
+    if hidden is not None or not all(isinstance(getattr(config, name, None), int) for name in WIDTHS):
+        return least, hidden
+    for share in NARROWER:
+        width = max(round(share * config.hidden_size / WIDTH_STEP), 1) * WIDTH_STEP
+        if width < (hidden or config.hidden_size):
+            hidden = width
+            level, plain = measure(least, hidden)
+            if level <= PASS_SHARE * plain:
+                break
+    return least, hidden

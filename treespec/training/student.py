@@ -15,15 +15,18 @@ from treespec.errors import ModelError
 from treespec_weights import as_folder, read_config
 from treespec_weights.draft_vocabulary import read_draft_vocabulary, write_draft_vocabulary
 
+WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+MULTIPLE = 64  # of the width of an MLP
 PER_LAYER_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")
 
 
 @dataclass(frozen=True)
 class StudentShape:
-    """Size of a draft: its number of layers and the rows of its vocabulary."""
+    """Size of a draft: its number of layers, the rows of its vocabulary, and its width, None for the target's."""
 
     num_layers: int
     rows: int
+    hidden: int | None = None
 
 
 def student_config(target: PreTrainedConfig, shape: StudentShape, ends: Sequence[int]) -> PreTrainedConfig:
@@ -33,8 +36,13 @@ def student_config(target: PreTrainedConfig, shape: StudentShape, ends: Sequence
         target: config of the target.
         shape: of the student.
         ends: rows of the end tokens.
+
+    Raises:
+        ModelError: a width that is not below the target's, or for a family whose width is not set by `WIDTHS`.
     """
     config = copy.deepcopy(target)
+    if shape.hidden is not None:
+        narrow(config, shape.hidden)
     for name in PER_LAYER_LISTS:
         if isinstance(values := getattr(config, name, None), list):
             setattr(config, name, values[: shape.num_layers])
@@ -43,11 +51,25 @@ def student_config(target: PreTrainedConfig, shape: StudentShape, ends: Sequence
     return config
 
 
+def narrow(config: PreTrainedConfig, hidden: int) -> None:
+    """Set the width of a config; MLP and numbers of heads are scaled in proportion, the head size stays."""
+    if hidden >= config.hidden_size:
+        raise ModelError(f"hidden={hidden}: the target has {config.hidden_size}; give less, or leave hidden out")
+    if missing := [name for name in WIDTHS if not isinstance(getattr(config, name, None), int)]:
+        raise ModelError(f"hidden={hidden}: a {config.model_type} config has no {missing[0]}; leave hidden out")
+    ratio = hidden / config.hidden_size
+    config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kv_heads = max(round(ratio * config.num_key_value_heads), 1)
+    config.num_attention_heads = kv_heads * max(round(ratio * config.num_attention_heads / kv_heads), 1)
+    config.num_key_value_heads, config.hidden_size = kv_heads, hidden
+    config.intermediate_size = max(round(ratio * config.intermediate_size / MULTIPLE), 1) * MULTIPLE
+
+
 def make_student(target: Any, shape: StudentShape, target_ids: np.ndarray, ends: Sequence[int]) -> Any:
     """Return a student with the target's first layers, final norm and embedding rows, in float32.
 
     From SmolLM2's layers 0 and 1, training reached a higher agreement in the same time than from 0 and 15, 0 and 29,
-    or 1 and 20.
+    or 1 and 20. A student of another width has the principal components of the embedding rows, and random layers.
 
     Args:
         target: a transformers model.
@@ -60,19 +82,26 @@ def make_student(target: Any, shape: StudentShape, target_ids: np.ndarray, ends:
     """
     rows = [int(np.searchsorted(target_ids[:-1], token)) for token in ends]
     student: Any = AutoModelForCausalLM.from_config(student_config(target.config, shape, rows), dtype=torch.float32)
-    source, own = target.state_dict(), student.state_dict()
+    source = target.state_dict()
     embedding = target.get_input_embeddings().weight
     head = target.get_output_embeddings().weight
     known = torch.from_numpy(target_ids[:-1]).to(embedding.device)
-    for name, parameter in own.items():
-        if parameter.shape[0] == shape.rows and parameter.shape[1:] == embedding.shape[1:] and "layers" not in name:
-            rows_of = head if "head" in name else embedding
-            new = torch.cat((rows_of[known], rows_of.mean(0, keepdim=True)))
+    ends_of = {id(student.get_output_embeddings().weight): head, id(student.get_input_embeddings().weight): embedding}
+    for name, parameter in student.named_parameters():
+        if (rows_of := ends_of.get(id(parameter))) is not None:
+            new = torch.cat((rows_of[known], rows_of.mean(0, keepdim=True))).float()
+            if new.shape[1] > parameter.shape[1]:
+                exact = new.double()
+                components = torch.linalg.eigh(exact.T @ exact)[1].flip(1)  # largest first
+                new = exact @ components[:, : parameter.shape[1]]
+        elif shape.hidden is not None:
+            continue  # random
         elif name in source and source[name].shape == parameter.shape:
             new = source[name]
         else:
             raise ModelError(f"cannot train a draft for {target.config.model_type}: the target has no {name}")
-        parameter.copy_(new.float())
+        with torch.no_grad():
+            parameter.copy_(new)
     return student
 
 

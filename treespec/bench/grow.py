@@ -10,11 +10,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+
 from treespec.bench.options import Options
 from treespec.errors import ConfigError
 from treespec.startup.device import resolve_device
 from treespec.startup.folders import resolve_folders, resolve_model
-from treespec_weights import LLAMA, ModelShape, family_of, read_config
+from treespec_weights import LLAMA, ModelShape, as_folder, family_of, read_config
 from treespec_weights.errors import OptionError
 from treespec_weights.files import resolve_folder
 from treespec_weights.grow import grow_checkpoint, grown_shape, widened
@@ -87,7 +89,8 @@ def _grow_drafts(drafts: Sequence[tuple[str, Path]], root: Path, vocab: int, see
     for i, (name, folder) in enumerate(drafts, start=1):
         shape = _shape_of(folder)
         wide = widened(shape, 4, vocab, shape.num_layers, 0)
-        grow_checkpoint(folder, root / name, wide, seed + i)
+        with as_folder(folder, torch.bfloat16) as source:  # stored in fp8
+            grow_checkpoint(source, root / name, wide, seed + i)
         folders.append(str(root / name))
     return folders
 

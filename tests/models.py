@@ -24,6 +24,7 @@ from treespec.planning.round_costs import CostCurve
 from treespec.request import Request
 from treespec.startup import selftest
 from treespec.tree import Draws, TokenTree
+from treespec_weights import convert_checkpoint, default_folder
 from treespec_weights.draft_vocabulary import write_draft_vocabulary
 
 EOS = 0
@@ -52,6 +53,16 @@ _root = tempfile.TemporaryDirectory(prefix="treespec-tests-")
 def new_folder(name: str) -> Path:
     """An empty folder that lives as long as the test process."""
     return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=_root.name))
+
+
+@functools.cache
+def embedded_draft(name: str) -> Path:
+    """An embedded draft as a model of its own: in bfloat16, with the target's tokenizer."""
+    folder = new_folder(name) / "model"
+    convert_checkpoint(default_folder(name), folder, dtype=torch.bfloat16)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(default_folder("target") / file, folder)
+    return folder
 
 
 def make_llama(

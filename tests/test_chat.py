@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.architectures import make_model
 from tests.commands import run
-from tests.models import open_llm
+from tests.models import embedded_draft, open_llm
 from treespec import LLM, SamplingParams
 from treespec.errors import ConfigError, ModelError, RequestError
-from treespec_weights import CheckpointError, default_folder
+from treespec_weights import CheckpointError
 from treespec_weights.verify import verify_checkpoint
 
 TEMPLATE = (
@@ -29,7 +29,7 @@ SHORT = SamplingParams(max_tokens=4)
 
 def model_folder(folder: Path, template: str | None = TEMPLATE, generation: dict[str, Any] | None = None) -> Path:
     """The first SSM with its tokenizer, a chat template and a generation_config.json."""
-    shutil.copytree(default_folder("ssm-1"), folder)
+    shutil.copytree(embedded_draft("ssm-1"), folder)
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)
     if generation is not None:

@@ -8,7 +8,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.models import SHAPE, VOCAB, greedy, make_llama, new_folder, open_llm, random_prompts, tokens_of
+from tests.models import (
+    SHAPE,
+    VOCAB,
+    embedded_draft,
+    greedy,
+    make_llama,
+    new_folder,
+    open_llm,
+    random_prompts,
+    tokens_of,
+)
 from treespec.bench.grow import grown
 from treespec.bench.options import Options
 from treespec.errors import CheckpointError, ConfigError
@@ -65,7 +75,7 @@ def test_bad_sizes_are_refused(size: str) -> None:
         parse_size(size)
     with (
         pytest.raises(ConfigError, match=r"--grow .*120M, 0\.5B"),
-        grown(Options(model=default_folder("ssm-1"), drafts=[]), size, None, None),
+        grown(Options(model=embedded_draft("ssm-1"), drafts=[]), size, None, None),
     ):
         pass
 

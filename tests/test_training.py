@@ -77,6 +77,9 @@ def test_prompts_of_every_form(tmp_path: Path) -> None:
     passages = [prompt.content for prompt in found if prompt.group == "a"]
     assert "".join(map(str, passages)) == "line\n" * 1000 and len(passages) == 3
     assert read_training_prompts([tmp_path / "list.jsonl"], chat=False)[0].content == "one"
+    (tmp_path / "texts.jsonl").write_text(json.dumps({"text": "line\n" * 1000, "kind": "z"}))
+    cut = read_training_prompts([tmp_path / "texts.jsonl"], chat=True)
+    assert cut == [TrainingPrompt(passage, "z") for passage in passages]
 
 
 @pytest.mark.parametrize(

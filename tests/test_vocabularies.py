@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.exactness import differences, run
-from tests.models import VOCAB, greedy, make_llama, new_folder, open_llm, random_prompts, tiny
+from tests.models import VOCAB, embedded_draft, greedy, make_llama, new_folder, open_llm, random_prompts, tiny
 from tests.sampled import tokens_of
 from tests.sharing import remembered
 from tests.speech import speaking_folder
@@ -248,12 +248,12 @@ def test_both_sources_are_in_one_tree() -> None:
 
 def test_embedded_models_speak_through_other_tokenizers(tmp_path: Path) -> None:
     """Real acceptance: an SSM of the target's vocabulary, one that is translated and one whose text is read."""
-    drafts = ["ssm-1", permuted(default_folder("ssm-2"), tmp_path / "shuffled", 2)]
+    drafts = ["ssm-1", permuted(embedded_draft("ssm-2"), tmp_path / "shuffled", 2)]
     prompts = ["import os\n\n\ndef read(path):\n", 'The table below shows the "usual" values of']
     spec = SpecConfig(nodes=24, sources=("ssm",))
     llm = open_llm(default_folder("target"), drafts, max_model_len=512)
     with by_text():
-        third = permuted(default_folder("ssm-1"), tmp_path / "written", 3)
+        third = permuted(embedded_draft("ssm-1"), tmp_path / "written", 3)
         text = open_llm(default_folder("target"), [third], max_model_len=512)
     for options in ({}, SAMPLED):
         plain = llm.generate(prompts, greedy(48, **options), spec="off")

@@ -11,8 +11,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tests.models import make_llama
-from treespec_weights import compare_draft, default_folder, inspect_checkpoint, verify_checkpoint
+from tests.models import embedded_draft, make_llama
+from treespec_weights import compare_draft, inspect_checkpoint, verify_checkpoint
 from treespec_weights.cli import app
 from treespec_weights.timing import time_loading
 
@@ -35,14 +35,14 @@ def text(*arguments: object) -> str:
 
 
 def test_grow(tmp_path: Path) -> None:
-    report = run("grow", default_folder("ssm-1"), tmp_path / "a", "--size=6M", "--seed=3")
+    report = run("grow", embedded_draft("ssm-1"), tmp_path / "a", "--size=6M", "--seed=3")
     assert abs(report["parameters"] / 6e6 - 1) < 0.1 and report["problems"] == 0
     assert verify_checkpoint(tmp_path / "a").ok
-    assert report["vocabulary"] == inspect_checkpoint(default_folder("ssm-1"))["vocabulary"]
-    run("grow", default_folder("ssm-1"), tmp_path / "b", "--size=6M", "--seed=3")
+    assert report["vocabulary"] == inspect_checkpoint(embedded_draft("ssm-1"))["vocabulary"]
+    run("grow", embedded_draft("ssm-1"), tmp_path / "b", "--size=6M", "--seed=3")
     for path in (tmp_path / "a").iterdir():
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes(), path.name
-    padded = run("grow", default_folder("ssm-1"), tmp_path / "c", "--size=24M", "--vocab=5000")
+    padded = run("grow", embedded_draft("ssm-1"), tmp_path / "c", "--size=24M", "--vocab=5000")
     assert padded["shape"]["vocab_size"] == 5000 and padded["unused_ids"] == 5000 - padded["vocabulary"]["max_id"] - 1
     assert "ids unused" in text("inspect", tmp_path / "c")
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "c"}
@@ -59,14 +59,14 @@ def test_grow(tmp_path: Path) -> None:
     ],
 )
 def test_grow_refuses(tmp_path: Path, arguments: list[str], kind: str, part: str) -> None:
-    error = run("grow", default_folder("ssm-1"), tmp_path / "a", *arguments, code=2)["error"]
+    error = run("grow", embedded_draft("ssm-1"), tmp_path / "a", *arguments, code=2)["error"]
     assert error["type"] == kind and part in error["message"]
     assert not list(tmp_path.iterdir())
 
 
 def test_grow_refuses_what_it_would_get_wrong(tmp_path: Path) -> None:
     source = tmp_path / "a"
-    shutil.copytree(default_folder("ssm-1"), source)
+    shutil.copytree(embedded_draft("ssm-1"), source)
     assert " is in " in run("grow", source, source / "b", "--size=6M", code=2)["error"]["message"]
     error = run("grow", source, tmp_path / "b", "--size=999999B", code=2)["error"]
     assert error["type"] == "WriteError" and "GB needed" in error["message"]
@@ -79,7 +79,7 @@ def test_grow_refuses_what_it_would_get_wrong(tmp_path: Path) -> None:
 
 
 def test_grow_refuses_a_broken_tokenizer_before_it_writes(tmp_path: Path) -> None:
-    shutil.copytree(default_folder("ssm-1"), tmp_path / "broken")
+    shutil.copytree(embedded_draft("ssm-1"), tmp_path / "broken")
     (tmp_path / "broken" / "tokenizer.json").write_text('{"model": {"vocab": {"a": "b"}}}')
     error = run("grow", tmp_path / "broken", tmp_path / "new", "--size=6M", code=2)["error"]
     assert "tokenizer.json" in error["message"]
@@ -87,7 +87,7 @@ def test_grow_refuses_a_broken_tokenizer_before_it_writes(tmp_path: Path) -> Non
 
 
 def test_grow_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = ("grow", default_folder("ssm-1"), tmp_path / "a", "--size=6M")
+    command = ("grow", embedded_draft("ssm-1"), tmp_path / "a", "--size=6M")
     with monkeypatch.context() as patch:
         patch.setattr("treespec_weights.writer.write_tensor", mock.Mock(side_effect=OSError(28, "disk full")))
         error = run(*command, code=2)["error"]

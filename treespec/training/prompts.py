@@ -27,7 +27,7 @@ class TrainingPrompt:
 
 
 def read_training_prompts(paths: Sequence[Path], chat: bool) -> list[TrainingPrompt]:
-    """Read prompts from `.jsonl` and `.json` lists, and passages from all other UTF-8 text files.
+    """Read prompts from `.jsonl` and `.json` lists, and all other UTF-8 text files; raw texts are cut into passages.
 
     Args:
         paths: files, or folders that are read recursively.
@@ -46,9 +46,11 @@ def read_training_prompts(paths: Sequence[Path], chat: bool) -> list[TrainingPro
             group = parts[0] if len(parts) > 1 else path.stem
             before = len(found)
             if path.suffix in LISTS:
-                found += [TrainingPrompt(each.content, each.kind or group) for each in read_prompts(path, chat)]
+                for each in read_prompts(path, chat):
+                    cut = list(_passages(each.content)) if isinstance(each.content, str) else [each.content]
+                    found += [TrainingPrompt(part, each.kind or group) for part in cut]
             else:
-                found += _passages(path, group)
+                found += [TrainingPrompt(part, group) for part in _passages(_read_text(path))]
             skipped += len(found) == before
     if not found:
         names = ", ".join(map(str, paths))
@@ -56,20 +58,24 @@ def read_training_prompts(paths: Sequence[Path], chat: bool) -> list[TrainingPro
     return found
 
 
-def _passages(path: Path, group: str) -> Iterator[TrainingPrompt]:
-    """Cut a text file into passages at line ends. Binary and very large files yield nothing."""
+def _read_text(path: Path) -> str:
+    """Return the text of a file, empty for binary and very large ones."""
     if path.stat().st_size > MAX_FILE_BYTES:
-        return
+        return ""
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        return
+        return ""
+
+
+def _passages(text: str) -> Iterator[str]:
+    """Cut a text into passages at line ends."""
     passage, size = list[str](), 0
     for line in text.splitlines(keepends=True):
         passage.append(line)
         size += len(line)
         if size >= PASSAGE:
-            yield TrainingPrompt("".join(passage), group)
+            yield "".join(passage)
             passage, size = [], 0
     if "".join(passage).strip():
-        yield TrainingPrompt("".join(passage), group)
+        yield "".join(passage)

@@ -34,7 +34,7 @@ def _hidden(name):
     d = 4
     return a + b + c + d
 '''
-PROSE = "The box is kept on a shelf. " * 12
+PROSE = "Opening a box\n=============\n\n" + "The box is kept on a shelf. " * 12
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +58,13 @@ def test_every_kind_is_written_from_its_documents(written: ModuleType) -> None:
     ]
     seen = written.instructions(documents, held_out=False, per_kind=2, seed=0)
     held = written.instructions(documents, held_out=True, per_kind=2, seed=0)
+    kinds = [kind for kind in written.KINDS if kind not in written.TRAINING_ONLY]
     assert Counter(each.kind for each in seen) == dict.fromkeys(set(written.KINDS) - set(written.UNSEEN), 2)
-    assert Counter(each.kind for each in held) == dict.fromkeys(written.KINDS, 2)
-    assert {(each.kind, each.package) for each in held} == {(k, p) for k in written.KINDS for p in ("one", "two")}
+    assert Counter(each.kind for each in held) == dict.fromkeys(kinds, 2)
+    assert {(each.kind, each.package) for each in held} == {(k, p) for k in kinds for p in ("one", "two")}
+    texts = {each.kind: each.text for each in seen}
+    assert "open a onebox by its name" in texts["write"] or "open a twobox by its name" in texts["write"]
+    assert '"Opening a' in texts["topic"]
     for each in seen + held:
         phrasings = written.KINDS[each.kind][1 if each in seen else 2]
         assert any(each.text.startswith(p.split("{}")[0]) and each.text.endswith(p.split("{}")[1]) for p in phrasings)
@@ -68,7 +72,7 @@ def test_every_kind_is_written_from_its_documents(written: ModuleType) -> None:
     half = next(each.text for each in held if each.kind == "continue")
     assert "box = find(name)" in half and "return " not in half
     assert written.instructions(documents, False, 2, seed=0) == seen
-    assert [each.kind for each in written.interleaved(held)[: len(written.KINDS)]] == list(written.KINDS)
+    assert [each.kind for each in written.interleaved(held)[: len(kinds)]] == kinds
 
 
 def test_raw_texts_hold_docstrings_and_a_share_of_the_code(written: ModuleType) -> None:
@@ -102,6 +106,6 @@ def test_the_script_holds_out_packages_and_kinds(tmp_path: Path, written: Module
     assert {each["kind"] for each in texts} == {"prose", "code"} and all(each["text"] for each in texts)
     kinds = set(written.KINDS)
     assert Counter(each["kind"] for each in train) == dict.fromkeys(kinds - set(written.UNSEEN), 12)
-    assert Counter(each["kind"] for each in held) == dict.fromkeys(kinds, 4)
+    assert Counter(each["kind"] for each in held) == dict.fromkeys(kinds - set(written.TRAINING_ONLY), 4)
     packages = [{each["package"] for each in half} for half in (train, held)]
     assert len(packages[0]) > 3 and "networkx" in packages[1] and not {"networkx", "jinja2", "rich"} & packages[0]

@@ -13,6 +13,11 @@ from treespec_training.data import Document
 
 PARAGRAPH_CHARACTERS = (200, 900)
 FUNCTION_LINES = (6, 32)
+SENTENCE_WORDS, HEADING_WORDS = (5, 20), (2, 8)
+HEADING = re.compile(
+    r"^(?:#{1,4} +([A-Za-z][^\n#{}|`*_<>:\[\]]{6,60})|([A-Za-z][^\n{}|`*_<>:\[\]]{6,60})\n(?:=|-|~|\^|\"){4,})$",
+    re.MULTILINE,
+)
 MARKUP = re.compile(r"^\s*(\.\. |[-=~^*#`|+]{3,}|\||>>>|:\w+|<|\[!|!\[)", re.MULTILINE)
 
 
@@ -88,6 +93,25 @@ def _ask(document: Document) -> Iterator[str]:
         yield f"`{node.name}` from the Python module `{module}`"
 
 
+def _tasks(document: Document) -> Iterator[str]:
+    """Yield what documented functions do, as the imperative that begins their docstrings."""
+    for node in _functions(document):
+        sentence = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split()).split(". ")[0].rstrip(".")
+        if SENTENCE_WORDS[0] <= len(sentence.split()) <= SENTENCE_WORDS[1] and sentence.isprintable():
+            first, _, rest = sentence.partition(" ")
+            if first.isalpha() and not first.endswith("s") and first.lower() not in ("test", "no"):
+                yield f"{first.lower()} {rest}"
+
+
+def _topics(document: Document) -> Iterator[str]:
+    """Yield the headings of documentation."""
+    for found in HEADING.finditer(document.text if document.kind == "prose" else ""):
+        title = (found[1] or found[2]).strip()
+        if HEADING_WORDS[0] <= len(title.split()) <= HEADING_WORDS[1]:
+            package = re.sub(r"-\d.*", "", document.package)  # without a source distribution's version
+            yield f'"{title}" ({package})'
+
+
 # By kind of task: what yields the texts, the phrasings of training and the held-out ones; {} is the text.
 KINDS: dict[str, tuple[Callable[[Document], Iterator[str]], tuple[str, ...], tuple[str, ...]]] = {
     "explain": (
@@ -144,6 +168,24 @@ KINDS: dict[str, tuple[Callable[[Document], Iterator[str]], tuple[str, ...], tup
         ),
         ("Turn this text into a list of key points:\n\n{}",),
     ),
+    "write": (
+        _tasks,
+        (
+            "Write a Python function to {}.",
+            "How do I {} in Python?",
+            "Show me Python code to {}.",
+        ),
+        (),
+    ),
+    "topic": (
+        _topics,
+        (
+            "Explain the topic {} in a few sentences.",
+            "What should I know about {}?",
+            "Write a short introduction to {}.",
+        ),
+        (),
+    ),
     "question": (
         _ask,
         (
@@ -156,6 +198,7 @@ KINDS: dict[str, tuple[Callable[[Document], Iterator[str]], tuple[str, ...], tup
     "test": (_explain, ("Write a unit test for this function:\n\n{}",), ("Write a unit test with pytest:\n\n{}",)),
 }
 UNSEEN = ("question", "test")  # kinds of tasks without training instructions
+TRAINING_ONLY = tuple(kind for kind, (_, _, phrasings) in KINDS.items() if not phrasings)
 
 
 def instructions(documents: Iterable[Document], held_out: bool, per_kind: int, seed: int) -> list[Instruction]:
@@ -163,7 +206,8 @@ def instructions(documents: Iterable[Document], held_out: bool, per_kind: int, s
 
     Args:
         documents: sources, all from training packages or all from held-out packages.
-        held_out: use the held-out phrasings and all kinds; otherwise the training ones, without `UNSEEN` kinds.
+        held_out: use the held-out phrasings, without `TRAINING_ONLY` kinds; otherwise those of training, without
+            `UNSEEN` kinds.
         per_kind: instructions of a kind.
         seed: orders the documents and chooses phrasings.
     """
@@ -174,7 +218,7 @@ def instructions(documents: Iterable[Document], held_out: bool, per_kind: int, s
     documents = sorted(documents, key=order)
     result: list[Instruction] = []
     for kind, (texts, seen, unseen) in KINDS.items():
-        if kind in UNSEEN and not held_out:
+        if kind in (TRAINING_ONLY if held_out else UNSEEN):
             continue
         rng = random.Random(f"{seed}:{kind}")
         packages: dict[str, list[Iterator[str]]] = {}

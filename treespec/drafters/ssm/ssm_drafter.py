@@ -36,7 +36,7 @@ from treespec_kernels.tree.growth_limits import FRONTIER, MAX_EXPANDED
 CATCH_UP_CHUNK = 256  # maximum committed tokens of a request per catch-up pass
 NULL_PAGE = np.zeros(1, dtype=np.int64)
 MAX_SCORES = 1 << 27  # maximum probabilities of one SSM that a compiled call has room for
-MAX_LAG = 16  # committed tokens that an inactive SSM may miss before it catches up
+LAGS = 16, 256  # committed tokens that an inactive SSM may miss before it catches up: at first, and at most
 
 
 class SsmDrafter:
@@ -321,9 +321,10 @@ class SsmDrafter:
         self._state(request).valid[:] = request.context_len
 
     def unread(self, request: Request) -> int:
-        """Return the committed tokens that SSMs must read before drafting, beyond MAX_LAG, summed over the SSMs."""
-        valid, allowed = self._state(request).valid, self._allowed(request)
-        return sum(max(request.context_len - int(valid[ssm]) - MAX_LAG, 0) for ssm in allowed)
+        """Return the committed tokens that SSMs must read before drafting, beyond their lags, summed over the SSMs."""
+        state = self._state(request)
+        behind = request.context_len - state.valid - state.max_lags
+        return sum(max(int(behind[ssm]), 0) for ssm in self._allowed(request))
 
     def may_draft(self, request: Request) -> bool:
         """Return whether any SSM may draft for a request."""
@@ -390,7 +391,7 @@ class SsmDrafter:
     def _state(self, request: Request) -> SsmState:
         if request.request_id not in self._states:
             count = len(self.models)
-            state = SsmState(Trust(count), np.zeros(count, dtype=np.int64), np.zeros(count))
+            state = SsmState(Trust(count), np.zeros(count, dtype=np.int64), np.full(count, LAGS[0]), np.zeros(count))
             self._states[request.request_id] = state
         return self._states[request.request_id]
 
@@ -409,10 +410,12 @@ class SsmDrafter:
             self._score_accepted(request, state)
         lagging: dict[int, list[Request]] = {}
         for request, state, _ in rows:
-            valid = state.valid.tolist()
+            behind = (request.context_len - state.valid >= state.max_lags).tolist()
             for ssm in self._allowed(request):
-                if request.context_len - valid[ssm] >= MAX_LAG:
+                if behind[ssm]:
                     lagging.setdefault(ssm, []).append(request)
+                    # An SSM that reads in vain, because another one stays the best, reads more rarely.
+                    state.max_lags[ssm] = min(2 * int(state.max_lags[ssm]), LAGS[1])
         for ssm in sorted(lagging):
             self._read(ssm, lagging[ssm])
         for request, state, plan in rows:
@@ -421,6 +424,7 @@ class SsmDrafter:
             order = np.argsort(-weights, kind="stable")[: plan.max_ssms]
             selected = order[(weights[order] > plan.min_trust) | (order == order[0])]
             state.active = [allowed[i] for i in sorted(selected.tolist())]
+            state.max_lags[state.active] = LAGS[0]
             state.weights = np.zeros(len(self.models))
             state.weights[state.active] = weights[np.sort(selected)] / weights[selected].sum()
 

@@ -39,6 +39,7 @@ class SsmState:
     Attributes:
         trust: mixture weights of the SSMs.
         valid: int64 [num_ssms], number of leading positions with K/V in each SSM's pool.
+        max_lags: int64 [num_ssms], committed tokens that each SSM may miss before it catches up.
         weights: float64 [num_ssms], mixture weights in this round; 0 for inactive SSMs.
         active: SSMs that draft in this round, ascending.
         scores: by active SSM, the scores of the slots in order, in one or more parts.
@@ -50,6 +51,7 @@ class SsmState:
 
     trust: Trust
     valid: np.ndarray
+    max_lags: np.ndarray
     weights: np.ndarray
     active: list[int] = field(default_factory=list)
     scores: dict[int, list[Rows]] = field(default_factory=dict)

@@ -1,6 +1,7 @@
 """`treespec train`: data, lessons, clusters, and whole runs on a toy target, interrupted and resumed."""
 
 import json
+import os
 import random
 import signal
 import subprocess
@@ -299,7 +300,8 @@ def test_training_starts_from_a_draft(trained: Path, target: Path, tmp_path: Pat
     start = tmp_path / "start"
     convert_checkpoint(trained / "ssm-1", start, quantization="fp8")
     options = OPTIONS | {"layers": None, "vocabulary": None}
-    report = train_drafts(target, [], tmp_path / "out", lessons=trained, start=start, **options)
+    relative = Path(os.path.relpath(start))
+    report = train_drafts(target, [], tmp_path / "out", lessons=trained, start=relative, **options)
     before = json.loads((trained / "report.json").read_text())["agreement"]["ssm-1"]
     assert report.agreement["ssm-1"] >= before
     assert weights_of(tmp_path / "out") != weights_of(trained), "what the same lessons and seed give from the target"

@@ -30,6 +30,7 @@ from treespec.training.specialisation import cluster_errors, cluster_groups, odd
 from treespec.training.student import StudentShape, make_student, open_model, read_vocabulary, write_student
 from treespec.training.texts import Texts, tokenize_texts
 from treespec_weights import read_config
+from treespec_weights.files import resolve_folder
 
 logger = logging.getLogger("treespec")
 
@@ -239,8 +240,10 @@ class TrainingRun:
         """Choose vocabulary, layers and width from the lessons and from measured passes, once."""
         settings, file = self.settings, self.work / "vocabulary.npz"
         if settings.start is not None:
-            target_ids = read_vocabulary(Path(settings.start), self.target_size)
-            return target_ids, StudentShape(read_config(Path(settings.start))["num_hidden_layers"], len(target_ids))
+            target_ids = read_vocabulary(resolve_folder(settings.start), self.target_size)
+            return target_ids, StudentShape(
+                read_config(resolve_folder(settings.start))["num_hidden_layers"], len(target_ids)
+            )
         if not file.exists():
             config = self.target_model.config
             read = int(self.llm.stats()["memory"]["target_weights"])
@@ -287,7 +290,7 @@ class TrainingRun:
             self.check_tokenizer()
             logger.info("texts of %d tokens", len(self.text_tokens))
         if self.settings.start is not None:
-            read_vocabulary(Path(self.settings.start), self.target_size)
+            read_vocabulary(resolve_folder(self.settings.start), self.target_size)
             return
         ends = self.end_tokens
         make_student(self.target_model, StudentShape(1, len(ends) + 1), np.array([*ends, -1]), ends)
@@ -329,7 +332,7 @@ class TrainingRun:
         if self.settings.start is None:
             model = make_student(self.target_model, shape, target_ids, self.end_tokens).to(self.device)
         else:
-            model = open_model(Path(self.settings.start), torch.float32).to(self.device)
+            model = open_model(resolve_folder(self.settings.start), torch.float32).to(self.device)
         self._trained = [model]
         share = GENERALIST_SHARE if self.settings.ssms > 1 else 1.0
         self._train("generalist", model, curriculum, self._budget(share, curriculum.lessons), PEAK_RATE, texts)

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.scripts import load_script
+from treespec import LLM, SamplingParams, SpecConfig
 
 pytestmark = pytest.mark.slow
 
@@ -58,7 +59,20 @@ def text_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def options(text_root: Path, folder: Path) -> list[str]:
-    toy = ["--tiny", "--max-steps", "4", "--no-compile", "--device", "cpu", "--prompts", "6", "--new-tokens", "8"]
+    toy = [
+        "--tiny",
+        "--max-steps",
+        "4",
+        "--draft-tokens",
+        "600",
+        "--no-compile",
+        "--device",
+        "cpu",
+        "--prompts",
+        "6",
+        "--new-tokens",
+        "8",
+    ]
     text = ["--text-root", str(text_root), "--held-out", "secret", "--compare"]
     return [*toy, *text, "--work", str(folder / "work"), "--out", str(folder / "default")]
 
@@ -76,14 +90,28 @@ def test_export_loads(built: Path, name: str) -> None:
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()), info
     assert model.dtype == torch.bfloat16
-    assert model.config.tie_word_embeddings and model.config.eos_token_id == 0
-    assert model.generation_config.eos_token_id == 0
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert len(tokenizer) == model.config.vocab_size and tokenizer.eos_token_id == 0
+    assert model.config.tie_word_embeddings
     card = (folder / "README.md").read_text()
-    assert "held out" in card and ("trained mostly on" in card) == (name != "target")
-    logits = model(input_ids=torch.tensor([tokenizer.encode("def f(x):")])).logits
-    assert torch.isfinite(logits).all()
+    assert "held out" in card and ("mostly on one kind" in card) == (name != "target")
+    tokenizer = AutoTokenizer.from_pretrained(built / "default" / "target")
+    if name == "target":
+        assert model.config.eos_token_id == model.generation_config.eos_token_id == tokenizer.eos_token_id == 0
+        assert len(tokenizer) == model.config.vocab_size
+        logits = model(input_ids=torch.tensor([tokenizer.encode("def f(x):")])).logits
+        assert torch.isfinite(logits).all()
+
+
+def test_drafts_propose_for_the_target(built: Path) -> None:
+    folders = [built / "default" / name for name in FOLDERS]
+    llm = LLM(folders[0], drafts=folders[1:], compile=False, max_model_len=128)
+    assert llm.draft_names == FOLDERS[1:]
+    assert set(llm.stats()["draft_vocabularies"].values()) == {"same vocabulary"}
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    drafted, plain = (
+        llm.generate(["def alpha_beta_1(value):"], params, spec=spec)[0].outputs[0].token_ids
+        for spec in (SpecConfig(nodes=8, sources=("ssm",)), "off")
+    )
+    assert drafted == plain
 
 
 @pytest.mark.parametrize(
@@ -102,22 +130,24 @@ def test_held_out_package_is_never_trained_on(script: ModuleType, built: Path) -
     assert prompts and {prompt["package"] for prompt in prompts} == {"secret"}
 
 
-@pytest.mark.parametrize(("name", "layers"), [("generalist", 1), ("triple", 3)])
-def test_drafts_to_compare_with(built: Path, name: str, layers: int) -> None:
-    model = AutoModelForCausalLM.from_pretrained(built / "work" / "compare" / name)
-    assert model.config.num_hidden_layers == layers and model.dtype == torch.bfloat16
+def test_a_generalist_to_compare_with(built: Path) -> None:
+    generalist, ssm = (
+        AutoModelForCausalLM.from_pretrained(folder)
+        for folder in (built / "work" / "drafts" / "generalist", built / "default" / "ssm-1")
+    )
+    assert generalist.config.num_hidden_layers == 1 and generalist.config.vocab_size == ssm.config.vocab_size
 
 
 def test_report(built: Path) -> None:
     report = json.loads((built / "default" / "report.json").read_text())
-    assert set(report["models"]) == set(FOLDERS)
+    assert report["drafts"]["lesson_tokens"] >= 600 and report["drafts"]["minutes"] > 0
     assert set(report["agreement"]) == {*FOLDERS[1:], "union"}
     assert set(report["agreement_by_kind"]) == {"code", "prose", "data"}
     for table in (report["agreement"], *report["agreement_by_kind"].values()):
         for name, shares in table.items():
             assert 0 <= shares.get("only", 0) <= shares["top1"] <= shares["top2"] <= shares["top4"] <= 1
             assert shares["top1"] <= table["union"]["top1"], name
-    assert report["models"]["target"]["steps"] == 5, "two of the shallow model, three of the deep one"
+    assert report["target"]["steps"] == 5, "two of the shallow model, three of the deep one"
 
 
 def test_pause_loses_nothing(
@@ -142,7 +172,7 @@ def test_pause_loses_nothing(
 
 def test_greedy_continuations_run_past_end_tokens(script: ModuleType) -> None:
     models = script.models
-    model = models.build(models.TINY_TARGET | models.TINY_ATTENTION, 384, seed=0).eval()
+    model = models.build(models.TINY_TARGET, 384, seed=0).eval()
     with torch.no_grad():
         model.get_input_embeddings().weight[0] = torch.randn(32, generator=torch.Generator().manual_seed(0))
         prompts = [[1, 2, 0], [0], [7] * 9]

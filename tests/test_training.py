@@ -155,12 +155,14 @@ def toy_lessons(rows: list[tuple[list[int], list[int]]], groups: list[str] | Non
 
 def test_vocabulary_holds_what_the_target_writes() -> None:
     lessons = toy_lessons([([7], [100, 100, 101]), ([8], [102, 100])])
-    chosen = choose_vocabulary(lessons, 1000, (3,), most=100_000)
+    assert choose_vocabulary(lessons, 1000, (3,), most=1000).tolist() == [*range(1000), -1]
+    chosen = choose_vocabulary(lessons, 1000, (3,), most=900)
     assert (np.diff(chosen[:-1]) > 0).all() and chosen[-1] == -1
     assert {3, 100, 101, 102} <= set(chosen.tolist())
     assert (len(chosen) - 1) % 16 == 0
     small = choose_vocabulary(lessons, 1000, (3,), most=17)
     assert {3, 100, 101, 102} <= set(small.tolist()) and len(small) == 17
+    assert len(choose_vocabulary(lessons, 1000, (3,), most=100)) == 65, "a head of whole vectors"
     rows = rows_of_tokens(small, 1000)
     assert (small[rows[small[:-1]]] == small[:-1]).all() and rows[999 if 999 not in small else 998] == 16
 
@@ -225,7 +227,7 @@ def test_texts_train_by_their_own_next_tokens(llm: LLM, target: Path, data: Path
             optimizer.step()
             optimizer.zero_grad()
     assert texts.loss(model, 7).mean < first.mean
-    drawn = [np.mean([texts.drawn(step, done) for step in range(400)]) for done in (0.0, 0.4, 0.8, 1.0)]
+    drawn = [np.mean([texts.is_text_step(step, done) for step in range(400)]) for done in (0.0, 0.4, 0.8, 1.0)]
     assert drawn[0] > 0.85 and 0.35 < drawn[1] < 0.55 and drawn[2:] == [0, 0]
     unknown = Texts(np.full(WINDOW + 1, 300), target_ids, VOCAB, 0, torch.device("cpu"))
     assert unknown.loss(model, 0).mean == 0, "no token of the vocabulary"
@@ -237,6 +239,12 @@ def test_texts_are_checked_before_lessons_are_written(target: Path, data: Path, 
         train_drafts(target, [data], tmp_path / "out", texts=[tmp_path / "short.md"], **OPTIONS)
     with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
         train_drafts(target, [data], tmp_path / "out", texts=[tmp_path / "nowhere"], **OPTIONS)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_width_is_checked_before_lessons_are_written(target: Path, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="hidden=64: the target has 64; give less, or leave hidden out"):
+        train_drafts(target, [data], tmp_path / "out", hidden=64, **OPTIONS)
     assert not (tmp_path / "out").exists()
 
 
@@ -295,7 +303,7 @@ def test_a_generalist_is_written_beside_the_specialists(trained: Path, target: P
 
 
 @pytest.mark.slow
-def test_training_starts_from_a_draft(trained: Path, target: Path, tmp_path: Path) -> None:
+def test_training_starts_from_a_draft(trained: Path, target: Path, data: Path, tmp_path: Path) -> None:
     """Also from one that is stored in fp8; its vocabulary and layers stay."""
     start = tmp_path / "start"
     convert_checkpoint(trained / "ssm-1", start, quantization="fp8")
@@ -305,6 +313,7 @@ def test_training_starts_from_a_draft(trained: Path, target: Path, tmp_path: Pat
     before = json.loads((trained / "report.json").read_text())["agreement"]["ssm-1"]
     assert report.agreement["ssm-1"] >= before
     assert weights_of(tmp_path / "out") != weights_of(trained), "what the same lessons and seed give from the target"
+    train_drafts(target, [data], tmp_path / "new", start=start, **options)  # with lessons of its own
     vocabularies = [(folder / "draft_vocab.safetensors").read_bytes() for folder in (start, tmp_path / "out" / "ssm-1")]
     assert vocabularies[0] == vocabularies[1]
     with pytest.raises(ModelError, match=r"target.* has no reduced vocabulary; start from a draft of `treespec train`"):
@@ -409,10 +418,10 @@ def test_sizes_follow_from_measured_passes(tmp_path: Path) -> None:
         with mock.patch("treespec.training.sizing.LLM", llm):
             return choose_size("target", write, config, layers, hidden, {})
 
-    assert chosen(1.0) == (8, None)
-    assert chosen(4.0) == (2, None)
-    assert chosen(5.0) == (2, 192)
-    assert chosen(10.0) == (2, 64)
+    assert chosen(0.5) == (6, None)
+    assert chosen(1.5) == (2, None)
+    assert chosen(2.0) == (2, 192)
+    assert chosen(4.0) == (2, 64)
     assert chosen(99.0) == (2, 64), "the narrowest is the last resort"
     assert chosen(99.0, layers=3) == (3, None) and chosen(99.0, layers=3, hidden=128) == (3, 128)
-    assert chosen(2.0, hidden=128) == (8, 128) and chosen(99.0, hidden=128) == (2, 128)
+    assert chosen(1.0, hidden=128) == (6, 128) and chosen(99.0, hidden=128) == (2, 128)

@@ -1,8 +1,8 @@
 """Train the embedded default models: `python weights/train_default.py`.
 
-Stages: text of installed packages -> tokenizer -> target -> lessons (the target's probabilities on text and on its own
-continuations) -> ssm-1, ssm-2, ssm-3 -> evaluation on held-out packages and export. Ctrl-C pauses without loss of
-progress; `--resume` continues. Training time is set in minutes per stage, over which the learning rate is annealed.
+Stages: text of installed packages -> tokenizer -> target -> ssm-1, ssm-2, ssm-3, as `treespec train` trains them ->
+evaluation on held-out packages and export. Ctrl-C pauses without loss of progress; `--resume` continues. Training time
+is set in minutes per stage, over which the learning rate is annealed.
 """
 
 import argparse
@@ -11,8 +11,7 @@ import os
 import platform
 import shutil
 import sys
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from itertools import chain
@@ -24,23 +23,16 @@ from transformers import LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from treespec import LLM
 from treespec.training import loop as train
 from treespec.training.files import write_json
-from treespec_training import data, distill, evaluate, rendered
+from treespec.training.run import TrainingRun, TrainingSettings
+from treespec_training import data, evaluate, rendered
 from treespec_training import shapes as models
 from treespec_training import train_tokenizer as tokenizer
 from treespec_training.export import export, rounded, write_folder
 
-# The drafts' shares of the kinds of text: each draft specialises in one kind.
-DRAFTS = {
-    "ssm-1": {"code": 0.8, "prose": 0.1, "data": 0.1},
-    "ssm-2": {"code": 0.1, "prose": 0.8, "data": 0.1},
-    "ssm-3": {"code": 0.1, "prose": 0.1, "data": 0.8},
-}
-# Baseline drafts, trained on all kinds equally: one of a draft's size, one with the layers of all three drafts.
-COMPARED = {"generalist": 1, "triple": len(DRAFTS)}
-PEAK_RATE = {"target": 4e-3, "draft": 3e-3}
+DRAFTS = ("ssm-1", "ssm-2", "ssm-3")
+PEAK_RATE = 4e-3  # of the target
 SHALLOW = 0.3  # fraction of the target's schedule trained with a third of its layers
 SHORT_WINDOWS = 0.8  # fraction of the target's schedule on half-length windows, for a quarter more tokens per second
 SHALLOW_WINDOWS = 500_000_000  # offset that separates the shallow model's windows from the deep model's
@@ -63,27 +55,16 @@ class Settings:
         return 384 if self.tiny else 4096
 
     @property
-    def lessons_per_step(self) -> int:
-        """Lessons per training step of a draft."""
-        return 4 if self.tiny else 8
-
-    @property
     def window(self) -> int:
         """Tokens per training window of the target."""
         return 64 if self.tiny else 512
 
     def shape(self, name: str) -> dict[str, int]:
-        """Return the configuration of a model. "shallow" is the target with a third of its layers."""
-        target, draft = (models.TINY_TARGET, models.TINY_DRAFT) if self.tiny else (models.TARGET, models.DRAFT)
+        """Return the configuration of "target", or of "shallow", the target with a third of its layers."""
+        target = models.TINY_TARGET if self.tiny else models.TARGET
         if name == "shallow":
             target = target | {"num_hidden_layers": max(target["num_hidden_layers"] // 3, 1)}
-        attention = models.TINY_ATTENTION if self.tiny else models.ATTENTION
-        draft = draft | {"num_hidden_layers": COMPARED.get(name, 1) * draft["num_hidden_layers"]}
-        return (target if name in ("target", "shallow") else draft) | attention
-
-    def shares_of(self, name: str) -> list[float]:
-        """Return a draft's shares of the kinds of text in use."""
-        return [DRAFTS[name][kind] if name in DRAFTS else 1.0 for kind in self.kinds]
+        return target
 
 
 class Build:
@@ -103,17 +84,8 @@ class Build:
         """Run all stages in order."""
         with self.pause.listening():
             self.text()
-            tokens = self.tokens()
-            drafts: list[LlamaForCausalLM] = []
-            target = self.target(tokens)
-            text, continued = self.lessons(target, tokens)
-            for index, name in enumerate(DRAFTS):
-                drafts.append(self.draft(name, index, target, drafts, text, continued))
-            self.finish(target, dict(zip(DRAFTS, drafts, strict=True)))
-            if self.args.compare:
-                for index, name in enumerate(COMPARED, start=len(DRAFTS)):
-                    model = self.draft(name, index, target, [], text, continued)
-                    write_folder(self.work / "compare" / name, model, self.tokenizer)
+            target = self.target(self.tokens())
+            self.finish(target, self.drafts(target))
 
     def text(self) -> None:
         """Collect and split the text: `train.jsonl`, `heldout.jsonl`."""
@@ -158,7 +130,7 @@ class Build:
         def loss_of(first: int) -> train.LossFunction:
             def compute(model: torch.nn.Module, step: int, done: float) -> train.StepLoss:
                 length = s.window // 2 if done < SHORT_WINDOWS else s.window
-                cut, _ = text.windows(first + step, max(self.args.batch_tokens // length, 1), length + 1)
+                cut = text.windows(first + step, max(self.args.batch_tokens // length, 1), length + 1)
                 windows = torch.from_numpy(cut).to(self.device)
                 return train.StepLoss(loss(model, windows), windows[:, 1:].numel())
 
@@ -167,7 +139,7 @@ class Build:
         def build(name: str) -> LlamaForCausalLM:
             return models.build(s.shape(name), s.vocab_size, s.seed).to(self.device)
 
-        minutes, rate = self.args.target_minutes, PEAK_RATE["target"]
+        minutes, rate = self.args.target_minutes, PEAK_RATE
         model = build("target")
         if (self.work / "target.pt").exists():
             self.progress["shallow"] = train.read_progress(self.work / "shallow.pt")
@@ -177,50 +149,24 @@ class Build:
         budget = train.Budget(minutes, self.args.max_steps, start=SHALLOW)
         return self._train("target", model, loss_of(0), budget, rate)
 
-    def lessons(self, target: LlamaForCausalLM, text: data.Mixture) -> tuple[distill.Lessons, distill.Lessons]:
-        """Create lessons from the target's probabilities on training text and on its continuations: `lessons/`."""
-        folder = self.work / "lessons"
-        budget = train.Budget(self.args.continuation_minutes, self.args.max_steps)
-        batch = 8 if self.settings.tiny else 64
-        reader = rounded(target)
-        with tempfile.TemporaryDirectory() as name:
-            write_folder(Path(name), reader, self.tokenizer)
-            teacher = LLM(
-                name,
-                [],
-                "off",
-                device=self.device,
-                dtype="bfloat16",
-                max_num_seqs=batch,
-                max_model_len=distill.LENGTH,
-                compile=self.args.compile and self.device.type == "cpu",
-            ).engine.runner
-        self.progress["lessons"] = distill.make_lessons(reader, teacher, text, folder, budget, batch, self.pause)
-        halves = [sorted(folder.glob(f"{name}-*.npz")) for name in ("text", "continued")]
-        return distill.Lessons.load(halves[0]), distill.Lessons.load(halves[1])
-
-    def draft(
-        self,
-        name: str,
-        index: int,
-        target: LlamaForCausalLM,
-        earlier: Sequence[LlamaForCausalLM],
-        text: distill.Lessons,
-        continued: distill.Lessons,
-    ) -> LlamaForCausalLM:
-        """Distil one draft: `ssm-*.pt`. Its embedding is initialised from the target's."""
-        s = self.settings
-        model = models.build(s.shape(name), s.vocab_size, s.seed + 1 + index).to(self.device)
-        shares = s.shares_of(name)
-        with torch.no_grad():
-            model.get_input_embeddings().weight.copy_(target.get_input_embeddings().weight)
-        loss = torch.compile(distill.distillation_loss) if self.args.compile else distill.distillation_loss
-        earlier = earlier if self.args.hit_weight < 1 else []
-        curriculum = distill.Curriculum(
-            text, continued, shares, earlier, self.args.hit_weight, s.lessons_per_step, s.seed + 1 + index, loss
+    def drafts(self, target: LlamaForCausalLM) -> Path:
+        """Train the drafts as `treespec train` does, each mostly on one kind of text; return their folder `drafts/`."""
+        folder, text = self.work / "target", (str(self.work / "train.jsonl"),)
+        write_folder(folder, target, self.tokenizer)
+        settings = TrainingSettings(
+            str(folder),
+            text,
+            texts=text,
+            ssms=len(DRAFTS),
+            minutes=None if self.args.draft_tokens else self.args.draft_minutes,
+            tokens=self.args.draft_tokens,
+            specialise="folders",
+            generalist=self.args.compare,
+            seed=self.settings.seed,
+            **(models.TINY_DRAFT if self.settings.tiny else models.DRAFT),
         )
-        budget = train.Budget(self.args.ssm_minutes, self.args.max_steps)
-        return self._train(name, model, curriculum, budget, PEAK_RATE["draft"])
+        TrainingRun(settings, self.work / "drafts", True, self.device.type, self.pause).run()
+        return self.work / "drafts"
 
     def _train(
         self, name: str, model: LlamaForCausalLM, loss_of: train.LossFunction, budget: train.Budget, rate: float
@@ -229,46 +175,59 @@ class Build:
         self.progress[name] = train.train(name, model, loss_of, budget, rate, checkpoint, self.pause)
         return model.eval()
 
-    def finish(self, target: LlamaForCausalLM, drafts: dict[str, LlamaForCausalLM]) -> None:
+    def finish(self, target: LlamaForCausalLM, drafts: Path) -> None:
         """Measure on the held-out packages and export everything."""
         s = self.settings
         held_out = list(data.read_documents(self.work / "heldout.jsonl"))
         prompts = evaluate.cut_prompts(held_out, self.tokenizer, self.args.prompts, s.seed)
-        evaluated = {name: rounded(model) for name, model in {"target": target, **drafts}.items()}
+        target = rounded(target)
+        students = {name: evaluate.open_draft(drafts / name, s.vocab_size) for name in DRAFTS}
         ids = [self.tokenizer.encode(prompt.text).ids for prompt in prompts]
         kinds = [prompt.kind for prompt in prompts]
-        figures = evaluate.agreement_report(evaluated, ids, kinds, self.args.new_tokens)
+        figures = evaluate.agreement_report(target, students, ids, kinds, self.args.new_tokens)
         streams = {kind: data.Stream(self.work / f"heldout-{kind}.bin") for kind in s.kinds}
-        entries = {}
-        for name, model in evaluated.items():
-            parts = [self.progress[part] for part in (("shallow", name) if name == "target" else (name,))]
-            entries[name] = {
-                "parameters": sum(parameter.numel() for parameter in model.parameters()),
-                "held_out_loss": evaluate.held_out_losses(model, streams),
-                "steps": sum(part.step for part in parts),
-                "tokens": sum(part.tokens for part in parts),
-                "minutes": round(sum(part.elapsed for part in parts) / 60, 1),
-                "window": s.window if name == "target" else distill.LENGTH,
-            }
-            print(name, entries[name]["held_out_loss"], figures["agreement"].get(name, ""), flush=True)
-        print("union", figures["agreement"]["union"], flush=True)
-        for kind, shares in figures["agreement_by_kind"].items():
+        parts = self.progress.values()
+        trained = {
+            "parameters": sum(parameter.numel() for parameter in target.parameters()),
+            "held_out_loss": evaluate.held_out_losses(target, streams),
+            "steps": sum(part.step for part in parts),
+            "tokens": sum(part.tokens for part in parts),
+            "minutes": minutes_of(parts),
+            "window": s.window,
+        }
+        print("target", trained["held_out_loss"], flush=True)
+        for kind, shares in {"all": figures["agreement"], **figures["agreement_by_kind"]}.items():
             print(kind, {name: own["top1"] for name, own in shares.items()}, flush=True)
         threads = torch.get_num_threads()
         report = {
-            "models": entries,
+            "target": trained,
+            "drafts": training_of(drafts),
             **figures,
-            "lessons": {"tokens": self.progress["lessons"].tokens, "shards": self.progress["lessons"].step},
-            "settings": asdict(s)
-            | {"hit_weight": self.args.hit_weight, "peak_rate": PEAK_RATE, "draft_shares": DRAFTS, "shallow": SHALLOW},
+            "settings": asdict(s) | {"peak_rate": PEAK_RATE, "shallow": SHALLOW},
             "packages": data.summary(data.read_documents(self.work / "train.jsonl")),
             "held_out_packages": data.summary(held_out),
             "device": f"{self.device.type}, {threads} thread{'s' * (threads > 1)}",
             "versions": {name: metadata.version(name) for name in ("torch", "transformers", "tokenizers", "numpy")}
             | {"python": platform.python_version()},
         }
-        export(self.args.out, {"target": target, **drafts}, self.tokenizer, report, evaluate.prompts_as_json(prompts))
+        folders = {"target": self.work / "target", **{name: drafts / name for name in DRAFTS}}
+        export(self.args.out, folders, report, evaluate.prompts_as_json(prompts))
         print(f"exported to {self.args.out}", flush=True)
+
+
+def minutes_of(parts: Iterable[train.Progress]) -> float:
+    """Return the minutes of training, without pauses."""
+    return round(sum(part.elapsed for part in parts) / 60, 1)
+
+
+def training_of(drafts: Path) -> dict[str, object]:
+    """Return what a finished run of `treespec train` has in its folder about its settings and its training."""
+    report = json.loads((drafts / "report.json").read_text())
+    lessons = train.Progress(**json.loads((drafts / "work" / "lessons.json").read_text()))
+    parts = [lessons, *(train.read_progress(path) for path in sorted((drafts / "work").glob("*.ckpt")))]
+    names = ("minutes", "tokens", "specialise", "layers", "hidden", "vocabulary", "seed")
+    settings = {name: report["settings"][name] for name in names}
+    return {"settings": settings, "lesson_tokens": lessons.tokens, "minutes": minutes_of(parts)}
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -284,13 +243,10 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=here / "treespec_weights" / "default", help="folder of the result")
     parser.add_argument("--resume", action="store_true", help="continue from the work folder")
     parser.add_argument("--target-minutes", type=float, default=80, help="training time of the target")
-    parser.add_argument("--continuation-minutes", type=float, default=33, help="time to make the drafts' lessons")
-    parser.add_argument("--ssm-minutes", type=float, default=20, help="training time of each draft")
+    parser.add_argument("--draft-minutes", type=float, default=90, help="time of the drafts' lessons and training")
+    parser.add_argument("--draft-tokens", type=int, help="tokens of the drafts' lessons, instead of minutes")
     parser.add_argument("--batch-tokens", type=int, default=4096, help="tokens per training step of the target")
-    parser.add_argument("--max-steps", type=int, help="steps per stage instead of minutes")
-    parser.add_argument(
-        "--hit-weight", type=float, default=1.0, help="boost-tuning: weight of positions that earlier drafts predict"
-    )
+    parser.add_argument("--max-steps", type=int, help="steps of the target instead of minutes")
     parser.add_argument("--kinds", nargs="+", choices=data.KINDS, default=list(data.KINDS), help="kinds of text")
     parser.add_argument("--held-out", nargs="+", default=list(data.HELD_OUT), help="packages excluded from training")
     parser.add_argument("--package-cap", type=int, default=8_000_000, help="maximum characters per package and kind")
@@ -306,7 +262,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="compile the training step (a quarter faster on a CPU)",
     )
     parser.add_argument(
-        "--compare", action="store_true", help="also train baseline drafts, into the work folder's compare/"
+        "--compare", action="store_true", help="also train a generalist, into the work folder's drafts/"
     )
     parser.add_argument("--prompts", type=int, default=256, help="held-out prompts to evaluate on and export")
     parser.add_argument("--new-tokens", type=int, default=128, help="tokens per continuation")

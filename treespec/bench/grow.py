@@ -89,7 +89,7 @@ def _grow_drafts(drafts: Sequence[tuple[str, Path]], root: Path, vocab: int, see
     for i, (name, folder) in enumerate(drafts, start=1):
         shape = _shape_of(folder)
         wide = widened(shape, 4, vocab, shape.num_layers, 0)
-        with as_folder(folder, torch.bfloat16) as source:  # stored in fp8
+        with as_folder(folder, torch.bfloat16) as source:  # the embedded drafts are stored in fp8
             grow_checkpoint(source, root / name, wide, seed + i)
         folders.append(str(root / name))
     return folders

@@ -132,12 +132,10 @@ class Fit:
     """How well a draft predicts lessons.
 
     Attributes:
-        losses: float64 [lessons], mean loss of each.
         hits: bool [targets], whether the draft's first choice is the target's, by position.
         missed: by lesson, the target's most likely tokens that the draft did not choose, as draft rows.
     """
 
-    losses: np.ndarray
     hits: np.ndarray
     missed: list[np.ndarray]
 
@@ -146,15 +144,11 @@ class Fit:
 def evaluate(model: nn.Module, curriculum: Curriculum, size: int = 16) -> Fit:
     """Evaluate a draft on all lessons of a curriculum."""
     model.eval()
-    losses, hits, missed, count = [], [], list[np.ndarray](), len(curriculum.lessons)
+    hits, missed, count = [], list[np.ndarray](), len(curriculum.lessons)
     for start in range(0, count, size):
         batch = curriculum.of(range(start, min(start + size, count)))
         rows, first = batch.places[:, 0].cpu().numpy(), batch.ids[:, 0].cpu().numpy()
-        logits = logits_at(model, batch)
-        hit = logits.argmax(1).cpu().numpy() == first
-        number = np.bincount(rows, minlength=len(batch.inputs))
-        each = distillation_losses(logits, batch).double().cpu().numpy()
-        losses.append(np.bincount(rows, each, minlength=len(batch.inputs)) / np.maximum(number, 1))
+        hit = logits_at(model, batch).argmax(1).cpu().numpy() == first
         hits.append(hit)
         missed += [first[~hit & (rows == row)] for row in range(len(batch.inputs))]
-    return Fit(np.concatenate(losses), np.concatenate(hits), missed)
+    return Fit(np.concatenate(hits), missed)

@@ -14,14 +14,16 @@ def choose_vocabulary(lessons: Lessons, target_size: int, ends: tuple[int, ...],
 
     Tokens are counted by the probability that the target gives them in its own outputs, and by `PROMPT_WEIGHT` in its
     prompts. The vocabulary has as many of the most frequent ones as cover `COVERAGE` of the counts, rounded up to a
-    multiple of `MULTIPLE`.
+    multiple of `MULTIPLE`, or down where `most` or the target's vocabulary ends.
 
     Args:
         lessons: what the target wrote.
         target_size: of its vocabulary.
         ends: end tokens, always included.
-        most: maximum number of rows, the last one included.
+        most: maximum number of rows, the last one included; from `target_size` on, the vocabulary is the target's.
     """
+    if most >= target_size:
+        return np.append(np.arange(target_size), -1)
     counts = np.zeros(target_size)
     np.add.at(counts, lessons.top_ids.ravel(), np.exp(lessons.top_logprobs.astype(np.float32)).ravel())
     sequences = np.repeat(np.arange(len(lessons)), np.diff(lessons.starts))
@@ -31,7 +33,8 @@ def choose_vocabulary(lessons: Lessons, target_size: int, ends: tuple[int, ...],
     counts[list(ends)] = 0.0
     order = np.argsort(-counts, kind="stable")
     size = int(np.searchsorted(np.cumsum(counts[order]), COVERAGE * counts.sum())) + 1
-    known = min(-(-(size + len(ends)) // MULTIPLE) * MULTIPLE, most - 1, target_size)
+    room = min(most - 1, target_size)
+    known = min(-(-(size + len(ends)) // MULTIPLE) * MULTIPLE, room // MULTIPLE * MULTIPLE or room)
     chosen = [*ends, *order[~np.isin(order, ends)][: known - len(ends)]]
     return np.concatenate([np.sort(chosen), [-1]])
 

@@ -197,8 +197,7 @@ class TrainingRun:
                 f"the lessons of {out} have the token {largest}, but the vocabulary of {self.target} has "
                 f"{self.target_size} tokens; give lessons of the same target"
             )
-        self.check_inputs()
-        write_json(self.work / "settings.json", asdict(self.settings))
+        self.begin()
         return lessons
 
     def make_lessons(self) -> Lessons:
@@ -220,9 +219,8 @@ class TrainingRun:
             paths = [Path(path) for path in settings.data]
             self.check_tokenizer()
             prompts = read_training_prompts(paths, has_chat_template(self.llm.get_tokenizer()))
-            self.check_inputs()
-            del self.target_model  # frees its memory while lessons are written
-            write_json(self.work / "settings.json", asdict(settings))  # not before target and data are known to be good
+            self.begin()
+            self.__dict__.pop("target_model", None)  # frees its memory while lessons are written
             writer = LessonWriter(self.llm, prompts, folder, settings.max_tokens, settings.seed)
             log = ProgressLog(f"lessons from {len(prompts)} prompts", progress, budget)
             while spent() < 1:
@@ -240,10 +238,9 @@ class TrainingRun:
         """Choose vocabulary, layers and width from the lessons and from measured passes, once."""
         settings, file = self.settings, self.work / "vocabulary.npz"
         if settings.start is not None:
-            target_ids = read_vocabulary(resolve_folder(settings.start), self.target_size)
-            return target_ids, StudentShape(
-                read_config(resolve_folder(settings.start))["num_hidden_layers"], len(target_ids)
-            )
+            start = resolve_folder(settings.start)
+            target_ids = read_vocabulary(start, self.target_size)
+            return target_ids, StudentShape(read_config(start)["num_hidden_layers"], len(target_ids))
         if not file.exists():
             config = self.target_model.config
             read = int(self.llm.stats()["memory"]["target_weights"])
@@ -279,12 +276,20 @@ class TrainingRun:
         """The target as a transformers model."""
         return open_model(self.target)
 
+    def begin(self) -> None:
+        """Check the inputs and store the settings, unless a run is resumed."""
+        file = self.work / "settings.json"
+        if not file.exists():
+            self.check_inputs()
+            write_json(file, asdict(self.settings))
+
     def check_inputs(self) -> None:
         """Raise if no draft can be made from the target, `start` or the texts, before any lesson is written.
 
         Raises:
-            ModelError: no draft of the target's family. CheckpointError: `start` is of another target. ConfigError: too
-                little text, or no tokenizer to read it with. OSError: a file of the texts does not exist.
+            ModelError: no draft of the target's family, or not of this width. CheckpointError: `start` is of another
+                target. ConfigError: too little text, or no tokenizer to read it with. OSError: a file of the texts does
+                not exist.
         """
         if self.settings.texts:
             self.check_tokenizer()
@@ -293,7 +298,8 @@ class TrainingRun:
             read_vocabulary(resolve_folder(self.settings.start), self.target_size)
             return
         ends = self.end_tokens
-        make_student(self.target_model, StudentShape(1, len(ends) + 1), np.array([*ends, -1]), ends)
+        shape = StudentShape(1, len(ends) + 1, self.settings.hidden)
+        make_student(self.target_model, shape, np.array([*ends, -1]), ends)
 
     def check_tokenizer(self) -> None:
         """Raise ConfigError if the target has no tokenizer."""
@@ -327,7 +333,7 @@ class TrainingRun:
     def train_generalist(
         self, curriculum: Curriculum, texts: Texts | None, target_ids: np.ndarray, shape: StudentShape
     ) -> Any:
-        """Train one draft on all lessons, and on texts before."""
+        """Train one draft on all lessons, mixed with texts as `Texts.is_text_step` chooses."""
         torch.manual_seed(self.settings.seed)
         if self.settings.start is None:
             model = make_student(self.target_model, shape, target_ids, self.end_tokens).to(self.device)
@@ -348,7 +354,7 @@ class TrainingRun:
         texts: Texts | None = None,
     ) -> Progress:
         def loss(model: Any, step: int, done: float) -> StepLoss:
-            if texts is not None and texts.drawn(step, done):
+            if texts is not None and texts.is_text_step(step, done):
                 return texts.loss(model, step)
             return curriculum.loss(model, step)
 

@@ -13,11 +13,12 @@ from treespec.training.student import WIDTHS
 
 logger = logging.getLogger("treespec")
 
-PASS_SHARE = 0.08  # of a plain target pass that one level of one draft may take
+PASS_SHARE = 0.03  # of a plain target pass that one level of one draft may take
 HEAD_SHARE = 0.5  # of that share, in bytes, that a draft's vocabulary may take
 LEAST_LAYERS = 2  # one layer cannot copy from the context (induction heads, arXiv 2209.11895)
 WIDTH_STEP = 64
-NARROWER = (0.75, 0.5, 0.25)  # widths that are tried if two layers of the target's width take too long
+# Widths that are tried, in shares of the target's, if two layers of its width take too long.
+NARROWER = (3 / 4, 2 / 3, 1 / 2, 1 / 3, 1 / 4)
 
 
 def most_rows(target_bytes: int, hidden_size: int) -> int:

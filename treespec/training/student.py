@@ -106,11 +106,18 @@ def make_student(target: Any, shape: StudentShape, target_ids: np.ndarray, ends:
 
 
 def write_student(model: Any, folder: Path, target_ids: np.ndarray, target_size: int) -> None:
-    """Write a student as a folder that `LLM(drafts=[...])` and transformers load, in bfloat16."""
+    """Write a student as a folder that `LLM(drafts=[...])` and transformers load, in bfloat16.
+
+    One that knows all tokens of the target is an ordinary model, without the row for all other tokens.
+    """
     model = copy.deepcopy(model).to(torch.bfloat16)
+    reduced = len(target_ids) <= target_size
+    if not reduced:
+        model.resize_token_embeddings(target_size)
     with progress_bars_on_terminals():
         model.save_pretrained(folder)
-    write_draft_vocabulary(folder, target_ids, target_size)
+    if reduced:
+        write_draft_vocabulary(folder, target_ids, target_size)
 
 
 def open_model(path: Path, dtype: torch.dtype | None = None) -> Any:

@@ -56,7 +56,7 @@ class Texts:
         self._rows = rows_of_tokens(target_ids, target_size).astype(np.int32)[tokens]
         self.other, self.seed, self.device = len(target_ids) - 1, seed, device
 
-    def drawn(self, step: int, done: float) -> bool:
+    def is_text_step(self, step: int, done: float) -> bool:
         """Return whether a step trains on texts; their share falls linearly with the completed fraction `done`."""
         share = TEXT_SHARE * max(1 - done / LESSONS_ONLY, 0.0)
         return bool(np.random.default_rng((self.seed, 6, step)).random() < share)

@@ -1,9 +1,11 @@
 """Collect training text from installed Python packages, split by whole packages into training and held-out text."""
 
+import ast
 import hashlib
 import json
 import re
 import sysconfig
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -47,6 +49,16 @@ class Document:
     kind: str
     license: str
     text: str
+
+
+def syntax_tree(document: Document) -> ast.Module:
+    """Parse a document's Python source; an empty module if it is none."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)
+            return ast.parse(document.text)
+    except (SyntaxError, ValueError, RecursionError):
+        return ast.Module([], [])
 
 
 def kind_of(path: Path) -> str | None:
@@ -235,17 +247,16 @@ class Mixture:
         self.shares /= self.shares.sum()
         self.seed = seed
 
-    def windows(self, step: int, count: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Cut random windows. Returns int64 [count, length] and the index of each window's stream, [count].
+    def windows(self, step: int, count: int, length: int) -> np.ndarray:
+        """Cut random windows, int64 [count, length].
 
         Raises ValueError if a stream is shorter than a window.
         """
         rng = np.random.default_rng((self.seed, step))
         rows = []
-        choices = rng.choice(len(self.streams), count, p=self.shares)
-        for choice in choices:
+        for choice in rng.choice(len(self.streams), count, p=self.shares):
             tokens = self.streams[choice].tokens
             if len(tokens) <= length:
                 raise ValueError(f"a kind of text has {len(tokens)} tokens; windows of {length} need more")
             rows.append(self.streams[choice].windows([rng.integers(0, len(tokens) - length)], length))
-        return np.concatenate(rows), choices
+        return np.concatenate(rows)

@@ -4,14 +4,19 @@ import copy
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import GenerationConfig, LlamaForCausalLM
 
+from treespec.training.draft_vocabulary import rows_of_tokens
+from treespec.training.student import open_model
 from treespec_training.data import Document, Stream
+from treespec_weights.draft_vocabulary import read_draft_vocabulary
 
 PROMPT_TOKENS = (48, 160)
 TOPS = (1, 2, 4)
@@ -88,19 +93,45 @@ def greedy_continuations(target: LlamaForCausalLM, prompts: Sequence[list[int]],
     return [results[index] for index in range(len(prompts))]
 
 
+@dataclass(frozen=True)
+class Draft:
+    """A draft of `treespec train`.
+
+    Attributes:
+        model: a transformers model.
+        rows: int64 [target's vocabulary], the draft's row of each token.
+        known: number of tokens that it can propose; unknown ones have a row from `known` on.
+    """
+
+    model: LlamaForCausalLM
+    rows: np.ndarray
+    known: int
+
+
+def open_draft(folder: Path, target_size: int) -> Draft:
+    """Open a draft in float32."""
+    model = open_model(folder, torch.float32)
+    target_ids = read_draft_vocabulary(folder, model.config.vocab_size, target_size)
+    if target_ids is None:
+        return Draft(model, np.arange(target_size), target_size)
+    return Draft(model, rows_of_tokens(target_ids, target_size), len(target_ids) - 1)
+
+
 @torch.inference_mode()
-def ranks(draft: LlamaForCausalLM, sequences: Sequence[Tensor], prompt_lengths: Sequence[int]) -> list[Tensor]:
+def ranks(draft: Draft, sequences: Sequence[Tensor], prompt_lengths: Sequence[int]) -> list[Tensor]:
     """Rank every token of the continuations by the draft's probabilities, teacher-forced.
 
-    Returns int64 [new tokens] for each sequence; rank 0 is the most probable token.
+    Returns int64 [new tokens] for each sequence; rank 0 is the most probable token, and tokens that the draft does not
+    know come last.
     """
-    device = next(draft.parameters()).device
+    rows, known = torch.from_numpy(draft.rows), draft.known
     results = []
     for sequence, length in zip(sequences, prompt_lengths, strict=True):
-        sequence = sequence.to(device)
-        logits = draft(input_ids=sequence[None, :-1], use_cache=False).logits[0, length - 1 :]
-        chosen = logits.gather(-1, sequence[length:, None])
-        results.append((logits > chosen).sum(-1))
+        own = rows[sequence.cpu()]
+        logits = draft.model(input_ids=own[None, :-1], use_cache=False).logits[0, length - 1 :, :known]
+        targets = own[length:, None]
+        chosen = logits.gather(-1, targets.clamp(max=known - 1))
+        results.append(torch.where(targets[:, 0] < known, (logits > chosen).sum(-1), known))
     return results
 
 
@@ -136,18 +167,22 @@ def _share(hits: Tensor) -> float:
 
 
 def agreement_report(
-    models: dict[str, LlamaForCausalLM], prompts: Sequence[list[int]], kinds: Sequence[str], new_tokens: int
+    target: LlamaForCausalLM,
+    drafts: dict[str, Draft],
+    prompts: Sequence[list[int]],
+    kinds: Sequence[str],
+    new_tokens: int,
 ) -> dict[str, object]:
-    """Continue prompts greedily with `models["target"]` and rank its tokens with all other models.
+    """Continue prompts greedily with the target and rank its tokens with the drafts.
 
     The agreement is reported over all prompts and by the kind of each prompt.
     """
-    sequences = greedy_continuations(models["target"], prompts, new_tokens)
+    sequences = greedy_continuations(target, prompts, new_tokens)
     lengths = [len(prompt) for prompt in prompts]
-    drafts = {name: ranks(model, sequences, lengths) for name, model in models.items() if name != "target"}
+    found = {name: ranks(draft, sequences, lengths) for name, draft in drafts.items()}
 
     def over(chosen: Sequence[int]) -> dict[str, dict[str, float]]:
-        return agreement({name: torch.cat([own[i] for i in chosen]) for name, own in drafts.items()})
+        return agreement({name: torch.cat([own[i] for i in chosen]) for name, own in found.items()})
 
     by_kind = {kind: [i for i, own in enumerate(kinds) if own == kind] for kind in dict.fromkeys(kinds)}
     return {

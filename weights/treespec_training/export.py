@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
 from treespec.training.files import atomic_write_text, write_json
+from treespec.training.student import open_model
 from treespec_training.shapes import MAX_LENGTH
 from treespec_training.train_tokenizer import as_pretrained
 
@@ -34,10 +35,10 @@ no factual knowledge.
 | architecture | `LlamaForCausalLM`, tied embeddings, no biases |
 | parameters | {parameters:,} ({layers}, hidden {hidden}, MLP {mlp}) |
 | attention | {heads} heads of {head_dim}, {kv_heads} KV heads |
-| context | {context} positions, trained on windows of {window} tokens |
-| tokenizer | byte-level BPE, {vocab} tokens, lossless, shared by target and drafts |
+| context | {context} positions |
+| tokenizer | {tokenizer} |
 | weights | bfloat16 |
-| trained on | {tokens:,} tokens in {minutes:.0f} minutes on {device} |
+| trained on | {trained} |
 | text | {kinds}: {characters:,} characters that install with Python and treespec's dependencies |
 | held out | {held_out} (whole packages) |
 
@@ -64,11 +65,11 @@ folders holds the settings, the package list and all figures of this build.
 
 
 def _figures(name: str, report: dict) -> str:
-    losses = ", ".join(f"{kind} {value:.3f}" for kind, value in report["models"][name]["held_out_loss"].items())
-    lines = [f"- loss, nats per token: {losses}"]
-    if name in report["agreement"]:
-        lines += [
-            "",
+    if name == "target":
+        losses = ", ".join(f"{kind} {value:.3f}" for kind, value in report["target"]["held_out_loss"].items())
+        lines = [f"Loss, nats per token: {losses}"]
+    else:
+        lines = [
             f"Fraction of the tokens of the target's greedy continuations ({report['prompts']} prompts, "
             f"{report['new_tokens']} tokens each) that are among this draft's k most probable tokens, and fraction "
             "that only this draft predicts with its most probable token:",
@@ -81,24 +82,31 @@ def _figures(name: str, report: dict) -> str:
     return "\n".join(lines)
 
 
-def _speciality(name: str, report: dict) -> str:
-    shares = report["settings"]["draft_shares"].get(name, {})
-    used = {kind: share for kind, share in shares.items() if kind in report["settings"]["kinds"]}
-    return f" It was trained mostly on {max(used, key=used.__getitem__)}." if len(set(used.values())) > 1 else ""
+def _trained(name: str, report: dict) -> str:
+    entry = report["target" if name == "target" else "drafts"]
+    if name == "target":
+        return f"{entry['tokens']:,} tokens in {entry['minutes']:.0f} minutes on {report['device']}"
+    return (
+        f"{entry['lesson_tokens']:,} tokens that the target generated, and raw text; "
+        f"{entry['minutes']:.0f} minutes for all drafts together, on {report['device']}"
+    )
 
 
 def model_card(name: str, report: dict, model: LlamaForCausalLM) -> str:
     """Return the README.md of a model folder."""
     config = model.config
-    entry = report["models"][name]
     by_license: dict[str, list[str]] = {}
     for package, facts in report["packages"].items():
         by_license.setdefault(facts["license"], []).append(package)
-    purpose = {
-        True: "The target model, whose output speculative decoding reproduces.",
-        False: "A draft model (SSM), distilled from the target in the neighbouring folder: it predicts the target's "
-        "tokens." + _speciality(name, report),
-    }[name == "target"]
+    if name == "target":
+        purpose = "The target model, whose output speculative decoding reproduces."
+        tokenizer = f"byte-level BPE, {config.vocab_size} tokens, lossless, shared by target and drafts"
+    else:
+        purpose = (
+            "A draft model (SSM) that predicts the tokens of the target in the neighbouring folder; it was trained by "
+            "`treespec train`, and mostly on one kind of text."
+        )
+        tokenizer = "the target's, in its folder"
     return CARD.format(
         card_license="apache-2.0",
         name=name,
@@ -111,11 +119,8 @@ def model_card(name: str, report: dict, model: LlamaForCausalLM) -> str:
         kv_heads=config.num_key_value_heads,
         mlp=config.intermediate_size,
         context=config.max_position_embeddings,
-        window=entry["window"],
-        vocab=config.vocab_size,
-        tokens=entry["tokens"],
-        minutes=entry["minutes"],
-        device=report["device"],
+        tokenizer=tokenizer,
+        trained=_trained(name, report),
         kinds=", ".join(report["settings"]["kinds"]),
         characters=sum(sum(facts["characters"].values()) for facts in report["packages"].values()),
         held_out=", ".join(report["settings"]["held_out"]),
@@ -133,33 +138,28 @@ def write_folder(folder: Path, model: LlamaForCausalLM, tokenizer: Tokenizer) ->
     """Write a model in bfloat16 with its tokenizer files."""
     copy.deepcopy(model).to(torch.bfloat16).cpu().save_pretrained(folder)
     as_pretrained(tokenizer, MAX_LENGTH).save_pretrained(folder)
-    for file in folder.iterdir():
-        file.chmod(0o644)  # safetensors makes the file readable only for its owner
 
 
-def export(
-    out: Path, models: dict[str, LlamaForCausalLM], tokenizer: Tokenizer, report: dict, prompts: Sequence[dict]
-) -> None:
-    """Write all folders beside `out`, then swap them in one by one, so that no folder is ever partially written.
+def export(out: Path, folders: dict[str, Path], report: dict, prompts: Sequence[dict]) -> None:
+    """Copy all folders beside `out`, then swap them in one by one, so that no folder is ever partially written.
 
     Args:
         out: `default`; created if missing. Other files in it are kept.
-        models: folder name -> model.
-        tokenizer: the shared tokenizer.
+        folders: name -> folder of a model.
         report: document written as `report.json`; also the source of the figures on the model cards.
         prompts: document written as `heldout_prompts.json`.
     """
     out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".export-") as name:
-        staging = Path(name)
-        for folder, model in models.items():
-            write_folder(staging / folder, model, tokenizer)
-            atomic_write_text(staging / folder / "README.md", model_card(folder, report, model))
-        for folder in models:
-            if (out / folder).exists():
-                (out / folder).rename(staging / f"{folder}.old")
-            (staging / folder).rename(out / folder)
-        for old in staging.glob("*.old"):
-            shutil.rmtree(old)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".export-") as temporary:
+        staging = Path(temporary)
+        for name, folder in folders.items():
+            shutil.copytree(folder, staging / name)
+            atomic_write_text(staging / name / "README.md", model_card(name, report, open_model(folder)))
+            for file in (staging / name).iterdir():
+                file.chmod(0o644)  # safetensors makes the file readable only for its owner
+        for name in folders:
+            if (out / name).exists():
+                (out / name).rename(staging / f"{name}.old")
+            (staging / name).rename(out / name)
     write_json(out / "heldout_prompts.json", list(prompts))
     write_json(out / "report.json", report)

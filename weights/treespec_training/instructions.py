@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from treespec_training.data import Document
+from treespec_training.data import Document, syntax_tree
 
 PARAGRAPH_CHARACTERS = (200, 900)
 FUNCTION_LINES = (6, 32)
@@ -34,11 +34,7 @@ def _functions(document: Document) -> Iterator[ast.FunctionDef]:
     """Yield documented functions of moderate length."""
     if document.kind != "code":
         return
-    try:
-        tree = ast.parse(document.text)
-    except (SyntaxError, ValueError, RecursionError):
-        return
-    for node in ast.walk(tree):
+    for node in ast.walk(syntax_tree(document)):
         if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) and not node.name.startswith("_"):
             if FUNCTION_LINES[0] <= (node.end_lineno or 0) - node.lineno < FUNCTION_LINES[1]:
                 yield node
@@ -53,11 +49,7 @@ def _paragraphs(document: Document) -> Iterator[str]:
     if document.kind == "prose":
         texts = re.split(r"\n\s*\n", document.text)
     elif document.kind == "code":
-        try:
-            tree = ast.parse(document.text)
-        except (SyntaxError, ValueError, RecursionError):
-            return
-        nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Module | ast.ClassDef)]
+        nodes = [node for node in ast.walk(syntax_tree(document)) if isinstance(node, ast.Module | ast.ClassDef)]
         texts = [part for node in nodes for part in re.split(r"\n\s*\n", ast.get_docstring(node) or "")]
     else:
         return
@@ -99,6 +91,7 @@ def _tasks(document: Document) -> Iterator[str]:
         sentence = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split()).split(". ")[0].rstrip(".")
         if SENTENCE_WORDS[0] <= len(sentence.split()) <= SENTENCE_WORDS[1] and sentence.isprintable():
             first, _, rest = sentence.partition(" ")
+            # "Returns" and the like are no imperatives.
             if first.isalpha() and not first.endswith("s") and first.lower() not in ("test", "no"):
                 yield f"{first.lower()} {rest}"
 

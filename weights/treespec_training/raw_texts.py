@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Iterator, Sequence
 
-from treespec_training.data import Document
+from treespec_training.data import Document, syntax_tree
 
 CODE_SHARE = 0.4  # of the characters
 LEAST_DOCSTRING = 120  # characters; shorter ones say little
@@ -11,11 +11,8 @@ LEAST_DOCSTRING = 120  # characters; shorter ones say little
 
 def docstrings(document: Document) -> str:
     """Return the docstrings of a Python file as one text; empty if the file cannot be parsed."""
-    try:
-        tree = ast.parse(document.text)
-    except (SyntaxError, ValueError, RecursionError):
-        return ""
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef
+    nodes = [node for node in ast.walk(syntax_tree(document)) if isinstance(node, documented)]
     found = [ast.get_docstring(node) or "" for node in nodes]
     return "\n\n".join(text for text in found if len(text) >= LEAST_DOCSTRING)
 

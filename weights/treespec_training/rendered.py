@@ -12,14 +12,13 @@ import io
 import json
 import random
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import yaml
 
-from treespec_training.data import Document
+from treespec_training.data import Document, syntax_tree
 
 MIN_CHARACTERS = 400  # minimum length of a rendered file
 MIN_DOCSTRING = 80
@@ -30,11 +29,8 @@ Record = dict[str, Any]
 
 def rendered(document: Document) -> Iterator[Document]:
     """Yield the prose page and the data file rendered from a Python file, each only if it is long enough."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)
-            module = ast.parse(document.text)
-    except (SyntaxError, ValueError, RecursionError):
+    module = syntax_tree(document)
+    if not module.body:
         return
     name = document.path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
     page = page_of(name, module)

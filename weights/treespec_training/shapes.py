@@ -5,12 +5,26 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-TARGET = {"hidden_size": 256, "num_hidden_layers": 12, "intermediate_size": 704}
-DRAFT = {"hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 512}
-ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
-TINY_TARGET = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
-TINY_DRAFT = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 48}
-TINY_ATTENTION = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+TARGET = {
+    "hidden_size": 256,
+    "num_hidden_layers": 12,
+    "intermediate_size": 704,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+TINY_TARGET = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+}
+# Of the drafts, as settings of `treespec train`: narrow, because a pass of a target of 10 M parameters is short, and
+# with the target's token ids, so that other libraries can use them.
+DRAFT = {"layers": 2, "hidden": 128, "vocabulary": 4096}
+TINY_DRAFT = {"layers": 1, "vocabulary": 384}
 MAX_LENGTH = 2048
 
 

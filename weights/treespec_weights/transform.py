@@ -18,7 +18,8 @@ from treespec_weights.quantize import BITS, FP8, compressed_tensors, compressed_
 from treespec_weights.rules import FamilyRules, ModelShape
 from treespec_weights.writer import NAMES, Output
 
-FORMATS = (*BITS, "fp8", "fp8-all")  # of `--quantize`
+FP8_FORMATS = ("fp8", "fp8-all")
+FORMATS = (*BITS, *FP8_FORMATS)  # of `--quantize`
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def quantise_transform(quantization: str, cast: Cast, shape: ModelShape, rules: 
             "published layout; quantise at load time, with LLM(quantization=...)"
         )
     matrices, head = quantizable(shape), rules.tied_copy.removesuffix(".weight")
-    if quantization.startswith("fp8"):
+    if quantization in FP8_FORMATS:
         ends = {"embed", "lm_head"} & set(shape.parameters()) if quantization == "fp8-all" else set()
         return Quantise(8, None, True, cast, frozenset({*matrices, *ends}), head)
     bits = BITS[quantization]

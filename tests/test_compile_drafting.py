@@ -105,7 +105,11 @@ def test_trees_are_those_of_the_general_path(name: str) -> None:
     with mock.patch.object(TreeGrowth, "draft", autospec=True, side_effect=TreeGrowth.draft) as whole_levels:
         ours, compiled = run()
     assert bool(whole_levels.call_count) != ("temperature" in options)
-    with mock.patch.object(ssm, "CompiledForest", NumpyForest), mock.patch.object(ssm, "levels_for", PlannedLevels):
+
+    def planned(models: Any, active: Any, *rest: Any) -> PlannedLevels:
+        return PlannedLevels(models, *rest)
+
+    with mock.patch.object(ssm, "CompiledForest", NumpyForest), mock.patch.object(ssm, "levels_for", planned):
         theirs, general = run()
     assert ours == theirs and len(compiled.trees) == len(general.trees) > 8
     for (context, tree), (other, expected) in zip(compiled.trees, general.trees, strict=True):

@@ -44,9 +44,9 @@ def a_tree(root: int, nodes: int, seed: int) -> TokenTree:
     return tree_of(root, dict.fromkeys(paths[1:], 1.0))
 
 
-def ours(folder: Path, tokens: list[int], tree: TokenTree) -> Outputs:
+def ours(folder: Path, tokens: list[int], tree: TokenTree, compiled: bool = False) -> Outputs:
     """The prompt in two chunks, then decoding token by token, then the tree behind all but its root."""
-    llm = open_llm(folder, exact=False, max_model_len=None)
+    llm = open_llm(folder, exact=False, max_model_len=None, compile=compiled)
     target, cache = llm.engine.runner.target, llm.engine.cache
     runner, layers = llm.engine.runner, range(len(target.config.layers))
 

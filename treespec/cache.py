@@ -8,6 +8,7 @@ Samples of one prompt share its full pages. A page with several holders is never
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,10 +16,37 @@ from torch import Tensor
 
 from treespec.utils.memory import lazy_zeros
 from treespec_kernels.attention.kv_commit import kv_commit_cpu, kv_commit_triton
-from treespec_kernels.attention.tree_batch import PAGE_SIZE
+from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 from treespec_weights.rules import ModelShape
 
 NO_PAGES = np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class FeatureShape:
+    """Shape of the pool of features: hidden states of the target that draft heads read.
+
+    A token's features have its slot, and the layout of K and V: they are compacted, shared and zeroed like these.
+
+    Attributes:
+        layers: of the target, as in `Decoder.forward_with_states`.
+        hidden_size: of the target, even.
+    """
+
+    layers: tuple[int, ...]
+    hidden_size: int
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.hidden_size // (2 * self.head_dim)
+
+    @property
+    def head_dim(self) -> int:
+        return next(size for size in (128, 64, 32, 16, 8, 4, 2, 1) if self.hidden_size % (2 * size) == 0)
 
 
 def pages_for(num_slots: int) -> int:
@@ -35,9 +63,10 @@ class KVCache:
         dtype, device: of the pools.
         stacks: sizes of groups of consecutive models of equal shape that share one tensor, so that they can run as one;
             None = every model has its own.
+        features: shape of the pool of the target's hidden states; None without draft heads.
 
     Attributes:
-        pools: by model, [num_layers, 2, num_pages + 1, num_kv_heads, PAGE_SIZE, head_dim].
+        pools: by model, [num_layers, 2, num_pages + 1, num_kv_heads, PAGE_SIZE, head_dim]; the features' pool is last.
         stacked: by stack, the same with the pages of its models concatenated.
     """
 
@@ -48,8 +77,9 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device | str,
         stacks: Sequence[int] | None = None,
+        features: FeatureShape | None = None,
     ):
-        self.num_pages = num_pages
+        self.num_pages, self.features = num_pages, features
         self.pools: list[Tensor] = []
         self.stacked: list[Tensor] = []
         for count in stacks if stacks is not None else [1] * len(shapes):
@@ -57,19 +87,23 @@ class KVCache:
             self.stacked.append(self.allocate(shape, count * (num_pages + 1), dtype, device))
             self.pools += self.stacked[-1].chunk(count, dim=2)
         assert len(self.pools) == len(shapes), "stacks do not add up"
+        if features is not None:
+            self.pools.append(self.allocate(features, num_pages + 1, dtype, device))
         self._held: dict[str, np.ndarray] = {}
         self._holders = np.zeros(num_pages + 1, dtype=np.int64)  # of each page
         self._dirty = np.zeros(num_pages + 1, dtype=bool)  # pages to zero when their last holder releases them
 
     @staticmethod
-    def allocate(shape: ModelShape, num_pages: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    def allocate(
+        shape: ModelShape | FeatureShape, num_pages: int, dtype: torch.dtype, device: torch.device | str
+    ) -> Tensor:
         """[num_layers, 2, num_pages, num_kv_heads, PAGE_SIZE, head_dim] of zeros: unwritten slots stay finite. On a
         CPU, memory is committed on first write."""
         size = (shape.num_layers, 2, num_pages, shape.num_kv_heads, PAGE_SIZE, shape.head_dim)
         return lazy_zeros(size, dtype, torch.device(device))
 
     @staticmethod
-    def bytes_per_page(shapes: Sequence[ModelShape], dtype: torch.dtype) -> int:
+    def bytes_per_page(shapes: Sequence[ModelShape | FeatureShape], dtype: torch.dtype) -> int:
         """Bytes of one page over all pools."""
         per_slot = sum(2 * shape.num_layers * shape.num_kv_heads * shape.head_dim for shape in shapes)
         return per_slot * PAGE_SIZE * dtype.itemsize
@@ -159,6 +193,39 @@ class KVCache:
         page, offset = torch.from_numpy(pages[logical // PAGE_SIZE]), torch.from_numpy(logical % PAGE_SIZE)
         device = self.pools[pool].device
         self.pools[pool][:, :, page.to(device), :, offset.to(device)] = 0
+
+    def write_features(self, rows: Sequence[RequestRows], states: Tensor) -> None:
+        """Write hidden states to the slots of the rows of a target pass.
+
+        Args:
+            rows: by request.
+            states: [num_rows, number of layers, hidden_size].
+        """
+        pool = self.pools[-1]
+        slots = zip(*(own.slots for own in rows), strict=True)
+        page, offset = (torch.from_numpy(np.concatenate(part)) for part in slots)
+        parts = states.view(len(states), pool.shape[0], 2, pool.shape[3], pool.shape[5])
+        pool[:, :, page.to(pool.device), :, offset.to(pool.device)] = parts.to(pool.dtype)
+
+    def read_features(self, pages: np.ndarray, first: int, last: int) -> Tensor:
+        """Return the features of the committed positions first .. last - 1: [positions, number of layers, hidden_size].
+
+        Args:
+            pages: of the request.
+            first, last: positions, below the root's.
+        """
+        pool, logical = self.pools[-1], np.arange(first, last)
+        page, offset = torch.from_numpy(pages[logical // PAGE_SIZE]), torch.from_numpy(logical % PAGE_SIZE)
+        parts = pool[:, :, page.to(pool.device), :, offset.to(pool.device)]  # indexed dimensions come first
+        return parts.reshape(len(logical), pool.shape[0], -1)
+
+    def commit_target(
+        self, pages: Sequence[np.ndarray], context_lens: Sequence[int], paths: Sequence[np.ndarray]
+    ) -> None:
+        """Compact the accepted slots of the target's K/V and features; arguments as in `commit`."""
+        self.commit(0, pages, context_lens, paths)
+        if self.features is not None:
+            self.commit(len(self.pools) - 1, pages, context_lens, paths)
 
     def commit(
         self, pool: int, pages: Sequence[np.ndarray], context_lens: Sequence[int], paths: Sequence[np.ndarray]

@@ -292,7 +292,13 @@ class ModelConfig:
         """
         folder = resolve_folder(folder)
         raw = read_config(folder)
-        rules = family_of(raw, folder)
+        return cls.from_raw(folder, raw, family_of(raw, folder), max_model_len)
+
+    @classmethod
+    def from_raw(
+        cls, folder: Path, raw: dict[str, Any], rules: FamilyRules, max_model_len: int | None = None
+    ) -> "ModelConfig":
+        """Read a parsed config.json; arguments and errors as in `from_hf`."""
         shape = ModelShape.from_hf(raw, rules, folder)
         raw = {**rules.assumed, **raw}
         named = raw.get(rules.activation)

@@ -125,8 +125,13 @@ class Runner:
             torch.cuda.synchronize(self.target.device)
 
     def run_pass(self, rows: list[RequestRows], tokens: np.ndarray) -> Tensor:
-        """[num tokens, hidden_size] final hidden states of the tokens."""
+        """[num tokens, hidden_size] final hidden states of the tokens. Writes the features that draft heads read."""
         ids = torch.from_numpy(tokens).to(self.target.device)
         assert self.max_rows is None or len(tokens) <= self.max_rows, "a pass outgrew the fixed number of rows"
-        pool = self.cache.pools[0]
-        return self.target.forward(ids, self.target.plan(rows, pool), pool)[: len(tokens)]
+        pool, features = self.cache.pools[0], self.cache.features
+        layout = self.target.plan(rows, pool)
+        if features is None:
+            return self.target.forward(ids, layout, pool)[: len(tokens)]
+        final, chosen = self.target.forward_with_states(ids, layout, pool, features.layers)
+        self.cache.write_features(rows, chosen[: len(tokens)])
+        return final[: len(tokens)]

@@ -160,8 +160,8 @@ def test_a_turn_has_the_bits_of_the_cpu_decoder() -> None:
     decoder = Decoder(config, weights, echo, "torch")
     pool = torch.zeros(1, 2, 3, num_kv_heads, PAGE_SIZE, head_dim)
     layout = decoder.plan([rows], pool)
-    layer: Any = SimpleNamespace(qkv=lambda x: qkv.clone(), o=lambda x: x, head_norm=None, rope=0, window=0)
-    decoder._attend(layer, qkv, layout.rotation.split(1, 1), layout, pool[0])
+    layer: Any = SimpleNamespace(o=lambda x: x, head_norm=None, rope=0, window=0)
+    decoder._attend(layer, qkv.clone(), layout.rotation.split(1, 1), layout, pool[0])
 
     own_pool, q = torch.zeros_like(pool, device=DEVICE), torch.zeros(9, num_heads, head_dim, device=DEVICE)
     pages, offsets = rows.slots

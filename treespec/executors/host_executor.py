@@ -47,7 +47,7 @@ class HostExecutor:
         clock.enter("commit")
         pages = [each.request.pages for each in execution.verified]
         lengths = [each.request.context_len for each in execution.verified]
-        self.runner.cache.commit(0, pages, lengths, [each.path for each in execution.verified])
+        self.runner.cache.commit_target(pages, lengths, [each.path for each in execution.verified])
         return execution
 
     def propose(

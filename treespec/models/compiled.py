@@ -17,7 +17,7 @@ from torch import Tensor
 
 from treespec.config import ModelConfig
 from treespec.errors import KernelError
-from treespec.models.decoder import Decoder, Pass
+from treespec.models.decoder import Decoder, HiddenStates, Pass, StreamInput
 from treespec.models.norms import take_head_norm
 from treespec.models.quantized_weights import take_projection
 from treespec_kernels.attention.tree_batch import RequestRows
@@ -101,6 +101,8 @@ class CompiledDecoder(Decoder):
         KernelError: the library cannot be built.
     """
 
+    growth: ctypes.CDLL
+
     def __init__(self, config: ModelConfig, weights: dict[str, Tensor], folder: Path):
         self._folder, self._joined = folder, torch.empty(0, dtype=torch.float32, device="cpu")
         super().__init__(config, weights, CompiledAttention(weights["embed"].dtype), "compiled", min_rows=1)
@@ -165,6 +167,14 @@ class CompiledDecoder(Decoder):
         own = kv[:num_layers]
         return self.model.forward(tokens, layout.attention, layout.rotation, own, len(own), layout.positions)
 
+    def _forward_with_states(
+        self, tokens: Tensor, layout: Pass, kv: Tensor, of: Sequence[int], stream: StreamInput | None
+    ) -> HiddenStates:
+        chosen = torch.empty(len(tokens), len(of), self.model.hidden_size, dtype=self.dtype, device="cpu")
+        parts = (*((None, None) if stream is None else stream), chosen, of)
+        plan, rotation = layout.attention, layout.rotation
+        return HiddenStates(self.model.forward(tokens, plan, rotation, kv, None, layout.positions, *parts), chosen)
+
     @property
     def entries(self) -> PassEntries | None:
         """Entry points for calls from another library, or None if probabilities take more than two calls."""
@@ -200,7 +210,7 @@ def _take_layer(weights: dict[str, Tensor], i: int, config: ModelConfig) -> Laye
         post_norm("attn_post_norm"),
         post_norm("mlp_post_norm"),
         take_head_norm(weights, at, shape.num_heads, shape.num_kv_heads),
-        take_projection(weights, at, ("q", "k", "v")),
+        take_projection(weights, at, ("q", "k", "v")) if f"{at}q" in weights else None,
         bias("q", "k", "v"),
         take_projection(weights, at, ("o",)),
         bias("o"),

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treespec.config import ModelConfig
-from treespec.errors import ConfigError, KernelError
+from treespec.errors import ConfigError
 from treespec.models.head_vocabulary import HeadVocabulary
 from treespec.models.layer import Layer
 from treespec.models.norms import STREAMS, LayerStream, RmsStream, norm_heads
@@ -65,6 +65,18 @@ class Pass:
     positions: Tensor | None = None  # int64 [num_rows], for learned positions
 
 
+class StreamInput(NamedTuple):
+    """What a draft head's pass begins with, instead of embeddings; in the model's dtype.
+
+    Attributes:
+        rows: [num_rows, hidden_size], the residual stream before the first layer.
+        qkv: [num_rows, (num_heads + 2 * num_kv_heads) * head_dim], the first layer's projections before rotation.
+    """
+
+    rows: Tensor
+    qkv: Tensor
+
+
 class HiddenStates(NamedTuple):
     """Hidden states of a pass.
 
@@ -101,9 +113,13 @@ class Decoder:
 
     Attributes:
         head_vocabulary: tokens of a reduced head, set after loading; None if the head covers the vocabulary.
+        growth: library of compiled tree growth; None without one.
+        offset: number of slots by which a token's K/V lie before the token's position; 1 for draft heads.
     """
 
     backend = "native"
+    offset = 0
+    growth: CDLL | None = None
     head_vocabulary: HeadVocabulary | None = None
 
     def __init__(
@@ -242,8 +258,18 @@ class Decoder:
     def forward_with_states(self, tokens: Tensor, layout: Pass, kv: Tensor, of: Sequence[int]) -> HiddenStates:
         """Run `forward` and also return the residual stream at the layers `of` (see `check_states`)."""
         self.check_states(of)
+        return self._forward_with_states(tokens, layout, kv, of, None)
+
+    def forward_stream(self, stream: StreamInput, layout: Pass, kv: Tensor) -> HiddenStates:
+        """Run a pass that begins with a given residual stream; `chosen` is the stream after the last layer."""
+        tokens = torch.empty(len(stream.rows), dtype=torch.int64, device=self.device)
+        return self._forward_with_states(tokens, layout, kv, [self.config.shape.num_layers], stream)
+
+    def _forward_with_states(
+        self, tokens: Tensor, layout: Pass, kv: Tensor, of: Sequence[int], stream: StreamInput | None
+    ) -> HiddenStates:
         states: dict[int, Tensor | None] = dict.fromkeys(of)
-        final = self._forward(tokens, layout, kv, None, states)
+        final = self._forward(tokens, layout, kv, None, states, stream)
         return HiddenStates(final, torch.stack([state for layer in of if (state := states[layer]) is not None], 1))
 
     def check_states(self, of: Sequence[int]) -> None:
@@ -256,38 +282,64 @@ class Decoder:
         Raises:
             ConfigError: there is no such layer. KernelError: this implementation does not return hidden states.
         """
-        if self.linear == "compiled":
-            raise KernelError(f"hidden states of layers {tuple(of)} are not available from a compiled pass")
         last = self.config.shape.num_layers
         if not of or not all(type(layer) is int and 0 <= layer <= last for layer in of):
             raise ConfigError(f"hidden states of layers {tuple(of)!r}; valid: ints from 0 to {last}")
 
     def _forward(
-        self, tokens: Tensor, layout: Pass, kv: Tensor, num_layers: int | None, states: dict[int, Tensor | None]
+        self,
+        tokens: Tensor,
+        layout: Pass,
+        kv: Tensor,
+        num_layers: int | None,
+        states: dict[int, Tensor | None],
+        given: StreamInput | None = None,
     ) -> Tensor:
-        """Run the pass and store residual streams at the keys of `states`."""
-        if len(tokens) < layout.num_rows:
-            tokens = F.pad(tokens, (0, layout.num_rows - len(tokens)))
+        """Run the pass, from `given` if there is one, and store residual streams at the keys of `states`."""
+        missing, qkv = layout.num_rows - len(tokens), None
+        if given is None:
+            x = self._embed(F.pad(tokens, (0, missing)) if missing else tokens, layout)
+        else:
+            x, qkv = (F.pad(part, (0, 0, 0, missing)) for part in given)
         rotation = layout.rotation.split(1, 1)
+        stream = self._stream(x, self.config.norm_eps)
+        for i, (layer, cache) in enumerate(zip(self.layers[:num_layers], kv, strict=False)):
+            if i in states:
+                states[i] = stream.x.clone()
+            self._run(layer, stream, rotation, layout, cache, None if i else qkv)
+        if len(self.layers) in states:
+            states[len(self.layers)] = stream.x.clone()
+        return stream.norm(self.final_norm)
+
+    def _embed(self, tokens: Tensor, layout: Pass) -> Tensor:
+        """Return the embeddings of a pass, [num_rows, hidden_size]."""
         x = F.embedding(tokens, self.embed)
         if self.embed_scale != 1.0:
             x.mul_(self.embed_scale)
         if layout.positions is not None and self.positions is not None:
             x.add_(F.embedding(layout.positions, self.positions))
-        stream = self._stream(x, self.config.norm_eps)
-        for i, (layer, cache) in enumerate(zip(self.layers[:num_layers], kv, strict=False)):
-            if i in states:
-                states[i] = stream.x.clone()
-            self._run(layer, stream, rotation, layout, cache)
-        if len(self.layers) in states:
-            states[len(self.layers)] = stream.x.clone()
-        return stream.norm(self.final_norm)
+        return x
 
     def _run(
-        self, layer: Layer, stream: RmsStream | LayerStream, rotation: tuple[Tensor, ...], layout: Pass, cache: Tensor
+        self,
+        layer: Layer,
+        stream: RmsStream | LayerStream,
+        rotation: tuple[Tensor, ...],
+        layout: Pass,
+        cache: Tensor,
+        qkv: Tensor | None,
     ) -> None:
-        """Run one layer in place on the stream. `cache` is its pool, [2, num_pages, kv_heads, PAGE_SIZE, head_dim]."""
-        part = self._attend(layer, stream.norm(layer.attn_norm), rotation, layout, cache)
+        """Run one layer in place on the stream.
+
+        Args:
+            layer, stream, rotation, layout: as in `_forward`.
+            cache: the layer's pool, [2, num_pages, kv_heads, PAGE_SIZE, head_dim].
+            qkv: the layer's projections, if they are given.
+        """
+        if qkv is None:
+            assert layer.qkv is not None
+            qkv = layer.qkv(stream.norm(layer.attn_norm))
+        part = self._attend(layer, qkv, rotation, layout, cache)
         if layer.attn_post_norm is not None:
             part = stream.norm_of(part, layer.attn_post_norm)
         if self.config.parallel:  # parallel block: the MLP does not see the attention output
@@ -302,10 +354,10 @@ class Decoder:
             part = stream.norm_of(part, layer.mlp_post_norm)
         stream.x.add_(part)
 
-    def _attend(self, layer: Layer, x: Tensor, rotation: tuple[Tensor, ...], layout: Pass, cache: Tensor) -> Tensor:
-        """Run the attention block on normalised rows, including its output projection."""
-        heads, head_dim = self.heads, self.head_dim
-        qkv = layer.qkv(x).float().view(len(x), -1, head_dim)
+    def _attend(self, layer: Layer, qkv: Tensor, rotation: tuple[Tensor, ...], layout: Pass, cache: Tensor) -> Tensor:
+        """Run the attention block on the projections of all rows, including its output projection."""
+        heads, head_dim, num_rows = self.heads, self.head_dim, len(qkv)
+        qkv = qkv.float().view(num_rows, -1, head_dim)
         qk = qkv[:, : heads + self.kv_heads]
         if layer.head_norm is not None:
             norm_heads(qk, layer.head_norm, self.config.norm_eps)
@@ -318,7 +370,7 @@ class Decoder:
         k_cache, v_cache = cache
         q, plan = qkv[:, :heads].to(cache.dtype), layout.attention[layer.window]
         out = self.attention(q, k_cache, v_cache, plan, self.config.query_scale, self.config.score_cap)
-        return layer.o(out.view(len(x), -1).to(self.dtype))
+        return layer.o(out.view(num_rows, -1).to(self.dtype))
 
     def logits(self, hidden: Tensor, rows: Sequence[int] | Tensor | None = None) -> Tensor:
         """Compute the logits of selected (or all) rows of `hidden`, [n, vocab], in the model's dtype."""

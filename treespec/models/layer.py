@@ -16,6 +16,8 @@ from treespec_kernels.linear.quantized_linear import QuantizedLinear, quantized_
 class Layer:
     """Weights of one layer with fused projections. Parts that the family lacks are None.
 
+    The first layer of a draft head has no `qkv`: the head computes these projections.
+
     `rope` indexes its cos in `Pass.rotation`, `window` its plan in `Pass.attention`.
     """
 
@@ -47,7 +49,8 @@ class Layer:
         assert attn_norm is not None and mlp_norm is not None
         self.attn_norm, self.mlp_norm = attn_norm, mlp_norm
         self.attn_post_norm, self.mlp_post_norm = norm("attn_post_norm"), norm("mlp_post_norm")
-        self.qkv, self.o, self.up, self.down = linear("q", "k", "v"), linear("o"), linear("up"), linear("down")
+        self.qkv = linear("q", "k", "v") if f"layers.{i}.q" in weights else None
+        self.o, self.up, self.down = linear("o"), linear("up"), linear("down")
         self.gate = linear("gate") if config.shape.gated else None
         self.head_norm = take_head_norm(weights, f"layers.{i}.", config.shape.num_heads, config.shape.num_kv_heads)
         self.rope, self.window = 2 * config.layers[i].rope, config.windows.index(config.layers[i].window)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from treespec.config import ModelConfig
 from treespec.models.attention_triton import TritonAttention
-from treespec.models.decoder import Decoder, Pass
+from treespec.models.decoder import Decoder, Pass, StreamInput
 from treespec.models.triton_weights import LayerWeights, ModelWeights, Weight, map_tensors
 from treespec_kernels.attention.qkv_rope import HeadNorm, qkv_rope_triton
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
@@ -371,9 +371,16 @@ class TritonDecoder(Decoder):
         )
 
     def _forward(
-        self, tokens: Tensor, layout: Pass, kv: Tensor, num_layers: int | None, states: dict[int, Tensor | None]
+        self,
+        tokens: Tensor,
+        layout: Pass,
+        kv: Tensor,
+        num_layers: int | None,
+        states: dict[int, Tensor | None],
+        given: StreamInput | None = None,
     ) -> Tensor:
         assert isinstance(layout, TritonPass) and len(tokens) == layout.num_rows
+        assert given is None, "draft heads run as eager decoders"
         return self.kernels.hidden(tokens.to(self.device), layout, kv, num_layers, states)
 
     def logits(self, hidden: Tensor, rows: Sequence[int] | Tensor | None = None) -> Tensor:

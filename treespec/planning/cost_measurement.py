@@ -17,7 +17,7 @@ from treespec.cache import pages_for
 from treespec.config import SpecConfig
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 from treespec.errors import ConfigError
-from treespec.models.decoder import Decoder
+from treespec.models.feature_head import FeatureHead, GroupModel
 from treespec.planning.draft_plan import DraftPlan
 from treespec.planning.planner import Planner
 from treespec.planning.round_costs import CostCurve
@@ -82,8 +82,10 @@ def cost_key(runner: Runner, ssms: SsmDrafter | None, num_threads: int) -> dict[
     return key
 
 
-def _model_key(model: Decoder) -> list[Any]:
+def _model_key(model: GroupModel) -> list[Any]:
     """Return the parameters that determine the cost of a model's passes."""
+    if isinstance(model, FeatureHead):
+        return ["eagle3", len(model.columns), *_model_key(model.decoder)]
     s = model.config.shape
     sizes = (s.num_layers, s.hidden_size, s.intermediate_size, s.num_heads, s.num_kv_heads, s.head_dim, s.vocab_size)
     return [*sizes, *([] if model.backend == "native" else [model.config.folder.name, model.linear, model.min_rows])]

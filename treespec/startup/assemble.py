@@ -18,6 +18,7 @@ from treespec.executors.graph_executor import GraphExecutor
 from treespec.executors.host_executor import HostExecutor
 from treespec.graphs.capture import Rounds, captured_rounds
 from treespec.graphs.proof import proven_rounds
+from treespec.models.feature_head import GroupModel
 from treespec.planning.planner import Planner
 from treespec.runner import Runner
 from treespec.scheduler import Scheduler
@@ -72,22 +73,25 @@ def assemble(resolved: Resolved, plan: MemoryPlan) -> Built:
         exactness=target.exactness,
         memory=_memory_in_use(target, sources, foreign, rounds),
         kernels=resolved.loader.configs,
-        connections={draft.name: str(draft.connection) for draft in resolved.drafts},
+        connections={draft.name: str(draft.connection) for draft in resolved.drafts}
+        | {name: str(head) for name, head in resolved.heads},
     )
 
 
 def _load_ssms(resolved: Resolved, plan: MemoryPlan, target: Target) -> SsmDrafter | None:
-    """Load the drafts that share the target's token ids.
+    """Load the drafts that share the target's token ids, and the draft heads.
 
     Their rows are not padded to fixed sizes, because a draft's bits do not affect the output tokens.
     """
-    drafts, load = resolved.ssms, resolved.loader.load
-    if not drafts:
-        return None
-    models = [
-        load(draft.config, draft.known, plan.positions, min_rows=2, target_ids=draft.target_ids) for draft in drafts
+    drafts, loader, features = resolved.ssms, resolved.loader, plan.features
+    models: list[GroupModel] = [
+        loader.load(draft.config, draft.known, plan.positions, min_rows=2, target_ids=draft.target_ids)
+        for draft in drafts
     ]
-    return SsmDrafter(models, [draft.name for draft in drafts], target.cache)
+    if features is not None:
+        models += [loader.load_head(head, target.decoder.embed, features) for _, head in resolved.heads]
+    names = [*(draft.name for draft in drafts), *(name for name, _ in resolved.heads)]
+    return SsmDrafter(models, names, target.cache) if models else None
 
 
 def _engine_config(resolved: Resolved, plan: MemoryPlan, target: Target) -> EngineConfig:
@@ -152,6 +156,9 @@ def _capture(
     """Return a function that captures the engine's rounds, or None without Triton."""
     configs, options = resolved.loader.configs, resolved.options
     if configs is None:
+        return None
+    if resolved.heads:
+        logger.info("rounds are not captured: draft heads run step by step")
         return None
     sizes = plan.max_model_len, plan.scratch, options.max_num_seqs
     return functools.partial(captured_rounds, runner, ssms, configs, resolved.spec, *sizes, options.cuda_graphs)

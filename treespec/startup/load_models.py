@@ -12,12 +12,15 @@ from torch import Tensor, nn
 from treespec.adapter.decoder import AdapterDecoder, open_adapter
 from treespec.adapter.source import Source
 from treespec.adapter.trace import AdapterConfig
+from treespec.cache import FeatureShape
 from treespec.config import ModelConfig
 from treespec.drafters.foreign.vocabularies import fit_weights
 from treespec.models.attention import make_attention
 from treespec.models.attention_triton import TritonAttention
 from treespec.models.compiled import CompiledDecoder
 from treespec.models.decoder import Decoder
+from treespec.models.feature_head import FeatureHead
+from treespec.models.head_config import HeadConfig
 from treespec.models.head_vocabulary import HeadVocabulary
 from treespec.models.quantized_weights import quantized_library
 from treespec.models.triton_decoder import TritonDecoder
@@ -26,6 +29,7 @@ from treespec_kernels.linear.linear import LinearImpl
 from treespec_kernels.tuning.tuned import KernelConfigs
 from treespec_weights import load_weights
 from treespec_weights.gguf.tensors import describe_storage
+from treespec_weights.heads import load_head
 
 logger = logging.getLogger("treespec")
 
@@ -93,6 +97,29 @@ class Loader:
         if tokens is not None:
             decoder.head_vocabulary = HeadVocabulary(tokens, size, self.device)
         return decoder
+
+    def load_head(self, config: HeadConfig, embed: Tensor, features: FeatureShape) -> FeatureHead:
+        """Load a draft head.
+
+        Args:
+            config: of the head.
+            embed: the target's embeddings, [vocab_size, hidden], for a head without its own.
+            features: the states of the target that are stored, the head's among them.
+        """
+        shape = config.decoder.shape
+        parts = len(config.layers), config.target_hidden, self.dtype, self.device
+        weights, tokens = load_head(config.form, shape, *parts)
+        impl: LinearImpl = "onednn" if self.linear in ("compiled", "onednn") else "torch"
+        if self.linear == "compiled":
+            decoder: Decoder = CompiledDecoder(config.decoder, weights.decoder, libraries_folder())
+        else:
+            op = make_attention(self.attention, shape, self.dtype, self.device, self.configs, self.exact)
+            decoder = Decoder(config.decoder, weights.decoder, op, impl)
+        if tokens is not None:
+            decoder.head_vocabulary = HeadVocabulary(tokens, shape.vocab_size, self.device)
+        columns = [features.layers.index(layer) for layer in config.layers]
+        own = embed if weights.embed is None else weights.embed
+        return FeatureHead(config.form, decoder, weights, columns, own, impl)
 
     def _make_decoder(
         self, config: ModelConfig, weights: dict[str, Tensor], positions: int, min_rows: int, quantization: str | None

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 import torch
 
 from treespec.adapter.trace import AdapterConfig
-from treespec.cache import KVCache, pages_for
+from treespec.cache import FeatureShape, KVCache, pages_for
 from treespec.config import ModelConfig
 from treespec.drafters.foreign.foreign_drafter import CAPACITY_FACTOR
 from treespec.errors import CacheMemoryError, ConfigError
 from treespec.graphs.capture import SLOTS, planned_bytes, round_limits, stack_sizes
 from treespec.models.attention import make_attention
+from treespec.models.head_config import all_layers
 from treespec.models.quantized_weights import weight_bytes
 from treespec.startup.resolve import Resolved
 from treespec.utils.memory import free_memory
@@ -34,6 +35,7 @@ class MemoryPlan:
         cache_dtype: dtype of the KV cache.
         shapes: shapes of the models in the KV cache, target first.
         stacks: numbers of consecutive models that share a tensor of the KV cache (see `KVCache`).
+        features: hidden states of the target that draft heads read; None without heads.
     """
 
     max_model_len: int
@@ -43,6 +45,7 @@ class MemoryPlan:
     cache_dtype: torch.dtype
     shapes: list[ModelShape]
     stacks: list[int] | None
+    features: FeatureShape | None
 
     @property
     def positions(self) -> int:
@@ -51,7 +54,7 @@ class MemoryPlan:
 
     def make_cache(self, device: torch.device) -> KVCache:
         """Allocate the KV cache of the target and its SSMs."""
-        return KVCache(self.shapes, self.num_pages, self.cache_dtype, device, self.stacks)
+        return KVCache(self.shapes, self.num_pages, self.cache_dtype, device, self.stacks, self.features)
 
 
 def plan_memory(resolved: Resolved) -> MemoryPlan:
@@ -62,12 +65,15 @@ def plan_memory(resolved: Resolved) -> MemoryPlan:
     """
     options, spec, loader, target = resolved.options, resolved.spec, resolved.loader, resolved.target
     triton = loader.configs is not None
-    shapes = [target.shape, *(draft.config.shape for draft in resolved.ssms)]
+    shapes = [target.shape, *(config.shape for config in resolved.group)]
+    features = None
+    if resolved.heads:
+        features = FeatureShape(all_layers(head for _, head in resolved.heads), target.shape.hidden_size)
     scratch = max(spec.max_nodes, MAX_EXPANDED, SLOTS if triton else 0)
     cache_dtype = loader.dtype
     if not resolved.compile:
         cache_dtype = make_attention(loader.attention, target.shape, loader.dtype, loader.device).cache_dtype
-    page = KVCache.bytes_per_page(shapes, cache_dtype)
+    page = KVCache.bytes_per_page([*shapes, *([features] if features else [])], cache_dtype)
     page += int(
         CAPACITY_FACTOR * KVCache.bytes_per_page([draft.config.shape for draft in resolved.foreign], cache_dtype)
     )
@@ -84,6 +90,7 @@ def plan_memory(resolved: Resolved) -> MemoryPlan:
         cache_dtype=cache_dtype,
         shapes=shapes,
         stacks=[1, *stack_sizes(_natives(resolved)[1:])] if triton else None,
+        features=features,
     )
 
 
@@ -138,6 +145,7 @@ def resolve_max_model_len(
 def _weight_bytes(resolved: Resolved) -> int:
     dtype = resolved.loader.dtype
     drafts = sum(weight_bytes(draft.config, dtype, None) for draft in resolved.drafts)
+    drafts += sum(head.num_parameters * dtype.itemsize for _, head in resolved.heads)
     return drafts + weight_bytes(resolved.target, dtype, resolved.quantization)
 
 
@@ -145,11 +153,11 @@ def _round_bytes(resolved: Resolved, scratch: int) -> int:
     """Return the bytes of captured rounds for the maximum context length."""
     options, most = resolved.options, resolved.target.max_positions
     longest = min(options.max_model_len or most, most)
-    limits = round_limits(resolved.spec, longest, scratch, len(resolved.ssms))
+    limits = round_limits(resolved.spec, longest, scratch, len(resolved.group))
     return planned_bytes(_natives(resolved), limits, options.max_num_seqs, options.prefill_chunk, resolved.loader.dtype)
 
 
 def _natives(resolved: Resolved) -> list[ModelConfig]:
     """Return the configs of the native models among the target and its SSMs."""
-    configs = (resolved.target, *(draft.config for draft in resolved.ssms))
+    configs = (resolved.target, *resolved.group)
     return [config for config in configs if isinstance(config, ModelConfig)]

@@ -1,6 +1,8 @@
 """First step of a start: resolve an engine's options on this machine."""
 
+import logging
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -11,6 +13,7 @@ from treespec.adapter.trace import AdapterConfig
 from treespec.config import ModelConfig, SpecConfig
 from treespec.drafters.base import Drafter
 from treespec.drafters.foreign.vocabularies import Draft, connect_drafts
+from treespec.models.head_config import HeadConfig
 from treespec.models.quantized_weights import resolve_quantization
 from treespec.startup.device import resolve_device, resolve_dtype
 from treespec.startup.engine_options import EngineOptions
@@ -18,6 +21,9 @@ from treespec.startup.folders import resolve_drafts, resolve_model
 from treespec.startup.implementations import resolve_attention, resolve_compile, resolve_linear
 from treespec.startup.load_models import Loader
 from treespec_kernels.tuning.tuned import KernelConfigs
+from treespec_weights.heads import read_head
+
+logger = logging.getLogger("treespec")
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,7 @@ class Resolved:
         fixed_rows: rows of every pass if exactness needs padding, else None.
         target: config of the target.
         drafts: draft models, connected to the target's vocabulary.
+        heads: draft heads by name.
         drafters: the user's own `Drafter` objects.
     """
 
@@ -44,6 +51,7 @@ class Resolved:
     fixed_rows: int | None
     target: ModelConfig | AdapterConfig
     drafts: list[Draft]
+    heads: list[tuple[str, HeadConfig]]
     drafters: list[Drafter]
 
     @property
@@ -56,6 +64,11 @@ class Resolved:
         return [draft for draft in self.drafts if not draft.is_foreign]
 
     @property
+    def group(self) -> list[ModelConfig | AdapterConfig]:
+        """Configs of the models that grow trees together: the SSMs, then the layers of the heads."""
+        return [*(draft.config for draft in self.ssms), *(head.decoder for _, head in self.heads)]
+
+    @property
     def foreign(self) -> list[Draft]:
         """Drafts with another tokenizer than the target's."""
         return [draft for draft in self.drafts if draft.is_foreign]
@@ -66,8 +79,8 @@ def resolve(options: EngineOptions) -> Resolved:
     options.check()
     device = resolve_device(options.device)
     spec = SpecConfig.resolve(options.spec, SpecConfig())
-    target, drafts, drafters = _read_models(options, spec)
-    models = [target, *(model for _, model in drafts)]
+    target, drafts, heads, drafters = _read_models(options, spec)
+    models = [target, *(model for _, model in drafts), *(head.decoder for _, head in heads)]
     dtype = resolve_dtype(options.dtype, target.dtype, device)
     attention = resolve_attention(options.attention, device)
     check_adapter_options(models, options.linear, device)
@@ -87,17 +100,27 @@ def resolve(options: EngineOptions) -> Resolved:
     loader = Loader(device, dtype, attention, linear, options.exact, configs)
     config = loader.open(target)
     connected = connect_drafts(config, [(name, loader.open(model)) for name, model in drafts])
-    return Resolved(options, spec, loader, compiles, quantization, fixed_rows, config, connected, drafters)
+    for name, head in heads:
+        logger.info("draft %s (%s): %s", name, head.folder, head)
+    return Resolved(options, spec, loader, compiles, quantization, fixed_rows, config, connected, heads, drafters)
 
 
 def _read_models(
     options: EngineOptions, spec: SpecConfig
-) -> tuple[ModelConfig | Source, list[tuple[str, ModelConfig | Source]], list[Drafter]]:
-    """Read the configs of the target and of the draft models allowed by `spec`."""
+) -> tuple[ModelConfig | Source, list[tuple[str, ModelConfig | Source]], list[tuple[str, HeadConfig]], list[Drafter]]:
+    """Read the configs of the target, and of the draft models and heads allowed by `spec`."""
     model, length, backend = options.model, options.max_model_len, options.backend
     target = read_model(model if isinstance(model, nn.Module) else resolve_model(model), length, backend)
     places, drafters = resolve_drafts(model, options.drafts)
     names = [name for name, _ in places]
     spec.check_sources(names, bool(options.suffix_tokens), [drafter.name for drafter in drafters])
-    drafts = [(name, read_model(place, length, backend)) for name, place in places if spec.allows("ssm", name)]
-    return target, drafts, drafters
+    drafts: list[tuple[str, ModelConfig | Source]] = []
+    heads: list[tuple[str, HeadConfig]] = []
+    for name, place in places:
+        if not spec.allows("ssm", name):
+            continue
+        if isinstance(place, Path) and (form := read_head(place)) is not None:
+            heads.append((name, HeadConfig.of(form, target, length)))
+        else:
+            drafts.append((name, read_model(place, length, backend)))
+    return target, drafts, heads, drafters

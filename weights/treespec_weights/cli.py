@@ -18,6 +18,7 @@ from treespec_weights.errors import CheckpointError, HubError, OptionError
 from treespec_weights.families import family_of
 from treespec_weights.files import resolve_folder
 from treespec_weights.grow import grow_checkpoint, grown_shape
+from treespec_weights.heads import compare_head, read_head
 from treespec_weights.inspection import compare_draft, inspect_checkpoint
 from treespec_weights.rules import ModelShape, read_config
 from treespec_weights.sizes import parse_bytes, parse_size
@@ -65,8 +66,14 @@ def inspect(folder: Folder, draft: Drafts = None, as_json: Json = False) -> None
     """Show a checkpoint's family, shapes, dtypes and memory, and how well drafts match it."""
     with _user_errors(as_json):
         report = inspect_checkpoint(folder)
-        report["drafts"] = [compare_draft(report, inspect_checkpoint(path)) for path in draft or []]
+        report["drafts"] = [_compare(report, path) for path in draft or []]
     _show(report, as_json, describe)
+
+
+def _compare(report: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Compare a draft or a draft head with the target of a report."""
+    form = read_head(path)
+    return compare_draft(report, inspect_checkpoint(path)) if form is None else compare_head(report, form)
 
 
 @app.command()

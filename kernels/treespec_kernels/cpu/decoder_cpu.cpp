@@ -183,6 +183,10 @@ class Pass {
     std::vector<std::vector<Scattered>> scattered;  // of each block
 
     void embed() {
+        if (batch.inputs) {
+            for (int64_t i = 0; i < n * hidden; i++) x[i] = to_float(((const scalar*)batch.inputs)[i]);
+            return;
+        }
         for (int64_t r = 0; r < n; r++)
             for (int64_t i = 0; i < hidden; i++) {
                 float value = to_float(model.embed[batch.tokens[r] * hidden + i]) * model.embed_scale;
@@ -234,10 +238,25 @@ class Pass {
         }
     }
 
-    // Writes the attention of the normalised rows `h` to `a`.
+    // Writes the residual stream before a layer to `batch.states` if it is asked for.
+    void keep(int64_t layer) const {
+        for (int64_t s = 0; s < batch.num_states; s++)
+            if (batch.state_layers[s] == layer)
+                for (int64_t r = 0; r < n; r++)
+                    for (int64_t i = 0; i < hidden; i += LANES)
+                        store((scalar*)batch.states + (r * batch.num_states + s) * hidden + i,
+                              load<vec>(x + r * hidden + i));
+    }
+
+    // Writes the projections of the residual stream to `y`.
+    void project(const Layer& layer) {
+        norm(layer.attn_norm, h);
+        linear(layer.qkv, h, n, y, STORE, threads);
+    }
+
+    // Writes the attention of the projections in `y` to `a`.
     void attend(const Layer& layer, scalar* k, scalar* v) {
         const int64_t group = heads / kv_heads, blocks = scattered.size();
-        linear(layer.qkv, h, n, y, STORE, threads);
         for (int64_t r = 0; r < n; r++) rotate_and_write(layer, r, k, v);
         parallel(threads, kv_heads * blocks, [&](int64_t index) {
             const int64_t i = index / blocks, r = index % blocks * block;
@@ -279,7 +298,11 @@ class Pass {
         scalar* cache = (scalar*)batch.cache;
         for (int64_t l = 0; l < batch.num_layers; l++) {
             const Layer& layer = model.layers[l];
-            norm(layer.attn_norm, h);
+            keep(l);
+            if (l == 0 && batch.inputs)
+                for (int64_t i = 0; i < n * width; i++) y[i] = to_float(((const scalar*)batch.qkv)[i]);
+            else
+                project(layer);
             attend(layer, cache + 2 * l * pool, cache + (2 * l + 1) * pool);
             if (model.parallel) norm(layer.mlp_norm, h);  // the input of the MLP excludes the output of attention
             add(layer.o, a, layer.attn_post_norm);
@@ -287,6 +310,7 @@ class Pass {
             mlp_up(layer);
             add(layer.down, a, layer.mlp_post_norm);
         }
+        keep(batch.num_layers);
         norm(model.final_norm, (scalar*)batch.out);
     }
 };

@@ -52,7 +52,8 @@ class _Batch(ctypes.Structure):
         *pointers("tokens", "places", "slots", "tables", "direct", "starts", "counts"),
         *pointers("pages", "paths", "positions", "rotation", "cache"),
         *numbers("num_pages"),
-        *pointers("out"),
+        *pointers("out", "inputs", "qkv", "states", "state_layers"),
+        *numbers("num_states"),
     )
 
 
@@ -69,6 +70,7 @@ class LayerWeights(NamedTuple):
     Attributes:
         head_norm: norm of each head of Q and K, [num_heads + num_kv_heads, head_dim].
         gate_up: gate and up stacked; only up in an MLP without a gate.
+        qkv: None in the first layer of a draft head, which is given these projections.
         rope: index of the layer's rope.
         window: number of positions that a row attends to, its own included; None for all.
     """
@@ -78,7 +80,7 @@ class LayerWeights(NamedTuple):
     attn_post_norm: NormWeights | None
     mlp_post_norm: NormWeights | None
     head_norm: Tensor | None
-    qkv: Tensor | QuantizedWeight
+    qkv: Tensor | QuantizedWeight | None
     qkv_bias: Tensor | None
     o: Tensor | QuantizedWeight
     o_bias: Tensor | None
@@ -233,7 +235,9 @@ class CompiledModel:
     def _norm(self, norm: NormWeights | None) -> _Norm:
         return _Norm() if norm is None else _Norm(self._floats(norm.weight), self._floats(norm.bias))
 
-    def _linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> LinearStruct:
+    def _linear(self, weight: Tensor | QuantizedWeight | None, bias: Tensor | None) -> LinearStruct:
+        if weight is None:
+            return LinearStruct()
         packed = PackedLinear(self._library, weight, bias)
         self._held += packed.held
         return packed.struct
@@ -246,6 +250,10 @@ class CompiledModel:
         kv: Tensor,
         num_layers: int | None = None,
         places: Tensor | None = None,
+        inputs: Tensor | None = None,
+        qkv: Tensor | None = None,
+        states: Tensor | None = None,
+        state_layers: Sequence[int] = (),
     ) -> Tensor:
         """Run a pass: return the hidden states after the final norm, and write the rows' K/V to their slots.
 
@@ -256,16 +264,26 @@ class CompiledModel:
             kv: [num_layers, 2, num_pages, num_kv_heads, PAGE_SIZE, head_dim] in the model's dtype, contiguous.
             num_layers: number of layers to run; None for all.
             places: int64 [num_rows], indices into the learned positions.
+            inputs: [num_rows, hidden_size], the residual stream before the first layer; None for the embeddings.
+            qkv: [num_rows, (num_heads + 2 * num_kv_heads) * head_dim], the first layer's projections, given `inputs`.
+            states: [num_rows, len(state_layers), hidden_size], receives the residual stream before `state_layers`.
+            state_layers: the number of layers means after the last one.
+
+        All hidden states are in the model's dtype and contiguous.
 
         Returns:
-            [num_rows, hidden_size] in the model's dtype.
+            [num_rows, hidden_size].
         """
         assert tokens.dtype == torch.int64 and tokens.is_contiguous() and len(tokens) == plan.num_rows
         assert rotation.is_contiguous() and rotation.dtype == torch.float32
         assert rotation.shape[1] == 2 * self.num_ropes
         assert kv.is_contiguous() and kv.dtype == self.dtype
         layers = len(self._layers) if num_layers is None else num_layers
+        assert (inputs is None) == (qkv is None)
+        for given in (inputs, qkv, states):
+            assert given is None or (given.is_contiguous() and given.dtype == self.dtype and len(given) == len(tokens))
         out = torch.empty(plan.num_rows, self.hidden_size, dtype=self.dtype, device="cpu")
+        chosen = (ctypes.c_int64 * len(state_layers))(*state_layers)
         rows, step = plan.rows.data_ptr(), plan.num_rows * 8
         batch = _Batch(
             plan.num_rows,
@@ -284,6 +302,11 @@ class CompiledModel:
             kv.data_ptr(),
             kv.shape[2],
             out.data_ptr(),
+            None if inputs is None else inputs.data_ptr(),
+            None if qkv is None else qkv.data_ptr(),
+            None if states is None else states.data_ptr(),
+            ctypes.addressof(chosen),
+            len(state_layers),
         )
         self._library.treespec_forward(ctypes.byref(self._model), ctypes.byref(batch))
         return out

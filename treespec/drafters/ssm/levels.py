@@ -3,7 +3,7 @@
 Expanded nodes take consecutive slots of their tree; the root has slot 0.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -14,7 +14,8 @@ from treespec.drafters.ssm.drawn_forest import DrawnForest
 from treespec.drafters.ssm.forest import Forest, Frontier
 from treespec.drafters.ssm.ssm_state import grown_masks
 from treespec.models.compiled import CompiledDecoder
-from treespec.models.decoder import Decoder, Pass
+from treespec.models.decoder import Pass
+from treespec.models.feature_head import GroupModel
 from treespec.planning.draft_plan import GrowthRule
 from treespec.request import Request
 from treespec_kernels.attention.tree_batch import RequestRows
@@ -37,10 +38,19 @@ class Levels(Protocol):
         """
 
 
-def levels_for(models: Sequence[Decoder], cache: KVCache, requests: Sequence[Request]) -> Levels:
-    """Create the levels of these requests' trees, which consist of their roots only."""
-    compiled = [model for model in models if isinstance(model, CompiledDecoder)]
-    if len(compiled) == len(models):
+def levels_for(
+    models: Sequence[GroupModel], active: Collection[int], cache: KVCache, requests: Sequence[Request]
+) -> Levels:
+    """Create the levels of these requests' trees, which consist of their roots only.
+
+    Args:
+        models: all SSMs of the group.
+        active: indices of the SSMs that draft.
+        cache: the engine's.
+        requests: of the trees.
+    """
+    compiled = {ssm: model for ssm in active if isinstance(model := models[ssm], CompiledDecoder)}
+    if len(compiled) == len(active):
         return CompiledLevels(compiled, requests)
     return PlannedLevels(models, cache, requests)
 
@@ -49,11 +59,16 @@ class PlannedLevels:
     """Levels for any decoder, through `Decoder.plan`.
 
     SSMs with equal plan keys share a plan, because planning takes a tenth of a pass.
+
+    Args:
+        models, cache: all SSMs of the group, and the engine's cache.
+        requests: of the trees.
     """
 
-    def __init__(self, models: Sequence[Decoder], cache: KVCache, requests: Sequence[Request]):
+    def __init__(self, models: Sequence[GroupModel], cache: KVCache, requests: Sequence[Request]):
         self._models, self._cache, self._requests = models, cache, requests
         self._masks = [np.ones((1, 1), dtype=bool) for _ in requests]  # by tree: ancestor mask, bool [slots, slots]
+        self._offsets = {model.offset for model in models}
 
     def extend(self, frontier: Frontier, depth: int) -> None:
         self._rows, self._plans = {}, dict[object, Pass]()
@@ -62,16 +77,17 @@ class PlannedLevels:
             grown = self._masks[owner] = grown_masks(self._masks[owner], frontier.above[part])
             depths = grown.sum(1) - 1
             nodes = np.arange(first, len(grown))
-            self._rows[owner] = RequestRows(
-                request.context_len, nodes, depths[first:], grown[first:], depths, request.pages
-            )
+            for offset in self._offsets:
+                self._rows[owner, offset] = RequestRows(
+                    request.context_len - offset, nodes, depths[first:], grown[first:], depths, request.pages
+                )
         self._row_owners = frontier.owners
 
     def plan(self, ssm: int, rows: np.ndarray) -> Pass:
         own = np.unique(self._row_owners[rows]).tolist()
         key = self._models[ssm].plan_key, tuple(own)
         if key not in self._plans:
-            served = [self._rows[owner] for owner in own]
+            served = [self._rows[owner, self._models[ssm].offset] for owner in own]
             self._plans[key] = self._models[ssm].plan(served, self._cache.pools[1 + ssm])
         return self._plans[key]
 
@@ -79,14 +95,18 @@ class PlannedLevels:
 class CompiledLevels:
     """Levels for compiled passes, without `RequestRows`: a row's path is its parent's path plus its own slot.
 
+    Args:
+        models: by index, the SSMs that draft.
+        requests: of the trees.
+
     Attributes:
         places: slots of the trees.
     """
 
-    def __init__(self, models: Sequence[CompiledDecoder], requests: Sequence[Request]):
+    def __init__(self, models: Mapping[int, CompiledDecoder], requests: Sequence[Request]):
         self._models = models
         contexts, pages = [request.context_len for request in requests], [request.pages for request in requests]
-        self.places = TreePlaces(models[0].growth, contexts, pages)
+        self.places = TreePlaces(next(iter(models.values())).growth, contexts, pages)
         self._longest = max(contexts) + 1
 
     def extend(self, frontier: Frontier, depth: int) -> None:
@@ -116,7 +136,7 @@ class DraftModelCache:
         cache: the engine's; pool i + 1 belongs to SSM i.
     """
 
-    def __init__(self, models: Sequence[Decoder], cache: KVCache):
+    def __init__(self, models: Sequence[GroupModel], cache: KVCache):
         self._models, self._cache = models, cache
         self._found: dict[tuple[int, ...], DraftModels] = {}
 

@@ -7,10 +7,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treespec.cache import KVCache
 from treespec.models.compiled import CompiledDecoder
-from treespec.models.decoder import Decoder, Pass
+from treespec.models.decoder import Pass
+from treespec.models.feature_head import FeatureHead, GroupModel
 from treespec.models.head_vocabulary import HeadVocabulary
 from treespec.request import Request
+from treespec_kernels.attention.tree_batch import RequestRows
 
 
 class Rows(NamedTuple):
@@ -21,11 +24,13 @@ class Rows(NamedTuple):
             restrictions.
         logits: logits with restrictions, but without temperature and noise, if a request samples; otherwise `probs`.
         head: the vocabulary of the columns; None if they are the whole vocabulary.
+        outputs: [num_rows, hidden_size], what a draft head passes on to the children of these rows; None for SSMs.
     """
 
     probs: np.ndarray
     logits: np.ndarray
     head: HeadVocabulary | None = None
+    outputs: Tensor | None = None
 
     @property
     def tokens(self) -> np.ndarray | None:
@@ -34,7 +39,8 @@ class Rows(NamedTuple):
 
     def select(self, rows: np.ndarray | slice) -> "Rows":
         """Return some of the rows."""
-        return Rows(self.probs[rows], self.logits[rows], self.head)
+        outputs = None if self.outputs is None else self.outputs[rows]
+        return Rows(self.probs[rows], self.logits[rows], self.head, outputs)
 
     def probs_of(self, rows: Sequence[int] | np.ndarray, tokens: Sequence[int]) -> np.ndarray:
         """Return the probability of one token in each of some rows, [len(rows)]."""
@@ -70,13 +76,31 @@ def softmax_at(logits: np.ndarray, token: int) -> float:
     return float(np.exp(logits[token] - logits.max()) / np.exp(logits - logits.max()).sum())
 
 
+Chain = tuple[Request, int, int]  # a request, and the first and last (exclusive) of some of its positions
+
+
+def rows_of(model: GroupModel, chains: Sequence[Chain]) -> list[RequestRows]:
+    """Return the rows of a pass over committed tokens, and roots, of some requests."""
+    return [RequestRows.chain(start - model.offset, stop - start, r.pages) for r, start, stop in chains]
+
+
+def inputs_of(model: GroupModel, cache: KVCache, chains: Sequence[Chain]) -> tuple[np.ndarray, Tensor | None]:
+    """Return the tokens of a pass over `rows_of` the same arguments, int64, and the features that a head reads."""
+    tokens = np.array([token for request, start, stop in chains for token in request.tokens[start:stop]])
+    if not isinstance(model, FeatureHead):
+        return tokens, None
+    states = [cache.read_features(request.pages, start - 1, stop - 1) for request, start, stop in chains]
+    return tokens, model.features_of(torch.cat(states))
+
+
 def score_rows(
-    model: Decoder,
+    model: GroupModel,
     pool: Tensor,
     layout: Pass,
     tokens: np.ndarray,
     scored: np.ndarray,
     slices: Sequence[ScoredSlice] = (),
+    features: Tensor | None = None,
 ) -> Rows:
     """Run one SSM pass over some rows and score a subset of them.
 
@@ -86,19 +110,26 @@ def score_rows(
         tokens: int64 [num_rows].
         scored: int64, indices of the rows to score.
         slices: scored rows by request; rows without one are scored without modification.
+        features: [num_rows, hidden_size], of the rows' parents, for a draft head.
     """
-    hidden = model.forward(torch.from_numpy(tokens).to(model.device), layout, pool)
+    ids, outputs = torch.from_numpy(tokens).to(model.device), None
+    if isinstance(model, FeatureHead):
+        assert features is not None
+        hidden, outputs = model.forward_features(ids, features, layout, pool)
+    else:
+        hidden = model.forward(ids, layout, pool)
     head = model.head_vocabulary
     if not len(scored):
         nothing = np.empty((0, 0), dtype=np.float32)
         return Rows(nothing, nothing, head)
     hidden = hidden[: len(tokens)]
     if len(scored) < len(tokens):
-        hidden = hidden[torch.from_numpy(scored)]
+        rows = torch.from_numpy(scored)
+        hidden, outputs = hidden[rows], None if outputs is None else outputs[rows]
     changed = [each for each in slices if each.is_changed]
     if not changed:
         probs = model.probs(hidden).cpu().numpy()
-        return Rows(probs, probs, head)
+        return Rows(probs, probs, head, outputs)
     logits = model.logits(hidden).float()
     others = np.ones(len(scored), dtype=bool)
     for request, part, _, paths in changed:
@@ -117,4 +148,4 @@ def score_rows(
         own = model.probs(hidden[torch.from_numpy(others)])
         result[torch.from_numpy(others)] = own if head is None else head.expand(own, 0.0)
     probs = result.cpu().numpy()
-    return Rows(probs, logits.cpu().numpy() if sampled else probs)
+    return Rows(probs, logits.cpu().numpy() if sampled else probs, outputs=outputs)

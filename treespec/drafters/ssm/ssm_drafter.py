@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from treespec.cache import KVCache
 from treespec.drafters.evidence import GrownTree, SeedEvidence
@@ -20,23 +21,22 @@ from treespec.drafters.ssm.compiled_forest import CompiledForest
 from treespec.drafters.ssm.drawn_forest import DrawnForest
 from treespec.drafters.ssm.forest import Forest, Shape, SsmProbs
 from treespec.drafters.ssm.levels import CompiledLevels, DraftModelCache, Levels, levels_for, stop_unprofitable
-from treespec.drafters.ssm.scoring import Rows, ScoredSlice, score_rows
-from treespec.drafters.ssm.ssm_state import SsmState, open_mass, scored_rows
+from treespec.drafters.ssm.scoring import Rows, ScoredSlice, inputs_of, rows_of, score_rows
+from treespec.drafters.ssm.ssm_state import SsmState, open_mass, outputs_of, scored_rows
 from treespec.drafters.trust import WINDOW, Trust
-from treespec.models.compiled import CompiledDecoder
-from treespec.models.decoder import Decoder, Pass
+from treespec.models.decoder import Pass
+from treespec.models.feature_head import FeatureHead, GroupModel
 from treespec.planning.draft_plan import Drafted, DraftPlan, GrowthRule
 from treespec.request import Request
 from treespec.tree import TokenTree
 from treespec.verification.oracle import RandomOracle
-from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.cpu.growth_cpu import DraftPasses, StopRule
 from treespec_kernels.tree.growth_limits import FRONTIER, MAX_EXPANDED
 
 CATCH_UP_CHUNK = 256  # maximum committed tokens of a request per catch-up pass
 NULL_PAGE = np.zeros(1, dtype=np.int64)
 MAX_SCORES = 1 << 27  # maximum probabilities of one SSM that a compiled call has room for
-LAGS = 16, 256  # committed tokens that an inactive SSM may miss before it catches up: at first, and at most
+MIN_LAG, MAX_LAG = 16, 256  # committed tokens that an inactive SSM may miss before it catches up
 
 
 class SsmDrafter:
@@ -54,7 +54,7 @@ class SsmDrafter:
 
     name = "ssm"
 
-    def __init__(self, models: Sequence[Decoder], names: Sequence[str], cache: KVCache):
+    def __init__(self, models: Sequence[GroupModel], names: Sequence[str], cache: KVCache):
         self.models, self.names, self.cache = list(models), tuple(names), cache
         self.evidence = SeedEvidence()
         self.drafted = Drafted(0, 0)
@@ -125,8 +125,9 @@ class SsmDrafter:
     ) -> Forest | DrawnForest:
         """Create the trees with their roots only, for requests that all draw at random or all do not."""
         if not requests[0].draws_at_random:
-            parts, model = (seeds, shapes, len(self.models), self.evidence), self.models[0]
-            return CompiledForest(*parts, model.growth) if isinstance(model, CompiledDecoder) else Forest(*parts)
+            parts = seeds, shapes, len(self.models), self.evidence
+            library = self.models[0].growth
+            return Forest(*parts) if library is None else CompiledForest(*parts, library)
         for request, state in zip(requests, states, strict=True):
             if state.oracle is None and request.sampler is not None:
                 state.oracle = RandomOracle(request.sampler.draft_generator())
@@ -155,7 +156,8 @@ class SsmDrafter:
             adaptive: by tree, whether its depth is chosen by `rule`.
             rule: decides whether another level pays.
         """
-        levels = levels_for(self.models, self.cache, requests)
+        active = {ssm for owner in forest.frontier.owners.tolist() for ssm in states[owner].active}
+        levels = levels_for(self.models, active, self.cache, requests)
         weights = [state.weights for state in states]
         if isinstance(forest, CompiledForest) and isinstance(levels, CompiledLevels):
             passes = self._compiled_passes(requests, states, forest, levels)
@@ -280,7 +282,7 @@ class SsmDrafter:
             assert request.group.trust is not None, "the group's prompt is not prefilled"
             state = self._state(request)
             state.trust = request.group.trust.copy()
-            state.valid[self._allowed(request)] = request.num_prompt - 1
+            state.valid = np.maximum(state.valid, request.num_prompt - 1)
 
     def commit(self, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> None:
         """Keep the K/V of accepted nodes.
@@ -297,12 +299,13 @@ class SsmDrafter:
                 kept = kept[np.logical_and.accumulate(kept >= 0)]  # up to the first node that was not expanded
                 state.slot_of_node, state.accepted = None, (request.context_len, kept)
                 moves.append((state, request, kept))
-        for ssm in range(len(self.models)):
-            own = [(request, kept) for state, request, kept in moves if ssm in state.active]
-            pages, lengths = [request.pages for request, _ in own], [request.context_len for request, _ in own]
-            self.cache.commit(1 + ssm, pages, lengths, [kept for _, kept in own])
-        for state, request, kept in moves:
-            state.valid[state.active] = request.context_len + len(kept)
+        for ssm, model in enumerate(self.models):
+            # Heads read accepted tokens again, with the target's states in place of their own outputs.
+            own = [(s, r, kept[:1] if model.offset else kept) for s, r, kept in moves if ssm in s.active]
+            pages, lengths = [r.pages for _, r, _ in own], [r.context_len - model.offset for _, r, _ in own]
+            self.cache.commit(1 + ssm, pages, lengths, [kept for _, _, kept in own])
+            for state, request, kept in own:
+                state.valid[ssm] = request.context_len + len(kept)
 
     def learn(self, request: Request, tree: GrownTree, path: np.ndarray, bonus: int) -> None:
         """Update the evidence ratios from a verified tree; arguments as in `SeedEvidence.observe`."""
@@ -390,19 +393,20 @@ class SsmDrafter:
 
     def _state(self, request: Request) -> SsmState:
         if request.request_id not in self._states:
-            count = len(self.models)
-            state = SsmState(Trust(count), np.zeros(count, dtype=np.int64), np.full(count, LAGS[0]), np.zeros(count))
+            count, first = len(self.models), np.array([model.offset for model in self.models])
+            state = SsmState(Trust(count), first, np.full(count, MIN_LAG), np.zeros(count))
             self._states[request.request_id] = state
         return self._states[request.request_id]
 
     def _allowed(self, request: Request) -> list[int]:
-        """Return the SSMs that may draft for a request, ascending."""
+        """Return the SSMs that may draft for a request, ascending. Heads need a token that the target has read."""
         if request.group is not None and request.group.without_ssms:
             return []
         sources = request.spec.sources
         if sources not in self._by_sources:
             self._by_sources[sources] = [i for i, name in enumerate(self.names) if request.spec.allows("ssm", name)]
-        return self._by_sources[sources]
+        found = self._by_sources[sources]
+        return found if request.context_len else [ssm for ssm in found if not self.models[ssm].offset]
 
     def _select(self, rows: Sequence[tuple[Request, SsmState, DraftPlan]]) -> None:
         """Score the SSMs on newly verified tokens, and select the active SSMs of each request."""
@@ -415,7 +419,7 @@ class SsmDrafter:
                 if behind[ssm]:
                     lagging.setdefault(ssm, []).append(request)
                     # An SSM that reads in vain, because another one stays the best, reads more rarely.
-                    state.max_lags[ssm] = min(2 * int(state.max_lags[ssm]), LAGS[1])
+                    state.max_lags[ssm] = min(2 * int(state.max_lags[ssm]), MAX_LAG)
         for ssm in sorted(lagging):
             self._read(ssm, lagging[ssm])
         for request, state, plan in rows:
@@ -424,7 +428,7 @@ class SsmDrafter:
             order = np.argsort(-weights, kind="stable")[: plan.max_ssms]
             selected = order[(weights[order] > plan.min_trust) | (order == order[0])]
             state.active = [allowed[i] for i in sorted(selected.tolist())]
-            state.max_lags[state.active] = LAGS[0]
+            state.max_lags[state.active] = MIN_LAG
             state.weights = np.zeros(len(self.models))
             state.weights[state.active] = weights[np.sort(selected)] / weights[selected].sum()
 
@@ -451,10 +455,9 @@ class SsmDrafter:
             counts = [max(stop - max(start, r.context_len - WINDOW), 0) if several else 0 for r, start, stop in chains]
             ends = np.cumsum([stop - start for _, start, stop in chains])
             scored = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, counts, strict=True)])
-            rows = [RequestRows.chain(start, stop - start, r.pages) for r, start, stop in chains]
-            tokens = np.array([token for r, start, stop in chains for token in r.tokens[start:stop]])
-            layout = self.models[ssm].plan(rows, self.cache.pools[1 + ssm])
-            found = score_rows(self.models[ssm], self.cache.pools[1 + ssm], layout, tokens, scored)
+            model, pool = self.models[ssm], self.cache.pools[1 + ssm]
+            tokens, features = inputs_of(model, self.cache, chains)
+            found = score_rows(model, pool, model.plan(rows_of(model, chains), pool), tokens, scored, (), features)
             first = 0
             for (request, _, stop), count in zip(chains, counts, strict=True):
                 state = self._state(request)
@@ -483,14 +486,11 @@ class SsmDrafter:
             self._read(ssm, [r for r, state in served if r.context_len - state.valid[ssm] >= CATCH_UP_CHUNK])
             # The bonus token may be an expanded node with valid K/V, but the root is always scored again.
             starts = [min(int(state.valid[ssm]), r.context_len) for r, state in served]
-            tokens = np.array([t for (r, _), start in zip(served, starts, strict=True) for t in r.tokens[start:]])
+            chains = [(r, start, r.context_len + 1) for (r, _), start in zip(served, starts, strict=True)]
+            tokens, features = inputs_of(model, self.cache, chains)
             key = model.plan_key, tuple(own), tuple(starts)
             if key not in layouts:
-                chains = [
-                    RequestRows.chain(start, r.context_len + 1 - start, r.pages)
-                    for (r, _), start in zip(served, starts, strict=True)
-                ]
-                layouts[key] = model.plan(chains, self.cache.pools[1 + ssm])
+                layouts[key] = model.plan(rows_of(model, chains), self.cache.pools[1 + ssm])
             last = np.cumsum([r.context_len + 1 - start for (r, _), start in zip(served, starts, strict=True)]) - 1
             scored = last if len(self.models) == 1 else np.arange(len(tokens))
             rows = np.arange(len(own)) if len(self.models) == 1 else last
@@ -498,7 +498,7 @@ class SsmDrafter:
                 ScoredSlice(request, slice(row, row + 1), request.context_len + 1, [()])
                 for (request, _), row in zip(served, rows.tolist(), strict=True)
             ]
-            found = score_rows(model, self.cache.pools[1 + ssm], layouts[key], tokens, scored, slices)
+            found = score_rows(model, self.cache.pools[1 + ssm], layouts[key], tokens, scored, slices, features)
             self._passes, self._request_passes = self._passes + 1, self._request_passes + len(own)
             if len(self.models) > 1:
                 for (request, state), start, end in zip(served, starts, last, strict=True):
@@ -530,7 +530,11 @@ class SsmDrafter:
                 for owner, own in own_rows.items()
             ]
             model, pool, scored = self.models[ssm], self.cache.pools[1 + ssm], np.arange(len(rows))
-            found = score_rows(model, pool, levels.plan(ssm, rows), at.tokens[rows], scored, slices)
+            features = None
+            if isinstance(model, FeatureHead):
+                above = [outputs_of(states[owner].scores[ssm], at.above[parts[owner]]) for owner in own_rows]
+                features = torch.cat(above)
+            found = score_rows(model, pool, levels.plan(ssm, rows), at.tokens[rows], scored, slices, features)
             self._passes, self._request_passes = self._passes + 1, self._request_passes + len(own_rows)
             for owner, own in own_rows.items():
                 states[owner].scores[ssm].append(found.select(own))

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from treespec.drafters.ssm.scoring import Rows, softmax_at
 from treespec.drafters.trust import Trust
@@ -88,6 +90,17 @@ class SsmState:
                 found.append(part.probs_of(rows, own))
             first, at = first + len(part.probs), end
         return np.concatenate(found)
+
+
+def outputs_of(parts: Sequence[Rows], slots: np.ndarray) -> Tensor:
+    """Return what a draft head passes on from some slots to their children, [len(slots), hidden_size].
+
+    Args:
+        parts: scores of all slots in order.
+        slots: int64.
+    """
+    found = torch.cat([part.outputs for part in parts if part.outputs is not None])
+    return found[torch.from_numpy(slots).to(found.device)]
 
 
 def scored_rows(ssm: int, states: Sequence[SsmState], parts: Mapping[int, slice]) -> dict[int, slice]:

@@ -1,0 +1,331 @@
+"""Tiny random EAGLE heads in their published layouts, and references of what they compute.
+
+A head reads hidden states of the target. Pair `t` is the target's feature at position `t` and the token at `t + 1`; it
+has position `t`, and its output predicts the token at `t + 2`. A drafted token forms a pair with the output of the pair
+before it. Everything is float32.
+
+The references follow EAGLE (arXiv 2401.15077) and EAGLE-3 (arXiv 2503.01840). They compute all pairs anew for each
+drafted token: causal attention leaves the earlier ones as they are.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+Layout = Literal["eagle", "specforge", "speculators"]
+
+THETA = 5000.0
+"""The rope base of heads that state one; the original EAGLE-3 layout states none, which means 10000."""
+
+
+@dataclass(frozen=True)
+class TargetShape:
+    """What a head's shape depends on; the names are those of a Llama config."""
+
+    hidden_size: int = 64
+    intermediate_size: int = 128
+    num_hidden_layers: int = 6
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    vocab_size: int = 256
+    rms_norm_eps: float = 1e-5
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+
+class HeadOutput(NamedTuple):
+    """A head's outputs after each pair: those of the committed tokens, then those of the drafted ones."""
+
+    logits: Tensor  # [num_pairs, draft_vocab]
+    hidden: Tensor  # [num_pairs, hidden], before the final norm
+
+
+def default_boundaries(num_layers: int) -> tuple[int, int, int]:
+    """The features an EAGLE-3 head reads if its config names none: the inputs of these decoder layers.
+
+    The input of layer `l` is the output of layer `l - 1`. Targets of fewer than seven layers have no three of them.
+    """
+    return 2, num_layers // 2, num_layers - 3
+
+
+def write_eagle3(
+    folder: Path,
+    target: TargetShape,
+    *,
+    layout: Layout,
+    draft_vocab: int | None,
+    own_embedding: bool,
+    seed: int,
+    boundaries: tuple[int, ...] | None = None,
+    hidden_size: int | None = None,
+    **flags: bool,
+) -> None:
+    """Writes a random EAGLE-3 head.
+
+    `boundaries` are the target's features as in `default_boundaries`, ascending; each layout has its own way to number
+    them, "eagle" has none. `hidden_size` is the head's own, if it differs from the target's. `flags` are keys of the
+    config: `norm_before_residual` (speculators), `norm_before_fc`, `fc_norm` and `norm_output`.
+    """
+    if layout == "eagle" and (boundaries or flags):
+        raise ValueError(f"layout 'eagle' has neither boundaries nor flags, got {boundaries} and {flags}")
+    if "norm_before_residual" in flags and layout != "speculators":
+        raise ValueError(f"norm_before_residual is a key of speculators, got layout {layout!r}")
+    if hidden_size not in (None, target.hidden_size) and not own_embedding:
+        raise ValueError(f"a head of {hidden_size} cannot share an embedding of {target.hidden_size}")
+    hidden, count = hidden_size or target.hidden_size, len(boundaries or (0, 0, 0))
+    vocab = draft_vocab or target.vocab_size
+    generator = torch.Generator().manual_seed(seed)
+    layer = "layers.0." if layout == "speculators" else "midlayer."
+    head_dim = hidden // target.num_attention_heads if layout == "eagle" else target.head_dim  # "eagle" states none
+    tensors = _layer(layer, target, hidden, head_dim, 2 * hidden, 2.0, generator)
+    tensors |= {f"{layer}{name}.weight": _gains(hidden, generator) for name in ("input_layernorm", "hidden_norm")}
+    tensors["fc.weight"] = _matrix(hidden, count * target.hidden_size, 1.0, generator)
+    tensors["norm.weight"] = _gains(hidden, generator)
+    tensors["lm_head.weight"] = _matrix(vocab, hidden, 2.0, generator)
+    if flags.get("norm_before_fc"):
+        tensors["input_norm.weight"] = _gains(count * target.hidden_size, generator)
+    if flags.get("fc_norm"):
+        tensors |= {f"fc_norm.{i}.weight": _gains(target.hidden_size, generator) for i in range(count)}
+    if own_embedding:
+        tensors["embed_tokens.weight"] = torch.randn(target.vocab_size, hidden, generator=generator)
+    if draft_vocab is not None or layout == "specforge":  # SpecForge writes the identity too
+        ids = torch.randperm(target.vocab_size, generator=generator)[:vocab].sort().values
+        tensors["d2t"] = ids - torch.arange(vocab)
+        tensors["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+    _write(folder, _eagle3_config(target, layout, hidden, vocab, boundaries, flags), tensors, binary=layout == "eagle")
+
+
+def write_eagle1(
+    folder: Path,
+    target: TargetShape,
+    *,
+    layout: Literal["eagle", "speculators"] = "eagle",
+    bias: bool,
+    own_embedding: bool,
+    seed: int,
+    qkv_bias: bool = False,
+) -> None:
+    """Writes a random head of EAGLE-1 and EAGLE-2, which differ in the tree only; its lm_head is the target's.
+
+    `bias` is that of `fc`, `qkv_bias` that of the attention, as in the heads of Qwen2 targets. "speculators" is the
+    layout of that library's versions before 0.7, which leaves the embedding to the target.
+    """
+    if layout == "speculators" and (own_embedding or qkv_bias):
+        raise ValueError("layout 'speculators' has neither an embedding nor biases of its own")
+    generator = torch.Generator().manual_seed(seed)
+    layer, fc = ("layers.0.", "fc") if layout == "eagle" else ("transformer.", "fusion_fc")
+    hidden = target.hidden_size
+    tensors = _layer(layer, target, hidden, target.head_dim, hidden, 1.0, generator)
+    tensors[f"{fc}.weight"] = _matrix(hidden, 2 * hidden, 0.7, generator)
+    if bias:
+        tensors[f"{fc}.bias"] = 0.2 * torch.randn(hidden, generator=generator)
+    if qkv_bias:
+        for name in ("q_proj", "k_proj", "v_proj"):
+            rows = tensors[f"{layer}self_attn.{name}.weight"].shape[0]
+            tensors[f"{layer}self_attn.{name}.bias"] = 0.2 * torch.randn(rows, generator=generator)
+    if own_embedding:
+        tensors["embed_tokens.weight"] = torch.randn(target.vocab_size, hidden, generator=generator)
+    config = _llama(target, hidden)
+    if layout == "eagle":
+        config |= {"architectures": ["LlamaForCausalLM"], "rope_theta": THETA, "bias": bias, "torch_dtype": "float32"}
+        config |= {"qkv_bias": True} if qkv_bias else {}
+    else:
+        config |= {"rope_theta": THETA, "rope_scaling": None}
+        head = {"architectures": ["EagleSpeculator", "LlamaDecoderLayer"], "fusion_bias": bias, "layernorms": False}
+        config = _speculators("eagle", config) | head | {"transformer_layer_architecture": "LlamaDecoderLayer"}
+    _write(folder, config, tensors, binary=layout == "eagle")
+
+
+def _eagle3_config(
+    target: TargetShape,
+    layout: Layout,
+    hidden: int,
+    draft_vocab: int,
+    boundaries: tuple[int, ...] | None,
+    flags: dict[str, bool],
+) -> dict[str, Any]:
+    llama, own = _llama(target, hidden), {"draft_vocab_size": draft_vocab}
+    if hidden != target.hidden_size or layout == "speculators":
+        own["target_hidden_size"] = target.hidden_size if hidden != target.hidden_size else None
+    if layout == "eagle":
+        return llama | own | {"architectures": ["LlamaForCausalLM"], "torch_dtype": "float32"}
+    own |= flags
+    if layout == "specforge":
+        if boundaries is not None:  # these ids are those of layers whose outputs are read
+            ids = [boundary - 1 for boundary in boundaries]
+            own["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}
+        rope = {"head_dim": target.head_dim, "rope_theta": THETA, "rope_scaling": None}
+        return llama | rope | own | {"architectures": ["LlamaForCausalLMEagle3"], "torch_dtype": "float32"}
+    rope = {"head_dim": target.head_dim, "rope_parameters": {"rope_type": "default", "rope_theta": THETA}}
+    all_flags = dict.fromkeys(("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"), False)
+    own = all_flags | own | {"eagle_aux_hidden_state_layer_ids": list(boundaries) if boundaries else None}
+    return _speculators("eagle3", llama | rope) | {"architectures": ["Eagle3DraftModel"]} | own
+
+
+def _llama(target: TargetShape, hidden: int) -> dict[str, Any]:
+    extra = {"hidden_act": "silu", "max_position_embeddings": 2048, "model_type": "llama", "tie_word_embeddings": False}
+    return asdict(target) | extra | {"hidden_size": hidden, "num_hidden_layers": 1}
+
+
+def _speculators(kind: str, llama: dict[str, Any]) -> dict[str, Any]:
+    proposal = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    described = {
+        "algorithm": kind,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [proposal],
+        "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "target"},
+    }
+    top = {"speculators_model_type": kind, "speculators_version": "0.9.0", "tie_word_embeddings": False}
+    return top | {"speculators_config": described, "transformer_layer_config": llama, "dtype": "float32"}
+
+
+def _layer(
+    prefix: str, target: TargetShape, hidden: int, head_dim: int, width: int, gain: float, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """The matrices of a decoder layer whose attention reads `width`, and the norm of its MLP.
+
+    `gain` makes attention sharp, and what the layer adds count against its input.
+    """
+    queries, keys = target.num_attention_heads * head_dim, target.num_key_value_heads * head_dim
+    shapes = {
+        "self_attn.q_proj": (queries, width, gain),
+        "self_attn.k_proj": (keys, width, gain),
+        "self_attn.v_proj": (keys, width, gain),
+        "self_attn.o_proj": (hidden, queries, gain),
+        "mlp.gate_proj": (target.intermediate_size, hidden, gain),
+        "mlp.up_proj": (target.intermediate_size, hidden, gain),
+        "mlp.down_proj": (hidden, target.intermediate_size, gain),
+    }
+    tensors = {f"{prefix}{name}.weight": _matrix(*shape, generator) for name, shape in shapes.items()}
+    return tensors | {f"{prefix}post_attention_layernorm.weight": _gains(hidden, generator)}
+
+
+def _matrix(rows: int, columns: int, gain: float, generator: torch.Generator) -> Tensor:
+    return gain * columns**-0.5 * torch.randn(rows, columns, generator=generator)
+
+
+def _gains(size: int, generator: torch.Generator) -> Tensor:
+    return 1.0 + 0.2 * torch.randn(size, generator=generator)
+
+
+def _write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], *, binary: bool) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    if binary:
+        torch.save(tensors, folder / "pytorch_model.bin")
+    else:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def reference_eagle3(
+    folder: Path, target_embed: Tensor, tokens: Sequence[int], features: Tensor, drafted: Sequence[int] = ()
+) -> HeadOutput:
+    """What an EAGLE-3 head says after each pair of `tokens`, x_0 to x_n, and of one path of drafted tokens.
+
+    `target_embed` is [vocab, hidden]; `features` is [n, count, hidden], of positions 0 to n - 1, lowest layer first.
+    Tokens are the target's, logits are over the head's own vocabulary (`draft_ids`).
+    """
+    config, weights = _read(folder)
+    eps = config["rms_norm_eps"]
+    embedding = weights.get("embed_tokens.weight", target_embed)[torch.tensor([*tokens[1:], *drafted])]
+    if config.get("norm_before_fc"):
+        features = _norm(features.flatten(1), weights["input_norm.weight"], eps).view_as(features)
+    if config.get("fc_norm"):
+        gains = torch.stack([weights[f"fc_norm.{i}.weight"] for i in range(features.shape[1])])
+        features = _norm(features, gains, eps)
+    read = features.flatten(1) @ weights["fc.weight"].T
+    while True:
+        embedded = _norm(embedding[: len(read)], weights["layers.0.input_layernorm.weight"], eps)
+        normed = _norm(read, weights["layers.0.hidden_norm.weight"], eps)
+        residual = normed if config.get("norm_before_residual") else read
+        hidden = _decoder_layer(residual, torch.cat((embedded, normed), -1), config, weights)
+        final = _norm(hidden, weights["norm.weight"], eps)
+        if len(read) == len(embedding):
+            return HeadOutput(final @ weights["lm_head.weight"].T, hidden)
+        read = torch.cat((read, (final if config.get("norm_output") else hidden)[-1:]))
+
+
+def reference_eagle1(
+    folder: Path,
+    target_embed: Tensor,
+    target_head: Tensor,
+    tokens: Sequence[int],
+    features: Tensor,
+    drafted: Sequence[int] = (),
+) -> HeadOutput:
+    """What a head of EAGLE-1 or 2 says; `features` is [n, hidden], the target's states after its final norm.
+
+    The head predicts such states itself, so `target_head`, [vocab, hidden], applies to its outputs as they are.
+    """
+    config, weights = _read(folder)
+    embedding = weights.get("embed_tokens.weight", target_embed)[torch.tensor([*tokens[1:], *drafted])]
+    while True:
+        pairs = torch.cat((embedding[: len(features)], features), -1)
+        fused = F.linear(pairs, weights["fc.weight"], weights.get("fc.bias"))
+        hidden = _decoder_layer(fused, fused, config, weights)
+        if len(features) == len(embedding):
+            return HeadOutput(hidden @ target_head.T, hidden)
+        features = torch.cat((features, hidden[-1:]))
+
+
+def draft_ids(folder: Path) -> Tensor:
+    """The target's ids of a head's own vocabulary, [draft_vocab]; `d2t` holds their distances from its own ids."""
+    config, weights = _read(folder)
+    count = config.get("draft_vocab_size", config["vocab_size"])
+    return torch.arange(count) + weights.get("d2t", torch.zeros(count, dtype=torch.long))
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A head's config, flat, and its tensors under one set of names."""
+    config = json.loads((folder / "config.json").read_text())
+    config |= config.get("transformer_layer_config", {})
+    binary = folder / "pytorch_model.bin"
+    tensors = torch.load(binary) if binary.exists() else load_file(folder / "model.safetensors")
+    for old, new in (("midlayer.", "layers.0."), ("transformer.", "layers.0."), ("fusion_fc.", "fc.")):
+        tensors = {new + name.removeprefix(old) if name.startswith(old) else name: t for name, t in tensors.items()}
+    return config, tensors
+
+
+def _norm(x: Tensor, gains: Tensor, eps: float) -> Tensor:
+    return gains * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+def _decoder_layer(residual: Tensor, read: Tensor, config: dict[str, Any], weights: dict[str, Tensor]) -> Tensor:
+    """A Llama layer over one sequence: attention reads `read` [n, width], the rest is as usual."""
+
+    def project(name: str, x: Tensor) -> Tensor:
+        return F.linear(x, weights[f"layers.0.{name}.weight"], weights.get(f"layers.0.{name}.bias"))
+
+    heads, count = config["num_attention_heads"], len(read)
+    query, key, value = (
+        project(f"self_attn.{name}_proj", read).view(
+            count, -1, weights["layers.0.self_attn.q_proj.weight"].shape[0] // heads
+        )
+        for name in "qkv"
+    )
+    query, key = _rope(query, config), _rope(key, config)
+    key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) * query.shape[-1] ** -0.5
+    scores = scores.masked_fill(torch.ones(count, count, dtype=torch.bool).triu(1), float("-inf"))
+    attended = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).flatten(1)
+    x = residual + project("self_attn.o_proj", attended)
+    normed = _norm(x, weights["layers.0.post_attention_layernorm.weight"], config["rms_norm_eps"])
+    return x + project("mlp.down_proj", F.silu(project("mlp.gate_proj", normed)) * project("mlp.up_proj", normed))
+
+
+def _rope(x: Tensor, config: dict[str, Any]) -> Tensor:
+    """Rotates [n, heads, head_dim] at positions 0 to n - 1; the two halves of a head are the pairs' components."""
+    theta = config.get("rope_parameters", config).get("rope_theta", 10000.0)
+    frequencies = 1.0 / theta ** (torch.arange(0, x.shape[-1], 2) / x.shape[-1])
+    angles = (torch.arange(len(x))[:, None] * frequencies).repeat(1, 2)[:, None]
+    first, second = x.chunk(2, -1)
+    return x * angles.cos() + torch.cat((-second, first), -1) * angles.sin()

@@ -1,0 +1,245 @@
+"""Draft heads that read hidden states of the target: their distributions, and the tokens of plain decoding."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from tests.child import run_cases
+from tests.exactness import assert_exact, run
+from tests.heads_made import Layout, TargetShape, draft_ids, reference_eagle3, write_eagle1, write_eagle3
+from tests.models import edit_config, greedy, make_draft, make_llama, new_folder, open_llm, random_prompts
+from tests.quantized_checkpoints import needs_compiler
+from treespec import RoundRecord, SamplingParams, SpecConfig
+from treespec.errors import ModelError
+from treespec_weights import CheckpointError, UnsupportedModelError
+from treespec_weights.cli import app
+
+SHAPE = TargetShape(num_hidden_layers=8)
+
+# By name: the layout, the size of the draft's vocabulary, and what else `write_eagle3` is told.
+HEADS: dict[str, tuple[Layout, int | None, dict[str, Any]]] = {
+    "eagle": ("eagle", 96, {"own_embedding": False}),
+    "specforge": ("specforge", 96, {"own_embedding": True}),
+    "specforge, other layers, whole vocabulary": ("specforge", None, {"own_embedding": False, "boundaries": (1, 3, 6)}),
+    "speculators": ("speculators", 64, {"own_embedding": False, "norm_before_residual": True}),
+    "speculators, one norm before fc": ("speculators", 64, {"own_embedding": True, "norm_before_fc": True}),
+    "speculators, norms before fc and after the output": (
+        "speculators",
+        None,
+        {"own_embedding": True, "fc_norm": True, "norm_output": True, "hidden_size": 32},
+    ),
+}
+FAST = ("eagle", "speculators, norms before fc and after the output")  # the others are slow tests
+TREE = SpecConfig(nodes=16, max_depth=5, sources=("ssm",))
+
+
+def target_of(dtype: torch.dtype = torch.float32, **config: Any) -> Path:
+    sizes = {name: getattr(SHAPE, name) for name in vars(SHAPE)} | {"head_dim": SHAPE.head_dim}
+    return make_llama(new_folder("target"), 3, dtype, faint_after=0, **(sizes | config))
+
+
+def make_head(name: str, seed: int = 1) -> Path:
+    layout, draft_vocab, options = HEADS[name]
+    folder = new_folder("head")
+    write_eagle3(folder, SHAPE, layout=layout, draft_vocab=draft_vocab, seed=seed, **options)
+    return folder
+
+
+def layers_of(name: str) -> tuple[int, ...]:
+    return HEADS[name][2].get("boundaries") or (2, SHAPE.num_hidden_layers // 2, SHAPE.num_hidden_layers - 3)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=needs_compiler)], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", [pytest.param(each, marks=() if each in FAST else pytest.mark.slow) for each in HEADS])
+def test_probabilities_are_those_of_the_reference(name: str, compiled: bool) -> None:
+    """At every drafted node, over several rounds, after a prefill in chunks; lookup makes rounds accept tokens."""
+    target, head = target_of(), make_head(name)
+    llm = open_llm(target, [head], compile=compiled, prefill_chunk=24)
+    records: list[RoundRecord] = []
+    (prompt,) = random_prompts((61,), vocab=SHAPE.vocab_size)
+    with llm.add_round_observer(records.append):
+        llm.generate(prompt, greedy(24), spec=SpecConfig(nodes=16, max_depth=4, sources=("ssm", "lookup")))
+    model = AutoModelForCausalLM.from_pretrained(target)
+    embed, ids, checked = model.get_input_embeddings().weight, draft_ids(head).tolist(), 0
+    rows = {token: row for row, token in enumerate(ids)}
+    with torch.inference_mode():
+        for record in records:
+            states = model(torch.tensor([record.context]), output_hidden_states=True).hidden_states
+            features = torch.stack([states[layer][0] for layer in layers_of(name)], 1)
+            tree, n = record.tree, len(record.context)
+            for node in range(1, len(tree)):
+                if head.name not in tree.sources_of(node) or "lookup" in tree.sources_of(node):
+                    continue
+                path = [node]
+                while tree.parents[path[0]] > 0:
+                    path.insert(0, int(tree.parents[path[0]]))
+                tokens = tree.tokens[path].tolist()
+                known = [*record.context, int(tree.tokens[0])]
+                logits = reference_eagle3(head, embed, known, features, tokens[:-1]).logits
+                expected = torch.softmax(logits[n + len(path) - 2], -1)[rows[tokens[-1]]]
+                assert tree.probs[node] == pytest.approx(float(expected), abs=1e-5), (record.number, tokens)
+                checked += 1
+    assert checked > 40 and len({record.accepted for record in records}) > 1
+
+
+# --- the tokens of plain decoding
+
+
+def engine_with_heads(dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    """Two heads that read different layers, and an SSM whose proposals are accepted."""
+    target = target_of(dtype)
+    draft = make_draft(new_folder("ssm"), target, 1, 0.05)
+    heads = [make_head("eagle"), make_head("specforge, other layers, whole vocabulary", seed=2)]
+    return open_llm(target, [heads[0], draft, heads[1]], **({"max_num_seqs": 3, "prefill_chunk": 40} | options))
+
+
+SPECS = (
+    TREE,
+    SpecConfig(nodes=24, max_depth=6),
+    SpecConfig(branching=(3, 2, 1), max_ssms=2),
+    SpecConfig(),
+)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=needs_compiler)], ids=["eager", "compiled"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_trees_give_the_bits_of_plain_decoding(dtype: torch.dtype, compiled: bool) -> None:
+    """Prompts of one token too, after which there is no hidden state to read yet."""
+    llm = engine_with_heads(dtype, compile=compiled, prove=True)
+    plain = run(llm, random_prompts((1, 2, 61, 90), vocab=SHAPE.vocab_size), greedy(20))
+    for spec in SPECS:
+        tree = assert_exact(llm, plain, spec)
+        assert tree.acceptance_length > 1.2
+    [ssm] = [name for name in llm.draft_names if name.startswith("ssm")]
+    assert sum(output.metrics.accepted_by_source.get(ssm, 0) for output in tree.outputs) > 0
+
+
+@pytest.mark.parametrize("verification", ["coupled", "naive"])
+def test_sampled_tokens_are_those_of_plain_decoding(verification: Any) -> None:
+    """Samples of one prompt share its pages, and with them the hidden states."""
+    llm = engine_with_heads()
+    prompts = random_prompts((30, 64), vocab=SHAPE.vocab_size)
+    params = [SamplingParams(max_tokens=16, temperature=0.8, seed=seed, n=2, ignore_eos=True) for seed in (1, 2)]
+    plain = llm.generate(prompts, params, spec="off")
+    tree = llm.generate(prompts, params, spec=SpecConfig(nodes=16, max_depth=4, verification=verification))
+    assert [[each.token_ids for each in output.outputs] for output in tree] == [
+        [each.token_ids for each in output.outputs] for output in plain
+    ]
+    llm.engine.check_integrity()
+
+
+@pytest.mark.parametrize("verification", ["rejection", "traversal"])
+def test_draws_of_heads_are_verified(verification: Any) -> None:
+    llm = engine_with_heads()
+    params = SamplingParams(max_tokens=12, temperature=0.9, seed=5, ignore_eos=True)
+    spec = SpecConfig(nodes=12, max_depth=3, sources=("ssm",), verification=verification)
+    outputs = llm.generate(random_prompts((30, 64), vocab=SHAPE.vocab_size), params, spec=spec)
+    assert all(len(output.outputs[0].token_ids) == 12 for output in outputs)
+    assert sum(output.metrics.nodes_verified - output.metrics.target_passes for output in outputs) > 0
+
+
+def test_a_head_is_a_source_like_any_other() -> None:
+    llm = engine_with_heads()
+    first, second = (name for name in llm.draft_names if name.startswith("head"))
+    records: list[RoundRecord] = []
+    with llm.add_round_observer(records.append):
+        llm.generate(
+            random_prompts((40,), vocab=SHAPE.vocab_size), greedy(8), spec=SpecConfig(nodes=8, sources=(second,))
+        )
+    proposed = {
+        source for record in records for node in range(len(record.tree)) for source in record.tree.sources_of(node)
+    }
+    assert proposed == {second} and first != second
+    assert "EAGLE-3" in llm.stats()["draft_vocabularies"][first]
+
+
+# --- bad input
+
+
+def spoiled(folder: Path, **changes: Any) -> Path:
+    """A head whose tensors are replaced, or dropped if None."""
+    tensors = load_file(folder / "model.safetensors") | changes
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, folder / "model.safetensors")
+    return folder
+
+
+def test_a_head_of_another_target() -> None:
+    head = make_head("specforge")
+    wider = target_of(hidden_size=128, num_hidden_layers=8)
+    with pytest.raises(CheckpointError, match=r"head reads 192 values per token, the target has 3 layers .* size 128"):
+        open_llm(wider, [head])
+    with pytest.raises(CheckpointError, match="for a vocabulary of 256 tokens, the target has 272"):
+        open_llm(target_of(vocab_size=272), [head])
+    deep = make_head("specforge, other layers, whole vocabulary")
+    with pytest.raises(
+        CheckpointError, match=r"inputs of the target's layers \(1, 3, 6\), and the target has 4 layers"
+    ):
+        open_llm(target_of(num_hidden_layers=4), [deep])
+
+
+def test_a_damaged_head() -> None:
+    target = target_of()
+    with pytest.raises(CheckpointError, match=r"'layers.0.hidden_norm.weight': expected a tensor of shape"):
+        open_llm(target, [spoiled(make_head("specforge"), **{"midlayer.hidden_norm.weight": None})])
+    with pytest.raises(CheckpointError, match=r"d2t.*missing: the head has 96 rows, the target 256 tokens"):
+        open_llm(target, [spoiled(make_head("specforge"), d2t=None)])
+    with pytest.raises(CheckpointError, match=r"d2t.*96 tokens from 5 to 5 for 96 rows"):
+        open_llm(target, [spoiled(make_head("specforge"), d2t=5 - torch.arange(96))])
+    head = make_head("eagle")
+    (head / "pytorch_model.bin").write_bytes((head / "pytorch_model.bin").read_bytes()[:2000])
+    with pytest.raises(CheckpointError, match=r"pytorch_model.bin.*not a file of tensors"):
+        open_llm(target, [head])
+    edit_config(head := make_head("specforge"), quantization_config={"quant_method": "awq"})
+    with pytest.raises(CheckpointError, match="quantised draft heads are not supported"):
+        open_llm(target, [head])
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        ({"architectures": ["MedusaModel"]}, "a Medusa head"),
+        ({"model_type": "mlp_speculator"}, "an MLPSpeculator head"),
+        ({"architectures": ["DFlashDraftModel"]}, "a DFlash draft"),
+        ({"speculators_model_type": "peagle"}, "a parallel EAGLE head"),
+        ({"speculators_model_type": "eagle", "architectures": ["EagleSpeculator"]}, "an EAGLE-1 head"),
+    ],
+)
+def test_kinds_that_are_not_supported(config: dict[str, Any], kind: str) -> None:
+    folder = new_folder("head")
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match=f"{kind}, which is not supported; supported: EAGLE-3 heads"):
+        open_llm(target_of(), [folder])
+
+
+def test_an_eagle_1_head_is_recognised_by_its_tensors() -> None:
+    write_eagle1(head := new_folder("head"), SHAPE, bias=True, own_embedding=False, seed=1)
+    with pytest.raises(UnsupportedModelError, match="an EAGLE-1 head, which is not supported"):
+        open_llm(target_of(), [head])
+
+
+def test_a_target_without_hidden_states() -> None:
+    with pytest.raises(ModelError, match=r"is a draft head, and .* returns no hidden states"):
+        open_llm(target_of(), [make_head("eagle")], backend="transformers")
+
+
+def test_inspection() -> None:
+    head = make_head("speculators")
+
+    def shown(target: Path) -> str:
+        return " ".join(CliRunner().invoke(app, ["inspect", str(target), "--draft", str(head)]).output.split())
+
+    expected = "usable: EAGLE-3 head, reads the inputs of layers 2, 4, 5; proposes 64 of 256 tokens"
+    assert expected in shown(target_of())
+    assert "use a head that was trained for this target" in shown(target_of(hidden_size=128))
+
+
+@pytest.mark.slow
+def test_on_the_triton_kernels() -> None:
+    pytest.importorskip("triton")
+    run_cases("heads_cases.py", {"TRITON_INTERPRET": "1"})

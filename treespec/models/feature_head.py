@@ -1,0 +1,137 @@
+"""Draft heads that read hidden states of the target: EAGLE-3 (arXiv 2503.01840).
+
+A token's row combines its embedding with the *feature* of the token before it. After verified tokens the feature comes
+from the target's hidden states; after a drafted node it is the head's own output at that node.
+"""
+
+from collections.abc import Sequence
+from ctypes import CDLL
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from treespec.config import ModelConfig
+from treespec.models.decoder import Decoder, Pass, StreamInput
+from treespec.models.head_vocabulary import HeadVocabulary
+from treespec_kernels.attention.tree_batch import RequestRows
+from treespec_kernels.linear.linear import Linear, LinearImpl
+from treespec_weights.heads import HeadForm, HeadWeights
+
+
+class FeatureHead:
+    """A draft head, with the interface of a `Decoder` but for `forward_features`.
+
+    The row of the token at position p has slot p - 1, because there is no row without a feature. Rotations are
+    relative, so the distributions are those of the published implementations.
+
+    Args:
+        form: its arithmetic.
+        decoder: its layers and its head; the first layer has no `qkv`.
+        weights: everything else.
+        columns: indices of the states that it reads among the features.
+        embed: embeddings of the target's vocabulary, [vocab_size, hidden_size].
+        impl: of its own linear layers.
+    """
+
+    offset = 1
+
+    def __init__(
+        self,
+        form: HeadForm,
+        decoder: Decoder,
+        weights: HeadWeights,
+        columns: Sequence[int],
+        embed: Tensor,
+        impl: LinearImpl,
+    ):
+        self.form, self.decoder, self.columns, self.embed = form, decoder, list(columns), embed
+        self._fc, self._qkv = (Linear(*pair, impl) for pair in (weights.fc, weights.qkv))
+        self._embed_norm, self._feature_norm = weights.embed_norm, weights.feature_norm
+        self._state_norms = weights.state_norms
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.decoder.config
+
+    @property
+    def device(self) -> torch.device:
+        return self.decoder.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.decoder.dtype
+
+    @property
+    def backend(self) -> str:
+        return self.decoder.backend
+
+    @property
+    def quantization(self) -> str | None:
+        return self.decoder.quantization
+
+    @property
+    def vocab_size(self) -> int:
+        return self.decoder.vocab_size
+
+    @property
+    def head_vocabulary(self) -> HeadVocabulary | None:
+        return self.decoder.head_vocabulary
+
+    @property
+    def growth(self) -> CDLL | None:
+        return self.decoder.growth
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights in memory, without the target's embeddings."""
+        return self.decoder.nbytes + self._fc.nbytes + self._qkv.nbytes
+
+    @property
+    def plan_key(self) -> tuple[object, ...]:
+        return ("head", *self.decoder.plan_key)
+
+    def plan(self, requests: list[RequestRows], kv: Tensor) -> Pass:
+        """Plan a pass, as `Decoder.plan`; the rows' `context_len` is smaller by `offset`."""
+        return self.decoder.plan(requests, kv)
+
+    def features_of(self, states: Tensor) -> Tensor:
+        """Return features [num_rows, hidden_size] from the target's states [num_rows, number of layers, hidden]."""
+        states = states[:, self.columns].to(self.dtype)
+        if (norms := self._state_norms) is not None:
+            states = F.rms_norm(states.view(-1, *norms.shape), norms.shape[1:], None, self.config.norm_eps) * norms
+        return self._fc(states.reshape(len(states), -1))
+
+    def forward_features(self, tokens: Tensor, features: Tensor, layout: Pass, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """Run a pass: write the rows' K/V to their slots.
+
+        Args:
+            tokens: int64 [num_rows].
+            features: [num_rows, hidden_size], of the tokens before them.
+            layout, kv: as in `Decoder.forward`.
+
+        Returns:
+            Hidden states for `logits`, and the features of these tokens, [num_rows, hidden_size] each.
+        """
+        embedded = F.embedding(tokens, self.embed).to(self.dtype)
+        normed = self._norm(features, self._feature_norm)
+        qkv = self._qkv(torch.cat((self._norm(embedded, self._embed_norm), normed), 1))
+        rows = normed if self.form.residual_after_norm else features
+        final, chosen = self.decoder.forward_stream(StreamInput(rows, qkv), layout, kv)
+        final = final[: len(tokens)]
+        return final, final if self.form.norm_output else chosen[: len(tokens), 0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits of the target's vocabulary, [num_rows, vocab_size]."""
+        return self.decoder.logits(hidden)
+
+    def probs(self, hidden: Tensor) -> Tensor:
+        """Return probabilities as `Decoder.probs`."""
+        return self.decoder.probs(hidden)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[1],), weight, self.config.norm_eps)
+
+
+GroupModel: TypeAlias = Decoder | FeatureHead

@@ -1,0 +1,60 @@
+"""Configuration of a draft head for a certain target."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from treespec.adapter.source import Source
+from treespec.config import ModelConfig
+from treespec.errors import ModelError
+from treespec_weights.heads import HeadForm
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """A draft head and what it reads of its target.
+
+    Attributes:
+        form: of the published folder.
+        decoder: config of its layers, with the target's vocabulary size.
+        layers: of the target, whose inputs it reads.
+        target_hidden: hidden size of the target.
+    """
+
+    form: HeadForm
+    decoder: ModelConfig
+    layers: tuple[int, ...]
+    target_hidden: int
+
+    @property
+    def folder(self) -> Path:
+        return self.form.folder
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of values of its layers and its projections, without embeddings; at most."""
+        shape = self.decoder.shape
+        qkv = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim * shape.hidden_size
+        return shape.num_parameters() + qkv + len(self.layers) * self.target_hidden * shape.hidden_size
+
+    @classmethod
+    def of(cls, form: HeadForm, target: ModelConfig | Source, max_model_len: int | None) -> "HeadConfig":
+        """Return the config of a head for a target.
+
+        Raises:
+            ModelError: the target runs through transformers' code, or the head's embeddings are of another width.
+            CheckpointError: contradictory or unsupported config values.
+        """
+        if isinstance(target, Source):
+            raise ModelError(f"{form.folder} is a draft head, and {target.name} returns no hidden states; leave it out")
+        decoder = ModelConfig.from_raw(form.folder, form.config, form.rules, max_model_len)
+        decoder = replace(decoder, shape=replace(decoder.shape, vocab_size=target.shape.vocab_size))
+        return cls(form, decoder, form.read_layers(target.shape.num_layers), target.shape.hidden_size)
+
+    def __str__(self) -> str:
+        return f"an EAGLE-3 head that reads the inputs of the target's layers {', '.join(map(str, self.layers))}"
+
+
+def all_layers(heads: Iterable[HeadConfig]) -> tuple[int, ...]:
+    """Return all layers of the target that any head reads, ascending."""
+    return tuple(sorted({layer for head in heads for layer in head.layers}))

@@ -1,0 +1,382 @@
+"""Published draft heads that read hidden states of their target: recognised by their folders, and loaded.
+
+EAGLE-3 (arXiv 2503.01840) in the layouts of its authors' repository, of SpecForge and SGLang, and of speculators.
+"""
+
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treespec_weights.checkpoint import Checkpoint
+from treespec_weights.errors import CheckpointConfigError, CheckpointError, Problem, UnsupportedModelError
+from treespec_weights.families import LLAMA, family_of
+from treespec_weights.files import resolve_folder
+from treespec_weights.load import cast, expected_tensors
+from treespec_weights.rules import CONFIG, FamilyRules, ModelShape, read_config
+
+PICKLE = "pytorch_model.bin"
+SUPPORTED = "EAGLE-3 heads of the layouts of EAGLE, SpecForge and speculators"
+_OTHER_KINDS = {  # part of an architecture or of a type -> name of the kind
+    "medusa": "a Medusa head",
+    "mlp_speculator": "an MLPSpeculator head",
+    "mlpspeculator": "an MLPSpeculator head",
+    "dflash": "a DFlash draft",
+    "peagle": "a parallel EAGLE head",
+    "pard": "a parallel draft",
+    "eaglespeculator": "an EAGLE-1 head",
+}
+_FIRST = "layers.0."
+_LAYER_TENSORS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+
+
+@dataclass(frozen=True)
+class HeadForm:
+    """What a published folder says about a draft head.
+
+    Attributes:
+        folder: of the head.
+        layers: of the target; None for the default, which depends on the target's depth.
+        by_output: `layers` are numbered by their outputs, as SpecForge and SGLang do, not by their inputs.
+        config: of the head's layers, in the form of a model's config.json.
+        rules: family of the head's layers.
+        residual_after_norm: the residual stream begins with the normalised feature.
+        norm_output: the feature of a drafted token is the output after the final norm.
+    """
+
+    folder: Path
+    layers: tuple[int, ...] | None
+    by_output: bool
+    config: dict[str, Any]
+    rules: FamilyRules
+    residual_after_norm: bool
+    norm_output: bool
+
+    def read_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Return the layers of a target with `num_layers` layers whose inputs the head reads, ascending.
+
+        `num_layers` means the output of the last layer.
+
+        Raises:
+            CheckpointConfigError: the target has no such layer.
+        """
+        default = (2, num_layers // 2, num_layers - 3)
+        layers = tuple(sorted(self.layers or default))
+        # Some published heads number inputs where others number outputs; these numbers tell them apart.
+        if self.by_output and layers != default and layers[-1] != num_layers:
+            layers = tuple(layer + 1 for layer in layers)
+        if not all(0 <= layer <= num_layers for layer in layers):
+            raise _config_error(
+                self.folder,
+                "eagle_aux_hidden_state_layer_ids",
+                f"the head reads the inputs of the target's layers {layers}, and the target has {num_layers} layers",
+            )
+        return layers
+
+
+class HeadWeights(NamedTuple):
+    """Weights of an EAGLE-3 head, in the compute dtype.
+
+    Attributes:
+        decoder: decoder parameters by name, without Q, K and V of the first layer and with one row of `embed`.
+        fc: [hidden, number of layers * hidden of the target], and its bias or None.
+        qkv: [(num_heads + 2 * num_kv_heads) * head_dim, 2 * hidden], of the first layer, and its bias or None.
+        embed_norm, feature_norm: norms of the embedding and of the feature, [hidden].
+        state_norms: norms of the target's states, [1, number of layers * hidden] over all of them or [number of layers,
+            hidden] of each; None for none.
+        embed: own embeddings [vocab, hidden]; None for the target's.
+    """
+
+    decoder: dict[str, Tensor]
+    fc: tuple[Tensor, Tensor | None]
+    qkv: tuple[Tensor, Tensor | None]
+    embed_norm: Tensor
+    feature_norm: Tensor
+    state_norms: Tensor | None
+    embed: Tensor | None
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of values that a pass reads: without embeddings."""
+        others = (*self.fc, *self.qkv, self.embed_norm, self.state_norms)
+        return sum(t.numel() for t in self.decoder.values()) + sum(t.numel() for t in others if t is not None)
+
+
+def _names(folder: Path) -> Collection[str]:
+    """Return the names of a folder's tensors, empty if it has no weights."""
+    if (folder / PICKLE).exists():
+        return _unpickle(folder).keys()
+    with suppress(CheckpointError), Checkpoint.open(folder) as checkpoint:
+        return checkpoint.tensors.keys()
+    return ()
+
+
+def _unpickle(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of `pytorch_model.bin`, memory-mapped. Code in the file is never run."""
+    try:
+        stored = torch.load(folder / PICKLE, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # of pickle, zipfile or torch
+        raise CheckpointError(folder, [Problem("file", repr(PICKLE), f"not a file of tensors: {error}")]) from error
+    return {name: tensor for name, tensor in stored.items() if isinstance(tensor, Tensor)}
+
+
+def _config_error(folder: Path, key: str, message: str) -> CheckpointConfigError:
+    return CheckpointConfigError(folder, [Problem("config", repr(key), message)])
+
+
+def read_head(folder: Path | str) -> HeadForm | None:
+    """Return the form of the draft head in a folder; None if its config.json is that of an ordinary model.
+
+    Raises:
+        UnsupportedModelError: a draft head of a kind that is not supported.
+        CheckpointConfigError: contradictory values.
+    """
+    root = resolve_folder(folder)
+    if root.is_file():
+        return None
+    raw = read_config(root)
+    named = raw.get("architectures") or []
+    names = [*named, *(raw.get(key) for key in ("speculators_model_type", "model_type"))]
+    names += [key for key in ("dflash_config", "medusa_num_heads") if key in raw]
+    lowered = [name.lower() for name in names if isinstance(name, str)]
+    is_eagle3 = any("eagle3" in name for name in lowered) or "draft_vocab_size" in raw
+    other = next((kind for part, kind in _OTHER_KINDS.items() if any(part in name for name in lowered)), None)
+    if other is None and not is_eagle3 and raw.get("num_hidden_layers") == 1 and "fc.weight" in _names(root):
+        other = "an EAGLE-1 head"
+    if other is not None:
+        problem = Problem("config", repr(CONFIG), f"{other}, which is not supported; supported: {SUPPORTED}")
+        raise UnsupportedModelError(root, [problem])
+    if not is_eagle3:
+        return None
+    if raw.get("quantization_config"):
+        raise _config_error(root, "quantization_config", "quantised draft heads are not supported; use the original")
+    return _eagle3_form(root, raw)
+
+
+def _eagle3_form(folder: Path, raw: Mapping[str, Any]) -> HeadForm:
+    layers, nested = raw.get("eagle_aux_hidden_state_layer_ids"), raw.get("eagle_config")
+    if isinstance(inner := raw.get("transformer_layer_config"), dict):  # speculators
+        config = {"dtype": raw.get("dtype") or raw.get("torch_dtype"), **inner}
+    else:
+        config = {**raw, "num_hidden_layers": 1}  # some published configs give the target's number
+    by_output = layers is None and isinstance(nested, dict)
+    if isinstance(nested, dict):
+        layers = nested.get("eagle_aux_hidden_state_layer_ids") if layers is None else layers
+        raw = {**raw, **nested}
+    if layers is not None and not (isinstance(layers, list) and layers and all(type(each) is int for each in layers)):
+        raise _config_error(folder, "eagle_aux_hidden_state_layer_ids", f"{layers!r}; expected a list of layer numbers")
+    config["tie_word_embeddings"] = False
+    rules = family_of(config, folder) if config.get("model_type") else LLAMA
+    if rules.model_type not in ("llama", "qwen3"):
+        problem = Problem("config", "'model_type'", f"a head of {rules.model_type!r} layers; supported: llama, qwen3")
+        raise UnsupportedModelError(folder, [problem])
+    return HeadForm(
+        folder,
+        None if layers is None else tuple(layers),
+        by_output,
+        config,
+        rules,
+        bool(raw.get("norm_before_residual")),
+        bool(raw.get("norm_output")),
+    )
+
+
+class _Tensors:
+    """The tensors of a head's folder, by their names in the layout of a model without the prefix `model.`."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype | None, device: torch.device | str):
+        self.folder, self.dtype, self.device, self.problems = folder, dtype, device, list[Problem]()
+        if (folder / PICKLE).exists() and not any(folder.glob("*.safetensors")):
+            self._stored = {_canonical(name): tensor for name, tensor in _unpickle(folder).items()}
+        else:
+            with Checkpoint.open(folder) as checkpoint:
+                self._stored = {_canonical(name): checkpoint.tensor(name) for name in checkpoint.tensors}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._stored
+
+    def raw(self, name: str) -> Tensor | None:
+        """Return a stored tensor, or None."""
+        return self._stored.get(name)
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """Return a tensor in the compute dtype; records a problem if it is missing or has another shape."""
+        stored = self._stored.get(name)
+        if stored is None:
+            self.problems.append(Problem("missing", repr(name), f"expected a tensor of shape {list(shape)}"))
+        elif tuple(stored.shape) != shape:
+            self.problems.append(Problem("shape", repr(name), f"{list(stored.shape)}, expected {list(shape)}"))
+        else:
+            return cast(stored, self.dtype, self.device)[0].contiguous()
+        return torch.empty(0, dtype=torch.float32, device="cpu")
+
+    def check(self) -> None:
+        """Raise CheckpointError if any tensor was missing or misshaped."""
+        if self.problems:
+            raise CheckpointError(self.folder, self.problems)
+
+
+def _canonical(name: str) -> str:
+    return name.removeprefix("model.").replace("midlayer.", _FIRST)
+
+
+def head_tokens(folder: Path, stored: Mapping[str, Tensor | None], rows: int, target_size: int) -> np.ndarray | None:
+    """Return the target's token of each row of the head, int64 [rows]; None if they are equal.
+
+    Raises:
+        CheckpointError: a map for another vocabulary.
+    """
+    d2t, t2d = stored["d2t"], stored["t2d"]
+
+    def problem(name: str, text: str) -> CheckpointError:
+        return CheckpointError(folder, [Problem("value", repr(name), text)])
+
+    if t2d is not None and len(t2d) != target_size:
+        raise problem("t2d", f"the head is for a vocabulary of {len(t2d)} tokens, the target has {target_size}")
+    if d2t is None:
+        if rows != target_size:
+            raise problem("d2t", f"missing: the head has {rows} rows, the target {target_size} tokens")
+        return None
+    tokens: np.ndarray = np.arange(len(d2t)) + d2t.to(torch.int64).numpy()
+    if len(tokens) != rows or len(np.unique(tokens)) != rows or tokens.min() < 0 or tokens.max() >= target_size:
+        raise problem(
+            "d2t",
+            f"{len(tokens)} tokens from {tokens.min()} to {tokens.max()} for {rows} rows of the head; expected one of "
+            f"the target's {target_size} for each row",
+        )
+    return tokens
+
+
+def load_head(
+    form: HeadForm,
+    shape: ModelShape,
+    num_states: int,
+    target_hidden: int,
+    dtype: torch.dtype | None,
+    device: torch.device | str,
+) -> tuple[HeadWeights, np.ndarray | None]:
+    """Load a head.
+
+    Args:
+        form: of the head.
+        shape: of its layers; the vocabulary size is the target's.
+        num_states: number of the target's layers that it reads.
+        target_hidden: hidden size of the target.
+        dtype, device: of the weights; a dtype of None keeps the stored ones, which stay memory-mapped.
+
+    Returns:
+        The weights, and the target's tokens of the head's rows, int64 ascending; None for the whole vocabulary.
+
+    Raises:
+        CheckpointError: with all missing and misshaped tensors; a head of another target.
+    """
+    hidden, found = shape.hidden_size, _Tensors(form.folder, dtype, device)
+    if (fc := found.raw("fc.weight")) is not None and fc.shape[1] != num_states * target_hidden:
+        raise CheckpointError(
+            form.folder,
+            [
+                Problem(
+                    "shape",
+                    "'fc.weight'",
+                    f"the head reads {fc.shape[1]} values per token, the target has {num_states} layers to read of "
+                    f"hidden size {target_hidden}; use a head that was trained for this target",
+                )
+            ],
+        )
+    head = found.raw("lm_head.weight")
+    rows = shape.vocab_size if head is None else len(head)
+    tokens = head_tokens(form.folder, {name: found.raw(name) for name in ("d2t", "t2d")}, rows, shape.vocab_size)
+    decoder = {"embed": torch.zeros(1, hidden, dtype=dtype, device=device)}
+    for placement in expected_tensors(shape, form.rules):
+        name, [(param, size)] = _canonical(placement.name), placement.params.items()
+        if param == "embed" or param in _first_projections():
+            continue
+        decoder[param] = found.take(name, *((rows, hidden) if param == "lm_head" else size))
+    decoder["layers.0.attn_norm"] = found.take(f"{_FIRST}hidden_norm.weight", hidden)
+    weights = HeadWeights(
+        decoder,
+        (found.take("fc.weight", hidden, num_states * target_hidden), _bias(found, "fc", hidden)),
+        _qkv(found, shape),
+        found.take(f"{_FIRST}input_layernorm.weight", hidden),
+        decoder["layers.0.attn_norm"],
+        _state_norms(found, num_states, target_hidden),
+        found.take("embed_tokens.weight", shape.vocab_size, hidden) if "embed_tokens.weight" in found else None,
+    )
+    found.check()
+    if tokens is not None and (np.diff(tokens) < 0).any():  # ties break as over the whole vocabulary
+        order = np.argsort(tokens)
+        decoder["lm_head"], tokens = decoder["lm_head"][torch.from_numpy(order)], tokens[order]
+    return weights, tokens
+
+
+def _first_projections() -> tuple[str, ...]:
+    return tuple(f"layers.0.{name}{part}" for name in "qkv" for part in ("", "_bias"))
+
+
+def _qkv(found: _Tensors, shape: ModelShape) -> tuple[Tensor, Tensor | None]:
+    """Return the first layer's projections of [embedding, feature]."""
+    sizes = [heads * shape.head_dim for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)]
+    parts = [
+        found.take(f"{_FIRST}{name}.weight", size, 2 * shape.hidden_size)
+        for name, size in zip(_LAYER_TENSORS, sizes, strict=True)
+    ]
+    bias = None
+    if shape.attention_bias:
+        bias = torch.cat(
+            [found.take(f"{_FIRST}{name}.bias", size) for name, size in zip(_LAYER_TENSORS, sizes, strict=True)]
+        )
+    return torch.cat([part for part in parts if part.dim() == 2] or parts), bias
+
+
+def _bias(found: _Tensors, name: str, size: int) -> Tensor | None:
+    return found.take(f"{name}.bias", size) if f"{name}.bias" in found else None
+
+
+def _state_norms(found: _Tensors, num_states: int, target_hidden: int) -> Tensor | None:
+    if "input_norm.weight" in found:
+        return found.take("input_norm.weight", num_states * target_hidden)[None]
+    if "fc_norm.0.weight" in found:
+        return torch.stack([found.take(f"fc_norm.{i}.weight", target_hidden) for i in range(num_states)])
+    return None
+
+
+def compare_head(target: dict[str, Any], form: HeadForm) -> dict[str, Any]:
+    """Compare a head with a target: a row of `compare_draft`.
+
+    Args:
+        target: result of `inspect_checkpoint`.
+        form: of the head.
+    """
+    reason = connection = None
+    own = ModelShape.from_hf(form.config, form.rules, form.folder)
+    parameters, hidden = own.num_parameters(), own.hidden_size
+    if target["shape"] is None:
+        reason = "only targets of a native family return hidden states"
+    else:
+        size, hidden = target["shape"]["vocab_size"], target["shape"]["hidden_size"]
+        try:
+            layers = form.read_layers(target["shape"]["num_layers"])
+            weights, tokens = load_head(form, replace(own, vocab_size=size), len(layers), hidden, None, "cpu")
+        except CheckpointError as error:
+            reason = "; ".join(map(str, error.problems))
+        else:
+            known, parameters = size if tokens is None else len(tokens), weights.num_parameters
+            read = ", ".join(map(str, layers))
+            connection = f"EAGLE-3 head, reads the inputs of layers {read}; proposes {known:,} of {size:,} tokens"
+    return {
+        "folder": str(form.folder),
+        "family": "EAGLE-3 head",
+        "parameters": parameters,
+        "cost_ratio": parameters / target["parameters"] if target["parameters"] else None,
+        "same_vocab_size": reason is None,
+        "same_vocabulary": reason is None,
+        "same_hidden_size": own.hidden_size == hidden,
+        "usable": reason is None,
+        "connection": connection,
+        "reason": reason,
+    }

@@ -16,6 +16,7 @@ from torch import Tensor
 from treespec_kernels.cpu.compiled_plan import CompiledPlan
 from treespec_kernels.cpu.cpu_library import numbers, pointers
 from treespec_kernels.cpu.decoder_library import DTYPES, LinearStruct, PackedLinear
+from treespec_kernels.cpu.huge_pages import HugePages
 from treespec_kernels.linear.quantized import QuantizedWeight
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # in the order of the C++ enum
@@ -163,6 +164,7 @@ class CompiledModel:
         num_threads: int,
     ):
         self._library, self._threads, self.num_ropes = library, num_threads, architecture.num_ropes
+        self._memory = HugePages()
         self._num_places = 0 if positions is None else len(positions)
         # Keeps the tensors alive whose addresses are in the structs.
         self._held: list[Tensor] = [embed] if positions is None else [embed, positions]
@@ -238,7 +240,7 @@ class CompiledModel:
     def _linear(self, weight: Tensor | QuantizedWeight | None, bias: Tensor | None) -> LinearStruct:
         if weight is None:
             return LinearStruct()
-        packed = PackedLinear(self._library, weight, bias)
+        packed = PackedLinear(self._library, weight, bias, self._memory)
         self._held += packed.held
         return packed.struct
 

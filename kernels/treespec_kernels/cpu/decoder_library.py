@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from treespec_kernels.cpu.cpu_library import compile_library, numbers, pointers
+from treespec_kernels.cpu.huge_pages import HugePages
 from treespec_kernels.linear.quantized import QuantizedWeight
 
 SOURCE = Path(__file__).with_name("decoder_cpu.cpp")
@@ -83,9 +84,16 @@ class PackedLinear:
         library: from `build`.
         weight: [outputs, inputs] in the library's dtype, or quantised with an even number of inputs.
         bias: [outputs] or None.
+        memory: for the weights; None for memory of their own.
     """
 
-    def __init__(self, library: ctypes.CDLL, weight: Tensor | QuantizedWeight, bias: Tensor | None):
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        weight: Tensor | QuantizedWeight,
+        bias: Tensor | None,
+        memory: HugePages | None = None,
+    ):
         self.held: list[Tensor] = []
         self.outputs, self.inputs = weight.shape
         bits, group, scale, zero = 0, 0, None, None
@@ -100,6 +108,8 @@ class PackedLinear:
             zero = None if weight.zero is None else self._hold(in_panels(weight.zero))
         else:
             packed = pack(weight)
+        if memory is not None:
+            packed = memory.place(packed)
         padded = None if bias is None else torch.nn.functional.pad(bias.float(), (0, -self.outputs % _PANEL))
         self.struct = LinearStruct(
             weight=self._hold(packed),

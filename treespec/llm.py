@@ -59,8 +59,8 @@ class LLM(VllmMethods):
             tokenizers; None is that of the model's folder. Without one, prompts and outputs are token ids and `text` is
             None. Its `eos_token_id` ends outputs too, in addition to the model's end tokens.
         device: "auto" (this thread's current GPU, or the CPU), "cpu", "cuda", or one of several, such as "cuda:1".
-        dtype: "auto" (the checkpoint's; float32 on a CPU without bf16 instructions), a name ("half" and "float" are
-            float16 and float32), or a torch dtype.
+        dtype: "auto" (the checkpoint's; float32 on a CPU without its instructions if passes are not compiled), a name
+            ("half" and "float" are float16 and float32), or a torch dtype.
         exact: raise ExactnessError where trees do not have the bits of plain decoding. False allows the vendor's matrix
             products and masked tree attention on a GPU.
         max_num_seqs: requests decoded at once.

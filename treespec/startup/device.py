@@ -37,15 +37,12 @@ def resolve_device(device: str | torch.device) -> torch.device:
     return torch.device("cuda", index)
 
 
-def resolve_dtype(dtype: str | torch.dtype, stored: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the dtype of passes. "auto" is `stored`, or float32 on a CPU without fast `stored`. Raises ConfigError."""
+def resolve_dtype(dtype: str | torch.dtype, stored: torch.dtype) -> torch.dtype:
+    """Return the dtype of passes; "auto" is the stored one. Raises ConfigError."""
     if isinstance(dtype, torch.dtype):
         chosen = dtype
     elif dtype == "auto":
         chosen = stored
-        if device.type == "cpu" and stored != torch.float32 and not onednn_available(stored):
-            logger.warning("%s has no fast %s here; computing in float32", device, stored)
-            chosen = torch.float32
     elif (name := _DTYPE_ALIASES.get(dtype, dtype)) in DTYPES:
         chosen = DTYPES[name]
     else:
@@ -53,3 +50,8 @@ def resolve_dtype(dtype: str | torch.dtype, stored: torch.dtype, device: torch.d
     if chosen not in DTYPES.values():
         raise ConfigError(f"dtype={dtype!r}; valid: {', '.join(DTYPES)}")
     return chosen
+
+
+def is_slow(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether torch's passes in a dtype are slower than in float32: bfloat16 and float16 on some CPUs."""
+    return device.type == "cpu" and dtype != torch.float32 and not onednn_available(dtype)

@@ -1,6 +1,7 @@
 """First step of a start: resolve an engine's options on this machine."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,11 +16,12 @@ from treespec.drafters.base import Drafter
 from treespec.drafters.foreign.vocabularies import Draft, connect_drafts
 from treespec.models.head_config import HeadConfig
 from treespec.models.quantized_weights import resolve_quantization
-from treespec.startup.device import resolve_device, resolve_dtype
+from treespec.startup.device import is_slow, resolve_device, resolve_dtype
 from treespec.startup.engine_options import EngineOptions
 from treespec.startup.folders import resolve_drafts, resolve_model
 from treespec.startup.implementations import resolve_attention, resolve_compile, resolve_linear
 from treespec.startup.load_models import Loader
+from treespec_kernels.cpu.decoder_library import DTYPES as COMPILED_DTYPES
 from treespec_kernels.tuning.tuned import KernelConfigs
 from treespec_weights.heads import read_head
 
@@ -81,10 +83,9 @@ def resolve(options: EngineOptions) -> Resolved:
     spec = SpecConfig.resolve(options.spec, SpecConfig())
     target, drafts, heads, drafters = _read_models(options, spec)
     models = [target, *(model for _, model in drafts), *(head.decoder for _, head in heads)]
-    dtype = resolve_dtype(options.dtype, target.dtype, device)
     attention = resolve_attention(options.attention, device)
     check_adapter_options(models, options.linear, device)
-    compiles = resolve_compile(options.compile, models, options.attention, options.linear, dtype, device)
+    dtype, compiles = _resolve_passes(options, models, target.dtype, device)
     quantization = resolve_quantization(options.quantization, target, dtype)
     adapted = isinstance(target, Source)
     linear, fixed_rows = resolve_linear(
@@ -103,6 +104,26 @@ def resolve(options: EngineOptions) -> Resolved:
     for name, head in heads:
         logger.info("draft %s (%s): %s", name, head.folder, head)
     return Resolved(options, spec, loader, compiles, quantization, fixed_rows, config, connected, heads, drafters)
+
+
+def _resolve_passes(
+    options: EngineOptions, models: Sequence[ModelConfig | Source], stored: torch.dtype, device: torch.device
+) -> tuple[torch.dtype, bool]:
+    """Return the dtype of passes, and whether they are compiled.
+
+    Compiled passes are fast in bfloat16 on every CPU. Without them, "auto" is float32 where torch is slow otherwise.
+    """
+
+    def compiles(dtype: torch.dtype) -> bool:
+        return resolve_compile(options.compile, models, options.attention, options.linear, dtype, device)
+
+    dtype = resolve_dtype(options.dtype, stored)
+    if options.dtype != "auto" or not is_slow(dtype, device):
+        return dtype, compiles(dtype)
+    if dtype in COMPILED_DTYPES and compiles(dtype):
+        return dtype, True
+    logger.warning("%s has no fast %s here; computing in float32", device, dtype)
+    return torch.float32, compiles(torch.float32)
 
 
 def _read_models(

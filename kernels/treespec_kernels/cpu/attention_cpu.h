@@ -6,10 +6,11 @@
 // A sum of values is one chain over the positions of the sequence, in bf16 over the pairs 2i and 2i + 1, of which the
 // last may have only one position. So neither depends on the location of keys, or on other rows.
 
-// Queries whose scores of a page are summed in registers: 16 accumulators and 4 keys.
-constexpr int64_t STACKED = 4;
-// Queries whose sums of values are in registers, HEAD_VECS each.
-constexpr int64_t MOST = HEAD_VECS <= 5 ? 4 : HEAD_VECS <= 8 ? 2 : 1;
+// Queries whose scores of a page are summed in registers, and vectors of positions of each: 16 or 8 sums.
+constexpr int64_t STACKED = 4, SCORED = LANES == 16 ? 4 : 2;
+// Queries whose sums of values are in registers, and vectors of each.
+constexpr int64_t MOST = LANES < 16 || HEAD_VECS > 8 ? 1 : HEAD_VECS > 5 ? 2 : 4;
+constexpr int64_t WEIGHED = LANES == 16 ? HEAD_VECS : HEAD_VECS % 8 == 0 ? 8 : HEAD_VECS % 4 == 0 ? 4 : 2;
 
 // Prefetches data of the next page in portions between computations; prefetching a whole page at once gained nothing.
 // The target is the L2 cache: for 1 row at a context of 1900, a pass took a quarter longer with prefetches into L1, and
@@ -65,11 +66,14 @@ void dots(const uint32_t* queries, const uint32_t* keys, float* out, int64_t str
 
 template <int VECTORS>
 void score(int64_t count, const uint32_t* queries, const uint32_t* keys, float* out, int64_t stride) {
-    int64_t q = 0;
-    for (; q + STACKED <= count; q += STACKED)
-        dots<STACKED, VECTORS>(queries + q * UNITS, keys, out + q * stride, stride);
-    for (; q + 2 <= count; q += 2) dots<2, VECTORS>(queries + q * UNITS, keys, out + q * stride, stride);
-    for (; q < count; q++) dots<1, VECTORS>(queries + q * UNITS, keys, out + q * stride, stride);
+    constexpr int AT_ONCE = std::min<int64_t>(VECTORS, SCORED);
+    for (int64_t j = 0; j < VECTORS; j += AT_ONCE, keys += LANES * AT_ONCE, out += LANES * AT_ONCE) {
+        int64_t q = 0;
+        for (; q + STACKED <= count; q += STACKED)
+            dots<STACKED, AT_ONCE>(queries + q * UNITS, keys, out + q * stride, stride);
+        for (; q + 2 <= count; q += 2) dots<2, AT_ONCE>(queries + q * UNITS, keys, out + q * stride, stride);
+        for (; q < count; q++) dots<1, AT_ONCE>(queries + q * UNITS, keys, out + q * stride, stride);
+    }
 }
 
 // Interleaves the values of two positions to [HEAD_DIM] units.
@@ -84,13 +88,16 @@ inline void pair_up(const scalar* even, const scalar* odd, uint32_t* out) {
 // Adds `count` units of weighted values. weights: rows of `stride` units; values: [count][HEAD_DIM].
 template <int QUERIES>
 void weigh(const uint32_t* weights, int64_t stride, int64_t count, const uint32_t* values, float* sums) {
-    vec acc[QUERIES][HEAD_VECS];
-    std::memcpy(acc, sums, sizeof acc);
-    for (int64_t p = 0; p < count; p++, values += HEAD_DIM)
-        for (int64_t q = 0; q < QUERIES; q++)
-            for (int64_t j = 0; j < HEAD_VECS; j++)
-                acc[q][j] = add_products(acc[q][j], load<uvec>(values + LANES * j), weights[q * stride + p]);
-    std::memcpy(sums, acc, sizeof acc);
+    for (int64_t first = 0; first < HEAD_DIM; first += LANES * WEIGHED) {
+        vec acc[QUERIES][WEIGHED];
+        for (int64_t q = 0; q < QUERIES; q++) std::memcpy(acc[q], sums + q * HEAD_DIM + first, sizeof acc[q]);
+        const uint32_t* from = values + first;
+        for (int64_t p = 0; p < count; p++, from += HEAD_DIM)
+            for (int64_t q = 0; q < QUERIES; q++)
+                for (int64_t j = 0; j < WEIGHED; j++)
+                    acc[q][j] = add_products(acc[q][j], load<uvec>(from + LANES * j), weights[q * stride + p]);
+        for (int64_t q = 0; q < QUERIES; q++) std::memcpy(sums + q * HEAD_DIM + first, acc[q], sizeof acc[q]);
+    }
 }
 
 void weigh(int64_t queries, const uint32_t* weights, int64_t stride, int64_t count, const uint32_t* values,

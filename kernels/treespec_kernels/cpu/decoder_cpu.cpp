@@ -21,6 +21,14 @@ typedef uint16_t scalar;
 #else
 typedef float scalar;
 #endif
+// Whether bf16 is multiplied in pairs, by an instruction of the machine. Otherwise it is widened to fp32.
+#if BF16 && defined(__AVX512BF16__) && defined(__AVX512BW__)
+#define IN_PAIRS 1
+typedef scalar factor;  // activations, as products read them
+#else
+#define IN_PAIRS 0
+typedef float factor;
+#endif
 constexpr int64_t PAIR = 4 / sizeof(scalar), UNITS = HEAD_DIM / PAIR;  // scalars per 32-bit unit, units per head
 
 inline float as_float(uint32_t bits) { return load<float>(&bits); }
@@ -31,22 +39,29 @@ inline vec widen(const float* p) { return load<vec>(p); }
 
 // Adds the products of 32-bit units of x and y: of one fp32, or of two bf16 in order.
 inline vec add_products(vec acc, uvec x, uint32_t y) {
+    const uvec unit = uvec{} + y;
 #if !BF16
-    return fma((vec)x, splat(as_float(y)), acc);
-#elif defined(__AVX512BF16__)
-    return (vec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)x, (__m512bh)(uvec{} + y));
+    return fma((vec)x, (vec)unit, acc);
+#elif IN_PAIRS
+    return (vec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)x, (__m512bh)unit);
 #else
-    acc = fma((vec)(x << 16), splat(as_float(y << 16)), acc);
-    return fma((vec)(x & 0xffff0000u), splat(as_float(y & 0xffff0000u)), acc);
+    acc = fma((vec)(x << 16), (vec)(unit << 16), acc);
+    return fma((vec)(x & 0xffff0000u), (vec)(unit & 0xffff0000u), acc);
 #endif
 }
 
 inline void store(uint16_t* p, vec v) {
-#if defined(__AVX512BF16__)
+#if IN_PAIRS
     const __m256bh rounded = _mm512_cvtneps_pbh((__m512)v);
 #else
     const uvec bits = (uvec)v, even = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16, quiet = (bits >> 16) | 0x40;
-    const hvec rounded = __builtin_convertvector((uvec)(v == v ? (ivec)even : (ivec)quiet), hvec);
+    const uvec high = (uvec)(v == v ? (ivec)even : (ivec)quiet);
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    const __m256i both = (__m256i)high;
+    const __m128i rounded = _mm_packus_epi32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
+#else
+    const hvec rounded = __builtin_convertvector(high, hvec);
+#endif
 #endif
     std::memcpy(p, &rounded, sizeof rounded);
 }
@@ -88,17 +103,46 @@ struct Model {
 namespace {
 
 enum Then { STORE, ADD, ROUND };
-constexpr int64_t AHEAD = 16;  // prefetch distance of weights, 4 KiB, which saves a tenth of a pass of 1 to 16 rows
+// Maximum number of rows, and vectors of a panel, whose sums are in registers: 24 of AVX-512's 32 registers, 12 of AVX2's
+// 16.
+constexpr int64_t FEW = 6, COLUMNS = LANES == 16 ? VECS : 2, PARTS = VECS / COLUMNS;
+// A panel of several parts is read in blocks, which stay in the L1 cache for all parts, and prefetched by one block of
+// 16 KiB. With a single part, a prefetch distance of 4 KiB saves a tenth of a pass of 1 to 16 rows.
+constexpr int64_t BLOCK = 64, AHEAD = 16;  // in steps of 4 * PANEL bytes
+
+// Returns activations as products read them, valid until the next call.
+[[maybe_unused]] inline const float* to_factors(const float* x, int64_t) { return x; }
+[[maybe_unused]] inline const factor* to_factors(const uint16_t* x, [[maybe_unused]] int64_t count) {
+#if IN_PAIRS
+    return x;
+#else
+    static thread_local std::vector<float> wide;
+    wide.resize(count);
+    for (int64_t i = 0; i < count; i++) wide[i] = to_float(x[i]);
+    return wide.data();
+#endif
+}
+
+// Calls multiply(first row, number of rows) for all rows in as few and as equal parts as possible: 4 and 4 rows take
+// less time than 6 and 2.
+template <class Multiply> inline void in_parts(int64_t rows, Multiply multiply) {
+    const int64_t times = (rows + FEW - 1) / FEW;
+    for (int64_t t = 0, r = 0; t < times; t++) {
+        const int64_t count = (rows - r + times - t - 1) / (times - t);
+        multiply(r, count);
+        r += count;
+    }
+}
 
 // Stores the sums of ROWS rows and one panel.
 template <int ROWS>
-inline __attribute__((always_inline)) void finish(const Linear& layer, int64_t panel, const vec (&acc)[ROWS][VECS],
-                                                  void* out, Then then) {
+inline __attribute__((always_inline)) void finish(const Linear& layer, int64_t panel,
+                                                  const vec (&sums)[PARTS][ROWS][COLUMNS], void* out, Then then) {
     for (int64_t r = 0; r < ROWS; r++)
         for (int64_t j = 0; j < VECS; j++) {
             const int64_t column = panel * PANEL + LANES * j, width = std::min(LANES, layer.outputs - column);
             if (width <= 0) break;
-            vec y = acc[r][j];
+            vec y = sums[j / COLUMNS][r][j % COLUMNS];
             if (layer.bias) y += load<vec>(layer.bias + column);
             if (then == ROUND) {
                 scalar rounded[LANES];
@@ -111,50 +155,69 @@ inline __attribute__((always_inline)) void finish(const Linear& layer, int64_t p
         }
 }
 
+// Adds the products of a part of a panel, with inputs [begin, end). w: the part's weights of the first of them. next: to
+// prefetch, as many bytes as are read.
 template <int ROWS>
-void multiply(const Linear& layer, int64_t panel, const scalar* x, void* out, Then then) {
+inline __attribute__((always_inline)) void accumulate(const scalar* w, const factor* x, int64_t k, int64_t begin,
+                                                      int64_t end, const scalar* next, vec (&acc)[ROWS][COLUMNS]) {
+    constexpr int64_t READ = PAIR * LANES * COLUMNS, LINE = PAIR * 16;  // scalars of a step, and in 64 bytes
+    for (int64_t i = begin; i < end; i += PAIR, w += PAIR * PANEL, next += READ) {
+        for (int64_t j = 0; j < READ; j += LINE) __builtin_prefetch(next + j);
+#if IN_PAIRS
+        for (int64_t r = 0; r < ROWS; r++) {
+            const __m512bh pair = (__m512bh)_mm512_set1_epi32(load<int32_t>(x + r * k + i));
+            for (int64_t j = 0; j < COLUMNS; j++)
+                acc[r][j] = (vec)_mm512_dpbf16_ps((__m512)acc[r][j], load<__m512bh>(w + 2 * LANES * j), pair);
+        }
+#else
+        for (int64_t t = 0; t < PAIR; t++) {
+            vec now[COLUMNS];
+            for (int64_t j = 0; j < COLUMNS; j++) {
+                const uvec bits = load<uvec>(w + PAIR * LANES * j);
+                now[j] = (vec)(PAIR == 1 ? bits : t == 0 ? bits << 16 : bits & 0xffff0000u);
+            }
+            for (int64_t r = 0; r < ROWS; r++) {
+                const vec factors = splat(x[r * k + i + t]);
+                for (int64_t j = 0; j < COLUMNS; j++) acc[r][j] = fma(now[j], factors, acc[r][j]);
+            }
+        }
+#endif
+    }
+}
+
+template <int ROWS>
+void multiply(const Linear& layer, int64_t panel, const factor* x, void* out, Then then) {
     const int64_t k = layer.inputs;
     const scalar* w = (const scalar*)layer.weight + panel * PANEL * k;
-    vec acc[ROWS][VECS] = {};
-#if BF16
-    for (int64_t i = 0; i < k; i += 2, w += 2 * PANEL) {
-        for (int64_t j = 0; j < VECS; j++) __builtin_prefetch(w + 2 * PANEL * AHEAD + 2 * LANES * j);
-        for (int64_t r = 0; r < ROWS; r++) {
-#if defined(__AVX512BF16__)
-            const __m512bh pair = (__m512bh)_mm512_set1_epi32(load<int32_t>(x + r * k + i));
-            for (int64_t j = 0; j < VECS; j++)
-                acc[r][j] = (vec)_mm512_dpbf16_ps((__m512)acc[r][j], load<__m512bh>(w + 2 * LANES * j), pair);
-#else
-            const vec even = splat(to_float(x[r * k + i])), odd = splat(to_float(x[r * k + i + 1]));
-            for (int64_t j = 0; j < VECS; j++) {
-                const uvec pairs = load<uvec>(w + 2 * LANES * j);
-                acc[r][j] = fma((vec)(pairs << 16), even, acc[r][j]);
-                acc[r][j] = fma((vec)(pairs & 0xffff0000u), odd, acc[r][j]);
+    vec sums[PARTS][ROWS][COLUMNS] = {};
+    if (PARTS == 1) {
+        accumulate(w, x, k, 0, k, w + AHEAD * PAIR * PANEL, sums[0]);
+    } else {
+        for (int64_t begin = 0, end; begin < k; begin = end) {
+            end = std::min(begin + PAIR * BLOCK, k);
+            for (int64_t part = 0; part < PARTS; part++) {
+                const scalar* next = w + (end + part * (end - begin) / PARTS) * PANEL;
+                vec acc[ROWS][COLUMNS];
+                std::memcpy(acc, sums[part], sizeof acc);
+                accumulate(w + begin * PANEL + part * PAIR * LANES * COLUMNS, x, k, begin, end, next, acc);
+                std::memcpy(sums[part], acc, sizeof acc);
             }
-#endif
         }
     }
-#else
-    for (int64_t i = 0; i < k; i++, w += PANEL) {
-        for (int64_t j = 0; j < VECS; j++) __builtin_prefetch(w + PANEL * AHEAD + LANES * j);
-        for (int64_t r = 0; r < ROWS; r++)
-            for (int64_t j = 0; j < VECS; j++)
-                acc[r][j] = fma(load<vec>(w + LANES * j), splat(x[r * k + i]), acc[r][j]);
-    }
-#endif
-    finish<ROWS>(layer, panel, acc, out, then);
+    finish(layer, panel, sums, out, then);
 }
 
 #include "quantized_cpu.h"
 
 void linear(const Linear& layer, const scalar* x, int64_t rows, void* out, Then then, int threads) {
-    const int64_t size = then == ROUND ? sizeof(scalar) : sizeof(float);
+    const int64_t row_bytes = layer.outputs * (then == ROUND ? sizeof(scalar) : sizeof(float));
     if (layer.bits) return quantized_linear(layer, x, rows, out, then, threads);
+    const factor* factors = to_factors(x, rows * layer.inputs);
     parallel(threads, (layer.outputs + PANEL - 1) / PANEL, [&](int64_t panel) {
-        for (int64_t r = 0; r < rows; r += 6) {  // 6 rows need 24 accumulators and 4 weights, of 32 registers
-            const scalar* from = x + r * layer.inputs;
-            void* to = (char*)out + r * layer.outputs * size;
-            switch (std::min<int64_t>(rows - r, 6)) {
+        in_parts(rows, [&](int64_t r, int64_t count) {
+            const factor* from = factors + r * layer.inputs;
+            void* to = (char*)out + r * row_bytes;
+            switch (count) {
                 case 1: multiply<1>(layer, panel, from, to, then); break;
                 case 2: multiply<2>(layer, panel, from, to, then); break;
                 case 3: multiply<3>(layer, panel, from, to, then); break;
@@ -162,7 +225,7 @@ void linear(const Linear& layer, const scalar* x, int64_t rows, void* out, Then 
                 case 5: multiply<5>(layer, panel, from, to, then); break;
                 default: multiply<6>(layer, panel, from, to, then);
             }
-        }
+        });
     });
 }
 

@@ -110,10 +110,7 @@ class Top {
             ivec passed = {};
             // The negated comparison is also true for NaN.
             for (int64_t j = 0; j < BLOCK; j += LANES) passed |= ~(load<vec>(row + i + j) < least);
-            uint64_t words[8], any = 0;
-            std::memcpy(words, &passed, sizeof words);
-            for (uint64_t word : words) any |= word;
-            if (any)
+            if (any(passed))
                 for (int64_t j = i; j < i + BLOCK; j++)
                     if (!(row[j] < floor)) offer(row[j], j);
         }

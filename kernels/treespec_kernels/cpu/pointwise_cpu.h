@@ -75,20 +75,16 @@ Largest largest(const T* row, int64_t width) {
     float value = -INFINITY;
     for (const vec& each : most)
         for (int64_t j = 0; j < LANES; j++) value = std::max(value, each[j]);
-    bool any = false;
-    for (int64_t j = 0; j < LANES; j++) any |= broken[j] != 0;
+    bool undefined = any(broken);
     for (; i < width; i++) {
         const float x = to_float(row[i]);
-        value = std::max(value, x), any |= x != x;
+        value = std::max(value, x), undefined |= x != x;
     }
-    if (any) return {NAN, 0};
+    if (undefined) return {NAN, 0};
     for (i = 0; i + 4 * LANES <= width; i += 4 * LANES) {
         ivec found = {};
         for (int64_t j = 0; j < 4; j++) found |= widen(row + i + LANES * j) == value;
-        uint64_t words[8], hit = 0;
-        std::memcpy(words, &found, sizeof words);
-        for (uint64_t word : words) hit |= word;
-        if (hit) break;
+        if (any(found)) break;
     }
     while (to_float(row[i]) != value) i++;
     return {value, i};

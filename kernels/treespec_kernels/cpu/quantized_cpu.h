@@ -4,23 +4,23 @@
 // inputs. Integers are converted exactly in registers, and activations are not quantised. A group's sum is one chain
 // over its inputs; groups are scaled and added in order, in fp32. So a row's bits do not depend on the number of rows.
 
-#if BF16 && defined(__AVX512BF16__) && defined(__AVX512BW__)
-#define IN_PAIRS 1
+#if IN_PAIRS
 typedef __m512bh widened;  // 16 outputs with two inputs each
-constexpr int64_t WIDENED = VECS;
+constexpr int64_t WIDENED = 1;
 #else
-#define IN_PAIRS 0
-typedef vec widened;  // 16 outputs
-constexpr int64_t WIDENED = 2 * VECS;
+typedef vec widened;  // LANES outputs
+constexpr int64_t WIDENED = 2;
 #endif
-constexpr int64_t STEP = 2, FEW = 6;  // inputs per step; maximum number of rows whose sums are in registers
-constexpr int64_t FETCHED = 4096;     // prefetch distance in bytes, as for dense weights
+constexpr int64_t STEP = 2;         // inputs per step
+constexpr int64_t NIBBLES = 16;     // outputs whose 4-bit weights of a step are in the same bits of consecutive units
+constexpr int64_t FETCHED = 4096;   // prefetch distance in bytes of panels with a single part
 
 constexpr int64_t step_bytes(int64_t bits) { return STEP * PANEL * bits / 8; }
 
-// Converts two inputs' weights of a panel, of `step_bytes`.
+// Converts two inputs' weights of a part of a panel. from: `step_bytes` of the panel. to: without pairs, the first
+// input's vectors, then the second's.
 template <int BITS>
-inline void unpack(const uint8_t* from, widened* to) {
+inline __attribute__((always_inline)) void unpack(const uint8_t* from, [[maybe_unused]] int64_t part, widened* to) {
 #if IN_PAIRS
     if (BITS == 8) {
         for (int64_t j = 0; j < VECS; j++) {
@@ -41,52 +41,60 @@ inline void unpack(const uint8_t* from, widened* to) {
         to[3] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(q, 12), table);
     }
 #else
-    if (BITS == 8) {
-        for (int64_t j = 0; j < WIDENED; j++) {
+    for (int64_t t = 0; t < STEP; t++)
+        for (int64_t j = 0; j < COLUMNS; j++, to++) {
+            const int64_t output = LANES * (part * COLUMNS + j);
+            if (BITS == 8) {
+                const uint8_t* q = from + t * PANEL + output;
 #if defined(__AVX512F__)
-            to[j] = (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(from + LANES * j)));
+                *to = (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(q)));
+#elif defined(__AVX2__)
+                *to = (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)q)));
 #else
-            for (int64_t i = 0; i < LANES; i++) to[j][i] = int8_t(from[LANES * j + i]);
+                for (int64_t i = 0; i < LANES; i++) (*to)[i] = int8_t(q[i]);
 #endif
-        }
-    } else {
-        const uvec q = load<uvec>(from);
-        for (int64_t j = 0; j < WIDENED; j++) {
+            } else {
+                const uint32_t shift = 4 * (t * (PANEL / NIBBLES) + output / NIBBLES);
+                const uvec q = load<uvec>(from + output % NIBBLES * 4) >> shift;
 #if defined(__AVX512F__)
-            const __m512 table = _mm512_set_ps(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8);
-            to[j] = (vec)_mm512_permutexvar_ps((__m512i)(q >> uint32_t(4 * j)), table);
+                const __m512 table = _mm512_set_ps(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8);
+                *to = (vec)_mm512_permutexvar_ps((__m512i)q, table);
 #else
-            to[j] = __builtin_convertvector((ivec)(q >> uint32_t(4 * j) & 15) - 8, vec);
+                *to = __builtin_convertvector((ivec)(q & 15) - 8, vec);
 #endif
+            }
         }
-    }
 #endif
 }
 
 // Adds the products of a step. x: [ROWS, k], starting at the step's first input.
 template <int ROWS>
-inline __attribute__((always_inline)) void accumulate(const widened* w, const scalar* x, int64_t k,
-                                                      vec (&acc)[ROWS][VECS]) {
-    for (int64_t r = 0; r < ROWS; r++) {
+inline __attribute__((always_inline)) void accumulate(const widened* w, const factor* x, int64_t k,
+                                                      vec (&acc)[ROWS][COLUMNS]) {
 #if IN_PAIRS
+    for (int64_t r = 0; r < ROWS; r++) {
         const __m512bh pair = (__m512bh)_mm512_set1_epi32(load<int32_t>(x + r * k));
-        for (int64_t j = 0; j < VECS; j++) acc[r][j] = (vec)_mm512_dpbf16_ps((__m512)acc[r][j], w[j], pair);
-#else
-        for (int64_t i = 0; i < STEP; i++)
-            for (int64_t j = 0; j < VECS; j++)
-                acc[r][j] = fma(w[i * VECS + j], splat(to_float(x[r * k + i])), acc[r][j]);
-#endif
+        for (int64_t j = 0; j < COLUMNS; j++) acc[r][j] = (vec)_mm512_dpbf16_ps((__m512)acc[r][j], w[j], pair);
     }
+#else
+    for (int64_t t = 0; t < STEP; t++)
+        for (int64_t r = 0; r < ROWS; r++) {
+            const vec factors = splat(x[r * k + t]);
+            for (int64_t j = 0; j < COLUMNS; j++) acc[r][j] = fma(w[t * COLUMNS + j], factors, acc[r][j]);
+        }
+#endif
 }
 
 // Adds a group's scaled sums to the total. sums: [ROWS, groups], sums of each group's activations; null without zeros.
 template <int ROWS>
-inline __attribute__((always_inline)) void add_group(const Linear& layer, int64_t panel, int64_t g, const float* sums,
-                                                     const vec (&acc)[ROWS][VECS], vec (&total)[ROWS][VECS]) {
-    const int64_t groups = layer.inputs / layer.group, first = (panel * groups + g) * PANEL;
-    for (int64_t j = 0; j < VECS; j++) {
-        const vec scale = load<vec>(layer.scale + first + LANES * j);
-        const vec zero = layer.zero ? load<vec>(layer.zero + first + LANES * j) : vec{};
+inline __attribute__((always_inline)) void add_group(const Linear& layer, int64_t panel, int64_t part, int64_t g,
+                                                     const float* sums, const vec (&acc)[ROWS][COLUMNS],
+                                                     vec (&total)[ROWS][COLUMNS]) {
+    const int64_t groups = layer.inputs / layer.group;
+    const int64_t at = (panel * groups + g) * PANEL + part * LANES * COLUMNS;
+    for (int64_t j = 0; j < COLUMNS; j++) {
+        const vec scale = load<vec>(layer.scale + at + LANES * j);
+        const vec zero = layer.zero ? load<vec>(layer.zero + at + LANES * j) : vec{};
         for (int64_t r = 0; r < ROWS; r++) {
             const vec sum = layer.zero ? fma(-zero, splat(sums[r * groups + g]), acc[r][j]) : acc[r][j];
             total[r][j] = fma(sum, scale, total[r][j]);
@@ -95,34 +103,38 @@ inline __attribute__((always_inline)) void add_group(const Linear& layer, int64_
 }
 
 // Multiplies a panel with at most FEW rows. Integers are converted again for every FEW rows, which takes a quarter of
-// the time with 8 bits and a tenth with 4 if the data is in the caches. With one conversion for all rows, into the L2
-// cache, 24 rows took 5 % less and 12 rows 8 % more.
+// the time with 8 bits and a tenth with 4 if the data is in the caches (AVX-512). With one conversion for all rows, into
+// the L2 cache, 24 rows took 5 % less and 12 rows 8 % more.
 template <int BITS, int ROWS>
-void multiply(const Linear& layer, int64_t panel, const scalar* x, const float* sums, void* out, Then then) {
-    const int64_t k = layer.inputs, groups = k / layer.group;
-    const uint8_t* w = (const uint8_t*)layer.weight + panel * (k / STEP) * step_bytes(BITS);
-    vec total[ROWS][VECS] = {};
-    for (int64_t g = 0; g < groups; g++) {
-        vec acc[ROWS][VECS] = {};
-        for (int64_t i = g * layer.group; i < (g + 1) * layer.group; i += STEP, w += step_bytes(BITS)) {
-            for (int64_t j = 0; j < step_bytes(BITS); j += 64) __builtin_prefetch(w + FETCHED + j);
-            widened now[WIDENED];
-            unpack<BITS>(w, now);
-            accumulate<ROWS>(now, x + i, k, acc);
+void multiply(const Linear& layer, int64_t panel, const factor* x, const float* sums, void* out, Then then) {
+    const int64_t k = layer.inputs, groups = k / layer.group, size = k / STEP * step_bytes(BITS);
+    constexpr int64_t READ = step_bytes(BITS) / PARTS;
+    vec total[PARTS][ROWS][COLUMNS] = {};
+    for (int64_t part = 0; part < PARTS; part++) {
+        const uint8_t* w = (const uint8_t*)layer.weight + panel * size;
+        const uint8_t* next = PARTS == 1 ? w + FETCHED : w + size + part * size / PARTS;
+        for (int64_t g = 0; g < groups; g++) {
+            vec acc[ROWS][COLUMNS] = {};
+            for (int64_t i = g * layer.group; i < (g + 1) * layer.group; i += STEP, w += step_bytes(BITS)) {
+                for (int64_t j = 0; j < READ; j += 64) __builtin_prefetch(next + j);
+                next += READ;
+                widened now[WIDENED * COLUMNS];
+                unpack<BITS>(w, part, now);
+                accumulate(now, x + i, k, acc);
+            }
+            add_group(layer, panel, part, g, sums, acc, total[part]);
         }
-        add_group<ROWS>(layer, panel, g, sums, acc, total);
     }
-    finish<ROWS>(layer, panel, total, out, then);
+    finish(layer, panel, total, out, then);
 }
 
 template <int BITS>
-void multiply_panel(const Linear& layer, int64_t panel, const scalar* x, int64_t rows, const float* sums, void* out,
+void multiply_panel(const Linear& layer, int64_t panel, const factor* x, int64_t rows, const float* sums, void* out,
                     Then then) {
     const int64_t row_bytes = layer.outputs * (then == ROUND ? sizeof(scalar) : sizeof(float));
-    const int64_t groups = layer.inputs / layer.group, times = (rows + FEW - 1) / FEW;
-    for (int64_t t = 0, r = 0; t < times; t++) {  // in equal parts: 4 and 4 rows take less time than 6 and 2
-        const int64_t count = (rows - r + times - t - 1) / (times - t);
-        const scalar* from = x + r * layer.inputs;
+    const int64_t groups = layer.inputs / layer.group;
+    in_parts(rows, [&](int64_t r, int64_t count) {
+        const factor* from = x + r * layer.inputs;
         const float* of_rows = sums ? sums + r * groups : nullptr;
         void* to = (char*)out + r * row_bytes;
         switch (count) {
@@ -133,8 +145,7 @@ void multiply_panel(const Linear& layer, int64_t panel, const scalar* x, int64_t
             case 5: multiply<BITS, 5>(layer, panel, from, of_rows, to, then); break;
             default: multiply<BITS, 6>(layer, panel, from, of_rows, to, then);
         }
-        r += count;
-    }
+    });
 }
 
 void quantized_linear(const Linear& layer, const scalar* x, int64_t rows, void* out, Then then, int threads) {
@@ -150,9 +161,10 @@ void quantized_linear(const Linear& layer, const scalar* x, int64_t rows, void* 
         }
         sums = summed.data();
     }
+    const factor* factors = to_factors(x, rows * k);
     parallel(threads, (layer.outputs + PANEL - 1) / PANEL, [&](int64_t panel) {
-        if (layer.bits == 8) multiply_panel<8>(layer, panel, x, rows, sums, out, then);
-        else multiply_panel<4>(layer, panel, x, rows, sums, out, then);
+        if (layer.bits == 8) multiply_panel<8>(layer, panel, factors, rows, sums, out, then);
+        else multiply_panel<4>(layer, panel, factors, rows, sums, out, then);
     });
 }
 
@@ -167,11 +179,11 @@ void pack(const uint8_t* values, int64_t outputs, int64_t inputs, int64_t bits, 
             for (int64_t o = 0; o < PANEL; o++)
                 for (int64_t t = 0; t < STEP; t++) {
                     const uint8_t q = value(panel * PANEL + o, i + t);
-                    const int64_t vector = o / LANES, lane = o % LANES;
+                    const int64_t vector = o / NIBBLES, lane = o % NIBBLES;
                     if (bits == 8) {
-                        out[IN_PAIRS ? vector * 2 * LANES + lane * STEP + t : t * PANEL + o] = q;
+                        out[IN_PAIRS ? (vector * NIBBLES + lane) * STEP + t : t * PANEL + o] = q;
                     } else {  // the weight is nibble n of a lane of 2 or 4 bytes
-                        const int64_t n = IN_PAIRS ? vector : t * VECS + vector;
+                        const int64_t n = IN_PAIRS ? vector : t * (PANEL / NIBBLES) + vector;
                         uint8_t& byte = out[IN_PAIRS ? (lane * STEP + t) * 2 + n / 2 : lane * 4 + n / 2];
                         byte = n % 2 ? byte | q << 4 : q;
                     }

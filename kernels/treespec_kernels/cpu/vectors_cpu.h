@@ -1,4 +1,4 @@
-// Vectors of 16 fp32 values, from the compiler's portable vector extensions. Every library includes this file first.
+// Vectors of fp32 values, from the compiler's portable vector extensions. Every library includes this file first.
 
 #include <algorithm>
 #include <cmath>
@@ -11,12 +11,17 @@
 
 namespace {
 
+// Values of a vector register. Wider vectors than the machine's would live in memory: ten times slower with AVX2.
+#if defined(__AVX512F__)
 constexpr int64_t LANES = 16;
-typedef float vec __attribute__((vector_size(64)));
-typedef int32_t ivec __attribute__((vector_size(64)));
-typedef uint32_t uvec __attribute__((vector_size(64)));
+#else
+constexpr int64_t LANES = 8;
+#endif
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
+typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t uvec8 __attribute__((vector_size(32)));
-typedef uint16_t hvec __attribute__((vector_size(32)));
+typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
 
 template <class V, class T> inline V load(const T* p) { V v; std::memcpy(&v, p, sizeof v); return v; }
 inline void store(float* p, vec v) { std::memcpy(p, &v, sizeof v); }
@@ -25,28 +30,37 @@ inline vec splat(float x) { return x - vec{}; }
 inline vec fma(vec a, vec b, vec c) {
 #if defined(__AVX512F__)
     return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #else
     for (int i = 0; i < LANES; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
     return c;
 #endif
 }
 
-// One level of a tree sum: adds the halves of each of two vectors, into one vector. Each shuffle is one instruction.
-#define FOLD(a, b, LOW, HIGH) (__builtin_shufflevector(a, b, LOW) + __builtin_shufflevector(a, b, HIGH))
-#define SINGLES_LOW 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29
-#define SINGLES_HIGH 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31
-#define PAIRS_LOW 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29
-#define PAIRS_HIGH 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31
-#define HALVES_LOW 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23
-#define HALVES_HIGH 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31
-#define FOURS_LOW 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27
-#define FOURS_HIGH 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31
+// Adds the lanes of a vector to its lanes in another order.
+#define FOLD(v, ...) ((v) + __builtin_shufflevector(v, v, __VA_ARGS__))
 
 inline float sum(vec v) {
-    v = FOLD(v, v, SINGLES_LOW, SINGLES_HIGH);
-    v = FOLD(v, v, PAIRS_LOW, PAIRS_HIGH);
-    v = FOLD(v, v, HALVES_LOW, HALVES_HIGH);
-    return FOLD(v, v, FOURS_LOW, FOURS_HIGH)[0];
+#if defined(__AVX512F__)
+    v = FOLD(v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+    v = FOLD(v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+    v = FOLD(v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+    v = FOLD(v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+#else
+    v = FOLD(v, 4, 5, 6, 7, 0, 1, 2, 3);
+    v = FOLD(v, 2, 3, 0, 1, 6, 7, 4, 5);
+    v = FOLD(v, 1, 0, 3, 2, 5, 4, 7, 6);
+#endif
+    return v[0];
+}
+
+// Returns whether any lane is set.
+inline bool any(ivec lanes) {
+    uint64_t words[sizeof lanes / sizeof(uint64_t)], set = 0;
+    std::memcpy(words, &lanes, sizeof lanes);
+    for (uint64_t word : words) set |= word;
+    return set != 0;
 }
 
 inline vec exp(vec x) {  // error of at most 2 units in the last place; exactly 0 below -87

@@ -6,21 +6,21 @@
 
 #if IN_PAIRS
 typedef __m512bh widened;  // 16 outputs with two inputs each
-constexpr int64_t WIDENED = 1;
+constexpr int64_t WIDENED = 2;
 #else
 typedef vec widened;  // LANES outputs
-constexpr int64_t WIDENED = 2;
+constexpr int64_t WIDENED = 1;
 #endif
-constexpr int64_t STEP = 2;         // inputs per step
-constexpr int64_t NIBBLES = 16;     // outputs whose 4-bit weights of a step are in the same bits of consecutive units
-constexpr int64_t FETCHED = 4096;   // prefetch distance in bytes of panels with a single part
+constexpr int64_t STEP = 2;        // inputs whose weights are stored together
+constexpr int64_t NIBBLES = 16;    // outputs whose 4-bit weights are in the same bits of consecutive units
+constexpr int64_t FETCHED = 4096;  // prefetch distance in bytes of panels with a single part
 
 constexpr int64_t step_bytes(int64_t bits) { return STEP * PANEL * bits / 8; }
 
-// Converts two inputs' weights of a part of a panel. from: `step_bytes` of the panel. to: without pairs, the first
-// input's vectors, then the second's.
-template <int BITS>
-inline __attribute__((always_inline)) void unpack(const uint8_t* from, [[maybe_unused]] int64_t part, widened* to) {
+// Converts the weights of WIDENED inputs, of input `t` of a step on, of one part of a panel.
+template <int BITS, int PART>
+inline __attribute__((always_inline)) void unpack(const uint8_t* from, [[maybe_unused]] int64_t t,
+                                                  widened (&to)[COLUMNS]) {
 #if IN_PAIRS
     if (BITS == 8) {
         for (int64_t j = 0; j < VECS; j++) {
@@ -41,48 +41,38 @@ inline __attribute__((always_inline)) void unpack(const uint8_t* from, [[maybe_u
         to[3] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(q, 12), table);
     }
 #else
-    for (int64_t t = 0; t < STEP; t++)
-        for (int64_t j = 0; j < COLUMNS; j++, to++) {
-            const int64_t output = LANES * (part * COLUMNS + j);
-            if (BITS == 8) {
-                const uint8_t* q = from + t * PANEL + output;
+    for (int64_t j = 0; j < COLUMNS; j++) {
+        const int64_t output = LANES * (PART * COLUMNS + j);
+        if (BITS == 8) {
+            const uint8_t* q = from + t * PANEL + output;
 #if defined(__AVX512F__)
-                *to = (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(q)));
+            to[j] = (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(q)));
 #elif defined(__AVX2__)
-                *to = (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)q)));
+            to[j] = (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)q)));
 #else
-                for (int64_t i = 0; i < LANES; i++) (*to)[i] = int8_t(q[i]);
+            for (int64_t i = 0; i < LANES; i++) to[j][i] = int8_t(q[i]);
 #endif
-            } else {
-                const uint32_t shift = 4 * (t * (PANEL / NIBBLES) + output / NIBBLES);
-                const uvec q = load<uvec>(from + output % NIBBLES * 4) >> shift;
-#if defined(__AVX512F__)
-                const __m512 table = _mm512_set_ps(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8);
-                *to = (vec)_mm512_permutexvar_ps((__m512i)q, table);
-#else
-                *to = __builtin_convertvector((ivec)(q & 15) - 8, vec);
-#endif
-            }
+        } else {  // the sign is extended by a shift
+            const int64_t above = 28 - 4 * (t * (PANEL / NIBBLES) + output / NIBBLES);
+            to[j] = __builtin_convertvector((ivec)(load<uvec>(from + output % NIBBLES * 4) << above) >> 28, vec);
         }
+    }
 #endif
 }
 
-// Adds the products of a step. x: [ROWS, k], starting at the step's first input.
+// Adds the products of WIDENED inputs. x: [ROWS, k], starting at the first of them.
 template <int ROWS>
-inline __attribute__((always_inline)) void accumulate(const widened* w, const factor* x, int64_t k,
+inline __attribute__((always_inline)) void accumulate(const widened (&w)[COLUMNS], const factor* x, int64_t k,
                                                       vec (&acc)[ROWS][COLUMNS]) {
-#if IN_PAIRS
     for (int64_t r = 0; r < ROWS; r++) {
+#if IN_PAIRS
         const __m512bh pair = (__m512bh)_mm512_set1_epi32(load<int32_t>(x + r * k));
         for (int64_t j = 0; j < COLUMNS; j++) acc[r][j] = (vec)_mm512_dpbf16_ps((__m512)acc[r][j], w[j], pair);
-    }
 #else
-    for (int64_t t = 0; t < STEP; t++)
-        for (int64_t r = 0; r < ROWS; r++) {
-            const vec factors = splat(x[r * k + t]);
-            for (int64_t j = 0; j < COLUMNS; j++) acc[r][j] = fma(w[t * COLUMNS + j], factors, acc[r][j]);
-        }
+        const vec factors = splat(x[r * k]);
+        for (int64_t j = 0; j < COLUMNS; j++) acc[r][j] = fma(w[j], factors, acc[r][j]);
 #endif
+    }
 }
 
 // Adds a group's scaled sums to the total. sums: [ROWS, groups], sums of each group's activations; null without zeros.
@@ -105,27 +95,34 @@ inline __attribute__((always_inline)) void add_group(const Linear& layer, int64_
 // Multiplies a panel with at most FEW rows. Integers are converted again for every FEW rows, which takes a quarter of
 // the time with 8 bits and a tenth with 4 if the data is in the caches (AVX-512). With one conversion for all rows, into
 // the L2 cache, 24 rows took 5 % less and 12 rows 8 % more.
-template <int BITS, int ROWS>
-void multiply(const Linear& layer, int64_t panel, const factor* x, const float* sums, void* out, Then then) {
+template <int BITS, int ROWS, int PART>
+void multiply_part(const Linear& layer, int64_t panel, const factor* x, const float* sums, vec (&result)[ROWS][VECS]) {
     const int64_t k = layer.inputs, groups = k / layer.group, size = k / STEP * step_bytes(BITS);
     constexpr int64_t READ = step_bytes(BITS) / PARTS;
-    vec total[PARTS][ROWS][COLUMNS] = {};
-    for (int64_t part = 0; part < PARTS; part++) {
-        const uint8_t* w = (const uint8_t*)layer.weight + panel * size;
-        const uint8_t* next = PARTS == 1 ? w + FETCHED : w + size + part * size / PARTS;
-        for (int64_t g = 0; g < groups; g++) {
-            vec acc[ROWS][COLUMNS] = {};
-            for (int64_t i = g * layer.group; i < (g + 1) * layer.group; i += STEP, w += step_bytes(BITS)) {
-                for (int64_t j = 0; j < READ; j += 64) __builtin_prefetch(next + j);
-                next += READ;
-                widened now[WIDENED * COLUMNS];
-                unpack<BITS>(w, part, now);
-                accumulate(now, x + i, k, acc);
+    const uint8_t* w = (const uint8_t*)layer.weight + panel * size;
+    const uint8_t* next = PARTS == 1 ? w + FETCHED : w + size + PART * size / PARTS;
+    vec total[ROWS][COLUMNS] = {};
+    for (int64_t g = 0; g < groups; g++) {
+        vec acc[ROWS][COLUMNS] = {};
+        for (int64_t i = g * layer.group; i < (g + 1) * layer.group; i += STEP, w += step_bytes(BITS), next += READ) {
+            for (int64_t j = 0; j < READ; j += 64) __builtin_prefetch(next + j);
+            for (int64_t t = 0; t < STEP; t += WIDENED) {
+                widened now[COLUMNS];
+                unpack<BITS, PART>(w, t, now);
+                accumulate(now, x + i + t, k, acc);
             }
-            add_group(layer, panel, part, g, sums, acc, total[part]);
         }
+        add_group(layer, panel, PART, g, sums, acc, total);
     }
-    finish(layer, panel, total, out, then);
+    for (int64_t r = 0; r < ROWS; r++) std::memcpy(result[r] + PART * COLUMNS, total[r], sizeof total[r]);
+}
+
+template <int BITS, int ROWS, int... PART>
+void multiply(const Linear& layer, int64_t panel, const factor* x, const float* sums, void* out, Then then,
+              std::integer_sequence<int, PART...>) {
+    vec result[ROWS][VECS];
+    (multiply_part<BITS, ROWS, PART>(layer, panel, x, sums, result), ...);
+    finish(layer, panel, result, ROWS, out, then);
 }
 
 template <int BITS>
@@ -133,18 +130,11 @@ void multiply_panel(const Linear& layer, int64_t panel, const factor* x, int64_t
                     Then then) {
     const int64_t row_bytes = layer.outputs * (then == ROUND ? sizeof(scalar) : sizeof(float));
     const int64_t groups = layer.inputs / layer.group;
-    in_parts(rows, [&](int64_t r, int64_t count) {
-        const factor* from = x + r * layer.inputs;
-        const float* of_rows = sums ? sums + r * groups : nullptr;
-        void* to = (char*)out + r * row_bytes;
-        switch (count) {
-            case 1: multiply<BITS, 1>(layer, panel, from, of_rows, to, then); break;
-            case 2: multiply<BITS, 2>(layer, panel, from, of_rows, to, then); break;
-            case 3: multiply<BITS, 3>(layer, panel, from, of_rows, to, then); break;
-            case 4: multiply<BITS, 4>(layer, panel, from, of_rows, to, then); break;
-            case 5: multiply<BITS, 5>(layer, panel, from, of_rows, to, then); break;
-            default: multiply<BITS, 6>(layer, panel, from, of_rows, to, then);
-        }
+    in_parts(rows, FEW, [&](int64_t r, int64_t count) {
+        with_constant(count, [&](auto number) {
+            multiply<BITS, number>(layer, panel, x + r * layer.inputs, sums ? sums + r * groups : nullptr,
+                                   (char*)out + r * row_bytes, then, std::make_integer_sequence<int, PARTS>());
+        });
     });
 }
 
@@ -185,7 +175,8 @@ void pack(const uint8_t* values, int64_t outputs, int64_t inputs, int64_t bits, 
                     } else {  // the weight is nibble n of a lane of 2 or 4 bytes
                         const int64_t n = IN_PAIRS ? vector : t * (PANEL / NIBBLES) + vector;
                         uint8_t& byte = out[IN_PAIRS ? (lane * STEP + t) * 2 + n / 2 : lane * 4 + n / 2];
-                        byte = n % 2 ? byte | q << 4 : q;
+                        const uint8_t nibble = IN_PAIRS ? q : q ^ 8;  // in two's complement, for shifts
+                        byte = n % 2 ? byte | nibble << 4 : nibble;
                     }
                 }
 }

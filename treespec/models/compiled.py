@@ -130,7 +130,7 @@ class CompiledDecoder(Decoder):
             self.positions,
             layers,
             _take_norm(weights, "final_norm"),
-            weights.pop("lm_head", self.embed),
+            take_projection(weights, "", ("lm_head",)) if "lm_head" in weights else self.embed,
             torch.get_num_threads(),
         )
 

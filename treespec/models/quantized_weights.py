@@ -18,10 +18,11 @@ from treespec_kernels.cpu.decoder_library import DTYPES, build
 from treespec_kernels.linear.quantized import QuantizedWeight, stacked
 from treespec_weights.load import covered, expected_tensors, quantizable, quantized_group
 from treespec_weights.quant_schemes import METHODS, Form
-from treespec_weights.quantize import BITS
+from treespec_weights.quantize import BITS, quantize
 
 logger = logging.getLogger("treespec")
 
+FACTORS = ("_scale", "_zero")  # endings of the names of a quantised weight's other tensors
 _ANY_HEAD = 16  # head size of the library build; linear layers do not use it
 
 
@@ -64,6 +65,18 @@ def resolve_quantization(quantization: str | None, target: ModelConfig | Source,
     except ValueError as error:
         raise ConfigError(f"quantization={quantization!r}: {target.folder}: {error}") from error
     return quantization
+
+
+def quantize_matrices(weights: dict[str, Tensor]) -> None:
+    """Quantise a draft's matrices, the head's too, to int8 with a scale per row, in place; quantised ones stay.
+
+    The draft's distributions change slightly. Outputs do not: they are those of the target.
+    """
+    weights.setdefault("lm_head", weights["embed"])
+    names = [name for name in weights if name == "lm_head" or name.startswith("layers.")]
+    for name in names:
+        if (weight := weights[name]).dim() == 2 and weight.is_floating_point() and not name.endswith(FACTORS):
+            weights[name], weights[f"{name}_scale"], _ = quantize(weight, 8)
 
 
 def quantized_library(dtype: torch.dtype, device: torch.device, folder: Callable[[], Path]) -> CDLL | None:

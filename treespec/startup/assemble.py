@@ -79,15 +79,9 @@ def assemble(resolved: Resolved, plan: MemoryPlan) -> Built:
 
 
 def _load_ssms(resolved: Resolved, plan: MemoryPlan, target: Target) -> SsmDrafter | None:
-    """Load the drafts that share the target's token ids, and the draft heads.
-
-    Their rows are not padded to fixed sizes, because a draft's bits do not affect the output tokens.
-    """
+    """Load the drafts that share the target's token ids, and the draft heads."""
     drafts, loader, features = resolved.ssms, resolved.loader, plan.features
-    models: list[GroupModel] = [
-        loader.load(draft.config, draft.known, plan.positions, min_rows=2, target_ids=draft.target_ids)
-        for draft in drafts
-    ]
+    models: list[GroupModel] = [loader.load_draft(draft, plan.positions) for draft in drafts]
     if features is not None:
         models += [loader.load_head(head, target.decoder.embed, features) for _, head in resolved.heads]
     names = [*(draft.name for draft in drafts), *(name for name, _ in resolved.heads)]
@@ -135,10 +129,9 @@ def _load_foreign(
     resolved: Resolved, plan: MemoryPlan, planner: Planner, ssms: SsmDrafter | None
 ) -> list[ForeignDrafter]:
     """Load the drafts with another tokenizer than the target's."""
-    load = resolved.loader.load
     return foreign_drafters(
         resolved.foreign,
-        lambda draft, room: load(draft.config, draft.known, room, min_rows=2),
+        resolved.loader.load_draft,
         resolved.target,
         plan.cache_dtype,
         plan.max_model_len,

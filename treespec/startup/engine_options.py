@@ -36,6 +36,7 @@ class EngineOptions:
         cuda_graphs: capture rounds in CUDA graphs.
         backend: "native", "transformers" or "auto".
         quantization: quantisation of the target's layers at load time: "int8", "int4" or None.
+        draft_quantization: quantisation of the drafts at load time: "int8", None, or "auto".
         suffix_tokens: number of output tokens stored for the source "suffix".
     """
 
@@ -54,6 +55,7 @@ class EngineOptions:
     cuda_graphs: bool = True
     backend: str = "auto"
     quantization: str | None = None
+    draft_quantization: str | None = "auto"
     suffix_tokens: int = 0
 
     def __post_init__(self) -> None:
@@ -83,6 +85,8 @@ class EngineOptions:
             raise ConfigError(f"max_model_len={self.max_model_len!r}; valid: an int of at least 2, or None")
         if compile != "auto" and not isinstance(compile, bool):
             raise ConfigError(f'compile={compile!r}; valid: True, False or "auto"')
+        if self.draft_quantization not in (None, "auto", "int8"):
+            raise ConfigError(f'draft_quantization={self.draft_quantization!r}; valid: "auto", "int8" or None')
         for name in ("exact", "cuda_graphs"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r}; valid: True or False")

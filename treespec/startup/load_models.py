@@ -5,7 +5,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -14,7 +13,7 @@ from treespec.adapter.source import Source
 from treespec.adapter.trace import AdapterConfig
 from treespec.cache import FeatureShape
 from treespec.config import ModelConfig
-from treespec.drafters.foreign.vocabularies import fit_weights
+from treespec.drafters.foreign.vocabularies import Draft, fit_weights
 from treespec.models.attention import make_attention
 from treespec.models.attention_triton import TritonAttention
 from treespec.models.compiled import CompiledDecoder
@@ -22,7 +21,7 @@ from treespec.models.decoder import Decoder
 from treespec.models.feature_head import FeatureHead
 from treespec.models.head_config import HeadConfig
 from treespec.models.head_vocabulary import HeadVocabulary
-from treespec.models.quantized_weights import quantized_library
+from treespec.models.quantized_weights import quantize_matrices, quantized_library
 from treespec.models.triton_decoder import TritonDecoder
 from treespec.planning import cost_measurement as costs
 from treespec_kernels.linear.linear import LinearImpl
@@ -49,6 +48,7 @@ class Loader:
         linear: implementation of native models' linear layers; "compiled" runs whole passes in C++.
         exact: as in `LLM`.
         configs: tuned configurations of the Triton kernels; None without Triton.
+        int8_drafts: quantise drafts while loading; compiled passes only.
     """
 
     device: torch.device
@@ -57,6 +57,7 @@ class Loader:
     linear: LinearImpl | Literal["compiled", "triton"]
     exact: bool
     configs: KernelConfigs | None
+    int8_drafts: bool = False
     _modules: dict[Source, nn.Module] = field(default_factory=dict)
 
     def open(self, model: ModelConfig | Source) -> ModelConfig | AdapterConfig:
@@ -73,7 +74,7 @@ class Loader:
         positions: int,
         min_rows: int,
         quantization: str | None = None,
-        target_ids: np.ndarray | None = None,
+        draft: Draft | None = None,
     ) -> Decoder:
         """Load a model's weights and return its decoder.
 
@@ -83,6 +84,7 @@ class Loader:
             positions: maximum context length.
             min_rows: number of rows to which smaller passes are padded.
             quantization: quantisation to apply to unquantised weights.
+            draft: the model as a draft; None for the target.
         """
         if isinstance(config, AdapterConfig):
             return self.adapt(config, known, positions, self.attention, min_rows, 1)
@@ -90,13 +92,19 @@ class Loader:
         if config.folder.is_file() and quantization is None:
             logger.info("%s", describe_storage(config.folder, self.dtype))
         weights = load_weights(config.folder, stored, config.rules, self.dtype, self.device, quantization)
-        tokens = None
+        tokens, target_ids = None, None if draft is None else draft.target_ids
         if known != size or target_ids is not None:
             tokens = fit_weights(weights, size, target_ids)
+        if draft is not None and self.int8_drafts:
+            quantize_matrices(weights)
         decoder = self._make_decoder(config, weights, positions, min_rows, quantization)
         if tokens is not None:
             decoder.head_vocabulary = HeadVocabulary(tokens, size, self.device)
         return decoder
+
+    def load_draft(self, draft: Draft, positions: int) -> Decoder:
+        """Load a draft model; its rows are not padded, because a draft's bits do not affect the output tokens."""
+        return self.load(draft.config, draft.known, positions, min_rows=2, draft=draft)
 
     def load_head(self, config: HeadConfig, embed: Tensor, features: FeatureShape) -> FeatureHead:
         """Load a draft head.

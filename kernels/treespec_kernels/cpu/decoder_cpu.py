@@ -160,7 +160,7 @@ class CompiledModel:
         positions: Tensor | None,
         layers: Sequence[LayerWeights],
         final_norm: NormWeights,
-        head: Tensor,
+        head: Tensor | QuantizedWeight,
         num_threads: int,
     ):
         self._library, self._threads, self.num_ropes = library, num_threads, architecture.num_ropes

@@ -157,7 +157,7 @@ def test_a_draft_that_computes_nan_costs_only_time(spec: SpecConfig) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_probabilities_are_the_softmax_of_fp32_logits(dtype: torch.dtype) -> None:
-    llm = open_llm(tiny(dtype)[0], tiny(dtype)[1][:1], compile=True)
+    llm = open_llm(tiny(dtype)[0], tiny(dtype)[1][:1], compile=True, draft_quantization=None)
     model = llm.engine.sources.ssms.models[0]
     hidden = torch.randn(7, model.config.shape.hidden_size, generator=torch.Generator().manual_seed(0)).to(dtype)
     probs = model.probs(hidden)

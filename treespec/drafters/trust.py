@@ -15,6 +15,7 @@ WINDOW = 64  # number of latest verified tokens that count
 DECAY = 0.96  # of a token's weight per later token
 _AGES = np.arange(WINDOW)
 _DECAYS = DECAY**_AGES
+MIN_COMPARED = 8  # tokens that two SSMs are compared on
 MIN_LOGPROB = -6.0  # lower scores are clipped, so that a single outlier token does not dominate
 MIN_WEIGHT = 0.02  # floor of every mixture weight, so that an SSM recovers quickly once its predictions improve
 
@@ -62,6 +63,17 @@ class Trust:
         self._scores[ssm, at] = np.maximum(logprobs, MIN_LOGPROB)
         self.known[ssm] = end
 
+    def advantage(self, ssm: int, other: int) -> float | None:
+        """Return by how many nats per token an SSM predicts better than another one, at least.
+
+        A lower bound, by one standard error; None if too few tokens are scored.
+        """
+        own, others = self._recent([ssm, other])
+        if len(own) < MIN_COMPARED:
+            return None
+        gains = own - others
+        return float(gains.mean() - gains.std() / np.sqrt(len(gains)))
+
     def weights(self, ssms: Sequence[int]) -> np.ndarray:
         """Return the mixture weights of some SSMs: float64 [len(ssms)], sum 1.
 
@@ -69,11 +81,15 @@ class Trust:
         """
         if len(ssms) == 1:
             return np.ones(1)
-        end = int(self.known[ssms].min())
-        count = min(end - int(self._begin[ssms].max()), WINDOW)
-        if count <= 0:
+        recent = self._recent(ssms)
+        if not recent.shape[1]:
             return np.full(len(ssms), 1 / len(ssms))
-        recent = self._scores[ssms].take((end - 1 - _AGES[:count]) % self._scores.shape[1], axis=1)
-        scores = recent @ _DECAYS[:count]
+        scores = recent @ _DECAYS[: recent.shape[1]]
         weights = np.exp(scores - scores.max())
         return MIN_WEIGHT + (1 - len(ssms) * MIN_WEIGHT) * weights / weights.sum()
+
+    def _recent(self, ssms: Sequence[int]) -> np.ndarray:
+        """Return the scores of the latest positions that all of these SSMs know, float64 [len(ssms), count]."""
+        end = int(self.known[ssms].min())
+        count = max(min(end - int(self._begin[ssms].max()), WINDOW), 0)
+        return self._scores[ssms].take((end - 1 - _AGES[:count]) % self._scores.shape[1], axis=1)

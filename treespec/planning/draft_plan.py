@@ -1,5 +1,6 @@
 """Draft plans, drafting statistics, and the growth rule: the interface between planner and drafters."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -19,6 +20,7 @@ class DraftPlan:
         adaptive: whether growth stops as soon as another level is not expected to pay.
         min_trust: minimum mixture weight of an SSM; below it, its proposals do not pay for its pass.
         max_ssms: maximum number of SSMs that draft; None = all.
+        time_left: expected time of the rest of the request, in tokens that an SSM reads in it.
     """
 
     max_depth: int
@@ -28,6 +30,7 @@ class DraftPlan:
     adaptive: bool = False
     min_trust: float = 0.0
     max_ssms: int | None = None
+    time_left: float = math.inf
 
 
 class Drafted(NamedTuple):

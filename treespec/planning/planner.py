@@ -174,10 +174,12 @@ class Planner:
                     levels = 0
                 elif unread is not None:
                     levels = levels if self.costs.read(unread(request)) <= self._expected_saving(request) else 0
-            trust = min_trust if spec.is_adaptive else 0.0
-            plans.append(
-                DraftPlan(depth, levels, spec.max_nodes, spec.branching, spec.is_adaptive, trust, spec.max_ssms)
+            chosen = (
+                (True, min_trust, spec.max_ssms, self._time_left(request))
+                if spec.is_adaptive
+                else (False, 0.0, spec.max_ssms)
             )
+            plans.append(DraftPlan(depth, levels, spec.max_nodes, spec.branching, *chosen))
         self._asks_sources = any(plan.max_depth for plan in plans)
         idle = adaptive and not any(plan.max_depth or plan.levels for plan in plans)
         self._idle = _Idle(len(requests), self.config.idle_rounds if idle else 0)
@@ -291,6 +293,11 @@ class Planner:
         """Return the seconds that SSM drafting is expected to save over the rest of a request."""
         share = 1 - 1 / max(self._state.ssms.gain, 1.0)
         return request.tokens_left * self.costs.plain / self._requests * share
+
+    def _time_left(self, request: Request) -> float:
+        """Return the expected time of the rest of a request, in tokens that an SSM reads in it."""
+        seconds = request.tokens_left * self.costs.plain / max(self._state.ssms.gain, 1.0) / self._requests
+        return seconds / max(self.costs.read(1), 1e-12)
 
     def _min_trust(self) -> float:
         """Return the mixture weight above which an additional SSM pays for its pass.

@@ -24,7 +24,7 @@ from treespec.models.head_vocabulary import HeadVocabulary
 from treespec.models.quantized_weights import quantize_matrices, quantized_library
 from treespec.models.triton_decoder import TritonDecoder
 from treespec.planning import cost_measurement as costs
-from treespec_kernels.linear.linear import LinearImpl
+from treespec_kernels.linear.linear import LinearImpl, onednn_available
 from treespec_kernels.tuning.tuned import KernelConfigs
 from treespec_weights import load_weights
 from treespec_weights.gguf.tensors import describe_storage
@@ -117,7 +117,8 @@ class Loader:
         shape = config.decoder.shape
         parts = len(config.layers), config.target_hidden, self.dtype, self.device
         weights, tokens = load_head(config.form, shape, *parts)
-        impl: LinearImpl = "onednn" if self.linear in ("compiled", "onednn") else "torch"
+        fast = self.linear == "onednn" or (self.linear == "compiled" and onednn_available(self.dtype))
+        impl: LinearImpl = "onednn" if fast else "torch"
         if self.linear == "compiled":
             decoder: Decoder = CompiledDecoder(config.decoder, weights.decoder, libraries_folder())
         else:

@@ -37,6 +37,9 @@ CATCH_UP_CHUNK = 256  # maximum committed tokens of a request per catch-up pass
 NULL_PAGE = np.zeros(1, dtype=np.int64)
 MAX_SCORES = 1 << 27  # maximum probabilities of one SSM that a compiled call has room for
 MIN_LAG, MAX_LAG = 16, 256  # committed tokens that an inactive SSM may miss before it catches up
+# Of the best of all SSMs over the one that drafts, in nats per token: its initial value, the weight of a request in its
+# running mean, its recovery with each request, and the share of a request's time that a nat per token saves.
+ADVANTAGE, ADVANTAGE_EMA, ADVANTAGE_RECOVERY, SAVED_PER_NAT = 0.2, 0.1, 0.01, 0.6
 
 
 class SsmDrafter:
@@ -61,6 +64,8 @@ class SsmDrafter:
         self._passes = self._request_passes = self._read_tokens = 0
         self._read_seconds = 0.0
         self._states: dict[str, SsmState] = {}
+        # Running means over requests, by which SSMs are chosen that read a request at all.
+        self._standing, self._advantage = np.full(len(models), 1 / len(models)), ADVANTAGE
         self._by_sources: dict[tuple[str, ...] | None, list[int]] = {}
         self._draft_models = DraftModelCache(models, cache)
 
@@ -324,10 +329,12 @@ class SsmDrafter:
         self._state(request).valid[:] = request.context_len
 
     def unread(self, request: Request) -> int:
-        """Return the committed tokens that SSMs must read before drafting, beyond their lags, summed over the SSMs."""
-        state = self._state(request)
-        behind = request.context_len - state.valid - state.max_lags
-        return sum(max(int(behind[ssm]), 0) for ssm in self._allowed(request))
+        """Return the committed tokens that the leading SSM must read before drafting, beyond its lag."""
+        state, allowed = self._state(request), self._allowed(request)
+        if not allowed:
+            return 0
+        leader = self._leader(state, allowed)
+        return max(int(request.context_len - state.valid[leader] - state.max_lags[leader]), 0)
 
     def may_draft(self, request: Request) -> bool:
         """Return whether any SSM may draft for a request."""
@@ -396,6 +403,7 @@ class SsmDrafter:
             count, first = len(self.models), np.array([model.offset for model in self.models])
             state = SsmState(Trust(count), first, np.full(count, MIN_LAG), np.zeros(count))
             self._states[request.request_id] = state
+            self._advantage += ADVANTAGE_RECOVERY * (ADVANTAGE - self._advantage)
         return self._states[request.request_id]
 
     def _allowed(self, request: Request) -> list[int]:
@@ -409,28 +417,56 @@ class SsmDrafter:
         return found if request.context_len else [ssm for ssm in found if not self.models[ssm].offset]
 
     def _select(self, rows: Sequence[tuple[Request, SsmState, DraftPlan]]) -> None:
-        """Score the SSMs on newly verified tokens, and select the active SSMs of each request."""
+        """Score the SSMs on newly verified tokens, and select the active SSMs of each request.
+
+        An SSM that lags behind reads what it missed if it leads, or if its expected advantage repays the reading. The
+        others are not candidates.
+        """
         for request, state, _ in rows:
             self._score_accepted(request, state)
         lagging: dict[int, list[Request]] = {}
-        for request, state, _ in rows:
-            behind = (request.context_len - state.valid >= state.max_lags).tolist()
-            for ssm in self._allowed(request):
-                if behind[ssm]:
-                    lagging.setdefault(ssm, []).append(request)
-                    # An SSM that reads in vain, because another one stays the best, reads more rarely.
-                    state.max_lags[ssm] = min(2 * int(state.max_lags[ssm]), MAX_LAG)
-        for ssm in sorted(lagging):
-            self._read(ssm, lagging[ssm])
+        compared: list[tuple[SsmState, int, int]] = []  # state, leader, SSM that reads beside it
         for request, state, plan in rows:
             allowed = self._allowed(request)
-            weights = state.trust.weights(allowed)
+            leader = self._leader(state, allowed)
+            behind = (request.context_len - state.valid).tolist()
+            affordable = SAVED_PER_NAT * self._advantage * plan.time_left
+            for ssm in allowed:
+                if behind[ssm] < state.max_lags[ssm] or (ssm != leader and behind[ssm] > affordable):
+                    continue
+                lagging.setdefault(ssm, []).append(request)
+                # An SSM that reads in vain, because another one stays the best, reads more rarely.
+                state.max_lags[ssm] = min(2 * int(state.max_lags[ssm]), MAX_LAG)
+                if ssm != leader:
+                    compared.append((state, leader, ssm))
+        for ssm in sorted(lagging):
+            self._read(ssm, lagging[ssm])
+        self._learn_advantages(compared)
+        for request, state, plan in rows:
+            behind = (request.context_len - state.valid).tolist()
+            candidates = [ssm for ssm in self._allowed(request) if behind[ssm] < state.max_lags[ssm]]
+            weights = state.trust.weights(candidates)
             order = np.argsort(-weights, kind="stable")[: plan.max_ssms]
             selected = order[(weights[order] > plan.min_trust) | (order == order[0])]
-            state.active = [allowed[i] for i in sorted(selected.tolist())]
+            state.active = [candidates[i] for i in sorted(selected.tolist())]
             state.max_lags[state.active] = MIN_LAG
             state.weights = np.zeros(len(self.models))
             state.weights[state.active] = weights[np.sort(selected)] / weights[selected].sum()
+
+    def _leader(self, state: SsmState, allowed: Sequence[int]) -> int:
+        """Return the SSM that drafts best for a request, or for earlier ones as long as none has drafted for it."""
+        weights = state.weights if state.active else self._standing
+        return max(allowed, key=lambda ssm: weights[ssm])
+
+    def _learn_advantages(self, compared: Sequence[tuple[SsmState, int, int]]) -> None:
+        """Update the running means from SSMs that have just read beside the leading one."""
+        for state, leader, ssm in compared:
+            gained = state.trust.advantage(ssm, leader)
+            if gained is not None:
+                self._advantage += ADVANTAGE_EMA * (max(gained, 0.0) - self._advantage)
+                weights = state.trust.weights([leader, ssm])
+                share = self._standing[[leader, ssm]].sum() * weights
+                self._standing[[leader, ssm]] += ADVANTAGE_EMA * (share - self._standing[[leader, ssm]])
 
     def _score_accepted(self, request: Request, state: SsmState) -> None:
         """Score the last round's active SSMs on the tokens that follow the accepted nodes."""

@@ -19,6 +19,7 @@ from treespec.models.quantized_weights import weight_bytes
 from treespec.planning.cost_measurement import cost_key
 from treespec_kernels.cpu.cpu_library import CompileError
 from treespec_kernels.linear.quantized_linear import QuantizedLinear
+from treespec_weights import convert_checkpoint
 
 LENGTHS, TOKENS = (1, 31, 62, 64, 90, 126), 16
 SPECS = [SpecConfig(nodes=16), SpecConfig(nodes=40, max_depth=4), SpecConfig(branching=(3, 2, 1))]
@@ -54,6 +55,35 @@ def test_sampled_tokens(compile: bool) -> None:
     llm = engine(torch.bfloat16, "int4", compile)
     tree, plain = (run(llm, random_prompts(LENGTHS), params, spec) for spec in (SPECS[0], "off"))
     assert tree.tokens == plain.tokens
+
+
+@needs_compiler
+def test_compiled_drafts_are_quantised_and_outputs_stay(tmp_path: Path) -> None:
+    """By default, and those stored in fp8 too; their heads as well."""
+    target, drafts = tiny(torch.bfloat16)
+    convert_checkpoint(drafts[0], tmp_path / "fp8", quantization="fp8-all")
+    folders = [*drafts, tmp_path / "fp8"]
+    plain = run(engine(torch.bfloat16, None, True, False), random_prompts(LENGTHS), greedy(TOKENS))
+    bytes_by_form = {}
+    for form in ("auto", "int8", None):
+        llm = open_llm(target, folders, compile=True, draft_quantization=form)
+        models = llm.engine.sources.ssms.models
+        assert {model.quantization for model in models} == {None if form is None else "int8"}
+        assert llm.engine.runner.target.quantization is None
+        bytes_by_form[form] = models[0].nbytes - models[0].embed.nbytes
+        tree = run(llm, random_prompts(LENGTHS), greedy(TOKENS), SPECS[0])
+        assert not differences(plain, tree) and tree.acceptance_length > 1.2
+    assert bytes_by_form["auto"] == bytes_by_form["int8"] < 0.75 * bytes_by_form[None]
+
+
+def test_drafts_that_are_not_quantised() -> None:
+    target, drafts = tiny(torch.bfloat16)
+    eager = open_llm(target, drafts, compile=False)
+    assert {model.quantization for model in eager.engine.sources.ssms.models} == {None}
+    with pytest.raises(ConfigError, match="draft_quantization='int8' is for compiled passes on a CPU"):
+        open_llm(target, drafts, compile=False, draft_quantization="int8")
+    with pytest.raises(ConfigError, match='draft_quantization=\'int4\'; valid: "auto", "int8" or None'):
+        open_llm(target, drafts, draft_quantization="int4")
 
 
 @pytest.mark.slow

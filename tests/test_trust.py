@@ -1,6 +1,7 @@
 """Weights of the SSMs: who foretold the text is believed, soon, and per request; what is emitted never changes."""
 
 import itertools
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -131,6 +132,40 @@ def test_resting_ssms_read_what_they_missed(good_and_bad: LLM, monkeypatch: pyte
     good_and_bad.generate(random_prompts((40,)), greedy(180), spec=SpecConfig(nodes=12, max_ssms=1, sources=("ssm",)))
     ends = [before for before, after in itertools.pairwise(lags) if after < before]
     assert 24 <= ends[-2] < 32 and 56 <= ends[-1] < 64, ends
+
+
+def test_resting_ssms_read_nothing_that_the_request_cannot_repay(
+    good_and_bad: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = good_and_bad.engine.sources.ssms
+    read, original = [], drafter.propose
+
+    def propose(requests: list, plans: list, *rest: object) -> list:
+        trees = original(requests, [replace(plan, time_left=0.0) for plan in plans], *rest)
+        read.append(drafter.drafted.read_tokens)
+        return trees
+
+    monkeypatch.setattr(drafter, "propose", propose)
+    prompts = random_prompts((40,))
+    tree = run(good_and_bad, prompts, greedy(80), SpecConfig(nodes=12, max_ssms=1, sources=("ssm",)))
+    assert len(read) > 8 and not any(read)
+    assert not differences(run(good_and_bad, prompts, greedy(80), "off"), tree)
+
+
+def test_advantage_is_a_lower_bound_in_nats_per_token() -> None:
+    trust = Trust(2)
+    trust.observe(0, 1, np.full(7, 0.8))
+    trust.observe(1, 1, np.full(7, 0.4))
+    assert trust.advantage(0, 1) is None, "too few tokens"
+    trust.observe(0, 8, np.full(9, 0.8))
+    trust.observe(1, 8, np.full(9, 0.4))
+    assert trust.advantage(0, 1) == pytest.approx(np.log(2))
+    assert trust.advantage(1, 0) == pytest.approx(-np.log(2))
+    noisy = Trust(2)
+    noisy.observe(0, 1, np.tile([0.9, 0.1], 16))
+    noisy.observe(1, 1, np.tile([0.1, 0.9], 16))
+    both = noisy.advantage(0, 1), noisy.advantage(1, 0)
+    assert both == pytest.approx((-np.log(9) / np.sqrt(32),) * 2), "chance is no advantage"
 
 
 def test_an_ssm_alone_needs_no_scores() -> None:

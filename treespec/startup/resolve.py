@@ -113,14 +113,15 @@ def _resolve_passes(
 ) -> tuple[torch.dtype, bool]:
     """Return the dtype of passes, and whether they are compiled.
 
-    Compiled passes are fast in bfloat16 on every CPU. Without them, "auto" is float32 where torch is slow otherwise.
+    Compiled passes are fast in bfloat16 on every CPU. Without them, "auto" is float32 where torch is slow otherwise. A
+    model in memory keeps its dtype.
     """
 
     def compiles(dtype: torch.dtype) -> bool:
         return resolve_compile(options.compile, models, options.attention, options.linear, dtype, device)
 
     dtype = resolve_dtype(options.dtype, stored)
-    if options.dtype != "auto" or not is_slow(dtype, device):
+    if options.dtype != "auto" or isinstance(options.model, nn.Module) or not is_slow(dtype, device):
         return dtype, compiles(dtype)
     if dtype in COMPILED_DTYPES and compiles(dtype):
         return dtype, True

@@ -112,13 +112,13 @@ struct Model {
 namespace {
 
 enum Then { STORE, ADD, ROUND };
-// Maximum number of rows, and vectors of a panel, whose sums are in registers: 24 of AVX-512's 32 registers, 12 of AVX2's
-// 16.
+// Maximum number of rows, and vectors of a panel, whose sums are in registers: in 24 of AVX-512's 32 registers, or 12
+// of AVX2's 16.
 constexpr int64_t FEW = 6, COLUMNS = LANES == 16 ? VECS : 2, PARTS = VECS / COLUMNS;
 constexpr int64_t MANY = 24;  // maximum number of rows that share a pass over a panel
-// A panel of several parts is read in blocks of 12 KiB, which stay in the L1 cache for all parts and rows, while the next
-// block is prefetched evenly: 6 rows of SmolLM2 take 1.1 times as long as one row, and 8 rows 1.4 times. With a single part,
-// a prefetch distance of 4 KiB saves a tenth of a pass of 1 to 16 rows.
+// A panel of several parts is read in blocks of 12 KiB, which stay in the L1 cache for all parts and rows, while the
+// next block is prefetched evenly. On two cores with AVX2, 6 rows of SmolLM2's products take 1.1 times as long as one
+// row, and 8 rows 1.4 times. With a single part, a prefetch distance of 4 KiB saves a tenth of a pass of 1 to 16 rows.
 constexpr int64_t BLOCK = 48, AHEAD = 16;  // in steps of 4 * PANEL bytes
 
 // Returns activations as products read them, valid until the next call.
@@ -176,8 +176,8 @@ void finish(const Linear& layer, int64_t panel, const vec (*sums)[VECS], int64_t
         }
 }
 
-// Adds the products of a part of a panel, with inputs [begin, end). w: the part's weights of the first of them. next: to
-// prefetch, `fetched` scalars in every step.
+// Adds the products of a part of a panel, with inputs [begin, end). w: the part's weights of the first of them. next:
+// to prefetch, `fetched` scalars in every step.
 template <int ROWS>
 inline __attribute__((always_inline)) void accumulate(const scalar* w, const factor* x, int64_t k, int64_t begin,
                                                       int64_t end, const scalar* next, int64_t fetched,
@@ -211,7 +211,8 @@ void multiply(const Linear& layer, int64_t panel, const factor* x, int64_t rows,
     const int64_t k = layer.inputs, times = (rows + FEW - 1) / FEW;
     const scalar* w = (const scalar*)layer.weight + panel * PANEL * k;
     const int64_t fetched = PAIR * PANEL / PARTS / (PARTS == 1 ? 1 : times);
-    vec sums[MANY][VECS] = {};
+    vec sums[MANY][VECS];
+    std::fill_n(&sums[0][0], rows * VECS, vec{});
     for (int64_t begin = 0, end; begin < k; begin = end) {
         end = PARTS == 1 ? k : std::min(begin + PAIR * BLOCK, k);
         const scalar* next = w + end * PANEL;
@@ -223,8 +224,8 @@ void multiply(const Linear& layer, int64_t panel, const factor* x, int64_t rows,
                     vec acc[ROWS][COLUMNS];
                     for (int64_t r = 0; r < ROWS; r++)
                         std::memcpy(acc[r], sums[first + r] + part * COLUMNS, sizeof acc[r]);
-                    accumulate(from, x + first * k, k, begin, end, PARTS == 1 ? w + AHEAD * PAIR * PANEL : next, fetched,
-                               acc);
+                    const scalar* ahead = PARTS == 1 ? w + AHEAD * PAIR * PANEL : next;
+                    accumulate(from, x + first * k, k, begin, end, ahead, fetched, acc);
                     for (int64_t r = 0; r < ROWS; r++)
                         std::memcpy(sums[first + r] + part * COLUMNS, acc[r], sizeof acc[r]);
                 }

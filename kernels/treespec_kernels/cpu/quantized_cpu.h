@@ -93,8 +93,8 @@ inline __attribute__((always_inline)) void add_group(const Linear& layer, int64_
 }
 
 // Multiplies a panel with at most FEW rows. Integers are converted again for every FEW rows, which takes a quarter of
-// the time with 8 bits and a tenth with 4 if the data is in the caches (AVX-512). With one conversion for all rows, into
-// the L2 cache, 24 rows took 5 % less and 12 rows 8 % more.
+// the time with 8 bits and a tenth with 4 if the data is in the caches (AVX-512). With one conversion for all rows,
+// into the L2 cache, 24 rows took 5 % less and 12 rows 8 % more.
 template <int BITS, int ROWS, int PART>
 void multiply_part(const Linear& layer, int64_t panel, const factor* x, const float* sums, vec (&result)[ROWS][VECS]) {
     const int64_t k = layer.inputs, groups = k / layer.group, size = k / STEP * step_bytes(BITS);

@@ -23,6 +23,7 @@ from treespec.drafters.ssm.forest import Forest, Shape, SsmProbs
 from treespec.drafters.ssm.levels import CompiledLevels, DraftModelCache, Levels, levels_for, stop_unprofitable
 from treespec.drafters.ssm.scoring import Rows, ScoredSlice, inputs_of, rows_of, score_rows
 from treespec.drafters.ssm.ssm_state import SsmState, open_mass, outputs_of, scored_rows
+from treespec.drafters.ssm.standings import MIN_LAG, Standings
 from treespec.drafters.trust import WINDOW, Trust
 from treespec.models.decoder import Pass
 from treespec.models.feature_head import FeatureHead, GroupModel
@@ -36,10 +37,6 @@ from treespec_kernels.tree.growth_limits import FRONTIER, MAX_EXPANDED
 CATCH_UP_CHUNK = 256  # maximum committed tokens of a request per catch-up pass
 NULL_PAGE = np.zeros(1, dtype=np.int64)
 MAX_SCORES = 1 << 27  # maximum probabilities of one SSM that a compiled call has room for
-MIN_LAG, MAX_LAG = 16, 256  # committed tokens that an inactive SSM may miss before it catches up
-# Of the best of all SSMs over the one that drafts, in nats per token: its initial value, the weight of a request in its
-# running mean, its recovery with each request, and the share of a request's time that a nat per token saves.
-ADVANTAGE, ADVANTAGE_EMA, ADVANTAGE_RECOVERY, SAVED_PER_NAT = 0.2, 0.1, 0.01, 0.6
 
 
 class SsmDrafter:
@@ -61,11 +58,9 @@ class SsmDrafter:
         self.models, self.names, self.cache = list(models), tuple(names), cache
         self.evidence = SeedEvidence()
         self.drafted = Drafted(0, 0)
-        self._passes = self._request_passes = self._read_tokens = 0
-        self._read_seconds = 0.0
+        self._begin_counts()
         self._states: dict[str, SsmState] = {}
-        # Running means over requests, by which SSMs are chosen that read a request at all.
-        self._standing, self._advantage = np.full(len(models), 1 / len(models)), ADVANTAGE
+        self._standings = Standings(len(models))
         self._by_sources: dict[tuple[str, ...] | None, list[int]] = {}
         self._draft_models = DraftModelCache(models, cache)
 
@@ -86,8 +81,7 @@ class SsmDrafter:
         """
         if seeds is None:
             seeds = [TokenTree.root(request.tokens[-1]) for request in requests]
-        self._passes = self._request_passes = self._read_tokens = 0
-        self._read_seconds = 0.0
+        self._begin_counts()
         drafting = [p.levels > 0 and bool(self._allowed(r)) for r, p in zip(requests, plans, strict=True)]
         asked = np.array([i for i, plan in enumerate(plans) if plan.adaptive and drafting[i]], dtype=np.int64)
         if len(asked):
@@ -118,6 +112,10 @@ class SsmDrafter:
                 trees[i] = tree
         self.drafted = Drafted(levels, self._passes, self._request_passes, self._read_tokens, self._read_seconds)
         return trees
+
+    def _begin_counts(self) -> None:
+        self._passes = self._request_passes = self._read_tokens = 0
+        self._read_seconds = 0.0
 
     def _forest(
         self,
@@ -330,11 +328,7 @@ class SsmDrafter:
 
     def unread(self, request: Request) -> int:
         """Return the committed tokens that the leading SSM must read before drafting, beyond its lag."""
-        state, allowed = self._state(request), self._allowed(request)
-        if not allowed:
-            return 0
-        leader = self._leader(state, allowed)
-        return max(int(request.context_len - state.valid[leader] - state.max_lags[leader]), 0)
+        return self._standings.unread(self._state(request), self._allowed(request), request.context_len)
 
     def may_draft(self, request: Request) -> bool:
         """Return whether any SSM may draft for a request."""
@@ -367,13 +361,7 @@ class SsmDrafter:
 
     def round_weights(self, request: Request) -> np.ndarray:
         """Return the mixture weights for a captured round: float64 [num_ssms], 0 for inactive SSMs."""
-        state = self._state(request)
-        trust = state.trust.weights(state.active)
-        if request.spec.max_ssms is not None:
-            trust[np.argsort(-trust, kind="stable")[request.spec.max_ssms :]] = 0.0
-        weights = np.zeros(len(self.models))
-        weights[state.active] = trust / trust.sum()
-        return weights
+        return self._state(request).round_weights(request.spec.max_ssms)
 
     def learn_round(self, request: Request, token_probs: np.ndarray, proposed: TokenTree | None) -> None:
         """Update a request's state after a captured round, in which the SSMs read all of `request.tokens`.
@@ -403,7 +391,7 @@ class SsmDrafter:
             count, first = len(self.models), np.array([model.offset for model in self.models])
             state = SsmState(Trust(count), first, np.full(count, MIN_LAG), np.zeros(count))
             self._states[request.request_id] = state
-            self._advantage += ADVANTAGE_RECOVERY * (ADVANTAGE - self._advantage)
+            self._standings.begin_request()
         return self._states[request.request_id]
 
     def _allowed(self, request: Request) -> list[int]:
@@ -419,29 +407,18 @@ class SsmDrafter:
     def _select(self, rows: Sequence[tuple[Request, SsmState, DraftPlan]]) -> None:
         """Score the SSMs on newly verified tokens, and select the active SSMs of each request.
 
-        An SSM that lags behind reads what it missed if it leads, or if its expected advantage repays the reading. The
-        others are not candidates.
+        SSMs that lag behind, because reading would not pay, are no candidates.
         """
         for request, state, _ in rows:
             self._score_accepted(request, state)
         lagging: dict[int, list[Request]] = {}
-        compared: list[tuple[SsmState, int, int]] = []  # state, leader, SSM that reads beside it
         for request, state, plan in rows:
             allowed = self._allowed(request)
-            leader = self._leader(state, allowed)
-            behind = (request.context_len - state.valid).tolist()
-            affordable = SAVED_PER_NAT * self._advantage * plan.time_left
-            for ssm in allowed:
-                if behind[ssm] < state.max_lags[ssm] or (ssm != leader and behind[ssm] > affordable):
-                    continue
+            for ssm in self._standings.readers(state, allowed, request.context_len, plan.time_left):
                 lagging.setdefault(ssm, []).append(request)
-                # An SSM that reads in vain, because another one stays the best, reads more rarely.
-                state.max_lags[ssm] = min(2 * int(state.max_lags[ssm]), MAX_LAG)
-                if ssm != leader:
-                    compared.append((state, leader, ssm))
         for ssm in sorted(lagging):
             self._read(ssm, lagging[ssm])
-        self._learn_advantages(compared)
+        self._standings.learn()
         for request, state, plan in rows:
             behind = (request.context_len - state.valid).tolist()
             candidates = [ssm for ssm in self._allowed(request) if behind[ssm] < state.max_lags[ssm]]
@@ -452,21 +429,6 @@ class SsmDrafter:
             state.max_lags[state.active] = MIN_LAG
             state.weights = np.zeros(len(self.models))
             state.weights[state.active] = weights[np.sort(selected)] / weights[selected].sum()
-
-    def _leader(self, state: SsmState, allowed: Sequence[int]) -> int:
-        """Return the SSM that drafts best for a request, or for earlier ones as long as none has drafted for it."""
-        weights = state.weights if state.active else self._standing
-        return max(allowed, key=lambda ssm: weights[ssm])
-
-    def _learn_advantages(self, compared: Sequence[tuple[SsmState, int, int]]) -> None:
-        """Update the running means from SSMs that have just read beside the leading one."""
-        for state, leader, ssm in compared:
-            gained = state.trust.advantage(ssm, leader)
-            if gained is not None:
-                self._advantage += ADVANTAGE_EMA * (max(gained, 0.0) - self._advantage)
-                weights = state.trust.weights([leader, ssm])
-                share = self._standing[[leader, ssm]].sum() * weights
-                self._standing[[leader, ssm]] += ADVANTAGE_EMA * (share - self._standing[[leader, ssm]])
 
     def _score_accepted(self, request: Request, state: SsmState) -> None:
         """Score the last round's active SSMs on the tokens that follow the accepted nodes."""

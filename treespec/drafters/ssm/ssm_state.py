@@ -66,6 +66,15 @@ class SsmState:
         """Discard the scores of the last tree."""
         self.scores = {ssm: [] for ssm in self.active}
 
+    def round_weights(self, max_ssms: int | None) -> np.ndarray:
+        """Return the mixture weights of the active SSMs, of at most `max_ssms` of them: float64 [num_ssms]."""
+        trust = self.trust.weights(self.active)
+        if max_ssms is not None:
+            trust[np.argsort(-trust, kind="stable")[max_ssms:]] = 0.0
+        weights = np.zeros(len(self.valid))
+        weights[self.active] = trust / trust.sum()
+        return weights
+
     def token_probs(self, ssm: int, slots: np.ndarray, tokens: Sequence[int], sampled: bool) -> np.ndarray:
         """Return an SSM's probability of one token after each of some slots, ascending: [len(slots)].
 

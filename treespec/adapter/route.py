@@ -31,7 +31,8 @@ MaskRule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 # (`sliding_window`). Models that pass other arguments are rejected.
 _WITHOUT_EFFECT = frozenset(
     "dropout sliding_window is_causal position_ids position_embeddings cache_position output_attentions "
-    "output_hidden_states output_router_logits use_cache return_dict deterministic training past_key_values cache".split()
+    "output_hidden_states output_router_logits use_cache return_dict deterministic training "
+    "past_key_values cache".split()
 )
 
 

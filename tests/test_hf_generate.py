@@ -382,7 +382,7 @@ def test_prompts_that_are_refused(model: Any) -> None:
 
 def test_models_that_are_refused(model: Any) -> None:
     with pytest.raises(ModelError, match="attention interface"):
-        by_trees(make_model("gptj"), one_prompt(), max_new_tokens=4)
+        by_trees(make_model("bloom"), one_prompt(), max_new_tokens=4)
     with pytest.raises(ModelError, match="training mode"):
         by_trees(make_model("stablelm").train(), one_prompt(), max_new_tokens=4)
     with pytest.raises(DraftError, match="vocabulary of 50"):

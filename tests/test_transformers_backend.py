@@ -82,9 +82,9 @@ def test_bfloat16(kind: str) -> None:
     """Trees have the bits of plain decoding in bf16 too, and logits are transformers' but for rounding."""
     model, folder = saved(kind, torch.bfloat16)
     prompts = random_prompts([9, 66], vocab=VOCAB)
-    llm = open_adapter_llm(folder)
+    llm = open_adapter_llm(folder, dtype="bfloat16")
     plain = run(llm, prompts, greedy(24))
-    llm = open_adapter_llm(folder, [OracleDrafter(plain.sequences, 5, vocab=VOCAB)])
+    llm = open_adapter_llm(folder, [OracleDrafter(plain.sequences, 5, vocab=VOCAB)], dtype="bfloat16")
     assert llm.config.dtype == torch.bfloat16
     tree = run(llm, prompts, greedy(24), TREES)
     assert not differences(plain, tree)
@@ -286,7 +286,6 @@ def test_layers_of_several_shapes_are_all_proven() -> None:
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("gptj", "does not use transformers' attention interface"),
         ("bloom", "does not use transformers' attention interface"),
         ("mamba", "recurrent state"),
         ("qwen3_next", "recurrent state"),

@@ -128,7 +128,7 @@ def read_prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> Prompts:
     for name in ("past_key_values", "cache"):  # transformers has renamed it in 5.24
         cache = left.pop(name, None)
         if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()):
-            raise ConfigError(f"{name}: the engine uses its own cache; pass the whole prompt as input_ids")
+            raise ConfigError("past_key_values: the engine uses its own cache; pass the whole prompt as input_ids")
     strange = sorted(name for name, value in left.items() if value is not None and name not in _PREPARED)
     if strange:
         raise ConfigError(

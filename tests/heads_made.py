@@ -1,11 +1,11 @@
-"""Tiny random EAGLE heads in their published layouts, and references of what they compute.
+"""Tiny random EAGLE heads in their published layouts, and a reference of what EAGLE-3 computes.
 
 A head reads hidden states of the target. Pair `t` is the target's feature at position `t` and the token at `t + 1`; it
 has position `t`, and its output predicts the token at `t + 2`. A drafted token forms a pair with the output of the pair
 before it. Everything is float32.
 
-The references follow EAGLE (arXiv 2401.15077) and EAGLE-3 (arXiv 2503.01840). They compute all pairs anew for each
-drafted token: causal attention leaves the earlier ones as they are.
+The reference follows EAGLE-3 (arXiv 2503.01840). It computes all pairs anew for each drafted token: causal attention
+leaves the earlier ones as they are.
 """
 
 import json
@@ -252,29 +252,6 @@ def reference_eagle3(
         if len(read) == len(embedding):
             return HeadOutput(final @ weights["lm_head.weight"].T, hidden)
         read = torch.cat((read, (final if config.get("norm_output") else hidden)[-1:]))
-
-
-def reference_eagle1(
-    folder: Path,
-    target_embed: Tensor,
-    target_head: Tensor,
-    tokens: Sequence[int],
-    features: Tensor,
-    drafted: Sequence[int] = (),
-) -> HeadOutput:
-    """What a head of EAGLE-1 or 2 says; `features` is [n, hidden], the target's states after its final norm.
-
-    The head predicts such states itself, so `target_head`, [vocab, hidden], applies to its outputs as they are.
-    """
-    config, weights = _read(folder)
-    embedding = weights.get("embed_tokens.weight", target_embed)[torch.tensor([*tokens[1:], *drafted])]
-    while True:
-        pairs = torch.cat((embedding[: len(features)], features), -1)
-        fused = F.linear(pairs, weights["fc.weight"], weights.get("fc.bias"))
-        hidden = _decoder_layer(fused, fused, config, weights)
-        if len(features) == len(embedding):
-            return HeadOutput(hidden @ target_head.T, hidden)
-        features = torch.cat((features, hidden[-1:]))
 
 
 def draft_ids(folder: Path) -> Tensor:

@@ -1,6 +1,7 @@
 """Memory: constant over 10,000 tokens, what the plan says, taken as it is written, and how much counts as free."""
 
 import gc
+import mmap
 import os
 import warnings
 from pathlib import Path
@@ -14,6 +15,7 @@ from tests.models import greedy, make_llama, new_folder, open_llm, random_prompt
 from treespec import SpecConfig
 from treespec.utils import memory
 from treespec.utils.memory import _available, _left_in_group, free_memory, lazy_zeros
+from treespec_kernels.cpu import huge_pages
 
 CPU = torch.device("cpu")
 reads_proc = pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="resident memory is read from /proc")
@@ -133,3 +135,23 @@ def test_the_tighter_limit_counts() -> None:
         assert free_memory(CPU) == 300
     with mock.patch.object(memory, "_available", lambda: 500), mock.patch.object(memory, "_left_in_group", lambda: -1):
         assert free_memory(CPU) == 0
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="needs Linux")
+@pytest.mark.parametrize("supported", [True, False], ids=["huge pages", "a kernel without them"])
+def test_weights_are_copied_to_huge_pages(supported: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mapping(mmap.mmap):
+        def madvise(self, *advice: int) -> None:
+            if not supported:
+                raise OSError(22, "Invalid argument")
+            super().madvise(*advice)
+
+    monkeypatch.setattr(huge_pages.mmap, "mmap", Mapping)
+    pages = huge_pages.HugePages()
+    given = [torch.randn(size, generator=torch.Generator().manual_seed(size)) for size in (40_000, 33_333, 9_000_000)]
+    placed = [pages.place(tensor) for tensor in given]
+    assert all(map(torch.equal, placed, given))
+    assert all(tensor.data_ptr() % huge_pages.ALIGNMENT == 0 for tensor in placed)
+    assert placed[0].untyped_storage().data_ptr() == placed[1].untyped_storage().data_ptr(), "one mapping"
+    small = torch.ones(8)
+    assert pages.place(small) is small

@@ -2,11 +2,13 @@
 
 import functools
 import logging
+import shutil
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.child import run_cases
 from tests.exactness import differences, run
@@ -14,7 +16,7 @@ from tests.models import greedy, make_llama, new_folder, open_llm, random_prompt
 from tests.quantized_checkpoints import needs_compiler, quantize_folder
 from treespec import LLM, SpecConfig
 from treespec.config import ModelConfig
-from treespec.errors import ConfigError
+from treespec.errors import ConfigError, ModelError
 from treespec.models.quantized_weights import weight_bytes
 from treespec.planning.cost_measurement import cost_key
 from treespec_kernels.cpu.cpu_library import CompileError
@@ -84,6 +86,18 @@ def test_drafts_that_are_not_quantised() -> None:
         open_llm(target, drafts, compile=False, draft_quantization="int8")
     with pytest.raises(ConfigError, match='draft_quantization=\'int4\'; valid: "auto", "int8" or None'):
         open_llm(target, drafts, draft_quantization="int4")
+
+
+@needs_compiler
+def test_a_draft_that_cannot_be_quantised(tmp_path: Path) -> None:
+    target, drafts = tiny(torch.bfloat16)
+    broken = shutil.copytree(drafts[0], tmp_path / "broken")
+    weights = load_file(broken / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"][0, 0] = torch.nan
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"broken: .*NaN.*; draft_quantization=None loads it as it is"):
+        open_llm(target, [broken], compile=True)
+    assert open_llm(target, [broken], compile=True, draft_quantization=None).draft_names == ("broken",)
 
 
 @pytest.mark.slow

@@ -12,8 +12,8 @@ import torch
 from tests.exactness import differences, run
 from tests.models import greedy, make_draft, new_folder, open_llm, random_prompts, tiny
 from treespec import LLM, SpecConfig
+from treespec.drafters.ssm.catch_up import INITIAL_ADVANTAGE, SAVED_PER_NAT, CatchUpPolicy
 from treespec.drafters.ssm.ssm_state import SsmState
-from treespec.drafters.ssm.standings import ADVANTAGE, SAVED_PER_NAT, Standings
 from treespec.drafters.trust import DECAY, MIN_LOGPROB, MIN_WEIGHT, WINDOW, Trust
 
 pytestmark = pytest.mark.slow
@@ -175,28 +175,28 @@ def unread_state() -> SsmState:
     return SsmState(Trust(2), np.zeros(2, dtype=np.int64), np.full(2, 16), np.zeros(2))
 
 
-def compare(standings: Standings, probs: tuple[float, float]) -> None:
+def compare(policy: CatchUpPolicy, probs: tuple[float, float]) -> None:
     """One request that both SSMs read."""
-    standings.begin_request()
+    policy.begin_request()
     state = unread_state()
-    assert sorted(standings.readers(state, [0, 1], 100, math.inf)) == [0, 1]
+    assert sorted(policy.readers(state, [0, 1], 100, math.inf)) == [0, 1]
     for ssm, prob in enumerate(probs):
         state.trust.observe(ssm, 1, np.full(32, prob))
-    standings.learn()
+    policy.learn()
 
 
 def test_an_ssm_reads_beside_the_leader_only_if_that_is_repaid() -> None:
-    standings = Standings(2)
-    enough = 100 / (ADVANTAGE * SAVED_PER_NAT)
-    assert standings.readers(unread_state(), [0, 1], 100, 0.9 * enough) == [0]
-    assert standings.readers(unread_state(), [0, 1], 100, 1.1 * enough) == [0, 1]
+    policy = CatchUpPolicy(2)
+    enough = 100 / (INITIAL_ADVANTAGE * SAVED_PER_NAT)
+    assert policy.readers(unread_state(), [0, 1], 100, 0.9 * enough) == [0]
+    assert policy.readers(unread_state(), [0, 1], 100, 1.1 * enough) == [0, 1]
     for _ in range(40):
-        compare(standings, (0.5, 0.5))
-    assert standings.readers(unread_state(), [0, 1], 100, 1.1 * enough) == [0], "equal SSMs gain nothing"
+        compare(policy, (0.5, 0.5))
+    assert policy.readers(unread_state(), [0, 1], 100, 1.1 * enough) == [0], "equal SSMs gain nothing"
     for _ in range(40):
-        compare(standings, (0.2, 0.5))
-    assert standings.leader(unread_state(), [0, 1]) == 1 and standings.unread(unread_state(), [0, 1], 100) == 84
-    assert standings.readers(unread_state(), [0, 1], 100, 0.0) == [1]
+        compare(policy, (0.2, 0.5))
+    assert policy.leader(unread_state(), [0, 1]) == 1 and policy.unread(unread_state(), [0, 1], 100) == 84
+    assert policy.readers(unread_state(), [0, 1], 100, 0.0) == [1]
 
 
 def test_an_ssm_alone_needs_no_scores() -> None:

@@ -81,9 +81,9 @@ class LLM(VllmMethods):
         quantization: quantise the weights of the target's layers while loading: "int8" (a scale per output) or "int4"
             (a scale per 128, 64 or 32 inputs). Activations, embedding, norms and head are not quantised. None, or the
             name of the checkpoint's method, keeps the checkpoint's format (compressed-tensors, GPTQ, AWQ, fp8).
-        draft_quantization: "int8" quantises the drafts' matrices while loading, which halves the time of their passes
-            and changes their proposals a little, never the output; None keeps them as stored; "auto" is "int8" in
-            compiled passes.
+        draft_quantization: "int8" quantises the drafts' matrices while loading, so that their passes read half as many
+            bytes; this changes their proposals slightly, never the output. None keeps them as stored; "auto" is "int8"
+            in compiled passes.
         suffix_tokens: number of recent tokens to remember, rounded up to a power of two, for the source "suffix", which
             proposes what followed the same tokens in earlier outputs and prompts. Takes 64 bytes per token (several
             hundred without a C++ compiler). It changes the speed, not the tokens (under "rejection" and "traversal",

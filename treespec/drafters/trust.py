@@ -15,7 +15,7 @@ WINDOW = 64  # number of latest verified tokens that count
 DECAY = 0.96  # of a token's weight per later token
 _AGES = np.arange(WINDOW)
 _DECAYS = DECAY**_AGES
-MIN_COMPARED = 8  # tokens that two SSMs are compared on
+MIN_COMPARED = 8  # minimum number of tokens by which two SSMs are compared
 MIN_LOGPROB = -6.0  # lower scores are clipped, so that a single outlier token does not dominate
 MIN_WEIGHT = 0.02  # floor of every mixture weight, so that an SSM recovers quickly once its predictions improve
 

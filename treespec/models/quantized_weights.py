@@ -22,7 +22,7 @@ from treespec_weights.quantize import BITS, quantize
 
 logger = logging.getLogger("treespec")
 
-FACTORS = ("_scale", "_zero")  # endings of the names of a quantised weight's other tensors
+_FACTORS = ("_scale", "_zero")  # endings of the names of a quantised weight's other tensors
 _ANY_HEAD = 16  # head size of the library build; linear layers do not use it
 
 
@@ -75,7 +75,7 @@ def quantize_matrices(weights: dict[str, Tensor]) -> None:
     weights.setdefault("lm_head", weights["embed"])
     names = [name for name in weights if name == "lm_head" or name.startswith("layers.")]
     for name in names:
-        if (weight := weights[name]).dim() == 2 and weight.is_floating_point() and not name.endswith(FACTORS):
+        if (weight := weights[name]).dim() == 2 and weight.is_floating_point() and not name.endswith(_FACTORS):
             weights[name], weights[f"{name}_scale"], _ = quantize(weight, 8)
 
 

@@ -20,7 +20,7 @@ class DraftPlan:
         adaptive: whether growth stops as soon as another level is not expected to pay.
         min_trust: minimum mixture weight of an SSM; below it, its proposals do not pay for its pass.
         max_ssms: maximum number of SSMs that draft; None = all.
-        time_left: expected time of the rest of the request, in tokens that an SSM reads in it.
+        time_left: expected time until the request ends, as the number of tokens that an SSM could read meanwhile.
     """
 
     max_depth: int

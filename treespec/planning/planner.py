@@ -31,6 +31,7 @@ decoding, and backoff. Gain and backoff use modelled seconds and counted tokens,
 pause speculation.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -132,8 +133,7 @@ class Planner:
         Args:
             requests: the batch.
             max_model_len: maximum positions of a request.
-            unread: returns the tokens of a request that SSMs must read before they can draft, summed over the SSMs;
-                None if there are none.
+            unread: returns the tokens of a request that the leading SSM must read before it drafts; None without SSMs.
             others_wait: whether requests are queued, so that a finished request frees its place for another.
         """
         self._begin(requests)
@@ -174,12 +174,10 @@ class Planner:
                     levels = 0
                 elif unread is not None:
                     levels = levels if self.costs.read(unread(request)) <= self._expected_saving(request) else 0
-            chosen = (
-                (True, min_trust, spec.max_ssms, self._time_left(request))
-                if spec.is_adaptive
-                else (False, 0.0, spec.max_ssms)
+            trust, left = (min_trust, self._time_left(request)) if spec.is_adaptive else (0.0, math.inf)
+            plans.append(
+                DraftPlan(depth, levels, spec.max_nodes, spec.branching, spec.is_adaptive, trust, spec.max_ssms, left)
             )
-            plans.append(DraftPlan(depth, levels, spec.max_nodes, spec.branching, *chosen))
         self._asks_sources = any(plan.max_depth for plan in plans)
         idle = adaptive and not any(plan.max_depth or plan.levels for plan in plans)
         self._idle = _Idle(len(requests), self.config.idle_rounds if idle else 0)
@@ -295,7 +293,7 @@ class Planner:
         return request.tokens_left * self.costs.plain / self._requests * share
 
     def _time_left(self, request: Request) -> float:
-        """Return the expected time of the rest of a request, in tokens that an SSM reads in it."""
+        """Return the expected time until a request ends, as in `DraftPlan.time_left`."""
         seconds = request.tokens_left * self.costs.plain / max(self._state.ssms.gain, 1.0) / self._requests
         return seconds / max(self.costs.read(1), 1e-12)
 

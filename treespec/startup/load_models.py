@@ -14,6 +14,7 @@ from treespec.adapter.trace import AdapterConfig
 from treespec.cache import FeatureShape
 from treespec.config import ModelConfig
 from treespec.drafters.foreign.vocabularies import Draft, fit_weights
+from treespec.errors import ModelError
 from treespec.models.attention import make_attention
 from treespec.models.attention_triton import TritonAttention
 from treespec.models.compiled import CompiledDecoder
@@ -96,7 +97,10 @@ class Loader:
         if known != size or target_ids is not None:
             tokens = fit_weights(weights, size, target_ids)
         if draft is not None and self.int8_drafts:
-            quantize_matrices(weights)
+            try:
+                quantize_matrices(weights)
+            except ValueError as error:
+                raise ModelError(f"{config.folder}: {error}; draft_quantization=None loads it as it is") from error
         decoder = self._make_decoder(config, weights, positions, min_rows, quantization)
         if tokens is not None:
             decoder.head_vocabulary = HeadVocabulary(tokens, size, self.device)

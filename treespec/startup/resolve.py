@@ -130,7 +130,7 @@ def _resolve_passes(
 
 
 def _quantises_drafts(asked: str | None, compiles: bool) -> bool:
-    """Return whether drafts are quantised to int8, which halves the time of their compiled passes of few rows."""
+    """Return whether drafts are quantised to int8: compiled passes of few rows are bound by reading weights."""
     if asked == "int8" and not compiles:
         raise ConfigError("draft_quantization='int8' is for compiled passes on a CPU; leave it at 'auto'")
     return asked is not None and compiles

@@ -135,7 +135,7 @@ constexpr int64_t BLOCK = 48, AHEAD = 16;  // in steps of 4 * PANEL bytes
 }
 
 // Calls body(first row, number of rows) for all rows in as few and as equal parts of at most `most` rows as possible: 4
-// and 4 rows take less time than 6 and 2.
+// and 4 rows take less time than 6 and 2 (4-bit weights, AVX-512).
 template <class Body> inline void in_parts(int64_t rows, int64_t most, Body body) {
     const int64_t times = (rows + most - 1) / most;
     for (int64_t t = 0, r = 0; t < times; t++) {

@@ -5,6 +5,7 @@ every page. Linux gives pages of 2 MiB to memory that asks for them.
 """
 
 import mmap
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ SMALLEST = 1 << 16  # bytes of a tensor for which this is worth while
 class HugePages:
     """Allocator of tensors that live and die together, such as a model's weights.
 
-    Chunks are unmapped with their last tensor. Where the system has no huge pages, tensors stay where they are.
+    Chunks are unmapped with their last tensor. Where the kernel has no huge pages, they consist of ordinary ones.
     """
 
     def __init__(self) -> None:
@@ -26,7 +27,7 @@ class HugePages:
         self._used = 0
 
     def place(self, tensor: Tensor) -> Tensor:
-        """Return a contiguous copy on huge pages; the tensor itself if it is small or there are none."""
+        """Return a contiguous copy on huge pages; the tensor itself if it is small or the system is not Linux."""
         if tensor.nbytes < SMALLEST or not hasattr(mmap, "MADV_HUGEPAGE"):
             return tensor
         start = -(-self._used // ALIGNMENT) * ALIGNMENT
@@ -41,7 +42,8 @@ def _map(size: int) -> Tensor:
     """Return zeros, uint8 [>= size], that begin at a page and are on huge pages once they are written."""
     size = -(-size // PAGE) * PAGE
     memory = mmap.mmap(-1, size + PAGE)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     first = -whole.data_ptr() % PAGE
     return whole[first : first + size]

@@ -11,7 +11,7 @@
 
 namespace {
 
-// Values of a vector register. Wider vectors than the machine's would live in memory: ten times slower with AVX2.
+// Values of a vector register. GCC keeps vectors that are wider than the machine's in memory.
 #if defined(__AVX512F__)
 constexpr int64_t LANES = 16;
 #else

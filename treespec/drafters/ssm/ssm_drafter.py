@@ -17,13 +17,13 @@ import torch
 
 from treespec.cache import KVCache
 from treespec.drafters.evidence import GrownTree, SeedEvidence
+from treespec.drafters.ssm.catch_up import MIN_LAG, CatchUpPolicy
 from treespec.drafters.ssm.compiled_forest import CompiledForest
 from treespec.drafters.ssm.drawn_forest import DrawnForest
 from treespec.drafters.ssm.forest import Forest, Shape, SsmProbs
 from treespec.drafters.ssm.levels import CompiledLevels, DraftModelCache, Levels, levels_for, stop_unprofitable
 from treespec.drafters.ssm.scoring import Rows, ScoredSlice, inputs_of, rows_of, score_rows
 from treespec.drafters.ssm.ssm_state import SsmState, open_mass, outputs_of, scored_rows
-from treespec.drafters.ssm.standings import MIN_LAG, Standings
 from treespec.drafters.trust import WINDOW, Trust
 from treespec.models.decoder import Pass
 from treespec.models.feature_head import FeatureHead, GroupModel
@@ -60,7 +60,7 @@ class SsmDrafter:
         self.drafted = Drafted(0, 0)
         self._begin_counts()
         self._states: dict[str, SsmState] = {}
-        self._standings = Standings(len(models))
+        self._catch_up_policy = CatchUpPolicy(len(models))
         self._by_sources: dict[tuple[str, ...] | None, list[int]] = {}
         self._draft_models = DraftModelCache(models, cache)
 
@@ -328,7 +328,7 @@ class SsmDrafter:
 
     def unread(self, request: Request) -> int:
         """Return the committed tokens that the leading SSM must read before drafting, beyond its lag."""
-        return self._standings.unread(self._state(request), self._allowed(request), request.context_len)
+        return self._catch_up_policy.unread(self._state(request), self._allowed(request), request.context_len)
 
     def may_draft(self, request: Request) -> bool:
         """Return whether any SSM may draft for a request."""
@@ -391,7 +391,7 @@ class SsmDrafter:
             count, first = len(self.models), np.array([model.offset for model in self.models])
             state = SsmState(Trust(count), first, np.full(count, MIN_LAG), np.zeros(count))
             self._states[request.request_id] = state
-            self._standings.begin_request()
+            self._catch_up_policy.begin_request()
         return self._states[request.request_id]
 
     def _allowed(self, request: Request) -> list[int]:
@@ -407,18 +407,18 @@ class SsmDrafter:
     def _select(self, rows: Sequence[tuple[Request, SsmState, DraftPlan]]) -> None:
         """Score the SSMs on newly verified tokens, and select the active SSMs of each request.
 
-        SSMs that lag behind, because reading would not pay, are no candidates.
+        An SSM that lags behind, because reading would not pay, is not a candidate.
         """
         for request, state, _ in rows:
             self._score_accepted(request, state)
         lagging: dict[int, list[Request]] = {}
         for request, state, plan in rows:
             allowed = self._allowed(request)
-            for ssm in self._standings.readers(state, allowed, request.context_len, plan.time_left):
+            for ssm in self._catch_up_policy.readers(state, allowed, request.context_len, plan.time_left):
                 lagging.setdefault(ssm, []).append(request)
         for ssm in sorted(lagging):
             self._read(ssm, lagging[ssm])
-        self._standings.learn()
+        self._catch_up_policy.learn()
         for request, state, plan in rows:
             behind = (request.context_len - state.valid).tolist()
             candidates = [ssm for ssm in self._allowed(request) if behind[ssm] < state.max_lags[ssm]]

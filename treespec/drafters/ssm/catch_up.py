@@ -1,4 +1,4 @@
-"""Decides which SSMs read a request, by how much the best SSM of earlier requests was ahead of the leading one."""
+"""Choice of the SSMs that read a request's tokens, by their expected advantage over the SSM that drafts."""
 
 from collections.abc import Sequence
 
@@ -7,29 +7,31 @@ import numpy as np
 from treespec.drafters.ssm.ssm_state import SsmState
 
 MIN_LAG, MAX_LAG = 16, 256  # committed tokens that an inactive SSM may miss before it catches up
-ADVANTAGE = 0.2  # initial advantage over the leading SSM, in nats per token
-ADVANTAGE_EMA = 0.1  # weight of a comparison in the running means
+INITIAL_ADVANTAGE = 0.2  # over the leading SSM, in nats per token
+EMA = 0.1  # weight of a comparison in the running means
 RECOVERY = 0.01  # of the advantage towards its initial value, per request
-SAVED_PER_NAT = 0.6  # share of a request's time that a nat per token saves
+# Share of a request's time that a nat per token saves. A chain whose tokens are accepted with probability p has
+# 1 / (1 - p) tokens, p / (1 - p) more per nat: 1.3 times at p = 0.56, and half of that beside other sources.
+SAVED_PER_NAT = 0.6
 
 
-class Standings:
-    """Running means over requests of the SSMs' weights, and of the advantage of the best one.
+class CatchUpPolicy:
+    """Decides when an SSM reads the tokens that it missed, by running means over requests.
 
-    An SSM must read a request's tokens before it can draft or be compared. The leading SSM always does; another one
-    reads if its expected advantage saves more of the rest of the request than the reading takes.
+    An SSM must have read a request's tokens to draft for it or to be compared. The leading SSM always reads them.
+    Another one does if its expected advantage saves more time in the rest of the request than reading takes.
 
     Args:
         num_ssms: number of SSMs.
     """
 
     def __init__(self, num_ssms: int):
-        self._weights, self._advantage = np.full(num_ssms, 1 / num_ssms), ADVANTAGE
+        self._weights, self._advantage = np.full(num_ssms, 1 / num_ssms), INITIAL_ADVANTAGE
         self._compared: list[tuple[SsmState, int, int]] = []  # state, leader, SSM that reads beside it
 
     def begin_request(self) -> None:
         """Let the advantage recover, so that SSMs that are not compared are tried again."""
-        self._advantage += RECOVERY * (ADVANTAGE - self._advantage)
+        self._advantage += RECOVERY * (INITIAL_ADVANTAGE - self._advantage)
 
     def leader(self, state: SsmState, allowed: Sequence[int]) -> int:
         """Return the SSM that drafts best for a request, or for earlier ones as long as none has drafted for it."""
@@ -44,13 +46,13 @@ class Standings:
         return max(int(context_len - state.valid[leader] - state.max_lags[leader]), 0)
 
     def readers(self, state: SsmState, allowed: Sequence[int], context_len: int, time_left: float) -> list[int]:
-        """Return the SSMs that read what they missed of a request now; an SSM that reads in vain reads more rarely.
+        """Return the SSMs that read their missed tokens of a request now; one that is not selected reads more rarely.
 
         Args:
             state: of the request.
             allowed: SSMs that may draft for it.
             context_len: number of its committed tokens.
-            time_left: expected time of its rest, in tokens that an SSM reads in it.
+            time_left: as in `DraftPlan`.
         """
         leader, found = self.leader(state, allowed), []
         affordable = SAVED_PER_NAT * self._advantage * time_left
@@ -68,8 +70,8 @@ class Standings:
         for state, leader, ssm in self._compared:
             gained = state.trust.advantage(ssm, leader)
             if gained is not None:
-                self._advantage += ADVANTAGE_EMA * (max(gained, 0.0) - self._advantage)
+                self._advantage += EMA * (max(gained, 0.0) - self._advantage)
                 both = [leader, ssm]
                 share = self._weights[both].sum() * state.trust.weights(both)
-                self._weights[both] += ADVANTAGE_EMA * (share - self._weights[both])
+                self._weights[both] += EMA * (share - self._weights[both])
         self._compared.clear()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from treespec.training.draft_vocabulary import rows_of_tokens
 from treespec.training.lessons import Lessons
-from treespec.training.loop import StepLoss
+from treespec.training.loop import StepLoss, mixed_precision
 
 WINDOW = 320  # tokens of a training row
 BATCH_ROWS = 8  # lessons that are padded to one length
@@ -109,7 +109,7 @@ class Curriculum:
 
 def logits_at(model: Any, batch: Batch) -> Tensor:
     """Return the draft's logits at the target positions, float32 [targets, rows], the row of other tokens left out."""
-    with torch.autocast(batch.inputs.device.type, torch.bfloat16):
+    with mixed_precision(batch.inputs.device):
         hidden = model.get_decoder()(input_ids=batch.inputs, use_cache=False).last_hidden_state
         logits: Tensor = model.get_output_embeddings()(hidden[batch.places[:, 0], batch.places[:, 1]])
     return logits[:, :-1].float()

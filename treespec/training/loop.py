@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from treespec.startup.device import is_slow
 from treespec.training.files import replacing
+from treespec.training.muon import Float32Muon
 
 WARMUP = 0.02
 FINAL_RATE = 0.05
@@ -107,15 +109,21 @@ def optimizers_for(model: nn.Module) -> list[torch.optim.Optimizer]:
 
     Muon's steps are scaled to AdamW's RMS, so that one learning rate serves both.
     """
+    muon = Float32Muon if is_slow(torch.bfloat16, next(model.parameters()).device) else torch.optim.Muon
     ends = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
     embeddings = list({id(end.weight): end.weight for end in ends}.values())  # one if they are tied
     matrices = [p for p in model.parameters() if p.ndim == 2 and all(p is not each for each in embeddings)]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": embeddings, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     return [
-        torch.optim.Muon(matrices, lr=1e-3, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        muon(matrices, lr=1e-3, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), fused=True),
     ]
+
+
+def mixed_precision(device: torch.device) -> torch.autocast:
+    """Return the context of a training step's passes: bfloat16 autocast, unless bfloat16 is slow on the device."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=not is_slow(torch.bfloat16, device))
 
 
 def save_checkpoint(path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], progress: Progress) -> None:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from treespec.errors import ConfigError
 from treespec.training.draft_vocabulary import rows_of_tokens
-from treespec.training.loop import StepLoss
+from treespec.training.loop import StepLoss, mixed_precision
 from treespec.training.prompts import read_training_prompts
 
 TEXT_SHARE = 0.9  # of the steps at the beginning
@@ -67,7 +67,7 @@ class Texts:
         windows = torch.from_numpy(np.stack([self._rows[a : a + WINDOW + 1] for a in starts])).long().to(self.device)
         following = windows[:, 1:].flatten()
         known = (following != self.other).nonzero()[:, 0]
-        with torch.autocast(self.device.type, torch.bfloat16):
+        with mixed_precision(self.device):
             hidden = model.get_decoder()(input_ids=windows[:, :-1], use_cache=False).last_hidden_state
             logits = model.get_output_embeddings()(hidden.flatten(0, 1)[known])[:, :-1].float()
         total = F.cross_entropy(logits, following[known], reduction="sum")

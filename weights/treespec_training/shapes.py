@@ -5,6 +5,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
+from treespec.training.loop import mixed_precision
+
 TARGET = {
     "hidden_size": 256,
     "num_hidden_layers": 12,
@@ -53,8 +55,8 @@ def build(shape: dict[str, int], vocab_size: int, seed: int) -> LlamaForCausalLM
 
 
 def logits_of(model: torch.nn.Module, tokens: Tensor) -> Tensor:
-    """Compute logits in bf16 autocast. tokens: int64 [batch, length]; returns [batch, length, vocab]."""
-    with torch.autocast(tokens.device.type, torch.bfloat16):
+    """Compute logits in mixed precision. tokens: int64 [batch, length]; returns [batch, length, vocab]."""
+    with mixed_precision(tokens.device):
         return model(input_ids=tokens, use_cache=False).logits
 
 

@@ -354,11 +354,12 @@ class Pass {
     void mlp_up(const Layer& layer) {
         const int64_t step = layer.gate_up.outputs;
         linear(layer.gate_up, h, n, y, STORE, threads);
-        for (int64_t r = 0; r < n; r++)
+        parallel(threads, n, [&](int64_t r) {
             for (int64_t i = 0; i < mlp; i += LANES) {
                 const vec active = activate(model.activation, load<vec>(y + r * step + i));
                 store(a + r * mlp + i, step == mlp ? active : active * load<vec>(y + r * step + mlp + i));
             }
+        });
     }
 
   public:

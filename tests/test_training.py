@@ -25,12 +25,14 @@ from treespec.training.draft_vocabulary import choose_vocabulary, rows_of_tokens
 from treespec.training.files import replacing
 from treespec.training.lessons import TOP, Lessons, LessonWriter, shard_path
 from treespec.training.loop import optimizers_for
+from treespec.training.muon import Float32Muon, orthogonalize
 from treespec.training.prompts import TrainingPrompt, read_training_prompts
 from treespec.training.run import TrainingSettings, by_benefit, held_out, train_drafts
 from treespec.training.sizing import choose_size
 from treespec.training.specialisation import balanced_owners, cluster_errors, cluster_groups, odds_of
 from treespec.training.student import StudentShape, make_student, open_model, write_student
 from treespec.training.texts import ROWS, WINDOW, Texts, tokenize_texts
+from treespec_kernels.tuning.testing import assert_close
 from treespec_weights import convert_checkpoint
 from treespec_weights.quantize import dequantize, quantize
 
@@ -376,6 +378,28 @@ def test_students_start_from_the_targets_rows(tied: bool, tmp_path: Path) -> Non
     (vectors_and_ends,) = (each for each in optimizers_for(student) if isinstance(each, torch.optim.AdamW))
     trained = {id(p) for group in vectors_and_ends.param_groups for p in group["params"] if p.ndim == 2}
     assert trained == {id(student.get_input_embeddings().weight), id(student.get_output_embeddings().weight)}
+
+
+def test_muon_in_float32_makes_torchs_steps() -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(24, 40), (40, 24), (32, 32)]
+    begin, *gradients = ([torch.randn(shape, generator=generator) for shape in shapes] for _ in range(5))
+    moved, states = [], []
+    for kind in (torch.optim.Muon, Float32Muon):
+        parameters = [torch.nn.Parameter(each.clone()) for each in begin]
+        optimizer = kind(parameters, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+        for step in gradients:
+            for parameter, gradient in zip(parameters, step, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+        moved.append([parameter.detach() - each for parameter, each in zip(parameters, begin, strict=True)])
+        states.append(optimizer.state_dict())
+    for theirs, ours in zip(*moved, strict=True):
+        assert_close(ours, theirs, max_error=0.1, rms_error=0.02)  # bfloat16 has a precision of 0.4 %
+    for theirs, ours in zip(*(state["state"].values() for state in states), strict=True):
+        assert torch.equal(ours["momentum_buffer"], theirs["momentum_buffer"]), "checkpoints fit both"
+    singular = torch.linalg.svdvals(orthogonalize(gradients[0][0], (3.4445, -4.775, 2.0315), 5, 1e-7))
+    assert singular.min() > 0.5 and singular.max() < 1.3
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -71,7 +71,7 @@ def test_logprobs_are_those_of_log_softmax(vocab: int, dtype: torch.dtype) -> No
         order = likeliest_first(logits)
         ranks = {token: rank for rank, token in enumerate(order, start=1)}
         for token in (order[0], order[1], order[vocab // 2], order[-1]):
-            found = logprobs_of(logits, token, count)
+            (found,) = logprobs_of(logits[None], [token], count)
             assert next(iter(found)) == token
             assert list(found)[1:] == [other for other in order[:count] if other != token]
             for other, each in found.items():
@@ -80,13 +80,20 @@ def test_logprobs_are_those_of_log_softmax(vocab: int, dtype: torch.dtype) -> No
         assert torch.equal(logits, before)
 
 
+def test_logprobs_of_a_row_do_not_depend_on_the_others() -> None:
+    rows = torch.stack([random_logits(4099, seed, torch.bfloat16) for seed in range(70)])
+    tokens = [7 * i for i in range(70)]
+    together = logprobs_of(rows, tokens, 5)
+    assert together == [logprobs_of(rows[i : i + 1], tokens[i : i + 1], 5)[0] for i in range(70)]
+
+
 def test_ranks_of_ties_count_the_lower_ids_first() -> None:
     """Whatever is chosen, each token has one rank, and the same tokens are listed."""
     logits = torch.tensor([0.0, 2.0, 1.0, 2.0, 1.0, 1.0, 2.0])
     ranks = {1: 1, 3: 2, 6: 3, 2: 4, 4: 5, 5: 6, 0: 7}
     for token in range(7):
         for count in range(8):
-            found = logprobs_of(logits, token, count)
+            (found,) = logprobs_of(logits[None], [token], count)
             assert {other: each.rank for other, each in found.items()} == {
                 other: rank for other, rank in ranks.items() if rank <= count or other == token
             }
@@ -95,7 +102,7 @@ def test_ranks_of_ties_count_the_lower_ids_first() -> None:
 def test_logprobs_of_forbidden_tokens() -> None:
     logits = random_logits(64)
     logits[::2] = -math.inf
-    found = logprobs_of(logits, 4, 40)
+    (found,) = logprobs_of(logits[None], [4], 40)
     assert found[4].logprob == -math.inf and found[4].rank == 32 + 3
     assert len(found) == 40 and {each.rank for each in found.values()} == set(range(1, 41))
 

@@ -170,6 +170,16 @@ def test_pause_loses_nothing(
         assert (tmp_path / file).read_bytes() == (built / file).read_bytes(), name
 
 
+def test_new_drafts_for_an_earlier_target(script: ModuleType, text_root: Path, built: Path, tmp_path: Path) -> None:
+    target = built / "default" / "target"
+    assert script.main([*options(text_root, tmp_path), "--target", str(target)]) == 0
+    out = tmp_path / "default"
+    assert sorted(folder.name for folder in out.iterdir() if folder.is_dir()) == sorted(FOLDERS[1:])
+    found, earlier = (json.loads((folder / "report.json").read_text()) for folder in (out, built / "default"))
+    assert "steps" not in found["target"] and found["target"]["held_out_loss"] == earlier["target"]["held_out_loss"]
+    assert found["agreement"] == earlier["agreement"], "the same target, lessons and seed"
+
+
 def test_greedy_continuations_run_past_end_tokens(script: ModuleType) -> None:
     models = script.models
     model = models.build(models.TINY_TARGET, 384, seed=0).eval()

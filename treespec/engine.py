@@ -2,14 +2,17 @@
 
 import itertools
 import logging
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
+
+import torch
 
 from treespec.cache import KVCache
 from treespec.drafters.calls import Failures, call_commit, call_release
 from treespec.drafters.draft_sources import DraftSources
 from treespec.errors import TreespecError
-from treespec.executors.execution import Execution, Executor, StageClock, follow
+from treespec.executors.execution import Execution, Executor, StageClock, VerifiedRequest, follow
 from treespec.executors.host_executor import HostExecutor
 from treespec.executors.round_record import RoundObservers, RoundRecord
 from treespec.metrics import Stats
@@ -121,10 +124,7 @@ class Engine:
             if self.sources.ssms is not None:
                 self.sources.ssms.learn(request, each.tree, path, each.bonus)
             request.count_accepted([each.tree.sources_of(node) for node in path[1 : 1 + len(tokens)].tolist()])
-            if (count := request.params.logprobs) is not None:
-                assert each.logits is not None
-                rows = each.logits[path[: len(tokens)].tolist()]
-                request.logprobs += [logprobs_of(row, token, count) for row, token in zip(rows, tokens, strict=True)]
+        _add_logprobs(execution.verified, emitted)
         for source, trees in execution.proposals:
             asked = [(r, tokens) for r, tokens in zip(requests, emitted, strict=True) if r.request_id in trees]
             if asked:
@@ -179,6 +179,20 @@ class Engine:
             assert request.needs_prefill or request.context_len == len(request.tokens) - 1, request.request_id
         if self.scheduler.is_idle:
             assert self.cache.num_free == self.cache.num_pages, "an idle engine holds pages"
+
+
+def _add_logprobs(verified: Sequence[VerifiedRequest], emitted: Sequence[list[int]]) -> None:
+    """Append the log-probabilities of emitted tokens to the requests that ask for them, together for equal counts."""
+    asking = defaultdict[int, list[tuple[Request, torch.Tensor, list[int]]]](list)
+    for each, tokens in zip(verified, emitted, strict=True):
+        if (count := each.request.params.logprobs) is not None:
+            assert each.logits is not None
+            asking[count].append((each.request, each.logits[each.path[: len(tokens)].tolist()], tokens))
+    for count, entries in asking.items():
+        chosen = [token for _, _, tokens in entries for token in tokens]
+        found = iter(logprobs_of(torch.cat([rows for _, rows, _ in entries]), chosen, count))
+        for request, _, tokens in entries:
+            request.logprobs += itertools.islice(found, len(tokens))
 
 
 def _shares_ssms(request: Request) -> bool:

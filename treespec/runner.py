@@ -83,11 +83,14 @@ class Runner:
         position = request.context_len
         for rows in hidden.split(min(_SCORED_ROWS, self.max_rows or _SCORED_ROWS)):
             logits = self.target.logits(rows)
-            for row, finite in zip(logits, logits.amax(1).isfinite().tolist(), strict=True):
-                if not finite:
-                    raise RequestError(f"the target computed NaN or infinity at position {position}")
-                position += 1
-                request.prompt_logprobs.append(logprobs_of(row, request.tokens[position], count))
+            finite = logits.amax(1).isfinite()
+            if not bool(finite.all()):
+                raise RequestError(
+                    f"the target computed NaN or infinity at position {position + int(finite.int().argmin())}"
+                )
+            following = request.tokens[position + 1 : position + 1 + len(rows)]
+            request.prompt_logprobs += logprobs_of(logits, following, count)
+            position += len(rows)
 
     def forward(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> list[Choices]:
         """Run one pass over all nodes of all requests, or several if they exceed `max_rows`."""

@@ -2,7 +2,8 @@
 
 Stages: text of installed packages -> tokenizer -> target -> ssm-1, ssm-2, ssm-3, as `treespec train` trains them ->
 evaluation on held-out packages and export. Ctrl-C pauses without loss of progress; `--resume` continues. Training time
-is set in minutes per stage, over which the learning rate is annealed.
+is set in minutes per stage, over which the learning rate is annealed. `--target FOLDER` trains new SSMs for a target of
+an earlier run.
 """
 
 import argparse
@@ -26,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from treespec.training import loop as train
 from treespec.training.files import write_json
 from treespec.training.run import TrainingRun, TrainingSettings
+from treespec.training.student import open_model
 from treespec_training import data, evaluate, rendered
 from treespec_training import shapes as models
 from treespec_training import train_tokenizer as tokenizer
@@ -84,8 +86,16 @@ class Build:
         """Run all stages in order."""
         with self.pause.listening():
             self.text()
-            target = self.target(self.tokens())
-            self.finish(target, self.drafts(target))
+            if self.args.target is None:
+                self.tokens(("train", "heldout"))
+                target = self.target()
+                write_folder(self.work / "target", target, self.tokenizer)
+            else:
+                shutil.copytree(self.args.target, self.work / "target", dirs_exist_ok=True)
+                shutil.copy(self.args.target / "tokenizer.json", self.work)
+                self.tokens(("heldout",))
+                target = open_model(self.args.target, torch.float32)
+            self.finish(target, self.drafts())
 
     def text(self) -> None:
         """Collect and split the text: `train.jsonl`, `heldout.jsonl`."""
@@ -104,14 +114,14 @@ class Build:
         data.write_documents(held_out, self.work / "heldout.jsonl")
         print(f"text: {len(training)} documents, {len(held_out)} held out", flush=True)
 
-    def tokens(self) -> data.Mixture:
-        """Train the tokenizer, then tokenise every kind of text in both halves: `<half>-<kind>.bin`."""
+    def tokens(self, halves: Sequence[str]) -> None:
+        """Train the tokenizer unless there is one, then tokenise every kind of text: `<half>-<kind>.bin`."""
         file = self.work / "tokenizer.json"
         if not file.exists():
             texts = (document.text for document in data.read_documents(self.work / "train.jsonl"))
             tokenizer.train_tokenizer(texts, self.settings.vocab_size).save(str(file))
         self.tokenizer = Tokenizer.from_file(str(file))
-        for half in ("train", "heldout"):
+        for half in halves:
             for kind in self.settings.kinds:
                 path = self.work / f"{half}-{kind}.bin"
                 if not path.exists():
@@ -119,12 +129,12 @@ class Build:
                     count = data.tokenize(documents, self.tokenizer, path)
                     print(f"tokens: {half} {kind} {count:,}", flush=True)
                 self.pause.check()
-        streams = {kind: data.Stream(self.work / f"train-{kind}.bin") for kind in self.settings.kinds}
-        return data.Mixture(streams, data.SHARES, self.settings.seed)
 
-    def target(self, text: data.Mixture) -> LlamaForCausalLM:
+    def target(self) -> LlamaForCausalLM:
         """Train the target, first with a third of its layers: `shallow.pt`, `target.pt`."""
         s = self.settings
+        streams = {kind: data.Stream(self.work / f"train-{kind}.bin") for kind in s.kinds}
+        text = data.Mixture(streams, data.SHARES, s.seed)
         loss = torch.compile(models.next_token_loss) if self.args.compile else models.next_token_loss
 
         def loss_of(first: int) -> train.LossFunction:
@@ -149,10 +159,9 @@ class Build:
         budget = train.Budget(minutes, self.args.max_steps, start=SHALLOW)
         return self._train("target", model, loss_of(0), budget, rate)
 
-    def drafts(self, target: LlamaForCausalLM) -> Path:
+    def drafts(self) -> Path:
         """Train the drafts as `treespec train` does, each mostly on one kind of text; return their folder `drafts/`."""
         folder, text = self.work / "target", (str(self.work / "train.jsonl"),)
-        write_folder(folder, target, self.tokenizer)
         settings = TrainingSettings(
             str(folder),
             text,
@@ -190,11 +199,14 @@ class Build:
         trained = {
             "parameters": sum(parameter.numel() for parameter in target.parameters()),
             "held_out_loss": evaluate.held_out_losses(target, streams),
-            "steps": sum(part.step for part in parts),
-            "tokens": sum(part.tokens for part in parts),
-            "minutes": minutes_of(parts),
-            "window": s.window,
         }
+        if parts:
+            trained |= {
+                "steps": sum(part.step for part in parts),
+                "tokens": sum(part.tokens for part in parts),
+                "minutes": minutes_of(parts),
+                "window": s.window,
+            }
         print("target", trained["held_out_loss"], flush=True)
         for kind, shares in {"all": figures["agreement"], **figures["agreement_by_kind"]}.items():
             print(kind, {name: own["top1"] for name, own in shares.items()}, flush=True)
@@ -210,7 +222,9 @@ class Build:
             "versions": {name: metadata.version(name) for name in ("torch", "transformers", "tokenizers", "numpy")}
             | {"python": platform.python_version()},
         }
-        folders = {"target": self.work / "target", **{name: drafts / name for name in DRAFTS}}
+        folders = {name: drafts / name for name in DRAFTS}
+        if parts:
+            folders["target"] = self.work / "target"
         export(self.args.out, folders, report, evaluate.prompts_as_json(prompts))
         print(f"exported to {self.args.out}", flush=True)
 
@@ -242,6 +256,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, default=here / "treespec_weights" / "default", help="folder of the result")
     parser.add_argument("--resume", action="store_true", help="continue from the work folder")
+    parser.add_argument("--target", type=Path, help="train SSMs for this target, and export only these")
     parser.add_argument("--target-minutes", type=float, default=80, help="training time of the target")
     parser.add_argument("--draft-minutes", type=float, default=90, help="time of the drafts' lessons and training")
     parser.add_argument("--draft-tokens", type=int, help="tokens of the drafts' lessons, instead of minutes")

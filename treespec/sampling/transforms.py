@@ -3,6 +3,7 @@
 Plain decoding and tree nodes use the same code on each row alone, so a row's bits do not depend on the other rows.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from treespec.sampling_params import SamplingParams
 from treespec.utils.torch_state import call_processor, outside_code
 
 _NUCLEUS = 64  # most likely draft tokens considered for top_p
+_LOGPROB_ROWS = 64  # rows whose log-probabilities are computed at once: 39 MB in float32 for a vocabulary of 152,000
 
 
 class Transforms:
@@ -255,21 +257,35 @@ class Logprob(NamedTuple):
     decoded_token: str | None = None
 
 
-def logprobs_of(logits: Tensor, token: int, count: int) -> dict[int, Logprob]:
-    """Return the log-probabilities of the chosen token and of the `count` most likely tokens, in descending order.
+def logprobs_of(logits: Tensor, tokens: Sequence[int], count: int) -> list[dict[int, Logprob]]:
+    """Return the log-probabilities of each row's chosen token and of its `count` most likely tokens, descending.
 
     Args:
-        logits: [vocab], untransformed.
-        token: the chosen token, first in the result.
+        logits: [num_rows, vocab], untransformed.
+        tokens: the chosen token of each row, first in its result.
         count: number of most likely tokens, at most the vocabulary size.
     """
-    raw = logits.float()
-    row = torch.log_softmax(raw, -1)
-    rank = int((raw > raw[token]).sum() + (raw[:token] == raw[token]).sum()) + 1
-    found = {token: Logprob(float(row[token]), rank)}
+    found = list[dict[int, Logprob]]()
+    for start in range(0, len(tokens), _LOGPROB_ROWS):
+        part = slice(start, start + _LOGPROB_ROWS)
+        found += _logprobs_of_rows(logits[part].float(), tokens[part], count)
+    return found
+
+
+def _logprobs_of_rows(raw: Tensor, tokens: Sequence[int], count: int) -> list[dict[int, Logprob]]:
+    logprobs = torch.log_softmax(raw, 1)
+    own = torch.tensor(tokens, device=raw.device)[:, None]
+    score, columns = raw.gather(1, own), torch.arange(raw.shape[1], device=raw.device)
+    ranks = 1 + ((raw > score) | ((raw == score) & (columns < own))).sum(1)
+    chosen = zip(tokens, logprobs.gather(1, own)[:, 0].tolist(), ranks.tolist(), strict=True)
+    found = [{token: Logprob(value, rank)} for token, value, rank in chosen]
     if count:
-        ids = torch.nonzero(_best(raw, count))[:, 0]
-        ids = ids[raw[ids].sort(descending=True, stable=True).indices]
-        for place, (value, other) in enumerate(zip(row[ids].tolist(), ids.tolist(), strict=True), start=1):
-            found.setdefault(other, Logprob(value, place))
+        least = topk_rows(raw, count)[0][:, -1:]
+        rows, ids = torch.nonzero(raw >= least, as_tuple=True)  # more than `count` in a row if some tie
+        scores, values = (each[rows, ids].cpu().numpy() for each in (raw, logprobs))
+        bounds, names = np.searchsorted(rows.cpu().numpy(), np.arange(len(found) + 1)), ids.cpu().numpy()
+        for row, (start, stop) in enumerate(itertools.pairwise(bounds)):
+            best = start + np.argsort(-scores[start:stop], kind="stable")[:count]  # ties prefer lower ids
+            for place, (token, value) in enumerate(zip(names[best].tolist(), values[best].tolist(), strict=True), 1):
+                found[row].setdefault(token, Logprob(value, place))
     return found

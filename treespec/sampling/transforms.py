@@ -274,8 +274,8 @@ def logprobs_of(logits: Tensor, tokens: Sequence[int], count: int) -> list[dict[
 
 def _logprobs_of_rows(raw: Tensor, tokens: Sequence[int], count: int) -> list[dict[int, Logprob]]:
     logprobs = torch.log_softmax(raw, 1)
-    own = torch.tensor(tokens, device=raw.device)[:, None]
-    score, columns = raw.gather(1, own), torch.arange(raw.shape[1], device=raw.device)
+    own = torch.tensor(tokens, dtype=torch.int64, device=raw.device)[:, None]
+    score, columns = raw.gather(1, own), torch.arange(raw.shape[1], dtype=torch.int64, device=raw.device)
     ranks = 1 + ((raw > score) | ((raw == score) & (columns < own))).sum(1)
     chosen = zip(tokens, logprobs.gather(1, own)[:, 0].tolist(), ranks.tolist(), strict=True)
     found = [{token: Logprob(value, rank)} for token, value, rank in chosen]

@@ -47,6 +47,7 @@ class Settings:
     kinds: list[str]
     held_out: list[str]
     text_roots: list[str]
+    target: str | None
     package_cap: int
     seed: int
     tiny: bool
@@ -292,7 +293,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     roots = [str(root.resolve()) for root in args.text_root]
-    settings = Settings(args.kinds, args.held_out, roots, args.package_cap, args.seed, args.tiny)
+    target = None if args.target is None else str(args.target)
+    settings = Settings(args.kinds, args.held_out, roots, target, args.package_cap, args.seed, args.tiny)
     args.work.mkdir(parents=True, exist_ok=True)
     file = args.work / "settings.json"
     if file.exists():

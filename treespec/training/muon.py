@@ -10,8 +10,9 @@ from torch import Tensor
 class Float32Muon(torch.optim.Muon):
     """`torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`, except that updates are orthogonalised in float32.
 
-    torch's iterates in bfloat16. On a CPU with AVX2 and no bfloat16 instructions, that takes 70 times as long for the
-    matrices of a draft of width 384 (1.3 to 24 s a step). The state is that of torch's, so checkpoints fit both.
+    torch iterates in bfloat16. On a CPU with AVX2 and no bfloat16 instructions, the three products of one iteration for
+    a matrix of 384 x 1024 take 342 ms, and 7.5 ms in float32 (two threads). The state is that of `torch.optim.Muon`, so
+    checkpoints fit both.
     """
 
     @torch.no_grad()
@@ -20,12 +21,15 @@ class Float32Muon(torch.optim.Muon):
         if closure is not None:
             raise ValueError("closure: not supported; compute gradients before step()")
         for group in self.param_groups:
+            assert group["adjust_lr_fn"] == "match_rms_adamw", group["adjust_lr_fn"]
             momentum = group["momentum"]
             for parameter in group["params"]:
                 if (gradient := parameter.grad) is None:
                     continue
                 state = self.state[parameter]
-                buffer = state.setdefault("momentum_buffer", torch.zeros_like(gradient))
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(gradient)
+                buffer = state["momentum_buffer"]
                 buffer.lerp_(gradient, 1 - momentum)
                 update = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
                 update = orthogonalize(update, group["ns_coefficients"], group["ns_steps"], group["eps"])

@@ -27,7 +27,8 @@ from treespec.training.lessons import TOP, Lessons, LessonWriter, shard_path
 from treespec.training.loop import optimizers_for
 from treespec.training.muon import Float32Muon, orthogonalize
 from treespec.training.prompts import TrainingPrompt, read_training_prompts
-from treespec.training.run import TrainingSettings, by_benefit, held_out, train_drafts
+from treespec.training.run import by_benefit, held_out, train_drafts
+from treespec.training.settings import TrainingSettings
 from treespec.training.sizing import choose_size
 from treespec.training.specialisation import balanced_owners, cluster_errors, cluster_groups, odds_of
 from treespec.training.student import StudentShape, make_student, open_model, write_student

@@ -26,7 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from treespec.training import loop as train
 from treespec.training.files import write_json
-from treespec.training.run import TrainingRun, TrainingSettings
+from treespec.training.run import TrainingRun
+from treespec.training.settings import TrainingSettings
 from treespec.training.student import open_model
 from treespec_training import data, evaluate, rendered
 from treespec_training import shapes as models

@@ -80,6 +80,14 @@ def train(
         typer.Option("--vocabulary", metavar="N", help="Most rows of a draft's vocabulary. Default: by costs."),
     ] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", help="Tokens of a lesson.")] = 160,
+    head: Annotated[
+        str | None,
+        typer.Option(
+            "--head",
+            metavar="KIND",
+            help="Train a draft head instead of SSMs, which reads the target's states: eagle3.",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", metavar="S", help="Seed of everything.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
     device: Device = "auto",
@@ -112,6 +120,7 @@ def train(
             vocabulary=vocabulary,
             max_tokens=max_tokens,
             seed=seed,
+            head=head,
             device=device,
             resume=resume,
         )
@@ -122,5 +131,5 @@ def train(
         print_json(report.as_dict())
         return
     typer.echo(str(report))
-    names = " ".join(f"--draft {out / f'ssm-{i + 1}'}" for i in range(report.recommended))
+    names = " ".join(f"--draft {out / name}" for name in [*report.agreement][: report.recommended])
     typer.echo(f'\ntreespec generate --model {target} {names} "..."')

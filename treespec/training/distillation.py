@@ -1,7 +1,7 @@
 """Distillation of drafts from lessons, in the draft's own vocabulary."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +23,16 @@ class Batch:
     """Lessons as rows, padded at the end.
 
     Attributes:
+        lessons: int64 [rows], their indices.
+        tokens: int64 [rows, length], of the target.
         inputs: int64 [rows, length], draft rows of the tokens.
         places: int64 [targets, 2], row and position that predict each target.
         ids: int64 [targets, TOP], draft rows of the target's most likely tokens; the last row for those it lacks.
         probs: float32 [targets, TOP], their probabilities, 0 for those it lacks.
     """
 
+    lessons: np.ndarray
+    tokens: Tensor
     inputs: Tensor
     places: Tensor
     ids: Tensor
@@ -57,9 +61,8 @@ class Curriculum:
         device: torch.device,
     ):
         self.lessons, self.seed, self.device = lessons, seed, device
-        rows = rows_of_tokens(target_ids, target_size)
-        self._tokens = rows[lessons.tokens]
-        self._ids = rows[lessons.top_ids]
+        self._rows = rows_of_tokens(target_ids, target_size)
+        self._ids = self._rows[lessons.top_ids]
         self._probs = np.where(self._ids < len(target_ids) - 1, np.exp(lessons.top_logprobs.astype(np.float32)), 0.0)
         self._targets = lessons.targets
         self.count = max(round(step_tokens / max(float(lessons.generated.mean()), 1.0)), 1)
@@ -83,17 +86,25 @@ class Curriculum:
         for row, i in enumerate(chosen):
             first, start, stop = int(lessons.firsts[i]), int(lessons.starts[i]), int(lessons.starts[i + 1])
             cut = max(min(stop - start - WINDOW, first - 1), 0)
-            window = self._tokens[start + cut : min(stop, start + cut + WINDOW)]
+            window = lessons.tokens[start + cut : min(stop, start + cut + WINDOW)]
             count = len(window) - (first - cut)
             windows.append(window[:-1])
             places.append(np.stack((np.full(count, row), first - cut - 1 + np.arange(count)), 1))
             targets.append(self._targets[i] + np.arange(count))
-        inputs = np.zeros((len(windows), max(map(len, windows))), dtype=np.int64)
+        lengths = [len(window) for window in windows]
+        tokens = np.zeros((len(windows), max(lengths)), dtype=np.int64)
         for row, window in enumerate(windows):
-            inputs[row, : len(window)] = window
+            tokens[row, : lengths[row]] = window
+        inputs = np.where(np.arange(tokens.shape[1]) < np.array(lengths)[:, None], self._rows[tokens], 0)
         index = np.concatenate(targets)
-        arrays = inputs, np.concatenate(places), self._ids[index], self._probs[index]
-        return Batch(*(torch.from_numpy(array).to(self.device) for array in arrays))
+        arrays = tokens, inputs, np.concatenate(places), self._ids[index], self._probs[index]
+        return Batch(np.asarray(chosen), *(torch.from_numpy(array).to(self.device) for array in arrays))
+
+    def window_lengths(self) -> np.ndarray:
+        """Return the number of tokens of each lesson that a batch contains, int64 [lessons]."""
+        lengths = np.diff(self.lessons.starts)
+        cut = np.maximum(np.minimum(lengths - WINDOW, self.lessons.firsts - 1), 0)
+        return np.minimum(lengths - cut, WINDOW) - 1
 
     def loss(self, model: nn.Module, step: int) -> StepLoss:
         """Return the loss of a step's lessons, over all target positions."""
@@ -141,14 +152,23 @@ class Fit:
 
 
 @torch.inference_mode()
-def evaluate(model: nn.Module, curriculum: Curriculum, size: int = 16) -> Fit:
-    """Evaluate a draft on all lessons of a curriculum."""
+def evaluate(
+    model: nn.Module, curriculum: Curriculum, logits: Callable[[Any, Batch], Tensor] = logits_at, size: int = 16
+) -> Fit:
+    """Evaluate a draft on all lessons of a curriculum.
+
+    Args:
+        model: the draft.
+        curriculum: of the lessons.
+        logits: returns the draft's logits at a batch's targets.
+        size: lessons of a batch.
+    """
     model.eval()
     hits, missed, count = [], list[np.ndarray](), len(curriculum.lessons)
     for start in range(0, count, size):
         batch = curriculum.of(range(start, min(start + size, count)))
         rows, first = batch.places[:, 0].cpu().numpy(), batch.ids[:, 0].cpu().numpy()
-        hit = logits_at(model, batch).argmax(1).cpu().numpy() == first
+        hit = logits(model, batch).argmax(1).cpu().numpy() == first
         hits.append(hit)
         missed += [first[~hit & (rows == row)] for row in range(len(batch.inputs))]
     return Fit(np.concatenate(hits), missed)

@@ -110,7 +110,8 @@ def optimizers_for(model: nn.Module) -> list[torch.optim.Optimizer]:
     Muon's steps are scaled to AdamW's RMS, so that one learning rate serves both.
     """
     muon = Float32Muon if is_slow(torch.bfloat16, next(model.parameters()).device) else torch.optim.Muon
-    ends = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+    ends = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    ends.append(model.get_output_embeddings())  # type: ignore[operator]
     embeddings = list({id(end.weight): end.weight for end in ends}.values())  # one if they are tied
     matrices = [p for p in model.parameters() if p.ndim == 2 and all(p is not each for each in embeddings)]
     vectors = [p for p in model.parameters() if p.ndim == 1]

@@ -5,29 +5,33 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from treespec.config import ModelConfig
 from treespec.errors import ConfigError
 from treespec.llm import LLM
 from treespec.startup.folders import resolve_model
 from treespec.text.prompt_files import has_chat_template
-from treespec.training.distillation import Curriculum, evaluate
+from treespec.training.distillation import Batch, Curriculum, evaluate
 from treespec.training.draft_vocabulary import choose_vocabulary
+from treespec.training.eagle3 import head_config, head_layers, head_loss, logits_of, make_head, write_head
 from treespec.training.files import replacing, write_json
 from treespec.training.lessons import Lessons, LessonWriter, shard_path
 from treespec.training.loop import Budget, Paused, PauseRequest, Progress, ProgressLog, StepLoss, train
 from treespec.training.prompts import read_training_prompts
 from treespec.training.report import TrainingReport, measure_drafts
-from treespec.training.sizing import WIDTH_STEP, choose_size, most_rows
+from treespec.training.settings import LEAST_ROWS, TrainingSettings
+from treespec.training.sizing import choose_size, most_rows
 from treespec.training.specialisation import cluster_errors, cluster_groups, odds_of
 from treespec.training.student import StudentShape, make_student, open_model, read_vocabulary, write_student
+from treespec.training.target_states import TargetStates
 from treespec.training.texts import Texts, tokenize_texts
 from treespec_weights import read_config
 from treespec_weights.files import resolve_folder
@@ -44,72 +48,6 @@ STEP_TOKENS = 2048
 RUNNING = 64  # lessons that are written at once
 EPOCHS = 6  # passes over the lessons per draft, with `tokens`
 MAX_MODEL_LEN = 1024
-LEAST_ROWS = 64  # of a draft's vocabulary
-
-
-@dataclass(frozen=True)
-class TrainingSettings:
-    """Settings of a run, which a resumed run must not change.
-
-    Attributes:
-        target: folder, GGUF file or hub id.
-        data: files and folders; none with `lessons`.
-        lessons: the `out` of an earlier run of the same target, whose lessons are used instead of new ones.
-        texts: files and folders with raw text that the generalist is pre-trained on.
-        ssms: number of drafts.
-        minutes: of lessons and training together; None if `tokens` is given.
-        tokens: generated tokens of the lessons; training then makes `EPOCHS` passes over them per draft.
-        specialise: "errors" clusters lessons by what a generalist gets wrong, "folders" by the data's groups.
-        generalist: also train a draft on all lessons, for as long as each of the others, to compare them with.
-        start: folder of a trained draft of this target that the drafts start from, instead of the target's layers. They
-            have its size.
-        layers, hidden, vocabulary: of a draft; None chooses them from this machine's costs.
-        max_tokens: of a lesson.
-        seed: of everything.
-    """
-
-    target: str
-    data: tuple[str, ...]
-    lessons: str | None = None
-    texts: tuple[str, ...] = ()
-    ssms: int = 3
-    minutes: float | None = 60.0
-    tokens: int | None = None
-    specialise: str = "errors"
-    generalist: bool = False
-    start: str | None = None
-    layers: int | None = None
-    hidden: int | None = None
-    vocabulary: int | None = None
-    max_tokens: int = 160
-    seed: int = 0
-
-    def check(self) -> None:
-        """Raise ConfigError for values out of range."""
-        if bool(self.data) == (self.lessons is not None):
-            raise ConfigError("give data, or lessons of an earlier run, one of them")
-        if not 1 <= self.ssms <= 8:
-            raise ConfigError(f"ssms={self.ssms}; valid: 1 to 8")
-        if self.generalist and self.ssms == 1:
-            raise ConfigError("ssms=1 is a generalist; give more SSMs, or leave generalist out")
-        if (self.minutes is None) == (self.tokens is None):
-            raise ConfigError("give minutes or tokens, one of them")
-        if self.minutes is not None and not self.minutes > 0:
-            raise ConfigError(f"minutes={self.minutes}; valid: more than 0")
-        if self.tokens is not None and self.tokens < 1:
-            raise ConfigError(f"tokens={self.tokens}; valid: at least 1")
-        if self.specialise not in ("errors", "folders"):
-            raise ConfigError(f"specialise={self.specialise!r}; valid: 'errors', 'folders'")
-        if self.max_tokens < 2:
-            raise ConfigError(f"max_tokens={self.max_tokens}; valid: at least 2")
-        if self.start is not None and (self.layers, self.hidden, self.vocabulary) != (None, None, None):
-            raise ConfigError("a start has its own layers, width and vocabulary; leave them out")
-        if self.hidden is not None and (self.hidden < WIDTH_STEP or self.hidden % WIDTH_STEP):
-            raise ConfigError(f"hidden={self.hidden}; valid: multiples of {WIDTH_STEP}")
-        if self.layers is not None and self.layers < 1:
-            raise ConfigError(f"layers={self.layers}; valid: at least 1")
-        if self.vocabulary is not None and self.vocabulary < LEAST_ROWS:
-            raise ConfigError(f"vocabulary={self.vocabulary}; valid: at least {LEAST_ROWS} rows")
 
 
 class TrainingRun:
@@ -169,6 +107,8 @@ class TrainingRun:
         lessons = self.make_lessons()
         held = held_out(len(lessons), self.settings.seed)
         target_ids, shape = self.choose_shape(lessons)
+        if self.settings.head is not None:
+            return self.train_head(lessons, held, target_ids)
         self._watched = self.curriculum(lessons.select(np.flatnonzero(held)[:WATCHED]), target_ids)
         curriculum = self.curriculum(lessons.select(np.flatnonzero(~held)), target_ids)
         try:
@@ -252,7 +192,10 @@ class TrainingRun:
                 student = make_student(self.target_model, shape, target_ids, self.end_tokens)
                 write_student(student, folder, target_ids, self.target_size)
 
-            layers, hidden = choose_size(self.target, write, config, settings.layers, settings.hidden, self.options)
+            if settings.head is None:
+                layers, hidden = choose_size(self.target, write, config, settings.layers, settings.hidden, self.options)
+            else:
+                layers, hidden = 1, None
             width, known = hidden or config.hidden_size, len(target_ids) - 1
             logger.info("drafts of %d layers, width %d, %d of %d tokens", layers, width, known, self.target_size)
             with replacing(file) as temporary, temporary.open("wb") as opened:
@@ -296,6 +239,9 @@ class TrainingRun:
             logger.info("texts of %d tokens", len(self.text_tokens))
         if self.settings.start is not None:
             read_vocabulary(resolve_folder(self.settings.start), self.target_size)
+            return
+        if self.settings.head is not None:
+            head_config(self.target_model.config, LEAST_ROWS)
             return
         ends = self.end_tokens
         shape = StudentShape(1, len(ends) + 1, self.settings.hidden)
@@ -341,7 +287,8 @@ class TrainingRun:
             model = open_model(resolve_folder(self.settings.start), torch.float32).to(self.device)
         self._trained = [model]
         share = GENERALIST_SHARE if self.settings.ssms > 1 else 1.0
-        self._train("generalist", model, curriculum, self._budget(share, curriculum.lessons), PEAK_RATE, texts)
+        rate = PEAK_RATE if self.settings.start is None else PEAK_RATE / 2  # keeps what the start knows
+        self._train("generalist", model, curriculum, self._budget(share, curriculum.lessons), rate, texts)
         return model
 
     def _train(
@@ -385,6 +332,39 @@ class TrainingRun:
             self._train(name, student, curriculum.with_odds(own), budget, PEAK_RATE / 2)
         return students
 
+    def train_head(self, lessons: Lessons, held: np.ndarray, target_ids: np.ndarray) -> TrainingReport:
+        """Train a draft head on all lessons, write it to `out`, measure it, and write the report."""
+        name, target = str(self.settings.head), self.target_model
+        torch.manual_seed(self.settings.seed)
+        layers = head_layers(target.config.num_hidden_layers)
+        head = make_head(target, target_ids, len(layers)).to(self.device)
+
+        def part(chosen: np.ndarray, label: str) -> tuple[Curriculum, TargetStates]:
+            curriculum = self.curriculum(lessons.select(np.flatnonzero(chosen)), target_ids)
+            return curriculum, TargetStates(target, layers, curriculum, self.work / f"states-{label}.bin")
+
+        (known, states), (unknown, others) = part(~held, "train"), part(held, "held")
+
+        def loss(model: Any, step: int, done: float) -> StepLoss:
+            return head_loss(model, known, states, step)
+
+        def logits(model: Any, batch: Batch) -> Tensor:
+            return next(logits_of(model, batch, others, 1))[0]
+
+        def agreement(model: Any) -> float:
+            return float(evaluate(model, unknown, logits).hits.mean())
+
+        def export() -> None:
+            with replacing(self.out / name) as temporary:
+                write_head(head, temporary, target_ids, target.config)
+
+        checkpoint, budget = self.work / f"{name}.ckpt", self._budget(1.0, known.lessons)
+        try:
+            train(name, head, loss, budget, PEAK_RATE, checkpoint, self.pause, agreement)
+        finally:  # also when paused
+            export()
+        return self._report([name], unknown.lessons, {name: agreement(head)})
+
     def _clusters(self, curriculum: Curriculum, generalist: Any, rows: int) -> np.ndarray:
         if self.settings.specialise == "folders":
             return cluster_groups(curriculum.lessons.groups, self.settings.ssms)
@@ -409,9 +389,13 @@ class TrainingRun:
         order = [*by_benefit(hits[:count]), *range(count, len(hits))]
         names = self.export([students[i] for i in order], target_ids)
         agreement = {name: float(hits[i].mean()) for name, i in zip(names, order, strict=True)}
+        return self._report(names[:count], held, agreement)
+
+    def _report(self, names: Sequence[str], held: Lessons, agreement: dict[str, float]) -> TrainingReport:
+        """Measure the drafts of `out` on held-out prompts, and write the report."""
         prompts = [held.tokens[a : a + n].tolist() for a, n in zip(held.starts[:-1], held.firsts, strict=True)]
         prompts = prompts[:: max(len(prompts) // REPORT_PROMPTS, 1)][:REPORT_PROMPTS]
-        folders = [self.out / name for name in names[:count]]
+        folders = [self.out / name for name in names]
         target = self.target
         del self.llm
         report = measure_drafts(target, folders, prompts, agreement, self.settings.max_tokens, self.options)
@@ -463,6 +447,7 @@ def train_drafts(
     vocabulary: int | None = None,
     max_tokens: int = 160,
     seed: int = 0,
+    head: str | None = None,
     device: str = "auto",
     resume: bool = False,
 ) -> TrainingReport:
@@ -496,6 +481,7 @@ def train_drafts(
         vocabulary,
         max_tokens,
         seed,
+        head,
     )
     pause = PauseRequest()
     with pause.listening():

@@ -1,0 +1,106 @@
+"""Draft heads trained by `treespec train --head`: their arithmetic, and the folders that they are written to."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from tests.heads_made import reference_eagle3
+from tests.models import make_llama, new_folder
+from tests.tokenizers_made import TEXT, byte_level, save_tokenizer
+from treespec import LLM, SpecConfig, train_drafts
+from treespec.errors import ConfigError, ModelError
+from treespec.training.eagle3 import head_layers, make_head, write_head
+
+VOCAB, DEPTHS = 384, 3
+
+
+def tiny_target(num_layers: int) -> Path:
+    folder = make_llama(new_folder("target"), 0, vocab_size=VOCAB, num_hidden_layers=num_layers)
+    return save_tokenizer(folder, byte_level(VOCAB, TEXT.splitlines()))
+
+
+@pytest.mark.parametrize("num_layers", [3, 8])
+def test_logits_at_every_depth_are_those_of_the_reference(num_layers: int, tmp_path: Path) -> None:
+    """Of a head as it is trained, and of the paper's arithmetic for the folder that it is written to."""
+    target = AutoModelForCausalLM.from_pretrained(tiny_target(num_layers), dtype=torch.float32)
+    layers, ids = head_layers(num_layers), np.append(np.sort(np.random.default_rng(1).permutation(VOCAB)[:100]), -1)
+    torch.manual_seed(2)
+    head = make_head(target, ids, len(layers))
+    with torch.no_grad():
+        for parameter in head.parameters():
+            noise = torch.randn_like(parameter)
+            parameter.copy_((noise * 2 * parameter.shape[1] ** -0.5) if parameter.ndim == 2 else 1 + 0.2 * noise)
+    write_head(head, tmp_path, ids, target.config)
+    stored = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in load_head(tmp_path)}
+    save_file(stored, tmp_path / "model.safetensors")
+    head.load_state_dict({name: tensor for name, tensor in stored.items() if name not in ("d2t", "t2d")})
+    tokens = torch.randint(VOCAB, (2, 12), generator=torch.Generator().manual_seed(3), dtype=torch.int64)
+    with torch.inference_mode():
+        found = target(tokens, output_hidden_states=True).hidden_states
+        states = torch.stack([found[layer] for layer in layers], 2)
+        outputs = list(head(states[:, :-1].flatten(2), tokens, DEPTHS))
+        for depth, hidden in enumerate(outputs):
+            logits = head.get_output_embeddings()(hidden)
+            for row in range(2):
+                for pair in range(depth, 11):
+                    verified = pair - depth + 2  # tokens that the target has read, and one more
+                    expected = reference_eagle3(
+                        tmp_path,
+                        target.get_input_embeddings().weight,
+                        tokens[row, :verified].tolist(),
+                        states[row, : verified - 1],
+                        tokens[row, verified : pair + 2].tolist(),
+                    )
+                    torch.testing.assert_close(logits[row, pair], expected.logits[-1], rtol=1e-4, atol=1e-4)
+
+
+def load_head(folder: Path) -> list[tuple[str, torch.Tensor]]:
+    return list(load_file(folder / "model.safetensors").items())
+
+
+OPTIONS: dict[str, Any] = {"tokens": 1500, "vocabulary": 257, "max_tokens": 16, "head": "eagle3"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_layers", [2, 8])
+def test_a_trained_head_drafts(num_layers: int, tmp_path: Path) -> None:
+    target, data = tiny_target(num_layers), tmp_path / "text.txt"
+    data.write_text(TEXT[:9000])
+    report = train_drafts(target, [data], tmp_path / "one", **OPTIONS)
+    assert report.differing == 0 and [row.drafts for row in report.measured] == [0, 1]
+    assert set(report.agreement) == {"eagle3"}
+    llm = LLM(target, drafts=[tmp_path / "one" / "eagle3"], compile=False, max_model_len=256)
+    plain, tree = (llm.generate("import os", spec=spec)[0] for spec in ("off", SpecConfig(nodes=8, sources=("ssm",))))
+    assert plain.outputs[0].token_ids == tree.outputs[0].token_ids
+    assert tree.metrics.acceptance_length > 1.0
+    train_drafts(target, [], tmp_path / "two", lessons=tmp_path / "one", **OPTIONS)
+    one, two = ((tmp_path / name / "eagle3" / "model.safetensors").read_bytes() for name in ("one", "two"))
+    assert one == two
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"head": "medusa"}, "head='medusa'; valid: 'eagle3'"),
+        ({"hidden": 64}, "hidden is for SSMs; leave it out to train a head"),
+        ({"texts": ["notes"]}, "texts is for SSMs; leave it out to train a head"),
+        ({"generalist": True}, "generalist is for SSMs; leave it out to train a head"),
+    ],
+)
+def test_settings_of_heads(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train_drafts("target", ["data"], tmp_path / "out", **OPTIONS | changes)
+
+
+def test_a_target_without_such_layers_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT[:2000])
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 128, "eos_token_id": 0, "bos_token_id": 0}
+    GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, **sizes)).save_pretrained(folder := new_folder("gpt2"))
+    save_tokenizer(folder, byte_level(VOCAB, TEXT.splitlines()))
+    with pytest.raises(ModelError, match="cannot train an EAGLE-3 head for gpt2: its config has no"):
+        train_drafts(folder, [tmp_path / "text.txt"], tmp_path / "out", **OPTIONS)

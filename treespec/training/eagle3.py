@@ -1,0 +1,241 @@
+"""EAGLE-3 draft heads (arXiv 2503.01840): the module that is trained, its loss, and its published folder."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import LlamaConfig, PreTrainedConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from treespec.errors import ModelError
+from treespec.training.distillation import Batch, Curriculum, distillation_losses
+from treespec.training.loop import StepLoss, mixed_precision
+from treespec.training.target_states import TargetStates
+
+DEPTHS = 4  # drafted tokens in a row that a step trains on (training-time test)
+DECAY = 0.8  # weight of a depth's loss over that of the depth before it
+NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps")
+
+
+def head_layers(num_layers: int) -> tuple[int, ...]:
+    """Return the layers of a target whose inputs a head reads: EAGLE-3's default, for seven layers and more."""
+    if num_layers >= 7:
+        return 2, num_layers // 2, num_layers - 3
+    return tuple(sorted({1, num_layers // 2, num_layers - 1}))
+
+
+def head_config(target: PreTrainedConfig, rows: int) -> LlamaConfig:
+    """Return the config of a head: one Llama layer of the target's size, and `rows` tokens.
+
+    Raises:
+        ModelError: the target's config has none of the sizes of such a layer.
+    """
+    if missing := [name for name in NEEDED if getattr(target, name, None) is None]:
+        raise ModelError(f"cannot train an EAGLE-3 head for {target.model_type}: its config has no {missing[0]}")
+    sizes = {name: getattr(target, name) for name in (*NEEDED, "max_position_embeddings")}
+    head_dim = getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
+    return LlamaConfig(
+        **sizes,
+        head_dim=head_dim,
+        rope_parameters=target.rope_parameters,
+        num_hidden_layers=1,
+        vocab_size=rows,
+        tie_word_embeddings=False,
+    )
+
+
+class _Attention(nn.Module):
+    """Attention of a head's layer, whose queries, keys and values are projections of an embedding and a feature."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(2 * config.hidden_size, heads * self.head_dim, bias=False)
+            for heads in (self.heads, self.kv_heads, self.kv_heads)
+        )
+        self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], kept: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Return the attention of pairs at the depth `len(kept)` below verified ones, and append their keys and values.
+
+        Pair p at depth d attends to the verified pairs up to p - d, and to the pairs p - d + 1 to p of the depths 1 to
+        d, as a tree's node attends to its ancestors.
+
+        Args:
+            x: [batch, pairs, 2 * hidden].
+            rotation: cosine and sine of the pairs' positions.
+            kept: keys and values of the depths before, [batch, heads, pairs, head_dim].
+        """
+        shape = (*x.shape[:2], -1, self.head_dim)
+        q, k, v = (layer(x).view(shape).transpose(1, 2) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = apply_rotary_pos_emb(q, k, *rotation)
+        shared = self.heads // self.kv_heads
+        kept.append((k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)))
+        depth, scale, pairs = len(kept) - 1, self.head_dim**-0.5, x.shape[1]
+        above = [
+            tuple(F.pad(each, (0, 0, depth - d, 0))[:, :, :pairs] for each in kept[d]) for d in range(1, depth + 1)
+        ]
+        keys, values = kept[0]
+        hidden = torch.ones(pairs, pairs, dtype=torch.bool, device=x.device).triu(1 - depth)
+        scores = [(q @ keys.transpose(2, 3)).float().masked_fill(hidden, -torch.inf)]
+        scores += [(q * key).sum(3, keepdim=True).float() for key, _ in above]
+        weights = (torch.cat(scores, 3) * scale).softmax(3).to(values.dtype)
+        out = weights[..., :pairs] @ values
+        for d, (_, value) in enumerate(above):
+            out = out + weights[..., pairs + d : pairs + d + 1] * value
+        attended: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
+        return attended
+
+
+class _Layer(nn.Module):
+    """A head's decoder layer; the residual stream begins with the feature."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = (
+            LlamaRMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(3)
+        )
+        self.self_attn, self.mlp = _Attention(config), LlamaMLP(config)
+
+    def forward(
+        self, embedded: Tensor, features: Tensor, rotation: tuple[Tensor, Tensor], kept: list[tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        x = torch.cat((self.input_layernorm(embedded), self.hidden_norm(features)), 2)
+        features = features + self.self_attn(x, rotation, kept)
+        result: Tensor = features + self.mlp(self.post_attention_layernorm(features))
+        return result
+
+
+class Eagle3Head(nn.Module):
+    """A draft head: a decoder layer over a token's embedding and the *feature* of the token before it, a pair.
+
+    The feature after a verified token is a projection of the target's hidden states; after a drafted one it is the
+    layer's output. Parameters have the names of SpecForge's checkpoints.
+
+    Args:
+        config: from `head_config`.
+        embed: embeddings of the target, [vocab_size, hidden_size]; not trained.
+        num_states: layers of the target that it reads.
+    """
+
+    embed: Tensor
+
+    def __init__(self, config: LlamaConfig, embed: Tensor, num_states: int):
+        super().__init__()
+        hidden = config.hidden_size
+        self.config = config
+        self.register_buffer("embed", embed.detach(), persistent=False)
+        self.fc = nn.Linear(num_states * embed.shape[1], hidden, bias=False)
+        self.midlayer, self.norm = _Layer(config), LlamaRMSNorm(hidden, config.rms_norm_eps)
+        self.lm_head = nn.Linear(hidden, config.vocab_size, bias=False)
+        self._rotary = LlamaRotaryEmbedding(config)
+
+    def get_output_embeddings(self) -> nn.Linear:
+        """Return the head over the vocabulary."""
+        return self.lm_head
+
+    def forward(self, states: Tensor, tokens: Tensor, depths: int) -> Iterator[Tensor]:
+        """Yield the normalised outputs [batch, pairs, hidden] of pairs that are 0, 1, ... drafted tokens deep.
+
+        Args:
+            states: of the target at all tokens but the last, [batch, pairs, num_states * hidden].
+            tokens: int64 [batch, pairs + 1].
+            depths: number of outputs.
+        """
+        embedded = F.embedding(tokens[:, 1:], self.embed)
+        positions = torch.arange(states.shape[1], dtype=torch.int64, device=states.device)[None]
+        rotation = self._rotary(embedded, positions)
+        features, kept = self.fc(states.to(self.fc.weight.dtype)), list[tuple[Tensor, Tensor]]()
+        for _ in range(depths):
+            out = self.midlayer(embedded, features, rotation, kept)
+            yield self.norm(out)
+            features = F.pad(out, (0, 0, 1, 0))[:, :-1]
+
+
+def make_head(target: Any, target_ids: np.ndarray, num_states: int) -> Eagle3Head:
+    """Return an untrained head with the target's final norm and its head's rows, in float32.
+
+    Its feature begins as the last state that it reads.
+
+    Args:
+        target: a transformers model.
+        target_ids: int64 [rows + 1], as for a student; the last one is not used.
+        num_states: layers of the target that the head reads.
+    """
+    config = head_config(target.config, len(target_ids) - 1)
+    head = Eagle3Head(config, target.get_input_embeddings().weight, num_states)
+    known = torch.from_numpy(target_ids[:-1]).to(head.embed.device)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            if parameter.ndim == 2:
+                nn.init.normal_(parameter, std=0.02)
+        head.fc.weight.zero_()
+        head.fc.weight[:, -config.hidden_size :].fill_diagonal_(1.0)
+        head.lm_head.weight.copy_(target.get_output_embeddings().weight[known])
+        head.norm.weight.copy_(target.get_decoder().norm.weight)
+    return head
+
+
+def logits_of(head: Eagle3Head, batch: Batch, states: TargetStates, depths: int) -> Iterator[tuple[Tensor, Batch]]:
+    """Yield a head's logits, float32 [targets, rows], and the batch of these targets, by depth."""
+    pairs = batch.places[:, 1] - 1
+    read = states.of(batch)[:, :-1]
+    with mixed_precision(batch.inputs.device):
+        for depth, hidden in enumerate(head(read, batch.tokens, depths)):
+            found = pairs >= depth
+            rows, at = batch.places[found, 0], pairs[found]
+            part = replace(batch, places=batch.places[found], ids=batch.ids[found], probs=batch.probs[found])
+            yield head.lm_head(hidden[rows, at]).float(), part
+
+
+def head_loss(head: Eagle3Head, curriculum: Curriculum, states: TargetStates, step: int) -> StepLoss:
+    """Return the loss of a step's lessons, the mean over the depths' positions, each weighted by its depth."""
+    total, weight, hits, count = torch.zeros(1, dtype=torch.float32, device=curriculum.device)[0], 0.0, 0.0, 0
+    for batch in curriculum.batches(step):
+        for depth, (logits, part) in enumerate(logits_of(head, batch, states, DEPTHS)):
+            total = total + DECAY**depth * distillation_losses(logits, part).sum()
+            weight += DECAY**depth * len(part.places)
+            if depth == 0:
+                hits += float((logits.detach().argmax(1) == part.ids[:, 0]).sum())
+                count += len(part.places)
+    return StepLoss(total / weight, count, hits / count)
+
+
+def write_head(head: Eagle3Head, folder: Path, target_ids: np.ndarray, target: PreTrainedConfig) -> None:
+    """Write a head in SpecForge's layout, in bfloat16.
+
+    Args:
+        head: trained.
+        folder: is created.
+        target_ids: int64 [rows + 1], of the head's rows.
+        target: config of the target.
+    """
+    rows, size = torch.from_numpy(target_ids[:-1]), int(target.vocab_size)
+    tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in head.state_dict().items()}
+    tensors["d2t"] = rows - torch.arange(len(rows), dtype=torch.int64, device="cpu")
+    tensors["t2d"] = torch.zeros(size, dtype=torch.bool, device="cpu").index_fill_(0, rows, True)
+    config = head.config.to_dict()
+    config |= {"architectures": ["LlamaForCausalLMEagle3"], "vocab_size": size, "draft_vocab_size": len(rows)}
+    config |= {"dtype": "bfloat16", "torch_dtype": "bfloat16"}
+    if target.num_hidden_layers < 7:
+        config["eagle_aux_hidden_state_layer_ids"] = list(head_layers(target.num_hidden_layers))
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True, default=str) + "\n")

@@ -250,6 +250,7 @@ def in_one_call(case: Case) -> Grown:
     ssms = np.flatnonzero(case.active[roots].any(0)).tolist()
     unread = [tokens[int(valid.min()) :] for tokens, valid in zip(case.committed, case.valid, strict=True)]
     models = DraftModels(
+        library,
         ssms,
         [case.ssms[i].entries for i in ssms],
         [torch.zeros(1, 2, 16)] * len(ssms),
@@ -264,6 +265,7 @@ def in_one_call(case: Case) -> Grown:
         [*itertools.chain(*unread)],
         [*itertools.accumulate(map(len, unread), initial=0)],
         reads=len(case.ssms) > 1,
+        features=[None] * len(ssms),
     )
     rule = dataclasses.replace(case.rule.rule)
     weights = [rule.token_weights[place] for place in case.places]

@@ -20,7 +20,7 @@ from treespec.errors import ConfigError, ModelError
 from treespec.models.quantized_weights import weight_bytes
 from treespec.planning.cost_measurement import cost_key
 from treespec_kernels.cpu.cpu_library import CompileError
-from treespec_kernels.linear.quantized_linear import QuantizedLinear
+from treespec_kernels.linear.compiled_linear import CompiledLinear
 from treespec_weights import convert_checkpoint
 
 LENGTHS, TOKENS = (1, 31, 62, 64, 90, 126), 16
@@ -141,7 +141,7 @@ def test_what_the_engine_says() -> None:
     assert planned[0] > planned[1] > planned[2]
     keys = [cost_key(llm.engine.runner, None, 1) for llm in (plain, int8, int4)]
     assert "quantization" not in keys[0] and keys[1] != keys[2] and keys[1]["quantization"] == ["int8"]
-    assert isinstance(engine(torch.float32, "int8", False).engine.runner.target.layers[0].down, QuantizedLinear)
+    assert isinstance(engine(torch.float32, "int8", False).engine.runner.target.layers[0].down, CompiledLinear)
 
 
 def test_without_a_compiler_it_says_so_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:

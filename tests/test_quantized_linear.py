@@ -12,9 +12,9 @@ from tests.quantized_checkpoints import needs_compiler
 from treespec_kernels.aot.kernel_spec import AOT_FORMS
 from treespec_kernels.cpu.cpu_library import find_compiler
 from treespec_kernels.cpu.decoder_library import PackedLinear, build
+from treespec_kernels.linear.compiled_linear import CompiledLinear, quantized_linear
 from treespec_kernels.linear.linear import Linear
 from treespec_kernels.linear.quantized import QuantizedWeight, dequantized, integers, stacked
-from treespec_kernels.linear.quantized_linear import QuantizedLinear, quantized_linear
 from treespec_kernels.linear.quantized_row_linear import quantized_default
 from treespec_kernels.linear.row_linear import row_linear_ref
 from treespec_kernels.tuning.testing import assert_close
@@ -65,7 +65,7 @@ def test_fractional_zero_points(dtype: torch.dtype, bits: int) -> None:
     weight = whole._replace(zero=whole.zero - torch.rand(whole.zero.shape))
     weight.check()
     x = torch.randn(7, 96, generator=torch.Generator().manual_seed(1)).to(dtype)
-    result = QuantizedLinear(library(dtype), weight, None, dtype, 1)(x)
+    result = CompiledLinear(library(dtype), weight, None, dtype, 1)(x)
     assert_close(result, row_linear_ref(x, weight), max_error=BOUNDS[dtype][0], rms_error=BOUNDS[dtype][1])
     both = stacked([weight, whole, plain])
     assert both.zero.dtype == torch.float32
@@ -78,7 +78,7 @@ def test_fractional_zero_points(dtype: torch.dtype, bits: int) -> None:
 def test_the_library_against_ref(dtype: torch.dtype, form: tuple[int, int, int, int, bool]) -> None:
     weight, generator = random_weight(*form, dtype), torch.Generator().manual_seed(1)
     bias = torch.randn(form[0], generator=generator).to(dtype)
-    layer = QuantizedLinear(library(dtype), weight, bias, dtype, 1)
+    layer = CompiledLinear(library(dtype), weight, bias, dtype, 1)
     for rows in (1, 5, 7, 20):
         x = torch.randn(rows, form[1], generator=generator).to(dtype)
         expected = row_linear_ref(x, weight, bias=bias)
@@ -94,14 +94,14 @@ def test_the_library_against_ref(dtype: torch.dtype, form: tuple[int, int, int, 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, form: tuple[int, int, int, int, bool]) -> None:
     weight = random_weight(*form, dtype)
-    layer = QuantizedLinear(library(dtype), weight, None, dtype, 1)
+    layer = CompiledLinear(library(dtype), weight, None, dtype, 1)
     x = torch.randn(70, form[1], generator=torch.Generator().manual_seed(2)).to(dtype)
     whole = layer(x)
     for rows in range(1, 70):
         assert torch.equal(layer(x[:rows]), whole[:rows]) and torch.equal(layer(x[rows:]), whole[rows:])
     order = torch.randperm(70, generator=torch.Generator().manual_seed(3))
     assert torch.equal(layer(x[order]), whole[order])
-    two = QuantizedLinear(library(dtype), weight, None, dtype, 2)
+    two = CompiledLinear(library(dtype), weight, None, dtype, 2)
     assert torch.equal(two(x), whole)
     beside = torch.full_like(x, float("nan"))
     beside[33] = x[33]
@@ -113,7 +113,7 @@ def test_no_weight_is_lost_on_the_way_from_the_model_to_the_product() -> None:
     weight = torch.randn(96, 128, generator=torch.Generator().manual_seed(4))
     for bits, group, error in ((8, None, 0.01), (4, 32, 0.13)):
         held = QuantizedWeight(*quantize(weight, bits, group))
-        y = QuantizedLinear(library(torch.float32), held, None, torch.float32, 1)(torch.eye(128))
+        y = CompiledLinear(library(torch.float32), held, None, torch.float32, 1)(torch.eye(128))
         assert torch.equal(y.T, dequantized(held))
         assert (y.T - weight).std() < error
 
@@ -124,7 +124,7 @@ def test_memory() -> None:
     plain = Linear(weight.bfloat16(), None, "torch").nbytes
     for bits, group in ((8, None), (4, 128)):
         held = QuantizedWeight(*quantize(weight.bfloat16(), bits, group))
-        layer = QuantizedLinear(library(torch.bfloat16), held, None, torch.bfloat16, 1)
+        layer = CompiledLinear(library(torch.bfloat16), held, None, torch.bfloat16, 1)
         assert plain * bits / 16 < layer.nbytes < plain * bits / 16 * 1.1
 
 

@@ -217,7 +217,7 @@ class KVCache:
         pool, logical = self.pools[-1], np.arange(first, last)
         page, offset = torch.from_numpy(pages[logical // PAGE_SIZE]), torch.from_numpy(logical % PAGE_SIZE)
         parts = pool[:, :, page.to(pool.device), :, offset.to(pool.device)]  # indexed dimensions come first
-        return parts.reshape(len(logical), pool.shape[0], -1)
+        return parts.reshape(len(logical), pool.shape[0], 2 * pool.shape[3] * pool.shape[5])
 
     def commit_target(
         self, pages: Sequence[np.ndarray], context_lens: Sequence[int], paths: Sequence[np.ndarray]

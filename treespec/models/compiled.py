@@ -101,6 +101,7 @@ class CompiledDecoder(Decoder):
         KernelError: the library cannot be built.
     """
 
+    library: ctypes.CDLL
     growth: ctypes.CDLL
 
     def __init__(self, config: ModelConfig, weights: dict[str, Tensor], folder: Path):
@@ -122,9 +123,9 @@ class CompiledDecoder(Decoder):
             config.score_cap,
         )
         layers = [_take_layer(weights, i, config) for i in range(shape.num_layers)]
-        library, self.growth = _libraries(self.head_dim, self.dtype, self._folder)
+        self.library, self.growth = _libraries(self.head_dim, self.dtype, self._folder)
         self.model = CompiledModel(
-            library,
+            self.library,
             architecture,
             self.embed,
             self.positions,

@@ -13,9 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treespec.config import ModelConfig
+from treespec.models.compiled import CompiledDecoder
 from treespec.models.decoder import Decoder, Pass, StreamInput
 from treespec.models.head_vocabulary import HeadVocabulary
 from treespec_kernels.attention.tree_batch import RequestRows
+from treespec_kernels.cpu.decoder_cpu import PairInputs, PassEntries
+from treespec_kernels.linear.compiled_linear import CompiledLinear
 from treespec_kernels.linear.linear import Linear, LinearImpl
 from treespec_weights.heads import HeadForm, HeadWeights
 
@@ -29,10 +32,10 @@ class FeatureHead:
     Args:
         form: its arithmetic.
         decoder: its layers and its head; the first layer has no `qkv`.
-        weights: everything else.
+        weights: of the norms of the states.
         columns: indices of the states that it reads among the features.
-        embed: embeddings of the target's vocabulary, [vocab_size, hidden_size].
-        impl: of its own linear layers.
+        fc: projection of the target's states to a feature.
+        pairs: returns the inputs of the layers, `TorchPairs` or `PairInputs`.
     """
 
     offset = 1
@@ -43,13 +46,11 @@ class FeatureHead:
         decoder: Decoder,
         weights: HeadWeights,
         columns: Sequence[int],
-        embed: Tensor,
-        impl: LinearImpl,
+        fc: Linear | CompiledLinear,
+        pairs: "TorchPairs | PairInputs",
     ):
-        self.form, self.decoder, self.columns, self.embed = form, decoder, list(columns), embed
-        self._fc, self._qkv = (Linear(*pair, impl) for pair in (weights.fc, weights.qkv))
-        self._embed_norm, self._feature_norm = weights.embed_norm, weights.feature_norm
-        self._state_norms = weights.state_norms
+        self.form, self.decoder, self.columns = form, decoder, list(columns)
+        self._fc, self._pairs, self._state_norms = fc, pairs, weights.state_norms
 
     @property
     def config(self) -> ModelConfig:
@@ -86,7 +87,7 @@ class FeatureHead:
     @property
     def nbytes(self) -> int:
         """Bytes of all weights in memory, without the target's embeddings."""
-        return self.decoder.nbytes + self._fc.nbytes + self._qkv.nbytes
+        return self.decoder.nbytes + self._fc.nbytes + self._pairs.nbytes
 
     @property
     def plan_key(self) -> tuple[object, ...]:
@@ -114,11 +115,7 @@ class FeatureHead:
         Returns:
             Hidden states for `logits`, and the features of these tokens, [num_rows, hidden_size] each.
         """
-        embedded = F.embedding(tokens, self.embed).to(self.dtype)
-        normed = self._norm(features, self._feature_norm)
-        qkv = self._qkv(torch.cat((self._norm(embedded, self._embed_norm), normed), 1))
-        rows = normed if self.form.residual_after_norm else features
-        final, chosen = self.decoder.forward_stream(StreamInput(rows, qkv), layout, kv)
+        final, chosen = self.decoder.forward_stream(StreamInput(*self._pairs(tokens, features)), layout, kv)
         final = final[: len(tokens)]
         return final, final if self.form.norm_output else chosen[: len(tokens), 0]
 
@@ -130,8 +127,41 @@ class FeatureHead:
         """Return probabilities as `Decoder.probs`."""
         return self.decoder.probs(hidden)
 
+    @property
+    def entries(self) -> PassEntries | None:
+        """Entry points for calls from another library, or None."""
+        if not isinstance(self.decoder, CompiledDecoder) or not isinstance(self._pairs, PairInputs):
+            return None
+        found = self.decoder.entries
+        return None if found is None else self._pairs.add_to(found, self.form.norm_output)
+
+
+class TorchPairs:
+    """Inputs of a head's layers, with the interface of `PairInputs`.
+
+    Args:
+        form: of the head.
+        weights: of the head.
+        embed: embeddings of the target's vocabulary, [vocab_size, hidden_size].
+        eps: of the norms.
+        impl: of the projections.
+    """
+
+    def __init__(self, form: HeadForm, weights: HeadWeights, embed: Tensor, eps: float, impl: LinearImpl):
+        self.form, self.embed, self._eps = form, embed, eps
+        self._qkv = Linear(*weights.qkv, impl)
+        self._embed_norm, self._feature_norm = weights.embed_norm, weights.feature_norm
+        self.nbytes = self._qkv.nbytes
+
+    def __call__(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the residual stream before the first layer, and this layer's projections, as `PairInputs`."""
+        embedded = F.embedding(tokens, self.embed).to(features.dtype)
+        normed = self._norm(features, self._feature_norm)
+        qkv = self._qkv(torch.cat((self._norm(embedded, self._embed_norm), normed), 1))
+        return normed if self.form.residual_after_norm else features, qkv
+
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[1],), weight, self.config.norm_eps)
+        return F.rms_norm(x, (x.shape[1],), weight, self._eps)
 
 
 GroupModel: TypeAlias = Decoder | FeatureHead

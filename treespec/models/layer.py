@@ -8,9 +8,9 @@ from torch import Tensor
 from treespec.config import ModelConfig
 from treespec.models.norms import STREAMS, Norm, take_head_norm
 from treespec.models.quantized_weights import take_projection
+from treespec_kernels.linear.compiled_linear import CompiledLinear, quantized_linear
 from treespec_kernels.linear.linear import Linear, LinearImpl
 from treespec_kernels.linear.quantized import QuantizedWeight
-from treespec_kernels.linear.quantized_linear import QuantizedLinear, quantized_linear
 
 
 class Layer:
@@ -35,7 +35,7 @@ class Layer:
             present = [part for part in parts if part is not None]
             return (torch.cat(present) if len(present) > 1 else present[0]) if present else None
 
-        def linear(*names: str) -> Linear | QuantizedLinear:
+        def linear(*names: str) -> Linear | CompiledLinear:
             weight, bias = take_projection(weights, f"layers.{i}.", names), take(*(f"{name}_bias" for name in names))
             if isinstance(weight, QuantizedWeight):
                 return quantized_linear(weight, bias, dtype, impl, library)

@@ -19,17 +19,21 @@ from treespec.models.attention import make_attention
 from treespec.models.attention_triton import TritonAttention
 from treespec.models.compiled import CompiledDecoder
 from treespec.models.decoder import Decoder
-from treespec.models.feature_head import FeatureHead
+from treespec.models.feature_head import FeatureHead, TorchPairs
 from treespec.models.head_config import HeadConfig
 from treespec.models.head_vocabulary import HeadVocabulary
 from treespec.models.quantized_weights import quantize_matrices, quantized_library
 from treespec.models.triton_decoder import TritonDecoder
 from treespec.planning import cost_measurement as costs
-from treespec_kernels.linear.linear import LinearImpl, onednn_available
+from treespec_kernels.cpu.decoder_cpu import PairInputs
+from treespec_kernels.linear.compiled_linear import CompiledLinear
+from treespec_kernels.linear.linear import Linear, LinearImpl
+from treespec_kernels.linear.quantized import QuantizedWeight
 from treespec_kernels.tuning.tuned import KernelConfigs
 from treespec_weights import load_weights
 from treespec_weights.gguf.tensors import describe_storage
 from treespec_weights.heads import load_head
+from treespec_weights.quantize import quantize
 
 logger = logging.getLogger("treespec")
 
@@ -121,18 +125,30 @@ class Loader:
         shape = config.decoder.shape
         parts = len(config.layers), config.target_hidden, self.dtype, self.device
         weights, tokens = load_head(config.form, shape, *parts)
-        fast = self.linear == "onednn" or (self.linear == "compiled" and onednn_available(self.dtype))
-        impl: LinearImpl = "onednn" if fast else "torch"
+        columns = [features.layers.index(layer) for layer in config.layers]
+        own, eps = embed if weights.embed is None else weights.embed, config.decoder.norm_eps
         if self.linear == "compiled":
-            decoder: Decoder = CompiledDecoder(config.decoder, weights.decoder, libraries_folder())
+            if self.int8_drafts:
+                quantize_matrices(weights.decoder)
+            compiled = CompiledDecoder(config.decoder, weights.decoder, libraries_folder())
+            (fc, fc_bias), qkv = (
+                (QuantizedWeight(*quantize(weight, 8)) if self.int8_drafts else weight, bias)
+                for weight, bias in (weights.fc, weights.qkv)
+            )
+            norms, threads = (weights.embed_norm, weights.feature_norm), torch.get_num_threads()
+            project = CompiledLinear(compiled.library, fc, fc_bias, self.dtype, threads)
+            after = config.form.residual_after_norm
+            pairs = PairInputs(compiled.library, qkv, own.to(self.dtype), *norms, eps, after, threads)
+            head = FeatureHead(config.form, compiled, weights, columns, project, pairs)
         else:
+            impl: LinearImpl = "onednn" if self.linear == "onednn" else "torch"
             op = make_attention(self.attention, shape, self.dtype, self.device, self.configs, self.exact)
             decoder = Decoder(config.decoder, weights.decoder, op, impl)
+            inputs = TorchPairs(config.form, weights, own, eps, impl)
+            head = FeatureHead(config.form, decoder, weights, columns, Linear(*weights.fc, impl), inputs)
         if tokens is not None:
-            decoder.head_vocabulary = HeadVocabulary(tokens, shape.vocab_size, self.device)
-        columns = [features.layers.index(layer) for layer in config.layers]
-        own = embed if weights.embed is None else weights.embed
-        return FeatureHead(config.form, decoder, weights, columns, own, impl)
+            head.decoder.head_vocabulary = HeadVocabulary(tokens, shape.vocab_size, self.device)
+        return head
 
     def _make_decoder(
         self, config: ModelConfig, weights: dict[str, Tensor], positions: int, min_rows: int, quantization: str | None

@@ -98,6 +98,14 @@ struct Layer {
     int64_t rope, window;  // index of the layer's rope; number of positions that a row attends to, 0: all
 };
 
+struct Pairing {  // what a draft head makes of a token and the feature of the token before it
+    const Linear* qkv;   // of its first layer: [2 * hidden] -> [(heads + 2 * kv_heads) * HEAD_DIM]
+    const scalar* embed;  // [vocab, hidden]
+    Norm embed_norm, feature_norm;
+    int64_t hidden, residual_after_norm;  // residual_after_norm: the residual stream begins with the normalised feature
+    float eps;
+};
+
 struct Model {
     const Layer* layers;
     const scalar *embed, *positions;  // [vocab, hidden]; learned positions [positions, hidden], or null
@@ -404,6 +412,29 @@ extern "C" {
 
 // Writes the rows' hidden states after the final norm to batch->out, and their K and V to their slots of the cache.
 void treespec_forward(const Model* model, const Batch* batch) { Pass(*model, *batch).run(); }
+
+// Writes the inputs of a draft head's pass: the residual stream before its first layer, [num_rows, hidden], and that
+// layer's projections. features: [num_rows, hidden]. All in the model's dtype.
+void treespec_pairs(const Pairing* pairing, const int64_t* tokens, const scalar* features, int64_t num_rows,
+                    scalar* inputs, scalar* qkv, int64_t threads) {
+    static thread_local std::vector<scalar> pairs;
+    static thread_local std::vector<float> row;
+    const int64_t hidden = pairing->hidden;
+    pairs.resize(num_rows * 2 * hidden), row.resize(hidden);
+    for (int64_t r = 0; r < num_rows; r++) {
+        const scalar* parts[] = {pairing->embed + tokens[r] * hidden, features + r * hidden};
+        for (int64_t half = 0; half < 2; half++) {
+            scalar* to = pairs.data() + (2 * r + half) * hidden;
+            for (int64_t i = 0; i < hidden; i++) row[i] = to_float(parts[half][i]);
+            const Moments of = moments(row.data(), hidden, pairing->eps, false);
+            const Norm& norm = half ? pairing->feature_norm : pairing->embed_norm;
+            for (int64_t i = 0; i < hidden; i += LANES) store(to + i, normed(row.data(), of, norm, i));
+        }
+        const scalar* feature = pairing->residual_after_norm ? pairs.data() + (2 * r + 1) * hidden : parts[1];
+        std::copy_n(feature, hidden, inputs + r * hidden);
+    }
+    linear(*pairing->qkv, pairs.data(), num_rows, qkv, ROUND, int(threads));
+}
 
 // Applies a linear layer: [num_rows, inputs] -> [num_rows, outputs], both in the model's dtype.
 void treespec_linear(const Linear* layer, const scalar* x, int64_t num_rows, scalar* out, int64_t threads) {

@@ -47,6 +47,17 @@ class _Model(ctypes.Structure):
     )
 
 
+class _Pairing(ctypes.Structure):
+    _fields_ = (
+        ("qkv", ctypes.POINTER(LinearStruct)),
+        *pointers("embed"),
+        ("embed_norm", _Norm),
+        ("feature_norm", _Norm),
+        *numbers("hidden", "residual_after_norm"),
+        ("eps", ctypes.c_float),
+    )
+
+
 class _Batch(ctypes.Structure):
     _fields_ = (
         *numbers("num_rows", "num_layers"),
@@ -127,6 +138,7 @@ class PassEntries(NamedTuple):
         num_places: number of learned positions, or 0.
         hidden_bytes: size of one row's hidden state.
         threads: number of threads of a pass.
+        pairs, pairing, qkv_bytes, norm_output: of a draft head, from `PairInputs`; 0 for an SSM.
     """
 
     forward: int
@@ -136,6 +148,85 @@ class PassEntries(NamedTuple):
     num_places: int
     hidden_bytes: int
     threads: int
+    pairs: int = 0
+    pairing: int = 0
+    qkv_bytes: int = 0
+    norm_output: bool = False
+
+
+class PairInputs:
+    """Inputs of a draft head's pass: a token's embedding and the feature of the token before it, a pair.
+
+    Args:
+        library: from `decoder_library.build`, for the dtype of the embeddings.
+        qkv: weight and bias or None of the first layer's projections of a pair, [..., 2 * hidden_size].
+        embed: embeddings, [vocab_size, hidden_size], contiguous.
+        embed_norm, feature_norm: weights of the RMSNorms, [hidden_size].
+        eps: of the norms.
+        residual_after_norm: the residual stream begins with the normalised feature.
+        num_threads: number of threads that share the products.
+    """
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        qkv: tuple[Tensor | QuantizedWeight, Tensor | None],
+        embed: Tensor,
+        embed_norm: Tensor,
+        feature_norm: Tensor,
+        eps: float,
+        residual_after_norm: bool,
+        num_threads: int,
+    ):
+        assert embed.is_contiguous()
+        self._library, self._threads, self._embed = library, num_threads, embed
+        self._qkv = PackedLinear(library, *qkv)
+        self._norms = [norm.float().contiguous() for norm in (embed_norm, feature_norm)]
+        self.nbytes = sum(tensor.nbytes for tensor in self._qkv.held)
+        self._pairing = _Pairing(
+            ctypes.pointer(self._qkv.struct),
+            embed.data_ptr(),
+            *(_Norm(norm.data_ptr()) for norm in self._norms),
+            embed.shape[1],
+            residual_after_norm,
+            eps,
+        )
+
+    def __call__(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the residual stream before the first layer, and this layer's projections.
+
+        Args:
+            tokens: int64 [num_rows].
+            features: [num_rows, hidden_size], of the tokens before them.
+        """
+        features, tokens = features.contiguous(), tokens.contiguous()
+        assert features.dtype == self._embed.dtype and features.shape == (len(tokens), self._embed.shape[1])
+        inputs = torch.empty_like(features)
+        qkv = torch.empty(len(tokens), self._qkv.outputs, dtype=features.dtype, device="cpu")
+        self._library.treespec_pairs(
+            ctypes.byref(self._pairing),
+            tokens.data_ptr(),
+            features.data_ptr(),
+            len(tokens),
+            inputs.data_ptr(),
+            qkv.data_ptr(),
+            self._threads,
+        )
+        return inputs, qkv
+
+    def add_to(self, entries: PassEntries, norm_output: bool) -> PassEntries:
+        """Return the entries of the head's layers completed with those of its inputs.
+
+        Args:
+            entries: of the layers.
+            norm_output: the feature of a drafted token is the output after the final norm.
+        """
+        pairs = ctypes.cast(self._library.treespec_pairs, ctypes.c_void_p).value
+        assert pairs
+        qkv_bytes = self._qkv.outputs * self._embed.itemsize
+        return entries._replace(
+            pairs=pairs, pairing=ctypes.addressof(self._pairing), qkv_bytes=qkv_bytes, norm_output=norm_output
+        )
 
 
 class CompiledModel:

@@ -50,6 +50,7 @@ def build(compiler: tuple[str, ...], head_dim: int, dtype: torch.dtype, folder: 
         "linear": (pointer, pointer, number, pointer, number),
         "pack": (pointer, number, number, number, pointer),
         "probs": (pointer, pointer, number, pointer, number),
+        "pairs": (pointer, pointer, pointer, number, pointer, pointer, number),
         "best": (pointer, number, number, pointer, pointer, number),
     }.items():
         entry = getattr(library, f"treespec_{name}")

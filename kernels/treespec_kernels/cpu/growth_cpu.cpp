@@ -47,30 +47,6 @@ struct Growth {
     float* next_values;
 };
 
-struct Placing {  // assigns the next slots of each tree to the nodes of a level
-    int64_t num_rows, depth, page_size;
-    const int64_t *owners, *above;                // [num_rows]
-    const int64_t *context, *first_page, *pages;  // per tree: committed positions, and the start of its pages
-    int64_t *num_slots, *row_of_slot;             // per tree: slots in use, and row minus slot in the level above
-    const int64_t* paths_above;                   // [rows of the level above, depth], if that are not the roots
-    int64_t *paths, *slots, *rows, *positions;    // [num_rows, depth + 1], [num_rows], [4, num_rows], [num_rows]
-};
-
-struct Draft {  // an SSM; `forward` and `probs` are functions of the decoder's library
-    void (*forward)(const void* model, const Batch* batch);
-    void (*probs)(const void* head, const void* hidden, int64_t num_rows, float* out, int64_t threads);
-    const void *model, *head;
-    const float* rotation;
-    void* cache;
-    int64_t num_layers, num_pages, num_places, hidden_bytes, threads;  // num_places: learned positions, or 0
-    int64_t ssm, width;     // width: columns of the probabilities
-    const int64_t* tokens;  // tokens of the columns, as in SsmProbs
-    // Outputs. out: [num_rows, width], the probabilities after the `num_read` committed tokens that the SSM read, if
-    // they are wanted, and then of the nodes that it scored, level by level.
-    float* out;
-    int64_t num_read, num_rows, passes, tree_passes;  // tree_passes: passes times the trees in each
-};
-
 struct Rule {  // `LevelRule` in treespec/planning/draft_plan.py, which defines the attributes
     double calibration, coverage, coverage_weight, last_level_weight, level_cost, marginal_cost;
     int64_t max_levels;
@@ -79,17 +55,9 @@ struct Rule {  // `LevelRule` in treespec/planning/draft_plan.py, which defines 
     const double* token_weights;  // [num_trees]
 };
 
-struct Levels {
-    int64_t num_trees, max_children, reads;  // reads: whether probabilities after committed tokens are wanted
-    const int64_t *tokens, *first_token;     // tree t's last committed tokens: first_token[t] to first_token[t + 1]
-    const int64_t* active;  // [num_drafts, num_trees], whether the SSM drafts for the tree
-    const int64_t* valid;   // [num_drafts, num_trees], number of leading positions with K and V, at most the root's
-    // By depth: maximum number of nodes of the next frontier, and per tree the `branching` of `Growth`.
-    const int64_t *widths, *branching;
-    int64_t num_levels, *rows, *nodes;  // outputs: number of levels, and of frontier rows and new nodes of each
-};
-
 }  // extern "C"
+
+#include "drafts_cpu.h"
 
 namespace {
 
@@ -301,106 +269,6 @@ class Level {
     }
 };
 
-// Returns the slot of a position, on a page that the tree has.
-int64_t slot_at(const Placing& p, int64_t tree, int64_t position) {
-    return p.pages[p.first_page[tree] + position / p.page_size] * p.page_size + position % p.page_size;
-}
-
-// Assigns the slots of a level; returns false if a tree has no page for its nodes.
-bool place(Placing& p) {
-    const int64_t width = p.depth + 1;
-    for (int64_t first = 0, last; first < p.num_rows; first = last) {
-        const int64_t tree = p.owners[first], slot = p.num_slots[tree], shift = p.row_of_slot[tree];
-        for (last = first; last < p.num_rows && p.owners[last] == tree; last++) {
-            const int64_t logical = p.context[tree] + slot + last - first;
-            if (p.first_page[tree] + logical / p.page_size >= p.first_page[tree + 1]) return false;
-            p.slots[last] = slot_at(p, tree, logical);
-            if (p.depth == 1) p.paths[last * width] = slot_at(p, tree, p.context[tree]);
-            else std::copy_n(p.paths_above + (p.above[last] + shift) * p.depth, p.depth, p.paths + last * width);
-            p.paths[last * width + p.depth] = p.slots[last];
-            p.positions[last] = p.context[tree] + p.depth;
-            p.rows[last] = p.first_page[tree], p.rows[p.num_rows + last] = p.context[tree];
-            p.rows[2 * p.num_rows + last] = last * width, p.rows[3 * p.num_rows + last] = width;
-        }
-        p.num_slots[tree] = slot + last - first, p.row_of_slot[tree] = first - slot;
-    }
-    return true;
-}
-
-// Runs one SSM's pass over `batch`, and appends the probabilities after its last `scored` rows to the draft's outputs.
-void run_pass(Draft& draft, Batch batch, int64_t scored, int64_t trees) {
-    std::vector<int64_t> places;
-    if (draft.num_places) {
-        for (int64_t i = 0; i < batch.num_rows; i++)
-            places.push_back(std::min(batch.positions[i], draft.num_places - 1));
-        batch.places = places.data();
-    }
-    static thread_local std::vector<char> hidden;
-    hidden.resize(batch.num_rows * draft.hidden_bytes);
-    batch.num_layers = draft.num_layers, batch.rotation = draft.rotation;
-    batch.cache = draft.cache, batch.num_pages = draft.num_pages, batch.out = hidden.data();
-    draft.forward(draft.model, &batch);
-    draft.probs(draft.head, hidden.data() + (batch.num_rows - scored) * draft.hidden_bytes, scored,
-                draft.out + draft.num_rows * draft.width, draft.threads);
-    draft.num_rows += scored, draft.passes++, draft.tree_passes += trees;
-}
-
-// Returns the rows of the frontier that an SSM scores, and the number of their trees. active: [num_trees].
-std::pair<std::vector<int64_t>, int64_t> scored_rows(const Growth& g, const int64_t* active) {
-    std::vector<int64_t> rows;
-    int64_t trees = 0;
-    for (int64_t i = 0; i < g.num_rows; i++)
-        if (active[g.row_owners[i]]) {
-            trees += rows.empty() || g.row_owners[rows.back()] != g.row_owners[i];
-            rows.push_back(i);
-        }
-    return {rows, trees};
-}
-
-// Scores the roots of `rows`, in a pass that first reads the committed tokens before them that the SSM has not read.
-// valid: [num_trees].
-void score_roots(const Growth& g, const Placing& p, const Levels& levels, Draft& draft, const int64_t* valid,
-                 const std::vector<int64_t>& rows) {
-    std::vector<int64_t> trees, positions;
-    for (int64_t row : rows)
-        for (int64_t at = valid[g.row_owners[row]]; at < p.context[g.row_owners[row]]; at++)
-            trees.push_back(g.row_owners[row]), positions.push_back(at);
-    const int64_t num_read = positions.size();
-    for (int64_t row : rows) trees.push_back(g.row_owners[row]), positions.push_back(p.context[g.row_owners[row]]);
-    const int64_t n = positions.size();
-    std::vector<int64_t> tokens, slots, tables, direct, zeros(n);
-    for (int64_t i = 0; i < n; i++) {
-        const int64_t tree = trees[i], at = positions[i];
-        tokens.push_back(levels.tokens[levels.first_token[tree + 1] - 1 - (p.context[tree] - at)]);
-        slots.push_back(slot_at(p, tree, at));
-        tables.push_back(p.first_page[tree]), direct.push_back(at + 1);
-    }
-    Batch batch{};
-    batch.num_rows = n, batch.tokens = tokens.data(), batch.slots = slots.data(), batch.tables = tables.data();
-    batch.direct = direct.data(), batch.starts = batch.counts = zeros.data(), batch.pages = p.pages;
-    batch.paths = zeros.data(), batch.positions = positions.data();
-    draft.num_read = levels.reads ? num_read : 0;
-    run_pass(draft, batch, draft.num_read + int64_t(rows.size()), rows.size());
-}
-
-// Scores the nodes of `rows`.
-void score(const Growth& g, const Placing& p, Draft& draft, const std::vector<int64_t>& rows, int64_t trees) {
-    const int64_t all = p.num_rows, n = rows.size();
-    Batch batch{};
-    batch.num_rows = n, batch.tokens = g.row_tokens, batch.slots = p.slots, batch.tables = p.rows;
-    batch.direct = p.rows + all, batch.starts = p.rows + 2 * all, batch.counts = p.rows + 3 * all;
-    batch.pages = p.pages, batch.paths = p.paths, batch.positions = p.positions;
-    std::vector<int64_t> own;
-    own.reserve(7 * n);
-    if (n < all)
-        for (const int64_t** part : {&batch.tokens, &batch.slots, &batch.tables, &batch.direct, &batch.starts,
-                                     &batch.counts, &batch.positions}) {
-            for (int64_t i : rows) own.push_back((*part)[i]);
-            *part = own.data() + own.size() - n;
-        }
-    run_pass(draft, batch, n, trees);
-}
-
 // Returns `Forest.open_mass` of the frontier, by tree.
 std::vector<double> open_mass(const Growth& g, int64_t num_trees) {
     std::vector<double> mass(num_trees);
@@ -486,19 +354,16 @@ int64_t treespec_place(Placing* placing) { return place(*placing); }
 int64_t treespec_draft(Growth* growth, Placing* placing, Draft* drafts, int64_t num_drafts, Levels* levels,
                        Rule* rule) {
     Growth& g = *growth;
-    Placing& p = *placing;
     std::vector<double> last_open_mass = open_mass(g, levels->num_trees);
-    std::vector<int64_t> paths_above, placed;
+    const bool heads = std::any_of(drafts, drafts + num_drafts, [](const Draft& draft) { return draft.pairs; });
+    std::vector<Places> places;  // by offset
+    for (int64_t offset = 0; offset <= heads; offset++) places.emplace_back(*placing, levels->num_trees, offset);
+    std::vector<Passed> passed(num_drafts);
     int64_t& depth = levels->num_levels = 0;
     for (; g.num_rows; depth++) {
         const int64_t rows = g.num_rows;
-        if (depth) {
-            placed.resize(rows * (depth + 7));
-            p.num_rows = rows, p.depth = depth, p.owners = g.row_owners, p.above = g.row_above;
-            p.slots = placed.data(), p.positions = p.slots + rows;
-            p.rows = p.positions + rows, p.paths = p.rows + 4 * rows;
-            if (!place(p)) return 0;
-        }
+        for (Places& own : places)
+            if (depth && !own.extend(g, depth)) return 0;
         g.depth = depth, g.next_width = levels->widths[depth];
         g.branching = levels->branching + depth * levels->num_trees, g.children = 0;
         for (int64_t i = 0; i < rows; i++) {
@@ -514,8 +379,9 @@ int64_t treespec_draft(Growth* growth, Placing* placing, Draft* drafts, int64_t 
             std::tie(own_rows[i], trees) = scored_rows(g, levels->active + i * levels->num_trees);
             const int64_t count = own_rows[i].size();
             if (!count) continue;
-            if (depth) score(g, p, draft, own_rows[i], trees);
-            else score_roots(g, p, *levels, draft, levels->valid + i * levels->num_trees, own_rows[i]);
+            const int64_t* valid = levels->valid + i * levels->num_trees;
+            if (depth) score(g, places[draft.pairs ? 1 : 0].get(), draft, own_rows[i], trees, passed[i]);
+            else score_roots(g, *placing, *levels, draft, valid, own_rows[i], passed[i]);
             ssm_probs.push_back({draft.out + (draft.num_rows - count) * draft.width,
                                  count < rows ? own_rows[i].data() : nullptr, draft.tokens, count, draft.ssm,
                                  draft.width});
@@ -527,8 +393,6 @@ int64_t treespec_draft(Growth* growth, Placing* placing, Draft* drafts, int64_t 
         advance(g);
         if (rule && g.num_rows) stop_unprofitable(g, *rule, last_open_mass, nodes);
         skip(g, nodes, rows);
-        paths_above.swap(placed);
-        if (depth) p.paths_above = paths_above.data() + 6 * rows;
     }
     return 1;
 }

@@ -35,7 +35,9 @@ from treespec_kernels.tree.growth_limits import frontier_width
 from treespec_kernels.tree.tree_levels import Frontier, Level
 
 NO_PAGE = "a tree has no page for its nodes"
-_SOURCES = tuple(Path(__file__).with_name(name) for name in ("growth_cpu.cpp", "vectors_cpu.h", "batch_cpu.h"))
+_SOURCES = tuple(
+    Path(__file__).with_name(name) for name in ("growth_cpu.cpp", "drafts_cpu.h", "vectors_cpu.h", "batch_cpu.h")
+)
 
 
 @functools.cache
@@ -293,8 +295,9 @@ class TreeGrowth:
         grown = LevelsStruct(g.size, children, passes.reads, *at[5:11], 0, at[12], at[12] + 8 * levels)
         drafts, rows = passes.models.drafts, passes.num_unread + expanded
         scores = [np.empty((rows, draft.width), dtype=np.float32) for draft in drafts]
-        for draft, own in zip(drafts, scores, strict=True):
+        for draft, own, features in zip(drafts, scores, passes.features, strict=True):
             draft.out = address_of(own, np.float32)
+            draft.features = None if features is None else features.data_ptr()
         rule = None
         if stop is not None:
             token_weights = (ctypes.c_double * len(adaptive))(*stop.token_weights)
@@ -414,9 +417,10 @@ class TreePlaces:
 
 
 class DraftModels:
-    """SSMs whose passes run in the call that grows trees.
+    """SSMs and draft heads whose passes run in the call that grows trees.
 
     Args:
+        library: from `growth_library`.
         ssms: their indices, ascending.
         entries: `PassEntries` of each SSM.
         rotations: for each SSM, as in `CompiledModel.forward`.
@@ -430,6 +434,7 @@ class DraftModels:
 
     def __init__(
         self,
+        library: ctypes.CDLL,
         ssms: Sequence[int],
         entries: Sequence[PassEntries],
         rotations: Sequence[Tensor],
@@ -437,7 +442,7 @@ class DraftModels:
         tokens: Sequence[np.ndarray | int],
     ):
         assert all(part.is_contiguous() for part in (*rotations, *pools))
-        self._held = rotations, pools, tokens
+        self.library, self._held = library, (rotations, pools, tokens)
         self.num_positions = min((len(rotation) for rotation in rotations if rotation.numel()), default=sys.maxsize)
         self.drafts = (DraftStruct * len(ssms))(
             *(
@@ -447,10 +452,11 @@ class DraftModels:
                     pool.data_ptr(),
                     len(pool),
                     pool.shape[2],
-                    *own[4:],
+                    *own[4:7],
                     ssm,
                     known if isinstance(known, int) else len(known),
                     None if isinstance(known, int) else address_of(known),
+                    *own[7:],
                 )
                 for ssm, own, rotation, pool, known in zip(ssms, entries, rotations, pools, tokens, strict=True)
             )
@@ -468,6 +474,8 @@ class DraftPasses(NamedTuple):
         tokens: each tree's last committed tokens, from the first one that an SSM has not read to the root.
         first_token: start of each tree's part of `tokens`, and their number.
         reads: whether to return the probabilities after the committed tokens that are read.
+        features: by SSM, what a draft head reads in its first pass, [num_rows, hidden_size] in its dtype: first for the
+            committed tokens, tree by tree, then for the roots; None for an SSM.
     """
 
     models: DraftModels
@@ -477,6 +485,7 @@ class DraftPasses(NamedTuple):
     tokens: Sequence[int]
     first_token: Sequence[int]
     reads: bool
+    features: Sequence[Tensor | None]
 
     @property
     def num_unread(self) -> int:

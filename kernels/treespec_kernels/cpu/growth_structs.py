@@ -49,12 +49,14 @@ class PlacingStruct(ctypes.Structure):
 
 
 class DraftStruct(ctypes.Structure):
-    """An SSM with its passes and results."""
+    """An SSM or draft head with its passes and results."""
 
     _fields_ = (
         *pointers("forward", "probs", "model", "head", "rotation", "cache"),
         *numbers("num_layers", "num_pages", "num_places", "hidden_bytes", "threads", "ssm", "width"),
-        *pointers("tokens", "out"),
+        *pointers("tokens", "pairs", "pairing"),
+        *numbers("qkv_bytes", "norm_output"),
+        *pointers("features", "out"),
         *numbers("num_read", "num_rows", "passes", "tree_passes"),
     )
 

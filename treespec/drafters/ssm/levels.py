@@ -15,7 +15,7 @@ from treespec.drafters.ssm.forest import Forest, Frontier
 from treespec.drafters.ssm.ssm_state import grown_masks
 from treespec.models.compiled import CompiledDecoder
 from treespec.models.decoder import Pass
-from treespec.models.feature_head import GroupModel
+from treespec.models.feature_head import FeatureHead, GroupModel
 from treespec.planning.draft_plan import GrowthRule
 from treespec.request import Request
 from treespec_kernels.attention.tree_batch import RequestRows
@@ -98,19 +98,16 @@ class CompiledLevels:
     Args:
         models: by index, the SSMs that draft.
         requests: of the trees.
-
-    Attributes:
-        places: slots of the trees.
     """
 
     def __init__(self, models: Mapping[int, CompiledDecoder], requests: Sequence[Request]):
         self._models = models
         contexts, pages = [request.context_len for request in requests], [request.pages for request in requests]
-        self.places = TreePlaces(next(iter(models.values())).growth, contexts, pages)
+        self._places = TreePlaces(next(iter(models.values())).growth, contexts, pages)
         self._longest = max(contexts) + 1
 
     def extend(self, frontier: Frontier, depth: int) -> None:
-        self._plan = self.places.extend(frontier.owners, frontier.above, depth)
+        self._plan = self._places.extend(frontier.owners, frontier.above, depth)
         self._num_positions = self._longest + depth
         self._plans = dict[object, Pass]()
 
@@ -148,14 +145,16 @@ class DraftModelCache:
             num_positions: number of positions that their rotations must cover.
         """
         if ssms not in self._found or self._found[ssms].num_positions < num_positions:
-            models = [model for ssm in ssms if isinstance(model := self._models[ssm], CompiledDecoder)]
+            models = [m for ssm in ssms if isinstance(m := self._models[ssm], CompiledDecoder | FeatureHead)]
             entries = [entry for model in models if (entry := model.entries) is not None]
             if len(entries) < len(ssms):
                 return None
+            layers = [model.decoder if isinstance(model, FeatureHead) else model for model in models]
+            decoders = [each for each in layers if isinstance(each, CompiledDecoder)]
             heads = [model.vocab_size if (head := model.head_vocabulary) is None else head.tokens for model in models]
-            rotations = [model.rotations_to(num_positions) for model in models]
+            rotations = [each.rotations_to(num_positions) for each in decoders]
             pools = [self._cache.pools[1 + ssm] for ssm in ssms]
-            self._found[ssms] = DraftModels(ssms, entries, rotations, pools, heads)
+            self._found[ssms] = DraftModels(decoders[0].growth, ssms, entries, rotations, pools, heads)
         return self._found[ssms]
 
 

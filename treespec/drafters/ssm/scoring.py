@@ -93,6 +93,20 @@ def inputs_of(model: GroupModel, cache: KVCache, chains: Sequence[Chain]) -> tup
     return tokens, model.features_of(torch.cat(states))
 
 
+def features_to_read(model: GroupModel, cache: KVCache, chains: Sequence[Chain]) -> Tensor | None:
+    """Return the features of a pass that reads tokens up to roots, as in `DraftPasses.features`; None for an SSM.
+
+    Args:
+        model, cache: the draft, and the engine's cache.
+        chains: requests that it drafts for, the first position that it has not read, and the root's.
+    """
+    if not isinstance(model, FeatureHead):
+        return None
+    parts = [(r, start - 1, root - 1) for r, start, root in chains]
+    parts += [(r, root - 1, root) for r, _, root in chains]
+    return model.features_of(torch.cat([cache.read_features(r.pages, first, last) for r, first, last in parts]))
+
+
 def score_rows(
     model: GroupModel,
     pool: Tensor,

@@ -5,8 +5,7 @@ and of the other sources' proposals forms the next level. A child's probability 
 probabilities, weighted by how well each SSM predicted the request's text so far.
 
 The SSMs therefore share one tree topology and one slot table, and each has the K/V of every expanded node, so that
-after a commit only one or two tokens have to be caught up. SSMs with low mixture weights are inactive; they read the
-tokens that they missed in occasional larger passes.
+after a commit only one or two tokens have to be caught up. Inactive SSMs read the tokens that they missed more rarely.
 """
 
 import time
@@ -21,8 +20,8 @@ from treespec.drafters.ssm.catch_up import MIN_LAG, CatchUpPolicy
 from treespec.drafters.ssm.compiled_forest import CompiledForest
 from treespec.drafters.ssm.drawn_forest import DrawnForest
 from treespec.drafters.ssm.forest import Forest, Shape, SsmProbs
-from treespec.drafters.ssm.levels import CompiledLevels, DraftModelCache, Levels, levels_for, stop_unprofitable
-from treespec.drafters.ssm.scoring import Rows, ScoredSlice, inputs_of, rows_of, score_rows
+from treespec.drafters.ssm.levels import DraftModelCache, Levels, levels_for, stop_unprofitable
+from treespec.drafters.ssm.scoring import Chain, Rows, ScoredSlice, features_to_read, inputs_of, rows_of, score_rows
 from treespec.drafters.ssm.ssm_state import SsmState, open_mass, outputs_of, scored_rows
 from treespec.drafters.trust import WINDOW, Trust
 from treespec.models.decoder import Pass
@@ -31,7 +30,7 @@ from treespec.planning.draft_plan import Drafted, DraftPlan, GrowthRule
 from treespec.request import Request
 from treespec.tree import TokenTree
 from treespec.verification.oracle import RandomOracle
-from treespec_kernels.cpu.growth_cpu import DraftPasses, StopRule
+from treespec_kernels.cpu.growth_cpu import DraftPasses, StopRule, TreePlaces
 from treespec_kernels.tree.growth_limits import FRONTIER, MAX_EXPANDED
 
 CATCH_UP_CHUNK = 256  # maximum committed tokens of a request per catch-up pass
@@ -159,14 +158,12 @@ class SsmDrafter:
             adaptive: by tree, whether its depth is chosen by `rule`.
             rule: decides whether another level pays.
         """
+        weights = [state.weights for state in states]
+        if isinstance(forest, CompiledForest) and (passes := self._compiled_passes(requests, states, forest)):
+            self._draft_compiled(requests, states, forest, passes, places, adaptive, rule)
+            return
         active = {ssm for owner in forest.frontier.owners.tolist() for ssm in states[owner].active}
         levels = levels_for(self.models, active, self.cache, requests)
-        weights = [state.weights for state in states]
-        if isinstance(forest, CompiledForest) and isinstance(levels, CompiledLevels):
-            passes = self._compiled_passes(requests, states, forest, levels)
-            if passes is not None:
-                self._draft_compiled(requests, states, forest, passes, places, adaptive, rule)
-                return
         last_open_mass = forest.open_mass()
         while len(forest.frontier.nodes):
             if forest.depth and any(adaptive):
@@ -179,32 +176,32 @@ class SsmDrafter:
             self._mark_broken(requests, owners[broken])
 
     def _mark_broken(self, requests: Sequence[Request], owners: np.ndarray) -> None:
-        """Mark the requests of nodes whose probabilities are not finite; `owners`: indices of the requests."""
+        """Mark the requests, at these indices, of nodes whose probabilities are not finite."""
         for owner in owners:  # NaN in K/V must not reach the next request that gets these slots
             requests[owner].poisoned = True
         if len(owners):  # padding rows of the pass may have written NaN to the null page
             self.cache.scrub(NULL_PAGE)
 
     def _compiled_passes(
-        self, requests: Sequence[Request], states: Sequence[SsmState], forest: CompiledForest, levels: CompiledLevels
+        self, requests: Sequence[Request], states: Sequence[SsmState], forest: CompiledForest
     ) -> DraftPasses | None:
-        """Return the passes that draft all levels in one compiled call, after reading all but the last unread tokens.
+        """Return the passes of all levels for one compiled call, after reading all but the last unread tokens.
 
-        None if this is not possible: with sampled or restricted requests, with models that lack entry points for it, or
-        if the probabilities take too much memory.
+        None with sampled or restricted requests, models without entry points, or too much memory for probabilities.
         """
         if any(request.is_sampled or request.restriction is not None for request in requests):
             return None
         roots = set(forest.frontier.owners.tolist())
         ssms = tuple(sorted({ssm for owner in roots for ssm in states[owner].active}))
         depth = max(shape.max_depth for shape in forest.shapes)
-        models = self._draft_models.get(ssms, max(request.context_len for request in requests) + 1 + depth)
+        models = self._draft_models.get(ssms, max(r.context_len for r in requests) + 1 + depth)
         if models is None or forest.room[1] * max(draft.width for draft in models.drafts) > MAX_SCORES:
             return None
         for ssm in ssms:
             behind = [requests[owner] for owner in sorted(roots) if ssm in states[owner].active]
             self._read(ssm, [r for r in behind if r.context_len - self._state(r).valid[ssm] >= CATCH_UP_CHUNK])
         active, valid, tokens, starts = [], [], [], [0]
+        chains: dict[int, list[Chain]] = {ssm: [] for ssm in ssms}
         for owner, (request, state) in enumerate(zip(requests, states, strict=True)):
             own = state.active if owner in roots else []
             # The bonus token may be an expanded node with valid K/V, but the root is always scored again.
@@ -213,14 +210,17 @@ class SsmDrafter:
             valid.append([known[ssm] for ssm in ssms])
             tokens += request.tokens[min((known[ssm] for ssm in own), default=request.context_len) :]
             starts.append(len(tokens))
+            for ssm in own:
+                chains[ssm].append((request, known[ssm], request.context_len))
         return DraftPasses(
             models,
-            levels.places,
+            TreePlaces(models.library, [r.context_len for r in requests], [r.pages for r in requests]),
             [*zip(*active, strict=True)],
             [*zip(*valid, strict=True)],
             tokens,
             starts,
-            reads=len(self.models) > 1,
+            len(self.models) > 1,
+            [features_to_read(self.models[ssm], self.cache, own) for ssm, own in chains.items()],
         )
 
     def _draft_compiled(

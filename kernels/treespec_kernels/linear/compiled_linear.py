@@ -1,9 +1,9 @@
-"""Row-invariant linear layers with quantised weights on a CPU, each one call of the compiled library.
+"""Row-invariant linear layers on a CPU, dense or quantised, each one call of the compiled library.
 
-torch's weight-only products are row-invariant too, but slower: for a weight of 4096 x 1024 and 16 rows in bfloat16 (one
-thread, AVX-512), `_weight_int8pack_mm` took 5.0 ms, `_weight_int4pack_mm_for_cpu` 2.6 ms, and oneDNN's dense product
-1.5 ms; in float32 both took more than 100 ms. Without a compiler, weights are therefore dequantised to the model's
-dtype.
+For quantised weights, torch's weight-only products are row-invariant too, but slower: for a weight of 4096 x 1024 and
+16 rows in bfloat16 (one thread, AVX-512), `_weight_int8pack_mm` took 5.0 ms, `_weight_int4pack_mm_for_cpu` 2.6 ms, and
+oneDNN's dense product 1.5 ms; in float32 both took more than 100 ms. Without a compiler, weights are therefore
+dequantised to the model's dtype.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from treespec_kernels.linear.linear import Linear, LinearImpl
 from treespec_kernels.linear.quantized import QuantizedWeight, dequantized
 
 
-class QuantizedLinear:
+class CompiledLinear:
     """Linear layer with the interface of `Linear`; a row's bits do not depend on the number of rows.
 
     Args:
         library: from `decoder_library.build`, for `dtype`.
-        weight: quantised, with an even number of inputs.
+        weight: [out_features, in_features] in `dtype`, or quantised, with an even number of inputs.
         bias: [out_features] or None.
         dtype: dtype of x and y, float32 or bfloat16.
         num_threads: number of threads that share the outputs; bits do not depend on it.
@@ -33,14 +33,14 @@ class QuantizedLinear:
     def __init__(
         self,
         library: ctypes.CDLL,
-        weight: QuantizedWeight,
+        weight: Tensor | QuantizedWeight,
         bias: Tensor | None,
         dtype: torch.dtype,
         num_threads: int,
     ):
         self._library, self._dtype, self._threads = library, dtype, num_threads
         self._packed = PackedLinear(library, weight, bias)
-        self.out_features, self.in_features = weight.out_features, weight.in_features
+        self.out_features, self.in_features = weight.shape
         self.nbytes = sum(tensor.nbytes for tensor in self._packed.held)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ def quantized_linear(
     dtype: torch.dtype,
     impl: LinearImpl,
     library: ctypes.CDLL | None,
-) -> QuantizedLinear | Linear:
+) -> CompiledLinear | Linear:
     """Return the layer for a quantised weight.
 
     Without a library, or with an odd number of inputs, which the library does not support, it is a plain layer with the
@@ -72,4 +72,4 @@ def quantized_linear(
     """
     if library is None or weight.in_features % 2:
         return Linear(dequantized(weight).to(dtype), bias, impl)
-    return QuantizedLinear(library, weight, bias, dtype, torch.get_num_threads())
+    return CompiledLinear(library, weight, bias, dtype, torch.get_num_threads())

@@ -40,10 +40,12 @@ def head_config(target: PreTrainedConfig, rows: int) -> LlamaConfig:
     """Return the config of a head: one Llama layer of the target's size, and `rows` tokens.
 
     Raises:
-        ModelError: the target's config has none of the sizes of such a layer.
+        ModelError: the target's config has not the sizes of such a layer, or the target scales what the head shares.
     """
     if missing := [name for name in NEEDED if getattr(target, name, None) is None]:
         raise ModelError(f"cannot train an EAGLE-3 head for {target.model_type}: its config has no {missing[0]}")
+    if target.model_type.startswith("gemma"):
+        raise ModelError(f"cannot train an EAGLE-3 head for {target.model_type}: its embeddings and norms are scaled")
     sizes = {name: getattr(target, name) for name in (*NEEDED, "max_position_embeddings")}
     head_dim = getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
     return LlamaConfig(

@@ -261,7 +261,8 @@ class TrainingRun:
         if self.settings.minutes is not None:
             own = 1.0 if self.settings.lessons is not None else 1 - LESSON_SHARE
             return Budget(self.settings.minutes * own * share)
-        steps = EPOCHS * self.settings.ssms * int(lessons.generated.sum()) / STEP_TOKENS
+        drafts = self.settings.ssms if self.settings.head is None else 1
+        steps = EPOCHS * drafts * int(lessons.generated.sum()) / STEP_TOKENS
         return Budget(0.0, max(round(steps * share), 4))
 
     @cached_property
@@ -361,9 +362,14 @@ class TrainingRun:
         checkpoint, budget = self.work / f"{name}.ckpt", self._budget(1.0, known.lessons)
         try:
             train(name, head, loss, budget, PEAK_RATE, checkpoint, self.pause, agreement)
-        finally:  # also when paused
+        except Paused:
             export()
-        return self._report([name], unknown.lessons, {name: agreement(head)})
+            raise
+        export()
+        found = {name: agreement(head)}
+        for each in (states, others):
+            each.close()
+        return self._report([name], unknown.lessons, found)
 
     def _clusters(self, curriculum: Curriculum, generalist: Any, rows: int) -> np.ndarray:
         if self.settings.specialise == "folders":

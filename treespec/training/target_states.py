@@ -36,6 +36,7 @@ class TargetStates:
         self._ends = np.cumsum(curriculum.window_lengths())
         self._known = np.zeros(len(self._ends), dtype=bool)
         size = 2 * width * int(self._ends[-1])
+        self._file = file
         self._kept: np.memmap[Any, Any] | None = None
         if size <= min(MOST_BYTES, DISK_SHARE * shutil.disk_usage(file.parent).free):
             self._kept = np.memmap(file, np.int16, "w+", shape=(int(self._ends[-1]), width))
@@ -58,6 +59,11 @@ class TargetStates:
                 self._kept[place] = values[row, : place.stop - place.start]
             self._known[batch.lessons] = True
         return computed
+
+    def close(self) -> None:
+        """Delete the file."""
+        self._kept = None
+        self._file.unlink(missing_ok=True)
 
     def _slice(self, lesson: int) -> slice:
         return slice(int(self._ends[lesson - 1]) if lesson else 0, int(self._ends[lesson]))

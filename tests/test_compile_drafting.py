@@ -31,7 +31,7 @@ from tests.test_compile_families import fitting
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.drafters.ssm import ssm_drafter as ssm
 from treespec.drafters.ssm.forest import Forest
-from treespec.drafters.ssm.levels import PlannedLevels
+from treespec.drafters.ssm.levels import DraftModelCache, PlannedLevels
 from treespec.tree import TokenTree
 from treespec_kernels.cpu.growth_cpu import TreeGrowth
 
@@ -112,7 +112,7 @@ def test_trees_are_those_of_the_general_path(name: str) -> None:
     with (
         mock.patch.object(ssm, "CompiledForest", NumpyForest),
         mock.patch.object(ssm, "levels_for", planned),
-        mock.patch.object(ssm.SsmDrafter, "_compiled_passes", lambda *_: None),
+        mock.patch.object(DraftModelCache, "get", lambda *_: None),
     ):
         theirs, general = run()
     assert ours == theirs and len(compiled.trees) == len(general.trees) > 8

@@ -125,30 +125,31 @@ class Loader:
         shape = config.decoder.shape
         parts = len(config.layers), config.target_hidden, self.dtype, self.device
         weights, tokens = load_head(config.form, shape, *parts)
-        columns = [features.layers.index(layer) for layer in config.layers]
         own, eps = embed if weights.embed is None else weights.embed, config.decoder.norm_eps
+        decoder: Decoder
+        fc: Linear | CompiledLinear
+        pairs: TorchPairs | PairInputs
         if self.linear == "compiled":
             if self.int8_drafts:
                 quantize_matrices(weights.decoder)
-            compiled = CompiledDecoder(config.decoder, weights.decoder, libraries_folder())
-            (fc, fc_bias), qkv = (
+            decoder = CompiledDecoder(config.decoder, weights.decoder, libraries_folder())
+            (fc_weight, fc_bias), qkv = (
                 (QuantizedWeight(*quantize(weight, 8)) if self.int8_drafts else weight, bias)
                 for weight, bias in (weights.fc, weights.qkv)
             )
             norms, threads = (weights.embed_norm, weights.feature_norm), torch.get_num_threads()
-            project = CompiledLinear(compiled.library, fc, fc_bias, self.dtype, threads)
+            fc = CompiledLinear(decoder.library, fc_weight, fc_bias, self.dtype, threads)
             after = config.form.residual_after_norm
-            pairs = PairInputs(compiled.library, qkv, own.to(self.dtype), *norms, eps, after, threads)
-            head = FeatureHead(config.form, compiled, weights, columns, project, pairs)
+            pairs = PairInputs(decoder.library, qkv, own.to(self.dtype), *norms, eps, after, threads)
         else:
             impl: LinearImpl = "onednn" if self.linear == "onednn" else "torch"
             op = make_attention(self.attention, shape, self.dtype, self.device, self.configs, self.exact)
             decoder = Decoder(config.decoder, weights.decoder, op, impl)
-            inputs = TorchPairs(config.form, weights, own, eps, impl)
-            head = FeatureHead(config.form, decoder, weights, columns, Linear(*weights.fc, impl), inputs)
+            fc, pairs = Linear(*weights.fc, impl), TorchPairs(config.form, weights, own, eps, impl)
         if tokens is not None:
-            head.decoder.head_vocabulary = HeadVocabulary(tokens, shape.vocab_size, self.device)
-        return head
+            decoder.head_vocabulary = HeadVocabulary(tokens, shape.vocab_size, self.device)
+        columns = [features.layers.index(layer) for layer in config.layers]
+        return FeatureHead(config.form, decoder, weights, columns, fc, pairs)
 
     def _make_decoder(
         self, config: ModelConfig, weights: dict[str, Tensor], positions: int, min_rows: int, quantization: str | None

@@ -49,6 +49,9 @@ class Curriculum:
         step_tokens: generated tokens of a step, about.
         seed: of the draws.
         device: of the batches.
+
+    Attributes:
+        window_lengths: int64 [lessons], number of tokens of each lesson in a batch.
     """
 
     def __init__(
@@ -64,7 +67,9 @@ class Curriculum:
         self._rows = rows_of_tokens(target_ids, target_size)
         self._ids = self._rows[lessons.top_ids]
         self._probs = np.where(self._ids < len(target_ids) - 1, np.exp(lessons.top_logprobs.astype(np.float32)), 0.0)
-        self._targets = lessons.targets
+        self._targets, lengths = lessons.targets, np.diff(lessons.starts)
+        self._cuts = np.maximum(np.minimum(lengths - WINDOW, lessons.firsts - 1), 0)
+        self.window_lengths = np.minimum(lengths - self._cuts, WINDOW) - 1
         self.count = max(round(step_tokens / max(float(lessons.generated.mean()), 1.0)), 1)
         self.odds = np.full(len(lessons), 1 / len(lessons))
 
@@ -84,27 +89,19 @@ class Curriculum:
         """Return these lessons as a batch; long prompts lose their beginning."""
         lessons, windows, places, targets = self.lessons, [], [], []
         for row, i in enumerate(chosen):
-            first, start, stop = int(lessons.firsts[i]), int(lessons.starts[i]), int(lessons.starts[i + 1])
-            cut = max(min(stop - start - WINDOW, first - 1), 0)
-            window = lessons.tokens[start + cut : min(stop, start + cut + WINDOW)]
-            count = len(window) - (first - cut)
-            windows.append(window[:-1])
-            places.append(np.stack((np.full(count, row), first - cut - 1 + np.arange(count)), 1))
+            length, start = int(self.window_lengths[i]), int(lessons.starts[i] + self._cuts[i])
+            first = int(lessons.firsts[i] - self._cuts[i])
+            count = length + 1 - first
+            windows.append(lessons.tokens[start : start + length])
+            places.append(np.stack((np.full(count, row), first - 1 + np.arange(count)), 1))
             targets.append(self._targets[i] + np.arange(count))
-        lengths = [len(window) for window in windows]
-        tokens = np.zeros((len(windows), max(lengths)), dtype=np.int64)
+        tokens = np.zeros((len(windows), max(map(len, windows))), dtype=np.int64)
+        inputs = np.zeros_like(tokens)
         for row, window in enumerate(windows):
-            tokens[row, : lengths[row]] = window
-        inputs = np.where(np.arange(tokens.shape[1]) < np.array(lengths)[:, None], self._rows[tokens], 0)
+            tokens[row, : len(window)], inputs[row, : len(window)] = window, self._rows[window]
         index = np.concatenate(targets)
         arrays = tokens, inputs, np.concatenate(places), self._ids[index], self._probs[index]
         return Batch(np.asarray(chosen), *(torch.from_numpy(array).to(self.device) for array in arrays))
-
-    def window_lengths(self) -> np.ndarray:
-        """Return the number of tokens of each lesson that a batch contains, int64 [lessons]."""
-        lengths = np.diff(self.lessons.starts)
-        cut = np.maximum(np.minimum(lengths - WINDOW, self.lessons.firsts - 1), 0)
-        return np.minimum(lengths - cut, WINDOW) - 1
 
     def loss(self, model: nn.Module, step: int) -> StepLoss:
         """Return the loss of a step's lessons, over all target positions."""

@@ -341,19 +341,18 @@ class TrainingRun:
         head = make_head(target, target_ids, len(layers)).to(self.device)
 
         def part(chosen: np.ndarray, label: str) -> tuple[Curriculum, TargetStates]:
-            curriculum = self.curriculum(lessons.select(np.flatnonzero(chosen)), target_ids)
+            curriculum = self.curriculum(lessons.select(chosen), target_ids)
             return curriculum, TargetStates(target, layers, curriculum, self.work / f"states-{label}.bin")
 
-        (known, states), (unknown, others) = part(~held, "train"), part(held, "held")
+        def agreement(curriculum: Curriculum, states: TargetStates) -> float:
+            def logits(model: Any, batch: Batch) -> Tensor:
+                return next(logits_of(model, batch, states, 1))[0]
 
-        def loss(model: Any, step: int, done: float) -> StepLoss:
-            return head_loss(model, known, states, step)
+            return float(evaluate(head, curriculum, logits).hits.mean())
 
-        def logits(model: Any, batch: Batch) -> Tensor:
-            return next(logits_of(model, batch, others, 1))[0]
-
-        def agreement(model: Any) -> float:
-            return float(evaluate(model, unknown, logits).hits.mean())
+        unknown = np.flatnonzero(held)
+        known, states = part(np.flatnonzero(~held), "train")
+        watched, evaluated = part(unknown[:WATCHED], "watched"), part(unknown, "held-out")
 
         def export() -> None:
             with replacing(self.out / name) as temporary:
@@ -361,15 +360,24 @@ class TrainingRun:
 
         checkpoint, budget = self.work / f"{name}.ckpt", self._budget(1.0, known.lessons)
         try:
-            train(name, head, loss, budget, PEAK_RATE, checkpoint, self.pause, agreement)
+            train(
+                name,
+                head,
+                lambda _, step, done: head_loss(head, known, states, step),
+                budget,
+                PEAK_RATE,
+                checkpoint,
+                self.pause,
+                lambda _: agreement(*watched),
+            )
         except Paused:
             export()
             raise
         export()
-        found = {name: agreement(head)}
-        for each in (states, others):
+        found = {name: agreement(*evaluated)}
+        for each in (states, watched[1], evaluated[1]):
             each.close()
-        return self._report([name], unknown.lessons, found)
+        return self._report([name], evaluated[0].lessons, found)
 
     def _clusters(self, curriculum: Curriculum, generalist: Any, rows: int) -> np.ndarray:
         if self.settings.specialise == "folders":

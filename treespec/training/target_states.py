@@ -33,7 +33,7 @@ class TargetStates:
         self.decoder = target.to(curriculum.device, torch.float32 if slow else torch.bfloat16).get_decoder()
         self.layers = list(layers)
         width = len(layers) * target.config.hidden_size
-        self._ends = np.cumsum(curriculum.window_lengths())
+        self._ends = np.cumsum(curriculum.window_lengths)
         self._known = np.zeros(len(self._ends), dtype=bool)
         size = 2 * width * int(self._ends[-1])
         self._file = file

@@ -99,7 +99,7 @@ struct Layer {
 };
 
 struct Pairing {  // what a draft head makes of a token and the feature of the token before it
-    const Linear* qkv;   // of its first layer: [2 * hidden] -> [(heads + 2 * kv_heads) * HEAD_DIM]
+    const Linear* qkv;    // of its first layer: [2 * hidden] -> [(heads + 2 * kv_heads) * HEAD_DIM]
     const scalar* embed;  // [vocab, hidden]
     Norm embed_norm, feature_norm;
     int64_t hidden, residual_after_norm;  // residual_after_norm: the residual stream begins with the normalised feature

@@ -65,7 +65,7 @@ def make_target(work: Path, minutes: float, seed: int) -> Path:
     model = Qwen2ForCausalLM(config)
 
     def loss(model: nn.Module, step: int, done: float) -> StepLoss:
-        windows = torch.from_numpy(mixture.windows(step, STEP_WINDOWS, WINDOW + 1)[0])
+        windows = torch.from_numpy(mixture.windows(step, STEP_WINDOWS, WINDOW + 1))
         return StepLoss(next_token_loss(model, windows), windows[:, 1:].numel())
 
     train("target", model, loss, Budget(minutes), PEAK_RATE, work / "target.ckpt", PauseRequest())

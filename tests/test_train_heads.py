@@ -90,6 +90,8 @@ def test_a_trained_head_drafts(num_layers: int, tmp_path: Path) -> None:
         ({"hidden": 64}, "hidden is for SSMs; leave it out to train a head"),
         ({"texts": ["notes"]}, "texts is for SSMs; leave it out to train a head"),
         ({"generalist": True}, "generalist is for SSMs; leave it out to train a head"),
+        ({"ssms": 2}, "ssms is for SSMs; leave it out to train a head"),
+        ({"specialise": "folders"}, "specialise is for SSMs; leave it out to train a head"),
     ],
 )
 def test_settings_of_heads(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -1,12 +1,13 @@
 """Settings of a training run."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from treespec.errors import ConfigError
 from treespec.training.sizing import WIDTH_STEP
 
 LEAST_ROWS = 64  # of a draft's vocabulary
 HEADS = ("eagle3",)  # kinds of draft heads that can be trained
+OF_SSMS = ("ssms", "specialise", "texts", "generalist", "start", "layers", "hidden")  # settings that heads have not
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,9 @@ class TrainingSettings:
             raise ConfigError(f"max_tokens={self.max_tokens}; valid: at least 2")
         if self.head not in (None, *HEADS):
             raise ConfigError(f"head={self.head!r}; valid: {', '.join(map(repr, HEADS))}")
-        others = {name: getattr(self, name) for name in ("texts", "generalist", "start", "layers", "hidden")}
-        if self.head is not None and (given := [name for name, value in others.items() if value]):
+        others = {each.name: each.default for each in fields(self) if each.name in OF_SSMS}
+        given = [name for name, default in others.items() if getattr(self, name) != default]
+        if self.head is not None and given:
             raise ConfigError(f"{given[0]} is for SSMs; leave it out to train a head")
         if self.start is not None and (self.layers, self.hidden, self.vocabulary) != (None, None, None):
             raise ConfigError("a start has its own layers, width and vocabulary; leave them out")

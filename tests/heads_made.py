@@ -1,11 +1,11 @@
-"""Tiny random EAGLE heads in their published layouts, and a reference of what EAGLE-3 computes.
+"""Tiny random EAGLE heads in their published layouts, and references of what they compute.
 
 A head reads hidden states of the target. Pair `t` is the target's feature at position `t` and the token at `t + 1`; it
 has position `t`, and its output predicts the token at `t + 2`. A drafted token forms a pair with the output of the pair
 before it. Everything is float32.
 
-The reference follows EAGLE-3 (arXiv 2503.01840). It computes all pairs anew for each drafted token: causal attention
-leaves the earlier ones as they are.
+The references follow EAGLE (arXiv 2401.15077) and EAGLE-3 (arXiv 2503.01840). They compute all pairs anew for each
+drafted token: causal attention leaves the earlier ones as they are.
 """
 
 import json
@@ -252,6 +252,25 @@ def reference_eagle3(
         if len(read) == len(embedding):
             return HeadOutput(final @ weights["lm_head.weight"].T, hidden)
         read = torch.cat((read, (final if config.get("norm_output") else hidden)[-1:]))
+
+
+def reference_eagle1(
+    folder: Path, target_embed: Tensor, tokens: Sequence[int], features: Tensor, drafted: Sequence[int] = ()
+) -> Tensor:
+    """What an EAGLE head passes to the target's lm_head after each pair, [num_pairs, hidden].
+
+    Arguments are those of `reference_eagle3`, but `features` is [n, hidden], the target's states after its final norm.
+    """
+    config, weights = _read(folder)
+    embedding = weights.get("embed_tokens.weight", target_embed)[torch.tensor([*tokens[1:], *drafted])]
+    read = features
+    while True:
+        pairs = torch.cat((embedding[: len(read)], read), -1)
+        x = F.linear(pairs, weights["fc.weight"], weights.get("fc.bias"))
+        hidden = _decoder_layer(x, x, config, weights)
+        if len(read) == len(embedding):
+            return hidden
+        read = torch.cat((read, hidden[-1:]))
 
 
 def draft_ids(folder: Path) -> Tensor:

@@ -179,8 +179,8 @@ def test_a_draft_of_fewer_positions_than_the_target(tmp_path: Path) -> None:
 def test_hidden_states_that_there_are_not(tmp_path: Path) -> None:
     llm = open_llm(make_model(tmp_path / "model", TYPICAL["gpt2"], 7), exact=False)
     runner = llm.engine.runner
-    for layers in ((4,), (-1,), (True,)):
-        with pytest.raises(ValueError, match="valid: ints from 0 to 3"):
+    for layers in ((5,), (-1,), (True,)):
+        with pytest.raises(ValueError, match="valid: ints from 0 to 4"):
             runner.target.check_states(layers)
 
 

@@ -12,7 +12,15 @@ from typer.testing import CliRunner
 
 from tests.child import run_cases
 from tests.exactness import assert_exact, run
-from tests.heads_made import Layout, TargetShape, draft_ids, reference_eagle3, write_eagle1, write_eagle3
+from tests.heads_made import (
+    Layout,
+    TargetShape,
+    draft_ids,
+    reference_eagle1,
+    reference_eagle3,
+    write_eagle1,
+    write_eagle3,
+)
 from tests.models import edit_config, greedy, make_draft, make_llama, new_folder, open_llm, random_prompts
 from tests.quantized_checkpoints import needs_compiler
 from treespec import RoundRecord, SamplingParams, SpecConfig
@@ -35,7 +43,7 @@ HEADS: dict[str, tuple[Layout, int | None, dict[str, Any]]] = {
         {"own_embedding": True, "fc_norm": True, "norm_output": True, "hidden_size": 32},
     ),
 }
-FAST = ("eagle", "speculators, norms before fc and after the output")  # the others are slow tests
+FAST = ("eagle", "eagle-1", "speculators, norms before fc and after the output")  # the others are slow tests
 TREE = SpecConfig(nodes=16, max_depth=5, sources=("ssm",))
 
 
@@ -55,24 +63,49 @@ def layers_of(name: str) -> tuple[int, ...]:
     return HEADS[name][2].get("boundaries") or (2, SHAPE.num_hidden_layers // 2, SHAPE.num_hidden_layers - 3)
 
 
+# By name: what `write_eagle1` is told.
+EAGLE_HEADS: dict[str, dict[str, Any]] = {
+    "eagle-1": {"bias": True, "own_embedding": True},
+    "eagle-1, biases of attention": {"bias": False, "own_embedding": False, "qkv_bias": True},
+    "eagle-1 of speculators": {"layout": "speculators", "bias": True, "own_embedding": False},
+}
+
+
+def make_eagle1(name: str, seed: int = 1) -> Path:
+    write_eagle1(folder := new_folder("head"), SHAPE, seed=seed, **EAGLE_HEADS[name])
+    return folder
+
+
+def expected_logits(name: str, head: Path, model: Any, record: RoundRecord, drafted: list[int]) -> torch.Tensor:
+    """The reference's logits after the last of some drafted tokens, over the head's vocabulary."""
+    found = model(torch.tensor([record.context]), output_hidden_states=True)
+    embed, known = model.get_input_embeddings().weight, [*record.context, int(record.tree.tokens[0])]
+    if name in EAGLE_HEADS:  # transformers' last state is that after the final norm
+        hidden = reference_eagle1(head, embed, known, found.hidden_states[-1][0], drafted)[-1]
+        return model.get_output_embeddings()(hidden)
+    features = torch.stack([found.hidden_states[layer][0] for layer in layers_of(name)], 1)
+    return reference_eagle3(head, embed, known, features, drafted).logits[-1]
+
+
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=needs_compiler)], ids=["eager", "compiled"])
-@pytest.mark.parametrize("name", [pytest.param(each, marks=() if each in FAST else pytest.mark.slow) for each in HEADS])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=() if each in FAST else pytest.mark.slow) for each in (*HEADS, *EAGLE_HEADS)],
+)
 def test_probabilities_are_those_of_the_reference(name: str, compiled: bool) -> None:
     """At every drafted node, over several rounds, after a prefill in chunks; lookup makes rounds accept tokens."""
-    target, head = target_of(), make_head(name)
+    target, head = target_of(), make_eagle1(name) if name in EAGLE_HEADS else make_head(name)
     llm = open_llm(target, [head], compile=compiled, prefill_chunk=24, draft_quantization=None)
     records: list[RoundRecord] = []
     (prompt,) = random_prompts((61,), vocab=SHAPE.vocab_size)
     with llm.add_round_observer(records.append):
         llm.generate(prompt, greedy(24), spec=SpecConfig(nodes=16, max_depth=4, sources=("ssm", "lookup")))
-    model = AutoModelForCausalLM.from_pretrained(target)
-    embed, ids, checked = model.get_input_embeddings().weight, draft_ids(head).tolist(), 0
+    model, checked = AutoModelForCausalLM.from_pretrained(target), 0
+    ids = range(SHAPE.vocab_size) if name in EAGLE_HEADS else draft_ids(head).tolist()
     rows = {token: row for row, token in enumerate(ids)}
     with torch.inference_mode():
         for record in records:
-            states = model(torch.tensor([record.context]), output_hidden_states=True).hidden_states
-            features = torch.stack([states[layer][0] for layer in layers_of(name)], 1)
-            tree, n = record.tree, len(record.context)
+            tree = record.tree
             for node in range(1, len(tree)):
                 if head.name not in tree.sources_of(node) or "lookup" in tree.sources_of(node):
                     continue
@@ -80,10 +113,9 @@ def test_probabilities_are_those_of_the_reference(name: str, compiled: bool) -> 
                 while tree.parents[path[0]] > 0:
                     path.insert(0, int(tree.parents[path[0]]))
                 tokens = tree.tokens[path].tolist()
-                known = [*record.context, int(tree.tokens[0])]
-                logits = reference_eagle3(head, embed, known, features, tokens[:-1]).logits
-                expected = torch.softmax(logits[n + len(path) - 2], -1)[rows[tokens[-1]]]
-                assert tree.probs[node] == pytest.approx(float(expected), abs=1e-5), (record.number, tokens)
+                probs = torch.softmax(expected_logits(name, head, model, record, tokens[:-1]), -1)
+                expected = float(probs[rows[tokens[-1]]])
+                assert tree.probs[node] == pytest.approx(expected, abs=1e-5), (record.number, tokens)
                 checked += 1
     assert checked > 40 and len({record.accepted for record in records}) > 1
 
@@ -92,11 +124,12 @@ def test_probabilities_are_those_of_the_reference(name: str, compiled: bool) -> 
 
 
 def engine_with_heads(dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    """Two heads that read different layers, and an SSM whose proposals are accepted."""
+    """Heads of two kinds that read different layers, and an SSM whose proposals are accepted."""
     target = target_of(dtype)
     draft = make_draft(new_folder("ssm"), target, 1, 0.05)
     heads = [make_head("eagle"), make_head("specforge, other layers, whole vocabulary", seed=2)]
-    return open_llm(target, [heads[0], draft, heads[1]], **({"max_num_seqs": 3, "prefill_chunk": 40} | options))
+    heads.append(make_eagle1("eagle-1", seed=3))
+    return open_llm(target, [heads[0], draft, *heads[1:]], **({"max_num_seqs": 3, "prefill_chunk": 40} | options))
 
 
 SPECS = (
@@ -146,7 +179,7 @@ def test_draws_of_heads_are_verified(verification: Any) -> None:
 
 def test_a_head_is_a_source_like_any_other() -> None:
     llm = engine_with_heads()
-    first, second = (name for name in llm.draft_names if name.startswith("head"))
+    first, second, third = (name for name in llm.draft_names if name.startswith("head"))
     records: list[RoundRecord] = []
     with llm.add_round_observer(records.append):
         llm.generate(
@@ -155,8 +188,9 @@ def test_a_head_is_a_source_like_any_other() -> None:
     proposed = {
         source for record in records for node in range(len(record.tree)) for source in record.tree.sources_of(node)
     }
-    assert proposed == {second} and first != second
-    assert "EAGLE-3" in llm.stats()["draft_vocabularies"][first]
+    assert proposed == {second} and len({first, second, third}) == 3
+    found = llm.stats()["draft_vocabularies"]
+    assert "EAGLE-3" in found[first] and "reads the target's output states" in found[third]
 
 
 # --- bad input
@@ -207,19 +241,29 @@ def test_a_damaged_head() -> None:
         ({"model_type": "mlp_speculator"}, "an MLPSpeculator head"),
         ({"architectures": ["DFlashDraftModel"]}, "a DFlash draft"),
         ({"speculators_model_type": "peagle"}, "a parallel EAGLE head"),
-        ({"speculators_model_type": "eagle", "architectures": ["EagleSpeculator"]}, "an EAGLE-1 head"),
     ],
 )
 def test_kinds_that_are_not_supported(config: dict[str, Any], kind: str) -> None:
     folder = new_folder("head")
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModelError, match=f"{kind}, which is not supported; supported: EAGLE-3 heads"):
+    with pytest.raises(
+        UnsupportedModelError, match=f"{kind}, which is not supported; supported: EAGLE-1, EAGLE-2 and EAGLE-3 heads"
+    ):
         open_llm(target_of(), [folder])
 
 
-def test_an_eagle_1_head_is_recognised_by_its_tensors() -> None:
-    write_eagle1(head := new_folder("head"), SHAPE, bias=True, own_embedding=False, seed=1)
-    with pytest.raises(UnsupportedModelError, match="an EAGLE-1 head, which is not supported"):
+def test_an_eagle_1_head_of_another_target() -> None:
+    head = make_eagle1("eagle-1")
+    with pytest.raises(CheckpointError, match=r"hidden_size.*64, the target has 128; use a head that was trained"):
+        open_llm(target_of(hidden_size=128), [head])
+    with pytest.raises(CheckpointError, match=r"vocab_size.*256, the target has 272"):
+        open_llm(target_of(vocab_size=272), [head])
+    edit_config(other := make_eagle1("eagle-1 of speculators"), layernorms=True)
+    with pytest.raises(CheckpointError, match=r"layernorms.*not supported"):
+        open_llm(target_of(), [other])
+    kept = torch.load(head / "pytorch_model.bin")
+    torch.save({name: each for name, each in kept.items() if "q_proj" not in name}, head / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"'layers.0.self_attn.q_proj.weight': expected a tensor of shape"):
         open_llm(target_of(), [head])
 
 
@@ -229,13 +273,14 @@ def test_a_target_without_hidden_states() -> None:
 
 
 def test_inspection() -> None:
-    head = make_head("speculators")
+    head, eagle = make_head("speculators"), make_eagle1("eagle-1")
 
-    def shown(target: Path) -> str:
+    def shown(target: Path, head: Path = head) -> str:
         return " ".join(CliRunner().invoke(app, ["inspect", str(target), "--draft", str(head)]).output.split())
 
     expected = "usable: EAGLE-3 head, reads the inputs of layers 2, 4, 5; proposes 64 of 256 tokens"
     assert expected in shown(target_of())
+    assert "usable: EAGLE head, reads the target's output states; proposes 256 of 256" in shown(target_of(), eagle)
     assert "use a head that was trained for this target" in shown(target_of(hidden_size=128))
 
 

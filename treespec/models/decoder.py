@@ -256,9 +256,20 @@ class Decoder:
         return self._forward(tokens, layout, kv, num_layers, {})
 
     def forward_with_states(self, tokens: Tensor, layout: Pass, kv: Tensor, of: Sequence[int]) -> HiddenStates:
-        """Run `forward` and also return the residual stream at the layers `of` (see `check_states`)."""
+        """Run `forward` and also return the hidden states at the layers `of` (see `check_states`)."""
         self.check_states(of)
-        return self._forward_with_states(tokens, layout, kv, of, None)
+        normed = self.config.shape.num_layers + 1
+        within = [layer for layer in of if layer != normed]
+        if not within:
+            final = self.forward(tokens, layout, kv)
+            return HiddenStates(final, torch.stack([final] * len(of), 1))
+        found = self._forward_with_states(tokens, layout, kv, within, None)
+        if len(within) == len(of):
+            return found
+        columns = iter(found.chosen.unbind(1))
+        return HiddenStates(
+            found.final, torch.stack([found.final if layer == normed else next(columns) for layer in of], 1)
+        )
 
     def forward_stream(self, stream: StreamInput, layout: Pass, kv: Tensor) -> HiddenStates:
         """Run a pass that begins with a given residual stream; `chosen` is the stream after the last layer."""
@@ -276,13 +287,13 @@ class Decoder:
         """Validate layers whose hidden states are requested.
 
         Args:
-            of: l means the input of layer l (0 = embeddings), num_layers the output of the last layer, before the final
-                norm.
+            of: l means the input of layer l (0 = embeddings), num_layers the output of the last layer before the final
+                norm, num_layers + 1 after it.
 
         Raises:
             ConfigError: there is no such layer. KernelError: this implementation does not return hidden states.
         """
-        last = self.config.shape.num_layers
+        last = self.config.shape.num_layers + 1
         if not of or not all(type(layer) is int and 0 <= layer <= last for layer in of):
             raise ConfigError(f"hidden states of layers {tuple(of)!r}; valid: ints from 0 to {last}")
 

@@ -1,4 +1,4 @@
-"""Draft heads that read hidden states of the target: EAGLE-3 (arXiv 2503.01840).
+"""Draft heads that read hidden states of the target: EAGLE-1 to 3 (arXiv 2401.15077, 2406.16858, 2503.01840).
 
 A token's row combines its embedding with the *feature* of the token before it. After verified tokens the feature comes
 from the target's hidden states; after a drafted node it is the head's own output at that node.
@@ -35,7 +35,7 @@ class FeatureHead:
         weights: of the norms of the states.
         columns: indices of the states that it reads among the features.
         fc: projection of the target's states to a feature.
-        pairs: returns the inputs of the layers, `TorchPairs` or `PairInputs`.
+        pairs: returns the inputs of the layers.
     """
 
     offset = 1
@@ -47,7 +47,7 @@ class FeatureHead:
         weights: HeadWeights,
         columns: Sequence[int],
         fc: Linear | CompiledLinear,
-        pairs: "TorchPairs | PairInputs",
+        pairs: "TorchPairs | PairInputs | FusedPairs",
     ):
         self.form, self.decoder, self.columns = form, decoder, list(columns)
         self._fc, self._pairs, self._state_norms = fc, pairs, weights.state_norms
@@ -136,6 +136,65 @@ class FeatureHead:
         return None if found is None else self._pairs.add_to(found, self.form.norm_output)
 
 
+class EagleHead(FeatureHead):
+    """An EAGLE-1 or EAGLE-2 head: its features are the target's output states, and its vocabulary head the target's.
+
+    Args:
+        form, decoder, weights, columns: as in `FeatureHead`; its one column is the target's final norm's output.
+        pairs: returns the inputs of its layer.
+        target: the target.
+    """
+
+    def __init__(
+        self,
+        form: HeadForm,
+        decoder: Decoder,
+        weights: HeadWeights,
+        columns: Sequence[int],
+        pairs: "FusedPairs",
+        target: Decoder,
+    ):
+        super().__init__(form, decoder, weights, columns, pairs.fc, pairs)
+        self._target = target
+
+    def features_of(self, states: Tensor) -> Tensor:
+        return states[:, self.columns].flatten(1).to(self.dtype)
+
+    def forward_features(self, tokens: Tensor, features: Tensor, layout: Pass, kv: Tensor) -> tuple[Tensor, Tensor]:
+        stream = StreamInput(*self._pairs(tokens, features))
+        output = self.decoder.forward_stream(stream, layout, kv).chosen[: len(tokens), 0]
+        return output, output
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._target.logits(hidden)
+
+    def probs(self, hidden: Tensor) -> Tensor:
+        return self._target.probs(hidden)
+
+    @property
+    def entries(self) -> PassEntries | None:
+        return None
+
+
+class FusedPairs:
+    """Inputs of an EAGLE head's layer, with the interface of `PairInputs`.
+
+    Args:
+        embed: embeddings of the target's vocabulary, [vocab_size, hidden_size].
+        fc: projection of [embedding, feature] to the residual stream.
+        qkv: projections of the layer.
+    """
+
+    def __init__(self, embed: Tensor, fc: Linear | CompiledLinear, qkv: Linear | CompiledLinear):
+        self.embed, self.fc, self._qkv = embed, fc, qkv
+        self.nbytes = qkv.nbytes
+
+    def __call__(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the residual stream before the layer, and its projections, as `PairInputs`."""
+        rows = self.fc(torch.cat((F.embedding(tokens, self.embed).to(features.dtype), features), 1))
+        return rows, self._qkv(rows)
+
+
 class TorchPairs:
     """Inputs of a head's layers, with the interface of `PairInputs`.
 
@@ -148,6 +207,7 @@ class TorchPairs:
     """
 
     def __init__(self, form: HeadForm, weights: HeadWeights, embed: Tensor, eps: float, impl: LinearImpl):
+        assert weights.embed_norm is not None and weights.feature_norm is not None
         self.form, self.embed, self._eps = form, embed, eps
         self._qkv = Linear(*weights.qkv, impl)
         self._embed_norm, self._feature_norm = weights.embed_norm, weights.feature_norm

@@ -17,7 +17,7 @@ class HeadConfig:
     Attributes:
         form: of the published folder.
         decoder: config of its layers, with the target's vocabulary size.
-        layers: of the target, whose inputs it reads.
+        layers: of the target, whose inputs it reads; see `HeadForm.read_layers`.
         target_hidden: hidden size of the target.
     """
 
@@ -52,6 +52,8 @@ class HeadConfig:
         return cls(form, decoder, form.read_layers(target.shape.num_layers), target.shape.hidden_size)
 
     def __str__(self) -> str:
+        if self.form.kind == "eagle":
+            return "an EAGLE head that reads the target's output states"
         return f"an EAGLE-3 head that reads the inputs of the target's layers {', '.join(map(str, self.layers))}"
 
 

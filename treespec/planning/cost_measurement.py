@@ -85,7 +85,7 @@ def cost_key(runner: Runner, ssms: SsmDrafter | None, num_threads: int) -> dict[
 def _model_key(model: GroupModel) -> list[Any]:
     """Return the parameters that determine the cost of a model's passes."""
     if isinstance(model, FeatureHead):
-        return ["eagle3", len(model.columns), *_model_key(model.decoder)]
+        return [model.form.kind, len(model.columns), *_model_key(model.decoder)]
     s = model.config.shape
     sizes = (s.num_layers, s.hidden_size, s.intermediate_size, s.num_heads, s.num_kv_heads, s.head_dim, s.vocab_size)
     return [*sizes, *([] if model.backend == "native" else [model.config.folder.name, model.linear, model.min_rows])]

@@ -83,7 +83,7 @@ def _load_ssms(resolved: Resolved, plan: MemoryPlan, target: Target) -> SsmDraft
     drafts, loader, features = resolved.ssms, resolved.loader, plan.features
     models: list[GroupModel] = [loader.load_draft(draft, plan.positions) for draft in drafts]
     if features is not None:
-        models += [loader.load_head(head, target.decoder.embed, features) for _, head in resolved.heads]
+        models += [loader.load_head(head, target.decoder, features) for _, head in resolved.heads]
     names = [*(draft.name for draft in drafts), *(name for name, _ in resolved.heads)]
     return SsmDrafter(models, names, target.cache) if models else None
 

@@ -19,7 +19,7 @@ from treespec.models.attention import make_attention
 from treespec.models.attention_triton import TritonAttention
 from treespec.models.compiled import CompiledDecoder
 from treespec.models.decoder import Decoder
-from treespec.models.feature_head import FeatureHead, TorchPairs
+from treespec.models.feature_head import EagleHead, FeatureHead, FusedPairs, TorchPairs
 from treespec.models.head_config import HeadConfig
 from treespec.models.head_vocabulary import HeadVocabulary
 from treespec.models.quantized_weights import quantize_matrices, quantized_library
@@ -32,7 +32,7 @@ from treespec_kernels.linear.quantized import QuantizedWeight
 from treespec_kernels.tuning.tuned import KernelConfigs
 from treespec_weights import load_weights
 from treespec_weights.gguf.tensors import describe_storage
-from treespec_weights.heads import load_head
+from treespec_weights.heads import HeadWeights, load_head
 from treespec_weights.quantize import quantize
 
 logger = logging.getLogger("treespec")
@@ -114,42 +114,66 @@ class Loader:
         """Load a draft model; its rows are not padded, because a draft's bits do not affect the output tokens."""
         return self.load(draft.config, draft.known, positions, min_rows=2, draft=draft)
 
-    def load_head(self, config: HeadConfig, embed: Tensor, features: FeatureShape) -> FeatureHead:
+    def load_head(self, config: HeadConfig, target: Decoder, features: FeatureShape) -> FeatureHead:
         """Load a draft head.
 
         Args:
             config: of the head.
-            embed: the target's embeddings, [vocab_size, hidden], for a head without its own.
+            target: the target, whose embeddings serve a head without its own.
             features: the states of the target that are stored, the head's among them.
         """
         shape = config.decoder.shape
         parts = len(config.layers), config.target_hidden, self.dtype, self.device
         weights, tokens = load_head(config.form, shape, *parts)
-        own, eps = embed if weights.embed is None else weights.embed, config.decoder.norm_eps
-        decoder: Decoder
-        fc: Linear | CompiledLinear
-        pairs: TorchPairs | PairInputs
-        if self.linear == "compiled":
-            if self.int8_drafts:
-                quantize_matrices(weights.decoder)
-            decoder = CompiledDecoder(config.decoder, weights.decoder, libraries_folder())
-            (fc_weight, fc_bias), qkv = (
-                (QuantizedWeight(*quantize(weight, 8)) if self.int8_drafts else weight, bias)
-                for weight, bias in (weights.fc, weights.qkv)
-            )
-            norms, threads = (weights.embed_norm, weights.feature_norm), torch.get_num_threads()
-            fc = CompiledLinear(decoder.library, fc_weight, fc_bias, self.dtype, threads)
-            after = config.form.residual_after_norm
-            pairs = PairInputs(decoder.library, qkv, own.to(self.dtype), *norms, eps, after, threads)
-        else:
-            impl: LinearImpl = "onednn" if self.linear == "onednn" else "torch"
-            op = make_attention(self.attention, shape, self.dtype, self.device, self.configs, self.exact)
-            decoder = Decoder(config.decoder, weights.decoder, op, impl)
-            fc, pairs = Linear(*weights.fc, impl), TorchPairs(config.form, weights, own, eps, impl)
+        embed = (target.embed if weights.embed is None else weights.embed).to(self.dtype)
+        columns = [features.layers.index(layer) for layer in config.layers]
+        decoder, fc, qkv = self._load_head_parts(config, weights)
+        if config.form.kind == "eagle":
+            qkv_linear = self._linear(decoder, *qkv)
+            return EagleHead(config.form, decoder, weights, columns, FusedPairs(embed, fc, qkv_linear), target)
         if tokens is not None:
             decoder.head_vocabulary = HeadVocabulary(tokens, shape.vocab_size, self.device)
-        columns = [features.layers.index(layer) for layer in config.layers]
+        pairs: TorchPairs | PairInputs
+        eps = config.decoder.norm_eps
+        if isinstance(decoder, CompiledDecoder):
+            assert weights.embed_norm is not None and weights.feature_norm is not None
+            norms, threads = (weights.embed_norm, weights.feature_norm), torch.get_num_threads()
+            after = config.form.residual_after_norm
+            pairs = PairInputs(decoder.library, qkv, embed, *norms, eps, after, threads)
+        else:
+            pairs = TorchPairs(config.form, weights, embed, eps, self._impl)
         return FeatureHead(config.form, decoder, weights, columns, fc, pairs)
+
+    def _load_head_parts(
+        self, config: HeadConfig, weights: HeadWeights
+    ) -> tuple[Decoder, Linear | CompiledLinear, tuple[Tensor | QuantizedWeight, Tensor | None]]:
+        """Return the decoder of a head's layers, its projection `fc`, and the first layer's projections."""
+        if self.linear != "compiled":
+            op = make_attention(self.attention, config.decoder.shape, self.dtype, self.device, self.configs, self.exact)
+            decoder = Decoder(config.decoder, weights.decoder, op, self._impl)
+            return decoder, Linear(*weights.fc, self._impl), weights.qkv
+        if self.int8_drafts:
+            quantize_matrices(weights.decoder)
+        compiled = CompiledDecoder(config.decoder, weights.decoder, libraries_folder())
+        fc, qkv = (
+            (QuantizedWeight(*quantize(weight, 8)) if self.int8_drafts else weight, bias)
+            for weight, bias in (weights.fc, weights.qkv)
+        )
+        return compiled, self._linear(compiled, *fc), qkv
+
+    def _linear(
+        self, decoder: Decoder, weight: Tensor | QuantizedWeight, bias: Tensor | None
+    ) -> Linear | CompiledLinear:
+        """Return a linear layer beside the layers of `decoder`."""
+        if isinstance(decoder, CompiledDecoder):
+            return CompiledLinear(decoder.library, weight, bias, self.dtype, torch.get_num_threads())
+        assert isinstance(weight, Tensor)
+        return Linear(weight, bias, self._impl)
+
+    @property
+    def _impl(self) -> LinearImpl:
+        """Implementation of linear layers that are not compiled."""
+        return "onednn" if self.linear == "onednn" else "torch"
 
     def _make_decoder(
         self, config: ModelConfig, weights: dict[str, Tensor], positions: int, min_rows: int, quantization: str | None

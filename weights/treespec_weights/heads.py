@@ -1,13 +1,15 @@
 """Published draft heads that read hidden states of their target: recognised by their folders, and loaded.
 
-EAGLE-3 (arXiv 2503.01840) in the layouts of its authors' repository, of SpecForge and SGLang, and of speculators.
+EAGLE-3 (arXiv 2503.01840) in the layouts of its authors' repository, of SpecForge and SGLang, and of speculators;
+EAGLE-1 and EAGLE-2 (arXiv 2401.15077, 2406.16858), whose heads have one form, in those of their authors and of
+speculators.
 """
 
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +23,7 @@ from treespec_weights.load import cast, expected_tensors
 from treespec_weights.rules import CONFIG, FamilyRules, ModelShape, read_config
 
 PICKLE = "pytorch_model.bin"
-SUPPORTED = "EAGLE-3 heads of the layouts of EAGLE, SpecForge and speculators"
+SUPPORTED = "EAGLE-1, EAGLE-2 and EAGLE-3 heads of the layouts of EAGLE, SpecForge and speculators"
 _OTHER_KINDS = {  # part of an architecture or of a type -> name of the kind
     "medusa": "a Medusa head",
     "mlp_speculator": "an MLPSpeculator head",
@@ -29,9 +31,9 @@ _OTHER_KINDS = {  # part of an architecture or of a type -> name of the kind
     "dflash": "a DFlash draft",
     "peagle": "a parallel EAGLE head",
     "pard": "a parallel draft",
-    "eaglespeculator": "an EAGLE-1 head",
 }
 _FIRST = "layers.0."
+_RENAMED = {"midlayer.": _FIRST, "transformer.": _FIRST, "fusion_fc.": "fc."}  # prefixes of other layouts
 _LAYER_TENSORS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
@@ -47,6 +49,7 @@ class HeadForm:
         rules: family of the head's layers.
         residual_after_norm: the residual stream begins with the normalised feature.
         norm_output: the feature of a drafted token is the output after the final norm.
+        kind: "eagle" is EAGLE-1 and EAGLE-2.
     """
 
     folder: Path
@@ -56,15 +59,23 @@ class HeadForm:
     rules: FamilyRules
     residual_after_norm: bool
     norm_output: bool
+    kind: Literal["eagle", "eagle3"] = "eagle3"
+
+    @property
+    def name(self) -> str:
+        """The kind, for users."""
+        return "EAGLE-3 head" if self.kind == "eagle3" else "EAGLE head"
 
     def read_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return the layers of a target with `num_layers` layers whose inputs the head reads, ascending.
 
-        `num_layers` means the output of the last layer.
+        `num_layers` means the output of the last layer, `num_layers` + 1 this output after the final norm.
 
         Raises:
             CheckpointConfigError: the target has no such layer.
         """
+        if self.kind == "eagle":
+            return (num_layers + 1,)
         default = (2, num_layers // 2, num_layers - 3)
         layers = tuple(sorted(self.layers or default))
         # Some published heads number inputs where others number outputs; these numbers tell them apart.
@@ -80,13 +91,16 @@ class HeadForm:
 
 
 class HeadWeights(NamedTuple):
-    """Weights of an EAGLE-3 head, in the compute dtype.
+    """Weights of a head, in the compute dtype.
 
     Attributes:
-        decoder: decoder parameters by name, without Q, K and V of the first layer and with one row of `embed`.
-        fc: [hidden, number of layers * hidden of the target], and its bias or None.
-        qkv: [(num_heads + 2 * num_kv_heads) * head_dim, 2 * hidden], of the first layer, and its bias or None.
-        embed_norm, feature_norm: norms of the embedding and of the feature, [hidden].
+        decoder: decoder parameters by name, without Q, K and V of the first layer and with one row of `embed`. An EAGLE
+            head has no norms before attention and at the end, and no `lm_head`: here these norms are ones.
+        fc: and its bias or None: [hidden, number of layers * hidden of the target]; of EAGLE, [hidden, 2 * hidden], of
+            a pair's embedding and feature.
+        qkv: of the first layer, and its bias or None: [(num_heads + 2 * num_kv_heads) * head_dim, 2 * hidden]; of
+            EAGLE, [..., hidden].
+        embed_norm, feature_norm: norms of the embedding and of the feature, [hidden]; None for EAGLE.
         state_norms: norms of the target's states, [1, number of layers * hidden] over all of them or [number of layers,
             hidden] of each; None for none.
         embed: own embeddings [vocab, hidden]; None for the target's.
@@ -95,8 +109,8 @@ class HeadWeights(NamedTuple):
     decoder: dict[str, Tensor]
     fc: tuple[Tensor, Tensor | None]
     qkv: tuple[Tensor, Tensor | None]
-    embed_norm: Tensor
-    feature_norm: Tensor
+    embed_norm: Tensor | None
+    feature_norm: Tensor | None
     state_norms: Tensor | None
     embed: Tensor | None
 
@@ -146,41 +160,57 @@ def read_head(folder: Path | str) -> HeadForm | None:
     lowered = [name.lower() for name in names if isinstance(name, str)]
     is_eagle3 = any("eagle3" in name for name in lowered) or "draft_vocab_size" in raw
     other = next((kind for part, kind in _OTHER_KINDS.items() if any(part in name for name in lowered)), None)
-    if other is None and not is_eagle3 and raw.get("num_hidden_layers") == 1 and "fc.weight" in _names(root):
-        other = "an EAGLE-1 head"
+    is_eagle = other is None and not is_eagle3 and _is_eagle(raw, root)
     if other is not None:
         problem = Problem("config", repr(CONFIG), f"{other}, which is not supported; supported: {SUPPORTED}")
         raise UnsupportedModelError(root, [problem])
-    if not is_eagle3:
+    if not is_eagle3 and not is_eagle:
         return None
     if raw.get("quantization_config"):
         raise _config_error(root, "quantization_config", "quantised draft heads are not supported; use the original")
-    return _eagle3_form(root, raw)
+    return _eagle_form(root, raw) if is_eagle else _eagle3_form(root, raw)
 
 
-def _eagle3_form(folder: Path, raw: Mapping[str, Any]) -> HeadForm:
-    layers, nested = raw.get("eagle_aux_hidden_state_layer_ids"), raw.get("eagle_config")
+def _is_eagle(raw: Mapping[str, Any], folder: Path) -> bool:
+    """Return whether a folder has an EAGLE-1 head. The original layout's config is that of a Llama of one layer."""
+    if raw.get("speculators_model_type") == "eagle":
+        return True
+    return raw.get("num_hidden_layers") == 1 and "fc.weight" in _names(folder)
+
+
+def _eagle_form(folder: Path, raw: Mapping[str, Any]) -> HeadForm:
+    if raw.get("layernorms"):  # of speculators, for HASS
+        raise _config_error(folder, "layernorms", "EAGLE heads with norms of their inputs are not supported")
+    return HeadForm(folder, None, False, *_layers_of(folder, raw), False, False, "eagle")
+
+
+def _layers_of(folder: Path, raw: Mapping[str, Any]) -> tuple[dict[str, Any], FamilyRules]:
+    """Return the config of a head's layers, in the form of a model's, and their family."""
     if isinstance(inner := raw.get("transformer_layer_config"), dict):  # speculators
         config = {"dtype": raw.get("dtype") or raw.get("torch_dtype"), **inner}
     else:
         config = {**raw, "num_hidden_layers": 1}  # some published configs give the target's number
+    config["tie_word_embeddings"] = False
+    rules = family_of(config, folder) if config.get("model_type") else LLAMA
+    if rules.model_type not in ("llama", "qwen3"):
+        problem = Problem("config", "'model_type'", f"a head of {rules.model_type!r} layers; supported: llama, qwen3")
+        raise UnsupportedModelError(folder, [problem])
+    return config, rules
+
+
+def _eagle3_form(folder: Path, raw: Mapping[str, Any]) -> HeadForm:
+    layers, nested = raw.get("eagle_aux_hidden_state_layer_ids"), raw.get("eagle_config")
     by_output = layers is None and isinstance(nested, dict)
     if isinstance(nested, dict):
         layers = nested.get("eagle_aux_hidden_state_layer_ids") if layers is None else layers
         raw = {**raw, **nested}
     if layers is not None and not (isinstance(layers, list) and layers and all(type(each) is int for each in layers)):
         raise _config_error(folder, "eagle_aux_hidden_state_layer_ids", f"{layers!r}; expected a list of layer numbers")
-    config["tie_word_embeddings"] = False
-    rules = family_of(config, folder) if config.get("model_type") else LLAMA
-    if rules.model_type not in ("llama", "qwen3"):
-        problem = Problem("config", "'model_type'", f"a head of {rules.model_type!r} layers; supported: llama, qwen3")
-        raise UnsupportedModelError(folder, [problem])
     return HeadForm(
         folder,
         None if layers is None else tuple(layers),
         by_output,
-        config,
-        rules,
+        *_layers_of(folder, raw),
         bool(raw.get("norm_before_residual")),
         bool(raw.get("norm_output")),
     )
@@ -222,7 +252,8 @@ class _Tensors:
 
 
 def _canonical(name: str) -> str:
-    return name.removeprefix("model.").replace("midlayer.", _FIRST)
+    name = name.removeprefix("model.")
+    return next((new + name.removeprefix(old) for old, new in _RENAMED.items() if name.startswith(old)), name)
 
 
 def head_tokens(folder: Path, stored: Mapping[str, Tensor | None], rows: int, target_size: int) -> np.ndarray | None:
@@ -276,6 +307,8 @@ def load_head(
         CheckpointError: with all missing and misshaped tensors; a head of another target.
     """
     hidden, found = shape.hidden_size, _Tensors(form.folder, dtype, device)
+    if form.kind == "eagle":
+        return _load_eagle(form, shape, target_hidden, found), None
     if (fc := found.raw("fc.weight")) is not None and fc.shape[1] != num_states * target_hidden:
         raise CheckpointError(
             form.folder,
@@ -301,7 +334,7 @@ def load_head(
     weights = HeadWeights(
         decoder,
         (found.take("fc.weight", hidden, num_states * target_hidden), _bias(found, "fc", hidden)),
-        _qkv(found, shape),
+        _qkv(found, shape, 2 * hidden),
         found.take(f"{_FIRST}input_layernorm.weight", hidden),
         decoder["layers.0.attn_norm"],
         _state_norms(found, num_states, target_hidden),
@@ -314,19 +347,42 @@ def load_head(
     return weights, tokens
 
 
+def _load_eagle(form: HeadForm, shape: ModelShape, target_hidden: int, found: _Tensors) -> HeadWeights:
+    """Load an EAGLE-1 head, which has the target's hidden size and vocabulary. Arguments as in `load_head`."""
+    hidden, own_size = shape.hidden_size, form.config.get("vocab_size", shape.vocab_size)
+    for key, own, other in (
+        ("hidden_size", hidden, target_hidden),
+        ("vocab_size", own_size, shape.vocab_size),
+    ):
+        if own != other:
+            reason = f"{own}, the target has {other}; use a head that was trained for this target"
+            raise _config_error(form.folder, key, reason)
+    ones = torch.ones(hidden, dtype=found.dtype, device=found.device)
+    decoder = {"embed": torch.zeros(1, hidden, dtype=found.dtype, device=found.device), "final_norm": ones}
+    decoder["layers.0.attn_norm"] = ones.clone()
+    for placement in expected_tensors(shape, form.rules):
+        name, [(param, size)] = _canonical(placement.name), placement.params.items()
+        if param not in (*decoder, "lm_head", *_first_projections()):
+            decoder[param] = found.take(name, *size)
+    own = found.take("embed_tokens.weight", own_size, hidden) if "embed_tokens.weight" in found else None
+    fc = found.take("fc.weight", hidden, 2 * hidden), _bias(found, "fc", hidden)
+    weights = HeadWeights(decoder, fc, _qkv(found, shape, hidden), None, None, None, own)
+    found.check()
+    return weights
+
+
 def _first_projections() -> tuple[str, ...]:
     return tuple(f"layers.0.{name}{part}" for name in "qkv" for part in ("", "_bias"))
 
 
-def _qkv(found: _Tensors, shape: ModelShape) -> tuple[Tensor, Tensor | None]:
-    """Return the first layer's projections of [embedding, feature]."""
+def _qkv(found: _Tensors, shape: ModelShape, width: int) -> tuple[Tensor, Tensor | None]:
+    """Return the first layer's projections of inputs of this width."""
     sizes = [heads * shape.head_dim for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)]
     parts = [
-        found.take(f"{_FIRST}{name}.weight", size, 2 * shape.hidden_size)
-        for name, size in zip(_LAYER_TENSORS, sizes, strict=True)
+        found.take(f"{_FIRST}{name}.weight", size, width) for name, size in zip(_LAYER_TENSORS, sizes, strict=True)
     ]
     bias = None
-    if shape.attention_bias:
+    if shape.attention_bias or f"{_FIRST}{_LAYER_TENSORS[0]}.bias" in found:
         bias = torch.cat(
             [found.take(f"{_FIRST}{name}.bias", size) for name, size in zip(_LAYER_TENSORS, sizes, strict=True)]
         )
@@ -367,10 +423,11 @@ def compare_head(target: dict[str, Any], form: HeadForm) -> dict[str, Any]:
         else:
             known, parameters = size if tokens is None else len(tokens), weights.num_parameters
             read = ", ".join(map(str, layers))
-            connection = f"EAGLE-3 head, reads the inputs of layers {read}; proposes {known:,} of {size:,} tokens"
+            reads = f"the inputs of layers {read}" if form.kind == "eagle3" else "the target's output states"
+            connection = f"{form.name}, reads {reads}; proposes {known:,} of {size:,} tokens"
     return {
         "folder": str(form.folder),
-        "family": "EAGLE-3 head",
+        "family": form.name,
         "parameters": parameters,
         "cost_ratio": parameters / target["parameters"] if target["parameters"] else None,
         "same_vocab_size": reason is None,

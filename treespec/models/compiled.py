@@ -174,7 +174,10 @@ class CompiledDecoder(Decoder):
         chosen = torch.empty(len(tokens), len(of), self.model.hidden_size, dtype=self.dtype, device="cpu")
         parts = (*((None, None) if stream is None else stream), chosen, of)
         plan, rotation = layout.attention, layout.rotation
-        return HiddenStates(self.model.forward(tokens, plan, rotation, kv, None, layout.positions, *parts), chosen)
+        final = self.model.forward(tokens, plan, rotation, kv, None, layout.positions, *parts)
+        if (normed := self.config.shape.num_layers + 1) in of:
+            chosen[:, of.index(normed)] = final
+        return HiddenStates(final, chosen)
 
     @property
     def entries(self) -> PassEntries | None:

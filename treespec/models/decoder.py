@@ -258,18 +258,7 @@ class Decoder:
     def forward_with_states(self, tokens: Tensor, layout: Pass, kv: Tensor, of: Sequence[int]) -> HiddenStates:
         """Run `forward` and also return the hidden states at the layers `of` (see `check_states`)."""
         self.check_states(of)
-        normed = self.config.shape.num_layers + 1
-        within = [layer for layer in of if layer != normed]
-        if not within:
-            final = self.forward(tokens, layout, kv)
-            return HiddenStates(final, torch.stack([final] * len(of), 1))
-        found = self._forward_with_states(tokens, layout, kv, within, None)
-        if len(within) == len(of):
-            return found
-        columns = iter(found.chosen.unbind(1))
-        return HiddenStates(
-            found.final, torch.stack([found.final if layer == normed else next(columns) for layer in of], 1)
-        )
+        return self._forward_with_states(tokens, layout, kv, of, None)
 
     def forward_stream(self, stream: StreamInput, layout: Pass, kv: Tensor) -> HiddenStates:
         """Run a pass that begins with a given residual stream; `chosen` is the stream after the last layer."""
@@ -281,6 +270,8 @@ class Decoder:
     ) -> HiddenStates:
         states: dict[int, Tensor | None] = dict.fromkeys(of)
         final = self._forward(tokens, layout, kv, None, states, stream)
+        if (normed := self.config.shape.num_layers + 1) in states:
+            states[normed] = final
         return HiddenStates(final, torch.stack([state for layer in of if (state := states[layer]) is not None], 1))
 
     def check_states(self, of: Sequence[int]) -> None:

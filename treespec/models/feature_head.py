@@ -140,7 +140,7 @@ class EagleHead(FeatureHead):
     """An EAGLE-1 or EAGLE-2 head: its features are the target's output states, and its vocabulary head the target's.
 
     Args:
-        form, decoder, weights, columns: as in `FeatureHead`; its one column is the target's final norm's output.
+        form, decoder, weights, columns: as in `FeatureHead`; the one state is the output of the target's final norm.
         pairs: returns the inputs of its layer.
         target: the target.
     """
@@ -170,10 +170,6 @@ class EagleHead(FeatureHead):
 
     def probs(self, hidden: Tensor) -> Tensor:
         return self._target.probs(hidden)
-
-    @property
-    def entries(self) -> PassEntries | None:
-        return None
 
 
 class FusedPairs:

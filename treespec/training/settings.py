@@ -7,7 +7,15 @@ from treespec.training.sizing import WIDTH_STEP
 
 LEAST_ROWS = 64  # of a draft's vocabulary
 HEADS = ("eagle3",)  # kinds of draft heads that can be trained
-OF_SSMS = ("ssms", "specialise", "texts", "generalist", "start", "layers", "hidden")  # settings that heads have not
+OF_SSMS = (
+    "ssms",
+    "specialise",
+    "texts",
+    "generalist",
+    "start",
+    "layers",
+    "hidden",
+)  # settings that do not apply to heads
 
 
 @dataclass(frozen=True)

@@ -160,15 +160,14 @@ def read_head(folder: Path | str) -> HeadForm | None:
     lowered = [name.lower() for name in names if isinstance(name, str)]
     is_eagle3 = any("eagle3" in name for name in lowered) or "draft_vocab_size" in raw
     other = next((kind for part, kind in _OTHER_KINDS.items() if any(part in name for name in lowered)), None)
-    is_eagle = other is None and not is_eagle3 and _is_eagle(raw, root)
     if other is not None:
         problem = Problem("config", repr(CONFIG), f"{other}, which is not supported; supported: {SUPPORTED}")
         raise UnsupportedModelError(root, [problem])
-    if not is_eagle3 and not is_eagle:
+    if not is_eagle3 and not _is_eagle(raw, root):
         return None
     if raw.get("quantization_config"):
         raise _config_error(root, "quantization_config", "quantised draft heads are not supported; use the original")
-    return _eagle_form(root, raw) if is_eagle else _eagle3_form(root, raw)
+    return _eagle3_form(root, raw) if is_eagle3 else _eagle_form(root, raw)
 
 
 def _is_eagle(raw: Mapping[str, Any], folder: Path) -> bool:
@@ -338,7 +337,7 @@ def load_head(
         found.take(f"{_FIRST}input_layernorm.weight", hidden),
         decoder["layers.0.attn_norm"],
         _state_norms(found, num_states, target_hidden),
-        found.take("embed_tokens.weight", shape.vocab_size, hidden) if "embed_tokens.weight" in found else None,
+        _own_embedding(found, shape),
     )
     found.check()
     if tokens is not None and (np.diff(tokens) < 0).any():  # ties break as over the whole vocabulary
@@ -349,13 +348,10 @@ def load_head(
 
 def _load_eagle(form: HeadForm, shape: ModelShape, target_hidden: int, found: _Tensors) -> HeadWeights:
     """Load an EAGLE-1 head, which has the target's hidden size and vocabulary. Arguments as in `load_head`."""
-    hidden, own_size = shape.hidden_size, form.config.get("vocab_size", shape.vocab_size)
-    for key, own, other in (
-        ("hidden_size", hidden, target_hidden),
-        ("vocab_size", own_size, shape.vocab_size),
-    ):
-        if own != other:
-            reason = f"{own}, the target has {other}; use a head that was trained for this target"
+    hidden = shape.hidden_size
+    for key, size in (("hidden_size", target_hidden), ("vocab_size", shape.vocab_size)):
+        if (own := form.config.get(key, size)) != size:
+            reason = f"{own}, the target has {size}; use a head that was trained for this target"
             raise _config_error(form.folder, key, reason)
     ones = torch.ones(hidden, dtype=found.dtype, device=found.device)
     decoder = {"embed": torch.zeros(1, hidden, dtype=found.dtype, device=found.device), "final_norm": ones}
@@ -364,9 +360,8 @@ def _load_eagle(form: HeadForm, shape: ModelShape, target_hidden: int, found: _T
         name, [(param, size)] = _canonical(placement.name), placement.params.items()
         if param not in (*decoder, "lm_head", *_first_projections()):
             decoder[param] = found.take(name, *size)
-    own = found.take("embed_tokens.weight", own_size, hidden) if "embed_tokens.weight" in found else None
     fc = found.take("fc.weight", hidden, 2 * hidden), _bias(found, "fc", hidden)
-    weights = HeadWeights(decoder, fc, _qkv(found, shape, hidden), None, None, None, own)
+    weights = HeadWeights(decoder, fc, _qkv(found, shape, hidden), None, None, None, _own_embedding(found, shape))
     found.check()
     return weights
 
@@ -391,6 +386,11 @@ def _qkv(found: _Tensors, shape: ModelShape, width: int) -> tuple[Tensor, Tensor
 
 def _bias(found: _Tensors, name: str, size: int) -> Tensor | None:
     return found.take(f"{name}.bias", size) if f"{name}.bias" in found else None
+
+
+def _own_embedding(found: _Tensors, shape: ModelShape) -> Tensor | None:
+    name = "embed_tokens.weight"
+    return found.take(name, shape.vocab_size, shape.hidden_size) if name in found else None
 
 
 def _state_norms(found: _Tensors, num_states: int, target_hidden: int) -> Tensor | None:

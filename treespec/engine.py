@@ -21,6 +21,7 @@ from treespec.request import Request
 from treespec.runner import Runner
 from treespec.sampling.transforms import logprobs_of
 from treespec.scheduler import Batch, Scheduler
+from treespec.utils.torch_state import one_thread
 
 logger = logging.getLogger("treespec")
 
@@ -181,6 +182,7 @@ class Engine:
             assert self.cache.num_free == self.cache.num_pages, "an idle engine holds pages"
 
 
+@one_thread()
 def _add_logprobs(verified: Sequence[VerifiedRequest], emitted: Sequence[list[int]]) -> None:
     """Append the log-probabilities of emitted tokens to the requests that ask for them, together for equal counts."""
     asking = defaultdict[int, list[tuple[Request, torch.Tensor, list[int]]]](list)

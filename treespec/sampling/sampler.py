@@ -17,6 +17,7 @@ from treespec.sampling.restriction import Restriction
 from treespec.sampling.transforms import Transforms, truncate_rows
 from treespec.sampling_params import SamplingParams
 from treespec.tree import TokenTree
+from treespec.utils.torch_state import one_thread
 from treespec.verification.oracle import RandomOracle
 from treespec.verification.verify import Verified, verify_drawn
 from treespec_kernels.sampling.coupled_choice import coupled_choice_triton
@@ -99,10 +100,11 @@ class Sampler:
         position = len(tokens) + len(ancestors)
         if self._kernel_noise and self.temperature > 0:
             return self._choose_by_kernel(logits, tokens, ancestors, position)
-        scores = self.transforms.scores(logits, tokens, ancestors)
-        if self.temperature > 0:
-            scores = scores + torch.from_numpy(self.noise.row(position)).to(self._device)
-        best, token = scores.max(0)  # the first on ties
+        with one_thread():
+            scores = self.transforms.scores(logits, tokens, ancestors)
+            if self.temperature > 0:
+                scores = scores + torch.from_numpy(self.noise.row(position)).to(self._device)
+            best, token = scores.max(0)  # the first on ties
         self._check(float(best), logits, position)
         return int(token)
 
@@ -134,9 +136,10 @@ class Sampler:
 
         Arguments and errors as in `choose`; temperature above 0.
         """
-        scores = self.transforms.scores(logits, tokens, ancestors)
-        self._check(float(scores.max()), logits, len(tokens) + len(ancestors))
-        return torch.softmax(scores, -1).cpu().numpy()
+        with one_thread():
+            scores = self.transforms.scores(logits, tokens, ancestors)
+            self._check(float(scores.max()), logits, len(tokens) + len(ancestors))
+            return torch.softmax(scores, -1).cpu().numpy()
 
     def walk(self, tree: TokenTree, logits: Tensor, tokens: Sequence[int], most: int) -> Verified:
         """Verify naively: descend to the child that carries the target's choice until there is none.

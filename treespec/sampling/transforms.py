@@ -209,7 +209,7 @@ def _best(scores: Tensor, count: int) -> Tensor:
 
 def nucleus_size(scores: Tensor, top_p: float) -> int:
     """Return the number of most likely tokens (at least 1) with total probability `top_p`. scores: [vocab]."""
-    shares = torch.exp(scores - scores.max())
+    shares = torch.softmax(scores, 0)  # torch.exp of a long row would run on the threads of MKL
     wanted, count = top_p * float(shares.sum(dtype=torch.float64)), 64
     while True:  # sorting all 131,072 tokens takes 9 ms; a few hundred usually suffice
         best = topk_rows(shares[None], count)[0][0].double().cumsum(0)

@@ -87,14 +87,14 @@ def write_eagle3(
     layer = "layers.0." if layout == "speculators" else "midlayer."
     head_dim = hidden // target.num_attention_heads if layout == "eagle" else target.head_dim  # "eagle" states none
     tensors = _layer(layer, target, hidden, head_dim, 2 * hidden, 2.0, generator)
-    tensors |= {f"{layer}{name}.weight": _gains(hidden, generator) for name in ("input_layernorm", "hidden_norm")}
-    tensors["fc.weight"] = _matrix(hidden, count * target.hidden_size, 1.0, generator)
-    tensors["norm.weight"] = _gains(hidden, generator)
-    tensors["lm_head.weight"] = _matrix(vocab, hidden, 2.0, generator)
+    tensors |= {f"{layer}{name}.weight": gains(hidden, generator) for name in ("input_layernorm", "hidden_norm")}
+    tensors["fc.weight"] = matrix(hidden, count * target.hidden_size, 1.0, generator)
+    tensors["norm.weight"] = gains(hidden, generator)
+    tensors["lm_head.weight"] = matrix(vocab, hidden, 2.0, generator)
     if flags.get("norm_before_fc"):
-        tensors["input_norm.weight"] = _gains(count * target.hidden_size, generator)
+        tensors["input_norm.weight"] = gains(count * target.hidden_size, generator)
     if flags.get("fc_norm"):
-        tensors |= {f"fc_norm.{i}.weight": _gains(target.hidden_size, generator) for i in range(count)}
+        tensors |= {f"fc_norm.{i}.weight": gains(target.hidden_size, generator) for i in range(count)}
     if own_embedding:
         tensors["embed_tokens.weight"] = torch.randn(target.vocab_size, hidden, generator=generator)
     if draft_vocab is not None or layout == "specforge":  # SpecForge writes the identity too
@@ -125,7 +125,7 @@ def write_eagle1(
     layer, fc = ("layers.0.", "fc") if layout == "eagle" else ("transformer.", "fusion_fc")
     hidden = target.hidden_size
     tensors = _layer(layer, target, hidden, target.head_dim, hidden, 1.0, generator)
-    tensors[f"{fc}.weight"] = _matrix(hidden, 2 * hidden, 0.7, generator)
+    tensors[f"{fc}.weight"] = matrix(hidden, 2 * hidden, 0.7, generator)
     if bias:
         tensors[f"{fc}.bias"] = 0.2 * torch.randn(hidden, generator=generator)
     if qkv_bias:
@@ -205,15 +205,15 @@ def _layer(
         "mlp.up_proj": (target.intermediate_size, hidden, gain),
         "mlp.down_proj": (hidden, target.intermediate_size, gain),
     }
-    tensors = {f"{prefix}{name}.weight": _matrix(*shape, generator) for name, shape in shapes.items()}
-    return tensors | {f"{prefix}post_attention_layernorm.weight": _gains(hidden, generator)}
+    tensors = {f"{prefix}{name}.weight": matrix(*shape, generator) for name, shape in shapes.items()}
+    return tensors | {f"{prefix}post_attention_layernorm.weight": gains(hidden, generator)}
 
 
-def _matrix(rows: int, columns: int, gain: float, generator: torch.Generator) -> Tensor:
+def matrix(rows: int, columns: int, gain: float, generator: torch.Generator) -> Tensor:
     return gain * columns**-0.5 * torch.randn(rows, columns, generator=generator)
 
 
-def _gains(size: int, generator: torch.Generator) -> Tensor:
+def gains(size: int, generator: torch.Generator) -> Tensor:
     return 1.0 + 0.2 * torch.randn(size, generator=generator)
 
 
@@ -238,17 +238,17 @@ def reference_eagle3(
     eps = config["rms_norm_eps"]
     embedding = weights.get("embed_tokens.weight", target_embed)[torch.tensor([*tokens[1:], *drafted])]
     if config.get("norm_before_fc"):
-        features = _norm(features.flatten(1), weights["input_norm.weight"], eps).view_as(features)
+        features = norm(features.flatten(1), weights["input_norm.weight"], eps).view_as(features)
     if config.get("fc_norm"):
         gains = torch.stack([weights[f"fc_norm.{i}.weight"] for i in range(features.shape[1])])
-        features = _norm(features, gains, eps)
+        features = norm(features, gains, eps)
     read = features.flatten(1) @ weights["fc.weight"].T
     while True:
-        embedded = _norm(embedding[: len(read)], weights["layers.0.input_layernorm.weight"], eps)
-        normed = _norm(read, weights["layers.0.hidden_norm.weight"], eps)
+        embedded = norm(embedding[: len(read)], weights["layers.0.input_layernorm.weight"], eps)
+        normed = norm(read, weights["layers.0.hidden_norm.weight"], eps)
         residual = normed if config.get("norm_before_residual") else read
         hidden = _decoder_layer(residual, torch.cat((embedded, normed), -1), config, weights)
-        final = _norm(hidden, weights["norm.weight"], eps)
+        final = norm(hidden, weights["norm.weight"], eps)
         if len(read) == len(embedding):
             return HeadOutput(final @ weights["lm_head.weight"].T, hidden)
         read = torch.cat((read, (final if config.get("norm_output") else hidden)[-1:]))
@@ -291,7 +291,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return config, tensors
 
 
-def _norm(x: Tensor, gains: Tensor, eps: float) -> Tensor:
+def norm(x: Tensor, gains: Tensor, eps: float) -> Tensor:
     return gains * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
@@ -308,20 +308,20 @@ def _decoder_layer(residual: Tensor, read: Tensor, config: dict[str, Any], weigh
         )
         for name in "qkv"
     )
-    query, key = _rope(query, config), _rope(key, config)
+    query, key = rope(query, config), rope(key, config)
     key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, key) * query.shape[-1] ** -0.5
     scores = scores.masked_fill(torch.ones(count, count, dtype=torch.bool).triu(1), float("-inf"))
     attended = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).flatten(1)
     x = residual + project("self_attn.o_proj", attended)
-    normed = _norm(x, weights["layers.0.post_attention_layernorm.weight"], config["rms_norm_eps"])
+    normed = norm(x, weights["layers.0.post_attention_layernorm.weight"], config["rms_norm_eps"])
     return x + project("mlp.down_proj", F.silu(project("mlp.gate_proj", normed)) * project("mlp.up_proj", normed))
 
 
-def _rope(x: Tensor, config: dict[str, Any]) -> Tensor:
-    """Rotates [n, heads, head_dim] at positions 0 to n - 1; the two halves of a head are the pairs' components."""
+def rope(x: Tensor, config: dict[str, Any], first: int = 0) -> Tensor:
+    """Rotates [n, heads, head_dim] at positions from `first` on; the halves of a head are the pairs' components."""
     theta = config.get("rope_parameters", config).get("rope_theta", 10000.0)
     frequencies = 1.0 / theta ** (torch.arange(0, x.shape[-1], 2) / x.shape[-1])
-    angles = (torch.arange(len(x))[:, None] * frequencies).repeat(1, 2)[:, None]
-    first, second = x.chunk(2, -1)
-    return x * angles.cos() + torch.cat((-second, first), -1) * angles.sin()
+    angles = (torch.arange(first, first + len(x))[:, None] * frequencies).repeat(1, 2)[:, None]
+    low, high = x.chunk(2, -1)
+    return x * angles.cos() + torch.cat((-high, low), -1) * angles.sin()

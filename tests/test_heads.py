@@ -239,7 +239,6 @@ def test_a_damaged_head() -> None:
     [
         ({"architectures": ["MedusaModel"]}, "a Medusa head"),
         ({"model_type": "mlp_speculator"}, "an MLPSpeculator head"),
-        ({"architectures": ["DFlashDraftModel"]}, "a DFlash draft"),
         ({"speculators_model_type": "peagle"}, "a parallel EAGLE head"),
     ],
 )

@@ -9,11 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+from tests.blocks_made import reference_dflash
 from tests.heads_made import reference_eagle3
 from tests.models import make_llama, new_folder
 from tests.tokenizers_made import TEXT, byte_level, save_tokenizer
 from treespec import LLM, SpecConfig, train_drafts
 from treespec.errors import ConfigError, ModelError
+from treespec.training.dflash import make_dflash, write_dflash
 from treespec.training.eagle3 import head_layers, make_head, write_head
 
 VOCAB, DEPTHS = 384, 3
@@ -59,6 +61,33 @@ def test_logits_at_every_depth_are_those_of_the_reference(num_layers: int, tmp_p
                     torch.testing.assert_close(logits[row, pair], expected.logits[-1], rtol=1e-4, atol=1e-4)
 
 
+def test_block_predictions_are_those_of_the_reference(tmp_path: Path) -> None:
+    """Of a DFlash draft as it is trained, several roots of a row at once, for the folder that it is written to."""
+    target = AutoModelForCausalLM.from_pretrained(tiny_target(8), dtype=torch.float32)
+    layers, ids = head_layers(8), np.append(np.sort(np.random.default_rng(1).permutation(VOCAB)[:100]), -1)
+    torch.manual_seed(2)
+    draft = make_dflash(target, ids, len(layers))
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            noise = torch.randn_like(parameter)
+            parameter.copy_((noise * 2 * parameter.shape[1] ** -0.5) if parameter.ndim == 2 else 1 + 0.2 * noise)
+    write_dflash(draft, tmp_path, ids, target.config)
+    stored = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in load_head(tmp_path)}
+    save_file(stored, tmp_path / "model.safetensors")
+    draft.load_state_dict({name: tensor for name, tensor in stored.items() if name not in ("d2t", "t2d")})
+    tokens = torch.randint(VOCAB, (2, 12), generator=torch.Generator().manual_seed(3), dtype=torch.int64)
+    roots = torch.tensor([[1, 4, 11], [2, 3, 9]])
+    with torch.inference_mode():
+        found = target(tokens, output_hidden_states=True).hidden_states
+        states = torch.stack([found[layer] for layer in layers], 2)
+        hidden = draft(states.flatten(2), tokens, roots)
+        for row in range(2):
+            for i, root in enumerate(roots[row].tolist()):
+                embed, read = target.get_input_embeddings().weight, states[row, :root]
+                expected = reference_dflash(tmp_path, embed, embed, int(tokens[row, root]), read)
+                torch.testing.assert_close(draft.lm_head(hidden[row, i])[1:], expected, rtol=1e-4, atol=1e-4)
+
+
 def load_head(folder: Path) -> list[tuple[str, torch.Tensor]]:
     return list(load_file(folder / "model.safetensors").items())
 
@@ -67,26 +96,28 @@ OPTIONS: dict[str, Any] = {"tokens": 1500, "vocabulary": 257, "max_tokens": 16, 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
 @pytest.mark.parametrize("num_layers", [2, 8])
-def test_a_trained_head_drafts(num_layers: int, tmp_path: Path) -> None:
+def test_a_trained_head_drafts(num_layers: int, kind: str, tmp_path: Path) -> None:
     target, data = tiny_target(num_layers), tmp_path / "text.txt"
     data.write_text(TEXT[:9000])
-    report = train_drafts(target, [data], tmp_path / "one", **OPTIONS)
+    options = OPTIONS | {"head": kind}
+    report = train_drafts(target, [data], tmp_path / "one", **options)
     assert report.differing == 0 and [row.drafts for row in report.measured] == [0, 1]
-    assert set(report.agreement) == {"eagle3"}
-    llm = LLM(target, drafts=[tmp_path / "one" / "eagle3"], compile=False, max_model_len=256)
+    assert set(report.agreement) == {kind}
+    llm = LLM(target, drafts=[tmp_path / "one" / kind], compile=False, max_model_len=256)
     plain, tree = (llm.generate("import os", spec=spec)[0] for spec in ("off", SpecConfig(nodes=8, sources=("ssm",))))
     assert plain.outputs[0].token_ids == tree.outputs[0].token_ids
-    assert tree.metrics.acceptance_length > 1.0
-    train_drafts(target, [], tmp_path / "two", lessons=tmp_path / "one", **OPTIONS)
-    one, two = ((tmp_path / name / "eagle3" / "model.safetensors").read_bytes() for name in ("one", "two"))
+    assert tree.metrics.nodes_verified > tree.metrics.target_passes
+    train_drafts(target, [], tmp_path / "two", lessons=tmp_path / "one", **options)
+    one, two = ((tmp_path / name / kind / "model.safetensors").read_bytes() for name in ("one", "two"))
     assert one == two
 
 
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"head": "medusa"}, "head='medusa'; valid: 'eagle3'"),
+        ({"head": "medusa"}, "head='medusa'; valid: 'eagle3', 'dflash'"),
         ({"hidden": 64}, "hidden is for SSMs; leave it out to train a head"),
         ({"texts": ["notes"]}, "texts is for SSMs; leave it out to train a head"),
         ({"generalist": True}, "generalist is for SSMs; leave it out to train a head"),

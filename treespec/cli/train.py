@@ -85,7 +85,7 @@ def train(
         typer.Option(
             "--head",
             metavar="KIND",
-            help="Train a draft head instead of SSMs, which reads the target's states: eagle3.",
+            help="Train a draft head instead of SSMs, which reads the target's states: eagle3, dflash.",
         ),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", metavar="S", help="Seed of everything.")] = 0,

@@ -63,7 +63,7 @@ class TritonAttention:
     def plan(self, requests: list[RequestRows], num_rows: int, window: int | None = None) -> dict[str, Any]:
         """Return the kernel arguments other than q and the KV cache."""
         lengths = [rows.context_len for rows in requests]
-        depths = np.concatenate([rows.depths for rows in requests])
+        depths = np.concatenate([rows.path_lengths - 1 for rows in requests])
         counts = [rows.num_rows for rows in requests]
         arguments: dict[str, Any] = {
             "num_heads": self.num_heads,

@@ -179,6 +179,9 @@ class CompiledDecoder(Decoder):
             chosen[:, of.index(normed)] = final
         return HiddenStates(final, chosen)
 
+    def write_context(self, rows: Tensor, layout: Pass, kv: Tensor) -> None:
+        self.model.write_context(rows.contiguous(), layout.attention, layout.rotation, kv)
+
     @property
     def entries(self) -> PassEntries | None:
         """Entry points for calls from another library, or None if probabilities take more than two calls."""

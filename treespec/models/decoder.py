@@ -66,15 +66,16 @@ class Pass:
 
 
 class StreamInput(NamedTuple):
-    """What a draft head's pass begins with, instead of embeddings; in the model's dtype.
+    """What a draft's pass begins with, instead of embeddings; in the model's dtype.
 
     Attributes:
         rows: [num_rows, hidden_size], the residual stream before the first layer.
-        qkv: [num_rows, (num_heads + 2 * num_kv_heads) * head_dim], the first layer's projections before rotation.
+        qkv: [num_rows, (num_heads + 2 * num_kv_heads) * head_dim], the first layer's projections before rotation; None
+            if they are those of `rows`.
     """
 
     rows: Tensor
-    qkv: Tensor
+    qkv: Tensor | None
 
 
 class HiddenStates(NamedTuple):
@@ -115,10 +116,12 @@ class Decoder:
         head_vocabulary: tokens of a reduced head, set after loading; None if the head covers the vocabulary.
         growth: library of compiled tree growth; None without one.
         offset: number of slots by which a token's K/V lie before the token's position; 1 for draft heads.
+        kept: number of drafted nodes, the root first, whose K/V stay valid if they are accepted; None for all.
     """
 
     backend = "native"
     offset = 0
+    kept: int | None = None
     growth: CDLL | None = None
     head_vocabulary: HeadVocabulary | None = None
 
@@ -265,6 +268,14 @@ class Decoder:
         tokens = torch.empty(len(stream.rows), dtype=torch.int64, device=self.device)
         return self._forward_with_states(tokens, layout, kv, [self.config.shape.num_layers], stream)
 
+    def write_context(self, rows: Tensor, layout: Pass, kv: Tensor) -> None:
+        """Write K/V to the slots of a pass in all layers: projections of the same rows, [num_rows, hidden_size]."""
+        rows = F.pad(rows, (0, 0, 0, layout.num_rows - len(rows)))
+        rotation = layout.rotation.split(1, 1)
+        for layer, cache in zip(self.layers, kv, strict=True):
+            assert layer.qkv is not None
+            self._write(layer, layer.qkv(rows), rotation, layout, cache)
+
     def _forward_with_states(
         self, tokens: Tensor, layout: Pass, kv: Tensor, of: Sequence[int], stream: StreamInput | None
     ) -> HiddenStates:
@@ -302,7 +313,8 @@ class Decoder:
         if given is None:
             x = self._embed(F.pad(tokens, (0, missing)) if missing else tokens, layout)
         else:
-            x, qkv = (F.pad(part, (0, 0, 0, missing)) for part in given)
+            x = F.pad(given.rows, (0, 0, 0, missing))
+            qkv = None if given.qkv is None else F.pad(given.qkv, (0, 0, 0, missing))
         rotation = layout.rotation.split(1, 1)
         stream = self._stream(x, self.config.norm_eps)
         for i, (layer, cache) in enumerate(zip(self.layers[:num_layers], kv, strict=False)):
@@ -358,6 +370,13 @@ class Decoder:
 
     def _attend(self, layer: Layer, qkv: Tensor, rotation: tuple[Tensor, ...], layout: Pass, cache: Tensor) -> Tensor:
         """Run the attention block on the projections of all rows, including its output projection."""
+        q, (k_cache, v_cache) = self._write(layer, qkv, rotation, layout, cache), cache
+        plan = layout.attention[layer.window]
+        out = self.attention(q, k_cache, v_cache, plan, self.config.query_scale, self.config.score_cap)
+        return layer.o(out.view(len(qkv), -1).to(self.dtype))
+
+    def _write(self, layer: Layer, qkv: Tensor, rotation: tuple[Tensor, ...], layout: Pass, cache: Tensor) -> Tensor:
+        """Write the K/V of all rows to their slots, and return the rotated queries, [num_rows, num_heads, head_dim]."""
         heads, head_dim, num_rows = self.heads, self.head_dim, len(qkv)
         qkv = qkv.float().view(num_rows, -1, head_dim)
         qk = qkv[:, : heads + self.kv_heads]
@@ -369,10 +388,7 @@ class Decoder:
             qk.mul_(cos).add_(turned)  # not addcmul, so that SIMD body and tail both round products and sum separately
         new = qkv[:, heads:].reshape(-1, head_dim)  # K and V of a row adjacent, as in `layout.slots`
         cache.view(-1, head_dim).index_copy_(0, layout.slots, new.to(cache.dtype))
-        k_cache, v_cache = cache
-        q, plan = qkv[:, :heads].to(cache.dtype), layout.attention[layer.window]
-        out = self.attention(q, k_cache, v_cache, plan, self.config.query_scale, self.config.score_cap)
-        return layer.o(out.view(num_rows, -1).to(self.dtype))
+        return qkv[:, :heads].to(cache.dtype)
 
     def logits(self, hidden: Tensor, rows: Sequence[int] | Tensor | None = None) -> Tensor:
         """Compute the logits of selected (or all) rows of `hidden`, [n, vocab], in the model's dtype."""

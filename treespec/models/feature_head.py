@@ -5,26 +5,22 @@ from the target's hidden states; after a drafted node it is the head's own outpu
 """
 
 from collections.abc import Sequence
-from ctypes import CDLL
-from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from treespec.config import ModelConfig
 from treespec.models.compiled import CompiledDecoder
 from treespec.models.decoder import Decoder, Pass, StreamInput
-from treespec.models.head_vocabulary import HeadVocabulary
-from treespec_kernels.attention.tree_batch import RequestRows
+from treespec.models.layers_draft import LayersDraft
 from treespec_kernels.cpu.decoder_cpu import PairInputs, PassEntries
 from treespec_kernels.linear.compiled_linear import CompiledLinear
 from treespec_kernels.linear.linear import Linear, LinearImpl
 from treespec_weights.heads import HeadForm, HeadWeights
 
 
-class FeatureHead:
-    """A draft head, with the interface of a `Decoder` but for `forward_features`.
+class FeatureHead(LayersDraft):
+    """A draft head whose passes are `forward_features`.
 
     The row of the token at position p has slot p - 1, because there is no row without a feature. Rotations are
     relative, so the distributions are those of the published implementations.
@@ -36,9 +32,11 @@ class FeatureHead:
         columns: indices of the states that it reads among the features.
         fc: projection of the target's states to a feature.
         pairs: returns the inputs of the layers.
+        target: as in `LayersDraft`.
     """
 
     offset = 1
+    kept = 1  # drafted tokens are read again, with the target's states in place of the head's own outputs
 
     def __init__(
         self,
@@ -48,41 +46,11 @@ class FeatureHead:
         columns: Sequence[int],
         fc: Linear | CompiledLinear,
         pairs: "TorchPairs | PairInputs | FusedPairs",
+        target: Decoder | None = None,
     ):
-        self.form, self.decoder, self.columns = form, decoder, list(columns)
+        super().__init__(decoder, target)
+        self.form, self.columns = form, list(columns)
         self._fc, self._pairs, self._state_norms = fc, pairs, weights.state_norms
-
-    @property
-    def config(self) -> ModelConfig:
-        return self.decoder.config
-
-    @property
-    def device(self) -> torch.device:
-        return self.decoder.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.decoder.dtype
-
-    @property
-    def backend(self) -> str:
-        return self.decoder.backend
-
-    @property
-    def quantization(self) -> str | None:
-        return self.decoder.quantization
-
-    @property
-    def vocab_size(self) -> int:
-        return self.decoder.vocab_size
-
-    @property
-    def head_vocabulary(self) -> HeadVocabulary | None:
-        return self.decoder.head_vocabulary
-
-    @property
-    def growth(self) -> CDLL | None:
-        return self.decoder.growth
 
     @property
     def nbytes(self) -> int:
@@ -92,10 +60,6 @@ class FeatureHead:
     @property
     def plan_key(self) -> tuple[object, ...]:
         return ("head", *self.decoder.plan_key)
-
-    def plan(self, requests: list[RequestRows], kv: Tensor) -> Pass:
-        """Plan a pass, as `Decoder.plan`; the rows' `context_len` is smaller by `offset`."""
-        return self.decoder.plan(requests, kv)
 
     def features_of(self, states: Tensor) -> Tensor:
         """Return features [num_rows, hidden_size] from the target's states [num_rows, number of layers, hidden]."""
@@ -118,14 +82,6 @@ class FeatureHead:
         final, chosen = self.decoder.forward_stream(StreamInput(*self._pairs(tokens, features)), layout, kv)
         final = final[: len(tokens)]
         return final, final if self.form.norm_output else chosen[: len(tokens), 0]
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits of the target's vocabulary, [num_rows, vocab_size]."""
-        return self.decoder.logits(hidden)
-
-    def probs(self, hidden: Tensor) -> Tensor:
-        """Return probabilities as `Decoder.probs`."""
-        return self.decoder.probs(hidden)
 
     @property
     def entries(self) -> PassEntries | None:
@@ -154,8 +110,7 @@ class EagleHead(FeatureHead):
         pairs: "FusedPairs",
         target: Decoder,
     ):
-        super().__init__(form, decoder, weights, columns, pairs.fc, pairs)
-        self._target = target
+        super().__init__(form, decoder, weights, columns, pairs.fc, pairs, target)
 
     def features_of(self, states: Tensor) -> Tensor:
         return states[:, self.columns].flatten(1).to(self.dtype)
@@ -164,12 +119,6 @@ class EagleHead(FeatureHead):
         stream = StreamInput(*self._pairs(tokens, features))
         output = self.decoder.forward_stream(stream, layout, kv).chosen[: len(tokens), 0]
         return output, output
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self._target.logits(hidden)
-
-    def probs(self, hidden: Tensor) -> Tensor:
-        return self._target.probs(hidden)
 
 
 class FusedPairs:
@@ -218,6 +167,3 @@ class TorchPairs:
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[1],), weight, self._eps)
-
-
-GroupModel: TypeAlias = Decoder | FeatureHead

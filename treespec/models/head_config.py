@@ -1,4 +1,4 @@
-"""Configuration of a draft head for a certain target."""
+"""Configuration of a draft head, or block draft, for a certain target."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -7,12 +7,13 @@ from pathlib import Path
 from treespec.adapter.source import Source
 from treespec.config import ModelConfig
 from treespec.errors import ModelError
+from treespec_weights.block_drafts import BlockForm
 from treespec_weights.heads import HeadForm
 
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """A draft head and what it reads of its target.
+    """A draft head, or block draft, and what it reads of its target.
 
     Attributes:
         form: of the published folder.
@@ -21,7 +22,7 @@ class HeadConfig:
         target_hidden: hidden size of the target.
     """
 
-    form: HeadForm
+    form: HeadForm | BlockForm
     decoder: ModelConfig
     layers: tuple[int, ...]
     target_hidden: int
@@ -38,7 +39,7 @@ class HeadConfig:
         return shape.num_parameters() + qkv + len(self.layers) * self.target_hidden * shape.hidden_size
 
     @classmethod
-    def of(cls, form: HeadForm, target: ModelConfig | Source, max_model_len: int | None) -> "HeadConfig":
+    def of(cls, form: HeadForm | BlockForm, target: ModelConfig | Source, max_model_len: int | None) -> "HeadConfig":
         """Return the config of a head for a target.
 
         Raises:
@@ -52,9 +53,8 @@ class HeadConfig:
         return cls(form, decoder, form.read_layers(target.shape.num_layers), target.shape.hidden_size)
 
     def __str__(self) -> str:
-        if self.form.kind == "eagle":
-            return "an EAGLE head that reads the target's output states"
-        return f"an EAGLE-3 head that reads the inputs of the target's layers {', '.join(map(str, self.layers))}"
+        article = "an" if self.form.name[0] in "AEIO" else "a"
+        return f"{article} {self.form.name} that {self.form.describe(self.layers)}"
 
 
 def all_layers(heads: Iterable[HeadConfig]) -> tuple[int, ...]:

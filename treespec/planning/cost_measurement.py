@@ -17,7 +17,9 @@ from treespec.cache import pages_for
 from treespec.config import SpecConfig
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 from treespec.errors import ConfigError
-from treespec.models.feature_head import FeatureHead, GroupModel
+from treespec.models.block_draft import BlockDraft
+from treespec.models.feature_head import FeatureHead
+from treespec.models.group_model import GroupModel
 from treespec.planning.draft_plan import DraftPlan
 from treespec.planning.planner import Planner
 from treespec.planning.round_costs import CostCurve
@@ -86,6 +88,8 @@ def _model_key(model: GroupModel) -> list[Any]:
     """Return the parameters that determine the cost of a model's passes."""
     if isinstance(model, FeatureHead):
         return [model.form.kind, len(model.columns), *_model_key(model.decoder)]
+    if isinstance(model, BlockDraft):
+        return [type(model).__name__, model.block, len(model.columns), *_model_key(model.decoder)]
     s = model.config.shape
     sizes = (s.num_layers, s.hidden_size, s.intermediate_size, s.num_heads, s.num_kv_heads, s.head_dim, s.vocab_size)
     return [*sizes, *([] if model.backend == "native" else [model.config.folder.name, model.linear, model.min_rows])]

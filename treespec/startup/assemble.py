@@ -18,7 +18,7 @@ from treespec.executors.graph_executor import GraphExecutor
 from treespec.executors.host_executor import HostExecutor
 from treespec.graphs.capture import Rounds, captured_rounds
 from treespec.graphs.proof import proven_rounds
-from treespec.models.feature_head import GroupModel
+from treespec.models.group_model import GroupModel
 from treespec.planning.planner import Planner
 from treespec.runner import Runner
 from treespec.scheduler import Scheduler
@@ -82,8 +82,7 @@ def _load_ssms(resolved: Resolved, plan: MemoryPlan, target: Target) -> SsmDraft
     """Load the drafts that share the target's token ids, and the draft heads."""
     drafts, loader, features = resolved.ssms, resolved.loader, plan.features
     models: list[GroupModel] = [loader.load_draft(draft, plan.positions) for draft in drafts]
-    if features is not None:
-        models += [loader.load_head(head, target.decoder, features) for _, head in resolved.heads]
+    models += [loader.load_head(head, target.decoder, features) for _, head in resolved.heads]
     names = [*(draft.name for draft in drafts), *(name for name, _ in resolved.heads)]
     return SsmDrafter(models, names, target.cache) if models else None
 

@@ -17,6 +17,7 @@ from treespec.drafters.foreign.vocabularies import Draft, fit_weights
 from treespec.errors import ModelError
 from treespec.models.attention import make_attention
 from treespec.models.attention_triton import TritonAttention
+from treespec.models.block_draft import BlockDraft, DFlashDraft, ParallelDraft
 from treespec.models.compiled import CompiledDecoder
 from treespec.models.decoder import Decoder
 from treespec.models.feature_head import EagleHead, FeatureHead, FusedPairs, TorchPairs
@@ -31,8 +32,9 @@ from treespec_kernels.linear.linear import Linear, LinearImpl
 from treespec_kernels.linear.quantized import QuantizedWeight
 from treespec_kernels.tuning.tuned import KernelConfigs
 from treespec_weights import load_weights
+from treespec_weights.block_drafts import BlockForm, load_block
 from treespec_weights.gguf.tensors import describe_storage
-from treespec_weights.heads import HeadWeights, load_head
+from treespec_weights.heads import load_head
 from treespec_weights.quantize import quantize
 
 logger = logging.getLogger("treespec")
@@ -114,20 +116,24 @@ class Loader:
         """Load a draft model; its rows are not padded, because a draft's bits do not affect the output tokens."""
         return self.load(draft.config, draft.known, positions, min_rows=2, draft=draft)
 
-    def load_head(self, config: HeadConfig, target: Decoder, features: FeatureShape) -> FeatureHead:
-        """Load a draft head.
+    def load_head(self, config: HeadConfig, target: Decoder, features: FeatureShape | None) -> FeatureHead | BlockDraft:
+        """Load a draft head or a block draft.
 
         Args:
             config: of the head.
             target: the target, whose embeddings serve a head without its own.
-            features: the states of the target that are stored, the head's among them.
+            features: the states of the target that are stored, the head's among them; None if no head reads any.
         """
+        if isinstance(config.form, BlockForm):
+            return self._load_block(config, config.form, target, features)
+        assert features is not None
         shape = config.decoder.shape
         parts = len(config.layers), config.target_hidden, self.dtype, self.device
         weights, tokens = load_head(config.form, shape, *parts)
         embed = (target.embed if weights.embed is None else weights.embed).to(self.dtype)
         columns = [features.layers.index(layer) for layer in config.layers]
-        decoder, fc, qkv = self._load_head_parts(config, weights)
+        decoder = self._make_draft_layers(config, weights.decoder)
+        fc, qkv = self._linear(decoder, *self._fitted(*weights.fc)), self._fitted(*weights.qkv)
         if config.form.kind == "eagle":
             qkv_linear = self._linear(decoder, *qkv)
             return EagleHead(config.form, decoder, weights, columns, FusedPairs(embed, fc, qkv_linear), target)
@@ -144,22 +150,44 @@ class Loader:
             pairs = TorchPairs(config.form, weights, embed, eps, self._impl)
         return FeatureHead(config.form, decoder, weights, columns, fc, pairs)
 
-    def _load_head_parts(
-        self, config: HeadConfig, weights: HeadWeights
-    ) -> tuple[Decoder, Linear | CompiledLinear, tuple[Tensor | QuantizedWeight, Tensor | None]]:
-        """Return the decoder of a head's layers, its projection `fc`, and the first layer's projections."""
+    def _load_block(
+        self, config: HeadConfig, form: BlockForm, target: Decoder, features: FeatureShape | None
+    ) -> BlockDraft:
+        """Load a block draft; arguments as in `load_head`."""
+        shape = config.decoder.shape
+        weights, tokens = load_block(form, shape, config.target_hidden, self.dtype, self.device)
+        owns_head, embed = "lm_head" in weights.decoder, weights.embed
+        decoder = self._make_draft_layers(config, weights.decoder)
+        if tokens is not None:
+            decoder.head_vocabulary = HeadVocabulary(tokens, shape.vocab_size, self.device)
+        if weights.fc is None or weights.state_norm is None:
+            assert embed is not None
+            return ParallelDraft(decoder, form.block, embed * decoder.embed_scale)
+        assert features is not None
+        return DFlashDraft(
+            decoder,
+            None if owns_head else target,
+            (target.embed.to(self.dtype), target.embed_scale) if embed is None else (embed, 1.0),
+            form.mask_token,
+            form.block_size,
+            form.predicts_next,
+            [features.layers.index(layer) for layer in config.layers],
+            self._linear(decoder, *self._fitted(weights.fc, None)),
+            weights.state_norm,
+        )
+
+    def _make_draft_layers(self, config: HeadConfig, weights: dict[str, Tensor]) -> Decoder:
+        """Return the decoder of a draft head's layers."""
         if self.linear != "compiled":
             op = make_attention(self.attention, config.decoder.shape, self.dtype, self.device, self.configs, self.exact)
-            decoder = Decoder(config.decoder, weights.decoder, op, self._impl)
-            return decoder, Linear(*weights.fc, self._impl), weights.qkv
+            return Decoder(config.decoder, weights, op, self._impl)
         if self.int8_drafts:
-            quantize_matrices(weights.decoder)
-        compiled = CompiledDecoder(config.decoder, weights.decoder, libraries_folder())
-        fc, qkv = (
-            (QuantizedWeight(*quantize(weight, 8)) if self.int8_drafts else weight, bias)
-            for weight, bias in (weights.fc, weights.qkv)
-        )
-        return compiled, self._linear(compiled, *fc), qkv
+            quantize_matrices(weights)
+        return CompiledDecoder(config.decoder, weights, libraries_folder())
+
+    def _fitted(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor | QuantizedWeight, Tensor | None]:
+        """Return a draft head's projection as its layers' matrices are kept, and its bias."""
+        return QuantizedWeight(*quantize(weight, 8)) if self.int8_drafts else weight, bias
 
     def _linear(
         self, decoder: Decoder, weight: Tensor | QuantizedWeight, bias: Tensor | None

@@ -67,8 +67,8 @@ def plan_memory(resolved: Resolved) -> MemoryPlan:
     triton = loader.configs is not None
     shapes = [target.shape, *(config.shape for config in resolved.group)]
     features = None
-    if resolved.heads:
-        features = FeatureShape(all_layers(head for _, head in resolved.heads), target.shape.hidden_size)
+    if layers := all_layers(head for _, head in resolved.heads):
+        features = FeatureShape(layers, target.shape.hidden_size)
     scratch = max(spec.max_nodes, MAX_EXPANDED, SLOTS if triton else 0)
     cache_dtype = loader.dtype
     if not resolved.compile:

@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from treespec.errors import ModelError
-from treespec.training.distillation import Batch, Curriculum, distillation_losses
+from treespec.training.distillation import Batch, Curriculum, distillation_losses, evaluate
 from treespec.training.loop import StepLoss, mixed_precision
 from treespec.training.target_states import TargetStates
 
@@ -43,9 +43,9 @@ def head_config(target: PreTrainedConfig, rows: int) -> LlamaConfig:
         ModelError: the target's config has not the sizes of such a layer, or the target scales what the head shares.
     """
     if missing := [name for name in NEEDED if getattr(target, name, None) is None]:
-        raise ModelError(f"cannot train an EAGLE-3 head for {target.model_type}: its config has no {missing[0]}")
+        raise ModelError(f"cannot train a draft head for {target.model_type}: its config has no {missing[0]}")
     if target.model_type.startswith("gemma"):
-        raise ModelError(f"cannot train an EAGLE-3 head for {target.model_type}: its embeddings and norms are scaled")
+        raise ModelError(f"cannot train a draft head for {target.model_type}: its embeddings and norms are scaled")
     sizes = {name: getattr(target, name) for name in (*NEEDED, "max_position_embeddings")}
     head_dim = getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
     return LlamaConfig(
@@ -218,6 +218,15 @@ def head_loss(head: Eagle3Head, curriculum: Curriculum, states: TargetStates, st
                 hits += float((logits.detach().argmax(1) == part.ids[:, 0]).sum())
                 count += len(part.places)
     return StepLoss(total / weight, count, hits / count)
+
+
+def head_agreement(head: Eagle3Head, curriculum: Curriculum, states: TargetStates) -> float:
+    """Return the share of the lessons' target tokens that a head predicts after verified ones."""
+
+    def logits(model: Any, batch: Batch) -> Tensor:
+        return next(logits_of(model, batch, states, 1))[0]
+
+    return float(evaluate(head, curriculum, logits).hits.mean())
 
 
 def write_head(head: Eagle3Head, folder: Path, target_ids: np.ndarray, target: PreTrainedConfig) -> None:

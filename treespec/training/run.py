@@ -12,17 +12,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from treespec.config import ModelConfig
 from treespec.errors import ConfigError
 from treespec.llm import LLM
 from treespec.startup.folders import resolve_model
 from treespec.text.prompt_files import has_chat_template
-from treespec.training.distillation import Batch, Curriculum, evaluate
+from treespec.training.distillation import Curriculum, evaluate
 from treespec.training.draft_vocabulary import choose_vocabulary
-from treespec.training.eagle3 import head_config, head_layers, head_loss, logits_of, make_head, write_head
+from treespec.training.eagle3 import head_config, head_layers
 from treespec.training.files import replacing, write_json
+from treespec.training.head_kinds import HEAD_KINDS
 from treespec.training.lessons import Lessons, LessonWriter, shard_path
 from treespec.training.loop import Budget, Paused, PauseRequest, Progress, ProgressLog, StepLoss, train
 from treespec.training.prompts import read_training_prompts
@@ -337,18 +337,12 @@ class TrainingRun:
         """Train a draft head on all lessons, write it to `out`, measure it, and write the report."""
         name, target = str(self.settings.head), self.target_model
         torch.manual_seed(self.settings.seed)
-        layers = head_layers(target.config.num_hidden_layers)
-        head = make_head(target, target_ids, len(layers)).to(self.device)
+        kind, layers = HEAD_KINDS[name], head_layers(target.config.num_hidden_layers)
+        head = kind.make(target, target_ids, len(layers)).to(self.device)
 
         def part(chosen: np.ndarray, label: str) -> tuple[Curriculum, TargetStates]:
             curriculum = self.curriculum(lessons.select(chosen), target_ids)
             return curriculum, TargetStates(target, layers, curriculum, self.work / f"states-{label}.bin")
-
-        def agreement(curriculum: Curriculum, states: TargetStates) -> float:
-            def logits(model: Any, batch: Batch) -> Tensor:
-                return next(logits_of(model, batch, states, 1))[0]
-
-            return float(evaluate(head, curriculum, logits).hits.mean())
 
         unknown = np.flatnonzero(held)
         known, states = part(np.flatnonzero(~held), "train")
@@ -356,25 +350,25 @@ class TrainingRun:
 
         def export() -> None:
             with replacing(self.out / name) as temporary:
-                write_head(head, temporary, target_ids, target.config)
+                kind.write(head, temporary, target_ids, target.config)
 
         checkpoint, budget = self.work / f"{name}.ckpt", self._budget(1.0, known.lessons)
         try:
             train(
                 name,
                 head,
-                lambda _, step, done: head_loss(head, known, states, step),
+                lambda _, step, done: kind.loss(head, known, states, step),
                 budget,
                 PEAK_RATE,
                 checkpoint,
                 self.pause,
-                lambda _: agreement(*watched),
+                lambda _: kind.agreement(head, *watched),
             )
         except Paused:
             export()
             raise
         export()
-        found = {name: agreement(*evaluated)}
+        found = {name: kind.agreement(head, *evaluated)}
         for each in (states, watched[1], evaluated[1]):
             each.close()
         return self._report([name], evaluated[0].lessons, found)

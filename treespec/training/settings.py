@@ -6,7 +6,7 @@ from treespec.errors import ConfigError
 from treespec.training.sizing import WIDTH_STEP
 
 LEAST_ROWS = 64  # of a draft's vocabulary
-HEADS = ("eagle3",)  # kinds of draft heads that can be trained
+HEADS = ("eagle3", "dflash")  # kinds of draft heads that can be trained
 OF_SSMS = (
     "ssms",
     "specialise",

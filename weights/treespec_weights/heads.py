@@ -1,12 +1,11 @@
-"""Published draft heads that read hidden states of their target: recognised by their folders, and loaded.
+"""Published draft heads: recognised by their folders, and loaded.
 
 EAGLE-3 (arXiv 2503.01840) in the layouts of its authors' repository, of SpecForge and SGLang, and of speculators;
 EAGLE-1 and EAGLE-2 (arXiv 2401.15077, 2406.16858), whose heads have one form, in those of their authors and of
-speculators.
+speculators; and block drafts (block_drafts.py).
 """
 
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -15,25 +14,35 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treespec_weights.checkpoint import Checkpoint
-from treespec_weights.errors import CheckpointConfigError, CheckpointError, Problem, UnsupportedModelError
-from treespec_weights.families import LLAMA, family_of
+from treespec_weights.block_drafts import BlockForm, BlockWeights, dflash_form, load_block, pard_form
+from treespec_weights.draft_tensors import (
+    FIRST,
+    DraftTensors,
+    canonical,
+    config_error,
+    head_tokens,
+    layers_of,
+    own_embedding,
+    tensor_names,
+)
+from treespec_weights.errors import CheckpointError, Problem, UnsupportedModelError
 from treespec_weights.files import resolve_folder
-from treespec_weights.load import cast, expected_tensors
+from treespec_weights.load import expected_tensors
 from treespec_weights.rules import CONFIG, FamilyRules, ModelShape, read_config
 
-PICKLE = "pytorch_model.bin"
-SUPPORTED = "EAGLE-1, EAGLE-2 and EAGLE-3 heads of the layouts of EAGLE, SpecForge and speculators"
+SUPPORTED = (
+    "EAGLE-1, EAGLE-2 and EAGLE-3 heads of the layouts of EAGLE, SpecForge and speculators; DFlash drafts of the "
+    "layouts of its authors, transformers and speculators; PARD drafts"
+)
 _OTHER_KINDS = {  # part of an architecture or of a type -> name of the kind
     "medusa": "a Medusa head",
     "mlp_speculator": "an MLPSpeculator head",
     "mlpspeculator": "an MLPSpeculator head",
-    "dflash": "a DFlash draft",
+    "dflash2": "a DFlash 2 draft",
+    "dspark": "a DSpark draft",
+    "xpress": "an Xpress draft",
     "peagle": "a parallel EAGLE head",
-    "pard": "a parallel draft",
 }
-_FIRST = "layers.0."
-_RENAMED = {"midlayer.": _FIRST, "transformer.": _FIRST, "fusion_fc.": "fc."}  # prefixes of other layouts
 _LAYER_TENSORS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
@@ -66,6 +75,12 @@ class HeadForm:
         """The kind, for users."""
         return "EAGLE-3 head" if self.kind == "eagle3" else "EAGLE head"
 
+    def describe(self, layers: Sequence[int]) -> str:
+        """Describe what the head reads, given the result of `read_layers`."""
+        if self.kind == "eagle":
+            return "reads the target's output states"
+        return f"reads the inputs of the target's layers {', '.join(map(str, layers))}"
+
     def read_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return the layers of a target with `num_layers` layers whose inputs the head reads, ascending.
 
@@ -82,7 +97,7 @@ class HeadForm:
         if self.by_output and layers != default and layers[-1] != num_layers:
             layers = tuple(layer + 1 for layer in layers)
         if not all(0 <= layer <= num_layers for layer in layers):
-            raise _config_error(
+            raise config_error(
                 self.folder,
                 "eagle_aux_hidden_state_layer_ids",
                 f"the head reads the inputs of the target's layers {layers}, and the target has {num_layers} layers",
@@ -121,29 +136,7 @@ class HeadWeights(NamedTuple):
         return sum(t.numel() for t in self.decoder.values()) + sum(t.numel() for t in others if t is not None)
 
 
-def _names(folder: Path) -> Collection[str]:
-    """Return the names of a folder's tensors, empty if it has no weights."""
-    if (folder / PICKLE).exists():
-        return _unpickle(folder).keys()
-    with suppress(CheckpointError), Checkpoint.open(folder) as checkpoint:
-        return checkpoint.tensors.keys()
-    return ()
-
-
-def _unpickle(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors of `pytorch_model.bin`, memory-mapped. Code in the file is never run."""
-    try:
-        stored = torch.load(folder / PICKLE, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # of pickle, zipfile or torch
-        raise CheckpointError(folder, [Problem("file", repr(PICKLE), f"not a file of tensors: {error}")]) from error
-    return {name: tensor for name, tensor in stored.items() if isinstance(tensor, Tensor)}
-
-
-def _config_error(folder: Path, key: str, message: str) -> CheckpointConfigError:
-    return CheckpointConfigError(folder, [Problem("config", repr(key), message)])
-
-
-def read_head(folder: Path | str) -> HeadForm | None:
+def read_head(folder: Path | str) -> HeadForm | BlockForm | None:
     """Return the form of the draft head in a folder; None if its config.json is that of an ordinary model.
 
     Raises:
@@ -158,15 +151,20 @@ def read_head(folder: Path | str) -> HeadForm | None:
     names = [*named, *(raw.get(key) for key in ("speculators_model_type", "model_type"))]
     names += [key for key in ("dflash_config", "medusa_num_heads") if key in raw]
     lowered = [name.lower() for name in names if isinstance(name, str)]
-    is_eagle3 = any("eagle3" in name for name in lowered) or "draft_vocab_size" in raw
     other = next((kind for part, kind in _OTHER_KINDS.items() if any(part in name for name in lowered)), None)
     if other is not None:
         problem = Problem("config", repr(CONFIG), f"{other}, which is not supported; supported: {SUPPORTED}")
         raise UnsupportedModelError(root, [problem])
-    if not is_eagle3 and not _is_eagle(raw, root):
+    is_dflash = any("dflash" in name or name == "muse_glimmer_assistant" for name in lowered)
+    is_eagle3 = any("eagle3" in name for name in lowered) or "draft_vocab_size" in raw
+    if not (is_dflash or is_eagle3 or "pard_token" in raw or _is_eagle(raw, root)):
         return None
     if raw.get("quantization_config"):
-        raise _config_error(root, "quantization_config", "quantised draft heads are not supported; use the original")
+        raise config_error(root, "quantization_config", "quantised draft heads are not supported; use the original")
+    if is_dflash:
+        return dflash_form(root, raw)
+    if "pard_token" in raw:
+        return pard_form(root, raw)
     return _eagle3_form(root, raw) if is_eagle3 else _eagle_form(root, raw)
 
 
@@ -174,27 +172,13 @@ def _is_eagle(raw: Mapping[str, Any], folder: Path) -> bool:
     """Return whether a folder has an EAGLE-1 head. The original layout's config is that of a Llama of one layer."""
     if raw.get("speculators_model_type") == "eagle":
         return True
-    return raw.get("num_hidden_layers") == 1 and "fc.weight" in _names(folder)
+    return raw.get("num_hidden_layers") == 1 and "fc.weight" in tensor_names(folder)
 
 
 def _eagle_form(folder: Path, raw: Mapping[str, Any]) -> HeadForm:
     if raw.get("layernorms"):  # of speculators, for HASS
-        raise _config_error(folder, "layernorms", "EAGLE heads with norms of their inputs are not supported")
-    return HeadForm(folder, None, False, *_layers_of(folder, raw), False, False, "eagle")
-
-
-def _layers_of(folder: Path, raw: Mapping[str, Any]) -> tuple[dict[str, Any], FamilyRules]:
-    """Return the config of a head's layers, in the form of a model's, and their family."""
-    if isinstance(inner := raw.get("transformer_layer_config"), dict):  # speculators
-        config = {"dtype": raw.get("dtype") or raw.get("torch_dtype"), **inner}
-    else:
-        config = {**raw, "num_hidden_layers": 1}  # some published configs give the target's number
-    config["tie_word_embeddings"] = False
-    rules = family_of(config, folder) if config.get("model_type") else LLAMA
-    if rules.model_type not in ("llama", "qwen3"):
-        problem = Problem("config", "'model_type'", f"a head of {rules.model_type!r} layers; supported: llama, qwen3")
-        raise UnsupportedModelError(folder, [problem])
-    return config, rules
+        raise config_error(folder, "layernorms", "EAGLE heads with norms of their inputs are not supported")
+    return HeadForm(folder, None, False, *layers_of(folder, raw, 1), False, False, "eagle")
 
 
 def _eagle3_form(folder: Path, raw: Mapping[str, Any]) -> HeadForm:
@@ -204,82 +188,15 @@ def _eagle3_form(folder: Path, raw: Mapping[str, Any]) -> HeadForm:
         layers = nested.get("eagle_aux_hidden_state_layer_ids") if layers is None else layers
         raw = {**raw, **nested}
     if layers is not None and not (isinstance(layers, list) and layers and all(type(each) is int for each in layers)):
-        raise _config_error(folder, "eagle_aux_hidden_state_layer_ids", f"{layers!r}; expected a list of layer numbers")
+        raise config_error(folder, "eagle_aux_hidden_state_layer_ids", f"{layers!r}; expected a list of layer numbers")
     return HeadForm(
         folder,
         None if layers is None else tuple(layers),
         by_output,
-        *_layers_of(folder, raw),
+        *layers_of(folder, raw, 1),
         bool(raw.get("norm_before_residual")),
         bool(raw.get("norm_output")),
     )
-
-
-class _Tensors:
-    """The tensors of a head's folder, by their names in the layout of a model without the prefix `model.`."""
-
-    def __init__(self, folder: Path, dtype: torch.dtype | None, device: torch.device | str):
-        self.folder, self.dtype, self.device, self.problems = folder, dtype, device, list[Problem]()
-        if (folder / PICKLE).exists() and not any(folder.glob("*.safetensors")):
-            self._stored = {_canonical(name): tensor for name, tensor in _unpickle(folder).items()}
-        else:
-            with Checkpoint.open(folder) as checkpoint:
-                self._stored = {_canonical(name): checkpoint.tensor(name) for name in checkpoint.tensors}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._stored
-
-    def raw(self, name: str) -> Tensor | None:
-        """Return a stored tensor, or None."""
-        return self._stored.get(name)
-
-    def take(self, name: str, *shape: int) -> Tensor:
-        """Return a tensor in the compute dtype; records a problem if it is missing or has another shape."""
-        stored = self._stored.get(name)
-        if stored is None:
-            self.problems.append(Problem("missing", repr(name), f"expected a tensor of shape {list(shape)}"))
-        elif tuple(stored.shape) != shape:
-            self.problems.append(Problem("shape", repr(name), f"{list(stored.shape)}, expected {list(shape)}"))
-        else:
-            return cast(stored, self.dtype, self.device)[0].contiguous()
-        return torch.empty(0, dtype=torch.float32, device="cpu")
-
-    def check(self) -> None:
-        """Raise CheckpointError if any tensor was missing or misshaped."""
-        if self.problems:
-            raise CheckpointError(self.folder, self.problems)
-
-
-def _canonical(name: str) -> str:
-    name = name.removeprefix("model.")
-    return next((new + name.removeprefix(old) for old, new in _RENAMED.items() if name.startswith(old)), name)
-
-
-def head_tokens(folder: Path, stored: Mapping[str, Tensor | None], rows: int, target_size: int) -> np.ndarray | None:
-    """Return the target's token of each row of the head, int64 [rows]; None if they are equal.
-
-    Raises:
-        CheckpointError: a map for another vocabulary.
-    """
-    d2t, t2d = stored["d2t"], stored["t2d"]
-
-    def problem(name: str, text: str) -> CheckpointError:
-        return CheckpointError(folder, [Problem("value", repr(name), text)])
-
-    if t2d is not None and len(t2d) != target_size:
-        raise problem("t2d", f"the head is for a vocabulary of {len(t2d)} tokens, the target has {target_size}")
-    if d2t is None:
-        if rows != target_size:
-            raise problem("d2t", f"missing: the head has {rows} rows, the target {target_size} tokens")
-        return None
-    tokens: np.ndarray = np.arange(len(d2t)) + d2t.to(torch.int64).numpy()
-    if len(tokens) != rows or len(np.unique(tokens)) != rows or tokens.min() < 0 or tokens.max() >= target_size:
-        raise problem(
-            "d2t",
-            f"{len(tokens)} tokens from {tokens.min()} to {tokens.max()} for {rows} rows of the head; expected one of "
-            f"the target's {target_size} for each row",
-        )
-    return tokens
 
 
 def load_head(
@@ -305,7 +222,7 @@ def load_head(
     Raises:
         CheckpointError: with all missing and misshaped tensors; a head of another target.
     """
-    hidden, found = shape.hidden_size, _Tensors(form.folder, dtype, device)
+    hidden, found = shape.hidden_size, DraftTensors(form.folder, dtype, device)
     if form.kind == "eagle":
         return _load_eagle(form, shape, target_hidden, found), None
     if (fc := found.raw("fc.weight")) is not None and fc.shape[1] != num_states * target_hidden:
@@ -325,19 +242,19 @@ def load_head(
     tokens = head_tokens(form.folder, {name: found.raw(name) for name in ("d2t", "t2d")}, rows, shape.vocab_size)
     decoder = {"embed": torch.zeros(1, hidden, dtype=dtype, device=device)}
     for placement in expected_tensors(shape, form.rules):
-        name, [(param, size)] = _canonical(placement.name), placement.params.items()
+        name, [(param, size)] = canonical(placement.name), placement.params.items()
         if param == "embed" or param in _first_projections():
             continue
         decoder[param] = found.take(name, *((rows, hidden) if param == "lm_head" else size))
-    decoder["layers.0.attn_norm"] = found.take(f"{_FIRST}hidden_norm.weight", hidden)
+    decoder["layers.0.attn_norm"] = found.take(f"{FIRST}hidden_norm.weight", hidden)
     weights = HeadWeights(
         decoder,
         (found.take("fc.weight", hidden, num_states * target_hidden), _bias(found, "fc", hidden)),
         _qkv(found, shape, 2 * hidden),
-        found.take(f"{_FIRST}input_layernorm.weight", hidden),
+        found.take(f"{FIRST}input_layernorm.weight", hidden),
         decoder["layers.0.attn_norm"],
         _state_norms(found, num_states, target_hidden),
-        _own_embedding(found, shape),
+        own_embedding(found, shape),
     )
     found.check()
     if tokens is not None and (np.diff(tokens) < 0).any():  # ties break as over the whole vocabulary
@@ -346,22 +263,22 @@ def load_head(
     return weights, tokens
 
 
-def _load_eagle(form: HeadForm, shape: ModelShape, target_hidden: int, found: _Tensors) -> HeadWeights:
+def _load_eagle(form: HeadForm, shape: ModelShape, target_hidden: int, found: DraftTensors) -> HeadWeights:
     """Load an EAGLE-1 head, which has the target's hidden size and vocabulary. Arguments as in `load_head`."""
     hidden = shape.hidden_size
     for key, size in (("hidden_size", target_hidden), ("vocab_size", shape.vocab_size)):
         if (own := form.config.get(key, size)) != size:
             reason = f"{own}, the target has {size}; use a head that was trained for this target"
-            raise _config_error(form.folder, key, reason)
+            raise config_error(form.folder, key, reason)
     ones = torch.ones(hidden, dtype=found.dtype, device=found.device)
     decoder = {"embed": torch.zeros(1, hidden, dtype=found.dtype, device=found.device), "final_norm": ones}
     decoder["layers.0.attn_norm"] = ones.clone()
     for placement in expected_tensors(shape, form.rules):
-        name, [(param, size)] = _canonical(placement.name), placement.params.items()
+        name, [(param, size)] = canonical(placement.name), placement.params.items()
         if param not in (*decoder, "lm_head", *_first_projections()):
             decoder[param] = found.take(name, *size)
     fc = found.take("fc.weight", hidden, 2 * hidden), _bias(found, "fc", hidden)
-    weights = HeadWeights(decoder, fc, _qkv(found, shape, hidden), None, None, None, _own_embedding(found, shape))
+    weights = HeadWeights(decoder, fc, _qkv(found, shape, hidden), None, None, None, own_embedding(found, shape))
     found.check()
     return weights
 
@@ -370,30 +287,23 @@ def _first_projections() -> tuple[str, ...]:
     return tuple(f"layers.0.{name}{part}" for name in "qkv" for part in ("", "_bias"))
 
 
-def _qkv(found: _Tensors, shape: ModelShape, width: int) -> tuple[Tensor, Tensor | None]:
+def _qkv(found: DraftTensors, shape: ModelShape, width: int) -> tuple[Tensor, Tensor | None]:
     """Return the first layer's projections of inputs of this width."""
     sizes = [heads * shape.head_dim for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)]
-    parts = [
-        found.take(f"{_FIRST}{name}.weight", size, width) for name, size in zip(_LAYER_TENSORS, sizes, strict=True)
-    ]
+    parts = [found.take(f"{FIRST}{name}.weight", size, width) for name, size in zip(_LAYER_TENSORS, sizes, strict=True)]
     bias = None
-    if shape.attention_bias or f"{_FIRST}{_LAYER_TENSORS[0]}.bias" in found:
+    if shape.attention_bias or f"{FIRST}{_LAYER_TENSORS[0]}.bias" in found:
         bias = torch.cat(
-            [found.take(f"{_FIRST}{name}.bias", size) for name, size in zip(_LAYER_TENSORS, sizes, strict=True)]
+            [found.take(f"{FIRST}{name}.bias", size) for name, size in zip(_LAYER_TENSORS, sizes, strict=True)]
         )
     return torch.cat([part for part in parts if part.dim() == 2] or parts), bias
 
 
-def _bias(found: _Tensors, name: str, size: int) -> Tensor | None:
+def _bias(found: DraftTensors, name: str, size: int) -> Tensor | None:
     return found.take(f"{name}.bias", size) if f"{name}.bias" in found else None
 
 
-def _own_embedding(found: _Tensors, shape: ModelShape) -> Tensor | None:
-    name = "embed_tokens.weight"
-    return found.take(name, shape.vocab_size, shape.hidden_size) if name in found else None
-
-
-def _state_norms(found: _Tensors, num_states: int, target_hidden: int) -> Tensor | None:
+def _state_norms(found: DraftTensors, num_states: int, target_hidden: int) -> Tensor | None:
     if "input_norm.weight" in found:
         return found.take("input_norm.weight", num_states * target_hidden)[None]
     if "fc_norm.0.weight" in found:
@@ -401,7 +311,7 @@ def _state_norms(found: _Tensors, num_states: int, target_hidden: int) -> Tensor
     return None
 
 
-def compare_head(target: dict[str, Any], form: HeadForm) -> dict[str, Any]:
+def compare_head(target: dict[str, Any], form: HeadForm | BlockForm) -> dict[str, Any]:
     """Compare a head with a target: a row of `compare_draft`.
 
     Args:
@@ -416,15 +326,17 @@ def compare_head(target: dict[str, Any], form: HeadForm) -> dict[str, Any]:
     else:
         size, hidden = target["shape"]["vocab_size"], target["shape"]["hidden_size"]
         try:
-            layers = form.read_layers(target["shape"]["num_layers"])
-            weights, tokens = load_head(form, replace(own, vocab_size=size), len(layers), hidden, None, "cpu")
+            layers, shape = form.read_layers(target["shape"]["num_layers"]), replace(own, vocab_size=size)
+            weights: HeadWeights | BlockWeights
+            if isinstance(form, BlockForm):
+                weights, tokens = load_block(form, shape, hidden, None, "cpu")
+            else:
+                weights, tokens = load_head(form, shape, len(layers), hidden, None, "cpu")
         except CheckpointError as error:
             reason = "; ".join(map(str, error.problems))
         else:
             known, parameters = size if tokens is None else len(tokens), weights.num_parameters
-            read = ", ".join(map(str, layers))
-            reads = f"the inputs of layers {read}" if form.kind == "eagle3" else "the target's output states"
-            connection = f"{form.name}, reads {reads}; proposes {known:,} of {size:,} tokens"
+            connection = f"{form.name}, {form.describe(layers)}; proposes {known:,} of {size:,} tokens"
     return {
         "folder": str(form.folder),
         "family": form.name,

@@ -158,15 +158,16 @@ def _plan_packed_tree(rows: RequestRows, first: int, window: int | None) -> Bloc
 
 
 def _plan_gathered(rows: RequestRows, first: int, window: int | None) -> Gather:
-    begin, end = _first_tile(int(rows.positions.min()), window), int(rows.positions.max()) // PAGE_SIZE + 1
+    last = rows.context_len + rows.path_lengths - 1  # position that ends each row's path
+    begin, end = _first_tile(int(last.min()), window), int(last.max()) // PAGE_SIZE + 1
     columns = np.arange(end * PAGE_SIZE)
     logical = np.repeat(columns[None, :], rows.num_rows, axis=0)
     own = rows.context_len + rows.ancestors
     logical[:, rows.context_len : rows.context_len + own.shape[1]] = own[:, : len(columns) - rows.context_len]
     logical, columns = logical[:, begin * PAGE_SIZE :], columns[begin * PAGE_SIZE :]
-    hidden = columns[None, :] > rows.positions[:, None]
+    hidden = columns[None, :] > last[:, None]
     if window is not None:
-        hidden |= columns[None, :] <= rows.positions[:, None] - window
+        hidden |= columns[None, :] <= last[:, None] - window
     logical[hidden] = 0
     slots = rows.pages[logical // PAGE_SIZE] * PAGE_SIZE + logical % PAGE_SIZE
     shape = (rows.num_rows, end - begin, 1, 1, PAGE_SIZE)

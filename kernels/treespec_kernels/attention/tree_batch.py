@@ -20,8 +20,9 @@ class RequestRows:
         context_len: number of committed positions L. A row at depth d has position L + d.
         nodes: int64 [num_rows], tree index of each row; its K/V go to logical slot context_len + node.
         depths: int64 [num_rows], depth of each row below the root.
-        visible: bool [num_rows, num_slots], the tree slots that a row attends to, its own included. None for a chain:
-            row i is node i and attends to nodes 0 .. i (a prefill chunk, a plain decoding step).
+        visible: bool [num_rows, num_slots], the tree slots that a row attends to, its own included: a node's path, or
+            all slots of a block. None for a chain: row i is node i and attends to nodes 0 .. i (a prefill chunk, a
+            plain decoding step).
         slot_depths: int64 [num_slots], depth of the node in each tree slot. None for a chain.
         pages: int64 [num_pages], the request's pages in logical order.
     """
@@ -62,6 +63,11 @@ class RequestRows:
         """Page and offset of each row's own K/V, int64 [num_rows] each."""
         logical = self.context_len + self.nodes
         return self.pages[logical // PAGE_SIZE], logical % PAGE_SIZE
+
+    @cached_property
+    def path_lengths(self) -> np.ndarray:
+        """Number of tree slots that each row attends to, int64 [num_rows]: in a tree, its depth + 1."""
+        return self.nodes + 1 if self.visible is None else self.visible.sum(1)
 
     @cached_property
     def ancestors(self) -> np.ndarray:

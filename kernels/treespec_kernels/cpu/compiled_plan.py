@@ -42,7 +42,7 @@ def plan_compiled(requests: Sequence[RequestRows]) -> CompiledPlan:
             width = logical.shape[1]
             part[1] = request.context_len
             part[2] = first_path + width * np.arange(request.num_rows)
-            part[3] = request.depths + 1
+            part[3] = request.path_lengths
             paths.append((request.pages[logical // PAGE_SIZE] * PAGE_SIZE + logical % PAGE_SIZE).reshape(-1))
             first_path += logical.size
         rows.append(part)

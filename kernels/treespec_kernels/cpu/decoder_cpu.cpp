@@ -263,7 +263,7 @@ void linear(const Linear& layer, const scalar* x, int64_t rows, void* out, Then 
 class Pass {
     const Model& model;
     const Batch& batch;
-    const int64_t n, hidden, heads, kv_heads, mlp, width;
+    const int64_t n, hidden, heads, kv_heads, mlp, width, pool;  // pool: scalars of a layer's keys
     const int threads;
     static inline thread_local std::vector<float> stream, wide;
     static inline thread_local std::vector<scalar> narrow, normed_rows;
@@ -271,6 +271,8 @@ class Pass {
     scalar *a, *h;
     int64_t block;  // rows that are processed together, so that they share the reordering of pages
     std::vector<std::vector<Scattered>> scattered;  // of each block
+
+    scalar* keys(int64_t layer) const { return (scalar*)batch.cache + 2 * layer * pool; }
 
     void embed() {
         if (batch.inputs) {
@@ -374,6 +376,7 @@ class Pass {
     Pass(const Model& model, const Batch& batch)
         : model(model), batch(batch), n(batch.num_rows), hidden(model.hidden), heads(model.heads),
           kv_heads(model.kv_heads), mlp(model.mlp), width((heads + 2 * kv_heads) * HEAD_DIM),
+          pool(batch.num_pages * kv_heads * PAGE * HEAD_DIM),
           threads(int(model.threads)), block(std::max<int64_t>(1, std::min<int64_t>(16, n * kv_heads / threads))) {
         stream.resize(n * hidden);
         wide.resize(n * std::max({width, 2 * mlp, hidden}));
@@ -383,18 +386,24 @@ class Pass {
         for (int64_t r = 0; r < n; r += block) scattered.push_back(scattered_of(batch, r, std::min(r + block, n)));
     }
 
+    // Writes the K and V of `batch.inputs` in all layers.
+    void write_context() {
+        for (int64_t l = 0; l < batch.num_layers; l++) {
+            linear(model.layers[l].qkv, (const scalar*)batch.inputs, n, y, STORE, threads);
+            for (int64_t r = 0; r < n; r++) rotate_and_write(model.layers[l], r, keys(l), keys(l) + pool);
+        }
+    }
+
     void run() {
         embed();
-        const int64_t pool = batch.num_pages * kv_heads * PAGE * HEAD_DIM;
-        scalar* cache = (scalar*)batch.cache;
         for (int64_t l = 0; l < batch.num_layers; l++) {
             const Layer& layer = model.layers[l];
             keep(l);
-            if (l == 0 && batch.inputs)
+            if (l == 0 && batch.qkv)
                 for (int64_t i = 0; i < n * width; i++) y[i] = to_float(((const scalar*)batch.qkv)[i]);
             else
                 project(layer);
-            attend(layer, cache + 2 * l * pool, cache + (2 * l + 1) * pool);
+            attend(layer, keys(l), keys(l) + pool);
             if (model.parallel) norm(layer.mlp_norm, h);  // the input of the MLP excludes the output of attention
             add(layer.o, a, layer.attn_post_norm);
             if (!model.parallel) norm(layer.mlp_norm, h);
@@ -412,6 +421,9 @@ extern "C" {
 
 // Writes the rows' hidden states after the final norm to batch->out, and their K and V to their slots of the cache.
 void treespec_forward(const Model* model, const Batch* batch) { Pass(*model, *batch).run(); }
+
+// Writes the projections of batch->inputs to the rows' slots of the cache, as K and V of all layers.
+void treespec_write_context(const Model* model, const Batch* batch) { Pass(*model, *batch).write_context(); }
 
 // Writes the inputs of a draft head's pass: the residual stream before its first layer, [num_rows, hidden], and that
 // layer's projections. features: [num_rows, hidden]. All in the model's dtype.

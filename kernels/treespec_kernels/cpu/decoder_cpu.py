@@ -358,7 +358,8 @@ class CompiledModel:
             num_layers: number of layers to run; None for all.
             places: int64 [num_rows], indices into the learned positions.
             inputs: [num_rows, hidden_size], the residual stream before the first layer; None for the embeddings.
-            qkv: [num_rows, (num_heads + 2 * num_kv_heads) * head_dim], the first layer's projections, given `inputs`.
+            qkv: [num_rows, (num_heads + 2 * num_kv_heads) * head_dim], the first layer's projections; None for
+                those of `inputs`.
             states: [num_rows, len(state_layers), hidden_size], receives the residual stream before `state_layers`.
             state_layers: the number of layers means after the last one.
 
@@ -368,41 +369,55 @@ class CompiledModel:
             [num_rows, hidden_size].
         """
         assert tokens.dtype == torch.int64 and tokens.is_contiguous() and len(tokens) == plan.num_rows
-        assert rotation.is_contiguous() and rotation.dtype == torch.float32
-        assert rotation.shape[1] == 2 * self.num_ropes
-        assert kv.is_contiguous() and kv.dtype == self.dtype
         layers = len(self._layers) if num_layers is None else num_layers
-        assert (inputs is None) == (qkv is None)
+        assert qkv is None or inputs is not None
         for given in (inputs, qkv, states):
             assert given is None or (given.is_contiguous() and given.dtype == self.dtype and len(given) == len(tokens))
         out = torch.empty(plan.num_rows, self.hidden_size, dtype=self.dtype, device="cpu")
         chosen = (ctypes.c_int64 * len(state_layers))(*state_layers)
-        rows, step = plan.rows.data_ptr(), plan.num_rows * 8
-        batch = _Batch(
-            plan.num_rows,
-            layers,
-            tokens.data_ptr(),
-            None if places is None else places.data_ptr(),
-            plan.slots.data_ptr(),
-            rows,
-            rows + step,
-            rows + 2 * step,
-            rows + 3 * step,
-            plan.pages.data_ptr(),
-            plan.paths.data_ptr(),
-            plan.positions.data_ptr(),
-            rotation.data_ptr(),
-            kv.data_ptr(),
-            kv.shape[2],
-            out.data_ptr(),
-            None if inputs is None else inputs.data_ptr(),
-            None if qkv is None else qkv.data_ptr(),
-            None if states is None else states.data_ptr(),
-            ctypes.addressof(chosen),
-            len(state_layers),
+        batch = self._batch(plan, rotation, kv, layers)
+        batch.tokens, batch.places = tokens.data_ptr(), None if places is None else places.data_ptr()
+        batch.out = out.data_ptr()
+        batch.inputs, batch.qkv, batch.states = (
+            None if given is None else given.data_ptr() for given in (inputs, qkv, states)
         )
+        batch.state_layers, batch.num_states = ctypes.addressof(chosen), len(state_layers)
         self._library.treespec_forward(ctypes.byref(self._model), ctypes.byref(batch))
         return out
+
+    def write_context(self, rows: Tensor, plan: CompiledPlan, rotation: Tensor, kv: Tensor) -> None:
+        """Write the projections of given rows to their slots, as K and V of all layers.
+
+        Args:
+            rows: [num_rows, hidden_size] in the model's dtype, contiguous.
+            plan, rotation, kv: as in `forward`.
+        """
+        assert rows.is_contiguous() and rows.dtype == self.dtype and len(rows) == plan.num_rows
+        batch = self._batch(plan, rotation, kv, len(self._layers))
+        batch.inputs = rows.data_ptr()
+        self._library.treespec_write_context(ctypes.byref(self._model), ctypes.byref(batch))
+
+    def _batch(self, plan: CompiledPlan, rotation: Tensor, kv: Tensor, num_layers: int) -> "_Batch":
+        """Return the arguments of a pass, without its inputs and outputs."""
+        assert rotation.is_contiguous() and rotation.dtype == torch.float32
+        assert rotation.shape[1] == 2 * self.num_ropes
+        assert kv.is_contiguous() and kv.dtype == self.dtype
+        rows, step = plan.rows.data_ptr(), plan.num_rows * 8
+        return _Batch(
+            plan.num_rows,
+            num_layers,
+            slots=plan.slots.data_ptr(),
+            tables=rows,
+            direct=rows + step,
+            starts=rows + 2 * step,
+            counts=rows + 3 * step,
+            pages=plan.pages.data_ptr(),
+            paths=plan.paths.data_ptr(),
+            positions=plan.positions.data_ptr(),
+            rotation=rotation.data_ptr(),
+            cache=kv.data_ptr(),
+            num_pages=kv.shape[2],
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [num_rows, vocab_size] of hidden [num_rows, hidden_size], both in the model's dtype."""

@@ -47,6 +47,7 @@ def build(compiler: tuple[str, ...], head_dim: int, dtype: torch.dtype, folder: 
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     for name, arguments in {
         "forward": (pointer, pointer),
+        "write_context": (pointer, pointer),
         "linear": (pointer, pointer, number, pointer, number),
         "pack": (pointer, number, number, number, pointer),
         "probs": (pointer, pointer, number, pointer, number),

@@ -215,21 +215,21 @@ class Forest:
         below = seeds.children[at.seeds]
         seed_tokens = np.where(below >= 0, seeds.tokens[below], -1)
         top_probs = np.zeros((self.num_ssms, count, widest), np.float32)
-        top_tokens, broken = [], np.zeros(count, dtype=bool)
+        proposals, broken = [], np.zeros(count, dtype=bool)
         for ssm, rows, probs, known in ssm_probs:
-            values, columns = _top_tokens(probs, widest)
+            values, columns = top_tokens(probs, widest)
             columns = columns if known is None else known[columns]
             finite = np.isfinite(values).all(1)  # top-k sorts NaN first
             broken[rows[~finite]] = True
             own = np.full((count, widest), -1)
             own[rows, : columns.shape[1]] = np.where(finite[:, None], columns, -1)
             top_probs[ssm, rows, : columns.shape[1]] = np.where(finite[:, None], values, 0)
-            top_tokens.append((ssm, own))
-        tokens = np.concatenate([*(own for _, own in top_tokens), seed_tokens[:, : self.max_children]], axis=1)
+            proposals.append((ssm, own))
+        tokens = np.concatenate([*(own for _, own in proposals), seed_tokens[:, : self.max_children]], axis=1)
         mixture, has_mixture = np.zeros(tokens.shape, dtype=np.float32), np.zeros((count, 1), dtype=bool)
         proposed = np.zeros((self.num_ssms, *tokens.shape), dtype=bool)
         draft_probs = np.zeros(proposed.shape, dtype=np.float32)
-        for ssm, own in top_tokens:
+        for ssm, own in proposals:
             same = (tokens[:, :, None] == own[:, None, :]) & (own >= 0)[:, None, :]
             proposed[ssm] = same.any(2)
             draft_probs[ssm] = np.where(same, top_probs[ssm][:, None, :], 0).max(2)
@@ -357,7 +357,7 @@ class Forest:
         return tree, slot_of_node
 
 
-def _top_tokens(probs: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+def top_tokens(probs: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the largest probabilities of each row and their tokens, descending, lower tokens first among equals."""
     values, tokens = (part.numpy() for part in topk_rows(torch.from_numpy(probs), count))
     smallest = values[:, -1:]

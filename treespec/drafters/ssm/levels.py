@@ -13,9 +13,11 @@ from treespec.cache import KVCache
 from treespec.drafters.ssm.drawn_forest import DrawnForest
 from treespec.drafters.ssm.forest import Forest, Frontier
 from treespec.drafters.ssm.ssm_state import grown_masks
+from treespec.models.block_draft import BlockDraft
 from treespec.models.compiled import CompiledDecoder
 from treespec.models.decoder import Pass
-from treespec.models.feature_head import FeatureHead, GroupModel
+from treespec.models.feature_head import FeatureHead
+from treespec.models.group_model import GroupModel
 from treespec.planning.draft_plan import GrowthRule
 from treespec.request import Request
 from treespec_kernels.attention.tree_batch import RequestRows
@@ -49,10 +51,23 @@ def levels_for(
         cache: the engine's.
         requests: of the trees.
     """
-    compiled = {ssm: model for ssm in active if isinstance(model := models[ssm], CompiledDecoder)}
-    if len(compiled) == len(active):
+    passing = [ssm for ssm in active if not isinstance(models[ssm], BlockDraft)]
+    if not passing:
+        return NoLevels()
+    compiled = {ssm: model for ssm in passing if isinstance(model := models[ssm], CompiledDecoder)}
+    if len(compiled) == len(passing):
         return CompiledLevels(compiled, requests)
     return PlannedLevels(models, cache, requests)
+
+
+class NoLevels:
+    """Levels of block drafts, which run no pass below the root."""
+
+    def extend(self, frontier: Frontier, depth: int) -> None:
+        pass
+
+    def plan(self, ssm: int, rows: np.ndarray) -> Pass:
+        raise AssertionError("a block draft has no pass over a level")
 
 
 class PlannedLevels:

@@ -10,7 +10,8 @@ from torch import Tensor
 from treespec.cache import KVCache
 from treespec.models.compiled import CompiledDecoder
 from treespec.models.decoder import Pass
-from treespec.models.feature_head import FeatureHead, GroupModel
+from treespec.models.feature_head import FeatureHead
+from treespec.models.group_model import GroupModel, StepModel
 from treespec.models.head_vocabulary import HeadVocabulary
 from treespec.request import Request
 from treespec_kernels.attention.tree_batch import RequestRows
@@ -41,6 +42,13 @@ class Rows(NamedTuple):
         """Return some of the rows."""
         outputs = None if self.outputs is None else self.outputs[rows]
         return Rows(self.probs[rows], self.logits[rows], self.head, outputs)
+
+    def expanded(self) -> "Rows":
+        """Return rows without a sampling request over the whole vocabulary."""
+        if self.head is None:
+            return self
+        probs = self.head.expand(torch.from_numpy(np.array(self.probs)), 0.0).numpy()
+        return Rows(probs, probs, None, self.outputs)
 
     def probs_of(self, rows: Sequence[int] | np.ndarray, tokens: Sequence[int]) -> np.ndarray:
         """Return the probability of one token in each of some rows, [len(rows)]."""
@@ -79,12 +87,12 @@ def softmax_at(logits: np.ndarray, token: int) -> float:
 Chain = tuple[Request, int, int]  # a request, and the first and last (exclusive) of some of its positions
 
 
-def rows_of(model: GroupModel, chains: Sequence[Chain]) -> list[RequestRows]:
+def rows_of(model: StepModel, chains: Sequence[Chain]) -> list[RequestRows]:
     """Return the rows of a pass over committed tokens, and roots, of some requests."""
     return [RequestRows.chain(start - model.offset, stop - start, r.pages) for r, start, stop in chains]
 
 
-def inputs_of(model: GroupModel, cache: KVCache, chains: Sequence[Chain]) -> tuple[np.ndarray, Tensor | None]:
+def inputs_of(model: StepModel, cache: KVCache, chains: Sequence[Chain]) -> tuple[np.ndarray, Tensor | None]:
     """Return the tokens of a pass over `rows_of` the same arguments, int64, and the features that a head reads."""
     tokens = np.array([token for request, start, stop in chains for token in request.tokens[start:stop]])
     if not isinstance(model, FeatureHead):
@@ -108,7 +116,7 @@ def features_to_read(model: GroupModel, cache: KVCache, chains: Sequence[Chain])
 
 
 def score_rows(
-    model: GroupModel,
+    model: StepModel,
     pool: Tensor,
     layout: Pass,
     tokens: np.ndarray,
@@ -132,20 +140,27 @@ def score_rows(
         hidden, outputs = model.forward_features(ids, features, layout, pool)
     else:
         hidden = model.forward(ids, layout, pool)
-    head = model.head_vocabulary
     if not len(scored):
         nothing = np.empty((0, 0), dtype=np.float32)
-        return Rows(nothing, nothing, head)
+        return Rows(nothing, nothing, model.head_vocabulary)
     hidden = hidden[: len(tokens)]
     if len(scored) < len(tokens):
         rows = torch.from_numpy(scored)
         hidden, outputs = hidden[rows], None if outputs is None else outputs[rows]
+    return draft_probs(model, hidden, slices, outputs)
+
+
+def draft_probs(
+    model: GroupModel, hidden: Tensor, slices: Sequence[ScoredSlice], outputs: Tensor | None = None
+) -> Rows:
+    """Score rows by their hidden states, [num_rows, hidden_size]; other arguments as in `score_rows` and `Rows`."""
+    head = model.head_vocabulary
     changed = [each for each in slices if each.is_changed]
     if not changed:
         probs = model.probs(hidden).cpu().numpy()
         return Rows(probs, probs, head, outputs)
     logits = model.logits(hidden).float()
-    others = np.ones(len(scored), dtype=bool)
+    others = np.ones(len(hidden), dtype=bool)
     for request, part, _, paths in changed:
         others[part] = False
         if request.restriction is not None:

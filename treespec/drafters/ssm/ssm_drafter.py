@@ -10,22 +10,24 @@ after a commit only one or two tokens have to be caught up. Inactive SSMs read t
 
 import time
 from collections.abc import Sequence
+from dataclasses import astuple
 
 import numpy as np
-import torch
 
 from treespec.cache import KVCache
 from treespec.drafters.evidence import GrownTree, SeedEvidence
+from treespec.drafters.ssm.blocks import unread_of
 from treespec.drafters.ssm.catch_up import MIN_LAG, CatchUpPolicy
 from treespec.drafters.ssm.compiled_forest import CompiledForest
 from treespec.drafters.ssm.drawn_forest import DrawnForest
-from treespec.drafters.ssm.forest import Forest, Shape, SsmProbs
-from treespec.drafters.ssm.levels import DraftModelCache, Levels, levels_for, stop_unprofitable
-from treespec.drafters.ssm.scoring import Chain, Rows, ScoredSlice, features_to_read, inputs_of, rows_of, score_rows
-from treespec.drafters.ssm.ssm_state import SsmState, open_mass, outputs_of, scored_rows
+from treespec.drafters.ssm.forest import Forest, Shape
+from treespec.drafters.ssm.level_scorer import CATCH_UP_CHUNK, DraftCounts, LevelScorer
+from treespec.drafters.ssm.levels import DraftModelCache, levels_for, stop_unprofitable
+from treespec.drafters.ssm.scoring import Chain, Rows, features_to_read, inputs_of, rows_of, score_rows
+from treespec.drafters.ssm.ssm_state import SsmState, open_mass
 from treespec.drafters.trust import WINDOW, Trust
-from treespec.models.decoder import Pass
-from treespec.models.feature_head import FeatureHead, GroupModel
+from treespec.models.block_draft import BlockDraft
+from treespec.models.group_model import GroupModel
 from treespec.planning.draft_plan import Drafted, DraftPlan, GrowthRule
 from treespec.request import Request
 from treespec.tree import TokenTree
@@ -33,7 +35,6 @@ from treespec.verification.oracle import RandomOracle
 from treespec_kernels.cpu.growth_cpu import DraftPasses, StopRule, TreePlaces
 from treespec_kernels.tree.growth_limits import FRONTIER, MAX_EXPANDED
 
-CATCH_UP_CHUNK = 256  # maximum committed tokens of a request per catch-up pass
 NULL_PAGE = np.zeros(1, dtype=np.int64)
 MAX_SCORES = 1 << 27  # maximum probabilities of one SSM that a compiled call has room for
 
@@ -57,7 +58,7 @@ class SsmDrafter:
         self.models, self.names, self.cache = list(models), tuple(names), cache
         self.evidence = SeedEvidence()
         self.drafted = Drafted(0, 0)
-        self._begin_counts()
+        self._counts = DraftCounts()
         self._states: dict[str, SsmState] = {}
         self._catch_up_policy = CatchUpPolicy(len(models))
         self._by_sources: dict[tuple[str, ...] | None, list[int]] = {}
@@ -80,7 +81,7 @@ class SsmDrafter:
         """
         if seeds is None:
             seeds = [TokenTree.root(request.tokens[-1]) for request in requests]
-        self._begin_counts()
+        self._counts = DraftCounts()
         drafting = [p.levels > 0 and bool(self._allowed(r)) for r, p in zip(requests, plans, strict=True)]
         asked = np.array([i for i, plan in enumerate(plans) if plan.adaptive and drafting[i]], dtype=np.int64)
         if len(asked):
@@ -109,12 +110,8 @@ class SsmDrafter:
             for i, state, (tree, slot_of_node) in zip(group, states, forest.finish(self.names), strict=True):
                 state.slot_of_node, state.seed = (slot_of_node, seeds[i]) if drafting[i] else (None, None)
                 trees[i] = tree
-        self.drafted = Drafted(levels, self._passes, self._request_passes, self._read_tokens, self._read_seconds)
+        self.drafted = Drafted(levels, *astuple(self._counts))
         return trees
-
-    def _begin_counts(self) -> None:
-        self._passes = self._request_passes = self._read_tokens = 0
-        self._read_seconds = 0.0
 
     def _forest(
         self,
@@ -158,21 +155,23 @@ class SsmDrafter:
             adaptive: by tree, whether its depth is chosen by `rule`.
             rule: decides whether another level pays.
         """
-        weights = [state.weights for state in states]
         if isinstance(forest, CompiledForest) and (passes := self._compiled_passes(requests, states, forest)):
             self._draft_compiled(requests, states, forest, passes, places, adaptive, rule)
             return
         active = {ssm for owner in forest.frontier.owners.tolist() for ssm in states[owner].active}
         levels = levels_for(self.models, active, self.cache, requests)
+        scorer = LevelScorer(self.models, self.cache, requests, states, forest, levels, self._read, self._counts)
         last_open_mass = forest.open_mass()
         while len(forest.frontier.nodes):
             if forest.depth and any(adaptive):
                 last_open_mass = stop_unprofitable(forest, np.array(places), np.array(adaptive), rule, last_open_mass)
                 if not len(forest.frontier.nodes):
                     break
-            owners = forest.frontier.owners
-            score = self._score if forest.depth else self._score_roots
-            broken = forest.extend(score(requests, states, forest, levels), weights)
+            weights, owners = scorer.weights(), forest.frontier.owners
+            if (ended := np.array([not own.any() for own in weights]))[owners].any():
+                forest.stop(ended)
+                continue
+            broken = forest.extend(scorer.score(), weights)
             self._mark_broken(requests, owners[broken])
 
     def _mark_broken(self, requests: Sequence[Request], owners: np.ndarray) -> None:
@@ -248,7 +247,8 @@ class SsmDrafter:
         for draft, scores in zip(passes.models.drafts, drafted.scores, strict=True):
             ssm, first = draft.ssm, 0
             found = Rows(scores, scores, self.models[ssm].head_vocabulary)
-            self._passes, self._request_passes = self._passes + draft.passes, self._request_passes + draft.tree_passes
+            self._counts.passes += draft.passes
+            self._counts.request_passes += draft.tree_passes
             for owner in roots:
                 request, state = requests[owner], states[owner]
                 if ssm not in state.active:
@@ -303,8 +303,7 @@ class SsmDrafter:
                 state.slot_of_node, state.accepted = None, (request.context_len, kept)
                 moves.append((state, request, kept))
         for ssm, model in enumerate(self.models):
-            # Heads read accepted tokens again, with the target's states in place of their own outputs.
-            own = [(s, r, kept[:1] if model.offset else kept) for s, r, kept in moves if ssm in s.active]
+            own = [(s, r, kept[: model.kept]) for s, r, kept in moves if ssm in s.active]
             pages, lengths = [r.pages for _, r, _ in own], [r.context_len - model.offset for _, r, _ in own]
             self.cache.commit(1 + ssm, pages, lengths, [kept for _, _, kept in own])
             for state, request, kept in own:
@@ -448,12 +447,18 @@ class SsmDrafter:
             starts = [int(self._state(r).valid[ssm]) for r in behind]
             stops = [min(start + CATCH_UP_CHUNK, r.context_len) for start, r in zip(starts, behind, strict=True)]
             chains = list(zip(behind, starts, stops, strict=True))
+            model, pool = self.models[ssm], self.cache.pools[1 + ssm]
+            if isinstance(model, BlockDraft):
+                model.read(unread_of(model, self.cache, [(r, start, stop + 1) for r, start, stop in chains]), pool)
+                for request, start, stop in chains:
+                    self._state(request).valid[ssm] = stop
+                    self._counts.read_tokens += stop - start
+                continue
             # Score only positions within the trust window, and none for a single SSM, which needs no weights.
             several = len(self.models) > 1
             counts = [max(stop - max(start, r.context_len - WINDOW), 0) if several else 0 for r, start, stop in chains]
             ends = np.cumsum([stop - start for _, start, stop in chains])
             scored = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, counts, strict=True)])
-            model, pool = self.models[ssm], self.cache.pools[1 + ssm]
             tokens, features = inputs_of(model, self.cache, chains)
             found = score_rows(model, pool, model.plan(rows_of(model, chains), pool), tokens, scored, (), features)
             first = 0
@@ -464,77 +469,5 @@ class SsmDrafter:
                 token_probs = found.probs_of(np.arange(first, first + count), following)
                 state.trust.observe(ssm, stop - count + 1, token_probs)
                 first += count
-            self._read_tokens += len(tokens)
-        self._read_seconds += time.perf_counter() - began
-
-    def _score_roots(
-        self, requests: Sequence[Request], states: Sequence[SsmState], forest: Forest | DrawnForest, levels: Levels
-    ) -> list[SsmProbs]:
-        """Score the roots with each active SSM, in the same pass as the committed tokens that it missed."""
-        owners = forest.frontier.owners.tolist()
-        for owner in owners:
-            states[owner].begin_tree()
-        results: list[SsmProbs] = []
-        layouts: dict[object, Pass] = {}
-        for ssm, model in enumerate(self.models):
-            own = [row for row, owner in enumerate(owners) if ssm in states[owner].active]
-            if not own:
-                continue
-            served = [(requests[owners[row]], states[owners[row]]) for row in own]
-            self._read(ssm, [r for r, state in served if r.context_len - state.valid[ssm] >= CATCH_UP_CHUNK])
-            # The bonus token may be an expanded node with valid K/V, but the root is always scored again.
-            starts = [min(int(state.valid[ssm]), r.context_len) for r, state in served]
-            chains = [(r, start, r.context_len + 1) for (r, _), start in zip(served, starts, strict=True)]
-            tokens, features = inputs_of(model, self.cache, chains)
-            key = model.plan_key, tuple(own), tuple(starts)
-            if key not in layouts:
-                layouts[key] = model.plan(rows_of(model, chains), self.cache.pools[1 + ssm])
-            last = np.cumsum([r.context_len + 1 - start for (r, _), start in zip(served, starts, strict=True)]) - 1
-            scored = last if len(self.models) == 1 else np.arange(len(tokens))
-            rows = np.arange(len(own)) if len(self.models) == 1 else last
-            slices = [
-                ScoredSlice(request, slice(row, row + 1), request.context_len + 1, [()])
-                for (request, _), row in zip(served, rows.tolist(), strict=True)
-            ]
-            found = score_rows(model, self.cache.pools[1 + ssm], layouts[key], tokens, scored, slices, features)
-            self._passes, self._request_passes = self._passes + 1, self._request_passes + len(own)
-            if len(self.models) > 1:
-                for (request, state), start, end in zip(served, starts, last, strict=True):
-                    read = np.arange(end - request.context_len + start, end)
-                    state.trust.observe(ssm, start + 1, found.probs_of(read, request.tokens[start + 1 :]))
-                found = found.select(last)
-            for row, (request, state) in enumerate(served):
-                state.valid[ssm] = request.context_len
-                state.scores[ssm].append(found.select(slice(row, row + 1)))
-            results.append(SsmProbs(ssm, np.array(own), found.probs, found.tokens))
-        return results
-
-    def _score(
-        self, requests: Sequence[Request], states: Sequence[SsmState], forest: Forest | DrawnForest, levels: Levels
-    ) -> list[SsmProbs]:
-        """Score the nodes of the frontier with each active SSM."""
-        at = forest.frontier
-        levels.extend(at, forest.depth)
-        parts = at.parts()
-        paths = forest.paths() if any(requests[owner].restriction for owner in parts) else []
-        results: list[SsmProbs] = []
-        for ssm in range(len(self.models)):
-            own_rows = scored_rows(ssm, states, parts)
-            if not own_rows:
-                continue
-            rows = np.concatenate([np.arange(parts[owner].start, parts[owner].stop) for owner in own_rows])
-            slices = [
-                ScoredSlice(requests[owner], own, requests[owner].context_len + 1 + forest.depth, paths[parts[owner]])
-                for owner, own in own_rows.items()
-            ]
-            model, pool, scored = self.models[ssm], self.cache.pools[1 + ssm], np.arange(len(rows))
-            features = None
-            if isinstance(model, FeatureHead):
-                above = [outputs_of(states[owner].scores[ssm], at.above[parts[owner]]) for owner in own_rows]
-                features = torch.cat(above)
-            found = score_rows(model, pool, levels.plan(ssm, rows), at.tokens[rows], scored, slices, features)
-            self._passes, self._request_passes = self._passes + 1, self._request_passes + len(own_rows)
-            for owner, own in own_rows.items():
-                states[owner].scores[ssm].append(found.select(own))
-            results.append(SsmProbs(ssm, rows, found.probs, found.tokens))
-        return results
+            self._counts.read_tokens += len(tokens)
+        self._counts.read_seconds += time.perf_counter() - began

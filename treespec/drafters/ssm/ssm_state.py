@@ -78,6 +78,8 @@ class SsmState:
     def token_probs(self, ssm: int, slots: np.ndarray, tokens: Sequence[int], sampled: bool) -> np.ndarray:
         """Return an SSM's probability of one token after each of some slots, ascending: [len(slots)].
 
+        The result ends before the first slot that the SSM did not score.
+
         Args:
             ssm: an active SSM.
             slots: int64, ascending.
@@ -85,8 +87,9 @@ class SsmState:
             sampled: whether the scores have logits, which do not include the tokens' own noise.
         """
         parts = self.scores[ssm]
+        slots = slots[: np.searchsorted(slots, sum(len(part.probs) for part in parts))]
         if len(parts) == 1 and not sampled:
-            return parts[0].probs_of(slots, tokens)
+            return parts[0].probs_of(slots, tokens[: len(slots)])
         found = [np.empty(0, dtype=np.float32)]
         first = at = 0
         for part in parts:

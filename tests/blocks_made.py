@@ -1,0 +1,136 @@
+"""Tiny random DFlash and PARD drafts in their published layouts, and references of what they compute, in float32.
+
+The references follow DFlash (arXiv 2602.06036) and PARD (arXiv 2504.18583). That of DFlash computes one block over a
+whole context; `tests/test_blocks.py` compares it with the module of transformers, too.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.heads_made import TargetShape, gains, matrix, norm, rope
+
+DFlashLayout = Literal["z-lab", "transformers", "speculators"]
+LAYERS = 2
+MASK = 7
+HEAD_DIM = 16
+THETA = 5000.0
+
+
+def write_dflash(
+    folder: Path,
+    target: TargetShape,
+    *,
+    layout: DFlashLayout,
+    read: tuple[int, ...] = (1, 4, 6),
+    block_size: int = 6,
+    draft_vocab: int | None = None,
+    from_anchor: bool = False,
+    seed: int = 1,
+    **changes: Any,
+) -> None:
+    """Writes a random DFlash draft.
+
+    `read` are the target's layers whose inputs it reads. `draft_vocab` and `from_anchor`, the root's row predicting the
+    next token, exist in the layout of speculators only. `changes` are made to the config at last.
+    """
+    generator, hidden = torch.Generator().manual_seed(seed), target.hidden_size
+    queries, keys = target.num_attention_heads * HEAD_DIM, target.num_key_value_heads * HEAD_DIM
+    shapes = {
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "mlp.gate_proj": (target.intermediate_size, hidden),
+        "mlp.up_proj": (target.intermediate_size, hidden),
+        "mlp.down_proj": (hidden, target.intermediate_size),
+    }
+    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+    norms |= {"self_attn.q_norm": HEAD_DIM, "self_attn.k_norm": HEAD_DIM}
+    tensors: dict[str, Tensor] = {}
+    for i in range(LAYERS):
+        tensors |= {f"layers.{i}.{name}.weight": matrix(*size, 1.5, generator) for name, size in shapes.items()}
+        tensors |= {f"layers.{i}.{name}.weight": gains(size, generator) for name, size in norms.items()}
+    encoder = "encoder." if layout == "transformers" else ""
+    state_norm = "output_norm_enc" if layout == "transformers" else "hidden_norm"
+    tensors[f"{encoder}fc.weight"] = matrix(hidden, len(read) * hidden, 1.0, generator)
+    tensors[f"{encoder}{state_norm}.weight"] = gains(hidden, generator)
+    tensors["norm.weight"] = gains(hidden, generator)
+    if draft_vocab is not None:
+        ids = torch.randperm(target.vocab_size, generator=generator)[:draft_vocab].sort().values
+        tensors["d2t"] = ids - torch.arange(draft_vocab)
+        tensors["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+        tensors["lm_head.weight"] = matrix(draft_vocab, hidden, 2.0, generator)
+    layers = {
+        "hidden_size": hidden,
+        "intermediate_size": target.intermediate_size,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": target.num_attention_heads,
+        "num_key_value_heads": target.num_key_value_heads,
+        "head_dim": HEAD_DIM,
+        "vocab_size": target.vocab_size,
+        "rms_norm_eps": target.rms_norm_eps,
+        "max_position_embeddings": 2048,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "layer_types": ["full_attention"] * LAYERS,
+    }
+    outputs = [layer - 1 for layer in read]
+    config: dict[str, Any]
+    if layout == "z-lab":
+        config = layers | {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "rope_theta": THETA}
+        config |= {"block_size": block_size, "dflash_config": {"mask_token_id": MASK, "target_layer_ids": outputs}}
+    elif layout == "transformers":
+        parameters = {"rope_type": "default", "rope_theta": THETA}
+        config = layers | {"model_type": "muse_glimmer_assistant", "rope_parameters": parameters, "mask_token_id": MASK}
+        config |= {"architectures": ["MuseGlimmerAssistantModel"], "target_layer_ids": outputs}
+        config |= {"block_size": block_size}
+    else:
+        config = {"speculators_model_type": "dflash", "architectures": ["DFlashDraftModel"], "dtype": "float32"}
+        config |= {"transformer_layer_config": layers | {"model_type": "qwen3", "rope_theta": THETA}}
+        config |= {"aux_hidden_state_layer_ids": list(read), "mask_token_id": MASK, "block_size": block_size}
+        config |= {"draft_vocab_size": draft_vocab or target.vocab_size, "sample_from_anchor": from_anchor}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def reference_dflash(folder: Path, embed: Tensor, lm_head: Tensor, root: int, states: Tensor) -> Tensor:
+    """What a DFlash draft predicts below a root, logits [num_predicted, vocab].
+
+    `embed` and `lm_head` are the target's, `states` [num_tokens, count, hidden] its states of the tokens before the
+    root, in the order of the config's layers.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    config |= config.get("transformer_layer_config", {}) | config.get("dflash_config", {})
+    tensors = load_file(folder / "model.safetensors")
+    weights = {
+        name.removeprefix("encoder.").replace("output_norm_enc", "hidden_norm"): t for name, t in tensors.items()
+    }
+    eps, heads, size = config["rms_norm_eps"], config["num_attention_heads"], config["block_size"]
+    context = norm(states.flatten(1) @ weights["fc.weight"].T, weights["hidden_norm.weight"], eps)
+    x = embed[torch.tensor([root, *[config["mask_token_id"]] * (size - 1)])]
+    for i in range(config["num_hidden_layers"]):
+        layer = {name.removeprefix(f"layers.{i}."): t for name, t in weights.items() if name.startswith(f"layers.{i}.")}
+        normed = norm(x, layer["input_layernorm.weight"], eps)
+        read = torch.cat((context, normed))
+        q, k, v = (
+            (rows @ layer[f"self_attn.{name}_proj.weight"].T).unflatten(1, (-1, config["head_dim"]))
+            for name, rows in (("q", normed), ("k", read), ("v", read))
+        )
+        q = rope(norm(q, layer["self_attn.q_norm.weight"], eps), config, len(context))
+        k = rope(norm(k, layer["self_attn.k_norm.weight"], eps), config)
+        k, v = (part.repeat_interleave(heads // part.shape[1], 1) for part in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * config["head_dim"] ** -0.5
+        attended = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
+        x = x + attended @ layer["self_attn.o_proj.weight"].T
+        normed = norm(x, layer["post_attention_layernorm.weight"], eps)
+        gate, up = (normed @ layer[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        x = x + (F.silu(gate) * up) @ layer["mlp.down_proj.weight"].T
+    final = norm(x, weights["norm.weight"], eps) @ weights.get("lm_head.weight", lm_head).T
+    return final if config.get("sample_from_anchor") else final[1:]

@@ -1,0 +1,283 @@
+"""Block drafts, DFlash and PARD: their distributions, and the tokens of plain decoding with them in the tree."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from tests.blocks_made import MASK, reference_dflash, write_dflash
+from tests.exactness import assert_exact, run
+from tests.heads_made import TargetShape, draft_ids, write_eagle3
+from tests.models import edit_config, greedy, make_draft, make_llama, new_folder, open_llm, random_prompts
+from tests.quantized_checkpoints import needs_compiler
+from treespec import RoundRecord, SamplingParams, SpecConfig
+from treespec_weights import CheckpointError, UnsupportedModelError
+from treespec_weights.cli import app
+
+SHAPE = TargetShape(num_hidden_layers=8)
+# By name: what `write_dflash` is told, and the layers of the target that are read.
+DFLASH: dict[str, dict[str, Any]] = {
+    "z-lab": {"layout": "z-lab"},
+    "transformers": {"layout": "transformers", "read": (2, 8)},
+    "speculators": {"layout": "speculators", "draft_vocab": 96},
+    "speculators, anchor": {"layout": "speculators", "from_anchor": True, "read": (5, 3), "block_size": 4},
+}
+KINDS = (*DFLASH, "pard")
+EXECUTORS = pytest.mark.parametrize(
+    "compiled", [False, pytest.param(True, marks=needs_compiler)], ids=["eager", "compiled"]
+)
+
+
+def target_of(dtype: torch.dtype = torch.float32, **config: Any) -> Path:
+    sizes = {name: getattr(SHAPE, name) for name in vars(SHAPE)} | {"head_dim": SHAPE.head_dim}
+    return make_llama(new_folder("target"), 3, dtype, faint_after=0, **(sizes | config))
+
+
+def make_block(kind: str, target: Path, seed: int = 1) -> Path:
+    folder = new_folder("block")
+    if kind == "pard":
+        make_draft(folder, target, 2, 0.05)
+        edit_config(folder, pard_token=MASK)
+    else:
+        write_dflash(folder, SHAPE, seed=seed, **DFLASH[kind])
+    return folder
+
+
+def expected_logits(kind: str, draft: Path, models: tuple[Any, Any], record: RoundRecord, depth: int) -> torch.Tensor:
+    """The reference's logits of the tokens at a depth, over the draft's vocabulary."""
+    target, own = models
+    root = int(record.tree.tokens[0])
+    if kind == "pard":
+        tokens = [*record.context, root, *[MASK] * (depth - 1)]
+        return own(torch.tensor([tokens])).logits[0, -1]
+    found = target(torch.tensor([record.context]), output_hidden_states=True)
+    states = torch.stack([found.hidden_states[layer][0] for layer in DFLASH[kind].get("read", (1, 4, 6))], 1)
+    embed, head = target.get_input_embeddings().weight, target.get_output_embeddings().weight
+    return reference_dflash(draft, embed, head, root, states)[depth - 1]
+
+
+@EXECUTORS
+@pytest.mark.parametrize("kind", KINDS)
+def test_probabilities_are_those_of_the_reference(kind: str, compiled: bool) -> None:
+    """At every drafted node, over several rounds, after a prefill in chunks; lookup makes rounds accept tokens."""
+    target = target_of()
+    draft = make_block(kind, target)
+    llm = open_llm(target, [draft], compile=compiled, prefill_chunk=24, draft_quantization=None)
+    records: list[RoundRecord] = []
+    (prompt,) = random_prompts((61,), vocab=SHAPE.vocab_size)
+    with llm.add_round_observer(records.append):
+        llm.generate(prompt, greedy(24), spec=SpecConfig(nodes=16, max_depth=4, sources=("ssm", "lookup")))
+    own = AutoModelForCausalLM.from_pretrained(draft) if kind == "pard" else None
+    models, checked = (AutoModelForCausalLM.from_pretrained(target), own), 0
+    ids = draft_ids(draft).tolist() if DFLASH.get(kind, {}).get("draft_vocab") else range(SHAPE.vocab_size)
+    rows = {token: row for row, token in enumerate(ids)}
+    with torch.inference_mode():
+        for record in records:
+            tree = record.tree
+            for node in range(1, len(tree)):
+                if tree.sources_of(node) != (draft.name,):
+                    continue
+                depth, token = int(tree.depths[node]), int(tree.tokens[node])
+                probs = torch.softmax(expected_logits(kind, draft, models, record, depth), -1)
+                expected = float(probs[rows[token]])
+                assert tree.probs[node] == pytest.approx(expected, abs=1e-5), (record.number, depth, token)
+                checked += 1
+    assert checked > 40 and len({record.accepted for record in records}) > 1
+
+
+def test_the_reference_is_the_module_of_transformers() -> None:
+    draft = new_folder("block")
+    write_dflash(draft, SHAPE, **DFLASH["transformers"])
+    module = AutoModel.from_config(AutoConfig.from_pretrained(draft)).float().eval()
+    module.load_state_dict(load_file(draft / "model.safetensors"))
+    generator = torch.Generator().manual_seed(2)
+    embed, head = (torch.randn(SHAPE.vocab_size, SHAPE.hidden_size, generator=generator) for _ in range(2))
+    states = torch.randn(9, 2, SHAPE.hidden_size, generator=generator)
+    noise = embed[torch.tensor([5, *[MASK] * 5])]
+    with torch.inference_mode():
+        found = module(noise_embeds=noise[None], context_hidden_states=states.flatten(1)[None]).last_hidden_state[0]
+        expected = reference_dflash(draft, embed, head, 5, states)
+    torch.testing.assert_close((found @ head.T)[1:], expected, atol=1e-4, rtol=1e-4)
+
+
+# --- the tokens of plain decoding
+
+
+def engine_with_blocks(dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    """Every kind of block draft, an EAGLE-3 head, and an SSM whose proposals are accepted."""
+    target = target_of(dtype)
+    ssm = make_draft(new_folder("ssm"), target, 1, 0.05)
+    write_eagle3(head := new_folder("head"), SHAPE, layout="eagle", draft_vocab=96, own_embedding=False, seed=4)
+    blocks = [make_block(kind, target) for kind in ("z-lab", "speculators", "pard")]
+    return open_llm(target, [ssm, *blocks, head], **({"max_num_seqs": 3, "prefill_chunk": 40} | options))
+
+
+SPECS = (
+    SpecConfig(nodes=16, max_depth=8, sources=("ssm",)),
+    SpecConfig(nodes=24, max_depth=6),
+    SpecConfig(branching=(3, 2, 1), max_ssms=2),
+    SpecConfig(),
+)
+
+
+@EXECUTORS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_trees_give_the_bits_of_plain_decoding(dtype: torch.dtype, compiled: bool) -> None:
+    """Prompts of one token too, before which there is no hidden state to read."""
+    llm = engine_with_blocks(dtype, compile=compiled, prove=True)
+    plain = run(llm, random_prompts((1, 2, 61, 90), vocab=SHAPE.vocab_size), greedy(20))
+    for spec in SPECS:
+        tree = assert_exact(llm, plain, spec)
+        assert tree.acceptance_length > 1.2
+    accepted = [output.metrics.accepted_by_source for output in tree.outputs]
+    assert any(name.startswith("ssm") and count for each in accepted for name, count in each.items())
+
+
+@EXECUTORS
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_block_draft_alone(kind: str, compiled: bool) -> None:
+    """In a batch, deeper than its block, and with a width that its best tokens must cover."""
+    target = target_of()
+    llm = open_llm(target, [make_block(kind, target)], compile=compiled, max_num_seqs=4)
+    plain = run(llm, random_prompts((1, 30, 64, 70), vocab=SHAPE.vocab_size), greedy(16))
+    for spec in (SpecConfig(nodes=12, max_depth=12), SpecConfig(branching=(12, 2, 1))):
+        tree = assert_exact(llm, plain, spec)
+        drafted = sum(output.metrics.nodes_verified - output.metrics.target_passes for output in tree.outputs)
+        assert drafted > 0
+    llm.engine.check_integrity()
+
+
+@pytest.mark.parametrize("verification", ["coupled", "naive"])
+def test_sampled_tokens_are_those_of_plain_decoding(verification: Any) -> None:
+    llm = engine_with_blocks()
+    prompts = random_prompts((30, 64), vocab=SHAPE.vocab_size)
+    params = [SamplingParams(max_tokens=16, temperature=0.8, seed=seed, n=2, ignore_eos=True) for seed in (1, 2)]
+    plain = llm.generate(prompts, params, spec="off")
+    tree = llm.generate(prompts, params, spec=SpecConfig(nodes=16, max_depth=4, verification=verification))
+    assert [[each.token_ids for each in output.outputs] for output in tree] == [
+        [each.token_ids for each in output.outputs] for output in plain
+    ]
+    llm.engine.check_integrity()
+
+
+def test_restricted_requests_beside_others() -> None:
+    """A request with allowed tokens, a sampled and a greedy one in one batch."""
+    llm = engine_with_blocks()
+    prompts = random_prompts((20, 30, 40), vocab=SHAPE.vocab_size)
+    params = [
+        greedy(12, allowed_token_ids=list(range(20, 60))),
+        greedy(12, temperature=0.7, seed=3, allowed_token_ids=list(range(90))),
+        greedy(12),
+    ]
+    plain = llm.generate(prompts, params, spec="off")
+    tree = llm.generate(prompts, params, spec=SpecConfig(nodes=16, max_depth=5))
+    assert [output.outputs[0].token_ids for output in tree] == [output.outputs[0].token_ids for output in plain]
+
+
+@pytest.mark.parametrize("verification", ["rejection", "traversal"])
+def test_draws_are_distributed_as_the_target(verification: Any) -> None:
+    """The first two tokens of many samples, with the draft's blocks drawn from at random."""
+    target = target_of(vocab_size=8)
+    draft = new_folder("block")
+    small = TargetShape(num_hidden_layers=8, vocab_size=8)
+    write_dflash(draft, small, layout="z-lab", block_size=3)
+    llm = open_llm(target, [draft], max_num_seqs=64)
+    spec = SpecConfig(nodes=8, max_depth=2, sources=("ssm",), verification=verification)
+    prompt, counts = [1, 5, 3, 2], np.zeros((8, 8))
+    for seed in range(30):
+        params = SamplingParams(max_tokens=2, temperature=1.0, seed=seed, ignore_eos=True, n=64)
+        [output] = llm.generate(prompt, params, spec=spec)
+        for sample in output.outputs:
+            counts[tuple(sample.token_ids)] += 1
+    model = AutoModelForCausalLM.from_pretrained(target)
+    with torch.inference_mode():
+        first = torch.softmax(model(torch.tensor([prompt])).logits[0, -1], -1)
+        after = [torch.softmax(model(torch.tensor([[*prompt, t]])).logits[0, -1], -1) for t in range(8)]
+    expected = (first[:, None] * torch.stack(after)).numpy() * counts.sum()
+    used = expected > 5
+    statistic = ((counts - expected)[used] ** 2 / expected[used]).sum()
+    assert statistic < used.sum() + 5 * np.sqrt(2 * used.sum())  # chi-squared, five standard deviations
+
+
+# --- folders that do not fit, and what the command says of them
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"block_size": 1}, "'block_size': 1; expected an int, at least 2"),
+        ({"dflash_config": {"target_layer_ids": [1]}}, "'mask_token_id': None; expected an int"),
+        ({"dflash_config": {"mask_token_id": 3}}, "'target_layer_ids': None; expected a list"),
+        ({"dflash_config": {"mask_token_id": 900, "target_layer_ids": [0, 3, 5]}}, "900, and the vocabulary has 256"),
+        ({"dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 3]}}, "2 layers of the target have 64 each"),
+        ({"dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 3, 8]}}, "the target has 8 layers"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding windows are not supported"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantised draft heads are not supported"),
+    ],
+    ids=lambda value: None if isinstance(value, dict) else value[:20],
+)
+def test_a_config_that_does_not_fit(changes: dict[str, Any], message: str) -> None:
+    write_dflash(draft := new_folder("block"), SHAPE, layout="z-lab", **changes)
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        open_llm(target_of(), [draft])
+
+
+def test_tensors_that_do_not_fit() -> None:
+    target, draft = target_of(), new_folder("block")
+    write_dflash(draft, SHAPE, layout="z-lab")
+    tensors = load_file(draft / "model.safetensors")
+    del tensors["layers.1.self_attn.q_norm.weight"]
+    save_file(tensors | {"norm.weight": torch.ones(32)}, draft / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"(?s)q_norm.*expected a tensor of shape") as error:
+        open_llm(target, [draft])
+    assert "'norm.weight': [32], expected [64]" in str(error.value)
+
+
+def test_a_draft_of_another_target() -> None:
+    write_dflash(draft := new_folder("block"), TargetShape(hidden_size=32), layout="z-lab")
+    with pytest.raises(CheckpointError, match="reads 96 values per token, 3 layers of the target have 64 each"):
+        open_llm(target_of(), [draft])
+    write_dflash(mapped := new_folder("block"), TargetShape(vocab_size=128), layout="speculators", draft_vocab=64)
+    with pytest.raises(CheckpointError, match="the head is for a vocabulary of 128 tokens, the target has 256"):
+        open_llm(target_of(), [mapped])
+
+
+@pytest.mark.parametrize("name", ["DFlash2DraftModel", "DSparkDraftModel", "XPressDraftModel"])
+def test_other_kinds_are_refused_by_name(name: str) -> None:
+    write_dflash(draft := new_folder("block"), SHAPE, layout="z-lab", architectures=[name])
+    with pytest.raises(UnsupportedModelError, match=r"(DFlash 2|DSpark|Xpress) draft, which is not supported"):
+        open_llm(target_of(), [draft])
+
+
+def test_a_parallel_draft_of_a_smaller_vocabulary() -> None:
+    target, draft = target_of(), make_block("pard", target_of(vocab_size=128))
+    with pytest.raises(CheckpointError, match="128, and the target has 256 tokens"):
+        open_llm(target, [draft])
+    edit_config(draft, pard_token=128)
+    with pytest.raises(CheckpointError, match="128; expected a token of the vocabulary of 128"):
+        open_llm(target, [draft])
+
+
+def test_inspect_describes_block_drafts() -> None:
+    target = target_of()
+    drafts = [make_block(kind, target) for kind in ("speculators", "pard")]
+    options = [option for draft in drafts for option in ("--draft", str(draft))]
+    result = CliRunner().invoke(app, ["inspect", str(target), *options, "--json"])
+    first, second = json.loads(result.stdout)["drafts"]
+    assert first["connection"] == (
+        "DFlash draft, reads the inputs of the target's layers 1, 4, 6 and predicts 5 tokens in a pass; "
+        "proposes 96 of 256 tokens"
+    )
+    assert second["connection"] == "PARD draft, predicts 8 tokens in a pass; proposes 256 of 256 tokens"
+    assert first["usable"] and second["usable"] and first["parameters"] > 0
+    write_dflash(drafts[0], TargetShape(hidden_size=32), layout="z-lab")
+    result = CliRunner().invoke(app, ["inspect", str(target), "--draft", str(drafts[0]), "--json"])
+    [unusable] = json.loads(result.stdout)["drafts"]
+    assert not unusable["usable"] and "use a draft that was trained for this target" in unusable["reason"]

@@ -1,0 +1,99 @@
+"""Scores of block drafts: a pass at the root, and the rows of a level read from it."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from treespec.cache import KVCache
+from treespec.drafters.ssm.forest import SsmProbs, top_tokens
+from treespec.drafters.ssm.scoring import Chain, Rows, ScoredSlice, draft_probs
+from treespec.models.block_draft import BlockDraft, Unread
+from treespec.request import Request
+
+
+class Block(NamedTuple):
+    """What a block draft predicts below one root; row d is of the tokens at depth d + 1.
+
+    Attributes:
+        rows: scores, without a request's restriction.
+        hidden: [block, hidden_size], hidden states for `BlockDraft.logits`.
+    """
+
+    rows: Rows
+    hidden: Tensor
+
+    def at(self, model: BlockDraft, request: Request, depth: int, count: int, paths: Sequence[Sequence[int]]) -> Rows:
+        """Return the scores of `count` nodes of one depth, which are equal but for a restriction.
+
+        Args:
+            model: the draft.
+            request: of the tree.
+            depth: of the nodes.
+            count: their number.
+            paths: by node, its path from the root (exclusive), for a restriction.
+        """
+        if request.restriction is not None:
+            hidden = self.hidden[depth].expand(count, -1)
+            own = ScoredSlice(request, slice(0, count), request.context_len + 1 + depth, paths)
+            return draft_probs(model, hidden, [own])
+        row = self.rows.select(slice(depth, depth + 1))
+        probs, logits = (np.broadcast_to(part, (count, part.shape[1])) for part in (row.probs, row.logits))
+        return row._replace(probs=probs, logits=logits)
+
+
+def unread_of(model: BlockDraft, cache: KVCache, chains: Sequence[Chain]) -> list[Unread]:
+    """Return the unread tokens of some requests: the last position of a chain is the root's."""
+    found = []
+    for request, start, stop in chains:
+        states = None
+        if model.columns:
+            states = cache.read_features(request.pages, start - model.offset, stop - 1)
+        found.append(Unread(request.tokens[start:stop], start, request.pages, states))
+    return found
+
+
+def score_blocks(model: BlockDraft, cache: KVCache, pool: Tensor, chains: Sequence[Chain]) -> list[Block]:
+    """Run a block draft's pass at the roots of some requests, after reading the tokens before them.
+
+    Args:
+        model, cache, pool: the draft, the engine's cache, and the draft's pool.
+        chains: by request, the positions to read, the root's last.
+    """
+    block, slices = model.block, []
+    hidden = model.forward_block(unread_of(model, cache, chains), pool)
+    for i, (request, _, _) in enumerate(chains):
+        if request.restriction is None:
+            depths = range(block)
+            slices += [ScoredSlice(request, _row(i * block + d), request.context_len + 1 + d, [()]) for d in depths]
+    rows = draft_probs(model, hidden, slices)
+    parts = [slice(i * block, (i + 1) * block) for i in range(len(chains))]
+    return [Block(rows.select(part), hidden[part]) for part in parts]
+
+
+def _row(index: int) -> slice:
+    return slice(index, index + 1)
+
+
+def level_probs(
+    ssm: int, scored: Mapping[int, tuple[np.ndarray, Rows]], restricted: bool, most: int | None
+) -> SsmProbs:
+    """Return a block draft's probabilities of a level.
+
+    Args:
+        ssm: index of the draft.
+        scored: by tree, its rows of the frontier, and their scores.
+        restricted: whether the rows of a tree may differ.
+        most: number of the most likely tokens that matter in each row; None for all.
+    """
+    rows, parts = [own for own, _ in scored.values()], [part for _, part in scored.values()]
+    if any(part.head is None for part in parts):  # restricted rows cover the vocabulary, others a reduced one
+        parts = [part.expanded() for part in parts]
+    tokens = parts[0].tokens
+    if restricted or most is None:
+        return SsmProbs(ssm, np.concatenate(rows), np.concatenate([part.probs for part in parts]), tokens)
+    # Rows of a tree are equal: only the columns of their best tokens are repeated, not the vocabulary.
+    columns = np.unique(np.concatenate([top_tokens(part.probs[:1].copy(), most)[1][0] for part in parts]))
+    probs = [np.repeat(part.probs[:1, columns], len(own), 0) for own, part in zip(rows, parts, strict=True)]
+    return SsmProbs(ssm, np.concatenate(rows), np.concatenate(probs), columns if tokens is None else tokens[columns])

@@ -1,0 +1,67 @@
+"""Base of drafts that put a decoder's layers to another use than predicting the next token from the tokens before."""
+
+from ctypes import CDLL
+
+import torch
+from torch import Tensor
+
+from treespec.config import ModelConfig
+from treespec.models.decoder import Decoder, Pass
+from treespec.models.head_vocabulary import HeadVocabulary
+from treespec_kernels.attention.tree_batch import RequestRows
+
+
+class LayersDraft:
+    """A draft around the layers and the vocabulary head of a `Decoder`, with its interface but for `forward`.
+
+    Args:
+        decoder: the layers and the vocabulary head.
+        target: the target, if the vocabulary head is the target's.
+    """
+
+    def __init__(self, decoder: Decoder, target: Decoder | None = None):
+        self.decoder, self._vocabulary_head = decoder, decoder if target is None else target
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.decoder.config
+
+    @property
+    def device(self) -> torch.device:
+        return self.decoder.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.decoder.dtype
+
+    @property
+    def backend(self) -> str:
+        return self.decoder.backend
+
+    @property
+    def quantization(self) -> str | None:
+        return self.decoder.quantization
+
+    @property
+    def vocab_size(self) -> int:
+        return self.decoder.vocab_size
+
+    @property
+    def head_vocabulary(self) -> HeadVocabulary | None:
+        return self.decoder.head_vocabulary
+
+    @property
+    def growth(self) -> CDLL | None:
+        return self.decoder.growth
+
+    def plan(self, requests: list[RequestRows], kv: Tensor) -> Pass:
+        """Plan a pass, as `Decoder.plan`."""
+        return self.decoder.plan(requests, kv)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits of the target's vocabulary, [num_rows, vocab_size]."""
+        return self._vocabulary_head.logits(hidden)
+
+    def probs(self, hidden: Tensor) -> Tensor:
+        """Return probabilities as `Decoder.probs`."""
+        return self._vocabulary_head.probs(hidden)

@@ -1,0 +1,285 @@
+"""DFlash drafts (arXiv 2602.06036): the module that is trained, its loss, and its published folder."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3MLP,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from treespec.training.distillation import Batch, Curriculum, distillation_losses
+from treespec.training.eagle3 import head_config, head_layers
+from treespec.training.loop import StepLoss, mixed_precision
+from treespec.training.target_states import TargetStates
+
+LAYERS = 2
+BLOCK = 8  # rows of a block, the root's included
+ROOTS = 24  # roots of a lesson that a step trains on
+EVALUATED_ROOTS = 48
+DECAY = 4.0  # depths in which the weight of a prediction falls by e
+
+
+class Roots(NamedTuple):
+    """Roots in the lessons of a batch.
+
+    Attributes:
+        positions: int64 [rows, roots], in the lesson; a lesson with fewer roots repeats some.
+        first: int64 [rows], index of each row's first target in the batch.
+        counts: int64 [rows], number of its targets.
+        begins: int64 [rows], position of its first target.
+    """
+
+    positions: Tensor
+    first: Tensor
+    counts: Tensor
+    begins: Tensor
+
+    def targets(self, depth: int) -> tuple[Tensor, Tensor]:
+        """Return the targets of a depth below the roots: which roots have one, bool [rows, roots], and indices."""
+        places = self.positions - self.begins[:, None] + depth - 1
+        found = places < self.counts[:, None]
+        return found, (self.first[:, None] + places)[found]
+
+
+def draw_roots(batch: Batch, count: int, seed: tuple[int, ...]) -> Roots:
+    """Draw up to `count` roots of each lesson of a batch."""
+    generator, rows = np.random.default_rng(seed), batch.places[:, 0].cpu().numpy()
+    counts = np.bincount(rows, minlength=len(batch.tokens))
+    first = np.concatenate(([0], np.cumsum(counts)[:-1]))
+    begins = batch.places[:, 1].cpu().numpy()[first]
+    positions = [begin + np.sort(generator.permutation(n)[:count]) for begin, n in zip(begins, counts, strict=True)]
+    padded = np.stack([np.resize(own, count) for own in positions])
+    return Roots(*(torch.from_numpy(part).to(batch.tokens.device) for part in (padded, first, counts, begins)))
+
+
+class _Attention(nn.Module):
+    """Attention of blocks to the committed tokens before their roots, and to themselves in both directions."""
+
+    def __init__(self, config: Qwen3Config):
+        super().__init__()
+        hidden, self.head_dim = config.hidden_size, config.head_dim
+        queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(hidden, n, bias=False) for n in (queries, keys, keys))
+        self.o_proj = nn.Linear(queries, hidden, bias=False)
+        self.q_norm, self.k_norm = (Qwen3RMSNorm(self.head_dim, config.rms_norm_eps) for _ in range(2))
+
+    def forward(self, x: Tensor, context: Tensor, rotations: tuple[Any, Any], visible: Tensor) -> Tensor:
+        """Return the output of all blocks' rows, [batch, rows, hidden].
+
+        Args:
+            x: the rows, normalised.
+            context: projected states of the lessons' tokens, [batch, length, hidden].
+            rotations: cosine and sine of the rows, and of tokens and rows.
+            visible: bool [batch, 1, rows, length + rows].
+        """
+        read = torch.cat((context, x), 1)
+        q = self.q_norm(self._heads(self.q_proj(x))).transpose(1, 2)
+        k = self.k_norm(self._heads(self.k_proj(read))).transpose(1, 2)
+        v = self._heads(self.v_proj(read)).transpose(1, 2)
+        (q, _), (_, k) = (apply_rotary_pos_emb(part, part, *own) for part, own in zip((q, k), rotations, strict=True))
+        out = F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, visible, enable_gqa=True)
+        attended: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
+        return attended
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(2, (-1, self.head_dim))
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: Qwen3Config):
+        super().__init__()
+        self.input_layernorm, self.post_attention_layernorm = (
+            Qwen3RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(2)
+        )
+        self.self_attn, self.mlp = _Attention(config), Qwen3MLP(config)
+
+    def forward(self, x: Tensor, context: Tensor, rotations: tuple[Any, Any], visible: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), context, rotations, visible)
+        result: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return result
+
+
+class DFlashModule(nn.Module):
+    """A DFlash draft with its own head over a reduced vocabulary. Parameters are named as by speculators.
+
+    Args:
+        config: of the layers.
+        embed: embeddings of the target, [vocab_size, hidden_size]; not trained.
+        num_states: layers of the target that it reads.
+        mask_token: token of the rows below a root.
+        rows: tokens of the head.
+    """
+
+    embed: Tensor
+
+    def __init__(self, config: Qwen3Config, embed: Tensor, num_states: int, mask_token: int, rows: int):
+        super().__init__()
+        self.config, self.mask_token = config, mask_token
+        self.register_buffer("embed", embed.detach(), persistent=False)
+        self.fc = nn.Linear(num_states * embed.shape[1], config.hidden_size, bias=False)
+        self.hidden_norm, self.norm = (Qwen3RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(2))
+        self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
+        self.lm_head = nn.Linear(config.hidden_size, rows, bias=False)
+        self._rotary = Qwen3RotaryEmbedding(config)
+
+    def get_output_embeddings(self) -> nn.Linear:
+        """Return the head over the vocabulary."""
+        return self.lm_head
+
+    def forward(self, states: Tensor, tokens: Tensor, roots: Tensor) -> Tensor:
+        """Return the normalised outputs of blocks below some roots, [batch, roots, BLOCK, hidden].
+
+        Args:
+            states: of the target at all tokens, [batch, length, num_states * hidden].
+            tokens: int64 [batch, length].
+            roots: int64 [batch, roots], their positions.
+        """
+        (batch, length), count = tokens.shape, roots.shape[1]
+        context = self.hidden_norm(self.fc(states.to(self.fc.weight.dtype)))
+        ids = torch.full((batch, count, BLOCK), self.mask_token, dtype=torch.int64, device=tokens.device)
+        ids[:, :, 0] = tokens.gather(1, roots)
+        steps = torch.arange(BLOCK, dtype=torch.int64, device=tokens.device)
+        positions = torch.arange(length, dtype=torch.int64, device=tokens.device)
+        places = (roots[:, :, None] + steps).flatten(1)
+        before = positions[None, None] < roots[:, :, None].expand(-1, -1, BLOCK).reshape(batch, -1, 1)
+        block = torch.arange(count, dtype=torch.int64, device=tokens.device).repeat_interleave(BLOCK)
+        same = (block[:, None] == block[None]).expand(batch, -1, -1)
+        visible = torch.cat((before, same), 2)[:, None]
+        x = F.embedding(ids.flatten(1), self.embed).to(context.dtype)
+        both = torch.cat((positions.expand(batch, -1), places), 1)
+        rotations = self._rotary(x, places), self._rotary(x, both)
+        for layer in self.layers:
+            x = layer(x, context, rotations, visible)
+        normed: Tensor = self.norm(x)
+        return normed.view(batch, count, BLOCK, -1)
+
+
+def make_dflash(target: Any, target_ids: np.ndarray, num_states: int) -> DFlashModule:
+    """Return a draft whose layers begin as the target's last ones, in float32; arguments as in `make_head`.
+
+    It projects the last of the states that it reads, so that the first layer's keys and values are nearly the target's.
+    """
+    sizes = head_config(target.config, len(target_ids) - 1)
+    config = Qwen3Config(
+        hidden_size=sizes.hidden_size,
+        intermediate_size=sizes.intermediate_size,
+        num_attention_heads=sizes.num_attention_heads,
+        num_key_value_heads=sizes.num_key_value_heads,
+        head_dim=sizes.head_dim,
+        rms_norm_eps=sizes.rms_norm_eps,
+        max_position_embeddings=sizes.max_position_embeddings,
+        rope_parameters=sizes.rope_parameters,
+        num_hidden_layers=min(LAYERS, target.config.num_hidden_layers),
+        vocab_size=target.config.vocab_size,
+        tie_word_embeddings=False,
+    )
+    decoder, known = target.get_decoder(), torch.from_numpy(target_ids[:-1])
+    draft = DFlashModule(config, target.get_input_embeddings().weight, num_states, mask_token_of(target), len(known))
+    with torch.no_grad():
+        nn.init.zeros_(draft.fc.weight)[:, -config.hidden_size :].fill_diagonal_(1.0)
+        draft.lm_head.weight.copy_(target.get_output_embeddings().weight[known.to(draft.embed.device)])
+        draft.norm.weight.copy_(decoder.norm.weight)
+        last = decoder.layers[-len(draft.layers) :]
+        draft.hidden_norm.weight.copy_(last[0].input_layernorm.weight)
+        own: Any
+        for own, layer in zip(draft.layers, last, strict=True):
+            own.load_state_dict(layer.state_dict(), strict=False)
+            if hasattr(layer.self_attn, "q_norm"):
+                continue
+            new, old, gain = own.self_attn, layer.self_attn, layer.input_layernorm.weight.float()
+            for norm, projection in ((new.q_norm, old.q_proj), (new.k_norm, old.k_proj)):
+                # The expected size of this projection of normalised rows, which the head norm would otherwise remove.
+                norm.weight.fill_(float((projection.weight.float() * gain).square().sum(1).mean().sqrt()))
+    return draft
+
+
+def mask_token_of(target: Any) -> int:
+    """Return the token of the rows below a root: the target's padding or end token, which drafts need least."""
+    config = target.config
+    for token in (config.pad_token_id, config.eos_token_id):
+        if isinstance(token, int) and 0 <= token < config.vocab_size:
+            return token
+    return 0
+
+
+def dflash_loss(draft: DFlashModule, curriculum: Curriculum, states: TargetStates, step: int) -> StepLoss:
+    """Return the loss of a step's lessons: the mean over the blocks' predictions, each weighted by its depth."""
+    total, weight, hits, count = torch.zeros(1, dtype=torch.float32, device=curriculum.device)[0], 0.0, 0.0, 0
+    for number, batch in enumerate(curriculum.batches(step)):
+        roots = draw_roots(batch, ROOTS, (curriculum.seed, 5, step, number))
+        with mixed_precision(batch.inputs.device):
+            hidden = draft(states.of(batch), batch.tokens, roots.positions)
+        for depth in range(1, BLOCK):
+            logits, part = logits_of(draft, hidden, batch, roots, depth)
+            own = float(np.exp(-(depth - 1) / DECAY))
+            total = total + own * distillation_losses(logits, part).sum()
+            weight += own * len(logits)
+            if depth == 1:
+                hits += float((logits.detach().argmax(1) == part.ids[:, 0]).sum())
+                count += len(logits)
+    return StepLoss(total / weight, count, hits / count)
+
+
+def logits_of(draft: DFlashModule, hidden: Tensor, batch: Batch, roots: Roots, depth: int) -> tuple[Tensor, Batch]:
+    """Return a depth's logits, float32 [targets, rows], and the batch of these targets.
+
+    Args:
+        draft: gave `hidden`, the outputs of the blocks.
+        hidden: [batch, roots, BLOCK, hidden].
+        batch, roots: the lessons, and the blocks' roots.
+        depth: of the predicted tokens.
+    """
+    found, index = roots.targets(depth)
+    with mixed_precision(batch.inputs.device):
+        logits = draft.lm_head(hidden[:, :, depth][found]).float()
+    return logits, Batch(
+        batch.lessons, batch.tokens, batch.inputs, batch.places[index], batch.ids[index], batch.probs[index]
+    )
+
+
+@torch.inference_mode()
+def dflash_agreement(draft: DFlashModule, curriculum: Curriculum, states: TargetStates) -> float:
+    """Return the share of first tokens below some roots of all lessons that the draft predicts."""
+    draft.eval()
+    hits = count = 0
+    for start in range(0, len(curriculum.lessons), 8):
+        batch = curriculum.of(range(start, min(start + 8, len(curriculum.lessons))))
+        roots = draw_roots(batch, EVALUATED_ROOTS, (curriculum.seed, 6, start))
+        with mixed_precision(batch.inputs.device):
+            hidden = draft(states.of(batch), batch.tokens, roots.positions)
+        logits, part = logits_of(draft, hidden, batch, roots, 1)
+        hits += int((logits.argmax(1) == part.ids[:, 0]).sum())
+        count += len(logits)
+    return hits / count
+
+
+def write_dflash(draft: DFlashModule, folder: Path, target_ids: np.ndarray, target: PreTrainedConfig) -> None:
+    """Write a draft in the layout of speculators, in bfloat16; arguments as in `write_head`."""
+    rows, size = torch.from_numpy(target_ids[:-1]), int(target.vocab_size)
+    tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in draft.state_dict().items()}
+    tensors["d2t"] = rows - torch.arange(len(rows), dtype=torch.int64, device="cpu")
+    tensors["t2d"] = torch.zeros(size, dtype=torch.bool, device="cpu").index_fill_(0, rows, True)
+    config = {
+        "architectures": ["DFlashDraftModel"],
+        "speculators_model_type": "dflash",
+        "dtype": "bfloat16",
+        "transformer_layer_config": draft.config.to_dict(),
+        "aux_hidden_state_layer_ids": list(head_layers(target.num_hidden_layers)),
+        "draft_vocab_size": len(rows),
+        "block_size": BLOCK,
+        "mask_token_id": draft.mask_token,
+        "sample_from_anchor": False,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True, default=str) + "\n")

@@ -1,0 +1,218 @@
+"""Published drafts that predict several tokens in one pass: recognised by their folders, and loaded.
+
+DFlash (arXiv 2602.06036) in the layouts of its authors, of transformers and of speculators; PARD (arXiv 2504.18583),
+whose folders are those of models with a mask token.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treespec_weights.draft_tensors import DraftTensors, canonical, config_error, head_tokens, layers_of, own_embedding
+from treespec_weights.errors import Problem
+from treespec_weights.families import family_of
+from treespec_weights.load import expected_tensors, load_weights
+from treespec_weights.rules import FamilyRules, ModelShape
+
+PARALLEL_BLOCK = 8  # tokens that PARD's drafts are trained to predict in a pass
+_TRANSFORMERS = "muse_glimmer_assistant"  # transformers' type of DFlash drafts, whose layers are those of Qwen3
+
+
+@dataclass(frozen=True)
+class BlockForm:
+    """What a published folder says about a block draft.
+
+    Attributes:
+        folder: of the draft.
+        kind: "dflash" or "pard".
+        layers: of the target, whose inputs it reads, in the order of the draft's projection; empty for "pard".
+        config: of its layers, in the form of a model's config.json.
+        rules: family of its layers.
+        block_size: number of rows of a pass, the root's included.
+        mask_token: token of the rows below the root.
+        predicts_next: a row predicts the token after its position, not the one at its position.
+        by_output: layers were numbered by their outputs, of which transformers returns the last after the final norm.
+    """
+
+    folder: Path
+    kind: Literal["dflash", "pard"]
+    layers: tuple[int, ...]
+    config: dict[str, Any]
+    rules: FamilyRules
+    block_size: int
+    mask_token: int
+    predicts_next: bool
+    by_output: bool = False
+
+    @property
+    def name(self) -> str:
+        """The kind, for users."""
+        return "DFlash draft" if self.kind == "dflash" else "PARD draft"
+
+    @property
+    def block(self) -> int:
+        """Number of tokens that a pass predicts."""
+        return self.block_size if self.predicts_next else self.block_size - 1
+
+    def describe(self, layers: Sequence[int]) -> str:
+        """Describe what the draft does, given the result of `read_layers`."""
+        reads = f"reads the inputs of the target's layers {', '.join(map(str, layers))} and " if layers else ""
+        return f"{reads}predicts {self.block} tokens in a pass"
+
+    def read_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Return the layers to read of a target with `num_layers` layers, numbered as by `HeadForm.read_layers`.
+
+        Raises:
+            CheckpointConfigError: the target has no such layer.
+        """
+        if not all(0 <= layer <= num_layers for layer in self.layers):
+            raise config_error(
+                self.folder,
+                "target_layer_ids",
+                f"the draft reads the inputs of the target's layers {self.layers}, and the target has {num_layers} "
+                "layers; use a draft that was trained for this target",
+            )
+        return tuple(layer + (self.by_output and layer == num_layers) for layer in self.layers)
+
+
+class BlockWeights(NamedTuple):
+    """Weights of a block draft, in the compute dtype.
+
+    Attributes:
+        decoder: decoder parameters by name. A DFlash draft has one row of `embed`, and no `lm_head` if it uses the
+            target's.
+        fc: projection of the target's states, [hidden, number of layers * hidden of the target]; None for "pard".
+        state_norm: norm of the projected states, [hidden]; None for "pard".
+        embed: embeddings [vocab, hidden], or the mask token's alone, [hidden], of "pard"; None for the target's.
+    """
+
+    decoder: dict[str, Tensor]
+    fc: Tensor | None
+    state_norm: Tensor | None
+    embed: Tensor | None
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of values that a pass reads: without embeddings."""
+        parts = [*(tensor for name, tensor in self.decoder.items() if name != "embed"), self.fc, self.state_norm]
+        return sum(part.numel() for part in parts if part is not None)
+
+
+def dflash_form(folder: Path, raw: Mapping[str, Any]) -> BlockForm:
+    """Return the form of a DFlash draft.
+
+    Raises:
+        CheckpointConfigError: a value is missing or invalid, or a layer has a sliding window.
+    """
+    nested = raw.get("dflash_config")
+    own = {**raw, **nested} if isinstance(nested, dict) else dict(raw)
+    by_input = isinstance(own.get("transformer_layer_config"), dict)  # speculators; the others number outputs
+    key = "aux_hidden_state_layer_ids" if by_input else "target_layer_ids"
+    layers = own.get(key)
+    if not (isinstance(layers, list) and layers and all(type(each) is int for each in layers)):
+        raise config_error(folder, key, f"{layers!r}; expected a list of the target's layers")
+    for name, least in (("block_size", 2), ("mask_token_id", 0)):
+        if type(own.get(name)) is not int or own[name] < least:
+            raise config_error(folder, name, f"{own.get(name)!r}; expected an int, at least {least}")
+    given = {**raw, "model_type": "qwen3"} if raw.get("model_type") == _TRANSFORMERS else raw
+    config, rules = layers_of(folder, given)
+    if "sliding_attention" in (config.get("layer_types") or ()):
+        raise config_error(folder, "layer_types", "DFlash drafts with sliding windows are not supported")
+    return BlockForm(
+        folder,
+        "dflash",
+        tuple(layer if by_input else layer + 1 for layer in layers),
+        config,
+        rules,
+        own["block_size"],
+        own["mask_token_id"],
+        bool(own.get("sample_from_anchor")),
+        not by_input,
+    )
+
+
+def pard_form(folder: Path, raw: Mapping[str, Any]) -> BlockForm:
+    """Return the form of a PARD draft.
+
+    Raises:
+        CheckpointConfigError: the mask token is not one of the vocabulary.
+    """
+    token, size = raw["pard_token"], raw.get("vocab_size")
+    if type(token) is not int or type(size) is not int or not 0 <= token < size:
+        raise config_error(folder, "pard_token", f"{token!r}; expected a token of the vocabulary of {size}")
+    return BlockForm(folder, "pard", (), dict(raw), family_of(dict(raw), folder), PARALLEL_BLOCK, token, True)
+
+
+def load_block(
+    form: BlockForm,
+    shape: ModelShape,
+    target_hidden: int,
+    dtype: torch.dtype | None,
+    device: torch.device | str,
+) -> tuple[BlockWeights, np.ndarray | None]:
+    """Load a block draft; arguments and result as those of `load_head`.
+
+    Raises:
+        CheckpointError: with all missing and misshaped tensors; a draft of another target.
+    """
+    if form.kind == "pard":
+        return _load_pard(form, shape, dtype, device), None
+    hidden, found = shape.hidden_size, DraftTensors(form.folder, dtype, device)
+    count, fc, head = len(form.layers), found.raw("fc.weight"), found.raw("lm_head.weight")
+    if fc is not None and fc.shape[1] != count * target_hidden:
+        reason = (
+            f"the draft reads {fc.shape[1]} values per token, {count} layers of the target have {target_hidden} each"
+        )
+        found.problems.append(
+            Problem("shape", "'fc.weight'", f"{reason}; use a draft that was trained for this target")
+        )
+        found.check()
+    if hidden != target_hidden and (head is None or own_embedding(found, shape) is None):
+        reason = f"{hidden}, the target has {target_hidden}, whose embeddings and vocabulary head the draft uses"
+        raise config_error(form.folder, "hidden_size", reason)
+    tokens = None
+    if head is not None:
+        stored = {name: found.raw(name) for name in ("d2t", "t2d")}
+        tokens = head_tokens(form.folder, stored, len(head), shape.vocab_size)
+    decoder = {"embed": torch.zeros(1, hidden, dtype=dtype, device=device)}
+    for placement in expected_tensors(shape, form.rules):
+        name, [(param, size)] = canonical(placement.name), placement.params.items()
+        if param == "lm_head":
+            if head is not None:
+                decoder[param] = found.take(name, len(head), hidden)
+        elif param != "embed":
+            decoder[param] = found.take(name, *size)
+    weights = BlockWeights(
+        decoder,
+        found.take("fc.weight", hidden, count * target_hidden),
+        found.take("hidden_norm.weight", hidden),
+        own_embedding(found, shape),
+    )
+    found.check()
+    if not form.mask_token < shape.vocab_size:
+        reason = f"{form.mask_token}, and the vocabulary has {shape.vocab_size} tokens"
+        raise config_error(form.folder, "mask_token_id", reason)
+    if tokens is not None and (np.diff(tokens) < 0).any():  # ties break as over the whole vocabulary
+        order = np.argsort(tokens)
+        decoder["lm_head"], tokens = decoder["lm_head"][torch.from_numpy(order)], tokens[order]
+    return weights, tokens
+
+
+def _load_pard(
+    form: BlockForm, shape: ModelShape, dtype: torch.dtype | None, device: torch.device | str
+) -> BlockWeights:
+    """Load a PARD draft, whose vocabulary starts with the target's. `shape.vocab_size` is the target's."""
+    own = ModelShape.from_hf(form.config, form.rules, form.folder)
+    if own.vocab_size < shape.vocab_size:
+        reason = f"{own.vocab_size}, and the target has {shape.vocab_size} tokens; use a draft for this target"
+        raise config_error(form.folder, "vocab_size", reason)
+    decoder = load_weights(form.folder, own, form.rules, dtype, device)
+    embed = decoder["embed"]
+    for name in decoder.keys() & {"embed", "lm_head"}:
+        decoder[name] = decoder[name][: shape.vocab_size]
+    return BlockWeights(decoder, None, None, embed[form.mask_token].clone())

@@ -1,0 +1,144 @@
+"""Tensors and layers of published draft folders, under the names of a model without the prefix `model.`."""
+
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treespec_weights.checkpoint import Checkpoint
+from treespec_weights.errors import CheckpointConfigError, CheckpointError, Problem, UnsupportedModelError
+from treespec_weights.families import LLAMA, family_of
+from treespec_weights.load import cast
+from treespec_weights.rules import FamilyRules, ModelShape
+
+PICKLE = "pytorch_model.bin"
+FIRST = "layers.0."
+_RENAMED = {  # prefixes of other layouts
+    "midlayer.": FIRST,
+    "transformer.": FIRST,
+    "fusion_fc.": "fc.",
+    "encoder.fc.": "fc.",
+    "encoder.output_norm_enc.": "hidden_norm.",
+}
+
+
+def tensor_names(folder: Path) -> Collection[str]:
+    """Return the names of a folder's tensors, empty if it has no weights."""
+    if (folder / PICKLE).exists():
+        return _unpickle(folder).keys()
+    with suppress(CheckpointError), Checkpoint.open(folder) as checkpoint:
+        return checkpoint.tensors.keys()
+    return ()
+
+
+def _unpickle(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of `pytorch_model.bin`, memory-mapped. Code in the file is never run."""
+    try:
+        stored = torch.load(folder / PICKLE, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # of pickle, zipfile or torch
+        raise CheckpointError(folder, [Problem("file", repr(PICKLE), f"not a file of tensors: {error}")]) from error
+    return {name: tensor for name, tensor in stored.items() if isinstance(tensor, Tensor)}
+
+
+def config_error(folder: Path, key: str, message: str) -> CheckpointConfigError:
+    return CheckpointConfigError(folder, [Problem("config", repr(key), message)])
+
+
+def layers_of(
+    folder: Path, raw: Mapping[str, Any], num_layers: int | None = None
+) -> tuple[dict[str, Any], FamilyRules]:
+    """Return the config of a draft's layers, in the form of a model's, and their family.
+
+    Args:
+        folder: of the draft.
+        raw: its config.json.
+        num_layers: number of layers, if the config's may be that of the target.
+    """
+    if isinstance(inner := raw.get("transformer_layer_config"), dict):  # speculators
+        config = {"dtype": raw.get("dtype") or raw.get("torch_dtype"), **inner}
+    else:
+        config = {**raw}
+    if num_layers is not None:
+        config["num_hidden_layers"] = num_layers
+    config["tie_word_embeddings"] = False
+    rules = family_of(config, folder) if config.get("model_type") else LLAMA
+    if rules.model_type not in ("llama", "qwen3"):
+        problem = Problem("config", "'model_type'", f"a draft of {rules.model_type!r} layers; supported: llama, qwen3")
+        raise UnsupportedModelError(folder, [problem])
+    return config, rules
+
+
+class DraftTensors:
+    """The tensors of a draft's folder by name."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype | None, device: torch.device | str):
+        self.folder, self.dtype, self.device, self.problems = folder, dtype, device, list[Problem]()
+        if (folder / PICKLE).exists() and not any(folder.glob("*.safetensors")):
+            self._stored = {canonical(name): tensor for name, tensor in _unpickle(folder).items()}
+        else:
+            with Checkpoint.open(folder) as checkpoint:
+                self._stored = {canonical(name): checkpoint.tensor(name) for name in checkpoint.tensors}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._stored
+
+    def raw(self, name: str) -> Tensor | None:
+        """Return a stored tensor, or None."""
+        return self._stored.get(name)
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """Return a tensor in the compute dtype; records a problem if it is missing or has another shape."""
+        stored = self._stored.get(name)
+        if stored is None:
+            self.problems.append(Problem("missing", repr(name), f"expected a tensor of shape {list(shape)}"))
+        elif tuple(stored.shape) != shape:
+            self.problems.append(Problem("shape", repr(name), f"{list(stored.shape)}, expected {list(shape)}"))
+        else:
+            return cast(stored, self.dtype, self.device)[0].contiguous()
+        return torch.empty(0, dtype=torch.float32, device="cpu")
+
+    def check(self) -> None:
+        """Raise CheckpointError if any tensor was missing or misshaped."""
+        if self.problems:
+            raise CheckpointError(self.folder, self.problems)
+
+
+def canonical(name: str) -> str:
+    name = name.removeprefix("model.")
+    return next((new + name.removeprefix(old) for old, new in _RENAMED.items() if name.startswith(old)), name)
+
+
+def head_tokens(folder: Path, stored: Mapping[str, Tensor | None], rows: int, target_size: int) -> np.ndarray | None:
+    """Return the target's token of each row of the head, int64 [rows]; None if they are equal.
+
+    Raises:
+        CheckpointError: a map for another vocabulary.
+    """
+    d2t, t2d = stored["d2t"], stored["t2d"]
+
+    def problem(name: str, text: str) -> CheckpointError:
+        return CheckpointError(folder, [Problem("value", repr(name), text)])
+
+    if t2d is not None and len(t2d) != target_size:
+        raise problem("t2d", f"the head is for a vocabulary of {len(t2d)} tokens, the target has {target_size}")
+    if d2t is None:
+        if rows != target_size:
+            raise problem("d2t", f"missing: the head has {rows} rows, the target {target_size} tokens")
+        return None
+    tokens: np.ndarray = np.arange(len(d2t)) + d2t.to(torch.int64).numpy()
+    if len(tokens) != rows or len(np.unique(tokens)) != rows or tokens.min() < 0 or tokens.max() >= target_size:
+        raise problem(
+            "d2t",
+            f"{len(tokens)} tokens from {tokens.min()} to {tokens.max()} for {rows} rows of the head; expected one of "
+            f"the target's {target_size} for each row",
+        )
+    return tokens
+
+
+def own_embedding(found: DraftTensors, shape: ModelShape) -> Tensor | None:
+    name = "embed_tokens.weight"
+    return found.take(name, shape.vocab_size, shape.hidden_size) if name in found else None

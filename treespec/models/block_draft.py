@@ -59,6 +59,11 @@ class BlockDraft(LayersDraft):
         self.block, self._mask = block, mask
 
     @property
+    def max_depth(self) -> int:
+        """Number of levels that the draft predicts."""
+        return self.block
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all weights in memory, without the target's."""
         return self.decoder.nbytes

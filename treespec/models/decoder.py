@@ -117,11 +117,13 @@ class Decoder:
         growth: library of compiled tree growth; None without one.
         offset: number of slots by which a token's K/V lie before the token's position; 1 for draft heads.
         kept: number of drafted nodes, the root first, whose K/V stay valid if they are accepted; None for all.
+        max_depth: number of levels that a draft predicts; None for any number.
     """
 
     backend = "native"
     offset = 0
     kept: int | None = None
+    max_depth: int | None = None
     growth: CDLL | None = None
     head_vocabulary: HeadVocabulary | None = None
 

@@ -20,53 +20,42 @@ from treespec_weights.heads import HeadForm, HeadWeights
 
 
 class FeatureHead(LayersDraft):
-    """A draft head whose passes are `forward_features`.
+    """Base of draft heads, whose rows are pairs of a token and a feature.
 
     The row of the token at position p has slot p - 1, because there is no row without a feature. Rotations are
     relative, so the distributions are those of the published implementations.
 
     Args:
-        form: its arithmetic.
-        decoder: its layers and its head; the first layer has no `qkv`.
-        weights: of the norms of the states.
+        decoder, target: as in `LayersDraft`.
         columns: indices of the states that it reads among the features.
-        fc: projection of the target's states to a feature.
-        pairs: returns the inputs of the layers.
-        target: as in `LayersDraft`.
+
+    Attributes:
+        kind: key of the cost of its passes.
     """
 
+    kind: str
     offset = 1
     kept = 1  # drafted tokens are read again, with the target's states in place of the head's own outputs
 
-    def __init__(
-        self,
-        form: HeadForm,
-        decoder: Decoder,
-        weights: HeadWeights,
-        columns: Sequence[int],
-        fc: Linear | CompiledLinear,
-        pairs: "TorchPairs | PairInputs | FusedPairs",
-        target: Decoder | None = None,
-    ):
+    def __init__(self, decoder: Decoder, target: Decoder | None, columns: Sequence[int]):
         super().__init__(decoder, target)
-        self.form, self.columns = form, list(columns)
-        self._fc, self._pairs, self._state_norms = fc, pairs, weights.state_norms
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all weights in memory, without the target's embeddings."""
-        return self.decoder.nbytes + self._fc.nbytes + self._pairs.nbytes
+        self.columns = list(columns)
 
     @property
     def plan_key(self) -> tuple[object, ...]:
         return ("head", *self.decoder.plan_key)
 
+    @property
+    def max_depth(self) -> int | None:
+        """Number of levels that the head predicts; None for any number."""
+        return None
+
     def features_of(self, states: Tensor) -> Tensor:
-        """Return features [num_rows, hidden_size] from the target's states [num_rows, number of layers, hidden]."""
-        states = states[:, self.columns].to(self.dtype)
-        if (norms := self._state_norms) is not None:
-            states = F.rms_norm(states.view(-1, *norms.shape), norms.shape[1:], None, self.config.norm_eps) * norms
-        return self._fc(states.reshape(len(states), -1))
+        """Return features [num_rows, hidden_size] from the target's states [num_rows, number of layers, hidden].
+
+        By default, the one state that the head reads.
+        """
+        return states[:, self.columns].flatten(1).to(self.dtype)
 
     def forward_features(self, tokens: Tensor, features: Tensor, layout: Pass, kv: Tensor) -> tuple[Tensor, Tensor]:
         """Run a pass: write the rows' K/V to their slots.
@@ -79,13 +68,58 @@ class FeatureHead(LayersDraft):
         Returns:
             Hidden states for `logits`, and the features of these tokens, [num_rows, hidden_size] each.
         """
+        raise NotImplementedError
+
+    @property
+    def entries(self) -> PassEntries | None:
+        """Entry points for calls from another library, or None."""
+        return None
+
+
+class Eagle3Head(FeatureHead):
+    """An EAGLE-3 head.
+
+    Args:
+        form: its arithmetic.
+        decoder: its layers and its head; the first layer has no `qkv`.
+        weights: of the norms of the states.
+        columns: as in `FeatureHead`.
+        fc: projection of the target's states to a feature.
+        pairs: returns the inputs of the layers.
+    """
+
+    kind = "eagle3"
+
+    def __init__(
+        self,
+        form: HeadForm,
+        decoder: Decoder,
+        weights: HeadWeights,
+        columns: Sequence[int],
+        fc: Linear | CompiledLinear,
+        pairs: "TorchPairs | PairInputs",
+    ):
+        super().__init__(decoder, None, columns)
+        self.form, self._fc, self._pairs, self._state_norms = form, fc, pairs, weights.state_norms
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights in memory, without the target's embeddings."""
+        return self.decoder.nbytes + self._fc.nbytes + self._pairs.nbytes
+
+    def features_of(self, states: Tensor) -> Tensor:
+        states = states[:, self.columns].to(self.dtype)
+        if (norms := self._state_norms) is not None:
+            states = F.rms_norm(states.view(-1, *norms.shape), norms.shape[1:], None, self.config.norm_eps) * norms
+        return self._fc(states.reshape(len(states), -1))
+
+    def forward_features(self, tokens: Tensor, features: Tensor, layout: Pass, kv: Tensor) -> tuple[Tensor, Tensor]:
         final, chosen = self.decoder.forward_stream(StreamInput(*self._pairs(tokens, features)), layout, kv)
         final = final[: len(tokens)]
         return final, final if self.form.norm_output else chosen[: len(tokens), 0]
 
     @property
     def entries(self) -> PassEntries | None:
-        """Entry points for calls from another library, or None."""
         if not isinstance(self.decoder, CompiledDecoder) or not isinstance(self._pairs, PairInputs):
             return None
         found = self.decoder.entries
@@ -96,24 +130,20 @@ class EagleHead(FeatureHead):
     """An EAGLE-1 or EAGLE-2 head: its features are the target's output states, and its vocabulary head the target's.
 
     Args:
-        form, decoder, weights, columns: as in `FeatureHead`; the one state is the output of the target's final norm.
+        decoder, target, columns: as in `FeatureHead`; the one state is the output of the target's final norm.
         pairs: returns the inputs of its layer.
-        target: the target.
     """
 
-    def __init__(
-        self,
-        form: HeadForm,
-        decoder: Decoder,
-        weights: HeadWeights,
-        columns: Sequence[int],
-        pairs: "FusedPairs",
-        target: Decoder,
-    ):
-        super().__init__(form, decoder, weights, columns, pairs.fc, pairs, target)
+    kind = "eagle"
 
-    def features_of(self, states: Tensor) -> Tensor:
-        return states[:, self.columns].flatten(1).to(self.dtype)
+    def __init__(self, decoder: Decoder, target: Decoder, columns: Sequence[int], pairs: "FusedPairs"):
+        super().__init__(decoder, target, columns)
+        self._pairs = pairs
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights in memory, without the target's embeddings and vocabulary head."""
+        return self.decoder.nbytes + self._pairs.nbytes
 
     def forward_features(self, tokens: Tensor, features: Tensor, layout: Pass, kv: Tensor) -> tuple[Tensor, Tensor]:
         stream = StreamInput(*self._pairs(tokens, features))
@@ -131,12 +161,12 @@ class FusedPairs:
     """
 
     def __init__(self, embed: Tensor, fc: Linear | CompiledLinear, qkv: Linear | CompiledLinear):
-        self.embed, self.fc, self._qkv = embed, fc, qkv
-        self.nbytes = qkv.nbytes
+        self.embed, self._fc, self._qkv = embed, fc, qkv
+        self.nbytes = fc.nbytes + qkv.nbytes
 
     def __call__(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
         """Return the residual stream before the layer, and its projections, as `PairInputs`."""
-        rows = self.fc(torch.cat((F.embedding(tokens, self.embed).to(features.dtype), features), 1))
+        rows = self._fc(torch.cat((F.embedding(tokens, self.embed).to(features.dtype), features), 1))
         return rows, self._qkv(rows)
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from treespec.adapter.source import Source
 from treespec.config import ModelConfig
 from treespec.errors import ModelError
-from treespec_weights.block_drafts import BlockForm
-from treespec_weights.heads import HeadForm
+from treespec_weights.heads import DraftForm
+from treespec_weights.state_heads import StateForm
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class HeadConfig:
         target_hidden: hidden size of the target.
     """
 
-    form: HeadForm | BlockForm
+    form: DraftForm
     decoder: ModelConfig
     layers: tuple[int, ...]
     target_hidden: int
@@ -35,11 +35,14 @@ class HeadConfig:
     def num_parameters(self) -> int:
         """Number of values of its layers and its projections, without embeddings; at most."""
         shape = self.decoder.shape
+        if isinstance(self.form, StateForm):
+            inner = self.form.inner_size or self.target_hidden
+            return self.form.depths * inner * (shape.vocab_size + max(self.form.num_layers, 1) * self.target_hidden)
         qkv = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim * shape.hidden_size
         return shape.num_parameters() + qkv + len(self.layers) * self.target_hidden * shape.hidden_size
 
     @classmethod
-    def of(cls, form: HeadForm | BlockForm, target: ModelConfig | Source, max_model_len: int | None) -> "HeadConfig":
+    def of(cls, form: DraftForm, target: ModelConfig | Source, max_model_len: int | None) -> "HeadConfig":
         """Return the config of a head for a target.
 
         Raises:
@@ -48,9 +51,13 @@ class HeadConfig:
         """
         if isinstance(target, Source):
             raise ModelError(f"{form.folder} is a draft head, and {target.name} returns no hidden states; leave it out")
+        layers = form.read_layers(target.shape.num_layers)
+        if isinstance(form, StateForm):
+            without = replace(target, shape=replace(target.shape, num_layers=0), layers=())
+            return cls(form, without, layers, target.shape.hidden_size)
         decoder = ModelConfig.from_raw(form.folder, form.config, form.rules, max_model_len)
         decoder = replace(decoder, shape=replace(decoder.shape, vocab_size=target.shape.vocab_size))
-        return cls(form, decoder, form.read_layers(target.shape.num_layers), target.shape.hidden_size)
+        return cls(form, decoder, layers, target.shape.hidden_size)
 
     def __str__(self) -> str:
         article = "an" if self.form.name[0] in "AEIO" else "a"

@@ -20,6 +20,7 @@ from treespec.errors import ConfigError
 from treespec.models.block_draft import BlockDraft
 from treespec.models.feature_head import FeatureHead
 from treespec.models.group_model import GroupModel
+from treespec.models.state_head import StateHead
 from treespec.planning.draft_plan import DraftPlan
 from treespec.planning.planner import Planner
 from treespec.planning.round_costs import CostCurve
@@ -86,8 +87,10 @@ def cost_key(runner: Runner, ssms: SsmDrafter | None, num_threads: int) -> dict[
 
 def _model_key(model: GroupModel) -> list[Any]:
     """Return the parameters that determine the cost of a model's passes."""
+    if isinstance(model, StateHead):
+        return [model.kind, model.max_depth, model.nbytes]
     if isinstance(model, FeatureHead):
-        return [model.form.kind, len(model.columns), *_model_key(model.decoder)]
+        return [model.kind, len(model.columns), *_model_key(model.decoder)]
     if isinstance(model, BlockDraft):
         return [type(model).__name__, model.block, len(model.columns), *_model_key(model.decoder)]
     s = model.config.shape

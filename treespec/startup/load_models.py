@@ -20,10 +20,11 @@ from treespec.models.attention_triton import TritonAttention
 from treespec.models.block_draft import BlockDraft, DFlashDraft, ParallelDraft
 from treespec.models.compiled import CompiledDecoder
 from treespec.models.decoder import Decoder
-from treespec.models.feature_head import EagleHead, FeatureHead, FusedPairs, TorchPairs
+from treespec.models.feature_head import Eagle3Head, EagleHead, FeatureHead, FusedPairs, TorchPairs
 from treespec.models.head_config import HeadConfig
 from treespec.models.head_vocabulary import HeadVocabulary
 from treespec.models.quantized_weights import quantize_matrices, quantized_library
+from treespec.models.state_head import MedusaHeads, MlpSpeculator, SpeculatorStep, StateHead
 from treespec.models.triton_decoder import TritonDecoder
 from treespec.planning import cost_measurement as costs
 from treespec_kernels.cpu.decoder_cpu import PairInputs
@@ -36,6 +37,7 @@ from treespec_weights.block_drafts import BlockForm, load_block
 from treespec_weights.gguf.tensors import describe_storage
 from treespec_weights.heads import load_head
 from treespec_weights.quantize import quantize
+from treespec_weights.state_heads import StateForm, load_state_head
 
 logger = logging.getLogger("treespec")
 
@@ -127,6 +129,8 @@ class Loader:
         if isinstance(config.form, BlockForm):
             return self._load_block(config, config.form, target, features)
         assert features is not None
+        if isinstance(config.form, StateForm):
+            return self._load_state_head(config, config.form, target, features)
         shape = config.decoder.shape
         parts = len(config.layers), config.target_hidden, self.dtype, self.device
         weights, tokens = load_head(config.form, shape, *parts)
@@ -136,7 +140,7 @@ class Loader:
         fc, qkv = self._linear(decoder, *self._fitted(*weights.fc)), self._fitted(*weights.qkv)
         if config.form.kind == "eagle":
             qkv_linear = self._linear(decoder, *qkv)
-            return EagleHead(config.form, decoder, weights, columns, FusedPairs(embed, fc, qkv_linear), target)
+            return EagleHead(decoder, target, columns, FusedPairs(embed, fc, qkv_linear))
         if tokens is not None:
             decoder.head_vocabulary = HeadVocabulary(tokens, shape.vocab_size, self.device)
         pairs: TorchPairs | PairInputs
@@ -148,7 +152,7 @@ class Loader:
             pairs = PairInputs(decoder.library, qkv, embed, *norms, eps, after, threads)
         else:
             pairs = TorchPairs(config.form, weights, embed, eps, self._impl)
-        return FeatureHead(config.form, decoder, weights, columns, fc, pairs)
+        return Eagle3Head(config.form, decoder, weights, columns, fc, pairs)
 
     def _load_block(
         self, config: HeadConfig, form: BlockForm, target: Decoder, features: FeatureShape | None
@@ -175,6 +179,32 @@ class Loader:
             self._linear(decoder, *self._fitted(weights.fc, None)),
             weights.state_norm,
         )
+
+    def _load_state_head(
+        self, config: HeadConfig, form: StateForm, target: Decoder, features: FeatureShape
+    ) -> StateHead:
+        """Load a head without attention; arguments as in `load_head`."""
+        size = target.vocab_size
+        weights, tokens = load_state_head(form, config.target_hidden, size, self.dtype, self.device)
+        vocabulary = None if tokens is None else HeadVocabulary(tokens, size, self.device)
+        made: dict[int, Linear | CompiledLinear] = {}
+
+        def linear(weight: Tensor | None, bias: Tensor | None = None) -> Linear | CompiledLinear:
+            assert weight is not None
+            if id(weight) not in made:  # depths may share it
+                made[id(weight)] = self._linear(target, *self._fitted(weight, bias))
+            return made[id(weight)]
+
+        columns = [features.layers.index(layer) for layer in config.layers]
+        common = target, columns, [linear(step.head) for step in weights.steps], vocabulary
+        if form.kind == "medusa":
+            return MedusaHeads(*common, [[linear(*layer) for layer in step.layers] for step in weights.steps])
+        steps = [
+            SpeculatorStep(step.embed, linear(step.project), step.gain, step.shift)
+            for step in weights.steps
+            if step.embed is not None and step.gain is not None and step.shift is not None
+        ]
+        return MlpSpeculator(*common, steps, form.scale_input)
 
     def _make_draft_layers(self, config: HeadConfig, weights: dict[str, Tensor]) -> Decoder:
         """Return the decoder of a draft head's layers."""

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from treespec_weights.checkpoint import Checkpoint
@@ -15,7 +17,8 @@ from treespec_weights.families import LLAMA, family_of
 from treespec_weights.load import cast
 from treespec_weights.rules import FamilyRules, ModelShape
 
-PICKLE = "pytorch_model.bin"
+PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
+ALONE = "medusa_lm_head.safetensors"  # not a name of a model's checkpoint
 FIRST = "layers.0."
 _RENAMED = {  # prefixes of other layouts
     "midlayer.": FIRST,
@@ -28,19 +31,25 @@ _RENAMED = {  # prefixes of other layouts
 
 def tensor_names(folder: Path) -> Collection[str]:
     """Return the names of a folder's tensors, empty if it has no weights."""
-    if (folder / PICKLE).exists():
-        return _unpickle(folder).keys()
+    if (file := _pickle_in(folder)) is not None:
+        return _unpickle(file).keys()
     with suppress(CheckpointError), Checkpoint.open(folder) as checkpoint:
         return checkpoint.tensors.keys()
     return ()
 
 
-def _unpickle(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors of `pytorch_model.bin`, memory-mapped. Code in the file is never run."""
+def _pickle_in(folder: Path) -> Path | None:
+    """Return the folder's file of pickled tensors, or None."""
+    return next((folder / name for name in PICKLES if (folder / name).exists()), None)
+
+
+def _unpickle(file: Path) -> dict[str, Tensor]:
+    """Return the tensors of a pickled file, memory-mapped. Code in the file is never run."""
     try:
-        stored = torch.load(folder / PICKLE, map_location="cpu", weights_only=True, mmap=True)
+        stored = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # of pickle, zipfile or torch
-        raise CheckpointError(folder, [Problem("file", repr(PICKLE), f"not a file of tensors: {error}")]) from error
+        problem = Problem("file", repr(file.name), f"not a file of tensors: {error}")
+        raise CheckpointError(file.parent, [problem]) from error
     return {name: tensor for name, tensor in stored.items() if isinstance(tensor, Tensor)}
 
 
@@ -72,13 +81,24 @@ def layers_of(
     return config, rules
 
 
+def _load_alone(folder: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(folder / ALONE)
+    except (SafetensorError, OSError, ValueError) as error:
+        problem = Problem("file", repr(ALONE), f"not a valid safetensors file: {error}")
+        raise CheckpointError(folder, [problem]) from error
+
+
 class DraftTensors:
     """The tensors of a draft's folder by name."""
 
     def __init__(self, folder: Path, dtype: torch.dtype | None, device: torch.device | str):
         self.folder, self.dtype, self.device, self.problems = folder, dtype, device, list[Problem]()
-        if (folder / PICKLE).exists() and not any(folder.glob("*.safetensors")):
-            self._stored = {canonical(name): tensor for name, tensor in _unpickle(folder).items()}
+        pickled = _pickle_in(folder)
+        if pickled is not None and not any(folder.glob("*.safetensors")):
+            self._stored = {canonical(name): tensor for name, tensor in _unpickle(pickled).items()}
+        elif (folder / ALONE).exists():
+            self._stored = {canonical(name): tensor for name, tensor in _load_alone(folder).items()}
         else:
             with Checkpoint.open(folder) as checkpoint:
                 self._stored = {canonical(name): checkpoint.tensor(name) for name in checkpoint.tensors}

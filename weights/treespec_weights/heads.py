@@ -2,13 +2,13 @@
 
 EAGLE-3 (arXiv 2503.01840) in the layouts of its authors' repository, of SpecForge and SGLang, and of speculators;
 EAGLE-1 and EAGLE-2 (arXiv 2401.15077, 2406.16858), whose heads have one form, in those of their authors and of
-speculators; and block drafts (block_drafts.py).
+speculators; block drafts (block_drafts.py); and heads without attention (state_heads.py).
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -29,15 +29,15 @@ from treespec_weights.errors import CheckpointError, Problem, UnsupportedModelEr
 from treespec_weights.files import resolve_folder
 from treespec_weights.load import expected_tensors
 from treespec_weights.rules import CONFIG, FamilyRules, ModelShape, read_config
+from treespec_weights.state_heads import StateForm, StateWeights, load_state_head, medusa_form, speculator_form
 
 SUPPORTED = (
     "EAGLE-1, EAGLE-2 and EAGLE-3 heads of the layouts of EAGLE, SpecForge and speculators; DFlash drafts of the "
-    "layouts of its authors, transformers and speculators; PARD drafts"
+    "layouts of its authors, transformers and speculators; PARD drafts; Medusa and MLPSpeculator heads"
 )
 _OTHER_KINDS = {  # part of an architecture or of a type -> name of the kind
-    "medusa": "a Medusa head",
-    "mlp_speculator": "an MLPSpeculator head",
-    "mlpspeculator": "an MLPSpeculator head",
+    "arctic": "an Arctic speculator",
+    "hydra": "a Hydra head",
     "dflash2": "a DFlash 2 draft",
     "dspark": "a DSpark draft",
     "xpress": "an Xpress draft",
@@ -136,7 +136,10 @@ class HeadWeights(NamedTuple):
         return sum(t.numel() for t in self.decoder.values()) + sum(t.numel() for t in others if t is not None)
 
 
-def read_head(folder: Path | str) -> HeadForm | BlockForm | None:
+DraftForm: TypeAlias = HeadForm | BlockForm | StateForm
+
+
+def read_head(folder: Path | str) -> DraftForm | None:
     """Return the form of the draft head in a folder; None if its config.json is that of an ordinary model.
 
     Raises:
@@ -157,12 +160,16 @@ def read_head(folder: Path | str) -> HeadForm | BlockForm | None:
         raise UnsupportedModelError(root, [problem])
     is_dflash = any("dflash" in name or name == "muse_glimmer_assistant" for name in lowered)
     is_eagle3 = any("eagle3" in name for name in lowered) or "draft_vocab_size" in raw
-    if not (is_dflash or is_eagle3 or "pard_token" in raw or _is_eagle(raw, root)):
+    is_medusa = any("medusa" in name for name in lowered)
+    is_speculator = any("mlp_speculator" in name or "mlpspeculator" in name for name in lowered)
+    if not (is_dflash or is_eagle3 or is_medusa or is_speculator or "pard_token" in raw or _is_eagle(raw, root)):
         return None
     if raw.get("quantization_config"):
         raise config_error(root, "quantization_config", "quantised draft heads are not supported; use the original")
     if is_dflash:
         return dflash_form(root, raw)
+    if is_medusa or is_speculator:
+        return medusa_form(root, raw) if is_medusa else speculator_form(root, raw)
     if "pard_token" in raw:
         return pard_form(root, raw)
     return _eagle3_form(root, raw) if is_eagle3 else _eagle_form(root, raw)
@@ -311,7 +318,7 @@ def _state_norms(found: DraftTensors, num_states: int, target_hidden: int) -> Te
     return None
 
 
-def compare_head(target: dict[str, Any], form: HeadForm | BlockForm) -> dict[str, Any]:
+def compare_head(target: dict[str, Any], form: DraftForm) -> dict[str, Any]:
     """Compare a head with a target: a row of `compare_draft`.
 
     Args:
@@ -319,19 +326,14 @@ def compare_head(target: dict[str, Any], form: HeadForm | BlockForm) -> dict[str
         form: of the head.
     """
     reason = connection = None
-    own = ModelShape.from_hf(form.config, form.rules, form.folder)
-    parameters, hidden = own.num_parameters(), own.hidden_size
+    parameters, same_hidden = 0, False
     if target["shape"] is None:
         reason = "only targets of a native family return hidden states"
     else:
         size, hidden = target["shape"]["vocab_size"], target["shape"]["hidden_size"]
         try:
-            layers, shape = form.read_layers(target["shape"]["num_layers"]), replace(own, vocab_size=size)
-            weights: HeadWeights | BlockWeights
-            if isinstance(form, BlockForm):
-                weights, tokens = load_block(form, shape, hidden, None, "cpu")
-            else:
-                weights, tokens = load_head(form, shape, len(layers), hidden, None, "cpu")
+            layers = form.read_layers(target["shape"]["num_layers"])
+            weights, tokens, same_hidden = _load_stored(form, len(layers), size, hidden)
         except CheckpointError as error:
             reason = "; ".join(map(str, error.problems))
         else:
@@ -344,8 +346,21 @@ def compare_head(target: dict[str, Any], form: HeadForm | BlockForm) -> dict[str
         "cost_ratio": parameters / target["parameters"] if target["parameters"] else None,
         "same_vocab_size": reason is None,
         "same_vocabulary": reason is None,
-        "same_hidden_size": own.hidden_size == hidden,
+        "same_hidden_size": same_hidden,
         "usable": reason is None,
         "connection": connection,
         "reason": reason,
     }
+
+
+def _load_stored(
+    form: DraftForm, num_states: int, vocab_size: int, hidden: int
+) -> tuple[HeadWeights | BlockWeights | StateWeights, np.ndarray | None, bool]:
+    """Return a head's stored weights and tokens for a target of this size, and whether it has its hidden size."""
+    if isinstance(form, StateForm):
+        return *load_state_head(form, hidden, vocab_size, None, "cpu"), True
+    shape = replace(ModelShape.from_hf(form.config, form.rules, form.folder), vocab_size=vocab_size)
+    same = shape.hidden_size == hidden
+    if isinstance(form, BlockForm):
+        return *load_block(form, shape, hidden, None, "cpu"), same
+    return *load_head(form, shape, num_states, hidden, None, "cpu"), same

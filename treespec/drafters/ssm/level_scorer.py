@@ -17,6 +17,7 @@ from treespec.models.block_draft import BlockDraft
 from treespec.models.decoder import Pass
 from treespec.models.feature_head import FeatureHead
 from treespec.models.group_model import GroupModel, StepModel
+from treespec.models.state_head import StateHead
 from treespec.request import Request
 
 CATCH_UP_CHUNK = 256  # maximum committed tokens of a request per catch-up pass
@@ -75,20 +76,21 @@ class LevelScorer:
         results: list[SsmProbs] = []
         for ssm, model in enumerate(self._models):
             own = scored_rows(ssm, self._states, parts)
-            if not own:
+            if not own or (model.max_depth is not None and depth >= model.max_depth):
                 continue
             if isinstance(model, BlockDraft):
-                results += self._score_block(ssm, model, parts, own, paths)
+                results.append(self._score_block(ssm, model, parts, own, paths))
             else:
-                results.append(self._score_level(ssm, model, parts, own, paths))
+                at_depth = model.at_depth(depth) if isinstance(model, StateHead) else model
+                results.append(self._score_level(ssm, at_depth, parts, own, paths))
         return results
 
     def weights(self) -> list[np.ndarray]:
         """Return the mixture weights of the drafts that score the frontier, by tree; sum 1, or 0 if there is none."""
         depth = self._forest.depth
-        ends = {model.block for model in self._models if isinstance(model, BlockDraft)}
+        ends = {model.max_depth for model in self._models}
         if depth != self._weights_depth and depth in ends:  # the same list as long as the weights are the same
-            scores = np.array([not isinstance(model, BlockDraft) or depth < model.block for model in self._models])
+            scores = np.array([model.max_depth is None or depth < model.max_depth for model in self._models])
             left = [state.weights * scores for state in self._states]
             self._weights = [own / max(float(own.sum()), 1e-9) for own in left]
             self._weights_depth = depth
@@ -108,7 +110,7 @@ class LevelScorer:
             served = [(self._requests[owners[row]], self._states[owners[row]]) for row in rows]
             self._read(ssm, [r for r, state in served if r.context_len - state.valid[ssm] >= CATCH_UP_CHUNK])
             if isinstance(model, BlockDraft):
-                results += self._score_block_roots(ssm, model, [owners[row] for row in rows])
+                results.append(self._score_block_roots(ssm, model, [owners[row] for row in rows]))
                 continue
             found = self._score_chains(ssm, model, served, layouts)
             for i, (request, state) in enumerate(served):
@@ -184,7 +186,7 @@ class LevelScorer:
             self._states[owner].scores[ssm].append(found.select(part))
         return SsmProbs(ssm, rows, found.probs, found.tokens)
 
-    def _score_block_roots(self, ssm: int, model: BlockDraft, owners: Sequence[int]) -> list[SsmProbs]:
+    def _score_block_roots(self, ssm: int, model: BlockDraft, owners: Sequence[int]) -> SsmProbs:
         """Run a block draft's pass over these trees, and score their roots."""
         requests = [self._requests[owner] for owner in owners]
         starts = [min(int(self._states[owner].valid[ssm]), self._requests[owner].context_len) for owner in owners]
@@ -204,11 +206,9 @@ class LevelScorer:
         parts: dict[int, slice],
         own: dict[int, slice],
         paths: Sequence[Sequence[int]],
-    ) -> list[SsmProbs]:
+    ) -> SsmProbs:
         """Score the frontier by the rows of a block draft's pass; arguments as in `_score_level`."""
         depth, scored = self._forest.depth, dict[int, tuple[np.ndarray, Rows]]()
-        if depth >= model.block:
-            return []
         for owner in own:
             rows, request = np.arange(parts[owner].start, parts[owner].stop), self._requests[owner]
             found = self._blocks[ssm, owner].at(model, request, depth, len(rows), paths[parts[owner]])
@@ -217,4 +217,4 @@ class LevelScorer:
         self._counts.add(len(own))
         restricted = any(self._requests[owner].restriction for owner in own)
         most = max(map(self._forest.children_at, own)) if isinstance(self._forest, Forest) else None
-        return [level_probs(ssm, scored, restricted, most)]
+        return level_probs(ssm, scored, restricted, most)

@@ -1,0 +1,151 @@
+"""Medusa and MLPSpeculator heads: their distributions, and the tokens of plain decoding with them in the tree."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from tests.exactness import assert_exact, run
+from tests.heads_made import TargetShape
+from tests.models import edit_config, greedy, make_draft, make_llama, new_folder, open_llm, random_prompts
+from tests.quantized_checkpoints import needs_compiler
+from tests.state_heads_made import (
+    reference_medusa,
+    reference_speculator,
+    write_medusa,
+    write_speculator,
+)
+from treespec import RoundRecord, SamplingParams, SpecConfig
+from treespec_weights import CheckpointError
+from treespec_weights.cli import app
+
+SHAPE = TargetShape(num_hidden_layers=3)
+HEADS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
+    "medusa, authors": (write_medusa, {"layout": "authors"}),
+    "medusa, tgi": (write_medusa, {"layout": "tgi", "layers": 2}),
+    "medusa, vllm": (write_medusa, {"layout": "vllm", "mapped": 96, "bias": False}),
+    "medusa, one vocabulary head": (write_medusa, {"layout": "vllm", "shared": True}),
+    "speculator": (write_speculator, {"tied": False, "scaled": False, "inner": 64}),
+    "speculator, tied and scaled": (write_speculator, {"tied": True, "scaled": True}),
+}
+EXECUTORS = pytest.mark.parametrize(
+    "compiled", [False, pytest.param(True, marks=needs_compiler)], ids=["eager", "compiled"]
+)
+
+
+def target_of(dtype: torch.dtype = torch.float32, **config: Any) -> Path:
+    sizes = {name: getattr(SHAPE, name) for name in vars(SHAPE)} | {"head_dim": SHAPE.head_dim}
+    return make_llama(new_folder("target"), 3, dtype, faint_after=0, **(sizes | config))
+
+
+def make_head(name: str, seed: int = 1) -> Path:
+    write, options = HEADS[name]
+    write(folder := new_folder("head"), SHAPE, seed=seed, **options)
+    return folder
+
+
+@EXECUTORS
+@pytest.mark.parametrize("name", HEADS)
+def test_probabilities_are_those_of_the_reference(name: str, compiled: bool) -> None:
+    """At every drafted node, over several rounds, after a prefill in chunks; lookup makes rounds accept tokens."""
+    target, head = target_of(), make_head(name)
+    llm = open_llm(target, [head], compile=compiled, prefill_chunk=24, draft_quantization=None)
+    records: list[RoundRecord] = []
+    (prompt,) = random_prompts((61,), vocab=SHAPE.vocab_size)
+    with llm.add_round_observer(records.append):
+        llm.generate(prompt, greedy(40), spec=SpecConfig(nodes=40, max_depth=5, sources=("ssm", "lookup")))
+    model, checked = AutoModelForCausalLM.from_pretrained(target), 0
+    with torch.inference_mode():
+        for record in records:
+            tree = record.tree
+            state = model.get_decoder()(torch.tensor([record.context])).last_hidden_state[0, -1]
+            for node in range(1, len(tree)):
+                if tree.sources_of(node) != (head.name,):
+                    continue
+                path = [node]
+                while path[0]:
+                    path.insert(0, int(tree.parents[path[0]]))
+                tokens = tree.tokens[path].tolist()
+                if name.startswith("medusa"):
+                    logits = reference_medusa(head, state, len(path) - 1)
+                else:
+                    logits = reference_speculator(head, state, tokens[:-1])
+                expected = float(torch.softmax(logits, -1)[tokens[-1]])
+                assert tree.probs[node] == pytest.approx(expected, abs=1e-5), (record.number, tokens)
+                checked += 1
+    assert checked > 40 and len({record.accepted for record in records}) > 1
+
+
+@EXECUTORS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_trees_give_the_bits_of_plain_decoding(dtype: torch.dtype, compiled: bool) -> None:
+    """Deeper than the heads predict; with prompts of one token too, before which there is no hidden state to read."""
+    target = target_of(dtype)
+    drafts = [make_draft(new_folder("ssm"), target, 1, 0.05), make_head("medusa, vllm"), make_head("speculator")]
+    llm = open_llm(target, drafts, max_num_seqs=3, prefill_chunk=40, compile=compiled, prove=True)
+    plain = run(llm, random_prompts((1, 2, 61, 90), vocab=SHAPE.vocab_size), greedy(20))
+    for spec in (SpecConfig(nodes=24, max_depth=6), SpecConfig(branching=(3, 2, 1, 1, 1), max_ssms=2), SpecConfig()):
+        assert assert_exact(llm, plain, spec).acceptance_length > 1.2
+    alone = SpecConfig(nodes=16, max_depth=8, sources=(drafts[1].name, drafts[2].name))
+    tree = assert_exact(llm, plain, alone)
+    assert sum(output.metrics.nodes_verified - output.metrics.target_passes for output in tree.outputs) > 0
+
+
+@pytest.mark.parametrize("verification", ["coupled", "rejection", "traversal"])
+def test_sampled_requests(verification: Any) -> None:
+    target = target_of()
+    drafts = [make_draft(new_folder("ssm"), target, 1, 0.05), make_head("medusa, vllm"), make_head("speculator")]
+    llm = open_llm(target, drafts, max_num_seqs=4)
+    prompts = random_prompts((30, 64), vocab=SHAPE.vocab_size)
+    params = SamplingParams(max_tokens=16, temperature=0.8, seed=2, n=2, ignore_eos=True)
+    tree = llm.generate(prompts, params, spec=SpecConfig(nodes=16, max_depth=5, verification=verification))
+    assert all(len(each.token_ids) == 16 for output in tree for each in output.outputs)
+    if verification == "coupled":
+        plain = llm.generate(prompts, params, spec="off")
+        assert [[each.token_ids for each in output.outputs] for output in tree] == [
+            [each.token_ids for each in output.outputs] for output in plain
+        ]
+    llm.engine.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("medusa, authors", {"medusa_num_heads": 0}, "'medusa_num_heads': 0; expected an int, at least 1"),
+        ("medusa, authors", {"medusa_num_heads": 4}, "'lm_heads.3.weight': expected a tensor of shape [256, 64]"),
+        ("medusa, vllm", {"num_hidden_layers": None}, "'num_hidden_layers': None; expected an int"),
+        ("speculator", {"n_predict": 4}, "'emb.3.weight': expected a tensor of shape [256, 64]"),
+        ("speculator", {"inner_dim": 32}, "'emb.0.weight': [256, 64], expected [256, 32]"),
+    ],
+)
+def test_a_config_that_does_not_fit(name: str, changes: dict[str, Any], message: str) -> None:
+    edit_config(head := make_head(name), **changes)
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        open_llm(target_of(), [head])
+
+
+def test_heads_of_another_target() -> None:
+    write_medusa(head := new_folder("head"), TargetShape(hidden_size=32), layout="tgi")
+    with pytest.raises(CheckpointError, match=re.escape("[32, 32], expected [64, 64]")):
+        open_llm(target_of(), [head])
+    tensors = load_file((mapped := make_head("medusa, vllm")) / "model.safetensors")
+    save_file(tensors | {"token_map": tensors["token_map"] + 200}, mapped / "model.safetensors")
+    with pytest.raises(CheckpointError, match="96 tokens; expected distinct ones of the target's 256, ascending"):
+        open_llm(target_of(), [mapped])
+
+
+def test_inspect_describes_them() -> None:
+    options = [option for name in ("medusa, vllm", "speculator") for option in ("--draft", str(make_head(name)))]
+    result = CliRunner().invoke(app, ["inspect", str(target_of()), *options, "--json"])
+    first, second = json.loads(result.stdout)["drafts"]
+    reads = "reads the target's output states and predicts 3 tokens; proposes"
+    assert first["connection"] == f"Medusa head, {reads} 96 of 256 tokens"
+    assert second["connection"] == f"MLPSpeculator head, {reads} 256 of 256 tokens"
+    assert first["usable"] and first["parameters"] == 3 * (64 * 64 + 96 * 64)

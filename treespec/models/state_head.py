@@ -1,0 +1,163 @@
+"""Draft heads without attention: Medusa (arXiv 2401.10774) and MLPSpeculator (arXiv 2404.19124).
+
+They read the target's output state before a root. Each depth of the tree has weights of its own.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import NamedTuple, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from treespec.models.decoder import Decoder, Pass
+from treespec.models.feature_head import FeatureHead
+from treespec.models.head_vocabulary import HeadVocabulary
+from treespec_kernels.attention.tree_batch import RequestRows
+from treespec_kernels.linear.compiled_linear import CompiledLinear
+from treespec_kernels.linear.linear import Linear
+
+AnyLinear = Linear | CompiledLinear
+
+
+class StateHead(FeatureHead):
+    """Base of heads without attention, which need no plan and keep no K/V.
+
+    Args:
+        target, columns: as in `FeatureHead`; the one state is the output of the target's final norm.
+        heads: vocabulary head of each depth.
+        vocabulary: tokens of the heads' rows; None for the whole vocabulary.
+    """
+
+    def __init__(
+        self, target: Decoder, columns: Sequence[int], heads: Sequence[AnyLinear], vocabulary: HeadVocabulary | None
+    ):
+        super().__init__(target, None, columns)
+        self._heads, self._vocabulary, self._depth = heads, vocabulary, 0
+
+    @property
+    def max_depth(self) -> int:
+        return len(self._heads)
+
+    @property
+    def head_vocabulary(self) -> HeadVocabulary | None:
+        return self._vocabulary
+
+    @property
+    def quantization(self) -> str | None:
+        return None
+
+    @property
+    def plan_key(self) -> tuple[object, ...]:
+        return (self.kind,)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights in memory; heads may be shared between depths."""
+        return sum({id(head): head.nbytes for head in self._heads}.values())
+
+    def at_depth(self, depth: int) -> Self:
+        """Return the head with the weights for nodes of a depth, the root's being 0."""
+        result = copy.copy(self)
+        result._depth = depth
+        return result
+
+    def plan(self, requests: list[RequestRows], kv: Tensor) -> Pass:
+        nothing = torch.empty(0, dtype=torch.int64, device=self.device)
+        return Pass(sum(rows.num_rows for rows in requests), nothing, nothing, None)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits = self._heads[self._depth](hidden)
+        return logits if self._vocabulary is None else self._vocabulary.expand(logits, -torch.inf)
+
+    def probs(self, hidden: Tensor) -> Tensor:
+        return torch.softmax(self._heads[self._depth](hidden).float(), -1)
+
+
+class MedusaHeads(StateHead):
+    """Medusa heads: head d predicts depth d + 1 from the state before the root, whatever is drafted above.
+
+    Args:
+        target, columns, heads, vocabulary: as in `StateHead`.
+        blocks: by depth, linear layers of the residual blocks.
+    """
+
+    kind = "medusa"
+
+    def __init__(
+        self,
+        target: Decoder,
+        columns: Sequence[int],
+        heads: Sequence[AnyLinear],
+        vocabulary: HeadVocabulary | None,
+        blocks: Sequence[Sequence[AnyLinear]],
+    ):
+        super().__init__(target, columns, heads, vocabulary)
+        self._blocks = blocks
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + sum(layer.nbytes for block in self._blocks for layer in block)
+
+    def forward_features(self, tokens: Tensor, features: Tensor, layout: Pass, kv: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = features
+        for layer in self._blocks[self._depth]:
+            hidden = hidden + F.silu(layer(hidden))
+        return hidden, features
+
+
+class SpeculatorStep(NamedTuple):
+    """Weights of an MLPSpeculator for one depth.
+
+    Attributes:
+        embed: [vocab_size, inner].
+        project: of the state before, to [inner].
+        gain, shift: of the norm, [inner].
+    """
+
+    embed: Tensor
+    project: AnyLinear
+    gain: Tensor
+    shift: Tensor
+
+
+class MlpSpeculator(StateHead):
+    """An MLPSpeculator: a state of its own, updated by the token of each depth.
+
+    Args:
+        target, columns, heads, vocabulary: as in `StateHead`.
+        steps: by depth.
+        scale_input: normalise the target's state first.
+    """
+
+    kind = "mlp_speculator"
+    EPS = 1e-6
+
+    def __init__(
+        self,
+        target: Decoder,
+        columns: Sequence[int],
+        heads: Sequence[AnyLinear],
+        vocabulary: HeadVocabulary | None,
+        steps: Sequence[SpeculatorStep],
+        scale_input: bool,
+    ):
+        super().__init__(target, columns, heads, vocabulary)
+        self._steps, self._scale_input = steps, scale_input
+        state_weight = 0.5 ** (0.5 / len(steps))
+        inner = len(steps[0].gain)
+        self._embed_scale = ((1 - state_weight**2) * inner / 2) ** 0.5 / state_weight
+
+    @property
+    def nbytes(self) -> int:
+        parts = [part for step in self._steps for part in step]
+        return super().nbytes + sum({id(part): part.nbytes for part in parts}.values())
+
+    def forward_features(self, tokens: Tensor, features: Tensor, layout: Pass, kv: Tensor) -> tuple[Tensor, Tensor]:
+        step = self._steps[self._depth]
+        if not self._depth and self._scale_input:
+            features = F.rms_norm(features, features.shape[1:], None, self.EPS) * 0.5**0.5
+        state = step.project(features) + F.embedding(tokens, step.embed) * self._embed_scale
+        state = F.gelu(F.rms_norm(state, step.gain.shape, step.gain, self.EPS) + step.shift)
+        return state, state

@@ -1,0 +1,202 @@
+"""Published draft heads without attention: recognised by their folders, and loaded.
+
+Medusa (arXiv 2401.10774) in the layouts of its authors and of vLLM; MLPSpeculator (arXiv 2404.19124).
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treespec_weights.draft_tensors import DraftTensors, config_error
+from treespec_weights.errors import Problem
+
+
+@dataclass(frozen=True)
+class StateForm:
+    """What a published folder says about a draft head without attention.
+
+    Attributes:
+        folder: of the head.
+        kind: "medusa" or "mlp_speculator".
+        depths: number of tokens that it predicts.
+        num_layers: residual layers of each Medusa head.
+        inner_size: width of an MLPSpeculator's state; 0 for the target's.
+        scale_input: an MLPSpeculator normalises the target's state.
+        shared: depths share weights, of which only the first ones may be stored.
+    """
+
+    folder: Path
+    kind: Literal["medusa", "mlp_speculator"]
+    depths: int
+    num_layers: int = 0
+    inner_size: int = 0
+    scale_input: bool = False
+    shared: bool = False
+
+    @property
+    def name(self) -> str:
+        """The kind, for users."""
+        return "Medusa head" if self.kind == "medusa" else "MLPSpeculator head"
+
+    def describe(self, layers: Sequence[int]) -> str:
+        """Describe what the head does, given the result of `read_layers`."""
+        return f"reads the target's output states and predicts {self.depths} tokens"
+
+    def read_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Return the target's output after its final norm, numbered as by `HeadForm.read_layers`."""
+        return (num_layers + 1,)
+
+
+class Step(NamedTuple):
+    """Weights of one depth; tensors that depths share are the same objects.
+
+    Attributes:
+        head: [rows, inner].
+        layers: weights and biases or None of a Medusa head's residual layers, [hidden, hidden] each.
+        embed, project, gain, shift: of an MLPSpeculator, [vocab, inner], [inner, hidden or inner], [inner], [inner].
+    """
+
+    head: Tensor
+    layers: tuple[tuple[Tensor, Tensor | None], ...] = ()
+    embed: Tensor | None = None
+    project: Tensor | None = None
+    gain: Tensor | None = None
+    shift: Tensor | None = None
+
+
+class StateWeights(NamedTuple):
+    """Weights of a head without attention, by depth, in the compute dtype."""
+
+    steps: list[Step]
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of values that a draft of all depths reads: without embeddings."""
+        found = 0
+        for step in self.steps:
+            layers = [part for layer in step.layers for part in layer]
+            parts = [step.head, *layers, step.project, step.gain, step.shift]
+            found += sum(part.numel() for part in parts if part is not None)
+        return found
+
+
+def medusa_form(folder: Path, raw: Mapping[str, Any]) -> StateForm:
+    """Return the form of Medusa heads. Raises CheckpointConfigError for an invalid number."""
+    ours = "medusa_num_heads" in raw
+    names = ("medusa_num_heads", "medusa_num_layers") if ours else ("num_heads", "num_hidden_layers")
+    heads, layers = (_number(folder, raw, name, least) for name, least in zip(names, (1, 0), strict=True))
+    return StateForm(folder, "medusa", heads, layers, shared=bool(raw.get("original_lm_head")))
+
+
+def speculator_form(folder: Path, raw: Mapping[str, Any]) -> StateForm:
+    """Return the form of an MLPSpeculator. Raises CheckpointConfigError for an invalid number."""
+    depths, inner = _number(folder, raw, "n_predict", 1), _number(folder, {"inner_dim": 0, **raw}, "inner_dim", 0)
+    scales, ties = bool(raw.get("scale_input")), bool(raw.get("tie_weights"))
+    return StateForm(folder, "mlp_speculator", depths, 0, inner, scales, ties)
+
+
+def _number(folder: Path, raw: Mapping[str, Any], key: str, least: int) -> int:
+    value = raw.get(key)
+    if type(value) is not int or value < least:
+        raise config_error(folder, key, f"{value!r}; expected an int, at least {least}")
+    return value
+
+
+def load_state_head(
+    form: StateForm, target_hidden: int, vocab_size: int, dtype: torch.dtype | None, device: torch.device | str
+) -> tuple[StateWeights, np.ndarray | None]:
+    """Load a head.
+
+    Args:
+        form: of the head.
+        target_hidden, vocab_size: of the target.
+        dtype, device: as in `load_head`.
+
+    Returns:
+        The weights, and the target's tokens of the heads' rows, int64 ascending; None for the whole vocabulary.
+
+    Raises:
+        CheckpointError: with all missing and misshaped tensors; a head of another target.
+    """
+    found = _Renamed(form, dtype, device)
+    if form.kind == "mlp_speculator":
+        weights, tokens = _load_speculator(form, target_hidden, vocab_size, found), None
+    else:
+        weights, tokens = _load_medusa(form, target_hidden, vocab_size, found)
+    found.check()
+    return weights, tokens
+
+
+class _Renamed(DraftTensors):
+    """Tensors under the names of vLLM's layout; those that depths share are read once."""
+
+    def __init__(self, form: StateForm, dtype: torch.dtype | None, device: torch.device | str):
+        super().__init__(form.folder, dtype, device)
+        self._stored = {self._rename(form, name): tensor for name, tensor in self._stored.items()}
+        self._taken, self._shared = dict[str, Tensor](), form.shared
+
+    @staticmethod
+    def _rename(form: StateForm, name: str) -> str:
+        name = re.sub(r"^(medusa_heads?|speculator)\.", "", name)
+        if form.kind == "medusa" and (found := re.fullmatch(r"(\d+)\.(\d+)\.(?:linear\.)?(weight|bias)", name)):
+            head, at, kind = found.groups()
+            return f"lm_heads.{head}.{kind}" if int(at) == form.num_layers else f"blocks.{head}.layers.{at}.{kind}"
+        return name
+
+    def of_depth(self, pattern: str, depth: int, *shape: int) -> Tensor:
+        """Return a depth's tensor; if depths share weights, that of the last depth up to it that is stored."""
+        while self._shared and depth and pattern.format(depth) not in self:
+            depth -= 1
+        name = pattern.format(depth)
+        if name not in self._taken:
+            self._taken[name] = self.take(name, *shape)
+        return self._taken[name]
+
+
+def _load_medusa(
+    form: StateForm, hidden: int, vocab_size: int, found: _Renamed
+) -> tuple[StateWeights, np.ndarray | None]:
+    tokens, stored = None, found.raw("token_map")
+    rows = vocab_size
+    if stored is not None:
+        tokens = stored.to(torch.int64).numpy()
+        if (np.diff(tokens) <= 0).any() or not 0 <= tokens[0] <= tokens[-1] < vocab_size:
+            reason = f"{len(tokens)} tokens; expected distinct ones of the target's {vocab_size}, ascending"
+            found.problems.append(Problem("value", "'token_map'", reason))
+            found.check()
+        rows = len(tokens)
+    steps = []
+    for depth in range(form.depths):
+        layers = []
+        for i in range(form.num_layers):
+            weight = found.take(f"blocks.{depth}.layers.{i}.weight", hidden, hidden)
+            bias = f"blocks.{depth}.layers.{i}.bias"
+            layers.append((weight, found.take(bias, hidden) if bias in found else None))
+        whole = found.raw(f"lm_heads.{depth}.weight")
+        if tokens is not None and whole is not None and len(whole) == vocab_size > rows:
+            steps.append(Step(found.take(f"lm_heads.{depth}.weight", vocab_size, hidden)[stored], tuple(layers)))
+            continue
+        steps.append(Step(found.of_depth("lm_heads.{}.weight", depth, rows, hidden), tuple(layers)))
+    return StateWeights(steps), tokens
+
+
+def _load_speculator(form: StateForm, hidden: int, vocab_size: int, found: _Renamed) -> StateWeights:
+    inner, steps = form.inner_size or hidden, []
+    for depth in range(form.depths):
+        steps.append(
+            Step(
+                found.of_depth("head.{}.weight", depth, vocab_size, inner),
+                (),
+                found.of_depth("emb.{}.weight", depth, vocab_size, inner),
+                found.of_depth("proj.{}.weight", depth, inner, inner if depth else hidden),
+                found.of_depth("ln.{}.weight", depth, inner),
+                found.of_depth("ln.{}.bias", depth, inner),
+            )
+        )
+    return StateWeights(steps)

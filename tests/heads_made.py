@@ -21,6 +21,9 @@ from torch import Tensor
 
 Layout = Literal["eagle", "specforge", "speculators"]
 
+MASK = 7
+"""The token of a parallel head's pairs after the root."""
+
 THETA = 5000.0
 """The rope base of heads that state one; the original EAGLE-3 layout states none, which means 10000."""
 
@@ -67,9 +70,10 @@ def write_eagle3(
     seed: int,
     boundaries: tuple[int, ...] | None = None,
     hidden_size: int | None = None,
+    parallel: int | None = None,
     **flags: bool,
 ) -> None:
-    """Writes a random EAGLE-3 head.
+    """Writes a random EAGLE-3 head, or a P-EAGLE head of two layers that predicts `parallel` tokens in a pass.
 
     `boundaries` are the target's features as in `default_boundaries`, ascending; each layout has its own way to number
     them, "eagle" has none. `hidden_size` is the head's own, if it differs from the target's. `flags` are keys of the
@@ -91,6 +95,10 @@ def write_eagle3(
     tensors["fc.weight"] = matrix(hidden, count * target.hidden_size, 1.0, generator)
     tensors["norm.weight"] = gains(hidden, generator)
     tensors["lm_head.weight"] = matrix(vocab, hidden, 2.0, generator)
+    if parallel is not None:
+        tensors["mask_hidden"] = torch.randn(1, 1, count * target.hidden_size, generator=generator)
+        tensors |= _layer("layers.1.", target, hidden, head_dim, hidden, 1.0, generator)
+        tensors["layers.1.input_layernorm.weight"] = gains(hidden, generator)
     if flags.get("norm_before_fc"):
         tensors["input_norm.weight"] = gains(count * target.hidden_size, generator)
     if flags.get("fc_norm"):
@@ -101,7 +109,12 @@ def write_eagle3(
         ids = torch.randperm(target.vocab_size, generator=generator)[:vocab].sort().values
         tensors["d2t"] = ids - torch.arange(vocab)
         tensors["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
-    _write(folder, _eagle3_config(target, layout, hidden, vocab, boundaries, flags), tensors, binary=layout == "eagle")
+    config = _eagle3_config(target, layout, hidden, vocab, boundaries, flags)
+    if parallel is not None:
+        config |= {"speculators_model_type": "peagle", "architectures": ["PEagleDraftModel"], "mask_token_id": MASK}
+        config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = parallel
+        config["transformer_layer_config"]["num_hidden_layers"] = 2
+    _write(folder, config, tensors, binary=layout == "eagle")
 
 
 def write_eagle1(
@@ -254,6 +267,25 @@ def reference_eagle3(
         read = torch.cat((read, (final if config.get("norm_output") else hidden)[-1:]))
 
 
+def reference_peagle(folder: Path, target_embed: Tensor, tokens: Sequence[int], features: Tensor) -> Tensor:
+    """What a P-EAGLE head predicts below the last of `tokens`, [num_predicted, draft_vocab].
+
+    Arguments are those of `reference_eagle3`.
+    """
+    config, weights = _read(folder)
+    eps, count = config["rms_norm_eps"], config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+    embedding = weights.get("embed_tokens.weight", target_embed)
+    embedded = embedding[torch.tensor([*tokens[1:], *[config["mask_token_id"]] * (count - 1)])]
+    masks = weights["mask_hidden"][0].expand(count - 1, -1)
+    read = torch.cat((features.flatten(1), masks)) @ weights["fc.weight"].T
+    normed = norm(read, weights["layers.0.hidden_norm.weight"], eps)
+    pairs = torch.cat((norm(embedded, weights["layers.0.input_layernorm.weight"], eps), normed), -1)
+    hidden = _decoder_layer(read, pairs, config, weights)
+    normed = norm(hidden, weights["layers.1.input_layernorm.weight"], eps)
+    hidden = _decoder_layer(hidden, normed, config, weights, 1)
+    return norm(hidden, weights["norm.weight"], eps)[-count:] @ weights["lm_head.weight"].T
+
+
 def reference_eagle1(
     folder: Path, target_embed: Tensor, tokens: Sequence[int], features: Tensor, drafted: Sequence[int] = ()
 ) -> Tensor:
@@ -295,16 +327,18 @@ def norm(x: Tensor, gains: Tensor, eps: float) -> Tensor:
     return gains * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
-def _decoder_layer(residual: Tensor, read: Tensor, config: dict[str, Any], weights: dict[str, Tensor]) -> Tensor:
+def _decoder_layer(
+    residual: Tensor, read: Tensor, config: dict[str, Any], weights: dict[str, Tensor], layer: int = 0
+) -> Tensor:
     """A Llama layer over one sequence: attention reads `read` [n, width], the rest is as usual."""
 
     def project(name: str, x: Tensor) -> Tensor:
-        return F.linear(x, weights[f"layers.0.{name}.weight"], weights.get(f"layers.0.{name}.bias"))
+        return F.linear(x, weights[f"layers.{layer}.{name}.weight"], weights.get(f"layers.{layer}.{name}.bias"))
 
     heads, count = config["num_attention_heads"], len(read)
     query, key, value = (
         project(f"self_attn.{name}_proj", read).view(
-            count, -1, weights["layers.0.self_attn.q_proj.weight"].shape[0] // heads
+            count, -1, weights[f"layers.{layer}.self_attn.q_proj.weight"].shape[0] // heads
         )
         for name in "qkv"
     )
@@ -314,7 +348,7 @@ def _decoder_layer(residual: Tensor, read: Tensor, config: dict[str, Any], weigh
     scores = scores.masked_fill(torch.ones(count, count, dtype=torch.bool).triu(1), float("-inf"))
     attended = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).flatten(1)
     x = residual + project("self_attn.o_proj", attended)
-    normed = norm(x, weights["layers.0.post_attention_layernorm.weight"], config["rms_norm_eps"])
+    normed = norm(x, weights[f"layers.{layer}.post_attention_layernorm.weight"], config["rms_norm_eps"])
     return x + project("mlp.down_proj", F.silu(project("mlp.gate_proj", normed)) * project("mlp.up_proj", normed))
 
 

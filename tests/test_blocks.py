@@ -1,4 +1,4 @@
-"""Block drafts, DFlash and PARD: their distributions, and the tokens of plain decoding with them in the tree."""
+"""Block drafts, DFlash, PARD and P-EAGLE: their distributions, and the tokens of plain decoding with them in the tree."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from tests.blocks_made import MASK, reference_dflash, write_dflash
 from tests.exactness import assert_exact, run
-from tests.heads_made import TargetShape, draft_ids, write_eagle3
+from tests.heads_made import TargetShape, draft_ids, reference_peagle, write_eagle3
 from tests.models import edit_config, greedy, make_draft, make_llama, new_folder, open_llm, random_prompts
 from tests.quantized_checkpoints import needs_compiler
 from treespec import RoundRecord, SamplingParams, SpecConfig
@@ -29,7 +29,7 @@ DFLASH: dict[str, dict[str, Any]] = {
     "speculators": {"layout": "speculators", "draft_vocab": 96},
     "speculators, anchor": {"layout": "speculators", "from_anchor": True, "read": (5, 3), "block_size": 4},
 }
-KINDS = (*DFLASH, "pard")
+KINDS = (*DFLASH, "pard", "peagle")
 EXECUTORS = pytest.mark.parametrize(
     "compiled", [False, pytest.param(True, marks=needs_compiler)], ids=["eager", "compiled"]
 )
@@ -45,6 +45,9 @@ def make_block(kind: str, target: Path, seed: int = 1) -> Path:
     if kind == "pard":
         make_draft(folder, target, 2, 0.05)
         edit_config(folder, pard_token=MASK)
+    elif kind == "peagle":
+        options: dict[str, Any] = {"layout": "speculators", "draft_vocab": 96, "boundaries": (1, 4, 6), "parallel": 5}
+        write_eagle3(folder, SHAPE, own_embedding=True, seed=seed, **options)
     else:
         write_dflash(folder, SHAPE, seed=seed, **DFLASH[kind])
     return folder
@@ -58,8 +61,10 @@ def expected_logits(kind: str, draft: Path, models: tuple[Any, Any], record: Rou
         tokens = [*record.context, root, *[MASK] * (depth - 1)]
         return own(torch.tensor([tokens])).logits[0, -1]
     found = target(torch.tensor([record.context]), output_hidden_states=True)
-    states = torch.stack([found.hidden_states[layer][0] for layer in DFLASH[kind].get("read", (1, 4, 6))], 1)
+    states = torch.stack([found.hidden_states[layer][0] for layer in DFLASH.get(kind, {}).get("read", (1, 4, 6))], 1)
     embed, head = target.get_input_embeddings().weight, target.get_output_embeddings().weight
+    if kind == "peagle":
+        return reference_peagle(draft, embed, [*record.context, root], states)[depth - 1]
     return reference_dflash(draft, embed, head, root, states)[depth - 1]
 
 
@@ -76,7 +81,8 @@ def test_probabilities_are_those_of_the_reference(kind: str, compiled: bool) -> 
         llm.generate(prompt, greedy(24), spec=SpecConfig(nodes=16, max_depth=4, sources=("ssm", "lookup")))
     own = AutoModelForCausalLM.from_pretrained(draft) if kind == "pard" else None
     models, checked = (AutoModelForCausalLM.from_pretrained(target), own), 0
-    ids = draft_ids(draft).tolist() if DFLASH.get(kind, {}).get("draft_vocab") else range(SHAPE.vocab_size)
+    reduced = kind == "peagle" or "draft_vocab" in DFLASH.get(kind, {})
+    ids = draft_ids(draft).tolist() if reduced else range(SHAPE.vocab_size)
     rows = {token: row for row, token in enumerate(ids)}
     with torch.inference_mode():
         for record in records:
@@ -115,7 +121,7 @@ def engine_with_blocks(dtype: torch.dtype = torch.float32, **options: Any) -> An
     target = target_of(dtype)
     ssm = make_draft(new_folder("ssm"), target, 1, 0.05)
     write_eagle3(head := new_folder("head"), SHAPE, layout="eagle", draft_vocab=96, own_embedding=False, seed=4)
-    blocks = [make_block(kind, target) for kind in ("z-lab", "speculators", "pard")]
+    blocks = [make_block(kind, target) for kind in ("z-lab", "speculators", "pard", "peagle")]
     return open_llm(target, [ssm, *blocks, head], **({"max_num_seqs": 3, "prefill_chunk": 40} | options))
 
 
@@ -267,16 +273,18 @@ def test_a_parallel_draft_of_a_smaller_vocabulary() -> None:
 
 def test_inspect_describes_block_drafts() -> None:
     target = target_of()
-    drafts = [make_block(kind, target) for kind in ("speculators", "pard")]
+    drafts = [make_block(kind, target) for kind in ("speculators", "pard", "peagle")]
     options = [option for draft in drafts for option in ("--draft", str(draft))]
     result = CliRunner().invoke(app, ["inspect", str(target), *options, "--json"])
-    first, second = json.loads(result.stdout)["drafts"]
+    first, second, third = json.loads(result.stdout)["drafts"]
     assert first["connection"] == (
         "DFlash draft, reads the inputs of the target's layers 1, 4, 6 and predicts 5 tokens in a pass; "
         "proposes 96 of 256 tokens"
     )
     assert second["connection"] == "PARD draft, predicts 8 tokens in a pass; proposes 256 of 256 tokens"
-    assert first["usable"] and second["usable"] and first["parameters"] > 0
+    reads = "reads the inputs of the target's layers 1, 4, 6 and predicts 5 tokens in a pass"
+    assert third["connection"] == f"parallel EAGLE head, {reads}; proposes 96 of 256 tokens"
+    assert first["usable"] and second["usable"] and third["usable"] and first["parameters"] > 0
     write_dflash(drafts[0], TargetShape(hidden_size=32), layout="z-lab")
     result = CliRunner().invoke(app, ["inspect", str(target), "--draft", str(drafts[0]), "--json"])
     [unusable] = json.loads(result.stdout)["drafts"]

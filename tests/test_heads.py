@@ -237,9 +237,8 @@ def test_a_damaged_head() -> None:
 @pytest.mark.parametrize(
     ("config", "kind"),
     [
-        ({"architectures": ["MedusaModel"]}, "a Medusa head"),
-        ({"model_type": "mlp_speculator"}, "an MLPSpeculator head"),
-        ({"speculators_model_type": "peagle"}, "a parallel EAGLE head"),
+        ({"architectures": ["ArcticMLPSpeculatorPreTrainedModel"]}, "an Arctic speculator"),
+        ({"speculators_model_type": "dspark"}, "a DSpark draft"),
     ],
 )
 def test_kinds_that_are_not_supported(config: dict[str, Any], kind: str) -> None:
@@ -277,7 +276,7 @@ def test_inspection() -> None:
     def shown(target: Path, head: Path = head) -> str:
         return " ".join(CliRunner().invoke(app, ["inspect", str(target), "--draft", str(head)]).output.split())
 
-    expected = "usable: EAGLE-3 head, reads the inputs of layers 2, 4, 5; proposes 64 of 256 tokens"
+    expected = "usable: EAGLE-3 head, reads the inputs of the target's layers 2, 4, 5; proposes 64 of 256 tokens"
     assert expected in shown(target_of())
     assert "usable: EAGLE head, reads the target's output states; proposes 256 of 256" in shown(target_of(), eagle)
     assert "use a head that was trained for this target" in shown(target_of(hidden_size=128))

@@ -135,5 +135,5 @@ def test_a_target_without_such_layers_is_refused(tmp_path: Path) -> None:
     sizes = {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 128, "eos_token_id": 0, "bos_token_id": 0}
     GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, **sizes)).save_pretrained(folder := new_folder("gpt2"))
     save_tokenizer(folder, byte_level(VOCAB, TEXT.splitlines()))
-    with pytest.raises(ModelError, match="cannot train an EAGLE-3 head for gpt2: its config has no"):
+    with pytest.raises(ModelError, match="cannot train a draft head for gpt2: its config has no"):
         train_drafts(folder, [tmp_path / "text.txt"], tmp_path / "out", **OPTIONS)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treespec.models.decoder import Decoder, StreamInput
+from treespec.models.feature_head import Eagle3Head
 from treespec.models.layers_draft import LayersDraft
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.linear.compiled_linear import CompiledLinear
@@ -25,8 +26,8 @@ class Unread(NamedTuple):
         tokens: committed tokens and, last, the root.
         start: position of the first of them.
         pages: of the request.
-        states: the target's states of the committed ones, [num tokens - 1, number of layers, hidden_size]; None for
-            drafts that read none.
+        states: the target's states from position `start` - `BlockDraft.offset` to that before the root, [num states,
+            number of layers, hidden_size]; None for drafts that read none.
     """
 
     tokens: Sequence[int]
@@ -46,7 +47,6 @@ class BlockDraft(LayersDraft):
     Args:
         decoder, target: as in `LayersDraft`.
         block: number of depths that one pass predicts.
-        mask: embedding of the rows below the root, [hidden_size].
     """
 
     offset = 0
@@ -54,9 +54,9 @@ class BlockDraft(LayersDraft):
     columns: Sequence[int] = ()
     entries = None
 
-    def __init__(self, decoder: Decoder, target: Decoder | None, block: int, mask: Tensor):
+    def __init__(self, decoder: Decoder, target: Decoder | None, block: int):
         super().__init__(decoder, target)
-        self.block, self._mask = block, mask
+        self.block = block
 
     @property
     def max_depth(self) -> int:
@@ -89,17 +89,34 @@ class BlockDraft(LayersDraft):
         """
         raise NotImplementedError
 
-    def _embed(self, tokens: Tensor) -> Tensor:
-        """Return embeddings, [num tokens, hidden_size]."""
-        raise NotImplementedError
+    def _chain_blocks(self, unread: Sequence[Unread], kv: Tensor, stream: StreamInput) -> Tensor:
+        """Run a causal pass over the unread tokens of each request and the masks after its root.
 
-    def _block_rows(self, tokens: Sequence[Sequence[int]], num_masks: int) -> Tensor:
-        """Return the inputs of requests' tokens, each followed by masks: [num_rows, hidden_size]."""
-        parts = []
-        for own in tokens:
-            parts.append(self._embed(torch.tensor(own, dtype=torch.int64, device=self.device)))
-            parts.append(self._mask.expand(num_masks, -1))
-        return torch.cat(parts)
+        Args:
+            unread, kv: as in `read`.
+            stream: of the rows, a request's masks after its tokens.
+
+        Returns:
+            The outputs of the roots and masks, as those of `forward_block`.
+        """
+        counts = [len(each.tokens) + self.block - 1 for each in unread]
+        starts = [each.start - self.offset for each in unread]
+        rows = [RequestRows.chain(at, n, each.pages) for at, n, each in zip(starts, counts, unread, strict=True)]
+        final = self.decoder.forward_stream(stream, self.decoder.plan(rows, kv), kv).final
+        scored = np.concatenate([np.arange(end - self.block, end) for end in np.cumsum(counts)])
+        return final[torch.from_numpy(scored).to(final.device)]
+
+    def _committed(self, unread: Sequence[Unread]) -> tuple[list[RequestRows], Tensor]:
+        """Return the rows of the unread committed tokens, and these tokens, int64 [num_rows]."""
+        chains = [RequestRows.chain(each.start - self.offset, len(each.tokens) - 1, each.pages) for each in unread]
+        tokens = [token for each in unread for token in each.tokens[:-1]]
+        ids = torch.tensor(tokens, dtype=torch.int64, device=self.device)
+        return [chain for chain in chains if chain.num_rows], ids
+
+
+def _with_masks(parts: Sequence[Tensor], mask: Tensor, count: int) -> Tensor:
+    """Concatenate the rows of some requests, each followed by `count` rows `mask`."""
+    return torch.cat([rows for part in parts for rows in (part, mask.expand(count, *mask.shape))])
 
 
 class DFlashDraft(BlockDraft):
@@ -135,7 +152,8 @@ class DFlashDraft(BlockDraft):
         state_norm: Tensor,
     ):
         self._embedding, self._rows, self._first = embed, block_size, 0 if predicts_next else 1
-        super().__init__(decoder, target, block_size - self._first, embed[0][mask_token] * embed[1])
+        super().__init__(decoder, target, block_size - self._first)
+        self._mask = embed[0][mask_token] * embed[1]
         self.columns, self._fc, self._state_norm = list(columns), fc, state_norm
         order = np.arange(block_size)
         self._tree = order, order, np.ones((block_size, block_size), dtype=bool), order
@@ -145,23 +163,24 @@ class DFlashDraft(BlockDraft):
         return self.decoder.nbytes + self._fc.nbytes
 
     def _embed(self, tokens: Tensor) -> Tensor:
+        """Return embeddings, [num tokens, hidden_size]."""
         embed, scale = self._embedding
         return F.embedding(tokens, embed) * scale
 
     def read(self, unread: Sequence[Unread], kv: Tensor) -> None:
-        chains = [RequestRows.chain(each.start, each.root - each.start, each.pages) for each in unread]
-        states = [each.states for each in unread if each.states is not None]
-        if not any(map(len, states)):
+        chains, _ = self._committed(unread)
+        if not chains:
             return
-        rows = torch.cat(states)[:, self.columns].to(self.dtype).flatten(1)
+        states = torch.cat([each.states for each in unread if each.states is not None])
+        rows = states[:, self.columns].to(self.dtype).flatten(1)
         context = F.rms_norm(self._fc(rows), self._state_norm.shape, self._state_norm, self.config.norm_eps)
-        planned = [chain for chain in chains if chain.num_rows]
-        self.decoder.write_context(context, self.decoder.plan(planned, kv), kv)
+        self.decoder.write_context(context, self.decoder.plan(chains, kv), kv)
 
     def forward_block(self, unread: Sequence[Unread], kv: Tensor) -> Tensor:
         self.read(unread, kv)
         rows = [RequestRows(each.root, *self._tree, each.pages) for each in unread]
-        inputs = self._block_rows([each.tokens[-1:] for each in unread], self._rows - 1)
+        roots = torch.tensor([each.tokens[-1] for each in unread], dtype=torch.int64, device=self.device)
+        inputs = _with_masks(self._embed(roots).split(1), self._mask, self._rows - 1)
         final = self.decoder.forward_stream(StreamInput(inputs, None), self.decoder.plan(rows, kv), kv).final
         blocks = final[: len(inputs)].view(len(unread), self._rows, -1)
         return blocks[:, self._first :].flatten(0, 1)
@@ -179,24 +198,56 @@ class ParallelDraft(BlockDraft):
     kept = 1
 
     def __init__(self, decoder: Decoder, block: int, mask: Tensor):
-        super().__init__(decoder, None, block, mask)
-
-    def _embed(self, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens, self.decoder.embed) * self.decoder.embed_scale
+        super().__init__(decoder, None, block)
+        self._mask = mask
 
     def read(self, unread: Sequence[Unread], kv: Tensor) -> None:
-        chains = [RequestRows.chain(each.start, each.root - each.start, each.pages) for each in unread]
-        tokens = [token for each in unread for token in each.tokens[:-1]]
-        if tokens:
-            planned = [chain for chain in chains if chain.num_rows]
-            ids = torch.tensor(tokens, dtype=torch.int64, device=self.device)
-            self.decoder.forward(ids, self.decoder.plan(planned, kv), kv)
+        chains, tokens = self._committed(unread)
+        if chains:
+            self.decoder.forward(tokens, self.decoder.plan(chains, kv), kv)
 
     def forward_block(self, unread: Sequence[Unread], kv: Tensor) -> Tensor:
-        counts = [len(each.tokens) + self.block - 1 for each in unread]
-        rows = [RequestRows.chain(each.start, n, each.pages) for each, n in zip(unread, counts, strict=True)]
-        inputs = self._block_rows([each.tokens for each in unread], self.block - 1)
-        final = self.decoder.forward_stream(StreamInput(inputs, None), self.decoder.plan(rows, kv), kv).final
-        ends = np.cumsum(counts)
-        scored = np.concatenate([np.arange(end - self.block, end) for end in ends])
-        return final[torch.from_numpy(scored).to(final.device)]
+        tokens = [torch.tensor(each.tokens, dtype=torch.int64, device=self.device) for each in unread]
+        parts = [F.embedding(own, self.decoder.embed) * self.decoder.embed_scale for own in tokens]
+        return self._chain_blocks(unread, kv, StreamInput(_with_masks(parts, self._mask, self.block - 1), None))
+
+
+class ParallelEagle(BlockDraft):
+    """A parallel EAGLE head (P-EAGLE): an EAGLE-3 head that predicts several tokens after mask pairs.
+
+    Args:
+        head: the head, whose rows are pairs of a token and a feature.
+        block: number of depths, one more than there are mask pairs.
+        mask_token: token of a mask pair.
+        mask_states: what a mask pair has in place of the target's states, [number of layers, hidden_size].
+    """
+
+    offset = 1
+    kept = 1
+
+    def __init__(self, head: Eagle3Head, block: int, mask_token: int, mask_states: Tensor):
+        super().__init__(head.decoder, None, block)
+        self._head, self.columns = head, head.columns
+        self._mask_token = torch.tensor(mask_token, dtype=torch.int64, device=self.device)
+        self._mask_feature = head.project(mask_states[None])[0]
+
+    @property
+    def nbytes(self) -> int:
+        return self._head.nbytes
+
+    def read(self, unread: Sequence[Unread], kv: Tensor) -> None:
+        chains, tokens = self._committed(unread)
+        if chains:
+            features = torch.cat([part[:-1] for part in self._features(unread)])
+            self._head.forward_features(tokens, features, self.decoder.plan(chains, kv), kv)
+
+    def forward_block(self, unread: Sequence[Unread], kv: Tensor) -> Tensor:
+        ids = [torch.tensor(each.tokens, dtype=torch.int64, device=self.device) for each in unread]
+        tokens = _with_masks(ids, self._mask_token, self.block - 1)
+        features = _with_masks(self._features(unread), self._mask_feature, self.block - 1)
+        return self._chain_blocks(unread, kv, StreamInput(*self._head.pairs(tokens, features)))
+
+    def _features(self, unread: Sequence[Unread]) -> tuple[Tensor, ...]:
+        """Return the features before the tokens of each request, [num tokens, hidden_size] each."""
+        states = torch.cat([each.states for each in unread if each.states is not None])
+        return self._head.features_of(states).split([len(each.tokens) for each in unread])

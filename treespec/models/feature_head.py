@@ -86,6 +86,9 @@ class Eagle3Head(FeatureHead):
         columns: as in `FeatureHead`.
         fc: projection of the target's states to a feature.
         pairs: returns the inputs of the layers.
+
+    Attributes:
+        pairs: of the arguments.
     """
 
     kind = "eagle3"
@@ -100,30 +103,34 @@ class Eagle3Head(FeatureHead):
         pairs: "TorchPairs | PairInputs",
     ):
         super().__init__(decoder, None, columns)
-        self.form, self._fc, self._pairs, self._state_norms = form, fc, pairs, weights.state_norms
+        self.form, self._fc, self.pairs, self._state_norms = form, fc, pairs, weights.state_norms
 
     @property
     def nbytes(self) -> int:
         """Bytes of all weights in memory, without the target's embeddings."""
-        return self.decoder.nbytes + self._fc.nbytes + self._pairs.nbytes
+        return self.decoder.nbytes + self._fc.nbytes + self.pairs.nbytes
 
     def features_of(self, states: Tensor) -> Tensor:
-        states = states[:, self.columns].to(self.dtype)
+        return self.project(states[:, self.columns])
+
+    def project(self, states: Tensor) -> Tensor:
+        """Return features [num_rows, hidden_size] of the states that the head reads, [num_rows, number, hidden]."""
+        states = states.to(self.dtype)
         if (norms := self._state_norms) is not None:
             states = F.rms_norm(states.view(-1, *norms.shape), norms.shape[1:], None, self.config.norm_eps) * norms
         return self._fc(states.reshape(len(states), -1))
 
     def forward_features(self, tokens: Tensor, features: Tensor, layout: Pass, kv: Tensor) -> tuple[Tensor, Tensor]:
-        final, chosen = self.decoder.forward_stream(StreamInput(*self._pairs(tokens, features)), layout, kv)
+        final, chosen = self.decoder.forward_stream(StreamInput(*self.pairs(tokens, features)), layout, kv)
         final = final[: len(tokens)]
         return final, final if self.form.norm_output else chosen[: len(tokens), 0]
 
     @property
     def entries(self) -> PassEntries | None:
-        if not isinstance(self.decoder, CompiledDecoder) or not isinstance(self._pairs, PairInputs):
+        if not isinstance(self.decoder, CompiledDecoder) or not isinstance(self.pairs, PairInputs):
             return None
         found = self.decoder.entries
-        return None if found is None else self._pairs.add_to(found, self.form.norm_output)
+        return None if found is None else self.pairs.add_to(found, self.form.norm_output)
 
 
 class EagleHead(FeatureHead):

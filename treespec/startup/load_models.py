@@ -17,7 +17,7 @@ from treespec.drafters.foreign.vocabularies import Draft, fit_weights
 from treespec.errors import ModelError
 from treespec.models.attention import make_attention
 from treespec.models.attention_triton import TritonAttention
-from treespec.models.block_draft import BlockDraft, DFlashDraft, ParallelDraft
+from treespec.models.block_draft import BlockDraft, DFlashDraft, ParallelDraft, ParallelEagle
 from treespec.models.compiled import CompiledDecoder
 from treespec.models.decoder import Decoder
 from treespec.models.feature_head import Eagle3Head, EagleHead, FeatureHead, FusedPairs, TorchPairs
@@ -152,7 +152,10 @@ class Loader:
             pairs = PairInputs(decoder.library, qkv, embed, *norms, eps, after, threads)
         else:
             pairs = TorchPairs(config.form, weights, embed, eps, self._impl)
-        return Eagle3Head(config.form, decoder, weights, columns, fc, pairs)
+        head = Eagle3Head(config.form, decoder, weights, columns, fc, pairs)
+        if weights.mask_states is None:
+            return head
+        return ParallelEagle(head, config.form.block, config.form.mask_token, weights.mask_states)
 
     def _load_block(
         self, config: HeadConfig, form: BlockForm, target: Decoder, features: FeatureShape | None

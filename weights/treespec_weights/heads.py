@@ -2,7 +2,8 @@
 
 EAGLE-3 (arXiv 2503.01840) in the layouts of its authors' repository, of SpecForge and SGLang, and of speculators;
 EAGLE-1 and EAGLE-2 (arXiv 2401.15077, 2406.16858), whose heads have one form, in those of their authors and of
-speculators; block drafts (block_drafts.py); and heads without attention (state_heads.py).
+speculators; parallel EAGLE heads (P-EAGLE) in the layout of speculators; block drafts (block_drafts.py); and heads
+without attention (state_heads.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treespec_weights.block_drafts import BlockForm, BlockWeights, dflash_form, load_block, pard_form
+from treespec_weights.block_drafts import PARALLEL_BLOCK, BlockForm, BlockWeights, dflash_form, load_block, pard_form
 from treespec_weights.draft_tensors import (
     FIRST,
     DraftTensors,
@@ -32,8 +33,9 @@ from treespec_weights.rules import CONFIG, FamilyRules, ModelShape, read_config
 from treespec_weights.state_heads import StateForm, StateWeights, load_state_head, medusa_form, speculator_form
 
 SUPPORTED = (
-    "EAGLE-1, EAGLE-2 and EAGLE-3 heads of the layouts of EAGLE, SpecForge and speculators; DFlash drafts of the "
-    "layouts of its authors, transformers and speculators; PARD drafts; Medusa and MLPSpeculator heads"
+    "EAGLE-1, EAGLE-2 and EAGLE-3 heads of the layouts of EAGLE, SpecForge and speculators; parallel EAGLE heads of "
+    "speculators; DFlash drafts of the layouts of its authors, transformers and speculators; PARD drafts; Medusa and "
+    "MLPSpeculator heads"
 )
 _OTHER_KINDS = {  # part of an architecture or of a type -> name of the kind
     "arctic": "an Arctic speculator",
@@ -41,7 +43,6 @@ _OTHER_KINDS = {  # part of an architecture or of a type -> name of the kind
     "dflash2": "a DFlash 2 draft",
     "dspark": "a DSpark draft",
     "xpress": "an Xpress draft",
-    "peagle": "a parallel EAGLE head",
 }
 _LAYER_TENSORS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
@@ -59,6 +60,8 @@ class HeadForm:
         residual_after_norm: the residual stream begins with the normalised feature.
         norm_output: the feature of a drafted token is the output after the final norm.
         kind: "eagle" is EAGLE-1 and EAGLE-2.
+        block: number of tokens that a parallel EAGLE head predicts in a pass; 0 for other heads.
+        mask_token: of a parallel head's pairs after the root.
     """
 
     folder: Path
@@ -69,17 +72,22 @@ class HeadForm:
     residual_after_norm: bool
     norm_output: bool
     kind: Literal["eagle", "eagle3"] = "eagle3"
+    block: int = 0
+    mask_token: int = 0
 
     @property
     def name(self) -> str:
         """The kind, for users."""
+        if self.block:
+            return "parallel EAGLE head"
         return "EAGLE-3 head" if self.kind == "eagle3" else "EAGLE head"
 
     def describe(self, layers: Sequence[int]) -> str:
         """Describe what the head reads, given the result of `read_layers`."""
         if self.kind == "eagle":
             return "reads the target's output states"
-        return f"reads the inputs of the target's layers {', '.join(map(str, layers))}"
+        reads = f"reads the inputs of the target's layers {', '.join(map(str, layers))}"
+        return f"{reads} and predicts {self.block} tokens in a pass" if self.block else reads
 
     def read_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return the layers of a target with `num_layers` layers whose inputs the head reads, ascending.
@@ -119,6 +127,8 @@ class HeadWeights(NamedTuple):
         state_norms: norms of the target's states, [1, number of layers * hidden] over all of them or [number of layers,
             hidden] of each; None for none.
         embed: own embeddings [vocab, hidden]; None for the target's.
+        mask_states: in place of the target's states in the mask pairs of a parallel head, [number of layers, hidden of
+            the target]; None for other heads.
     """
 
     decoder: dict[str, Tensor]
@@ -128,6 +138,7 @@ class HeadWeights(NamedTuple):
     feature_norm: Tensor | None
     state_norms: Tensor | None
     embed: Tensor | None
+    mask_states: Tensor | None = None
 
     @property
     def num_parameters(self) -> int:
@@ -159,7 +170,7 @@ def read_head(folder: Path | str) -> DraftForm | None:
         problem = Problem("config", repr(CONFIG), f"{other}, which is not supported; supported: {SUPPORTED}")
         raise UnsupportedModelError(root, [problem])
     is_dflash = any("dflash" in name or name == "muse_glimmer_assistant" for name in lowered)
-    is_eagle3 = any("eagle3" in name for name in lowered) or "draft_vocab_size" in raw
+    is_eagle3 = any("eagle3" in name or "peagle" in name for name in lowered) or "draft_vocab_size" in raw
     is_medusa = any("medusa" in name for name in lowered)
     is_speculator = any("mlp_speculator" in name or "mlpspeculator" in name for name in lowered)
     if not (is_dflash or is_eagle3 or is_medusa or is_speculator or "pard_token" in raw or _is_eagle(raw, root)):
@@ -196,14 +207,31 @@ def _eagle3_form(folder: Path, raw: Mapping[str, Any]) -> HeadForm:
         raw = {**raw, **nested}
     if layers is not None and not (isinstance(layers, list) and layers and all(type(each) is int for each in layers)):
         raise config_error(folder, "eagle_aux_hidden_state_layer_ids", f"{layers!r}; expected a list of layer numbers")
+    # Some published configs of other layouts give the target's number of layers.
+    num_layers = None if "transformer_layer_config" in raw else 1
+    block, mask = 0, raw.get("mask_token_id")
+    if raw.get("speculators_model_type") == "peagle":
+        block = _proposed_tokens(raw)
+        if type(mask) is not int or mask < 0:
+            raise config_error(folder, "mask_token_id", f"{mask!r}; expected a token of the target")
     return HeadForm(
         folder,
         None if layers is None else tuple(layers),
         by_output,
-        *layers_of(folder, raw, 1),
+        *layers_of(folder, raw, num_layers),
         bool(raw.get("norm_before_residual")),
         bool(raw.get("norm_output")),
+        block=block,
+        mask_token=mask if block and isinstance(mask, int) else 0,
     )
+
+
+def _proposed_tokens(raw: Mapping[str, Any]) -> int:
+    """Return the number of tokens that a config of speculators proposes in a round; by default that of its training."""
+    described = raw.get("speculators_config")
+    methods = described.get("proposal_methods") if isinstance(described, dict) else None
+    counts = [method.get("speculative_tokens") for method in methods or () if isinstance(method, dict)]
+    return next((count for count in counts if type(count) is int and count > 0), PARALLEL_BLOCK)
 
 
 def load_head(
@@ -262,8 +290,12 @@ def load_head(
         decoder["layers.0.attn_norm"],
         _state_norms(found, num_states, target_hidden),
         own_embedding(found, shape),
+        _mask_states(form, found, num_states, target_hidden),
     )
     found.check()
+    if form.mask_token >= shape.vocab_size:
+        reason = f"{form.mask_token}, and the target has {shape.vocab_size} tokens"
+        raise config_error(form.folder, "mask_token_id", reason)
     if tokens is not None and (np.diff(tokens) < 0).any():  # ties break as over the whole vocabulary
         order = np.argsort(tokens)
         decoder["lm_head"], tokens = decoder["lm_head"][torch.from_numpy(order)], tokens[order]
@@ -308,6 +340,12 @@ def _qkv(found: DraftTensors, shape: ModelShape, width: int) -> tuple[Tensor, Te
 
 def _bias(found: DraftTensors, name: str, size: int) -> Tensor | None:
     return found.take(f"{name}.bias", size) if f"{name}.bias" in found else None
+
+
+def _mask_states(form: HeadForm, found: DraftTensors, num_states: int, target_hidden: int) -> Tensor | None:
+    if not form.block:
+        return None
+    return found.take("mask_hidden", 1, 1, num_states * target_hidden).view(-1, target_hidden)
 
 
 def _state_norms(found: DraftTensors, num_states: int, target_hidden: int) -> Tensor | None:

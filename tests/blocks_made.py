@@ -5,6 +5,7 @@ whole context; `tests/test_blocks.py` compares it with the module of transformer
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ DFlashLayout = Literal["z-lab", "transformers", "speculators"]
 LAYERS = 2
 MASK = 7
 HEAD_DIM = 16
+RANK = 16  # of a DSpark draft's bias
 THETA = 5000.0
 
 
@@ -31,13 +33,15 @@ def write_dflash(
     block_size: int = 6,
     draft_vocab: int | None = None,
     from_anchor: bool = False,
+    markov: str | None = None,
     seed: int = 1,
     **changes: Any,
 ) -> None:
     """Writes a random DFlash draft.
 
     `read` are the target's layers whose inputs it reads. `draft_vocab` and `from_anchor`, the root's row predicting the
-    next token, exist in the layout of speculators only. `changes` are made to the config at last.
+    next token, exist in the layout of speculators only, and so do DSpark drafts, whose bias by a node's token is
+    `markov`, "vanilla" or "gated". `changes` are made to the config at last.
     """
     generator, hidden = torch.Generator().manual_seed(seed), target.hidden_size
     queries, keys = target.num_attention_heads * HEAD_DIM, target.num_key_value_heads * HEAD_DIM
@@ -66,6 +70,13 @@ def write_dflash(
         tensors["d2t"] = ids - torch.arange(draft_vocab)
         tensors["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
         tensors["lm_head.weight"] = matrix(draft_vocab, hidden, 2.0, generator)
+    if markov is not None:
+        tensors["markov_head.markov_w1.weight"] = torch.randn(target.vocab_size, RANK, generator=generator)
+        tensors["markov_head.markov_w2.weight"] = matrix(draft_vocab or target.vocab_size, RANK, 1.5, generator)
+        tensors["confidence_head.proj.weight"] = matrix(1, hidden + RANK, 1.0, generator)
+        if markov == "gated":
+            tensors["markov_head.gate_proj.weight"] = matrix(RANK, hidden + RANK, 2.0, generator)
+            tensors["markov_head.gate_proj.bias"] = torch.randn(RANK, generator=generator)
     layers = {
         "hidden_size": hidden,
         "intermediate_size": target.intermediate_size,
@@ -95,16 +106,22 @@ def write_dflash(
         config |= {"transformer_layer_config": layers | {"model_type": "qwen3", "rope_theta": THETA}}
         config |= {"aux_hidden_state_layer_ids": list(read), "mask_token_id": MASK, "block_size": block_size}
         config |= {"draft_vocab_size": draft_vocab or target.vocab_size, "sample_from_anchor": from_anchor}
+        if markov is not None:
+            config |= {"speculators_model_type": "dspark", "architectures": ["DSparkDraftModel"]}
+            config |= {"markov_rank": RANK, "markov_head_type": markov}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config | changes))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def reference_dflash(folder: Path, embed: Tensor, lm_head: Tensor, root: int, states: Tensor) -> Tensor:
+def reference_dflash(
+    folder: Path, embed: Tensor, lm_head: Tensor, root: int, states: Tensor, path: Sequence[int] = ()
+) -> Tensor:
     """What a DFlash draft predicts below a root, logits [num_predicted, vocab].
 
     `embed` and `lm_head` are the target's, `states` [num_tokens, count, hidden] its states of the tokens before the
-    root, in the order of the config's layers.
+    root, in the order of the config's layers. `path` are the tokens drafted below the root, for a DSpark draft, which
+    then predicts one token more than these.
     """
     config = json.loads((folder / "config.json").read_text())
     config |= config.get("transformer_layer_config", {}) | config.get("dflash_config", {})
@@ -132,5 +149,13 @@ def reference_dflash(folder: Path, embed: Tensor, lm_head: Tensor, root: int, st
         normed = norm(x, layer["post_attention_layernorm.weight"], eps)
         gate, up = (normed @ layer[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
         x = x + (F.silu(gate) * up) @ layer["mlp.down_proj.weight"].T
-    final = norm(x, weights["norm.weight"], eps) @ weights.get("lm_head.weight", lm_head).T
-    return final if config.get("sample_from_anchor") else final[1:]
+    final = norm(x, weights["norm.weight"], eps)[0 if config.get("sample_from_anchor") else 1 :]
+    logits = final @ weights.get("lm_head.weight", lm_head).T
+    if "markov_head.markov_w1.weight" not in weights:
+        return logits
+    markov = {name.removeprefix("markov_head."): t for name, t in weights.items() if name.startswith("markov_head.")}
+    before, final = markov["markov_w1.weight"][torch.tensor([root, *path])], final[: 1 + len(path)]
+    if "gate_proj.weight" in markov:
+        gate = F.linear(torch.cat((final, before), 1), markov["gate_proj.weight"], markov["gate_proj.bias"])
+        before = before * torch.sigmoid(gate)
+    return logits[: 1 + len(path)] + before @ markov["markov_w2.weight"].T

@@ -1,4 +1,4 @@
-"""Block drafts, DFlash, PARD and P-EAGLE: their distributions, and the tokens of plain decoding with them in the tree."""
+"""DFlash, DSpark, PARD and P-EAGLE drafts: distributions, and the tokens of plain decoding with them in the tree."""
 
 import json
 import re
@@ -27,6 +27,8 @@ DFLASH: dict[str, dict[str, Any]] = {
     "z-lab": {"layout": "z-lab"},
     "transformers": {"layout": "transformers", "read": (2, 8)},
     "speculators": {"layout": "speculators", "draft_vocab": 96},
+    "dspark": {"layout": "speculators", "draft_vocab": 96, "from_anchor": True, "markov": "vanilla"},
+    "dspark, gated": {"layout": "speculators", "markov": "gated"},
     "speculators, anchor": {"layout": "speculators", "from_anchor": True, "read": (5, 3), "block_size": 4},
 }
 KINDS = (*DFLASH, "pard", "peagle")
@@ -53,10 +55,12 @@ def make_block(kind: str, target: Path, seed: int = 1) -> Path:
     return folder
 
 
-def expected_logits(kind: str, draft: Path, models: tuple[Any, Any], record: RoundRecord, depth: int) -> torch.Tensor:
-    """The reference's logits of the tokens at a depth, over the draft's vocabulary."""
+def expected_logits(
+    kind: str, draft: Path, models: tuple[Any, Any], record: RoundRecord, path: list[int]
+) -> torch.Tensor:
+    """The reference's logits after a path below the root, over the draft's vocabulary."""
     target, own = models
-    root = int(record.tree.tokens[0])
+    root, depth = int(record.tree.tokens[0]), len(path) + 1
     if kind == "pard":
         tokens = [*record.context, root, *[MASK] * (depth - 1)]
         return own(torch.tensor([tokens])).logits[0, -1]
@@ -65,7 +69,7 @@ def expected_logits(kind: str, draft: Path, models: tuple[Any, Any], record: Rou
     embed, head = target.get_input_embeddings().weight, target.get_output_embeddings().weight
     if kind == "peagle":
         return reference_peagle(draft, embed, [*record.context, root], states)[depth - 1]
-    return reference_dflash(draft, embed, head, root, states)[depth - 1]
+    return reference_dflash(draft, embed, head, root, states, path)[depth - 1]
 
 
 @EXECUTORS
@@ -90,10 +94,13 @@ def test_probabilities_are_those_of_the_reference(kind: str, compiled: bool) -> 
             for node in range(1, len(tree)):
                 if tree.sources_of(node) != (draft.name,):
                     continue
-                depth, token = int(tree.depths[node]), int(tree.tokens[node])
-                probs = torch.softmax(expected_logits(kind, draft, models, record, depth), -1)
-                expected = float(probs[rows[token]])
-                assert tree.probs[node] == pytest.approx(expected, abs=1e-5), (record.number, depth, token)
+                path = [node]
+                while tree.parents[path[0]] > 0:
+                    path.insert(0, int(tree.parents[path[0]]))
+                tokens = tree.tokens[path].tolist()
+                probs = torch.softmax(expected_logits(kind, draft, models, record, tokens[:-1]), -1)
+                expected = float(probs[rows[tokens[-1]]])
+                assert tree.probs[node] == pytest.approx(expected, abs=1e-5), (record.number, tokens)
                 checked += 1
     assert checked > 40 and len({record.accepted for record in records}) > 1
 
@@ -121,7 +128,7 @@ def engine_with_blocks(dtype: torch.dtype = torch.float32, **options: Any) -> An
     target = target_of(dtype)
     ssm = make_draft(new_folder("ssm"), target, 1, 0.05)
     write_eagle3(head := new_folder("head"), SHAPE, layout="eagle", draft_vocab=96, own_embedding=False, seed=4)
-    blocks = [make_block(kind, target) for kind in ("z-lab", "speculators", "pard", "peagle")]
+    blocks = [make_block(kind, target) for kind in ("z-lab", "dspark", "pard", "peagle")]
     return open_llm(target, [ssm, *blocks, head], **({"max_num_seqs": 3, "prefill_chunk": 40} | options))
 
 
@@ -255,10 +262,16 @@ def test_a_draft_of_another_target() -> None:
         open_llm(target_of(), [mapped])
 
 
-@pytest.mark.parametrize("name", ["DFlash2DraftModel", "DSparkDraftModel", "XPressDraftModel"])
+def test_a_recurrent_bias_is_refused() -> None:
+    write_dflash(draft := new_folder("block"), SHAPE, layout="speculators", markov="rnn")
+    with pytest.raises(CheckpointError, match="'rnn' of rank 16; supported: vanilla and gated"):
+        open_llm(target_of(), [draft])
+
+
+@pytest.mark.parametrize("name", ["DFlash2DraftModel", "XPressDraftModel"])
 def test_other_kinds_are_refused_by_name(name: str) -> None:
     write_dflash(draft := new_folder("block"), SHAPE, layout="z-lab", architectures=[name])
-    with pytest.raises(UnsupportedModelError, match=r"(DFlash 2|DSpark|Xpress) draft, which is not supported"):
+    with pytest.raises(UnsupportedModelError, match=r"(DFlash 2|Xpress) draft, which is not supported"):
         open_llm(target_of(), [draft])
 
 

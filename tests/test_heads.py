@@ -238,7 +238,7 @@ def test_a_damaged_head() -> None:
     ("config", "kind"),
     [
         ({"architectures": ["ArcticMLPSpeculatorPreTrainedModel"]}, "an Arctic speculator"),
-        ({"speculators_model_type": "dspark"}, "a DSpark draft"),
+        ({"speculators_model_type": "xpress"}, "an Xpress draft"),
     ],
 )
 def test_kinds_that_are_not_supported(config: dict[str, Any], kind: str) -> None:

@@ -3,8 +3,9 @@
 The predictions of a depth do not depend on the tokens drafted above it, so a tree grows from one pass.
 """
 
+import copy
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -89,6 +90,15 @@ class BlockDraft(LayersDraft):
         """
         raise NotImplementedError
 
+    @property
+    def reads_nodes(self) -> bool:
+        """Whether a prediction depends on the token of its node, too; see `for_tokens`."""
+        return False
+
+    def for_tokens(self, tokens: np.ndarray) -> Self:
+        """Return the draft with `logits` and `probs` for nodes of these tokens, int64 [num_rows]."""
+        return self
+
     def _chain_blocks(self, unread: Sequence[Unread], kv: Tensor, stream: StreamInput) -> Tensor:
         """Run a causal pass over the unread tokens of each request and the masks after its root.
 
@@ -119,6 +129,28 @@ def _with_masks(parts: Sequence[Tensor], mask: Tensor, count: int) -> Tensor:
     return torch.cat([rows for part in parts for rows in (part, mask.expand(count, *mask.shape))])
 
 
+class MarkovBias:
+    """What a DSpark draft (arXiv 2607.05147) adds to the logits below a node: a bias of low rank, by the node's token.
+
+    Args:
+        embed: of the target's tokens, [vocab_size, rank].
+        out: of [rank] to the rows of the vocabulary head.
+        gate: of hidden state and embedding, [hidden_size + rank] to [rank]; None for none.
+    """
+
+    def __init__(self, embed: Tensor, out: Linear | CompiledLinear, gate: Linear | CompiledLinear | None):
+        self._embed, self._out, self._gate = embed, out, gate
+
+    @property
+    def nbytes(self) -> int:
+        return self._embed.nbytes + self._out.nbytes + (0 if self._gate is None else self._gate.nbytes)
+
+    def __call__(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """Return the bias of some rows, [num_rows, rows of the head]."""
+        x = F.embedding(tokens, self._embed)
+        return self._out(x if self._gate is None else torch.sigmoid(self._gate(torch.cat((hidden, x), 1))) * x)
+
+
 class DFlashDraft(BlockDraft):
     """A DFlash draft (arXiv 2602.06036).
 
@@ -135,6 +167,7 @@ class DFlashDraft(BlockDraft):
         columns: indices of the states that it reads among the features.
         fc: projection of the target's states.
         state_norm: weight of the RMSNorm after `fc`, [hidden_size].
+        bias: of a DSpark draft; None for none.
     """
 
     kept = 0
@@ -150,17 +183,41 @@ class DFlashDraft(BlockDraft):
         columns: Sequence[int],
         fc: Linear | CompiledLinear,
         state_norm: Tensor,
+        bias: MarkovBias | None = None,
     ):
         self._embedding, self._rows, self._first = embed, block_size, 0 if predicts_next else 1
         super().__init__(decoder, target, block_size - self._first)
         self._mask = embed[0][mask_token] * embed[1]
         self.columns, self._fc, self._state_norm = list(columns), fc, state_norm
+        self._bias, self._tokens = bias, torch.empty(0, dtype=torch.int64, device=self.device)
         order = np.arange(block_size)
         self._tree = order, order, np.ones((block_size, block_size), dtype=bool), order
 
     @property
     def nbytes(self) -> int:
-        return self.decoder.nbytes + self._fc.nbytes
+        return self.decoder.nbytes + self._fc.nbytes + (0 if self._bias is None else self._bias.nbytes)
+
+    @property
+    def reads_nodes(self) -> bool:
+        return self._bias is not None
+
+    def for_tokens(self, tokens: np.ndarray) -> Self:
+        result = copy.copy(self)
+        result._tokens = torch.from_numpy(tokens).to(self.device)
+        return result
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits, head = super().logits(hidden), self.head_vocabulary
+        if self._bias is None:
+            return logits
+        bias = self._bias(self._tokens, hidden)
+        return logits + (bias if head is None else head.expand(bias, 0.0))
+
+    def probs(self, hidden: Tensor) -> Tensor:
+        if self._bias is None:
+            return super().probs(hidden)
+        logits, head = self.logits(hidden).float(), self.head_vocabulary
+        return torch.softmax(logits if head is None else logits[:, head.index], -1)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """Return embeddings, [num tokens, hidden_size]."""

@@ -17,7 +17,7 @@ from treespec.drafters.foreign.vocabularies import Draft, fit_weights
 from treespec.errors import ModelError
 from treespec.models.attention import make_attention
 from treespec.models.attention_triton import TritonAttention
-from treespec.models.block_draft import BlockDraft, DFlashDraft, ParallelDraft, ParallelEagle
+from treespec.models.block_draft import BlockDraft, DFlashDraft, MarkovBias, ParallelDraft, ParallelEagle
 from treespec.models.compiled import CompiledDecoder
 from treespec.models.decoder import Decoder
 from treespec.models.feature_head import Eagle3Head, EagleHead, FeatureHead, FusedPairs, TorchPairs
@@ -181,7 +181,15 @@ class Loader:
             [features.layers.index(layer) for layer in config.layers],
             self._linear(decoder, *self._fitted(weights.fc, None)),
             weights.state_norm,
+            None if weights.markov is None else self._make_bias(decoder, *weights.markov),
         )
+
+    def _make_bias(
+        self, decoder: Decoder, embed: Tensor, out: Tensor, gate: Tensor | None = None, gate_bias: Tensor | None = None
+    ) -> MarkovBias:
+        """Return the bias of a DSpark draft."""
+        gate_linear = None if gate is None else self._linear(decoder, *self._fitted(gate, gate_bias))
+        return MarkovBias(embed, self._linear(decoder, *self._fitted(out, None)), gate_linear)
 
     def _load_state_head(
         self, config: HeadConfig, form: StateForm, target: Decoder, features: FeatureShape

@@ -1,7 +1,8 @@
 """Published drafts that predict several tokens in one pass: recognised by their folders, and loaded.
 
-DFlash (arXiv 2602.06036) in the layouts of its authors, of transformers and of speculators; PARD (arXiv 2504.18583),
-whose folders are those of models with a mask token.
+DFlash (arXiv 2602.06036) in the layouts of its authors, of transformers and of speculators; DSpark (arXiv 2607.05147),
+which adds a bias by a node's token, in that of speculators; PARD (arXiv 2504.18583), whose folders are those of models
+with a mask token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,6 +38,8 @@ class BlockForm:
         mask_token: token of the rows below the root.
         predicts_next: a row predicts the token after its position, not the one at its position.
         by_output: layers were numbered by their outputs, of which transformers returns the last after the final norm.
+        markov_rank: rank of the bias that a DSpark draft adds by a node's token; 0 for none.
+        gated: this bias is gated by the hidden state.
     """
 
     folder: Path
@@ -48,10 +51,14 @@ class BlockForm:
     mask_token: int
     predicts_next: bool
     by_output: bool = False
+    markov_rank: int = 0
+    gated: bool = False
 
     @property
     def name(self) -> str:
         """The kind, for users."""
+        if self.markov_rank:
+            return "DSpark draft"
         return "DFlash draft" if self.kind == "dflash" else "PARD draft"
 
     @property
@@ -89,17 +96,21 @@ class BlockWeights(NamedTuple):
         fc: projection of the target's states, [hidden, number of layers * hidden of the target]; None for "pard".
         state_norm: norm of the projected states, [hidden]; None for "pard".
         embed: embeddings [vocab, hidden], or the mask token's alone, [hidden], of "pard"; None for the target's.
+        markov: embeddings [vocab, rank] and output [rows of the head, rank] of a bias by the node's token, and the
+            weight [rank, hidden + rank] and bias of its gate, if it has one; None for none.
     """
 
     decoder: dict[str, Tensor]
     fc: Tensor | None
     state_norm: Tensor | None
     embed: Tensor | None
+    markov: tuple[Tensor, ...] | None = None
 
     @property
     def num_parameters(self) -> int:
         """Number of values that a pass reads: without embeddings."""
-        parts = [*(tensor for name, tensor in self.decoder.items() if name != "embed"), self.fc, self.state_norm]
+        layers = [tensor for name, tensor in self.decoder.items() if name != "embed"]
+        parts = [*layers, self.fc, self.state_norm, *(self.markov or ())[1:]]
         return sum(part.numel() for part in parts if part is not None)
 
 
@@ -123,6 +134,12 @@ def dflash_form(folder: Path, raw: Mapping[str, Any]) -> BlockForm:
     config, rules = layers_of(folder, given)
     if "sliding_attention" in (config.get("layer_types") or ()):
         raise config_error(folder, "layer_types", "DFlash drafts with sliding windows are not supported")
+    sparks, rank, bias = own.get("speculators_model_type") == "dspark", 0, "vanilla"
+    if sparks:
+        rank, bias = own.get("markov_rank", 256), own.get("markov_head_type", "vanilla")
+        if type(rank) is not int or rank < 0 or bias not in ("vanilla", "gated"):
+            reason = f"{bias!r} of rank {rank!r}; supported: vanilla and gated, of a rank from 0 on"
+            raise config_error(folder, "markov_head_type", reason)
     return BlockForm(
         folder,
         "dflash",
@@ -131,8 +148,10 @@ def dflash_form(folder: Path, raw: Mapping[str, Any]) -> BlockForm:
         rules,
         own["block_size"],
         own["mask_token_id"],
-        bool(own.get("sample_from_anchor")),
+        bool(own.get("sample_from_anchor", sparks)),
         not by_input,
+        rank,
+        bias == "gated",
     )
 
 
@@ -192,6 +211,7 @@ def load_block(
         found.take("fc.weight", hidden, count * target_hidden),
         found.take("hidden_norm.weight", hidden),
         own_embedding(found, shape),
+        _markov(form, found, shape, shape.vocab_size if head is None else len(head)),
     )
     found.check()
     if not form.mask_token < shape.vocab_size:
@@ -199,8 +219,23 @@ def load_block(
         raise config_error(form.folder, "mask_token_id", reason)
     if tokens is not None and (np.diff(tokens) < 0).any():  # ties break as over the whole vocabulary
         order = np.argsort(tokens)
-        decoder["lm_head"], tokens = decoder["lm_head"][torch.from_numpy(order)], tokens[order]
+        rows, tokens = torch.from_numpy(order), tokens[order]
+        decoder["lm_head"] = decoder["lm_head"][rows]
+        if (markov := weights.markov) is not None:
+            weights = weights._replace(markov=(markov[0], markov[1][rows], *markov[2:]))
     return weights, tokens
+
+
+def _markov(form: BlockForm, found: DraftTensors, shape: ModelShape, rows: int) -> tuple[Tensor, ...] | None:
+    """Return the tensors of a DSpark draft's bias; `rows`: of its vocabulary head."""
+    if not (rank := form.markov_rank):
+        return None
+    own = found.take("markov_head.markov_w1.weight", shape.vocab_size, rank)
+    tensors = own, found.take("markov_head.markov_w2.weight", rows, rank)
+    if not form.gated:
+        return tensors
+    weight = found.take("markov_head.gate_proj.weight", rank, shape.hidden_size + rank)
+    return *tensors, weight, found.take("markov_head.gate_proj.bias", rank)
 
 
 def _load_pard(

@@ -34,14 +34,13 @@ from treespec_weights.state_heads import StateForm, StateWeights, load_state_hea
 
 SUPPORTED = (
     "EAGLE-1, EAGLE-2 and EAGLE-3 heads of the layouts of EAGLE, SpecForge and speculators; parallel EAGLE heads of "
-    "speculators; DFlash drafts of the layouts of its authors, transformers and speculators; PARD drafts; Medusa and "
-    "MLPSpeculator heads"
+    "speculators; DFlash drafts of the layouts of its authors, transformers and speculators; DSpark drafts of "
+    "speculators; PARD drafts; Medusa and MLPSpeculator heads"
 )
 _OTHER_KINDS = {  # part of an architecture or of a type -> name of the kind
     "arctic": "an Arctic speculator",
     "hydra": "a Hydra head",
     "dflash2": "a DFlash 2 draft",
-    "dspark": "a DSpark draft",
     "xpress": "an Xpress draft",
 }
 _LAYER_TENSORS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -169,7 +168,8 @@ def read_head(folder: Path | str) -> DraftForm | None:
     if other is not None:
         problem = Problem("config", repr(CONFIG), f"{other}, which is not supported; supported: {SUPPORTED}")
         raise UnsupportedModelError(root, [problem])
-    is_dflash = any("dflash" in name or name == "muse_glimmer_assistant" for name in lowered)
+    dflash = ("dflash", "dspark", "muse_glimmer_assistant")
+    is_dflash = any(part in name for name in lowered for part in dflash)
     is_eagle3 = any("eagle3" in name or "peagle" in name for name in lowered) or "draft_vocab_size" in raw
     is_medusa = any("medusa" in name for name in lowered)
     is_speculator = any("mlp_speculator" in name or "mlpspeculator" in name for name in lowered)

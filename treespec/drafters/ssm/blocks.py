@@ -17,27 +17,35 @@ class Block(NamedTuple):
     """What a block draft predicts below one root; row d is of the tokens at depth d + 1.
 
     Attributes:
-        rows: scores, without a request's restriction.
         hidden: [block, hidden_size], hidden states for `BlockDraft.logits`.
+        rows: scores, without a request's restriction; None if they depend on the nodes' tokens.
     """
 
-    rows: Rows
     hidden: Tensor
+    rows: Rows | None
 
-    def at(self, model: BlockDraft, request: Request, depth: int, count: int, paths: Sequence[Sequence[int]]) -> Rows:
-        """Return the scores of `count` nodes of one depth, which are equal but for a restriction.
+    def at(
+        self,
+        model: BlockDraft,
+        request: Request,
+        depth: int,
+        tokens: np.ndarray,
+        paths: Sequence[Sequence[int]],
+    ) -> Rows:
+        """Return the scores of the nodes of one depth.
 
         Args:
             model: the draft.
             request: of the tree.
             depth: of the nodes.
-            count: their number.
+            tokens: int64, of the nodes.
             paths: by node, its path from the root (exclusive), for a restriction.
         """
-        if request.restriction is not None:
+        count = len(tokens)
+        if self.rows is None or request.restriction is not None:
             hidden = self.hidden[depth].expand(count, -1)
             own = ScoredSlice(request, slice(0, count), request.context_len + 1 + depth, paths)
-            return draft_probs(model, hidden, [own])
+            return draft_probs(model.for_tokens(tokens), hidden, [own])
         row = self.rows.select(slice(depth, depth + 1))
         probs, logits = (np.broadcast_to(part, (count, part.shape[1])) for part in (row.probs, row.logits))
         return row._replace(probs=probs, logits=logits)
@@ -63,35 +71,35 @@ def score_blocks(model: BlockDraft, cache: KVCache, pool: Tensor, chains: Sequen
     """
     block, slices = model.block, []
     hidden = model.forward_block(unread_of(model, cache, chains), pool)
+    parts = [slice(i * block, (i + 1) * block) for i in range(len(chains))]
+    if model.reads_nodes:
+        return [Block(hidden[part], None) for part in parts]
     for i, (request, _, _) in enumerate(chains):
         if request.restriction is None:
             depths = range(block)
             slices += [ScoredSlice(request, _row(i * block + d), request.context_len + 1 + d, [()]) for d in depths]
     rows = draft_probs(model, hidden, slices)
-    parts = [slice(i * block, (i + 1) * block) for i in range(len(chains))]
-    return [Block(rows.select(part), hidden[part]) for part in parts]
+    return [Block(hidden[part], rows.select(part)) for part in parts]
 
 
 def _row(index: int) -> slice:
     return slice(index, index + 1)
 
 
-def level_probs(
-    ssm: int, scored: Mapping[int, tuple[np.ndarray, Rows]], restricted: bool, most: int | None
-) -> SsmProbs:
+def level_probs(ssm: int, scored: Mapping[int, tuple[np.ndarray, Rows]], differ: bool, most: int | None) -> SsmProbs:
     """Return a block draft's probabilities of a level.
 
     Args:
         ssm: index of the draft.
         scored: by tree, its rows of the frontier, and their scores.
-        restricted: whether the rows of a tree may differ.
+        differ: whether the rows of a tree may differ.
         most: number of the most likely tokens that matter in each row; None for all.
     """
     rows, parts = [own for own, _ in scored.values()], [part for _, part in scored.values()]
     if any(part.head is None for part in parts):  # restricted rows cover the vocabulary, others a reduced one
         parts = [part.expanded() for part in parts]
     tokens = parts[0].tokens
-    if restricted or most is None:
+    if differ or most is None:
         return SsmProbs(ssm, np.concatenate(rows), np.concatenate([part.probs for part in parts]), tokens)
     # Rows of a tree are equal: only the columns of their best tokens are repeated, not the vocabulary.
     columns = np.unique(np.concatenate([top_tokens(part.probs[:1].copy(), most)[1][0] for part in parts]))

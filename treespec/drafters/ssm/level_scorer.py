@@ -208,13 +208,13 @@ class LevelScorer:
         paths: Sequence[Sequence[int]],
     ) -> SsmProbs:
         """Score the frontier by the rows of a block draft's pass; arguments as in `_score_level`."""
-        depth, scored = self._forest.depth, dict[int, tuple[np.ndarray, Rows]]()
+        depth, tokens, scored = self._forest.depth, self._forest.frontier.tokens, dict[int, tuple[np.ndarray, Rows]]()
         for owner in own:
             rows, request = np.arange(parts[owner].start, parts[owner].stop), self._requests[owner]
-            found = self._blocks[ssm, owner].at(model, request, depth, len(rows), paths[parts[owner]])
+            found = self._blocks[ssm, owner].at(model, request, depth, tokens[rows], paths[parts[owner]])
             self._states[owner].scores[ssm].append(found)
             scored[owner] = rows, found
         self._counts.add(len(own))
-        restricted = any(self._requests[owner].restriction for owner in own)
+        differ = model.reads_nodes or any(self._requests[owner].restriction for owner in own)
         most = max(map(self._forest.children_at, own)) if isinstance(self._forest, Forest) else None
-        return level_probs(ssm, scored, restricted, most)
+        return level_probs(ssm, scored, differ, most)

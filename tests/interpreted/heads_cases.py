@@ -1,18 +1,21 @@
 """A draft head or block draft beside a target on the Triton kernels, in the interpreter: run by tests/test_heads.py."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from tests.blocks_made import write_dflash
 from tests.heads_made import TargetShape, write_eagle1, write_eagle3
 from tests.models import edit_config, greedy, make_draft, make_llama, new_folder, open_llm, random_prompts
+from tests.state_heads_made import write_medusa
 from treespec import RoundRecord, SpecConfig
 
 torch.set_num_threads(1)
 SHAPE = TargetShape(num_hidden_layers=3, vocab_size=96)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "dflash", "pard"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "peagle", "dflash", "pard", "medusa"])
 def test_probabilities_are_those_of_the_eager_pass(kind: str) -> None:
     """Rounds are not captured with heads, and the head's own layers run eagerly."""
     sizes = {name: getattr(SHAPE, name) for name in vars(SHAPE)} | {"head_dim": SHAPE.head_dim}
@@ -21,6 +24,11 @@ def test_probabilities_are_those_of_the_eager_pass(kind: str) -> None:
         write_eagle1(head, SHAPE, bias=True, own_embedding=False, seed=1)
     elif kind == "dflash":
         write_dflash(head, SHAPE, layout="z-lab", read=(0, 1, 3), block_size=3)
+    elif kind == "peagle":
+        options: dict[str, Any] = {"boundaries": (0, 1, 3), "parallel": 3}
+        write_eagle3(head, SHAPE, layout="speculators", draft_vocab=64, own_embedding=True, seed=1, **options)
+    elif kind == "medusa":
+        write_medusa(head, SHAPE, layout="vllm", mapped=64)
     elif kind == "pard":
         make_draft(head, target, 1, 0.05)
         edit_config(head, pard_token=5)

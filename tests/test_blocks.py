@@ -17,7 +17,9 @@ from tests.exactness import assert_exact, run
 from tests.heads_made import TargetShape, draft_ids, reference_peagle, write_eagle3
 from tests.models import edit_config, greedy, make_draft, make_llama, new_folder, open_llm, random_prompts
 from tests.quantized_checkpoints import needs_compiler
+from tests.tokenizers_made import TEXT, byte_level, save_tokenizer
 from treespec import RoundRecord, SamplingParams, SpecConfig
+from treespec.errors import ModelError
 from treespec_weights import CheckpointError, UnsupportedModelError
 from treespec_weights.cli import app
 
@@ -281,6 +283,14 @@ def test_a_parallel_draft_of_a_smaller_vocabulary() -> None:
         open_llm(target, [draft])
     edit_config(draft, pard_token=128)
     with pytest.raises(CheckpointError, match="128; expected a token of the vocabulary of 128"):
+        open_llm(target, [draft])
+
+
+def test_a_parallel_draft_with_another_tokenizer() -> None:
+    target, other = target_of(vocab_size=384), target_of(vocab_size=384)
+    save_tokenizer(target, byte_level(384, TEXT.splitlines()))
+    save_tokenizer(draft := make_block("pard", other), byte_level(384, ["zyx wvu tsr"] * 40))
+    with pytest.raises(ModelError, match="PARD draft with other token ids than the target"):
         open_llm(target, [draft])
 
 

@@ -4,6 +4,7 @@ The predictions of a depth do not depend on the tokens drafted above it, so a tr
 """
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple, Self
 
@@ -42,7 +43,7 @@ class Unread(NamedTuple):
         return self.start + len(self.tokens) - 1
 
 
-class BlockDraft(LayersDraft):
+class BlockDraft(LayersDraft, ABC):
     """Base of block drafts.
 
     Args:
@@ -73,6 +74,7 @@ class BlockDraft(LayersDraft):
     def plan_key(self) -> tuple[object, ...]:
         return ("block", *self.decoder.plan_key)
 
+    @abstractmethod
     def read(self, unread: Sequence[Unread], kv: Tensor) -> None:
         """Write the K/V of committed tokens.
 
@@ -80,15 +82,14 @@ class BlockDraft(LayersDraft):
             unread: by request.
             kv: as in `Decoder.forward`.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def forward_block(self, unread: Sequence[Unread], kv: Tensor) -> Tensor:
-        """Run `read`, and the pass over the blocks.
+        """Read the committed tokens, and predict the depths below the roots.
 
         Returns:
             Hidden states for `logits`, [len(unread) * block, hidden_size]: row d of a request predicts depth d + 1.
         """
-        raise NotImplementedError
 
     @property
     def reads_nodes(self) -> bool:

@@ -4,6 +4,7 @@ A token's row combines its embedding with the *feature* of the token before it. 
 from the target's hidden states; after a drafted node it is the head's own output at that node.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -19,7 +20,7 @@ from treespec_kernels.linear.linear import Linear, LinearImpl
 from treespec_weights.heads import HeadForm, HeadWeights
 
 
-class FeatureHead(LayersDraft):
+class FeatureHead(LayersDraft, ABC):
     """Base of draft heads, whose rows are pairs of a token and a feature.
 
     The row of the token at position p has slot p - 1, because there is no row without a feature. Rotations are
@@ -57,6 +58,7 @@ class FeatureHead(LayersDraft):
         """
         return states[:, self.columns].flatten(1).to(self.dtype)
 
+    @abstractmethod
     def forward_features(self, tokens: Tensor, features: Tensor, layout: Pass, kv: Tensor) -> tuple[Tensor, Tensor]:
         """Run a pass: write the rows' K/V to their slots.
 
@@ -68,7 +70,6 @@ class FeatureHead(LayersDraft):
         Returns:
             Hidden states for `logits`, and the features of these tokens, [num_rows, hidden_size] each.
         """
-        raise NotImplementedError
 
     @property
     def entries(self) -> PassEntries | None:

@@ -7,8 +7,10 @@ from pathlib import Path
 from treespec.adapter.source import Source
 from treespec.config import ModelConfig
 from treespec.errors import ModelError
+from treespec_weights.block_drafts import BlockForm
 from treespec_weights.heads import DraftForm
 from treespec_weights.state_heads import StateForm
+from treespec_weights.vocabularies import connect
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class HeadConfig:
         """Return the config of a head for a target.
 
         Raises:
-            ModelError: the target runs through transformers' code, or the head's embeddings are of another width.
+            ModelError: the target runs through transformers' code, or a PARD draft has other tokens.
             CheckpointError: contradictory or unsupported config values.
         """
         if isinstance(target, Source):
@@ -56,7 +58,15 @@ class HeadConfig:
             without = replace(target, shape=replace(target.shape, num_layers=0), layers=())
             return cls(form, without, layers, target.shape.hidden_size)
         decoder = ModelConfig.from_raw(form.folder, form.config, form.rules, max_model_len)
-        decoder = replace(decoder, shape=replace(decoder.shape, vocab_size=target.shape.vocab_size))
+        size = target.shape.vocab_size
+        if isinstance(form, BlockForm) and form.kind == "pard":
+            connection = connect(target.folder, size, form.folder, decoder.shape.vocab_size)
+            if connection.kind in ("translated", "text"):
+                raise ModelError(
+                    f"{form.folder} is a PARD draft with other token ids than the target {target.folder}; use a draft "
+                    "that was trained for this target"
+                )
+        decoder = replace(decoder, shape=replace(decoder.shape, vocab_size=size))
         return cls(form, decoder, layers, target.shape.hidden_size)
 
     def __str__(self) -> str:

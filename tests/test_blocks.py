@@ -35,7 +35,13 @@ DFLASH: dict[str, dict[str, Any]] = {
 }
 KINDS = (*DFLASH, "pard", "peagle")
 EXECUTORS = pytest.mark.parametrize(
-    "compiled", [False, pytest.param(True, marks=needs_compiler)], ids=["eager", "compiled"]
+    "executor",
+    [
+        {"compile": False},
+        pytest.param({"compile": True}, marks=needs_compiler),
+        pytest.param({"backend": "transformers", "prove": True}, marks=pytest.mark.slow),
+    ],
+    ids=["eager", "compiled", "transformers"],
 )
 
 
@@ -76,11 +82,11 @@ def expected_logits(
 
 @EXECUTORS
 @pytest.mark.parametrize("kind", KINDS)
-def test_probabilities_are_those_of_the_reference(kind: str, compiled: bool) -> None:
+def test_probabilities_are_those_of_the_reference(kind: str, executor: dict[str, Any]) -> None:
     """At every drafted node, over several rounds, after a prefill in chunks; lookup makes rounds accept tokens."""
     target = target_of()
     draft = make_block(kind, target)
-    llm = open_llm(target, [draft], compile=compiled, prefill_chunk=24, draft_quantization=None)
+    llm = open_llm(target, [draft], prefill_chunk=24, draft_quantization=None, **executor)
     records: list[RoundRecord] = []
     (prompt,) = random_prompts((61,), vocab=SHAPE.vocab_size)
     with llm.add_round_observer(records.append):
@@ -144,9 +150,9 @@ SPECS = (
 
 @EXECUTORS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_trees_give_the_bits_of_plain_decoding(dtype: torch.dtype, compiled: bool) -> None:
+def test_trees_give_the_bits_of_plain_decoding(dtype: torch.dtype, executor: dict[str, Any]) -> None:
     """Prompts of one token too, before which there is no hidden state to read."""
-    llm = engine_with_blocks(dtype, compile=compiled, prove=True)
+    llm = engine_with_blocks(dtype, **({"prove": True} | executor))
     plain = run(llm, random_prompts((1, 2, 61, 90), vocab=SHAPE.vocab_size), greedy(20))
     for spec in SPECS:
         tree = assert_exact(llm, plain, spec)
@@ -157,10 +163,10 @@ def test_trees_give_the_bits_of_plain_decoding(dtype: torch.dtype, compiled: boo
 
 @EXECUTORS
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_block_draft_alone(kind: str, compiled: bool) -> None:
+def test_a_block_draft_alone(kind: str, executor: dict[str, Any]) -> None:
     """In a batch, deeper than its block, and with a width that its best tokens must cover."""
     target = target_of()
-    llm = open_llm(target, [make_block(kind, target)], compile=compiled, max_num_seqs=4)
+    llm = open_llm(target, [make_block(kind, target)], max_num_seqs=4, **executor)
     plain = run(llm, random_prompts((1, 30, 64, 70), vocab=SHAPE.vocab_size), greedy(16))
     for spec in (SpecConfig(nodes=12, max_depth=12), SpecConfig(branching=(12, 2, 1))):
         tree = assert_exact(llm, plain, spec)

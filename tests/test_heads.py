@@ -24,7 +24,7 @@ from tests.heads_made import (
 from tests.models import edit_config, greedy, make_draft, make_llama, new_folder, open_llm, random_prompts
 from tests.quantized_checkpoints import needs_compiler
 from treespec import RoundRecord, SamplingParams, SpecConfig
-from treespec.errors import ModelError
+from treespec.errors import KernelError
 from treespec_weights import CheckpointError, UnsupportedModelError
 from treespec_weights.cli import app
 
@@ -87,15 +87,22 @@ def expected_logits(name: str, head: Path, model: Any, record: RoundRecord, draf
     return reference_eagle3(head, embed, known, features, drafted).logits[-1]
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=needs_compiler)], ids=["eager", "compiled"])
+EXECUTORS = [
+    {"compile": False},
+    pytest.param({"compile": True}, marks=needs_compiler),
+    pytest.param({"backend": "transformers", "prove": True}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("executor", EXECUTORS, ids=["eager", "compiled", "transformers"])
 @pytest.mark.parametrize(
     "name",
     [pytest.param(each, marks=() if each in FAST else pytest.mark.slow) for each in (*HEADS, *EAGLE_HEADS)],
 )
-def test_probabilities_are_those_of_the_reference(name: str, compiled: bool) -> None:
+def test_probabilities_are_those_of_the_reference(name: str, executor: dict[str, Any]) -> None:
     """At every drafted node, over several rounds, after a prefill in chunks; lookup makes rounds accept tokens."""
     target, head = target_of(), make_eagle1(name) if name in EAGLE_HEADS else make_head(name)
-    llm = open_llm(target, [head], compile=compiled, prefill_chunk=24, draft_quantization=None)
+    llm = open_llm(target, [head], prefill_chunk=24, draft_quantization=None, **executor)
     records: list[RoundRecord] = []
     (prompt,) = random_prompts((61,), vocab=SHAPE.vocab_size)
     with llm.add_round_observer(records.append):
@@ -265,9 +272,27 @@ def test_an_eagle_1_head_of_another_target() -> None:
         open_llm(target_of(), [head])
 
 
-def test_a_target_without_hidden_states() -> None:
-    with pytest.raises(ModelError, match=r"is a draft head, and .* returns no hidden states"):
-        open_llm(target_of(), [make_head("eagle")], backend="transformers")
+def test_a_target_run_by_transformers() -> None:
+    llm = engine_with_heads(backend="transformers", prove=True)
+    plain = run(llm, random_prompts((1, 40), vocab=SHAPE.vocab_size), greedy(12))
+    tree = assert_exact(llm, plain, TREE)
+    assert tree.acceptance_length > 1.2
+
+
+def test_a_target_without_a_list_of_layers() -> None:
+    """Run by transformers' code, one layer is no list that could be told from other modules."""
+    write_eagle3(head := new_folder("head"), TargetShape(num_hidden_layers=1), **ONE_LAYER)
+    with pytest.raises(KernelError, match=r"hidden states of layers \[0, 1\]: not available"):
+        open_llm(target_of(num_hidden_layers=1), [head], backend="transformers")
+
+
+ONE_LAYER: dict[str, Any] = {
+    "layout": "specforge",
+    "draft_vocab": 64,
+    "own_embedding": False,
+    "seed": 1,
+    "boundaries": (0, 1),
+}
 
 
 def test_inspection() -> None:

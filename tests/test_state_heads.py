@@ -36,7 +36,13 @@ HEADS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     "speculator, tied and scaled": (write_speculator, {"tied": True, "scaled": True}),
 }
 EXECUTORS = pytest.mark.parametrize(
-    "compiled", [False, pytest.param(True, marks=needs_compiler)], ids=["eager", "compiled"]
+    "executor",
+    [
+        {"compile": False},
+        pytest.param({"compile": True}, marks=needs_compiler),
+        pytest.param({"backend": "transformers", "prove": True}, marks=pytest.mark.slow),
+    ],
+    ids=["eager", "compiled", "transformers"],
 )
 
 
@@ -53,10 +59,10 @@ def make_head(name: str, seed: int = 1) -> Path:
 
 @EXECUTORS
 @pytest.mark.parametrize("name", HEADS)
-def test_probabilities_are_those_of_the_reference(name: str, compiled: bool) -> None:
+def test_probabilities_are_those_of_the_reference(name: str, executor: dict[str, Any]) -> None:
     """At every drafted node, over several rounds, after a prefill in chunks; lookup makes rounds accept tokens."""
     target, head = target_of(), make_head(name)
-    llm = open_llm(target, [head], compile=compiled, prefill_chunk=24, draft_quantization=None)
+    llm = open_llm(target, [head], prefill_chunk=24, draft_quantization=None, **executor)
     records: list[RoundRecord] = []
     (prompt,) = random_prompts((61,), vocab=SHAPE.vocab_size)
     with llm.add_round_observer(records.append):
@@ -85,11 +91,11 @@ def test_probabilities_are_those_of_the_reference(name: str, compiled: bool) -> 
 
 @EXECUTORS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_trees_give_the_bits_of_plain_decoding(dtype: torch.dtype, compiled: bool) -> None:
+def test_trees_give_the_bits_of_plain_decoding(dtype: torch.dtype, executor: dict[str, Any]) -> None:
     """Deeper than the heads predict; with prompts of one token too, before which there is no hidden state to read."""
     target = target_of(dtype)
     drafts = [make_draft(new_folder("ssm"), target, 1, 0.05), make_head("medusa, vllm"), make_head("speculator")]
-    llm = open_llm(target, drafts, max_num_seqs=3, prefill_chunk=40, compile=compiled, prove=True)
+    llm = open_llm(target, drafts, max_num_seqs=3, prefill_chunk=40, **({"prove": True} | executor))
     plain = run(llm, random_prompts((1, 2, 61, 90), vocab=SHAPE.vocab_size), greedy(20))
     for spec in (SpecConfig(nodes=24, max_depth=6), SpecConfig(branching=(3, 2, 1, 1, 1), max_ssms=2), SpecConfig()):
         assert assert_exact(llm, plain, spec).acceptance_length > 1.2

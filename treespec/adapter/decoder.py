@@ -6,7 +6,7 @@ planned slots and attends over the paged cache, so the model needs neither its o
 
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -25,7 +25,7 @@ from treespec.adapter.trace import AdapterConfig, reference_attention, run, run_
 from treespec.adapter.upcast import UpcastMode
 from treespec.errors import KernelError, ModelError
 from treespec.models.attention import make_attention
-from treespec.models.decoder import Attention, Decoder, LayerSubset
+from treespec.models.decoder import Attention, Decoder, HiddenStates, LayerSubset, StreamInput
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 from treespec_kernels.linear.linear import LinearImpl, onednn_available
 
@@ -88,6 +88,7 @@ class AdapterDecoder(Decoder):
         self.windows = tuple(dict.fromkeys(window.size for window in found if window is not None))
         # by layer, index into `AdapterPass.attention`; None = row by row
         self.plans = tuple(None if window is None else self.windows.index(window.size) for window in found)
+        self._calls_per_layer = 0
         self._stack, self._num_kept, self._num_kept_calls = self._find_layer_list(model.get_submodule(config.base))
 
     @property
@@ -117,8 +118,28 @@ class AdapterDecoder(Decoder):
         model.windows = tuple(None if window is None else min(window, max_window) for window in self.windows)
         return LayerSubset(model, self._num_kept_calls, model.windows)
 
-    def check_states(self, layers: Sequence[int]) -> None:
-        raise KernelError(f"hidden states of layers {list(layers)}: not available from {self.config.source.name}")
+    @property
+    def embed(self) -> Tensor:  # type: ignore[override]
+        """Embeddings, [vocab_size, hidden_size]."""
+        weight: Tensor = self._embedding.weight
+        return weight
+
+    @property
+    def embed_scale(self) -> float:  # type: ignore[override]
+        """Factor on the embeddings, if it is part of the embedding module."""
+        return float(getattr(self._embedding, "embed_scale", 1.0))
+
+    @property
+    def _embedding(self) -> Any:
+        return self.model.get_input_embeddings()  # type: ignore[operator]
+
+    def check_states(self, of: Sequence[int]) -> None:
+        if self._stack is None or self._calls_per_layer != 1:
+            raise KernelError(
+                f"hidden states of layers {list(of)}: not available from {self.config.source.name}, which has no list "
+                "of layers with one attention each"
+            )
+        super().check_states(of)
 
     def plan(self, requests: list[RequestRows], kv: Tensor) -> AdapterPass:  # type: ignore[override]
         """Plan a pass over the rows of `requests`, in order, over the KV pool `kv`."""
@@ -145,16 +166,27 @@ class AdapterDecoder(Decoder):
 
         Arguments as in `Decoder.forward`, but any `num_layers` runs the layers of `layer_subset`.
         """
+        base = self.model.get_submodule(self.config.base)
+        return self._run_base(base if num_layers is None else self._truncated(base), tokens, layout, kv)
+
+    def _forward_with_states(  # type: ignore[override]
+        self, tokens: Tensor, layout: AdapterPass, kv: Tensor, of: Sequence[int], stream: StreamInput | None
+    ) -> HiddenStates:
+        assert stream is None
+        states, last = dict[int, Tensor](), self.config.shape.num_layers
+        base = self._recording(self.model.get_submodule(self.config.base), of, states)
+        final = self._run_base(base, tokens, layout, kv)
+        states[last + 1] = final
+        return HiddenStates(final, torch.stack([states[layer] for layer in of], 1))
+
+    def _run_base(self, base: nn.Module, tokens: Tensor, layout: AdapterPass, kv: Tensor) -> Tensor:
+        """Run the model without its head."""
         if len(tokens) < layout.num_rows:
             tokens = F.pad(tokens, (0, layout.num_rows - len(tokens)))
         if self.known < self.vocab_size:  # replacing tokens that a draft lacks only costs acceptance
             tokens = tokens.clamp(max=self.known - 1)
-        model = self.model
-        if model.training:
+        if self.model.training:
             raise ModelError(f"{self.config.folder} is in training mode, where dropout is random; call model.eval()")
-        base = model.get_submodule(self.config.base)
-        if num_layers is not None:
-            base = self._truncated(base)
         with routed(self._configs, partial(self._attend_call, layout, kv)):
             return run(base, tokens, layout.positions).last_hidden_state[0]
 
@@ -165,12 +197,43 @@ class AdapterDecoder(Decoder):
         """
         if self._stack is None:
             return base
-        short = part = _shallow_copy(base)
+        short, stack = self._copy(base)
+        stack._modules = dict(list(stack._modules.items())[: self._num_kept])
+        return short
+
+    def _recording(self, base: nn.Module, of: Sequence[int], states: dict[int, Tensor]) -> nn.Module:
+        """Return a copy of the base model whose layers write the residual streams at the layers `of` to `states`.
+
+        Unlike hooks, the copies' methods do not affect other threads that run the model. Each stream is copied, because
+        a layer may change it in place.
+        """
+        other, stack = self._copy(base)
+        last = len(stack._modules) - 1
+
+        def recorded(index: int, run_layer: Callable[..., Any], *args: Any, **options: Any) -> Any:
+            if index in of:
+                given = args[0] if args else options["hidden_states"]
+                states[index] = given[0].clone()
+            result = run_layer(*args, **options)
+            if index == last and last + 1 in of:
+                states[last + 1] = (result if isinstance(result, Tensor) else result[0])[0].clone()
+            return result
+
+        for index, (name, layer) in enumerate(list(stack._modules.items())):
+            if index in of or index == last:
+                copied = _shallow_copy(layer)  # type: ignore[arg-type]
+                copied.forward = partial(recorded, index, copied.forward)
+                stack._modules[name] = copied
+        return other
+
+    def _copy(self, base: nn.Module) -> tuple[nn.Module, nn.Module]:
+        """Return a copy of the base model whose list of layers can be changed, and this list."""
+        assert self._stack is not None
+        other = part = _shallow_copy(base)
         for name in self._stack.split("."):
             part._modules[name] = _shallow_copy(part._modules[name])  # type: ignore[arg-type]
             part = part._modules[name]  # type: ignore[assignment]
-        part._modules = dict(list(part._modules.items())[: self._num_kept])
-        return short
+        return other, part
 
     def _find_layer_list(self, base: nn.Module) -> tuple[str | None, int, int]:
         """Find the module list of the layers.
@@ -195,6 +258,7 @@ class AdapterDecoder(Decoder):
                 except Exception:  # model code may need all layers and raise anything
                     continue
                 if route.calls == num_kept * own:
+                    self._calls_per_layer = own
                     return name, num_kept, route.calls
         return None, 0, calls
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from treespec.adapter.source import Source
+from treespec.adapter.trace import AdapterConfig
 from treespec.config import ModelConfig
 from treespec.errors import ModelError
 from treespec_weights.block_drafts import BlockForm
@@ -19,13 +19,14 @@ class HeadConfig:
 
     Attributes:
         form: of the published folder.
-        decoder: config of its layers, with the target's vocabulary size.
+        decoder: config of its layers, with the target's vocabulary size; of a head without attention, the target's with
+            no layers.
         layers: of the target, whose inputs it reads; see `HeadForm.read_layers`.
         target_hidden: hidden size of the target.
     """
 
     form: DraftForm
-    decoder: ModelConfig
+    decoder: ModelConfig | AdapterConfig
     layers: tuple[int, ...]
     target_hidden: int
 
@@ -44,19 +45,22 @@ class HeadConfig:
         return shape.num_parameters() + qkv + len(self.layers) * self.target_hidden * shape.hidden_size
 
     @classmethod
-    def of(cls, form: DraftForm, target: ModelConfig | Source, max_model_len: int | None) -> "HeadConfig":
+    def of(cls, form: DraftForm, target: ModelConfig | AdapterConfig, max_model_len: int | None) -> "HeadConfig":
         """Return the config of a head for a target.
 
         Raises:
-            ModelError: the target runs through transformers' code, or a PARD draft has other tokens.
+            ModelError: a PARD draft has other tokens.
             CheckpointError: contradictory or unsupported config values.
         """
-        if isinstance(target, Source):
-            raise ModelError(f"{form.folder} is a draft head, and {target.name} returns no hidden states; leave it out")
         layers = form.read_layers(target.shape.num_layers)
         if isinstance(form, StateForm):
-            without = replace(target, shape=replace(target.shape, num_layers=0), layers=())
-            return cls(form, without, layers, target.shape.hidden_size)
+            shape = replace(target.shape, num_layers=0)
+            without = (
+                replace(target, shape=shape, layers=())
+                if isinstance(target, ModelConfig)
+                else replace(target, shape=shape, masks=(), sinks=())
+            )
+            return cls(form, without, layers, shape.hidden_size)
         decoder = ModelConfig.from_raw(form.folder, form.config, form.rules, max_model_len)
         size = target.shape.vocab_size
         if isinstance(form, BlockForm) and form.kind == "pard":
@@ -70,7 +74,7 @@ class HeadConfig:
         return cls(form, decoder, layers, target.shape.hidden_size)
 
     def __str__(self) -> str:
-        article = "an" if self.form.name[0] in "AEIO" else "a"
+        article = "an" if self.form.name.startswith(("EAGLE", "MLP")) else "a"
         return f"{article} {self.form.name} that {self.form.describe(self.layers)}"
 
 

@@ -144,7 +144,7 @@ class Loader:
         if tokens is not None:
             decoder.head_vocabulary = HeadVocabulary(tokens, shape.vocab_size, self.device)
         pairs: TorchPairs | PairInputs
-        eps = config.decoder.norm_eps
+        eps = decoder.config.norm_eps
         if isinstance(decoder, CompiledDecoder):
             assert weights.embed_norm is not None and weights.feature_norm is not None
             norms, threads = (weights.embed_norm, weights.feature_norm), torch.get_num_threads()
@@ -219,6 +219,7 @@ class Loader:
 
     def _make_draft_layers(self, config: HeadConfig, weights: dict[str, Tensor]) -> Decoder:
         """Return the decoder of a draft head's layers."""
+        assert isinstance(config.decoder, ModelConfig)
         if self.linear != "compiled":
             op = make_attention(self.attention, config.decoder.shape, self.dtype, self.device, self.configs, self.exact)
             return Decoder(config.decoder, weights, op, self._impl)

@@ -24,7 +24,7 @@ from treespec.startup.implementations import resolve_attention, resolve_compile,
 from treespec.startup.load_models import Loader
 from treespec_kernels.cpu.decoder_library import DTYPES as COMPILED_DTYPES
 from treespec_kernels.tuning.tuned import KernelConfigs
-from treespec_weights.heads import read_head
+from treespec_weights.heads import DraftForm, read_head
 
 logger = logging.getLogger("treespec")
 
@@ -82,8 +82,12 @@ def resolve(options: EngineOptions) -> Resolved:
     options.check()
     device = resolve_device(options.device)
     spec = SpecConfig.resolve(options.spec, SpecConfig())
-    target, drafts, heads, drafters = _read_models(options, spec)
-    models = [target, *(model for _, model in drafts), *(head.decoder for _, head in heads)]
+    target, drafts, forms, drafters = _read_models(options, spec)
+    heads, length = list[tuple[str, HeadConfig]](), options.max_model_len
+    if isinstance(target, ModelConfig):
+        heads = [(name, HeadConfig.of(form, target, length)) for name, form in forms]
+    models = [target, *(model for _, model in drafts)]
+    models += [head.decoder for _, head in heads if isinstance(head.decoder, ModelConfig)]
     attention = resolve_attention(options.attention, device)
     check_adapter_options(models, options.linear, device)
     dtype, compiles = _resolve_passes(options, models, target.dtype, device)
@@ -103,6 +107,8 @@ def resolve(options: EngineOptions) -> Resolved:
     loader = Loader(device, dtype, attention, linear, options.exact, configs, int8_drafts)
     config = loader.open(target)
     connected = connect_drafts(config, [(name, loader.open(model)) for name, model in drafts])
+    if isinstance(config, AdapterConfig):
+        heads = [(name, HeadConfig.of(form, config, length)) for name, form in forms]
     for name, head in heads:
         logger.info("draft %s (%s): %s", name, head.folder, head)
     return Resolved(options, spec, loader, compiles, quantization, fixed_rows, config, connected, heads, drafters)
@@ -138,20 +144,20 @@ def _quantises_drafts(asked: str | None, compiles: bool) -> bool:
 
 def _read_models(
     options: EngineOptions, spec: SpecConfig
-) -> tuple[ModelConfig | Source, list[tuple[str, ModelConfig | Source]], list[tuple[str, HeadConfig]], list[Drafter]]:
-    """Read the configs of the target, and of the draft models and heads allowed by `spec`."""
+) -> tuple[ModelConfig | Source, list[tuple[str, ModelConfig | Source]], list[tuple[str, DraftForm]], list[Drafter]]:
+    """Read the configs of the target and of the draft models, and the forms of the heads, allowed by `spec`."""
     model, length, backend = options.model, options.max_model_len, options.backend
     target = read_model(model if isinstance(model, nn.Module) else resolve_model(model), length, backend)
     places, drafters = resolve_drafts(model, options.drafts)
     names = [name for name, _ in places]
     spec.check_sources(names, bool(options.suffix_tokens), [drafter.name for drafter in drafters])
     drafts: list[tuple[str, ModelConfig | Source]] = []
-    heads: list[tuple[str, HeadConfig]] = []
+    heads: list[tuple[str, DraftForm]] = []
     for name, place in places:
         if not spec.allows("ssm", name):
             continue
         if isinstance(place, Path) and (form := read_head(place)) is not None:
-            heads.append((name, HeadConfig.of(form, target, length)))
+            heads.append((name, form))
         else:
             drafts.append((name, read_model(place, length, backend)))
     return target, drafts, heads, drafters

@@ -45,11 +45,14 @@ def load_target(resolved: Resolved, plan: MemoryPlan) -> Target:
     """Load the target, allocate the KV cache, and run the self-test unless exact=False.
 
     Raises:
-        ExactnessError: trees are not bit-identical to plain decoding. KernelError: a kernel does not run.
+        ExactnessError: trees are not bit-identical to plain decoding. KernelError: a kernel does not run, or the target
+            returns no hidden states for its draft heads.
     """
     loader, config, fixed_rows = resolved.loader, resolved.target, resolved.fixed_rows
     min_rows = fixed_rows or 2
     decoder = loader.load(config, config.shape.vocab_size, plan.positions, min_rows, resolved.quantization)
+    if plan.features is not None:
+        decoder.check_states(plan.features.layers)
     cache = plan.make_cache(loader.device)
     if resolved.options.exact and isinstance(config, AdapterConfig):
         decoder, fixed_rows = _exact_adapter(resolved, plan, config, cache)

@@ -366,7 +366,7 @@ def compare_head(target: dict[str, Any], form: DraftForm) -> dict[str, Any]:
     reason = connection = None
     parameters, same_hidden = 0, False
     if target["shape"] is None:
-        reason = "only targets of a native family return hidden states"
+        reason = "not compared with a target of another than the native families; LLM checks the fit at its start"
     else:
         size, hidden = target["shape"]["vocab_size"], target["shape"]["hidden_size"]
         try:

@@ -2,8 +2,10 @@
 
 import json
 import re
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,6 +21,8 @@ from tests.models import edit_config, greedy, make_draft, make_llama, new_folder
 from tests.quantized_checkpoints import needs_compiler
 from tests.tokenizers_made import TEXT, byte_level, save_tokenizer
 from treespec import RoundRecord, SamplingParams, SpecConfig
+from treespec.drafters.ssm.compiled_forest import CompiledForest
+from treespec.drafters.ssm.levels import DraftModelCache
 from treespec.errors import ModelError
 from treespec_weights import CheckpointError, UnsupportedModelError
 from treespec_weights.cli import app
@@ -173,6 +177,33 @@ def test_a_block_draft_alone(kind: str, executor: dict[str, Any]) -> None:
         drafted = sum(output.metrics.nodes_verified - output.metrics.target_passes for output in tree.outputs)
         assert drafted > 0
     llm.engine.check_integrity()
+
+
+@needs_compiler
+def test_one_compiled_call_grows_the_trees_of_levels() -> None:
+    """Over several rounds of a batch, with an SSM below the last depth of the blocks, and without one."""
+    target = target_of()
+    ssm = make_draft(new_folder("ssm"), target, 1, 0.05)
+    blocks = [make_block("speculators", target), make_block("pard", target)]
+    trees: list[list[Any]] = []
+    draft_levels = CompiledForest.draft
+    for calls in (True, False):
+        llm = open_llm(target, [ssm, *blocks], compile=True, max_num_seqs=3)
+        trees.append([])
+        with ExitStack() as context:
+            if not calls:
+                context.enter_context(mock.patch.object(DraftModelCache, "get", lambda *_: None))
+            draft = context.enter_context(mock.patch.object(CompiledForest, "draft", autospec=True))
+            draft.side_effect = draft_levels
+            context.enter_context(llm.add_round_observer(lambda record: trees[-1].append(record.tree)))
+            for sources in (("ssm",), tuple(block.name for block in blocks), (blocks[0].name,)):
+                spec = SpecConfig(nodes=24, max_depth=9, sources=sources)
+                llm.generate(random_prompts((1, 30, 64), vocab=SHAPE.vocab_size), greedy(12), spec=spec)
+            assert draft.called == calls
+    for one, levels in zip(*trees, strict=True):
+        assert one.tokens.tolist() == levels.tokens.tolist() and one.parents.tolist() == levels.parents.tolist()
+        np.testing.assert_allclose(one.probs, levels.probs, rtol=1e-6)
+    assert max(int(tree.depths.max()) for tree in trees[0]) > 5
 
 
 @pytest.mark.parametrize("verification", ["coupled", "naive"])

@@ -17,6 +17,7 @@ from treespec.models.decoder import Decoder, StreamInput
 from treespec.models.feature_head import Eagle3Head
 from treespec.models.layers_draft import LayersDraft
 from treespec_kernels.attention.tree_batch import RequestRows
+from treespec_kernels.cpu.decoder_cpu import PassEntries
 from treespec_kernels.linear.compiled_linear import CompiledLinear
 from treespec_kernels.linear.linear import Linear
 
@@ -54,7 +55,6 @@ class BlockDraft(LayersDraft, ABC):
     offset = 0
     kept: int
     columns: Sequence[int] = ()
-    entries = None
 
     def __init__(self, decoder: Decoder, target: Decoder | None, block: int):
         super().__init__(decoder, target)
@@ -95,6 +95,11 @@ class BlockDraft(LayersDraft, ABC):
     def reads_nodes(self) -> bool:
         """Whether a prediction depends on the token of its node, too; see `for_tokens`."""
         return False
+
+    @property
+    def entries(self) -> PassEntries | None:
+        """Entry points for the call that grows trees, which takes the block's predictions; None if it cannot."""
+        return None if self.reads_nodes else PassEntries(0, 0, 0, 0, 0, 0, 0)
 
     def for_tokens(self, tokens: np.ndarray) -> Self:
         """Return the draft with `logits` and `probs` for nodes of these tokens, int64 [num_rows]."""

@@ -139,6 +139,8 @@ class PassEntries(NamedTuple):
         hidden_bytes: size of one row's hidden state.
         threads: number of threads of a pass.
         pairs, pairing, qkv_bytes, norm_output: of a draft head, from `PairInputs`; 0 for an SSM.
+
+    All are 0 for a block draft, which runs no pass in the call that grows trees.
     """
 
     forward: int

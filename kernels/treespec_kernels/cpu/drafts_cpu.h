@@ -12,7 +12,7 @@ struct Placing {  // assigns the next slots of each tree to the nodes of a level
     int64_t *paths, *slots, *rows, *positions;    // [num_rows, depth + 1], [num_rows], [4, num_rows], [num_rows]
 };
 
-struct Draft {  // an SSM or a draft head; `forward`, `probs` and `pairs` are functions of the decoder's library
+struct Draft {  // an SSM or another draft; `forward`, `probs` and `pairs` are functions of the decoder's library
     void (*forward)(const void* model, const Batch* batch);
     void (*probs)(const void* head, const void* hidden, int64_t num_rows, float* out, int64_t threads);
     const void *model, *head;
@@ -28,6 +28,9 @@ struct Draft {  // an SSM or a draft head; `forward`, `probs` and `pairs` are fu
     const void* pairing;
     int64_t qkv_bytes, norm_output;
     const char* features;
+    // Of a block draft, which runs no pass: the probabilities by tree and depth, [num_trees, given_depths, width].
+    const float* given;
+    int64_t given_depths;
     // Outputs. out: [num_rows, width], the probabilities after the `num_read` committed tokens that the SSM read, if
     // they are wanted, and then of the nodes that it scored, level by level.
     float* out;
@@ -207,6 +210,33 @@ void score(const Growth& g, const Placing& p, Draft& draft, const std::vector<in
         slots.push_back(draft.num_rows + i);
     }
     run_pass(draft, batch, n, trees, features.data(), passed);
+}
+
+// Scores the nodes of `rows` by what a block draft predicts of their depth.
+void score_given(const Growth& g, Draft& draft, const std::vector<int64_t>& rows, int64_t trees, int64_t depth) {
+    for (int64_t row : rows)
+        std::copy_n(draft.given + (g.row_owners[row] * draft.given_depths + depth) * draft.width, draft.width,
+                    draft.out + draft.num_rows++ * draft.width);
+    draft.passes++, draft.tree_passes += trees;
+}
+
+// Leaves out the weights of drafts that predict no nodes of this depth, so that the others' sum is 1, and marks trees
+// without any other. weights: [num_trees, num_ssms], replaces those of `g`.
+std::vector<uint8_t> end_drafts(Growth& g, const Draft* drafts, int64_t num_drafts, int64_t num_trees, int64_t depth,
+                                std::vector<float>& weights) {
+    std::vector<float> left(num_trees * g.num_ssms);
+    std::vector<uint8_t> stops(num_trees);
+    for (int64_t tree = 0; tree < num_trees; tree++) {
+        const int64_t first = tree * g.num_ssms;
+        double sum = 0.0;
+        for (int64_t i = 0; i < num_drafts; i++)
+            if (!drafts[i].given || depth < drafts[i].given_depths)
+                sum += left[first + drafts[i].ssm] = g.weights[first + drafts[i].ssm];
+        for (int64_t i = 0; i < g.num_ssms; i++) left[first + i] = float(left[first + i] / std::max(sum, 1e-9));
+        stops[tree] = sum == 0.0;
+    }
+    weights.swap(left), g.weights = weights.data();
+    return stops;
 }
 
 }  // namespace

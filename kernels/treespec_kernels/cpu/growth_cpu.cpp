@@ -282,6 +282,18 @@ std::vector<double> open_mass(const Growth& g, int64_t num_trees) {
     return mass;
 }
 
+// Removes trees from the frontier, which is still in the outputs for the next one. stops: [num_trees].
+void remove(Growth& g, const std::vector<uint8_t>& stops) {
+    int64_t kept = 0;
+    for (int64_t i = 0; i < g.num_rows; i++) {
+        if (stops[g.row_owners[i]]) continue;
+        g.next_nodes[kept] = g.next_nodes[i], g.next_tokens[kept] = g.next_tokens[i];
+        g.next_owners[kept] = g.next_owners[i], g.next_seeds[kept] = g.next_seeds[i];
+        g.next_above[kept] = g.next_above[i], g.next_values[kept++] = g.next_values[i];
+    }
+    g.num_rows = kept;
+}
+
 // Removes the trees from the frontier whose next level does not pay, like `stop_unprofitable` in
 // treespec/drafters/ssm/levels.py, with the same operations in the same order.
 //   last_open_mass: by tree, before the newest level. nodes: number of nodes of that level.
@@ -314,14 +326,7 @@ void stop_unprofitable(Growth& g, Rule& rule, std::vector<double>& last_open_mas
     for (int64_t i = 0; i < rule.max_levels && all > level; i++) gained += all - level, all *= rule.coverage;
     std::vector<uint8_t> stops(current.size());
     for (size_t i = 0; i < trees.size(); i++) stops[trees[i]] = !(gained > 0.0 && expected[i] > rule.marginal_cost);
-    int64_t kept = 0;
-    for (int64_t i = 0; i < g.num_rows; i++) {
-        if (stops[g.row_owners[i]]) continue;
-        g.next_nodes[kept] = g.next_nodes[i], g.next_tokens[kept] = g.next_tokens[i];
-        g.next_owners[kept] = g.next_owners[i], g.next_seeds[kept] = g.next_seeds[i];
-        g.next_above[kept] = g.next_above[i], g.next_values[kept++] = g.next_values[i];
-    }
-    g.num_rows = kept;
+    remove(g, stops);
 }
 
 // Makes the next frontier the frontier.
@@ -348,8 +353,8 @@ int64_t treespec_grow(Growth* growth) { return Level(*growth).run(); }
 // Assigns slots to the nodes of a level; returns 0 if there is no page for them.
 int64_t treespec_place(Placing* placing) { return place(*placing); }
 
-// Grows the trees from their roots until no level is left or pays: assigns slots, runs the SSMs' passes in the order of
-// their indices, and grows a level. The outputs of all levels are consecutive. Without `rule`, every level pays.
+// Grows the trees from their roots until no level is left or pays, or no draft predicts it: assigns slots, runs the SSMs'
+// passes in the order of their indices, and grows a level. The outputs of all levels are consecutive. Without `rule`, every level pays.
 // Returns 0 if there is no page for a node.
 int64_t treespec_draft(Growth* growth, Placing* placing, Draft* drafts, int64_t num_drafts, Levels* levels,
                        Rule* rule) {
@@ -359,6 +364,7 @@ int64_t treespec_draft(Growth* growth, Placing* placing, Draft* drafts, int64_t 
     std::vector<Places> places;  // by offset
     for (int64_t offset = 0; offset <= heads; offset++) places.emplace_back(*placing, levels->num_trees, offset);
     std::vector<Passed> passed(num_drafts);
+    std::vector<float> weights;
     int64_t& depth = levels->num_levels = 0;
     for (; g.num_rows; depth++) {
         const int64_t rows = g.num_rows;
@@ -378,9 +384,10 @@ int64_t treespec_draft(Growth* growth, Placing* placing, Draft* drafts, int64_t 
             if (!depth) draft.num_read = draft.num_rows = draft.passes = draft.tree_passes = 0;
             std::tie(own_rows[i], trees) = scored_rows(g, levels->active + i * levels->num_trees);
             const int64_t count = own_rows[i].size();
-            if (!count) continue;
+            if (!count || (draft.given && depth >= draft.given_depths)) continue;
             const int64_t* valid = levels->valid + i * levels->num_trees;
-            if (depth) score(g, places[draft.pairs ? 1 : 0].get(), draft, own_rows[i], trees, passed[i]);
+            if (draft.given) score_given(g, draft, own_rows[i], trees, depth);
+            else if (depth) score(g, places[draft.pairs ? 1 : 0].get(), draft, own_rows[i], trees, passed[i]);
             else score_roots(g, *placing, *levels, draft, valid, own_rows[i], passed[i]);
             ssm_probs.push_back({draft.out + (draft.num_rows - count) * draft.width,
                                  count < rows ? own_rows[i].data() : nullptr, draft.tokens, count, draft.ssm,
@@ -392,6 +399,9 @@ int64_t treespec_draft(Growth* growth, Placing* placing, Draft* drafts, int64_t 
         levels->rows[depth] = rows, levels->nodes[depth] = nodes;
         advance(g);
         if (rule && g.num_rows) stop_unprofitable(g, *rule, last_open_mass, nodes);
+        const auto ends = [&](const Draft& draft) { return draft.given && draft.given_depths == depth + 1; };
+        if (g.num_rows && std::any_of(drafts, drafts + num_drafts, ends))
+            remove(g, end_drafts(g, drafts, num_drafts, levels->num_trees, depth + 1, weights));
         skip(g, nodes, rows);
     }
     return 1;

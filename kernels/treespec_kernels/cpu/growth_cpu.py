@@ -295,9 +295,11 @@ class TreeGrowth:
         grown = LevelsStruct(g.size, children, passes.reads, *at[5:11], 0, at[12], at[12] + 8 * levels)
         drafts, rows = passes.models.drafts, passes.num_unread + expanded
         scores = [np.empty((rows, draft.width), dtype=np.float32) for draft in drafts]
-        for draft, own, features in zip(drafts, scores, passes.features, strict=True):
+        for draft, own, features, given in zip(drafts, scores, passes.features, passes.given, strict=True):
             draft.out = address_of(own, np.float32)
             draft.features = None if features is None else features.data_ptr()
+            draft.given = None if given is None else address_of(given, np.float32)
+            draft.given_depths = 0 if given is None else given.shape[1]
         rule = None
         if stop is not None:
             token_weights = (ctypes.c_double * len(adaptive))(*stop.token_weights)
@@ -476,6 +478,8 @@ class DraftPasses(NamedTuple):
         reads: whether to return the probabilities after the committed tokens that are read.
         features: by SSM, what a draft head reads in its first pass, [num_rows, hidden_size] in its dtype: first for the
             committed tokens, tree by tree, then for the roots; None for an SSM.
+        given: by SSM, the probabilities of a block draft, which runs no pass, by tree and depth, float32 [num_trees,
+            depths, width]; None for others.
     """
 
     models: DraftModels
@@ -486,6 +490,7 @@ class DraftPasses(NamedTuple):
     first_token: Sequence[int]
     reads: bool
     features: Sequence[Tensor | None]
+    given: Sequence[np.ndarray | None]
 
     @property
     def num_unread(self) -> int:

@@ -49,14 +49,16 @@ class PlacingStruct(ctypes.Structure):
 
 
 class DraftStruct(ctypes.Structure):
-    """An SSM or draft head with its passes and results."""
+    """An SSM or another draft with its passes and results."""
 
     _fields_ = (
         *pointers("forward", "probs", "model", "head", "rotation", "cache"),
         *numbers("num_layers", "num_pages", "num_places", "hidden_bytes", "threads", "ssm", "width"),
         *pointers("tokens", "pairs", "pairing"),
         *numbers("qkv_bytes", "norm_output"),
-        *pointers("features", "out"),
+        *pointers("features", "given"),
+        *numbers("given_depths"),
+        *pointers("out"),
         *numbers("num_read", "num_rows", "passes", "tree_passes"),
     )
 

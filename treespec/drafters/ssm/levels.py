@@ -18,6 +18,7 @@ from treespec.models.compiled import CompiledDecoder
 from treespec.models.decoder import Pass
 from treespec.models.feature_head import FeatureHead
 from treespec.models.group_model import GroupModel
+from treespec.models.layers_draft import LayersDraft
 from treespec.planning.draft_plan import GrowthRule
 from treespec.request import Request
 from treespec_kernels.attention.tree_batch import RequestRows
@@ -160,12 +161,15 @@ class DraftModelCache:
             num_positions: number of positions that their rotations must cover.
         """
         if ssms not in self._found or self._found[ssms].num_positions < num_positions:
-            models = [m for ssm in ssms if isinstance(m := self._models[ssm], CompiledDecoder | FeatureHead)]
-            entries = [entry for model in models if (entry := model.entries) is not None]
+            models = [self._models[ssm] for ssm in ssms]
+            layers = [model.decoder if isinstance(model, LayersDraft) else model for model in models]
+            decoders = [each for each in layers if isinstance(each, CompiledDecoder)]
+            if len(decoders) < len(ssms):
+                return None
+            compiled = [m for m in models if isinstance(m, CompiledDecoder | FeatureHead | BlockDraft)]
+            entries = [entry for model in compiled if (entry := model.entries) is not None]
             if len(entries) < len(ssms):
                 return None
-            layers = [model.decoder if isinstance(model, FeatureHead) else model for model in models]
-            decoders = [each for each in layers if isinstance(each, CompiledDecoder)]
             heads = [model.vocab_size if (head := model.head_vocabulary) is None else head.tokens for model in models]
             rotations = [each.rotations_to(num_positions) for each in decoders]
             pools = [self._cache.pools[1 + ssm] for ssm in ssms]

@@ -16,7 +16,7 @@ import numpy as np
 
 from treespec.cache import KVCache
 from treespec.drafters.evidence import GrownTree, SeedEvidence
-from treespec.drafters.ssm.blocks import unread_of
+from treespec.drafters.ssm.blocks import score_blocks, unread_of
 from treespec.drafters.ssm.catch_up import MIN_LAG, CatchUpPolicy
 from treespec.drafters.ssm.compiled_forest import CompiledForest
 from treespec.drafters.ssm.drawn_forest import DrawnForest
@@ -201,16 +201,21 @@ class SsmDrafter:
             self._read(ssm, [r for r in behind if r.context_len - self._state(r).valid[ssm] >= CATCH_UP_CHUNK])
         active, valid, tokens, starts = [], [], [], [0]
         chains: dict[int, list[Chain]] = {ssm: [] for ssm in ssms}
+        trees: dict[int, list[int]] = {ssm: [] for ssm in ssms}
         for owner, (request, state) in enumerate(zip(requests, states, strict=True)):
             own = state.active if owner in roots else []
             # The bonus token may be an expanded node with valid K/V, but the root is always scored again.
             known = np.minimum(state.valid, request.context_len).tolist()
+            for ssm in own:
+                chains[ssm].append((request, known[ssm], request.context_len))
+                trees[ssm].append(owner)
+                if isinstance(self.models[ssm], BlockDraft):
+                    known[ssm] = request.context_len  # it reads these tokens with its block
             active.append([ssm in own for ssm in ssms])
             valid.append([known[ssm] for ssm in ssms])
             tokens += request.tokens[min((known[ssm] for ssm in own), default=request.context_len) :]
             starts.append(len(tokens))
-            for ssm in own:
-                chains[ssm].append((request, known[ssm], request.context_len))
+        given = [self._predict_blocks(ssm, chains[ssm], trees[ssm], len(requests)) for ssm in ssms]
         return DraftPasses(
             models,
             TreePlaces(models.library, [r.context_len for r in requests], [r.pages for r in requests]),
@@ -220,7 +225,28 @@ class SsmDrafter:
             starts,
             len(self.models) > 1,
             [features_to_read(self.models[ssm], self.cache, own) for ssm, own in chains.items()],
+            given,
         )
+
+    def _predict_blocks(
+        self, ssm: int, chains: Sequence[Chain], trees: Sequence[int], num_trees: int
+    ) -> np.ndarray | None:
+        """Return a block draft's probabilities by tree and depth, as in `DraftPasses.given`.
+
+        Args:
+            ssm: index of the draft.
+            chains: of the trees that it drafts for, up to their roots (exclusive).
+            trees: their indices.
+            num_trees: number of all trees.
+        """
+        if not isinstance(model := self.models[ssm], BlockDraft):
+            return None
+        roots = [(request, start, root + 1) for request, start, root in chains]
+        blocks = score_blocks(model, self.cache, self.cache.pools[1 + ssm], roots)
+        probs = [block.rows.probs for block in blocks if block.rows is not None]
+        given = np.zeros((num_trees, *probs[0].shape), dtype=np.float32)
+        given[trees] = probs
+        return given
 
     def _draft_compiled(
         self,
@@ -255,7 +281,7 @@ class SsmDrafter:
                     continue
                 start = min(int(state.valid[ssm]), request.context_len)
                 state.valid[ssm] = request.context_len
-                if passes.reads and start < request.context_len:
+                if passes.reads and start < request.context_len and not isinstance(self.models[ssm], BlockDraft):
                     last = first + request.context_len - start
                     probs = found.probs_of(np.arange(first, last), request.tokens[start + 1 :])
                     state.trust.observe(ssm, start + 1, probs)

@@ -266,6 +266,7 @@ def in_one_call(case: Case) -> Grown:
         [*itertools.accumulate(map(len, unread), initial=0)],
         reads=len(case.ssms) > 1,
         features=[None] * len(ssms),
+        given=[None] * len(ssms),
     )
     rule = dataclasses.replace(case.rule.rule)
     weights = [rule.token_weights[place] for place in case.places]

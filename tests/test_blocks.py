@@ -15,9 +15,10 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from tests.blocks_made import MASK, reference_dflash, write_dflash
+from tests.drafting import EXECUTORS, assert_samples_of_plain_decoding, make_target
 from tests.exactness import assert_exact, run
 from tests.heads_made import TargetShape, draft_ids, reference_peagle, write_eagle3
-from tests.models import edit_config, greedy, make_draft, make_llama, new_folder, open_llm, random_prompts
+from tests.models import edit_config, greedy, make_draft, new_folder, open_llm, random_prompts
 from tests.quantized_checkpoints import needs_compiler
 from tests.tokenizers_made import TEXT, byte_level, save_tokenizer
 from treespec import RoundRecord, SamplingParams, SpecConfig
@@ -38,20 +39,10 @@ DFLASH: dict[str, dict[str, Any]] = {
     "speculators, anchor": {"layout": "speculators", "from_anchor": True, "read": (5, 3), "block_size": 4},
 }
 KINDS = (*DFLASH, "pard", "peagle")
-EXECUTORS = pytest.mark.parametrize(
-    "executor",
-    [
-        {"compile": False},
-        pytest.param({"compile": True}, marks=needs_compiler),
-        pytest.param({"backend": "transformers", "prove": True}, marks=pytest.mark.slow),
-    ],
-    ids=["eager", "compiled", "transformers"],
-)
 
 
 def target_of(dtype: torch.dtype = torch.float32, **config: Any) -> Path:
-    sizes = {name: getattr(SHAPE, name) for name in vars(SHAPE)} | {"head_dim": SHAPE.head_dim}
-    return make_llama(new_folder("target"), 3, dtype, faint_after=0, **(sizes | config))
+    return make_target(SHAPE, dtype, **config)
 
 
 def make_block(kind: str, target: Path, seed: int = 1) -> Path:
@@ -208,15 +199,8 @@ def test_one_compiled_call_grows_the_trees_of_levels() -> None:
 
 @pytest.mark.parametrize("verification", ["coupled", "naive"])
 def test_sampled_tokens_are_those_of_plain_decoding(verification: Any) -> None:
-    llm = engine_with_blocks()
-    prompts = random_prompts((30, 64), vocab=SHAPE.vocab_size)
-    params = [SamplingParams(max_tokens=16, temperature=0.8, seed=seed, n=2, ignore_eos=True) for seed in (1, 2)]
-    plain = llm.generate(prompts, params, spec="off")
-    tree = llm.generate(prompts, params, spec=SpecConfig(nodes=16, max_depth=4, verification=verification))
-    assert [[each.token_ids for each in output.outputs] for output in tree] == [
-        [each.token_ids for each in output.outputs] for output in plain
-    ]
-    llm.engine.check_integrity()
+    spec = SpecConfig(nodes=16, max_depth=4, verification=verification)
+    assert_samples_of_plain_decoding(engine_with_blocks(), random_prompts((30, 64), vocab=SHAPE.vocab_size), spec)
 
 
 def test_restricted_requests_beside_others() -> None:

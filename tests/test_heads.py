@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from tests.child import run_cases
+from tests.drafting import EXECUTORS, assert_samples_of_plain_decoding, make_target
 from tests.exactness import assert_exact, run
 from tests.heads_made import (
     Layout,
@@ -21,7 +22,7 @@ from tests.heads_made import (
     write_eagle1,
     write_eagle3,
 )
-from tests.models import edit_config, greedy, make_draft, make_llama, new_folder, open_llm, random_prompts
+from tests.models import edit_config, greedy, make_draft, new_folder, open_llm, random_prompts
 from tests.quantized_checkpoints import needs_compiler
 from treespec import RoundRecord, SamplingParams, SpecConfig
 from treespec.errors import KernelError
@@ -48,8 +49,7 @@ TREE = SpecConfig(nodes=16, max_depth=5, sources=("ssm",))
 
 
 def target_of(dtype: torch.dtype = torch.float32, **config: Any) -> Path:
-    sizes = {name: getattr(SHAPE, name) for name in vars(SHAPE)} | {"head_dim": SHAPE.head_dim}
-    return make_llama(new_folder("target"), 3, dtype, faint_after=0, **(sizes | config))
+    return make_target(SHAPE, dtype, **config)
 
 
 def make_head(name: str, seed: int = 1) -> Path:
@@ -87,14 +87,7 @@ def expected_logits(name: str, head: Path, model: Any, record: RoundRecord, draf
     return reference_eagle3(head, embed, known, features, drafted).logits[-1]
 
 
-EXECUTORS = [
-    {"compile": False},
-    pytest.param({"compile": True}, marks=needs_compiler),
-    pytest.param({"backend": "transformers", "prove": True}, marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize("executor", EXECUTORS, ids=["eager", "compiled", "transformers"])
+@EXECUTORS
 @pytest.mark.parametrize(
     "name",
     [pytest.param(each, marks=() if each in FAST else pytest.mark.slow) for each in (*HEADS, *EAGLE_HEADS)],
@@ -163,15 +156,8 @@ def test_trees_give_the_bits_of_plain_decoding(dtype: torch.dtype, compiled: boo
 @pytest.mark.parametrize("verification", ["coupled", "naive"])
 def test_sampled_tokens_are_those_of_plain_decoding(verification: Any) -> None:
     """Samples of one prompt share its pages, and with them the hidden states."""
-    llm = engine_with_heads()
-    prompts = random_prompts((30, 64), vocab=SHAPE.vocab_size)
-    params = [SamplingParams(max_tokens=16, temperature=0.8, seed=seed, n=2, ignore_eos=True) for seed in (1, 2)]
-    plain = llm.generate(prompts, params, spec="off")
-    tree = llm.generate(prompts, params, spec=SpecConfig(nodes=16, max_depth=4, verification=verification))
-    assert [[each.token_ids for each in output.outputs] for output in tree] == [
-        [each.token_ids for each in output.outputs] for output in plain
-    ]
-    llm.engine.check_integrity()
+    spec = SpecConfig(nodes=16, max_depth=4, verification=verification)
+    assert_samples_of_plain_decoding(engine_with_heads(), random_prompts((30, 64), vocab=SHAPE.vocab_size), spec)
 
 
 @pytest.mark.parametrize("verification", ["rejection", "traversal"])
@@ -281,18 +267,10 @@ def test_a_target_run_by_transformers() -> None:
 
 def test_a_target_without_a_list_of_layers() -> None:
     """Run by transformers' code, one layer is no list that could be told from other modules."""
-    write_eagle3(head := new_folder("head"), TargetShape(num_hidden_layers=1), **ONE_LAYER)
+    options: dict[str, Any] = {"layout": "specforge", "draft_vocab": 64, "own_embedding": False, "boundaries": (0, 1)}
+    write_eagle3(head := new_folder("head"), TargetShape(num_hidden_layers=1), seed=1, **options)
     with pytest.raises(KernelError, match=r"hidden states of layers \[0, 1\]: not available"):
         open_llm(target_of(num_hidden_layers=1), [head], backend="transformers")
-
-
-ONE_LAYER: dict[str, Any] = {
-    "layout": "specforge",
-    "draft_vocab": 64,
-    "own_embedding": False,
-    "seed": 1,
-    "boundaries": (0, 1),
-}
 
 
 def test_inspection() -> None:

@@ -12,17 +12,17 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from tests.drafting import EXECUTORS, assert_samples_of_plain_decoding, make_target
 from tests.exactness import assert_exact, run
 from tests.heads_made import TargetShape
-from tests.models import edit_config, greedy, make_draft, make_llama, new_folder, open_llm, random_prompts
-from tests.quantized_checkpoints import needs_compiler
+from tests.models import edit_config, greedy, make_draft, new_folder, open_llm, random_prompts
 from tests.state_heads_made import (
     reference_medusa,
     reference_speculator,
     write_medusa,
     write_speculator,
 )
-from treespec import RoundRecord, SamplingParams, SpecConfig
+from treespec import LLM, RoundRecord, SamplingParams, SpecConfig
 from treespec_weights import CheckpointError
 from treespec_weights.cli import app
 
@@ -35,20 +35,10 @@ HEADS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     "speculator": (write_speculator, {"tied": False, "scaled": False, "inner": 64}),
     "speculator, tied and scaled": (write_speculator, {"tied": True, "scaled": True}),
 }
-EXECUTORS = pytest.mark.parametrize(
-    "executor",
-    [
-        {"compile": False},
-        pytest.param({"compile": True}, marks=needs_compiler),
-        pytest.param({"backend": "transformers", "prove": True}, marks=pytest.mark.slow),
-    ],
-    ids=["eager", "compiled", "transformers"],
-)
 
 
 def target_of(dtype: torch.dtype = torch.float32, **config: Any) -> Path:
-    sizes = {name: getattr(SHAPE, name) for name in vars(SHAPE)} | {"head_dim": SHAPE.head_dim}
-    return make_llama(new_folder("target"), 3, dtype, faint_after=0, **(sizes | config))
+    return make_target(SHAPE, dtype, **config)
 
 
 def make_head(name: str, seed: int = 1) -> Path:
@@ -104,20 +94,23 @@ def test_trees_give_the_bits_of_plain_decoding(dtype: torch.dtype, executor: dic
     assert sum(output.metrics.nodes_verified - output.metrics.target_passes for output in tree.outputs) > 0
 
 
-@pytest.mark.parametrize("verification", ["coupled", "rejection", "traversal"])
-def test_sampled_requests(verification: Any) -> None:
+def sampling_engine() -> LLM:
     target = target_of()
     drafts = [make_draft(new_folder("ssm"), target, 1, 0.05), make_head("medusa, vllm"), make_head("speculator")]
-    llm = open_llm(target, drafts, max_num_seqs=4)
+    return open_llm(target, drafts, max_num_seqs=4)
+
+
+def test_sampled_tokens_are_those_of_plain_decoding() -> None:
     prompts = random_prompts((30, 64), vocab=SHAPE.vocab_size)
+    assert_samples_of_plain_decoding(sampling_engine(), prompts, SpecConfig(nodes=16, max_depth=5))
+
+
+@pytest.mark.parametrize("verification", ["rejection", "traversal"])
+def test_draws_of_heads_are_verified(verification: Any) -> None:
+    llm, prompts = sampling_engine(), random_prompts((30, 64), vocab=SHAPE.vocab_size)
     params = SamplingParams(max_tokens=16, temperature=0.8, seed=2, n=2, ignore_eos=True)
     tree = llm.generate(prompts, params, spec=SpecConfig(nodes=16, max_depth=5, verification=verification))
     assert all(len(each.token_ids) == 16 for output in tree for each in output.outputs)
-    if verification == "coupled":
-        plain = llm.generate(prompts, params, spec="off")
-        assert [[each.token_ids for each in output.outputs] for output in tree] == [
-            [each.token_ids for each in output.outputs] for output in plain
-        ]
     llm.engine.check_integrity()
 
 

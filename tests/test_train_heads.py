@@ -26,6 +26,22 @@ def tiny_target(num_layers: int) -> Path:
     return save_tokenizer(folder, byte_level(VOCAB, TEXT.splitlines()))
 
 
+def randomise(head: torch.nn.Module) -> None:
+    """Random weights that make attention sharp, and gains around 1."""
+    with torch.no_grad():
+        for parameter in head.parameters():
+            noise = torch.randn_like(parameter)
+            parameter.copy_((noise * 2 * parameter.shape[1] ** -0.5) if parameter.ndim == 2 else 1 + 0.2 * noise)
+
+
+def load_rounded(head: torch.nn.Module, folder: Path) -> None:
+    """Take over the written weights, which are rounded to bfloat16, and store them in float32 for the references."""
+    tensors = load_file(folder / "model.safetensors")
+    stored = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    save_file(stored, folder / "model.safetensors")
+    head.load_state_dict({name: tensor for name, tensor in stored.items() if name not in ("d2t", "t2d")})
+
+
 @pytest.mark.parametrize("num_layers", [3, 8])
 def test_logits_at_every_depth_are_those_of_the_reference(num_layers: int, tmp_path: Path) -> None:
     """Of a head as it is trained, and of the paper's arithmetic for the folder that it is written to."""
@@ -33,14 +49,9 @@ def test_logits_at_every_depth_are_those_of_the_reference(num_layers: int, tmp_p
     layers, ids = head_layers(num_layers), np.append(np.sort(np.random.default_rng(1).permutation(VOCAB)[:100]), -1)
     torch.manual_seed(2)
     head = make_head(target, ids, len(layers))
-    with torch.no_grad():
-        for parameter in head.parameters():
-            noise = torch.randn_like(parameter)
-            parameter.copy_((noise * 2 * parameter.shape[1] ** -0.5) if parameter.ndim == 2 else 1 + 0.2 * noise)
+    randomise(head)
     write_head(head, tmp_path, ids, target.config)
-    stored = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in load_head(tmp_path)}
-    save_file(stored, tmp_path / "model.safetensors")
-    head.load_state_dict({name: tensor for name, tensor in stored.items() if name not in ("d2t", "t2d")})
+    load_rounded(head, tmp_path)
     tokens = torch.randint(VOCAB, (2, 12), generator=torch.Generator().manual_seed(3), dtype=torch.int64)
     with torch.inference_mode():
         found = target(tokens, output_hidden_states=True).hidden_states
@@ -67,14 +78,9 @@ def test_block_predictions_are_those_of_the_reference(tmp_path: Path) -> None:
     layers, ids = head_layers(8), np.append(np.sort(np.random.default_rng(1).permutation(VOCAB)[:100]), -1)
     torch.manual_seed(2)
     draft = make_dflash(target, ids, len(layers))
-    with torch.no_grad():
-        for parameter in draft.parameters():
-            noise = torch.randn_like(parameter)
-            parameter.copy_((noise * 2 * parameter.shape[1] ** -0.5) if parameter.ndim == 2 else 1 + 0.2 * noise)
+    randomise(draft)
     write_dflash(draft, tmp_path, ids, target.config)
-    stored = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in load_head(tmp_path)}
-    save_file(stored, tmp_path / "model.safetensors")
-    draft.load_state_dict({name: tensor for name, tensor in stored.items() if name not in ("d2t", "t2d")})
+    load_rounded(draft, tmp_path)
     tokens = torch.randint(VOCAB, (2, 12), generator=torch.Generator().manual_seed(3), dtype=torch.int64)
     roots = torch.tensor([[1, 4, 11], [2, 3, 9]])
     with torch.inference_mode():
@@ -86,10 +92,6 @@ def test_block_predictions_are_those_of_the_reference(tmp_path: Path) -> None:
                 embed, read = target.get_input_embeddings().weight, states[row, :root]
                 expected = reference_dflash(tmp_path, embed, embed, int(tokens[row, root]), read)
                 torch.testing.assert_close(draft.lm_head(hidden[row, i])[1:], expected, rtol=1e-4, atol=1e-4)
-
-
-def load_head(folder: Path) -> list[tuple[str, torch.Tensor]]:
-    return list(load_file(folder / "model.safetensors").items())
 
 
 OPTIONS: dict[str, Any] = {"tokens": 1500, "vocabulary": 257, "max_tokens": 16, "head": "eagle3"}

@@ -1,6 +1,7 @@
 """Block drafts: one pass over a block of rows at the root predicts the tokens of several depths.
 
-The predictions of a depth do not depend on the tokens drafted above it, so a tree grows from one pass.
+The predictions of a depth do not depend on the tokens drafted above it, so one pass suffices for a tree. A DSpark draft
+adds a bias by the node's token.
 """
 
 import copy
@@ -14,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treespec.models.decoder import Decoder, StreamInput
+from treespec.models.decoder_wrapper import DecoderWrapper
 from treespec.models.feature_head import Eagle3Head
-from treespec.models.layers_draft import LayersDraft
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.cpu.decoder_cpu import PassEntries
 from treespec_kernels.linear.compiled_linear import CompiledLinear
@@ -44,16 +45,16 @@ class Unread(NamedTuple):
         return self.start + len(self.tokens) - 1
 
 
-class BlockDraft(LayersDraft, ABC):
+class BlockDraft(DecoderWrapper, ABC):
     """Base of block drafts.
 
     Args:
-        decoder, target: as in `LayersDraft`.
+        decoder, target: as in `DecoderWrapper`.
         block: number of depths that one pass predicts.
     """
 
     offset = 0
-    kept: int
+    kept_nodes: int
     columns: Sequence[int] = ()
 
     def __init__(self, decoder: Decoder, target: Decoder | None, block: int):
@@ -92,14 +93,14 @@ class BlockDraft(LayersDraft, ABC):
         """
 
     @property
-    def reads_nodes(self) -> bool:
-        """Whether a prediction depends on the token of its node, too; see `for_tokens`."""
+    def uses_node_tokens(self) -> bool:
+        """Whether predictions also depend on the node's token; see `for_tokens`."""
         return False
 
     @property
     def entries(self) -> PassEntries | None:
         """Entry points for the call that grows trees, which takes the block's predictions; None if it cannot."""
-        return None if self.reads_nodes else PassEntries(0, 0, 0, 0, 0, 0, 0)
+        return None if self.uses_node_tokens else PassEntries(0, 0, 0, 0, 0, 0, 0)
 
     def for_tokens(self, tokens: np.ndarray) -> Self:
         """Return the draft with `logits` and `probs` for nodes of these tokens, int64 [num_rows]."""
@@ -136,7 +137,7 @@ def _with_masks(parts: Sequence[Tensor], mask: Tensor, count: int) -> Tensor:
 
 
 class MarkovBias:
-    """What a DSpark draft (arXiv 2607.05147) adds to the logits below a node: a bias of low rank, by the node's token.
+    """Low-rank bias of a DSpark draft (arXiv 2607.05147): added to the logits below a node, by the node's token.
 
     Args:
         embed: of the target's tokens, [vocab_size, rank].
@@ -164,7 +165,7 @@ class DFlashDraft(BlockDraft):
     attend to these, and to each other in both directions.
 
     Args:
-        decoder, target: the draft's layers; a target, unless the draft has its own vocabulary head.
+        decoder, target: as in `DecoderWrapper`.
         embed: embeddings [vocab_size, hidden_size], and the factor on them.
         mask_token: id of the mask token.
         block_size: number of rows of a block.
@@ -176,7 +177,7 @@ class DFlashDraft(BlockDraft):
         bias: of a DSpark draft; None for none.
     """
 
-    kept = 0
+    kept_nodes = 0
 
     def __init__(
         self,
@@ -204,7 +205,7 @@ class DFlashDraft(BlockDraft):
         return self.decoder.nbytes + self._fc.nbytes + (0 if self._bias is None else self._bias.nbytes)
 
     @property
-    def reads_nodes(self) -> bool:
+    def uses_node_tokens(self) -> bool:
         return self._bias is not None
 
     def for_tokens(self, tokens: np.ndarray) -> Self:
@@ -258,7 +259,7 @@ class ParallelDraft(BlockDraft):
         mask: embedding of the mask token, [hidden_size].
     """
 
-    kept = 1
+    kept_nodes = 1
 
     def __init__(self, decoder: Decoder, block: int, mask: Tensor):
         super().__init__(decoder, None, block)
@@ -282,11 +283,11 @@ class ParallelEagle(BlockDraft):
         head: the head, whose rows are pairs of a token and a feature.
         block: number of depths, one more than there are mask pairs.
         mask_token: token of a mask pair.
-        mask_states: what a mask pair has in place of the target's states, [number of layers, hidden_size].
+        mask_states: states of a mask pair, in place of the target's, [number of layers, hidden_size].
     """
 
     offset = 1
-    kept = 1
+    kept_nodes = 1
 
     def __init__(self, head: Eagle3Head, block: int, mask_token: int, mask_states: Tensor):
         super().__init__(head.decoder, None, block)

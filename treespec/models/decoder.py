@@ -25,6 +25,7 @@ from treespec.models.norms import STREAMS, LayerStream, RmsStream, norm_heads
 from treespec.models.prepare import prepare
 from treespec.models.rotation import RotaryEmbedding
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
+from treespec_kernels.cpu.decoder_cpu import PassEntries
 from treespec_kernels.linear.activations import soft_cap
 from treespec_kernels.linear.linear import Linear, LinearImpl
 from treespec_kernels.linear.quantized import QuantizedWeight
@@ -66,7 +67,7 @@ class Pass:
 
 
 class StreamInput(NamedTuple):
-    """What a draft's pass begins with, instead of embeddings; in the model's dtype.
+    """Residual stream that a draft's pass begins with, instead of embeddings; in the model's dtype.
 
     Attributes:
         rows: [num_rows, hidden_size], the residual stream before the first layer.
@@ -116,13 +117,13 @@ class Decoder:
         head_vocabulary: tokens of a reduced head, set after loading; None if the head covers the vocabulary.
         growth: library of compiled tree growth; None without one.
         offset: number of slots by which a token's K/V lie before the token's position; 1 for draft heads.
-        kept: number of drafted nodes, the root first, whose K/V stay valid if they are accepted; None for all.
+        kept_nodes: number of drafted nodes, the root first, whose K/V stay valid if they are accepted; None for all.
         max_depth: number of levels that a draft predicts; None for any number.
     """
 
     backend = "native"
     offset = 0
-    kept: int | None = None
+    kept_nodes: int | None = None
     max_depth: int | None = None
     growth: CDLL | None = None
     head_vocabulary: HeadVocabulary | None = None
@@ -271,7 +272,7 @@ class Decoder:
         return self._forward_with_states(tokens, layout, kv, [self.config.shape.num_layers], stream)
 
     def write_context(self, rows: Tensor, layout: Pass, kv: Tensor) -> None:
-        """Write K/V to the slots of a pass in all layers: projections of the same rows, [num_rows, hidden_size]."""
+        """Write K/V to the slots of a pass: every layer projects the same given rows, [num_rows, hidden_size]."""
         rows = F.pad(rows, (0, 0, 0, layout.num_rows - len(rows)))
         rotation = layout.rotation.split(1, 1)
         for layer, cache in zip(self.layers, kv, strict=True):
@@ -407,6 +408,11 @@ class Decoder:
         if self.config.logit_cap is not None:
             logits = soft_cap(logits, self.config.logit_cap)
         return logits if self.head_vocabulary is None else self.head_vocabulary.expand(logits, -torch.inf)
+
+    @property
+    def entries(self) -> PassEntries | None:
+        """Entry points for calls from another library, or None."""
+        return None
 
     def probs(self, hidden: Tensor) -> Tensor:
         """Return next-token probabilities, fp32 [num_rows, width]: of the tokens of `head_vocabulary`, if reduced."""

@@ -13,21 +13,21 @@ from torch import Tensor
 
 from treespec.models.compiled import CompiledDecoder
 from treespec.models.decoder import Decoder, Pass, StreamInput
-from treespec.models.layers_draft import LayersDraft
+from treespec.models.decoder_wrapper import DecoderWrapper
 from treespec_kernels.cpu.decoder_cpu import PairInputs, PassEntries
 from treespec_kernels.linear.compiled_linear import CompiledLinear
 from treespec_kernels.linear.linear import Linear, LinearImpl
 from treespec_weights.heads import HeadForm, HeadWeights
 
 
-class FeatureHead(LayersDraft, ABC):
+class FeatureHead(DecoderWrapper, ABC):
     """Base of draft heads, whose rows are pairs of a token and a feature.
 
     The row of the token at position p has slot p - 1, because there is no row without a feature. Rotations are
     relative, so the distributions are those of the published implementations.
 
     Args:
-        decoder, target: as in `LayersDraft`.
+        decoder, target: as in `DecoderWrapper`.
         columns: indices of the states that it reads among the features.
 
     Attributes:
@@ -36,7 +36,7 @@ class FeatureHead(LayersDraft, ABC):
 
     kind: str
     offset = 1
-    kept = 1  # drafted tokens are read again, with the target's states in place of the head's own outputs
+    kept_nodes = 1  # drafted tokens are read again, with the target's states in place of the head's own outputs
 
     def __init__(self, decoder: Decoder, target: Decoder | None, columns: Sequence[int]):
         super().__init__(decoder, target)
@@ -70,11 +70,6 @@ class FeatureHead(LayersDraft, ABC):
         Returns:
             Hidden states for `logits`, and the features of these tokens, [num_rows, hidden_size] each.
         """
-
-    @property
-    def entries(self) -> PassEntries | None:
-        """Entry points for calls from another library, or None."""
-        return None
 
 
 class Eagle3Head(FeatureHead):

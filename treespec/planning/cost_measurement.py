@@ -32,8 +32,8 @@ from treespec_kernels.cpu.file_lock import shared_work
 
 CONTEXT = 128  # committed positions of each request during the measurement
 LONG_CONTEXT = 2048  # committed positions at which the cost of a position is measured
-# 6 rows are the most that compiled products compute at once: on SmolLM2-135M (two threads), passes over 6, 7 and 8 rows
-# take 1.35, 1.79 and 1.80 times as long as over one row.
+# Compiled products keep the sums of up to 6 rows in registers: on SmolLM2-135M (two threads), passes over 6, 7 and 8
+# rows take 1.35, 1.79 and 1.80 times as long as over one row.
 ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 # Row counts for slow models. At 0.5B parameters 4 rows take as long as one, and 8 rows 1.3 times as long: including 4,
 # nodes="auto" gains 2.94 instead of 2.86 (modelled seconds).

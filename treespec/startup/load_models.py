@@ -33,7 +33,7 @@ from treespec_kernels.linear.linear import Linear, LinearImpl
 from treespec_kernels.linear.quantized import QuantizedWeight
 from treespec_kernels.tuning.tuned import KernelConfigs
 from treespec_weights import load_weights
-from treespec_weights.block_drafts import BlockForm, load_block
+from treespec_weights.block_drafts import BlockForm, MarkovWeights, load_block
 from treespec_weights.gguf.tensors import describe_storage
 from treespec_weights.heads import load_head
 from treespec_weights.quantize import quantize
@@ -167,10 +167,9 @@ class Loader:
         decoder = self._make_draft_layers(config, weights.decoder)
         if tokens is not None:
             decoder.head_vocabulary = HeadVocabulary(tokens, shape.vocab_size, self.device)
-        if weights.fc is None or weights.state_norm is None:
-            assert embed is not None
-            return ParallelDraft(decoder, form.block, embed * decoder.embed_scale)
-        assert features is not None
+        if weights.mask is not None:
+            return ParallelDraft(decoder, form.block, weights.mask * decoder.embed_scale)
+        assert features is not None and weights.fc is not None and weights.state_norm is not None
         return DFlashDraft(
             decoder,
             None if owns_head else target,
@@ -181,15 +180,13 @@ class Loader:
             [features.layers.index(layer) for layer in config.layers],
             self._linear(decoder, *self._fitted(weights.fc, None)),
             weights.state_norm,
-            None if weights.markov is None else self._make_bias(decoder, *weights.markov),
+            None if weights.markov is None else self._make_bias(decoder, weights.markov),
         )
 
-    def _make_bias(
-        self, decoder: Decoder, embed: Tensor, out: Tensor, gate: Tensor | None = None, gate_bias: Tensor | None = None
-    ) -> MarkovBias:
+    def _make_bias(self, decoder: Decoder, weights: MarkovWeights) -> MarkovBias:
         """Return the bias of a DSpark draft."""
-        gate_linear = None if gate is None else self._linear(decoder, *self._fitted(gate, gate_bias))
-        return MarkovBias(embed, self._linear(decoder, *self._fitted(out, None)), gate_linear)
+        gate = None if weights.gate is None else self._linear(decoder, *self._fitted(*weights.gate))
+        return MarkovBias(weights.embed, self._linear(decoder, *self._fitted(weights.out, None)), gate)
 
     def _load_state_head(
         self, config: HeadConfig, form: StateForm, target: Decoder, features: FeatureShape

@@ -96,6 +96,8 @@ class _Attention(nn.Module):
 
 
 class _Layer(nn.Module):
+    """A decoder layer over the rows of blocks."""
+
     def __init__(self, config: Qwen3Config):
         super().__init__()
         self.input_layernorm, self.post_attention_layernorm = (
@@ -204,7 +206,7 @@ def make_dflash(target: Any, target_ids: np.ndarray, num_states: int) -> DFlashM
 
 
 def mask_token_of(target: Any) -> int:
-    """Return the token of the rows below a root: the target's padding or end token, which drafts need least."""
+    """Return the mask token: the target's padding token, else its end token, else token 0."""
     config = target.config
     for token in (config.pad_token_id, config.eos_token_id):
         if isinstance(token, int) and 0 <= token < config.vocab_size:

@@ -196,8 +196,12 @@ class TrainingRun:
                 layers, hidden = choose_size(self.target, write, config, settings.layers, settings.hidden, self.options)
             else:
                 layers, hidden = 1, None
-            width, known = hidden or config.hidden_size, len(target_ids) - 1
-            logger.info("drafts of %d layers, width %d, %d of %d tokens", layers, width, known, self.target_size)
+            known = len(target_ids) - 1
+            if settings.head is None:
+                width = hidden or config.hidden_size
+                logger.info("drafts of %d layers, width %d, %d of %d tokens", layers, width, known, self.target_size)
+            else:
+                logger.info("%s head of %d of %d tokens", settings.head, known, self.target_size)
             with replacing(file) as temporary, temporary.open("wb") as opened:
                 np.savez(opened, target_ids=target_ids, layers=layers, hidden=hidden or 0)
         with np.load(file) as found:

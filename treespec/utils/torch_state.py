@@ -44,7 +44,7 @@ def outside_code() -> Iterator[None]:
     They could neither keep nor modify inference tensors later. Create or clone their arguments inside this context.
     Code called from within `one_thread` gets the thread's own number of threads back.
     """
-    with torch.inference_mode(False), torch.no_grad(), _torch_threads(getattr(_outer, "threads", None)):
+    with torch.inference_mode(False), torch.no_grad(), _torch_threads(getattr(_caller, "threads", None)):
         yield
 
 
@@ -61,15 +61,15 @@ def one_thread() -> Iterator[None]:
     if threads == 1:
         yield
         return
-    before, _outer.threads = getattr(_outer, "threads", None), threads
+    before, _caller.threads = getattr(_caller, "threads", None), threads
     try:
         with _torch_threads(1):
             yield
     finally:
-        _outer.threads = before
+        _caller.threads = before
 
 
-_outer = threading.local()  # .threads: the number outside `one_thread`, None if there is none
+_caller = threading.local()  # .threads: the number outside `one_thread`, None if there is none
 
 
 @contextmanager

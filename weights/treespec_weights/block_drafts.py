@@ -87,6 +87,20 @@ class BlockForm:
         return tuple(layer + (self.by_output and layer == num_layers) for layer in self.layers)
 
 
+class MarkovWeights(NamedTuple):
+    """Weights of a DSpark draft's bias by a node's token.
+
+    Attributes:
+        embed: of the tokens, [vocab, rank].
+        out: [rows of the vocabulary head, rank].
+        gate: weight [rank, hidden + rank] and bias [rank]; None for none.
+    """
+
+    embed: Tensor
+    out: Tensor
+    gate: tuple[Tensor, Tensor] | None
+
+
 class BlockWeights(NamedTuple):
     """Weights of a block draft, in the compute dtype.
 
@@ -95,23 +109,27 @@ class BlockWeights(NamedTuple):
             target's.
         fc: projection of the target's states, [hidden, number of layers * hidden of the target]; None for "pard".
         state_norm: norm of the projected states, [hidden]; None for "pard".
-        embed: embeddings [vocab, hidden], or the mask token's alone, [hidden], of "pard"; None for the target's.
-        markov: embeddings [vocab, rank] and output [rows of the head, rank] of a bias by the node's token, and the
-            weight [rank, hidden + rank] and bias of its gate, if it has one; None for none.
+        embed: own embeddings of "dflash", [vocab, hidden]; None for the target's.
+        mask: embedding of the mask token of "pard", [hidden]; None for "dflash", which looks it up.
+        markov: of a DSpark draft; None for others.
     """
 
     decoder: dict[str, Tensor]
     fc: Tensor | None
     state_norm: Tensor | None
     embed: Tensor | None
-    markov: tuple[Tensor, ...] | None = None
+    mask: Tensor | None = None
+    markov: MarkovWeights | None = None
 
     @property
     def num_parameters(self) -> int:
         """Number of values that a pass reads: without embeddings."""
-        layers = [tensor for name, tensor in self.decoder.items() if name != "embed"]
-        parts = [*layers, self.fc, self.state_norm, *(self.markov or ())[1:]]
-        return sum(part.numel() for part in parts if part is not None)
+        tied = self.mask is not None and "lm_head" not in self.decoder
+        parts = [tensor for name, tensor in self.decoder.items() if tied or name != "embed"]
+        parts += [part for part in (self.fc, self.state_norm) if part is not None]
+        if self.markov is not None:
+            parts += [self.markov.out, *(self.markov.gate or ())]
+        return sum(part.numel() for part in parts)
 
 
 def dflash_form(folder: Path, raw: Mapping[str, Any]) -> BlockForm:
@@ -134,8 +152,8 @@ def dflash_form(folder: Path, raw: Mapping[str, Any]) -> BlockForm:
     config, rules = layers_of(folder, given)
     if "sliding_attention" in (config.get("layer_types") or ()):
         raise config_error(folder, "layer_types", "DFlash drafts with sliding windows are not supported")
-    sparks, rank, bias = own.get("speculators_model_type") == "dspark", 0, "vanilla"
-    if sparks:
+    is_dspark, rank, bias = own.get("speculators_model_type") == "dspark", 0, "vanilla"
+    if is_dspark:
         rank, bias = own.get("markov_rank", 256), own.get("markov_head_type", "vanilla")
         if type(rank) is not int or rank < 0 or bias not in ("vanilla", "gated"):
             reason = f"{bias!r} of rank {rank!r}; supported: vanilla and gated, of a rank from 0 on"
@@ -148,7 +166,7 @@ def dflash_form(folder: Path, raw: Mapping[str, Any]) -> BlockForm:
         rules,
         own["block_size"],
         own["mask_token_id"],
-        bool(own.get("sample_from_anchor", sparks)),
+        bool(own.get("sample_from_anchor", is_dspark)),
         not by_input,
         rank,
         bias == "gated",
@@ -211,7 +229,7 @@ def load_block(
         found.take("fc.weight", hidden, count * target_hidden),
         found.take("hidden_norm.weight", hidden),
         own_embedding(found, shape),
-        _markov(form, found, shape, shape.vocab_size if head is None else len(head)),
+        markov=_markov(form, found, shape, shape.vocab_size if head is None else len(head)),
     )
     found.check()
     if not form.mask_token < shape.vocab_size:
@@ -222,20 +240,23 @@ def load_block(
         rows, tokens = torch.from_numpy(order), tokens[order]
         decoder["lm_head"] = decoder["lm_head"][rows]
         if (markov := weights.markov) is not None:
-            weights = weights._replace(markov=(markov[0], markov[1][rows], *markov[2:]))
+            weights = weights._replace(markov=markov._replace(out=markov.out[rows]))
     return weights, tokens
 
 
-def _markov(form: BlockForm, found: DraftTensors, shape: ModelShape, rows: int) -> tuple[Tensor, ...] | None:
-    """Return the tensors of a DSpark draft's bias; `rows`: of its vocabulary head."""
+def _markov(form: BlockForm, found: DraftTensors, shape: ModelShape, rows: int) -> MarkovWeights | None:
+    """Return the weights of a DSpark draft's bias, or None; `rows`: of its vocabulary head."""
     if not (rank := form.markov_rank):
         return None
-    own = found.take("markov_head.markov_w1.weight", shape.vocab_size, rank)
-    tensors = own, found.take("markov_head.markov_w2.weight", rows, rank)
-    if not form.gated:
-        return tensors
-    weight = found.take("markov_head.gate_proj.weight", rank, shape.hidden_size + rank)
-    return *tensors, weight, found.take("markov_head.gate_proj.bias", rank)
+    gate = None
+    if form.gated:
+        weight = found.take("markov_head.gate_proj.weight", rank, shape.hidden_size + rank)
+        gate = weight, found.take("markov_head.gate_proj.bias", rank)
+    return MarkovWeights(
+        found.take("markov_head.markov_w1.weight", shape.vocab_size, rank),
+        found.take("markov_head.markov_w2.weight", rows, rank),
+        gate,
+    )
 
 
 def _load_pard(
@@ -250,4 +271,4 @@ def _load_pard(
     embed = decoder["embed"]
     for name in decoder.keys() & {"embed", "lm_head"}:
         decoder[name] = decoder[name][: shape.vocab_size]
-    return BlockWeights(decoder, None, None, embed[form.mask_token].clone())
+    return BlockWeights(decoder, None, None, None, embed[form.mask_token].clone())

@@ -18,11 +18,11 @@ from treespec_weights.load import cast
 from treespec_weights.rules import FamilyRules, ModelShape
 
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
-ALONE = "medusa_lm_head.safetensors"  # not a name of a model's checkpoint
-FIRST = "layers.0."
+MEDUSA_SAFETENSORS = "medusa_lm_head.safetensors"  # unlike the name of a checkpoint, unknown to `Checkpoint`
+FIRST_LAYER = "layers.0."
 _RENAMED = {  # prefixes of other layouts
-    "midlayer.": FIRST,
-    "transformer.": FIRST,
+    "midlayer.": FIRST_LAYER,
+    "transformer.": FIRST_LAYER,
     "fusion_fc.": "fc.",
     "encoder.fc.": "fc.",
     "encoder.output_norm_enc.": "hidden_norm.",
@@ -54,6 +54,7 @@ def _unpickle(file: Path) -> dict[str, Tensor]:
 
 
 def config_error(folder: Path, key: str, message: str) -> CheckpointConfigError:
+    """Return the error of an invalid value in a draft's config.json."""
     return CheckpointConfigError(folder, [Problem("config", repr(key), message)])
 
 
@@ -81,11 +82,11 @@ def layers_of(
     return config, rules
 
 
-def _load_alone(folder: Path) -> dict[str, Tensor]:
+def _load_medusa_file(folder: Path) -> dict[str, Tensor]:
     try:
-        return load_file(folder / ALONE)
+        return load_file(folder / MEDUSA_SAFETENSORS)
     except (SafetensorError, OSError, ValueError) as error:
-        problem = Problem("file", repr(ALONE), f"not a valid safetensors file: {error}")
+        problem = Problem("file", repr(MEDUSA_SAFETENSORS), f"not a valid safetensors file: {error}")
         raise CheckpointError(folder, [problem]) from error
 
 
@@ -97,8 +98,8 @@ class DraftTensors:
         pickled = _pickle_in(folder)
         if pickled is not None and not any(folder.glob("*.safetensors")):
             self._stored = {canonical(name): tensor for name, tensor in _unpickle(pickled).items()}
-        elif (folder / ALONE).exists():
-            self._stored = {canonical(name): tensor for name, tensor in _load_alone(folder).items()}
+        elif (folder / MEDUSA_SAFETENSORS).exists():
+            self._stored = {canonical(name): tensor for name, tensor in _load_medusa_file(folder).items()}
         else:
             with Checkpoint.open(folder) as checkpoint:
                 self._stored = {canonical(name): checkpoint.tensor(name) for name in checkpoint.tensors}
@@ -128,6 +129,7 @@ class DraftTensors:
 
 
 def canonical(name: str) -> str:
+    """Return the name of a tensor in a model without the prefix `model.`, given that in any layout."""
     name = name.removeprefix("model.")
     return next((new + name.removeprefix(old) for old, new in _RENAMED.items() if name.startswith(old)), name)
 

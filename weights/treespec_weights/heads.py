@@ -17,7 +17,7 @@ from torch import Tensor
 
 from treespec_weights.block_drafts import PARALLEL_BLOCK, BlockForm, BlockWeights, dflash_form, load_block, pard_form
 from treespec_weights.draft_tensors import (
-    FIRST,
+    FIRST_LAYER,
     DraftTensors,
     canonical,
     config_error,
@@ -281,12 +281,12 @@ def load_head(
         if param == "embed" or param in _first_projections():
             continue
         decoder[param] = found.take(name, *((rows, hidden) if param == "lm_head" else size))
-    decoder["layers.0.attn_norm"] = found.take(f"{FIRST}hidden_norm.weight", hidden)
+    decoder["layers.0.attn_norm"] = found.take(f"{FIRST_LAYER}hidden_norm.weight", hidden)
     weights = HeadWeights(
         decoder,
         (found.take("fc.weight", hidden, num_states * target_hidden), _bias(found, "fc", hidden)),
         _qkv(found, shape, 2 * hidden),
-        found.take(f"{FIRST}input_layernorm.weight", hidden),
+        found.take(f"{FIRST_LAYER}input_layernorm.weight", hidden),
         decoder["layers.0.attn_norm"],
         _state_norms(found, num_states, target_hidden),
         own_embedding(found, shape),
@@ -329,11 +329,13 @@ def _first_projections() -> tuple[str, ...]:
 def _qkv(found: DraftTensors, shape: ModelShape, width: int) -> tuple[Tensor, Tensor | None]:
     """Return the first layer's projections of inputs of this width."""
     sizes = [heads * shape.head_dim for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)]
-    parts = [found.take(f"{FIRST}{name}.weight", size, width) for name, size in zip(_LAYER_TENSORS, sizes, strict=True)]
+    parts = [
+        found.take(f"{FIRST_LAYER}{name}.weight", size, width) for name, size in zip(_LAYER_TENSORS, sizes, strict=True)
+    ]
     bias = None
-    if shape.attention_bias or f"{FIRST}{_LAYER_TENSORS[0]}.bias" in found:
+    if shape.attention_bias or f"{FIRST_LAYER}{_LAYER_TENSORS[0]}.bias" in found:
         bias = torch.cat(
-            [found.take(f"{FIRST}{name}.bias", size) for name, size in zip(_LAYER_TENSORS, sizes, strict=True)]
+            [found.take(f"{FIRST_LAYER}{name}.bias", size) for name, size in zip(_LAYER_TENSORS, sizes, strict=True)]
         )
     return torch.cat([part for part in parts if part.dim() == 2] or parts), bias
 

@@ -88,9 +88,10 @@ class StateWeights(NamedTuple):
 
 def medusa_form(folder: Path, raw: Mapping[str, Any]) -> StateForm:
     """Return the form of Medusa heads. Raises CheckpointConfigError for an invalid number."""
-    ours = "medusa_num_heads" in raw
-    names = ("medusa_num_heads", "medusa_num_layers") if ours else ("num_heads", "num_hidden_layers")
-    heads, layers = (_number(folder, raw, name, least) for name, least in zip(names, (1, 0), strict=True))
+    keys = ("num_heads", "num_hidden_layers")  # of vLLM
+    if "medusa_num_heads" in raw:  # of the authors
+        keys = ("medusa_num_heads", "medusa_num_layers")
+    heads, layers = (_number(folder, raw, name, least) for name, least in zip(keys, (1, 0), strict=True))
     return StateForm(folder, "medusa", heads, layers, shared=bool(raw.get("original_lm_head")))
 
 
@@ -149,6 +150,13 @@ class _Renamed(DraftTensors):
             return f"lm_heads.{head}.{kind}" if int(at) == form.num_layers else f"blocks.{head}.layers.{at}.{kind}"
         return name
 
+    def narrow_heads(self, tokens: np.ndarray, vocab_size: int) -> None:
+        """Keep the rows of these tokens in vocabulary heads that are stored whole."""
+        rows = torch.from_numpy(tokens)
+        for name, tensor in self._stored.items():
+            if name.startswith("lm_heads.") and len(tensor) == vocab_size:
+                self._stored[name] = tensor[rows]
+
     def of_depth(self, pattern: str, depth: int, *shape: int) -> Tensor:
         """Return a depth's tensor; if depths share weights, that of the last depth up to it that is stored."""
         while self._shared and depth and pattern.format(depth) not in self:
@@ -171,6 +179,7 @@ def _load_medusa(
             found.problems.append(Problem("value", "'token_map'", reason))
             found.check()
         rows = len(tokens)
+        found.narrow_heads(tokens, vocab_size)
     steps = []
     for depth in range(form.depths):
         layers = []
@@ -178,10 +187,6 @@ def _load_medusa(
             weight = found.take(f"blocks.{depth}.layers.{i}.weight", hidden, hidden)
             bias = f"blocks.{depth}.layers.{i}.bias"
             layers.append((weight, found.take(bias, hidden) if bias in found else None))
-        whole = found.raw(f"lm_heads.{depth}.weight")
-        if tokens is not None and whole is not None and len(whole) == vocab_size > rows:
-            steps.append(Step(found.take(f"lm_heads.{depth}.weight", vocab_size, hidden)[stored], tuple(layers)))
-            continue
         steps.append(Step(found.of_depth("lm_heads.{}.weight", depth, rows, hidden), tuple(layers)))
     return StateWeights(steps), tokens
 

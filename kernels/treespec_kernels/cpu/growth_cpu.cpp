@@ -353,8 +353,9 @@ int64_t treespec_grow(Growth* growth) { return Level(*growth).run(); }
 // Assigns slots to the nodes of a level; returns 0 if there is no page for them.
 int64_t treespec_place(Placing* placing) { return place(*placing); }
 
-// Grows the trees from their roots until no level is left or pays, or no draft predicts it: assigns slots, runs the SSMs'
-// passes in the order of their indices, and grows a level. The outputs of all levels are consecutive. Without `rule`, every level pays.
+// Grows the trees from their roots until no level is left or pays, or no draft predicts it: assigns slots, runs the
+// SSMs' passes in the order of their indices, and grows a level. The outputs of all levels are consecutive. Without
+// `rule`, every level pays.
 // Returns 0 if there is no page for a node.
 int64_t treespec_draft(Growth* growth, Placing* placing, Draft* drafts, int64_t num_drafts, Levels* levels,
                        Rule* rule) {

@@ -14,7 +14,7 @@ from treespec.request import Request
 
 
 class Block(NamedTuple):
-    """What a block draft predicts below one root; row d is of the tokens at depth d + 1.
+    """Predictions of a block draft below one root; row d is of the tokens at depth d + 1.
 
     Attributes:
         hidden: [block, hidden_size], hidden states for `BlockDraft.logits`.
@@ -72,18 +72,15 @@ def score_blocks(model: BlockDraft, cache: KVCache, pool: Tensor, chains: Sequen
     block, slices = model.block, []
     hidden = model.forward_block(unread_of(model, cache, chains), pool)
     parts = [slice(i * block, (i + 1) * block) for i in range(len(chains))]
-    if model.reads_nodes:
+    if model.uses_node_tokens:
         return [Block(hidden[part], None) for part in parts]
     for i, (request, _, _) in enumerate(chains):
-        if request.restriction is None:
-            depths = range(block)
-            slices += [ScoredSlice(request, _row(i * block + d), request.context_len + 1 + d, [()]) for d in depths]
+        if request.is_sampled and request.restriction is None:
+            for depth in range(block):
+                row = i * block + depth
+                slices.append(ScoredSlice(request, slice(row, row + 1), request.context_len + 1 + depth, [()]))
     rows = draft_probs(model, hidden, slices)
     return [Block(hidden[part], rows.select(part)) for part in parts]
-
-
-def _row(index: int) -> slice:
-    return slice(index, index + 1)
 
 
 def level_probs(ssm: int, scored: Mapping[int, tuple[np.ndarray, Rows]], differ: bool, most: int | None) -> SsmProbs:

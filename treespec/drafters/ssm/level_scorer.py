@@ -215,6 +215,6 @@ class LevelScorer:
             self._states[owner].scores[ssm].append(found)
             scored[owner] = rows, found
         self._counts.add(len(own))
-        differ = model.reads_nodes or any(self._requests[owner].restriction for owner in own)
+        differ = model.uses_node_tokens or any(self._requests[owner].restriction for owner in own)
         most = max(map(self._forest.children_at, own)) if isinstance(self._forest, Forest) else None
         return level_probs(ssm, scored, differ, most)

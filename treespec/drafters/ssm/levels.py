@@ -16,9 +16,8 @@ from treespec.drafters.ssm.ssm_state import grown_masks
 from treespec.models.block_draft import BlockDraft
 from treespec.models.compiled import CompiledDecoder
 from treespec.models.decoder import Pass
-from treespec.models.feature_head import FeatureHead
+from treespec.models.decoder_wrapper import DecoderWrapper
 from treespec.models.group_model import GroupModel
-from treespec.models.layers_draft import LayersDraft
 from treespec.planning.draft_plan import GrowthRule
 from treespec.request import Request
 from treespec_kernels.attention.tree_batch import RequestRows
@@ -52,11 +51,11 @@ def levels_for(
         cache: the engine's.
         requests: of the trees.
     """
-    passing = [ssm for ssm in active if not isinstance(models[ssm], BlockDraft)]
-    if not passing:
+    stepwise = [ssm for ssm in active if not isinstance(models[ssm], BlockDraft)]
+    if not stepwise:
         return NoLevels()
-    compiled = {ssm: model for ssm in passing if isinstance(model := models[ssm], CompiledDecoder)}
-    if len(compiled) == len(passing):
+    compiled = {ssm: model for ssm in stepwise if isinstance(model := models[ssm], CompiledDecoder)}
+    if len(compiled) == len(stepwise):
         return CompiledLevels(compiled, requests)
     return PlannedLevels(models, cache, requests)
 
@@ -162,12 +161,11 @@ class DraftModelCache:
         """
         if ssms not in self._found or self._found[ssms].num_positions < num_positions:
             models = [self._models[ssm] for ssm in ssms]
-            layers = [model.decoder if isinstance(model, LayersDraft) else model for model in models]
+            layers = [model.decoder if isinstance(model, DecoderWrapper) else model for model in models]
             decoders = [each for each in layers if isinstance(each, CompiledDecoder)]
             if len(decoders) < len(ssms):
                 return None
-            compiled = [m for m in models if isinstance(m, CompiledDecoder | FeatureHead | BlockDraft)]
-            entries = [entry for model in compiled if (entry := model.entries) is not None]
+            entries = [entry for model in models if (entry := model.entries) is not None]
             if len(entries) < len(ssms):
                 return None
             heads = [model.vocab_size if (head := model.head_vocabulary) is None else head.tokens for model in models]

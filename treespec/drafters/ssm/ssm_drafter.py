@@ -10,7 +10,6 @@ after a commit only one or two tokens have to be caught up. Inactive SSMs read t
 
 import time
 from collections.abc import Sequence
-from dataclasses import astuple
 
 import numpy as np
 
@@ -110,7 +109,8 @@ class SsmDrafter:
             for i, state, (tree, slot_of_node) in zip(group, states, forest.finish(self.names), strict=True):
                 state.slot_of_node, state.seed = (slot_of_node, seeds[i]) if drafting[i] else (None, None)
                 trees[i] = tree
-        self.drafted = Drafted(levels, *astuple(self._counts))
+        work = self._counts
+        self.drafted = Drafted(levels, work.passes, work.request_passes, work.read_tokens, work.read_seconds)
         return trees
 
     def _forest(
@@ -329,7 +329,7 @@ class SsmDrafter:
                 state.slot_of_node, state.accepted = None, (request.context_len, kept)
                 moves.append((state, request, kept))
         for ssm, model in enumerate(self.models):
-            own = [(s, r, kept[: model.kept]) for s, r, kept in moves if ssm in s.active]
+            own = [(s, r, kept[: model.kept_nodes]) for s, r, kept in moves if ssm in s.active]
             pages, lengths = [r.pages for _, r, _ in own], [r.context_len - model.offset for _, r, _ in own]
             self.cache.commit(1 + ssm, pages, lengths, [kept for _, _, kept in own])
             for state, request, kept in own:

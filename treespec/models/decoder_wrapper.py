@@ -1,4 +1,4 @@
-"""Base of drafts that put a decoder's layers to another use than predicting the next token from the tokens before."""
+"""Base of draft heads and block drafts: a wrapper of the decoder that holds their layers."""
 
 from ctypes import CDLL
 
@@ -9,14 +9,15 @@ from treespec.config import ModelConfig
 from treespec.models.decoder import Decoder, Pass
 from treespec.models.head_vocabulary import HeadVocabulary
 from treespec_kernels.attention.tree_batch import RequestRows
+from treespec_kernels.cpu.decoder_cpu import PassEntries
 
 
-class LayersDraft:
-    """A draft around the layers and the vocabulary head of a `Decoder`, with its interface but for `forward`.
+class DecoderWrapper:
+    """Wraps a decoder, with its interface but for `forward`.
 
     Args:
-        decoder: the layers and the vocabulary head.
-        target: the target, if the vocabulary head is the target's.
+        decoder: holds the layers, and the vocabulary head unless `target` is given.
+        target: the decoder whose vocabulary head is used instead; None for the own one.
     """
 
     def __init__(self, decoder: Decoder, target: Decoder | None = None):
@@ -53,6 +54,11 @@ class LayersDraft:
     @property
     def growth(self) -> CDLL | None:
         return self.decoder.growth
+
+    @property
+    def entries(self) -> PassEntries | None:
+        """Entry points for the call that grows trees, or None."""
+        return None
 
     def plan(self, requests: list[RequestRows], kv: Tensor) -> Pass:
         """Plan a pass, as `Decoder.plan`."""

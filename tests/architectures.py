@@ -61,13 +61,37 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 8,
         "v_head_dim": 12,
         "n_routed_experts": 4,
-        "first_k_dense_replace": 2,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
         "n_group": 1,
         "topk_group": 1,
         "num_experts_per_tok": 2,
     },  # keys and values of different widths
     "gpt_oss": GROUPED | WINDOWS | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},  # sinks
     "mixtral": GROUPED | {"num_local_experts": 4},
+    "glm4_moe": GROUPED
+    | {
+        "head_dim": 8,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+    },
+    "mellum": GROUPED
+    | WINDOWS
+    | {
+        "head_dim": 8,
+        "num_experts": 4,
+        "moe_intermediate_size": 24,
+        "num_experts_per_tok": 2,
+        "mlp_layer_types": ["dense", "sparse"],
+        "num_nextn_predict_layers": 1,
+        "mtp_layer_types": ["sliding_attention"],
+        "mtp_mlp_layer_types": ["sparse"],
+    },
+    "jetmoe": GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8, "num_key_value_heads": 2},
     "gptj": GPT | {"rotary_dim": 4},
     "bloom": SIZES | {"n_layer": 2, "n_head": 4},
     "mamba": {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2},

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from treespec.adapter.decoder import AdapterDecoder
+from treespec.adapter.experts import is_row_invariant
 from treespec.adapter.source import Source
 from treespec.config import ModelConfig
 from treespec.errors import ConfigError, ExactnessError, KernelError, ModelError, VariantError
@@ -96,10 +97,10 @@ def find_exact_adapter(
     """
     decoder = make(attentions[0], 2, 1)
     experts = sorted({type(m).__name__ for m in decoder.model.modules() if _EXPERTS.search(type(m).__name__)})
-    if experts:
+    if experts and not is_row_invariant(decoder.model):
         raise ExactnessError(
-            f"{decoder.config.folder} has experts ({', '.join(experts)}), whose bits depend on the number of rows "
-            "routed to each. Use exact=False to continue"
+            f"{decoder.config.folder} has experts ({', '.join(experts)}) that transformers' experts interface does not "
+            "reach; their bits depend on the number of rows routed to each. Use exact=False to continue"
         )
     # torch's matrix products are not row-invariant in float32 or on a GPU, so only a fixed number of rows can be exact.
     free = decoder.linear == "onednn" or (decoder.device.type == "cpu" and decoder.dtype == torch.bfloat16)

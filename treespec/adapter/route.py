@@ -1,8 +1,8 @@
-"""Routes the attention calls of transformers' models to treespec.
+"""Routes the attention calls and the experts of transformers' models to treespec.
 
-Attention modules look up their attention and mask functions by a name in their config. This module registers both under
-`NAME`. While a model is `routed`, each attention call goes to a handler that receives the mask function instead of a
-mask, because the rows of a token tree are not in causal order.
+Modules look up their attention, mask and experts functions by a name in their config. This module registers all three
+under `NAME`. While a model is `routed`, each attention call goes to a handler that receives the mask function instead
+of a mask, because the rows of a token tree are not in causal order, and experts are row-invariant.
 
 Configs are shared by all threads, routes are per thread: calls from a thread without a route are forwarded to the
 model's own attention.
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from treespec.adapter.experts import run_experts
 from treespec.errors import ModelError
 
 NAME = "treespec"
@@ -80,10 +81,11 @@ _route: ContextVar[_Route | None] = ContextVar("treespec_route", default=None)
 
 @dataclass
 class _PatchedConfig:
-    """A config set to `NAME` while routes exist, and its original attention name."""
+    """A config set to `NAME` while routes exist, and its original names."""
 
     config: Any
     own: str | None
+    own_experts: str | None
     routes: int = 0
 
 
@@ -213,13 +215,31 @@ def _make_mask_placeholder(
     return zeros
 
 
+def _run_experts(module: Any, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    """The registered experts function, with transformers' signature."""
+    route = _route.get()
+    if route is not None and route.handler is not None:
+        return run_experts(module, hidden, experts, weights)
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    with _guard:
+        patched = _patched.get(id(module.config))
+        own = module.config._experts_implementation_internal if patched is None else patched.own_experts
+    eager = type(module).forward.__wrapped__
+    own = "eager" if own == NAME else own  # a config copied while its original was routed
+    result: Tensor = ALL_EXPERTS_FUNCTIONS.get_interface(own, eager)(module, hidden, experts, weights)
+    return result
+
+
 @cache
 def _register() -> None:
     from transformers import AttentionInterface
+    from transformers.integrations.moe import ExpertsInterface
     from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, _make_mask_placeholder)
+    ExpertsInterface.register(NAME, _run_experts)
 
 
 def configs_of(model: nn.Module) -> list[Any]:
@@ -247,10 +267,11 @@ def _activate(configs: list[Any], route: _Route) -> Iterator[_Route]:
     try:
         with _guard:
             for config in configs:
-                patched = _patched.setdefault(id(config), _PatchedConfig(config, config._attn_implementation_internal))
+                names = config._attn_implementation_internal, config._experts_implementation_internal
+                patched = _patched.setdefault(id(config), _PatchedConfig(config, *names))
                 patched.routes += 1
                 taken.append(config)
-                config._attn_implementation_internal = NAME
+                config._attn_implementation_internal = config._experts_implementation_internal = NAME
         yield route
     finally:
         _route.reset(token)
@@ -262,6 +283,8 @@ def _activate(configs: list[Any], route: _Route) -> Iterator[_Route]:
                     del _patched[id(config)]
                     if config._attn_implementation_internal == NAME:  # the owner may have changed it meanwhile
                         config._attn_implementation_internal = patched.own
+                    if config._experts_implementation_internal == NAME:
+                        config._experts_implementation_internal = patched.own_experts
 
 
 def implementation(configs: list[Any], name: str) -> AbstractContextManager[_Route]:

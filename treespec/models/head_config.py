@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from treespec.adapter.mtp import MtpForm
 from treespec.adapter.trace import AdapterConfig
 from treespec.config import ModelConfig
 from treespec.errors import ModelError
@@ -25,7 +26,7 @@ class HeadConfig:
         target_hidden: hidden size of the target.
     """
 
-    form: DraftForm
+    form: DraftForm | MtpForm
     decoder: ModelConfig | AdapterConfig
     layers: tuple[int, ...]
     target_hidden: int
@@ -74,7 +75,7 @@ class HeadConfig:
         return cls(form, decoder, layers, target.shape.hidden_size)
 
     def __str__(self) -> str:
-        article = "an" if self.form.name.startswith(("EAGLE", "MLP")) else "a"
+        article = "an" if self.form.name.startswith(("EAGLE", "MLP", "MTP")) else "a"
         return f"{article} {self.form.name} that {self.form.describe(self.layers)}"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from treespec.adapter.mtp import MTP
 from treespec.drafters.base import Drafter, check_drafter, check_names
 from treespec.errors import ConfigError, ModelError
 from treespec.startup import smollm2
@@ -47,8 +48,8 @@ def resolve_model(model: str | os.PathLike[str] | None) -> Path:
 
 def resolve_drafts(
     model: object, drafts: Sequence[Any] | None
-) -> tuple[list[tuple[str, Path | nn.Module]], list[Drafter]]:
-    """Split `drafts` into draft models with unique names and `Drafter` objects."""
+) -> tuple[list[tuple[str, Path | nn.Module | str]], list[Drafter]]:
+    """Split `drafts` into draft models with unique names, the name `MTP` among them, and `Drafter` objects."""
     if isinstance(drafts, str | os.PathLike):
         raise ConfigError(f"drafts={drafts!r}; valid: a list, such as [{str(drafts)!r}]")
     if drafts is not None and not isinstance(drafts, Sequence):
@@ -56,15 +57,19 @@ def resolve_drafts(
     group = _GROUPS.get(model)
     if drafts is None:
         return [] if group is None else [(name, default_folder(name, group)) for name in _ssm_names(group)], []
-    places: list[tuple[str, Path | nn.Module]] = []
+    places: list[tuple[str, Path | nn.Module | str]] = []
     objects: list[Drafter] = []
 
-    def add(name: str, place: Path | nn.Module) -> None:
+    def add(name: str, place: Path | nn.Module | str) -> None:
         taken = sum(1 for known, _ in places if known == name or known.startswith(f"{name}#"))
         places.append((name if not taken else f"{name}#{taken + 1}", place))
 
     for draft in drafts:
-        if isinstance(draft, str | os.PathLike):
+        if draft == MTP:
+            if MTP in (place for _, place in places):
+                raise ConfigError(f"drafts={list(drafts)!r}: {MTP!r} twice; the target has one MTP layer")
+            add(MTP, MTP)
+        elif isinstance(draft, str | os.PathLike):
             folder = _resolve_draft(draft, group or "default")
             add(folder.resolve().name, folder)
         elif isinstance(draft, nn.Module):

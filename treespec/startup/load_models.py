@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from treespec.adapter.decoder import AdapterDecoder, open_adapter
+from treespec.adapter.mtp import MtpDecoder, MtpForm, MtpHead, open_mtp
 from treespec.adapter.source import Source
 from treespec.adapter.trace import AdapterConfig
 from treespec.cache import FeatureShape
@@ -68,6 +69,7 @@ class Loader:
     configs: KernelConfigs | None
     int8_drafts: bool = False
     _modules: dict[Source, nn.Module] = field(default_factory=dict)
+    _layers: dict[MtpForm, nn.Module] = field(default_factory=dict)
 
     def open(self, model: ModelConfig | Source) -> ModelConfig | AdapterConfig:
         """Return the config of a model. Models for the adapter are loaded, because their config comes from a trace."""
@@ -75,6 +77,11 @@ class Loader:
             return model
         config, self._modules[model] = open_adapter(model, self.dtype, self.device, self.attention)
         return config
+
+    def open_mtp(self, form: MtpForm, target: AdapterConfig) -> HeadConfig:
+        """Load the MTP layer of a target that `open` loaded, and return its config as a draft head."""
+        config, self._layers[form] = open_mtp(target, self._modules[target.source])
+        return HeadConfig(form, config, form.read_layers(target.shape.num_layers), target.shape.hidden_size)
 
     def load(
         self,
@@ -129,6 +136,8 @@ class Loader:
         if isinstance(config.form, BlockForm):
             return self._load_block(config, config.form, target, features)
         assert features is not None
+        if isinstance(config.form, MtpForm):
+            return self._load_mtp(config, config.form, target, features)
         if isinstance(config.form, StateForm):
             return self._load_state_head(config, config.form, target, features)
         shape = config.decoder.shape
@@ -182,6 +191,14 @@ class Loader:
             weights.state_norm,
             None if weights.markov is None else self._make_bias(decoder, weights.markov),
         )
+
+    def _load_mtp(self, config: HeadConfig, form: MtpForm, target: Decoder, features: FeatureShape) -> MtpHead:
+        """Load the MTP layer of the target; arguments as in `load_head`."""
+        assert isinstance(config.decoder, AdapterConfig)
+        shape, columns = config.decoder.shape, [features.layers.index(layer) for layer in config.layers]
+        op = make_attention(self.attention, shape, self.dtype, self.device, self.configs, self.exact)
+        layer = self._layers[form]
+        return MtpHead(MtpDecoder(config.decoder, layer, op, config.decoder.max_positions), target, columns)
 
     def _make_bias(self, decoder: Decoder, weights: MarkovWeights) -> MarkovBias:
         """Return the bias of a DSpark draft."""

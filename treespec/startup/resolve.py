@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from treespec.adapter.make_decoder import check_adapter_options, read_model
+from treespec.adapter.mtp import MtpForm
 from treespec.adapter.source import Source
 from treespec.adapter.trace import AdapterConfig
 from treespec.config import ModelConfig, SpecConfig
@@ -85,7 +86,7 @@ def resolve(options: EngineOptions) -> Resolved:
     target, drafts, forms, drafters = _read_models(options, spec)
     heads, length = list[tuple[str, HeadConfig]](), options.max_model_len
     if isinstance(target, ModelConfig):
-        heads = [(name, HeadConfig.of(form, target, length)) for name, form in forms]
+        heads = [(name, HeadConfig.of(form, target, length)) for name, form in forms if not isinstance(form, MtpForm)]
     models = [target, *(model for _, model in drafts)]
     models += [head.decoder for _, head in heads if isinstance(head.decoder, ModelConfig)]
     attention = resolve_attention(options.attention, device)
@@ -108,7 +109,10 @@ def resolve(options: EngineOptions) -> Resolved:
     config = loader.open(target)
     connected = connect_drafts(config, [(name, loader.open(model)) for name, model in drafts])
     if isinstance(config, AdapterConfig):
-        heads = [(name, HeadConfig.of(form, config, length)) for name, form in forms]
+        heads = [
+            (name, loader.open_mtp(form, config) if isinstance(form, MtpForm) else HeadConfig.of(form, config, length))
+            for name, form in forms
+        ]
     for name, head in heads:
         logger.info("draft %s (%s): %s", name, head.folder, head)
     return Resolved(options, spec, loader, compiles, quantization, fixed_rows, config, connected, heads, drafters)
@@ -144,7 +148,9 @@ def _quantises_drafts(asked: str | None, compiles: bool) -> bool:
 
 def _read_models(
     options: EngineOptions, spec: SpecConfig
-) -> tuple[ModelConfig | Source, list[tuple[str, ModelConfig | Source]], list[tuple[str, DraftForm]], list[Drafter]]:
+) -> tuple[
+    ModelConfig | Source, list[tuple[str, ModelConfig | Source]], list[tuple[str, DraftForm | MtpForm]], list[Drafter]
+]:
     """Read the configs of the target and of the draft models, and the forms of the heads, allowed by `spec`."""
     model, length, backend = options.model, options.max_model_len, options.backend
     target = read_model(model if isinstance(model, nn.Module) else resolve_model(model), length, backend)
@@ -152,11 +158,13 @@ def _read_models(
     names = [name for name, _ in places]
     spec.check_sources(names, bool(options.suffix_tokens), [drafter.name for drafter in drafters])
     drafts: list[tuple[str, ModelConfig | Source]] = []
-    heads: list[tuple[str, DraftForm]] = []
+    heads: list[tuple[str, DraftForm | MtpForm]] = []
     for name, place in places:
         if not spec.allows("ssm", name):
             continue
-        if isinstance(place, Path) and (form := read_head(place)) is not None:
+        if isinstance(place, str):
+            heads.append((name, MtpForm.of(target)))
+        elif isinstance(place, Path) and (form := read_head(place)) is not None:
             heads.append((name, form))
         else:
             drafts.append((name, read_model(place, length, backend)))

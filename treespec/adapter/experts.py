@@ -1,0 +1,69 @@
+"""Row-invariant experts of mixture-of-experts layers, with the interface of transformers' experts functions.
+
+The other implementations compute the rows that chose an expert in one product, whose bits can depend on their number.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+GATHERED_BYTES = 64 << 20  # of the matrices that one batched product reads
+
+
+def run_experts(module: Any, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted sums of each row's experts, [num_rows, hidden_size].
+
+    Args:
+        module: an experts module that transformers' `use_experts_implementation` decorates.
+        hidden: [num_rows, hidden_size].
+        experts: int64 [num_rows, k], the experts of each row.
+        weights: [num_rows, k].
+    """
+    chosen = experts.reshape(-1)
+    rows = hidden.repeat_interleave(experts.shape[1], 0)
+    if module.has_gate:
+        rows = module._apply_gate(_project(module, "gate_up_proj", rows, chosen))
+    else:
+        rows = module.act_fn(_project(module, "up_proj", rows, chosen))
+    rows = _project(module, "down_proj", rows, chosen)
+    if getattr(module, "has_post_expert_norm", False):
+        rows = module.post_expert_norm(rows)
+    weighted = rows * weights.reshape(-1, 1)
+    return weighted.view(*experts.shape, -1).sum(1).to(hidden.dtype)
+
+
+def _project(module: Any, name: str, rows: Tensor, chosen: Tensor) -> Tensor:
+    """Multiply each row by the matrix of its expert; returns [num_rows, out_features]."""
+    matrices = getattr(module, name)  # [num_experts, out_features, in_features] unless transposed
+    if module.is_transposed:
+        matrices = matrices.transpose(1, 2)
+    if rows.dtype == torch.bfloat16 and rows.device.type == "cpu":
+        out = _multiply_by_expert(matrices, rows, chosen)
+    else:
+        out = _multiply_by_row(matrices, rows, chosen)
+    return out + getattr(module, f"{name}_bias")[chosen] if module.has_bias else out
+
+
+def _multiply_by_expert(matrices: Tensor, rows: Tensor, chosen: Tensor) -> Tensor:
+    """Compute the rows of an expert together: a CPU's bfloat16 products are row-invariant from two rows on."""
+    out = rows.new_empty(len(rows), matrices.shape[1])
+    for expert in chosen.unique().tolist():
+        places = (chosen == expert).nonzero()[:, 0]
+        given = rows[places if len(places) > 1 else places.expand(2)]
+        out[places] = F.linear(given, matrices[expert])[: len(places)]
+    return out
+
+
+def _multiply_by_row(matrices: Tensor, rows: Tensor, chosen: Tensor) -> Tensor:
+    """Compute every row alone, in batched products of at least two rows."""
+    most = max(4, GATHERED_BYTES // (matrices[0].numel() * matrices.element_size()))
+    parts = -(-len(rows) // most)
+    pieces = zip(rows.tensor_split(parts), chosen.tensor_split(parts), strict=True)
+    return torch.cat([torch.bmm(matrices[own], piece[:, :, None])[:, :, 0] for piece, own in pieces])
+
+
+def is_row_invariant(module: nn.Module) -> bool:
+    """Return whether a module's experts can be computed by `run_experts`."""
+    return any(hasattr(part, "is_transposed") and hasattr(part, "has_gate") for part in module.modules())

@@ -1,0 +1,214 @@
+"""Layers for multi-token prediction (MTP, arXiv 2412.19437) in a target's own checkpoint, run by transformers' code.
+
+The layer's row combines a token's embedding with the state of the token before it: the target's output state after a
+verified token, and the layer's own output after a drafted one. The target's vocabulary head reads its outputs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from treespec.adapter.decoder import AdapterDecoder, AdapterPass
+from treespec.adapter.route import Call, configs_of, routed
+from treespec.adapter.source import Source
+from treespec.adapter.trace import AdapterConfig, reference_attention
+from treespec.errors import ModelError, describe_error
+from treespec.models.attention import Attention
+from treespec.models.feature_head import FeatureHead
+
+MTP = "mtp"  # in `drafts`, the target's own layer
+
+
+@dataclass(frozen=True)
+class MtpForm:
+    """The MTP layer of a target, with the interface of a draft head's form.
+
+    Attributes:
+        folder: the target's.
+    """
+
+    folder: Path
+    name = "MTP layer"
+
+    @classmethod
+    def of(cls, target: object) -> "MtpForm":
+        """Return the form of a target's layer.
+
+        Args:
+            target: its `Source`, or its config if it is of a native family.
+
+        Raises:
+            ModelError: the target has no such layer, or several.
+        """
+        if not isinstance(target, Source):
+            raise ModelError(
+                f"drafts: {MTP!r} is the MTP layer of the target's checkpoint, and native families have none; "
+                f"a folder of this name is './{MTP}'"
+            )
+        count = getattr(target.hf_config.get_text_config(decoder=True), "num_mtp_layers", None)
+        if not isinstance(count, int) or not count:
+            raise ModelError(f"drafts: {MTP!r}: {target.name} has no MTP layer (num_nextn_predict_layers)")
+        if count > 1:
+            raise ModelError(f"drafts: {MTP!r}: {target.name} has {count} MTP layers; supported: one")
+        place = target.hf_config.name_or_path
+        if target.given is not None and not (place and Path(place).is_dir()):
+            raise ModelError(
+                f"drafts: {MTP!r}: {target.name} does not hold its MTP layer, which is in its checkpoint; load the "
+                "model from a local folder, or give this folder to LLM"
+            )
+        return cls(target.folder)
+
+    def describe(self, layers: Sequence[int]) -> str:
+        """Describe what the layer does."""
+        return "reads the target's output states"
+
+    def read_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Return the target's output after its final norm, numbered as by `HeadForm.read_layers`."""
+        return (num_layers + 1,)
+
+
+def open_mtp(target: AdapterConfig, model: nn.Module) -> tuple[AdapterConfig, nn.Module]:
+    """Load and trace the MTP layer of a target.
+
+    Args:
+        target: config of the target.
+        model: the target, in eval mode.
+
+    Returns:
+        Config of a decoder of one layer, and transformers' module, which shares the target's embeddings.
+
+    Raises:
+        ModelError: transformers cannot load or run it.
+    """
+    who = f"the MTP layer of {target.source.name}"
+    try:
+        from transformers.modeling_layers import MtpModel
+    except ImportError as error:
+        import transformers
+
+        raise ModelError(f"{who}: transformers {transformers.__version__} has no MTP layers; upgrade it") from error
+    device, dtype = (getattr(next(model.parameters()), name) for name in ("device", "dtype"))
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            layer = MtpModel.from_pretrained(model, device_map={"": device})
+            layer.shared_head = None  # `MtpHead` asks the target's decoder
+            layer = layer.to(dtype).eval()
+    except Exception as error:  # transformers may raise anything
+        raise ModelError(f"{who}: transformers cannot load it: {describe_error(error)}") from error
+    calls: list[Call] = []
+
+    def record(call: Call) -> Tensor:
+        calls.append(call)
+        return reference_attention(call)
+
+    tokens = torch.arange(5, dtype=torch.int64, device=device)
+    states = torch.randn(5, target.shape.hidden_size, dtype=dtype, device=device)
+    try:
+        with torch.inference_mode(), routed(configs_of(layer), record):
+            _run(layer, tokens, states, tokens)
+    except Exception as error:  # model code may raise anything
+        raise ModelError(f"{who} fails on flattened rows: {describe_error(error)}") from error
+    if len(calls) != 1:
+        raise ModelError(f"{who} attends {len(calls)} times; supported: once")
+    [call] = calls
+    shape = replace(
+        target.shape,
+        num_layers=1,
+        num_heads=call.query.shape[1],
+        num_kv_heads=call.key.shape[1],
+        head_dim=max(call.key.shape[2], call.value.shape[2]),
+    )
+    return replace(target, shape=shape, masks=(call.mask,), sinks=(call.sinks is not None,), base=""), layer
+
+
+def _run(layer: Any, tokens: Tensor, states: Tensor, positions: Tensor) -> Tensor:
+    """Return the outputs of a routed layer for flattened rows, [num_rows, hidden_size].
+
+    Args:
+        layer: transformers' module.
+        tokens, positions: int64 [num_rows].
+        states: of the tokens before them, [num_rows, hidden_size].
+    """
+    from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+    config = layer.config
+    embedded, at = layer.embed_tokens(tokens)[None].to(states.dtype), positions[None]
+    kind = (getattr(config, "layer_types", None) or ["full_attention"])[0]
+    make_mask = create_sliding_window_causal_mask if kind == "sliding_attention" else create_causal_mask
+    # A mask of ones, because without a mask transformers interprets jumps in positions as packed sequences.
+    ones = torch.ones_like(tokens)[None]
+    mask = make_mask(config=config, inputs_embeds=embedded, attention_mask=ones, cache=None, position_ids=at)
+    rotation = None
+    if layer.rotary_emb is not None:
+        rotation = layer.rotary_emb(
+            embedded, position_ids=at, **({"layer_type": kind} if layer.has_per_layer_rope else {})
+        )
+    options = {"position_embeddings": rotation, "position_ids": at, "cache": None, "attention_mask": mask}
+    out: Tensor = layer.layers[0](embedded, states[None], **options)[0]
+    return layer.shared_post_norm(out) if layer.use_shared_post_norm else out
+
+
+class MtpDecoder(AdapterDecoder):
+    """Decoder of an MTP layer, whose passes also take the states of the tokens before their rows.
+
+    Args:
+        config, layer: results of `open_mtp`.
+        attention, longest: as in `AdapterDecoder`.
+    """
+
+    def __init__(self, config: AdapterConfig, layer: nn.Module, attention: Attention, longest: int):
+        self._layer = layer
+        super().__init__(config, layer, attention, longest)
+
+    @property
+    def model(self) -> nn.Module:
+        return self._layer
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the layer's weights, without the target's embeddings."""
+        return sum(weight.nbytes for weight in self._layer.get_submodule("layers").parameters())
+
+    def forward_pairs(self, tokens: Tensor, states: Tensor, layout: AdapterPass, kv: Tensor) -> Tensor:
+        """Run a pass: write the rows' K/V to their slots, and return the outputs [num_rows, hidden_size].
+
+        Args:
+            tokens: int64 [num_rows].
+            states: of the tokens before them, [num_rows, hidden_size].
+            layout, kv: as in `Decoder.forward`.
+        """
+        count = len(tokens)
+        padding = layout.num_rows - count
+        tokens, states = F.pad(tokens, (0, padding)), F.pad(states, (0, 0, 0, padding))
+        with routed(self._configs, partial(self._attend_call, layout, kv)):
+            return _run(self._layer, tokens, states, layout.positions)[:count]
+
+    def _find_layer_list(self, base: nn.Module) -> tuple[str | None, int, int]:
+        return None, 0, 1
+
+
+class MtpHead(FeatureHead):
+    """An MTP layer as a draft head; it drafts any number of tokens from its own outputs.
+
+    Args:
+        decoder, target, columns: as in `FeatureHead`; the one state is the output of the target's final norm.
+    """
+
+    kind = "mtp"
+    decoder: MtpDecoder
+
+    @property
+    def nbytes(self) -> int:
+        return self.decoder.nbytes
+
+    def forward_features(  # type: ignore[override]
+        self, tokens: Tensor, features: Tensor, layout: AdapterPass, kv: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        output = self.decoder.forward_pairs(tokens, features, layout, kv)
+        return output, output

@@ -33,7 +33,8 @@ pytestmark = pytest.mark.slow
 
 FIGURES = set(
     """mode engine label nodes k sources total_output_tokens output_throughput mean_ttft_ms p50_itl_ms p99_itl_ms
-    speedup speedup_min speedup_max acceptance_length acceptance_length_not_looping acceptance_length_by_kind
+    speedup speedup_min speedup_max acceptance_length acceptance_length_interval acceptance_length_not_looping
+    acceptance_length_by_kind
     acceptance_by_depth mismatches distinct_4grams nodes_per_pass efficiency pass_ratio draft_share
     profile_ms""".split()
 )
@@ -229,6 +230,13 @@ def test_modes() -> None:
     assisted = [f"hf-assisted-{draft}-{count}" for draft in "xy" for count in ("k3", "own")]
     assert [peer.name for peer in peers] == ["hf-plain", *assisted, "hf-lookup-k3"]
     assert [mode.name for mode in our_modes([], [3], [8])] == ["plain", "tree-lookup-n8", "auto"]
+    combined = [mode for mode in our_modes(["x", "y"], [3], [8], ["x+lookup"]) if "x+lookup" in mode.name]
+    assert [(mode.name, mode.spec["sources"], mode.spec["nodes"]) for mode in combined] == [
+        ("tree-x+lookup-n8", ("x", "lookup"), 8),
+        ("auto-x+lookup", ("x", "lookup"), "auto"),
+    ]
+    with pytest.raises(ConfigError, match=r"--combine x[+]z: unknown z; valid: x, y, ssm, lookup, suffix"):
+        our_modes(["x", "y"], [3], [8], ["x+z"])
     assert "tree-x-n8" not in [mode.name for mode in our_modes(["x"], [3], [8])], "one SSM alone is all SSMs"
     chosen = select(ours, peers, ["tree-?-*", "hf-plain"])
     assert [mode.name for mode in chosen.ours] == ["plain", "tree-x-n8", "tree-y-n8"]

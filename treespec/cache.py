@@ -49,6 +49,21 @@ class FeatureShape:
         return next(size for size in (128, 64, 32, 16, 8, 4, 2, 1) if self.hidden_size % (2 * size) == 0)
 
 
+def store_features(pool: Tensor, page: Tensor, offset: Tensor, states: Tensor) -> None:
+    """Write hidden states [num_rows, number of layers, hidden_size] to slots of a pool of features.
+
+    `page` and `offset` of the slots are int64 [num_rows].
+    """
+    parts = states.view(len(states), pool.shape[0], 2, pool.shape[3], pool.shape[5])
+    pool[:, :, page, :, offset] = parts.to(pool.dtype)
+
+
+def load_features(pool: Tensor, page: Tensor, offset: Tensor) -> Tensor:
+    """Return what `store_features` wrote to these slots, [num_rows, number of layers, hidden_size]."""
+    parts = pool[:, :, page, :, offset]  # indexed dimensions come first
+    return parts.reshape(len(page), pool.shape[0], 2 * pool.shape[3] * pool.shape[5])
+
+
 def pages_for(num_slots: int) -> int:
     """Pages that hold `num_slots` slots."""
     return -(-num_slots // PAGE_SIZE)
@@ -201,11 +216,9 @@ class KVCache:
             rows: by request.
             states: [num_rows, number of layers, hidden_size].
         """
-        pool = self.pools[-1]
         slots = zip(*(own.slots for own in rows), strict=True)
-        page, offset = (torch.from_numpy(np.concatenate(part)) for part in slots)
-        parts = states.view(len(states), pool.shape[0], 2, pool.shape[3], pool.shape[5])
-        pool[:, :, page.to(pool.device), :, offset.to(pool.device)] = parts.to(pool.dtype)
+        page, offset = (torch.from_numpy(np.concatenate(part)).to(self.pools[-1].device) for part in slots)
+        store_features(self.pools[-1], page, offset, states)
 
     def read_features(self, pages: np.ndarray, first: int, last: int) -> Tensor:
         """Return the features of the committed positions first .. last - 1: [positions, number of layers, hidden_size].
@@ -214,10 +227,9 @@ class KVCache:
             pages: of the request.
             first, last: positions, below the root's.
         """
-        pool, logical = self.pools[-1], np.arange(first, last)
+        logical, device = np.arange(first, last), self.pools[-1].device
         page, offset = torch.from_numpy(pages[logical // PAGE_SIZE]), torch.from_numpy(logical % PAGE_SIZE)
-        parts = pool[:, :, page.to(pool.device), :, offset.to(pool.device)]  # indexed dimensions come first
-        return parts.reshape(len(logical), pool.shape[0], 2 * pool.shape[3] * pool.shape[5])
+        return load_features(self.pools[-1], page.to(device), offset.to(device))
 
     def commit_target(
         self, pages: Sequence[np.ndarray], context_lens: Sequence[int], paths: Sequence[np.ndarray]

@@ -1,15 +1,17 @@
 """A draft head or block draft beside a target on the Triton kernels, in the interpreter: run by tests/test_heads.py."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from tests.blocks_made import write_dflash
 from tests.heads_made import TargetShape, write_eagle1, write_eagle3
-from tests.models import edit_config, greedy, make_draft, make_llama, new_folder, open_llm, random_prompts
+from tests.models import edit_config, greedy, make_draft, make_llama, new_folder, open_llm, random_prompts, tokens_of
 from tests.state_heads_made import write_medusa
 from treespec import RoundRecord, SpecConfig
+from treespec.graphs.batch_round import BatchRound
 
 torch.set_num_threads(1)
 SHAPE = TargetShape(num_hidden_layers=3, vocab_size=96)
@@ -17,7 +19,7 @@ SHAPE = TargetShape(num_hidden_layers=3, vocab_size=96)
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "peagle", "dflash", "pard", "medusa"])
 def test_probabilities_are_those_of_the_eager_pass(kind: str) -> None:
-    """Rounds are not captured with heads, and the head's own layers run eagerly."""
+    """EAGLE heads draft in captured rounds; what drafts a block, or has no attention, goes step by step."""
     sizes = {name: getattr(SHAPE, name) for name in vars(SHAPE)} | {"head_dim": SHAPE.head_dim}
     target, head = make_llama(new_folder("target"), 3, faint_after=0, **sizes), new_folder("head")
     if kind == "eagle":
@@ -34,15 +36,66 @@ def test_probabilities_are_those_of_the_eager_pass(kind: str) -> None:
         edit_config(head, pard_token=5)
     else:
         write_eagle3(head, SHAPE, layout="specforge", draft_vocab=64, own_embedding=False, seed=1, boundaries=(0, 1, 3))
+    captured = kind in ("eagle", "eagle3")
     (prompt,) = random_prompts((20,), vocab=SHAPE.vocab_size)
-    spec, records = SpecConfig(nodes=6, max_depth=2, sources=("ssm",)), dict[str, list[RoundRecord]]()
+    depth = 3 if captured else 2
+    spec, records = SpecConfig(nodes=6, max_depth=depth, sources=("ssm",)), dict[str, list[RoundRecord]]()
     for attention in ("triton", "cpu-packed"):
-        llm = open_llm(target, [head], prove=None, max_model_len=128, attention=attention)
+        linear = "triton" if attention == "triton" else "auto"
+        llm = open_llm(target, [head], prove=None, max_model_len=128, attention=attention, linear=linear)
+        on_device = captured and attention == "triton"
+        assert llm.stats()["frozen"]["rounds"] == ("on the device" if on_device else "step by step")
         found = records.setdefault(attention, [])
-        with llm.add_round_observer(found.append):
-            [tree] = llm.generate(prompt, greedy(3), spec=spec)
-        [plain] = llm.generate(prompt, greedy(3), spec="off")
+        with (
+            llm.add_round_observer(found.append),
+            mock.patch.object(BatchRound, "run", autospec=True, side_effect=BatchRound.run) as run,
+        ):
+            [tree] = llm.generate(prompt, greedy(4), spec=spec)
+        assert bool(run.call_count) == on_device
+        [plain] = llm.generate(prompt, greedy(4), spec="off")
         assert tree.outputs[0].token_ids == plain.outputs[0].token_ids
     for ours, eager in zip(*records.values(), strict=True):
         assert ours.tree.tokens.tolist() == eager.tree.tokens.tolist()
         torch.testing.assert_close(torch.tensor(ours.tree.probs), torch.tensor(eager.tree.probs), atol=1e-4, rtol=0)
+
+
+def test_heads_beside_an_ssm_in_captured_rounds() -> None:
+    """Greedy and sampled tokens are those of plain decoding; after a prompt of one token, no head can draft."""
+    sizes = {name: getattr(SHAPE, name) for name in vars(SHAPE)} | {"head_dim": SHAPE.head_dim}
+    target = make_llama(new_folder("target"), 3, faint_after=0, **sizes)
+    draft = make_draft(new_folder("ssm"), target, 1, 0.04)
+    write_eagle3(
+        head := new_folder("head"),
+        SHAPE,
+        layout="specforge",
+        draft_vocab=64,
+        own_embedding=False,
+        seed=1,
+        boundaries=(0, 1, 3),
+    )
+    write_eagle1(other := new_folder("head"), SHAPE, bias=True, own_embedding=False, seed=2)
+    spec = SpecConfig(nodes=8, max_depth=3, sources=("ssm",))
+    llm = open_llm(
+        target,
+        [draft, head, other],
+        spec=spec,
+        attention="triton",
+        linear="triton",
+        max_num_seqs=3,
+        max_model_len=128,
+        prove=None,
+    )
+    prompts = random_prompts((1, 3, 63), vocab=SHAPE.vocab_size)
+    records: list[RoundRecord] = []
+    for params in (greedy(6), greedy(4, temperature=0.9, seed=3)):
+        with (
+            llm.add_round_observer(records.append),
+            mock.patch.object(BatchRound, "run", autospec=True, side_effect=BatchRound.run) as run,
+        ):
+            trees = llm.generate(prompts, params)
+        assert run.call_count
+        assert tokens_of(trees) == tokens_of(llm.generate(prompts, params, spec="off"))
+    assert any(output.metrics.acceptance_length > 1.2 for output in trees)
+    names = {name for each in records for node in range(1, len(each.tree)) for name in each.tree.sources_of(node)}
+    assert names == set(llm.draft_names) - {"lookup", "suffix"}
+    llm.engine.check_integrity()

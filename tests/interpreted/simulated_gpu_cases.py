@@ -16,6 +16,7 @@ import triton.language as tl
 from triton.runtime.errors import OutOfResources
 
 from tests.families import TYPICAL, WINDOW, make_model, small
+from tests.heads_made import TargetShape, write_eagle1, write_eagle3
 from tests.interpreted.tuning_cases import PlannedClock
 from tests.models import greedy, make_draft, make_llama, new_folder, open_llm, random_prompts, tokens_of
 from tests.simulated_gpu import Gpu
@@ -229,6 +230,27 @@ def test_rounds_on_a_gpu(gpu: Gpu) -> None:
         assert outputs[0] == outputs[1] and set(outputs[0][0]) <= set(some)
         gpu.launches.backwards = True  # no program of a launch leans on one before it
         assert tokens_of(llm.generate(PROMPTS, greedy(4), spec=TREES)) == plain
+    llm.engine.check_integrity()
+    leave(gpu)
+
+
+def test_rounds_of_heads(gpu: Gpu) -> None:
+    """Each level of an EAGLE head is part of the captured round, as is what the target's passes store for it."""
+    shape = TargetShape(num_hidden_layers=2, vocab_size=64, hidden_size=32, intermediate_size=48)
+    sizes = {name: getattr(shape, name) for name in vars(shape)} | {"head_dim": shape.head_dim}
+    target = make_llama(new_folder("target"), 3, torch.float16, faint_after=0, **sizes)
+    head, other = new_folder("head"), new_folder("head")
+    options: dict[str, Any] = {"draft_vocab": 48, "own_embedding": False, "boundaries": (0, 1)}
+    write_eagle3(head, shape, layout="specforge", seed=1, **options)
+    write_eagle1(other, shape, bias=True, own_embedding=False, seed=2)
+    llm = open_llm(target, [head, other], device="cuda", dtype="float16", spec=TREES, max_num_seqs=2, prove=None)
+    assert llm.stats()["frozen"]["rounds"] == "on the device"
+    spec = SpecConfig(nodes=8, max_depth=2, sources=("ssm",))
+    with rounds_wait_for_nothing(gpu):
+        plain = tokens_of(llm.generate(PROMPTS, greedy(4), spec="off"))
+        trees = llm.generate(PROMPTS, greedy(4), spec=spec)
+    assert tokens_of(trees) == plain
+    assert all(output.metrics.nodes_verified > output.metrics.target_passes for output in trees)
     llm.engine.check_integrity()
     leave(gpu)
 

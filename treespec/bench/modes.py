@@ -92,13 +92,19 @@ class Selection:
     peers: list[Peer] = field(default_factory=list)
 
 
-def our_modes(ssms: Sequence[str], k_values: Sequence[int], nodes: Sequence[int]) -> list[Mode]:
+def our_modes(
+    ssms: Sequence[str], k_values: Sequence[int], nodes: Sequence[int], combinations: Sequence[str] = ()
+) -> list[Mode]:
     """Return plain decoding, chains of each length, trees of each source alone and combined, and the default.
 
     Args:
         ssms: names of the SSMs.
         k_values: chain lengths.
         nodes: tree sizes.
+        combinations: further sets of sources, such as "head+lookup", for trees of each size and for "auto".
+
+    Raises:
+        ConfigError: a combination names an unknown source.
     """
     modes = [Mode(PLAIN, "plain decoding", None)]
     if ssms:
@@ -119,6 +125,14 @@ def our_modes(ssms: Sequence[str], k_values: Sequence[int], nodes: Sequence[int]
             options: dict[str, Any] = {"nodes": count, "sources": sources}
             options |= {"max_ssms": 1} if name.startswith("trusted") else {}
             modes.append(Mode(f"tree-{name}-n{count}", f"{label}, {count} nodes", options))
+    valid = (*ssms, "ssm", "lookup", "suffix")
+    for name in combinations:
+        sources = tuple(name.split("+"))
+        if unknown := [each for each in sources if each not in valid]:
+            raise ConfigError(f"--combine {name}: unknown {', '.join(unknown)}; valid: {', '.join(valid)}, joined by +")
+        for count in nodes:
+            modes.append(Mode(f"tree-{name}-n{count}", f"{name}, {count} nodes", {"nodes": count, "sources": sources}))
+        modes.append(Mode(f"auto-{name}", f'{name}, nodes="auto"', {"nodes": "auto", "sources": sources}))
     modes.append(Mode("auto", 'everything, nodes="auto"', {"nodes": "auto"}))
     return modes
 

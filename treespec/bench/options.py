@@ -16,6 +16,7 @@ class Options:
         max_tokens: output tokens per prompt.
         k_values: drafted tokens per round, for chains and peers.
         nodes: tree sizes.
+        combinations: further sets of sources, such as "head+lookup".
         batches: batch sizes.
         temperature: 0 = greedy; above 0, seeds differ between repeats and transformers is skipped.
         verification: rules to compare on fixed trees, instead of the modes; empty = none.
@@ -35,6 +36,7 @@ class Options:
     max_tokens: int = 128
     k_values: tuple[int, ...] = (3, 5, 7)
     nodes: tuple[int, ...] = (16,)
+    combinations: tuple[str, ...] = ()
     batches: tuple[int, ...] = (1,)
     temperature: float = 0.0
     verification: tuple[str, ...] = ()

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from treespec.bench.bootstrap import interval, resampled_lengths
 from treespec.bench.measure import Sample
 from treespec.bench.modes import PLAIN, Mode, Peer
 from treespec.bench.profile import acceptance_by_depth_of
@@ -15,6 +16,7 @@ LOOPING = 0.5  # outputs whose share of distinct 4-grams is at most this count a
 
 DEFINITIONS = {
     "acceptance_length": "output tokens per target pass, including the target's token; 1.00 for plain decoding",
+    "acceptance_length_interval": "95 % interval [low, high], bootstrap over prompts with all their repeats",
     "acceptance_length_not_looping": f"the same over prompts whose plain output has more than {LOOPING:.0%} distinct "
     "4-grams",
     "acceptance_by_depth": "share of target passes whose accepted path reached depth 1, 2, ...",
@@ -90,6 +92,7 @@ def summarise(
         "speedup_max": max(speedups),
         "e2e_speedup": statistics.median(_ratios(plain, samples, lambda sample: sample.total_seconds)),
         "acceptance_length": _tau(samples, range(len(prompts))),
+        "acceptance_length_interval": interval(resampled_lengths(samples))[1:],
         "acceptance_length_not_looping": _tau(samples, lively),
         "acceptance_length_by_kind": by_kind,
         "acceptance_by_depth": None,

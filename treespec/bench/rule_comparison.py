@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from treespec.bench.bootstrap import COVERAGE, RESAMPLES, interval, resampled_lengths
 from treespec.bench.measure import Sample
 from treespec.bench.modes import PLAIN, Mode
 from treespec.config import RANDOM_DRAWS, VERIFICATIONS, SpecConfig
 from treespec.errors import ConfigError
 
 TEMPERATURE = 0.8  # default for rule comparisons
-RESAMPLES, COVERAGE = 2000, 0.95
 PAIRS = (("traversal", "rejection"), ("rejection", "naive"), ("coupled", "naive"), ("traversal", "coupled"))
 _WIDEST, _DEEPEST = 4, 6
 
@@ -90,28 +90,12 @@ def intervals(modes: Sequence[Mode], samples: Mapping[str, Sequence[Sample]]) ->
     for mode in modes:
         spec = SpecConfig.resolve(mode.spec, SpecConfig())
         by_rule.setdefault(spec.static_nodes, {})[spec.verification] = mode.name
-        own = samples[mode.name]
-        tokens = np.array([[len(tokens) for tokens in sample.tokens] for sample in own]).sum(0)
-        passes = np.array([sample.passes for sample in own]).sum(0)
-        figures[mode.name] = _resampled(tokens, passes)
-    lengths = [{"mode": mode.name, "acceptance_length": _interval(figures[mode.name])} for mode in modes]
+        figures[mode.name] = resampled_lengths(samples[mode.name])
+    lengths = [{"mode": mode.name, "acceptance_length": interval(figures[mode.name])} for mode in modes]
     pairs = [
-        {"mode": named[a], "minus": named[b], "difference": _interval(figures[named[a]] - figures[named[b]])}
+        {"mode": named[a], "minus": named[b], "difference": interval(figures[named[a]] - figures[named[b]])}
         for named in by_rule.values()
         for a, b in PAIRS
         if a in named and b in named
     ]
     return {"resamples": RESAMPLES, "coverage": COVERAGE, "acceptance_lengths": lengths, "differences": pairs}
-
-
-def _resampled(tokens: np.ndarray, passes: np.ndarray) -> np.ndarray:
-    """Return tokens per pass of all prompts, followed by those of each resample; the RNG seed is fixed."""
-    count = len(tokens)
-    picks = np.random.default_rng(0).integers(0, count, (RESAMPLES, count))
-    return np.concatenate([[tokens.sum() / passes.sum()], tokens[picks].sum(1) / passes[picks].sum(1)])
-
-
-def _interval(values: np.ndarray) -> list[float]:
-    """Return [value, low, high]: the value of all prompts and the bounds of the bootstrap interval."""
-    outside = (1 - COVERAGE) / 2
-    return [float(values[0]), *np.quantile(values[1:], [outside, 1 - outside]).tolist()]

@@ -183,7 +183,8 @@ def _selection(options: Options, ssms: list[str]) -> Selection:
         branchings = [options.branching] if options.branching else list(map(default_branching, options.nodes))
         return select(rule_modes(options.verification, branchings, sampled), [], options.only)
     peers = [] if sampled or not options.peers else peer_modes(ssms, options.k_values)
-    return select(our_modes(ssms, options.k_values, options.nodes), peers, options.only)
+    ours = our_modes(ssms, options.k_values, options.nodes, options.combinations)
+    return select(ours, peers, options.only)
 
 
 def _summary(

@@ -14,9 +14,10 @@ speed-up           time per token of treespec's plain decoding over the mode's, 
 acceptance length  output tokens per target pass, including the target's token (plain decoding: 1.00);
                    "lively" excludes outputs with at most {LOOPING:.0%} distinct 4-grams: loops are easy to predict
 efficiency         speed-up / (acceptance length / (pass ratio + draft share)): achieved share of the possible speed-up
+95 % interval      bootstrap over prompts with all their repeats
 differ             output tokens that differ from treespec's plain decoding (must be 0 for treespec's modes)"""
 RULES_LEGEND = """\
-95 % interval      bootstrap over prompts with all their repeats; differences are paired
+differences        paired by prompt
 verify, noise      shares of a round: logits to accepted path; sampling noise of drafts and target
 differ "-"         not counted for rejection and traversal, which preserve the distribution, not the tokens"""
 
@@ -138,14 +139,16 @@ def _acceptance(title: str, modes: Sequence[Mapping[str, Any]]) -> str:
     kinds = sorted({kind for mode in modes for kind in mode["acceptance_length_by_kind"]})
     deepest = max(len(mode["acceptance_by_depth"] or ()) for mode in modes)
     depths = [f"depth {d}" if d == 1 else str(d) for d in range(1, deepest + 1)]
-    head = (f"{title}, acceptance length", "all", "lively", *kinds, *depths)
+    head = (f"{title}, acceptance length", "all", "95 % interval", "lively", *kinds, *depths)
     rows = []
     for mode in modes:
         shares = mode["acceptance_by_depth"] or ()
-        lengths = [mode["acceptance_length"], mode["acceptance_length_not_looping"]]
+        low, high = mode["acceptance_length_interval"]
+        lengths = [mode["acceptance_length_not_looping"]]
         lengths += [mode["acceptance_length_by_kind"].get(kind) for kind in kinds]
         cells = [f"{share:.0%}" for share in shares] + [""] * (deepest - len(shares))
-        rows.append((mode["label"], *(_number(length, ".2f") for length in lengths), *cells))
+        length = _number(mode["acceptance_length"], ".2f"), f"{low:.2f}..{high:.2f}"
+        rows.append((mode["label"], *length, *(_number(each, ".2f") for each in lengths), *cells))
     return table([head, *rows])
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from treespec.bench.options import Options
     from treespec.bench.progress import Progress
 
-_SEVERAL = ("--k-values", "--nodes", "--batch", "--only", "--verification", "--data")
+_SEVERAL = ("--k-values", "--nodes", "--batch", "--combine", "--only", "--verification", "--data")
 PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -75,6 +75,14 @@ def bench(
         list[str] | None, _several("--k-values", "3 5 7", "Drafted tokens per round, of chains and transformers.")
     ] = None,
     nodes: Annotated[list[str] | None, _several("--nodes", "8 16 32", "Rows of the target pass. Default: 16.")] = None,
+    combine: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--combine",
+            metavar="A+B...",
+            help="Also measure these sets of sources, such as head+lookup, in trees of each size and in auto.",
+        ),
+    ] = None,
     batch: Annotated[
         list[str] | None, _several("--batch", "1 2 4 8", "Batch size; all batches are full. Default: 1.")
     ] = None,
@@ -170,6 +178,7 @@ def bench(
         samples=samples,
         max_tokens=max_tokens,
         **sizes,
+        combinations=tuple(name for value in combine or () for name in value.split(",")),
         temperature=temperature if temperature is not None else TEMPERATURE if rules else 0.0,
         verification=rules,
         branching=None if branching is None else parse_branching(branching),

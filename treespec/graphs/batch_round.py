@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from treespec.graphs.draft_passes import FeaturePool
 from treespec.graphs.draft_stage import DraftStage
 from treespec.graphs.round_inputs import RoundInput, RoundInputs, RoundLimits
 from treespec.graphs.stack_passes import ModelStack
@@ -35,9 +36,10 @@ class BatchRound:
         num_requests: B.
         limits: depth, nodes and context of the round.
         target: the target, a stack of one model.
-        stacks: the SSMs.
+        stacks: the SSMs and draft heads.
         graph_memory: memory pool shared by all graphs of an engine. Sharing is safe because no two graphs run at once
             and results live in buffers outside. None = launch every kernel by itself.
+        features: hidden states of the target that heads read; None without heads.
     """
 
     def __init__(
@@ -47,12 +49,13 @@ class BatchRound:
         target: ModelStack,
         stacks: Sequence[ModelStack],
         graph_memory: GraphMemory | None = None,
+        features: FeaturePool | None = None,
     ):
         self.num_requests, self.limits, self._memory = num_requests, limits, graph_memory
         device = target.pool.device
         self._inputs = RoundInputs(num_requests, sum(stack.groups for stack in stacks), limits, device)
-        self._drafts = DraftStage(self._inputs, stacks, target.kernels.weights.head.shape[1])
-        self._verify = VerifyStage(self._inputs, target, self._drafts)
+        self._drafts = DraftStage(self._inputs, stacks, target.kernels.weights.head.shape[1], features)
+        self._verify = VerifyStage(self._inputs, target, self._drafts, features)
         self._graphs: dict[tuple[object, ...], Callable[[], None]] = {}
         self._events = [_timing_event(device) for _ in range(3)]  # before drafting, after it, after verification
 

@@ -13,8 +13,12 @@ from treespec.cache import pages_for
 from treespec.config import ModelConfig, SpecConfig
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 from treespec.graphs.batch_round import BatchRound
+from treespec.graphs.draft_passes import FeaturePool, num_tree_slots
 from treespec.graphs.round_inputs import RoundLimits
-from treespec.graphs.stack_passes import ModelStack
+from treespec.graphs.stack_passes import HeadStack, ModelStack
+from treespec.models.feature_head import FeatureHead
+from treespec.models.group_model import GroupModel
+from treespec.models.state_head import StateHead
 from treespec.models.triton_decoder import TritonDecoder, stacked
 from treespec.planning.planner import Planner
 from treespec.planning.round_costs import CostCurve
@@ -28,7 +32,7 @@ from treespec_kernels.tree.growth_limits import CHILDREN, FRONTIER, MAX_DEPTH, S
 from treespec_kernels.tuning.tuned import KernelConfigs
 
 # Slots behind a request's context that drafts write to: the root's, and those of every frontier but the last.
-SLOTS = 1 + (MAX_DEPTH - 1) * FRONTIER
+SLOTS = num_tree_slots(MAX_DEPTH)
 NODES = (1, 8, 16, 32, 64)  # rows per request of the target pass, by graph
 # A graph launches programs for every segment of its longest context, so shorter contexts get graphs of their own.
 CONTEXTS = (4096, 16384, 65536)
@@ -91,6 +95,7 @@ def captured_rounds(
     assert isinstance(target, TritonDecoder)
     model = ModelStack(target.kernels, target.table, target.triton_attention, cache.pools[0])
     stacks = _stacks(ssms, cache.stacked[1:], configs)
+    features = None if cache.features is None else FeaturePool(cache.features.layers, cache.pools[-1])
     captures = cuda_graphs and target.device.type == "cuda"
     graph_memory = GraphMemory.of(target.device) if captures else None
     release_cached(target.device)
@@ -99,7 +104,8 @@ def captured_rounds(
     rounds, planners = {}, {}
     for size in reversed(batch_sizes(max_num_seqs)):  # largest first, so that the others fit into its memory
         rounds[size] = [
-            BatchRound(size, replace(limits, max_context=context), model, stacks, graph_memory) for context in contexts
+            BatchRound(size, replace(limits, max_context=context), model, stacks, graph_memory, features)
+            for context in contexts
         ]
         planners[size] = Planner(_measure_costs(rounds[size]), shapes=limits.shapes)
     release_cached(target.device)
@@ -160,6 +166,16 @@ def round_limits(spec: SpecConfig, max_model_len: int, scratch: int, num_ssms: i
     return RoundLimits(depth, tuple(nodes), pages_for(max_model_len + scratch), max_model_len)
 
 
+def runs_on_device(model: GroupModel) -> bool:
+    """Return whether a draft's levels can be part of a captured round.
+
+    One graph serves all levels, so heads with weights for each depth cannot.
+    """
+    if isinstance(model, FeatureHead):
+        return not isinstance(model, StateHead) and isinstance(model.decoder, TritonDecoder)
+    return isinstance(model, TritonDecoder)
+
+
 def _stacks(ssms: SsmDrafter | None, pools: Sequence[torch.Tensor], configs: KernelConfigs) -> list[ModelStack]:
     """Return the SSMs as stacks, one per K/V pool in `pools`."""
     if ssms is None:
@@ -168,11 +184,18 @@ def _stacks(ssms: SsmDrafter | None, pools: Sequence[torch.Tensor], configs: Ker
     first = 0
     for pool in pools:
         count = pool.shape[2] // ssms.cache.pools[1 + first].shape[2]
-        models = [model for model in ssms.models[first : first + count] if isinstance(model, TritonDecoder)]
+        drafts = ssms.models[first : first + count]
+        head = drafts[0] if isinstance(drafts[0], FeatureHead) else None
+        models = [model for model in ([head.decoder] if head else drafts) if isinstance(model, TritonDecoder)]
         assert len(models) == count
         attention, table = models[0].triton_attention, models[0].table
-        heads = [head for model in models if (head := model.head_vocabulary) is not None]
-        stacks.append(ModelStack(stacked(models, configs), table, attention, pool, first, heads))
+        heads = [own for model in models if (own := model.head_vocabulary) is not None]
+        parts = stacked(models, configs), table, attention, pool, first, heads
+        if head is None:
+            stacks.append(ModelStack(*parts))
+        else:
+            assert isinstance(head.vocabulary_head, TritonDecoder)
+            stacks.append(HeadStack(*parts, head.vocabulary_head.kernels, head=head))
         first += count
     return stacks
 

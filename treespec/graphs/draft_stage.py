@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from treespec.graphs.draft_passes import DraftPasses, FeaturePool, HeadPasses, SsmPasses
 from treespec.graphs.round_inputs import RoundInputs
-from treespec.graphs.stack_passes import ModelStack, StackPasses
+from treespec.graphs.stack_passes import HeadStack, ModelStack
 from treespec_kernels.linear.lm_head import BlockStats
 from treespec_kernels.sampling.row_topk import row_topk_triton
 from treespec_kernels.tree.device_trees import DeviceForest
@@ -21,15 +22,18 @@ class DraftStage:
 
     Args:
         inputs: the round's inputs.
-        stacks: the SSMs.
+        stacks: the SSMs and draft heads.
         vocab_size: vocabulary size of all models.
+        features: hidden states of the target; None without draft heads.
 
     Attributes:
         forest: the growing trees.
         read_probs: float32 [num_ssms, B, D], probabilities that each SSM assigned to the tokens it read in this round.
     """
 
-    def __init__(self, inputs: RoundInputs, stacks: Sequence[ModelStack], vocab_size: int):
+    def __init__(
+        self, inputs: RoundInputs, stacks: Sequence[ModelStack], vocab_size: int, features: FeaturePool | None
+    ):
         self.inputs, self.stacks, self.children = inputs, list(stacks), min(CHILDREN, vocab_size)
         b, limits, device, ssms = inputs.num_requests, inputs.limits, inputs.device, inputs.num_ssms
         self.forest = DeviceForest.allocate(
@@ -40,10 +44,13 @@ class DraftStage:
         self._probs = torch.zeros(shape, dtype=torch.float32, device=device)
         self.read_probs = torch.zeros(inputs.num_ssms, b, limits.max_depth, dtype=torch.float32, device=device)
         self._steps = torch.arange(limits.width, dtype=torch.int32, device=device)
-        self._chains = [StackPasses(stack, inputs, limits.width) for stack in self.stacks]
-        self._trees = [
-            StackPasses(stack, inputs, FRONTIER, 1 + (limits.max_depth - 1) * FRONTIER) for stack in self.stacks
-        ]
+        self._passes = [self._passes_of(stack, features) for stack in self.stacks]
+
+    def _passes_of(self, stack: ModelStack, features: FeaturePool | None) -> DraftPasses:
+        if not isinstance(stack, HeadStack):
+            return SsmPasses(stack, self.inputs)
+        assert features is not None
+        return HeadPasses(stack, self.inputs, features)
 
     def root(self) -> None:
         """Start the trees with their roots."""
@@ -59,9 +66,9 @@ class DraftStage:
         first = inputs["context_lens"] - news + (news > 0)  # position of the first row
         last = (news - 1).clamp(min=0).long()
         following = tokens.roll(-1, 1).long()
-        for stack, passes in zip(self.stacks, self._chains, strict=True):
+        for stack, passes in zip(self.stacks, self._passes, strict=True):
             groups, own = stack.groups, slice(stack.first, stack.first + stack.groups)
-            scores, stats = stack.logits(passes.hidden(tokens, first, depths))
+            scores, stats = stack.logits(passes.read(tokens, first, depths))
             summary = row_topk_triton(scores, 1, stats=stats)
             logits = scores.view(groups, b, width, -1)
             seen = logits.gather(3, following.expand(groups, b, width)[..., None])[..., 0].float()
@@ -72,17 +79,9 @@ class DraftStage:
 
     def next_level(self, sampled: bool) -> None:
         """Score the frontier and propose below it."""
-        forest = self.forest
-        for stack, passes in zip(self.stacks, self._trees, strict=True):
-            hidden = passes.hidden(
-                forest.frontier_tokens,
-                self.inputs["context_lens"],
-                forest.frontier_depths,
-                forest.frontier_slots,
-                forest.frontier_ancestors,
-            )
+        for stack, passes in zip(self.stacks, self._passes, strict=True):
             own = slice(stack.first, stack.first + stack.groups)
-            self._propose(own, *stack.logits(hidden), FRONTIER, sampled)
+            self._propose(own, *stack.logits(passes.score(self.forest)), FRONTIER, sampled)
         self._merge()
 
     def _propose(self, ssms: slice, logits: Tensor, stats: BlockStats | None, rows: int, sampled: bool) -> None:

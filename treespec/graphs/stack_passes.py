@@ -9,6 +9,7 @@ from torch import Tensor
 
 from treespec.graphs.round_inputs import RoundInputs
 from treespec.models.attention_triton import TritonAttention
+from treespec.models.feature_head import FeatureHead
 from treespec.models.head_vocabulary import HeadVocabulary
 from treespec.models.triton_decoder import PassKernels, TritonPass
 from treespec_kernels.attention.pass_layout import DeviceLayout
@@ -28,6 +29,7 @@ class ModelStack:
         pool: K/V, [num_layers, 2, G * num_pages, num_kv_heads, PAGE_SIZE, head_dim].
         first: index of the first of these models among the SSMs.
         heads: vocabularies of reduced heads, one per model; empty if the heads cover the vocabulary.
+        scorer: kernels of the model whose vocabulary head is used; None = their own.
     """
 
     kernels: PassKernels
@@ -36,6 +38,7 @@ class ModelStack:
     pool: Tensor
     first: int = 0
     heads: Sequence[HeadVocabulary] = ()
+    scorer: PassKernels | None = None
 
     @property
     def groups(self) -> int:
@@ -52,13 +55,24 @@ class ModelStack:
 
         The statistics are None with reduced heads.
         """
-        head = self.kernels.logits(hidden)
+        head = (self.scorer or self.kernels).logits(hidden)
         if not self.heads:
             return head
         logits = head.logits.view(self.groups, -1, head.logits.shape[1])
         full = logits.new_full((*logits.shape[:2], self.heads[0].size), -torch.inf)
         full.scatter_(2, self._columns.expand_as(logits), logits)
         return full.flatten(0, 1), None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class HeadStack(ModelStack):
+    """A draft head that reads hidden states of the target, as a stack of its own.
+
+    Args:
+        head: the head.
+    """
+
+    head: FeatureHead
 
 
 class StackPasses:
@@ -104,22 +118,25 @@ class StackPasses:
         """Positions of the last pass's rows, int32 [G * B * R]."""
         return self._layouts[0].positions
 
-    def hidden(
+    @property
+    def slots(self) -> Tensor:
+        """Physical slots of the last pass's rows, int64 [G * B * R]."""
+        return self._layouts[0].slots
+
+    def place(
         self,
-        tokens: Tensor,
         context_lens: Tensor,
         depths: Tensor,
         row_slots: Tensor | None = None,
         ancestors: Tensor | None = None,
-    ) -> Tensor:
-        """Return the hidden states after the final norm, [G * B * R, hidden_size], of the same rows in every model.
+    ) -> TritonPass:
+        """Plan a pass over the same rows in every model.
 
         Args:
-            tokens: int32 [B, R]; any value in padding rows.
             context_lens, depths, row_slots, ancestors: int32 [B], [B, R], [B, R], [B, R, D + 1], as in
                 `pass_layout_ref`; consecutive tokens need only the first two.
         """
-        groups, stack = self.stack.groups, self.stack
+        groups = self.stack.groups
 
         def repeated(values: Tensor | None) -> Tensor | None:
             return None if values is None else values.expand(groups, *values.shape).flatten(0, 1).contiguous()
@@ -130,6 +147,24 @@ class StackPasses:
         placed = lens, pages, of_rows, repeated(row_slots), repeated(ancestors)
         attention = [layout.fill(*placed) for layout in self._layouts]
         layout = self._layouts[0]
-        rows = TritonPass(layout.num_rows, stack.table, layout.slots, attention, layout.positions)
+        return TritonPass(layout.num_rows, self.stack.table, layout.slots, attention, layout.positions)
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        context_lens: Tensor,
+        depths: Tensor,
+        row_slots: Tensor | None = None,
+        ancestors: Tensor | None = None,
+        states: dict[int, Tensor | None] | None = None,
+    ) -> Tensor:
+        """Return the hidden states after the final norm, [G * B * R, hidden_size], of the same rows in every model.
+
+        Args:
+            tokens: int32 [B, R]; any value in padding rows.
+            context_lens, depths, row_slots, ancestors: as in `place`.
+            states: receives the residual stream at its keys, as in `PassKernels.hidden`.
+        """
+        rows = self.place(context_lens, depths, row_slots, ancestors)
         ids = (tokens.clamp(min=0).long() + self._first_tokens).flatten()
-        return stack.kernels.hidden(ids, rows, stack.pool)
+        return self.stack.kernels.hidden(ids, rows, self.stack.pool, states=states)

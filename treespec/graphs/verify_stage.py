@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treespec.graphs.draft_passes import FeaturePool
 from treespec.graphs.draft_stage import DraftStage
 from treespec.graphs.round_inputs import RoundInput, RoundInputs
 from treespec.graphs.stack_passes import ModelStack, StackPasses
@@ -47,10 +48,11 @@ class VerifyStage:
         inputs: the round's inputs.
         target: the target, a stack of one model.
         drafts: the draft stage, which grows the trees.
+        features: receives hidden states of the target; None without draft heads.
     """
 
-    def __init__(self, inputs: RoundInputs, target: ModelStack, drafts: DraftStage):
-        self.inputs, self.target, self.drafts = inputs, target, drafts
+    def __init__(self, inputs: RoundInputs, target: ModelStack, drafts: DraftStage, features: FeaturePool | None):
+        self.inputs, self.target, self.drafts, self.features = inputs, target, drafts, features
         b, limits, device = inputs.num_requests, inputs.limits, inputs.device
         self._trees = {
             n: DeviceTrees.allocate(b, nodes=n, max_depth=limits.max_depth, device=device) for n in limits.nodes
@@ -84,8 +86,7 @@ class VerifyStage:
             inputs["max_depths"],
             out=trees,
         )
-        own = () if nodes == 1 else (self._slots[:nodes].expand(b, nodes), trees.ancestors)
-        hidden = passes.hidden(trees.tokens, inputs["context_lens"], trees.depths, *own)
+        hidden = self._score(passes, trees, nodes)
         head = kernels.logits(hidden)
 
         def by_row(values: Tensor) -> Tensor:
@@ -97,11 +98,27 @@ class VerifyStage:
         chosen = row_topk_triton(head.logits, 1, **noise)
         walk = self._walk
         tree_walk_triton(trees, chosen.tokens.view(b, nodes), chosen.finite.view(b, nodes), out=walk)
-        kv_commit_triton(self.target.pool, inputs["pages"], inputs["context_lens"], walk.paths, walk.path_lens)
+        for pool in (self.target.pool, *(() if self.features is None else (self.features.pool,))):
+            kv_commit_triton(pool, inputs["pages"], inputs["context_lens"], walk.paths, walk.path_lens)
         tree = trees.tokens, trees.parents, trees.depths, trees.masks, trees.values.view(torch.int32)
         rows = torch.cat((walk.path_lens[:, None], walk.tokens, walk.paths, *tree), 1)
         self._rows[nodes].copy_(rows, non_blocking=True)
         self._read_probs.copy_(self.drafts.read_probs, non_blocking=True)
+
+    def _score(self, passes: StackPasses, trees: DeviceTrees, nodes: int) -> Tensor:
+        """Return the target's hidden states at the nodes, [B * nodes, hidden_size], and store those that heads read."""
+        slots = None if nodes == 1 else self._slots[:nodes].expand(self.inputs.num_requests, nodes)
+        ancestors = None if nodes == 1 else trees.ancestors
+        placed = trees.tokens, self.inputs["context_lens"], trees.depths, slots, ancestors
+        if self.features is None:
+            return passes.hidden(*placed)
+        last = len(self.target.kernels.weights.layers)
+        states: dict[int, Tensor | None] = dict.fromkeys(layer for layer in self.features.layers if layer <= last)
+        hidden = passes.hidden(*placed, states)
+        states[last + 1] = hidden
+        chosen = [state for layer in self.features.layers if (state := states[layer]) is not None]
+        self.features.write(passes.slots, torch.stack(chosen, 1))
+        return hidden
 
     def results(self, requests: Sequence[RoundInput], nodes: int, drafted: bool) -> list[RoundResult]:
         """Return the results that the last round with `nodes` nodes copied to the host.

@@ -18,10 +18,13 @@ class DecoderWrapper:
     Args:
         decoder: holds the layers, and the vocabulary head unless `target` is given.
         target: the decoder whose vocabulary head is used instead; None for the own one.
+
+    Attributes:
+        vocabulary_head: the decoder whose vocabulary head is used.
     """
 
     def __init__(self, decoder: Decoder, target: Decoder | None = None):
-        self.decoder, self._vocabulary_head = decoder, decoder if target is None else target
+        self.decoder, self.vocabulary_head = decoder, decoder if target is None else target
 
     @property
     def config(self) -> ModelConfig:
@@ -66,8 +69,8 @@ class DecoderWrapper:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits of the target's vocabulary, [num_rows, vocab_size]."""
-        return self._vocabulary_head.logits(hidden)
+        return self.vocabulary_head.logits(hidden)
 
     def probs(self, hidden: Tensor) -> Tensor:
         """Return probabilities as `Decoder.probs`."""
-        return self._vocabulary_head.probs(hidden)
+        return self.vocabulary_head.probs(hidden)

@@ -41,6 +41,7 @@ class FeatureHead(DecoderWrapper, ABC):
     def __init__(self, decoder: Decoder, target: Decoder | None, columns: Sequence[int]):
         super().__init__(decoder, target)
         self.columns = list(columns)
+        self._columns = torch.tensor(self.columns, dtype=torch.int64, device=decoder.device)
 
     @property
     def plan_key(self) -> tuple[object, ...]:
@@ -56,7 +57,7 @@ class FeatureHead(DecoderWrapper, ABC):
 
         By default, the one state that the head reads.
         """
-        return states[:, self.columns].flatten(1).to(self.dtype)
+        return states.index_select(1, self._columns).flatten(1).to(self.dtype)
 
     @abstractmethod
     def forward_features(self, tokens: Tensor, features: Tensor, layout: Pass, kv: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,7 +108,7 @@ class Eagle3Head(FeatureHead):
         return self.decoder.nbytes + self._fc.nbytes + self.pairs.nbytes
 
     def features_of(self, states: Tensor) -> Tensor:
-        return self.project(states[:, self.columns])
+        return self.project(states.index_select(1, self._columns))
 
     def project(self, states: Tensor) -> Tensor:
         """Return features [num_rows, hidden_size] of the states that the head reads, [num_rows, number, hidden]."""

@@ -59,9 +59,9 @@ class _Norm(NamedTuple):
 
 
 class _LinearConfigs(NamedTuple):
-    """Kernel configurations of one layer's linear layers."""
+    """Kernel configurations of one layer's linear layers; None for absent ones."""
 
-    qkv: RowLinearConfig
+    qkv: RowLinearConfig | None
     o: RowLinearConfig
     gate_up: RowLinearConfig
     down: RowLinearConfig
@@ -118,7 +118,7 @@ class PassKernels:
         """Return the configurations of one layer. Layers may differ in quantisation."""
         gated = self.config.shape.gated
         return _LinearConfigs(
-            self._linear_config(layer.qkv, configs),
+            None if layer.qkv is None else self._linear_config(layer.qkv, configs),
             self._linear_config(layer.o, configs),
             self._linear_config(layer.gate_up, configs, silu_gate=gated),
             self._linear_config(layer.down, configs),
@@ -154,20 +154,23 @@ class PassKernels:
         kv: Tensor,
         num_layers: int | None = None,
         states: dict[int, Tensor | None] | None = None,
+        given: StreamInput | None = None,
     ) -> Tensor:
         """Write the rows' K/V to their slots and return hidden states after the final norm, [G * rows, hidden_size].
 
         Args:
-            tokens: int64 [G * rows], with g * vocab_size added for model g.
+            tokens: int64 [G * rows], with g * vocab_size added for model g; not read with `given`.
             layout: plan of these rows.
             kv: pool of all G models, [num_layers, 2, num_pages, num_kv_heads, PAGE_SIZE, head_dim].
             num_layers: number of layers to run; None = all.
             states: receives the residual stream at its keys, as in `Decoder.forward_with_states`.
+            given: residual stream that the pass begins with.
         """
         weights, states = self.weights, states if states is not None else {}
         layers = weights.layers[:num_layers]
-        stream, tables = self._embed(tokens, layout), layout.rotation.unbind()
-        h = self._norm(stream, _Norm(layers[0].attn_norm, layers[0].attn_norm_bias))
+        tables, qkv = layout.rotation.unbind(), None if given is None else given.qkv
+        stream = self._embed(tokens, layout) if given is None else given.rows.clone()  # passes add to it in place
+        h = stream if qkv is not None else self._norm(stream, _Norm(layers[0].attn_norm, layers[0].attn_norm_bias))
         norms = [*((layer.attn_norm, layer.attn_norm_bias) for layer in layers[1:])]
         norms.append((weights.final_norm, weights.final_norm_bias))
         each_layer = zip(layers, self._linear, kv, self._kinds, norms, strict=False)
@@ -175,7 +178,7 @@ class PassKernels:
             if i in states:
                 states[i] = stream.clone()
             table, plan = tables[rope] if tables else None, layout.attention[window]
-            mixed = self._attend(layer, linear.qkv, h, layout, cache, table, plan)
+            mixed = self._attend(layer, linear.qkv, h, layout, cache, table, plan, None if i else qkv)
             inner = _Norm(layer.mlp_norm, layer.mlp_norm_bias, layer.attn_post_norm)
             if self.config.parallel:  # parallel block: the MLP does not see the attention output
                 h = self._norm(stream, inner)
@@ -225,16 +228,21 @@ class PassKernels:
     def _attend(
         self,
         layer: LayerWeights,
-        linear: RowLinearConfig,
+        linear: RowLinearConfig | None,
         h: Tensor,
         layout: TritonPass,
         cache: Tensor,
         table: Tensor | None,
         plan: Any,
+        qkv: Any,
     ) -> Tensor:
+        """Return the heads' outputs for normalised rows `h`, [rows, num_heads * head_dim]; `qkv` if already given."""
         rows, config = len(h), self.config
         q = torch.empty(rows, self.heads, self.head_dim, dtype=self.attention.cache_dtype, device=h.device)
-        if self.exact or isinstance(layer.qkv, QuantizedWeight):
+        if qkv is not None:
+            pass
+        elif self.exact or isinstance(layer.qkv, QuantizedWeight):
+            assert linear is not None
             qkv = row_linear_partials_triton(self._grouped(h), self._squeezed(layer.qkv), config=linear, pdl=self.pdl)
         else:
             qkv = torch.matmul(self._grouped(h), self._squeezed(layer.qkv).mT).flatten(0, -2)
@@ -380,8 +388,7 @@ class TritonDecoder(Decoder):
         given: StreamInput | None = None,
     ) -> Tensor:
         assert isinstance(layout, TritonPass) and len(tokens) == layout.num_rows
-        assert given is None, "draft heads run as eager decoders"
-        return self.kernels.hidden(tokens.to(self.device), layout, kv, num_layers, states)
+        return self.kernels.hidden(tokens.to(self.device), layout, kv, num_layers, states, given)
 
     def logits(self, hidden: Tensor, rows: Sequence[int] | Tensor | None = None) -> Tensor:
         if rows is not None:

@@ -32,12 +32,12 @@ class LayerWeights:
     """Weights of one layer of G stacked models.
 
     Projections are [G, out_features, in_features], optionally quantised; biases and norms are [G, size]. Parts that the
-    family lacks are None.
+    family lacks are None. The first layer of a draft head has no `qkv`: the head computes these projections.
     """
 
     attn_norm: Tensor
     attn_norm_bias: Tensor | None
-    qkv: Weight
+    qkv: Weight | None
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
@@ -90,7 +90,7 @@ class LayerWeights:
         return cls(
             needed("attn_norm"),
             joined("attn_norm_bias"),
-            projection("q", "k", "v"),
+            projection("q", "k", "v") if f"layers.{i}.q" in weights else None,
             joined("q_bias", "k_bias", "v_bias"),
             joined("q_norm"),
             joined("k_norm"),

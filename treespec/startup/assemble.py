@@ -16,7 +16,7 @@ from treespec.engine import Engine
 from treespec.errors import ExactnessError
 from treespec.executors.graph_executor import GraphExecutor
 from treespec.executors.host_executor import HostExecutor
-from treespec.graphs.capture import Rounds, captured_rounds
+from treespec.graphs.capture import Rounds, captured_rounds, runs_on_device
 from treespec.graphs.proof import proven_rounds
 from treespec.models.group_model import GroupModel
 from treespec.planning.planner import Planner
@@ -82,7 +82,7 @@ def _load_ssms(resolved: Resolved, plan: MemoryPlan, target: Target) -> SsmDraft
     """Load the drafts that share the target's token ids, and the draft heads."""
     drafts, loader, features = resolved.ssms, resolved.loader, plan.features
     models: list[GroupModel] = [loader.load_draft(draft, plan.positions) for draft in drafts]
-    models += [loader.load_head(head, target.decoder, features) for _, head in resolved.heads]
+    models += [loader.load_head(head, target.decoder, features, plan.positions) for _, head in resolved.heads]
     names = [*(draft.name for draft in drafts), *(name for name, _ in resolved.heads)]
     return SsmDrafter(models, names, target.cache) if models else None
 
@@ -149,8 +149,11 @@ def _capture(
     configs, options = resolved.loader.configs, resolved.options
     if configs is None:
         return None
-    if resolved.heads:
-        logger.info("rounds are not captured: draft heads run step by step")
+    models = () if ssms is None else ssms.models
+    if others := [
+        name for name, model in zip(ssms.names if ssms else (), models, strict=True) if not runs_on_device(model)
+    ]:
+        logger.info("rounds are not captured: %s draft step by step", ", ".join(others))
         return None
     sizes = plan.max_model_len, plan.scratch, options.max_num_seqs
     return functools.partial(captured_rounds, runner, ssms, configs, resolved.spec, *sizes, options.cuda_graphs)

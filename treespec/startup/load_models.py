@@ -125,19 +125,22 @@ class Loader:
         """Load a draft model; its rows are not padded, because a draft's bits do not affect the output tokens."""
         return self.load(draft.config, draft.known, positions, min_rows=2, draft=draft)
 
-    def load_head(self, config: HeadConfig, target: Decoder, features: FeatureShape | None) -> FeatureHead | BlockDraft:
+    def load_head(
+        self, config: HeadConfig, target: Decoder, features: FeatureShape | None, positions: int
+    ) -> FeatureHead | BlockDraft:
         """Load a draft head or a block draft.
 
         Args:
             config: of the head.
             target: the target, whose embeddings serve a head without its own.
             features: the states of the target that are stored, the head's among them; None if no head reads any.
+            positions: maximum context length.
         """
         if isinstance(config.form, BlockForm):
             return self._load_block(config, config.form, target, features)
         assert features is not None
         if isinstance(config.form, MtpForm):
-            return self._load_mtp(config, config.form, target, features)
+            return self._load_mtp(config, config.form, target, features, positions)
         if isinstance(config.form, StateForm):
             return self._load_state_head(config, config.form, target, features)
         shape = config.decoder.shape
@@ -145,7 +148,7 @@ class Loader:
         weights, tokens = load_head(config.form, shape, *parts)
         embed = (target.embed if weights.embed is None else weights.embed).to(self.dtype)
         columns = [features.layers.index(layer) for layer in config.layers]
-        decoder = self._make_draft_layers(config, weights.decoder)
+        decoder = self._make_draft_layers(config, weights.decoder, positions)
         fc, qkv = self._linear(decoder, *self._fitted(*weights.fc)), self._fitted(*weights.qkv)
         if config.form.kind == "eagle":
             qkv_linear = self._linear(decoder, *qkv)
@@ -192,13 +195,14 @@ class Loader:
             None if weights.markov is None else self._make_bias(decoder, weights.markov),
         )
 
-    def _load_mtp(self, config: HeadConfig, form: MtpForm, target: Decoder, features: FeatureShape) -> MtpHead:
+    def _load_mtp(
+        self, config: HeadConfig, form: MtpForm, target: Decoder, features: FeatureShape, positions: int
+    ) -> MtpHead:
         """Load the MTP layer of the target; arguments as in `load_head`."""
         assert isinstance(config.decoder, AdapterConfig)
         shape, columns = config.decoder.shape, [features.layers.index(layer) for layer in config.layers]
         op = make_attention(self.attention, shape, self.dtype, self.device, self.configs, self.exact)
-        layer = self._layers[form]
-        return MtpHead(MtpDecoder(config.decoder, layer, op, config.decoder.max_positions), target, columns)
+        return MtpHead(MtpDecoder(config.decoder, self._layers[form], op, positions), target, columns)
 
     def _make_bias(self, decoder: Decoder, weights: MarkovWeights) -> MarkovBias:
         """Return the bias of a DSpark draft."""
@@ -231,12 +235,23 @@ class Loader:
         ]
         return MlpSpeculator(*common, steps, form.scale_input)
 
-    def _make_draft_layers(self, config: HeadConfig, weights: dict[str, Tensor]) -> Decoder:
-        """Return the decoder of a draft head's layers."""
+    def _make_draft_layers(
+        self, config: HeadConfig, weights: dict[str, Tensor], positions: int | None = None
+    ) -> Decoder:
+        """Return the decoder of a draft head's layers.
+
+        Args:
+            config: of the head.
+            weights: of its layers.
+            positions: maximum context length of a decoder that captured rounds may use; None for an eager one.
+        """
         assert isinstance(config.decoder, ModelConfig)
         if self.linear != "compiled":
             op = make_attention(self.attention, config.decoder.shape, self.dtype, self.device, self.configs, self.exact)
-            return Decoder(config.decoder, weights, op, self._impl)
+            if self.configs is None or positions is None:
+                return Decoder(config.decoder, weights, op, self._impl)
+            assert isinstance(op, TritonAttention)
+            return TritonDecoder(config.decoder, weights, op, self.configs, self.exact, positions)
         if self.int8_drafts:
             quantize_matrices(weights)
         return CompiledDecoder(config.decoder, weights, libraries_folder())

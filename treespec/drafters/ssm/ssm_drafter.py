@@ -362,6 +362,8 @@ class SsmDrafter:
     def catch_up(self, requests: Sequence[Request], width: int) -> bool:
         """Read the tokens that the SSMs missed, before a captured round.
 
+        With a draft head, the round does not read the first token, at whose position a head has no row.
+
         Args:
             requests: of the round.
             width: number of last tokens that the round reads itself.
@@ -374,7 +376,15 @@ class SsmDrafter:
         missed = False
         for ssm in range(len(self.models)):
             states = [(request, self._state(request)) for request in requests]
-            behind = [r for r, s in states if ssm in s.active and r.context_len + 1 - s.valid[ssm] > width]
+            behind = [
+                r
+                for r, s in states
+                if ssm in s.active
+                and (
+                    r.context_len + 1 - s.valid[ssm] > width
+                    or s.valid[ssm] < max(self.models[active].offset for active in s.active)
+                )
+            ]
             self._read(ssm, behind)
             missed = missed or bool(behind)
         return missed

@@ -231,7 +231,7 @@ def test_modes() -> None:
     assert [peer.name for peer in peers] == ["hf-plain", *assisted, "hf-lookup-k3"]
     assert [mode.name for mode in our_modes([], [3], [8])] == ["plain", "tree-lookup-n8", "auto"]
     combined = [mode for mode in our_modes(["x", "y"], [3], [8], ["x+lookup"]) if "x+lookup" in mode.name]
-    assert [(mode.name, mode.spec["sources"], mode.spec["nodes"]) for mode in combined] == [
+    assert [(mode.name, mode.spec.sources, mode.spec.nodes) for mode in combined] == [
         ("tree-x+lookup-n8", ("x", "lookup"), 8),
         ("auto-x+lookup", ("x", "lookup"), "auto"),
     ]

@@ -20,6 +20,7 @@ from tests.exactness import differences, run
 from tests.models import CURVE, OracleDrafter, greedy, make_llama, new_folder, random_prompts, tiny
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.adapter.decoder import AdapterDecoder
+from treespec.adapter.experts import run_experts
 from treespec.adapter.packed import PackedLinear
 from treespec.adapter.route import Window, configs_of, routed, window_below
 from treespec.adapter.row_attention import attend_rows
@@ -378,6 +379,17 @@ def test_the_selftest_finds_experts_that_share_a_product() -> None:
         pytest.raises(ExactnessError, match="bit-identical"),
     ):
         open_adapter_llm(folder)
+
+
+def test_experts_are_the_models_own_without_exactness() -> None:
+    _, folder = saved("mixtral")
+    with mock.patch("treespec.adapter.route.run_experts", side_effect=run_experts) as invariant:
+        llm = open_adapter_llm(folder, exact=False)
+        invariant.reset_mock()
+        llm.generate(random_prompts([9], vocab=VOCAB), greedy(4))
+        assert not invariant.call_count
+        open_adapter_llm(folder).generate(random_prompts([9], vocab=VOCAB), greedy(4))
+        assert invariant.call_count
 
 
 def test_a_model_in_memory_keeps_its_own_experts() -> None:

@@ -56,6 +56,7 @@ class AdapterDecoder(Decoder):
         multiple: pads the number of rows to a multiple. ATen's activations compute the SIMD tail of a tensor with other
             code; 16 rows of a width divisible by 4 have no tail.
         known: the model's own vocabulary size, if the config was extended to a larger one; None = equal.
+        exact: whether experts are row-invariant.
     """
 
     backend = "transformers"
@@ -70,10 +71,11 @@ class AdapterDecoder(Decoder):
         min_rows: int = 2,
         multiple: int = 1,
         known: int | None = None,
+        exact: bool = True,
     ):
         shape, parameter = config.shape, next(model.parameters())
         self.config: AdapterConfig = config  # type: ignore[assignment]
-        self.attention, self.min_rows, self.multiple = attention, min_rows, multiple
+        self.attention, self.min_rows, self.multiple, self.exact = attention, min_rows, multiple, exact
         self._owned = model if config.source.given is None else None
         self.heads, self.kv_heads, self.head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         self.vocab_size, self.known = shape.vocab_size, shape.vocab_size if known is None else known
@@ -187,7 +189,7 @@ class AdapterDecoder(Decoder):
             tokens = tokens.clamp(max=self.known - 1)
         if self.model.training:
             raise ModelError(f"{self.config.folder} is in training mode, where dropout is random; call model.eval()")
-        with routed(self._configs, partial(self._attend_call, layout, kv)):
+        with routed(self._configs, partial(self._attend_call, layout, kv), self.exact):
             return run(base, tokens, layout.positions).last_hidden_state[0]
 
     def _truncated(self, base: nn.Module) -> nn.Module:

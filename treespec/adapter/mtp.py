@@ -164,7 +164,7 @@ class MtpDecoder(AdapterDecoder):
 
     def __init__(self, config: AdapterConfig, layer: nn.Module, attention: Attention, longest: int):
         self._layer = layer
-        super().__init__(config, layer, attention, longest)
+        super().__init__(config, layer, attention, longest, exact=False)  # a draft's bits do not affect the output
 
     @property
     def model(self) -> nn.Module:
@@ -186,7 +186,7 @@ class MtpDecoder(AdapterDecoder):
         count = len(tokens)
         padding = layout.num_rows - count
         tokens, states = F.pad(tokens, (0, padding)), F.pad(states, (0, 0, 0, padding))
-        with routed(self._configs, partial(self._attend_call, layout, kv)):
+        with routed(self._configs, partial(self._attend_call, layout, kv), self.exact):
             return _run(self._layer, tokens, states, layout.positions)[:count]
 
     def _find_layer_list(self, base: nn.Module) -> tuple[str | None, int, int]:

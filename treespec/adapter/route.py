@@ -71,6 +71,7 @@ class _Route:
 
     handler: Handler | None
     own: str | None = None
+    exact: bool = True  # experts are row-invariant
     calls: int = 0
     masks: dict[int, tuple[Tensor, MaskRule]] = field(default_factory=dict)  # by address of the mask placeholder
 
@@ -218,7 +219,7 @@ def _make_mask_placeholder(
 def _run_experts(module: Any, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
     """The registered experts function, with transformers' signature."""
     route = _route.get()
-    if route is not None and route.handler is not None:
+    if route is not None and route.handler is not None and route.exact:
         return run_experts(module, hidden, experts, weights)
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -292,9 +293,12 @@ def implementation(configs: list[Any], name: str) -> AbstractContextManager[_Rou
     return _activate(configs, _Route(None, own=name))
 
 
-def routed(configs: list[Any], handler: Handler) -> AbstractContextManager[_Route]:
-    """Send attention calls of the models of these configs to `handler`, in this thread."""
-    return _activate(configs, _Route(handler))
+def routed(configs: list[Any], handler: Handler, exact: bool = True) -> AbstractContextManager[_Route]:
+    """Send attention calls of the models of these configs to `handler`, in this thread.
+
+    Their experts are row-invariant if `exact`, and otherwise computed as outside of routes.
+    """
+    return _activate(configs, _Route(handler, exact=exact))
 
 
 def visible_keys(mask: MaskRule, queries: Tensor, keys: Tensor) -> Tensor:

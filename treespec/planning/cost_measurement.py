@@ -227,10 +227,8 @@ def star_pass(runner: Runner, requests: Sequence[Request], rows: int) -> None:
         else RequestRows.chain(r.context_len, 1, r.pages)
         for r in requests
     ]
-    target, pool = runner.target, runner.cache.pools[0]
-    tokens = torch.ones(rows * len(requests), dtype=torch.int64, device=target.device)
-    hidden = target.forward(tokens, target.plan(stars, pool), pool)
-    target.best(target.logits(hidden[: len(tokens)]))
+    target = runner.target
+    target.best(target.logits(runner.run_pass(stars, np.ones(rows * len(requests), dtype=np.int64))))
     _synchronize(target.device)
 
 

@@ -294,4 +294,5 @@ class Loader:
     ) -> AdapterDecoder:
         """Return the decoder of a model for the adapter, which `open` loaded."""
         op = make_attention(attention, config.shape, self.dtype, self.device, self.configs, self.exact)
-        return AdapterDecoder(config, self._modules[config.source], op, positions, min_rows, multiple, known)
+        module = self._modules[config.source]
+        return AdapterDecoder(config, module, op, positions, min_rows, multiple, known, self.exact)

@@ -5,12 +5,13 @@
     PYTHONPATH=.:kernels:weights python perf/gpu_suite.py --dry-run             # everything, tiny, without a GPU
     PYTHONPATH=.:kernels:weights python perf/gpu_suite.py --report              # tables of existing results
 
-Stages (letters name several): ops, bits and families (a), passes and rounds (b), autotune (c), kernels (d), grown1b and
-grown8b (e), quantized (f). They run in the given order, each for under eight minutes, until the budget is used up: name
-the most important first. Each stage writes perf/results/<device>/<stage>.json after every measurement. Documents of the
-same sources are resumed; complete ones are skipped unless --again is given, and --retry repeats failures. Failures and
-timeouts are recorded as errors, in full in errors.log; measurements cut off by the budget are not recorded. The target
-table is printed last, at most half a minute after the budget. Exits with 1 if a correctness target is missed.
+Stages (letters name several): smoke (s), ops, bits and families (a), passes and rounds (b), autotune (c), kernels (d),
+grown1b and grown8b (e), quantized (f). They run in the given order, each for under eight minutes (smoke: under two),
+until the budget is used up: name the most important first. Each stage writes perf/results/<device>/<stage>.json after
+every measurement. Documents of the same sources are resumed; complete ones are skipped unless --again is given, and
+--retry repeats failures. Failures and timeouts are recorded as errors, in full in errors.log; measurements cut off by
+the budget are not recorded. The target table is printed last, at most half a minute after the budget. Exits with 1 if a
+correctness target is missed.
 """
 
 import argparse

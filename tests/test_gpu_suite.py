@@ -433,5 +433,5 @@ def test_stages_by_name_and_letter_in_the_order_named() -> None:
         "rounds",
     ]
     assert stages.choose([]) == list(stages.STAGES)
-    with pytest.raises(ValueError, match=r"--stage nothing: valid: ops \(a\), bits \(a\)"):
+    with pytest.raises(ValueError, match=r"--stage nothing: valid: smoke \(s\), ops \(a\), bits \(a\)"):
         stages.choose(["nothing"])

@@ -171,7 +171,7 @@ def own_measurements(setting: Setting) -> Iterator[Measurement]:
             yield Measurement(name, partial(_attention, sizes, heads, dtype), 60.0)
     for out_features, in_features, gate in sizes.linears:
         name = f"row_linear/{out_features}x{in_features}{' silu_gate' if gate else ''}"
-        yield Measurement(name, partial(_linear, sizes, out_features, in_features, gate), 45.0)
+        yield Measurement(name, partial(linear, sizes, out_features, in_features, gate), 45.0)
     for name, shape in {"8B": setting.target, "1B": setting.small}.items():
         yield Measurement(f"decoder/{name}", partial(_decoder, sizes, shape), 90.0 + REPEAT_SECONDS)
     for batch in sizes.batches:
@@ -266,7 +266,7 @@ def _attend(
 # --- linear layers
 
 
-def _linear(sizes: Sizes, out_features: int, in_features: int, gate: bool, context: Context) -> dict[str, Any]:
+def linear(sizes: Sizes, out_features: int, in_features: int, gate: bool, context: Context) -> dict[str, Any]:
     """Count numbers of rows at which bits differ from a pass of `sizes.rows` rows, and measure the error."""
     op, setting = op_module("linear.row_linear"), context.setting
     key = {"dtype": setting.dtype, "out_features": out_features, "in_features": in_features, "silu_gate": gate}

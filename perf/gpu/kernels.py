@@ -19,6 +19,7 @@ from gpu.stage import Context, Measurement, Unavailable, op_module
 from treespec_kernels.aot.kernel_spec import KernelShape
 from treespec_kernels.attention.kv_commit import kv_commit_triton
 from treespec_kernels.tuning.tuned import KernelConfigs
+from treespec_weights import ModelShape
 
 COMMIT = "kv_commit/8B, path 6"
 ROWS = (1, 8, 16, 32, 64)  # of linear layers and LM heads
@@ -86,19 +87,10 @@ def workloads(setting: Setting, op: str) -> dict[str, Any]:
     known, shape = op_module("tuning.workloads"), setting.target
     if op not in known.ops():
         raise Unavailable(f"there are no workloads of {op}")
-    kernel_shape = KernelShape(
-        setting.dtype,
-        shape.head_dim,
-        shape.num_heads,
-        shape.num_kv_heads,
-        shape.hidden_size,
-        shape.intermediate_size,
-        shape.vocab_size,
-    )
     found: dict[str, Any] = {}
     for rows in (3,) if setting.dry else ROWS:
         made = known.Setting(
-            kernel_shape,
+            kernel_shape(setting, shape),
             setting.device,
             nodes=rows,
             context=20 if setting.dry else 2048,
@@ -109,6 +101,19 @@ def workloads(setting: Setting, op: str) -> dict[str, Any]:
         for workload in known.workloads_of(made, [op]):
             found.setdefault(f"{op}/{_size_of(workload.key)}/{workload.load}", workload)
     return found
+
+
+def kernel_shape(setting: Setting, shape: ModelShape) -> KernelShape:
+    """Return the sizes of the kernels of a model."""
+    return KernelShape(
+        setting.dtype,
+        shape.head_dim,
+        shape.num_heads,
+        shape.num_kv_heads,
+        shape.hidden_size,
+        shape.intermediate_size,
+        shape.vocab_size,
+    )
 
 
 def _size_of(key: dict[str, Any]) -> str:
@@ -122,7 +127,7 @@ def _size_of(key: dict[str, Any]) -> str:
 
 def _workload(workload: Any, context: Context) -> dict[str, Any]:
     setting = context.setting
-    config = _configuration(workload)
+    config = configuration(workload)
     workload.check(config)
     copies = sets_for(workload.bytes, setting.cache_bytes)
     workload.prepare(copies)
@@ -147,7 +152,7 @@ def _workload(workload: Any, context: Context) -> dict[str, Any]:
     }
 
 
-def _configuration(workload: Any) -> Any:
+def configuration(workload: Any) -> Any:
     """Return the tuned configuration if there is one, else the default."""
     if workload.default is None:
         return None

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from functools import partial
 
-from gpu import bits, families, grown, kernels, ops, passes, quantized, rounds, tune
+from gpu import bits, families, grown, kernels, ops, passes, quantized, rounds, smoke, tune
 from gpu.stage import Stage
 
 STAGES = (
+    Stage("smoke", "s", "the first minute", smoke.measurements, smoke.describe, 110.0),
     Stage("ops", "a", "correctness of every kernel: tests marked gpu", ops.measurements, ops.describe),
     Stage("bits", "a", "bits of trees against plain decoding", bits.measurements, bits.describe),
     Stage("families", "a", "bits and passes of every family", families.measurements, families.describe),

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from gpu import attention, kernels, passes, rounds
+from gpu import attention, kernels, passes, rounds, smoke
 from gpu.failures import last_line
 
 Documents = Mapping[str, Mapping[str, Any]]  # results by stage: name of a measurement to figures
@@ -98,7 +98,16 @@ def _commit(documents: Documents) -> float | None:
     return _figure(documents, "kernels", kernels.COMMIT, "us")
 
 
+def _smoke(documents: Documents) -> float | None:
+    """Return the number of all differences of the first minute; None if a check of bits is missing or failed."""
+    keys = {smoke.BITS: ("differing_row_counts",), smoke.ENGINE: ("differing_tokens",)}
+    keys |= {smoke.TREES: ("differing_rows", "differing_repeats")}
+    found = [_figure(documents, "smoke", name, key) for name, own in keys.items() for key in own]
+    return None if None in found else sum(found)
+
+
 TARGETS = (
+    Target("first minute: differing rows, repeats and tokens", "0", _smoke, lambda v: v == 0, "{:.0f}"),
     Target(
         "kernel tests on the device: failures", "0", lambda d: _sum(d, "ops", "failed", ""), lambda v: v == 0, "{:.0f}"
     ),

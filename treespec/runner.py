@@ -129,8 +129,12 @@ class Runner:
 
     def run_pass(self, rows: list[RequestRows], tokens: np.ndarray) -> Tensor:
         """[num tokens, hidden_size] final hidden states of the tokens. Writes the features that draft heads read."""
-        ids = torch.from_numpy(tokens).to(self.target.device)
         assert self.max_rows is None or len(tokens) <= self.max_rows, "a pass outgrew the fixed number of rows"
+        return self.run_rows(rows, tokens)
+
+    def run_rows(self, rows: list[RequestRows], tokens: np.ndarray) -> Tensor:
+        """Run a pass of any number of rows, which is exact only up to `max_rows`; as `run_pass`."""
+        ids = torch.from_numpy(tokens).to(self.target.device)
         pool, features = self.cache.pools[0], self.cache.features
         layout = self.target.plan(rows, pool)
         if features is None:

@@ -228,7 +228,7 @@ def star_pass(runner: Runner, requests: Sequence[Request], rows: int) -> None:
         for r in requests
     ]
     target = runner.target
-    target.best(target.logits(runner.run_pass(stars, np.ones(rows * len(requests), dtype=np.int64))))
+    target.best(target.logits(runner.run_rows(stars, np.ones(rows * len(requests), dtype=np.int64))))
     _synchronize(target.device)
 
 

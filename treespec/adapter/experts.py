@@ -64,6 +64,6 @@ def _multiply_by_row(matrices: Tensor, rows: Tensor, chosen: Tensor) -> Tensor:
     return torch.cat([torch.bmm(matrices[own], piece[:, :, None])[:, :, 0] for piece, own in pieces])
 
 
-def is_row_invariant(module: nn.Module) -> bool:
-    """Return whether a module's experts can be computed by `run_experts`."""
-    return any(hasattr(part, "is_transposed") and hasattr(part, "has_gate") for part in module.modules())
+def has_routed_experts(model: nn.Module) -> bool:
+    """Return whether a model has experts that look up their function in transformers' experts interface."""
+    return any(hasattr(part, "is_transposed") and hasattr(part, "has_gate") for part in model.modules())

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from treespec.adapter.decoder import AdapterDecoder
-from treespec.adapter.experts import is_row_invariant
+from treespec.adapter.experts import has_routed_experts
 from treespec.adapter.source import Source
 from treespec.config import ModelConfig
 from treespec.errors import ConfigError, ExactnessError, KernelError, ModelError, VariantError
@@ -97,7 +97,7 @@ def find_exact_adapter(
     """
     decoder = make(attentions[0], 2, 1)
     experts = sorted({type(m).__name__ for m in decoder.model.modules() if _EXPERTS.search(type(m).__name__)})
-    if experts and not is_row_invariant(decoder.model):
+    if experts and not has_routed_experts(decoder.model):
         raise ExactnessError(
             f"{decoder.config.folder} has experts ({', '.join(experts)}) that transformers' experts interface does not "
             "reach; their bits depend on the number of rows routed to each. Use exact=False to continue"

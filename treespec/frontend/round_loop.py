@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from threading import RLock
 from typing import Any
 
@@ -13,7 +13,7 @@ from treespec.config import EngineConfig
 from treespec.engine import Engine
 from treespec.errors import ConfigError, RequestError, describe_error
 from treespec.request import Request
-from treespec.utils.torch_state import on_device, one_thread, own_passes
+from treespec.utils.torch_state import on_device, own_passes, threads_of_passes
 
 
 class RoundLoop:
@@ -83,9 +83,8 @@ class RoundLoop:
             )
         try:
             self._in_round = True
-            # Compiled passes have threads of their own, which OpenMP's would disturb.
-            threads = one_thread() if self._config.compile else nullcontext()
-            with own_passes(self._config.device), on_device(self._config.device), threads:
+            device, threads = self._config.device, threads_of_passes(self._config.compile)
+            with own_passes(device), on_device(device), threads:
                 self._engine.step()
         except BaseException as error:
             ending: tuple[Any, ...] = ("abort",)  # Ctrl-C

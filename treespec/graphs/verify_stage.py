@@ -1,6 +1,7 @@
 """The verify stage of a captured round."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ from treespec.graphs.draft_passes import FeaturePool
 from treespec.graphs.draft_stage import DraftStage
 from treespec.graphs.round_inputs import RoundInput, RoundInputs
 from treespec.graphs.stack_passes import ModelStack, StackPasses
+from treespec.models.decoder import record_states
 from treespec_kernels.attention.kv_commit import kv_commit_triton
 from treespec_kernels.sampling.row_topk import row_topk_triton
 from treespec_kernels.tree.device_trees import DeviceTrees
@@ -112,13 +114,10 @@ class VerifyStage:
         placed = trees.tokens, self.inputs["context_lens"], trees.depths, slots, ancestors
         if self.features is None:
             return passes.hidden(*placed)
-        last = len(self.target.kernels.weights.layers)
-        states: dict[int, Tensor | None] = dict.fromkeys(layer for layer in self.features.layers if layer <= last)
-        hidden = passes.hidden(*placed, states)
-        states[last + 1] = hidden
-        chosen = [state for layer in self.features.layers if (state := states[layer]) is not None]
-        self.features.write(passes.slots, torch.stack(chosen, 1))
-        return hidden
+        num_layers = len(self.target.kernels.weights.layers)
+        final, chosen = record_states(self.features.layers, num_layers, partial(passes.hidden, *placed))
+        self.features.write(passes.slots, chosen)
+        return final
 
     def results(self, requests: Sequence[RoundInput], nodes: int, drafted: bool) -> list[RoundResult]:
         """Return the results that the last round with `nodes` nodes copied to the host.

@@ -6,10 +6,10 @@ each), so the decoder makes few calls and creates views once per pass.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import CDLL
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -87,6 +87,24 @@ class HiddenStates(NamedTuple):
 
     final: Tensor
     chosen: Tensor
+
+
+def record_states(
+    of: Sequence[int], num_layers: int, forward: Callable[[dict[int, Tensor | None]], Tensor]
+) -> HiddenStates:
+    """Run a pass that also returns hidden states.
+
+    Args:
+        of: layers, as in `Decoder.check_states`.
+        num_layers: of the model.
+        forward: runs the pass, stores residual streams at the keys of its argument, and returns the states after the
+            final norm.
+    """
+    states: dict[int, Tensor | None] = dict.fromkeys(of)
+    final = forward(states)
+    if num_layers + 1 in states:
+        states[num_layers + 1] = final
+    return HiddenStates(final, torch.stack([state for layer in of if (state := states[layer]) is not None], 1))
 
 
 def _quantization(weights: dict[str, Tensor]) -> str | None:
@@ -282,11 +300,8 @@ class Decoder:
     def _forward_with_states(
         self, tokens: Tensor, layout: Pass, kv: Tensor, of: Sequence[int], stream: StreamInput | None
     ) -> HiddenStates:
-        states: dict[int, Tensor | None] = dict.fromkeys(of)
-        final = self._forward(tokens, layout, kv, None, states, stream)
-        if (normed := self.config.shape.num_layers + 1) in states:
-            states[normed] = final
-        return HiddenStates(final, torch.stack([state for layer in of if (state := states[layer]) is not None], 1))
+        forward = partial(self._forward, tokens, layout, kv, None, given=stream)
+        return record_states(of, self.config.shape.num_layers, lambda states: forward(states=states))
 
     def check_states(self, of: Sequence[int]) -> None:
         """Validate layers whose hidden states are requested.

@@ -149,10 +149,8 @@ def _capture(
     configs, options = resolved.loader.configs, resolved.options
     if configs is None:
         return None
-    models = () if ssms is None else ssms.models
-    if others := [
-        name for name, model in zip(ssms.names if ssms else (), models, strict=True) if not runs_on_device(model)
-    ]:
+    drafts = {} if ssms is None else dict(zip(ssms.names, ssms.models, strict=True))
+    if others := [name for name, model in drafts.items() if not runs_on_device(model)]:
         logger.info("rounds are not captured: %s draft step by step", ", ".join(others))
         return None
     sizes = plan.max_model_len, plan.scratch, options.max_num_seqs

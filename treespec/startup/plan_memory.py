@@ -89,7 +89,7 @@ def plan_memory(resolved: Resolved) -> MemoryPlan:
         num_pages=max_num_seqs * pages_for(length + scratch),
         cache_dtype=cache_dtype,
         shapes=shapes,
-        stacks=_stacks(resolved) if triton else None,
+        stacks=_cache_stacks(resolved) if triton else None,
         features=features,
     )
 
@@ -157,8 +157,8 @@ def _round_bytes(resolved: Resolved, scratch: int) -> int:
     return planned_bytes(_natives(resolved), limits, options.max_num_seqs, options.prefill_chunk, resolved.loader.dtype)
 
 
-def _stacks(resolved: Resolved) -> list[int]:
-    """Return the sizes of the stacks of models with one pool: the target, the SSMs, and each head by itself."""
+def _cache_stacks(resolved: Resolved) -> list[int]:
+    """Return the numbers of models that share a tensor of the KV cache: the target, the SSMs, and each head alone."""
     ssms = [draft.config for draft in resolved.ssms if isinstance(draft.config, ModelConfig)]
     return [1, *stack_sizes(ssms), *[1] * len(resolved.heads)]
 

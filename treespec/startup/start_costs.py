@@ -1,13 +1,12 @@
 """Measured costs of passes that an engine starts with."""
 
 import logging
-from contextlib import nullcontext
 
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 from treespec.planning import cost_measurement as costs
 from treespec.planning.round_costs import CostCurve
 from treespec.runner import Runner
-from treespec.utils.torch_state import one_thread
+from treespec.utils.torch_state import threads_of_passes
 
 logger = logging.getLogger("treespec")
 
@@ -22,9 +21,7 @@ def load_costs(runner: Runner, ssms: SsmDrafter | None, threads: int, interprete
     key = costs.cost_key(runner, ssms, threads)
     known = costs.load(key)
     if known is None:
-        # As in rounds of compiled passes (see `RoundLoop`).
-        passes = one_thread() if runner.target.linear == "compiled" else nullcontext()
-        with costs.measuring_alone(), passes:
+        with costs.measuring_alone(), threads_of_passes(runner.target.linear == "compiled"):
             return costs.load(key) or costs.measure(runner, ssms, START_SECONDS)
     if runner.target.device.type == "cpu":
         warn_of_threads(costs.by_threads(key), threads)

@@ -375,16 +375,17 @@ class SsmDrafter:
             self._state(request).active = self._allowed(request)
         missed = False
         for ssm in range(len(self.models)):
-            states = [(request, self._state(request)) for request in requests]
-            behind = [
-                r
-                for r, s in states
-                if ssm in s.active
-                and (
-                    r.context_len + 1 - s.valid[ssm] > width
-                    or s.valid[ssm] < max(self.models[active].offset for active in s.active)
+            behind = []
+            for request in requests:
+                state = self._state(request)
+                if ssm not in state.active:
+                    continue
+                unread, first_row = (
+                    request.context_len + 1 - state.valid[ssm],
+                    max(self.models[i].offset for i in state.active),
                 )
-            ]
+                if unread > width or state.valid[ssm] < first_row:
+                    behind.append(request)
             self._read(ssm, behind)
             missed = missed or bool(behind)
         return missed

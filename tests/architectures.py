@@ -37,6 +37,14 @@ GPT = {
     "eos_token_id": 0,
 }
 WINDOWS = {"sliding_window": 17, "layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS = {
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": GROUPED | {"head_dim": 12, "num_key_value_heads": 1},
     "mistral": GROUPED | {"sliding_window": 17},
@@ -53,6 +61,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt_bigcode": GPT,
     "diffllama": GROUPED,  # two attentions in each layer
     "deepseek_v3": SIZES
+    | EXPERTS
     | {
         "num_key_value_heads": 4,
         "q_lora_rank": 16,
@@ -60,25 +69,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 8,
         "qk_nope_head_dim": 8,
         "v_head_dim": 12,
-        "n_routed_experts": 4,
-        "moe_intermediate_size": 24,
-        "first_k_dense_replace": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "num_experts_per_tok": 2,
     },  # keys and values of different widths
     "gpt_oss": GROUPED | WINDOWS | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},  # sinks
     "mixtral": GROUPED | {"num_local_experts": 4},
-    "glm4_moe": GROUPED
-    | {
-        "head_dim": 8,
-        "n_routed_experts": 4,
-        "moe_intermediate_size": 24,
-        "first_k_dense_replace": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "num_experts_per_tok": 2,
-    },
+    "glm4_moe": GROUPED | EXPERTS | {"head_dim": 8},
     "mellum": GROUPED
     | WINDOWS
     | {

@@ -97,10 +97,7 @@ def test_probabilities_are_those_of_the_reference(kind: str, executor: dict[str,
             for node in range(1, len(tree)):
                 if tree.sources_of(node) != (draft.name,):
                     continue
-                path = [node]
-                while tree.parents[path[0]] > 0:
-                    path.insert(0, int(tree.parents[path[0]]))
-                tokens = tree.tokens[path].tolist()
+                tokens = tree.tokens[tree.path_to(node)[1:]].tolist()
                 probs = torch.softmax(expected_logits(kind, draft, models, record, tokens[:-1]), -1)
                 expected = float(probs[rows[tokens[-1]]])
                 assert tree.probs[node] == pytest.approx(expected, abs=1e-5), (record.number, tokens)

@@ -109,10 +109,7 @@ def test_probabilities_are_those_of_the_reference(name: str, executor: dict[str,
             for node in range(1, len(tree)):
                 if head.name not in tree.sources_of(node) or "lookup" in tree.sources_of(node):
                     continue
-                path = [node]
-                while tree.parents[path[0]] > 0:
-                    path.insert(0, int(tree.parents[path[0]]))
-                tokens = tree.tokens[path].tolist()
+                tokens = tree.tokens[tree.path_to(node)[1:]].tolist()
                 probs = torch.softmax(expected_logits(name, head, model, record, tokens[:-1]), -1)
                 expected = float(probs[rows[tokens[-1]]])
                 assert tree.probs[node] == pytest.approx(expected, abs=1e-5), (record.number, tokens)

@@ -114,10 +114,7 @@ def test_probabilities_are_those_of_transformers(kind: str) -> None:
             for node in range(1, len(tree)):
                 if tree.sources_of(node) != ("mtp",):
                     continue
-                path = [node]
-                while tree.parents[path[0]] > 0:
-                    path.insert(0, int(tree.parents[path[0]]))
-                tokens = tree.tokens[path].tolist()
+                tokens = tree.tokens[tree.path_to(node)[1:]].tolist()
                 logits = expected_logits(model, layer, [*record.context, int(tree.tokens[0])], tokens[:-1])
                 expected = float(torch.softmax(logits, -1)[tokens[-1]])
                 assert tree.probs[node] == pytest.approx(expected, abs=1e-5), (record.number, tokens)

@@ -65,9 +65,7 @@ def test_probabilities_are_those_of_the_reference(name: str, executor: dict[str,
             for node in range(1, len(tree)):
                 if tree.sources_of(node) != (head.name,):
                     continue
-                path = [node]
-                while path[0]:
-                    path.insert(0, int(tree.parents[path[0]]))
+                path = tree.path_to(node)
                 tokens = tree.tokens[path].tolist()
                 if name.startswith("medusa"):
                     logits = reference_medusa(head, state, len(path) - 1)

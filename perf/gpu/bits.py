@@ -18,7 +18,7 @@ from gpu import attention
 from gpu.models import Passes, open_engine
 from gpu.setting import Setting
 from gpu.stage import Context, Measurement, op_module
-from gpu.workers import WorkerPool
+from gpu.workers import in_workers
 from treespec import LLM, SamplingParams
 from treespec_kernels.attention.tree_attention import TreeAttentionConfig, plan_tree_attention, tree_attention_triton
 from treespec_kernels.tuning.testing import path_to, tree_attention_inputs, tree_parents
@@ -143,22 +143,7 @@ WORKER_SECONDS = 320.0
 def measurements(setting: Setting) -> list[Measurement]:
     """Return the measurements. They are not timed, so on a GPU they run in parallel, each in its own process."""
     own = list(own_measurements(setting))
-    if setting.dry:
-        return own
-    return [
-        Measurement(each.name, partial(_in_worker, own, each.name), 2 * WORKER_SECONDS) for each in own
-    ]  # twice the limit, since a measurement may be queued
-
-
-def _in_worker(own: Sequence[Measurement], name: str, context: Context) -> dict[str, Any]:
-    """Return the result of one of `own`; the first call starts all measurements that have no result yet."""
-
-    def begin() -> WorkerPool:
-        left = sorted((each for each in own if each.name not in context.results), key=lambda each: -each.seconds)
-        fresh = Context(context.setting, {})
-        return WorkerPool({each.name: partial(each.run, fresh) for each in left}, WORKER_SECONDS)
-
-    return context.keep("workers", begin).result(name)
+    return own if setting.dry else in_workers(own, WORKER_SECONDS, 2 * WORKER_SECONDS)
 
 
 def own_measurements(setting: Setting) -> Iterator[Measurement]:
@@ -171,7 +156,7 @@ def own_measurements(setting: Setting) -> Iterator[Measurement]:
             yield Measurement(name, partial(_attention, sizes, heads, dtype), 60.0)
     for out_features, in_features, gate in sizes.linears:
         name = f"row_linear/{out_features}x{in_features}{' silu_gate' if gate else ''}"
-        yield Measurement(name, partial(linear, sizes, out_features, in_features, gate), 45.0)
+        yield Measurement(name, partial(linear, sizes.rows, out_features, in_features, gate), 45.0)
     for name, shape in {"8B": setting.target, "1B": setting.small}.items():
         yield Measurement(f"decoder/{name}", partial(_decoder, sizes, shape), 90.0 + REPEAT_SECONDS)
     for batch in sizes.batches:
@@ -266,18 +251,18 @@ def _attend(
 # --- linear layers
 
 
-def linear(sizes: Sizes, out_features: int, in_features: int, gate: bool, context: Context) -> dict[str, Any]:
-    """Count numbers of rows at which bits differ from a pass of `sizes.rows` rows, and measure the error."""
+def linear(num_rows: int, out_features: int, in_features: int, gate: bool, context: Context) -> dict[str, Any]:
+    """Count numbers of rows at which bits differ from a pass of `num_rows` rows, and measure the error."""
     op, setting = op_module("linear.row_linear"), context.setting
     key = {"dtype": setting.dtype, "out_features": out_features, "in_features": in_features, "silu_gate": gate}
     default = op.RowLinearConfig.default(setting.dtype, out_features, in_features, silu_gate=gate)
     config = KernelConfigs.load(setting.device).get("row_linear", key | {"groups": 1}, default)
     options: dict[str, Any] = {"silu_gate": gate, "config": replace(config, fixed_order_dot=setting.dry)}
-    x = setting.random(sizes.rows, in_features)
+    x = setting.random(num_rows, in_features)
     weight = setting.random(out_features, in_features, scale=in_features**-0.5)
     whole = op.row_linear_triton(x, weight, **options)
     differing = []
-    for rows in range(1, sizes.rows):
+    for rows in range(1, num_rows):
         # Compute the same rows at the start and at the end of a shorter pass.
         behind = torch.cat([x[rows:], x[:rows]])[-rows - 1 :]
         same = torch.equal(op.row_linear_triton(x[:rows], weight, **options), whole[:rows])
@@ -285,7 +270,7 @@ def linear(sizes: Sizes, out_features: int, in_features: int, gate: bool, contex
             differing.append(rows)
     expected = op.row_linear_ref(x.float(), weight.float(), bias=None, residual=None, silu_gate=gate).float()
     error = float((whole.float() - expected).norm() / expected.norm())
-    figures = {"row_counts": sizes.rows - 1, "differing_row_counts": len(differing), "relative_error": error}
+    figures = {"row_counts": num_rows - 1, "differing_row_counts": len(differing), "relative_error": error}
     return figures | {"first": differing[:1], "config": str(options["config"])}
 
 

@@ -5,8 +5,8 @@ repeated passes, and an engine whose captured rounds give the tokens of plain de
 once, each in its own process, because compilation takes most of the time.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from gpu.kernels import configuration, kernel_shape
 from gpu.models import Passes, open_engine
 from gpu.setting import Setting
 from gpu.stage import Context, Measurement
-from gpu.workers import WorkerPool
+from gpu.workers import in_workers
 from treespec import SamplingParams, SpecConfig
 from treespec_kernels.tuning import workloads
 
@@ -50,26 +50,14 @@ def measurements(setting: Setting) -> list[Measurement]:
     sizes = DRY if setting.dry else REAL
     own = list(_checks(setting, sizes))
     copy = Measurement(COPY, lambda context: copy_bandwidth(context.clock(10, 2.0), sizes.copied), 20.0)
-    if setting.dry:
-        return [copy, *own]
-    return [copy, *(Measurement(each.name, partial(_in_worker, own, each.name), SECONDS + 20.0) for each in own)]
-
-
-def _in_worker(own: Sequence[Measurement], name: str, context: Context) -> dict[str, Any]:
-    """Return the result of one of `own`; the first call starts all that have no result yet."""
-
-    def begin() -> WorkerPool:
-        left, fresh = [each for each in own if each.name not in context.results], Context(context.setting, {})
-        return WorkerPool({each.name: partial(each.run, fresh) for each in left}, SECONDS)
-
-    return context.keep("workers", begin).result(name)
+    return [copy, *(own if setting.dry else in_workers(own, SECONDS, SECONDS + 20.0))]
 
 
 def _checks(setting: Setting, sizes: Sizes) -> Iterator[Measurement]:
     """Yield the checks, the longest first."""
     yield Measurement(ENGINE, partial(_engine, sizes), SECONDS)
     yield Measurement(TREES, partial(_trees, sizes), SECONDS)
-    yield Measurement(BITS, partial(_rows, sizes), SECONDS)
+    yield Measurement(BITS, partial(bits.linear, sizes.rows, *sizes.linear), SECONDS)
     for op in workloads.ops():
         yield Measurement(f"op {op}", partial(_op, sizes, op), SECONDS)
 
@@ -97,11 +85,6 @@ def _op(sizes: Sizes, op: str, context: Context) -> dict[str, Any]:
         workload.release()
         checked.append(f"{workload.key} {workload.load}")
     return {"checked": checked}
-
-
-def _rows(sizes: Sizes, context: Context) -> dict[str, Any]:
-    """Compare the bits of a linear layer's rows for every number of rows."""
-    return bits.linear(replace(bits.DRY if context.setting.dry else bits.REAL, rows=sizes.rows), *sizes.linear, context)
 
 
 def _trees(sizes: Sizes, context: Context) -> dict[str, Any]:

@@ -10,8 +10,9 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 from gpu import failures
+from gpu.stage import Context, Measurement
 
 Task = Callable[[], Any]
 MAX_WORKERS = 12
@@ -104,6 +106,30 @@ class WorkerPool:
             process.kill()  # its answer has arrived or will never arrive
             process.join()
             self._running.discard(process)
+
+
+def in_workers(own: Sequence[Measurement], seconds: float, limit: float) -> list[Measurement]:
+    """Return measurements that run in parallel, each in its own process; they must not be timed.
+
+    The first one to run starts all that have no result yet, the longest first.
+
+    Args:
+        own: the measurements.
+        seconds: time limit of each process.
+        limit: time limit of each measurement, in which it may also be queued.
+    """
+
+    def result(name: str, context: Context) -> dict[str, Any]:
+        def begin() -> WorkerPool:
+            left = sorted((each for each in own if each.name not in context.results), key=lambda each: -each.seconds)
+            fresh = Context(context.setting, {})
+            return WorkerPool({each.name: partial(each.run, fresh) for each in left}, seconds)
+
+        pool: WorkerPool = context.keep("workers", begin)
+        found: dict[str, Any] = pool.result(name)
+        return found
+
+    return [Measurement(each.name, partial(result, each.name), limit) for each in own]
 
 
 def run_task(task: Task, sender: Connection, stacks: str, until: float) -> None:

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from tests.blocks_made import write_dflash
+from tests.drafting import make_target
 from tests.heads_made import TargetShape, write_eagle1, write_eagle3
-from tests.models import edit_config, greedy, make_draft, make_llama, new_folder, open_llm, random_prompts, tokens_of
+from tests.models import edit_config, greedy, make_draft, new_folder, open_llm, random_prompts, tokens_of
 from tests.state_heads_made import write_medusa
 from treespec import RoundRecord, SpecConfig
 from treespec.graphs.batch_round import BatchRound
@@ -20,8 +21,7 @@ SHAPE = TargetShape(num_hidden_layers=3, vocab_size=96)
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "peagle", "dflash", "pard", "medusa"])
 def test_probabilities_are_those_of_the_eager_pass(kind: str) -> None:
     """EAGLE heads draft in captured rounds; what drafts a block, or has no attention, goes step by step."""
-    sizes = {name: getattr(SHAPE, name) for name in vars(SHAPE)} | {"head_dim": SHAPE.head_dim}
-    target, head = make_llama(new_folder("target"), 3, faint_after=0, **sizes), new_folder("head")
+    target, head = make_target(SHAPE), new_folder("head")
     if kind == "eagle":
         write_eagle1(head, SHAPE, bias=True, own_embedding=False, seed=1)
     elif kind == "dflash":
@@ -61,8 +61,7 @@ def test_probabilities_are_those_of_the_eager_pass(kind: str) -> None:
 
 def test_heads_beside_an_ssm_in_captured_rounds() -> None:
     """Greedy and sampled tokens are those of plain decoding; after a prompt of one token, no head can draft."""
-    sizes = {name: getattr(SHAPE, name) for name in vars(SHAPE)} | {"head_dim": SHAPE.head_dim}
-    target = make_llama(new_folder("target"), 3, faint_after=0, **sizes)
+    target = make_target(SHAPE)
     draft = make_draft(new_folder("ssm"), target, 1, 0.04)
     write_eagle3(
         head := new_folder("head"),

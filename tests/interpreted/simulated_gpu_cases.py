@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from triton.runtime.errors import OutOfResources
 
+from tests.drafting import make_target
 from tests.families import TYPICAL, WINDOW, make_model, small
 from tests.heads_made import TargetShape, write_eagle1, write_eagle3
 from tests.interpreted.tuning_cases import PlannedClock
@@ -237,9 +238,7 @@ def test_rounds_on_a_gpu(gpu: Gpu) -> None:
 def test_rounds_of_heads(gpu: Gpu) -> None:
     """Each level of an EAGLE head is part of the captured round, as is what the target's passes store for it."""
     shape = TargetShape(num_hidden_layers=2, vocab_size=64, hidden_size=32, intermediate_size=48)
-    sizes = {name: getattr(shape, name) for name in vars(shape)} | {"head_dim": shape.head_dim}
-    target = make_llama(new_folder("target"), 3, torch.float16, faint_after=0, **sizes)
-    head, other = new_folder("head"), new_folder("head")
+    target, head, other = make_target(shape, torch.float16), new_folder("head"), new_folder("head")
     options: dict[str, Any] = {"draft_vocab": 48, "own_embedding": False, "boundaries": (0, 1)}
     write_eagle3(head, shape, layout="specforge", seed=1, **options)
     write_eagle1(other, shape, bias=True, own_embedding=False, seed=2)

@@ -18,6 +18,7 @@ from treespec.adapter.decoder import AdapterDecoder, AdapterPass
 from treespec.adapter.route import Call, configs_of, routed
 from treespec.adapter.source import Source
 from treespec.adapter.trace import AdapterConfig, reference_attention
+from treespec.config import ModelConfig
 from treespec.errors import ModelError, describe_error
 from treespec.models.attention import Attention
 from treespec.models.feature_head import FeatureHead
@@ -37,7 +38,7 @@ class MtpForm:
     name = "MTP layer"
 
     @classmethod
-    def of(cls, target: object) -> "MtpForm":
+    def of(cls, target: Source | ModelConfig) -> "MtpForm":
         """Return the form of a target's layer.
 
         Args:

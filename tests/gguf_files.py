@@ -240,6 +240,7 @@ def transformers_reading(path: Path) -> nn.Module:
             path.parent,
             gguf_file=path.name,
             dtype=torch.float32,
+            attn_implementation="eager",  # before 5.24, SDPA is the default and leaves out the caps of scores
             quantization_config=GgufConfig(dequantize=True),
         )
     return model.eval()

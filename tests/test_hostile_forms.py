@@ -83,7 +83,7 @@ LARGE: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[str], bool]]] = {
     "many short choices": (lambda: {"choice": [f"item {i}" for i in range(60_000)]}, lambda t: t.startswith("item ")),
     "choices with one beginning": (
         lambda: {"choice": [f"https://www.example.com/{'x' * 100}/{i}" for i in range(4000)]},
-        lambda text: text.startswith("https://www.example"),
+        lambda text: text != "" and "https://www.example.com/".startswith(text[:24]),
     ),
     "a list of words": (lambda: {"regex": "|".join(f"w{i}x" for i in range(3000))}, lambda text: text[0] == "w"),
     "optional parts": (lambda: {"regex": "(a?){60000}b"}, lambda text: text.strip("a") in ("", "b")),

@@ -92,6 +92,7 @@ def expected_logits(model: Any, layer: Any, context: list[int], drafted: list[in
     return model.lm_head(out[0, -1])
 
 
+@pytest.mark.skipif(not hasattr(MtpModel, "forward_layer"), reason="the reference needs transformers 5.24")
 @pytest.mark.parametrize("kind", ["glm4_moe", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])])
 def test_probabilities_are_those_of_transformers(kind: str) -> None:
     """At every drafted node, over rounds with partial accepts, after a prefill in chunks."""

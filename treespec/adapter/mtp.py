@@ -4,6 +4,7 @@ The layer's row combines a token's embedding with the state of the token before 
 verified token, and the layer's own output after a drafted one. The target's vocabulary head reads its outputs.
 """
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -144,13 +145,15 @@ def _run(layer: Any, tokens: Tensor, states: Tensor, positions: Tensor) -> Tenso
     make_mask = create_sliding_window_causal_mask if kind == "sliding_attention" else create_causal_mask
     # A mask of ones, because without a mask transformers interprets jumps in positions as packed sequences.
     ones = torch.ones_like(tokens)[None]
-    mask = make_mask(config=config, inputs_embeds=embedded, attention_mask=ones, cache=None, position_ids=at)
+    # Before transformers 5.24 the cache was named past_key_values.
+    no_cache = {name: None for name in ("cache", "past_key_values") if name in inspect.signature(make_mask).parameters}
+    mask = make_mask(config=config, inputs_embeds=embedded, attention_mask=ones, position_ids=at, **no_cache)
     rotation = None
     if layer.rotary_emb is not None:
         rotation = layer.rotary_emb(
-            embedded, position_ids=at, **({"layer_type": kind} if layer.has_per_layer_rope else {})
+            embedded, position_ids=at, **({"layer_type": kind} if getattr(layer, "has_per_layer_rope", False) else {})
         )
-    options = {"position_embeddings": rotation, "position_ids": at, "cache": None, "attention_mask": mask}
+    options = {"position_embeddings": rotation, "position_ids": at, "attention_mask": mask, **no_cache}
     out: Tensor = layer.layers[0](embedded, states[None], **options)[0]
     return layer.shared_post_norm(out) if layer.use_shared_post_norm else out
 

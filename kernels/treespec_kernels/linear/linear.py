@@ -2,9 +2,10 @@
 
 Weights are reordered once into oneDNN's blocked layout. For few rows this is 2 to 4 times as fast as `F.linear`, and
 bits were measured to be equal for 2 to 1,024 rows, in fp32 and bf16 (a single row uses another code path for some
-shapes, so a pass has at least two). With AMX this holds for 2 to 32 rows in bf16: from 33 rows on, oneDNN sums in other
-blocks, and one element in several thousand rounds differently (19 of 24 shapes on a Sapphire Rapids), so larger passes
-are computed in parts of at most 32 rows. Only this module uses the two ops, which are private to torch.
+shapes, so a pass has at least two). In two cases oneDNN sums more rows in other blocks, so that one element in several
+thousand rounds differently, and larger passes are computed in parts: with AMX in bf16 from 33 rows on (19 of 24 shapes
+on a Sapphire Rapids), and before torch 2.12 in fp32 from 16 rows on (3 of 17 shapes, with 1,024 or 2,048 inputs). Only
+this module uses the two ops, which are private to torch.
 """
 
 from typing import Literal
@@ -21,7 +22,12 @@ _FUSED = {"silu": ("swish", ""), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu",
 """oneDNN's name and algorithm of each activation. Bits were measured to be equal for 2 to 33 rows, at widths such as
 1365."""
 
-_AMX_ROWS = 32  # per oneDNN call, in bf16 on a machine with AMX
+
+def _rows_per_call(dtype: torch.dtype) -> int | None:
+    """Return the largest number of rows whose bits are those of 2 rows; None = any number."""
+    if dtype == torch.bfloat16:
+        return 32 if torch.cpu._is_amx_tile_supported() else None
+    return 15 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12) else None
 
 
 def onednn_available(dtype: torch.dtype) -> bool:
@@ -57,7 +63,7 @@ class Linear:
         self.out_features, self.in_features = weight.shape
         self.bias = None if bias is None else bias.contiguous()
         self.nbytes = weight.nbytes + (0 if bias is None else bias.nbytes)
-        self._splits = impl == "onednn" and weight.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
+        self._rows_per_call = _rows_per_call(weight.dtype)
         if impl == "onednn":
             self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 16)
         else:
@@ -77,10 +83,10 @@ class Linear:
 
     def _pointwise(self, x: Tensor, name: str, algorithm: str) -> Tensor:
         """Compute oneDNN's product with an activation, in parts if oneDNN would sum this many rows in other blocks."""
-        if not self._splits or len(x) <= _AMX_ROWS:
+        if self._rows_per_call is None or len(x) <= self._rows_per_call:
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, name, [], algorithm)
         out = x.new_empty(len(x), self.out_features)
-        parts = -(-len(x) // _AMX_ROWS)  # of nearly equal size, so that none has a single row
+        parts = -(-len(x) // self._rows_per_call)  # of nearly equal size, so that none has a single row
         for rows, to in zip(x.tensor_split(parts), out.tensor_split(parts), strict=True):
             to.copy_(torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, name, [], algorithm))
         return out

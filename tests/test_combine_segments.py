@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.child import uninterpreted_document
-from treespec_kernels.aot import launch_order as aot_order
+from treespec_kernels.aot.assembly import read_sass
 
 pytestmark = pytest.mark.slow
 
@@ -68,7 +68,7 @@ attention_specs.combine_segments = combine_at_once
 def waits_of(sass: str) -> list[int]:
     """Of each basic block that loads: how often a program waits there for what it loaded, with loads still to come. At
     the end of a block it waits once more, for all that is left."""
-    instructions, places = aot_order.read_sass(sass)
+    instructions, places = read_sass(sass)
     jumps = [index for index, (_, opcode, _) in enumerate(instructions) if opcode in ("BRA", "EXIT")]
     targets = {places[instructions[index].operands.split()[-1]] for index in jumps if instructions[index].operands}
     borders = sorted({0, *targets, *(index + 1 for index in jumps), len(instructions)})

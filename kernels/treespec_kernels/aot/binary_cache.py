@@ -54,8 +54,8 @@ def result_key(source: Any, backend: Any, options: dict[str, Any]) -> str:
 
 def _reader() -> str:
     """Return the hash of the modules that derive a result from a compiled kernel."""
-    here = Path(__file__).parent
-    texts = [(here / name).read_bytes() for name in ("compiler.py", "launch_order.py")]
+    here, names = Path(__file__).parent, ("assembly.py", "compiler.py", "launch_order.py", "proxy_fences.py")
+    texts = [(here / name).read_bytes() for name in names]
     return hashlib.sha256(b"".join(texts)).hexdigest()
 
 

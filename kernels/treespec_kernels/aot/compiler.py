@@ -25,6 +25,7 @@ from treespec_kernels.aot.binary_cache import ResultCache, cache_folder, result_
 from treespec_kernels.aot.compile_jobs import num_processes, run_in_processes
 from treespec_kernels.aot.kernel_spec import KernelShape, KernelSpec
 from treespec_kernels.aot.launch_order import order_fault
+from treespec_kernels.aot.proxy_fences import proxy_fences
 from treespec_kernels.launch.triton_launch import SHARED_BYTES, require_triton
 from treespec_kernels.ops import kernel_modules
 
@@ -40,10 +41,13 @@ class CompiledKernel:
     registers: int
     spills: int  # bytes of stack per thread on CUDA, spilled vector registers on AMD
     shared_bytes: int
+    products: int = 0  # wgmma instructions, which only sm_90 has
+    fences: int = 0  # proxy fences, which order shared memory before them
 
 
 class OrderError(RuntimeError):
-    """Raised if a kernel with programmatic dependent launch accesses memory or exits before its wait."""
+    """Raised if a kernel with programmatic dependent launch accesses memory or exits before its wait, or if a product
+    reads shared memory without a proxy fence."""
 
 
 class Plan(NamedTuple):
@@ -118,7 +122,7 @@ def compile_spec(target: str, spec: KernelSpec) -> CompiledKernel:
 
     Raises:
         ValueError: the target is unknown, or TRITON_INTERPRET is set. Triton's own errors pass through.
-        OrderError: the kernel uses PDL, and accesses memory or exits before its wait.
+        OrderError: the kernel uses PDL, and accesses memory or exits before its wait; or a fence is missing.
     """
     import triton
 
@@ -129,9 +133,14 @@ def compile_spec(target: str, spec: KernelSpec) -> CompiledKernel:
         fault = order_fault(compiled.asm["ptx"], cuobjdump(compiled.asm["cubin"], "--dump-sass"))
         if fault:
             raise OrderError(fault)
-    is_cuda = target.startswith("sm_")
-    registers, spills = _cuda_usage(compiled.asm["cubin"]) if is_cuda else _amd_usage(compiled.asm["amdgcn"])
-    return CompiledKernel(spec.kernel.__name__, spec.config, registers, spills, compiled.metadata.shared)
+    shared = compiled.metadata.shared
+    if not target.startswith("sm_"):
+        return CompiledKernel(spec.kernel.__name__, spec.config, *_amd_usage(compiled.asm["amdgcn"]), shared)
+    products, fences, fault = proxy_fences(compiled.asm["ptx"])
+    if fault:
+        raise OrderError(fault)
+    registers, spills = _cuda_usage(compiled.asm["cubin"])
+    return CompiledKernel(spec.kernel.__name__, spec.config, registers, spills, shared, products, fences)
 
 
 def _gpu_of(target: str) -> Any:

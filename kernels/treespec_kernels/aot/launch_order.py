@@ -9,14 +9,9 @@ whose address is stored in shared memory.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import NamedTuple
 
-
-class _Instruction(NamedTuple):
-    predicate: str
-    opcode: str
-    operands: str
+from treespec_kernels.aot.assembly import Code, read_ptx, read_sass
 
 
 class _Language(NamedTuple):
@@ -64,10 +59,11 @@ def order_fault(ptx: str, sass: str) -> str | None:
         ptx: PTX of one kernel with programmatic dependent launch.
         sass: its machine code for sm_90 or later, as printed by cuobjdump.
     """
-    return _fault(_PTX, *_read_ptx(ptx)) or _fault(_SASS, *read_sass(sass))
+    return _fault(_PTX, read_ptx(ptx)) or _fault(_SASS, read_sass(sass))
 
 
-def _fault(language: _Language, instructions: list[_Instruction], places: dict[str, int]) -> str | None:
+def _fault(language: _Language, code: Code) -> str | None:
+    instructions = code.instructions
     pending, seen, waits = [0], set(), False
     while pending:
         at = pending.pop()
@@ -76,14 +72,14 @@ def _fault(language: _Language, instructions: list[_Instruction], places: dict[s
         seen.add(at)
         if at == len(instructions):
             return f"the {language.name} ends without a wait"
-        predicate, opcode, operands = instructions[at]
+        predicate, opcode, operands = instruction = instructions[at]
         if opcode == language.wait and not predicate:
             waits = True
             continue
         if opcode == language.release or language.touches.match(opcode) or language.ends.match(opcode):
             return f"{predicate} {opcode} is reached before the wait in the {language.name}".strip()
         if language.jumps.match(opcode):
-            found = [places[word] for word in re.findall(r"[\w$]+", operands) if word in places]
+            found = code.targets(instruction)
             if not found:
                 return f"{opcode} {operands} before the wait in the {language.name} has an unknown target"
             pending += found
@@ -97,39 +93,3 @@ def _fault(language: _Language, instructions: list[_Instruction], places: dict[s
     if language.release not in {opcode for _, opcode, _ in instructions}:
         return f"the {language.name} does not launch dependents"
     return None
-
-
-def _read_ptx(text: str) -> tuple[list[_Instruction], dict[str, int]]:
-    """Return the instructions of a kernel, and the instruction index of each label."""
-    body = re.sub(r"//[^\n]*", "", text[text.index(".entry") :])
-    return _read(
-        re.finditer(
-            r"^\s*(?:(?P<place>\$\w+):|(?P<predicate>@!?%\w+)?\s*(?P<opcode>[a-z][\w.:]*)\s*(?P<operands>[^;]*);)",
-            body[body.index("\n{") :],
-            flags=re.MULTILINE,
-        )
-    )
-
-
-def read_sass(text: str) -> tuple[list[_Instruction], dict[str, int]]:
-    """Return the instructions of a kernel, and the instruction index of each address.
-
-    Addresses have no leading zeros, because a jump to 0090 names 0x90.
-    """
-    return _read(
-        re.finditer(
-            r"/\*0*(?P<place>[0-9a-f]+)\*/\s+\{?\s*(?P<predicate>@!?U?P\w+)?\s*(?P<opcode>[A-Z][\w.]*)\s*(?P<operands>[^;]*);",
-            text,
-        )
-    )
-
-
-def _read(lines: Iterator[re.Match[str]]) -> tuple[list[_Instruction], dict[str, int]]:
-    instructions: list[_Instruction] = []
-    places: dict[str, int] = {}
-    for line in lines:
-        if line["place"]:
-            places[line["place"]] = places[f"0x{line['place']}"] = len(instructions)
-        if line["opcode"]:
-            instructions.append(_Instruction(line["predicate"] or "", line["opcode"], line["operands"]))
-    return instructions, places

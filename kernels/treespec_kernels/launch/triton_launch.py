@@ -97,19 +97,24 @@ def is_triton_error(error: BaseException) -> bool:
     return errors is not None and isinstance(error, errors.TritonError)
 
 
+def emits_proxy_fences() -> bool:
+    """Return whether this Triton fences copies to shared memory from the matrix products that read them (#9610)."""
+    import triton
+
+    return tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8)
+
+
 def known_issue(device: torch.device) -> str | None:
     """Return a warning about a known miscompilation of this Triton version for a device, or None.
 
-    Before 3.8, a fence is missing between copies to shared memory and tensor memory products of the copied operands
-    (triton #9610), so a result is occasionally wrong.
+    Without `emits_proxy_fences`, products in tensor memory are occasionally wrong. On sm_90 the kernels place the fence
+    themselves (`linear/dot.py`).
     """
     target = target_of(device)
-    if not has_tensor_memory(target):
+    if not has_tensor_memory(target) or emits_proxy_fences():
         return None
     import triton
 
-    if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8):
-        return None
     return f"Triton {triton.__version__} may compute wrong products on {target}; upgrade to Triton 3.8 or later"
 
 

@@ -50,6 +50,7 @@ def line(address: str, text: str) -> str:
         "\tadd.s64 \t%rd2, %rd1, 16;\n",
         "\t@%p1 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r20], 128;\n",
         "\t@%p1 bra \t$L__BB0_1;\n\tmov.b32 \t%r1, 0;\n$L__BB0_1:\n",
+        "\tcp.async.bulk.prefetch.L2.global [%rd3], %r2; mov.u32 %r4, 0;\n",
     ],
 )
 def test_code_that_waits_first(before: str) -> None:
@@ -104,7 +105,15 @@ def test_machine_code_that_does_not(before: str, fault: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["STS [UR4], R0", "LDS R0, [UR7]", "CALL.REL.NOINC 0xc0", "@P0 BRA 0x40", "LDCU UR4, c[0x0]"]
+    "text",
+    [
+        "STS [UR4], R0",
+        "LDS R0, [UR7]",
+        "CALL.REL.NOINC 0xc0",
+        "@P0 BRA 0x40",
+        "LDCU UR4, c[0x0]",
+        "UBLKPF.L2 [UR10], UR8",
+    ],
 )
 def test_machine_code_that_waits_first(text: str) -> None:
     assert order_fault(PTX.format(WAIT), SASS.format(line("0010", text) + BULK)) is None
@@ -143,6 +152,8 @@ def test_every_kernel_of_a_pass() -> None:
         rows = report["targets"][target]
         assert {row["kernel"] for row in rows} == OF_A_PASS
         for row in rows:
+            has_weights = row["kernel"] in ("multiply_rows", "multiply_quantized", "project_to_vocab", "norm_rows")
+            assert row["prefetches"] == has_weights
             assert row["config"]["pdl"] and row["spills"] == 0 and row["shared_bytes"] <= SHARED_BYTES[target], row
             if target == "sm_90":  # for which the bounds are
                 assert row["registers"] <= REGISTER_BOUND[row["kernel"]], row

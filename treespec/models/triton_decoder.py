@@ -104,7 +104,7 @@ class PassKernels:
         self._linear = [self._linear_configs(layer, configs) for layer in weights.layers]
         vocab, hidden = weights.head.shape[1:]
         key = self._key() | {"vocab_size": vocab, "hidden_size": hidden}
-        default = LmHeadConfig.default(self.dtype, vocab, hidden)
+        default = LmHeadConfig.default(self.dtype, vocab, hidden, target_of(weights.head.device))
         if is_interpreted():  # the interpreter computes dot with BLAS, whose time grows with the block size
             default = replace(default, block_m=16, block_n=64, block_k=64, fixed_order_dot=True)
         self._head = configs.get("lm_head", key, default)

@@ -24,7 +24,7 @@ import torch
 from treespec_kernels.aot.binary_cache import ResultCache, cache_folder, result_key
 from treespec_kernels.aot.compile_jobs import num_processes, run_in_processes
 from treespec_kernels.aot.kernel_spec import KernelShape, KernelSpec
-from treespec_kernels.aot.launch_order import order_fault
+from treespec_kernels.aot.launch_order import PREFETCH, order_fault
 from treespec_kernels.aot.proxy_fences import proxy_fences
 from treespec_kernels.launch.triton_launch import SHARED_BYTES, require_triton
 from treespec_kernels.ops import kernel_modules
@@ -43,6 +43,7 @@ class CompiledKernel:
     shared_bytes: int
     products: int = 0  # wgmma instructions, which only sm_90 has
     fences: int = 0  # proxy fences, which order shared memory before them
+    prefetches: int = 0  # requests of weights before the wait for the previous kernel
 
 
 class OrderError(RuntimeError):
@@ -117,18 +118,27 @@ def specs_of(op: str, shape: KernelShape, target: str | None = None) -> list[Ker
     return SPECS[op](shape, target)
 
 
-def compile_spec(target: str, spec: KernelSpec) -> CompiledKernel:
-    """Compile one kernel, or load it from Triton's cache.
+def compiled_code(target: str, spec: KernelSpec) -> Any:
+    """Compile one kernel, or load it from Triton's cache, and return Triton's `CompiledKernel`.
 
     Raises:
         ValueError: the target is unknown, or TRITON_INTERPRET is set. Triton's own errors pass through.
-        OrderError: the kernel uses PDL, and accesses memory or exits before its wait; or a fence is missing.
     """
     import triton
 
     _check_target(target)
     _check_compiled(spec)
-    compiled = triton.compile(_source_of(spec), target=_gpu_of(target), options=spec.options)
+    return triton.compile(_source_of(spec), target=_gpu_of(target), options=spec.options)
+
+
+def compile_spec(target: str, spec: KernelSpec) -> CompiledKernel:
+    """Compile one kernel, or load it from Triton's cache, check its order, and return its resource usage.
+
+    Raises:
+        ValueError: as of `compiled_code`.
+        OrderError: the kernel uses PDL, and accesses memory or exits before its wait; or a fence is missing.
+    """
+    compiled = compiled_code(target, spec)
     if spec.constants.get("PDL"):
         fault = order_fault(compiled.asm["ptx"], cuobjdump(compiled.asm["cubin"], "--dump-sass"))
         if fault:
@@ -140,7 +150,8 @@ def compile_spec(target: str, spec: KernelSpec) -> CompiledKernel:
     if fault:
         raise OrderError(fault)
     registers, spills = _cuda_usage(compiled.asm["cubin"])
-    return CompiledKernel(spec.kernel.__name__, spec.config, registers, spills, shared, products, fences)
+    prefetches = compiled.asm["ptx"].count(PREFETCH)
+    return CompiledKernel(spec.kernel.__name__, spec.config, registers, spills, shared, products, fences, prefetches)
 
 
 def _gpu_of(target: str) -> Any:
@@ -178,6 +189,11 @@ def _check_compiled(spec: KernelSpec) -> None:
 
     if not isinstance(spec.kernel, triton.JITFunction):
         raise ValueError("aot: TRITON_INTERPRET is set, and interpreted kernels cannot be compiled; unset it")
+
+
+def register_count(cubin: bytes) -> int:
+    """Return the registers per thread of a CUDA kernel."""
+    return _cuda_usage(cubin)[0]
 
 
 def _cuda_usage(cubin: bytes) -> tuple[int, int]:

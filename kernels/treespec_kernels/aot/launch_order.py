@@ -2,8 +2,8 @@
 its wait (`launch/predecessors.py`).
 
 The check visits every instruction that is reachable from the entry without a wait. Such an instruction may compute,
-read launch parameters, and use the block's own shared memory: on sm_100 a block first allocates its tensor memory,
-whose address is stored in shared memory.
+read launch parameters, request weights in L2 (`prefetch`, which returns no data), and use the block's own shared
+memory: on sm_100 a block first allocates its tensor memory, whose address is stored in shared memory.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import re
 from typing import NamedTuple
 
 from treespec_kernels.aot.assembly import Code, read_ptx, read_sass
+
+PREFETCH = "cp.async.bulk.prefetch.L2"  # the only access before the wait
 
 
 class _Language(NamedTuple):
@@ -31,8 +33,9 @@ _PTX = _Language(
     "griddepcontrol.wait",
     "griddepcontrol.launch_dependents",
     re.compile(
-        r"ld\.(?!param|shared)|ldu|st\.(?!shared)|atom|red\b|cp\b|prefetch|multimem|mbarrier|wgmma|tensormap|discard"
-        r"|applypriority|tcgen05\.(?!alloc|relinquish)|tex|tld4|suld|sust|sured"
+        rf"(?!{re.escape(PREFETCH)})"
+        r"(?:ld\.(?!param|shared)|ldu|st\.(?!shared)|atom|red\b|cp\b|prefetch|multimem|mbarrier|wgmma|tensormap|discard"
+        r"|applypriority|tcgen05\.(?!alloc|relinquish)|tex|tld4|suld|sust|sured)"
     ),
     re.compile(r"bra|call"),
     re.compile(r"trap"),
@@ -43,7 +46,7 @@ _SASS = _Language(
     "ACQBULK",
     "PREEXIT",
     re.compile(
-        r"LD(?![CS])|ULD(?!C)|ST(?!S)|ATOM(?!S)|RED(?!UX)|UTM|UBLK|UCP|CCTL|PREFETCH|SU(?:LD|ST|RED|ATOM)|TEX|TLD|SYNCS"
+        r"LD(?![CS])|ULD(?!C)|ST(?!S)|ATOM(?!S)|RED(?!UX)|UTM|UBLK(?!PF)|UCP|CCTL|PREFETCH|SU(?:LD|ST|RED|ATOM)|TEX|TLD|SYNCS"
         r"|[HIQ]?GMMA|UTC(?!ATOMSWS)"
     ),
     re.compile(r"BRA|CALL|BSSY|JMP"),

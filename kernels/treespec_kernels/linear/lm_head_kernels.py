@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from treespec_kernels.launch.pointwise import soft_cap
-from treespec_kernels.launch.predecessors import wait_for_predecessors
+from treespec_kernels.launch.predecessors import prefetch_rows, wait_for_predecessors
 from treespec_kernels.linear.dot import dot
 
 
@@ -49,7 +49,6 @@ def project_to_vocab(
 
     Tiles of rows are the fastest axis of the grid, so programs that read the same weights run together and hit L2.
     """
-    wait_for_predecessors(PDL)
     i_block = tl.program_id(1)
     i_group = tl.program_id(2).to(tl.int64)
     o_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -60,8 +59,14 @@ def project_to_vocab(
     row = i_group * num_rows + o_m
     # Tokens past the vocabulary read the last token's weights, which avoids a mask in the loop, and are not stored.
     o_weight = o_n if VOCAB % BLOCK_N == 0 else tl.minimum(o_n, VOCAB - 1)
+    p_row = weight + i_group * stride_weight_group + o_weight.to(tl.int64) * stride_weight
+    BYTES: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
+    if PDL and HIDDEN * BYTES % 16 == 0:
+        if tl.program_id(0) == 0:
+            prefetch_rows(p_row, HIDDEN * BYTES)
+    wait_for_predecessors(PDL)
     p_x = x + row[:, None] * stride_x + o_k[None, :]
-    p_weight = weight + i_group * stride_weight_group + o_weight.to(tl.int64)[:, None] * stride_weight + o_k[None, :]
+    p_weight = p_row[:, None] + o_k[None, :]
     b_acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     for k in range(0, HIDDEN, BLOCK_K):
         if HIDDEN % BLOCK_K == 0:

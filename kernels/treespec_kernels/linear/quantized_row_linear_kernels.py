@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from treespec_kernels.launch.predecessors import wait_for_predecessors
+from treespec_kernels.launch.predecessors import prefetch_rows, wait_for_predecessors
 from treespec_kernels.linear.dot import dot
 
 _RUNTIME = "x values scale zero out num_rows stride_x_group stride_x_row".split()
@@ -46,7 +46,6 @@ def multiply_quantized(
     points are integers, otherwise rounded once. A block's product is scaled in fp32 and added to the sum; with one
     scale for all inputs, the whole sum is scaled at the end.
     """
-    wait_for_predecessors(PDL)
     i_m = tl.program_id(0)
     i_n = tl.program_id(1)
     i_group = (tl.program_id(2) // SPLIT_K).to(tl.int64)
@@ -68,7 +67,12 @@ def multiply_quantized(
     o_byte = first * BYTES + tl.arange(0, BYTES)
     o_x = i_group * stride_x_group + o_m.to(tl.int64) * stride_x_row
     p_x = tl.multiple_of(x + o_x[:, None] + o_k[None, :], [BYTES_X, BYTES_X])
-    o_values = (o_row * (IN_FEATURES // PER_BYTE))[:, None] + o_byte[None, :]
+    o_first = o_row * (IN_FEATURES // PER_BYTE)
+    if PDL and BYTES_VALUES == 16 and IN_FEATURES % BLOCK_K == 0:
+        if (i_m == 0) & (first < end):
+            prefetch_rows(values + o_first + first * BYTES, (end - first) * BYTES)
+    wait_for_predecessors(PDL)
+    o_values = o_first[:, None] + o_byte[None, :]
     p_values = tl.multiple_of(values + o_values, [BYTES_VALUES, BYTES_VALUES])
     b_acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     for i_block in range(first, end):

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from treespec_kernels.launch.pointwise import activate
-from treespec_kernels.launch.predecessors import wait_for_predecessors
+from treespec_kernels.launch.predecessors import prefetch_rows, wait_for_predecessors
 from treespec_kernels.linear.dot import dot
 
 _RUNTIME = (
@@ -59,7 +59,6 @@ def multiply_rows(
     Row tiles are the fastest axis of the grid, so programs that share a tile of the weight run together, and only the
     first of them reads it from memory.
     """
-    wait_for_predecessors(PDL)
     i_m = tl.program_id(0)
     i_n = tl.program_id(1)
     i_group = (tl.program_id(2) // SPLIT_K).to(tl.int64)
@@ -88,6 +87,11 @@ def multiply_rows(
     o_k = first * BLOCK_K + tl.arange(0, BLOCK_K)
     o_x = i_group * stride_x_group + o_m.to(tl.int64) * stride_x_row
     o_weight = i_group * stride_weight_group + o_n.to(tl.int64) * STRIDE_WEIGHT
+    BYTES_WEIGHT: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
+    if PDL and BYTES_IN == 16:
+        if (i_m == 0) & (first < end):
+            prefetch_rows(weight + o_weight + first * BLOCK_K, (end - first) * BLOCK_K * BYTES_WEIGHT)
+    wait_for_predecessors(PDL)
     p_x = tl.multiple_of(x + o_x[:, None] + o_k[None, :], [BYTES_IN, BYTES_IN])
     p_weight = tl.multiple_of(weight + o_weight[:, None] + o_k[None, :], [BYTES_IN, BYTES_IN])
     b_acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)

@@ -137,7 +137,7 @@ def rms_norm(shape: KernelShape, target: str | None) -> list[KernelSpec]:
 
 def lm_head(shape: KernelShape, target: str | None) -> list[KernelSpec]:
     """Return the spec of the default configuration for the model's vocabulary."""
-    config = LmHeadConfig.default(shape.dtype, shape.vocab_size, shape.hidden_size)
+    config = LmHeadConfig.default(shape.dtype, shape.vocab_size, shape.hidden_size, target)
     sizes = {"vocab_size": shape.vocab_size, "hidden_size": shape.hidden_size, "cap": shape.capped}
     return [
         KernelSpec(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from treespec_kernels.launch.triton_launch import target_of
 from treespec_kernels.linear.lm_head import LmHeadConfig, block_stats_ref, lm_head_triton
 
 from .base import Setting, Tensors, Workload, equal
@@ -31,7 +32,7 @@ class LmHeadWorkload(Workload[LinearInputs]):
         self.flops = 2 * setting.groups * rows * shape.vocab_size * shape.hidden_size
 
     def shipped(self) -> list[Any]:
-        return LmHeadConfig.candidates(*self.sizes)
+        return LmHeadConfig.candidates(*self.sizes, target_of(self.device))
 
     def make(self, generator: torch.Generator) -> LinearInputs:
         _, vocab, hidden = self.sizes

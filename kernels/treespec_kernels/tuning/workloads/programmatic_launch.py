@@ -86,8 +86,9 @@ class ProgrammaticLaunchWorkload(Workload[Chain]):
         self.nodes, self.rows, self.weight = nodes, setting.groups * nodes, weight
         kind = RowLinearWorkload if shape.quantized is None else QuantizedRowLinearWorkload
         self._linear = {layer.name: kind(setting, *layer[1:3], nodes, layer.silu_gate) for layer in shape.linear_layers}
-        self._head = LmHeadConfig.default(self.dtype, shape.vocab_size, shape.hidden_size)
-        self._attention = TreeAttentionConfig.default(self.dtype, shape.head_dim, target_of(self.device))
+        target = target_of(self.device)
+        self._head = LmHeadConfig.default(self.dtype, shape.vocab_size, shape.hidden_size, target)
+        self._attention = TreeAttentionConfig.default(self.dtype, shape.head_dim, target)
         if setting.fixed_order_dot:
             self._head = replace(self._head, block_m=16, block_n=64, block_k=64, fixed_order_dot=True)
             self._attention = replace(self._attention, fixed_order_dot=True)

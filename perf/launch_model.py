@@ -11,8 +11,8 @@ holds and the bytes of weights and K/V that they keep in flight. Kernels run one
 - with prefetch, a kernel also requests its first weights while its predecessor runs, unless that one is bound by
   memory itself.
 
-The gaps and the ramp are assumptions, of the order of published measurements on H100; `perf/gpu_suite.py --stage passes`
-measures passes.
+The gaps and the ramp are assumptions, of the order of published measurements on H100. The stage `passes` of
+`perf/gpu_suite.py` measures passes.
 """
 
 import argparse

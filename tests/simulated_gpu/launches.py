@@ -3,9 +3,11 @@
 import contextlib
 import importlib
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+import numpy as np
 from torch import Tensor
 
 from tests.simulated_gpu.tensors import GpuTensor, inner_of, tensors_in
@@ -58,6 +60,7 @@ class Launches:
             stack.enter_context(mock.patch.object(builder, "set_grid_idx", turned))
             stack.enter_context(mock.patch.object(cuda, "gdc_wait", order.wait))
             stack.enter_context(mock.patch.object(cuda, "gdc_launch_dependents", order.release))
+            stack.enter_context(mock.patch.object(builder, "create_inline_asm", _prefetch))
             for name in ACCESSES:
                 stack.enter_context(mock.patch.object(builder, name, order.checked(getattr(builder, name))))
             yield
@@ -140,6 +143,21 @@ class _Order:
         if not holds:
             self._fault = f"{self._kernel} is launched programmatically: {otherwise}"
             raise RuntimeError(self._fault)
+
+
+def _prefetch(builder: Any, asm: str, constraints: str, values: list[Any], kind: Any, pure: bool, pack: int) -> Any:
+    """A request of memory in L2, which returns nothing; the kernels have no other inline assembly."""
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    addresses, sizes = (np.asarray(value.data).astype(np.int64) for value in values)
+    if (
+        not asm.startswith("cp.async.bulk.prefetch.L2")
+        or (addresses % 16).any()
+        or (sizes % 16).any()
+        or sizes.min() < 1
+    ):
+        raise RuntimeError(f"{asm}: {addresses} bytes {sizes}; both must be multiples of 16")
+    nothing = interpreter.TensorHandle(np.zeros(addresses.shape, dtype=np.int32), interpreter.tl.int32)
+    return SimpleNamespace(get_result=lambda index: nothing)
 
 
 def _described(value: Any) -> Any:

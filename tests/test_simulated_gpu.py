@@ -20,6 +20,10 @@ def test_what_cuda_does_not_forgive() -> None:
     run_cases("simulated_gpu_rules_cases.py", {"TRITON_INTERPRET": "1"})
 
 
+def test_target_passes_of_rounds_by_steps() -> None:
+    run_cases("target_pass_cases.py", {"TRITON_INTERPRET": "1", "TREESPEC_LAUNCHES": os.devnull})
+
+
 def test_rounds_and_the_launches_that_they_made(tmp_path: Path) -> None:
     """Every launch of captured rounds compiles as Triton specialises it: with sizes of 1 as constants, with the types
     and the alignment that the engine passes, in bfloat16."""

@@ -1,8 +1,8 @@
 """Runs the target model: prefill chunks and tree passes."""
 
 import itertools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -39,13 +39,25 @@ def tree_rows(request: Request, tree: TokenTree) -> RequestRows:
     return RequestRows(request.context_len, np.arange(len(tree)), tree.depths, tree.visible, tree.depths, request.pages)
 
 
+class CapturedPasses(Protocol):
+    """Tree passes that are replayed from CUDA graphs."""
+
+    def logits(self, requests: Sequence[Request], trees: Sequence[TokenTree], run: Callable[[], Tensor]) -> Tensor:
+        """Return the logits of a tree pass, [total nodes, vocab]; `run` runs it without a graph."""
+
+
 class Runner:
     """Runs the target model over its KV pool.
 
     Args:
         target, cache: the model, and the cache whose pool 0 belongs to it.
         max_rows: row limit of a pass, if every pass is padded to a fixed size; None = no limit.
+
+    Attributes:
+        captured: captured tree passes; None to launch all kernels one by one.
     """
+
+    captured: CapturedPasses | None = None
 
     def __init__(self, target: Decoder, cache: KVCache, max_rows: int | None = None):
         self.target, self.cache, self.max_rows = target, cache, max_rows
@@ -119,8 +131,12 @@ class Runner:
 
     def logits(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> Tensor:
         """[total nodes, vocab] logits of a tree pass, in the model's dtype."""
-        rows = [tree_rows(request, tree) for request, tree in zip(requests, trees, strict=True)]
-        return self.target.logits(self.run_pass(rows, np.concatenate([tree.tokens for tree in trees])))
+
+        def run() -> Tensor:
+            rows = [tree_rows(request, tree) for request, tree in zip(requests, trees, strict=True)]
+            return self.target.logits(self.run_pass(rows, np.concatenate([tree.tokens for tree in trees])))
+
+        return run() if self.captured is None else self.captured.logits(requests, trees, run)
 
     def wait(self) -> None:
         """Synchronize with the device."""

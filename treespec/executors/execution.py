@@ -125,7 +125,8 @@ class Execution:
         undecided: requests that the next executor must run; nothing of them was committed.
         proposals: trees by request id for each source, which is notified of the accepted nodes.
         failures: requests whose drafter failed; they end after this round.
-        planner: the planner of the round, which learns from it; None for an empty batch.
+        planner: the planner of the round, which learns from it; None for an empty batch, and for a round that captured
+            graphs.
         drafted: the SSMs' work.
         rows: rows of the target pass as the planner counts them; None = all nodes of all trees.
     """

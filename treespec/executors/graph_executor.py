@@ -74,6 +74,8 @@ class GraphExecutor:
         batch = self.rounds.round_for(size, max(request.context_len for request in requests))
         results = batch.run([self._input(*row) for row in rows], levels, nodes)
         clock.enter("commit")
+        if batch.has_captured:
+            execution.planner = None
         draft, forward = batch.seconds()
         clock.move("merge", draft=draft, forward=forward)
         execution.drafted, execution.rows = Drafted(levels, levels, levels, read_seconds=read), nodes

@@ -14,7 +14,6 @@ The host launches the first level, the planned number of next levels, and verify
 Without a GPU, the same kernels run one by one in Triton's interpreter.
 """
 
-import gc
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,7 +25,7 @@ from treespec.graphs.draft_stage import DraftStage
 from treespec.graphs.round_inputs import RoundInput, RoundInputs, RoundLimits
 from treespec.graphs.stack_passes import ModelStack
 from treespec.graphs.verify_stage import RoundResult, VerifyStage
-from treespec_kernels.launch.graph_capture import GraphMemory, captured
+from treespec_kernels.launch.graph_capture import GraphMemory, run_then_capture
 
 
 class BatchRound:
@@ -40,6 +39,10 @@ class BatchRound:
         graph_memory: memory pool shared by all graphs of an engine. Sharing is safe because no two graphs run at once
             and results live in buffers outside. None = launch every kernel by itself.
         features: hidden states of the target that heads read; None without heads.
+
+    Attributes:
+        has_captured: whether the last round ran launches for the first time and captured them, so that its time says
+            nothing about later ones.
     """
 
     def __init__(
@@ -56,17 +59,18 @@ class BatchRound:
         self._inputs = RoundInputs(num_requests, sum(stack.groups for stack in stacks), limits, device)
         self._drafts = DraftStage(self._inputs, stacks, target.kernels.weights.head.shape[1], features)
         self._verify = VerifyStage(self._inputs, target, self._drafts, features)
+        self.has_captured = False
         self._graphs: dict[tuple[object, ...], Callable[[], None]] = {}
         self._events = [_timing_event(device) for _ in range(3)]  # before drafting, after it, after verification
 
-    def warm_up(self) -> None:
-        """Compile and capture the graphs of greedy rounds, on an idle batch that only touches the null page.
+    def warm_up(self, nodes: Sequence[int]) -> None:
+        """Capture the graphs of greedy rounds with these numbers of nodes, on an idle batch that touches the null page.
 
-        Graphs of sampled rounds are captured on first use.
+        All other graphs are captured at their first use, in a round that runs their launches one by one.
         """
         self._inputs.fill([])
-        for nodes in reversed(self.limits.nodes):  # largest first, so that the others fit into its memory
-            self._launch(min(2, self.limits.max_depth), nodes, sampled=False)
+        for each in nodes:
+            self._launch(min(2, self.limits.max_depth), each, sampled=False)
         self._synchronize()
 
     def run(self, requests: Sequence[RoundInput], levels: int, nodes: int) -> list[RoundResult]:
@@ -97,6 +101,7 @@ class BatchRound:
     def _launch(self, levels: int, nodes: int, sampled: bool) -> None:
         """Launch all graphs of a round. `sampled`: whether any request is sampled; otherwise no noise is computed."""
         started, drafted, done = self._events
+        self.has_captured = False
         started.record()
         if levels:
             self._run_graph(("first level", sampled), lambda: self._drafts.first_level(sampled))
@@ -111,7 +116,8 @@ class BatchRound:
             launches()
             return
         if name not in self._graphs:
-            self._graphs[name] = _captured(launches, self._memory)  # this already ran them once
+            self._graphs[name] = run_then_capture(launches, self._memory)
+            self.has_captured = True
             return
         self._graphs[name]()
 
@@ -135,16 +141,3 @@ class _HostEvent:
 
 def _timing_event(device: torch.device) -> Any:
     return torch.cuda.Event(enable_timing=True) if device.type == "cuda" else _HostEvent()
-
-
-def _captured(launches: Callable[[], None], memory: GraphMemory) -> Callable[[], None]:
-    """Run the launches once, which compiles their kernels, capture them, and return the graph's `replay`."""
-    launches()
-    torch.cuda.synchronize()
-    collects = gc.isenabled()
-    gc.disable()  # a collection could free tensors of an older engine, which is not allowed during capture
-    try:
-        return captured(launches, memory).replay
-    finally:
-        if collects:
-            gc.enable()

@@ -1,4 +1,4 @@
-"""Captures an engine's rounds for every batch size and context length, and measures their costs."""
+"""Prepares an engine's captured rounds for every batch size and context length, and measures their costs."""
 
 import itertools
 import statistics
@@ -16,6 +16,7 @@ from treespec.graphs.batch_round import BatchRound
 from treespec.graphs.draft_passes import FeaturePool, num_tree_slots
 from treespec.graphs.round_inputs import RoundLimits
 from treespec.graphs.stack_passes import HeadStack, ModelStack
+from treespec.graphs.target_pass import TargetPass
 from treespec.models.feature_head import FeatureHead
 from treespec.models.group_model import GroupModel
 from treespec.models.state_head import StateHead
@@ -52,13 +53,15 @@ class Rounds(NamedTuple):
         limits: limits of the rounds for the longest context.
         by_size: by maximum batch size, ascending: rounds for ascending context lengths.
         planners: by maximum batch size.
-        nbytes: GPU memory of the buffers and the graphs of greedy rounds.
+        nbytes: GPU memory of the buffers, and of the graphs that were captured at start.
+        target_pass: captured passes for requests that go step by step; None without graphs.
     """
 
     limits: RoundLimits
     by_size: dict[int, list[BatchRound]]
     planners: dict[int, Planner]
     nbytes: int
+    target_pass: TargetPass | None = None
 
     def size_for(self, num_requests: int) -> int:
         """Return the smallest batch size with room for `num_requests` requests."""
@@ -79,7 +82,9 @@ def captured_rounds(
     max_num_seqs: int,
     cuda_graphs: bool,
 ) -> Rounds:
-    """Capture the rounds of an engine and measure their costs.
+    """Prepare the captured rounds of an engine and measure their costs.
+
+    Graphs that the measurement does not need are captured at their first use.
 
     Args:
         runner, ssms: target, and SSMs if there are any.
@@ -101,16 +106,23 @@ def captured_rounds(
     release_cached(target.device)
     before = _reserved(target.device)
     contexts = [context for context in CONTEXTS if context < max_model_len] + [max_model_len]
-    rounds, planners = {}, {}
-    for size in reversed(batch_sizes(max_num_seqs)):  # largest first, so that the others fit into its memory
-        rounds[size] = [
-            BatchRound(size, replace(limits, max_context=context), model, stacks, graph_memory, features)
-            for context in contexts
-        ]
-        planners[size] = Planner(_measure_costs(rounds[size]), shapes=limits.shapes)
+    parts = model, stacks, graph_memory, features
+    sizes = batch_sizes(max_num_seqs)
+    rounds = {
+        size: [BatchRound(size, replace(limits, max_context=context), *parts) for context in contexts] for size in sizes
+    }
+    if not is_interpreted():
+        rounds[sizes[-1]][-1].warm_up(limits.nodes[-1:])  # the largest first: other graphs fit into its memory
+    one = _measure_costs(rounds[1][0])
+    most = one if len(sizes) == 1 else _measure_costs(rounds[sizes[-1]][0])
+    planners = {
+        size: Planner(_between(one, most, (size - 1) / max(sizes[-1] - 1, 1)), shapes=limits.shapes) for size in sizes
+    }
+    passes = None
+    if graph_memory is not None:
+        passes = TargetPass(model, limits, sizes, contexts, graph_memory, features, target.kernels.exact)
     release_cached(target.device)
-    by_size = {size: rounds[size] for size in sorted(rounds)}
-    return Rounds(limits, by_size, planners, _reserved(target.device) - before)
+    return Rounds(limits, rounds, planners, _reserved(target.device) - before, passes)
 
 
 def _reserved(device: torch.device) -> int:
@@ -200,21 +212,31 @@ def _stacks(ssms: SsmDrafter | None, pools: Sequence[torch.Tensor], configs: Ker
     return stacks
 
 
-def _measure_costs(rounds: Sequence[BatchRound]) -> CostCurve:
-    """Compile, capture and measure the rounds of a batch size, on an idle batch, which runs the same kernels.
+def _measure_costs(batch: BatchRound) -> CostCurve:
+    """Capture and measure the rounds of a batch size, on an idle batch, which runs the same kernels.
 
     Returns constant costs in Triton's interpreter, whose times are meaningless.
     """
-    batch = rounds[0]
     nodes = batch.limits.nodes
     if is_interpreted():
         return CostCurve(nodes, (1.0,) * len(nodes), 0.1)
-    for each in reversed(rounds):
-        each.warm_up()
+    batch.warm_up(nodes)
     verify = {n: _median_seconds(batch, 0, n)[1] for n in nodes}
     first = _median_seconds(batch, 1, 1)[0]
     level = max(_median_seconds(batch, min(2, batch.limits.max_depth), 1)[0] - first, 0.0)
     return CostCurve(nodes, tuple(verify.values()), level, draft_start_seconds=max(first - level, 0.0))
+
+
+def _between(first: CostCurve, last: CostCurve, share: float) -> CostCurve:
+    """Return the costs at `share` of the way from one batch size to another, until rounds of this size are observed."""
+
+    def mix(a: float, b: float) -> float:
+        return a + share * (b - a)
+
+    verify = map(mix, first.verify_seconds, last.verify_seconds)
+    start = mix(first.draft_start_seconds, last.draft_start_seconds)
+    level = mix(first.draft_seconds, last.draft_seconds)
+    return CostCurve(first.rows, tuple(verify), level, draft_start_seconds=start)
 
 
 def _median_seconds(batch: BatchRound, levels: int, nodes: int) -> tuple[float, float]:

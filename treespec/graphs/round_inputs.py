@@ -1,6 +1,6 @@
 """Inputs of a captured round: requests as data in buffers with fixed addresses."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -106,8 +106,43 @@ def _padded(size: int) -> int:
     return -(-size // 16) * 16
 
 
-class RoundInputs:
-    """The requests of a round as device buffers with fixed addresses.
+class DeviceInputs:
+    """Inputs of captured passes as named device buffers with fixed addresses.
+
+    Args:
+        num_requests: B, the maximum number of requests.
+        limits: limits of the passes.
+        fields: shapes of the fields of each dtype, by name.
+        device: device of the buffers.
+
+    Attributes:
+        host: the fields as numpy arrays in pinned memory, which `upload` copies to the device.
+    """
+
+    def __init__(
+        self,
+        num_requests: int,
+        limits: RoundLimits,
+        fields: Mapping[torch.dtype, dict[str, tuple[int, ...]]],
+        device: torch.device,
+    ):
+        self.num_requests, self.limits, self.device = num_requests, limits, device
+        self._buffers = [_Buffer(shapes, dtype, device) for dtype, shapes in fields.items()]
+        self._views = {name: view for buffer in self._buffers for name, view in buffer.device.items()}
+        self.host = {name: values for buffer in self._buffers for name, values in buffer.host.items()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return a field on the device."""
+        return self._views[name]
+
+    def upload(self) -> None:
+        """Copy all fields to the device."""
+        for buffer in self._buffers:
+            buffer.upload()
+
+
+class RoundInputs(DeviceInputs):
+    """The requests of a round as device buffers.
 
     Args:
         num_requests: B, the maximum number of requests.
@@ -117,35 +152,22 @@ class RoundInputs:
     """
 
     def __init__(self, num_requests: int, num_ssms: int, limits: RoundLimits, device: torch.device):
-        self.num_requests, self.num_ssms, self.limits, self.device = num_requests, num_ssms, limits, device
         b = num_requests
-        self._buffers = [
-            _Buffer(
-                dict.fromkeys(("context_lens", "new_lens", "roots", "max_depths", "max_nodes"), (b,))
-                | {
-                    "new_tokens": (b, limits.width),
-                    "end_tokens": (b, MAX_ENDS),
-                    "pages": (b, limits.max_pages),
-                    "proposed_tokens": (b, SEEDS),
-                    "proposed_parents": (b, SEEDS),
-                },
-                torch.int32,
-                device,
-            ),
-            _Buffer(
-                dict.fromkeys(("temperatures", "draft_temperatures", "least_values"), (b,))
-                | {"weights": (b, num_ssms), "proposed_probs": (b, SEEDS), "proposed_ratios": (b, SEEDS)},
-                torch.float32,
-                device,
-            ),
-            _Buffer({"rng_seeds": (b,), "samples": (b,)}, torch.int64, device),
-        ]
-        self._views = {name: view for buffer in self._buffers for name, view in buffer.device.items()}
-        self._host = {name: values for buffer in self._buffers for name, values in buffer.host.items()}
-
-    def __getitem__(self, name: str) -> Tensor:
-        """Return a field on the device."""
-        return self._views[name]
+        fields: dict[torch.dtype, dict[str, tuple[int, ...]]] = {
+            torch.int32: dict.fromkeys(("context_lens", "new_lens", "roots", "max_depths", "max_nodes"), (b,))
+            | {
+                "new_tokens": (b, limits.width),
+                "end_tokens": (b, MAX_ENDS),
+                "pages": (b, limits.max_pages),
+                "proposed_tokens": (b, SEEDS),
+                "proposed_parents": (b, SEEDS),
+            },
+            torch.float32: dict.fromkeys(("temperatures", "draft_temperatures", "least_values"), (b,))
+            | {"weights": (b, num_ssms), "proposed_probs": (b, SEEDS), "proposed_ratios": (b, SEEDS)},
+            torch.int64: {"rng_seeds": (b,), "samples": (b,)},
+        }
+        super().__init__(b, limits, fields, device)
+        self.num_ssms = num_ssms
 
     def noise(self, temperatures: str, by_row: Callable[[Tensor], Tensor], positions: Tensor) -> dict[str, Any]:
         """Return the noise arguments of `row_topk_triton`, one entry per row.
@@ -165,7 +187,7 @@ class RoundInputs:
 
     def fill(self, requests: Sequence[RoundInput]) -> None:
         """Upload a batch; remaining places are idle."""
-        host = self._host
+        host = self.host
         for values in host.values():
             values.fill(0)
         for name in ("roots", "end_tokens", "proposed_tokens", "proposed_parents"):
@@ -198,12 +220,11 @@ class RoundInputs:
                 host[name][i, : len(row)] = row
             if request.proposed is not None:
                 self._fill_proposed(i, request.proposed, request.ratios)
-        for buffer in self._buffers:
-            buffer.upload()
+        self.upload()
 
     def _fill_proposed(self, i: int, tree: TokenTree, ratios: np.ndarray) -> None:
         """Write the nodes of a proposed tree, without its root, into the host buffers of request `i`."""
         assert len(tree) <= 1 + SEEDS, "the proposed tree exceeds SEEDS nodes"
         of_nodes = {"tokens": tree.tokens, "parents": tree.parents - 1, "probs": tree.probs, "ratios": ratios}
         for name, values in of_nodes.items():
-            self._host[f"proposed_{name}"][i, : len(tree) - 1] = values[1:]
+            self.host[f"proposed_{name}"][i, : len(tree) - 1] = values[1:]

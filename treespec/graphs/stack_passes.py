@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from treespec.graphs.round_inputs import RoundInputs
+from treespec.graphs.round_inputs import DeviceInputs
 from treespec.models.attention_triton import TritonAttention
 from treespec.models.feature_head import FeatureHead
 from treespec.models.head_vocabulary import HeadVocabulary
@@ -80,12 +80,12 @@ class StackPasses:
 
     Args:
         stack: the models.
-        inputs: the round's inputs.
+        inputs: context lengths and pages of the requests.
         rows: R.
         tree_slots: number of slots of a tree behind the committed ones; None = the rows are consecutive tokens.
     """
 
-    def __init__(self, stack: ModelStack, inputs: RoundInputs, rows: int, tree_slots: int | None = None):
+    def __init__(self, stack: ModelStack, inputs: DeviceInputs, rows: int, tree_slots: int | None = None):
         self.stack, self.inputs = stack, inputs
         attention, limits, device, chain = stack.attention, inputs.limits, inputs.device, tree_slots is None
         by_bits = not attention.exact and tree_slots is not None and tree_slots <= MAX_NODES

@@ -1,7 +1,6 @@
 """The verify stage of a captured round."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,8 +10,8 @@ from torch import Tensor
 from treespec.graphs.draft_passes import FeaturePool
 from treespec.graphs.draft_stage import DraftStage
 from treespec.graphs.round_inputs import RoundInput, RoundInputs
-from treespec.graphs.stack_passes import ModelStack, StackPasses
-from treespec.models.decoder import record_states
+from treespec.graphs.stack_passes import ModelStack
+from treespec.graphs.tree_pass import TreePass
 from treespec_kernels.attention.kv_commit import kv_commit_triton
 from treespec_kernels.sampling.row_topk import row_topk_triton
 from treespec_kernels.tree.device_trees import DeviceTrees
@@ -59,8 +58,7 @@ class VerifyStage:
         self._trees = {
             n: DeviceTrees.allocate(b, nodes=n, max_depth=limits.max_depth, device=device) for n in limits.nodes
         }
-        self._passes = {n: StackPasses(target, inputs, n, None if n == 1 else n) for n in limits.nodes}
-        self._slots = torch.arange(limits.nodes[-1], dtype=torch.int32, device=device)
+        self._passes = {n: TreePass(target, inputs, n, features) for n in limits.nodes}
         pinned = device.type == "cuda"
         # Row of a request: path length, tokens after the root, path; then by node tokens, parents, depths, masks and
         # the bits of the values. There is one buffer per number of nodes, because a captured graph can only copy into
@@ -75,8 +73,8 @@ class VerifyStage:
 
     def run(self, nodes: int, sampled: bool) -> None:
         """Verify trees of at most `nodes` nodes, the roots alone if 1. `sampled`: whether any request is sampled."""
-        inputs, trees, passes = self.inputs, self._trees[nodes], self._passes[nodes]
-        b, kernels = inputs.num_requests, self.target.kernels
+        inputs, trees, target = self.inputs, self._trees[nodes], self._passes[nodes]
+        b = inputs.num_requests
         if nodes == 1:
             self.drafts.root()
         tree_select_triton(
@@ -88,15 +86,14 @@ class VerifyStage:
             inputs["max_depths"],
             out=trees,
         )
-        hidden = self._score(passes, trees, nodes)
-        head = kernels.logits(hidden)
+        head = target.logits(trees.tokens, trees.depths, trees.ancestors)
 
         def by_row(values: Tensor) -> Tensor:
             return values[:, None].expand(b, nodes).reshape(-1).contiguous()  # a copy, except for one request
 
         noise: dict[str, Any] = {"stats": head.stats}
         if sampled:
-            noise = inputs.noise("temperatures", by_row, passes.positions.long() + 1)
+            noise = inputs.noise("temperatures", by_row, target.positions.long() + 1)
         chosen = row_topk_triton(head.logits, 1, **noise)
         walk = self._walk
         tree_walk_triton(trees, chosen.tokens.view(b, nodes), chosen.finite.view(b, nodes), out=walk)
@@ -106,18 +103,6 @@ class VerifyStage:
         rows = torch.cat((walk.path_lens[:, None], walk.tokens, walk.paths, *tree), 1)
         self._rows[nodes].copy_(rows, non_blocking=True)
         self._read_probs.copy_(self.drafts.read_probs, non_blocking=True)
-
-    def _score(self, passes: StackPasses, trees: DeviceTrees, nodes: int) -> Tensor:
-        """Return the target's hidden states at the nodes, [B * nodes, hidden_size], and store those that heads read."""
-        slots = None if nodes == 1 else self._slots[:nodes].expand(self.inputs.num_requests, nodes)
-        ancestors = None if nodes == 1 else trees.ancestors
-        placed = trees.tokens, self.inputs["context_lens"], trees.depths, slots, ancestors
-        if self.features is None:
-            return passes.hidden(*placed)
-        num_layers = len(self.target.kernels.weights.layers)
-        final, chosen = record_states(self.features.layers, num_layers, partial(passes.hidden, *placed))
-        self.features.write(passes.slots, chosen)
-        return final
 
     def results(self, requests: Sequence[RoundInput], nodes: int, drafted: bool) -> list[RoundResult]:
         """Return the results that the last round with `nodes` nodes copied to the host.

@@ -169,6 +169,7 @@ def _make_engine(
         rounds = capture()  # proving them takes minutes in the interpreter
     if rounds is None:
         return engine, None
+    engine.runner.captured = rounds.target_pass
     captured = GraphExecutor(engine.runner, engine.sources, rounds, config.max_model_len)
     return Engine(engine.runner, engine.scheduler, engine.sources, engine.host, captured), rounds
 

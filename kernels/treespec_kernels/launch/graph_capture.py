@@ -14,6 +14,7 @@ This module works around three limitations of `torch.cuda.graph`:
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -32,6 +33,22 @@ class GraphMemory(NamedTuple):
     @classmethod
     def of(cls, device: torch.device) -> GraphMemory:
         return cls(torch.cuda.graph_pool_handle(), torch.cuda.Stream(device))
+
+
+def run_then_capture(launches: Callable[[], object], memory: GraphMemory) -> Callable[[], None]:
+    """Run the launches once, which compiles their kernels, capture them, and return the graph's `replay`.
+
+    Errors as of `captured`.
+    """
+    launches()
+    torch.cuda.synchronize()
+    collects = gc.isenabled()
+    gc.disable()  # a collection could free tensors of an older engine, which is not allowed during capture
+    try:
+        return captured(launches, memory).replay
+    finally:
+        if collects:
+            gc.enable()
 
 
 def captured(launches: Callable[[], object], memory: GraphMemory) -> torch.cuda.CUDAGraph:

@@ -1,0 +1,136 @@
+"""Captured target passes of rounds that go step by step, on a simulated GPU: run by tests/test_simulated_gpu.py."""
+
+import logging
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.drafting import make_target
+from tests.heads_made import TargetShape, write_eagle3
+from tests.interpreted.simulated_gpu_cases import PROMPTS, SMALL, TREES
+from tests.models import OracleDrafter, greedy, make_draft, make_llama, new_folder, open_llm, tokens_of
+from tests.simulated_gpu import Gpu
+from treespec import LLM, SamplingParams, SpecConfig
+from treespec.graphs import batch_round, capture, target_pass
+from treespec_kernels.attention.tree_batch import PAGE_SIZE
+
+torch.set_num_threads(1)
+
+
+def unchanged(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    """A processor, which captured rounds do not serve."""
+    return logits
+
+
+def by_steps(count: int, **params: Any) -> SamplingParams:
+    return greedy(count, logits_processors=[unchanged], **params)
+
+
+def with_a_drafter(**options: Any) -> tuple[LLM, list[list[int]]]:
+    """An engine whose rounds go step by step, since a drafter is asked that knows the output; and the output."""
+    root = new_folder("passes")
+    target = make_llama(root / "target", 0, torch.float16, **SMALL)
+    plain = tokens_of(open_llm(target, [], device="cuda", dtype="float16", spec="off").generate(PROMPTS, greedy(6)))
+    oracle = OracleDrafter([[*p, *tokens] for p, tokens in zip(PROMPTS, plain, strict=True)], 2, vocab=64)
+    llm = open_llm(target, [oracle], device="cuda", dtype="float16", spec=TREES, max_num_seqs=2, prove=None, **options)
+    return llm, plain
+
+
+def test_trees_of_a_drafter(gpu: Gpu) -> None:
+    llm, plain = with_a_drafter()
+    passes = llm.engine.runner.captured
+    for _ in range(2):
+        before = gpu.replays
+        outputs = llm.generate(PROMPTS, greedy(6), spec=TREES)
+        assert tokens_of(outputs) == plain and all(output.metrics.acceptance_length > 1.5 for output in outputs)
+        assert gpu.replays > before
+    found = passes.num_graphs
+    assert found > 0
+    with mock.patch.object(target_pass, "run_then_capture", side_effect=AssertionError("captured again")):
+        assert tokens_of(llm.generate(PROMPTS, greedy(6), spec=TREES)) == plain
+    assert passes.num_graphs == found
+    gpu.launches.backwards = True
+    assert tokens_of(llm.generate(PROMPTS, greedy(6), spec=TREES)) == plain
+    llm.engine.check_integrity()
+
+
+def test_bits_are_those_of_the_runners_passes(gpu: Gpu) -> None:
+    """Log-probabilities show every bit of the logits; a request leaves the batch before the other."""
+    llm, _ = with_a_drafter()
+    params = [by_steps(3, logprobs=3), by_steps(6, logprobs=3, temperature=0.8, seed=5)]
+
+    def told() -> list[Any]:
+        return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in llm.generate(PROMPTS, params, spec=TREES)]
+
+    passes, llm.engine.runner.captured = llm.engine.runner.captured, None
+    expected = told()
+    llm.engine.runner.captured = passes
+    for _ in range(2):
+        assert told() == expected
+    assert passes.num_graphs > 0
+
+
+def test_states_that_a_head_reads(gpu: Gpu) -> None:
+    shape = TargetShape(num_hidden_layers=2, vocab_size=64, hidden_size=32, intermediate_size=48)
+    target, head = make_target(shape, torch.float16), new_folder("head")
+    write_eagle3(head, shape, layout="specforge", seed=1, draft_vocab=48, own_embedding=False, boundaries=(0, 1))
+    llm = open_llm(target, [head], device="cuda", dtype="float16", spec=TREES, max_num_seqs=2, prove=None)
+    spec = SpecConfig(nodes=8, max_depth=2, sources=("ssm",))
+    passes, llm.engine.runner.captured = llm.engine.runner.captured, None
+
+    def told() -> list[Any]:
+        outputs = llm.generate(PROMPTS, by_steps(4), spec=spec)
+        return [(o.outputs[0].token_ids, o.metrics.accepted_by_source, o.metrics.target_passes) for o in outputs]
+
+    expected = told()
+    llm.engine.runner.captured = passes
+    assert told() == told() == expected and passes.num_graphs > 0
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_where_graphs_do_not_run(gpu: Gpu, raises: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """The tokens are right, and what a graph left in the cache is overwritten."""
+    llm, plain = with_a_drafter()
+    fails = mock.Mock(side_effect=RuntimeError("operation not permitted when stream is capturing"))
+    replay = target_pass._Graph.replay
+
+    def differing(graph: Any, *batch: Any) -> torch.Tensor:
+        logits = replay(graph, *batch)
+        request = batch[0][0]
+        page, offset = divmod(request.context_len, PAGE_SIZE)
+        llm.engine.cache.pools[0][:, :, request.pages[page], :, offset:] = torch.nan
+        return logits + 1
+
+    patch = (
+        mock.patch.object(target_pass, "run_then_capture", fails)
+        if raises
+        else mock.patch.object(target_pass._Graph, "replay", differing)
+    )
+    with patch, caplog.at_level(logging.WARNING, "treespec"):
+        first = llm.generate(PROMPTS[:1], greedy(1), spec=TREES)
+    assert tokens_of(first) == [plain[0][:1]]
+    assert ("cannot be captured" if raises else "gives other bits") in caplog.text
+    assert llm.engine.runner.captured.num_graphs == 0
+    assert tokens_of(llm.generate(PROMPTS, greedy(6), spec=TREES)) == plain
+
+
+def test_graphs_at_start(gpu: Gpu) -> None:
+    """Few are captured before the first token: those that the costs are measured with, and the largest."""
+    target = make_llama(new_folder("start") / "target", 0, torch.float16, **SMALL)
+    draft = make_draft(new_folder("start") / "draft", target, 1, 0.05)
+    captured = mock.Mock(wraps=batch_round.run_then_capture)
+    with (
+        mock.patch.object(capture, "is_interpreted", lambda: False),
+        mock.patch.object(capture, "_REPEATS", 1),
+        mock.patch.object(capture, "CONTEXTS", (64, 128)),
+        mock.patch.object(batch_round, "run_then_capture", captured),
+    ):
+        llm = open_llm(target, [draft], device="cuda", dtype="float16", spec=TREES, max_num_seqs=4, prove=None)
+        at_start = captured.call_count
+        plain = tokens_of(llm.generate(PROMPTS, greedy(4), spec="off"))
+        assert tokens_of(llm.generate(PROMPTS, greedy(4), spec=TREES)) == plain
+    stages = 2 + 2  # the first level and the next, and a target pass of 1 and of 8 nodes
+    assert at_start == 2 * stages + 3  # of 1 and of 4 requests; the largest round has one pass
+    assert captured.call_count > at_start

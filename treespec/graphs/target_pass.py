@@ -1,0 +1,168 @@
+"""Captured target passes over trees that were drafted step by step."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treespec.graphs.draft_passes import FeaturePool
+from treespec.graphs.round_inputs import DeviceInputs, RoundLimits
+from treespec.graphs.stack_passes import ModelStack
+from treespec.graphs.tree_pass import TreePass
+from treespec.request import Request
+from treespec.runner import tree_rows
+from treespec.tree import TokenTree
+from treespec_kernels.launch.graph_capture import GraphMemory, run_then_capture
+
+logger = logging.getLogger("treespec")
+
+
+class _Shape(NamedTuple):
+    """Shape of a captured pass: maximum requests, nodes of each, and committed positions."""
+
+    requests: int
+    nodes: int
+    context: int
+
+
+class TargetPass:
+    """Target passes over host trees, replayed from CUDA graphs.
+
+    Rounds that go step by step (drafters from outside, structured outputs, rules with random draws) launch one graph
+    per target pass instead of several hundred kernels. A graph is captured at the first pass of its shape, which also
+    runs without it: the graph is used from then on if both gave the same bits.
+
+    Args:
+        target: the target, a stack of one model.
+        limits: limits of captured rounds; larger trees are not captured.
+        sizes: numbers of requests to capture for, ascending.
+        contexts: maximum committed positions to capture for, ascending.
+        memory: memory pool of the engine's graphs.
+        features: hidden states of the target that heads read; None without heads.
+        exact: whether the graphs must have the bits of the runner's passes.
+    """
+
+    def __init__(
+        self,
+        target: ModelStack,
+        limits: RoundLimits,
+        sizes: Sequence[int],
+        contexts: Sequence[int],
+        memory: GraphMemory,
+        features: FeaturePool | None,
+        exact: bool,
+    ):
+        self._target, self._limits, self._sizes, self._contexts = target, limits, sizes, contexts
+        self._memory, self._features, self._exact = memory, features, exact
+        self._graphs: dict[_Shape, _Graph] | None = {}  # None: graphs do not run here
+
+    @property
+    def num_graphs(self) -> int:
+        """Number of captured graphs."""
+        return len(self._graphs or ())
+
+    def logits(self, requests: Sequence[Request], trees: Sequence[TokenTree], run: Callable[[], Tensor]) -> Tensor:
+        """Return the logits of a pass over all nodes of all requests, [total nodes, vocab].
+
+        Args:
+            requests: requests with pages for their trees.
+            trees: trees whose roots are the requests' last tokens.
+            run: runs the same pass without a graph.
+        """
+        shape = self._shape_of(requests, trees)
+        if shape is None:
+            return run()
+        if shape not in (graphs := self._graphs or {}):
+            return self._first(shape, requests, trees, run)
+        return graphs[shape].replay(requests, trees)
+
+    def _shape_of(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> _Shape | None:
+        """Return the smallest shape with room for a pass; None if it is too large, or if graphs do not run here."""
+        nodes = max(map(len, trees))
+        if self._graphs is None or nodes > self._limits.nodes[-1]:
+            return None
+        if max(int(tree.depths.max()) for tree in trees) > self._limits.max_depth:
+            return None
+        context = max(request.context_len for request in requests)
+        size = next((each for each in self._sizes if each >= len(requests)), None)
+        longest = next((each for each in self._contexts if each >= context), None)
+        if size is None or longest is None:
+            return None
+        return _Shape(size, self._limits.shapes.fitting(nodes), longest)
+
+    def _first(
+        self, shape: _Shape, requests: Sequence[Request], trees: Sequence[TokenTree], run: Callable[[], Tensor]
+    ) -> Tensor:
+        """Run a pass without a graph, capture its shape, and compare both."""
+        assert self._graphs is not None
+        expected = run()
+        try:
+            graph = _Graph(shape, self._target, self._limits, self._memory, self._features)
+            found = graph.replay(requests, trees)
+            differs = self._exact and not torch.equal(found.view(torch.int16), expected.view(torch.int16))
+        except Exception as error:  # any error of a driver or compiler on which these kernels have never run
+            torch.cuda.synchronize(expected.device)  # raises if the device is lost, so that nothing can run
+            logger.warning("target passes cannot be captured here; launching their kernels one by one", exc_info=error)
+        else:
+            if not differs:
+                self._graphs[shape] = graph
+                return found
+            logger.warning(
+                "a captured target pass of %s requests with %s nodes gives other bits; launching kernels one by one",
+                *shape[:2],
+            )
+        self._graphs = None
+        return run()  # the graph may have left other K/V
+
+
+class _Graph:
+    """A captured pass of one shape."""
+
+    def __init__(
+        self,
+        shape: _Shape,
+        target: ModelStack,
+        limits: RoundLimits,
+        memory: GraphMemory,
+        features: FeaturePool | None,
+    ):
+        b, n, context = shape
+        fields = {"context_lens": (b,), "pages": (b, limits.max_pages), "tokens": (b, n), "depths": (b, n)}
+        fields["ancestors"] = (b, n, limits.width)
+        inputs = DeviceInputs(b, replace(limits, max_context=context), {torch.int32: fields}, target.pool.device)
+        tree_pass = TreePass(target, inputs, n, features)
+        self._inputs, self._memory, self._shape = inputs, memory, shape
+        self._launches = lambda: tree_pass.logits(inputs["tokens"], inputs["depths"], inputs["ancestors"]).logits
+        self._replay: Callable[[], None] | None = None
+
+    def replay(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> Tensor:
+        """Return the logits of all nodes, [total nodes, vocab], in memory of their own."""
+        self._fill(requests, trees)
+        if self._replay is None:
+            self._replay = run_then_capture(self._run, self._memory)
+        self._replay()
+        rows = self._logits.view(*self._shape[:2], -1)
+        # Other graphs write to the same memory, so the rows are copied out of it.
+        return torch.cat([rows[i, : len(tree)] for i, tree in enumerate(trees)])
+
+    def _run(self) -> None:
+        self._logits = self._launches()
+
+    def _fill(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> None:
+        """Upload a batch; remaining places are idle."""
+        host = self._inputs.host
+        for name, nothing in (("context_lens", 0), ("pages", 0), ("tokens", 0), ("depths", -1), ("ancestors", 0)):
+            host[name].fill(nothing)
+        for i, (request, tree) in enumerate(zip(requests, trees, strict=True)):
+            count, ancestors = len(tree), tree_rows(request, tree).ancestors
+            host["context_lens"][i] = request.context_len
+            host["pages"][i, : len(request.pages)] = request.pages
+            host["tokens"][i, :count] = tree.tokens
+            host["depths"][i, :count] = tree.depths
+            host["ancestors"][i, :count] = np.arange(count)[:, None]
+            host["ancestors"][i, :count, : ancestors.shape[1]] = ancestors
+        self._inputs.upload()

@@ -40,7 +40,13 @@ def tree_rows(request: Request, tree: TokenTree) -> RequestRows:
 
 
 class CapturedPasses(Protocol):
-    """Tree passes that are replayed from CUDA graphs."""
+    """Tree passes that are replayed from CUDA graphs.
+
+    Attributes:
+        has_captured: whether the last pass captured its graph, so that its time says nothing about later ones.
+    """
+
+    has_captured: bool
 
     def logits(self, requests: Sequence[Request], trees: Sequence[TokenTree], run: Callable[[], Tensor]) -> Tensor:
         """Return the logits of a tree pass, [total nodes, vocab]; `run` runs it without a graph."""

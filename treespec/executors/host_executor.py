@@ -42,6 +42,8 @@ class HostExecutor:
         trees = self.propose(requests, others_wait, clock, execution)
         clock.enter("forward")
         scored = self.forward(requests, trees, execution)
+        if self.runner.captured is not None and self.runner.captured.has_captured:
+            execution.planner = None
         clock.enter("verify")
         self.verify(scored, execution)
         clock.enter("commit")

@@ -44,6 +44,9 @@ class TargetPass:
         memory: memory pool of the engine's graphs.
         features: hidden states of the target that heads read; None without heads.
         exact: whether the graphs must have the bits of the runner's passes.
+
+    Attributes:
+        has_captured: whether the last pass was the first of its shape.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class TargetPass:
     ):
         self._target, self._limits, self._sizes, self._contexts = target, limits, sizes, contexts
         self._memory, self._features, self._exact = memory, features, exact
+        self.has_captured = False
         self._graphs: dict[_Shape, _Graph] | None = {}  # None: graphs do not run here
 
     @property
@@ -74,9 +78,11 @@ class TargetPass:
             run: runs the same pass without a graph.
         """
         shape = self._shape_of(requests, trees)
+        self.has_captured = False
         if shape is None:
             return run()
         if shape not in (graphs := self._graphs or {}):
+            self.has_captured = True
             return self._first(shape, requests, trees, run)
         return graphs[shape].replay(requests, trees)
 

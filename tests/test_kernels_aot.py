@@ -36,6 +36,8 @@ REGISTER_BOUND = {
     "walk_down": 168,
     "summarise_blocks": 64,
     "select_of_blocks": 80,
+    "transform_scores": 112,
+    "truncate_scores": 128,
 }
 
 # Planted into an op: a kernel with a wrong shape, and one whose tile does not fit a warp's registers.

@@ -101,6 +101,6 @@ class KernelSpec:
 
     kernel: Any
     types: dict[str, str]
-    constants: dict[str, int | bool | str]
+    constants: dict[str, int | bool | str | float]
     options: dict[str, Any]
     config: dict[str, Any]

@@ -31,6 +31,7 @@ SPECS: dict[str, Callable[[KernelShape, str | None], list[KernelSpec]]] = {
     "coupled_choice": sampling_specs.coupled_choice,
     "kv_commit": attention_specs.kv_commit,
     "lm_head": linear_specs.lm_head,
+    "logit_transforms": sampling_specs.logit_transforms,
     "pass_layout": attention_specs.pass_layout,
     "programmatic_launch": programmatic_launch,
     "qkv_rope": attention_specs.qkv_rope,

@@ -1,11 +1,13 @@
-"""Specs of the sampling ops: coupled choice and row top-k."""
+"""Specs of the sampling ops: coupled choice, row top-k and logit transforms."""
 
 from __future__ import annotations
 
 from treespec_kernels.aot.kernel_spec import KernelShape, KernelSpec
 from treespec_kernels.sampling import coupled_choice as choice
+from treespec_kernels.sampling import logit_transforms as transforms
 from treespec_kernels.sampling import row_topk as topk
 from treespec_kernels.sampling.coupled_choice_kernels import choose_in_blocks, choose_of_blocks
+from treespec_kernels.sampling.logit_transforms_kernels import transform_scores, truncate_scores
 from treespec_kernels.sampling.row_topk_kernels import select_of_blocks, summarise_blocks
 
 
@@ -45,3 +47,20 @@ def row_topk(shape: KernelShape, target: str | None) -> list[KernelSpec]:
             config = described | {"noisy": noisy, "k": k}
             specs.append(KernelSpec(select_of_blocks, types, sizes, select_options, config))
     return specs
+
+
+def logit_transforms(shape: KernelShape, target: str | None) -> list[KernelSpec]:
+    """Return specs of the scores of a tree's nodes, and of their truncation."""
+    types = dict.fromkeys(("numbers", "biases", "scores", "candidates"), "*fp32")
+    types |= {"logits": f"*{shape.element}", "positions": "*i64"}
+    vocab = shape.vocab_size
+    sizes = {"NODES": 32, "VOCAB": vocab}
+    scoring = sizes | {"NUM_ENDS": 8, "WIDTH": 13, "IN_PROMPT": transforms.IN_PROMPT}
+    scoring |= {"BLOCK": transforms.block_of(vocab, transforms.SCORE_BLOCK)}
+    truncating = sizes | {"BLOCK": transforms.block_of(vocab, transforms.BLOCK), "MARGIN": transforms.MARGIN}
+    config = {"dtype": shape.element, "vocab_size": vocab}
+    score, truncate = ({"num_warps": n, "enable_fp_fusion": False} for n in (transforms.SCORE_WARPS, transforms.NUM_WARPS))
+    return [
+        KernelSpec(transform_scores, types, scoring, score, config),
+        KernelSpec(truncate_scores, types, truncating, truncate, {"vocab_size": vocab}),
+    ]

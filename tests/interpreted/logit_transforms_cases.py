@@ -1,0 +1,157 @@
+"""Cases of logit_transforms, for the implementation that TREESPEC_LOGIT_TRANSFORMS names: run by
+tests/test_logit_transforms.py, for Triton in a process of its own."""
+
+import math
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from treespec_kernels.sampling.logit_transforms import (
+    IN_PROMPT,
+    TransformInputs,
+    logit_transforms_ref,
+    logit_transforms_triton,
+)
+
+IMPLEMENTATION = os.environ["TREESPEC_LOGIT_TRANSFORMS"]
+DEVICE = "cpu" if IMPLEMENTATION != "triton" or os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
+INF, NAN = float("inf"), float("nan")
+DEFAULTS: dict[str, Any] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition": 1.0,
+    "frequency": 0.0,
+    "presence": 0.0,
+    "slot": -1,
+    "top_k": 0,
+    "least": 0,
+}
+PENALTIES = {"slot": 0, "repetition": 1.3, "frequency": 0.4, "presence": -0.2}
+REQUESTS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.0},
+    {"temperature": 0.7},
+    {"top_k": 1},
+    {"top_k": 5, "temperature": 0.3},
+    {"top_k": 10_000},
+    {"top_p": 0.9},
+    {"top_p": 1e-9},
+    {"top_p": 0.6, "temperature": 1.7},
+    {"min_p": 0.2},
+    {"min_p": 1.0},
+    {"top_k": 7, "top_p": 0.8, "min_p": 0.05, "temperature": 0.8},
+    {"slot": 1},
+    {"slot": 1, "top_p": 0.7, "top_k": 4},
+    PENALTIES,
+    PENALTIES | {"temperature": 0.0},
+    PENALTIES | {"top_k": 3},
+    {"slot": 2, "frequency": 2.0, "least": 20},
+    {"least": 20, "top_p": 0.5},
+    {"temperature": 0.0, "top_k": 2, "top_p": 0.1},
+]
+
+
+def inputs_of(requests: list[dict[str, Any]], rows: int, vocab: int, width: int = 3, seed: int = 0) -> TransformInputs:
+    generator = torch.Generator().manual_seed(seed)
+    given = [DEFAULTS | request for request in requests]
+    numbers = [
+        [r["temperature"], r["top_p"], math.log(r["min_p"]) if r["min_p"] else -INF, *(r[n] for n in PENALTIES if n != "slot")]
+        for r in given
+    ]
+    ends = torch.randint(vocab, (len(given), 3), generator=generator, dtype=torch.int32)
+    ends[:, 2] = -1
+    paths = torch.randint(-1, vocab, (rows, width), generator=generator, dtype=torch.int32)
+    biases = torch.randn(3, vocab, generator=generator)
+    biases[1][torch.rand(vocab, generator=generator) < 0.5] = -INF
+    biases[1, 0], biases[2] = 0.0, 0.0
+    counts = torch.randint(3, (3, vocab), generator=generator, dtype=torch.int32)
+    counts += IN_PROMPT * torch.randint(2, (3, vocab), generator=generator, dtype=torch.int32)
+    inputs = TransformInputs(
+        torch.tensor(numbers, dtype=torch.float32),
+        torch.tensor([[r["slot"], r["top_k"], r["least"]] for r in given], dtype=torch.int32),
+        ends,
+        torch.randint(40, (rows,), generator=generator),
+        paths,
+        biases,
+        counts,
+    )
+    return TransformInputs(*(tensor.to(DEVICE) for tensor in inputs))
+
+
+def scores_of(logits: torch.Tensor, inputs: TransformInputs) -> torch.Tensor:
+    found = {"ref": logit_transforms_ref, "triton": logit_transforms_triton}[IMPLEMENTATION](logits, inputs)
+    assert found.shape == logits.shape and found.dtype == torch.float32 and found.device == logits.device
+    return found.cpu()
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.nan_to_num(nan=12345.0), b.nan_to_num(nan=12345.0))
+
+
+def random_logits(rows: int, vocab: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> torch.Tensor:
+    """In the middle of rows of NaN."""
+    wide = torch.full((rows, vocab + 24), NAN)
+    wide[:, 16 : 16 + vocab] = 3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
+    return wide.to(DEVICE, dtype)[:, 16 : 16 + vocab]
+
+
+@pytest.mark.parametrize("vocab", [5, 64, 1000, 4099])
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_scores_are_those_of_the_reference(vocab: int, nodes: int) -> None:
+    logits = random_logits(nodes * len(REQUESTS), vocab)
+    inputs = inputs_of(REQUESTS, len(logits), vocab)
+    assert same(scores_of(logits, inputs), logit_transforms_ref(logits, inputs).cpu())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_equal_logits(dtype: torch.dtype) -> None:
+    """Rounded logits tie; the first of equal tokens are kept."""
+    logits = random_logits(len(REQUESTS), 1000).round().to(dtype)
+    inputs = inputs_of(REQUESTS, len(logits), 1000)
+    assert same(scores_of(logits, inputs), logit_transforms_ref(logits, inputs).cpu())
+    flat = torch.zeros(2, 72, device=DEVICE)
+    found = scores_of(flat, inputs_of([{"top_k": 3}, {"top_p": 0.1}], 2, 72))
+    assert [torch.nonzero(row > -INF)[:, 0].tolist() for row in found] == [[0, 1, 2], list(range(8))]
+
+
+@pytest.mark.parametrize("special", [NAN, INF])
+def test_what_is_not_finite_stays(special: float) -> None:
+    logits = random_logits(len(REQUESTS), 100)
+    logits[:, 37] = special
+    inputs = inputs_of([request | {"slot": 0} for request in REQUESTS], len(logits), 100)
+    found = scores_of(logits, inputs)
+    best = torch.where(found.isnan(), INF, found).amax(1)
+    assert bool((best == INF).all())
+
+
+def test_all_tokens_but_one_are_excluded() -> None:
+    logits = random_logits(4, 64)
+    inputs = inputs_of([{"slot": 0} | request for request in ({}, {"top_k": 5}, {"top_p": 0.2}, {"min_p": 0.9})], 4, 64)
+    inputs.biases[0] = -INF
+    inputs.biases[0, 41] = 0.5
+    found = scores_of(logits, inputs)
+    assert torch.nonzero(found > -INF).tolist() == [[row, 41] for row in range(4)]
+    inputs.biases[0] = -INF
+    assert bool((scores_of(logits, inputs) == -INF).all())
+
+
+def test_a_row_alone() -> None:
+    """Neither the other rows nor the width of the paths change a bit."""
+    logits, vocab = random_logits(2 * len(REQUESTS), 1000), 1000
+    inputs = inputs_of(REQUESTS, len(logits), vocab)
+    together = scores_of(logits, inputs)
+    for row in range(len(logits)):
+        request = slice(row // 2, row // 2 + 1)
+        wider = torch.nn.functional.pad(inputs.paths[row : row + 1], (0, 4), value=-1)
+        own = inputs._replace(
+            numbers=inputs.numbers[request],
+            options=inputs.options[request],
+            end_tokens=inputs.end_tokens[request],
+            positions=inputs.positions[row : row + 1],
+            paths=wider,
+        )
+        assert same(scores_of(logits[row : row + 1], own)[0], together[row]), row

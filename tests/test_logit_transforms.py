@@ -1,0 +1,45 @@
+"""Logit transforms: what is refused, and the cases of each implementation."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.child import run_cases
+from tests.kernel_cases import environments
+from treespec_kernels.sampling.logit_transforms import TransformInputs, logit_transforms_ref, logit_transforms_triton
+
+
+@environments("TREESPEC_LOGIT_TRANSFORMS")
+def test_cases(environment: dict[str, str]) -> None:
+    run_cases("logit_transforms_cases.py", environment)
+
+
+LOGITS = torch.zeros(4, 7)
+INPUTS = TransformInputs(
+    torch.ones(2, 6),
+    torch.zeros(2, 3, dtype=torch.int32),
+    torch.zeros(2, 1, dtype=torch.int32),
+    torch.zeros(4, dtype=torch.int64),
+    torch.zeros(4, 2, dtype=torch.int32),
+    torch.zeros(3, 7),
+    torch.zeros(3, 7, dtype=torch.int32),
+)
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"numbers": torch.ones(3, 6)}, "numbers has 3 requests, of which 4 rows"),
+    ({"numbers": torch.ones(2, 5)}, r"numbers has shape \[2, 5\]; expected \[2, 6\]"),
+    ({"options": torch.zeros(2, 3)}, "options has dtype torch.float32; convert it to torch.int32"),
+    ({"positions": torch.zeros(2, dtype=torch.int64)}, r"positions has shape \[2\]; expected \[4\]"),
+    ({"counts": torch.zeros(3, 8, dtype=torch.int32)}, r"counts has shape \[3, 8\]; expected \[3, 7\]"),
+    ({"counts": torch.zeros(2, 7, dtype=torch.int32)}, r"counts has shape \[2, 7\]; expected \[3, 7\]"),
+    ({"biases": torch.zeros(7, 3).T}, "biases has strides"),
+]
+
+
+@pytest.mark.parametrize("transforms", [logit_transforms_ref, logit_transforms_triton])
+@pytest.mark.parametrize(("changed", "message"), REFUSED)
+def test_what_does_not_fit_is_refused(transforms: Any, changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        transforms(LOGITS, INPUTS._replace(**changed))
+    with pytest.raises(ValueError, match=r"logits has shape \[7\]"):
+        transforms(LOGITS[0], INPUTS)

@@ -8,6 +8,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 
 from tests.child import run_cases
 from tests.models import greedy, open_llm, random_prompts, tiny, tokens_of
@@ -16,6 +17,7 @@ from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 from treespec.executors.execution import follow
 from treespec.executors.graph_executor import GraphExecutor
 from treespec.graphs.round_inputs import RoundInput, RoundLimits
+from treespec.graphs.sampling_state import SamplingState
 from treespec.graphs.verify_stage import RoundResult
 from treespec.planning.planner import Planner
 from treespec.planning.round_costs import CostCurve, RoundSeconds
@@ -33,6 +35,8 @@ class ScriptedRounds:
     """
 
     limits = RoundLimits(4, NODES, 99, 256)
+    sampling = SamplingState(2, 512, torch.device("cpu"), limits.width)
+    has_captured = False
 
     def __init__(self, truths: Sequence[tuple[list[int], list[int]]], accepts: int | None):
         self.truths, self.accepts = truths, accepts  # prompts, and these with what follows
@@ -48,7 +52,7 @@ class ScriptedRounds:
         assert context <= self.limits.max_context
         return self
 
-    def run(self, requests: Sequence[RoundInput], levels: int, nodes: int) -> list[RoundResult]:
+    def run(self, requests: Sequence[RoundInput], levels: int, nodes: int, logprobs: bool = False) -> list[RoundResult]:
         self.seen.append((list(requests), levels, nodes))
         return [self._result(request, levels) for request in requests]
 
@@ -227,11 +231,13 @@ def test_seeds_of_both_sources_keep_their_names() -> None:
         ({"temperature": 0.7}, {"verification": "naive"}, True),
         ({"temperature": 0.7}, {"verification": "rejection"}, False),
         ({}, {"verification": "traversal"}, True),
-        ({"temperature": 0.7, "top_p": 0.9}, {}, False),
-        ({"temperature": 0.7, "top_k": 5}, {}, False),
+        ({"temperature": 0.7, "top_p": 0.9}, {}, True),
+        ({"temperature": 0.7, "top_k": 5}, {}, True),
         ({"top_k": 5}, {}, True),
-        ({"logprobs": 2}, {}, False),
-        ({"repetition_penalty": 1.2}, {}, False),
+        ({"logprobs": 2}, {}, True),
+        ({"repetition_penalty": 1.2}, {}, True),
+        ({"logit_bias": {3: 1.0}, "min_tokens": 2, "allowed_token_ids": [3, 4]}, {}, True),
+        ({"logits_processors": [lambda tokens, logits: logits]}, {}, False),
         ({"stop_token_ids": list(range(1, 10))}, {}, False),
         ({}, {"branching": (2, 1)}, False),
         ({}, {"nodes": 1}, True),
@@ -255,3 +261,9 @@ def test_what_is_served(params: dict[str, Any], spec: dict[str, Any], served: bo
 def test_in_the_interpreter() -> None:
     pytest.importorskip("triton")
     run_cases("graph_engine_cases.py", {"TRITON_INTERPRET": "1"})
+
+
+@pytest.mark.slow
+def test_sampling_parameters_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    run_cases("sampling_rounds_cases.py", {"TRITON_INTERPRET": "1"})

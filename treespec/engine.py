@@ -188,8 +188,8 @@ def _add_logprobs(verified: Sequence[VerifiedRequest], emitted: Sequence[list[in
     asking = defaultdict[int, list[tuple[Request, torch.Tensor, list[int]]]](list)
     for each, tokens in zip(verified, emitted, strict=True):
         if (count := each.request.params.logprobs) is not None:
-            assert each.logits is not None
-            asking[count].append((each.request, each.logits[each.path[: len(tokens)].tolist()], tokens))
+            assert each.path_logits is not None
+            asking[count].append((each.request, each.path_logits[: len(tokens)], tokens))
     for count, entries in asking.items():
         chosen = [token for _, _, tokens in entries for token in tokens]
         found = iter(logprobs_of(torch.cat([rows for _, rows, _ in entries]), chosen, count))

@@ -20,7 +20,7 @@ from tests.models import (
     reduce_vocabulary,
     tokens_of,
 )
-from treespec import LLM, RoundRecord, SamplingParams, SpecConfig
+from treespec import LLM, RoundRecord, SpecConfig
 from treespec.executors.graph_executor import GraphExecutor
 from treespec.graphs.batch_round import BatchRound
 from treespec.graphs.capture import MAX_DEPTH
@@ -138,7 +138,7 @@ def test_the_proof_at_start(llm: LLM) -> None:
 
 
 def test_requests_that_graphs_do_not_know_go_step_by_step(llm: LLM) -> None:
-    params = [greedy(6), SamplingParams(temperature=0.9, seed=5, top_p=0.9, max_tokens=6, ignore_eos=True)]
+    params = [greedy(6), greedy(6, temperature=0.9, seed=5, logits_processors=[lambda tokens, logits: logits * 0.5])]
     together = llm.generate(PROMPTS, params, spec=SpecConfig(nodes=6, max_depth=2))
     alone = [llm.generate([p], one, spec="off")[0] for p, one in zip(PROMPTS, params, strict=True)]
     assert tokens_of(together) == tokens_of(alone)

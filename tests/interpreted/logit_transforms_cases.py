@@ -59,7 +59,12 @@ def inputs_of(requests: list[dict[str, Any]], rows: int, vocab: int, width: int 
     generator = torch.Generator().manual_seed(seed)
     given = [DEFAULTS | request for request in requests]
     numbers = [
-        [r["temperature"], r["top_p"], math.log(r["min_p"]) if r["min_p"] else -INF, *(r[n] for n in PENALTIES if n != "slot")]
+        [
+            r["temperature"],
+            r["top_p"],
+            math.log(r["min_p"]) if r["min_p"] else -INF,
+            *(r[n] for n in PENALTIES if n != "slot"),
+        ]
         for r in given
     ]
     ends = torch.randint(vocab, (len(given), 3), generator=generator, dtype=torch.int32)

@@ -225,10 +225,19 @@ def test_rounds_on_a_gpu(gpu: Gpu) -> None:
         trees = llm.generate(PROMPTS, greedy(4), spec=TREES)
         assert tokens_of(trees) == plain
         assert any(output.metrics.acceptance_length > 1 for output in trees)
-        some = list(range(3, 9))  # step by step, beside captured rounds
-        mixed = [greedy(2, allowed_token_ids=some), greedy(4, temperature=0.9, seed=3)]
-        outputs = [tokens_of(llm.generate(PROMPTS, mixed, spec=spec)) for spec in ("off", TREES)]
-        assert outputs[0] == outputs[1] and set(outputs[0][0]) <= set(some)
+        some = list(range(3, 9))
+        mixed = [
+            greedy(2, allowed_token_ids=some),
+            greedy(4, temperature=0.9, seed=3, top_k=30, top_p=0.9, frequency_penalty=1.0, logprobs=1),
+        ]
+        told = []  # twice, since a graph is captured at its first use, which does not replay it
+        for spec in ("off", TREES, "off", TREES):
+            outputs = llm.generate(PROMPTS, mixed, spec=spec)
+            told.append([(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs])
+        assert told == [told[0]] * 4 and set(told[0][0][0]) <= set(some)
+        with mock.patch.object(GraphExecutor, "serves", lambda executor, request: False):
+            outputs = llm.generate(PROMPTS, mixed, spec="off")
+        assert [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs] == told[0]
         gpu.launches.backwards = True  # no program of a launch leans on one before it
         assert tokens_of(llm.generate(PROMPTS, greedy(4), spec=TREES)) == plain
     llm.engine.check_integrity()

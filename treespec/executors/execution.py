@@ -56,14 +56,15 @@ class VerifiedRequest(NamedTuple):
         tree: the verified tree.
         path: int64 [1 + accepted], the accepted nodes, root first. The target's K/V are already compacted to it.
         bonus: the target's own token after the path.
-        logits: target logits [num_nodes, vocab]; None for captured rounds.
+        path_logits: target logits at the path's nodes, [1 + accepted, vocab]; None if the request asks for no
+            log-probabilities.
     """
 
     request: Request
     tree: VerifiedTree
     path: np.ndarray
     bonus: int
-    logits: Tensor | None = None
+    path_logits: Tensor | None = None
 
     @property
     def tokens(self) -> list[int]:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
+from torch import Tensor
 
 from treespec.drafters.calls import may_draft
 from treespec.drafters.draft_sources import DraftSources
@@ -11,11 +12,13 @@ from treespec.executors.execution import Execution, StageClock, VerifiedRequest
 from treespec.graphs.capture import Rounds
 from treespec.graphs.round_inputs import MAX_ENDS, RoundInput
 from treespec.graphs.round_tree import RoundTree
+from treespec.graphs.sampling_state import RequestTransforms
 from treespec.graphs.verify_stage import RoundResult
 from treespec.planning.draft_plan import Drafted, DraftPlan
 from treespec.planning.planner import PLAIN
 from treespec.request import Request
 from treespec.runner import Runner
+from treespec.sampling.row_transforms import runs_by_kernels
 from treespec.tree import TokenTree
 from treespec_kernels.tree.growth_limits import SEEDS
 
@@ -37,9 +40,7 @@ class GraphExecutor:
 
     def serves(self, request: Request) -> bool:
         params, spec = request.params, request.spec
-        if params.transforms_logits or params.logprobs is not None or len(request.end_tokens) > MAX_ENDS:
-            return False
-        if request.is_sampled and params.truncates:
+        if not runs_by_kernels(params) or len(request.end_tokens) > MAX_ENDS:
             return False
         if spec.is_plain:
             return True
@@ -70,17 +71,21 @@ class GraphExecutor:
         if not self._has_sources(requests, plans, proposed):
             plans = [PLAIN] * len(requests)
         levels, nodes = max(p.levels for p in plans), self.rounds.limits.shapes.fitting(max(p.nodes for p in plans))
-        rows = zip(requests, plans, proposed, strict=True)
+        rows = zip(requests, plans, proposed, self.rounds.sampling.rows_of(requests), strict=True)
         batch = self.rounds.round_for(size, max(request.context_len for request in requests))
-        results = batch.run([self._input(*row) for row in rows], levels, nodes)
+        logprobs = any(request.params.logprobs is not None for request in requests)
+        results = batch.run([self._input(*row) for row in rows], levels, nodes, logprobs)
         clock.enter("commit")
         if batch.has_captured:
             execution.planner = None
         draft, forward = batch.seconds()
         clock.move("merge", draft=draft, forward=forward)
         execution.drafted, execution.rows = Drafted(levels, levels, levels, read_seconds=read), nodes
-        for request, plan, tree, result in zip(requests, plans, proposed, results, strict=True):
-            self._take(request, plan, tree, result, nodes, execution)
+        for i, (request, plan, tree, result) in enumerate(zip(requests, plans, proposed, results, strict=True)):
+            logits = None
+            if request.params.logprobs is not None:
+                logits = batch.path_logits(i, len(result.path))
+            self._take(request, plan, tree, result, nodes, execution, logits)
         return execution
 
     def _catch_up(self, requests: Sequence[Request]) -> float:
@@ -115,7 +120,13 @@ class GraphExecutor:
         drafting = (request for request, plan in zip(requests, plans, strict=True) if plan.levels)
         return any(tree is not None for tree in proposed) or (ssms is not None and any(map(ssms.may_draft, drafting)))
 
-    def _input(self, request: Request, plan: DraftPlan, proposed: TokenTree | None) -> RoundInput:
+    def _input(
+        self,
+        request: Request,
+        plan: DraftPlan,
+        proposed: TokenTree | None,
+        transforms: RequestTransforms | None,
+    ) -> RoundInput:
         sampler, spec, ssms = request.sampler, request.spec, self.sources.ssms
         temperature = sampler.temperature if sampler is not None else 0.0
         weights, new = np.zeros(0), request.tokens[-1:]
@@ -136,6 +147,7 @@ class GraphExecutor:
             plan.levels,
             plan.nodes if plan.levels else 1,
             LEAST_VALUE,
+            transforms,
         )
 
     def _evidence_ratios(self, proposed: TokenTree) -> np.ndarray:
@@ -150,6 +162,7 @@ class GraphExecutor:
         result: RoundResult,
         nodes: int,
         execution: Execution,
+        path_logits: Tensor | None,
     ) -> None:
         """Record a request's result. If the target computed NaN or infinity, zero its slots and leave it undecided."""
         request.target_passes += 1
@@ -163,4 +176,4 @@ class GraphExecutor:
             ssms.learn_round(request, result.read_probs, proposed if ssms.may_draft(request) else None)
         names = () if ssms is None else ssms.names
         tree = RoundTree(*result[:5], names, proposed)
-        execution.verified.append(VerifiedRequest(request, tree, result.path, result.bonus))
+        execution.verified.append(VerifiedRequest(request, tree, result.path, result.bonus, path_logits))

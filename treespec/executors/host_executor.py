@@ -138,7 +138,8 @@ class HostExecutor:
             except RequestError as error:
                 execution.failed.append((request, str(error)))
             else:
-                execution.verified.append(VerifiedRequest(request, tree, path, bonus, choices.logits))
+                logits = None if request.params.logprobs is None else choices.logits[path.tolist()]
+                execution.verified.append(VerifiedRequest(request, tree, path, bonus, logits))
 
 
 def _verify(request: Request, tree: TokenTree, choices: Choices) -> Verified:

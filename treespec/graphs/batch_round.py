@@ -23,8 +23,9 @@ import torch
 from treespec.graphs.draft_passes import FeaturePool
 from treespec.graphs.draft_stage import DraftStage
 from treespec.graphs.round_inputs import RoundInput, RoundInputs, RoundLimits
+from treespec.graphs.sampling_state import SamplingState
 from treespec.graphs.stack_passes import ModelStack
-from treespec.graphs.verify_stage import RoundResult, VerifyStage
+from treespec.graphs.verify_stage import GREEDY, RoundKind, RoundResult, VerifyStage
 from treespec_kernels.launch.graph_capture import GraphMemory, run_then_capture
 
 
@@ -39,6 +40,7 @@ class BatchRound:
         graph_memory: memory pool shared by all graphs of an engine. Sharing is safe because no two graphs run at once
             and results live in buffers outside. None = launch every kernel by itself.
         features: hidden states of the target that heads read; None without heads.
+        sampling: what the logit transforms of running requests depend on; None for a state of its own.
 
     Attributes:
         has_captured: whether the last round ran launches for the first time and captured them, so that its time says
@@ -53,12 +55,15 @@ class BatchRound:
         stacks: Sequence[ModelStack],
         graph_memory: GraphMemory | None = None,
         features: FeaturePool | None = None,
+        sampling: SamplingState | None = None,
     ):
         self.num_requests, self.limits, self._memory = num_requests, limits, graph_memory
         device = target.pool.device
         self._inputs = RoundInputs(num_requests, sum(stack.groups for stack in stacks), limits, device)
-        self._drafts = DraftStage(self._inputs, stacks, target.kernels.weights.head.shape[1], features)
-        self._verify = VerifyStage(self._inputs, target, self._drafts, features)
+        vocab_size = target.kernels.weights.head.shape[1]
+        self._drafts = DraftStage(self._inputs, stacks, vocab_size, features)
+        sampling = sampling or SamplingState(num_requests, vocab_size, device, limits.width)
+        self._verify = VerifyStage(self._inputs, target, self._drafts, features, sampling)
         self.has_captured = False
         self._graphs: dict[tuple[object, ...], Callable[[], None]] = {}
         self._events = [_timing_event(device) for _ in range(3)]  # before drafting, after it, after verification
@@ -70,23 +75,35 @@ class BatchRound:
         """
         self._inputs.fill([])
         for each in nodes:
-            self._launch(min(2, self.limits.max_depth), each, sampled=False)
+            self._launch(min(2, self.limits.max_depth), each, GREEDY)
         self._synchronize()
 
-    def run(self, requests: Sequence[RoundInput], levels: int, nodes: int) -> list[RoundResult]:
+    def run(self, requests: Sequence[RoundInput], levels: int, nodes: int, logprobs: bool = False) -> list[RoundResult]:
         """Run one round and return its results, by request.
 
         Args:
             requests: at most B requests.
             levels: draft levels; 0 = plain decoding.
             nodes: rows per request of the target pass, one of `limits.nodes`; a request may use fewer.
+            logprobs: whether `path_logits` are read after the round.
         """
         assert len(requests) <= self.num_requests and nodes in self.limits.nodes, (len(requests), nodes)
         assert 0 <= levels <= self.limits.max_depth and (levels > 0) == (nodes > 1), (levels, nodes)
         self._inputs.fill(requests)
-        self._launch(levels, nodes, any(request.temperature for request in requests))
+        transforms = [request.transforms for request in requests if request.transforms is not None]
+        kind = RoundKind(
+            sampled=any(request.temperature for request in requests),
+            transforms=bool(transforms),
+            truncates=any(each.truncates for each in transforms),
+            logprobs=logprobs,
+        )
+        self._launch(levels, nodes, kind)
         self._synchronize()
         return self._verify.results(requests, nodes, drafted=levels > 0)
+
+    def path_logits(self, index: int, count: int) -> torch.Tensor:
+        """Return the target's logits at the path of request `index` in the last round, [count, vocab]."""
+        return self._verify.path_logits(index, count)
 
     def seconds(self) -> tuple[float, float]:
         """Return the device seconds of drafting and of verification in the last round."""
@@ -95,20 +112,21 @@ class BatchRound:
 
     def replay(self, levels: int, nodes: int) -> None:
         """Run the kernels of a round on the current contents of the buffers, for time measurements."""
-        self._launch(levels, nodes, sampled=False)
+        self._launch(levels, nodes, GREEDY)
         self._synchronize()
 
-    def _launch(self, levels: int, nodes: int, sampled: bool) -> None:
-        """Launch all graphs of a round. `sampled`: whether any request is sampled; otherwise no noise is computed."""
+    def _launch(self, levels: int, nodes: int, kind: RoundKind) -> None:
+        """Launch all graphs of a round."""
         started, drafted, done = self._events
         self.has_captured = False
         started.record()
         if levels:
+            sampled = kind.sampled
             self._run_graph(("first level", sampled), lambda: self._drafts.first_level(sampled))
             for _ in range(levels - 1):
                 self._run_graph(("next level", sampled), lambda: self._drafts.next_level(sampled))
         drafted.record()
-        self._run_graph(("verify", nodes, sampled), lambda: self._verify.run(nodes, sampled))
+        self._run_graph(("verify", nodes, *kind), lambda: self._verify.run(nodes, kind))
         done.record()
 
     def _run_graph(self, name: tuple[object, ...], launches: Callable[[], None]) -> None:

@@ -15,6 +15,7 @@ from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 from treespec.graphs.batch_round import BatchRound
 from treespec.graphs.draft_passes import FeaturePool, num_tree_slots
 from treespec.graphs.round_inputs import RoundLimits
+from treespec.graphs.sampling_state import SamplingState
 from treespec.graphs.stack_passes import HeadStack, ModelStack
 from treespec.graphs.target_pass import TargetPass
 from treespec.models.feature_head import FeatureHead
@@ -54,6 +55,7 @@ class Rounds(NamedTuple):
         by_size: by maximum batch size, ascending: rounds for ascending context lengths.
         planners: by maximum batch size.
         nbytes: GPU memory of the buffers, and of the graphs that were captured at start.
+        sampling: what the logit transforms of running requests depend on.
         target_pass: captured passes for requests that go step by step; None without graphs.
     """
 
@@ -61,6 +63,7 @@ class Rounds(NamedTuple):
     by_size: dict[int, list[BatchRound]]
     planners: dict[int, Planner]
     nbytes: int
+    sampling: SamplingState
     target_pass: TargetPass | None = None
 
     def size_for(self, num_requests: int) -> int:
@@ -106,7 +109,8 @@ def captured_rounds(
     release_cached(target.device)
     before = _reserved(target.device)
     contexts = [context for context in CONTEXTS if context < max_model_len] + [max_model_len]
-    parts = model, stacks, graph_memory, features
+    sampling = SamplingState(max_num_seqs, target.vocab_size, target.device, limits.width)
+    parts = model, stacks, graph_memory, features, sampling
     sizes = batch_sizes(max_num_seqs)
     rounds = {
         size: [BatchRound(size, replace(limits, max_context=context), *parts) for context in contexts] for size in sizes
@@ -122,7 +126,7 @@ def captured_rounds(
     if graph_memory is not None:
         passes = TargetPass(model, limits, sizes, contexts, graph_memory, features, target.kernels.exact)
     release_cached(target.device)
-    return Rounds(limits, rounds, planners, _reserved(target.device) - before, passes)
+    return Rounds(limits, rounds, planners, _reserved(target.device) - before, sampling, passes)
 
 
 def _reserved(device: torch.device) -> int:

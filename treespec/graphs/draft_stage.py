@@ -105,7 +105,7 @@ class DraftStage:
         positions = inputs["context_lens"].long() + 1 + self.forest.level.long()
         noise: dict[str, Any] = {"stats": stats}
         if sampled:
-            noise = inputs.noise("draft_temperatures", by_row, by_row(positions))
+            noise = inputs.noise(inputs["draft_temperatures"], by_row, by_row(positions))
         best = row_topk_triton(logits, self.children, **noise)
         shape = (groups, b, rows, self.children)
         self._tokens[ssms, :, :rows] = best.tokens.view(shape)

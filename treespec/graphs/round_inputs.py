@@ -8,11 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treespec.graphs.sampling_state import RequestTransforms
 from treespec.planning.learning import RoundShapes
 from treespec.tree import TokenTree
 from treespec_kernels.tree.device_trees import ProposedTrees
 from treespec_kernels.tree.growth_limits import SEEDS
 
+_NO_TRANSFORMS = (0.0, 1.0, -np.inf, 1.0, 0.0, 0.0)  # a row of `TransformInputs.numbers`
 MAX_ENDS = 8  # maximum number of end tokens of a request
 
 
@@ -59,6 +61,7 @@ class RoundInput(NamedTuple):
         ratios: float32 [len(proposed)], evidence ratios of the nodes of `proposed`.
         max_depth, max_nodes: limits of the tree; 0 and 1 for plain decoding.
         least_value: minimum value of a node.
+        transforms: logit transforms of the target's choices; None for temperature alone.
     """
 
     context_len: int
@@ -75,6 +78,7 @@ class RoundInput(NamedTuple):
     max_depth: int
     max_nodes: int
     least_value: float
+    transforms: RequestTransforms | None = None
 
 
 class _Buffer:
@@ -161,24 +165,31 @@ class RoundInputs(DeviceInputs):
                 "pages": (b, limits.max_pages),
                 "proposed_tokens": (b, SEEDS),
                 "proposed_parents": (b, SEEDS),
+                "transform_options": (b, 3),
+                "counted_tokens": (b, limits.width),
             },
             torch.float32: dict.fromkeys(("temperatures", "draft_temperatures", "least_values"), (b,))
-            | {"weights": (b, num_ssms), "proposed_probs": (b, SEEDS), "proposed_ratios": (b, SEEDS)},
+            | {
+                "weights": (b, num_ssms),
+                "proposed_probs": (b, SEEDS),
+                "proposed_ratios": (b, SEEDS),
+                "transform_numbers": (b, 6),
+            },
             torch.int64: {"rng_seeds": (b,), "samples": (b,)},
         }
         super().__init__(b, limits, fields, device)
         self.num_ssms = num_ssms
 
-    def noise(self, temperatures: str, by_row: Callable[[Tensor], Tensor], positions: Tensor) -> dict[str, Any]:
+    def noise(self, temperatures: Tensor, by_row: Callable[[Tensor], Tensor], positions: Tensor) -> dict[str, Any]:
         """Return the noise arguments of `row_topk_triton`, one entry per row.
 
         Args:
-            temperatures: name of the field with the temperatures.
+            temperatures: float32 [B].
             by_row: expands a field from requests to rows.
             positions: int64 [rows], positions of the sampled tokens.
         """
         own = {"seeds": by_row(self["rng_seeds"]), "samples": by_row(self["samples"])}
-        return own | {"temperatures": by_row(self[temperatures]), "positions": positions}
+        return own | {"temperatures": by_row(temperatures), "positions": positions}
 
     @property
     def proposed(self) -> ProposedTrees:
@@ -190,8 +201,10 @@ class RoundInputs(DeviceInputs):
         host = self.host
         for values in host.values():
             values.fill(0)
-        for name in ("roots", "end_tokens", "proposed_tokens", "proposed_parents"):
+        for name in ("roots", "end_tokens", "proposed_tokens", "proposed_parents", "counted_tokens"):
             host[name].fill(-1)
+        host["transform_options"][:, 0] = -1
+        host["transform_numbers"][:] = _NO_TRANSFORMS
         host["weights"].fill(np.nan)  # a NaN weight disables the SSM
         for i, request in enumerate(requests):
             new = request.new_tokens
@@ -220,7 +233,16 @@ class RoundInputs(DeviceInputs):
                 host[name][i, : len(row)] = row
             if request.proposed is not None:
                 self._fill_proposed(i, request.proposed, request.ratios)
+            self._fill_transforms(i, request)
         self.upload()
+
+    def _fill_transforms(self, i: int, request: RoundInput) -> None:
+        """Write the transforms of request `i` into the host buffers."""
+        self.host["transform_numbers"][i, 0] = request.temperature
+        if (transforms := request.transforms) is not None:
+            self.host["transform_numbers"][i] = transforms.row.numbers
+            self.host["transform_options"][i] = (transforms.slot, *transforms.row.options)
+            self.host["counted_tokens"][i, : len(transforms.new_tokens)] = transforms.new_tokens
 
     def _fill_proposed(self, i: int, tree: TokenTree, ratios: np.ndarray) -> None:
         """Write the nodes of a proposed tree, without its root, into the host buffers of request `i`."""

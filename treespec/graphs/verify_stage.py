@@ -1,6 +1,7 @@
 """The verify stage of a captured round."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,9 +11,11 @@ from torch import Tensor
 from treespec.graphs.draft_passes import FeaturePool
 from treespec.graphs.draft_stage import DraftStage
 from treespec.graphs.round_inputs import RoundInput, RoundInputs
+from treespec.graphs.sampling_state import SamplingState
 from treespec.graphs.stack_passes import ModelStack
 from treespec.graphs.tree_pass import TreePass
 from treespec_kernels.attention.kv_commit import kv_commit_triton
+from treespec_kernels.sampling.logit_transforms import TransformInputs, logit_transforms_triton
 from treespec_kernels.sampling.row_topk import row_topk_triton
 from treespec_kernels.tree.device_trees import DeviceTrees
 from treespec_kernels.tree.tree_select import tree_select_triton
@@ -42,6 +45,25 @@ class RoundResult(NamedTuple):
     read_probs: np.ndarray
 
 
+class RoundKind(NamedTuple):
+    """What a round computes for some of its requests; rounds of each kind have graphs of their own.
+
+    Attributes:
+        sampled: whether a request is sampled; otherwise no noise is computed.
+        transforms: whether a request transforms its logits beyond the temperature.
+        truncates: whether a request has top-k, top-p or min-p.
+        logprobs: whether a request asks for log-probabilities.
+    """
+
+    sampled: bool = False
+    transforms: bool = False
+    truncates: bool = False
+    logprobs: bool = False
+
+
+GREEDY = RoundKind()
+
+
 class VerifyStage:
     """Selects the trees' nodes, scores them in one target pass, walks the trees, and commits the accepted K/V.
 
@@ -50,10 +72,19 @@ class VerifyStage:
         target: the target, a stack of one model.
         drafts: the draft stage, which grows the trees.
         features: receives hidden states of the target; None without draft heads.
+        sampling: what the logit transforms of running requests depend on.
     """
 
-    def __init__(self, inputs: RoundInputs, target: ModelStack, drafts: DraftStage, features: FeaturePool | None):
+    def __init__(
+        self,
+        inputs: RoundInputs,
+        target: ModelStack,
+        drafts: DraftStage,
+        features: FeaturePool | None,
+        sampling: SamplingState,
+    ):
         self.inputs, self.target, self.drafts, self.features = inputs, target, drafts, features
+        self.sampling = sampling
         b, limits, device = inputs.num_requests, inputs.limits, inputs.device
         self._trees = {
             n: DeviceTrees.allocate(b, nodes=n, max_depth=limits.max_depth, device=device) for n in limits.nodes
@@ -71,8 +102,8 @@ class VerifyStage:
         read_probs, pinned = (inputs.num_ssms, b, limits.max_depth), pinned and inputs.num_ssms > 0
         self._read_probs = torch.zeros(read_probs, dtype=torch.float32, device="cpu", pin_memory=pinned)
 
-    def run(self, nodes: int, sampled: bool) -> None:
-        """Verify trees of at most `nodes` nodes, the roots alone if 1. `sampled`: whether any request is sampled."""
+    def run(self, nodes: int, kind: RoundKind) -> None:
+        """Verify trees of at most `nodes` nodes, the roots alone if 1."""
         inputs, trees, target = self.inputs, self._trees[nodes], self._passes[nodes]
         b = inputs.num_requests
         if nodes == 1:
@@ -91,18 +122,60 @@ class VerifyStage:
         def by_row(values: Tensor) -> Tensor:
             return values[:, None].expand(b, nodes).reshape(-1).contiguous()  # a copy, except for one request
 
-        noise: dict[str, Any] = {"stats": head.stats}
-        if sampled:
-            noise = inputs.noise("temperatures", by_row, target.positions.long() + 1)
-        chosen = row_topk_triton(head.logits, 1, **noise)
+        logits, temperatures = head.logits, inputs["temperatures"]
+        options: dict[str, Any] = {"stats": head.stats}
+        if kind.transforms:
+            logits, options = self._transformed(head.logits, trees, target.positions, kind.truncates), {}
+            temperatures = (temperatures > 0).float()  # the scores are divided by them
+        if kind.sampled:
+            options = inputs.noise(temperatures, by_row, target.positions.long() + 1)
+        chosen = row_topk_triton(logits, 1, **options)
         walk = self._walk
         tree_walk_triton(trees, chosen.tokens.view(b, nodes), chosen.finite.view(b, nodes), out=walk)
         for pool in (self.target.pool, *(() if self.features is None else (self.features.pool,))):
             kv_commit_triton(pool, inputs["pages"], inputs["context_lens"], walk.paths, walk.path_lens)
+        if kind.logprobs:
+            paths = (
+                walk.paths.clamp(min=0).long()
+                + nodes * torch.arange(b, dtype=torch.int64, device=inputs.device)[:, None]
+            )
+            self._path_logits.copy_(head.logits[paths.flatten()].view(self._path_logits.shape))
         tree = trees.tokens, trees.parents, trees.depths, trees.masks, trees.values.view(torch.int32)
         rows = torch.cat((walk.path_lens[:, None], walk.tokens, walk.paths, *tree), 1)
         self._rows[nodes].copy_(rows, non_blocking=True)
         self._read_probs.copy_(self.drafts.read_probs, non_blocking=True)
+
+    def _transformed(self, logits: Tensor, trees: DeviceTrees, positions: Tensor, truncates: bool) -> Tensor:
+        """Return the scores of the nodes, float32 [B * nodes, vocab]."""
+        inputs, sampling = self.inputs, self.sampling
+        sampling.count(inputs["transform_options"][:, 0], inputs["counted_tokens"])
+        steps = torch.arange(trees.ancestors.shape[2], dtype=torch.int32, device=logits.device)
+        tokens = trees.tokens.gather(1, trees.ancestors.flatten(1).long()).view(trees.ancestors.shape)
+        below_root = (steps > 0) & (steps <= trees.depths[:, :, None])
+        return logit_transforms_triton(
+            logits,
+            TransformInputs(
+                inputs["transform_numbers"],
+                inputs["transform_options"],
+                inputs["end_tokens"],
+                positions.long() + 1,
+                torch.where(below_root, tokens, -1).flatten(0, 1),
+                sampling.biases,
+                sampling.counts,
+            ),
+            truncates,
+        )
+
+    def path_logits(self, index: int, count: int) -> Tensor:
+        """Return a copy of the logits of a request's path in the last round, [count, vocab]; needs `kind.logprobs`."""
+        return self._path_logits[index, :count].clone()
+
+    @cached_property
+    def _path_logits(self) -> Tensor:
+        """Logits of the paths, [B, D + 1, vocab], outside of the graphs' memory."""
+        head = self.target.kernels.weights.head
+        shape = self.inputs.num_requests, self.inputs.limits.width, head.shape[1]
+        return torch.zeros(shape, dtype=self.target.kernels.dtype, device=head.device)
 
     def results(self, requests: Sequence[RoundInput], nodes: int, drafted: bool) -> list[RoundResult]:
         """Return the results that the last round with `nodes` nodes copied to the host.

@@ -14,6 +14,7 @@ from treespec.errors import RequestError
 from treespec.sampling.grammar import Grammar
 from treespec.sampling.noise import Noise
 from treespec.sampling.restriction import Restriction
+from treespec.sampling.row_transforms import RowTransforms, runs_by_kernels
 from treespec.sampling.transforms import Transforms, truncate_rows
 from treespec.sampling_params import SamplingParams
 from treespec.tree import TokenTree
@@ -51,8 +52,8 @@ class Sampler:
         vocab_size, device: those of the target's logits.
         seed: seed of the noise.
         sample: index among the request's samples.
-        kernel_noise: compute the noise on the logits' device, with the kernel of captured rounds. Its logarithms may
-            round differently from the host's, so an engine always uses the same one.
+        kernel_noise: compute noise and transforms on the logits' device, with the kernels of captured rounds. They may
+            round differently from the host's, so an engine always uses the same ones.
         transforms: replacement for the transforms of `params`, including temperature and truncation.
         grammar: grammar of the structured output, if any.
     """
@@ -73,9 +74,13 @@ class Sampler:
     ):
         self.params, self.temperature, self._device = params, params.temperature, device
         self._end_tokens = frozenset(end_tokens)
-        self.transforms: Scoring = transforms or Transforms(
-            params, len(prompt), end_tokens, bad_words, vocab_size, device, grammar
-        )
+        self.transforms: Scoring
+        if transforms is not None:
+            self.transforms = transforms
+        elif kernel_noise and runs_by_kernels(params):
+            self.transforms = RowTransforms(params, len(prompt), end_tokens, vocab_size, device)
+        else:
+            self.transforms = Transforms(params, len(prompt), end_tokens, bad_words, vocab_size, device, grammar)
         self.noise = Noise(seed, sample, vocab_size)
         self._key = seed, sample
         self._kernel_noise = kernel_noise
@@ -84,7 +89,7 @@ class Sampler:
     @property
     def restriction(self) -> Restriction | None:
         """Allowed tokens, also for drafts; None = all."""
-        return self.transforms.restriction if isinstance(self.transforms, Transforms) else None
+        return self.transforms.restriction if isinstance(self.transforms, Transforms | RowTransforms) else None
 
     def choose(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int] = ()) -> int:
         """Return the token that plain decoding emits here: argmax of scores, plus noise if sampled.
@@ -98,7 +103,7 @@ class Sampler:
             RequestError: a processor failed, no token is left, or the target computed NaN or infinity.
         """
         position = len(tokens) + len(ancestors)
-        if self._kernel_noise and self.temperature > 0:
+        if self._kernel_noise:
             return self._choose_by_kernel(logits, tokens, ancestors, position)
         with one_thread():
             scores = self.transforms.scores(logits, tokens, ancestors)
@@ -122,7 +127,7 @@ class Sampler:
 
         chosen = coupled_choice_triton(
             scores[None],
-            row(self.temperature if alone else 1.0, torch.float32),
+            row(self.temperature if alone else float(self.temperature > 0), torch.float32),
             row(seed, torch.int64),
             row(sample, torch.int64),
             row(position, torch.int64),

@@ -94,7 +94,7 @@ def _row_ref(values: torch.Tensor, inputs: TransformInputs, row: int, request: i
 def logit_transforms_triton(logits: torch.Tensor, inputs: TransformInputs, truncates: bool = True) -> torch.Tensor:
     """Compute `logit_transforms_ref` on a GPU, in two launches and without a host sync.
 
-    Last dimensions must be contiguous; the row stride of `logits` is arbitrary.
+    The last dimension of `logits` must be contiguous; its row stride is arbitrary.
 
     Args:
         logits, inputs: as in `logit_transforms_ref`.
@@ -104,7 +104,7 @@ def logit_transforms_triton(logits: torch.Tensor, inputs: TransformInputs, trunc
         ValueError: a shape, dtype, stride or device does not match, or triton cannot run on the tensors.
     """
     nodes = check_logit_transforms(logits, inputs)
-    check_last_strides(logits=logits, **inputs._asdict())
+    check_last_strides(logits=logits)
     require_triton("logit_transforms")
     from treespec_kernels.sampling import logit_transforms_kernels as kernels
 
@@ -169,7 +169,9 @@ def check_logit_transforms(logits: torch.Tensor, inputs: TransformInputs) -> int
     }
     for name, tensor in inputs._asdict().items():
         expected = shapes[name]
-        if tensor.dim() != len(expected) or any(n not in (None, m) for n, m in zip(expected, tensor.shape, strict=True)):
+        if tensor.dim() != len(expected) or any(
+            n not in (None, m) for n, m in zip(expected, tensor.shape, strict=True)
+        ):
             raise ValueError(f"{name} has shape {list(tensor.shape)}; expected {list(expected)}")
         if not tensor.is_contiguous():
             raise ValueError(f"{name} has strides {list(tensor.stride())}; make it contiguous")

@@ -59,7 +59,9 @@ def logit_transforms(shape: KernelShape, target: str | None) -> list[KernelSpec]
     scoring |= {"BLOCK": transforms.block_of(vocab, transforms.SCORE_BLOCK)}
     truncating = sizes | {"BLOCK": transforms.block_of(vocab, transforms.BLOCK), "MARGIN": transforms.MARGIN}
     config = {"dtype": shape.element, "vocab_size": vocab}
-    score, truncate = ({"num_warps": n, "enable_fp_fusion": False} for n in (transforms.SCORE_WARPS, transforms.NUM_WARPS))
+    score, truncate = (
+        {"num_warps": n, "enable_fp_fusion": False} for n in (transforms.SCORE_WARPS, transforms.NUM_WARPS)
+    )
     return [
         KernelSpec(transform_scores, types, scoring, score, config),
         KernelSpec(truncate_scores, types, truncating, truncate, {"vocab_size": vocab}),

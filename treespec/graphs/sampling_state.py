@@ -1,0 +1,100 @@
+"""Device rows that the logit transforms of captured rounds read: biases and token counts of running requests."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from treespec.request import Request
+from treespec.sampling.row_transforms import TransformRow, bias_row, count_row, has_state
+
+
+class RequestTransforms(NamedTuple):
+    """Transforms of a request in a round.
+
+    Attributes:
+        row: its parameters.
+        slot: its row of biases and counts, -1 for none.
+        new_tokens: output tokens that its counts do not include yet.
+        truncates: whether it has top-k, top-p or min-p.
+    """
+
+    row: TransformRow
+    slot: int
+    new_tokens: Sequence[int]
+    truncates: bool
+
+
+class SamplingState:
+    """Biases and token counts of up to S requests, allocated when the first request needs them.
+
+    Args:
+        num_slots: S.
+        vocab_size, device: those of the target's logits.
+        max_new: maximum tokens that a round adds to a request's counts.
+    """
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device, max_new: int):
+        self.num_slots, self.vocab_size, self._device, self._max_new = num_slots, vocab_size, device, max_new
+        self._slots: dict[Request, int] = {}
+        self._known: dict[Request, int] = {}  # tokens that the counts of a request include
+
+    @cached_property
+    def biases(self) -> Tensor:
+        """float32 [S, vocab], added to the logits; -inf excludes a token."""
+        return torch.zeros(self.num_slots, self.vocab_size, dtype=torch.float32, device=self._device)
+
+    @cached_property
+    def _all_counts(self) -> Tensor:
+        """The counts, and a row that takes those of absent tokens."""
+        return torch.zeros(self.num_slots + 1, self.vocab_size, dtype=torch.int32, device=self._device)
+
+    @property
+    def counts(self) -> Tensor:
+        """int32 [S, vocab], as in `TransformInputs`."""
+        return self._all_counts[: self.num_slots]
+
+    def count(self, slots: Tensor, tokens: Tensor) -> None:
+        """Add tokens to the counts; part of a captured round.
+
+        Args:
+            slots: int32 [B].
+            tokens: int32 [B, n], -1 for none.
+        """
+        rows = torch.where((tokens >= 0) & (slots >= 0)[:, None], slots[:, None], self.num_slots).long()
+        places = (rows * self.vocab_size + tokens.clamp(min=0)).flatten()
+        self._all_counts.view(-1).index_add_(0, places, torch.ones_like(places, dtype=torch.int32))
+
+    def rows_of(self, requests: Sequence[Request]) -> list[RequestTransforms | None]:
+        """Return the transforms of the requests of a round, None for a request without any.
+
+        Requests that are not among them lose their slots, and new ones get theirs.
+        """
+        for gone in self._slots.keys() - set(requests):
+            del self._slots[gone], self._known[gone]
+        return [self._row_of(request) for request in requests]
+
+    def _row_of(self, request: Request) -> RequestTransforms | None:
+        params = request.params
+        if not params.transforms_logits and not params.truncates:
+            return None
+        row = TransformRow.of(params, request.num_prompt, self.vocab_size)
+        if not has_state(params):
+            return RequestTransforms(row, -1, (), params.truncates)
+        new = self._known.get(request, -1)
+        if new < 0 or len(request.tokens) - new > self._max_new:
+            self._fill(request)
+            new = len(request.tokens)
+        self._known[request] = len(request.tokens)
+        return RequestTransforms(row, self._slots[request], request.tokens[new:], params.truncates)
+
+    def _fill(self, request: Request) -> None:
+        """Give a request a slot with its biases and counts."""
+        if request not in self._slots:
+            self._slots[request] = min(set(range(self.num_slots)) - set(self._slots.values()))
+        slot = self._slots[request]
+        self.biases[slot].copy_(torch.from_numpy(bias_row(request.params, self.vocab_size)))
+        counts = count_row(request.tokens, request.num_prompt, self.vocab_size)
+        self._all_counts[slot].copy_(torch.from_numpy(counts))

@@ -62,7 +62,7 @@ class BatchRound:
         self._inputs = RoundInputs(num_requests, sum(stack.groups for stack in stacks), limits, device)
         vocab_size = target.kernels.weights.head.shape[1]
         self._drafts = DraftStage(self._inputs, stacks, vocab_size, features)
-        sampling = sampling or SamplingState(num_requests, vocab_size, device, limits.width)
+        sampling = sampling or SamplingState(num_requests, vocab_size, target.kernels.dtype, device, limits.width)
         self._verify = VerifyStage(self._inputs, target, self._drafts, features, sampling)
         self.has_captured = False
         self._graphs: dict[tuple[object, ...], Callable[[], None]] = {}

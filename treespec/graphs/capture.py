@@ -17,7 +17,7 @@ from treespec.graphs.draft_passes import FeaturePool, num_tree_slots
 from treespec.graphs.round_inputs import RoundLimits
 from treespec.graphs.sampling_state import SamplingState
 from treespec.graphs.stack_passes import HeadStack, ModelStack
-from treespec.graphs.target_pass import TargetPass
+from treespec.graphs.target_pass import MAX_ROWS, TargetPass
 from treespec.models.feature_head import FeatureHead
 from treespec.models.group_model import GroupModel
 from treespec.models.state_head import StateHead
@@ -109,7 +109,7 @@ def captured_rounds(
     release_cached(target.device)
     before = _reserved(target.device)
     contexts = [context for context in CONTEXTS if context < max_model_len] + [max_model_len]
-    sampling = SamplingState(max_num_seqs, target.vocab_size, target.device, limits.width)
+    sampling = SamplingState(max_num_seqs, target.vocab_size, target.dtype, target.device, limits.width)
     parts = model, stacks, graph_memory, features, sampling
     sizes = batch_sizes(max_num_seqs)
     rounds = {
@@ -164,6 +164,13 @@ def planned_bytes(
         each = rows * (widths * dtype.itemsize + split + shape.vocab_size * (dtype.itemsize + 1))
         tables = len(model.ropes) * limits.max_context * 2 * shape.head_dim * 4  # RoPE
         needed += partials + each + tables
+        if not i:  # transformed scores in float32, and the logits of passes that go step by step
+            scored = (
+                max_num_seqs * limits.nodes[-1] * 4 + min(max_num_seqs * limits.nodes[-1], MAX_ROWS) * dtype.itemsize
+            )
+            needed += scored * shape.vocab_size + SamplingState.nbytes(
+                max_num_seqs, shape.vocab_size, dtype, limits.width
+            )
     return needed
 
 

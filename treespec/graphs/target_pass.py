@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,8 @@ from treespec.tree import TokenTree
 from treespec_kernels.launch.graph_capture import GraphMemory, run_then_capture
 
 logger = logging.getLogger("treespec")
+
+MAX_ROWS = 512  # of a captured pass: with more, launches take a small part of its time, and logits much memory
 
 
 class _Shape(NamedTuple):
@@ -98,7 +101,14 @@ class TargetPass:
         longest = next((each for each in self._contexts if each >= context), None)
         if size is None or longest is None:
             return None
-        return _Shape(size, self._limits.shapes.fitting(nodes), longest)
+        shape = _Shape(size, self._limits.shapes.fitting(nodes), longest)
+        return shape if size * shape.nodes <= MAX_ROWS else None
+
+    @cached_property
+    def _out(self) -> Tensor:
+        """Logits of the last pass, [rows, vocab], in memory that all graphs write to."""
+        head, rows = self._target.kernels.weights.head, min(self._sizes[-1] * self._limits.nodes[-1], MAX_ROWS)
+        return torch.empty(rows, head.shape[1], dtype=self._target.kernels.dtype, device=head.device)
 
     def _first(
         self, shape: _Shape, requests: Sequence[Request], trees: Sequence[TokenTree], run: Callable[[], Tensor]
@@ -107,7 +117,7 @@ class TargetPass:
         assert self._graphs is not None
         expected = run()
         try:
-            graph = _Graph(shape, self._target, self._limits, self._memory, self._features)
+            graph = _Graph(shape, self._target, self._limits, self._memory, self._features, self._out)
             found = graph.replay(requests, trees)
             differs = self._exact and not torch.equal(found.view(torch.int16), expected.view(torch.int16))
         except Exception as error:  # any error of a driver or compiler on which these kernels have never run
@@ -135,13 +145,14 @@ class _Graph:
         limits: RoundLimits,
         memory: GraphMemory,
         features: FeaturePool | None,
+        out: Tensor,
     ):
         b, n, context = shape
         fields = {"context_lens": (b,), "pages": (b, limits.max_pages), "tokens": (b, n), "depths": (b, n)}
         fields["ancestors"] = (b, n, limits.width)
         inputs = DeviceInputs(b, replace(limits, max_context=context), {torch.int32: fields}, target.pool.device)
         tree_pass = TreePass(target, inputs, n, features)
-        self._inputs, self._memory, self._shape = inputs, memory, shape
+        self._inputs, self._memory, self._shape, self._out = inputs, memory, shape, out[: b * n]
         self._launches = lambda: tree_pass.logits(inputs["tokens"], inputs["depths"], inputs["ancestors"]).logits
         self._replay: Callable[[], None] | None = None
 
@@ -151,12 +162,12 @@ class _Graph:
         if self._replay is None:
             self._replay = run_then_capture(self._run, self._memory)
         self._replay()
-        rows = self._logits.view(*self._shape[:2], -1)
-        # Other graphs write to the same memory, so the rows are copied out of it.
+        rows = self._out.view(*self._shape[:2], -1)
+        # The next pass writes to the same memory, so the rows are copied out of it.
         return torch.cat([rows[i, : len(tree)] for i, tree in enumerate(trees)])
 
     def _run(self) -> None:
-        self._logits = self._launches()
+        self._out.copy_(self._launches())
 
     def _fill(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> None:
         """Upload a batch; remaining places are idle."""

@@ -1,7 +1,6 @@
 """The verify stage of a captured round."""
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -135,11 +134,9 @@ class VerifyStage:
         for pool in (self.target.pool, *(() if self.features is None else (self.features.pool,))):
             kv_commit_triton(pool, inputs["pages"], inputs["context_lens"], walk.paths, walk.path_lens)
         if kind.logprobs:
-            paths = (
-                walk.paths.clamp(min=0).long()
-                + nodes * torch.arange(b, dtype=torch.int64, device=inputs.device)[:, None]
-            )
-            self._path_logits.copy_(head.logits[paths.flatten()].view(self._path_logits.shape))
+            first_rows = nodes * torch.arange(b, dtype=torch.int64, device=inputs.device)[:, None]
+            paths = (walk.paths.long() + first_rows).flatten()
+            self.sampling.path_logits[:b].flatten(0, 1).copy_(head.logits[paths])
         tree = trees.tokens, trees.parents, trees.depths, trees.masks, trees.values.view(torch.int32)
         rows = torch.cat((walk.path_lens[:, None], walk.tokens, walk.paths, *tree), 1)
         self._rows[nodes].copy_(rows, non_blocking=True)
@@ -168,14 +165,7 @@ class VerifyStage:
 
     def path_logits(self, index: int, count: int) -> Tensor:
         """Return a copy of the logits of a request's path in the last round, [count, vocab]; needs `kind.logprobs`."""
-        return self._path_logits[index, :count].clone()
-
-    @cached_property
-    def _path_logits(self) -> Tensor:
-        """Logits of the paths, [B, D + 1, vocab], outside of the graphs' memory."""
-        head = self.target.kernels.weights.head
-        shape = self.inputs.num_requests, self.inputs.limits.width, head.shape[1]
-        return torch.zeros(shape, dtype=self.target.kernels.dtype, device=head.device)
+        return self.sampling.path_logits[index, :count].clone()
 
     def results(self, requests: Sequence[RoundInput], nodes: int, drafted: bool) -> list[RoundResult]:
         """Return the results that the last round with `nodes` nodes copied to the host.

@@ -67,7 +67,7 @@ class LLM(VllmMethods):
         max_model_len: positions of the longest request; None is the model's maximum, or less where half of the free
             memory cannot hold `max_num_seqs` requests of it.
         attention: the implementation of tree attention: "cpu-packed", "cpu-gathered", "triton" or "auto".
-        prefill_chunk: prompt rows computed in one step.
+        prefill_chunk: prompt rows computed in one step; None is 512, and up to 2,048 on a GPU with enough memory.
         compile: run CPU passes as C++ that is compiled on first use (seconds) and kept in the user's cache folder; the
             self-test covers it too. "auto" needs float32 or bfloat16, `attention` and `linear` at "auto", a C++
             compiler and a supported family, and logs what is missing. True raises an error instead.
@@ -113,7 +113,7 @@ class LLM(VllmMethods):
         max_num_seqs: int = 8,
         max_model_len: int | None = None,
         attention: str = "auto",
-        prefill_chunk: int = 512,
+        prefill_chunk: int | None = None,
         compile: bool | str = "auto",
         linear: str = "auto",
         cuda_graphs: bool = True,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 MAX_NODES = 256
 MAX_CONTEXT = 1 << 20
+PREFILL_ROWS = 2048  # as many as an engine computes in one pass
 MAX_JOBS = 16  # compile processes; each keeps the inputs of one workload on the GPU
 LISTED = 5  # number of printed failures; --json lists all
 
@@ -280,6 +281,7 @@ def tune_kernels(
             device,
             nodes=nodes,
             context=context,
+            prefill=PREFILL_ROWS if on_gpu else 0,
             groups=shape.groups,
             layers=shape.layers,
             fixed_order_dot=not on_gpu,

@@ -28,6 +28,7 @@ from treespec_kernels.linear.quantized import QuantizedWeight
 from treespec_kernels.linear.quantized_row_linear import quantized_default
 from treespec_kernels.linear.rms_norm import rms_norm_triton
 from treespec_kernels.linear.row_linear import RowLinearConfig, row_linear_partials_triton, row_linear_triton
+from treespec_kernels.linear.row_tiles import RowTile, proven
 from treespec_kernels.tuning.tuned import KernelConfigs
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -106,10 +107,62 @@ class PassKernels:
         key = self._key() | {"vocab_size": vocab, "hidden_size": hidden}
         default = LmHeadConfig.default(self.dtype, vocab, hidden, target_of(weights.head.device))
         if is_interpreted():  # the interpreter computes dot with BLAS, whose time grows with the block size
-            default = replace(default, block_m=16, block_n=64, block_k=64, fixed_order_dot=True)
+            default = replace(default, block_m=16, block_n=64, block_k=64, fixed_order_dot=True, larger=())
         self._head = configs.get("lm_head", key, default)
         launch = configs.get("programmatic_launch", self._key() | {"hidden_size": hidden}, LaunchConfig())
         self.pdl = launch.pdl and exact and takes_pdl(weights.embed.device)
+        if exact:
+            self._prove_tiles()
+
+    def _prove_tiles(self) -> None:
+        """Keep the tiles of many rows that have the bits of those of few rows on this device.
+
+        Layers of equal shape and configuration are computed by the same binaries, and are compared once.
+        """
+        known: dict[Any, RowLinearConfig] = {}
+
+        def prove(layer: LayerWeights, name: str, config: RowLinearConfig) -> RowLinearConfig:
+            weight = getattr(layer, name)
+            key = (name, tuple(weight.shape), config)
+            if key not in known:
+                what = f"{name} of shape {list(weight.shape)}"
+                known[key] = proven(config, lambda tiled: self._some_rows(layer, name, tiled, config), what)
+            return known[key]
+
+        self._linear = [
+            _LinearConfigs(
+                *(config if config is None else prove(layer, name, config) for name, config in linear._asdict().items())
+            )
+            for layer, linear in zip(self.weights.layers, self._linear, strict=True)
+        ]
+
+        def logits(config: LmHeadConfig) -> tuple[Tensor, ...]:
+            rows, head = self._random_rows(self._head.tiles[-1], self.weights.head.shape[-1]), self.weights.head
+            result = lm_head_triton(self._grouped(rows), self._squeezed(head), config=config, pdl=self.pdl)
+            return (result.logits, *result.stats)
+
+        self._head = proven(self._head, logits, "the LM head")
+
+    def _some_rows(
+        self, layer: LayerWeights, name: str, config: RowLinearConfig, all_tiles: RowLinearConfig
+    ) -> tuple[Tensor, ...]:
+        """Compute a linear layer for random rows, as in a pass."""
+        weight = getattr(layer, name)
+        x = self._random_rows(all_tiles.tiles[-1], weight.shape[-1])
+        if name == "gate_up":
+            return (self._activated(x, layer, config),)
+        if name == "o" and self.config.parallel:
+            stream = self._random_rows(all_tiles.tiles[-1], weight.shape[-2])
+            self._add(x, weight, config, stream, layer.o_bias)
+            return (stream,)
+        return (row_linear_partials_triton(self._grouped(x), self._squeezed(weight), config=config, pdl=self.pdl),)
+
+    def _random_rows(self, largest: RowTile, width: int) -> Tensor:
+        """Return the same rows in every call, more than the largest tile has, [G * rows, width]."""
+        device = self.weights.embed.device
+        rows = self.weights.groups * (largest.block_m + 65)
+        generator = torch.Generator(device).manual_seed(0)
+        return torch.randn(rows, width, generator=generator, device=device, dtype=torch.float32).to(self.dtype)
 
     def _key(self) -> dict[str, int | torch.dtype]:
         return {"dtype": self.dtype, "groups": self.weights.groups}
@@ -131,9 +184,9 @@ class PassKernels:
         key = self._key() | {"out_features": out_features, "in_features": in_features, "silu_gate": int(silu_gate)}
         default = RowLinearConfig.default(self.dtype, out_features, in_features, silu_gate, target_of(weight.device))
         if is_interpreted():
-            default = replace(
-                default, block_m=16, block_n=64, block_k=64, split_k=min(default.split_k, 2), fixed_order_dot=True
-            )
+            split_k = min(default.split_k, 2)
+            sizes = {"block_m": 16, "block_n": 64, "block_k": 64, "split_k": split_k}
+            default = replace(default, **sizes, fixed_order_dot=True, larger=())
         return configs.get("row_linear", key, default)
 
     def _quantized_config(self, weight: QuantizedWeight, configs: KernelConfigs) -> RowLinearConfig:

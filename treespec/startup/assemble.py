@@ -95,7 +95,7 @@ def _engine_config(resolved: Resolved, plan: MemoryPlan, target: Target) -> Engi
         exact=options.exact,
         max_num_seqs=options.max_num_seqs,
         max_model_len=plan.max_model_len,
-        prefill_chunk=min(options.prefill_chunk, target.fixed_rows or options.prefill_chunk),
+        prefill_chunk=min(plan.prefill_chunk, target.fixed_rows or plan.prefill_chunk),
         max_tree_slots=plan.scratch,
         num_threads=torch.get_num_threads(),
         linear=decoder.linear,

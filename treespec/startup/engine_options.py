@@ -30,7 +30,7 @@ class EngineOptions:
         max_num_seqs: maximum number of requests decoded concurrently.
         max_model_len: maximum positions of a request; None derives it from the model and the free memory.
         attention: implementation of tree attention.
-        prefill_chunk: prompt rows per step.
+        prefill_chunk: prompt rows per step; None chooses them by device.
         compile: run CPU passes in compiled C++; "auto" falls back to eager passes.
         linear: implementation of linear layers.
         cuda_graphs: capture rounds in CUDA graphs.
@@ -49,7 +49,7 @@ class EngineOptions:
     max_num_seqs: int = 8
     max_model_len: int | None = None
     attention: str = "auto"
-    prefill_chunk: int = 512
+    prefill_chunk: int | None = None
     compile: bool | str = "auto"
     linear: str = "auto"
     cuda_graphs: bool = True
@@ -77,9 +77,10 @@ class EngineOptions:
         model, compile = self.model, self.compile
         if not _is_int(self.suffix_tokens, 0) or self.suffix_tokens > MAX_SUFFIX_TOKENS:
             raise ConfigError(f"suffix_tokens={self.suffix_tokens!r}; valid: an int from 0 to {MAX_SUFFIX_TOKENS}")
-        for name in ("max_num_seqs", "prefill_chunk"):
-            if not _is_int(getattr(self, name), 1):
-                raise ConfigError(f"{name}={getattr(self, name)!r}; valid: an int of at least 1")
+        if not _is_int(self.max_num_seqs, 1):
+            raise ConfigError(f"max_num_seqs={self.max_num_seqs!r}; valid: an int of at least 1")
+        if self.prefill_chunk is not None and not _is_int(self.prefill_chunk, 1):
+            raise ConfigError(f"prefill_chunk={self.prefill_chunk!r}; valid: an int of at least 1, or None")
         # The valid range depends on the model, see `resolve_max_model_len`.
         if isinstance(self.max_model_len, bool) or not isinstance(self.max_model_len, int | None):
             raise ConfigError(f"max_model_len={self.max_model_len!r}; valid: an int of at least 2, or None")

@@ -22,6 +22,11 @@ from treespec_weights.rules import ModelShape
 
 logger = logging.getLogger("treespec")
 
+PREFILL_CHUNK = 512
+# Of kernels on a GPU: more rows for one read of the weights from memory, and for one launch of every kernel.
+GPU_PREFILL_CHUNKS = (2048, 1024)
+CHUNK_SHARE = 8  # a larger chunk may take this part of the free memory
+
 
 @dataclass(frozen=True)
 class MemoryPlan:
@@ -30,6 +35,7 @@ class MemoryPlan:
     Attributes:
         max_model_len: maximum positions of a request.
         scratch: KV slots after a request's committed slots, for its tree and its drafts.
+        prefill_chunk: prompt rows per step.
         largest_pass: rows of the largest pass.
         num_pages: number of pages of the KV cache.
         cache_dtype: dtype of the KV cache.
@@ -40,6 +46,7 @@ class MemoryPlan:
 
     max_model_len: int
     scratch: int
+    prefill_chunk: int
     largest_pass: int
     num_pages: int
     cache_dtype: torch.dtype
@@ -77,15 +84,18 @@ def plan_memory(resolved: Resolved) -> MemoryPlan:
     page += int(
         CAPACITY_FACTOR * KVCache.bytes_per_page([draft.config.shape for draft in resolved.foreign], cache_dtype)
     )
-    reserved = 0
+    reserved, chunk = 0, options.prefill_chunk or PREFILL_CHUNK
     if triton and loader.device.type == "cuda":  # a CPU's memory is not budgeted this closely
-        reserved = _weight_bytes(resolved) + _round_bytes(resolved, scratch)
+        if options.prefill_chunk is None:
+            chunk = _prefill_chunk(resolved, scratch)
+        reserved = _weight_bytes(resolved) + _round_bytes(resolved, scratch, chunk)
     max_num_seqs = options.max_num_seqs
     length = resolve_max_model_len(options.max_model_len, target, page, max_num_seqs, scratch, loader.device, reserved)
     return MemoryPlan(
         max_model_len=length,
         scratch=scratch,
-        largest_pass=max(options.prefill_chunk, max_num_seqs * spec.max_nodes),
+        prefill_chunk=chunk,
+        largest_pass=max(chunk, max_num_seqs * spec.max_nodes),
         num_pages=max_num_seqs * pages_for(length + scratch),
         cache_dtype=cache_dtype,
         shapes=shapes,
@@ -149,12 +159,20 @@ def _weight_bytes(resolved: Resolved) -> int:
     return drafts + weight_bytes(resolved.target, dtype, resolved.quantization)
 
 
-def _round_bytes(resolved: Resolved, scratch: int) -> int:
-    """Return the bytes of captured rounds for the maximum context length."""
+def _prefill_chunk(resolved: Resolved, scratch: int) -> int:
+    """Return the rows of a prefill pass on a GPU: the most whose buffers leave enough memory."""
+    spare = (free_memory(resolved.device) - _weight_bytes(resolved)) // CHUNK_SHARE
+    least = _round_bytes(resolved, scratch, PREFILL_CHUNK)
+    fits = (rows for rows in GPU_PREFILL_CHUNKS if _round_bytes(resolved, scratch, rows) - least <= spare)
+    return next(fits, PREFILL_CHUNK)
+
+
+def _round_bytes(resolved: Resolved, scratch: int, prefill_chunk: int) -> int:
+    """Return the bytes of captured rounds and of a prefill pass for the maximum context length."""
     options, most = resolved.options, resolved.target.max_positions
     longest = min(options.max_model_len or most, most)
     limits = round_limits(resolved.spec, longest, scratch, len(resolved.group))
-    return planned_bytes(_natives(resolved), limits, options.max_num_seqs, options.prefill_chunk, resolved.loader.dtype)
+    return planned_bytes(_natives(resolved), limits, options.max_num_seqs, prefill_chunk, resolved.loader.dtype)
 
 
 def _cache_stacks(resolved: Resolved) -> list[int]:

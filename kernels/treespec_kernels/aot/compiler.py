@@ -23,6 +23,7 @@ import torch
 
 from treespec_kernels.aot.binary_cache import ResultCache, cache_folder, result_key
 from treespec_kernels.aot.compile_jobs import num_processes, run_in_processes
+from treespec_kernels.aot.k_order import check_same_order
 from treespec_kernels.aot.kernel_spec import KernelShape, KernelSpec
 from treespec_kernels.aot.launch_order import PREFETCH, order_fault
 from treespec_kernels.aot.proxy_fences import proxy_fences
@@ -137,8 +138,12 @@ def compile_spec(target: str, spec: KernelSpec) -> CompiledKernel:
     Raises:
         ValueError: as of `compiled_code`.
         OrderError: the kernel uses PDL, and accesses memory or exits before its wait; or a fence is missing.
+        OrderFault: the spec is of a larger tile, which may give a row other bits than the first one.
     """
     compiled = compiled_code(target, spec)
+    if spec.first is not None:
+        first = compiled_code(target, spec.first)
+        check_same_order(compiled.asm["ptx"], spec.constants, first.asm["ptx"], spec.first.constants)
     if spec.constants.get("PDL"):
         fault = order_fault(compiled.asm["ptx"], cuobjdump(compiled.asm["cubin"], "--dump-sass"))
         if fault:

@@ -97,6 +97,7 @@ class KernelSpec:
         constants: the constexpr arguments.
         options: num_warps, num_stages, enable_fp_fusion.
         config: describes the kernel in the report.
+        first: the spec of the kernel's first tile, if this one is of a larger tile that must give a row the same bits.
     """
 
     kernel: Any
@@ -104,3 +105,4 @@ class KernelSpec:
     constants: dict[str, int | bool | str | float]
     options: dict[str, Any]
     config: dict[str, Any]
+    first: KernelSpec | None = None

@@ -4,18 +4,17 @@ logits = x W^T with fp32 accumulators, an optional soft cap, and one rounding to
 `block_n` tokens has the maximum of the *rounded* logits, its first token, and the sum of exp(logit - maximum). Greedy
 choice, top-k and log-sum-exp then read vocab / block_n numbers per row instead of vocab.
 
-The weight is read once for up to `block_m` rows. A row's bits do not depend on the other rows: the configuration is the
-same for every number of rows, and one program sums over all of K. Retuning may change bits.
+The weight is read once for up to `block_m` rows. A row's bits do not depend on the other rows: the order of its sum is
+the same for every number of rows (`row_tiles`), and one program sums over all of K. Retuning may change bits.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
-from treespec_kernels.launch.tile_config import TileConfig
 from treespec_kernels.launch.triton_launch import (
     check_alike,
     check_last_strides,
@@ -26,6 +25,7 @@ from treespec_kernels.launch.triton_launch import (
     target_of,
 )
 from treespec_kernels.linear.activations import soft_cap
+from treespec_kernels.linear.row_tiles import RowTile, RowTiledConfig, fewer_stages, larger_tiles
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -58,13 +58,14 @@ class LmHead(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LmHeadConfig(TileConfig):
+class LmHeadConfig(RowTiledConfig):
     """Configuration of the LM head: tiles and launch options.
 
     Args:
         block_m: rows per tile. Every tile of rows but the first reads the weight from L2.
         block_n: tokens per tile, and per block of the summary.
         block_k: features per step of the loop.
+        larger: tiles of more rows, chosen by the number of rows of a launch.
     """
 
     block_m: int
@@ -73,16 +74,22 @@ class LmHeadConfig(TileConfig):
     num_warps: int
     num_stages: int
     fixed_order_dot: bool = False
+    larger: tuple[RowTile, ...] = ()
 
     @classmethod
     def default(cls, dtype: torch.dtype, vocab_size: int, hidden_size: int, target: str | None = None) -> LmHeadConfig:
-        """Return the shipped configuration; `target` is from `target_of`, None for one that fits sm_80 and sm_90.
+        """Return the shipped configuration.
 
         M = 64 is one `wgmma` on sm_90, and 64 rows read the weight once. With the 227 KB of sm_90, two programs of four
         stages (96 KB) are resident: as many weights are in flight as with three programs of three stages, and the last
         wave of 1,002 programs (128 k tokens, 132 multiprocessors) is 80 % full instead of 53 %. A small vocabulary uses
         narrow tiles, to occupy every multiprocessor. float32 has no exact matrix instruction; its tiles do not spill on
-        any target.
+        any target. Tiles of 256 rows spill in the summary.
+
+        Args:
+            dtype: float16, bfloat16 or float32.
+            vocab_size, hidden_size: shape of the weight.
+            target: from `target_of`; None for a configuration that fits every target.
 
         Raises:
             ValueError: the dtype or a size is not supported.
@@ -97,7 +104,8 @@ class LmHeadConfig(TileConfig):
         if vocab_size < _LARGE_VOCAB:
             return cls(block_m=64, block_n=32, block_k=64 if hidden_size <= 64 else 128, num_warps=4, num_stages=3)
         num_stages = 4 if target is not None and shared_bytes(target) >= 2 * (96 << 10) else 3
-        return cls(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=num_stages)
+        larger = larger_tiles(target, dtype, (64, 128, 64, 4), -(-hidden_size // 64), most_rows=128)
+        return cls(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=num_stages, larger=larger)
 
     @classmethod
     def candidates(
@@ -119,7 +127,9 @@ class LmHeadConfig(TileConfig):
             tiles += [(32, 128, 64, 4, 4), (16, 128, 64, 4, 5), (16, 128, 128, 4, 3)]
             tiles += [(128, 128, 64, 8, 3)]
         default = cls.default(dtype, vocab_size, hidden_size, target)
-        return [default] + [config for tile in tiles if (config := cls(*tile)) != default]
+        found = [default, *(cls(*tile) for tile in tiles)]
+        found += [replace(default, larger=larger) for larger in fewer_stages(default.larger)]
+        return list(dict.fromkeys(found))
 
 
 _LARGE_VOCAB = 1 << 15  # tokens; from this size on, tiles of 128 tokens give at least 256 programs
@@ -206,6 +216,7 @@ def lm_head_triton(
     check_launch("lm_head", kernels.project_to_vocab, x)
     if groups * num_rows == 0:
         return LmHead(logits, stats)
+    config = config.for_rows(num_rows, num_blocks * groups)
     kernels.project_to_vocab[(-(-num_rows // config.block_m), num_blocks, groups)](
         x,
         weight,

@@ -15,6 +15,7 @@ from treespec_kernels.launch.rows import alignment, check_alignment, row_strides
 from treespec_kernels.launch.triton_launch import check_launch, launch_options, require_triton, shared_bytes
 from treespec_kernels.linear.quantized import QuantizedWeight
 from treespec_kernels.linear.row_linear_config import MULTIPROCESSORS, RowLinearConfig
+from treespec_kernels.linear.row_tiles import larger_tiles
 
 
 def quantized_default(
@@ -40,7 +41,7 @@ def quantized_default(
         block_k //= 2
     max_split = max(1, min(8, in_features // (4 * block_k)))
     split_k = 1 if out_features * in_features <= 1 << 20 else min(-(-120 // tiles), max_split)
-    return replace(plain, block_n=block_n, block_k=block_k, split_k=split_k)
+    return replace(plain, block_n=block_n, block_k=block_k, split_k=split_k, larger=())
 
 
 def quantized_candidates(
@@ -66,6 +67,11 @@ def quantized_candidates(
             num_stages = min(8, (shared_bytes(target or "sm_90") // residents - widened) // stage_bytes)
             if num_stages >= 3:
                 found.append(RowLinearConfig(block_m, block_n, block_k, split_k, num_warps, num_stages))
+    first = found[0]
+    tile = (first.block_m, first.block_n, first.block_k, first.num_warps)
+    blocks = -(-in_features // first.block_k // first.split_k)
+    # Of 256 rows, tiles of int4 weights spilled.
+    found.append(replace(first, larger=larger_tiles(target, dtype, tile, blocks, most_rows=128)))
     return list(dict.fromkeys(found))
 
 
@@ -103,8 +109,9 @@ def multiply_quantized_triton(
     num_rows = x.shape[-2]
     if num_rows * num_groups == 0:
         return
-    tiles = (-(-num_rows // config.block_m), -(-weight.out_features // config.block_n))
-    kernels.multiply_quantized[(*tiles, num_groups * config.split_k)](
+    tiles = -(-weight.out_features // config.block_n)
+    config = config.for_rows(num_rows, tiles * num_groups * config.split_k)
+    kernels.multiply_quantized[(-(-num_rows // config.block_m), tiles, num_groups * config.split_k)](
         x,
         weight.values,
         weight.scale,

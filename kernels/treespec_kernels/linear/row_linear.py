@@ -219,7 +219,9 @@ def _multiply(
     num_rows = x.shape[-2]
     if num_rows * num_groups == 0:
         return
-    programs = (-(-num_rows // config.block_m), -(-out_features // config.block_n), num_groups * config.split_k)
+    tiles = -(-out_features // config.block_n)
+    config = config.for_rows(num_rows, tiles * num_groups * config.split_k)
+    programs = (-(-num_rows // config.block_m), tiles, num_groups * config.split_k)
     kernels.multiply_rows[programs](
         x,
         weight,

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from treespec_kernels.launch.tile_config import TileConfig
 from treespec_kernels.launch.triton_launch import has_tensor_memory, shared_bytes
+from treespec_kernels.linear.row_tiles import MULTIPROCESSORS, RowTile, RowTiledConfig, fewer_stages, larger_tiles
 
 SUPPORTED = (torch.float16, torch.bfloat16, torch.float32)
 
-MULTIPROCESSORS = 132  # of an H200
 AMD_STAGES = 3  # they fit in the 64 KB of gfx942; the number of stages does not affect bits
 
 
 @dataclass(frozen=True)
-class RowLinearConfig(TileConfig):
-    """Configuration of a weight, the same for every number of rows.
+class RowLinearConfig(RowTiledConfig):
+    """Configuration of a weight, which gives a row the same bits for every number of rows.
 
     Args:
         block_m: rows per tile.
@@ -25,6 +24,7 @@ class RowLinearConfig(TileConfig):
         block_k: features per step of the loop.
         split_k: parts of K, in whole blocks of block_k, that are summed separately and then added in order.
         num_stages: a launch option that does not affect bits.
+        larger: tiles of more rows, chosen by the number of rows of a launch.
     """
 
     block_m: int
@@ -34,6 +34,7 @@ class RowLinearConfig(TileConfig):
     num_warps: int
     num_stages: int
     fixed_order_dot: bool = False
+    larger: tuple[RowTile, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,6 +68,8 @@ class RowLinearConfig(TileConfig):
           previous one may still be read by its `wgmma`, so all but two are in flight, each with 16 KB of weights for
           block_n 128: 6 MB for 96 programs of six stages, 4.5 MB for 144 of four. On a GPU with less shared memory, one
           program with 96 KB is resident.
+        - More than 64 rows would read the weight from L2 once per 64 rows, which takes 3 times as long as the products.
+          `larger_tiles` read it once per 128 or 256 rows.
 
         float32 has no exact matrix instruction on NVIDIA, and uses 16 rows; with more it would be bound by arithmetic.
 
@@ -105,7 +108,10 @@ class RowLinearConfig(TileConfig):
             num_stages = min(num_stages, AMD_STAGES)
         # With 4 warps, gate and up accumulators in tensor memory spill.
         num_warps = 8 if has_tensor_memory(target) and silu_gate and block_n == 128 else 4
-        return cls(block_m, block_n, block_k, split_k, num_warps, num_stages)
+        tile, blocks = (block_m, block_n, block_k, num_warps), -(-in_features // block_k // split_k)
+        most_rows = 256 if silu_gate or split_k > 1 else 128  # of 256 rows, bias and an exact GELU spilled
+        larger = larger_tiles(target, dtype, tile, blocks, residents=1 if is_alone else 2, most_rows=most_rows)
+        return cls(block_m, block_n, block_k, split_k, num_warps, num_stages, larger=larger)
 
     @classmethod
     def candidates(
@@ -143,7 +149,11 @@ class RowLinearConfig(TileConfig):
                 nearest = max(1, min(round(residents * MULTIPROCESSORS / num_tiles), num_blocks // 2))
                 num_stages = min(8, shared_bytes(target or "sm_90") // residents // stage_bytes)
                 if num_stages >= 3:
-                    found.append(cls(block_m, block_n, block_k, nearest, num_warps, num_stages))
+                    tile, is_alone = (block_m, block_n, block_k, num_warps), num_tiles * nearest <= MULTIPROCESSORS
+                    blocks = -(-num_blocks // nearest)
+                    larger = larger_tiles(target, dtype, tile, blocks, residents=1 if is_alone else 2)
+                    found.append(cls(block_m, block_n, block_k, nearest, num_warps, num_stages, larger=larger))
+        found += [replace(default, larger=larger) for larger in fewer_stages(default.larger)]
         return list(dict.fromkeys(found))
 
     def workspace_size(self, num_rows: int, out_features: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from treespec_kernels.aot.kernel_spec import AOT_FORMS, KernelShape, KernelSpec, LinearLayer
 from treespec_kernels.launch.rows import alignment
@@ -15,6 +15,7 @@ from treespec_kernels.linear.rms_norm_kernels import norm_rows
 from treespec_kernels.linear.row_linear import REDUCE_BLOCK, REDUCE_WARPS
 from treespec_kernels.linear.row_linear_config import RowLinearConfig
 from treespec_kernels.linear.row_linear_kernels import add_splits, multiply_rows
+from treespec_kernels.linear.row_tiles import RowTiledConfig
 
 
 def row_linear(shape: KernelShape, target: str | None) -> list[KernelSpec]:
@@ -42,15 +43,9 @@ def row_linear(shape: KernelShape, target: str | None) -> list[KernelSpec]:
         if is_split:
             multiply |= {"BYTES_OUT": alignment(4, out_features), "SILU_GATE": False, "HAS_RESIDUAL": False}
             multiply |= {"ACTIVATION": "none", "HAS_BIAS": False}
-        found = [
-            KernelSpec(
-                multiply_rows,
-                _row_linear_types(shape) | ({"out": "*fp32"} if is_split else {}),
-                multiply,
-                config.options,
-                described | asdict(config),
-            )
-        ]
+        types = _row_linear_types(shape) | ({"out": "*fp32"} if is_split else {})
+        spec = KernelSpec(multiply_rows, types, multiply, config.options, described | asdict(config))
+        found = [spec, *_larger(spec, config)]
         if is_split and layer.name != "qkv":
             found.append(_add_splits_spec(shape, layer, config.split_k))
         specs += [spec for spec in found if spec not in specs]
@@ -136,24 +131,38 @@ def rms_norm(shape: KernelShape, target: str | None) -> list[KernelSpec]:
 
 
 def lm_head(shape: KernelShape, target: str | None) -> list[KernelSpec]:
-    """Return the spec of the default configuration for the model's vocabulary."""
+    """Return the specs of the default configuration for the model's vocabulary."""
     config = LmHeadConfig.default(shape.dtype, shape.vocab_size, shape.hidden_size, target)
     sizes = {"vocab_size": shape.vocab_size, "hidden_size": shape.hidden_size, "cap": shape.capped}
+    spec = KernelSpec(
+        kernel=project_to_vocab,
+        types=dict.fromkeys(("x", "weight", "logits"), f"*{shape.element}")
+        | {"best_values": "*fp32", "sums": "*fp32", "logit_cap": "fp32"},
+        constants={
+            "VOCAB": shape.vocab_size,
+            "HIDDEN": shape.hidden_size,
+            "HAS_CAP": shape.capped,
+            "PDL": False,
+            **config.constants,
+        },
+        options=config.options,
+        config={"dtype": shape.element} | sizes | asdict(config),
+    )
+    return [spec, *_larger(spec, config)]
+
+
+def _larger(first: KernelSpec, config: RowTiledConfig) -> list[KernelSpec]:
+    """Return the specs of a configuration's larger tiles."""
+    tiled = [config.with_tile(tile) for tile in config.larger]
     return [
-        KernelSpec(
-            kernel=project_to_vocab,
-            types=dict.fromkeys(("x", "weight", "logits"), f"*{shape.element}")
-            | {"best_values": "*fp32", "sums": "*fp32", "logit_cap": "fp32"},
-            constants={
-                "VOCAB": shape.vocab_size,
-                "HIDDEN": shape.hidden_size,
-                "HAS_CAP": shape.capped,
-                "PDL": False,
-                **config.constants,
-            },
-            options=config.options,
-            config={"dtype": shape.element} | sizes | asdict(config),
+        replace(
+            first,
+            constants=first.constants | own.constants,
+            options=own.options,
+            config=first.config | own.tiles[0]._asdict() | {"larger": ()},
+            first=first,
         )
+        for own in tiled
     ]
 
 

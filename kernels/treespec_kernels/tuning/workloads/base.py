@@ -29,6 +29,7 @@ class Setting:
         nodes: number of rows of one request's tree pass, root included.
         context: number of committed positions of each request.
         requests: number of requests of a batch.
+        prefill: number of rows of a prefill pass; 0 to leave it out.
         groups: number of SSMs of equal shape that run stacked; 1 for a target.
         layers: number of layers of the model.
         fixed_order_dot: set in Triton's interpreter, whose dot calls BLAS and is not row-invariant.
@@ -39,6 +40,7 @@ class Setting:
     nodes: int = 32
     context: int = 2048
     requests: int = 4
+    prefill: int = 0
     groups: int = 1
     layers: int = 1
     fixed_order_dot: bool = False

@@ -62,7 +62,7 @@ class LmHeadWorkload(Workload[LinearInputs]):
         torch.testing.assert_close(sums, stats.sums, rtol=1e-4, atol=0.0)
 
     def invariance_pairs(self, config: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield all results of a row by itself, and of the rows in reverse order."""
+        """Yield all results of a row by itself, of the rows in reverse order, and of every tile."""
         x, weight = self.inputs[0]
         company = [part.view(self.groups, self.rows, -1) for part in self.run(config)]
         for row in {0, self.rows - 1}:
@@ -72,6 +72,9 @@ class LmHeadWorkload(Workload[LinearInputs]):
         yield from zip(
             (p.flip(1) for p in company), (p.view_as(c) for p, c in zip(reverse, company, strict=True)), strict=True
         )
+        for tile in config.larger:
+            results = self._run(self.inputs[0], config.with_tile(tile))
+            yield from zip(company, (p.view_as(c) for p, c in zip(results, company, strict=True)), strict=True)
 
     def baselines(self) -> dict[str, Callable[[int], Any]]:
         """Return torch's product with argmax and log-sum-exp over the logits."""

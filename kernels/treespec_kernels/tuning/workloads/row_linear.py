@@ -16,6 +16,7 @@ from .base import Setting, Tensors, Workload
 
 # Weights in the mean time that tuning minimises: of a pass over one tree, of plain decoding, and of a batch of trees.
 TREE, PLAIN, BATCH = 0.6, 0.2, 0.2
+PREFILL = 0.01  # one chunk of a prompt for a hundred passes
 
 
 class LinearInputs(NamedTuple):
@@ -70,7 +71,7 @@ class RowLinearWorkload(Workload[LinearInputs]):
         return (row_linear_ref(*self.inputs[0], silu_gate=self.silu_gate),)
 
     def invariance_pairs(self, config: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield a row by itself, the rows in reverse order, and the rows followed by `rows` + 1 others."""
+        """Yield a row by itself, the rows in reverse order, the rows followed by `rows` + 1 others, and every tile."""
         x, weight = self.inputs[0]
         (company,) = self.run(config)
         for row in {0, self.rows // 2, self.rows - 1}:
@@ -79,6 +80,8 @@ class RowLinearWorkload(Workload[LinearInputs]):
         yield company.flip(-2), self._run(LinearInputs(x.flip(-2), weight), config)
         more = x.repeat(*(1,) * (x.dim() - 2), 3, 1)[..., : 2 * self.rows + 1, :].contiguous()
         yield company, self._run(LinearInputs(more, weight), config)[..., : self.rows, :]
+        for tile in config.larger:
+            yield company, self._run(LinearInputs(more, weight), config.with_tile(tile))[..., : self.rows, :]
 
     def baselines(self) -> dict[str, Callable[[int], Any]]:
         """Return torch's matrix product without the activation, whose bits depend on the number of rows."""
@@ -91,10 +94,11 @@ class RowLinearWorkload(Workload[LinearInputs]):
         return {"torch": product}
 
 
-def row_counts(setting: Setting) -> dict[int, float]:
-    """Return the numbers of rows that a layer is tuned for, and their weights."""
+def row_counts(setting: Setting, prefill: int = 0) -> dict[int, float]:
+    """Return the numbers of rows that a layer is tuned for, and their weights. `prefill`: rows of a prefill pass."""
     weights: dict[int, float] = {}
-    counts = ((setting.nodes, TREE), (1, PLAIN), (setting.requests * setting.nodes, BATCH))
+    counts = [(setting.nodes, TREE), (1, PLAIN), (setting.requests * setting.nodes, BATCH)]
+    counts += [(prefill, PREFILL)] if prefill else []
     for rows, weight in counts:
         weights[rows] = weights.get(rows, 0.0) + weight
     return weights
@@ -106,7 +110,7 @@ def layers_of(setting: Setting, kind: type[RowLinearWorkload]) -> list[Workload]
     return [
         kind(setting, out_features, in_features, rows, silu_gate, weight)
         for out_features, in_features, silu_gate in sorted(layers)
-        for rows, weight in row_counts(setting).items()
+        for rows, weight in row_counts(setting, setting.prefill).items()
     ]
 
 

@@ -1,0 +1,107 @@
+"""K order of a compiled matrix product: the matrix instructions that form a row's sum, in program order.
+
+Two tiles of one kernel give a row the same bits if each of their warp groups computes 64 rows by the same instructions
+over the same features in the same order, and if the arithmetic around them is the same. Both are read from the PTX of
+sm_90: `wgmma` takes its operands from shared memory through descriptors, and the features that an instruction reads
+follow from the constants added to the descriptor of the block. Instructions of other targets are not decoded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class OrderFault(ValueError):
+    """Raised if a row's bits cannot be shown to be those of another tile."""
+
+
+class Step(NamedTuple):
+    """A matrix instruction: its opcode, and the first row and feature that it reads in the block of each operand."""
+
+    opcode: str
+    x: tuple[int, int]
+    weight: tuple[int, int]
+
+
+_WGMMA = re.compile(r"(wgmma\.mma_async\S*) \{[^}]*\}, (%\w+), (%\w+), (%p\d+), ([^;]*);")
+_MOVED = re.compile(r"(?:mov|cvt|add|or)\.(?:\w+\.)?\w+\s+(%\w+), (%?-?\w+)(?:, (-?\w+))?;")
+# Not conversions to f32, which are exact: of a bias, a thread may convert those of one column or of many.
+_FLOAT = re.compile(
+    r"\b(?:add|sub|mul|fma|div|rcp|ex2|lg2|tanh|sqrt|rsqrt|max|min|neg|abs|cvt(?!\.f32\.))\.[\w.:]*(?:f32|f16)\S*"
+)
+_OFFSET = (1 << 14) - 1  # bits of a descriptor's start address, in units of 16 bytes
+
+
+def k_order(ptx: str, constants: Mapping[str, Any]) -> list[list[Step]]:
+    """Return the matrix instructions of every block product in a kernel, in program order.
+
+    Args:
+        ptx: PTX of a kernel for sm_90 whose operands x [BLOCK_M, BLOCK_K] and weight [BLOCK_N, BLOCK_K] have 16 bits.
+        constants: the kernel's constants.
+
+    Raises:
+        OrderFault: the kernel has no `wgmma`, or one that may discard the sum before it.
+    """
+    products: dict[tuple[str, str], list[Step]] = {}
+    values: dict[str, tuple[str, int]] = {}  # register: the register that it was computed from, and the added constant
+    always = set()  # predicates that are true
+    for line in ptx.splitlines():
+        if found := re.match(r"\s*mov\.pred\s+(%p\d+), -1;", line):
+            always.add(found[1])
+        elif found := _WGMMA.search(line):
+            opcode, x, weight, accumulates, scales = found.groups()
+            if accumulates not in always:
+                raise OrderFault(f"{opcode} accumulates only where {accumulates} is set")
+            (x, x_offset), (weight, weight_offset) = values.get(x, (x, 0)), values.get(weight, (weight, 0))
+            step = Step(
+                f"{opcode} {scales}",
+                _place(x_offset, constants["BLOCK_M"], constants["BLOCK_K"]),
+                _place(weight_offset, constants["BLOCK_N"], constants["BLOCK_K"]),
+            )
+            products.setdefault((x, weight), []).append(step)
+        elif found := _MOVED.search(line):
+            values[found[1]] = _moved(found[2], found[3], values)
+    if not products:
+        raise OrderFault("the kernel has no wgmma, whose operands can be followed")
+    return list(products.values())
+
+
+def _moved(source: str, added: str | None, values: Mapping[str, tuple[str, int]]) -> tuple[str, int]:
+    """Return the origin and the offset of `source`, of `source + added`, or of `source | added`."""
+    origin, offset = values.get(source, (source, 0))
+    if added is None:
+        return origin, offset
+    try:
+        return origin, (offset + int(added)) & _OFFSET
+    except ValueError:  # a sum of two registers is an origin of its own
+        return f"{source}+{added}", 0
+
+
+def _place(offset: int, rows: int, block_k: int) -> tuple[int, int]:
+    """Return the row and the feature at an offset in a block of `rows` rows in shared memory.
+
+    Rows of at most 128 bytes follow each other; wider blocks lie in memory as several blocks of 128 bytes.
+    """
+    units = min(block_k * 2, 128) // 16  # of 8 features
+    part, rest = divmod(offset, rows * units)
+    return rest // units, (part * units + rest % units) * 8
+
+
+def float_operations(ptx: str) -> Counter[str]:
+    """Count the floating-point operations of a thread that may round, by opcode, without matrix instructions."""
+    return Counter(_FLOAT.findall(ptx))
+
+
+def check_same_order(ptx: str, constants: Mapping[str, Any], first: str, first_constants: Mapping[str, Any]) -> None:
+    """Raise OrderFault unless a tile computes its rows as the `first` tile of the kernel does."""
+    order, expected = k_order(ptx, constants), k_order(first, first_constants)
+    name, other = (f"{c['BLOCK_M']} x {c['BLOCK_N']}" for c in (constants, first_constants))
+    if order != expected:
+        raise OrderFault(f"a tile of {name} multiplies by {order}, and one of {other} by {expected}")
+    found, wanted = float_operations(ptx), float_operations(first)
+    if found != wanted:
+        differing = {op: (found[op], wanted[op]) for op in sorted(found | wanted) if found[op] != wanted[op]}
+        raise OrderFault(f"tiles of {name} and {other} compute other numbers of operations per thread: {differing}")

@@ -1,0 +1,178 @@
+"""Tiles of rows: larger tiles that compute many rows with fewer reads of the weight, and with the same bits.
+
+A configuration has one tile for few rows and may have larger ones. All of them have the same block_n, block_k and
+split_k, and the same number of rows per warp, so every warp group computes its 64 rows by the same instructions over
+the same features in the same order (`aot/k_order.py` checks this in compiled code). `proven` checks on a device that
+the bits are equal.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from treespec_kernels.launch.tile_config import TileConfig
+from treespec_kernels.launch.triton_launch import shared_bytes
+
+logger = logging.getLogger("treespec")
+
+MULTIPROCESSORS = 132  # of an H200
+PRODUCTS_PER_CYCLE = 2048  # of a multiprocessor's matrix units, for 16-bit numbers
+L2_BYTES_PER_CYCLE = 24  # of a multiprocessor that reads L2 together with all others: 5.5 TB/s at 1.755 GHz
+ROWS_PER_WARP = 16  # of a `wgmma`, which has 64 rows per warp group
+# The K order was decoded on sm_90 only. On sm_100, a tile of 64 rows has another instruction than one of 128 rows.
+ORDERED = ("sm_90",)
+
+
+ConfigT = TypeVar("ConfigT", bound="RowTiledConfig")
+
+
+class RowTile(NamedTuple):
+    """Rows of a tile, and its launch options."""
+
+    block_m: int
+    num_warps: int
+    num_stages: int
+
+
+class RowTiledConfig(TileConfig):
+    """Base of configurations with tiles of several numbers of rows.
+
+    Attributes:
+        larger: tiles with more rows than block_m, in increasing order, that give a row the same bits.
+    """
+
+    block_m: int
+    block_n: int
+    larger: tuple[RowTile, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "larger", tuple(RowTile(*tile) for tile in self.larger))  # lists, read from JSON
+        block_m, num_warps = self.block_m, self.num_warps
+        for tile in self.larger:
+            if tile.block_m <= block_m or tile.block_m & (tile.block_m - 1):
+                raise ValueError(f"larger has tiles of {tile.block_m} rows after {block_m}; use increasing powers of 2")
+            if tile.block_m * self.num_warps != self.block_m * tile.num_warps:
+                raise ValueError(
+                    f"larger has {tile.num_warps} warps for {tile.block_m} rows and num_warps is {num_warps} for "
+                    f"{self.block_m}; equal bits need as many rows per warp"
+                )
+            if tile.num_stages < 1:
+                raise ValueError(f"larger has {tile.num_stages} stages for {tile.block_m} rows; use 1 or more")
+            block_m = tile.block_m
+
+    def with_tile(self: ConfigT, tile: RowTile) -> ConfigT:
+        """Return the configuration with one tile for every number of rows."""
+        return replace(self, **tile._asdict(), larger=())  # type: ignore[type-var]
+
+    @property
+    def tiles(self) -> tuple[RowTile, ...]:
+        return (RowTile(self.block_m, self.num_warps, self.num_stages), *self.larger)
+
+    def for_rows(self: ConfigT, num_rows: int, num_columns: int) -> ConfigT:
+        """Return the configuration with the tile that is the fastest for a number of rows.
+
+        Args:
+            num_rows: rows of a group.
+            num_columns: programs of a tile of rows: tiles of columns times splits of K times groups.
+        """
+        return _for_rows(self, num_rows, num_columns) if self.larger else self
+
+
+@lru_cache(maxsize=4096)
+def _for_rows(config: Any, num_rows: int, num_columns: int) -> Any:
+    return config.with_tile(
+        min(config.tiles, key=lambda tile: cycles(tile.block_m, config.block_n, num_rows, num_columns))
+    )
+
+
+def cycles(block_m: int, block_n: int, num_rows: int, num_columns: int) -> float:
+    """Estimate the cycles that a multiprocessor takes for one feature of all its programs.
+
+    The larger of two times: the products of its tiles, padding included, and the loads from L2 of 16-bit weights and
+    rows. Few programs load more slowly, because a multiprocessor without a program loads nothing.
+    """
+    num_programs = -(-num_rows // block_m) * num_columns
+    products = -(-num_programs // MULTIPROCESSORS) * block_m * block_n / PRODUCTS_PER_CYCLE
+    loaded = 2 * (num_programs * block_n + num_rows * num_columns)
+    return max(products, loaded / min(num_programs, MULTIPROCESSORS) / L2_BYTES_PER_CYCLE)
+
+
+def larger_tiles(
+    target: str | None,
+    dtype: torch.dtype,
+    tile: tuple[int, int, int, int],
+    num_blocks: int,
+    *,
+    residents: int = 1,
+    most_rows: int = 256,
+) -> tuple[RowTile, ...]:
+    """Return tiles of 128 and 256 rows for a tile of 64 rows; none where equal bits are not shown.
+
+    Args:
+        target: from `target_of`.
+        dtype: of the operands.
+        tile: block_m, block_n, block_k and num_warps for 64 rows.
+        num_blocks: blocks of K of a program.
+        residents: programs of 128 rows per multiprocessor that the stages leave memory for. One of 256 rows takes all
+            registers.
+        most_rows: rows of the largest tile.
+    """
+    block_m, block_n, block_k, num_warps = tile
+    # With 8 warps for 64 rows, or 256 columns, warp groups share rows, and larger tiles divide them otherwise.
+    if target not in ORDERED or dtype.itemsize != 2 or (block_m, num_warps) != (64, 4) or block_n > 128:
+        return ()
+    found = []
+    for rows in (128, 256):
+        room = shared_bytes(target) // (residents if rows == 128 else 1)
+        num_stages = min(8, room * 7 // 8 // ((rows + block_n) * block_k * dtype.itemsize), 2 + num_blocks)
+        if num_stages >= 3 and rows <= most_rows:
+            found.append(RowTile(rows, rows // ROWS_PER_WARP, num_stages))
+    return tuple(found)
+
+
+def fewer_stages(tiles: tuple[RowTile, ...]) -> list[tuple[RowTile, ...]]:
+    """Return the tiles with fewer stages each, to tune over: with less memory, more programs are resident."""
+    return [
+        tuple(tile._replace(num_stages=num_stages) if tile is chosen else tile for tile in tiles)
+        for chosen in tiles
+        for num_stages in range(3, chosen.num_stages)
+    ]
+
+
+def proven(config: ConfigT, run: Callable[[ConfigT], tuple[torch.Tensor, ...]], what: str) -> ConfigT:
+    """Return the configuration with the larger tiles that have the bits of the first one on this device.
+
+    Args:
+        config: a `RowTiledConfig`.
+        run: computes the same rows with a configuration of one tile: more than those of the largest tile.
+        what: names the layer in the warning about a tile whose bits differ.
+    """
+    if not config.larger:
+        return config
+    first, *larger = config.tiles
+    expected = [result.clone() for result in run(config.with_tile(first))]
+    kept = []
+    for tile in larger:
+        results = run(config.with_tile(tile))
+        if all(torch.equal(_bits(one), _bits(other)) for one, other in zip(results, expected, strict=True)):
+            kept.append(tile)
+        else:
+            logger.warning(
+                "%s: tiles of %d rows do not have the bits of tiles of %d here; not using them",
+                what,
+                tile.block_m,
+                first.block_m,
+            )
+    return replace(config, larger=tuple(kept))  # type: ignore[type-var]
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bits of a tensor as integers."""
+    return tensor.contiguous().view(torch.int16 if tensor.element_size() == 2 else torch.int32)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.interpreted.common import DEVICE, INF, INTERPRETED, NAN, each_dtype
+from treespec_kernels.launch.triton_launch import target_of
 from treespec_kernels.linear.lm_head import (
     BlockStats,
     LmHead,
@@ -92,6 +93,20 @@ def test_a_row_has_its_bits_alone_and_in_company(dtype: torch.dtype) -> None:
     assert all(torch.equal(a, b[order]) for a, b in zip(shuffled.stats, company.stats, strict=True))
 
 
+@each_dtype
+def test_a_row_has_the_same_bits_in_every_tile(dtype: torch.dtype) -> None:
+    config = LmHeadConfig(64, 32, 32, 4, 2, fixed_order_dot=INTERPRETED, larger=((128, 8, 2),))
+    x, weight = inputs(300, 70, 40, dtype)
+    expected = project(x, weight, config.with_tile(config.tiles[0]))
+    for rows in (1, 63, 64, 65, 127, 128, 129, 255, 256, 300):
+        some = project(x[-rows:], weight, config.with_tile(config.larger[0]))
+        assert torch.equal(some.logits, expected.logits[-rows:]), rows
+        assert all(torch.equal(a, b[-rows:]) for a, b in zip(some.stats, expected.stats, strict=True)), rows
+    x, weight = inputs(100, 70 * 32, 16, dtype)  # so many columns that a launch takes the larger tile by itself
+    assert config.for_rows(100, 70).block_m == 128
+    assert torch.equal(project(x, weight, config).logits, project(x, weight, config.with_tile(config.tiles[0])).logits)
+
+
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter's dot is not the GPU's")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("vocab, hidden", [(4096, 256), (32768, 2048)])
@@ -99,7 +114,7 @@ def test_every_candidate_is_row_invariant(vocab: int, hidden: int, dtype: torch.
     x, weight = inputs(257, vocab, hidden, dtype)
     expected = lm_head_ref(x, weight)
     error = ERRORS[dtype] * float(expected.logits.abs().max())
-    for config in LmHeadConfig.candidates(dtype, vocab, hidden):
+    for config in LmHeadConfig.candidates(dtype, vocab, hidden, target_of(DEVICE)):
         out = project(x, weight, config)
         assert_close(out.logits, expected.logits, max_error=error, rms_error=error / 4)
         for rows in (1, 2, 15, 16, 17, 63, 64, 65, 128):

@@ -14,12 +14,17 @@ from treespec_kernels.linear.row_linear import (
     row_linear_ref,
     row_linear_triton,
 )
+from treespec_kernels.linear.row_tiles import proven
 from treespec_kernels.tuning.testing import assert_close
 
 pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 # In the interpreter a dot is BLAS, whose bits follow the shape of the whole product and its memory.
 SMALL = RowLinearConfig(16, 32, 32, split_k=1, num_warps=4, num_stages=2, fixed_order_dot=INTERPRETED)
+
+TILED = RowLinearConfig(
+    64, 32, 32, 1, num_warps=4, num_stages=2, fixed_order_dot=INTERPRETED, larger=((128, 8, 2), (256, 16, 2))
+)
 
 
 class Layer(NamedTuple):
@@ -150,6 +155,77 @@ def test_a_row_has_the_same_bits_in_every_number_of_rows(
     for row in (0, 17):
         twice = layer.rows([row] * 19)
         assert torch.equal(compute(twice, config), out[..., [row] * 19, :])
+
+
+COUNTS = (1, 63, 64, 65, 127, 128, 129, 255, 256, 300)
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    "out_features, in_features, split_k, groups, added, silu_gate",
+    [
+        (40, 70, 1, None, "", False),
+        (40, 70, 1, 2, "bias residual", False),
+        (24, 64, 2, 2, "residual", False),
+        (62, 40, 1, None, "bias", True),
+        (62, 64, 2, None, "residual", True),
+    ],
+)
+def test_a_row_has_the_same_bits_in_every_tile(
+    dtype: torch.dtype,
+    out_features: int,
+    in_features: int,
+    split_k: int,
+    groups: int | None,
+    added: str,
+    silu_gate: bool,
+) -> None:
+    layer = random_layer(300, out_features, in_features, dtype, groups=groups, added=added, silu_gate=silu_gate)
+    config = replace(TILED, split_k=split_k)
+    expected = compute(layer, config.with_tile(config.tiles[0]))
+    assert_near(expected, row_linear_ref(layer.x, layer.weight, **layer.options))
+    for tile in config.larger:
+        for count in COUNTS if split_k == 1 else COUNTS[::3]:  # every row of split sums is a program of its own
+            own = slice(300 - count, 300)
+            assert torch.equal(compute(layer.rows(own), config.with_tile(tile)), expected[..., own, :]), (tile, count)
+
+
+@each_dtype
+def test_partials_have_the_same_bits_in_every_tile(dtype: torch.dtype) -> None:
+    layer, config = random_layer(257, 40, 70, dtype, groups=2), replace(TILED, split_k=3)
+    first, *others = (
+        row_linear_partials_triton(layer.x, layer.weight, config=config.with_tile(tile)) for tile in config.tiles
+    )
+    assert all(torch.equal(partials, first) for partials in others)
+
+
+@each_dtype
+def test_a_launch_takes_the_tile_for_its_rows(dtype: torch.dtype) -> None:
+    """A weight of 70 tiles of columns, at which tiles of every size are the fastest for some number of rows."""
+    layer = random_layer(200, 70 * 16, 32, dtype)
+    config = replace(TILED, block_n=16)
+    expected = compute(layer, config.with_tile(config.tiles[0]))
+    assert {config.for_rows(rows, 70).block_m for rows in (64, 128, 200)} == {64, 128, 256}
+    for rows in (64, 128, 200):
+        assert torch.equal(compute(layer.rows(slice(0, rows)), config), expected[:rows])
+
+
+@each_dtype
+def test_only_tiles_with_equal_bits_are_kept(dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
+    layer = random_layer(257, 40, 70, dtype)
+
+    def run(config: RowLinearConfig, wrong: int | None) -> tuple[torch.Tensor, ...]:
+        out = compute(layer, config)
+        return (torch.nextafter(out, out + 1) if config.block_m == wrong else out,)
+
+    assert proven(TILED, lambda config: run(config, None), "a layer") == TILED
+    assert not caplog.messages
+    for wrong, kept in ((128, TILED.larger[1:]), (256, TILED.larger[:1])):
+        assert proven(TILED, lambda config, wrong=wrong: run(config, wrong), "a layer").larger == kept
+        assert caplog.messages.pop() == (
+            f"a layer: tiles of {wrong} rows do not have the bits of tiles of 64 here; not using them"
+        )
+        caplog.clear()
 
 
 @each_dtype

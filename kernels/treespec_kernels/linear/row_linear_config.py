@@ -108,10 +108,8 @@ class RowLinearConfig(RowTiledConfig):
             num_stages = min(num_stages, AMD_STAGES)
         # With 4 warps, gate and up accumulators in tensor memory spill.
         num_warps = 8 if has_tensor_memory(target) and silu_gate and block_n == 128 else 4
-        tile, blocks = (block_m, block_n, block_k, num_warps), -(-in_features // block_k // split_k)
-        most_rows = 256 if silu_gate or split_k > 1 else 128  # of 256 rows, bias and an exact GELU spilled
-        larger = larger_tiles(target, dtype, tile, blocks, residents=1 if is_alone else 2, most_rows=most_rows)
-        return cls(block_m, block_n, block_k, split_k, num_warps, num_stages, larger=larger)
+        config = cls(block_m, block_n, block_k, split_k, num_warps, num_stages)
+        return config._tiled(dtype, out_features, in_features, silu_gate, target)
 
     @classmethod
     def candidates(
@@ -149,12 +147,25 @@ class RowLinearConfig(RowTiledConfig):
                 nearest = max(1, min(round(residents * MULTIPROCESSORS / num_tiles), num_blocks // 2))
                 num_stages = min(8, shared_bytes(target or "sm_90") // residents // stage_bytes)
                 if num_stages >= 3:
-                    tile, is_alone = (block_m, block_n, block_k, num_warps), num_tiles * nearest <= MULTIPROCESSORS
-                    blocks = -(-num_blocks // nearest)
-                    larger = larger_tiles(target, dtype, tile, blocks, residents=1 if is_alone else 2)
-                    found.append(cls(block_m, block_n, block_k, nearest, num_warps, num_stages, larger=larger))
+                    config = cls(block_m, block_n, block_k, nearest, num_warps, num_stages)
+                    found.append(config._tiled(dtype, out_features, in_features, silu_gate, target))
         found += [replace(default, larger=larger) for larger in fewer_stages(default.larger)]
         return list(dict.fromkeys(found))
+
+    def _tiled(
+        self, dtype: torch.dtype, out_features: int, in_features: int, silu_gate: bool, target: str | None
+    ) -> RowLinearConfig:
+        """Return the configuration with larger tiles, where the target has them."""
+        is_alone = -(-out_features // self.block_n) * self.split_k <= MULTIPROCESSORS
+        larger = larger_tiles(
+            target,
+            dtype,
+            (self.block_m, self.block_n, self.block_k, self.num_warps),
+            -(-in_features // self.block_k // self.split_k),
+            residents=1 if is_alone else 2,
+            most_rows=256 if silu_gate or self.split_k > 1 else 128,  # of 256 rows, bias and an exact GELU spilled
+        )
+        return replace(self, larger=larger)
 
     def workspace_size(self, num_rows: int, out_features: int) -> int:
         """Return the number of float32 elements of the partial sums of `num_rows` rows (of all groups)."""

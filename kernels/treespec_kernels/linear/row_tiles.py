@@ -23,7 +23,8 @@ logger = logging.getLogger("treespec")
 
 MULTIPROCESSORS = 132  # of an H200
 PRODUCTS_PER_CYCLE = 2048  # of a multiprocessor's matrix units, for 16-bit numbers
-L2_BYTES_PER_CYCLE = 24  # of a multiprocessor that reads L2 together with all others: 5.5 TB/s at 1.755 GHz
+L2_BYTES_PER_CYCLE = 24 * MULTIPROCESSORS  # of all multiprocessors together: 5.5 TB/s at 1.755 GHz
+PORT_BYTES_PER_CYCLE = 64  # from L2 to one multiprocessor
 ROWS_PER_WARP = 16  # of a `wgmma`, which has 64 rows per warp group
 # The K order was decoded on sm_90 only. On sm_100, a tile of 64 rows has another instruction than one of 128 rows.
 ORDERED = ("sm_90",)
@@ -54,13 +55,13 @@ class RowTiledConfig(TileConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "larger", tuple(RowTile(*tile) for tile in self.larger))  # lists, read from JSON
-        block_m, num_warps = self.block_m, self.num_warps
+        block_m = self.block_m
         for tile in self.larger:
             if tile.block_m <= block_m or tile.block_m & (tile.block_m - 1):
                 raise ValueError(f"larger has tiles of {tile.block_m} rows after {block_m}; use increasing powers of 2")
             if tile.block_m * self.num_warps != self.block_m * tile.num_warps:
                 raise ValueError(
-                    f"larger has {tile.num_warps} warps for {tile.block_m} rows and num_warps is {num_warps} for "
+                    f"larger has {tile.num_warps} warps for {tile.block_m} rows and num_warps is {self.num_warps} for "
                     f"{self.block_m}; equal bits need as many rows per warp"
                 )
             if tile.num_stages < 1:
@@ -95,13 +96,14 @@ def _for_rows(config: Any, num_rows: int, num_columns: int) -> Any:
 def cycles(block_m: int, block_n: int, num_rows: int, num_columns: int) -> float:
     """Estimate the cycles that a multiprocessor takes for one feature of all its programs.
 
-    The larger of two times: the products of its tiles, padding included, and the loads from L2 of 16-bit weights and
-    rows. Few programs load more slowly, because a multiprocessor without a program loads nothing.
+    The largest of three times: of the products, padding included; of the loads of 16-bit weights and rows by all
+    multiprocessors from L2; and of those by the one with the most programs.
     """
     num_programs = -(-num_rows // block_m) * num_columns
-    products = -(-num_programs // MULTIPROCESSORS) * block_m * block_n / PRODUCTS_PER_CYCLE
-    loaded = 2 * (num_programs * block_n + num_rows * num_columns)
-    return max(products, loaded / min(num_programs, MULTIPROCESSORS) / L2_BYTES_PER_CYCLE)
+    most = -(-num_programs // MULTIPROCESSORS)  # programs of a multiprocessor
+    products = most * block_m * block_n / PRODUCTS_PER_CYCLE
+    loads = 2 * (num_programs * block_n + num_rows * num_columns) / L2_BYTES_PER_CYCLE
+    return max(products, loads, most * 2 * (min(block_m, num_rows) + block_n) / PORT_BYTES_PER_CYCLE)
 
 
 def larger_tiles(

@@ -407,14 +407,20 @@ def test_a_table_that_fails_leaves_the_others(
 ) -> None:
     suite, stage, targets = importlib.import_module("gpu_suite"), module("stage"), module("targets")
     facts = setting.facts() | {"date": "2026-01-01T00:00", "complete": True, "running": None}
-    none = {"differing_row_counts": 0, "row_counts": 3, "relative_error": None}
+    none = {
+        "differing_row_counts": 0,
+        "row_counts": 3,
+        "relative_error": None,
+        "tiles": [64, 128],
+        "differing_tiles": 0,
+    }
     for name, found in ("bits", {"row_linear/1": none}), ("passes", {"pass/1": {}}), ("rounds", {}):
         stage.write(stage.path_of(setting.out, name), facts | {"measurements": found})
     spoilt = targets.TARGETS[0]._replace(text="spoilt", value=lambda documents: 1 + documents["bits"])
     monkeypatch.setattr(targets, "TARGETS", (spoilt, *targets.TARGETS[1:]))
     assert suite.report(module("stages").STAGES, setting.out, setting.out) == 1, "what cannot be read is not right"
     shown = capsys.readouterr().out
-    assert "0 of 3 row counts differ, error -\n" in shown
+    assert "0 of 3 row counts and 0 of tiles [64, 128] differ, error -\n" in shown
     assert "passes: NO TABLE, KeyError: 'share_of_copy' (passes.py:" in shown and f"{setting.out}/passes.json" in shown
     assert "rounds of the grown 8B model" in shown
     lines = {line[:60].strip(): line for line in shown.splitlines()}

@@ -1,8 +1,8 @@
 """Stage `bits`: checks that tree nodes are bit-identical to plain decoding on this device.
 
 Compares attention (a tree row against a pass of that row alone over a compacted cache), linear layers (a row among 1 to
-256 others), whole passes of large random models (tree logits against token-by-token decoding) and the engine (tokens
-and logits of trees against plain decoding, greedy and sampled, in captured rounds and step by step).
+320 others, and in every tile), whole passes of large random models (tree logits against token-by-token decoding) and
+the engine (tokens and logits of trees against plain decoding, greedy and sampled, in captured rounds and step by step).
 """
 
 import time
@@ -21,6 +21,7 @@ from gpu.stage import Context, Measurement, op_module
 from gpu.workers import in_workers
 from treespec import LLM, SamplingParams
 from treespec_kernels.attention.tree_attention import TreeAttentionConfig, plan_tree_attention, tree_attention_triton
+from treespec_kernels.launch.triton_launch import target_of
 from treespec_kernels.tuning.testing import path_to, tree_attention_inputs, tree_parents
 from treespec_kernels.tuning.tuned import KernelConfigs
 from treespec_weights.rules import ModelShape
@@ -105,7 +106,7 @@ REAL = Sizes(
     heads=((32, 8, 128), (32, 8, 64), (28, 4, 128), (8, 8, 64), (16, 2, 96)),
     prefixes=tuple(_BORDERS),
     nodes=32,
-    rows=256,
+    rows=320,  # more than the largest tile has
     linears=(
         (6144, 4096, False),
         (4096, 4096, False),
@@ -252,12 +253,16 @@ def _attend(
 
 
 def linear(num_rows: int, out_features: int, in_features: int, gate: bool, context: Context) -> dict[str, Any]:
-    """Count numbers of rows at which bits differ from a pass of `num_rows` rows, and measure the error."""
+    """Count numbers of rows at which bits differ from a pass of `num_rows` rows, and measure the error.
+
+    Every number of rows is computed by the tile that a pass would take, and `num_rows` rows by each tile.
+    """
     op, setting = op_module("linear.row_linear"), context.setting
     key = {"dtype": setting.dtype, "out_features": out_features, "in_features": in_features, "silu_gate": gate}
-    default = op.RowLinearConfig.default(setting.dtype, out_features, in_features, silu_gate=gate)
+    default = op.RowLinearConfig.default(setting.dtype, out_features, in_features, gate, target_of(setting.device))
     config = KernelConfigs.load(setting.device).get("row_linear", key | {"groups": 1}, default)
-    options: dict[str, Any] = {"silu_gate": gate, "config": replace(config, fixed_order_dot=setting.dry)}
+    config = replace(config, fixed_order_dot=setting.dry)
+    options: dict[str, Any] = {"silu_gate": gate, "config": config}
     x = setting.random(num_rows, in_features)
     weight = setting.random(out_features, in_features, scale=in_features**-0.5)
     whole = op.row_linear_triton(x, weight, **options)
@@ -268,10 +273,16 @@ def linear(num_rows: int, out_features: int, in_features: int, gate: bool, conte
         same = torch.equal(op.row_linear_triton(x[:rows], weight, **options), whole[:rows])
         if not same or not torch.equal(op.row_linear_triton(behind, weight, **options)[-rows:], whole[:rows]):
             differing.append(rows)
+    each = [config.with_tile(tile) for tile in config.tiles]
+    tiled = [op.row_linear_triton(x, weight, silu_gate=gate, config=one) for one in each]
     expected = op.row_linear_ref(x.float(), weight.float(), bias=None, residual=None, silu_gate=gate).float()
     error = float((whole.float() - expected).norm() / expected.norm())
     figures = {"row_counts": num_rows - 1, "differing_row_counts": len(differing), "relative_error": error}
-    return figures | {"first": differing[:1], "config": str(options["config"])}
+    figures |= {
+        "tiles": [tile.block_m for tile in config.tiles],
+        "differing_tiles": sum(not torch.equal(out, whole) for out in tiled),
+    }
+    return figures | {"first": differing[:1], "config": str(config)}
 
 
 # --- the decoder
@@ -403,7 +414,8 @@ def describe(document: dict[str, Any]) -> str:
         elif name.startswith("row_linear"):
             error = figures["relative_error"]  # None if NaN
             lines.append(
-                f"  {name:36} {figures['differing_row_counts']} of {figures['row_counts']} row counts differ, "
+                f"  {name:36} {figures['differing_row_counts']} of {figures['row_counts']} row counts and "
+                f"{figures['differing_tiles']} of tiles {figures['tiles']} differ, "
                 f"error {'-' if error is None else format(error, '.1e')}"
             )
         else:

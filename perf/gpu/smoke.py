@@ -42,7 +42,7 @@ class Sizes:
     max_tokens: int
 
 
-REAL = Sizes(2 << 30, 16, 700, (16384, 2048, True), 96, (37, 256, 700), 300, 32)
+REAL = Sizes(2 << 30, 16, 700, (16384, 2048, True), 320, (37, 256, 700), 300, 32)
 DRY = Sizes(1 << 16, 3, 20, (64, 32, True), 3, (5,), 2, 4)
 
 
@@ -75,6 +75,7 @@ def _op(sizes: Sizes, op: str, context: Context) -> dict[str, Any]:
         nodes=sizes.nodes,
         context=sizes.context,
         requests=1,
+        prefill=sizes.rows,
         layers=setting.small.num_layers,
         fixed_order_dot=setting.dry,
     )
@@ -119,7 +120,10 @@ def describe(document: dict[str, Any]) -> str:
         elif "checked" in figures:
             text = f"{len(figures['checked'])} workloads equal their reference"
         elif name == BITS:
-            text = f"{figures['differing_row_counts']} of {figures['row_counts']} numbers of rows differ"
+            text = (
+                f"{figures['differing_row_counts']} of {figures['row_counts']} numbers of rows and "
+                f"{figures['differing_tiles']} of tiles {figures['tiles']} differ"
+            )
         elif name == TREES:
             text = (
                 f"{figures['differing_rows']} of {figures['rows']} nodes and {figures['differing_repeats']} of "

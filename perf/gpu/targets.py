@@ -100,7 +100,7 @@ def _commit(documents: Documents) -> float | None:
 
 def _smoke(documents: Documents) -> float | None:
     """Return the number of all differences of the first minute; None if a check of bits is missing or failed."""
-    keys = {smoke.BITS: ("differing_row_counts",), smoke.ENGINE: ("differing_tokens",)}
+    keys = {smoke.BITS: ("differing_row_counts", "differing_tiles"), smoke.ENGINE: ("differing_tokens",)}
     keys |= {smoke.TREES: ("differing_rows", "differing_repeats")}
     found = [_figure(documents, "smoke", name, key) for name, own in keys.items() for key in own]
     return None if None in found else sum(found)
@@ -122,6 +122,13 @@ TARGETS = (
         "row_linear: row counts with differing bits",
         "0",
         lambda d: _sum(d, "bits", "differing_row_counts", "row_linear/"),
+        lambda v: v == 0,
+        "{:.0f}",
+    ),
+    Target(
+        "row_linear: tiles with differing bits",
+        "0",
+        lambda d: _sum(d, "bits", "differing_tiles", "row_linear/"),
         lambda v: v == 0,
         "{:.0f}",
     ),

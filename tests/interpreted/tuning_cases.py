@@ -3,23 +3,28 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.models import tiny
+from treespec.cache import KVCache
 from treespec.cli.kernels import Sizes, shapes_of
 from treespec.config import ModelConfig
+from treespec.models import triton_decoder
 from treespec.models.attention import make_attention
 from treespec.models.triton_decoder import TritonDecoder, stacked
 from treespec_kernels.aot.kernel_spec import KernelShape
 from treespec_kernels.attention.tree_attention import TreeAttentionConfig
+from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.tuning import sweep as tuning
 from treespec_kernels.tuning import tuned
 from treespec_kernels.tuning.sweep import Problem, SweepLog, Tuned, TuningError, measure, problems_of, tune
-from treespec_kernels.tuning.workloads import Setting, Workload, ops, tree_attention, workloads_of
+from treespec_kernels.tuning.workloads import Setting, Workload, ops, row_linear, tree_attention, workloads_of
 from treespec_weights import load_weights
 
 NAME = "A device"
@@ -254,21 +259,69 @@ def test_an_op_without_workloads_is_refused() -> None:
         workloads_of(SETTING, ["softmax"])
 
 
+def decoder(folder: Path, configs: tuned.KernelConfigs) -> TritonDecoder:
+    config = ModelConfig.from_hf(folder)
+    weights = load_weights(config.folder, config.shape, config.rules, torch.float32, SETTING.device)
+    attention = make_attention("triton", config.shape, torch.float32, SETTING.device, configs)
+    return TritonDecoder(config, weights, attention, configs, True, 64)
+
+
 def test_an_engine_asks_for_what_is_tuned() -> None:
     """The keys of the workloads are those under which an engine looks: of a target, and of two SSMs stacked."""
     target, drafts = tiny()
     configs = tuned.KernelConfigs()
-
-    def decoder(folder: Path) -> TritonDecoder:
-        config = ModelConfig.from_hf(folder)
-        weights = load_weights(config.folder, config.shape, config.rules, torch.float32, SETTING.device)
-        attention = make_attention("triton", config.shape, torch.float32, SETTING.device, configs)
-        return TritonDecoder(config, weights, attention, configs, True, 64)
-
-    decoder(target)
-    stacked([decoder(draft) for draft in drafts[:2]], configs)
+    decoder(target, configs)
+    stacked([decoder(draft, configs) for draft in drafts[:2]], configs)
     shapes = shapes_of(Sizes(), str(target), [str(draft) for draft in drafts[:2]], torch.float32)
     assert [shape.groups for shape in shapes] == [1, 2]
     settings = [replace(SETTING, shape=shape.kernel, groups=shape.groups) for shape in shapes]
     problems = problems_of(work for setting in settings for work in workloads_of(setting))
     assert {problem.label for problem in problems} == set(configs.fallbacks)
+
+
+class TiledConfigs(tuned.KernelConfigs):
+    """Gives every product tiles of 32 and 64 rows, which follow one of 16."""
+
+    def get(self, op: str, key: tuned.Key, default: Any) -> Any:
+        tiled = op in ("row_linear", "lm_head")
+        return replace(default, larger=((32, 8, 2), (64, 16, 2))) if tiled else default
+
+
+@pytest.mark.parametrize("wrong", [None, 32])
+def test_a_decoder_uses_tiles_that_it_found_equal(
+    wrong: int | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    target, configs, used = tiny()[0], TiledConfigs(), list[tuple[int, ...]]()
+
+    def launch(run: Callable[..., torch.Tensor], *given: Any, config: Any, **named: Any) -> torch.Tensor:
+        used.append(tuple(tile.block_m for tile in config.tiles))
+        out = run(*given, config=config, **named)
+        return out + 1e-6 if config.block_m == wrong else out
+
+    for name in ("row_linear_triton", "row_linear_partials_triton"):
+        monkeypatch.setattr(triton_decoder, name, partial(launch, getattr(triton_decoder, name)))
+    opened = decoder(target, configs)
+    assert {(16,), (32,), (64,)} == set(used), "one tile at a time"
+    used.clear()
+    pool = KVCache.allocate(opened.config.shape, 2, torch.float32, SETTING.device)
+    layout = opened.plan([RequestRows.chain(0, 3, np.array([1]))], pool)
+    with torch.inference_mode():
+        opened.forward(torch.tensor([5, 6, 7]), layout, pool)
+    assert set(used) == {(16, 32, 64) if wrong is None else (16, 64)}
+    named = [message.split(" of shape")[0] for message in caplog.messages if "do not have the bits" in message]
+    assert named == ([] if wrong is None else ["qkv", "o", "gate_up", "down"])
+
+
+def test_a_tile_with_other_bits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = row_linear.row_linear_triton
+
+    def planted(*given: Any, config: Any, **named: Any) -> torch.Tensor:
+        out = right(*given, config=config, **named)
+        return out + 1e-6 if config.block_m == 32 else out
+
+    [work, *_] = workloads_of(SETTING, ["row_linear"])
+    config = replace(work.default, block_m=16, num_stages=2, larger=((32, 8, 2), (64, 16, 2)))
+    work.check(config)
+    monkeypatch.setattr(row_linear, "row_linear_triton", planted)
+    with pytest.raises(AssertionError, match="rows depend on other rows"):
+        work.check(config)

@@ -131,7 +131,10 @@ class PassKernels:
 
         self._linear = [
             _LinearConfigs(
-                *(config if config is None else prove(layer, name, config) for name, config in linear._asdict().items())
+                None if linear.qkv is None else prove(layer, "qkv", linear.qkv),
+                prove(layer, "o", linear.o),
+                prove(layer, "gate_up", linear.gate_up),
+                prove(layer, "down", linear.down),
             )
             for layer, linear in zip(self.weights.layers, self._linear, strict=True)
         ]

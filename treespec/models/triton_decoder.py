@@ -123,7 +123,8 @@ class PassKernels:
 
         def prove(layer: LayerWeights, name: str, config: RowLinearConfig) -> RowLinearConfig:
             weight = getattr(layer, name)
-            key = (name, tuple(weight.shape), config)
+            form = (weight.bits, weight.group) if isinstance(weight, QuantizedWeight) else None
+            key = (name, tuple(weight.shape), form, config)
             if key not in known:
                 what = f"{name} of shape {list(weight.shape)}"
                 known[key] = proven(config, lambda tiled: self._some_rows(layer, name, tiled, config), what)

@@ -1,24 +1,26 @@
 """GPU measurement suite in resumable stages.
 
     PYTHONPATH=.:kernels:weights python perf/gpu_suite.py                       # missing results, by priority
-    PYTHONPATH=.:kernels:weights python perf/gpu_suite.py --stage passes a --out DIR --budget-seconds 540
+    PYTHONPATH=.:kernels:weights python perf/gpu_suite.py --out DIR --budget-seconds 540
+    PYTHONPATH=.:kernels:weights python perf/gpu_suite.py --stage passes m      # some stages, in this order
     PYTHONPATH=.:kernels:weights python perf/gpu_suite.py --dry-run             # everything, tiny, without a GPU
     PYTHONPATH=.:kernels:weights python perf/gpu_suite.py --report              # tables of existing results
 
-Stages (letters name several): smoke (s), ops, bits and families (a), passes and rounds (b), autotune (c), kernels (d),
-grown1b and grown8b (e), quantized (f). They run in the given order, each for under eight minutes (smoke: under two),
-until the budget is used up: name the most important first. Each stage writes perf/results/<device>/<stage>.json after
-every measurement. Documents of the same sources are resumed; complete ones are skipped unless --again is given, and
---retry repeats failures. Failures and timeouts are recorded as errors, in full in errors.log; measurements cut off by
-the budget are not recorded. The target table is printed last, at most half a minute after the budget. Exits with 1 if a
-correctness target is missed.
+Stages, in the order of a run (letters name several): smoke (s); passes, autotune and passes_tuned (p); autotune_grown,
+rounds and grown8b (g); bits, ops and families (a); baselines, prefill, passes_more, kernels, captured, grown1b,
+autotune_more and quantized (m). Each runs for under eight minutes at a time (smoke: under two). The run ends within the
+budget, with the tables. The results folder gets at most five files, to be copied to perf/results/<device>: results.json
+with the documents of all stages, written after every measurement; errors.log; ops-failed.txt; and the tuned file, which
+a later run installs if the machine lacks it. A run with another folder continues from perf/results/<device>. Documents
+of the same sources are resumed, where each stage has its own sources (gpu/sources.py); complete ones are skipped unless
+--again is given, and --retry repeats failures. Failures and timeouts are recorded as errors, in full in errors.log;
+measurements cut off by the budget are not recorded. Exits with 1 if a correctness target is missed.
 """
 
 import argparse
 import contextlib
 import faulthandler
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -28,14 +30,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gpu import BEGAN, failures, host, targets
-from gpu.documents import forget_cut, forget_errors, load, path_of
-from gpu.setting import ROOT, Setting, device_slug, source_hash, tuned_hash
+from gpu import BEGAN, documents, failures, host, targets, tune
+from gpu.documents import forget_cut, load
+from gpu.facts import device_slug
+from gpu.setting import ROOT, Setting, tuned_hash
 from gpu.stage import LAST, RESTART, Stage, run
 from gpu.stages import STAGES, choose
 
 LEAST_SECONDS = 25.0  # minimum remaining budget to start a stage
-KILL_SECONDS = 25.0  # seconds after its time at which a process is killed; more than `LAST`
+KILL_SECONDS = 16.0  # seconds after its time at which a process is killed; more than `LAST`
+CLOSING = KILL_SECONDS + 14.0  # seconds of the budget for killing a process that hangs, and for the tables
 RESTARTS = 12
 
 
@@ -68,22 +72,23 @@ def main() -> int:
         parser.error("torch finds no GPU; --dry-run runs every stage without one")
     kept = None
     if not args.dry_run and (not args.report or sees_a_gpu()):
-        kept = ROOT / "perf" / "results" / device_slug(dry=False)
+        kept = ROOT / "perf" / "results" / device_slug()
     out = args.out or kept or Path(tempfile.mkdtemp(prefix="treespec-gpu-dry-run-"))
+    if args.report:
+        return report(stages, out)
     out.mkdir(parents=True, exist_ok=True)
-    if args.again:
-        for stage in stages:
-            path_of(out, stage.name).unlink(missing_ok=True)
-    if args.retry:
-        for stage in stages:
-            _continue(out, kept or out, stage)
-            forget_errors(path_of(out, stage.name))
-    kept = out if kept is None or args.again or args.retry else kept
-    if not args.report:
-        if not args.dry_run:
-            print(host.describe(host.facts()), flush=True)
-        run_stages(stages, out.absolute(), kept, BEGAN + args.budget_seconds, args)
-    return report(stages, out, kept)
+    if kept is not None:
+        documents.adopt(kept, out)
+        print(host.describe(host.facts()), flush=True)
+        for name in tune.install(out):
+            print(f"installed {name} of an earlier run", flush=True)
+    for stage in stages:
+        if args.again:
+            documents.forget(out, stage.name)
+        if args.retry:
+            documents.forget_errors(out, stage.name)
+    run_stages(stages, out.absolute(), BEGAN + args.budget_seconds - CLOSING, args)
+    return report(stages, out)
 
 
 def sees_a_gpu() -> bool:
@@ -93,14 +98,12 @@ def sees_a_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def run_stages(stages: Sequence[Stage], out: Path, kept: Path, deadline: float, args: argparse.Namespace) -> None:
+def run_stages(stages: Sequence[Stage], out: Path, deadline: float, args: argparse.Namespace) -> None:
     """Run each stage in its own processes; a dry run uses one process for all."""
-    left = [stage for stage in stages if not (_is_done(out, stage) or _is_done(kept, stage))]
+    left = [stage for stage in stages if not _is_done(out, stage)]
     for stage in stages:
         if stage not in left:
             print(f"{stage.name}: already measured with these sources; --again repeats it", flush=True)
-        else:
-            _continue(out, kept, stage)
     groups = [left] if args.dry_run and left else [[stage] for stage in left]
     for group in groups:
         for _ in range(RESTARTS):
@@ -116,12 +119,6 @@ def run_stages(stages: Sequence[Stage], out: Path, kept: Path, deadline: float, 
             stuck = code != RESTART and before == [_progress(out, stage) for stage in group]
             if not group or code == 0 or stuck:
                 break
-
-
-def _continue(out: Path, kept: Path, stage: Stage) -> None:
-    """Copy results that exist only in `kept` to `out`, to resume them there."""
-    if not path_of(out, stage.name).exists() and path_of(kept, stage.name).exists():
-        shutil.copy(path_of(kept, stage.name), path_of(out, stage.name))
 
 
 def start(group: Sequence[Stage], out: Path, seconds: float, args: argparse.Namespace) -> int:
@@ -154,7 +151,7 @@ def start(group: Sequence[Stage], out: Path, seconds: float, args: argparse.Name
         with contextlib.suppress(subprocess.TimeoutExpired):  # a hanging driver may block even killed processes
             child.wait(timeout=5)
         for stage in group:
-            forget_cut(path_of(out, stage.name))
+            forget_cut(out, stage.name)
         return -signal.SIGKILL
     finally:
         _end_session(child.pid)
@@ -190,43 +187,39 @@ def _child(stages: Sequence[Stage], setting: Setting, until: float) -> int:
 
 
 def _is_done(out: Path, stage: Stage) -> bool:
-    document = load(path_of(out, stage.name))
-    return document is not None and document["complete"] and document["source"] == source_hash()
+    document = load(out, stage.name)
+    return document is not None and document["complete"] and document["source"] == stage.source()
 
 
 def _progress(out: Path, stage: Stage) -> int:
-    document = load(path_of(out, stage.name))
+    document = load(out, stage.name)
     return -1 if document is None else len(document["measurements"])
 
 
-def report(stages: Sequence[Stage], out: Path, kept: Path) -> int:
+def report(stages: Sequence[Stage], out: Path) -> int:
     """Print the tables of stages and targets. Return 1 if a correctness target is missed, else 0.
 
     Args:
         stages: stages to print; the target table covers all stages.
-        out, kept: results folders; `out` takes precedence.
+        out: results folder.
     """
-    documents = {
-        stage.name: document
-        for stage in STAGES
-        if (document := load(path_of(out, stage.name)) or load(path_of(kept, stage.name)))
-    }
+    found = {stage.name: document for stage in STAGES if (document := load(out, stage.name))}
     for stage in stages:
-        if stage.name in documents:
+        if stage.name in found:
             try:
-                print(_table(stage, documents[stage.name]))
+                print(_table(stage, found[stage.name]))
             except Exception as error:  # malformed figures raise arbitrary types; print the other tables
-                path = path_of(out if path_of(out, stage.name).exists() else kept, stage.name)
-                print(f"\n{stage.name}: NO TABLE, {failures.last_line(error)}; its figures are in {path}")
-    dry = any(document["dry_run"] for document in documents.values())
-    if documents:
-        first = next(iter(documents.values()))
+                where = out / documents.NAME
+                print(f"\n{stage.name}: NO TABLE, {failures.last_line(error)}; its figures are in {where}")
+    dry = any(document["dry_run"] for document in found.values())
+    if found:
+        first = next(iter(found.values()))
         device, versions = first["device"], first["versions"]
         print(
             f"\n{device['name']}, driver {device['driver']}, commit {first['commit']}, torch {versions['torch']}, "
             f"triton {versions['triton']}, results in {out}, failures in {failures.NAME} there"
         )
-    measured = {name: document["measurements"] for name, document in documents.items()}
+    measured = {name: document["measurements"] for name, document in found.items()}
     print(f"\n{targets.table(measured, dry)}")
     return int(targets.wrong(measured))
 
@@ -234,7 +227,7 @@ def report(stages: Sequence[Stage], out: Path, kept: Path) -> int:
 def _table(stage: Stage, document: dict[str, Any]) -> str:
     notes = [document["date"][:16]]
     notes += [] if document["complete"] else ["NOT COMPLETE"]
-    notes += [] if document["source"] == source_hash() else ["OF OTHER SOURCES"]
+    notes += [] if document["source"] == stage.source() else ["OF OTHER SOURCES"]
     notes += [] if document["tuned"] == tuned_hash() or document["dry_run"] else ["before tuning"]
     title = f"\n{stage.name}: {stage.title} ({', '.join(notes)})"
     return f"{title}\n{stage.describe(document) or '  nothing measured'}"

@@ -22,6 +22,11 @@ def measurement(name: str, run: Any = lambda context: {"value": 1}, seconds: flo
     return module("stage").Measurement(name, run, seconds)
 
 
+def facts_of(setting: Any) -> dict[str, Any]:
+    """The facts of a document of `stage_of`."""
+    return module("facts").facts(setting, stage_of().source()) | {"stage": "s"}
+
+
 def state_of(pid: int) -> str | None:
     """Of a process on Linux; None where there is none."""
     try:

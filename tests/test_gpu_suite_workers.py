@@ -33,39 +33,75 @@ def setting(tmp_path: Path) -> Any:
 
 
 @pytest.fixture
-def tests_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes test files with these sources those of the stage `ops`."""
+def cases_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes files of cases with these sources those of the stage `ops`."""
 
-    def make(**sources: str) -> dict[str, list[str]]:
+    def make(**sources: str) -> dict[str, dict[str, str]]:
         files = {}
         for name, source in sources.items():
-            (tmp_path / f"test_{name}.py").write_text(source)
-            files[str(tmp_path / f"test_{name}.py")] = []
-        monkeypatch.setattr(module("ops"), "test_files", lambda setting: files)
+            (tmp_path / f"{name}_cases.py").write_text(source)
+            files[str(tmp_path / f"{name}_cases.py")] = {"CHOSEN": "triton"}
+        monkeypatch.setattr(module("ops"), "case_files", lambda setting: files)
         return files
 
     return make
 
 
-def test_what_pytest_says_of_failures_is_kept(setting: Any, tests_of: Any) -> None:
+def test_what_pytest_says_of_failures_is_kept(setting: Any, cases_of: Any) -> None:
     ops, stage = module("ops"), module("stage")
     wrong = "def test_a():\n    print('x' * 30000)\n    assert 1 == 3"
-    tests_of(wrong=wrong, good="def test_well(): pass", breaks="import nothing_of_that_name", none="")
+    good = "import os\ndef test_well(): assert os.environ['CHOSEN'] == 'triton'"
+    cases_of(wrong=wrong, good=good, breaks="import nothing_of_that_name", none="")
     given = stage.Stage("ops", "a", "", ops.measurements, ops.describe)
     assert stage.run(given, setting, 400.0)
-    found = stage.load(stage.path_of(setting.out, "ops"))["measurements"]
+    found = stage.load(setting.out, "ops")["measurements"]
     assert [found[name]["failed"] for name in ("wrong", "good", "breaks")] == [1, 0, 1]
     assert "no test was collected" in found["none"]["error"] and "1 == 3" in found["wrong"]["first_failure"]
-    text, xml = ((setting.out / "ops" / f"failed.{kind}").read_text() for kind in ("txt", "xml"))
+    assert found["wrong"]["failures"] == ["test_a"]
+    text = (setting.out / ops.FAILED).read_text()
     assert text.count("\n=== ") == 2 and "test_well" not in text
-    assert "test_wrong.py::test_a" in text and "No module named 'nothing_of_that_name'" in text
+    assert "wrong_cases.py::test_a" in text and "No module named 'nothing_of_that_name'" in text
     assert len(text) < 2 * (ops.OUTPUT + 200), "of a long output the end"
-    assert xml.count("<testsuite ") == 2 and xml.count("<failure ") == xml.count("<error ") == 1
     assert "collected 0 items" in (setting.out / "errors.log").read_text(), "all that pytest said"
 
 
+def test_cases_that_take_too_long_are_counted_up_to_then(
+    setting: Any, cases_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ops, stage = module("ops"), module("stage")
+    monkeypatch.setattr(ops, "SECONDS", 5.0)
+    source = "import time\ndef test_a(): pass\ndef test_b(): assert 0\ndef test_hangs(): time.sleep(3600)"
+    cases_of(slow=source)
+    given = stage.Stage("ops", "a", "", ops.measurements, ops.describe)
+    stage.run(given, setting, 400.0)
+    found = stage.load(setting.out, "ops")["measurements"]
+    assert "it took more than 5 s, in " in found["slow"]["error"]
+    output = "tests/x_cases.py::test_a[1-[2, 3]] PASSED [ 3%]\ntests/x_cases.py::test_b FAILED [ 6%]\n"
+    found = ops.unfinished(output + "tests/x_cases.py::test_c[0] ")
+    assert (found["passed"], found["failed"], found["skipped"]) == (1, 1, 0)
+    assert found["failures"] == ["test_b"] and found["error"].endswith("in test_c[0]")
+
+
+def test_what_was_run_before_is_not_run_again(setting: Any, cases_of: Any, tmp_path: Path) -> None:
+    ops, stage = module("ops"), module("stage")
+    note = f"def test_a(): open({str(tmp_path / 'ran')!r}, 'a').write('x')"
+    cases_of(first=note, second=note)
+    context = stage.Context(setting, {"first": {"failed": 0}})
+    assert ops.measurements(setting)[1].run(context)["passed"] == 1
+    context.release()
+    assert (tmp_path / "ran").read_text() == "x"
+
+
+def test_every_kernel_has_cases_on_a_gpu(tmp_path: Path) -> None:
+    files = module("ops").case_files(module("setting").Setting(tmp_path))
+    names = {Path(file).stem.removesuffix("_cases") for file in files}
+    assert names >= {"row_linear", "lm_head", "tree_attention", "combine_segments", "qkv_rope", "tree_round"}
+    assert files["tests/interpreted/kv_commit_cases.py"] == {"TRITON_INTERPRET": "0", "TREESPEC_KV_COMMIT": "triton"}
+    assert all((ROOT / file).is_file() for file in files)
+
+
 def test_tests_end_with_their_stage(
-    setting: Any, tests_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    setting: Any, cases_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ops, stage = module("ops"), module("stage")
     monkeypatch.setattr(ops, "SECONDS", 60.0)  # after which it would have ended anyway, and otherwise
@@ -76,15 +112,15 @@ def test_hangs():
     open({str(begun)!r} + ".part", "w").write(str(os.getpid()))
     os.rename({str(begun)!r} + ".part", {str(begun)!r})
     time.sleep(3600)"""
-    [hangs, queued] = tests_of(hangs=source, queued=source)
+    [hangs, queued] = cases_of(hangs=source, queued=source)
     context = stage.Context(setting, {})
-    runs = context.keep("children", lambda: ops.Children(setting))
+    runs = context.keep("children", lambda: ops.Children(setting, [hangs, queued]))
     while not begun.exists():
         time.sleep(0.01)
     context.release()
     with pytest.raises(RuntimeError, match="pytest ended with -9") as failure:
         runs.result(hangs)
-    assert "test_hangs.py::test_hangs" in module("failures").trace(failure.value), "which one it was in"
+    assert "hangs_cases.py::test_hangs" in module("failures").trace(failure.value), "which one it was in"
     assert state_of(int(begun.read_text())) in (None, "Z")
     with pytest.raises(futures.CancelledError):
         runs.result(queued)
@@ -154,8 +190,8 @@ class Engine:
 
 
 def test_an_engine_without_captured_rounds_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    models, stage, setting = module("models"), module("stage"), module("setting").Setting(tmp_path)
-    monkeypatch.setattr(models, "LLM", Engine)
+    engines_of, stage, setting = module("engines"), module("stage"), module("setting").Setting(tmp_path)
+    monkeypatch.setattr(engines_of, "LLM", Engine)
     monkeypatch.setattr(stage, "free_memory", lambda setting: None)
     monkeypatch.setattr(module("rounds"), "grown_folder", lambda *given: tmp_path)
     monkeypatch.setattr(module("grown"), "grown_folder", lambda *given: tmp_path)
@@ -170,8 +206,8 @@ def test_an_engine_without_captured_rounds_is_an_error(tmp_path: Path, monkeypat
             each.run(context)
         assert "Lost: operation not permitted when stream is capturing (test_gpu_suite" in str(failure.value)
         assert "Traceback" in module("failures").trace(failure.value).partition("RuntimeError: rounds go")[2]
-    assert isinstance(models.open_engine(setting, captured=False), Engine), "where requests go step by step anyway"
-    assert isinstance(models.open_engine(module("setting").Setting(tmp_path, dry=True)), Engine)
+    assert isinstance(engines_of.open_engine(setting, captured=False), Engine), "where requests go step by step anyway"
+    assert isinstance(engines_of.open_engine(module("setting").Setting(tmp_path, dry=True)), Engine)
     with pytest.raises(AttributeError, match="engine"):
         own["greedy, step by step/bfloat16/batch1"].run(context)
     assert not logging.getLogger("treespec").handlers
@@ -200,7 +236,7 @@ def test_what_a_machine_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_the_host_is_looked_at_first(setting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     suite, said = importlib.import_module("gpu_suite"), []
     monkeypatch.setattr(suite, "sees_a_gpu", lambda: True)
-    monkeypatch.setattr(suite, "device_slug", lambda dry: "a-gpu")
+    monkeypatch.setattr(suite, "device_slug", lambda: "a-gpu")
     monkeypatch.setattr(suite.host, "describe", lambda found: said.append("host"))
     monkeypatch.setattr(suite, "run_stages", lambda *given: said.append("stages"))
     monkeypatch.setattr(suite, "report", lambda *given: 0)
@@ -208,9 +244,10 @@ def test_the_host_is_looked_at_first(setting: Any, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(sys, "argv", ["gpu_suite.py", "--out", str(setting.out), *option])
         assert suite.main() == 0
     assert said == ["host", "stages", "stages"]
-    monkeypatch.setattr(module("setting"), "device_facts", lambda device: {})
-    facts = module("setting").Setting(setting.out).facts()
-    assert facts["host"]["python"] and setting.facts()["host"] is None
+    monkeypatch.setattr(module("facts"), "device_facts", lambda device: {})
+    given = module("setting").Setting(setting.out)
+    facts = module("facts").facts
+    assert facts(given, "")["host"]["python"] and facts(setting, "")["host"] is None
 
 
 def test_what_runs_apart_on_a_gpu_can_be_sent_to_a_process(tmp_path: Path) -> None:

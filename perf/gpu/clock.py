@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import DeviceType
 
 from treespec_kernels.launch.graph_capture import GraphMemory, captured
 
@@ -131,3 +132,9 @@ def matmul_rate(clock: Clock, size: int, dtype: torch.dtype) -> dict[str, Any]:
     out = torch.empty_like(a)
     times = clock.eager(lambda: torch.mm(a, b, out=out))
     return times.figures | {"flop_per_second": 2 * size**3 / (1e-6 * times.median)}
+
+
+def device_events(profiler: Any, device: torch.device) -> list[Any]:
+    """Return all kernel and copy events."""
+    kind = DeviceType.CUDA if device.type == "cuda" else DeviceType.CPU
+    return [e for e in profiler.events() if e.device_type == kind and not getattr(e, "is_user_annotation", False)]

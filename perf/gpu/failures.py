@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 NAME = "errors.log"
+MAX_BYTES = 4 << 20  # of the log, of which then the last half is kept
 
 
 def note(out: Path, heading: str, text: str) -> None:
@@ -30,10 +31,16 @@ def note_stacks(out: Path, heading: str) -> None:
 def section(out: Path, heading: str, name: str = NAME) -> Iterator[TextIO]:
     """Open the log to append under a heading with the time."""
     out.mkdir(parents=True, exist_ok=True)
+    _shorten(out / name)
     with (out / name).open("a", encoding="utf-8") as log:
         log.write(f"\n=== {heading}, {datetime.now(UTC).isoformat(timespec='seconds')}\n")
         log.flush()  # faulthandler bypasses Python's buffer
         yield log
+
+
+def _shorten(path: Path) -> None:
+    if path.exists() and path.stat().st_size > MAX_BYTES:
+        path.write_bytes(path.read_bytes()[-MAX_BYTES // 2 :])
 
 
 def trace(error: BaseException) -> str:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from gpu import roofline
-from gpu.bits import differing_nodes
 from gpu.clock import copy_bandwidth
 from gpu.models import Passes
+from gpu.rows import differing_nodes
 from gpu.setting import Setting
 from gpu.stage import Context, Measurement
 from gpu.workers import compile_in_workers

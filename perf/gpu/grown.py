@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from gpu.models import grown_folder, open_engine
+from gpu.engines import grown_folder, open_engine
 from gpu.setting import Setting
 from gpu.stage import Context, Measurement
 from treespec import LLM, SpecConfig

@@ -15,9 +15,10 @@ from gpu import attention
 from gpu.attention import COPY
 from gpu.clock import copy_bandwidth, sets_for
 from gpu.setting import Setting
-from gpu.stage import Context, Measurement, Unavailable, op_module
+from gpu.stage import Context, Measurement
 from treespec_kernels.aot.kernel_spec import KernelShape
 from treespec_kernels.attention.kv_commit import kv_commit_triton
+from treespec_kernels.tuning import workloads as known
 from treespec_kernels.tuning.tuned import KernelConfigs
 from treespec_weights import ModelShape
 
@@ -60,33 +61,18 @@ def _commit(context: Context) -> dict[str, Any]:
 
 
 def _workloads(setting: Setting) -> Iterator[Measurement]:
-    """Yield a measurement of each op at each load; a missing op yields one that reports it."""
-    try:
-        ops = op_module("tuning.workloads").ops()
-    except Unavailable:
-        yield Measurement("workloads", lambda context: op_module("tuning.workloads").ops())
-        return
-    for op in ops:
-        if op in ("tree_attention", "kv_commit", "programmatic_launch"):  # measured above, and by stage `passes`
+    """Yield a measurement of each op at each load."""
+    for op in known.ops():
+        if op in ("tree_attention", "kv_commit", "programmatic_launch"):  # measured above, and by stage `passes_more`
             continue
-        try:
-            found = workloads(setting, op)
-        except Unavailable:
-            yield Measurement(op, lambda context, op=op: workloads(context.setting, op))
-            continue
+        found = workloads(setting, op)
         for name, workload in found.items():
             yield Measurement(name, partial(_workload, workload), 60.0)
 
 
 def workloads(setting: Setting, op: str) -> dict[str, Any]:
-    """Return the workloads of an op by name: the target's layers at every number of rows.
-
-    Raises:
-        Unavailable: this checkout lacks the op.
-    """
-    known, shape = op_module("tuning.workloads"), setting.target
-    if op not in known.ops():
-        raise Unavailable(f"there are no workloads of {op}")
+    """Return the workloads of an op by name: the target's layers at every number of rows."""
+    shape = setting.target
     found: dict[str, Any] = {}
     for rows in (3,) if setting.dry else ROWS:
         made = known.Setting(

@@ -1,23 +1,13 @@
-"""Models to measure: random weights of a shape, and the embedded target grown to a size.
+"""Models to measure: decoders with random weights of a shape, and the shape of the embedded target grown to a size."""
 
-`open_decoder` chooses the decoder class for GPU passes; `open_engine` checks that rounds are captured.
-"""
-
-import logging
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gpu.failures import last_line
-from gpu.setting import Setting, source_hash
-from treespec import LLM
+from gpu.setting import Setting
 from treespec.cache import KVCache, pages_for
 from treespec.config import ModelConfig
 from treespec.models.attention import make_attention
@@ -27,12 +17,10 @@ from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.linear.quantized import WeightForm
 from treespec_kernels.tuning.tuned import KernelConfigs
 from treespec_weights import LLAMA, ModelShape, default_folder, read_config
-from treespec_weights.grow import grow_checkpoint, grown_shape
+from treespec_weights.grow import grown_shape
 from treespec_weights.load import quantizable, quantized_group
 from treespec_weights.quantize import BITS, quantize
 from treespec_weights.sizes import parse_size
-
-MEMORY = Path("/dev/shm")  # a disk may take a minute to write 16 GB
 
 
 def random_weights(setting: Setting, shape: ModelShape, quantization: str | None = None) -> dict[str, Tensor]:
@@ -86,6 +74,7 @@ def open_decoder(
     num_positions: int,
     config: ModelConfig | None = None,
     quantization: str | None = None,
+    tuned: bool = True,
 ) -> tuple[TritonDecoder, str]:
     """Create a decoder with random weights, and its description.
 
@@ -95,8 +84,9 @@ def open_decoder(
         num_positions: maximum number of positions.
         config: configuration of another family; None for a Llama of this shape.
         quantization: quantisation of the layers, "int8" or "int4"; None for none.
+        tuned: whether to use tuned configurations, where there are any, instead of the defaults.
     """
-    configs = KernelConfigs.load(setting.device)
+    configs = KernelConfigs.load(setting.device) if tuned else KernelConfigs()
     attention = make_attention("triton", shape, setting.dtype, setting.device, configs)
     weights = random_weights(setting, shape, quantization)
     config = config or config_of(setting, shape)
@@ -111,7 +101,7 @@ class Passes:
         setting, shape: of the model.
         max_context, max_rows: maximum context length and number of rows per request.
         requests: batch size.
-        exact, config, quantization: as in `open_decoder`.
+        exact, config, quantization, tuned: as in `open_decoder`.
     """
 
     def __init__(
@@ -124,10 +114,11 @@ class Passes:
         exact: bool = True,
         config: ModelConfig | None = None,
         quantization: str | None = None,
+        tuned: bool = True,
     ):
         self.shape, self.requests, self.form = shape, requests, form_of(shape, quantization)
         positions = max_context + max_rows + 1
-        self.decoder, self.how = open_decoder(setting, shape, exact, positions, config, quantization)
+        self.decoder, self.how = open_decoder(setting, shape, exact, positions, config, quantization, tuned)
         per_request = pages_for(positions)
         dtype = self.decoder.attention.cache_dtype
         self.pool = KVCache.allocate(shape, requests * per_request + 1, dtype, setting.device)
@@ -166,58 +157,3 @@ def shape_of_size(size: str) -> ModelShape:
     """Return the shape of the embedded target grown to about `size` parameters."""
     source = default_folder("target")
     return grown_shape(ModelShape.from_hf(read_config(source), LLAMA, source), parse_size(size))
-
-
-def grown_folder(setting: Setting, size: str) -> Path:
-    """Grow the embedded target to about `size` parameters, or return the folder of an earlier stage."""
-    shape, name = shape_of_size(size), f"treespec-gpu-{source_hash()}-{setting.seed}"
-    places = [place / name for place in (MEMORY, Path(tempfile.gettempdir())) if place.is_dir()]
-    for root in places:
-        if (root / size).exists():
-            return root / size
-    needed = int(1.1 * shape.num_parameters() * setting.dtype.itemsize)
-    root = next((place for place in places[:-1] if shutil.disk_usage(place.parent).free > needed), places[-1])
-    part = root / f"{size}.{os.getpid()}"
-    shutil.rmtree(part, ignore_errors=True)
-    root.mkdir(exist_ok=True)
-    grow_checkpoint(default_folder("target"), part, shape, setting.seed, setting.device)
-    return part.rename(root / size)  # atomic
-
-
-def open_engine(setting: Setting, *given: Any, captured: bool = True, **options: Any) -> LLM:
-    """Open an `LLM` on the device.
-
-    Args:
-        captured: whether to require captured rounds; ignored on a CPU.
-
-    Raises:
-        RuntimeError: rounds are not captured on a GPU; the message has the engine's warnings, and a note their
-            tracebacks.
-    """
-    warnings = _WarningCollector()
-    logger = logging.getLogger("treespec")
-    logger.addHandler(warnings)
-    try:
-        llm = LLM(*given, device=setting.device, dtype=setting.dtype, **options)
-    finally:
-        logger.removeHandler(warnings)
-    rounds = llm.stats()["frozen"]["rounds"]
-    if captured and setting.device.type == "cuda" and rounds != "on the device":
-        failure = RuntimeError(f"rounds go {rounds}: {'; '.join(warnings.lines) or 'no warning says why'}")
-        failure.add_note("\n".join(warnings.whole))
-        raise failure
-    return llm
-
-
-class _WarningCollector(logging.Handler):
-    """Log handler that collects warnings, as single lines and with tracebacks."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-        self.whole: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        cause = f" ({last_line(record.exc_info[1])})" if record.exc_info and record.exc_info[1] else ""
-        self.lines.append(record.getMessage() + cause)
-        self.whole.append(logging.Formatter().format(record))

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from gpu import passes, tune
-from gpu.bits import differing_nodes
 from gpu.clock import copy_bandwidth
 from gpu.models import Passes
 from gpu.passes import COPY
+from gpu.rows import differing_nodes
 from gpu.setting import Setting
 from gpu.stage import Context, Measurement
 from treespec.config import QUANTIZATIONS

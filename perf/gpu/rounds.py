@@ -15,11 +15,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from gpu.clock import Times
-from gpu.models import grown_folder, open_engine
+from gpu.clock import Times, device_events
+from gpu.engines import grown_folder, open_engine
 from gpu.setting import Setting
 from gpu.stage import Context, Measurement
 from treespec import LLM, SamplingParams, SpecConfig
@@ -123,12 +122,6 @@ def _decode(
                 seconds.append(time.perf_counter() - start)
                 tokens.append(len(chunk.token_ids))
     return seconds, tokens
-
-
-def device_events(profiler: Any, device: torch.device) -> list[Any]:
-    """Return all kernel and copy events."""
-    kind = DeviceType.CUDA if device.type == "cuda" else DeviceType.CPU
-    return [e for e in profiler.events() if e.device_type == kind and not getattr(e, "is_user_annotation", False)]
 
 
 def union_length(spans: list[tuple[float, float]]) -> float:

@@ -3,26 +3,15 @@
 import hashlib
 import json
 import os
-import platform
-import re
-import subprocess
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-import numpy
 import torch
-import transformers
 
-from gpu import host
-from treespec.bench.run import commit
 from treespec_weights.rules import ModelShape
 
 ROOT = Path(__file__).resolve().parents[2]
-MEASURED = ("perf/gpu", "perf/identity.py", "treespec", "kernels", "weights/treespec_weights", "tests/interpreted")
-"""Source paths that results depend on. Results are reused until one of these sources changes."""
-
 LLAMA_8B = ModelShape(
     num_layers=32,
     hidden_size=4096,
@@ -95,71 +84,9 @@ class Setting:
         tensor = torch.empty(size, dtype=dtype or self.dtype, device=self.device)
         return tensor.normal_(0.0, scale)
 
-    def facts(self) -> dict[str, Any]:
-        """Return the facts about machine and code that every document has."""
-        import triton
-
-        versions = {module.__name__: module.__version__ for module in (torch, triton, transformers, numpy)}
-        return {
-            "device": device_facts(self.device),
-            "versions": versions | {"python": platform.python_version(), "cuda": torch.version.cuda},
-            "commit": self.commit or commit(),
-            "source": source_hash(),
-            "tuned": tuned_hash(),
-            "host": None if self.dry else host.facts(),
-            "seed": self.seed,
-            "dry_run": self.dry,
-        }
-
 
 def l2_bytes(device: torch.device) -> int:
     return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0))
-
-
-def device_slug(dry: bool) -> str:
-    """Return the device's name as a folder name."""
-    name = "dry-run" if dry else torch.cuda.get_device_name()
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-
-
-def device_facts(device: torch.device) -> dict[str, Any]:
-    if device.type == "cpu":
-        return {"name": f"CPU ({platform.machine()})", "driver": None}
-    properties = torch.cuda.get_device_properties(device)
-    return {
-        "name": properties.name,
-        "driver": _driver(),
-        "multiprocessors": properties.multi_processor_count,
-        "memory_gib": round(properties.total_memory / 2**30, 1),
-        "l2_mib": round(l2_bytes(device) / 2**20, 1),
-        "capability": f"{properties.major}.{properties.minor}",
-    }
-
-
-def _driver() -> str | None:
-    """Return driver version, current clocks and power limit; None if nvidia-smi fails."""
-    query = ["nvidia-smi", "--query-gpu=driver_version,clocks.sm,clocks.mem,power.limit", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip().splitlines()[0] if done.stdout.strip() else None
-
-
-@cache
-def source_hash() -> str:
-    """Return a hash of all measured sources, which is independent of git and of the documents."""
-    digest = hashlib.sha256()
-    for path in sorted(file for part in MEASURED for file in _files(ROOT / part)):
-        digest.update(f"{path.relative_to(ROOT)}\0".encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def _files(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    return [file for kind in ("*.py", "*.cpp") for file in path.rglob(kind) if "__pycache__" not in file.parts]
 
 
 def tuned_hash() -> str | None:

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from gpu import bits
+from gpu import rows
 from gpu.attention import COPY
 from gpu.clock import copy_bandwidth
+from gpu.engines import open_engine
 from gpu.kernels import configuration, kernel_shape
-from gpu.models import Passes, open_engine
+from gpu.models import Passes
 from gpu.setting import Setting
 from gpu.stage import Context, Measurement
 from gpu.workers import in_workers
@@ -57,7 +58,7 @@ def _checks(setting: Setting, sizes: Sizes) -> Iterator[Measurement]:
     """Yield the checks, the longest first."""
     yield Measurement(ENGINE, partial(_engine, sizes), SECONDS)
     yield Measurement(TREES, partial(_trees, sizes), SECONDS)
-    yield Measurement(BITS, partial(bits.linear, sizes.rows, *sizes.linear), SECONDS)
+    yield Measurement(BITS, partial(rows.linear, sizes.rows, *sizes.linear), SECONDS)
     for op in workloads.ops():
         yield Measurement(f"op {op}", partial(_op, sizes, op), SECONDS)
 
@@ -92,8 +93,8 @@ def _trees(sizes: Sizes, context: Context) -> dict[str, Any]:
     """Compare trees of a 1B model with decoding token by token, and repeated passes with each other."""
     setting = context.setting
     opened = Passes(setting, setting.small, max(sizes.contexts), sizes.nodes)
-    found = bits.differing_nodes(opened, sizes.contexts, sizes.nodes, setting.seed)
-    return found | bits.differing_repeats(opened, max(sizes.contexts), sizes.nodes, sizes.repeats)
+    found = rows.differing_nodes(opened, sizes.contexts, sizes.nodes, setting.seed)
+    return found | rows.differing_repeats(opened, max(sizes.contexts), sizes.nodes, sizes.repeats)
 
 
 def _engine(sizes: Sizes, context: Context) -> dict[str, Any]:

@@ -7,30 +7,31 @@ them.
 """
 
 import gc
-import importlib.util
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
 from gpu import failures
 from gpu.clock import Clock
-from gpu.documents import load, path_of, write
+from gpu.documents import load, write
+from gpu.facts import facts
 from gpu.setting import Setting
+from gpu.sources import source_hash
 
 RESTART = 75  # exit status that asks for another process to continue
 GRACE = 30.0  # seconds after its limit at which the process of a hanging measurement is killed
-LAST = 10.0  # seconds after the end of the slice at which it is killed
+LAST = 5.0  # seconds after the end of the slice at which it is killed
 LEAST = 20.0  # minimum remaining seconds to start a measurement; most end well before their limit
 
 
@@ -39,10 +40,6 @@ class MeasurementTimeout(BaseException):
 
     It is a BaseException, so that no `except Exception` swallows it.
     """
-
-
-class Unavailable(Exception):
-    """Raised if this checkout lacks the subject of a measurement."""
 
 
 @dataclass
@@ -105,25 +102,21 @@ class Stage:
         title: title of its table.
         measurements, describe: functions of its module.
         seconds: maximum duration of a slice.
+        also: returns the modules that its measurements run in other processes.
     """
 
     name: str
     letter: str
     title: str
-    measurements: Callable[[Setting], Sequence[Measurement]]
+    measurements: Callable[[Setting], Iterable[Measurement]]
     describe: Callable[[dict[str, Any]], str]
     seconds: float = 460.0
+    also: Callable[[], tuple[str, ...]] = tuple
 
-
-def op_module(name: str) -> ModuleType:
-    """Import a kernels module.
-
-    Raises:
-        Unavailable: there is no such module.
-    """
-    if importlib.util.find_spec(f"treespec_kernels.{name}") is None:
-        raise Unavailable(f"there is no treespec_kernels.{name}")
-    return importlib.import_module(f"treespec_kernels.{name}")
+    def source(self) -> str:
+        """Return the hash of the sources that its figures depend on."""
+        function = self.measurements.func if isinstance(self.measurements, partial) else self.measurements
+        return source_hash(function.__module__, *self.also())
 
 
 class Bound(NamedTuple):
@@ -147,8 +140,7 @@ class Bound(NamedTuple):
 
 def run(stage: Stage, setting: Setting, seconds: float) -> bool:
     """Run the remaining measurements of a stage within `seconds`. Return whether the document is complete."""
-    path = path_of(setting.out, stage.name)
-    document = _begin(stage, setting, path)
+    document = _begin(stage, setting)
     results = document["measurements"]
     context = Context(setting, results)
     deadline = time.monotonic() + min(seconds, stage.seconds)
@@ -163,35 +155,34 @@ def run(stage: Stage, setting: Setting, seconds: float) -> bool:
                 break
             bound = Bound.of(measurement.seconds, left)
             document |= {"running": name, "cut": bound.cut}
-            write(path, document)
+            write(setting.out, stage.name, document)
             try:
-                results[name] = _measure(measurement, context, bound, path, document)
+                results[name] = _measure(measurement, context, bound, stage.name, document)
             except MeasurementTimeout:
                 document["running"] = None
                 _say(f"{stage.name}: the time ended in {name}; run it again")
                 break
             document["running"] = None
-            write(path, document)
+            write(setting.out, stage.name, document)
             _say(f"{stage.name:9} {name:44} {summary(results[name])}")
             if "error" in results[name] and _context_is_lost(setting):
                 leave(RESTART)
         else:
             document["complete"] = True
-        write(path, document)
+        write(setting.out, stage.name, document)
     finally:
         context.release()
     return document["complete"]
 
 
-def _begin(stage: Stage, setting: Setting, path: Path) -> dict[str, Any]:
+def _begin(stage: Stage, setting: Setting) -> dict[str, Any]:
     """Load a stage's document or create an empty one."""
-    facts = setting.facts()
-    document = load(path)
-    if document is None or document["source"] != facts["source"]:
+    document, source = load(setting.out, stage.name), stage.source()
+    if document is None or document["source"] != source:
         document = {
             "stage": stage.name,
             "title": stage.title,
-            **facts,
+            **facts(setting, source),
             "date": _now(),
             "complete": False,
             "running": None,
@@ -205,16 +196,16 @@ def _begin(stage: Stage, setting: Setting, path: Path) -> dict[str, Any]:
 
 
 def _measure(
-    measurement: Measurement, context: Context, bound: Bound, path: Path, document: dict[str, Any]
+    measurement: Measurement, context: Context, bound: Bound, stage: str, document: dict[str, Any]
 ) -> dict[str, Any]:
     """Run a measurement, and return its figures or its error.
 
     Raises:
         MeasurementTimeout: the slice ended.
     """
-    began, heading = time.perf_counter(), f"{path.stem}: {measurement.name}"
+    began, heading = time.perf_counter(), f"{stage}: {measurement.name}"
     try:
-        with _within(bound, measurement.name, path, document):
+        with _within(bound, measurement.name, context.setting.out, document):
             figures = measurement.run(context)
             if context.setting.device.type == "cuda":
                 torch.cuda.synchronize()
@@ -231,7 +222,7 @@ def _measure(
 
 
 @contextmanager
-def _within(bound: Bound, name: str, path: Path, document: dict[str, Any]) -> Iterator[None]:
+def _within(bound: Bound, name: str, out: Path, document: dict[str, Any]) -> Iterator[None]:
     """Raise `MeasurementTimeout` in the block at the limit; if that has no effect, record it and exit the process."""
 
     def raise_it(*given: object) -> None:
@@ -243,9 +234,9 @@ def _within(bound: Bound, name: str, path: Path, document: dict[str, Any]) -> It
                 words = f"it did not return within {bound.seconds + bound.grace:.0f} s"
                 document["measurements"][name] = {"error": words}
             document["running"] = None
-            write(path, document)
+            write(out, document["stage"], document)
             _say(f"{name}: did not return; its process is ended")
-            failures.note_stacks(path.parent, f"{path.stem}: {name}, did not return")
+            failures.note_stacks(out, f"{document['stage']}: {name}, did not return")
         finally:
             leave(0 if bound.cut else RESTART)
 

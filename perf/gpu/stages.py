@@ -3,21 +3,41 @@
 from collections.abc import Sequence
 from functools import partial
 
-from gpu import bits, families, grown, kernels, ops, passes, quantized, rounds, smoke, tune
+from gpu import bits, captured, families, grown, kernels, ops, passes, quantized, rounds, smoke, tune
 from gpu.stage import Stage
 
 STAGES = (
     Stage("smoke", "s", "the first minute", smoke.measurements, smoke.describe, 110.0),
-    Stage("ops", "a", "correctness of every kernel: tests marked gpu", ops.measurements, ops.describe),
+    Stage("passes", "p", "8B target pass at 2k, default kernels", partial(passes.measurements, False), passes.describe),
+    Stage(
+        "autotune", "p", "tuning of the 8B shape", partial(tune.measurements, ("8B",)), tune.describe, also=tune.modules
+    ),
+    Stage(
+        "passes_tuned", "p", "8B target pass at 2k, tuned kernels", partial(passes.measurements, True), passes.describe
+    ),
+    Stage(
+        "autotune_grown",
+        "g",
+        "tuning of the grown 8B shape",
+        partial(tune.measurements, ("grown 8B",)),
+        tune.describe,
+        also=tune.modules,
+    ),
+    Stage("rounds", "g", "rounds of the grown 8B model, host gaps", rounds.measurements, rounds.describe),
+    Stage("grown8b", "g", "end to end, grown 8B", partial(grown.measurements, "8B"), grown.describe),
     Stage("bits", "a", "bits of trees against plain decoding", bits.measurements, bits.describe),
+    Stage("ops", "a", "cases of every kernel on the device", ops.measurements, ops.describe, also=ops.modules),
     Stage("families", "a", "bits and passes of every family", families.measurements, families.describe),
-    Stage("passes", "b", "8B target pass against the roofline", passes.measurements, passes.describe),
-    Stage("rounds", "b", "rounds of the grown 8B model, host gaps", rounds.measurements, rounds.describe),
-    Stage("autotune", "c", "kernel autotune", tune.measurements, tune.describe),
-    Stage("kernels", "d", "ops of an 8B layer against bandwidth and torch", kernels.measurements, kernels.describe),
-    Stage("grown1b", "e", "end to end, grown 1B", partial(grown.measurements, "1B"), grown.describe),
-    Stage("grown8b", "e", "end to end, grown 8B", partial(grown.measurements, "8B"), grown.describe),
-    Stage("quantized", "f", "8B passes of quantised layers", quantized.measurements, quantized.describe),
+    Stage("passes_more", "m", "8B target pass: batches, contexts", passes.more_measurements, passes.describe),
+    Stage("kernels", "m", "ops of an 8B layer against bandwidth and torch", kernels.measurements, kernels.describe),
+    Stage("captured", "m", "verify stage of captured rounds, 8B", captured.measurements, captured.describe),
+    Stage("grown1b", "m", "end to end, grown 1B", partial(grown.measurements, "1B"), grown.describe),
+    Stage(
+        "autotune_more", "m", "tuning of other shapes", tune.more_measurements, tune.describe, also=tune.more_modules
+    ),
+    Stage(
+        "quantized", "m", "8B passes of quantised layers", quantized.measurements, quantized.describe, also=tune.modules
+    ),
 )
 
 

@@ -1,4 +1,7 @@
-"""Stage `autotune`: runs `treespec autotune` for the relevant shapes and copies the tuned file to the results."""
+"""Stages `autotune`, `autotune_grown` and `autotune_more`: run `treespec autotune` for some shapes.
+
+The tuned file is copied to the results as `tuned-<device>.json`, from which a later run on another machine installs it.
+"""
 
 import json
 import os
@@ -6,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,22 +17,47 @@ from typing import Any
 from gpu.models import shape_of_size
 from gpu.setting import ROOT, Setting
 from gpu.stage import Context, Measurement
+from treespec_kernels.tuning.tuned import package_folder, user_folder, writable_folder
 from treespec_weights.rules import ModelShape
 
+TUNED = "tuned-"
 
-def measurements(setting: Setting) -> Iterator[Measurement]:
-    if setting.dry:
-        shapes = {"tiny": (setting.target, 1)}
-    else:
-        shapes = {"8B": (setting.target, 120), "grown 8B": (shape_of_size("8B"), 90), "1B": (setting.small, 60)}
-        shapes["grown 1B"] = (shape_of_size("1B"), 60)
-    for name, (shape, seconds) in shapes.items():
-        options = ["--dtype", str(setting.dtype).removeprefix("torch."), "--budget-seconds", str(seconds)]
+
+def measurements(sizes: Sequence[str], setting: Setting) -> Iterator[Measurement]:
+    """Yield the tuning of some shapes of `SHAPES`."""
+    for name in sizes:
+        make, seconds = SHAPES[name]
+        options = ["--dtype", str(setting.dtype).removeprefix("torch.")]
+        options += ["--budget-seconds", str(1 if setting.dry else seconds)]
         if setting.dry:
             options += ["--ops", "tree_attention", "--nodes", "2", "--context", "20"]
-        yield Measurement(name, partial(autotune, [*shape_options(shape), *options]), seconds + 60.0)
+        yield Measurement(name, partial(autotune, [*shape_options(make(setting)), *options]), seconds + 60.0)
+
+
+def more_measurements(setting: Setting) -> Iterator[Measurement]:
+    """Yield the tuning of the smaller shapes, and the cost curves of the embedded models."""
+    if not setting.dry:
+        yield from measurements(("1B", "grown 1B"), setting)
     budget = [] if setting.dry else ["--budget-seconds", "60"]
     yield Measurement("embedded", partial(autotune, ["--seconds", "0.2" if setting.dry else "5", *budget]), 150.0)
+
+
+SHAPES: dict[str, tuple[Callable[[Setting], ModelShape], int]] = {
+    "8B": (lambda setting: setting.target, 120),
+    "grown 8B": (lambda setting: setting.target if setting.dry else shape_of_size("8B"), 90),
+    "1B": (lambda setting: setting.small, 60),
+    "grown 1B": (lambda setting: shape_of_size("1B"), 60),
+}
+"""Shapes by name, with seconds for their tuning."""
+
+
+def modules() -> tuple[str, ...]:
+    """Return the modules of the tuning of a shape, which runs in another process."""
+    return ("treespec.cli.kernels", "treespec_kernels.tuning.workloads")
+
+
+def more_modules() -> tuple[str, ...]:
+    return ("treespec.cli.autotune",)
 
 
 def shape_options(shape: ModelShape) -> list[str]:
@@ -86,10 +114,21 @@ def copy_files(document: dict[str, Any], folder: Path) -> list[str]:
     source = document.get("kernels", {}).get("file")
     if source is None or not Path(source).is_file():
         return []
-    copied = folder / "tuned" / Path(source).name
-    copied.parent.mkdir(exist_ok=True)
+    copied = folder / f"{TUNED}{Path(source).name}"
     shutil.copy(source, copied)
-    return [str(copied.relative_to(folder))]
+    return [copied.name]
+
+
+def install(folder: Path) -> list[str]:
+    """Install the tuned files of a results folder that this machine lacks, and return their names."""
+    installed = []
+    for path in sorted(folder.glob(f"{TUNED}*.json")):
+        name = path.name.removeprefix(TUNED)
+        if not any((place / name).exists() for place in (user_folder(), package_folder())):
+            writable_folder().mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, writable_folder() / name)
+            installed.append(name)
+    return installed
 
 
 def _tail(text: str) -> str:

@@ -16,7 +16,7 @@ from treespec import LLM, SpecConfig
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "perf"))
 
 import identity
-from gpu import bits, passes, rounds
+from gpu import bits, passes, rounds, rows
 from gpu.clock import Clock
 from gpu.setting import Setting
 from gpu.stage import Context
@@ -47,8 +47,8 @@ def setting(tmp_path: Path) -> Setting:
     return Setting(tmp_path, dry=True)
 
 
-def run_measurement(stage: Any, name: str, context: Context) -> dict[str, Any]:
-    [found] = [each for each in stage.measurements(context.setting) if each.name == name]
+def run_measurement(measurements: Any, name: str, context: Context) -> dict[str, Any]:
+    [found] = [each for each in measurements(context.setting) if each.name == name]
     return found.run(context)
 
 
@@ -56,7 +56,7 @@ def test_rounds(llm: LLM, setting: Setting, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(rounds, "DRY", rounds.Sizes(None, 1, (2,)))
     monkeypatch.setattr(rounds, "WARM_ROUNDS", 1)
     monkeypatch.setattr(rounds, "VOCABULARY", 64)
-    found = run_measurement(rounds, "tree2/exact", Context(setting, {}, {"llm/True": llm}))
+    found = run_measurement(rounds.measurements, "tree2/exact", Context(setting, {}, {"llm/True": llm}))
     assert found["round_us"] > 0 and found["planned_us"]["verify"].keys() == {"1", "2"}
 
 
@@ -64,7 +64,7 @@ def test_bits(llm: LLM, setting: Setting, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(bits, "DRY", replace(bits.DRY, prompts=1, max_tokens=2, modes=None, batches=(1,)))
     monkeypatch.setattr(identity, "read_prompts", lambda *given: [[5, 9, 2]])
     monkeypatch.setattr(identity, "modes", lambda *given: {"ssm-1": SPEC})
-    found = run_measurement(bits, "greedy/float32/batch1", Context(setting, {}, {"llm/1": llm}))
+    found = run_measurement(bits.measurements, "greedy/float32/batch1", Context(setting, {}, {"llm/1": llm}))
     assert found["tokens"] == 2 and found["differing_tokens"] == 0
     assert found["differing_logit_rows"] is None, "captured rounds do not hand them out"
 
@@ -76,7 +76,7 @@ def decoder_of(launch: Any, setting: Setting, monkeypatch: pytest.MonkeyPatch) -
     opened = SimpleNamespace(decoder=decoder, prepare=lambda *given: lambda: launch(decoder.kernels.pdl))
     monkeypatch.setattr(passes, "takes_pdl", lambda device: True)
     monkeypatch.setattr(Context, "clock", lambda *given: Clock(torch.device("cpu"), warmup=0, repeats=3))
-    return decoder, Context(setting, {}, {f"passes/True/{batch}": opened for batch in (1, 2)})
+    return decoder, Context(setting, {}, {f"passes/{passes.Kind(tuned=tuned)}": opened for tuned in (False, True)})
 
 
 def described(**measurements: Any) -> str:
@@ -91,14 +91,11 @@ PASS = {"graph_us": 5.0, "eager_us": 7.0, "share_of_copy": None, "floor_us": Non
 def test_passes_launched_both_ways(setting: Setting, monkeypatch: pytest.MonkeyPatch, wrong: bool) -> None:
     """What is launched programmatically is compared with what is launched in order, and what was tuned is put back."""
     decoder, context = decoder_of(lambda pdl: torch.tensor([1.0, 2.0 + (wrong and pdl)]), setting, monkeypatch)
-    found = run_measurement(passes, "pdl/context16/nodes4", context)
+    found = run_measurement(passes.more_measurements, "pdl/context16/nodes4", context)
     assert decoder.kernels is decoder.tuned and found["in_order_us"] > 0 and found["pdl_us"] > 0
     assert found["pdl_differing"] == (3 if wrong else 0)
     shown = described(**{"pass": PASS, "pdl": found})
     assert ("3 WRONG" in shown) is wrong and f"{found['pdl_us'] / 1e3:.3f}" in shown
-    assert described(fast=PASS, pdl=found) == described(fast=PASS), (
-        "passes of exact engines alone are launched both ways"
-    )
     assert described(**{"pass": PASS, "pdl": found | {"pdl_us": None}}) == described(**{"pass": PASS})
 
 
@@ -114,7 +111,7 @@ def test_passes_that_do_not_repeat_themselves() -> None:
         return logits
 
     opened: Any = SimpleNamespace(prepare=lambda context, parents: run)
-    assert bits.differing_repeats(opened, 9, 2, 8) == {"repeats": 8, "differing_repeats": 2}
+    assert rows.differing_repeats(opened, 9, 2, 8) == {"repeats": 8, "differing_repeats": 2}
 
 
 def test_launches_that_fail_cost_no_other_figure(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,10 +124,10 @@ def test_launches_that_fail_cost_no_other_figure(setting: Setting, monkeypatch: 
 
     decoder, context = decoder_of(launch, setting, monkeypatch)
     monkeypatch.setattr(passes, "figures", lambda *given: PASS)
-    every = list(passes.measurements(setting))
+    every = list(passes.more_measurements(setting))
     assert [each.name for each in every[-2:]] == ["pdl/context16/nodes1", "pdl/context16/nodes4"]
-    whole = [each for each in every if each.name.startswith("pass/")]
-    assert [each.run(context) for each in whole] == 4 * [PASS]
+    whole = [each for each in passes.measurements(True, setting) if each.name.startswith("pass/")]
+    assert [each.run(context) for each in whole] == 2 * [PASS]
     with pytest.raises(RuntimeError, match="invalid resource handle"):
         every[-1].run(context)
     assert decoder.kernels is decoder.tuned

@@ -14,6 +14,8 @@ from tests.kernel_cases import environments
 from treespec_kernels.launch.triton_launch import shared_bytes
 from treespec_kernels.linear.row_linear import (
     RowLinearConfig,
+    activated_ref,
+    activated_triton,
     row_linear_partials_triton,
     row_linear_ref,
     row_linear_triton,
@@ -93,6 +95,29 @@ def test_a_config_that_cannot_be_is_refused() -> None:
             make(torch.float64, 16, 16)
         with pytest.raises(ValueError, match=r"the weight is \[0, 16\]; both must be 1 or more"):
             make(torch.float32, 0, 16)
+
+
+@pytest.mark.parametrize("groups", [[], [3]])
+def test_an_activated_product_is_a_linear_layer(groups: list[int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(*groups, 5, 24, generator=generator), torch.randn(*groups, 8, 24, generator=generator)
+    bias = torch.randn(*groups, 8, generator=generator)
+    for options in ({"silu_gate": True}, {"bias": bias, "silu_gate": True, "activation": "gelu"}, {"bias": bias}, {}):
+        assert torch.equal(activated_ref(x @ weight.mT, **options), row_linear_ref(x, weight, **options))
+
+
+@pytest.mark.parametrize("activated", [activated_ref, activated_triton])
+def test_products_that_do_not_fit_are_refused(activated: Callable[..., torch.Tensor]) -> None:
+    product = torch.zeros(5, 8)
+    for options, message in (
+        ({"activation": "tanh"}, "activation is 'tanh'; use one of silu, gelu, gelu_tanh, relu, or None"),
+        ({"bias": torch.zeros(4)}, r"bias has shape \[4\]; expected \[8\] as in the product"),
+        ({"bias": torch.zeros(8).half()}, r"bias has dtype torch\.float16 and product torch\.float32"),
+        ({"product": product[0]}, r"product is \[8\] torch\.float32; expected \[rows, out_features\]"),
+        ({"product": product[:, :7], "silu_gate": True}, "as many gates as ups, and the product has 7 features"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            activated(**{"product": product} | options)
 
 
 X, WEIGHT = torch.zeros(5, 24), torch.zeros(8, 24)
@@ -187,5 +212,6 @@ def test_specs_name_every_constant_once() -> None:
         "        print(len(specs))\n"
     )
     child = run_uninterpreted(script)
-    # 8B: four layers and the sum of splits that o and down share. Tiny: nothing is split, o and down are one kernel.
-    assert child.stdout.split() == ["5", "3", "5", "3"], child.stderr
+    # 8B: four layers, the sum of splits that o and down share, and the activation of a product. Tiny: nothing is split,
+    # and o and down are one kernel.
+    assert child.stdout.split() == ["6", "4", "6", "4"], child.stderr

@@ -10,6 +10,8 @@ import torch
 from tests.interpreted.common import DEVICE, INTERPRETED, NAN, assert_near, each_dtype
 from treespec_kernels.linear.row_linear import (
     RowLinearConfig,
+    activated_ref,
+    activated_triton,
     row_linear_partials_triton,
     row_linear_ref,
     row_linear_triton,
@@ -312,6 +314,30 @@ def test_rows_and_weights_may_lie_apart(dtype: torch.dtype) -> None:
         one_row = layer.rows(slice(0, 1))
         strange = one_row.x.as_strided(one_row.x.shape, (one_row.x.stride(0), 3, 1))  # of a single row no stride counts
         assert torch.equal(compute(one_row._replace(x=strange), config), expected[:, :1])
+
+
+@pytest.mark.parametrize("activation", [None, "silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("added, silu_gate, groups", [("", True, None), ("bias", True, 2), ("bias", False, None)])
+@each_dtype
+def test_activated_products(
+    dtype: torch.dtype, added: str, silu_gate: bool, groups: int | None, activation: str | None
+) -> None:
+    """Of cuBLAS: they have the bits of the layer if its sums are those of the product."""
+    generator = torch.Generator().manual_seed(5)
+    size = (5, 6) if groups is None else (groups, 5, 6)
+    for features in (6, 600):  # one block, and three with a part of one
+        product = torch.randn(*size[:-1], features, generator=generator).to(DEVICE, dtype)
+        bias = torch.randn(*size[:-2], features, generator=generator).to(DEVICE, dtype) if added else None
+        options = {"bias": bias, "silu_gate": silu_gate, "activation": activation}
+        got, expected = activated_triton(product, **options), activated_ref(product, **options)
+        assert got.shape == expected.shape and got.dtype == dtype
+        assert_near(got, expected)
+        one = torch.eye(features, dtype=dtype, device=DEVICE)
+        one = one if groups is None else one.expand(groups, -1, -1).contiguous()
+        if features == 6:  # times one, exactly
+            assert torch.equal(got, row_linear_triton(product, one, config=SMALL, **options))
+    with pytest.raises(ValueError, match=r"product has strides \[1, 5\]; pass a contiguous tensor"):
+        activated_triton(torch.zeros(6, 5, device=DEVICE, dtype=dtype).T)
 
 
 def test_no_rows() -> None:

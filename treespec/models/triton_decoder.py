@@ -6,9 +6,8 @@ weights and embeddings depend on the model of a row.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,17 +26,14 @@ from treespec_kernels.linear.lm_head import LmHead, LmHeadConfig, lm_head_triton
 from treespec_kernels.linear.quantized import QuantizedWeight
 from treespec_kernels.linear.quantized_row_linear import quantized_default
 from treespec_kernels.linear.rms_norm import rms_norm_triton
-from treespec_kernels.linear.row_linear import RowLinearConfig, row_linear_partials_triton, row_linear_triton
+from treespec_kernels.linear.row_linear import (
+    RowLinearConfig,
+    activated_triton,
+    row_linear_partials_triton,
+    row_linear_triton,
+)
 from treespec_kernels.linear.row_tiles import RowTile, proven
 from treespec_kernels.tuning.tuned import KernelConfigs
-
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-}
-"""Activations applied to cuBLAS products. The Triton kernels fuse theirs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -320,12 +316,8 @@ class PassKernels:
                 self._grouped(h), weight, bias=bias, silu_gate=gated, activation=activation, config=linear, pdl=self.pdl
             )
             return out.flatten(0, -2)
-        both = torch.matmul(self._grouped(h), weight.mT)
-        both = (both if bias is None else both + bias.unsqueeze(-2)).flatten(0, -2)
-        if not gated:
-            return _ACTIVATIONS[activation](both)
-        gate, up = both.chunk(2, dim=-1)
-        return _ACTIVATIONS[activation](gate) * up
+        product = torch.matmul(self._grouped(h), weight.mT)
+        return activated_triton(product, bias=bias, silu_gate=gated, activation=activation).flatten(0, -2)
 
     def _add(self, x: Tensor, weight: Weight, config: RowLinearConfig, stream: Tensor, bias: Tensor | None) -> None:
         """Add x W^T to the residual stream in place."""

@@ -62,16 +62,20 @@ def row_linear_ref(
     """
     check_row_linear(x, weight, bias=bias, residual=residual, silu_gate=silu_gate, activation=activation)
     y = x.float() @ (dequantized(weight) if isinstance(weight, QuantizedWeight) else weight.float()).mT
-    if bias is not None:
-        y += bias.float().unsqueeze(-2)
-    if silu_gate:
-        gate, up = y.chunk(2, dim=-1)
-        y = (gate / (1 + torch.exp(-gate)) if activation is None else ACTIVATIONS[activation](gate)) * up
-    elif activation is not None:
-        y = ACTIVATIONS[activation](y)
+    y = _activate(y, bias, silu_gate, activation)
     if residual is not None:
         y = y + residual.float()
     return y.to(x.dtype)
+
+
+def _activate(y: torch.Tensor, bias: torch.Tensor | None, silu_gate: bool, activation: str | None) -> torch.Tensor:
+    """Add the bias to fp32 rows, and apply the activation."""
+    if bias is not None:
+        y = y + bias.float().unsqueeze(-2)
+    if silu_gate:
+        gate, up = y.chunk(2, dim=-1)
+        return (gate / (1 + torch.exp(-gate)) if activation is None else ACTIVATIONS[activation](gate)) * up
+    return y if activation is None else ACTIVATIONS[activation](y)
 
 
 def row_linear_triton(
@@ -120,39 +124,65 @@ def row_linear_triton(
     tensors = {"out": out} if residual is None else {"out": out, "residual": residual}
     check_last_strides(**tensors, **({} if bias is None else {"bias": bias}))
     check_alignment(bytes_out, **tensors)
-    epilogue = {
-        "BYTES_OUT": bytes_out,
-        "SILU_GATE": silu_gate,
-        "ACTIVATION": activation or ("silu" if silu_gate else "none"),
-        "HAS_BIAS": bias is not None,
-        "HAS_RESIDUAL": residual is not None,
-    }
-    # An absent argument is never read; pass any tensor of the same dtype.
-    added = (x if bias is None else bias, x if residual is None else residual)
-    strides = (0 if bias is None else group_stride(bias, 2), *row_strides(residual), *row_strides(out))
+    epilogue = _epilogue(bias, residual, silu_gate, activation, out)
     if config.split_k == 1 and not isinstance(weight, QuantizedWeight):
-        _multiply(x, weight, config, *added, out, strides, epilogue | {"PARTIALS": False}, pdl)
+        # An absent argument is never read; pass any tensor of the same dtype.
+        added = (x if bias is None else bias, x if residual is None else residual)
+        _multiply(x, weight, config, *added, out, _strides(bias, residual, out), epilogue | {"PARTIALS": False}, pdl)
         return out
     partials = row_linear_partials_triton(x, weight, config=config, workspace=workspace, pdl=pdl)
-    if out.numel() == 0:
-        return out
+    _add_splits(partials, bias, residual, out, epilogue, pdl)
+    return out
+
+
+def activated_ref(
+    product: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    silu_gate: bool = False,
+    activation: str | None = None,
+) -> torch.Tensor:
+    """Add the bias to a product x W^T and apply the activation, in fp32 with one rounding (reference: eager torch).
+
+    This is `row_linear_ref` without the product, for products of cuBLAS.
+
+    Args:
+        product: [rows, out_features], or [groups, rows, out_features]; float32, bfloat16 or float16.
+        bias, silu_gate, activation: as in `row_linear_ref`, with bias in the dtype of product.
+
+    Returns:
+        [rows, features], or [groups, rows, features], in the dtype of product, with features as in `row_linear_ref`.
+
+    Raises:
+        ValueError: a shape, dtype or device does not match.
+    """
+    _check_activated(product, bias, silu_gate, activation)
+    return _activate(product.float(), bias, silu_gate, activation).to(product.dtype)
+
+
+def activated_triton(
+    product: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    silu_gate: bool = False,
+    activation: str | None = None,
+) -> torch.Tensor:
+    """Compute `activated_ref` on a GPU in one launch. The product must be contiguous.
+
+    Raises:
+        ValueError: a shape, dtype, stride, alignment or device does not match, or triton cannot run on the tensors.
+    """
+    _check_activated(product, bias, silu_gate, activation)
+    if not product.is_contiguous():
+        raise ValueError(f"product has strides {list(product.stride())}; pass a contiguous tensor")
+    require_triton("row_linear")
     from treespec_kernels.linear import row_linear_kernels as kernels
 
-    kernels.add_splits[(partials.shape[1], -(-features // REDUCE_BLOCK))](
-        partials,
-        *added,
-        out,
-        x.shape[-2],
-        *strides,
-        **epilogue,
-        OUT_FEATURES=out_features,
-        BYTES_PARTIAL=alignment(4, features),
-        SPLIT_K=config.split_k,
-        BLOCK_F=REDUCE_BLOCK,
-        num_warps=REDUCE_WARPS,
-        enable_fp_fusion=False,
-        **launch_options(pdl),
-    )
+    check_launch("row_linear", kernels.add_splits, product)
+    out_features = product.shape[-1]
+    out = product.new_empty(*product.shape[:-1], out_features // 2 if silu_gate else out_features)
+    epilogue = _epilogue(bias, None, silu_gate, activation, out)
+    _add_splits(product.view(1, -1, out_features), bias, None, out, epilogue, False)
     return out
 
 
@@ -193,6 +223,64 @@ def row_linear_partials_triton(
     }
     _multiply(x, weight, config, x, x, partials, (0,) * 5, constants, pdl)
     return partials
+
+
+def _add_splits(
+    partials: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    out: torch.Tensor,
+    epilogue: dict[str, Any],
+    pdl: bool,
+) -> None:
+    """Add partial sums [splits, rows of all groups, out_features], and apply the epilogue."""
+    if out.numel() == 0:
+        return
+    from treespec_kernels.linear import row_linear_kernels as kernels
+
+    num_splits, num_rows, out_features = partials.shape
+    kernels.add_splits[(num_rows, -(-out.shape[-1] // REDUCE_BLOCK))](
+        partials,
+        # An absent argument is never read; pass any tensor of the same dtype.
+        out if bias is None else bias,
+        out if residual is None else residual,
+        out,
+        out.shape[-2],
+        *_strides(bias, residual, out),
+        **epilogue,
+        OUT_FEATURES=out_features,
+        BYTES_PARTIAL=alignment(partials.element_size(), out.shape[-1]),
+        SPLIT_K=num_splits,
+        BLOCK_F=REDUCE_BLOCK,
+        num_warps=REDUCE_WARPS,
+        enable_fp_fusion=False,
+        **launch_options(pdl),
+    )
+
+
+def _strides(bias: torch.Tensor | None, residual: torch.Tensor | None, out: torch.Tensor) -> tuple[int, ...]:
+    return (0 if bias is None else group_stride(bias, 2), *row_strides(residual), *row_strides(out))
+
+
+def _epilogue(
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    silu_gate: bool,
+    activation: str | None,
+    out: torch.Tensor,
+) -> dict[str, Any]:
+    """Return the constants of an epilogue, after checking the strides and alignment of its tensors."""
+    bytes_out = alignment(out.element_size(), out.shape[-1])
+    tensors = {"out": out} if residual is None else {"out": out, "residual": residual}
+    check_last_strides(**tensors, **({} if bias is None else {"bias": bias}))
+    check_alignment(bytes_out, **tensors)
+    return {
+        "BYTES_OUT": bytes_out,
+        "SILU_GATE": silu_gate,
+        "ACTIVATION": activation or ("silu" if silu_gate else "none"),
+        "HAS_BIAS": bias is not None,
+        "HAS_RESIDUAL": residual is not None,
+    }
 
 
 def _multiply(
@@ -250,6 +338,22 @@ def _check_out(x: torch.Tensor, out: torch.Tensor, shape: tuple[int, ...]) -> No
         )
     if out.numel() and out.data_ptr() == x.data_ptr():
         raise ValueError("out starts where x does, which other programs still read; pass separate memory")
+
+
+def _check_activated(product: torch.Tensor, bias: torch.Tensor | None, silu_gate: bool, activation: str | None) -> None:
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}; use one of {', '.join(ACTIVATIONS)}, or None")
+    if product.dim() not in (2, 3) or product.dtype not in SUPPORTED:
+        raise ValueError(
+            f"product is {list(product.shape)} {product.dtype}; expected [rows, out_features] or "
+            "[groups, rows, out_features] in float32, bfloat16 or float16"
+        )
+    *groups, _, out_features = product.shape
+    if silu_gate and out_features % 2:
+        raise ValueError(f"silu_gate needs as many gates as ups, and the product has {out_features} features")
+    if bias is not None and list(bias.shape) != [*groups, out_features]:
+        raise ValueError(f"bias has shape {list(bias.shape)}; expected {[*groups, out_features]} as in the product")
+    check_alike("product", product, bias=bias)
 
 
 def _check_workspace(workspace: torch.Tensor, x: torch.Tensor, size: int) -> None:

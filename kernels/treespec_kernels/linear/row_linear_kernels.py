@@ -149,7 +149,7 @@ def sum_of_splits(p_row, m_f, stride_split, SPLIT_K: tl.constexpr):
 
 @triton.jit(do_not_specialize=_RUNTIME)
 def add_splits(
-    partials,  # [SPLIT_K, groups, num_rows, OUT_FEATURES] fp32
+    partials,  # [SPLIT_K, groups, num_rows, OUT_FEATURES] fp32, or one product in the dtype of out
     bias,  # [groups, OUT_FEATURES]
     residual,  # [groups, num_rows, FEATURES]: OUT_FEATURES, or half of them with SILU_GATE
     out,  # as residual

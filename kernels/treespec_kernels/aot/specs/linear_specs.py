@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 
-from treespec_kernels.aot.kernel_spec import AOT_FORMS, KernelShape, KernelSpec, LinearLayer
+import torch
+
+from treespec_kernels.aot.kernel_spec import AOT_FORMS, TRITON_TYPES, KernelShape, KernelSpec, LinearLayer
 from treespec_kernels.launch.rows import alignment
 from treespec_kernels.linear.lm_head import LmHeadConfig
 from treespec_kernels.linear.lm_head_kernels import project_to_vocab
@@ -22,7 +24,7 @@ def row_linear(shape: KernelShape, target: str | None) -> list[KernelSpec]:
     """Return specs of the linear layers of a shape in their default configurations, as launched by a decoder.
 
     Layers with split K write partial sums; for o and down, `add_splits` adds them and the residual. gate_up (up, in an
-    MLP without a gate) applies its activation. A quantised shape has no specs.
+    MLP without a gate) applies its activation, also to a product of cuBLAS. A quantised shape has no specs.
     """
     specs: list[KernelSpec] = []
     for layer in shape.linear_layers if shape.quantized is None else ():
@@ -48,6 +50,8 @@ def row_linear(shape: KernelShape, target: str | None) -> list[KernelSpec]:
         found = [spec, *_larger(spec, config)]
         if is_split and layer.name != "qkv":
             found.append(_add_splits_spec(shape, layer, config.split_k))
+        if layer.name.endswith("up"):  # of products by cuBLAS, with exact=False
+            found.append(_add_splits_spec(shape, layer, 1, shape.dtype))
         specs += [spec for spec in found if spec not in specs]
     return specs
 
@@ -166,17 +170,20 @@ def _larger(first: KernelSpec, config: RowTiledConfig) -> list[KernelSpec]:
     ]
 
 
-def _add_splits_spec(shape: KernelShape, layer: LinearLayer, split_k: int) -> KernelSpec:
-    """Return the spec of `add_splits` for the partial sums of a layer."""
+def _add_splits_spec(
+    shape: KernelShape, layer: LinearLayer, split_k: int, dtype: torch.dtype = torch.float32
+) -> KernelSpec:
+    """Return the spec of `add_splits` for the partial sums of a layer, which are in `dtype`."""
     features = layer.out_features // 2 if layer.silu_gate else layer.out_features
     constants = _epilogue(shape, layer) | {
         "OUT_FEATURES": layer.out_features,
         "SPLIT_K": split_k,
-        "BYTES_PARTIAL": alignment(4, features),
+        "BYTES_PARTIAL": alignment(dtype.itemsize, features),
         "BLOCK_F": REDUCE_BLOCK,
     }
     launch = {"num_warps": REDUCE_WARPS, "enable_fp_fusion": False}
-    return KernelSpec(add_splits, _row_linear_types(shape), constants, launch, {"dtype": shape.element} | constants)
+    types = _row_linear_types(shape) | {"partials": f"*{TRITON_TYPES[dtype]}"}
+    return KernelSpec(add_splits, types, constants, launch, {"dtype": shape.element} | constants)
 
 
 def _epilogue(shape: KernelShape, layer: LinearLayer) -> dict[str, int | bool | str]:

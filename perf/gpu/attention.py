@@ -43,18 +43,21 @@ class Case:
 
 CASES = (
     Case(8192, 32, True),
-    Case(32768, 32, True),
     Case(2048, 32, True),
+    Case(32768, 32, True),
     Case(32768, 1),
     Case(8192, 1),
     Case(8192, 64),
     Case(2048, 1),
 )
+FIRST = 2  # cases with targets, with every variant
 DRY_CASES = (Case(20, 3, True),)
 
 
-def measurements(setting: Setting) -> Iterator[Measurement]:
-    for case in DRY_CASES if setting.dry else CASES:
+def measurements(setting: Setting, first: bool) -> Iterator[Measurement]:
+    """Yield the measurements of the first cases, or of the others."""
+    cases = DRY_CASES if setting.dry else CASES
+    for case in cases[:FIRST] if first else cases[FIRST:]:
         for variant in (OURS, *MASKED, *FLASH, *([FLEX] if case.flex else [])):
             yield Measurement(case.key(variant), partial(_attention, case, variant), 110.0 if variant == FLEX else 40.0)
 

@@ -69,6 +69,7 @@ _MODES = (
     "hf-plain",
     "hf-assisted-ssm-1-k5",
     "hf-assisted-ssm-1-own",
+    "hf-lookup-k5",
 )
 _DRY_MODES = ("tree-ssms-n16", "hf-plain", "hf-assisted-ssm-1-k5")
 DRY = {"1B": Sizes(None, {1: 1, 2: 2}, 1, 4, _DRY_MODES), "8B": Sizes(None, {1: 1}, 1, 4, _DRY_MODES[:1])}

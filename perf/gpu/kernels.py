@@ -31,10 +31,9 @@ def measurements(setting: Setting) -> Iterator[Measurement]:
     size = 1 << 16 if setting.dry else 8 << 30
     yield Measurement(COPY, lambda context: copy_bandwidth(context.clock(20), size), 60.0)
     yield Measurement(COMMIT, _commit, 60.0)
-    found = list(attention.measurements(setting))
-    yield from found[:6]  # sizes with targets first
+    yield from attention.measurements(setting, first=True)
     yield from _workloads(setting)
-    yield from found[6:]
+    yield from attention.measurements(setting, first=False)
 
 
 def _commit(context: Context) -> dict[str, Any]:

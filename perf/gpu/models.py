@@ -87,7 +87,7 @@ def open_decoder(
         tuned: whether to use tuned configurations, where there are any, instead of the defaults.
     """
     configs = KernelConfigs.load(setting.device) if tuned else KernelConfigs()
-    attention = make_attention("triton", shape, setting.dtype, setting.device, configs)
+    attention = make_attention("triton", shape, setting.dtype, setting.device, configs, exact)
     weights = random_weights(setting, shape, quantization)
     config = config or config_of(setting, shape)
     decoder = TritonDecoder(config, weights, attention, configs, exact, num_positions)

@@ -7,7 +7,7 @@
     PYTHONPATH=.:kernels:weights python perf/gpu_suite.py --report              # tables of existing results
 
 Stages, in the order of a run (letters name several): smoke (s); passes, autotune and passes_tuned (p); autotune_grown,
-rounds and grown8b (g); bits, ops and families (a); baselines, passes_more, kernels, captured, grown1b,
+rounds and grown8b (g); bits, ops and families (a); baselines, prefill, passes_more, kernels, captured, grown1b,
 autotune_more and quantized (m). Each runs for under eight minutes at a time (smoke: under two). The run ends within the
 budget, with the tables. The results folder gets at most five files, to be copied to perf/results/<device>: results.json
 with the documents of all stages, written after every measurement; errors.log; ops-failed.txt; and the tuned file, which

@@ -67,7 +67,9 @@ def test_what_the_stages_depend_on() -> None:
     kernels = "kernels/treespec_kernels"
     assert all(f"{kernels}/attention/tree_attention_kernels.py" in each for each in files.values())
     engines = {name for name, each in files.items() if "treespec/engine.py" in each}
-    assert engines.isdisjoint({"passes", "passes_tuned", "passes_more", "kernels", "captured", "families", "autotune"})
+    assert engines.isdisjoint(
+        {"passes", "passes_tuned", "passes_more", "kernels", "captured", "families", "autotune", "prefill", "baselines"}
+    )
     assert engines >= {"smoke", "rounds", "grown8b", "grown1b", "bits"}
     assert f"{kernels}/tuning/workloads/row_linear.py" in files["autotune"] & files["kernels"]
     assert f"{kernels}/tree/tree_merge_kernels.py" not in files["passes"]

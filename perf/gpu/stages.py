@@ -3,7 +3,21 @@
 from collections.abc import Sequence
 from functools import partial
 
-from gpu import baselines, bits, captured, families, grown, kernels, ops, passes, quantized, rounds, smoke, tune
+from gpu import (
+    baselines,
+    bits,
+    captured,
+    families,
+    grown,
+    kernels,
+    ops,
+    passes,
+    prefill,
+    quantized,
+    rounds,
+    smoke,
+    tune,
+)
 from gpu.stage import Stage
 
 STAGES = (
@@ -29,6 +43,7 @@ STAGES = (
     Stage("ops", "a", "cases of every kernel on the device", ops.measurements, ops.describe, also=ops.modules),
     Stage("families", "a", "bits and passes of every family", families.measurements, families.describe),
     Stage("baselines", "m", "8B decoding at 2k against a compiled Llama", baselines.measurements, baselines.describe),
+    Stage("prefill", "m", "8B prompts up to the first token", prefill.measurements, prefill.describe),
     Stage("passes_more", "m", "8B target pass: batches, contexts", passes.more_measurements, passes.describe),
     Stage("kernels", "m", "ops of an 8B layer against bandwidth and torch", kernels.measurements, kernels.describe),
     Stage("captured", "m", "verify stage of captured rounds, 8B", captured.measurements, captured.describe),

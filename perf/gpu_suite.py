@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gpu import BEGAN, documents, failures, host, targets, tune
+from gpu import BEGAN, documents, failures, host, passes, targets, tune
 from gpu.documents import forget_cut, load
 from gpu.facts import device_slug
 from gpu.setting import ROOT, Setting, tuned_hash
@@ -220,6 +220,8 @@ def report(stages: Sequence[Stage], out: Path) -> int:
             f"triton {versions['triton']}, results in {out}, failures in {failures.NAME} there"
         )
     measured = {name: document["measurements"] for name, document in found.items()}
+    if compared := passes.compare(measured.get("passes", {}), measured.get("passes_tuned", {})):
+        print(f"\n{compared}")
     print(f"\n{targets.table(measured, dry)}")
     return int(targets.wrong(measured))
 

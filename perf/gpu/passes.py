@@ -6,7 +6,7 @@ share of copy bandwidth is the minimum bytes of a pass over its time, divided by
 run.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -249,6 +249,17 @@ def describe(document: dict[str, Any]) -> str:
         of_floor = percent(None if floor is None else floor / 1e3 / graph)
         lines.append(f"  {name:34} {graph:9.3f} {share:>6} {of_floor:>8} {eager:9.3f}")
     return "\n".join([*lines, *_launches(found), *_profiles(found)])
+
+
+def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """Return one line of the passes that were measured with default and with tuned kernels."""
+    both = [(name, before[name].get("graph_us"), after.get(name, {}).get("graph_us")) for name in before]
+    shown = [
+        f"{name} {then / 1e3:.3f} to {now / 1e3:.3f} ms ({then / now:.2f} times)"
+        for name, then, now in both
+        if then is not None and now is not None
+    ]
+    return f"passes before and after tuning: {', '.join(shown)}" if shown else ""
 
 
 def _launches(found: dict[str, Any]) -> Iterator[str]:

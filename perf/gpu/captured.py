@@ -27,7 +27,7 @@ DEPTH = 3  # depth of the trees
 def measurements(setting: Setting) -> Iterator[Measurement]:
     sizes = passes.sizes_of(setting)
     yield Measurement(COPY, lambda context: copy_bandwidth(context.clock(20), sizes.copy_bytes), 60.0)
-    for context_len in sizes.contexts:
+    for context_len in sizes.contexts[:1] if setting.dry else sizes.contexts:
         for nodes in sizes.captured:
             run = partial(_captured, max(sizes.contexts), context_len, nodes)
             yield Measurement(f"captured/context{context_len}/nodes{nodes}", run, 90.0)

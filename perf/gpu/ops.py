@@ -16,7 +16,7 @@ import threading
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,6 +61,7 @@ def _names(test: ast.FunctionDef) -> list[str]:
     return sorted({text for text in strings if text.endswith("_cases.py")})
 
 
+@cache
 def modules() -> tuple[str, ...]:
     """Return the modules that the cases consist of, which run in other processes."""
     files = case_files(Setting(Path()))

@@ -52,7 +52,7 @@ REAL = Sizes(
     copy_bytes=8 << 30,
     matmul=8192,
 )
-DRY = Sizes((1, 4), (1,), (16, 20), (1, 4), ((2, 4),), ((2, 4),), 1 << 16, 32)
+DRY = Sizes((1, 4), (1,), (16, 20), (4,), ((2, 1),), ((2, 1),), 1 << 16, 32)
 PROFILED = 20  # kernels of a profile
 
 

@@ -20,7 +20,7 @@ from gpu.stage import Context, Measurement
 from treespec.startup.engine_options import EngineOptions
 from treespec_kernels.attention.tree_batch import RequestRows
 
-LENGTHS, DRY_LENGTHS = (2048, 8192), (20,)
+LENGTHS, DRY_LENGTHS = (2048, 8192), (7,)
 REPEATS = 5
 
 
@@ -43,7 +43,7 @@ def products_key(length: int) -> str:
 
 def chunks_of(setting: Setting, length: int) -> list[tuple[int, int]]:
     """Return the first position and number of rows of every chunk of a prompt, without its last token."""
-    chunk = 8 if setting.dry else EngineOptions.prefill_chunk
+    chunk = 4 if setting.dry else EngineOptions.prefill_chunk
     return [(start, min(chunk, length - 1 - start)) for start in range(0, length - 1, chunk)]
 
 

@@ -10,7 +10,8 @@ which change without the sources, have a hash of their own (`setting.tuned_hash`
 
 import ast
 import hashlib
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -40,6 +41,7 @@ class Sources:
     def __init__(self, root: Path = ROOT, packages: Mapping[str, str] = PACKAGES):
         self.root, self._packages = root, packages
         self._files: dict[str, Path | None] = {}
+        self._contents: dict[Path, bytes] = {}
         self._trees: dict[Path, ast.Module] = {}
         self._edges: dict[str, set[str]] = {}
         self._exports: dict[str, dict[str, tuple[str, str]]] = {}
@@ -49,7 +51,7 @@ class Sources:
         digest = hashlib.sha256()
         for path in sorted(self.files_of(modules)):
             digest.update(f"{path.relative_to(self.root)}\0".encode())
-            digest.update(path.read_bytes())
+            digest.update(self._bytes(path))
         return digest.hexdigest()[:16]
 
     def files_of(self, modules: Iterable[str]) -> set[Path]:
@@ -75,7 +77,7 @@ class Sources:
 
     def _tree(self, path: Path) -> ast.Module:
         if path not in self._trees:
-            self._trees[path] = ast.parse(path.read_text(encoding="utf-8"))
+            self._trees[path] = ast.parse(self._bytes(path))
         return self._trees[path]
 
     def _imports(self, module: str) -> set[str]:
@@ -84,13 +86,11 @@ class Sources:
             return self._edges[module]
         path = self._file(module)
         assert path is not None
-        tree = self._tree(path)
-        unseen = _of_type_checkers(tree)
         found = set()
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Import) and id(node) not in unseen:
+        for node in _imports_of(self._tree(path)):
+            if isinstance(node, ast.Import):
                 found |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and id(node) not in unseen:
+            else:
                 parts = module.split(".")
                 above = parts[: len(parts) - node.level + (path.name == "__init__.py")] if node.level else []
                 base = ".".join([*above, *filter(None, [node.module])])
@@ -110,7 +110,7 @@ class Sources:
         if base not in self._exports:
             self._exports[base] = {
                 alias.asname or alias.name: (node.module, alias.name)
-                for node in ast.walk(self._tree(path))
+                for node in _imports_of(self._tree(path), for_types=True)
                 if isinstance(node, ast.ImportFrom) and node.module and self._file(node.module) is not None
                 for alias in node.names
             }
@@ -118,28 +118,40 @@ class Sources:
 
     def _native(self, path: Path) -> set[Path]:
         """Return the C++ sources that a module names, with the headers that they include."""
-        tree = self._tree(path)
-        named = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and _is_native(node.value)}
         found: set[Path] = set()
-        waiting = [path.parent / name for name in named]
+        waiting = [path.parent / name for name in _NATIVE.findall(self._bytes(path).decode())]
         while waiting:
             each = waiting.pop()
             if each not in found and each.is_file():
                 found.add(each)
-                lines = each.read_text(encoding="utf-8").splitlines()
-                includes = [line.split('"')[1] for line in lines if line.startswith('#include "')]
-                waiting += [each.parent / name for name in includes]
+                waiting += [each.parent / name for name in _INCLUDED.findall(self._bytes(each).decode())]
         return found
 
+    def _bytes(self, path: Path) -> bytes:
+        if path not in self._contents:
+            self._contents[path] = path.read_bytes()
+        return self._contents[path]
 
-def _is_native(value: object) -> bool:
-    return isinstance(value, str) and value.endswith((".cpp", ".h")) and "\n" not in value and len(value) < 80
+
+_NATIVE = re.compile(r'"([\w.]+\.(?:cpp|h))"')
+_INCLUDED = re.compile(r'^#include "([^"]+)"', re.M)
 
 
-def _of_type_checkers(tree: ast.Module) -> set[int]:
-    """Return the ids of all nodes under `if TYPE_CHECKING`."""
-    blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
-    return {id(inner) for block in blocks for statement in block.body for inner in ast.walk(statement)}
+def _imports_of(tree: ast.Module, for_types: bool = False) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Yield the import statements of a module at any place, without those for type checkers unless `for_types`."""
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+            if not (name == "body" and isinstance(node, ast.If) and _is_for_types(node.test) and not for_types):
+                inner = getattr(node, name, ())
+                waiting += inner if isinstance(inner, list) else ()
+
+
+def _is_for_types(test: ast.expr) -> bool:
+    return isinstance(test, ast.Name) and test.id == "TYPE_CHECKING"
 
 
 @cache

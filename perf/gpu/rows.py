@@ -50,6 +50,18 @@ def linear(num_rows: int, out_features: int, in_features: int, gate: bool, conte
     return figures | {"first": differing[:1], "config": str(config)}
 
 
+@torch.inference_mode()
+def differing_repeats(opened: Passes, prefix: int, nodes: int, repeats: int) -> dict[str, int]:
+    """Count repeated passes over one tree whose logits differ from the first."""
+    run = opened.prepare(prefix, tree_parents("random", nodes, torch.Generator().manual_seed(0)))
+    first, began, count = run().clone(), time.perf_counter(), 0
+    differing = torch.zeros((), dtype=torch.int64, device=first.device)
+    while count < repeats and time.perf_counter() - began < REPEAT_SECONDS:
+        count += 1
+        differing += (run() != first).any()
+    return {"repeats": count, "differing_repeats": int(differing)}
+
+
 def differing_nodes(opened: Passes, contexts: Sequence[int], nodes: int, seed: int) -> dict[str, Any]:
     """Count differing nodes of any model at several prefixes."""
     generator = torch.Generator().manual_seed(seed)

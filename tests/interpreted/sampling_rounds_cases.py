@@ -91,6 +91,7 @@ def test_the_least_length(llm: LLM) -> None:
     assert first not in tokens[0][:3]
 
 
+@pytest.mark.filterwarnings("ignore:divide by zero")
 def test_no_token_is_left(llm: LLM) -> None:
     stuck = SamplingParams(max_tokens=4, allowed_token_ids=[3], stop_token_ids=[3], min_tokens=2)
     params = [greedy(4), stuck, greedy(4)]

@@ -9,6 +9,8 @@ import importlib.util
 import os
 import sys
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 
@@ -124,6 +126,28 @@ def require_triton(op: str) -> None:
         raise ValueError(
             f"{op}: implementation 'triton' needs triton, which is not installed; install it or use 'torch'"
         )
+    if is_interpreted():
+        _repair_interpreter()
+
+
+@cache
+def _repair_interpreter() -> None:
+    """Let the interpreter of Triton before 3.9 run loops with computed bounds.
+
+    It converts them by int(array) with arrays of one dimension, which NumPy refuses from 2.5 on.
+    """
+    import triton
+    from triton.runtime import interpreter
+
+    if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
+        return
+    patch: Any = interpreter._patch_lang_tensor
+
+    def repaired(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    interpreter._patch_lang_tensor = repaired
 
 
 def check_last_strides(**tensors: torch.Tensor) -> None:

@@ -175,20 +175,20 @@ class VerifyStage:
             nodes: rows per request of its target pass.
             drafted: whether the SSMs read tokens in that round.
         """
-        width, rows = self.inputs.limits.width, self._rows[nodes].numpy()
-        bounds = np.cumsum([1, width, width, nodes, nodes, nodes, nodes])
-        results = []
-        for i, request in enumerate(requests):
-            following, path, tokens, parents, depths, masks, values = np.split(rows[i], bounds)[1:]
-            count, size = int(rows[i, 0]), int((depths >= 0).sum())
+        width, results = self.inputs.limits.width, []
+        for i, (request, row) in enumerate(zip(requests, self._rows[nodes].numpy(), strict=False)):
+            count, following, path = int(row[0]), row[1 : 1 + width], row[1 + width : 1 + 2 * width]
+            tree = row[1 + 2 * width :].reshape(5, nodes)
+            size = int(np.count_nonzero(tree[2] >= 0))
+            tokens, parents, depths = tree[:3, :size].astype(np.int64)
             read = len(request.new_tokens) - 1 if drafted else 0
             results.append(
                 RoundResult(
-                    tokens[:size].astype(np.int64),
-                    parents[:size].astype(np.int64),
-                    depths[:size].astype(np.int64),
-                    values[:size].view(np.float32).astype(np.float64),
-                    masks[:size].tolist(),
+                    tokens,
+                    parents,
+                    depths,
+                    tree[4, :size].view(np.float32).astype(np.float64),
+                    tree[3, :size].tolist(),
                     path[:count].astype(np.int64),
                     int(following[max(count - 1, 0)]),
                     self._read_probs[:, i, :read].numpy().copy(),

@@ -25,7 +25,7 @@ def _keys(values):
 def transform_scores(
     logits,  # [rows, VOCAB]
     numbers,  # [requests, 6] fp32: temperature, top_p, log(min_p), repetition, frequency and presence penalty
-    options,  # [requests, 3] int32: slot or -1, top_k, first position at which the request may end
+    integers,  # [requests, 3] int32: slot or -1, top_k, first position at which the request may end
     end_tokens,  # [requests, NUM_ENDS] int32
     positions,  # [rows] int64, of the tokens to choose
     paths,  # [rows, WIDTH] int32, tokens of a node's path below the root, -1 for none
@@ -46,12 +46,12 @@ def transform_scores(
     o_v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_v = o_v < VOCAB
     values = tl.load(logits + row * stride_logits + o_v, mask=m_v, other=0.0).to(tl.float32)
-    slot = tl.load(options + request * 3)
+    slot = tl.load(integers + request * 3)
     if slot >= 0:
         o_slot = slot.to(tl.int64) * VOCAB + o_v
         bias = tl.load(biases + o_slot, mask=m_v, other=0.0)
         values = tl.where(bias == float("-inf"), bias, values + bias)
-    if tl.load(positions + row) < tl.load(options + request * 3 + 2):
+    if tl.load(positions + row) < tl.load(integers + request * 3 + 2):
         for i in tl.static_range(NUM_ENDS):
             values = tl.where(o_v == tl.load(end_tokens + request * NUM_ENDS + i), float("-inf"), values)
     repetition = tl.load(numbers + request * 6 + 3)
@@ -138,7 +138,7 @@ def _around_key(p_scores, size, top, key, BLOCK: tl.constexpr):
 @triton.jit
 def truncate_scores(
     numbers,  # as in `transform_scores`
-    options,
+    integers,
     scores,  # [rows, VOCAB] fp32, modified in place
     candidates,  # [rows, BLOCK] fp32
     NODES: tl.constexpr,
@@ -153,7 +153,7 @@ def truncate_scores(
     """
     row = tl.program_id(0).to(tl.int64)
     request = row // NODES
-    top_k = tl.load(options + request * 3 + 1)
+    top_k = tl.load(integers + request * 3 + 1)
     top_p = tl.load(numbers + request * 6 + 1)
     log_min_p = tl.load(numbers + request * 6 + 2)
     has_top_k = (top_k > 0) & (top_k < VOCAB)

@@ -60,7 +60,7 @@ def launches_of(shape: KernelShape, rows: int, context: int) -> list[Launch]:
     specs = specs_of("programmatic_launch", shape, TARGET)
     kinds = {name: [s for s in specs if s.kernel.__name__ == name] for name in {s.kernel.__name__ for s in specs}}
     size, heads = shape.dtype.itemsize, shape.num_kv_heads
-    (rope,), (head,) = kinds["rotate_and_write"][:1], kinds["project_to_vocab"]
+    rope, head = kinds["rotate_and_write"][0], kinds["project_to_vocab"][0]
     attend, combine = kinds["attend_items"][0], kinds["combine_segments"][0]
     norm = next(spec for spec in kinds["norm_rows"] if spec.constants["HAS_RESIDUAL"])
 

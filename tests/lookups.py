@@ -66,7 +66,7 @@ class Inside(NamedTuple):
 
 
 def inside(drafter: LookupDrafter) -> Inside:
-    return Inside(drafter._counts, drafter._own, drafter._found, drafter._texts, drafter._prior)
+    return Inside(drafter._counts, drafter._own, drafter.proposed.found, drafter._texts, drafter._prior)
 
 
 def paths_of(tree: TokenTree) -> dict[tuple[int, ...], int]:

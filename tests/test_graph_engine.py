@@ -1,8 +1,9 @@
 """The engine of captured rounds: what it makes of their results, with rounds that are scripted, and the whole of it in
 Triton's interpreter."""
 
+import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -12,11 +13,11 @@ import torch
 
 from tests.child import run_cases
 from tests.models import greedy, open_llm, random_prompts, tiny, tokens_of
-from treespec import LLM, SamplingParams, SpecConfig
+from treespec import LLM, LLMEngine, SamplingParams, SpecConfig
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 from treespec.executors.execution import follow
 from treespec.executors.graph_executor import GraphExecutor
-from treespec.graphs.round_inputs import RoundInput, RoundLimits
+from treespec.graphs.round_inputs import Proposal, RoundInput, RoundLimits
 from treespec.graphs.sampling_state import SamplingState
 from treespec.graphs.verify_stage import RoundResult
 from treespec.planning.planner import Planner
@@ -44,6 +45,7 @@ class ScriptedRounds:
         curve = CostCurve(NODES, (1.0, 1.1), 0.1)
         self.planners = {2: Planner(curve, learns_seconds=False, shapes=self.limits.shapes)}
         self.seen: list[tuple[list[RoundInput], int, int]] = []
+        self.proposals: list[list[Proposal | None]] = []  # by round
 
     def size_for(self, num_requests: int) -> int:
         return 2
@@ -52,14 +54,25 @@ class ScriptedRounds:
         assert context <= self.limits.max_context
         return self
 
-    def run(self, requests: Sequence[RoundInput], levels: int, nodes: int, logprobs: bool = False) -> list[RoundResult]:
+    def run(
+        self,
+        requests: Sequence[RoundInput],
+        levels: int,
+        nodes: int,
+        logprobs: bool,
+        search: Callable[[], Sequence[Proposal | None]] | None,
+        meanwhile: Callable[[], None],
+    ) -> list[RoundResult]:
+        proposals = [None] * len(requests) if search is None else list(search())
+        self.proposals.append(proposals)
         self.seen.append((list(requests), levels, nodes))
-        return [self._result(request, levels) for request in requests]
+        meanwhile()
+        return [self._result(*each, levels) for each in zip(requests, proposals, strict=True)]
 
     def seconds(self) -> tuple[float, float]:
         return 0.0, 0.0
 
-    def _result(self, request: RoundInput, levels: int) -> RoundResult:
+    def _result(self, request: RoundInput, proposal: Proposal | None, levels: int) -> RoundResult:
         read_probs = np.full((len(request.weights), len(request.new_tokens) - 1), 0.5, dtype=np.float32)
         if self.accepts is None:
             return chain([0, 0], 0, read_probs)._replace(path=np.zeros(0, dtype=np.int64))
@@ -76,17 +89,19 @@ def chain(tokens: Sequence[int], mask: int, read_probs: np.ndarray) -> RoundResu
     """A result whose tree is a chain that is accepted to its end; the last token is the target's own."""
     nodes = np.arange(len(tokens) - 1)
     masks = [0] + [mask] * (len(nodes) - 1)
-    return RoundResult(np.array(tokens[:-1]), nodes - 1, nodes, 0.9**nodes, masks, nodes, tokens[-1], read_probs)
+    values = (0.9**nodes).astype(np.float32).view(np.int32)
+    rows = np.array([tokens[:-1], nodes - 1, nodes, masks, values], dtype=np.int32)
+    return RoundResult(rows, nodes, list(tokens[1:]), read_probs)
 
 
 class SeededRounds(ScriptedRounds):
     """Rounds in which the SSMs say nothing: what is accepted is what the seeds have right."""
 
-    def _result(self, request: RoundInput, levels: int) -> RoundResult:
+    def _result(self, request: RoundInput, proposal: Proposal | None, levels: int) -> RoundResult:
         self.accepts = levels
-        result, seeds = super()._result(request, levels), request.proposed
-        text = [*result.tokens.tolist(), result.bonus]
-        right = 0 if seeds is None else len(follow(seeds, text[1:])) - 1
+        result = super()._result(request, proposal, levels)
+        text = [int(result.nodes[0, 0]), *result.tokens]
+        right = 0 if proposal is None else len(follow(proposal.tree, text[1:])) - 1
         most = min(right, levels, request.max_depth)
         return chain(text[: most + 2], 1 << SEED_BIT, result.read_probs)
 
@@ -151,6 +166,59 @@ def test_what_ssms_have_missed_is_not_charged_to_a_round() -> None:
     assert rounds.seen and len(slow) == 1 and max(took) < 0.5
 
 
+class Weighed(ScriptedRounds):
+    """Rounds in which the second SSM knows what it reads, and the first one does not."""
+
+    def _result(self, request: RoundInput, proposal: Proposal | None, levels: int) -> RoundResult:
+        result = super()._result(request, proposal, levels)
+        result.read_probs[:] = np.array([[0.02], [0.98]])[: len(result.read_probs)]
+        return result
+
+
+def test_ssms_are_weighed_by_what_they_read() -> None:
+    llm, rounds, prompts, _ = scripted(2, Weighed)
+    llm.generate(prompts[:1], greedy(30), spec=SpecConfig(nodes=8, sources=("ssm",)))
+    weights = [requests[0].weights[0] for requests, levels, _ in rounds.seen if levels]
+    assert weights[0] == weights[1], "the first round is learned from while the second one runs"
+    assert all(later <= earlier for earlier, later in itertools.pairwise(weights)) and weights[-1] < 0.05
+
+
+def test_the_host_learns_while_the_device_computes() -> None:
+    """From the round before, in the middle of each; from the last one when its requests end."""
+    llm, rounds, prompts, _ = scripted(3)
+    learned, before = 0, []
+    observe, run = Planner.observe, ScriptedRounds.run
+
+    def count(planner: Planner, *arguments: Any) -> None:
+        nonlocal learned
+        observe(planner, *arguments)
+        learned += 1
+
+    def watched(*arguments: Any) -> list[RoundResult]:
+        before.append(learned)
+        found = run(*arguments)
+        assert learned == len(rounds.seen) - 1
+        return found
+
+    with mock.patch.object(Planner, "observe", count), mock.patch.object(ScriptedRounds, "run", watched):
+        llm.generate(prompts, greedy(21), spec=SpecConfig(nodes=8, sources=("ssm",)))
+    assert before == [0, *range(len(rounds.seen) - 1)] and learned == len(rounds.seen) > 4
+
+
+def test_counters_are_current_between_rounds() -> None:
+    llm, _, prompts, _ = scripted(3)
+    engine = LLMEngine(llm)
+    params = SamplingParams(max_tokens=21, ignore_eos=True)
+    engine.add_request("one", {"prompt_token_ids": prompts[0]}, params, spec=SpecConfig(nodes=8, sources=("ssm",)))
+    emitted = 0
+    while engine.has_unfinished_requests():
+        (output,) = engine.step()
+        emitted, metrics = len(output.outputs[0].token_ids), output.metrics
+        assert metrics.accepted_by_source == {"ssm-1": emitted - metrics.target_passes}
+        assert metrics.nodes_verified == emitted, "every drafted token is right"
+    assert emitted == 21
+
+
 def test_a_round_that_finds_nan_is_decided_step_by_step() -> None:
     llm, rounds, prompts, plain = scripted(None)
     outputs = llm.generate(prompts, greedy(12), spec=SpecConfig(nodes=8, sources=("ssm",)))
@@ -174,8 +242,8 @@ def test_where_nobody_proposes_rounds_are_plain() -> None:
     outputs = llm.generate(prompts[:1], greedy(6), spec=SpecConfig(nodes=8, sources=("lookup",)))
     assert tokens_of(outputs) == [plain[0][:6]]
     assert any((levels, nodes) == (0, 1) for _, levels, nodes in rounds.seen)
-    for requests, levels, _ in rounds.seen:
-        assert levels == 0 or any(request.proposed is not None for request in requests)
+    for (_, levels, _), proposals in zip(rounds.seen, rounds.proposals, strict=True):
+        assert levels == 0 or any(proposals)
 
 
 def test_plain_requests_draft_nothing() -> None:
@@ -192,8 +260,8 @@ def test_seeds_and_silent_ssms() -> None:
     rounds.truths = [(repeated[0], repeated[0] + prompts[0] * 20)]
     llm.generate(repeated, greedy(8), spec=SpecConfig(nodes=8, sources=("ssm-2", "lookup"), max_ssms=1))
     requests = [request for batch, _, _ in rounds.seen for request in batch]
-    assert all(request.weights.tolist() == [0.0, 1.0] for request in requests[:-1])
-    assert any(request.proposed is not None and len(request.proposed) > 1 for request in requests)
+    assert all(np.isnan(request.weights[0]) and request.weights[1] == 1.0 for request in requests[:-1])
+    assert any(proposal is not None and len(proposal.tree) > 1 for own in rounds.proposals for proposal in own)
 
 
 def test_seeds_of_both_sources_keep_their_names() -> None:

@@ -62,6 +62,24 @@ def test_a_longer_match_is_believed_more_and_a_later_place_less(new: New) -> Non
     assert tree.probs[children[0]] > tree.probs[children[1]] > 0
 
 
+def test_a_round_is_counted_after_the_next_was_proposed(new: New) -> None:
+    """As captured rounds do; each round's counts are of its own proposals."""
+    drafter, request = new(), request_of([7, 1, 2, 3, 9, 2, 5, 1, 2])
+    tree = propose(drafter, request, 2)
+    first, found = drafter.proposed, np.flatnonzero(tree.tokens == 3)[:1]
+    request.tokens += [3, 9]
+    propose(drafter, request, 1)
+    first.commit([request], [np.array([0, *found])])
+    late, counts = inside(drafter).counts, inside(prompt := new()).counts
+    propose(prompt, other := request_of([7, 1, 2, 3, 9, 2, 5, 1, 2]), 2)
+    prompt.commit([other], [np.array([0, *found])])
+    assert late.hits.sum() == 1 and (late.cells == counts.cells).all()
+    first.commit([request], [np.array([0])])
+    assert (late.cells == counts.cells).all(), "a proposal is judged once"
+    drafter.commit([request], [np.array([0])])
+    assert late.hits.sum() == 1 and late.trials.sum() > counts.trials.sum(), "the second round has its own"
+
+
 def test_counts_follow_what_held(new: New) -> None:
     """A text that always goes on as before is believed in the end; one that never does is not."""
     for holds in (True, False):

@@ -154,13 +154,13 @@ def test_tokens_count_for_the_request_that_ends_last() -> None:
     planner = Planner(COST)
     planner.draft_plans(requests, 256)
     own_share = 1 - float(COST.verify(3, 3) / COST.verify(4, 4))
-    assert planner._token_weights[0] == 1, "it ends last"
-    lateness = (planner._token_weights[1] - own_share) / (1 - own_share)
-    assert planner._token_weights[1:] == [planner._token_weights[1]] * 3 and 0.05 < lateness < 0.25, (
+    assert planner.round.token_weights[0] == 1, "it ends last"
+    lateness = (planner.round.token_weights[1] - own_share) / (1 - own_share)
+    assert planner.round.token_weights[1:] == [planner.round.token_weights[1]] * 3 and 0.05 < lateness < 0.25, (
         "the others in a third of the time"
     )
     planner.draft_plans(requests, 256, others_wait=True)
-    assert set(planner._token_weights) == {1.0}, "each that ends makes room for another"
+    assert set(planner.round.token_weights) == {1.0}, "each that ends makes room for another"
 
 
 def test_measured_seconds_correct_the_curve() -> None:

@@ -58,6 +58,26 @@ def simulate(planner: Planner, chance: float, rounds: int, promised: float | Non
     return plans
 
 
+def test_a_round_is_observed_after_the_next_was_planned() -> None:
+    """The planner learns the same from it, even if the next round has another batch and is plain."""
+    learned = []
+    for late in (False, True):
+        planner = Planner(CHEAP, shapes=SHAPES)
+        request, other = request_of(), request_of(SpecConfig.resolve("off", SpecConfig()))
+        request.context_len = 500
+        for _ in range(6):
+            [plan] = planner.draft_plans([request], 10**7)
+            planned = planner.round
+            if late:
+                planner.draft_plans([other, request_of(left=3)], 10**7)
+            drafted, seconds = Drafted(plan.levels, plan.levels, plan.levels), RoundSeconds(0.1, 0.0, 1.2, 0.05)
+            tree, nodes = Chain([0.8] * plan.levels), SHAPES.fitting(plan.nodes)
+            planner.observe([request], [tree], [2], seconds, drafted, nodes, planned)
+        learned.append((planner.rate, planner.costs.plain, planner.draft_plans([request], 10**7)))
+        learned[-1] += (planner.costs.verify(8, 1), planner.costs.host("drafted"))
+    assert learned[0] == learned[1] and learned[0][2][0].levels
+
+
 def test_text_that_drafts_predict_is_speculated_on() -> None:
     plans = simulate(planner_of(), 0.9, 400)
     assert plans[-100:].count((4, 8)) >= 95, "a chain of four fits into the smallest graph; larger ones are tried"

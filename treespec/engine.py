@@ -5,6 +5,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import NamedTuple
 
 import torch
 
@@ -17,6 +18,7 @@ from treespec.executors.host_executor import HostExecutor
 from treespec.executors.round_record import RoundObservers, RoundRecord
 from treespec.metrics import Stats
 from treespec.outputs import FinishReason
+from treespec.planning.round_costs import RoundSeconds
 from treespec.request import Request
 from treespec.runner import Runner
 from treespec.sampling.transforms import logprobs_of
@@ -24,6 +26,20 @@ from treespec.scheduler import Batch, Scheduler
 from treespec.utils.torch_state import one_thread
 
 logger = logging.getLogger("treespec")
+
+
+class _Committed(NamedTuple):
+    """A round whose tokens are emitted.
+
+    Attributes:
+        execution: its result.
+        emitted: the emitted tokens, by verified request.
+        seconds: its duration, without foreign drafts.
+    """
+
+    execution: Execution
+    emitted: Sequence[list[int]]
+    seconds: RoundSeconds
 
 
 class Engine:
@@ -57,6 +73,7 @@ class Engine:
         self.observers = RoundObservers()
         self.clock = StageClock()
         self._failures: Failures = {}  # drafter failures of this round, by request
+        self._unlearned: _Committed | None = None  # the last round, if `learn` has not learned from it
 
     def step(self) -> list[Request]:
         """Run one round. Return its requests; finished ones have a `finish_reason`."""
@@ -66,10 +83,12 @@ class Engine:
         self.prefill(batch)
         left = batch.decode
         for executor in self.executors:
+            served = [request for request in left if executor.serves(request)]
+            if not served:
+                continue
             self.clock.enter("host")
             began = self.clock.mark()
-            served = [request for request in left if executor.serves(request)]
-            execution = executor.run(served, bool(self.scheduler.waiting), self.clock)
+            execution = executor.run(served, bool(self.scheduler.waiting), self.clock, self.learn)
             self.commit(execution, began)
             left = [request for request in left if request not in served or request in execution.undecided]
         self.clock.enter("update")
@@ -85,6 +104,8 @@ class Engine:
 
         A request whose requested prompt log-probabilities cannot be computed ends here and leaves `batch`.
         """
+        if not batch.prefill and not batch.forked:
+            return
         self.runner.prefill(batch.prefill, batch.counts)
         for request in batch.prefill:
             if request.error is not None:
@@ -108,7 +129,7 @@ class Engine:
         return executor.expects_ssms(together[: scheduler.max_num_seqs])
 
     def commit(self, execution: Execution, began: tuple[float, ...]) -> None:
-        """Append verified tokens to their requests, up to a stop, and notify drafters, planner and observers.
+        """Append verified tokens to their requests, up to a stop, and learn from the round, at once or in the next.
 
         Args:
             execution: result of one executor.
@@ -117,33 +138,69 @@ class Engine:
         self._failures |= execution.failures
         for request, error in execution.failed:
             self.finish(request, "error", error)
-        requests, emitted = [each.request for each in execution.verified], list[list[int]]()
-        for each in execution.verified:
-            request, path = each.request, each.path
-            emitted.append(tokens := request.accept(each.tokens))
-            self.stats.accepted_lengths[min(len(path) - 1, len(tokens))] += 1  # a stop may cut the path
-            if self.sources.ssms is not None:
-                self.sources.ssms.learn(request, each.tree, path, each.bonus)
-            request.count_accepted([each.tree.sources_of(node) for node in path[1 : 1 + len(tokens)].tolist()])
-        _add_logprobs(execution.verified, emitted)
-        for source, trees in execution.proposals:
-            asked = [(r, tokens) for r, tokens in zip(requests, emitted, strict=True) if r.request_id in trees]
-            if asked:
-                own = [follow(trees[r.request_id], tokens) for r, tokens in asked]
-                self._failures |= call_commit(source, [r for r, _ in asked], own)
-        for request, tokens in zip(requests, emitted, strict=True):
+        emitted = [each.request.accept(each.tokens) for each in execution.verified]
+        if any(each.path_logits is not None for each in execution.verified):
+            _add_logprobs(execution.verified, emitted)
+        overlaps = execution.overlaps and not self.observers
+        if not overlaps:
+            self._notify_sources(execution, emitted)
+        for each, tokens in zip(execution.verified, emitted, strict=True):
+            request = each.request
             request.tokens.extend(tokens)
             request.context_len += len(tokens)
             request.num_rounds += 1
-        counts = [len(tokens) for tokens in emitted]
         self.clock.enter("commit")
         seconds, other = self.clock.since(began, execution.drafted.read_seconds)
-        if execution.planner is not None:
-            verified = [each.tree for each in execution.verified]
-            execution.planner.observe(requests, verified, counts, seconds, execution.drafted, execution.rows)
+        committed = _Committed(execution, emitted, seconds)
+        if overlaps:
+            self._unlearned = committed
+            return
+        self._learn_from(committed)
         if self.observers:
-            for each, count in zip(execution.verified, counts, strict=True):
-                self.observers.notify(RoundRecord.of(each, count, seconds, other))
+            for each, tokens in zip(execution.verified, emitted, strict=True):
+                self.observers.notify(RoundRecord.of(each, len(tokens), seconds, other))
+
+    def learn(self) -> None:
+        """Learn from the last captured round, if that was left for later.
+
+        Captured rounds leave it for the time when the device computes the next one. What is drafted then depends on the
+        rounds before the last.
+        """
+        if self._unlearned is None:
+            return
+        committed, self._unlearned = self._unlearned, None
+        self._notify_sources(committed.execution, committed.emitted)
+        self._learn_from(committed)
+
+    def _learn_from(self, committed: _Committed) -> None:
+        """Update counters, evidence, the SSMs' weights and the planner from a round."""
+        execution, emitted = committed.execution, committed.emitted
+        for each, tokens in zip(execution.verified, emitted, strict=True):
+            request, path = each.request, each.path
+            if execution.overlaps:
+                request.nodes_verified += len(each.tree)
+            self.stats.accepted_lengths[min(len(path) - 1, len(tokens))] += 1  # a stop may cut the path
+            if self.sources.ssms is not None:
+                if each.read is not None:
+                    self.sources.ssms.score(request, each.read)
+                self.sources.ssms.learn(request, each.tree, path, each.bonus)
+            request.count_accepted([each.tree.sources_of(node) for node in path[1 : 1 + len(tokens)].tolist()])
+        counts = [len(tokens) for tokens in emitted]
+        if execution.planner is not None:
+            requests, trees = [each.request for each in execution.verified], [each.tree for each in execution.verified]
+            drafted, rows, planned = execution.drafted, execution.rows, execution.planned
+            execution.planner.observe(requests, trees, counts, committed.seconds, drafted, rows, planned)
+
+    def _notify_sources(self, execution: Execution, emitted: Sequence[list[int]]) -> None:
+        """Tell the sources which of their proposals were accepted."""
+        for source, trees in execution.proposals:
+            asked = [
+                (each.request, follow(trees[each.request.request_id], tokens))
+                for each, tokens in zip(execution.verified, emitted, strict=True)
+                if each.request.request_id in trees
+            ]
+            if asked:
+                self._failures |= call_commit(source, [r for r, _ in asked], [path for _, path in asked])
 
     def update(self, requests: Sequence[Request]) -> None:
         """Finish requests that reached a stop, and those whose drafter failed."""
@@ -164,6 +221,7 @@ class Engine:
         """End a request and free its resources, even if a drafter fails to release it."""
         if request.finished:
             return
+        self.learn()
         if isinstance(error, TreespecError):
             request.failure, error = error, str(error)
         with ExitStack() as releases:

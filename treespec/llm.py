@@ -234,7 +234,8 @@ class LLM(VllmMethods):
         requests = [request for entry in entries if isinstance(entry, list) for request in entry]
         with Progress(use_tqdm, len(requests)) as progress:
             for request in self._rounds.run(requests):
-                progress.update(int(request.finished))
+                if request.finished:
+                    progress.update(1)
         with self.between_rounds():
             outputs = [self._request_factory.output(entry) if isinstance(entry, list) else entry for entry in entries]
         if outputs and all(one.finish_reason == "error" for output in outputs for one in output.outputs):
@@ -331,7 +332,7 @@ class LLM(VllmMethods):
         for request in self._rounds.run(samples):
             if request not in open_samples:
                 continue  # another thread's round ended it before its last chunk
-            with self.between_rounds():  # tokens and text of the same round
+            with self._rounds.lock:  # tokens and text of the same round
                 tokens = request.output_token_ids[emitted[request.sample] :]
                 emitted[request.sample] += len(tokens)
                 if request.error is not None:
@@ -408,8 +409,8 @@ class LLM(VllmMethods):
         return self.engine.observers.add(observer)
 
     def between_rounds(self) -> AbstractContextManager[Any]:
-        """Return a context in which no other thread runs a round or changes requests."""
-        return self._rounds.lock
+        """Return a context in which no other thread runs a round or changes requests, and all counters are current."""
+        return self._rounds.between()
 
     def release_models(self) -> None:
         """Drop the references to models in memory. Their owner keeps them alive; generating after that is an error."""

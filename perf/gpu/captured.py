@@ -16,7 +16,8 @@ from gpu.setting import Setting
 from gpu.stage import Context, Measurement
 from treespec.graphs.batch_round import BatchRound
 from treespec.graphs.capture import CONTEXTS
-from treespec.graphs.round_inputs import RoundInput, RoundLimits
+from treespec.graphs.round_inputs import Proposal, RoundInput, RoundLimits
+from treespec.graphs.round_tree import RoundTree
 from treespec.graphs.stack_passes import ModelStack
 from treespec.tree import Draws, TokenTree
 from treespec_kernels.launch.graph_capture import GraphMemory
@@ -45,22 +46,20 @@ def _captured(longest_context: int, context_len: int, nodes: int, context: Conte
     limits = RoundLimits(DEPTH, (1, nodes) if nodes > 1 else (1,), len(pages), longest)
     target = ModelStack(opened.decoder.kernels, opened.decoder.table, opened.decoder.triton_attention, opened.pool)
     memory = None if setting.dry else GraphMemory.of(setting.device)
-    tree = _tree(nodes) if nodes > 1 else None
-    given = RoundInput(
-        context_len, [5], pages, (), 0.0, 0.0, 0, 0, np.zeros(0), tree, np.ones(nodes), DEPTH, nodes, 0.0
-    )
+    levels, proposals = (DEPTH, [Proposal(_tree(nodes), np.ones(nodes))]) if nodes > 1 else (0, [None])
+    given = RoundInput(context_len, [5], pages, (), 0.0, 0.0, 0, 0, np.zeros(0), levels, nodes, 0.0)
     clock = context.clock(30, 4.0)
     with torch.inference_mode():
         batch = BatchRound(1, limits, target, [], memory)
-        [result] = batch.run([given], DEPTH if nodes > 1 else 0, nodes)
+        [result] = batch.run([given], levels, nodes, search=lambda: proposals)
         verify = clock.eager(lambda: batch.replay(0, nodes))
         walls = []
         for _ in range(clock.repeats):
             start = time.perf_counter()
-            batch.run([given._replace(proposed=None, max_depth=0, max_nodes=1)], 0, 1)
+            batch.run([given._replace(max_depth=0, max_nodes=1)], 0, 1)
             walls.append(1e6 * (time.perf_counter() - start))
-    if len(result.depths) != nodes:
-        raise ValueError(f"the tree has {len(result.depths)} nodes instead of {nodes}")
+    if (made := len(RoundTree(result.nodes))) != nodes:
+        raise ValueError(f"the tree has {made} nodes instead of {nodes}")
     num_bytes = roofline.pass_bytes(shape, nodes, context_len, setting.dtype.itemsize)
     return {
         "verify_us": verify.median,

@@ -119,7 +119,7 @@ def test_the_proof_at_start(llm: LLM) -> None:
     def spoilt(stage: VerifyStage, requests: Sequence[RoundInput], nodes: int, drafted: bool) -> list[RoundResult]:
         found = results(stage, requests, nodes, drafted)
         wrong = nodes > 1 and requests[0].temperature > 0
-        return [each._replace(bonus=(each.bonus + wrong) % 64) for each in found]
+        return [each._replace(tokens=[*each.tokens[:-1], (each.tokens[-1] + wrong) % 64]) for each in found]
 
     engine = llm.engine
     assert isinstance(engine.captured, GraphExecutor) and engine.sources.lookup is not None

@@ -78,6 +78,16 @@ def test_requests_of_every_kind_together(llm: LLM) -> None:
     assert told(llm, [one, sampled(), one], TREES)[::2] == alone[::2]
 
 
+def test_penalties_count_the_path_above_a_node(llm: LLM) -> None:
+    """Two tokens take turns, because each makes itself less likely. Lookup proposes what repeats, and the tokens of an
+    accepted path change the choices after them."""
+    params = greedy(20, logit_bias={7: 90.0, 9: 89.0}, frequency_penalty=2.0)
+    tokens = assert_equal(llm, params)
+    assert all(set(own) == {7, 9} and own.count(7) == pytest.approx(10, abs=2) for own in tokens)
+    outputs = llm.generate(PROMPTS, params, spec=TREES)
+    assert all(output.metrics.acceptance_length > 1.3 for output in outputs)
+
+
 def told_alone(llm: LLM, prompt: list[int], params: SamplingParams) -> Any:
     [output] = llm.generate([prompt], params, spec=TREES)
     return output.outputs[0].token_ids, output.outputs[0].logprobs

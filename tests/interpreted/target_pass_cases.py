@@ -14,6 +14,7 @@ from tests.models import OracleDrafter, greedy, make_draft, make_llama, new_fold
 from tests.simulated_gpu import Gpu
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.graphs import batch_round, capture, target_pass
+from treespec.startup import plan_memory
 from treespec_kernels.attention.tree_batch import PAGE_SIZE
 
 torch.set_num_threads(1)
@@ -28,12 +29,13 @@ def by_steps(count: int, **params: Any) -> SamplingParams:
     return greedy(count, logits_processors=[unchanged], **params)
 
 
-def with_a_drafter(**options: Any) -> tuple[LLM, list[list[int]]]:
+def with_a_drafter(depth: int = 2, **options: Any) -> tuple[LLM, list[list[int]]]:
     """An engine whose rounds go step by step, since a drafter is asked that knows the output; and the output."""
     root = new_folder("passes")
     target = make_llama(root / "target", 0, torch.float16, **SMALL)
-    plain = tokens_of(open_llm(target, [], device="cuda", dtype="float16", spec="off").generate(PROMPTS, greedy(6)))
-    oracle = OracleDrafter([[*p, *tokens] for p, tokens in zip(PROMPTS, plain, strict=True)], 2, vocab=64)
+    plain_llm = open_llm(target, [], device="cuda", dtype="float16", spec="off", prove=None, **options)
+    plain = tokens_of(plain_llm.generate(PROMPTS, greedy(6)))
+    oracle = OracleDrafter([[*p, *tokens] for p, tokens in zip(PROMPTS, plain, strict=True)], depth, vocab=64)
     llm = open_llm(target, [oracle], device="cuda", dtype="float16", spec=TREES, max_num_seqs=2, prove=None, **options)
     return llm, plain
 
@@ -70,6 +72,34 @@ def test_bits_are_those_of_the_runners_passes(gpu: Gpu) -> None:
     for _ in range(2):
         assert told() == expected
     assert passes.num_graphs > 0
+
+
+@pytest.mark.parametrize("options", [{"exact": False}, {"quantization": "int8"}], ids=["vendor products", "int8"])
+def test_other_products(gpu: Gpu, options: dict[str, Any]) -> None:
+    llm, plain = with_a_drafter(**options)
+    for _ in range(2):
+        outputs = llm.generate(PROMPTS, greedy(6), spec=TREES)
+        assert tokens_of(outputs) == plain and all(output.metrics.acceptance_length > 1.5 for output in outputs)
+    assert llm.engine.runner.captured.num_graphs > 0
+
+
+@pytest.mark.parametrize("larger", [SpecConfig(nodes=12, max_depth=2), SpecConfig(nodes=8, max_depth=4)], ids=str)
+def test_trees_that_are_too_large_for_graphs(gpu: Gpu, larger: SpecConfig) -> None:
+    """The engine was built for 8 nodes and depth 2; a call may ask for more."""
+    llm, plain = with_a_drafter(depth=larger.max_depth)
+    limits = llm.engine.runner.captured._limits
+    assert limits.nodes[-1] == 8 and limits.max_depth == 2
+    nodes, depths, run = [], [], type(llm.engine.runner).forward
+
+    def watched(runner: Any, requests: Any, trees: Any) -> Any:
+        nodes.extend(map(len, trees))
+        depths.extend(int(tree.depths.max()) for tree in trees)
+        return run(runner, requests, trees)
+
+    with mock.patch.object(type(llm.engine.runner), "forward", watched):
+        assert tokens_of(llm.generate(PROMPTS, greedy(6), spec=larger)) == plain
+    assert max(nodes) > 8 or max(depths) > 2
+    llm.engine.check_integrity()
 
 
 def test_states_that_a_head_reads(gpu: Gpu) -> None:
@@ -120,12 +150,12 @@ def test_graphs_at_start(gpu: Gpu) -> None:
     """Few are captured before the first token: those that the costs are measured with, and the largest."""
     target = make_llama(new_folder("start") / "target", 0, torch.float16, **SMALL)
     draft = make_draft(new_folder("start") / "draft", target, 1, 0.05)
-    captured = mock.Mock(wraps=batch_round.run_then_capture)
+    captured = mock.Mock(wraps=batch_round.capture_replay)
     with (
         mock.patch.object(capture, "is_interpreted", lambda: False),
         mock.patch.object(capture, "_REPEATS", 1),
         mock.patch.object(capture, "CONTEXTS", (64, 128)),
-        mock.patch.object(batch_round, "run_then_capture", captured),
+        mock.patch.object(batch_round, "capture_replay", captured),
     ):
         llm = open_llm(target, [draft], device="cuda", dtype="float16", spec=TREES, max_num_seqs=4, prove=None)
         at_start = captured.call_count
@@ -134,3 +164,35 @@ def test_graphs_at_start(gpu: Gpu) -> None:
     stages = 2 + 2  # the first level and the next, and a target pass of 1 and of 8 nodes
     assert at_start == 2 * stages + 3  # of 1 and of 4 requests; the largest round has one pass
     assert captured.call_count > at_start
+
+
+def test_a_graph_that_cannot_be_captured_later(gpu: Gpu, caplog: pytest.LogCaptureFixture) -> None:
+    """The round has run by then, so nothing is lost; others keep their graphs, and its launches are made one by one."""
+    target = make_llama(new_folder("later") / "target", 0, torch.float16, **SMALL)
+    llm = open_llm(target, [], device="cuda", dtype="float16", spec="off", max_num_seqs=2, prove=None)
+    plain = tokens_of(llm.generate(PROMPTS, greedy(6)))
+    full = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
+    params = greedy(6, temperature=0.8, seed=3)
+    with mock.patch.object(batch_round, "capture_replay", full), caplog.at_level(logging.WARNING, "treespec"):
+        sampled = tokens_of(llm.generate(PROMPTS, params))
+    assert full.called and "cannot be captured" in caplog.text
+    calls = full.call_count
+    with mock.patch.object(batch_round, "capture_replay", full):
+        assert tokens_of(llm.generate(PROMPTS, params)) == sampled
+        before = gpu.replays
+        assert tokens_of(llm.generate(PROMPTS, greedy(6))) == plain and gpu.replays > before
+    assert full.call_count == calls
+    other = open_llm(target, [], device="cuda", dtype="float16", spec="off", max_num_seqs=2, prove=None)
+    assert tokens_of(other.generate(PROMPTS, params)) == sampled
+    llm.engine.check_integrity()
+
+
+def test_prefill_chunks_by_free_memory(gpu: Gpu) -> None:
+    """Larger chunks if their buffers, mostly logits, leave the memory to the cache; 512 rows in any case."""
+    target = make_llama(new_folder("wide") / "target", 0, torch.float16, **(SMALL | {"vocab_size": 150_000}))
+    chunks = []
+    for gib in (1.7, 1.9, 2.6, 8.0):
+        with mock.patch.object(plan_memory, "free_memory", lambda device, gib=gib: int(gib * 2**30)):
+            llm = open_llm(target, [], device="cuda", dtype="float16", spec="off", max_num_seqs=1, prove=None)
+        chunks.append(llm.config.prefill_chunk)
+    assert chunks == [512, 1024, 1024, 2048]

@@ -12,7 +12,7 @@ import numpy as np
 
 from treespec.drafters.base import Drafter, check_proposal
 from treespec.drafters.foreign.foreign_drafter import ForeignDrafter
-from treespec.drafters.lookup.lookup_drafter import LookupDrafter
+from treespec.drafters.lookup.lookup_drafter import LookupDrafter, LookupProposals
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 from treespec.errors import DraftError, describe_error
 from treespec.request import Request
@@ -23,13 +23,14 @@ logger = logging.getLogger("treespec")
 
 Failures: TypeAlias = dict[Request, DraftError]
 Source: TypeAlias = Drafter | SsmDrafter
+Committing: TypeAlias = Source | LookupProposals
 
 _REMEDY = "return a list with one TokenTree per request; TokenTree.root(request.tokens[-1]) proposes nothing"
 
 
-def is_custom(drafter: Source) -> bool:
+def is_custom(drafter: Committing) -> bool:
     """Return whether a drafter is a user-defined object rather than one of the engine's own."""
-    return not isinstance(drafter, SsmDrafter | LookupDrafter | ForeignDrafter)
+    return not isinstance(drafter, SsmDrafter | LookupDrafter | LookupProposals | ForeignDrafter)
 
 
 def may_draft(drafter: Drafter, request: Request) -> bool:
@@ -84,7 +85,7 @@ def call_propose(
     return trees, failures
 
 
-def call_commit(drafter: Source, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> Failures:
+def call_commit(drafter: Committing, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> Failures:
     """Call a drafter's `commit` with the accepted paths; return the error of each request if it fails."""
     failures: Failures = {}
     with _guarded(drafter, "commit", requests, failures):
@@ -102,7 +103,7 @@ def call_release(drafter: Source, request: Request) -> None:
 
 
 @contextmanager
-def _guarded(drafter: Source, method: str, requests: Sequence[Request], failures: Failures) -> Iterator[None]:
+def _guarded(drafter: Committing, method: str, requests: Sequence[Request], failures: Failures) -> Iterator[None]:
     """Record a custom drafter's exceptions and changes to `request.tokens` in `failures`.
 
     Modified token lists are restored. Exceptions of the engine's own drafters are bugs and propagate.
@@ -126,5 +127,5 @@ def _guarded(drafter: Source, method: str, requests: Sequence[Request], failures
             failures.setdefault(request, _failure(drafter, request, message))
 
 
-def _failure(drafter: Source, request: Request, message: str) -> DraftError:
+def _failure(drafter: Committing, request: Request, message: str) -> DraftError:
     return DraftError(f"drafter {drafter.name!r} failed for request {request.request_id}: {message}")

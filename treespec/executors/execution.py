@@ -1,16 +1,17 @@
 """The interface between the engine and its executors: batches in, verified trees out."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
 
-from treespec.drafters.calls import Failures, Source
+from treespec.drafters.calls import Committing, Failures
+from treespec.drafters.ssm.ssm_state import ReadTokens
 from treespec.planning.draft_plan import NOTHING_DRAFTED, Drafted
-from treespec.planning.planner import Planner
+from treespec.planning.planner import PlannedRound, Planner
 from treespec.planning.round_costs import RoundSeconds
 from treespec.request import Request
 from treespec.tree import TokenTree
@@ -55,21 +56,23 @@ class VerifiedRequest(NamedTuple):
         request: `tokens` and `context_len` are those before the round.
         tree: the verified tree.
         path: int64 [1 + accepted], the accepted nodes, root first. The target's K/V are already compacted to it.
-        bonus: the target's own token after the path.
+        tokens: the accepted drafted tokens, then the target's own.
         path_logits: target logits at the path's nodes, [1 + accepted, vocab]; None if the request asks for no
             log-probabilities.
+        read: tokens that the SSMs read in a captured round and are not scored on yet; None if there are none.
     """
 
     request: Request
     tree: VerifiedTree
     path: np.ndarray
-    bonus: int
+    tokens: list[int]
     path_logits: Tensor | None = None
+    read: ReadTokens | None = None
 
     @property
-    def tokens(self) -> list[int]:
-        """The accepted drafted tokens, then the bonus token."""
-        return [*self.tree.tokens[self.path[1:]].tolist(), self.bonus]
+    def bonus(self) -> int:
+        """The target's own token after the path."""
+        return self.tokens[-1]
 
 
 class StageClock:
@@ -126,8 +129,9 @@ class Execution:
         undecided: requests that the next executor must run; nothing of them was committed.
         proposals: trees by request id for each source, which is notified of the accepted nodes.
         failures: requests whose drafter failed; they end after this round.
-        planner: the planner of the round, which learns from it; None for an empty batch, and for a round that captured
-            graphs.
+        planner: the planner of the round, which learns from it; None for a round that captured graphs.
+        planned: the planner's round, which it learns from after it may have planned the next one; None = its last one.
+        overlaps: whether learning from this round may wait until the device computes the next one.
         drafted: the SSMs' work.
         rows: rows of the target pass as the planner counts them; None = all nodes of all trees.
     """
@@ -135,9 +139,11 @@ class Execution:
     verified: list[VerifiedRequest] = field(default_factory=list)
     failed: list[tuple[Request, str]] = field(default_factory=list)
     undecided: list[Request] = field(default_factory=list)
-    proposals: list[tuple[Source, dict[str, TokenTree]]] = field(default_factory=list)
+    proposals: list[tuple[Committing, dict[str, TokenTree]]] = field(default_factory=list)
     failures: Failures = field(default_factory=dict)
     planner: Planner | None = None
+    planned: PlannedRound | None = None
+    overlaps: bool = False
     drafted: Drafted = NOTHING_DRAFTED
     rows: int | None = None
 
@@ -154,13 +160,16 @@ class Executor(Protocol):
     def expects_ssms(self, requests: Sequence[Request]) -> bool:
         """Return whether SSMs are expected to pay for a batch of these requests."""
 
-    def run(self, requests: Sequence[Request], others_wait: bool, clock: StageClock) -> Execution:
+    def run(
+        self, requests: Sequence[Request], others_wait: bool, clock: StageClock, meanwhile: Callable[[], None]
+    ) -> Execution:
         """Run one round.
 
         Args:
-            requests: prefilled requests that this executor serves.
+            requests: prefilled requests that this executor serves, at least one.
             others_wait: whether the queue holds requests for slots that become free.
             clock: receives the stages.
+            meanwhile: called while a device computes the round, if the host waits for it.
         """
 
 

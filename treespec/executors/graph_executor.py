@@ -1,7 +1,7 @@
 """The graph executor: runs whole rounds on the device by replaying CUDA graphs."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from torch import Tensor
@@ -10,7 +10,7 @@ from treespec.drafters.calls import may_draft
 from treespec.drafters.draft_sources import DraftSources
 from treespec.executors.execution import Execution, StageClock, VerifiedRequest
 from treespec.graphs.capture import Rounds
-from treespec.graphs.round_inputs import MAX_ENDS, RoundInput
+from treespec.graphs.round_inputs import MAX_ENDS, Proposal, RoundInput
 from treespec.graphs.round_tree import RoundTree
 from treespec.graphs.sampling_state import RequestTransforms
 from treespec.graphs.verify_stage import RoundResult
@@ -55,37 +55,47 @@ class GraphExecutor:
         """Return True: drafting is a small part of a captured round, so SSMs prefill every prompt."""
         return True
 
-    def run(self, requests: Sequence[Request], others_wait: bool, clock: StageClock) -> Execution:
-        if not requests:
-            return Execution()
+    def run(
+        self, requests: Sequence[Request], others_wait: bool, clock: StageClock, meanwhile: Callable[[], None]
+    ) -> Execution:
         clock.enter("merge")
         size = self.rounds.size_for(len(requests))
         planner = self.rounds.planners[size]
-        execution = Execution(planner=planner)
         plans = planner.draft_plans(requests, self.max_model_len, others_wait=others_wait)
+        execution = Execution(planner=planner, planned=planner.round, overlaps=True)
         clock.enter("draft")
         read = self._catch_up([r for r, plan in zip(requests, plans, strict=True) if plan.levels])
-        clock.enter("search")
-        proposed = self._propose(requests, plans, execution)
         clock.enter("merge")
-        if not self._has_sources(requests, plans, proposed):
+
+        searched: list[Proposal | None] = []
+
+        def search() -> list[Proposal | None]:
+            """Search proposals once: while the SSMs read or, if none drafts, before the launch."""
+            if not searched:
+                clock.enter("search")
+                searched.extend(self._search(requests, plans, execution))
+                clock.enter("merge")
+            return searched
+
+        if not self._ssms_draft(requests, plans) and not any(search()):
             plans = [PLAIN] * len(requests)
         levels, nodes = max(p.levels for p in plans), self.rounds.limits.shapes.fitting(max(p.nodes for p in plans))
-        rows = zip(requests, plans, proposed, self.rounds.sampling.rows_of(requests), strict=True)
+        transforms = self.rounds.sampling.rows_of(requests)
+        inputs = [self._input(*row) for row in zip(requests, plans, transforms, strict=True)]
         batch = self.rounds.round_for(size, max(request.context_len for request in requests))
         logprobs = any(request.params.logprobs is not None for request in requests)
-        results = batch.run([self._input(*row) for row in rows], levels, nodes, logprobs)
+        results = batch.run(inputs, levels, nodes, logprobs, search if levels else None, meanwhile)
         clock.enter("commit")
         if batch.has_captured:
             execution.planner = None
         draft, forward = batch.seconds()
         clock.move("merge", draft=draft, forward=forward)
         execution.drafted, execution.rows = Drafted(levels, levels, levels, read_seconds=read), nodes
-        for i, (request, plan, tree, result) in enumerate(zip(requests, plans, proposed, results, strict=True)):
+        for i, (request, plan, proposal, result) in enumerate(zip(requests, plans, searched, results, strict=True)):
             logits = None
             if request.params.logprobs is not None:
                 logits = batch.path_logits(i, len(result.path))
-            self._take(request, plan, tree, result, nodes, execution, logits)
+            self._take(request, plan, proposal, result, nodes, execution, logits)
         return execution
 
     def _catch_up(self, requests: Sequence[Request]) -> float:
@@ -100,31 +110,28 @@ class GraphExecutor:
         self.runner.wait()
         return time.perf_counter() - began
 
-    def _propose(
+    def _search(
         self, requests: Sequence[Request], plans: Sequence[DraftPlan], execution: Execution
-    ) -> list[TokenTree | None]:
-        """Return the trees of the model-free sources, None where there is no proposal, and record them."""
+    ) -> list[Proposal | None]:
+        """Return the proposals of the model-free sources, None where there are none, and record them."""
         if (lookup := self.sources.lookup) is None:
             return [None] * len(requests)
         trees = lookup.propose(requests, [plan.max_depth for plan in plans], LEAST_VALUE)
         found = [tree.best(1 + SEEDS) if len(tree) > 1 else None for tree in trees]
-        ids = (request.request_id for request in requests)
-        execution.proposals.append((lookup, {i: tree for i, tree in zip(ids, found, strict=True) if tree is not None}))
-        return found
+        by_id = {request.request_id: tree for request, tree in zip(requests, found, strict=True) if tree is not None}
+        execution.proposals.append((lookup.proposed, by_id))
+        return [None if tree is None else Proposal(tree, self._evidence_ratios(tree)) for tree in found]
 
-    def _has_sources(
-        self, requests: Sequence[Request], plans: Sequence[DraftPlan], proposed: Sequence[TokenTree | None]
-    ) -> bool:
-        """Return whether any source proposes a token."""
+    def _ssms_draft(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> bool:
+        """Return whether any SSM may draft in this round."""
         ssms = self.sources.ssms
         drafting = (request for request, plan in zip(requests, plans, strict=True) if plan.levels)
-        return any(tree is not None for tree in proposed) or (ssms is not None and any(map(ssms.may_draft, drafting)))
+        return ssms is not None and any(map(ssms.may_draft, drafting))
 
     def _input(
         self,
         request: Request,
         plan: DraftPlan,
-        proposed: TokenTree | None,
         transforms: RequestTransforms | None,
     ) -> RoundInput:
         sampler, spec, ssms = request.sampler, request.spec, self.sources.ssms
@@ -142,8 +149,6 @@ class GraphExecutor:
             sampler.noise.seed if sampler is not None else 0,
             request.sample,
             weights,
-            proposed,
-            np.ones(0) if proposed is None else self._evidence_ratios(proposed),
             plan.levels,
             plan.nodes if plan.levels else 1,
             LEAST_VALUE,
@@ -158,22 +163,22 @@ class GraphExecutor:
         self,
         request: Request,
         plan: DraftPlan,
-        proposed: TokenTree | None,
+        proposal: Proposal | None,
         result: RoundResult,
         nodes: int,
         execution: Execution,
         path_logits: Tensor | None,
     ) -> None:
         """Record a request's result. If the target computed NaN or infinity, zero its slots and leave it undecided."""
+        proposed = None if proposal is None else proposal.tree
+        tree = RoundTree(result.nodes, () if self.sources.ssms is None else self.sources.ssms.names, proposed)
         request.target_passes += 1
-        request.nodes_verified += len(result.tokens)
         if not len(result.path):
+            request.nodes_verified += len(tree)
             self.runner.cache.scrub_slots(0, request.pages, request.context_len, nodes)
             execution.undecided.append(request)
             return
-        ssms = self.sources.ssms
+        ssms, read = self.sources.ssms, None
         if ssms is not None and plan.levels:
-            ssms.learn_round(request, result.read_probs, proposed if ssms.may_draft(request) else None)
-        names = () if ssms is None else ssms.names
-        tree = RoundTree(*result[:5], names, proposed)
-        execution.verified.append(VerifiedRequest(request, tree, result.path, result.bonus, path_logits))
+            read = ssms.end_round(request, result.read_probs, proposed if ssms.may_draft(request) else None)
+        execution.verified.append(VerifiedRequest(request, tree, result.path, result.tokens, path_logits, read))

@@ -1,6 +1,6 @@
 """The host executor: drafts, verifies and commits step by step, with control flow on the host."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from treespec.drafters.calls import call_propose
 from treespec.drafters.draft_sources import DraftSources
@@ -35,9 +35,9 @@ class HostExecutor:
     def expects_ssms(self, requests: Sequence[Request]) -> bool:
         return self.planner.expects_ssms(requests)
 
-    def run(self, requests: Sequence[Request], others_wait: bool, clock: StageClock) -> Execution:
-        if not requests:
-            return Execution()
+    def run(
+        self, requests: Sequence[Request], others_wait: bool, clock: StageClock, meanwhile: Callable[[], None]
+    ) -> Execution:
         execution = Execution(planner=self.planner)
         trees = self.propose(requests, others_wait, clock, execution)
         clock.enter("forward")
@@ -139,7 +139,8 @@ class HostExecutor:
                 execution.failed.append((request, str(error)))
             else:
                 logits = None if request.params.logprobs is None else choices.logits[path.tolist()]
-                execution.verified.append(VerifiedRequest(request, tree, path, bonus, logits))
+                tokens = [*tree.tokens[path[1:]].tolist(), bonus]
+                execution.verified.append(VerifiedRequest(request, tree, path, tokens, logits))
 
 
 def _verify(request: Request, tree: TokenTree, choices: Choices) -> Verified:

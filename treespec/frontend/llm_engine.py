@@ -70,6 +70,7 @@ class LLMEngine:
         with llm.between_rounds():
             if any(not sample.finished for samples in self._open.values() for sample in samples):
                 llm._rounds.step()
+                llm.engine.learn()  # the outputs tell what this round accepted
             outputs = []
             for request_id, samples in list(self._open.items()):
                 generated, finished = sum(s.num_generated for s in samples), all(s.finished for s in samples)

@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from threading import RLock
 from typing import Any
 
@@ -96,7 +96,15 @@ class RoundLoop:
             raise
         finally:
             self._in_round = False
-            self.end([self._ending.popleft() for _ in range(len(self._ending))])
+            if self._ending:
+                self.end([self._ending.popleft() for _ in range(len(self._ending))])
+
+    @contextmanager
+    def between(self) -> Iterator[None]:
+        """Hold the lock, after the engine has learned from the last round."""
+        with self.lock:
+            self._engine.learn()
+            yield
 
     def end(self, requests: Sequence[Request]) -> None:
         """Abort the unfinished ones of `requests`. A call from within a round takes effect after the round."""

@@ -14,6 +14,7 @@ The host launches the first level, the planned number of next levels, and verify
 Without a GPU, the same kernels run one by one in Triton's interpreter.
 """
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,11 +23,13 @@ import torch
 
 from treespec.graphs.draft_passes import FeaturePool
 from treespec.graphs.draft_stage import DraftStage
-from treespec.graphs.round_inputs import RoundInput, RoundInputs, RoundLimits
+from treespec.graphs.round_inputs import Proposal, RoundInput, RoundInputs, RoundLimits
 from treespec.graphs.sampling_state import SamplingState
 from treespec.graphs.stack_passes import ModelStack
 from treespec.graphs.verify_stage import GREEDY, RoundKind, RoundResult, VerifyStage
-from treespec_kernels.launch.graph_capture import GraphMemory, run_then_capture
+from treespec_kernels.launch.graph_capture import GraphMemory, capture_replay
+
+logger = logging.getLogger("treespec")
 
 
 class BatchRound:
@@ -64,21 +67,35 @@ class BatchRound:
         self._drafts = DraftStage(self._inputs, stacks, vocab_size, features)
         sampling = sampling or SamplingState(num_requests, vocab_size, target.kernels.dtype, device, limits.width)
         self._verify = VerifyStage(self._inputs, target, self._drafts, features, sampling)
-        self.has_captured = False
+        self.has_captured, self._warms_up = False, False
         self._graphs: dict[tuple[object, ...], Callable[[], None]] = {}
         self._events = [_timing_event(device) for _ in range(3)]  # before drafting, after it, after verification
 
     def warm_up(self, nodes: Sequence[int]) -> None:
         """Capture the graphs of greedy rounds with these numbers of nodes, on an idle batch that touches the null page.
 
-        All other graphs are captured at their first use, in a round that runs their launches one by one.
+        All other graphs are captured at their first use, in a round that runs their launches one by one. Should that
+        fail, later rounds do the same.
+
+        Raises:
+            Exception: as of `captured`.
         """
         self._inputs.fill([])
+        self._warms_up = True
         for each in nodes:
             self._launch(min(2, self.limits.max_depth), each, GREEDY)
+        self._warms_up = False
         self._synchronize()
 
-    def run(self, requests: Sequence[RoundInput], levels: int, nodes: int, logprobs: bool = False) -> list[RoundResult]:
+    def run(
+        self,
+        requests: Sequence[RoundInput],
+        levels: int,
+        nodes: int,
+        logprobs: bool = False,
+        search: Callable[[], Sequence[Proposal | None]] | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> list[RoundResult]:
         """Run one round and return its results, by request.
 
         Args:
@@ -86,6 +103,9 @@ class BatchRound:
             levels: draft levels; 0 = plain decoding.
             nodes: rows per request of the target pass, one of `limits.nodes`; a request may use fewer.
             logprobs: whether `path_logits` are read after the round.
+            search: returns the proposals of sources without a model, by request; called after the launch of the first
+                level, which does not need them. None if there are none.
+            meanwhile: called after the last launch, before waiting for the device.
         """
         assert len(requests) <= self.num_requests and nodes in self.limits.nodes, (len(requests), nodes)
         assert 0 <= levels <= self.limits.max_depth and (levels > 0) == (nodes > 1), (levels, nodes)
@@ -97,7 +117,12 @@ class BatchRound:
             truncates=any(each.truncates for each in transforms),
             logprobs=logprobs,
         )
-        self._launch(levels, nodes, kind)
+        self._launch_first(levels, kind)
+        if search is not None:
+            self._inputs.propose(search())
+        self._launch_rest(levels, nodes, kind)
+        if meanwhile is not None:
+            meanwhile()
         self._synchronize()
         return self._verify.results(requests, nodes, drafted=levels > 0)
 
@@ -117,14 +142,23 @@ class BatchRound:
 
     def _launch(self, levels: int, nodes: int, kind: RoundKind) -> None:
         """Launch all graphs of a round."""
-        started, drafted, done = self._events
+        self._launch_first(levels, kind)
+        self._launch_rest(levels, nodes, kind)
+
+    def _launch_first(self, levels: int, kind: RoundKind) -> None:
+        """Launch the first draft level, if there is one."""
         self.has_captured = False
-        started.record()
+        self._events[0].record()
         if levels:
             sampled = kind.sampled
             self._run_graph(("first level", sampled), lambda: self._drafts.first_level(sampled))
-            for _ in range(levels - 1):
-                self._run_graph(("next level", sampled), lambda: self._drafts.next_level(sampled))
+
+    def _launch_rest(self, levels: int, nodes: int, kind: RoundKind) -> None:
+        """Launch the further draft levels, and verification."""
+        _, drafted, done = self._events
+        sampled = kind.sampled
+        for _ in range(levels - 1):
+            self._run_graph(("next level", sampled), lambda: self._drafts.next_level(sampled))
         drafted.record()
         self._run_graph(("verify", nodes, *kind), lambda: self._verify.run(nodes, kind))
         done.record()
@@ -133,11 +167,19 @@ class BatchRound:
         if self._memory is None:
             launches()
             return
-        if name not in self._graphs:
-            self._graphs[name] = run_then_capture(launches, self._memory)
-            self.has_captured = True
+        if name in self._graphs:
+            self._graphs[name]()
             return
-        self._graphs[name]()
+        launches()
+        self.has_captured = True
+        try:
+            self._graphs[name] = capture_replay(launches, self._memory)
+        except RuntimeError as error:  # no memory for another graph, or a new error of the driver
+            if self._warms_up:
+                raise
+            torch.cuda.synchronize(self._inputs.device)  # raises if the device is lost
+            logger.warning("a graph cannot be captured; launching its kernels one by one", exc_info=error)
+            self._graphs[name] = launches
 
     def _synchronize(self) -> None:
         self._events[-1].synchronize()

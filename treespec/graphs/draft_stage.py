@@ -57,7 +57,10 @@ class DraftStage:
         tree_root_triton(self.forest, self.inputs["roots"])
 
     def first_level(self, sampled: bool) -> None:
-        """Read the tokens emitted in the last round, up to the roots, and propose below the roots."""
+        """Read the tokens emitted in the last round, up to the roots, and propose below the roots.
+
+        This does not depend on the proposals of other sources, which may still be searched; `merge` does.
+        """
         inputs = self.inputs
         b, width = inputs.num_requests, inputs.limits.width
         self.root()
@@ -75,14 +78,19 @@ class DraftStage:
             self.read_probs[own] = (seen - summary.lse.view(groups, b, width))[..., :-1].exp()
             roots = logits.gather(2, last[:, None, None].expand(groups, b, 1, logits.shape[3]))
             self._propose(own, roots.view(groups * b, -1), None, 1, sampled)
-        self._merge()
 
     def next_level(self, sampled: bool) -> None:
-        """Score the frontier and propose below it."""
+        """Merge the last level, score the new frontier, and propose below it."""
+        self.merge()
         for stack, passes in zip(self.stacks, self._passes, strict=True):
             own = slice(stack.first, stack.first + stack.groups)
             self._propose(own, *stack.logits(passes.score(self.forest)), FRONTIER, sampled)
-        self._merge()
+
+    def merge(self) -> None:
+        """Merge the proposals below the frontier, those of sources without a model included."""
+        inputs = self.inputs
+        arguments = inputs["weights"], inputs["end_tokens"], inputs.proposed
+        tree_merge_triton(self.forest, self._tokens, self._probs, *arguments)
 
     def _propose(self, ssms: slice, logits: Tensor, stats: BlockStats | None, rows: int, sampled: bool) -> None:
         """Store what these SSMs propose at the first `rows` nodes of the frontier.
@@ -110,8 +118,3 @@ class DraftStage:
         shape = (groups, b, rows, self.children)
         self._tokens[ssms, :, :rows] = best.tokens.view(shape)
         self._probs[ssms, :, :rows] = (best.values - best.lse[:, None]).exp().view(shape)
-
-    def _merge(self) -> None:
-        inputs = self.inputs
-        arguments = inputs["weights"], inputs["end_tokens"], inputs.proposed
-        tree_merge_triton(self.forest, self._tokens, self._probs, *arguments)

@@ -56,9 +56,7 @@ class RoundInput(NamedTuple):
         temperature: temperature of the target's choices; 0 = argmax.
         draft_temperature: temperature of the SSMs' proposals.
         rng_seed, sample: identify the request's noise.
-        weights: mixture weight of each SSM, 0 if it does not draft; sum 1. Empty if no SSM may draft.
-        proposed: proposals of sources without a model, as a tree over the root; None if there are none.
-        ratios: float32 [len(proposed)], evidence ratios of the nodes of `proposed`.
+        weights: mixture weight of each SSM, NaN if it does not draft; sum 1. Empty if no SSM may draft.
         max_depth, max_nodes: limits of the tree; 0 and 1 for plain decoding.
         least_value: minimum value of a node.
         transforms: logit transforms of the target's choices; None for temperature alone.
@@ -73,51 +71,36 @@ class RoundInput(NamedTuple):
     rng_seed: int
     sample: int
     weights: np.ndarray
-    proposed: TokenTree | None
-    ratios: np.ndarray
     max_depth: int
     max_nodes: int
     least_value: float
     transforms: RequestTransforms | None = None
 
 
-class _Buffer:
-    """Device memory of one dtype, divided into named fields and filled by one copy from pinned host memory."""
+class Proposal(NamedTuple):
+    """Proposals of sources without a model for one request.
 
-    def __init__(self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device):
-        sizes = {name: int(np.prod(shape)) for name, shape in shapes.items()}
-        total = sum(map(_padded, sizes.values()))
-        self._host = torch.zeros(total, dtype=dtype, pin_memory=device.type == "cuda", device="cpu")
-        self._device = torch.zeros(total, dtype=dtype, device=device)
-        self.host: dict[str, np.ndarray] = {}
-        self.device: dict[str, Tensor] = {}
-        first = 0
-        for name, shape in shapes.items():
-            part = slice(first, first + sizes[name])
-            self.host[name] = self._host[part].view(shape).numpy()
-            self.device[name] = self._device[part].view(shape)
-            first += _padded(sizes[name])
-
-    def upload(self) -> None:
-        self._device.copy_(self._host, non_blocking=True)
-
-
-def _padded(size: int) -> int:
-    """Return the number of elements of a field, rounded up to a multiple of 16.
-
-    Every field is then aligned to 16 bytes; Triton would recompile kernels for another alignment.
+    Attributes:
+        tree: at most 1 + SEEDS nodes, over the request's last token.
+        ratios: float32 [num_nodes], evidence ratios of the nodes.
     """
-    return -(-size // 16) * 16
+
+    tree: TokenTree
+    ratios: np.ndarray
+
+
+_ALIGNMENT = 64  # bytes of every field's address; Triton would recompile kernels for less than 16
 
 
 class DeviceInputs:
-    """Inputs of captured passes as named device buffers with fixed addresses.
+    """Inputs of captured passes: named fields at fixed device addresses, filled by one copy from pinned host memory.
 
     Args:
         num_requests: B, the maximum number of requests.
         limits: limits of the passes.
         fields: shapes of the fields of each dtype, by name.
-        device: device of the buffers.
+        device: device of the fields.
+        idle: contents of fields without a request, other than 0, by name.
 
     Attributes:
         host: the fields as numpy arrays in pinned memory, which `upload` copies to the device.
@@ -127,22 +110,45 @@ class DeviceInputs:
         self,
         num_requests: int,
         limits: RoundLimits,
-        fields: Mapping[torch.dtype, dict[str, tuple[int, ...]]],
+        fields: Mapping[torch.dtype, Mapping[str, tuple[int, ...]]],
         device: torch.device,
+        idle: Mapping[str, Any],
     ):
         self.num_requests, self.limits, self.device = num_requests, limits, device
-        self._buffers = [_Buffer(shapes, dtype, device) for dtype, shapes in fields.items()]
-        self._views = {name: view for buffer in self._buffers for name, view in buffer.device.items()}
-        self.host = {name: values for buffer in self._buffers for name, values in buffer.host.items()}
+        parts: dict[str, tuple[int, torch.dtype, tuple[int, ...]]] = {}
+        self._places: dict[str, tuple[int, int]] = {}  # first byte, and end
+        size = 0
+        for dtype, shapes in fields.items():
+            for name, shape in shapes.items():
+                first, parts[name] = size, (size, dtype, shape)
+                size += -(-int(np.prod(shape)) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+                self._places[name] = first, size
+        host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda", device="cpu")
+        self._host, self._device = host, torch.zeros(size, dtype=torch.uint8, device=device)
+        self.host = {name: _field(host, *part).numpy() for name, part in parts.items()}
+        self._fields = {name: _field(self._device, *part) for name, part in parts.items()}
+        for name, values in idle.items():
+            self.host[name][:] = values
+        self._bytes = host.numpy()
+        self._idle = self._bytes.copy()
 
     def __getitem__(self, name: str) -> Tensor:
         """Return a field on the device."""
-        return self._views[name]
+        return self._fields[name]
 
-    def upload(self) -> None:
-        """Copy all fields to the device."""
-        for buffer in self._buffers:
-            buffer.upload()
+    def clear(self) -> None:
+        """Make all requests idle."""
+        self._bytes[:] = self._idle
+
+    def upload(self, first: str | None = None, last: str | None = None) -> None:
+        """Copy the fields from `first` to `last`, in the order of their definition, to the device; None = all."""
+        part = slice(self._places[first][0] if first else None, self._places[last][1] if last else None)
+        self._device[part].copy_(self._host[part], non_blocking=True)
+
+
+def _field(memory: Tensor, first: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Return a view of bytes from `first` on."""
+    return memory[first : first + int(np.prod(shape)) * dtype.itemsize].view(dtype).view(shape)
 
 
 class RoundInputs(DeviceInputs):
@@ -157,28 +163,38 @@ class RoundInputs(DeviceInputs):
 
     def __init__(self, num_requests: int, num_ssms: int, limits: RoundLimits, device: torch.device):
         b = num_requests
+        ints = dict.fromkeys(("context_lens", "new_lens", "roots", "max_depths", "max_nodes"), (b,))
+        floats = dict.fromkeys(("temperatures", "draft_temperatures", "least_values"), (b,))
+        seeds = b, SEEDS
         fields: dict[torch.dtype, dict[str, tuple[int, ...]]] = {
-            torch.int32: dict.fromkeys(("context_lens", "new_lens", "roots", "max_depths", "max_nodes"), (b,))
-            | {
+            torch.int32: {
+                **ints,
                 "new_tokens": (b, limits.width),
                 "end_tokens": (b, MAX_ENDS),
                 "pages": (b, limits.max_pages),
-                "proposed_tokens": (b, SEEDS),
-                "proposed_parents": (b, SEEDS),
                 "transform_options": (b, 3),
                 "counted_tokens": (b, limits.width),
+                "proposed_tokens": seeds,  # from here to `proposed_ratios`, what `propose` uploads
+                "proposed_parents": seeds,
             },
-            torch.float32: dict.fromkeys(("temperatures", "draft_temperatures", "least_values"), (b,))
-            | {
+            torch.float32: {
+                "proposed_probs": seeds,
+                "proposed_ratios": seeds,
+                **floats,
                 "weights": (b, num_ssms),
-                "proposed_probs": (b, SEEDS),
-                "proposed_ratios": (b, SEEDS),
                 "transform_numbers": (b, 6),
             },
             torch.int64: {"rng_seeds": (b,), "samples": (b,)},
         }
-        super().__init__(b, limits, fields, device)
+        without = "roots", "end_tokens", "proposed_tokens", "proposed_parents", "counted_tokens"
+        idle: dict[str, Any] = dict.fromkeys(without, -1) | {
+            "transform_options": [-1, 0, 0],
+            "transform_numbers": _NO_TRANSFORMS,
+            "weights": np.nan,  # disables the SSM
+        }
+        super().__init__(b, limits, fields, device, idle)
         self.num_ssms = num_ssms
+        self._rng_seeds = self.host["rng_seeds"].view(np.uint64)
 
     def noise(self, temperatures: Tensor, by_row: Callable[[Tensor], Tensor], positions: Tensor) -> dict[str, Any]:
         """Return the noise arguments of `row_topk_triton`, one entry per row.
@@ -198,41 +214,28 @@ class RoundInputs(DeviceInputs):
 
     def fill(self, requests: Sequence[RoundInput]) -> None:
         """Upload a batch; remaining places are idle."""
+        self.clear()
         host = self.host
-        for values in host.values():
-            values.fill(0)
-        for name in ("roots", "end_tokens", "proposed_tokens", "proposed_parents", "counted_tokens"):
-            host[name].fill(-1)
-        host["transform_options"][:, 0] = -1
-        host["transform_numbers"][:] = _NO_TRANSFORMS
-        host["weights"].fill(np.nan)  # a NaN weight disables the SSM
         for i, request in enumerate(requests):
             new = request.new_tokens
             assert 1 <= len(new) <= self.limits.width, "the SSMs must read all but D + 1 tokens before the round"
             assert request.context_len <= self.limits.max_context, "the request's context exceeds the round's"
-            scalars = {
-                "context_lens": request.context_len,
-                "new_lens": len(new),
-                "roots": new[-1],
-                "max_depths": request.max_depth,
-                "max_nodes": request.max_nodes,
-                "temperatures": request.temperature,
-                "draft_temperatures": request.draft_temperature,
-                "least_values": request.least_value,
-                "rng_seeds": np.uint64(request.rng_seed).astype(np.int64),
-                "samples": request.sample,
-            }
-            for name, value in scalars.items():
-                host[name][i] = value
-            for name, row in (
-                ("new_tokens", new),
-                ("end_tokens", request.end_tokens),
-                ("pages", request.pages),
-                ("weights", np.where(request.weights > 0, request.weights, np.nan)),
-            ):
-                host[name][i, : len(row)] = row
-            if request.proposed is not None:
-                self._fill_proposed(i, request.proposed, request.ratios)
+            host["context_lens"][i] = request.context_len
+            host["new_lens"][i] = len(new)
+            host["roots"][i] = new[-1]
+            host["max_depths"][i] = request.max_depth
+            host["max_nodes"][i] = request.max_nodes
+            host["temperatures"][i] = request.temperature
+            host["draft_temperatures"][i] = request.draft_temperature
+            host["least_values"][i] = request.least_value
+            self._rng_seeds[i] = request.rng_seed
+            host["samples"][i] = request.sample
+            host["new_tokens"][i, : len(new)] = new
+            host["pages"][i, : len(request.pages)] = request.pages
+            if request.end_tokens:
+                host["end_tokens"][i, : len(request.end_tokens)] = request.end_tokens
+            if len(request.weights):
+                host["weights"][i] = request.weights
             self._fill_transforms(i, request)
         self.upload()
 
@@ -244,9 +247,16 @@ class RoundInputs(DeviceInputs):
             self.host["transform_options"][i] = (transforms.slot, *transforms.row.options)
             self.host["counted_tokens"][i, : len(transforms.new_tokens)] = transforms.new_tokens
 
-    def _fill_proposed(self, i: int, tree: TokenTree, ratios: np.ndarray) -> None:
-        """Write the nodes of a proposed tree, without its root, into the host buffers of request `i`."""
-        assert len(tree) <= 1 + SEEDS, "the proposed tree exceeds SEEDS nodes"
-        of_nodes = {"tokens": tree.tokens, "parents": tree.parents - 1, "probs": tree.probs, "ratios": ratios}
-        for name, values in of_nodes.items():
-            self.host[f"proposed_{name}"][i, : len(tree) - 1] = values[1:]
+    def propose(self, proposals: Sequence[Proposal | None]) -> None:
+        """Upload the proposals of sources without a model for the batch of the last `fill`."""
+        if not any(proposals):
+            return
+        for i, proposal in enumerate(proposals):
+            if proposal is not None:
+                tree, below = proposal.tree, len(proposal.tree) - 1
+                assert below <= SEEDS, "the proposed tree exceeds SEEDS nodes"
+                self.host["proposed_tokens"][i, :below] = tree.tokens[1:]
+                self.host["proposed_parents"][i, :below] = tree.parents[1:] - 1
+                self.host["proposed_probs"][i, :below] = tree.probs[1:]
+                self.host["proposed_ratios"][i, :below] = proposal.ratios[1:]
+        self.upload("proposed_tokens", "proposed_ratios")

@@ -11,31 +11,51 @@ from treespec_kernels.tree.device_trees import SEED_BIT
 
 @dataclass(frozen=True, eq=False)
 class RoundTree:
-    """One request's verified tree, root first.
+    """One request's verified tree, root first; arrays are converted when they are first read.
 
     Attributes:
-        tokens, parents, depths: int64 [num_nodes].
-        values: float64 [num_nodes], the estimated probability that each node is accepted.
-        masks: bit mask of each node: bit i if SSM i proposed it, `SEED_BIT` if it is a node of `proposed`.
+        nodes: int32 [5, num_rows], by row: tokens; parents, -1 for the root; depths, -1 after the last node; bit masks
+            of the sources, bit i if SSM i proposed the node, `SEED_BIT` if it is a node of `proposed`; and the bits of
+            the float32 values.
         names: names of the SSMs.
         proposed: the proposals of sources without a model that the round received. The device does not distinguish
             these sources, so their names are looked up here.
     """
 
-    tokens: np.ndarray
-    parents: np.ndarray
-    depths: np.ndarray
-    values: np.ndarray
-    masks: list[int]
+    nodes: np.ndarray
     names: tuple[str, ...] = ()
     proposed: TokenTree | None = None
 
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """int64 [num_nodes]."""
+        return self.nodes[0, : len(self)].astype(np.int64)
+
+    @cached_property
+    def parents(self) -> np.ndarray:
+        """int64 [num_nodes], -1 for the root."""
+        return self.nodes[1, : len(self)].astype(np.int64)
+
+    @cached_property
+    def depths(self) -> np.ndarray:
+        """int64 [num_nodes]."""
+        return self.nodes[2, : len(self)].astype(np.int64)
+
+    @cached_property
+    def values(self) -> np.ndarray:
+        """float64 [num_nodes], the estimated probability that each node is accepted."""
+        return self.nodes[4, : len(self)].view(np.float32).astype(np.float64)
+
+    @cached_property
+    def _size(self) -> int:
+        return int(np.count_nonzero(self.nodes[2] >= 0))
+
     def __len__(self) -> int:
-        return len(self.tokens)
+        return self._size
 
     def sources_of(self, node: int) -> tuple[str, ...]:
         """Return the names of the sources that proposed a node."""
-        bits = self.masks[node]
+        bits = int(self.nodes[3, node])
         own = tuple(name for i, name in enumerate(self.names) if bits >> i & 1)
         if self.proposed is None or not bits >> SEED_BIT & 1:
             return own

@@ -84,8 +84,9 @@ class SamplingState:
 
         Requests that are not among them lose their slots, and new ones get theirs.
         """
-        for gone in self._slots.keys() - set(requests):
-            del self._slots[gone], self._known[gone]
+        if self._slots:
+            for gone in self._slots.keys() - set(requests):
+                del self._slots[gone], self._known[gone]
         return [self._row_of(request) for request in requests]
 
     def _row_of(self, request: Request) -> RequestTransforms | None:

@@ -150,7 +150,8 @@ class _Graph:
         b, n, context = shape
         fields = {"context_lens": (b,), "pages": (b, limits.max_pages), "tokens": (b, n), "depths": (b, n)}
         fields["ancestors"] = (b, n, limits.width)
-        inputs = DeviceInputs(b, replace(limits, max_context=context), {torch.int32: fields}, target.pool.device)
+        limits = replace(limits, max_context=context)
+        inputs = DeviceInputs(b, limits, {torch.int32: fields}, target.pool.device, idle={"depths": -1})
         tree_pass = TreePass(target, inputs, n, features)
         self._inputs, self._memory, self._shape, self._out = inputs, memory, shape, out[: b * n]
         self._launches = lambda: tree_pass.logits(inputs["tokens"], inputs["depths"], inputs["ancestors"]).logits
@@ -171,9 +172,8 @@ class _Graph:
 
     def _fill(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> None:
         """Upload a batch; remaining places are idle."""
+        self._inputs.clear()
         host = self._inputs.host
-        for name, nothing in (("context_lens", 0), ("pages", 0), ("tokens", 0), ("depths", -1), ("ancestors", 0)):
-            host[name].fill(nothing)
         for i, (request, tree) in enumerate(zip(requests, trees, strict=True)):
             count, ancestors = len(tree), tree_rows(request, tree).ancestors
             host["context_lens"][i] = request.context_len

@@ -25,22 +25,16 @@ class RoundResult(NamedTuple):
     """Result of a captured round for one request.
 
     Attributes:
-        tokens, parents, depths: int64 [num_nodes], the verified tree, root first.
-        values: float64 [num_nodes], the estimated probability that each node is accepted.
-        masks: bit mask of each node: bit i if SSM i proposed it, `SEED_BIT` if it is a node of the proposed tree.
+        nodes: int32 [5, num_rows], the verified tree as `RoundTree` reads it.
         path: int64 [1 + accepted], the accepted nodes, root first. Empty if the target computed NaN or infinity, in
             which case nothing is committed.
-        bonus: the target's own token after the path.
+        tokens: the accepted drafted tokens, then the target's own.
         read_probs: float32 [num_ssms, len(new_tokens) - 1], probabilities that each SSM assigned to the tokens it read.
     """
 
-    tokens: np.ndarray
-    parents: np.ndarray
-    depths: np.ndarray
-    values: np.ndarray
-    masks: list[int]
+    nodes: np.ndarray
     path: np.ndarray
-    bonus: int
+    tokens: list[int]
     read_probs: np.ndarray
 
 
@@ -97,16 +91,20 @@ class VerifyStage:
             n: torch.zeros(b, 1 + 2 * limits.width + 5 * n, dtype=torch.int32, pin_memory=pinned, device="cpu")
             for n in limits.nodes
         }
+        self._host_rows = {n: rows.numpy() for n, rows in self._rows.items()}
         self._walk = Walk.allocate(b, max_depth=limits.max_depth, device=device)
         read_probs, pinned = (inputs.num_ssms, b, limits.max_depth), pinned and inputs.num_ssms > 0
         self._read_probs = torch.zeros(read_probs, dtype=torch.float32, device="cpu", pin_memory=pinned)
+        self._host_read_probs = self._read_probs.numpy()
 
     def run(self, nodes: int, kind: RoundKind) -> None:
-        """Verify trees of at most `nodes` nodes, the roots alone if 1."""
+        """Merge the last level, and verify trees of at most `nodes` nodes; the roots alone if 1."""
         inputs, trees, target = self.inputs, self._trees[nodes], self._passes[nodes]
         b = inputs.num_requests
         if nodes == 1:
             self.drafts.root()
+        else:
+            self.drafts.merge()
         tree_select_triton(
             self.drafts.forest,
             inputs.proposed,
@@ -175,23 +173,18 @@ class VerifyStage:
             nodes: rows per request of its target pass.
             drafted: whether the SSMs read tokens in that round.
         """
-        width, results = self.inputs.limits.width, []
-        for i, (request, row) in enumerate(zip(requests, self._rows[nodes].numpy(), strict=False)):
-            count, following, path = int(row[0]), row[1 : 1 + width], row[1 + width : 1 + 2 * width]
-            tree = row[1 + 2 * width :].reshape(5, nodes)
-            size = int(np.count_nonzero(tree[2] >= 0))
-            tokens, parents, depths = tree[:3, :size].astype(np.int64)
-            read = len(request.new_tokens) - 1 if drafted else 0
+        width, count = self.inputs.limits.width, len(requests)
+        rows = self._host_rows[nodes][:count].copy()  # the next round overwrites both buffers
+        read_probs = self._host_read_probs[:, :count].copy()
+        results = []
+        for i, (request, row) in enumerate(zip(requests, rows[:, : 1 + 2 * width].tolist(), strict=True)):
+            length, read = row[0], len(request.new_tokens) - 1 if drafted else 0
             results.append(
                 RoundResult(
-                    tokens,
-                    parents,
-                    depths,
-                    tree[4, :size].view(np.float32).astype(np.float64),
-                    tree[3, :size].tolist(),
-                    path[:count].astype(np.int64),
-                    int(following[max(count - 1, 0)]),
-                    self._read_probs[:, i, :read].numpy().copy(),
+                    rows[i, 1 + 2 * width :].reshape(5, nodes),
+                    np.array(row[1 + width : 1 + width + length], dtype=np.int64),
+                    row[1 : 1 + length],
+                    read_probs[:, i, :read],
                 )
             )
         return results

@@ -152,7 +152,7 @@ def _generate(
     for row in llm._rounds.run(rows):
         if row.error is not None:
             raise row.exception
-        with llm.between_rounds():
+        with llm._rounds.lock:
             due = streamer.due()
         streamer.put(due)
     streamer.put(streamer.due())

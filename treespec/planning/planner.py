@@ -33,14 +33,15 @@ pause speculation.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
-from treespec.planning.draft_plan import Drafted, DraftPlan, LevelRule, repays_start
+from treespec.planning.draft_plan import NOTHING_DRAFTED, Drafted, DraftPlan, LevelRule, repays_start
 from treespec.planning.learning import Calibration, RoundShapes, ScoredTree, SpeculationBackoff, TreeYield
 from treespec.planning.planner_config import DEFAULT, PlannerConfig
-from treespec.planning.round_costs import CostCurve, RoundCosts, RoundSeconds
+from treespec.planning.round_costs import CostCurve, CostedBatch, RoundCosts, RoundSeconds
 from treespec.request import Request
 from treespec.tree import TokenTree
 
@@ -72,6 +73,38 @@ class _BatchSizeState:
         self.ssms, self.model_free = SpeculationBackoff(requests, config), SpeculationBackoff(requests, config)
 
 
+@dataclass
+class PlannedRound:
+    """What the planner needs of a round from its plans to its observation, when the next round may be planned already.
+
+    Attributes:
+        batch: the requests.
+        costed: what costs depend on.
+        token_weights: by request, see `_weights_of_tokens`.
+        deepest: most levels that any request has room for.
+        asks_sources: whether any source is asked to draft.
+        adaptive_depth: most levels of a captured round's adaptive trees.
+        adaptive_trees: by request, whether a captured round grows an adaptive tree for it.
+        drafted: what the SSMs drafted, as given to `cut`.
+        coverage_learned: whether the first level of the round has corrected the coverage.
+    """
+
+    batch: Sequence[Request]
+    costed: CostedBatch
+    token_weights: list[float]
+    deepest: int = 0
+    asks_sources: bool = False
+    adaptive_depth: int = 0
+    adaptive_trees: list[bool] = field(default_factory=list)
+    drafted: Drafted = NOTHING_DRAFTED
+    coverage_learned: bool = False
+
+    @property
+    def size(self) -> int:
+        """Number of requests."""
+        return len(self.batch)
+
+
 class Planner:
     """Chooses what each round drafts and verifies; see the module docstring.
 
@@ -83,6 +116,9 @@ class Planner:
         learns_seconds: whether times measured in rounds correct the curve.
         shapes: tree shapes of captured rounds, which are chosen in advance; None if trees are cut after growth.
         config: planner constants.
+
+    Attributes:
+        round: the round that was planned last, or that is observed.
     """
 
     def __init__(
@@ -100,13 +136,9 @@ class Planner:
         # By whether SSMs drafted: the two kinds of rounds are calibrated separately.
         self._calibrations = {False: Calibration(config), True: Calibration(config)}
         self._passes_per_level = 1.0  # running mean over rounds in which SSMs draft
-        self._batch: Sequence[Request] = ()
-        self._token_weights = [1.0]  # by request of the batch, see `_weights_of_tokens`
-        self._requests, self._drafted, self._coverage_learned = 1, Drafted(0, 0), False
-        self._deepest = 0  # most levels that any request of the batch has room for
-        self._asks_sources = False  # whether this round asks any source to draft
         self._idle = _Idle(0, 0)
-        self._adaptive_trees: list[bool] = []  # by request, whether the captured round grows an adaptive tree for it
+        self._best_shapes: dict[int, tuple[int, int]] = {}  # by depth, chosen since the last observation
+        self.round = PlannedRound((), self.costs.batch, [])
 
     def expects_ssms(self, requests: Sequence[Request]) -> bool:
         """Return whether a first draft level is expected to pay for a batch of these requests.
@@ -114,8 +146,6 @@ class Planner:
         Call it between rounds only, because it overwrites the state of the current batch.
         """
         self._begin(requests)
-        self._token_weights = [1.0] * len(requests)
-        self._deepest = max(min(request.spec.max_depth, request.tokens_left - 1) for request in requests)
         promised = self._calibrations[True].value * self._coverage
         return not self._state.ssms.pause_left and any(self.level_rule().pays([promised] * len(requests), begins=True))
 
@@ -137,11 +167,8 @@ class Planner:
             others_wait: whether requests are queued, so that a finished request frees its place for another.
         """
         self._begin(requests)
-        self._drafted, self._asks_sources = Drafted(0, 0), False
-        self._batch, self._token_weights = requests, [1.0] * len(requests)
         if all(request.spec.is_plain for request in requests):
             return [PLAIN] * len(requests)
-        self._deepest = max(min(request.spec.max_depth, request.tokens_left - 1) for request in requests)
         state = self._state
         for backoff in (state.ssms, state.model_free):
             backoff.pause_left = max(backoff.pause_left - 1, 0)
@@ -151,13 +178,13 @@ class Planner:
         if adaptive and state.model_free.pause_left and (self._stays_idle() or not self._could_draft()):
             return [PLAIN] * len(requests)  # early exit: this round then takes as long as plain decoding
         if not others_wait:
-            self._token_weights = self._weights_of_tokens(requests)
+            self.round.token_weights = self._weights_of_tokens(requests)
         drafts, min_trust = [False] * len(requests), 0.0
         if not (adaptive and state.ssms.pause_left):
             # The whole mass is still open: proposals of other sources only reduce it, so a level that does not pay now
             # never will.
             expected = self._calibrations[True].value * self._coverage
-            drafts = self.level_rule().pays([expected * weight for weight in self._token_weights], begins=True)
+            drafts = self.level_rule().pays([expected * weight for weight in self.round.token_weights], begins=True)
             min_trust = self._min_trust()
         plans = []
         for i, request in enumerate(requests):
@@ -178,15 +205,16 @@ class Planner:
             plans.append(
                 DraftPlan(depth, levels, spec.max_nodes, spec.branching, spec.is_adaptive, trust, spec.max_ssms, left)
             )
-        self._asks_sources = any(plan.max_depth for plan in plans)
+        self.round.asks_sources = any(plan.max_depth for plan in plans)
         idle = adaptive and not any(plan.max_depth or plan.levels for plan in plans)
         self._idle = _Idle(len(requests), self.config.idle_rounds if idle else 0)
         return plans
 
     def _begin(self, requests: Sequence[Request]) -> None:
-        """Set the batch that costs are modelled for; a curve of whole batches counts it as one request."""
-        self._requests = len(requests)
+        """Begin a round; a curve of whole batches counts its batch as one request."""
         self.costs.begin(requests, None if self.shapes is None else 1)
+        deepest = max(min(request.spec.max_depth, request.tokens_left - 1) for request in requests)
+        self.round = PlannedRound(requests, self.costs.batch, [1.0] * len(requests), deepest)
 
     def _shaped_plans(self, requests: Sequence[Request], max_model_len: int, tree_yield: TreeYield) -> list[DraftPlan]:
         """Return the plans of a captured round.
@@ -204,6 +232,7 @@ class Planner:
                 levels = max(levels, min(depth, spec.max_nodes - 1))
         drafts = adaptive_depth and not self._state.ssms.pause_left
         chosen = self._best_shape(tree_yield, adaptive_depth) if drafts else (0, 1)
+        self.round.adaptive_depth = adaptive_depth
         levels = max(levels, chosen[0])
         plans = []
         for request, depth in zip(requests, limits, strict=True):
@@ -211,8 +240,8 @@ class Planner:
             nodes = chosen[1] if adaptive else request.spec.max_nodes
             depth = min(depth, levels, nodes - 1)
             plans.append(DraftPlan(depth, depth, nodes, adaptive=adaptive) if depth > 0 else PLAIN)
-        self._asks_sources = any(plan.levels for plan in plans)
-        self._adaptive_trees = [plan.adaptive for plan in plans]
+        self.round.asks_sources = any(plan.levels for plan in plans)
+        self.round.adaptive_trees = [plan.adaptive for plan in plans]
         return plans
 
     def _best_shape(self, tree_yield: TreeYield, depth: int) -> tuple[int, int]:
@@ -220,6 +249,11 @@ class Planner:
 
         Returns (0, 1), plain decoding, unless the gain over it exceeds the margin.
         """
+        if depth not in self._best_shapes:
+            self._best_shapes[depth] = self._search_shapes(tree_yield, depth)
+        return self._best_shapes[depth]
+
+    def _search_shapes(self, tree_yield: TreeYield, depth: int) -> tuple[int, int]:
         shapes, costs = tree_yield.shapes, self.costs
         count = np.arange(1, depth + 1)
         verify = np.array([costs.verify(nodes, 1, int(nodes > 1)) for nodes in shapes.nodes])
@@ -239,12 +273,12 @@ class Planner:
         """
         size, left = self._idle
         self._idle = _Idle(size, max(left - 1, 0))
-        return left > 0 and size == self._requests
+        return left > 0 and size == self.round.size
 
     @property
     def rate(self) -> float:
         """Price of time in weighted tokens per second: recent throughput of this batch, at least plain decoding's."""
-        return max(self._state.gain, 1.0) * sum(self._token_weights) / self.costs.plain
+        return max(self._state.gain, 1.0) * sum(self.round.token_weights) / self.costs.plain
 
     def _could_draft(self) -> bool:
         """Return whether drafting could pay under the most optimistic assumptions.
@@ -256,7 +290,7 @@ class Planner:
         expected = self._calibrations[True].value * self._coverage * self.costs.plain / max(state.gain, 1.0)
         level = self.costs.level(self._passes_per_level, self._passes_per_level)
         start = self.costs.draft_start
-        return not state.ssms.pause_left and repays_start(expected, level, start, self._coverage, self._deepest)
+        return not state.ssms.pause_left and repays_start(expected, level, start, self._coverage, self.round.deepest)
 
     def _weights_of_tokens(self, requests: Sequence[Request]) -> list[float]:
         """Return the weight of one token of each request, for a batch with no requests queued.
@@ -276,13 +310,13 @@ class Planner:
     @property
     def least_value(self) -> float:
         """Minimum value at which a node pays for its row of the target pass."""
-        count, window = self._requests, self.config.row_window
+        count, window = self.round.size, self.config.row_window
         row = (self.costs.verify(count + window, count) - self.costs.verify(count, count)) / window
-        return min(self.rate * row / max(self._token_weights), self.config.max_least_value)
+        return min(self.rate * row / max(self.round.token_weights), self.config.max_least_value)
 
     @property
     def _state(self) -> _BatchSizeState:
-        size = self._requests.bit_length()
+        size = self.round.size.bit_length()
         if size not in self._states:
             self._states[size] = _BatchSizeState(2 ** (size - 1), self.config)
         return self._states[size]
@@ -290,11 +324,11 @@ class Planner:
     def _expected_saving(self, request: Request) -> float:
         """Return the seconds that SSM drafting is expected to save over the rest of a request."""
         share = 1 - 1 / max(self._state.ssms.gain, 1.0)
-        return request.tokens_left * self.costs.plain / self._requests * share
+        return request.tokens_left * self.costs.plain / self.round.size * share
 
     def _time_left(self, request: Request) -> float:
         """Return the expected time until a request ends, as in `DraftPlan.time_left`."""
-        seconds = request.tokens_left * self.costs.plain / max(self._state.ssms.gain, 1.0) / self._requests
+        seconds = request.tokens_left * self.costs.plain / max(self._state.ssms.gain, 1.0) / self.round.size
         return seconds / max(self.costs.read(1), 1e-12)
 
     def _min_trust(self) -> float:
@@ -302,7 +336,7 @@ class Planner:
 
         Dropping an SSM loses `unique_share` of the tokens in proportion to its weight; other sources propose the rest.
         """
-        count = self._requests
+        count = self.round.size
         level = self.costs.further_ssm(count)
         return (
             self.rate
@@ -323,18 +357,18 @@ class Planner:
         return LevelRule(
             self._calibrations[True].value,
             self._coverage,
-            0.0 if self._coverage_learned else config.coverage_ema,
+            0.0 if self.round.coverage_learned else config.coverage_ema,
             config.last_level_weight,
-            self._token_weights,
+            self.round.token_weights,
             rate * costs.draft_start,
             rate * costs.level(passes, passes),
             rate * costs.further_request(passes),
-            self._deepest,
+            self.round.deepest,
         )
 
     def adopt(self, rule: LevelRule) -> None:
         """Take over the coverage, which is learned from a round's first level."""
-        self._coverage, self._coverage_learned = rule.coverage, not rule.coverage_weight
+        self._coverage, self.round.coverage_learned = rule.coverage, not rule.coverage_weight
 
     def cut(self, requests: Sequence[Request], trees: Sequence[TokenTree], drafted: Drafted) -> list[TokenTree]:
         """Cut each tree to its configured size or, with nodes="auto", to the nodes that pay in this batch.
@@ -346,7 +380,7 @@ class Planner:
             requests, trees: one tree per request.
             drafted: what the SSMs drafted in this round.
         """
-        self._drafted, self._coverage_learned = drafted, False
+        self.round.drafted, self.round.coverage_learned = drafted, False
         kept = [
             tree if tree.draws.rows is not None else tree.best(request.spec.max_nodes)
             for request, tree in zip(requests, trees, strict=True)
@@ -360,7 +394,7 @@ class Planner:
             return kept
         others = [len(tree) for i, tree in enumerate(kept) if i not in adaptive]
         rows, grown = sum(others) + len(adaptive), sum(size > 1 for size in others)
-        values = [kept[i].values[1:] * self._token_weights[i] for i in adaptive]
+        values = [kept[i].values[1:] * self.round.token_weights[i] for i in adaptive]
         # Number of trees with drafted nodes when the best 1, 2, ... candidates are kept.
         num_trees: np.ndarray | int = grown + 1
         if len(adaptive) == 1:
@@ -392,6 +426,7 @@ class Planner:
         seconds: RoundSeconds | None = None,
         drafted: Drafted | None = None,
         rows: int | None = None,
+        planned: PlannedRound | None = None,
     ) -> None:
         """Update costs, calibration, coverage, gain and backoff from a verified round.
 
@@ -400,14 +435,31 @@ class Planner:
             seconds: measured time of the round; None keeps the modelled costs.
             drafted: what the SSMs drafted; None = as given to `cut`.
             rows: rows of the target pass as the cost curve counts them; None = all nodes of all trees.
+            planned: the round, if another one was planned after it.
         """
         if not requests:
             return
-        config, state, drafted = self.config, self._state, self._drafted if drafted is None else drafted
+        if planned is not None:
+            self.round, self.costs.batch = planned, planned.costed
+        self._observe(requests, trees, emitted, seconds, self.round.drafted if drafted is None else drafted, rows)
+        self._best_shapes.clear()
+        if self._yield is not None and (depth := self.round.adaptive_depth):
+            self._best_shape(self._yield, depth)  # now, when the device may be busy, rather than before the next launch
+
+    def _observe(
+        self,
+        requests: Sequence[Request],
+        trees: Sequence[ScoredTree],
+        emitted: Sequence[int],
+        seconds: RoundSeconds | None,
+        drafted: Drafted,
+        rows: int | None,
+    ) -> None:
+        config, state, planned = self.config, self._state, self.round
         count, nodes = len(requests), [len(tree.values) for tree in trees]
         grown = sum(size > 1 for size in nodes) if rows is None else int(rows > 1)
         rows = sum(nodes) if rows is None else rows
-        speculates = self._asks_sources or drafted.levels > 0
+        speculates = planned.asks_sources or drafted.levels > 0
         if seconds is not None:
             self.costs.learn(seconds, rows, grown, drafted, speculates or grown > 0)
         if not drafted.levels:  # decay towards the priors, so that SSMs that stopped drafting are eventually retried
@@ -419,8 +471,8 @@ class Planner:
         if not speculates or not any(request.spec.is_adaptive for request in requests):
             return
         rounds = self.costs.speculative(rows, grown, drafted) / self.costs.plain
-        places = {request: place for place, request in enumerate(self._batch)}  # failed requests are missing here
-        weights = [self._token_weights[places[request]] for request in requests]
+        places = {request: place for place, request in enumerate(planned.batch)}  # failed requests are missing here
+        weights = [planned.token_weights[places[request]] for request in requests]
         gain = sum(w * tokens for w, tokens in zip(weights, emitted, strict=True)) / sum(weights) / rounds
         state.gain += config.gain_ema * (gain - state.gain)
         if grown:
@@ -436,7 +488,7 @@ class Planner:
         self._passes_per_level += config.gain_ema * (drafted.passes / drafted.levels - self._passes_per_level)
         if self._yield is not None and self.shapes is not None:
             grown_trees = [
-                tree for tree, request in zip(trees, requests, strict=True) if self._adaptive_trees[places[request]]
+                tree for tree, request in zip(trees, requests, strict=True) if planned.adaptive_trees[places[request]]
             ]
             if grown_trees:
                 self._yield.observe(drafted.levels, self.shapes.fitting(rows), grown_trees)

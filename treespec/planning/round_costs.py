@@ -267,6 +267,18 @@ def _clipped(value: float, limit: float) -> float:
     return min(max(value, -limit), limit)
 
 
+class CostedBatch(NamedTuple):
+    """What costs depend on of a batch.
+
+    Attributes:
+        requests: number of requests, as the curve counts them.
+        extra_context: mean context length relative to the curve's.
+    """
+
+    requests: int
+    extra_context: float
+
+
 class RoundCosts:
     """Modelled seconds of the parts of a round, for the batch set by `begin`.
 
@@ -274,6 +286,9 @@ class RoundCosts:
         curve: the measured curve.
         learns: whether measured rounds correct it.
         config: weights and clipping of the corrections.
+
+    Attributes:
+        batch: the batch that costs are modelled for.
     """
 
     def __init__(self, curve: CostCurve, learns: bool = True, config: PlannerConfig = DEFAULT):
@@ -281,7 +296,7 @@ class RoundCosts:
         self._curve_cache: dict[tuple[int, int, int], float] = {}
         self._learned: dict[int, _Corrections] = {}
         self._read_scale = RobustMean(config, 1.0)  # measured over modelled seconds of reading
-        self._requests, self._extra_context = 1, 0.0
+        self.batch = CostedBatch(1, 0.0)
         self._by_rows = np.empty(0)  # seconds of the curve by number of rows, for one request
 
     def begin(self, requests: Sequence[Request], count: int | None = None) -> None:
@@ -291,13 +306,13 @@ class RoundCosts:
             requests: the batch.
             count: number of requests as the curve counts them, if it was measured for whole batches; None = all.
         """
-        self._requests = len(requests) if count is None else count
-        self._extra_context = sum(request.context_len for request in requests) / len(requests) - self.curve.context
+        context = sum(request.context_len for request in requests) / len(requests)
+        self.batch = CostedBatch(len(requests) if count is None else count, context - self.curve.context)
 
     @property
     def learned(self) -> _Corrections:
         """Corrections of the current batch's size class."""
-        size = self._requests.bit_length()
+        size = self.batch.requests.bit_length()
         if size not in self._learned:
             self._learned[size] = _Corrections(self.config)
         return self._learned[size]
@@ -305,7 +320,7 @@ class RoundCosts:
     @property
     def plain(self) -> float:
         """Seconds of a round of plain decoding."""
-        return self._one_row(self._requests) + self._requests * self.host("plain")
+        return self._one_row(self.batch.requests) + self.batch.requests * self.host("plain")
 
     def speculative(self, rows: int, trees: int, drafted: Drafted) -> float:
         """Return the modelled seconds of the speculative round last passed to `learn`, without reading prompts.
@@ -314,7 +329,7 @@ class RoundCosts:
             rows, trees: as in `verify`.
             drafted: what the SSMs drafted.
         """
-        host = self._requests * self.host(_speculative_work(trees, drafted))
+        host = self.batch.requests * self.host(_speculative_work(trees, drafted))
         return self._last_pass(rows, trees) + self.draft(drafted) + host
 
     def verify(self, rows: int, requests: int, trees: int = 0) -> float:
@@ -335,7 +350,7 @@ class RoundCosts:
         further = self._by_rows[rows + 1 : rows + count + 1] - self._by_rows[requests]
         further += np.maximum(trees - 1, 0) * self.curve.tree_seconds
         number = np.arange(rows + 1 - requests, rows + count + 1 - requests)
-        further = np.maximum(further + number * self._extra_context * self.curve.row_position_seconds, 0.0)
+        further = np.maximum(further + number * self.batch.extra_context * self.curve.row_position_seconds, 0.0)
         further += self.learned.rows.excess * self._size(further, number)
         return self._one_row(requests) + np.maximum(further, 0.0)
 
@@ -386,7 +401,7 @@ class RoundCosts:
         """
         if not self.learns:
             return
-        count, learned = self._requests, self.learned
+        count, learned = self.batch.requests, self.learned
         plain, size = self._one_row(count), self._size(self._extra_seconds(rows, count, trees), rows - count)
         learned.add_forward(seconds.forward / plain, self.verify(rows, count, trees) / plain, size / plain)
         slowdown = seconds.forward / self._last_pass(rows, trees)
@@ -407,25 +422,26 @@ class RoundCosts:
 
     def _last_pass(self, rows: int, trees: int) -> float:
         """Return the modelled seconds of the target pass last passed to `learn`."""
-        learned, seconds = self.learned, self.verify(rows, self._requests, trees)
-        return seconds * learned.after_tree_scale.value if rows <= self._requests and learned.follows_tree else seconds
+        learned, seconds = self.learned, self.verify(rows, self.batch.requests, trees)
+        single_rows = rows <= self.batch.requests
+        return seconds * learned.after_tree_scale.value if single_rows and learned.follows_tree else seconds
 
     def _modelled_levels(self, drafted: Drafted) -> float:
         return self.curve.draft_levels(drafted.levels, drafted.passes, drafted.request_passes)
 
     def _one_row(self, requests: int) -> float:
         """Return the seconds of a target pass over one row of each request."""
-        seconds = self._curve(requests, requests, 0) + requests * self._extra_context * self.curve.position_seconds
+        seconds = self._curve(requests, requests, 0) + requests * self.batch.extra_context * self.curve.position_seconds
         return max(seconds, self.curve.verify_seconds[0] / 2)  # contexts shorter than the curve's subtract
 
     def _extra_seconds(self, rows: int, requests: int, trees: int) -> float:
         """Return the seconds that extra rows, those beyond each request's first, add to a pass, without `excess`."""
         own = self._curve(rows, requests, trees) - self._curve(requests, requests, 0)
-        return max(own + (rows - requests) * self._extra_context * self.curve.row_position_seconds, 0.0)
+        return max(own + (rows - requests) * self.batch.extra_context * self.curve.row_position_seconds, 0.0)
 
     def _size(self, further: _Seconds, rows: _Seconds) -> _Seconds:
         """Return the size of extra rows for `_ExtraRowCost`; `further`: their modelled seconds, uncorrected."""
-        return further + rows * (self.config.min_row_share * self._one_row(self._requests))
+        return further + rows * (self.config.min_row_share * self._one_row(self.batch.requests))
 
     def _curve(self, rows: int, requests: int, trees: int) -> float:
         """Return `curve.verify`, cached because every round uses the same few arguments."""

@@ -36,11 +36,13 @@ class GraphMemory(NamedTuple):
 
 
 def run_then_capture(launches: Callable[[], object], memory: GraphMemory) -> Callable[[], None]:
-    """Run the launches once, which compiles their kernels, capture them, and return the graph's `replay`.
-
-    Errors as of `captured`.
-    """
+    """Run the launches once, which compiles their kernels, and return the result of `capture_replay`."""
     launches()
+    return capture_replay(launches, memory)
+
+
+def capture_replay(launches: Callable[[], object], memory: GraphMemory) -> Callable[[], None]:
+    """Capture launches that have run before, and return the graph's `replay`. Errors as of `captured`."""
     torch.cuda.synchronize()
     collects = gc.isenabled()
     gc.disable()  # a collection could free tensors of an older engine, which is not allowed during capture

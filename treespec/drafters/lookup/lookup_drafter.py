@@ -143,6 +143,9 @@ class LookupDrafter:
     Args:
         library: from `lookup_library`, with equal results; None searches in numpy.
         history_tokens: capacity of the history in tokens, rounded up to a power of two; 0 disables it.
+
+    Attributes:
+        proposed: the proposals of the last `propose`.
     """
 
     name = "lookup"
@@ -151,7 +154,7 @@ class LookupDrafter:
         self._library, self._capacity = library, 1 << (history_tokens - 1).bit_length() if history_tokens else 0
         self._prior, self._counts, self._rounds = _prior(), Counts(), 0
         self._own: dict[str, Counts] = {}
-        self._found: dict[str, Found] = {}
+        self.proposed = LookupProposals(self)
         self.forget()
 
     def forget(self, running: Sequence[Request] = ()) -> None:
@@ -198,14 +201,13 @@ class LookupDrafter:
                 counts.decay()
         for request in requests:  # before the searches, so that requests of a batch find each other's latest tokens
             self._remember(request)
-        trees = []
+        trees, self.proposed = [], LookupProposals(self)
         for request, depth in zip(requests, max_depths, strict=True):
             found = self._search(request, depth, least_value) if depth else None
             if found is None:
-                self._found.pop(request.request_id, None)
                 trees.append(TokenTree.root(request.tokens[-1]))
             else:
-                self._found[request.request_id] = found
+                self.proposed.found[request.request_id] = found
                 trees.append(_tree(found))
         return trees
 
@@ -238,20 +240,20 @@ class LookupDrafter:
         return search(text.window, depth, rates, min_prob, looks_up, history, owner or 0)
 
     def commit(self, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> None:
+        """Count trials and hits of the last proposals."""
+        self.proposed.commit(requests, paths)
+
+    def count(self, request: Request, found: Found, path: np.ndarray) -> None:
         """Count trials and hits among the children of every accepted node."""
-        for request, path in zip(requests, paths, strict=True):
-            found = self._found.pop(request.request_id, None)
-            if found is None:
-                continue
-            if len(path) > 1:
-                self._texts[request.request_id].misses = 0
-            if (own := self._own.get(request.request_id)) is None:
-                own = self._own[request.request_id] = Counts()
-            if self._compiled is not None:
-                self._compiled.count(found, path, own.cells)
-                continue
-            for counts in (self._counts, own):
-                counts.add(*_count(found, path))
+        if len(path) > 1:
+            self._texts[request.request_id].misses = 0
+        if (own := self._own.get(request.request_id)) is None:
+            own = self._own[request.request_id] = Counts()
+        if self._compiled is not None:
+            self._compiled.count(found, path, own.cells)
+            return
+        for counts in (self._counts, own):
+            counts.add(*_count(found, path))
 
     def release(self, request: Request) -> None:
         """Release a request's state, after adding its output to the history."""
@@ -259,7 +261,30 @@ class LookupDrafter:
             self._remember(request)
         self._own.pop(request.request_id, None)
         self._texts.pop(request.request_id, None)
-        self._found.pop(request.request_id, None)
+        self.proposed.found.pop(request.request_id, None)
+
+
+class LookupProposals:
+    """The proposals of one round, which may be counted after the next round was proposed.
+
+    Args:
+        drafter: that proposed them.
+
+    Attributes:
+        found: search results by request id.
+    """
+
+    name = LookupDrafter.name
+
+    def __init__(self, drafter: LookupDrafter) -> None:
+        self._drafter = drafter
+        self.found: dict[str, Found] = {}
+
+    def commit(self, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> None:
+        """Count trials and hits; arguments as in `Drafter.commit`."""
+        for request, path in zip(requests, paths, strict=True):
+            if (found := self.found.pop(request.request_id, None)) is not None:
+                self._drafter.count(request, found, path)
 
 
 def _begin(request: Request) -> int:

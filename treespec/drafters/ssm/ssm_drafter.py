@@ -23,7 +23,7 @@ from treespec.drafters.ssm.forest import Forest, Shape
 from treespec.drafters.ssm.level_scorer import CATCH_UP_CHUNK, DraftCounts, LevelScorer
 from treespec.drafters.ssm.levels import DraftModelCache, levels_for, stop_unprofitable
 from treespec.drafters.ssm.scoring import Chain, Rows, features_to_read, inputs_of, rows_of, score_rows
-from treespec.drafters.ssm.ssm_state import SsmState, open_mass
+from treespec.drafters.ssm.ssm_state import ReadTokens, SsmState, open_mass
 from treespec.drafters.trust import WINDOW, Trust
 from treespec.models.block_draft import BlockDraft
 from treespec.models.group_model import GroupModel
@@ -371,8 +371,16 @@ class SsmDrafter:
         Returns:
             Whether any SSM missed more than `width` tokens.
         """
+        caught_up = True
         for request in requests:
-            self._state(request).active = self._allowed(request)
+            state, allowed = self._state(request), self._allowed(request)
+            if state.active != allowed:
+                state.active, state.next_weights, caught_up = allowed, None, False
+            caught_up = caught_up and state.read_to is not None and request.context_len < state.read_to + width
+        if caught_up:
+            return False
+        for request in requests:
+            self._state(request).read_to = None
         missed = False
         for ssm in range(len(self.models)):
             behind = []
@@ -386,6 +394,7 @@ class SsmDrafter:
                 )
                 if unread > width or state.valid[ssm] < first_row:
                     behind.append(request)
+                    state.next_weights = None
             self._read(ssm, behind)
             missed = missed or bool(behind)
         return missed
@@ -393,28 +402,39 @@ class SsmDrafter:
     def first_unread(self, request: Request) -> int:
         """Return the first position that an active SSM has not read, at most the root's."""
         state = self._state(request)
-        return min(int(state.valid[state.active].min()), request.context_len)
+        if state.read_to is None:
+            state.read_to = int(state.valid[state.active].min())
+        return min(state.read_to, request.context_len)
 
     def round_weights(self, request: Request) -> np.ndarray:
-        """Return the mixture weights for a captured round: float64 [num_ssms], 0 for inactive SSMs."""
-        return self._state(request).round_weights(request.spec.max_ssms)
+        """Return the mixture weights for a captured round: float64 [num_ssms], NaN for SSMs that do not draft."""
+        state = self._state(request)
+        if state.next_weights is None:
+            state.next_weights = state.round_weights(request.spec.max_ssms)
+        return state.next_weights
 
-    def learn_round(self, request: Request, token_probs: np.ndarray, proposed: TokenTree | None) -> None:
+    def end_round(self, request: Request, probs: np.ndarray, proposed: TokenTree | None) -> ReadTokens:
         """Update a request's state after a captured round, in which the SSMs read all of `request.tokens`.
 
-        Call it before `request.tokens` grows.
-
         Args:
-            request: of the round.
-            token_probs: float [num_ssms, n], the SSMs' probabilities of the request's last n tokens.
+            request: of the round, before its tokens grow.
+            probs: float32 [num_ssms, n], each SSM's probabilities of the last n tokens.
             proposed: the round's seed tree, or None.
+
+        Returns:
+            What `score` takes.
         """
-        state = self._state(request)
-        for ssm in state.active:
-            probs = np.nan_to_num(token_probs[ssm], nan=0.0)
-            state.trust.observe(ssm, len(request.tokens) - len(probs), probs)
-        state.valid[state.active] = len(request.tokens)
+        state, end = self._state(request), len(request.tokens)
+        state.valid[state.active] = state.read_to = end
         state.slot_of_node, state.accepted, state.seed = None, None, proposed
+        return ReadTokens(state.active, end - probs.shape[1], probs)
+
+    def score(self, request: Request, read: ReadTokens) -> None:
+        """Score the SSMs on tokens that they read in a captured round, and weigh them for the next one."""
+        state = self._state(request)
+        for ssm in read.ssms:
+            state.trust.observe(ssm, read.first, read.probs[ssm])
+        state.next_weights = state.round_weights(request.spec.max_ssms) if state.active else None
 
     def weights(self, request: Request) -> dict[str, float]:
         """Return the mixture weights of a running request by SSM name; sum 1."""

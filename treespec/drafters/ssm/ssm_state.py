@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +35,20 @@ def grown_masks(masks: np.ndarray, above: np.ndarray) -> np.ndarray:
     return grown
 
 
+class ReadTokens(NamedTuple):
+    """Tokens that SSMs read in a captured round.
+
+    Attributes:
+        ssms: the SSMs, ascending.
+        first: position of the first token.
+        probs: float32 [num_ssms, num_tokens], each SSM's probabilities of the tokens; NaN where it computed NaN.
+    """
+
+    ssms: Sequence[int]
+    first: int
+    probs: np.ndarray
+
+
 @dataclass
 class SsmState:
     """A request's state between rounds. Slots are those of the tree's expanded nodes in the SSMs' pools.
@@ -49,6 +64,8 @@ class SsmState:
         seed: the seeds that the tree was grown over; None without a tree.
         oracle: randomness of draws.
         accepted: (position of the root, slots of the accepted path), until the SSMs are scored on the path.
+        next_weights: float64 [num_ssms], mixture weights of the next captured round; None if not computed.
+        read_to: number of leading positions with K/V of all active SSMs, after a captured round; None if not known.
     """
 
     trust: Trust
@@ -61,18 +78,20 @@ class SsmState:
     seed: TokenTree | None = None
     oracle: RandomOracle | None = None
     accepted: tuple[int, np.ndarray] | None = None
+    next_weights: np.ndarray | None = None
+    read_to: int | None = None
 
     def begin_tree(self) -> None:
         """Discard the scores of the last tree."""
         self.scores = {ssm: [] for ssm in self.active}
 
     def round_weights(self, max_ssms: int | None) -> np.ndarray:
-        """Return the mixture weights of the active SSMs, of at most `max_ssms` of them: float64 [num_ssms]."""
+        """Return the mixture weights of at most `max_ssms` active SSMs: float64 [num_ssms], NaN for the others."""
         trust = self.trust.weights(self.active)
         if max_ssms is not None:
             trust[np.argsort(-trust, kind="stable")[max_ssms:]] = 0.0
-        weights = np.zeros(len(self.valid))
-        weights[self.active] = trust / trust.sum()
+        weights = np.full(len(self.valid), np.nan)
+        weights[self.active] = np.where(trust > 0, trust / trust.sum(), np.nan)
         return weights
 
     def token_probs(self, ssm: int, slots: np.ndarray, tokens: Sequence[int], sampled: bool) -> np.ndarray:

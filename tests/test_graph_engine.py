@@ -36,7 +36,7 @@ class ScriptedRounds:
     """
 
     limits = RoundLimits(4, NODES, 99, 256)
-    sampling = SamplingState(2, 512, torch.float32, torch.device("cpu"), limits.width)
+    sampling = SamplingState(2, 512, torch.device("cpu"), limits.width)
     has_captured = False
 
     def __init__(self, truths: Sequence[tuple[list[int], list[int]]], accepts: int | None):

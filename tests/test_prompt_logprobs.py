@@ -23,7 +23,7 @@ from tests.speech import checked, speaking_llm
 from treespec import LLM, RequestOutput, SamplingParams, SpecConfig
 from treespec.errors import RequestError
 from treespec.runner import Runner
-from treespec.sampling.transforms import Logprob, logprobs_of
+from treespec.sampling.logprobs import Logprob, logprobs_of
 
 LENGTHS = (1, 2, 9, 62, 65, 130)
 TREE = SpecConfig(nodes=16, max_depth=5)

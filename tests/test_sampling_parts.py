@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,7 +20,8 @@ from tests.test_sampling import (
     tied,
     transform,
 )
-from treespec.sampling.transforms import keep_best, logprobs_of, nucleus_size, topk_rows
+from treespec.sampling.logprobs import LogprobRows, logprobs_of
+from treespec.sampling.transforms import keep_best, nucleus_size, topk_rows
 
 # --- the parts
 
@@ -97,6 +99,26 @@ def test_ranks_of_ties_count_the_lower_ids_first() -> None:
             assert {other: each.rank for other, each in found.items()} == {
                 other: rank for other, rank in ranks.items() if rank <= count or other == token
             }
+
+
+def test_zeros_of_either_sign_tie() -> None:
+    (found,) = logprobs_of(torch.tensor([[-1.0, -0.0, 0.0, -0.0, -2.0]]), [3], 4)
+    assert [found[token].rank for token in (1, 2, 3, 0)] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_packed_rows_have_the_same_bits(count: int) -> None:
+    logits, chosen = (
+        torch.stack([random_logits(99, seed, torch.bfloat16) for seed in range(7)]),
+        [3 * i for i in range(7)],
+    )
+    rows = LogprobRows.of(logits, torch.tensor(chosen), count)
+    packed = rows.packed().numpy()
+    assert packed.shape == (7, 2 + 2 * count) and packed.dtype == np.int32
+    assert all(map(torch.equal, LogprobRows.unpacked(packed), rows))
+    assert LogprobRows.unpacked(packed[2:5]).named(chosen[2:5], count) == logprobs_of(logits[2:5], chosen[2:5], count)
+    fewer = max(count - 1, 0)
+    assert rows.named(chosen, fewer) == logprobs_of(logits, chosen, fewer)
 
 
 def test_logprobs_of_forbidden_tokens() -> None:

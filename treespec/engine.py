@@ -21,7 +21,7 @@ from treespec.outputs import FinishReason
 from treespec.planning.round_costs import RoundSeconds
 from treespec.request import Request
 from treespec.runner import Runner
-from treespec.sampling.transforms import logprobs_of
+from treespec.sampling.logprobs import LogprobRows, logprobs_of
 from treespec.scheduler import Batch, Scheduler
 from treespec.utils.torch_state import one_thread
 
@@ -139,8 +139,6 @@ class Engine:
         for request, error in execution.failed:
             self.finish(request, "error", error)
         emitted = [each.request.accept(each.tokens) for each in execution.verified]
-        if any(each.path_logits is not None for each in execution.verified):
-            _add_logprobs(execution.verified, emitted)
         overlaps = execution.overlaps and not self.observers
         if not overlaps:
             self._notify_sources(execution, emitted)
@@ -173,8 +171,10 @@ class Engine:
         self._learn_from(committed)
 
     def _learn_from(self, committed: _Committed) -> None:
-        """Update counters, evidence, the SSMs' weights and the planner from a round."""
+        """Update log-probabilities, counters, evidence, the SSMs' weights and the planner from a round."""
         execution, emitted = committed.execution, committed.emitted
+        if any(each.path_logits is not None or each.logprobs is not None for each in execution.verified):
+            _add_logprobs(execution.verified, emitted)
         for each, tokens in zip(execution.verified, emitted, strict=True):
             request, path = each.request, each.path
             if execution.overlaps:
@@ -245,7 +245,11 @@ def _add_logprobs(verified: Sequence[VerifiedRequest], emitted: Sequence[list[in
     """Append the log-probabilities of emitted tokens to the requests that ask for them, together for equal counts."""
     asking = defaultdict[int, list[tuple[Request, torch.Tensor, list[int]]]](list)
     for each, tokens in zip(verified, emitted, strict=True):
-        if (count := each.request.params.logprobs) is not None:
+        if (count := each.request.params.logprobs) is None:
+            continue
+        if each.logprobs is not None:
+            each.request.logprobs += LogprobRows.unpacked(each.logprobs[: len(tokens)]).named(tokens, count)
+        else:
             assert each.path_logits is not None
             asking[count].append((each.request, each.path_logits[: len(tokens)], tokens))
     for count, entries in asking.items():

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from treespec.request import FinishReason, Request
-from treespec.sampling.transforms import Logprob
+from treespec.sampling.logprobs import Logprob
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ import numpy as np
 from treespec.config import RANDOM_DRAWS, SpecConfig
 from treespec.drafters.trust import Trust
 from treespec.errors import RequestError, TreespecError
+from treespec.sampling.logprobs import Logprob
 from treespec.sampling.restriction import Restriction
 from treespec.sampling.sampler import Sampler
-from treespec.sampling.transforms import Logprob
 from treespec.sampling_params import SamplingParams
 from treespec.text.detokenizer import Detokenizer
 

@@ -12,7 +12,7 @@ from treespec.cache import KVCache
 from treespec.errors import RequestError
 from treespec.models.decoder import Decoder
 from treespec.request import Request
-from treespec.sampling.transforms import logprobs_of
+from treespec.sampling.logprobs import logprobs_of
 from treespec.tree import TokenTree
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 

@@ -116,8 +116,8 @@ def test_the_proof_at_start(llm: LLM) -> None:
     its drafters from outside were not asked."""
     results = VerifyStage.results
 
-    def spoilt(stage: VerifyStage, requests: Sequence[RoundInput], nodes: int, drafted: bool) -> list[RoundResult]:
-        found = results(stage, requests, nodes, drafted)
+    def spoilt(stage: VerifyStage, requests: Sequence[RoundInput], nodes: int, *kind: bool) -> list[RoundResult]:
+        found = results(stage, requests, nodes, *kind)
         wrong = nodes > 1 and requests[0].temperature > 0
         return [each._replace(tokens=[*each.tokens[:-1], (each.tokens[-1] + wrong) % 64]) for each in found]
 

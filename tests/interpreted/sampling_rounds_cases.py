@@ -10,6 +10,7 @@ from tests.models import greedy, make_draft, make_llama, new_folder, open_llm, r
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.executors.graph_executor import GraphExecutor
 from treespec.executors.host_executor import HostExecutor
+from treespec.graphs.verify_stage import MAX_LOGPROBS
 
 torch.set_num_threads(1)
 PROMPTS = random_prompts([3, 20, 9], vocab=64)
@@ -58,6 +59,7 @@ def assert_equal(llm: LLM, params: SamplingParams | list[SamplingParams]) -> lis
         greedy(6, logit_bias={7: 50.0}, logprobs=2),
         sampled(allowed_token_ids=SOME, top_p=0.8, logprobs=1),
         greedy(6, logprobs=3),
+        sampled(logprobs=MAX_LOGPROBS, top_k=30),
     ],
     ids=str,
 )
@@ -91,6 +93,16 @@ def test_penalties_count_the_path_above_a_node(llm: LLM) -> None:
 def told_alone(llm: LLM, prompt: list[int], params: SamplingParams) -> Any:
     [output] = llm.generate([prompt], params, spec=TREES)
     return output.outputs[0].token_ids, output.outputs[0].logprobs
+
+
+def test_more_logprobs_than_rounds_compute(llm: LLM) -> None:
+    """They go step by step, beside a request that does not."""
+    many, few = told(llm, [greedy(4, logprobs=MAX_LOGPROBS + 1), greedy(4, logprobs=2), greedy(4, logprobs=-1)], TREES)[
+        ::2
+    ]
+    for (tokens, found), count in ((many, MAX_LOGPROBS + 1), (few, 64)):
+        assert all(len(each) in (count, count + 1) and token in each for token, each in zip(tokens, found, strict=True))
+    assert many[0] == told(llm, greedy(4), "off")[0][0]
 
 
 def test_the_least_length(llm: LLM) -> None:

@@ -58,7 +58,8 @@ class VerifiedRequest(NamedTuple):
         path: int64 [1 + accepted], the accepted nodes, root first. The target's K/V are already compacted to it.
         tokens: the accepted drafted tokens, then the target's own.
         path_logits: target logits at the path's nodes, [1 + accepted, vocab]; None if the request asks for no
-            log-probabilities.
+            log-probabilities, or if they are computed already.
+        logprobs: log-probabilities at the path's nodes, as `LogprobRows.packed` returns them; None as above.
         read: tokens that the SSMs read in a captured round and are not scored on yet; None if there are none.
     """
 
@@ -67,6 +68,7 @@ class VerifiedRequest(NamedTuple):
     path: np.ndarray
     tokens: list[int]
     path_logits: Tensor | None = None
+    logprobs: np.ndarray | None = None
     read: ReadTokens | None = None
 
     @property

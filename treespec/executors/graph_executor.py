@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from torch import Tensor
 
 from treespec.drafters.calls import may_draft
 from treespec.drafters.draft_sources import DraftSources
@@ -13,7 +12,7 @@ from treespec.graphs.capture import Rounds
 from treespec.graphs.round_inputs import MAX_ENDS, Proposal, RoundInput
 from treespec.graphs.round_tree import RoundTree
 from treespec.graphs.sampling_state import RequestTransforms
-from treespec.graphs.verify_stage import RoundResult
+from treespec.graphs.verify_stage import MAX_LOGPROBS, RoundResult
 from treespec.planning.draft_plan import Drafted, DraftPlan
 from treespec.planning.planner import PLAIN
 from treespec.request import Request
@@ -41,6 +40,8 @@ class GraphExecutor:
     def serves(self, request: Request) -> bool:
         params, spec = request.params, request.spec
         if not runs_by_kernels(params) or len(request.end_tokens) > MAX_ENDS:
+            return False
+        if params.logprobs is not None and not 0 <= params.logprobs <= MAX_LOGPROBS:
             return False
         if spec.is_plain:
             return True
@@ -91,11 +92,8 @@ class GraphExecutor:
         draft, forward = batch.seconds()
         clock.move("merge", draft=draft, forward=forward)
         execution.drafted, execution.rows = Drafted(levels, levels, levels, read_seconds=read), nodes
-        for i, (request, plan, proposal, result) in enumerate(zip(requests, plans, searched, results, strict=True)):
-            logits = None
-            if request.params.logprobs is not None:
-                logits = batch.path_logits(i, len(result.path))
-            self._take(request, plan, proposal, result, nodes, execution, logits)
+        for request, plan, proposal, result in zip(requests, plans, searched, results, strict=True):
+            self._take(request, plan, proposal, result, nodes, execution)
         return execution
 
     def _catch_up(self, requests: Sequence[Request]) -> float:
@@ -167,7 +165,6 @@ class GraphExecutor:
         result: RoundResult,
         nodes: int,
         execution: Execution,
-        path_logits: Tensor | None,
     ) -> None:
         """Record a request's result. If the target computed NaN or infinity, zero its slots and leave it undecided."""
         proposed = None if proposal is None else proposal.tree
@@ -181,4 +178,6 @@ class GraphExecutor:
         ssms, read = self.sources.ssms, None
         if ssms is not None and plan.levels:
             read = ssms.end_round(request, result.read_probs, proposed if ssms.may_draft(request) else None)
-        execution.verified.append(VerifiedRequest(request, tree, result.path, result.tokens, path_logits, read))
+        execution.verified.append(
+            VerifiedRequest(request, tree, result.path, result.tokens, None, result.logprobs, read)
+        )

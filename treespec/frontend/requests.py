@@ -16,8 +16,8 @@ from treespec.inputs import TextPrompt, TokensPrompt
 from treespec.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from treespec.request import PromptGroup, Request, new_request_id
 from treespec.sampling.grammar import Grammars
+from treespec.sampling.logprobs import Logprob
 from treespec.sampling.sampler import Sampler, new_seed
-from treespec.sampling.transforms import Logprob
 from treespec.sampling_params import SamplingParams
 from treespec.text.chat import Conversation
 from treespec.text.detokenizer import Detokenizer

@@ -65,7 +65,7 @@ class BatchRound:
         self._inputs = RoundInputs(num_requests, sum(stack.groups for stack in stacks), limits, device)
         vocab_size = target.kernels.weights.head.shape[1]
         self._drafts = DraftStage(self._inputs, stacks, vocab_size, features)
-        sampling = sampling or SamplingState(num_requests, vocab_size, target.kernels.dtype, device, limits.width)
+        sampling = sampling or SamplingState(num_requests, vocab_size, device, limits.width)
         self._verify = VerifyStage(self._inputs, target, self._drafts, features, sampling)
         self.has_captured, self._warms_up = False, False
         self._graphs: dict[tuple[object, ...], Callable[[], None]] = {}
@@ -102,7 +102,7 @@ class BatchRound:
             requests: at most B requests.
             levels: draft levels; 0 = plain decoding.
             nodes: rows per request of the target pass, one of `limits.nodes`; a request may use fewer.
-            logprobs: whether `path_logits` are read after the round.
+            logprobs: whether the results have log-probabilities.
             search: returns the proposals of sources without a model, by request; called after the launch of the first
                 level, which does not need them. None if there are none.
             meanwhile: called after the last launch, before waiting for the device.
@@ -124,11 +124,7 @@ class BatchRound:
         if meanwhile is not None:
             meanwhile()
         self._synchronize()
-        return self._verify.results(requests, nodes, drafted=levels > 0)
-
-    def path_logits(self, index: int, count: int) -> torch.Tensor:
-        """Return the target's logits at the path of request `index` in the last round, [count, vocab]."""
-        return self._verify.path_logits(index, count)
+        return self._verify.results(requests, nodes, levels > 0, logprobs)
 
     def seconds(self) -> tuple[float, float]:
         """Return the device seconds of drafting and of verification in the last round."""

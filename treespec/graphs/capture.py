@@ -18,6 +18,7 @@ from treespec.graphs.round_inputs import RoundLimits
 from treespec.graphs.sampling_state import SamplingState
 from treespec.graphs.stack_passes import HeadStack, ModelStack
 from treespec.graphs.target_pass import MAX_ROWS, TargetPass
+from treespec.graphs.verify_stage import LOGPROB_ROWS
 from treespec.models.feature_head import FeatureHead
 from treespec.models.group_model import GroupModel
 from treespec.models.state_head import StateHead
@@ -25,6 +26,7 @@ from treespec.models.triton_decoder import TritonDecoder, stacked
 from treespec.planning.planner import Planner
 from treespec.planning.round_costs import CostCurve
 from treespec.runner import Runner
+from treespec.sampling.logprobs import BYTES_PER_LOGIT
 from treespec.utils.memory import release_cached
 from treespec_kernels.attention.tree_attention import SegmentPartition
 from treespec_kernels.launch.graph_capture import GraphMemory
@@ -109,7 +111,7 @@ def captured_rounds(
     release_cached(target.device)
     before = _reserved(target.device)
     contexts = [context for context in CONTEXTS if context < max_model_len] + [max_model_len]
-    sampling = SamplingState(max_num_seqs, target.vocab_size, target.dtype, target.device, limits.width)
+    sampling = SamplingState(max_num_seqs, target.vocab_size, target.device, limits.width)
     parts = model, stacks, graph_memory, features, sampling
     sizes = batch_sizes(max_num_seqs)
     rounds = {
@@ -164,13 +166,10 @@ def planned_bytes(
         each = rows * (widths * dtype.itemsize + split + shape.vocab_size * (dtype.itemsize + 1))
         tables = len(model.ropes) * limits.max_context * 2 * shape.head_dim * 4  # RoPE
         needed += partials + each + tables
-        if not i:  # transformed scores in float32, and the logits of passes that go step by step
-            scored = (
-                max_num_seqs * limits.nodes[-1] * 4 + min(max_num_seqs * limits.nodes[-1], MAX_ROWS) * dtype.itemsize
-            )
-            needed += scored * shape.vocab_size + SamplingState.nbytes(
-                max_num_seqs, shape.vocab_size, dtype, limits.width
-            )
+        if not i:  # transformed scores in float32, logits of passes that go step by step, and log-probabilities
+            nodes = max_num_seqs * limits.nodes[-1]
+            scored = nodes * 4 + min(nodes, MAX_ROWS) * dtype.itemsize + LOGPROB_ROWS * BYTES_PER_LOGIT
+            needed += scored * shape.vocab_size + SamplingState.nbytes(max_num_seqs, shape.vocab_size)
     return needed
 
 

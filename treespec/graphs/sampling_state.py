@@ -28,17 +28,16 @@ class RequestTransforms(NamedTuple):
 
 
 class SamplingState:
-    """Biases and token counts of up to S requests, and the logits of their paths, each allocated at its first use.
+    """Biases and token counts of up to S requests, each allocated at its first use.
 
     Args:
         num_slots: S.
-        vocab_size, dtype, device: those of the target's logits.
+        vocab_size, device: those of the target's logits.
         max_new: maximum tokens that a round emits for a request.
     """
 
-    def __init__(self, num_slots: int, vocab_size: int, dtype: torch.dtype, device: torch.device, max_new: int):
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device, max_new: int):
         self.num_slots, self.vocab_size, self._device, self._max_new = num_slots, vocab_size, device, max_new
-        self._dtype = dtype
         self._slots: dict[Request, int] = {}
         self._known: dict[Request, int] = {}  # tokens that the counts of a request include
 
@@ -57,16 +56,10 @@ class SamplingState:
         """int32 [S, vocab], as in `TransformInputs`."""
         return self._all_counts[: self.num_slots]
 
-    @cached_property
-    def path_logits(self) -> Tensor:
-        """Logits of the paths of the last round's requests, [S, max_new, vocab]."""
-        shape = self.num_slots, self._max_new, self.vocab_size
-        return torch.zeros(shape, dtype=self._dtype, device=self._device)
-
     @staticmethod
-    def nbytes(num_slots: int, vocab_size: int, dtype: torch.dtype, max_new: int) -> int:
-        """Return the bytes of all of these."""
-        return num_slots * vocab_size * (8 + max_new * dtype.itemsize)
+    def nbytes(num_slots: int, vocab_size: int) -> int:
+        """Return the bytes of both."""
+        return num_slots * vocab_size * 8
 
     def count(self, slots: Tensor, tokens: Tensor) -> None:
         """Add tokens to the counts; part of a captured round.

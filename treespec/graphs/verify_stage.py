@@ -13,6 +13,7 @@ from treespec.graphs.round_inputs import RoundInput, RoundInputs
 from treespec.graphs.sampling_state import SamplingState
 from treespec.graphs.stack_passes import ModelStack
 from treespec.graphs.tree_pass import TreePass
+from treespec.sampling.logprobs import LogprobRows
 from treespec_kernels.attention.kv_commit import kv_commit_triton
 from treespec_kernels.sampling.logit_transforms import TransformInputs, logit_transforms_triton
 from treespec_kernels.sampling.row_topk import row_topk_triton
@@ -30,12 +31,14 @@ class RoundResult(NamedTuple):
             which case nothing is committed.
         tokens: the accepted drafted tokens, then the target's own.
         read_probs: float32 [num_ssms, len(new_tokens) - 1], probabilities that each SSM assigned to the tokens it read.
+        logprobs: log-probabilities at the path's nodes, as `LogprobRows.packed` returns them; None if not computed.
     """
 
     nodes: np.ndarray
     path: np.ndarray
     tokens: list[int]
     read_probs: np.ndarray
+    logprobs: np.ndarray | None = None
 
 
 class RoundKind(NamedTuple):
@@ -55,6 +58,8 @@ class RoundKind(NamedTuple):
 
 
 GREEDY = RoundKind()
+MAX_LOGPROBS = 20  # most likely tokens per position; requests for more go step by step
+LOGPROB_ROWS = 32  # rows whose log-probabilities are computed at once, because they need memory of their own
 
 
 class VerifyStage:
@@ -96,6 +101,9 @@ class VerifyStage:
         read_probs, pinned = (inputs.num_ssms, b, limits.max_depth), pinned and inputs.num_ssms > 0
         self._read_probs = torch.zeros(read_probs, dtype=torch.float32, device="cpu", pin_memory=pinned)
         self._host_read_probs = self._read_probs.numpy()
+        count = min(MAX_LOGPROBS, target.kernels.weights.head.shape[1])
+        logprobs = b, limits.width, 2 + 2 * count
+        self._logprobs = torch.zeros(logprobs, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
 
     def run(self, nodes: int, kind: RoundKind) -> None:
         """Merge the last level, and verify trees of at most `nodes` nodes; the roots alone if 1."""
@@ -133,8 +141,11 @@ class VerifyStage:
             kv_commit_triton(pool, inputs["pages"], inputs["context_lens"], walk.paths, walk.path_lens)
         if kind.logprobs:
             first_rows = nodes * torch.arange(b, dtype=torch.int64, device=inputs.device)[:, None]
-            paths = (walk.paths.long() + first_rows).flatten()
-            self.sampling.path_logits[:b].flatten(0, 1).copy_(head.logits[paths])
+            paths, tokens = (walk.paths.long() + first_rows).flatten(), walk.tokens.long().clamp(min=0).flatten()
+            parts = zip(paths.split(LOGPROB_ROWS), tokens.split(LOGPROB_ROWS), strict=True)
+            count = min(MAX_LOGPROBS, head.logits.shape[1])
+            packed = torch.cat([LogprobRows.of(head.logits[rows], own, count).packed() for rows, own in parts])
+            self._logprobs.copy_(packed.view(self._logprobs.shape), non_blocking=True)
         tree = trees.tokens, trees.parents, trees.depths, trees.masks, trees.values.view(torch.int32)
         rows = torch.cat((walk.path_lens[:, None], walk.tokens, walk.paths, *tree), 1)
         self._rows[nodes].copy_(rows, non_blocking=True)
@@ -161,21 +172,21 @@ class VerifyStage:
             truncates,
         )
 
-    def path_logits(self, index: int, count: int) -> Tensor:
-        """Return a copy of the logits of a request's path in the last round, [count, vocab]; needs `kind.logprobs`."""
-        return self.sampling.path_logits[index, :count].clone()
-
-    def results(self, requests: Sequence[RoundInput], nodes: int, drafted: bool) -> list[RoundResult]:
+    def results(
+        self, requests: Sequence[RoundInput], nodes: int, drafted: bool, logprobs: bool = False
+    ) -> list[RoundResult]:
         """Return the results that the last round with `nodes` nodes copied to the host.
 
         Args:
             requests: the requests of that round.
             nodes: rows per request of its target pass.
             drafted: whether the SSMs read tokens in that round.
+            logprobs: whether it computed log-probabilities.
         """
         width, count = self.inputs.limits.width, len(requests)
         rows = self._host_rows[nodes][:count].copy()  # the next round overwrites both buffers
         read_probs = self._host_read_probs[:, :count].copy()
+        packed = self._logprobs[:count].numpy().copy() if logprobs else None
         results = []
         for i, (request, row) in enumerate(zip(requests, rows[:, : 1 + 2 * width].tolist(), strict=True)):
             length, read = row[0], len(request.new_tokens) - 1 if drafted else 0
@@ -185,6 +196,7 @@ class VerifyStage:
                     np.array(row[1 + width : 1 + width + length], dtype=np.int64),
                     row[1 : 1 + length],
                     read_probs[:, i, :read],
+                    None if packed is None else packed[i, :length],
                 )
             )
         return results

@@ -3,9 +3,7 @@
 Plain decoding and tree nodes use the same code on each row alone, so a row's bits do not depend on the other rows.
 """
 
-import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +15,6 @@ from treespec.sampling_params import SamplingParams
 from treespec.utils.torch_state import call_processor, outside_code
 
 _NUCLEUS = 64  # most likely draft tokens considered for top_p
-_LOGPROB_ROWS = 64  # rows whose log-probabilities are computed at once: 39 MB in float32 for a vocabulary of 152,000
 
 
 class Transforms:
@@ -244,48 +241,3 @@ def truncate_rows(logits: Tensor, params: SamplingParams) -> None:
         values = topk_rows(logits, best.shape[1])[0]
         least = torch.where(inside < best.shape[1], values.gather(1, inside - 1), -torch.inf)
         logits.masked_fill_(logits < least, -torch.inf)
-
-
-class Logprob(NamedTuple):
-    """A token's log-probability and rank in the model's untransformed distribution.
-
-    Ranks start at 1. Ties prefer lower ids.
-    """
-
-    logprob: float
-    rank: int
-    decoded_token: str | None = None
-
-
-def logprobs_of(logits: Tensor, tokens: Sequence[int], count: int) -> list[dict[int, Logprob]]:
-    """Return the log-probabilities of each row's chosen token and of its `count` most likely tokens, descending.
-
-    Args:
-        logits: [num_rows, vocab], untransformed.
-        tokens: the chosen token of each row, first in its result.
-        count: number of most likely tokens, at most the vocabulary size.
-    """
-    found = list[dict[int, Logprob]]()
-    for start in range(0, len(tokens), _LOGPROB_ROWS):
-        part = slice(start, start + _LOGPROB_ROWS)
-        found += _logprobs_of_rows(logits[part].float(), tokens[part], count)
-    return found
-
-
-def _logprobs_of_rows(raw: Tensor, tokens: Sequence[int], count: int) -> list[dict[int, Logprob]]:
-    logprobs = torch.log_softmax(raw, 1)
-    own = torch.tensor(tokens, dtype=torch.int64, device=raw.device)[:, None]
-    score, columns = raw.gather(1, own), torch.arange(raw.shape[1], dtype=torch.int64, device=raw.device)
-    ranks = 1 + ((raw > score) | ((raw == score) & (columns < own))).sum(1)
-    chosen = zip(tokens, logprobs.gather(1, own)[:, 0].tolist(), ranks.tolist(), strict=True)
-    found = [{token: Logprob(value, rank)} for token, value, rank in chosen]
-    if count:
-        least = topk_rows(raw, count)[0][:, -1:]
-        rows, ids = torch.nonzero(raw >= least, as_tuple=True)  # more than `count` in a row if some tie
-        scores, values = (each[rows, ids].cpu().numpy() for each in (raw, logprobs))
-        bounds, names = np.searchsorted(rows.cpu().numpy(), np.arange(len(found) + 1)), ids.cpu().numpy()
-        for row, (start, stop) in enumerate(itertools.pairwise(bounds)):
-            best = start + np.argsort(-scores[start:stop], kind="stable")[:count]  # ties prefer lower ids
-            for place, (token, value) in enumerate(zip(names[best].tolist(), values[best].tolist(), strict=True), 1):
-                found[row].setdefault(token, Logprob(value, place))
-    return found

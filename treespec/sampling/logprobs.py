@@ -1,0 +1,112 @@
+"""Log-probabilities of tokens, from the model's untransformed logits."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treespec.sampling.transforms import topk_rows
+
+_ROWS = 64  # rows that are computed at once: 39 MB in float32 for a vocabulary of 152,000
+BYTES_PER_LOGIT = 32  # of memory that `LogprobRows.of` needs at most
+
+
+class Logprob(NamedTuple):
+    """A token's log-probability and rank in the model's untransformed distribution.
+
+    Ranks start at 1. Ties prefer lower ids.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+class LogprobRows(NamedTuple):
+    """Log-probabilities of the chosen token and of the most likely tokens of each row.
+
+    Attributes:
+        own: float32 [num_rows], log-probabilities of the chosen tokens.
+        ranks: int64 [num_rows], ranks of the chosen tokens.
+        tokens: int64 [num_rows, count], the most likely tokens, best first; ties prefer lower ids.
+        values: float32 [num_rows, count], their log-probabilities.
+    """
+
+    own: Tensor
+    ranks: Tensor
+    tokens: Tensor
+    values: Tensor
+
+    @classmethod
+    def of(cls, logits: Tensor, chosen: Tensor, count: int) -> "LogprobRows":
+        """Compute the rows. All shapes are known in advance, so that CUDA graphs can capture it.
+
+        Args:
+            logits: [num_rows, vocab], finite or -inf.
+            chosen: int64 [num_rows].
+            count: at most the vocabulary size.
+        """
+        raw, own = logits.float(), chosen[:, None]
+        logprobs = torch.log_softmax(raw, 1)
+        columns = torch.arange(raw.shape[1], dtype=torch.int64, device=raw.device)
+        if not count:
+            score = raw.gather(1, own)
+            ranks = 1 + ((raw > score) | ((raw == score) & (columns < own))).sum(1)
+            return cls(logprobs.gather(1, own)[:, 0], ranks, own[:, :0], raw[:, :0])
+        keys = _ordered(raw, columns)
+        ranks, best = 1 + (keys > keys.gather(1, own)).sum(1), topk_rows(keys, count)[1]
+        return cls(logprobs.gather(1, own)[:, 0], ranks, best, logprobs.gather(1, best))
+
+    def packed(self) -> Tensor:
+        """Return the rows as int32 [num_rows, 2 + 2 * count], for one copy to the host; see `unpacked`."""
+        own, values = self.own.view(torch.int32), self.values.contiguous().view(torch.int32)
+        return torch.cat((own[:, None], self.ranks[:, None].int(), self.tokens.int(), values), 1)
+
+    @classmethod
+    def unpacked(cls, packed: np.ndarray) -> "LogprobRows":
+        """Return rows from the result of `packed`."""
+        rows = torch.from_numpy(packed)
+        count = packed.shape[1] // 2 - 1
+        own, values = rows[:, :1].view(torch.float32)[:, 0], rows[:, 2 + count :].view(torch.float32)
+        return cls(own, rows[:, 1].long(), rows[:, 2 : 2 + count].long(), values)
+
+    def named(self, chosen: Sequence[int], count: int) -> list[dict[int, Logprob]]:
+        """Return the log-probabilities by token: of the chosen one, and then of the `count` most likely ones.
+
+        Args:
+            chosen: the chosen token of each row.
+            count: at most the number of tokens of each row.
+        """
+        found = []
+        rows = zip(chosen, *(each.tolist() for each in self), strict=True)
+        for token, own, rank, tokens, values in rows:
+            entry = {token: Logprob(own, rank)}
+            for place, (other, value) in enumerate(zip(tokens[:count], values[:count], strict=True), 1):
+                entry.setdefault(other, Logprob(value, place))
+            found.append(entry)
+        return found
+
+
+def logprobs_of(logits: Tensor, tokens: Sequence[int], count: int) -> list[dict[int, Logprob]]:
+    """Return the log-probabilities of each row's chosen token and of its `count` most likely tokens, descending.
+
+    Args:
+        logits: [num_rows, vocab], untransformed.
+        tokens: the chosen token of each row, first in its result.
+        count: number of most likely tokens, at most the vocabulary size.
+    """
+    found = list[dict[int, Logprob]]()
+    for start in range(0, len(tokens), _ROWS):
+        part = slice(start, start + _ROWS)
+        chosen = torch.tensor(tokens[part], dtype=torch.int64, device=logits.device)
+        found += LogprobRows.of(logits[part], chosen, count).named(tokens[part], count)
+    return found
+
+
+def _ordered(raw: Tensor, columns: Tensor) -> Tensor:
+    """Return int64 keys [num_rows, vocab] in the order of the float32 scores; among equal ones, lower columns win."""
+    bits = (raw + 0.0).view(torch.int32)  # +0.0 makes -0 equal to 0
+    keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()  # negative floats are ordered by descending magnitude
+    return keys.bitwise_left_shift_(32).bitwise_or_(raw.shape[1] - 1 - columns)

@@ -66,20 +66,18 @@ class GraphExecutor:
         execution = Execution(planner=planner, planned=planner.round, overlaps=True)
         clock.enter("draft")
         read = self._catch_up([r for r, plan in zip(requests, plans, strict=True) if plan.levels])
-        clock.enter("merge")
-
         searched: list[Proposal | None] = []
 
         def search() -> list[Proposal | None]:
-            """Search proposals once: while the SSMs read or, if none drafts, before the launch."""
             if not searched:
-                clock.enter("search")
                 searched.extend(self._search(requests, plans, execution))
-                clock.enter("merge")
             return searched
 
-        if not self._ssms_draft(requests, plans) and not any(search()):
-            plans = [PLAIN] * len(requests)
+        if not self._ssms_draft(requests, plans):  # otherwise the search runs beside the first level, as a part of it
+            clock.enter("search")
+            if not any(search()):
+                plans = [PLAIN] * len(requests)
+        clock.enter("merge")
         levels, nodes = max(p.levels for p in plans), self.rounds.limits.shapes.fitting(max(p.nodes for p in plans))
         transforms = self.rounds.sampling.rows_of(requests)
         inputs = [self._input(*row) for row in zip(requests, plans, transforms, strict=True)]

@@ -102,7 +102,7 @@ class PlannedRound:
     @property
     def size(self) -> int:
         """Number of requests."""
-        return len(self.batch)
+        return len(self.token_weights)
 
 
 class Planner:
@@ -138,7 +138,7 @@ class Planner:
         self._passes_per_level = 1.0  # running mean over rounds in which SSMs draft
         self._idle = _Idle(0, 0)
         self._best_shapes: dict[int, tuple[int, int]] = {}  # by depth, chosen since the last observation
-        self.round = PlannedRound((), self.costs.batch, [])
+        self.round = PlannedRound((), self.costs.batch, [1.0])  # of one request, until a batch is planned
 
     def expects_ssms(self, requests: Sequence[Request]) -> bool:
         """Return whether a first draft level is expected to pay for a batch of these requests.

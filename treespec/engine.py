@@ -177,8 +177,7 @@ class Engine:
             _add_logprobs(execution.verified, emitted)
         for each, tokens in zip(execution.verified, emitted, strict=True):
             request, path = each.request, each.path
-            if execution.overlaps:
-                request.nodes_verified += len(each.tree)
+            request.nodes_verified += len(each.tree)
             self.stats.accepted_lengths[min(len(path) - 1, len(tokens))] += 1  # a stop may cut the path
             if self.sources.ssms is not None:
                 if each.read is not None:

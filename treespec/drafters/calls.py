@@ -23,7 +23,7 @@ logger = logging.getLogger("treespec")
 
 Failures: TypeAlias = dict[Request, DraftError]
 Source: TypeAlias = Drafter | SsmDrafter
-Committing: TypeAlias = Source | LookupProposals
+Committing: TypeAlias = Source | LookupProposals  # what `commit` is called on
 
 _REMEDY = "return a list with one TokenTree per request; TokenTree.root(request.tokens[-1]) proposes nothing"
 

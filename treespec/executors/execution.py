@@ -53,7 +53,7 @@ class VerifiedRequest(NamedTuple):
     """One request of a round, after verification and before commit.
 
     Attributes:
-        request: `tokens` and `context_len` are those before the round.
+        request: until commit, `tokens` and `context_len` are those before the round.
         tree: the verified tree.
         path: int64 [1 + accepted], the accepted nodes, root first. The target's K/V are already compacted to it.
         tokens: the accepted drafted tokens, then the target's own.

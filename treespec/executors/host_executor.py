@@ -116,16 +116,16 @@ class HostExecutor:
         scored = []
         for request, tree, choices in zip(requests, trees, self.runner.forward(requests, trees), strict=True):
             request.target_passes += 1
-            request.nodes_verified += len(tree)
             if not choices.finite and len(tree) > 1:
+                request.nodes_verified += len(tree)
                 self.runner.cache.scrub_slots(0, request.pages, request.context_len, len(tree))
                 tree = TokenTree.root(request.tokens[-1])
                 choices = self.runner.forward([request], [tree])[0]
                 request.target_passes += 1
-                request.nodes_verified += 1
             if choices.finite:
                 scored.append((request, tree, choices))
             else:
+                request.nodes_verified += len(tree)
                 error = f"the target computed NaN or infinity at position {request.context_len}"
                 execution.failed.append((request, error))
         return scored
@@ -136,6 +136,7 @@ class HostExecutor:
             try:
                 path, bonus = _verify(request, tree, choices)
             except RequestError as error:
+                request.nodes_verified += len(tree)
                 execution.failed.append((request, str(error)))
             else:
                 logits = None if request.params.logprobs is None else choices.logits[path.tolist()]

@@ -5,12 +5,13 @@ data in these buffers, so three kinds of graphs serve every round:
 
 - first level: the SSMs read the tokens emitted in the last round and propose below the new roots. Accepted tokens are
   read again, one row per token, so the SSMs' K/V of drafted nodes need no compaction;
-- next level: the SSMs score the frontier, their proposals are merged, and the best become the next frontier. The level
+- next level: the last level's proposals are merged, the best become the next frontier, and the SSMs score it. The level
   is a number on the device, so one graph serves all of them;
-- verify N: the best N nodes become the tree, the target scores it in one pass, the walk follows its choices, the
-  accepted K/V are compacted in place, and the emitted tokens are copied to the host.
+- verify N: the last level is merged, the best N nodes become the tree, the target scores it in one pass, the walk
+  follows its choices, the accepted K/V are compacted in place, and the emitted tokens are copied to the host.
 
-The host launches the first level, the planned number of next levels, and verify, and then waits once, for the result.
+The host launches the first level, searches the proposals of sources without a model while it runs, launches the planned
+number of next levels, and verify, and then waits once, for the result.
 Without a GPU, the same kernels run one by one in Triton's interpreter.
 """
 

@@ -75,8 +75,8 @@ class PassKernels:
         exact: False uses cuBLAS for unquantised weights; its bits depend on the number of rows.
 
     Attributes:
-        pdl: whether to use programmatic dependent launch (PDL): if tuning found it correct and faster on this device,
-            and never together with cuBLAS, which tuning does not cover.
+        pdl: whether to use programmatic dependent launch (PDL): where the device has it, unless tuning found it wrong
+            or slower, and never together with cuBLAS, which tuning does not cover.
     """
 
     def __init__(
@@ -105,8 +105,9 @@ class PassKernels:
         if is_interpreted():  # the interpreter computes dot with BLAS, whose time grows with the block size
             default = replace(default, block_m=16, block_n=64, block_k=64, fixed_order_dot=True, larger=())
         self._head = configs.get("lm_head", key, default)
-        launch = configs.get("programmatic_launch", self._key() | {"hidden_size": hidden}, LaunchConfig())
-        self.pdl = launch.pdl and exact and takes_pdl(weights.embed.device)
+        can_overlap = takes_pdl(weights.embed.device)
+        launch = configs.get("programmatic_launch", self._key() | {"hidden_size": hidden}, LaunchConfig(can_overlap))
+        self.pdl = launch.pdl and exact and can_overlap
         if exact:
             self._prove_tiles()
 

@@ -81,4 +81,5 @@ def _run_in_turn(calls: Sequence[Call]) -> None:
 def _copy_bandwidth(clock: Clock, device: torch.device, size: int) -> float:
     source = torch.empty(size // 4, dtype=torch.float32, device=device).normal_()
     target = torch.empty_like(source)
-    return 2 * source.nbytes / clock.seconds([lambda: target.copy_(source)])
+    # By a kernel: in a captured graph, `copy_` becomes a memory node, which reaches 63 % of a kernel's rate on an H200.
+    return 2 * source.nbytes / clock.seconds([lambda: torch.neg(source, out=target)])

@@ -5,11 +5,15 @@ import itertools
 from collections.abc import Callable
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
+from tests.models import open_llm, tiny
 from tests.speech import speaking_llm
+from treespec import SamplingParams
 from treespec.text.detokenizer import Detokenizer
 from treespec.text.prompt_tokenizer import load_tokenizer
 from treespec_weights import default_folder, default_names
@@ -131,6 +135,41 @@ def test_a_window_is_cut_between_characters() -> None:
     for byte in ("é日" * 9).encode():
         detokenizer.push(3 + byte)
     assert detokenizer.text == "é日" * 9
+
+
+@pytest.mark.parametrize(
+    ("prompt", "output", "text"),
+    [
+        (b"", "日".encode() + "😀".encode()[:2], "日\ufffd\ufffd"),
+        ("日".encode(), "😀".encode()[:2], "\ufffd\ufffd"),
+        (b"x", "é".encode() + "日".encode()[:2], "é\ufffd\ufffd"),
+        ("日".encode() * 9, "日日".encode() + b"\xe6", "日日\ufffd"),
+        (b"\xc3\xa9\xe6\x97", b"\xa5", "日"),
+    ],
+)
+def test_half_a_character_behind_whole_ones(prompt: bytes, output: bytes, text: str) -> None:
+    """Decoded at once, the whole run of bytes is broken."""
+    before, tokens = [3 + byte for byte in prompt], [3 + byte for byte in output]
+    assert text_of(like_llama_2().decode, before, tokens) == text
+    assert text_of(like_llama_2().decode, before, [*tokens, 259]) == text + " Hello"
+
+
+def test_spaces_before_punctuation_are_not_cleaned_up() -> None:
+    pieces = ["<unk>", "<s>", "▁Hello", "▁", "▁▁▁▁", ".", ",", "!", "▁a", "▁n", "'", "t"]
+    backend = Tokenizer(models.Unigram([(piece, 0.0) for piece in pieces], unk_id=0))
+    backend.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=True)
+    said = [pieces.index(piece) for piece in "▁Hello ▁ , ▁ ! ▁a ▁n ' t ▁▁▁▁ .".split()]
+    llm = open_llm(tiny()[0], tokenizer=tokenizer)
+
+    def say(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(scores, -torch.inf).index_fill(-1, torch.tensor(said[ids.shape[1] - 1]), 0.0)
+
+    params = SamplingParams(max_tokens=len(said), logits_processors=[say])
+    (output,) = llm.generate([[2]], params)
+    assert output.outputs[0].token_ids == said
+    assert output.outputs[0].text == " Hello , ! a n't    ."
+    assert "".join(chunk.text or "" for chunk in llm.stream([2], params)) == output.outputs[0].text
 
 
 @settings(max_examples=300)

@@ -2,8 +2,9 @@
 
 A token's text is the text that it adds to the few tokens before it, because tokenizers may treat the first token of a
 text specially. The result equals decoding all tokens at once, provided that no token changes earlier text, and does not
-depend on streaming. A piece is released once it ends in a complete character and cannot be the beginning of a stop
-string.
+depend on streaming. A token that changes earlier text is decoded without the tokens before it: SentencePiece decodes a
+run of bytes either whole or not at all, so that a broken character would spoil the complete ones before it. A piece is
+released once it ends in a complete character and cannot be the beginning of a stop string.
 
 `tokenizers.decoders.DecodeStream` gives the same text, but never releases an incomplete character at the end and
 accepts only a `tokenizers.Tokenizer`. `LLM(tokenizer=...)` accepts any object with `encode` and `decode`.
@@ -34,12 +35,12 @@ class Detokenizer:
         self._by_letter: dict[str, list[str]] = {}  # stop strings by their first character
         for text in self._stop:
             self._by_letter.setdefault(text[0], []).append(text)
-        self._window = self._end_of(prompt)  # tokens since a character boundary, and a few before it
-        self._decoded = decode(self._window)
+        end = self._end_of(prompt)
+        self._window = end[:-_CHARACTER]  # tokens since a character boundary, and a few before it
+        self._decoded = decode(self._window)  # its whole characters are in `text` or the prompt
+        for token in end[-_CHARACTER:]:
+            self._append(token)
         self._shows = False  # whether the window has an output token
-        self._known = len(
-            self._whole_characters(self._decoded)
-        )  # characters of `_decoded` that are in `text` or the prompt
         self.text = ""
         self.stopped_by: str | None = None
         self._released = 0
@@ -51,17 +52,23 @@ class Detokenizer:
         An incomplete character at the end is held back until its remaining bytes arrive.
         """
         self._may_stop = may_stop
+        self._add(self._append(token))
+        return self.stopped_by is not None
+
+    def _append(self, token: int) -> str:
+        """Append a token to the window. Returns the complete characters that it adds."""
+        known = self._whole_characters(self._decoded)
         decoded = self._decode([*self._window, token])
         if decoded and decoded == self._decoded and not self._decode([token]):
-            return False  # tokens without text must not fill the window, or the next word would be decoded as the first
+            return ""  # tokens without text must not fill the window, or the next word would be decoded as the first
+        if not decoded.startswith(known):
+            self._window, decoded, known = [], self._decode([token]), ""
         self._window.append(token)
         self._decoded, self._shows = decoded, True
         whole = self._whole_characters(decoded)
-        self._add(whole[self._known :])
-        self._known = max(self._known, len(whole))
         if len(whole) == len(decoded) and len(self._window) >= 2 * _WINDOW:
             self._shorten()
-        return self.stopped_by is not None
+        return whole[len(known) :]
 
     def _end_of(self, prompt: Sequence[int]) -> list[int]:
         """Return the end of the prompt, long enough that its text begins with a complete character."""
@@ -75,14 +82,14 @@ class Detokenizer:
         for count in range(_WINDOW, _WINDOW + _CHARACTER):
             decoded = self._decode(self._window[-count:])
             if decoded[:1] not in ("", _BROKEN) and self._decoded.endswith(decoded):
-                self._window, self._decoded, self._known = self._window[-count:], decoded, len(decoded)
+                self._window, self._decoded = self._window[-count:], decoded
                 return
 
     def flush(self) -> None:
         """End the output: release an incomplete character unchanged, unless it belongs only to the prompt."""
         if self._shows and self.stopped_by is None:
-            self._add(self._decoded[self._known :])
-            self._known = max(self._known, len(self._decoded))
+            self._add(self._decoded[len(self._whole_characters(self._decoded)) :])
+            self._shows = False
 
     def shown(self, ended: bool) -> str:
         """Return the final part of the text. Unless `ended`, this excludes a possible beginning of a stop string."""

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -86,7 +87,8 @@ class UserTokenizer:
 
     Args:
         own: an object with `encode(text)`, returning token ids or (like `tokenizers.Tokenizer`) an object with `ids`,
-            and `decode(ids)`, returning text. `add_special_tokens` and `skip_special_tokens` are passed if supported.
+            and `decode(ids)`, returning text. `add_special_tokens` and `skip_special_tokens` are passed if supported;
+            `clean_up_tokenization_spaces` is turned off, because it removes spaces that a stream has shown already.
 
     Attributes:
         eos_token_ids: the tokenizer's end token, if any.
@@ -104,6 +106,8 @@ class UserTokenizer:
         self._encode, self._decode = own.encode, own.decode
         self._adds = _takes(self._encode, "add_special_tokens")
         self._skips = _takes(self._decode, "skip_special_tokens")
+        if getattr(own, "clean_up_tokenization_spaces", False) and _takes(own.decode, "clean_up_tokenization_spaces"):
+            self._decode = partial(own.decode, clean_up_tokenization_spaces=False)
         eos = as_int(getattr(own, "eos_token_id", None), 0)
         self.eos_token_ids = () if eos is None else (eos,)
         self._try("a")

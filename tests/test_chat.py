@@ -72,20 +72,57 @@ PARTS = {"role": "user", "content": [{"type": "text", "text": "def add"}, "(a, b
 
 
 def test_a_content_in_parts(llm: LLM) -> None:
-    """As in OpenAI's API; a template that goes through the parts gets them as they are."""
+    """As in OpenAI's API; a template that reads texts gets one."""
     for end in ("|", "{% for m in messages %}{% if 'x' in m.content %}x{% endif %}|{% endfor %}"):
         (output,) = llm.chat([PARTS], SHORT, chat_template="{{ messages[0].content }}" + end)
         assert output.prompt == "def add\n(a, b):|"
-    for content in ("m.content", "m['content']", 'm["content"]'):
-        loops = "{% for m in messages %}{% for p in " + content + " %}<{{ p.text }}>{% endfor %}{% endfor %}"
-        (output,) = llm.chat([PARTS], SHORT, chat_template=loops)
-        assert output.prompt == "<def add><(a, b):>"
     begun = [USER, {"role": "assistant", "content": [{"type": "text", "text": "    return"}]}]
     (output,) = llm.chat(begun, SHORT, add_generation_prompt=False, continue_final_message=True)
     assert str(output.prompt).endswith("<assistant>    return")
     for part in ({"type": "image_url", "image_url": {"url": "x"}}, {"type": "text"}, 5):
         with pytest.raises(RequestError, match=r"content part .*; valid: a text or {'type': 'text'"):
             llm.chat([{"role": "user", "content": [part]}], SHORT)
+
+
+SHOWN = "{% for p in parts %}{% if p is mapping and p.type == 'text' %}<{{ p.text }}>{% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{% for p in m.content %}<{{ p.text }}>{% endfor %}{% endfor %}",
+        "{% for m in messages %}{% for p in m['content'] %}<{{ p['text'] }}>{% endfor %}{% endfor %}",
+        "{% for m in messages %}{% for p in m.get('content') %}<{{ p.get('text') }}>{% endfor %}{% endfor %}",
+        "{% for p in messages[0].content %}<{{ p.text }}>{% endfor %}",
+        "{% set m = messages[0] %}{% set parts = m.content %}" + SHOWN,
+        "{% macro show(parts) %}" + SHOWN + "{% endmacro %}{{ show(messages[0].content) }}",
+        "{% for p in messages[0].content | selectattr('type', 'equalto', 'text') %}<{{ p.text }}>{% endfor %}",
+        "<{{ messages[0].content | map(attribute='text') | join('><') }}>",
+    ],
+)
+def test_parts_to_a_template_that_reads_parts(llm: LLM, template: str) -> None:
+    """They are as they were, and a text is one part."""
+    (output,) = llm.chat([PARTS], SHORT, chat_template=template)
+    assert output.prompt == "<def add><(a, b):>"
+    (output,) = llm.chat([USER], SHORT, chat_template=template)
+    assert output.prompt == "<def add(a, b):>"
+
+
+def test_parts_to_a_template_whose_roles_read_different_forms(llm: LLM) -> None:
+    """The system's a text, the first part of a tool's, the user's and the assistant's parts or a text; no empty one."""
+    system, tool = {**PARTS, "role": "system"}, {**PARTS, "role": "tool"}
+    template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ '[' + m.content + ']' }}"
+        "{% elif m.role == 'tool' %}({{ m.content[0].text }}){% elif m.content is string %}{{ m.content }};"
+        "{% else %}{% for p in m.content %}<{{ p.text }}>{% endfor %}{% endif %}{% endfor %}"
+    )
+    answer = {"role": "assistant", "content": []}
+    (output,) = llm.chat([system, PARTS, answer, tool, USER], SHORT, chat_template=template)
+    assert output.prompt == "[def add\n(a, b):]<def add><(a, b):>;(def add\n(a, b):)def add(a, b):;"
+    (output,) = llm.chat(
+        [PARTS, tool], SHORT, chat_template="{{ messages[0].content[0].text }} {{ messages[1].content | tojson }}"
+    )
+    assert output.prompt == 'def add\n(a, b): "def add\\n(a, b):"'
 
 
 def test_arguments_of_tool_calls_are_objects_to_the_template(llm: LLM) -> None:

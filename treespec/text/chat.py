@@ -1,15 +1,12 @@
 """Render chat prompts with the tokenizer's chat template."""
 
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from treespec.errors import ConfigError, RequestError, describe_error, safe_repr
 
 Message = Mapping[str, Any]
-
-_LOOP_OVER_PARTS = re.compile(r"""\bfor\s+\w+\s+in\s+\w+(\.content|\[['"]content['"]\])""")
 
 
 class Conversation(NamedTuple):
@@ -38,20 +35,21 @@ class Conversation(NamedTuple):
                 f"continue_final_message=True, but the last message is of role {self.messages[-1]['role']!r}; end with "
                 "an assistant message, or omit it"
             )
-        template = self.chat_template or getattr(tokenizer, "chat_template", None)
-        named = list(template.values()) if isinstance(template, Mapping) else [template]  # one for tools
-        reads_parts = any(_LOOP_OVER_PARTS.search(str(each)) for each in named)
-        messages = [_to_template_format(message, reads_parts) for message in self.messages]
-        try:
-            text = tokenizer.apply_chat_template(
+
+        def apply(messages: Sequence[Message], continue_final_message: bool = False) -> Any:
+            return tokenizer.apply_chat_template(
                 messages,
                 tools=self.tools,
                 chat_template=self.chat_template,
                 tokenize=False,
                 add_generation_prompt=self.add_generation_prompt,
-                continue_final_message=self.continue_final_message,
+                continue_final_message=continue_final_message,
                 **self.template_kwargs,
             )
+
+        messages = _readable([_to_template_format(message) for message in self.messages], apply)
+        try:
+            text = apply(messages, self.continue_final_message)
         except Exception as error:  # templates may raise anything
             raise RequestError(f"the chat template rejects the messages: {describe_error(error)}") from error
         if not isinstance(text, str):
@@ -59,21 +57,66 @@ class Conversation(NamedTuple):
         return text
 
 
-def _to_template_format(message: Message, reads_parts: bool) -> Message:
+def _to_template_format(message: Message) -> Message:
     """Convert an OpenAI-style message to the format that templates expect.
 
-    Content parts are joined to one text, unless the template reads parts. Tool-call arguments are parsed from JSON.
+    Content parts become objects of type "text". Tool-call arguments are parsed from JSON.
 
     Raises:
         RequestError: a part is not text, or arguments are not JSON.
     """
     changed, content = dict(message), message.get("content")
     if isinstance(content, list | tuple):
-        texts = [_text_of(part) for part in content]
-        changed["content"] = [{"type": "text", "text": text} for text in texts] if reads_parts else "\n".join(texts)
+        changed["content"] = [{"type": "text", "text": _text_of(part)} for part in content] or ""
     if isinstance(message.get("tool_calls"), list | tuple):
         changed["tool_calls"] = [_parse_arguments(call) for call in message["tool_calls"]]
     return changed
+
+
+def _as_parts(parts: list[Any]) -> Any:
+    return parts
+
+
+def _as_text(parts: list[Any]) -> Any:
+    return "\n".join(part["text"] for part in parts)
+
+
+def _as_one_part(parts: list[Any]) -> Any:
+    return [{**parts[0], "text": _as_text(parts)}]
+
+
+def _readable(messages: Sequence[Message], apply: Callable[[Sequence[Message]], Any]) -> Sequence[Message]:
+    """Give each content the form that the template reads: its own (text or parts), one text, or one part.
+
+    What a template reads may depend on the role and the position: text, parts, or the first part. It reads a form if
+    rendering a probe shows the probe's texts, but not an additional key of its parts, which printed lists would show.
+    """
+    own, parts, probes = {}, {}, {}
+    for i, message in enumerate(messages):
+        if isinstance(content := message.get("content"), str | list) and content:
+            own[i] = _as_text if isinstance(content, str) else _as_parts
+            parts[i] = [{"type": "text", "text": content}] if isinstance(content, str) else content
+            probes[i] = [{**part, "text": f"probe{i}.{j}.", f"key{i}.": ""} for j, part in enumerate(parts[i])]
+
+    def fill(forms: Mapping[int, Any], contents: Mapping[int, list[Any]]) -> list[Message]:
+        return [
+            {**message, "content": forms[i](contents[i])} if i in forms else message
+            for i, message in enumerate(messages)
+        ]
+
+    def unread(forms: Mapping[int, Any]) -> set[int]:
+        try:
+            text = apply(fill(forms, probes))
+        except Exception:  # templates may raise anything
+            return set(forms)
+        return {i for i in forms if f"key{i}." in text or any(part["text"] not in text for part in probes[i])}
+
+    missing = unread(own)
+    forms = own | dict.fromkeys(missing, _as_text)
+    for i in missing:
+        known = (own[i], _as_text, _as_one_part)
+        forms[i] = next((form for form in known if i not in unread({**forms, i: form})), _as_text)
+    return fill(forms, parts)
 
 
 def _text_of(part: Any) -> str:

@@ -199,13 +199,11 @@ def _decode(
 
 
 def _print_chunk(chunk: "StreamChunk") -> None:
-    text = chunk.text if chunk.text is not None else "".join(f" {token}" for token in chunk.token_ids)
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    typer.echo(_text_or_ids(chunk), nl=False)
 
 
-def _text_or_ids(completion: "CompletionOutput") -> str:
-    return completion.text if completion.text is not None else "".join(f" {token}" for token in completion.token_ids)
+def _text_or_ids(output: "CompletionOutput | StreamChunk") -> str:
+    return output.text if output.text is not None else "".join(f" {token}" for token in output.token_ids)
 
 
 def _document(output: "RequestOutput", check: bool, difference: dict[str, Any] | None) -> dict[str, Any]:

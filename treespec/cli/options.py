@@ -95,11 +95,7 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
     if prompt is not None and file is not None:
         raise usage_error(f"both a PROMPT and --file {file} were given; drop one of them")
     if prompt is not None:
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:  # Python's surrogate escapes of undecodable argument bytes
-            raise usage_error(f"the PROMPT is not UTF-8 at character {error.start}: {prompt[:40]!r}") from None
-        return prompt
+        return _decoded(prompt)
     piped = file is None or file == "-"
     if piped and sys.stdin is None:
         raise usage_error("no prompt: stdin is closed; give PROMPT or --file F, or pipe it in")
@@ -114,6 +110,20 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
     if not text:
         raise usage_error(f"the prompt from {source} is empty; give at least one token")
     return text
+
+
+def _decoded(prompt: str) -> str:
+    """Decode an argument's bytes as UTF-8 if the locale, such as C, could not decode them."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:  # Python's surrogate escapes of undecodable bytes
+        try:
+            return os.fsencode(prompt).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise usage_error(
+                f"the PROMPT is not UTF-8: {error.reason} at byte {error.start}: {prompt[:40]!r}"
+            ) from None
+    return prompt
 
 
 class Target(NamedTuple):

@@ -13,6 +13,7 @@ from tests.commands import run
 from tests.models import embedded_draft, open_llm
 from treespec import LLM, SamplingParams
 from treespec.errors import ConfigError, ModelError, RequestError
+from treespec.text.prompt_tokenizer import load_tokenizer
 from treespec_weights import CheckpointError
 from treespec_weights.verify import verify_checkpoint
 
@@ -148,6 +149,26 @@ def test_the_last_message_can_be_continued(llm: LLM) -> None:
         llm.chat(begun, SHORT, continue_final_message=True)
     with pytest.raises(RequestError, match="of role 'user'"):
         llm.chat([USER], SHORT, **options)
+
+
+def test_a_chat_ends_where_its_template_ends_a_turn(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "model")
+    tokenizer = load_tokenizer(None, folder)
+    tokenizer.add_tokens(["numer"], special_tokens=True)
+    llm, end = open_llm(folder, tokenizer=tokenizer), tokenizer.convert_tokens_to_ids("numer")
+    always = SamplingParams(max_tokens=4, logit_bias={end: 100.0})
+    for written, tokens in (
+        ("numer", [end]),
+        (" numer\n<|endoftext|>", [end]),
+        ("", [end] * 4),
+        ("{{ raise_exception('no answers') if messages[1:] }}numer", [end] * 4),
+        ("<|endoftext|>\nnumer", [end] * 4),  # already an end token of the model
+        ("numer<|endoftext|>", [end] * 4),  # which comes next
+    ):
+        template = "{% for m in messages %}{{ m.role }}: {{ m.content }}" + written + "{% endfor %}"
+        (output,) = llm.chat([USER], always, chat_template=template)
+        assert output.outputs[0].token_ids == tokens
+    assert llm.generate("numer", always)[0].outputs[0].token_ids == [end] * 4
 
 
 def test_one_bad_conversation_leaves_the_others_alone(llm: LLM) -> None:

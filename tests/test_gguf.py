@@ -280,6 +280,20 @@ def test_end_tokens_and_sampling_parameters(tmp_path: Path) -> None:
     assert (params.temperature, params.top_k) == (0.5, 9)
 
 
+def test_control_tokens_that_end_a_turn_by_their_name(tmp_path: Path) -> None:
+    """Ids in the metadata come first."""
+    tokens = {"<|endoftext|>": 3, "a": 1, "<|im_end|>": 3, "</s>": 4, "<|end|>": 3, "<|im_start|>": 3}
+
+    def ends(names: dict[str, int], **more: Any) -> tuple[int, ...]:
+        vocabulary = {"tokens": list(names), "token_type": list(names.values())} | more
+        metadata = {f"tokenizer.ggml.{key}": value for key, value in vocabulary.items()}
+        return ModelConfig.from_hf(write_gguf(tmp_path / "m.gguf", llama(), tokenizer=metadata)).eos_token_ids
+
+    assert ends(tokens) == (0, 2, 4)
+    assert ends(tokens, eos_token_id=4, eos_token_ids=[4, 1]) == (4, 1, 0, 2)
+    assert ends(tokens | {"<|return|>": 3}) == (0, 2, 6), "<|end|>, which ends a message of a turn here"
+
+
 # --- which file
 
 

@@ -67,16 +67,19 @@ class RequestFactory:
         """Return the samples of a prompt. For an invalid prompt, return its finished output with the error."""
         given = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         text, tokens = given if isinstance(given, str) else None, []
-        request_id = new_request_id()
+        request_id, ends = new_request_id(), self.eos_token_ids
         try:
             if isinstance(prompt, Conversation):
                 assert self.tokenizer is not None, "conversations are made for a tokenizer"
                 text = prompt.render(self.tokenizer.own)
+                ends += prompt.turn_end(self.tokenizer, ends)
                 prompt = tokenization.encode(self.tokenizer, text, special=False)
             tokens = self._encode(prompt, tokenization)
             self._check(tokens, params)
             seed = params.seed if params.seed is not None or params.temperature == 0 else self.draw_seed()
-            samples = [self._request(request_id, tokens, text, params, spec, seed, i, stream) for i in range(params.n)]
+            samples = [
+                self._request(request_id, tokens, text, params, spec, seed, i, stream, ends) for i in range(params.n)
+            ]
         except RequestError as error:
             failed = Request(tokens, params, spec, text, error=str(error), finish_reason="error")
             failed.request_id, failed.seed = request_id, params.seed
@@ -97,11 +100,12 @@ class RequestFactory:
         seed: int | None,
         sample: int,
         stream: bool,
+        ends: tuple[int, ...],
     ) -> Request:
         if -1 in (params.logprobs, params.prompt_logprobs):
             counts = [self.vocab_size if count == -1 else count for count in (params.logprobs, params.prompt_logprobs)]
             params = replace(params, logprobs=counts[0], prompt_logprobs=counts[1])
-        request = Request(tokens, params, spec, text, eos_token_ids=self.eos_token_ids, seed=seed)
+        request = Request(tokens, params, spec, text, eos_token_ids=ends, seed=seed)
         request.output_id, request.sample = request_id, sample
         request.request_id = request_id if params.n == 1 else f"{request_id}.{sample}"
         room = self.max_model_len - len(tokens)

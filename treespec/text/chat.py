@@ -1,12 +1,15 @@
 """Render chat prompts with the tokenizer's chat template."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from treespec.errors import ConfigError, RequestError, describe_error, safe_repr
+from treespec.text.prompt_tokenizer import UserTokenizer
 
 Message = Mapping[str, Any]
+
+_ANSWER = "treespec"  # of a conversation that is rendered to see what follows an answer
 
 
 class Conversation(NamedTuple):
@@ -55,6 +58,24 @@ class Conversation(NamedTuple):
         if not isinstance(text, str):
             raise RequestError(f"the chat template made {type(text).__name__}, not one text")
         return text
+
+    def turn_end(self, tokenizer: UserTokenizer, known: Collection[int]) -> tuple[int, ...]:
+        """Return the token with which the template ends an assistant's turn, or () if that is a `known` end token.
+
+        It is in the first word with added tokens after the answer of a rendered conversation. Some templates write the
+        end of a text after the end of the turn, in another line.
+        """
+        turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+        answered = self._replace(messages=turn, add_generation_prompt=False, continue_final_message=False)
+        try:
+            text = answered.render(tokenizer.own)
+        except RequestError:  # the template takes only other conversations
+            return ()
+        added = getattr(tokenizer.own, "added_tokens_decoder", {})
+        for word in text.partition(_ANSWER)[2].split():
+            if ends := [token for token in tokenizer.encode(word, special=False) if token in added]:
+                return () if not {*ends}.isdisjoint(known) else (ends[0],)
+        return ()
 
 
 def _to_template_format(message: Message) -> Message:

@@ -11,6 +11,7 @@ from treespec_weights.families.llama import LLAMA
 from treespec_weights.families.phi3 import PHI3
 from treespec_weights.families.qwen import QWEN2, QWEN3
 from treespec_weights.gguf.reader import GgufFile
+from treespec_weights.gguf.tokenizer import turn_ends
 from treespec_weights.rules import FamilyRules
 
 # llama.cpp's architectures. Mistral's dense models are "llama" too: their sliding windows are not stored, and
@@ -116,6 +117,8 @@ def generation_config(file: GgufFile) -> dict[str, Any]:
 def _special_tokens(file: GgufFile) -> dict[str, Any]:
     """Return the ids of special tokens; the end tokens of texts, turns and messages all end generation."""
     ends = [file.metadata.get(f"tokenizer.ggml.{key}") for key in _END_TOKENS]
+    more = file.metadata.get("tokenizer.ggml.eos_token_ids")
+    ends += [*(more if isinstance(more, list) else []), *turn_ends(file)]
     ids = list(dict.fromkeys(token for token in ends if type(token) is int))
     return {
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),

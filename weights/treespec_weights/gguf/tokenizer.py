@@ -50,6 +50,11 @@ _RULES: Mapping[str, _Rule] = {
 
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # token types; ordinary ones are 1, unknown 2, bytes 6
 _ORDINARY = 1
+_TURN_ENDS = (
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<turn|>", "<|tool_response>", "<end_of_utterance>"),
+    *("<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<EOT>", "_<EOT>", "[EOT]", "[e~[", "[EOS]"),
+    *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
+)
 _SPACE = "\u2581"
 _TEMPLATE = "chat_template.jinja"
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
@@ -108,6 +113,19 @@ def tokenizer_config(file: GgufFile) -> dict[str, Any]:
         if (parent / _TEMPLATE).exists():
             config["chat_template"] = file_inside(parent, _TEMPLATE).read_text(encoding="utf-8")
     return config
+
+
+def turn_ends(file: GgufFile) -> list[int]:
+    """Return the ids of control tokens whose name ends a turn or text; many files declare only one of them.
+
+    llama.cpp also ends at tokens with these names that are not control tokens, such as the "</s>" of HTML.
+    """
+    tokens, types = (file.metadata.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
+    if not isinstance(tokens, list) or not isinstance(types, list):
+        return []
+    controls = {id: token for id, (token, kind) in enumerate(zip(tokens, types, strict=False)) if kind == _CONTROL}
+    has_parts = any(name in controls.values() for name in ("<|return|>", "<|flush|>"))  # which "<|end|>" ends
+    return [id for id, token in controls.items() if token in _TURN_ENDS and not (has_parts and token == "<|end|>")]
 
 
 def _byte_level(file: GgufFile, tokens: Sequence[str], types: Sequence[int]) -> Any:

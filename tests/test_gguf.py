@@ -150,6 +150,62 @@ def test_a_file_is_the_model_of_its_folder(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(weights[key], tensor, rtol=0, atol=2e-7 if key.endswith("norm") else 0)
 
 
+SCALED = [  # metadata; what they divide frequencies and multiply magnitudes by in llama.cpp
+    ("llama, biases", {"rope__scaling__factor": 4.0}, 4, 1),
+    ("llama, biases", {"rope__scale_linear": 4.0}, 4, 1),
+    ("llama, biases", {"rope__scaling__type": "none", "rope__scaling__factor": 4.0}, 1, 1),
+    ("llama, biases", {"rope__scaling__factor": 4.0, "rope__scaling__attn_factor": 0.5}, 4, 0.5),
+    ("llama 3.1", {"rope__scaling__factor": 4.0, "rope__scaling__attn_factor": 0.5}, 4, 0.5),
+    ("qwen2, yarn", {"rope__scaling__attn_factor": 0.5}, 1, 0.5),
+    ("phi3, partial", {"rope__scaling__attn_factor": 0.5}, 1, 0.5),
+    ("phi3, longrope", {"rope__scaling__factor": 4.0}, 4, 1),
+    ("gemma3", {"rope__scaling__type": None, "rope__scaling__factor": 16.0}, 2, 1),  # 8 before
+]
+
+
+@pytest.mark.parametrize("name, metadata, divisor, magnitude", SCALED)
+def test_scaled_rotations(
+    name: str, metadata: dict[str, Any], divisor: float, magnitude: float, tmp_path: Path
+) -> None:
+    folder = folder_of(name)
+    plain, scaled = (
+        ModelConfig.from_hf(write_gguf(tmp_path / "m.gguf", folder, **more)).ropes for more in ({}, metadata)
+    )
+    rotated = plain[-1].inv_freq > 0
+    assert torch.equal(scaled[-1].inv_freq * divisor, plain[-1].inv_freq)
+    assert torch.equal(scaled[-1].scale, torch.where(rotated, plain[-1].scale * magnitude, 1.0))
+    for rope, expected in zip(scaled[:-1], plain[:-1], strict=True):  # of sliding windows
+        assert torch.equal(rope.inv_freq, expected.inv_freq)
+
+
+@pytest.mark.parametrize(
+    "name, metadata, message",
+    [
+        (
+            "llama 3.1",
+            {"rope__scaling__type": "yarn", "rope__scaling__factor": 2.0},
+            "'yarn' together with 'rope_freqs.weight' is not supported",
+        ),
+        ("gemma3", {"rope__scaling__attn_factor": 0.5}, r"attn_factor': 0\.5 is not supported for gemma3"),
+    ],
+)
+def test_rotations_that_no_config_expresses(name: str, metadata: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", folder_of(name), **metadata)
+    with pytest.raises(CheckpointError, match=message):
+        ModelConfig.from_hf(path)
+
+
+def test_unknown_metadata_of_rotations_are_announced_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    more = {"rope__scaling__alpha": 2.0, "rope__scaling__finetuned": True, "rope__freq_base_swa": 5.0}
+    path = write_gguf(tmp_path / "m.gguf", llama(), **more)
+    open_llm(path, [path])
+    [line] = [record.getMessage() for record in caplog.records if "rope" in record.getMessage()]
+    assert line.endswith(
+        "m.gguf: ignoring rope.scaling.alpha=2.0, rope.freq_base_swa=5.0, which treespec does not know for this "
+        "architecture"
+    )
+
+
 PUBLISHED = {  # what transformers takes from its own defaults, and not from the file
     "llama": {},
     "qwen2": {},
@@ -423,6 +479,7 @@ def test_damaged_files(damage: Callable[[Path], object], message: str, tmp_path:
             "rope_factors_long.weight, or rope_freqs.weight, with half",
         ),
         ({"rope__scaling__type": "linear"}, CheckpointError, "'llama.rope.scaling.factor': missing"),
+        ({"rope__scale_linear": -2.0}, CheckpointError, "'llama.rope.scale_linear': -2.0 is not a positive number"),
         (
             {"feed_forward_length": [256, 128]},
             CheckpointError,

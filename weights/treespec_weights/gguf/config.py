@@ -1,6 +1,10 @@
 """Translate a GGUF file's metadata to the config.json and generation_config.json of the same model."""
 
+import functools
+import logging
+import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +17,8 @@ from treespec_weights.families.qwen import QWEN2, QWEN3
 from treespec_weights.gguf.reader import GgufFile
 from treespec_weights.gguf.tokenizer import turn_ends
 from treespec_weights.rules import FamilyRules
+
+logger = logging.getLogger("treespec")
 
 # llama.cpp's architectures. Mistral's dense models are "llama" too: their sliding windows are not stored, and
 # llama.cpp computes full attention as well.
@@ -36,6 +42,12 @@ _SIZES = {
 }
 _CHANGES_LAYERS = ("expert_count", "attention.scale", "embedding_scale", "logit_scale", "residual_scale")
 _END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_ROPE_FACTORS = ("rope.scaling.factor", "rope.scale_linear")  # the second is older
+_ROPE_KEYS = (
+    *("rope.freq_base", "rope.dimension_count", "rope.scaling.type", "rope.scaling.attn_factor"),
+    *("rope.scaling.original_context_length", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
+    "rope.scaling.finetuned",  # changes nothing
+)
 _SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -183,40 +195,65 @@ def _positions(file: GgufFile, config: Mapping[str, Any], problems: list[Problem
     elif rotated != head_dim:
         message = f"{rotated!r} of {head_dim} dimensions of a head are rotated, which is not supported for {arch}"
         problems.append(Problem("config", repr(f"{arch}.rope.dimension_count"), message))
-    kind, factors = file.value("rope.scaling.type") or "none", [_factors(file, name) for name in FACTORS]
-    frequencies, short, long = factors
-    if kind in ("linear", "yarn"):
-        rope |= {"rope_type": kind, "factor": _positive(file, "rope.scaling.factor", None, problems)}
-    elif kind not in ("none", "longrope"):
+    half = rotated // 2 if type(rotated) is int else 0
+    key = next((key for key in _ROPE_FACTORS if file.value(key)), _ROPE_FACTORS[0])
+    kind = file.value("rope.scaling.type") or ("linear" if file.value(key) else "none")
+    if kind not in ("none", "linear", "yarn", "longrope"):
         message = f"{kind!r} is not supported; supported: none, linear, yarn, longrope"
         problems.append(Problem("config", repr(f"{arch}.rope.scaling.type"), message))
-    if kind == "yarn":
-        original = file.value("rope.scaling.original_context_length")
-        rope |= {} if original is None else {"original_max_position_embeddings": original}
-        betas = {name: file.value(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
-        rope |= {name: value for name, value in betas.items() if value is not None}
-    lengths = {len(each) for each in factors if each is not None} - {rotated // 2 if type(rotated) is int else 0}
+    # As in llama.cpp, the factor also applies to longrope, and the magnitude to every type, on top of yarn's own.
+    factor = 1.0 if kind == "none" else _positive(file, key, None if kind in ("linear", "yarn") else 1.0, problems)
+    magnitude = _positive(file, "rope.scaling.attn_factor", 1.0, problems)
+    frequencies, short, long = factors = [_factors(file, name) for name in FACTORS]
+    lengths = {len(each) for each in factors if each is not None} - {half}
+    original = file.value("rope.scaling.original_context_length")
     if lengths or (short is None) != (long is None) or (kind == "longrope" and short is None):
         message = f"expected {' and '.join(FACTORS[1:])}, or {FACTORS[0]}, with half of {rotated!r} values"
         problems.append(Problem("missing", "'rope_factors'", message))
-    elif frequencies or (short and long):
+    elif kind == "yarn" and (frequencies or short):
+        message = f"'yarn' together with {FACTORS[0] if frequencies else FACTORS[1]!r} is not supported"
+        problems.append(Problem("config", repr(f"{arch}.rope.scaling.type"), message))
+    elif kind == "yarn":
+        rope |= {"rope_type": kind, "factor": factor}
+        rope |= {} if original is None else {"original_max_position_embeddings": original}
+        betas = {name: file.value(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
+        rope |= {name: value for name, value in betas.items() if value is not None}
+        if magnitude != 1:
+            rope["attention_factor"] = magnitude * (1 + 0.1 * math.log(max(factor, 1)))
+    elif frequencies or short or magnitude != 1:
         # Llama 3's scaling is stored as the resulting factors. Written as longrope, which can express any factors.
+        ones = [1.0] * half
+        longest = config["max_position_embeddings"]
+        original = original if type(original) is int and original > 0 else longest
         rope |= {
             "rope_type": "longrope",
-            "short_factor": frequencies or short,
-            "long_factor": frequencies or long,
-            "attention_factor": 1.0 if frequencies else _positive(file, "rope.scaling.attn_factor", 1.0, problems),
+            "short_factor": [factor * each for each in frequencies or short or ones],
+            "long_factor": [factor * each for each in frequencies or long or ones],
+            "attention_factor": magnitude,
+            "original_max_position_embeddings": original,
+            "factor": longest / original,
         }
-        longest = config["max_position_embeddings"]
-        original = file.value("rope.scaling.original_context_length")
-        original = original if type(original) is int and original > 0 else longest
-        rope |= {"original_max_position_embeddings": original, "factor": longest / original}
         if arch == "phi3":
             keys["original_max_position_embeddings"] = original
+    elif kind == "linear":
+        rope |= {"rope_type": kind, "factor": factor}
     if arch == "gemma3":
+        if magnitude != 1:
+            message = f"{magnitude!r} is not supported for {arch}"
+            problems.append(Problem("config", repr(f"{arch}.rope.scaling.attn_factor"), message))
         theta = _positive(file, "rope.freq_base_swa", 10000.0, problems)
         rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": theta}}
+    known = {*_ROPE_KEYS, *_ROPE_FACTORS, *(("rope.freq_base_swa",) if arch == "gemma3" else ())}
+    own = {key.removeprefix(f"{arch}."): value for key, value in file.metadata.items()}
+    if unknown := [f"{key}={own[key]!r}" for key in own if key.startswith("rope.") and key not in known]:
+        _warn_ignored(file.path, ", ".join(unknown))
     return keys | {"rope_parameters": rope}
+
+
+@functools.cache
+def _warn_ignored(path: Path, keys: str) -> None:
+    """Warn once per file, because its config is read several times."""
+    logger.warning("%s: ignoring %s, which treespec does not know for this architecture", path, keys)
 
 
 def _factors(file: GgufFile, name: str) -> list[float] | None:

@@ -69,6 +69,18 @@ def test_options_of_the_template(llm: LLM) -> None:
     assert output.prompt == "Q: def add(a, b):\nA:"
 
 
+def test_tools_that_the_template_does_not_read_are_announced_once(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    tool = {"type": "function", "function": {"name": "look"}}
+    for read in ("{{ tools[0].function.name }}", "{% if tools %}look{% endif %}", "no tools"):
+        for tools in ([tool], [tool]) if "[0]" in read else (None, [], [tool], [tool]):
+            llm.chat([USER], SHORT, tools=tools, chat_template=read + "{{ messages[0].content }}")
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line == (
+        "tools=... has no effect: the chat template 'no tools{{ messages[0].content }}' does not read it; give "
+        "chat_template=... that does, or leave it out"
+    )
+
+
 PARTS = {"role": "user", "content": [{"type": "text", "text": "def add"}, "(a, b):"]}
 
 

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tests.gguf_files import finish, metadata_of, write_gguf
 from tests.models import greedy, make_llama, open_llm
 from tests.tokenizers_made import save_tokenizer
-from treespec.errors import ConfigError
+from treespec.errors import ConfigError, RequestError
 from treespec.text.prompt_tokenizer import load_tokenizer
 from treespec_weights import CheckpointError, convert_checkpoint, read_vocabulary
 from treespec_weights.codec import Codec
@@ -194,6 +194,23 @@ def test_generating_and_chatting(tmp_path: Path) -> None:
     converted = load_tokenizer(None, tmp_path / "new")
     assert converted.get_vocab() == llm.get_tokenizer().get_vocab() and converted.chat_template == TEMPLATE
     assert converted.encode("def f(x):") == tokenizer.encode("def f(x):").ids
+
+
+@pytest.mark.parametrize("default", [TEMPLATE, None])
+def test_named_chat_templates(default: str | None, tmp_path: Path) -> None:
+    tokenizer = byte_level("smollm")
+    folder = make_llama(tmp_path / "folder", 0, vocab_size=tokenizer.get_vocab_size(), num_hidden_layers=1)
+    metadata = metadata_of(json.loads(tokenizer.to_str())) | {"tokenizer.ggml.pre": "smollm"}
+    metadata |= {"tokenizer.chat_template": default} if default else {}
+    metadata |= {"tokenizer.chat_templates": ["tool_use"], "tokenizer.chat_template.tool_use": "{{ tools[0].name }}"}
+    llm = open_llm(write_gguf(tmp_path / "m.gguf", folder, tokenizer=metadata))
+    messages = [{"role": "user", "content": "hi"}]
+    assert llm.chat(messages, greedy(1), tools=[{"name": "look"}])[0].prompt == "look"
+    if default:
+        assert llm.chat(messages, greedy(1))[0].prompt == "<|start|>user: hi<|end|>"
+    else:
+        with pytest.raises(RequestError, match=r"multiple chat templates with no default.*\['tool_use'\]"):
+            llm.chat(messages, greedy(1))
 
 
 def test_a_tokenizer_beside_the_file_comes_first(tmp_path: Path) -> None:

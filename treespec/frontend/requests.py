@@ -72,6 +72,7 @@ class RequestFactory:
             if isinstance(prompt, Conversation):
                 assert self.tokenizer is not None, "conversations are made for a tokenizer"
                 text = prompt.render(self.tokenizer.own)
+                prompt.warn_unread_tools(self.tokenizer.own, text)
                 ends += prompt.turn_end(self.tokenizer, ends)
                 prompt = tokenization.encode(self.tokenizer, text, special=False)
             tokens = self._encode(prompt, tokenization)

@@ -1,11 +1,15 @@
 """Render chat prompts with the tokenizer's chat template."""
 
+import functools
 import json
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from treespec.errors import ConfigError, RequestError, describe_error, safe_repr
 from treespec.text.prompt_tokenizer import UserTokenizer
+
+logger = logging.getLogger("treespec")
 
 Message = Mapping[str, Any]
 
@@ -59,6 +63,16 @@ class Conversation(NamedTuple):
             raise RequestError(f"the chat template made {type(text).__name__}, not one text")
         return text
 
+    def warn_unread_tools(self, tokenizer: Any, text: str) -> None:
+        """Warn once per template if the rendered `text` does not depend on the tools."""
+        if self.tools:
+            try:
+                unread = self._replace(tools=None).render(tokenizer) == text
+            except RequestError:  # the template needs tools
+                return
+            if unread:
+                _warn_unread_tools(str(self.chat_template or tokenizer.chat_template))
+
     def turn_end(self, tokenizer: UserTokenizer, known: Collection[int]) -> tuple[int, ...]:
         """Return the token with which the template ends an assistant's turn, or () if that is a `known` end token.
 
@@ -76,6 +90,16 @@ class Conversation(NamedTuple):
             if ends := [token for token in tokenizer.encode(word, special=False) if token in added]:
                 return () if not {*ends}.isdisjoint(known) else (ends[0],)
         return ()
+
+
+@functools.cache
+def _warn_unread_tools(template: str) -> None:
+    """Warn once per template, because applications give the same tools in every call."""
+    logger.warning(
+        "tools=... has no effect: the chat template %s does not read it; give chat_template=... that does, or leave it "
+        "out",
+        safe_repr(template[:60]),
+    )
 
 
 def _to_template_format(message: Message) -> Message:

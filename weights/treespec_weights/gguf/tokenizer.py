@@ -95,16 +95,22 @@ def tokenizer_json(file: GgufFile) -> dict[str, Any]:
 
 
 def tokenizer_config(file: GgufFile) -> dict[str, Any]:
-    """Return the tokenizer_config.json of a GGUF file, with its chat template; files beside it take precedence."""
+    """Return the tokenizer_config.json of a GGUF file, with its chat templates; files beside it take precedence."""
     tokens = file.metadata.get("tokenizer.ggml.tokens") or []
     config: dict[str, Any] = {"tokenizer_class": "TokenizersBackend", "clean_up_tokenization_spaces": False}
     for name, key in _SPECIAL.items():
         token = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
         if type(token) is int and 0 <= token < len(tokens):
             config[name] = tokens[token]
-    template = file.metadata.get("tokenizer.chat_template")
-    if template is not None:
-        config["chat_template"] = template
+    templates = {
+        name.lstrip(".") or "default": template
+        for key, template in file.metadata.items()
+        if (name := key.removeprefix("tokenizer.chat_template")) != key and name[:1] in ("", ".")
+    }
+    if templates.keys() == {"default"}:
+        config["chat_template"] = templates["default"]
+    elif templates:  # as transformers stores several
+        config["chat_template"] = [{"name": name, "template": template} for name, template in templates.items()]
     parent = file.path.parent
     if has_json(parent, "tokenizer.json"):
         if has_json(parent, "tokenizer_config.json"):

@@ -10,13 +10,21 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedTokenizerFast, StoppingCriteria, TextIteratorStreamer, pipeline
+from transformers import (
+    GenerationConfig,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PreTrainedTokenizerFast,
+    StoppingCriteria,
+    TextIteratorStreamer,
+    pipeline,
+)
 
 import treespec.hf
 from tests.architectures import VOCAB, make_model
 from tests.models import add_noise
 from tests.tokenizers_made import letters
-from treespec import SpecConfig
+from treespec import LLM, SpecConfig
 from treespec.errors import ConfigError, ModelError, RequestError
 
 PAD = 2
@@ -226,6 +234,42 @@ def test_what_cannot_be_accelerated(model: Any) -> None:
     defaults.generation_config.stop_strings = ["a"]
     with pytest.raises(ConfigError, match=r"generation_config\.stop_strings"):
         defaults.generate(**inputs(), max_new_tokens=4)
+
+
+def test_prepared_inputs_are_refused(draft: Any) -> None:
+    """As peft sets a soft prompt while it generates, or as a class of the user's; what it prepares would be ignored."""
+    model, given = treespec.hf.accelerate(make_model("stablelm")), inputs()
+    own = model.prepare_inputs_for_generation
+
+    def with_soft_prompt(*args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs)
+
+    class Prepares(type(model)):  # type: ignore[misc]
+        prepare_inputs_for_generation = with_soft_prompt
+
+    model.prepare_inputs_for_generation = with_soft_prompt
+    refused = pytest.raises(ModelError, match=rf"code of {__name__}, as for soft prompts .* treespec\.hf\.restore")
+    with refused:
+        model.generate(**given, max_new_tokens=4, pad_token_id=PAD)
+    with refused:
+        treespec.hf.accelerate(Prepares(model.config).eval())
+    with refused:
+        LLM(Prepares(model.config).eval(), [])
+    model.prepare_inputs_for_generation = own  # as peft leaves it
+    draft.prepare_inputs_for_generation = with_soft_prompt  # of a draft: it changes no token
+    found = model.generate(**given, assistant_model=draft, max_new_tokens=4, pad_token_id=PAD)
+    del draft.prepare_inputs_for_generation
+    assert torch.equal(found, by_transformers(model, given, max_new_tokens=4))
+
+
+def test_inputs_prepared_by_transformers_itself() -> None:
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": PAD}
+    torch.manual_seed(0)
+    model = treespec.hf.accelerate(Phi3ForCausalLM(Phi3Config(**sizes, **heads)).eval())
+    assert "prepare_inputs_for_generation" in vars(Phi3ForCausalLM)
+    wanted = by_transformers(model, inputs(), max_new_tokens=8)
+    assert torch.equal(model.generate(**inputs(), max_new_tokens=8, pad_token_id=PAD, do_sample=False), wanted)
 
 
 def test_another_loop_is_left_to_transformers(accelerated: Any, caplog: pytest.LogCaptureFixture) -> None:

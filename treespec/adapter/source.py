@@ -96,7 +96,10 @@ class Source:
 
         kind = type(model).__name__
         if not isinstance(model, PreTrainedModel):
-            raise ModelError(f"{kind} is not a transformers model; valid: a causal PreTrainedModel")
+            raise ModelError(
+                f"{kind} is not a transformers model; valid: a causal PreTrainedModel (of peft: merge_and_unload() of "
+                "an adapter, no soft prompt)"
+            )
         if model.training:
             raise ModelError(f"{kind} is in training mode, where dropout is random; call model.eval() first")
         if getattr(model, "is_quantized", False):
@@ -177,6 +180,21 @@ class Source:
         if problems:
             raise CheckpointError(self.folder, problems)
         return model.eval()
+
+
+def check_inputs(model: nn.Module) -> None:
+    """Raise ModelError if code outside of transformers prepares a model's inputs: passes read token ids only.
+
+    peft replaces the method during `generate` with a soft prompt; other adapters leave it as it is.
+    """
+    method = getattr(model, "prepare_inputs_for_generation", None)
+    module = getattr(method, "__module__", None)
+    if method is not None and not str(module).startswith("transformers."):
+        raise ModelError(
+            f"{type(model).__name__}: its prepare_inputs_for_generation is code of {module}, as for soft prompts "
+            "(prompt, prefix or p-tuning of peft), but token trees read token ids only; use transformers' own loop: "
+            "treespec.hf.restore(model), no custom_generate="
+        )
 
 
 @contextmanager

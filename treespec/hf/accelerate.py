@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from treespec.adapter.source import Source
+from treespec.adapter.source import Source, check_inputs
 from treespec.config import SpecConfig
 from treespec.errors import ConfigError
 from treespec.hf.checks import check_drafts, check_streamer
@@ -51,6 +51,7 @@ def accelerate(
         ModelError: an unsupported model; the full check happens at the first call.
     """
     Source.from_model(model)
+    check_inputs(model)
     check_drafts(drafts)
     SpecConfig.resolve(spec, SpecConfig())
     replaced = model.__dict__.get("generate")

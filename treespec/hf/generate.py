@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from treespec.adapter.source import Source
+from treespec.adapter.source import Source, check_inputs
 from treespec.config import SpecConfig
 from treespec.errors import RequestError
 from treespec.hf.checks import (
@@ -107,6 +107,7 @@ def _generate(
     """Run `generate`. The caller ends the streamer."""
     processors, criteria = list(logits_processor or ()), list(stopping_criteria or ())
     check_config(generation_config, processors, criteria, len(input_ids))
+    check_inputs(model)
     prompts = read_prompts(input_ids, model_kwargs)
     resolved = SpecConfig.resolve(spec, SpecConfig())
     most = generation_config.max_length - input_ids.shape[1]

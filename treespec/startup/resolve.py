@@ -10,7 +10,7 @@ from torch import nn
 
 from treespec.adapter.make_decoder import check_adapter_options, read_model
 from treespec.adapter.mtp import MtpForm
-from treespec.adapter.source import Source
+from treespec.adapter.source import Source, check_inputs
 from treespec.adapter.trace import AdapterConfig
 from treespec.config import ModelConfig, SpecConfig
 from treespec.drafters.base import Drafter
@@ -154,6 +154,8 @@ def _read_models(
     """Read the configs of the target and of the draft models, and the forms of the heads, allowed by `spec`."""
     model, length, backend = options.model, options.max_model_len, options.backend
     target = read_model(model if isinstance(model, nn.Module) else resolve_model(model), length, backend)
+    if isinstance(model, nn.Module):
+        check_inputs(model)
     places, drafters = resolve_drafts(model, options.drafts)
     names = [name for name, _ in places]
     spec.check_sources(names, bool(options.suffix_tokens), [drafter.name for drafter in drafters])

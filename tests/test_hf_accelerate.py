@@ -5,12 +5,14 @@ import logging
 import pickle
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    AutoModelForCausalLM,
     GenerationConfig,
     Phi3Config,
     Phi3ForCausalLM,
@@ -24,17 +26,18 @@ import treespec.hf
 from tests.architectures import VOCAB, make_model
 from tests.models import add_noise
 from tests.tokenizers_made import letters
-from treespec import LLM, SpecConfig
-from treespec.errors import ConfigError, ModelError, RequestError
+from treespec import LLM, SamplingParams, SpecConfig
+from treespec.errors import ConfigError, DraftError, ModelError, RequestError
 
 PAD = 2
 TREES = SpecConfig(nodes=16)
 pytestmark = pytest.mark.usefixtures("engines_start_quickly")
 
 
-def letter_tokenizer(size: int) -> Any:
-    """An ASCII character for every token."""
-    return PreTrainedTokenizerFast(tokenizer_object=letters([chr(31 + token) for token in range(size)]))
+def letter_tokenizer(size: int, turned: bool = False) -> Any:
+    """An ASCII character for every token, in descending order where it is turned."""
+    chars = [chr(31 + token) for token in range(size)]
+    return PreTrainedTokenizerFast(tokenizer_object=letters(chars[::-1] if turned else chars))
 
 
 @pytest.fixture(scope="module")
@@ -165,13 +168,51 @@ def test_an_assistant_is_a_draft(accelerated: Any, draft: Any) -> None:
     assert set(metrics.accepted_by_source) == set(metrics.accepted_only_by_source)
 
 
-def test_an_assistant_with_another_tokenizer(accelerated: Any, draft: Any, tokenizer: Any) -> None:
-    options = {"max_new_tokens": 4, "pad_token_id": PAD, "assistant_model": draft, "tokenizer": tokenizer}
-    wanted = by_transformers(accelerated, inputs(), max_new_tokens=4)
-    same = accelerated.generate(**inputs(), assistant_tokenizer=letter_tokenizer(VOCAB), **options)
-    assert torch.equal(same, wanted)
-    with pytest.raises(ConfigError, match=r"assistant_tokenizer: .* drafts=\[\.\.\.\]"):
-        accelerated.generate(**inputs(), assistant_tokenizer=letter_tokenizer(VOCAB - 5), **options)
+@pytest.mark.parametrize("kind", ["same", "padded", "translated"])
+def test_an_assistant_and_its_tokenizer(
+    kind: str, accelerated: Any, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Given with the call, as neither model was loaded from a folder."""
+    assistant = make_model("stablelm", vocab_size=VOCAB + 40 * (kind == "padded"))
+    own = letter_tokenizer(VOCAB, turned=kind == "translated")
+    options = {"max_new_tokens": 12, "pad_token_id": PAD, "assistant_model": assistant}
+    with caplog.at_level(logging.INFO, "treespec"):
+        found = accelerated.generate(**inputs(), tokenizer=tokenizer, assistant_tokenizer=own, **options)
+    assert f"(in-memory StableLmForCausalLM): {kind}" in caplog.text
+    assert torch.equal(found, by_transformers(accelerated, inputs(), max_new_tokens=12))
+
+
+@pytest.mark.parametrize("kind", ["padded", "translated"])
+@pytest.mark.parametrize("place", ["folder", "hub cache"])
+def test_tokenizers_that_models_in_memory_were_loaded_with(
+    place: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    models = []
+    for name, size in (("target", VOCAB), ("draft", VOCAB + 40)):
+        folder = tmp_path / f"models--owner--{name}" / "snapshots" / ("0" * 40)
+        make_model("stablelm", vocab_size=size).save_pretrained(folder)
+        letter_tokenizer(VOCAB, turned=(kind, name) == ("translated", "draft")).save_pretrained(folder)
+        models.append(AutoModelForCausalLM.from_pretrained(folder).eval())
+        if place == "hub cache":
+            models[-1].config.name_or_path, models[-1].config._commit_hash = f"owner/{name}", folder.name
+    llm = LLM(models[0], models[1:], TREES)
+    [connection] = llm.stats()["draft_vocabularies"].values()
+    assert connection.startswith(kind)
+    given = inputs()["input_ids"]
+    [output] = llm.generate(given[0], SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True))
+    wanted = by_transformers(models[0], inputs(), max_new_tokens=12, eos_token_id=None)
+    assert output.outputs[0].token_ids == wanted[0, 9:].tolist()
+
+
+def test_models_without_a_tokenizer_take_the_one_that_the_error_asks_for(model: Any, tokenizer: Any) -> None:
+    larger = make_model("stablelm", vocab_size=VOCAB + 40)
+    with pytest.raises(DraftError, match=r"drafts=\[\(draft, its tokenizer\)\], tokenizer="):
+        LLM(model, [larger])
+    llm = LLM(model, [(larger, tokenizer)], tokenizer=tokenizer)
+    assert llm.stats()["draft_vocabularies"] == {"StableLmForCausalLM": "padded"}
+    with pytest.raises(ConfigError, match=r"neither a folder"):
+        LLM(model, [("larger", tokenizer)])
 
 
 @pytest.mark.parametrize("place", ["call", "config"])

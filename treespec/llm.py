@@ -53,7 +53,8 @@ class LLM(VllmMethods):
         drafts: folders, GGUF files, hub ids, transformers models or `Drafter` objects. None means the SSMs that come
             with "embedded" or "smollm2", and no drafts with any other model; [] means no drafts. "mtp" is the MTP layer
             in the model's checkpoint. A draft may have another tokenizer than the model: its proposals are then
-            translated by token or by text; `stats()` tells which.
+            translated by token or by text; `stats()` tells which. The tokenizer of a draft in memory is that of the
+            folder it was loaded from, or given with it: (model, tokenizer).
         spec: how to speculate; calls may override it.
         tokenizer: a folder, or an object with `encode(text)` and `decode(ids)`, such as a tokenizer of transformers or
             tokenizers; None is that of the model's folder. Without one, prompts and outputs are token ids and `text` is
@@ -146,6 +147,7 @@ class LLM(VllmMethods):
             quantization=quantization,
             draft_quantization=draft_quantization,
             suffix_tokens=suffix_tokens,
+            tokenizer=tokenizer,
         )
         options = translate_options(options, eager, speculation)
         seed = checked("seed", to_python(seed))

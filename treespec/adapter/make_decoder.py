@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,13 +23,16 @@ BACKENDS = ("auto", "native", "transformers")
 _EXPERTS = re.compile(r"experts|moe", re.IGNORECASE)  # matches class names of mixture-of-experts modules
 
 
-def read_model(model: Path | nn.Module, max_model_len: int | None, backend: str) -> ModelConfig | Source:
+def read_model(
+    model: Path | nn.Module, max_model_len: int | None, backend: str, tokenizer: Any = None
+) -> ModelConfig | Source:
     """Read a model's config for the native decoder, or its source for transformers.
 
     Args:
         model: a folder, or a model in memory (transformers backend only).
         max_model_len: as in `ModelConfig.from_hf`.
         backend: "auto" prefers a native family.
+        tokenizer: as in `Source.from_model`.
 
     Raises:
         ConfigError: unknown backend, or the native backend for a model in memory.
@@ -39,7 +43,7 @@ def read_model(model: Path | nn.Module, max_model_len: int | None, backend: str)
     if isinstance(model, nn.Module):
         if backend == "native":
             raise ConfigError("backend='native' reads a folder; a model in memory runs with backend='transformers'")
-        return Source.from_model(model)
+        return Source.from_model(model, tokenizer)
     if backend == "transformers":
         return Source.from_folder(model)
     try:

@@ -1,11 +1,12 @@
 """Model sources of the adapter: a checkpoint folder or a model in memory."""
 
 import logging
+import os
 import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from treespec.errors import ModelError, describe_error
 from treespec_weights.checkpoint import Checkpoint
 from treespec_weights.errors import CheckpointError, Problem
 from treespec_weights.files import resolve_folder
-from treespec_weights.rules import read_config, read_generation_config
+from treespec_weights.hub import is_hub_id
+from treespec_weights.rules import CONFIG, read_config, read_generation_config
 
 logger = logging.getLogger("treespec")
 
@@ -37,6 +39,7 @@ class Source:
         max_positions: maximum context length.
         dtype: of the stored weights.
         eos_token_ids: tokens that end a text.
+        tokenizer: one given with a model in memory: an object, or a folder.
     """
 
     folder: Path
@@ -46,6 +49,7 @@ class Source:
     max_positions: int
     dtype: torch.dtype
     eos_token_ids: tuple[int, ...]
+    tokenizer: Any = None
 
     @property
     def name(self) -> str:
@@ -86,8 +90,8 @@ class Source:
         return cls._of(folder, config, None, read_generation_config(folder))
 
     @classmethod
-    def from_model(cls, model: nn.Module) -> "Source":
-        """Wrap a `PreTrainedModel` in memory, without modifying it.
+    def from_model(cls, model: nn.Module, tokenizer: Any = None) -> "Source":
+        """Wrap a `PreTrainedModel` in memory, without modifying it; `tokenizer` connects its vocabulary to others.
 
         Raises:
             ModelError: it is not a `PreTrainedModel`, is in training mode, or the adapter cannot run it.
@@ -109,7 +113,7 @@ class Source:
             raise ModelError(f"{kind} is spread over {sorted(map(str, places))}; the adapter needs one device")
         given = getattr(model, "generation_config", None)
         generation = {} if given is None else given.to_diff_dict()
-        return cls._of(Path(f"in-memory {kind}"), model.config, model, generation)
+        return replace(cls._of(Path(f"in-memory {kind}"), model.config, model, generation), tokenizer=tokenizer)
 
     @classmethod
     def _of(cls, folder: Path, config: Any, model: nn.Module | None, generation: dict[str, Any]) -> "Source":
@@ -132,6 +136,28 @@ class Source:
         ends = end_tokens(folder, generation.get("eos_token_id", text.eos_token_id))
         given = None if model is None else weakref.ref(model)
         return cls(folder, config, given, generation, positions, stored, ends)
+
+    def tokenizer_folder(self, new: Path) -> Path:
+        """Return a folder with the model's tokenizer, or `folder` if there is none.
+
+        For a model in memory, the given tokenizer precedes that of the folder or hub id that it was loaded from. An
+        object is saved to `new`.
+        """
+        if self.given is None:
+            return self.folder
+        if isinstance(self.tokenizer, str | os.PathLike):
+            return resolve_folder(Path(self.tokenizer))
+        if hasattr(self.tokenizer, "save_pretrained"):
+            self.tokenizer.save_pretrained(new)
+            return new
+        name = self.hf_config.name_or_path
+        if name and Path(name).is_dir():
+            return Path(name).resolve()
+        from huggingface_hub import try_to_load_from_cache
+
+        commit = getattr(self.hf_config, "_commit_hash", None)
+        cached = try_to_load_from_cache(name, CONFIG, revision=commit) if is_hub_id(name) else None
+        return Path(cached).parent if isinstance(cached, str) else self.folder
 
     def load(self, dtype: torch.dtype, device: torch.device) -> nn.Module:
         """Load the model in eval mode; an in-memory model is returned unchanged.

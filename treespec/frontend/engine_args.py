@@ -27,7 +27,6 @@ class EngineArgs(EngineOptions):
     `LLM(**dataclasses.asdict(args))` and `LLM.from_engine_args(args)` build the engine and check the values.
     """
 
-    tokenizer: Any = None
     generation_config: str | os.PathLike[str] = "auto"
     seed: int | None = None
     allowed_local_media_path: str | None = None

@@ -34,12 +34,14 @@ def accelerate(
 
     Arguments and results are those of transformers' `generate`: the same tokens if greedy, the same distribution if
     sampled. `streamer=` is supported and ended even on errors, `assistant_model=` becomes another draft, and
-    `tokenizer=` is used for `stop_strings=`. Unsupported features such as beam search raise an error. Calls may
-    override `drafts=`, `spec=` and `exact=`; calls with another `custom_generate=` go to transformers.
+    `tokenizer=` is used for `stop_strings=` and, with `assistant_tokenizer=`, to connect their vocabularies. Other
+    features such as beam search raise an error. Calls may override `drafts=`, `spec=` and `exact=`; calls with another
+    `custom_generate=` go to transformers.
 
     Args:
         model: a `PreTrainedModel` in eval mode. Weights and code are not modified; `generate` is set on this instance.
-        drafts: draft models (folders, hub ids, models in memory) or `Drafter` objects. Prompt lookup is always on.
+        drafts: draft models (folders, hub ids, models in memory, alone or as (model, tokenizer)) or `Drafter` objects.
+            Prompt lookup is always on.
         spec: speculative decoding options; "off" means plain decoding.
         exact: raise an error if trees are not bit-identical to plain decoding.
 
@@ -103,6 +105,8 @@ class _Generate:
         with StreamerGuard(check_streamer("streamer", streamer)) as ending:
             options = self._options | {name: given.pop(name) for name in self._options if name in given}
             options["drafts"] = self._drafts(options["drafts"], given)
+            if any(isinstance(draft, tuple) for draft in options["drafts"] or ()):
+                given.setdefault("target_tokenizer", given.get("tokenizer"))
             _announce_hints(given)
             _check_unsupported(given)
             self._read_stop_strings(given)
@@ -114,12 +118,8 @@ class _Generate:
         assistant, tokenizer = given.pop("assistant_model", None), given.pop("assistant_tokenizer", None)
         if assistant is None:
             return None if drafts is None else list(drafts)
-        if tokenizer is not None and not _same_vocabulary(tokenizer, given.get("tokenizer")):
-            raise ConfigError(
-                "assistant_tokenizer: a model in memory drafts with the target's own tokenizer; give its folder in "
-                "drafts=[...] in place of assistant_model=, and its proposals are translated"
-            )
-        return [*(drafts or ()), *([] if any(each is assistant for each in drafts or ()) else [assistant])]
+        others = [draft for draft in drafts or () if draft is not assistant]
+        return [*others, assistant if tokenizer is None else (assistant, tokenizer)]
 
     def _read_stop_strings(self, given: dict[str, Any]) -> None:
         """Convert `stop_strings` and `tokenizer` to a stopping criterion.
@@ -147,10 +147,6 @@ class _Generate:
             config.stop_strings = None
         own = StopStringCriteria(tokenizer=tokenizer, stop_strings=strings)
         given["stopping_criteria"] = StoppingCriteriaList([*(given.get("stopping_criteria") or ()), own])
-
-
-def _same_vocabulary(one: Any, other: Any) -> bool:
-    return one is other or (other is not None and one.get_vocab() == other.get_vocab())
 
 
 def _announce_hints(given: dict[str, Any]) -> None:

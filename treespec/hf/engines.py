@@ -52,26 +52,36 @@ def room_for(length: int, most_positions: int) -> int:
 
 
 def engine_for(
-    model: nn.Module, drafts: Sequence[Any], spec: SpecConfig, exact: bool, rows: int, length: int, most_positions: int
+    model: nn.Module,
+    drafts: Sequence[Any],
+    spec: SpecConfig,
+    exact: bool,
+    rows: int,
+    length: int,
+    most_positions: int,
+    tokenizer: Any,
 ) -> LLM:
     """Return an engine of a model, from the cache or newly built.
 
     Args:
         model: a `PreTrainedModel` in eval mode.
-        drafts: folders, hub ids, models in memory or `Drafter` objects.
+        drafts: as in `LLM`.
         spec: speculative decoding options.
         exact: as in `LLM`.
         rows: number of rows of the call.
         length: number of positions that the call needs.
         most_positions: the model's maximum number of positions.
+        tokenizer: the model's, as in `LLM`.
 
     Raises:
         ConfigError, ModelError, DraftError, ExactnessError: as in `LLM`.
         RequestError: the cache of one row does not fit into memory.
     """
+    parts = [part for draft in drafts for part in (draft if isinstance(draft, tuple) else (draft,))]
     key = (
-        tuple(_tensors(draft) if isinstance(draft, nn.Module) else draft for draft in drafts),
-        tuple(weakref.ref(draft) for draft in drafts if isinstance(draft, nn.Module)),
+        tuple(_tensors(part) if isinstance(part, nn.Module) else part for part in parts),
+        tuple(weakref.ref(part) for part in parts if isinstance(part, nn.Module)),
+        tokenizer,
         exact,
         spec.max_nodes > AUTO_NODES and spec.max_nodes,
         torch.get_num_threads(),  # the self-test is valid for one number of threads
@@ -90,7 +100,7 @@ def engine_for(
         room = room_for(length, most_positions)
         others = [each for each in engines.entries if each.key != key or not _replaced_by(each.llm, rows, room)]
         engines.entries = others[len(others) - MAX_ENGINES + 1 :] if len(others) >= MAX_ENGINES else others
-        llm = _build(model, drafts, spec, exact, rows, length, most_positions, engines.entries)
+        llm = _build(model, drafts, spec, exact, rows, length, most_positions, tokenizer, engines.entries)
         engines.entries.append(_Entry(tensors, key, llm))
         return llm
 
@@ -119,6 +129,7 @@ def _build(
     rows: int,
     length: int,
     most_positions: int,
+    tokenizer: Any,
     others: list[_Entry],
 ) -> LLM:
     """Build an engine with spare capacity.
@@ -135,6 +146,7 @@ def _build(
                     model,
                     drafts,
                     widest,
+                    tokenizer,
                     device=parameter.device,
                     dtype=parameter.dtype,
                     exact=exact,

@@ -40,6 +40,7 @@ def generate(
     spec: SpecConfig | str | None = None,
     token_streamer: Any = None,
     exact: bool = True,
+    target_tokenizer: Any = None,
     **model_kwargs: Any,
 ) -> Any:
     """Run the loop behind `model.generate(**inputs, custom_generate=treespec.hf.generate, drafts=[...])`.
@@ -59,12 +60,14 @@ def generate(
         logits_processor, stopping_criteria, generation_config: as prepared by transformers. Processors are called per
             tree node with its prefix, [1, length], and must be stateless; criteria are called after each token, row by
             row. `max_time` excludes building the engine at the first call.
-        drafts: draft models (folders, hub ids, models in memory) or `Drafter` objects; "lookup" for prompt lookup only,
-            which is always on.
+        drafts: draft models (folders, hub ids, models in memory, alone or as (model, tokenizer)) or `Drafter` objects;
+            "lookup" for prompt lookup only, which is always on.
         spec: speculative decoding options; "off" means plain decoding.
         token_streamer: object with `put` and `end`, ended even on errors.
         exact: raise an error if trees are not bit-identical to plain decoding; False is faster if torch's matrix
             products need a fixed number of rows.
+        target_tokenizer: the model's tokenizer, by which drafts are connected; None is that of the folder or hub id
+            that the model was loaded from.
         model_kwargs: attention_mask and position_ids; others are rejected.
 
     Returns:
@@ -88,6 +91,7 @@ def generate(
             spec,
             ending.streamer,
             exact,
+            target_tokenizer,
             model_kwargs,
         )
 
@@ -102,6 +106,7 @@ def _generate(
     spec: SpecConfig | str | None,
     token_streamer: Any,
     exact: bool,
+    target_tokenizer: Any,
     model_kwargs: dict[str, Any],
 ) -> Any:
     """Run `generate`. The caller ends the streamer."""
@@ -123,7 +128,7 @@ def _generate(
             "max_new_tokens"
         )
     began = time.time()
-    llm = engine_for(model, _sources(drafts), resolved, exact, len(input_ids), longest, positions)
+    llm = engine_for(model, _sources(drafts), resolved, exact, len(input_ids), longest, positions, target_tokenizer)
     if torch.is_autocast_enabled(llm.config.device.type):
         _warn_autocast(llm.config.dtype)
     stopping = type(stopping_criteria)(with_delayed_start(criteria, time.time() - began))

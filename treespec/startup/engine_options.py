@@ -38,6 +38,7 @@ class EngineOptions:
         quantization: quantisation of the target's layers at load time: "int8", "int4" or None.
         draft_quantization: quantisation of the drafts at load time: "int8", None, or "auto".
         suffix_tokens: number of output tokens stored for the source "suffix".
+        tokenizer: of a target in memory, by which drafts are connected; None is that of the folder it was loaded from.
     """
 
     model: str | os.PathLike[str] | nn.Module | None = None
@@ -57,6 +58,7 @@ class EngineOptions:
     quantization: str | None = None
     draft_quantization: str | None = "auto"
     suffix_tokens: int = 0
+    tokenizer: Any = None
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_model_len", "prefill_chunk", "suffix_tokens"):

@@ -48,8 +48,11 @@ def resolve_model(model: str | os.PathLike[str] | None) -> Path:
 
 def resolve_drafts(
     model: object, drafts: Sequence[Any] | None
-) -> tuple[list[tuple[str, Path | nn.Module | str]], list[Drafter]]:
-    """Split `drafts` into draft models with unique names, the name `MTP` among them, and `Drafter` objects."""
+) -> tuple[list[tuple[str, Path | tuple[nn.Module, Any] | str]], list[Drafter]]:
+    """Split `drafts` into draft models with unique names, the name `MTP` among them, and `Drafter` objects.
+
+    Models in memory are paired with their tokenizer, or None.
+    """
     if isinstance(drafts, str | os.PathLike):
         raise ConfigError(f"drafts={drafts!r}; valid: a list, such as [{str(drafts)!r}]")
     if drafts is not None and not isinstance(drafts, Sequence):
@@ -57,10 +60,10 @@ def resolve_drafts(
     group = _GROUPS.get(model)
     if drafts is None:
         return [] if group is None else [(name, default_folder(name, group)) for name in _ssm_names(group)], []
-    places: list[tuple[str, Path | nn.Module | str]] = []
+    places: list[tuple[str, Path | tuple[nn.Module, Any] | str]] = []
     objects: list[Drafter] = []
 
-    def add(name: str, place: Path | nn.Module | str) -> None:
+    def add(name: str, place: Path | tuple[nn.Module, Any] | str) -> None:
         taken = sum(1 for known, _ in places if known == name or known.startswith(f"{name}#"))
         places.append((name if not taken else f"{name}#{taken + 1}", place))
 
@@ -73,7 +76,9 @@ def resolve_drafts(
             folder = _resolve_draft(draft, group or "default")
             add(folder.resolve().name, folder)
         elif isinstance(draft, nn.Module):
-            add(type(draft).__name__, draft)
+            add(type(draft).__name__, (draft, None))
+        elif isinstance(draft, tuple) and len(draft) == 2 and isinstance(draft[0], nn.Module):
+            add(type(draft[0]).__name__, draft)
         else:
             check_drafter(draft)
             objects.append(draft)

@@ -153,7 +153,8 @@ def _read_models(
 ]:
     """Read the configs of the target and of the draft models, and the forms of the heads, allowed by `spec`."""
     model, length, backend = options.model, options.max_model_len, options.backend
-    target = read_model(model if isinstance(model, nn.Module) else resolve_model(model), length, backend)
+    own = model if isinstance(model, nn.Module) else resolve_model(model)
+    target = read_model(own, length, backend, options.tokenizer)
     if isinstance(model, nn.Module):
         check_inputs(model)
     places, drafters = resolve_drafts(model, options.drafts)
@@ -169,5 +170,6 @@ def _read_models(
         elif isinstance(place, Path) and (form := read_head(place)) is not None:
             heads.append((name, form))
         else:
-            drafts.append((name, read_model(place, length, backend)))
+            draft, tokenizer = place if isinstance(place, tuple) else (place, None)
+            drafts.append((name, read_model(draft, length, backend, tokenizer)))
     return target, drafts, heads, drafters

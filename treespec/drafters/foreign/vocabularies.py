@@ -4,6 +4,8 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import numpy as np
@@ -72,11 +74,13 @@ def connect_drafts(
     for name, config in drafts:
         known = config.shape.vocab_size
         target_ids = read_draft_vocabulary(config.folder, known, size) if isinstance(config, ModelConfig) else None
-        connection = connect(target.folder, size, config.folder, known) if target_ids is None else REDUCED
+        connection = _connect(target, config) if target_ids is None else REDUCED
         if connection.kind == "none":
             raise DraftError(
                 f"draft {name} ({config.folder}) has a vocabulary of {known} tokens, the target {target.folder} one of "
-                f"{size}, and {connection.reason}; put the tokenizer files of both into their folders"
+                f"{size}, and {connection.reason}; put the tokenizer files of both into their folders, or give the "
+                "tokenizers of models in memory: LLM(model, drafts=[(draft, its tokenizer)], tokenizer=...), "
+                "or generate(assistant_model=..., assistant_tokenizer=..., tokenizer=...) of an accelerated model"
             )
         logger.info("draft %s (%s): %s", name, config.folder, connection)
         if connection.kind in ("padded", "reduced"):
@@ -85,6 +89,16 @@ def connect_drafts(
                 config = replace(config, head_rows=known if target_ids is None else int((target_ids >= 0).sum()))
         connected.append(Draft(name, config, connection, known, target_ids))
     return connected
+
+
+def _connect(target: ModelConfig | AdapterConfig, draft: ModelConfig | AdapterConfig) -> Connection:
+    """Compare the tokenizers of target and draft. Those of models in memory are saved to files meanwhile."""
+    with TemporaryDirectory(prefix="treespec-tokenizers-") as root:
+        folders = [
+            each.folder if isinstance(each, ModelConfig) else each.source.tokenizer_folder(Path(root, name))
+            for name, each in (("target", target), ("draft", draft))
+        ]
+        return connect(folders[0], target.shape.vocab_size, folders[1], draft.shape.vocab_size)
 
 
 def fit_weights(weights: dict[str, Tensor], size: int, target_ids: np.ndarray | None) -> np.ndarray | None:

@@ -215,6 +215,11 @@ def test_a_damaged_head() -> None:
         open_llm(target, [spoiled(make_head("specforge"), d2t=None)])
     with pytest.raises(CheckpointError, match=r"d2t.*96 tokens from 5 to 5 for 96 rows"):
         open_llm(target, [spoiled(make_head("specforge"), d2t=5 - torch.arange(96))])
+    head = make_head("specforge")  # with an optional tensor in the index alone
+    index = dict.fromkeys([*load_file(head / "model.safetensors"), "fc.bias"], "model.safetensors")
+    (head / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    with pytest.raises(CheckpointError, match=r"'fc.bias': missing; the index places it in 'model.safetensors'"):
+        open_llm(target, [head])
     head = make_head("eagle")
     (head / "pytorch_model.bin").write_bytes((head / "pytorch_model.bin").read_bytes()[:2000])
     with pytest.raises(CheckpointError, match=r"pytorch_model.bin.*not a file of tensors"):

@@ -200,6 +200,37 @@ def test_a_stored_tied_head_must_equal_the_embedding(tmp_path: Path) -> None:
     assert not verify_checkpoint(tmp_path).ok
 
 
+def test_a_tied_embedding_that_is_stored_as_the_head(tmp_path: Path) -> None:
+    tensors = llama_tensors()
+    wanted = load_weights(write(tmp_path, tensors), SHAPE)
+    embed = tensors.pop("model.embed_tokens.weight")
+    found = load_weights(write(tmp_path, tensors | {"lm_head.weight": embed}), SHAPE)
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert verify_checkpoint(tmp_path).ok
+    load_refused(
+        write(tmp_path, tensors), "'model.embed_tokens.weight': missing; expected [17, 12]; download or convert"
+    )
+
+
+def test_index_entries_without_a_tensor(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A layer that a conversion left out but not its entries; and a tensor of the model."""
+    tensors, shard = llama_tensors(), "model-00001-of-00001.safetensors"
+    wanted = load_weights(write(tmp_path, tensors), SHAPE)
+    names = [*tensors, "lm_head.weight", "mtp.fc.weight"]  # a tied head is not needed either
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, shard)}))
+    (tmp_path / "model.safetensors").rename(tmp_path / shard)
+    with caplog.at_level("INFO", "treespec"):
+        found = load_weights(tmp_path, SHAPE)
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}: no file holds 2 tensors of {INDEX!r}, such as 'lm_head.weight', and none is needed"
+    ]
+    (tmp_path / shard).unlink()
+    save_file({name: tensor for name, tensor in tensors.items() if name != Q}, tmp_path / shard)
+    where = f"{Q!r}: missing; expected [24, 12]; the index places it in {shard!r}, which does not hold it; download or"
+    load_refused(tmp_path, where)
+
+
 def test_infinite_after_the_cast_is_refused(tmp_path: Path) -> None:
     tensors = llama_tensors()
     tensors[Q][0, 0] = -1e6

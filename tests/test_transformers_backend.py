@@ -343,6 +343,21 @@ def test_incomplete_weights(change: Any, named: str, tmp_path: Path) -> None:
         open_adapter_llm(folder)
 
 
+def test_index_entries_without_a_tensor(tmp_path: Path) -> None:
+    model, folder = saved("stablelm")
+    tensors, shard = load_file(folder / "model.safetensors"), "model-00001-of-00001.safetensors"
+    shutil.copy(folder / "config.json", tmp_path)
+    index = dict.fromkeys([*tensors, "mtp.fc.weight"], shard)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    save_file(tensors, tmp_path / shard, metadata={"format": "pt"})
+    loaded = Source.from_folder(tmp_path).load(torch.float32, torch.device("cpu")).state_dict()
+    assert all(torch.equal(loaded[name], weight) for name, weight in model.state_dict().items())
+    (tmp_path / shard).unlink()
+    save_file({name: tensors[name] for name in tensors if name != NORM}, tmp_path / shard, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"{NORM}': missing; the index places it in '{shard}'.*download or conv"):
+        Source.from_folder(tmp_path).load(torch.float32, torch.device("cpu"))
+
+
 def test_files_that_are_refused_before_transformers_sees_them(tmp_path: Path) -> None:
     folder = shutil.copytree(saved("stablelm")[1], tmp_path / "model")
     (folder / "model.safetensors").rename(tmp_path / "outside.safetensors")

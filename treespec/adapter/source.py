@@ -176,10 +176,8 @@ class Source:
                     f"{self.folder} is {self.dtype} on {own}, but {dtype} on {device} was requested; convert it first"
                 )
             return model
-        with Checkpoint.open(
-            self.folder
-        ):  # rejects pickles and paths outside the folder, which transformers would accept
-            pass
+        checkpoint = Checkpoint.open(self.folder)  # rejects pickles and paths outside, which transformers would accept
+        checkpoint.close()
         from transformers import AutoModelForCausalLM
 
         try:
@@ -198,13 +196,14 @@ class Source:
         except Exception as error:  # model code may raise anything
             reason = describe_error(error).strip().split("\n")[0]
             raise ModelError(f"{self.name}: transformers cannot load it: {reason}") from error
-        problems = [Problem("missing", repr(name), "missing") for name in sorted(report["missing_keys"])]
+        problems = [checkpoint.missing(name, "missing") for name in sorted(report["missing_keys"])]
         problems += [Problem("unexpected", repr(name), "unexpected") for name in sorted(report["unexpected_keys"])]
         for name, *shapes in sorted(report["mismatched_keys"]):
             problems.append(Problem("shape", repr(name), " instead of ".join(str(list(shape)) for shape in shapes)))
         problems += [Problem("value", "transformers", str(message)) for message in report.get("error_msgs") or ()]
         if problems:
             raise CheckpointError(self.folder, problems)
+        checkpoint.log_absent()
         return model.eval()
 
 

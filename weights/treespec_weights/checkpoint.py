@@ -1,5 +1,6 @@
 """Open a folder of safetensors files lazily, checked against its index."""
 
+import logging
 import math
 import re
 from collections.abc import Collection, Iterator, KeysView
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from treespec_weights.errors import CheckpointError, Problem
 from treespec_weights.files import file_inside, is_plain_name, read_json, resolve_folder
+
+logger = logging.getLogger("treespec")
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -64,18 +67,25 @@ class Checkpoint:
     place while their tensors are in use (replacing a file is safe).
 
     Attributes: `folder`, the real path; `tensors`, name to TensorInfo, in the order of the files and within them;
-    `files`, file name to size in bytes; `loadable`, dtypes in the files that can be loaded as weights.
+    `files`, file name to size in bytes; `absent`, name to file of the index's entries for tensors that no file holds;
+    `loadable`, dtypes in the files that can be loaded as weights.
     """
 
     loadable: tuple[str, ...] = LOADABLE
 
     def __init__(
-        self, folder: Path, tensors: dict[str, TensorInfo], files: dict[str, int], handles: dict[str, Any]
+        self,
+        folder: Path,
+        tensors: dict[str, TensorInfo],
+        files: dict[str, int],
+        handles: dict[str, Any],
+        absent: dict[str, str],
     ) -> None:
         self.folder = folder
         self.tensors = tensors
         self.files = files
         self._handles = handles
+        self.absent = absent
 
     @classmethod
     def open(cls, folder: Path | str) -> "Checkpoint":
@@ -83,7 +93,7 @@ class Checkpoint:
 
         Raises FileNotFoundError or NotADirectoryError for a wrong folder, and CheckpointError with all problems of
         the files: no safetensors, a path or link outside of the folder, a malformed index, missing or malformed shards,
-        tensors on which index and shards disagree, tensors in two shards.
+        tensors in another shard than in the index, tensors in two shards.
         """
         root = resolve_folder(folder)
         if root.is_file():
@@ -116,7 +126,7 @@ class Checkpoint:
         problems += _disagreements(placement, holders, files)
         if problems:
             raise CheckpointError(root, problems)
-        return cls(root, tensors, files, handles)
+        return cls(root, tensors, files, handles, {name: at for name, at in placement.items() if name not in tensors})
 
     def names(self) -> KeysView[str]:
         """Return the names of all tensors."""
@@ -164,6 +174,19 @@ class Checkpoint:
         dtype = info.dtype
         bits = _ITEM_BITS.get(dtype) or (8 if dtype.startswith("F8") else int(re.sub(r"\D", "", dtype)))
         return info.size * bits // 8
+
+    def missing(self, name: str, reason: str) -> Problem:
+        """Return the problem of a needed tensor that no file holds."""
+        if name in self.absent:
+            reason += f"; the index places it in {self.absent[name]!r}, which does not hold it"
+        return Problem("missing", repr(name), f"{reason}; download or convert the checkpoint again")
+
+    def log_absent(self) -> None:
+        """Log the entries in `absent`, after a load that needed none of them."""
+        if self.absent:
+            first, count = next(iter(self.absent)), len(self.absent)
+            message = "%s: no file holds %d tensors of %r, such as %r, and none is needed"
+            logger.info(message, self.folder, count, INDEX, first)
 
     def close(self) -> None:
         """Close the files. Tensors already read stay valid."""
@@ -233,9 +256,9 @@ def _disagreements(
 ) -> Iterator[Problem]:
     """Yield the disagreements between the index and the opened shards, and tensors stored in several shards."""
     for name, file in placement.items():
-        if file in opened and file not in holders.get(name, ()):
-            elsewhere = f", but {holders[name][0]!r} does" if name in holders else ""
-            yield Problem("index", repr(name), f"the index places it in {file!r}, which does not hold it{elsewhere}")
+        if file in opened and name in holders and file not in holders[name]:
+            elsewhere = f"which does not hold it, but {holders[name][0]!r} does"
+            yield Problem("index", repr(name), f"the index places it in {file!r}, {elsewhere}")
     for name, files in holders.items():
         if len(files) > 1:
             yield Problem("index", repr(name), f"duplicate: in {' and in '.join(map(repr, files))}")

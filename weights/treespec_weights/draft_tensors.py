@@ -103,6 +103,8 @@ class DraftTensors:
         else:
             with Checkpoint.open(folder) as checkpoint:
                 self._stored = {canonical(name): checkpoint.tensor(name) for name in checkpoint.tensors}
+                # Without one of them, a draft could run with the target's part in its place.
+                self.problems += [checkpoint.missing(name, "missing") for name in checkpoint.absent]
 
     def __contains__(self, name: str) -> bool:
         return name in self._stored

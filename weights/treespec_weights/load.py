@@ -1,6 +1,7 @@
 """Load decoder parameters strictly: the names, shapes and dtypes of all tensors must match the model's shape."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -107,6 +108,7 @@ def load_weights(
         raise CheckpointError(checkpoint.folder, [problem])
     if problems := extra_bias_problems(checkpoint, shape, rules):
         raise CheckpointError(checkpoint.folder, problems)
+    checkpoint.log_absent()
     loaded: dict[str, Tensor] = {}
     overflows = []
     at = {name: i for i, name in enumerate(checkpoint.tensors)}  # tensors renamed by the scheme come last
@@ -209,7 +211,7 @@ def match(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> tupl
 
     Returns the placements of all parameters, valid only if there are no problems, and all problems.
     """
-    rules = rules.for_names(checkpoint.names())
+    rules = _rules_of(checkpoint, shape, rules)
     placements, scheme = expected_tensors(shape, rules), stored_scheme(checkpoint)
     expected: dict[str, Part] = {}
     problems = []
@@ -223,15 +225,15 @@ def match(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> tupl
             expected |= scheme.parts(placement.name, *placement.shape)
         except ValueError as error:
             problems.append(Problem("shape", repr(placement.name), str(error)))
-    if shape.tied:
+    if shape.tied and rules.tied_copy in checkpoint.tensors:
         expected[rules.tied_copy] = Part(((shape.vocab_size, shape.hidden_size),), checkpoint.loadable, optional=True)
     for name, rows in _extra_biases(checkpoint, placements, rules).items():
         expected[name] = Part(((rows,),), LOADABLE, optional=True)
     ignored = ignored_names(shape, rules)
     problems += [
-        Problem("missing", repr(name), f"missing; expected {list(part.shapes[0])}")
+        checkpoint.missing(name, f"missing; expected {list(part.shapes[0])}")
         for name, part in expected.items()
-        if not part.optional and name not in checkpoint.tensors
+        if name not in checkpoint.tensors and (not part.optional or name in checkpoint.absent)
     ]
     for name, info in checkpoint.tensors.items():
         if name in ignored:
@@ -248,6 +250,20 @@ def match(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> tupl
     return placements, problems
 
 
+def _rules_of(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> FamilyRules:
+    """Return the rules with the names of a checkpoint: without a missing prefix; a tied embedding may be its head."""
+    rules = rules.for_names(checkpoint.names())
+    embed = _embedding(rules)
+    if not shape.tied or embed.name in checkpoint.tensors or rules.tied_copy not in checkpoint.tensors:
+        return rules
+    tensors = tuple(replace(rule, name=rules.tied_copy) if rule is embed else rule for rule in rules.tensors)
+    return replace(rules, tensors=tensors)
+
+
+def _embedding(rules: FamilyRules) -> TensorRule:
+    return next(rule for rule in rules.tensors if rule.params == ("embed",))
+
+
 def _extra_biases(checkpoint: Checkpoint, placements: Sequence[Placement], rules: FamilyRules) -> dict[str, int]:
     """Return the names and sizes of biases that the config rules out. AutoGPTQ wrote a zero bias for every weight."""
     scheme = stored_scheme(checkpoint)
@@ -261,7 +277,7 @@ def _extra_biases(checkpoint: Checkpoint, placements: Sequence[Placement], rules
 
 def extra_bias_problems(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> list[Problem]:
     """Return a problem for each bias that the config rules out and that is not zero."""
-    rules = rules.for_names(checkpoint.names())
+    rules = _rules_of(checkpoint, shape, rules)
     extra = _extra_biases(checkpoint, expected_tensors(shape, rules), rules)
     message = "the config says that the model has no such bias, and it is not zero"
     return [Problem("value", repr(name), message) for name in extra if bool(checkpoint.tensor(name).count_nonzero())]
@@ -276,8 +292,7 @@ def tied_head_problem(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRu
     """Return the problem of a tied model whose stored head differs from its embedding, or None."""
     if not shape.tied or rules.tied_copy not in checkpoint.tensors:
         return None
-    rules = rules.for_names(checkpoint.names())
-    embed = next(rule.name for rule in rules.tensors if rule.params == ("embed",))
+    embed = _embedding(_rules_of(checkpoint, shape, rules)).name
     head_info, embed_info = checkpoint.info(rules.tied_copy), checkpoint.info(embed)
     alike = (head_info.dtype, head_info.shape) == (embed_info.dtype, embed_info.shape)
     if alike and torch.equal(_bits(checkpoint.tensor(rules.tied_copy)), _bits(checkpoint.tensor(embed))):

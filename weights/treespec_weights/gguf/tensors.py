@@ -130,7 +130,7 @@ class GgufCheckpoint(Checkpoint):
         entries = {name: file.tensors[stored] for name, stored in self.names_in_file.items()}
         tensors = {name: TensorInfo(entry.file, entry.type, entry.shape) for name, entry in entries.items()}
         handles = {name: np.memmap(file.path.parent / name, np.uint8, "c") for name in file.files}
-        super().__init__(file.path, tensors, dict(file.files), handles)
+        super().__init__(file.path, tensors, dict(file.files), handles, {})
         self._ggml = gguf_package(file.path)
         self._entries = entries
         self._adds_one = rules_of(file).norm == "rms_plus_one"

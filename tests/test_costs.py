@@ -2,7 +2,9 @@
 
 import json
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -115,8 +117,18 @@ def test_a_long_context_is_measured_where_there_is_room_for_one(long: int, monke
     assert all(not pool[:, :, 1:].any() for pool in llm.engine.cache.pools), "nothing is left behind"
 
 
-def test_engines_that_start_together_measure_one_after_another(caplog: pytest.LogCaptureFixture) -> None:
-    """What is measured beside another measurement would be too slow."""
+CURVE = CostCurve((1, 8), (0.1, 0.2), 0.01)
+
+
+def start(max_num_seqs: int = 1) -> list[int]:
+    """The rows of an engine's costs."""
+    rows: list[int] = LLM(tiny()[0], [], max_num_seqs=max_num_seqs, max_model_len=64).stats()["cost_curve"]["rows"]
+    return rows
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_engines_that_start_together_measure_one_after_another(others: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """What is measured beside another measurement would be too slow. Equal engines are measured once."""
     measuring: list[int] = []
 
     def measure(*_: Any) -> CostCurve:
@@ -126,14 +138,52 @@ def test_engines_that_start_together_measure_one_after_another(caplog: pytest.Lo
             time.sleep(0.01)  # the first of the two waits for the second to come
         assert sum(measuring) == 1
         measuring.append(-1)
-        return CostCurve((1, 8), (0.1, 0.2), 0.01)
+        return CURVE
 
-    def start() -> list[int]:
-        return LLM(tiny()[0], [], max_num_seqs=1, max_model_len=64).stats()["cost_curve"]["rows"]
+    sizes = [1, 8 if others else 1]
+    patience = mock.patch("treespec.startup.start_costs.START_SECONDS", 100)
+    with mock.patch.object(costs, "measure", measure), patience, ThreadPoolExecutor(2) as threads:
+        started = [threads.submit(start, max_num_seqs=size) for size in sizes]
+        assert [each.result() for each in started] == [[1, 8]] * 2
+    assert measuring == [1, -1] * (2 if others else 1)
 
-    with mock.patch.object(costs, "measure", measure), ThreadPoolExecutor(2) as threads:
-        assert [started.result() for started in [threads.submit(start) for _ in range(2)]] == [[1, 8]] * 2
-    assert measuring == [1, -1, 1, -1]
+
+def test_costs_are_measured_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A later start needs no lock; one with another cache, in which more may be measured, measures anew."""
+    with mock.patch.object(costs, "measure", return_value=CURVE) as measure:
+        start()
+        with costs.measuring_alone():
+            assert start() == [1, 8] and measure.call_count == 1
+        assert "waiting" not in caplog.text
+        start(max_num_seqs=8)
+        assert measure.call_count == 2
+        costs.costs_file().parent.joinpath("starts").rename(costs.cache_folder() / "elsewhere")
+        costs.costs_file().parent.joinpath("starts").touch()  # no folder to store them in
+        assert start() == start() == [1, 8] and measure.call_count == 4
+    assert costs.load_all() == [], "the file of treespec autotune is left alone"
+
+
+def test_a_start_waits_no_longer_than_it_may_measure() -> None:
+    """For a measurement whose end it does not see; then it measures beside that, or takes what that has stored."""
+    patiences, found = [], list[dict[str, Any]]()
+
+    @contextmanager
+    def never_free(path: Path, waiting_for: str, patience: float) -> Iterator[bool]:
+        if path.name == "measuring.lock":
+            patiences.append(patience)
+            for entry in found:
+                costs.save(CostCurve((1, 4), (0.1, 0.2), 0.01), entry["key"], costs.cache_folder() / "starts")
+        yield False
+
+    with (
+        mock.patch.object(costs, "shared_work", never_free),
+        mock.patch.object(costs, "measure", return_value=CURVE) as measure,
+    ):
+        assert start() == [1, 8]
+        found += costs.load_all(costs.cache_folder() / "starts")
+        costs.costs_file(costs.cache_folder() / "starts").unlink()
+        assert start() == [1, 4]
+    assert patiences == [1.5, 1.5] and measure.call_count == len(found) == 1
 
 
 def test_curves_that_are_stored_at_once_are_all_kept(tmp_path: Path) -> None:

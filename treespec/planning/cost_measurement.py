@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from treespec import __version__
 from treespec.cache import pages_for
 from treespec.config import SpecConfig
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
@@ -50,6 +51,7 @@ _MAX_START_SHARE = 0.9  # upper bound of the start of drafting, relative to draf
 _NUMBERS = tuple(field.name for field in fields(CostCurve))[2:]  # all fields but `rows` and `verify_seconds`
 _MEASURE_LOCK_TIMEOUT = 30.0  # seconds to wait for another process's measurement
 _WRITE_LOCK_TIMEOUT = 10.0  # seconds to wait for another process's write
+_MAX_STORED = 1000  # curves in a file; the oldest are dropped
 
 
 def cache_folder() -> Path:
@@ -85,6 +87,20 @@ def cost_key(runner: Runner, ssms: SsmDrafter | None, num_threads: int) -> dict[
     if any(quantization := [model.quantization for model in models]):
         key["quantization"] = quantization
     return key
+
+
+def start_key(runner: Runner, key: dict[str, Any]) -> dict[str, Any]:
+    """Return the key of costs that a start measures: `key`, and what limits a measurement in the engine's own cache.
+
+    It contains treespec's version, because users do not ask for these measurements and would not repeat them.
+    """
+    pages = REQUESTS * pages_for(CONTEXT + ROWS[-1] + SCRATCH) + pages_for(LONG_CONTEXT + LONG_ROWS)
+    return key | {
+        "treespec": __version__,
+        "pages": min(runner.cache.num_free, pages),
+        "positions": min(runner.target.config.max_positions, LONG_CONTEXT + LONG_ROWS),
+        "max_rows": runner.max_rows,
+    }
 
 
 def _model_key(model: GroupModel) -> list[Any]:
@@ -293,11 +309,11 @@ def costs_file(folder: Path | None = None) -> Path:
 
 
 @contextmanager
-def measuring_alone() -> Iterator[None]:
+def measuring_alone(patience: float = _MEASURE_LOCK_TIMEOUT) -> Iterator[None]:
     """Hold a lock that keeps other processes and threads of this user from measuring at the same time.
 
     Concurrent measurements would slow each other down. Continues without the lock if locking is impossible or the
-    holder takes longer than `_MEASURE_LOCK_TIMEOUT`.
+    holder takes longer than `patience` seconds.
     """
     try:
         folder = cache_folder()
@@ -305,7 +321,7 @@ def measuring_alone() -> Iterator[None]:
     except OSError:
         yield
         return
-    with shared_work(folder / "measuring.lock", "measure pass costs", _MEASURE_LOCK_TIMEOUT):
+    with shared_work(folder / "measuring.lock", "measure pass costs", patience):
         yield
 
 
@@ -324,7 +340,7 @@ def save(curve: CostCurve, key: dict[str, Any], folder: Path | None = None, name
     with shared_work(path.with_suffix(".lock"), "store its cost curve", _WRITE_LOCK_TIMEOUT):
         entries = [each for each in load_all(folder) if each["key"] != key]
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps([*entries, entry], indent=1))
+        temporary.write_text(json.dumps([*entries, entry][-_MAX_STORED:], indent=1))
         os.replace(temporary, path)
     return path
 

@@ -1,6 +1,7 @@
 """Measured costs of passes that an engine starts with."""
 
 import logging
+from pathlib import Path
 
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 from treespec.planning import cost_measurement as costs
@@ -10,22 +11,44 @@ from treespec.utils.torch_state import threads_of_passes
 
 logger = logging.getLogger("treespec")
 
-START_SECONDS = 0.5  # time limit for measuring costs that are not stored by `treespec autotune`
+START_SECONDS = 0.5  # intended duration of measuring costs that are not stored
 THREADS_MARGIN = 0.9  # recommend another number of threads below this fraction of the current round time
 
 
 def load_costs(runner: Runner, ssms: SsmDrafter | None, threads: int, interpreted: bool) -> CostCurve:
-    """Return the stored costs of these models on this machine, or measure them."""
+    """Return the stored costs of these models on this machine, by `treespec autotune` or an earlier start.
+
+    Otherwise measure and store them. Starts of other models are waited for as long as a measurement may take.
+    """
     if interpreted:
         return CostCurve((1,), (1.0,), 0.1)  # times in Triton's interpreter are slow and meaningless
     key = costs.cost_key(runner, ssms, threads)
-    known = costs.load(key)
-    if known is None:
-        with costs.measuring_alone(), threads_of_passes(runner.target.linear == "compiled"):
-            return costs.load(key) or costs.measure(runner, ssms, START_SECONDS)
-    if runner.target.device.type == "cpu":
-        warn_of_threads(costs.by_threads(key), threads)
+    if (known := costs.load(key)) is not None:
+        if runner.target.device.type == "cpu":
+            warn_of_threads(costs.by_threads(key), threads)
+        return known
+    own, folder = costs.start_key(runner, key), starts_folder()
+    if (known := costs.load(own, folder)) is not None:
+        return known
+    with (
+        costs.measuring_alone(START_SECONDS * costs.PATIENCE),
+        threads_of_passes(runner.target.linear == "compiled"),
+    ):
+        if (known := costs.load(key) or costs.load(own, folder)) is None:
+            known = costs.measure(runner, ssms, START_SECONDS)
+            try:
+                costs.save(known, own, folder)
+            except OSError as error:
+                logger.info("measured pass costs cannot be stored, and the next start measures them again: %s", error)
     return known
+
+
+def starts_folder() -> Path | None:
+    """Return the folder of costs measured at starts, apart from those of `treespec autotune`; None without a home."""
+    try:
+        return costs.cache_folder() / "starts"
+    except OSError:
+        return None
 
 
 def warn_of_threads(seconds: dict[int, float], threads: int) -> None:

@@ -85,6 +85,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "mtp_layer_types": ["sliding_attention"],
         "mtp_mlp_layer_types": ["sparse"],
     },
+    "phimoe": GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "jetmoe": GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8, "num_key_value_heads": 2},
     "gptj": GPT | {"rotary_dim": 4},
     "bloom": SIZES | {"n_layer": 2, "n_head": 4},

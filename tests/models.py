@@ -47,6 +47,16 @@ SHAPE = {
     "tie_word_embeddings": False,
 }
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "attention_factor": 1.0,
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [2.0 + 3.0 * i for i in range(8)],
+}
+"""For heads of `SHAPE`: a request of up to 64 positions has other rotations than a longer one."""
+
 _root = tempfile.TemporaryDirectory(prefix="treespec-tests-")
 
 

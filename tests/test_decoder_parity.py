@@ -82,7 +82,7 @@ def our_logits(llm: LLM, tokens: list[int]) -> Tensor:
         while request.context_len < half:
             engine.runner.prefill([request], [min(llm.config.prefill_chunk, half - request.context_len)])
         for position in range(half):
-            replay = Request(tokens[: position + 1], SamplingParams(), SpecConfig.off(), max_tokens=1)
+            replay = Request(tokens[: position + 1], SamplingParams(), SpecConfig.off(), max_tokens=len(tokens))
             replay.pages, replay.context_len = request.pages, position
             rows.append(engine.runner.logits([replay], [TokenTree.root(tokens[position])]))
         for position in range(half, len(tokens)):
@@ -111,7 +111,6 @@ def assert_agrees(ours: Tensor, theirs: Tensor) -> None:
 def test_logits_in_float32(config: dict[str, Any], tmp_path: Path) -> None:
     folder = make_llama(tmp_path / "model", 11, max_position_embeddings=MAX_LEN, **config)
     (tokens,) = random_prompts((LENGTH,), vocab=config.get("vocab_size", VOCAB))
-    # longrope's frequencies are chosen by the longest context once; transformers chooses by the length at hand.
     assert_agrees(our_logits(open_llm(folder), tokens), their_logits(folder, tokens))
 
 

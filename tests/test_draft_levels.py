@@ -262,6 +262,7 @@ def in_one_call(case: Case) -> Grown:
         TreePlaces(library, contexts, pages),
         case.active[:, ssms].T.tolist(),
         case.valid[:, ssms].T.tolist(),
+        [[0] * len(case.committed)] * len(ssms),
         [*itertools.chain(*unread)],
         [*itertools.accumulate(map(len, unread), initial=0)],
         reads=len(case.ssms) > 1,

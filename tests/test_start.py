@@ -8,6 +8,7 @@ import torch
 from transformers import AutoTokenizer
 
 from tests.scripts import run_script
+from treespec.models.layer_kinds import Rope
 from treespec.models.rotation import RotaryEmbedding
 from treespec.text.prompt_tokenizer import load_tokenizer
 from treespec_weights import default_folder, default_names
@@ -42,8 +43,9 @@ def test_a_rotation_is_the_same_whenever_it_is_asked_for() -> None:
     inv_freq = 1.0 / 10000.0 ** (torch.arange(0, 20, 2).float() / 20)
     positions = np.array([0, 1, 63, 1023, 1024, 2047, 5000])
     scale = torch.full((10,), 1.5)
-    whole = RotaryEmbedding(inv_freq, scale).at(positions)
-    stepwise = RotaryEmbedding(inv_freq, scale)
+    rope = Rope(inv_freq, scale, 20)
+    whole = RotaryEmbedding(rope, torch.device("cpu")).at(positions)
+    stepwise = RotaryEmbedding(rope, torch.device("cpu"))
     rows = torch.cat([stepwise.at(positions[i : i + 1]) for i in range(len(positions))])
     assert torch.equal(stepwise.at(positions), rows)
     angle = torch.from_numpy(positions).double()[:, None] * inv_freq.double()

@@ -209,20 +209,25 @@ def test_rows_alone_are_exact(kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert not differences(plain, tree)
 
 
-def test_longrope_ends_where_rotations_change(caplog: pytest.LogCaptureFixture) -> None:
-    rope = {
-        "rope_type": "longrope",
-        "rope_theta": 1e4,
-        "short_factor": [1.0] * 4,
-        "long_factor": [4.0] * 4,
-        "factor": 4.0,
-        "original_max_position_embeddings": 64,
-    }
-    model = make_model("llama", head_dim=8, num_key_value_heads=2, rope_parameters=rope)
-    with caplog.at_level(logging.INFO, "treespec"):
-        llm = open_adapter_llm(model, max_model_len=None, exact=False)
-    assert llm.config.max_model_len == 64
-    assert any("longrope" in record.getMessage() for record in caplog.records)
+@pytest.mark.parametrize("kind", ["llama", "phimoe"])
+def test_longrope_by_request(kind: str) -> None:
+    """Requests of both lengths in a batch; phimoe's scale of rotations depends on the length too."""
+    long = [2.0 + 3.0 * i for i in range(4)]
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": long, "factor": 4.0}
+    rope |= {"original_max_position_embeddings": 64, "short_mscale": 1.1, "long_mscale": 1.5}
+    model = make_model(kind, num_key_value_heads=2, head_dim=8, rope_parameters=rope)
+    prompts = random_prompts([5, 65, 48, 90], vocab=VOCAB)
+    wanted, oracle = foretold(model, prompts, 16)
+    llm = open_adapter_llm(model, [oracle], max_model_len=None)
+    frequencies = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    plain, tree = run(llm, prompts, greedy(16)), run(llm, prompts, greedy(16), TREES)
+    assert llm.config.max_model_len == 256
+    assert plain.tokens == wanted
+    assert tree.acceptance_length > 2
+    assert not differences(plain, tree)
+    assert all(torch.equal(buffer, frequencies[name]) for name, buffer in model.named_buffers())
+    for prompt, tokens in zip(prompts, wanted, strict=True):
+        assert run(llm, [prompt], greedy(16)).tokens == [tokens]
 
 
 def test_a_model_that_reads_its_linear_weights_itself(monkeypatch: pytest.MonkeyPatch) -> None:

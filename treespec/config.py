@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Never, Self
 
@@ -256,6 +257,15 @@ class ModelConfig:
         """Distinct windows of the layers."""
         return tuple(dict.fromkeys(layer.window for layer in self.layers))
 
+    @cached_property
+    def short_context(self) -> int:
+        """Most positions of a request that longrope's short factors serve; 0 if all requests have the same factors."""
+        return max((rope.short_context for rope in self.ropes), default=0)
+
+    def first_rotation(self, max_len: int) -> int:
+        """Return the row of the RoPE tables for position 0 of a request of at most `max_len` positions."""
+        return self.short_context if max_len > self.short_context else 0
+
     @property
     def compute_key(self) -> tuple[object, ...]:
         """Key shared by models that differ only in their weights."""
@@ -283,8 +293,8 @@ class ModelConfig:
 
         Args:
             folder: the checkpoint's folder.
-            max_model_len: the context in use. RoPE types with length-dependent frequencies (dynamic, longrope) are
-                fixed for it, so that a key does not depend on when it was computed.
+            max_model_len: the context in use. Length-dependent frequencies are fixed for it (dynamic), or for each
+                request (longrope), so that a key does not depend on when it was computed.
 
         Raises:
             CheckpointError: missing, contradictory or unsupported config values. OSError: no such folder.

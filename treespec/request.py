@@ -118,6 +118,11 @@ class Request:
         return len(self.prompt_token_ids)
 
     @property
+    def max_len(self) -> int:
+        """Maximum number of positions that the request may reach."""
+        return self.num_prompt + self.max_tokens
+
+    @property
     def output_token_ids(self) -> list[int]:
         return self.tokens[self.num_prompt :]
 

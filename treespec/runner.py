@@ -35,8 +35,10 @@ def tree_rows(request: Request, tree: TokenTree) -> RequestRows:
     """Attention rows of a tree after the request's committed positions."""
     assert request.context_len + len(tree) <= len(request.pages) * PAGE_SIZE, "a tree outgrew its request's pages"
     if len(tree) == 1:
-        return RequestRows.chain(request.context_len, 1, request.pages)
-    return RequestRows(request.context_len, np.arange(len(tree)), tree.depths, tree.visible, tree.depths, request.pages)
+        return RequestRows.chain(request.context_len, 1, request.pages, request.max_len)
+    nodes = np.arange(len(tree))
+    seen = tree.depths, tree.visible, tree.depths
+    return RequestRows(request.context_len, nodes, *seen, request.pages, request.max_len)
 
 
 class CapturedPasses(Protocol):
@@ -76,7 +78,10 @@ class Runner:
         """
         if not requests:
             return
-        rows = [RequestRows.chain(r.context_len, count, r.pages) for r, count in zip(requests, counts, strict=True)]
+        rows = [
+            RequestRows.chain(r.context_len, count, r.pages, r.max_len)
+            for r, count in zip(requests, counts, strict=True)
+        ]
         tokens = [t for r, n in zip(requests, counts, strict=True) for t in r.tokens[r.context_len : r.context_len + n]]
         hidden = self.run_pass(rows, np.array(tokens))
         for request, count, part in zip(requests, counts, hidden.split(list(counts)), strict=True):

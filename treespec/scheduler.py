@@ -1,5 +1,6 @@
 """Continuous batching: admission, chunked prefill and release of requests. Holds no tensors."""
 
+import logging
 import time
 from collections import deque
 from typing import NamedTuple
@@ -10,6 +11,8 @@ from treespec.cache import NO_PAGES, KVCache
 from treespec.outputs import FinishReason
 from treespec.request import PromptGroup, Request
 from treespec_kernels.attention.tree_batch import PAGE_SIZE
+
+logger = logging.getLogger("treespec")
 
 
 class Batch(NamedTuple):
@@ -35,9 +38,11 @@ class Scheduler:
         max_num_seqs: maximum number of running requests.
         prefill_chunk: prompt rows per step.
         scratch: slots per request for the token tree.
+        short_context: of the target, as in `ModelConfig`.
     """
 
-    def __init__(self, cache: KVCache, max_num_seqs: int, prefill_chunk: int, scratch: int):
+    def __init__(self, cache: KVCache, max_num_seqs: int, prefill_chunk: int, scratch: int, short_context: int = 0):
+        self._short_context, self._has_noted_factors = short_context, False
         self.cache, self.max_num_seqs, self.prefill_chunk, self.scratch = cache, max_num_seqs, prefill_chunk, scratch
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -52,13 +57,29 @@ class Scheduler:
             if group.waiting:
                 other = next(other for other in reversed(self.waiting) if other.group is group)
                 same = request.prompt_token_ids == other.prompt_token_ids and request.spec == other.spec
-                assert same, f"{request.request_id} differs from {group.group_id} in prompt or spec"
+                same = same and self._is_long(request) == self._is_long(other)
+                differs = f"{request.request_id} differs from {group.group_id} in prompt, spec or longrope's factors"
+                assert same, differs
             group.waiting += 1
         self.waiting.append(request)
+        if self._is_long(request) and request.num_prompt <= self._short_context and not self._has_noted_factors:
+            self._has_noted_factors = True
+            logger.warning(
+                "longrope: a prompt of %d tokens with max_tokens=%d may outgrow the original context of %d, so the "
+                "request has the long factors from its first token on; if both together are at most %d, it has the "
+                "short ones (logged once)",
+                request.num_prompt,
+                request.max_tokens,
+                *[self._short_context] * 2,
+            )
+
+    def _is_long(self, request: Request) -> bool:
+        """Whether the target computes a request with longrope's long factors."""
+        return request.max_len > self._short_context
 
     def slots_needed(self, request: Request) -> int:
         """Maximum number of slots of a request, tree included."""
-        return request.num_prompt + request.max_tokens + self.scratch
+        return request.max_len + self.scratch
 
     def next(self) -> Batch:
         """Admit requests in order of arrival, then schedule prefill chunks up to the budget and all decodes.

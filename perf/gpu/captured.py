@@ -47,7 +47,7 @@ def _captured(longest_context: int, context_len: int, nodes: int, context: Conte
     target = ModelStack(opened.decoder.kernels, opened.decoder.table, opened.decoder.triton_attention, opened.pool)
     memory = None if setting.dry else GraphMemory.of(setting.device)
     levels, proposals = (DEPTH, [Proposal(_tree(nodes), np.ones(nodes))]) if nodes > 1 else (0, [None])
-    given = RoundInput(context_len, [5], pages, (), 0.0, 0.0, 0, 0, np.zeros(0), levels, nodes, 0.0)
+    given = RoundInput(context_len, [5], pages, (), 0.0, 0.0, 0, 0, np.zeros(0), levels, nodes, 0.0, context_len + 1)
     clock = context.clock(30, 4.0)
     with torch.inference_mode():
         batch = BatchRound(1, limits, target, [], memory)

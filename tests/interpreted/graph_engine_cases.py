@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.models import (
+    LONGROPE,
     greedy,
     make_draft,
     make_llama,
@@ -31,7 +32,13 @@ from treespec_kernels.attention.tree_attention_masked import tree_attention_mask
 
 torch.set_num_threads(1)
 PROMPTS = random_prompts([3, 62], vocab=64)
-SMALL = {"num_hidden_layers": 1, "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48}
+SMALL = {
+    "num_hidden_layers": 1,
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "rope_parameters": LONGROPE,
+}
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from tests.drafting import make_target
 from tests.families import TYPICAL, WINDOW, make_model, small
 from tests.heads_made import TargetShape, write_eagle1, write_eagle3
 from tests.interpreted.tuning_cases import PlannedClock
-from tests.models import greedy, make_draft, make_llama, new_folder, open_llm, random_prompts, tokens_of
+from tests.models import LONGROPE, greedy, make_draft, make_llama, new_folder, open_llm, random_prompts, tokens_of
 from tests.simulated_gpu import Gpu
 from treespec import LLM, SpecConfig
 from treespec.cache import KVCache
@@ -46,7 +46,13 @@ from treespec_kernels.tuning.workloads import Setting, programmatic_launch, work
 from treespec_weights import load_weights
 
 torch.set_num_threads(1)
-SMALL = {"num_hidden_layers": 1, "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48}
+SMALL = {
+    "num_hidden_layers": 1,
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "rope_parameters": LONGROPE,
+}
 PROMPTS = random_prompts([3, 62], vocab=64)
 TREES = SpecConfig(nodes=8, max_depth=2)
 

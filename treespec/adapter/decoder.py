@@ -31,6 +31,8 @@ from treespec_kernels.linear.linear import LinearImpl, onednn_available
 
 logger = logging.getLogger("treespec")
 
+_NO_TAIL = 16  # rows without the SIMD tail of `AdapterDecoder`'s `multiple`
+
 
 @dataclass(frozen=True, eq=False)
 class AdapterPass:
@@ -41,6 +43,7 @@ class AdapterPass:
     slots: Tensor  # int64 [num_rows, 2 * num_kv_heads]: rows of K, then V in a layer's pool viewed as [-1, head_dim]
     attention: list[Any]  # one plan per window
     requests: list[RequestRows]
+    long: Tensor  # bool [num_rows], whether a row's request takes longrope's long factors
     rows: list[RowPlan] = field(default_factory=list)  # created by the first layer that needs it
 
 
@@ -90,8 +93,9 @@ class AdapterDecoder(Decoder):
         self.windows = tuple(dict.fromkeys(window.size for window in found if window is not None))
         # by layer, index into `AdapterPass.attention`; None = row by row
         self.plans = tuple(None if window is None else self.windows.index(window.size) for window in found)
-        self._calls_per_layer = 0
-        self._stack, self._num_kept, self._num_kept_calls = self._find_layer_list(model.get_submodule(config.base))
+        self._calls_per_layer, base = 0, model.get_submodule(config.base)
+        self._longropes = [name for name, module in base.named_modules() if _is_longrope(module)]
+        self._stack, self._num_kept, self._num_kept_calls = self._find_layer_list(base)
 
     @property
     def model(self) -> nn.Module:
@@ -104,7 +108,7 @@ class AdapterDecoder(Decoder):
     @cached_property
     def plan_key(self) -> tuple[object, ...]:
         """Models with equal keys can share a pass."""
-        laid_out = self.min_rows, self.multiple, self.config.max_positions
+        laid_out = self.min_rows, self.multiple, self.config.max_positions, self.config.short_context
         heads = self.heads, self.kv_heads, self.head_dim
         return "adapter", heads, laid_out, self.windows, self.attention.name, self.device
 
@@ -155,12 +159,15 @@ class AdapterDecoder(Decoder):
         # The self-test and cost measurements may exceed a model's learned positions; requests do not.
         positions = np.minimum(positions, self.config.max_positions - 1)
         slots = (pages * (self.kv_heads * PAGE_SIZE) + offsets)[:, None] + steps
+        short_context, counts = self.config.short_context, [rows.num_rows for rows in requests]
+        long = np.repeat([rows.max_len > short_context for rows in requests], counts)
         return AdapterPass(
             wanted,
             torch.from_numpy(positions).to(self.device),
             torch.from_numpy(slots).to(self.device),
             [self.attention.plan(requests, wanted, window) for window in self.windows],
             requests,
+            F.pad(torch.from_numpy(long), (0, len(padding))).to(self.device),
         )
 
     def forward(self, tokens: Tensor, layout: AdapterPass, kv: Tensor, num_layers: int | None = None) -> Tensor:  # type: ignore[override]
@@ -189,6 +196,7 @@ class AdapterDecoder(Decoder):
             tokens = tokens.clamp(max=self.known - 1)
         if self.model.training:
             raise ModelError(f"{self.config.folder} is in training mode, where dropout is random; call model.eval()")
+        base = self._rotating(base, layout.long)
         with routed(self._configs, partial(self._attend_call, layout, kv), self.exact):
             return run(base, tokens, layout.positions).last_hidden_state[0]
 
@@ -199,7 +207,7 @@ class AdapterDecoder(Decoder):
         """
         if self._stack is None:
             return base
-        short, stack = self._copy(base)
+        short, stack = _copy(base, self._stack)
         stack._modules = dict(list(stack._modules.items())[: self._num_kept])
         return short
 
@@ -209,7 +217,8 @@ class AdapterDecoder(Decoder):
         Unlike hooks, the copies' methods do not affect other threads that run the model. Each stream is copied, because
         a layer may change it in place.
         """
-        other, stack = self._copy(base)
+        assert self._stack is not None
+        other, stack = _copy(base, self._stack)
         last = len(stack._modules) - 1
 
         def recorded(index: int, run_layer: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -228,14 +237,31 @@ class AdapterDecoder(Decoder):
                 stack._modules[name] = copied
         return other
 
-    def _copy(self, base: nn.Module) -> tuple[nn.Module, nn.Module]:
-        """Return a copy of the base model whose list of layers can be changed, and this list."""
-        assert self._stack is not None
-        other = part = _shallow_copy(base)
-        for name in self._stack.split("."):
-            part._modules[name] = _shallow_copy(part._modules[name])  # type: ignore[arg-type]
-            part = part._modules[name]  # type: ignore[assignment]
-        return other, part
+    def _rotating(self, base: nn.Module, long: Tensor) -> nn.Module:
+        """Return a copy of the base model whose longrope factors are each row's; the model itself without longrope.
+
+        transformers chooses the factors of all rows by the largest position.
+
+        Args:
+            base: of the model.
+            long: as in `AdapterPass`.
+        """
+        if not self.config.short_context:
+            return base
+        last = self.config.short_context - 1
+
+        def rotated(rotate: Callable[..., Any], x: Tensor, position_ids: Tensor, *args: Any, **options: Any) -> Any:
+            short = rotate(x, torch.where(long, 0, position_ids).clamp(max=last), *args, **options)
+            longer = F.pad(position_ids, (0, _NO_TAIL), value=last + 1)
+            pairs = zip(rotate(x, longer, *args, **options), short, strict=True)
+            return tuple(torch.where(long[:, None], ours[:, : len(long)], theirs) for ours, theirs in pairs)
+
+        for name in self._longropes:
+            base, module = _copy(base, name)
+            # Its own frequencies, because choosing factors changes them.
+            module._buffers = {key: None if own is None else own.clone() for key, own in module._buffers.items()}
+            module.forward = partial(rotated, module.forward)
+        return base
 
     def _find_layer_list(self, base: nn.Module) -> tuple[str | None, int, int]:
         """Find the module list of the layers.
@@ -325,6 +351,21 @@ def _shallow_copy(module: nn.Module) -> nn.Module:
     other = copy.copy(module)
     other._modules = dict(module._modules)
     return other
+
+
+def _copy(base: nn.Module, name: str) -> tuple[nn.Module, nn.Module]:
+    """Return a copy of a model of which a submodule can be changed, and this submodule."""
+    other = part = _shallow_copy(base)
+    for each in name.split("."):
+        part._modules[each] = _shallow_copy(part._modules[each])  # type: ignore[arg-type]
+        part = part._modules[each]  # type: ignore[assignment]
+    return other, part
+
+
+def _is_longrope(module: nn.Module) -> bool:
+    """Whether a module computes longrope's rotations, of any of its layer types."""
+    kind = getattr(module, "rope_type", None)
+    return "longrope" in (kind.values() if isinstance(kind, dict) else (kind,))
 
 
 def shapes_of(layer: nn.Module) -> tuple[object, ...]:

@@ -59,7 +59,8 @@ class Probe:
         self._dtype, device = next(model.parameters()).dtype, next(model.parameters()).device
         vocab = config.shape.vocab_size
         known = next((each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)), vocab)
-        length, nodes = max(min(PROMPT, source.max_positions - 8), 1), len(PARENTS)
+        # Within longrope's short factors, because transformers computes every path with those of its own length.
+        length, nodes = max(min(PROMPT, (source.short_context or source.max_positions) - 8), 1), len(PARENTS)
         rng = np.random.default_rng(0)
         # Two requests with different texts, so that attending to the other's keys is detected.
         self._texts = [rng.integers(min(vocab, known), size=length + nodes) for _ in range(2)]
@@ -170,9 +171,10 @@ class Probe:
         found = []
         for start, stop in pairwise(min(cut, self.length) for cut in CHUNKS):
             if start < stop:
-                found.append(run([RequestRows.chain(start, stop - start, pages) for pages in requests], start, stop))
+                rows = [RequestRows.chain(start, stop - start, pages, self.length) for pages in requests]
+                found.append(run(rows, start, stop))
         nodes = np.arange(len(PARENTS))
-        trees = [RequestRows(self.length, nodes, depths, visible, depths, pages) for pages in requests]
+        trees = [RequestRows(self.length, nodes, depths, visible, depths, pages, self.length) for pages in requests]
         found.append(run(trees, self.length, self.longest))
         return torch.cat(found)
 

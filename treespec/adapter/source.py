@@ -1,6 +1,5 @@
 """Model sources of the adapter: a checkpoint folder or a model in memory."""
 
-import logging
 import os
 import sys
 import weakref
@@ -21,8 +20,6 @@ from treespec_weights.files import resolve_folder
 from treespec_weights.hub import is_hub_id
 from treespec_weights.rules import CONFIG, read_config, read_generation_config
 
-logger = logging.getLogger("treespec")
-
 _COMPUTED = (torch.float32, torch.bfloat16, torch.float16)
 _STATES = ("linear", "mamba", "conv", "recurrent", "rwkv", "ssm", "lstm", "hybrid")  # in layer type names
 
@@ -37,6 +34,7 @@ class Source:
         given: weak reference to a model in memory; None for a checkpoint.
         generation: non-default values of its generation config.
         max_positions: maximum context length.
+        short_context: as in `ModelConfig`.
         dtype: of the stored weights.
         eos_token_ids: tokens that end a text.
         tokenizer: one given with a model in memory: an object, or a folder.
@@ -47,6 +45,7 @@ class Source:
     given: "weakref.ref[nn.Module] | None"
     generation: dict[str, Any]
     max_positions: int
+    short_context: int
     dtype: torch.dtype
     eos_token_ids: tuple[int, ...]
     tokenizer: Any = None
@@ -122,12 +121,6 @@ class Source:
         positions = getattr(text, "max_position_embeddings", None) or getattr(text, "max_sequence_length", None) or 2048
         if isinstance(positions, bool) or not isinstance(positions, int) or positions < 2:
             raise ModelError(f"{folder}: max_position_embeddings={positions!r}; expected an int of at least 2")
-        limit = _longrope_limit(text)
-        if limit is not None and limit < positions:
-            logger.info(
-                "%s: longrope changes its rotations beyond %d positions; context limited to that", folder, limit
-            )
-            positions = limit
         named = getattr(text, "dtype", None) or config.dtype
         stored: Any = named if model is None else next(model.parameters()).dtype
         stored = torch.float32 if stored is None else stored
@@ -135,7 +128,7 @@ class Source:
             raise ModelError(f"{folder}: dtype={stored!r}; supported: float32, bfloat16, float16")
         ends = end_tokens(folder, generation.get("eos_token_id", text.eos_token_id))
         given = None if model is None else weakref.ref(model)
-        return cls(folder, config, given, generation, positions, stored, ends)
+        return cls(folder, config, given, generation, positions, _short_context(text, positions), stored, ends)
 
     def tokenizer_folder(self, new: Path) -> Path:
         """Return a folder with the model's tokenizer, or `folder` if there is none.
@@ -257,8 +250,8 @@ def _check_kind(folder: Path, config: Any) -> None:
         )
 
 
-def _longrope_limit(config: Any) -> int | None:
-    """Return the length up to which longrope's rotations are constant; None without longrope."""
+def _short_context(config: Any, max_positions: int) -> int:
+    """Return the length up to which longrope uses its short factors; 0 without longrope, or if nothing is longer."""
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [each for each in (parameters, *parameters.values()) if isinstance(each, dict)]
     limits = [
@@ -266,4 +259,5 @@ def _longrope_limit(config: Any) -> int | None:
         for each in nested
         if each.get("rope_type") == "longrope"
     ]
-    return min((int(limit) for limit in limits if limit), default=None)
+    limit = min((int(limit) for limit in limits if limit), default=max_positions)
+    return limit if limit < max_positions else 0

@@ -42,6 +42,10 @@ class AdapterConfig:
         return self.source.max_positions
 
     @property
+    def short_context(self) -> int:
+        return self.source.short_context
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.source.dtype
 

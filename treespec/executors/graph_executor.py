@@ -148,6 +148,7 @@ class GraphExecutor:
             plan.levels,
             plan.nodes if plan.levels else 1,
             LEAST_VALUE,
+            request.max_len,
             transforms,
         )
 

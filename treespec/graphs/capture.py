@@ -164,7 +164,7 @@ def planned_bytes(
         widths = 4 * shape.hidden_size + 3 * shape.intermediate_size + 8 * shape.num_heads * shape.head_dim
         split = 8 * max(shape.hidden_size, 3 * shape.num_heads * shape.head_dim) * 4  # fp32 sums of split layers
         each = rows * (widths * dtype.itemsize + split + shape.vocab_size * (dtype.itemsize + 1))
-        tables = len(model.ropes) * limits.max_context * 2 * shape.head_dim * 4  # RoPE
+        tables = len(model.ropes) * (limits.max_context + model.short_context) * 2 * shape.head_dim * 4  # RoPE
         needed += partials + each + tables
         if not i:  # transformed scores in float32, logits of passes that go step by step, and log-probabilities
             nodes = max_num_seqs * limits.nodes[-1]

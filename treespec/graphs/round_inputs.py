@@ -59,6 +59,7 @@ class RoundInput(NamedTuple):
         weights: mixture weight of each SSM, NaN if it does not draft; sum 1. Empty if no SSM may draft.
         max_depth, max_nodes: limits of the tree; 0 and 1 for plain decoding.
         least_value: minimum value of a node.
+        max_len: maximum number of positions that the request may reach.
         transforms: logit transforms of the target's choices; None for temperature alone.
     """
 
@@ -74,6 +75,7 @@ class RoundInput(NamedTuple):
     max_depth: int
     max_nodes: int
     least_value: float
+    max_len: int
     transforms: RequestTransforms | None = None
 
 
@@ -163,7 +165,7 @@ class RoundInputs(DeviceInputs):
 
     def __init__(self, num_requests: int, num_ssms: int, limits: RoundLimits, device: torch.device):
         b = num_requests
-        ints = dict.fromkeys(("context_lens", "new_lens", "roots", "max_depths", "max_nodes"), (b,))
+        ints = dict.fromkeys(("context_lens", "new_lens", "roots", "max_depths", "max_nodes", "max_lens"), (b,))
         floats = dict.fromkeys(("temperatures", "draft_temperatures", "least_values"), (b,))
         seeds = b, SEEDS
         fields: dict[torch.dtype, dict[str, tuple[int, ...]]] = {
@@ -225,6 +227,7 @@ class RoundInputs(DeviceInputs):
             host["roots"][i] = new[-1]
             host["max_depths"][i] = request.max_depth
             host["max_nodes"][i] = request.max_nodes
+            host["max_lens"][i] = request.max_len
             host["temperatures"][i] = request.temperature
             host["draft_temperatures"][i] = request.draft_temperature
             host["least_values"][i] = request.least_value

@@ -80,7 +80,7 @@ class StackPasses:
 
     Args:
         stack: the models.
-        inputs: context lengths and pages of the requests.
+        inputs: context lengths, maximum lengths and pages of the requests.
         rows: R.
         tree_slots: number of slots of a tree behind the committed ones; None = the rows are consecutive tokens.
     """
@@ -146,8 +146,11 @@ class StackPasses:
         assert lens is not None and of_rows is not None
         placed = lens, pages, of_rows, repeated(row_slots), repeated(ancestors)
         attention = [layout.fill(*placed) for layout in self._layouts]
-        layout = self._layouts[0]
-        return TritonPass(layout.num_rows, self.stack.table, layout.slots, attention, layout.positions)
+        layout, positions = self._layouts[0], self.positions
+        if short := self.stack.kernels.config.short_context:  # see `ModelConfig.first_rotation`
+            first = (self.inputs["max_lens"] > short).int() * short
+            positions = positions + first[None, :, None].expand(groups, -1, layout.rows_per_request).flatten()
+        return TritonPass(layout.num_rows, self.stack.table, layout.slots, attention, positions)
 
     def hidden(
         self,

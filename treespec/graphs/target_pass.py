@@ -148,8 +148,8 @@ class _Graph:
         out: Tensor,
     ):
         b, n, context = shape
-        fields = {"context_lens": (b,), "pages": (b, limits.max_pages), "tokens": (b, n), "depths": (b, n)}
-        fields["ancestors"] = (b, n, limits.width)
+        fields = {"context_lens": (b,), "max_lens": (b,), "pages": (b, limits.max_pages), "tokens": (b, n)}
+        fields |= {"depths": (b, n), "ancestors": (b, n, limits.width)}
         limits = replace(limits, max_context=context)
         inputs = DeviceInputs(b, limits, {torch.int32: fields}, target.pool.device, idle={"depths": -1})
         tree_pass = TreePass(target, inputs, n, features)
@@ -176,7 +176,7 @@ class _Graph:
         host = self._inputs.host
         for i, (request, tree) in enumerate(zip(requests, trees, strict=True)):
             count, ancestors = len(tree), tree_rows(request, tree).ancestors
-            host["context_lens"][i] = request.context_len
+            host["context_lens"][i], host["max_lens"][i] = request.context_len, request.max_len
             host["pages"][i, : len(request.pages)] = request.pages
             host["tokens"][i, :count] = tree.tokens
             host["depths"][i, :count] = tree.depths

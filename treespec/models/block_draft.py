@@ -32,12 +32,14 @@ class Unread(NamedTuple):
         pages: of the request.
         states: the target's states from position `start` - `BlockDraft.offset` to that before the root, [num states,
             number of layers, hidden_size]; None for drafts that read none.
+        max_len: of the request, as in `RequestRows`.
     """
 
     tokens: Sequence[int]
     start: int
     pages: np.ndarray
     states: Tensor | None
+    max_len: int
 
     @property
     def root(self) -> int:
@@ -118,14 +120,18 @@ class BlockDraft(DecoderWrapper, ABC):
         """
         counts = [len(each.tokens) + self.block - 1 for each in unread]
         starts = [each.start - self.offset for each in unread]
-        rows = [RequestRows.chain(at, n, each.pages) for at, n, each in zip(starts, counts, unread, strict=True)]
+        chains = zip(starts, counts, unread, strict=True)
+        rows = [RequestRows.chain(at, n, each.pages, each.max_len) for at, n, each in chains]
         final = self.decoder.forward_stream(stream, self.decoder.plan(rows, kv), kv).final
         scored = np.concatenate([np.arange(end - self.block, end) for end in np.cumsum(counts)])
         return final[torch.from_numpy(scored).to(final.device)]
 
     def _committed(self, unread: Sequence[Unread]) -> tuple[list[RequestRows], Tensor]:
         """Return the rows of the unread committed tokens, and these tokens, int64 [num_rows]."""
-        chains = [RequestRows.chain(each.start - self.offset, len(each.tokens) - 1, each.pages) for each in unread]
+        chains = [
+            RequestRows.chain(each.start - self.offset, len(each.tokens) - 1, each.pages, each.max_len)
+            for each in unread
+        ]
         tokens = [token for each in unread for token in each.tokens[:-1]]
         ids = torch.tensor(tokens, dtype=torch.int64, device=self.device)
         return [chain for chain in chains if chain.num_rows], ids
@@ -242,7 +248,7 @@ class DFlashDraft(BlockDraft):
 
     def forward_block(self, unread: Sequence[Unread], kv: Tensor) -> Tensor:
         self.read(unread, kv)
-        rows = [RequestRows(each.root, *self._tree, each.pages) for each in unread]
+        rows = [RequestRows(each.root, *self._tree, each.pages, each.max_len) for each in unread]
         roots = torch.tensor([each.tokens[-1] for each in unread], dtype=torch.int64, device=self.device)
         inputs = _with_masks(self._embed(roots).split(1), self._mask, self._rows - 1)
         final = self.decoder.forward_stream(StreamInput(inputs, None), self.decoder.plan(rows, kv), kv).final

@@ -144,7 +144,7 @@ class CompiledDecoder(Decoder):
         return self.model.nbytes
 
     def plan(self, requests: list[RequestRows], kv: Tensor) -> Pass:
-        plan = plan_compiled(requests)
+        plan = plan_compiled(requests, self.config.first_rotation)
         return self.layout(plan, int(plan.positions.numpy().max()) + 1)
 
     def layout(self, plan: CompiledPlan, num_positions: int) -> Pass:

@@ -167,9 +167,7 @@ class Decoder:
         self.embed_scale = float(torch.tensor(config.embed_scale, dtype=self.dtype, device="cpu"))
         positions = weights.pop("positions", None)
         self.positions = None if positions is None else positions[config.rules.extra_positions :].clone()
-        self.rotations = tuple(
-            RotaryEmbedding(rope.inv_freq.to(self.device), rope.scale.to(self.device)) for rope in config.ropes
-        )
+        self.rotations = tuple(RotaryEmbedding(rope, self.device) for rope in config.ropes)
         self.windows = config.windows
         prepare(config, weights)
         self._take(weights)
@@ -229,9 +227,9 @@ class Decoder:
     def plan(self, requests: list[RequestRows], kv: Tensor) -> Pass:
         """Plan a pass over the rows of `requests`, in order, for the pool `kv` passed to `forward`."""
         if len(requests) == 1:
-            positions, (pages, offsets) = requests[0].positions, requests[0].slots
+            positions, (pages, offsets) = self._positions(requests[0]), requests[0].slots
         else:
-            positions = np.concatenate([rows.positions for rows in requests])
+            positions = np.concatenate([self._positions(rows) for rows in requests])
             pages, offsets = (np.concatenate(parts) for parts in zip(*(rows.slots for rows in requests), strict=True))
         missing = self.min_rows - len(positions)
         if missing > 0:  # padding rows write to the null page and are never read
@@ -248,6 +246,10 @@ class Decoder:
             [self.attention.plan(requests, len(positions), window) for window in self.windows],
             self._learned_at(positions),
         )
+
+    def _positions(self, rows: RequestRows) -> np.ndarray:
+        """Return positions as rows of the RoPE tables, or of the learned positions, int64 [num_rows]."""
+        return rows.positions + self.config.first_rotation(rows.max_len)
 
     def _rotation_at(self, positions: np.ndarray) -> Tensor:
         """Return cos and signed sin of every rope, fp32 [num_rows, 2 * number of ropes, head_dim]."""

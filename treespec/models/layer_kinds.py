@@ -18,16 +18,22 @@ class Rope(NamedTuple):
     `inv_freq`: fp32 [head_dim / 2]. `scale`: fp32 [head_dim / 2], factor on cos and sin (YaRN). With partial rotary
     embedding (`rotary_dim` < head_dim) the remaining dimensions have frequency 0 and scale 1, and the dimensions of q
     and k are permuted to `head_order`, which leaves the scores unchanged.
+
+    `short`: with longrope (arXiv 2402.13753), the rotary embedding of requests of at most `short_context` positions; it
+    is None, and `short_context` 0, if all requests have the same.
     """
 
     inv_freq: Tensor
     scale: Tensor
     rotary_dim: int
+    short: "Rope | None" = None
+    short_context: int = 0
 
     @property
     def key(self) -> tuple[object, ...]:
         """Hashable key, equal for equal ropes."""
-        return tuple(self.inv_freq.tolist()), tuple(self.scale.tolist()), self.rotary_dim
+        own = tuple(self.inv_freq.tolist()), tuple(self.scale.tolist()), self.rotary_dim
+        return own if self.short is None else (*own, self.short.key, self.short_context)
 
     @property
     def head_order(self) -> Tensor | None:
@@ -92,6 +98,8 @@ def read_layers(
         if nested or not ropes:
             ropes.append(_rope(folder, config, own, each if nested else None, shape.head_dim, length))
         index[each] = len(ropes) - 1
+    short = max(rope.short_context for rope in ropes)  # tables have the same rows
+    ropes = [rope if rope.short_context == short else rope._replace(short=rope, short_context=short) for rope in ropes]
     return tuple(ropes), tuple(LayerKind(index[each], windows[each]) for each in kinds)
 
 
@@ -132,14 +140,22 @@ def _rope(
     if kind not in ROPE_INIT_FUNCTIONS:
         raise ModelError(f"{folder}: rope_type={kind!r}; supported: default, {', '.join(ROPE_INIT_FUNCTIONS)}")
     config.head_dim = head_dim  # some configs leave it null
-    try:
-        with torch.device("cpu"):  # some functions ignore the device argument
-            inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](
-                config, device=torch.device("cpu"), seq_len=length, layer_type=layer_type
-            )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{folder}: rope_parameters={parameters!r} are invalid: {error}") from error
-    return _padded(folder, inv_freq.float(), float(scale), head_dim)
+
+    def rope_of(length: int) -> Rope:
+        try:
+            with torch.device("cpu"):  # some functions ignore the device argument
+                inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](
+                    config, device=torch.device("cpu"), seq_len=length, layer_type=layer_type
+                )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"{folder}: rope_parameters={parameters!r} are invalid: {error}") from error
+        return _padded(folder, inv_freq.float(), float(scale), head_dim)
+
+    rope = rope_of(length)
+    if kind != "longrope" or length <= (original := parameters["original_max_position_embeddings"]):
+        return rope
+    short = rope_of(original)
+    return rope if short.key == rope.key else rope._replace(short=short, short_context=original)
 
 
 def _default_rope(folder: Path, theta: object, partial: object, head_dim: int) -> Rope:

@@ -414,7 +414,7 @@ class TritonDecoder(Decoder):
         self.kernels = self.kernels.select_layers(layers, self.windows)
 
     def plan(self, requests: list[RequestRows], kv: Tensor) -> TritonPass:
-        positions = np.concatenate([rows.positions for rows in requests])
+        positions = np.concatenate([self._positions(rows) for rows in requests])
         pages, offsets = (np.concatenate(parts) for parts in zip(*(rows.slots for rows in requests), strict=True))
 
         def uploaded(values: np.ndarray, dtype: torch.dtype) -> Tensor:

@@ -58,7 +58,8 @@ def assemble(resolved: Resolved, plan: MemoryPlan) -> Built:
     ssms = _load_ssms(resolved, plan, target)
     config = _engine_config(resolved, plan, target)
     planner = _make_planner(resolved, runner, ssms, config)
-    scheduler = Scheduler(target.cache, config.max_num_seqs, config.prefill_chunk, plan.scratch)
+    limits = config.max_num_seqs, config.prefill_chunk, plan.scratch
+    scheduler = Scheduler(target.cache, *limits, resolved.target.short_context)
     foreign = _load_foreign(resolved, plan, planner, ssms)
     sources = DraftSources(ssms, _make_lookup(resolved), [*resolved.drafters, *foreign])
     host = HostExecutor(runner, planner, sources, plan.max_model_len)

@@ -1,5 +1,6 @@
 """Rows of a CPU pass, and the slots that each row attends to."""
 
+import sys
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,6 +26,7 @@ class RequestRows:
             plain decoding step).
         slot_depths: int64 [num_slots], depth of the node in each tree slot. None for a chain.
         pages: int64 [num_pages], the request's pages in logical order.
+        max_len: maximum number of positions that the request may reach, on which its rotations may depend.
     """
 
     context_len: int
@@ -33,12 +35,13 @@ class RequestRows:
     visible: np.ndarray | None
     slot_depths: np.ndarray | None
     pages: np.ndarray
+    max_len: int = sys.maxsize
 
     @classmethod
-    def chain(cls, context_len: int, num_rows: int, pages: np.ndarray) -> "RequestRows":
+    def chain(cls, context_len: int, num_rows: int, pages: np.ndarray, max_len: int = sys.maxsize) -> "RequestRows":
         """Create the rows of consecutive tokens from position `context_len` on."""
         order = np.arange(num_rows)
-        return cls(context_len, order, order, None, None, pages)
+        return cls(context_len, order, order, None, None, pages, max_len)
 
     @property
     def num_rows(self) -> int:

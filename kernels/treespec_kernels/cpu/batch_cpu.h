@@ -9,7 +9,7 @@ struct Batch {
     const int64_t *tables, *direct;  // [num_rows]: start of the request's pages; positions read through these pages
     const int64_t *starts, *counts;  // [num_rows]: start and number of the slots of the other positions in `paths`
     const int64_t *pages, *paths;
-    const int64_t* positions;  // [num_rows]
+    const int64_t* positions;  // [num_rows], rows of the rotations
     const float* rotation;     // [positions, ropes, 2, HEAD_DIM]: cos, signed sin
     void* cache;               // [num_layers, 2, num_pages, kv_heads, PAGE, HEAD_DIM] in the model's dtype
     int64_t num_pages;

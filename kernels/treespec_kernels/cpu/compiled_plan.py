@@ -1,6 +1,6 @@
 """Plan of a compiled CPU pass: the KV slots that each row attends to, shared by all layers and models."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,15 +18,21 @@ class CompiledPlan(NamedTuple):
     rows: Tensor  # int64 [4, num_rows]: start in pages, positions read through pages, start in paths, path length
     pages: Tensor  # int64, the pages of all requests
     paths: Tensor  # int64, slots of tree nodes, in position order
-    positions: Tensor  # int64 [num_rows]
+    positions: Tensor  # int64 [num_rows], rows of the rotations
 
 
-def plan_compiled(requests: Sequence[RequestRows]) -> CompiledPlan:
+def plan_compiled(
+    requests: Sequence[RequestRows], first_rotation: Callable[[int], int] = lambda max_len: 0
+) -> CompiledPlan:
     """Plan a pass over the rows of all requests, in order.
 
     A row reads committed positions (and the positions of a chain) through its request's pages, and the path of a tree
     node slot by slot. Scores are stored by position, so a node's result is bit-identical to that of the same token in
     plain decoding.
+
+    Args:
+        requests: rows to compute.
+        first_rotation: returns the row of the rotations for position 0 of a request, by its `max_len`.
     """
     slots, rows, pages, paths = [], [], [], []
     first_page = first_path = 0
@@ -53,7 +59,7 @@ def plan_compiled(requests: Sequence[RequestRows]) -> CompiledPlan:
         whole = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1) if parts else np.zeros(1, np.int64)
         return torch.from_numpy(np.ascontiguousarray(whole, dtype=np.int64))
 
-    positions = join([request.positions for request in requests])
+    positions = join([request.positions + first_rotation(request.max_len) for request in requests])
     return CompiledPlan(
         sum(part.shape[1] for part in rows), join(slots), join(rows), join(pages), join(paths), positions
     )

@@ -42,6 +42,7 @@ struct Levels {
     const int64_t *tokens, *first_token;     // tree t's last committed tokens: first_token[t] to first_token[t + 1]
     const int64_t* active;  // [num_drafts, num_trees], whether the SSM drafts for the tree
     const int64_t* valid;   // [num_drafts, num_trees], number of leading positions with K and V, at most the root's
+    const int64_t* first_rotations;  // [num_drafts, num_trees], row of the draft's rotations for position 0
     // By depth: maximum number of nodes of the next frontier, and per tree the `branching` of `Growth`.
     const int64_t *widths, *branching;
     int64_t num_levels, *rows, *nodes;  // outputs: number of levels, and of frontier rows and new nodes of each
@@ -157,9 +158,9 @@ std::pair<std::vector<int64_t>, int64_t> scored_rows(const Growth& g, const int6
 }
 
 // Scores the roots of `rows`, in a pass that first reads the committed tokens before them that the draft has not read.
-// valid: [num_trees].
+// valid, first_rotations: [num_trees].
 void score_roots(const Growth& g, const Placing& p, const Levels& levels, Draft& draft, const int64_t* valid,
-                 const std::vector<int64_t>& rows, Passed& passed) {
+                 const int64_t* first_rotations, const std::vector<int64_t>& rows, Passed& passed) {
     const int64_t offset = draft.pairs ? 1 : 0;
     std::vector<int64_t> trees, positions;
     for (int64_t row : rows)
@@ -174,7 +175,7 @@ void score_roots(const Growth& g, const Placing& p, const Levels& levels, Draft&
         tokens.push_back(levels.tokens[levels.first_token[tree + 1] - 1 - (p.context[tree] - at)]);
         slots.push_back(slot_at(p, tree, at - offset));
         tables.push_back(p.first_page[tree]), direct.push_back(at + 1 - offset);
-        positions[i] -= offset;
+        positions[i] += first_rotations[tree] - offset;
     }
     Batch batch{};
     batch.num_rows = n, batch.tokens = tokens.data(), batch.slots = slots.data(), batch.tables = tables.data();
@@ -186,19 +187,21 @@ void score_roots(const Growth& g, const Placing& p, const Levels& levels, Draft&
     run_pass(draft, batch, draft.num_read + int64_t(rows.size()), rows.size(), draft.features, passed);
 }
 
-// Scores the nodes of `rows`.
-void score(const Growth& g, const Placing& p, Draft& draft, const std::vector<int64_t>& rows, int64_t trees,
-           Passed& passed) {
+// Scores the nodes of `rows`. first_rotations: [num_trees].
+void score(const Growth& g, const Placing& p, Draft& draft, const int64_t* first_rotations,
+           const std::vector<int64_t>& rows, int64_t trees, Passed& passed) {
     const int64_t all = p.num_rows, n = rows.size();
     Batch batch{};
     batch.num_rows = n, batch.tokens = g.row_tokens, batch.slots = p.slots, batch.tables = p.rows;
     batch.direct = p.rows + all, batch.starts = p.rows + 2 * all, batch.counts = p.rows + 3 * all;
-    batch.pages = p.pages, batch.paths = p.paths, batch.positions = p.positions;
-    std::vector<int64_t> own;
-    own.reserve(7 * n);
+    batch.pages = p.pages, batch.paths = p.paths;
+    std::vector<int64_t> own, positions;
+    for (int64_t i : rows) positions.push_back(p.positions[i] + first_rotations[g.row_owners[i]]);
+    batch.positions = positions.data();
+    own.reserve(6 * n);
     if (n < all)
         for (const int64_t** part : {&batch.tokens, &batch.slots, &batch.tables, &batch.direct, &batch.starts,
-                                     &batch.counts, &batch.positions}) {
+                                     &batch.counts}) {
             for (int64_t i : rows) own.push_back((*part)[i]);
             *part = own.data() + own.size() - n;
         }

@@ -387,9 +387,10 @@ int64_t treespec_draft(Growth* growth, Placing* placing, Draft* drafts, int64_t 
             const int64_t count = own_rows[i].size();
             if (!count || (draft.given && depth >= draft.given_depths)) continue;
             const int64_t* valid = levels->valid + i * levels->num_trees;
+            const int64_t* first = levels->first_rotations + i * levels->num_trees;
             if (draft.given) score_given(g, draft, own_rows[i], trees, depth);
-            else if (depth) score(g, places[draft.pairs ? 1 : 0].get(), draft, own_rows[i], trees, passed[i]);
-            else score_roots(g, *placing, *levels, draft, valid, own_rows[i], passed[i]);
+            else if (depth) score(g, places[draft.pairs ? 1 : 0].get(), draft, first, own_rows[i], trees, passed[i]);
+            else score_roots(g, *placing, *levels, draft, valid, first, own_rows[i], passed[i]);
             ssm_probs.push_back({draft.out + (draft.num_rows - count) * draft.width,
                                  count < rows ? own_rows[i].data() : nullptr, draft.tokens, count, draft.ssm,
                                  draft.width});

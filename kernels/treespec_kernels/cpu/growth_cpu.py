@@ -284,6 +284,7 @@ class TreeGrowth:
             passes.first_token,
             [*chain(*passes.active)],
             [*chain(*passes.valid)],
+            [*chain(*passes.first_rotations)],
             [frontier_width(depth, self._max_frontier) for depth in range(1, levels + 1)],
             [*chain(*branching)],
             adaptive,
@@ -292,7 +293,7 @@ class TreeGrowth:
         g.row_nodes, g.row_tokens, g.row_owners, g.row_seeds, g.row_above = at[:5]
         g.row_values, g.weights = address_of(frontier.values, np.float32), address_of(weights, np.float32)
         g.size = len(branching[0])
-        grown = LevelsStruct(g.size, children, passes.reads, *at[5:11], 0, at[12], at[12] + 8 * levels)
+        grown = LevelsStruct(g.size, children, passes.reads, *at[5:12], 0, at[13], at[13] + 8 * levels)
         drafts, rows = passes.models.drafts, passes.num_unread + expanded
         scores = [np.empty((rows, draft.width), dtype=np.float32) for draft in drafts]
         for draft, own, features, given in zip(drafts, scores, passes.features, passes.given, strict=True):
@@ -304,7 +305,7 @@ class TreeGrowth:
         if stop is not None:
             token_weights = (ctypes.c_double * len(adaptive))(*stop.token_weights)
             numbers = (getattr(stop.rule, name) for name in RULE)
-            rule = RuleStruct(*numbers, stop.rule.max_levels, stop.least_value, at[11], ctypes.addressof(token_weights))
+            rule = RuleStruct(*numbers, stop.rule.max_levels, stop.least_value, at[12], ctypes.addressof(token_weights))
         placed = self._library.treespec_draft(
             ctypes.byref(g),
             ctypes.byref(places.placing),
@@ -473,6 +474,7 @@ class DraftPasses(NamedTuple):
         places: slots of the trees; only these passes may assign slots in it.
         active: by SSM and tree, whether the SSM drafts for the tree.
         valid: by SSM and tree, number of leading positions with K/V, at most the root's.
+        first_rotations: by SSM and tree, row of the SSM's rotations for position 0.
         tokens: each tree's last committed tokens, from the first one that an SSM has not read to the root.
         first_token: start of each tree's part of `tokens`, and their number.
         reads: whether to return the probabilities after the committed tokens that are read.
@@ -486,6 +488,7 @@ class DraftPasses(NamedTuple):
     places: TreePlaces
     active: Sequence[Sequence[bool]]
     valid: Sequence[Sequence[int]]
+    first_rotations: Sequence[Sequence[int]]
     tokens: Sequence[int]
     first_token: Sequence[int]
     reads: bool

@@ -79,7 +79,7 @@ class LevelsStruct(ctypes.Structure):
 
     _fields_ = (
         *numbers("num_trees", "max_children", "reads"),
-        *pointers("tokens", "first_token", "active", "valid", "widths", "branching"),
+        *pointers("tokens", "first_token", "active", "valid", "first_rotations", "widths", "branching"),
         *numbers("num_levels"),
         *pointers("rows", "nodes"),
     )

@@ -48,7 +48,8 @@ class _Generation:
 
     def position_rows(self) -> RequestRows:
         """Return the row of the last generated token."""
-        return RequestRows.chain(len(self.state.context.tokens) + len(self.tokens) - 1, 1, self.state.pages)
+        state = self.state
+        return RequestRows.chain(len(state.context.tokens) + len(self.tokens) - 1, 1, state.pages, state.max_len)
 
 
 class TextDrafter(ForeignDrafter):

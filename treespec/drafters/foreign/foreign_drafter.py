@@ -36,6 +36,7 @@ class ForeignState:
     Attributes:
         context: the text in the draft's tokens.
         pages: int64, in the draft's own cache.
+        max_len: maximum number of draft tokens of the request.
         valid: number of leading context tokens with K/V.
         ahead: draft tokens after the context with K/V: accepted or generated tokens.
         poisoned: whether its K/V may contain NaN.
@@ -47,6 +48,7 @@ class ForeignState:
 
     context: Context
     pages: np.ndarray
+    max_len: int
     valid: int = 0
     ahead: list[int] = field(default_factory=list)
     poisoned: bool = False
@@ -184,7 +186,8 @@ class ForeignDrafter(ABC):
             state = self._states.get(request.request_id)
             if state is None:
                 pages = self.cache.reserve(request.request_id, self.capacity + self.scratch)
-                state = ForeignState(Context(self.translation, self._fallback), pages)
+                max_len = min(int(CAPACITY_FACTOR * request.max_len), self.capacity)
+                state = ForeignState(Context(self.translation, self._fallback), pages, max_len)
                 self._states[request.request_id] = state
             state.update(request.tokens)
             state.proposed = None
@@ -205,14 +208,14 @@ class ForeignDrafter(ABC):
     def _score_roots(self, states: Sequence[ForeignState]) -> Tensor:
         """Prefill new context tokens; return the logits after each context, float32 [len(states), draft vocab]."""
         while late := [state for state in states if len(state.context.tokens) - state.valid > CHUNK]:
-            rows = [RequestRows.chain(state.valid, CHUNK, state.pages) for state in late]
+            rows = [RequestRows.chain(state.valid, CHUNK, state.pages, state.max_len) for state in late]
             tokens = [t for state in late for t in state.context.tokens[state.valid : state.valid + CHUNK]]
             self._forward(rows, tokens, 0)
             for state in late:
                 state.valid += CHUNK
         starts = [min(state.valid, len(state.context.tokens) - 1) for state in states]
         rows = [
-            RequestRows.chain(start, len(state.context.tokens) - start, state.pages)
+            RequestRows.chain(start, len(state.context.tokens) - start, state.pages, state.max_len)
             for state, start in zip(states, starts, strict=True)
         ]
         tokens = [t for state, start in zip(states, starts, strict=True) for t in state.context.tokens[start:]]

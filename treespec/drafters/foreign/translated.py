@@ -189,7 +189,8 @@ class TranslatedDrafter(ForeignDrafter):
             depths = state.masks.sum(1) - 1
             nodes = np.arange(first, len(state.masks))
             root = len(state.context.tokens) - 1
-            rows.append(RequestRows(root, nodes, depths[first:], state.masks[first:], depths, state.pages))
+            seen = depths[first:], state.masks[first:], depths
+            rows.append(RequestRows(root, nodes, *seen, state.pages, state.max_len))
         return self._forward(rows, self.translation.to_draft[at.tokens].tolist(), None)
 
     def _probs(self, logits: Tensor, requests: Sequence[Request], forest: Forest | DrawnForest) -> Tensor:

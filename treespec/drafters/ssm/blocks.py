@@ -58,7 +58,7 @@ def unread_of(model: BlockDraft, cache: KVCache, chains: Sequence[Chain]) -> lis
         states = None
         if model.columns:
             states = cache.read_features(request.pages, start - model.offset, stop - 1)
-        found.append(Unread(request.tokens[start:stop], start, request.pages, states))
+        found.append(Unread(request.tokens[start:stop], start, request.pages, states, request.max_len))
     return found
 
 

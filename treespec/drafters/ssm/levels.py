@@ -93,9 +93,8 @@ class PlannedLevels:
             depths = grown.sum(1) - 1
             nodes = np.arange(first, len(grown))
             for offset in self._offsets:
-                self._rows[owner, offset] = RequestRows(
-                    request.context_len - offset, nodes, depths[first:], grown[first:], depths, request.pages
-                )
+                places = nodes, depths[first:], grown[first:], depths, request.pages
+                self._rows[owner, offset] = RequestRows(request.context_len - offset, *places, request.max_len)
         self._row_owners = frontier.owners
 
     def plan(self, ssm: int, rows: np.ndarray) -> Pass:
@@ -119,11 +118,11 @@ class CompiledLevels:
         self._models = models
         contexts, pages = [request.context_len for request in requests], [request.pages for request in requests]
         self._places = TreePlaces(next(iter(models.values())).growth, contexts, pages)
-        self._longest = max(contexts) + 1
+        self._longest, self._max_lens = max(contexts) + 1, [request.max_len for request in requests]
 
     def extend(self, frontier: Frontier, depth: int) -> None:
         self._plan = self._places.extend(frontier.owners, frontier.above, depth)
-        self._num_positions = self._longest + depth
+        self._num_positions, self._owners = self._longest + depth, frontier.owners
         self._plans = dict[object, Pass]()
 
     def plan(self, ssm: int, rows: np.ndarray) -> Pass:
@@ -136,6 +135,9 @@ class CompiledLevels:
                 plan = CompiledPlan(
                     len(rows), plan.slots[index], plan.rows[:, index], plan.pages, plan.paths, plan.positions[index]
                 )
+            if model.config.short_context:
+                first = np.array([model.config.first_rotation(max_len) for max_len in self._max_lens])
+                plan = plan._replace(positions=plan.positions + torch.from_numpy(first[self._owners[rows]]))
             self._plans[key] = model.layout(plan, self._num_positions)
         return self._plans[key]
 
@@ -159,6 +161,7 @@ class DraftModelCache:
             ssms: indices of the SSMs, ascending.
             num_positions: number of positions that their rotations must cover.
         """
+        num_positions += max(self._models[ssm].config.short_context for ssm in ssms)  # now in rows of the rotations
         if ssms not in self._found or self._found[ssms].num_positions < num_positions:
             models = [self._models[ssm] for ssm in ssms]
             layers = [model.decoder if isinstance(model, DecoderWrapper) else model for model in models]

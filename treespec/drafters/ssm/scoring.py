@@ -89,7 +89,7 @@ Chain = tuple[Request, int, int]  # a request, and the first and last (exclusive
 
 def rows_of(model: StepModel, chains: Sequence[Chain]) -> list[RequestRows]:
     """Return the rows of a pass over committed tokens, and roots, of some requests."""
-    return [RequestRows.chain(start - model.offset, stop - start, r.pages) for r, start, stop in chains]
+    return [RequestRows.chain(start - model.offset, stop - start, r.pages, r.max_len) for r, start, stop in chains]
 
 
 def inputs_of(model: StepModel, cache: KVCache, chains: Sequence[Chain]) -> tuple[np.ndarray, Tensor | None]:

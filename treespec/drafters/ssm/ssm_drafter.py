@@ -221,6 +221,7 @@ class SsmDrafter:
             TreePlaces(models.library, [r.context_len for r in requests], [r.pages for r in requests]),
             [*zip(*active, strict=True)],
             [*zip(*valid, strict=True)],
+            [[self.models[ssm].config.first_rotation(request.max_len) for request in requests] for ssm in ssms],
             tokens,
             starts,
             len(self.models) > 1,

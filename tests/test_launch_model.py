@@ -12,6 +12,7 @@ import runpy, sys
 sys.argv[1:] = ["--rows", "1", "32"]
 runpy.run_path({str(ROOT / "perf" / "launch_model.py")!r}, run_name="__main__")
 """
+BUSY = 24  # KiB per SM: an H200's 4.8 TB/s over 132 SMs for the 600 ns that a load takes
 COPIES = {"qkv", "o", "gate_up", "down", "head", "attention"}  # which read weights, K or V
 
 
@@ -24,7 +25,7 @@ def test_every_kernel_waits_once_and_keeps_memory_busy() -> None:
     assert {name for name, *_ in kernels} >= COPIES and len(kernels) == 2 * 10
     for name, launches, _, residents, in_flight, waits, _ in kernels:
         assert int(launches) in (1, 32) and int(residents) >= 1 and waits == "1", name
-        assert (int(in_flight) >= 64) == (name in COPIES), name
+        assert (int(in_flight) >= BUSY) == (name in COPIES), name
     predictions = [line for line in child.stdout.splitlines() if "floor" in line]
     assert len(predictions) == 4
     for line in predictions:

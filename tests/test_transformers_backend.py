@@ -159,6 +159,29 @@ def test_a_model_in_memory_stays_as_it_is() -> None:
     assert continuations(model, prompts, 20) == wanted
 
 
+class LowRank(nn.Module):
+    """A linear layer with a low-rank adapter (LoRA), as peft puts it in a model's place."""
+
+    def __init__(self, base: nn.Linear):
+        super().__init__()
+        self.base = base
+        self.down, self.up = nn.Linear(base.in_features, 4, bias=False), nn.Linear(4, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + 2 * self.up(self.down(x))
+
+
+def test_low_rank_adapters_of_a_model_in_memory() -> None:
+    model, prompts = make_model("stablelm"), random_prompts([30, 4], vocab=VOCAB)
+    without = continuations(model, prompts, 20)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj, layer.mlp.down_proj = LowRank(layer.self_attn.q_proj), LowRank(layer.mlp.down_proj)
+    wanted, oracle = foretold(model, prompts, 20)
+    assert wanted != without
+    llm = open_adapter_llm(model, [oracle])
+    assert run(llm, prompts, greedy(20)).tokens == wanted == run(llm, prompts, greedy(20), TREES).tokens
+
+
 def test_long_contexts_pass_window_and_pages() -> None:
     """Four windows deep, and prompts in chunks that cut them."""
     model, folder = saved("cohere2")

@@ -2,11 +2,13 @@
 
     python perf/quantised.py --threads 1 --json out.json              # the embedded target grown to 0.5B
     python perf/quantised.py --grow 1B --modes eager                  # another size, without compiled passes
+    python perf/quantised.py --activations --json out.json            # quality of int8 activations alone
 
 Every repeat runs every engine once in turn, so that interference affects all of them. Reports tokens per second of
 decoding (without prefill): median, min and max of the repeats; ratios are per repeat. Compares tree tokens with plain
 decoding by the same engine. Quality is that of the quantised embedded target on held-out text (teacher-forced): the
-share of positions with the same argmax as in bfloat16, and the mean KL(bfloat16 || quantised) in nats.
+share of positions with the same argmax as in bfloat16, and the mean KL(bfloat16 || quantised) in nats. --activations
+compares SmolLM2 as stored (Q4_1), with activations in bfloat16 and in int8, with the same weights in float32.
 """
 
 import argparse
@@ -20,6 +22,7 @@ import measuring
 import torch
 
 from treespec import LLM, SamplingParams
+from treespec.bench.prompts import held_out_prompts
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_weights import (
     ModelShape,
@@ -133,29 +136,47 @@ def quality(args: argparse.Namespace) -> list[dict[str, Any]]:
     }
     tokenizer = engines[None].get_tokenizer()
     texts = [tokenizer.encode(text)[:512] for text in held_out(args.texts)]
-    rows = []
-    for form in FORMS[1:]:
-        same, divergence, count = 0, 0.0, 0
-        for tokens in texts:
-            p, q = logits_of(engines[None], tokens).log_softmax(-1), logits_of(engines[form], tokens).log_softmax(-1)
-            same += int((p.argmax(-1) == q.argmax(-1)).sum())
-            divergence += float((p.exp() * (p - q)).sum())
-            count += len(tokens)
-        kind = engines[form].stats()["frozen"]["quantization"]
-        rows.append({"weights": kind, "positions": count, "same_top_1": same / count, "kl_nats": divergence / count})
-        print(
-            f"embedded target, {kind}: top-1 as in bfloat16 at {same / count:.2%} of {count} positions, "
-            f"KL {divergence / count:.4f} nats",
-            flush=True,
-        )
-    return rows
+    return [agreement(engines[None], engines[form], texts) for form in FORMS[1:]]
+
+
+def activations() -> list[dict[str, Any]]:
+    """Measure the agreement of SmolLM2 as stored with its reading in float32, on its held-out instructions."""
+    entries = json.loads(held_out_prompts(chat=True).read_text())
+    options = {"drafts": [], "device": "cpu", "max_num_seqs": 1, "max_model_len": 1024, "compile": True}
+    reference = LLM("smollm2", dtype="float32", **options)
+    tokenizer = reference.get_tokenizer()
+    texts = [tokenizer.encode(entry["prompt"])[:1000] for entry in entries]
+    engines = [LLM("smollm2", dtype="bfloat16", activations=kind, **options) for kind in ("model", "int8")]
+    return [agreement(reference, engine, texts) for engine in engines]
+
+
+def agreement(reference: LLM, engine: LLM, texts: list[list[int]]) -> dict[str, Any]:
+    same, divergence, count = 0, 0.0, 0
+    for tokens in texts:
+        p, q = logits_of(reference, tokens).log_softmax(-1), logits_of(engine, tokens).log_softmax(-1)
+        same += int((p.argmax(-1) == q.argmax(-1)).sum())
+        divergence += float((p.exp() * (p - q)).sum())
+        count += len(tokens)
+    frozen, base = engine.stats()["frozen"], reference.stats()["frozen"]["dtype"]
+    row = {"weights": frozen["quantization"], "dtype": frozen["dtype"], "positions": count}
+    row |= {"same_top_1": same / count, "kl_nats": divergence / count}
+    print(
+        f"{row['weights']}, {row['dtype']}: top-1 as in {base} at {same / count:.2%} of {count} "
+        f"positions, KL {divergence / count:.5f} nats",
+        flush=True,
+    )
+    return row
 
 
 def main() -> None:
     parser = measuring.parser(__doc__, grow="0.5B", prompts=2, max_tokens=32, repeats=5, texts=24, threads=1)
     parser.add_argument("--folder", type=Path, help="folder of an existing grown model, or where to keep it")
     parser.add_argument("--modes", nargs="+", choices=("eager", "compiled"), default=["eager", "compiled"])
+    parser.add_argument("--activations", action="store_true", help="only measure the quality of int8 activations")
     args = parser.parse_args()
+    if args.activations:
+        measuring.write_json(args.json, {"setup": measuring.setup(args), "quality": activations()})
+        return
     torch.set_num_threads(args.threads)
     source = default_folder("target")
     config = read_config(source)

@@ -3,8 +3,28 @@
 from pathlib import Path
 
 from treespec.startup.load_models import libraries_folder
+from treespec_kernels.cpu.cpu_library import INSTRUCTION_SETS, CompileError, find_compiler, instruction_flags
 
 LIBRARIES = libraries_folder()
+PAIRS = "avx512-bf16"  # the instruction set whose bf16 products have other bits than those of the others
+
+
+def compiler_of(instructions: str) -> tuple[str, ...]:
+    """The command for an instruction set; raises CompileError if the machine lacks it."""
+    command = find_compiler()[:1]
+    return *command, *instruction_flags(command, instructions)
+
+
+def instruction_sets() -> list[str]:
+    """The instruction sets that the machine has; none without a compiler."""
+
+    def has(name: str) -> bool:
+        try:
+            return bool(compiler_of(name))
+        except CompileError:
+            return False
+
+    return [name for name in INSTRUCTION_SETS if has(name)]
 
 
 def share_libraries(cache_folder: Path) -> Path:

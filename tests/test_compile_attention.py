@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.libraries import LIBRARIES
+from tests.libraries import LIBRARIES, PAIRS, compiler_of, instruction_sets
 from tests.quantized_checkpoints import needs_compiler
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 from treespec_kernels.cpu.compiled_plan import plan_compiled
@@ -32,7 +32,7 @@ class Case(NamedTuple):
     dtype: torch.dtype
     window: int | None = None
     cap: float | None = None
-    flags: tuple[str, ...] = ()
+    instructions: str | None = None
 
 
 CASES = [
@@ -50,12 +50,12 @@ CASES = [
     Case(64, 2, 1, torch.bfloat16, window=70),
     Case(80, 1, 2, torch.float32, window=129, cap=0.5),
 ]
-if torch.cpu._is_avx2_supported():
-    CASES += [Case(32, 2, 3, dtype, 41, 2.0, ("-march=x86-64-v3",)) for dtype in (torch.bfloat16, torch.float32)]
+SETS = [Case(16, 2, 3, torch.bfloat16, 41, 2.0, name) for name in instruction_sets()]
+CASES += SETS
 cases = pytest.mark.parametrize(
     "case",
-    # Other sizes of heads than the test models' take seconds to compile.
-    [pytest.param(case, marks=[pytest.mark.slow] * (case.head_dim > 16)) for case in CASES],
+    # Other libraries than the test models' take seconds to compile.
+    [pytest.param(case, marks=[pytest.mark.slow] * (case.head_dim > 16 or case in SETS)) for case in CASES],
     ids=["-".join(map(str, case)).replace("torch.", "") for case in CASES],
 )
 
@@ -86,7 +86,8 @@ def random_weights(case: Case, layers: int) -> Weights:
 
 
 def make_model(case: Case, threads: int = 1, layers: int = 2) -> CompiledModel:
-    library = build((*find_compiler(), *case.flags), case.head_dim, case.dtype, LIBRARIES)
+    compiler = find_compiler() if case.instructions is None else compiler_of(case.instructions)
+    library = build(compiler, case.head_dim, case.dtype, LIBRARIES)
     weights = random_weights(case, layers)
     heads, scale = case.kv_heads * case.group, case.head_dim**-0.5
     architecture = Architecture(heads, case.kv_heads, 1e-6, scale, score_cap=case.cap)
@@ -135,6 +136,16 @@ def plain_run(case: Case, other: bool = False) -> Plain:
     hidden = torch.cat(rows)
     assert hidden.isfinite().all()
     return Plain(tokens, hidden, pool)
+
+
+@pytest.mark.slow
+def test_passes_have_the_same_bits_in_every_instruction_set() -> None:
+    others = [case for case in SETS if case.instructions != PAIRS]
+    first = plain_run(others[0])
+    for case in others[1:]:
+        plain = plain_run(case)
+        assert torch.equal(plain.hidden, first.hidden) and torch.equal(plain.pool, first.pool), case.instructions
+    assert len(others) >= 2
 
 
 @cases

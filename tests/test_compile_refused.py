@@ -57,6 +57,12 @@ def test_no_compiler_is_an_error(command: str, words: str, monkeypatch: pytest.M
         LLM(tiny()[0], device="cpu", compile=True)
 
 
+def test_an_unknown_instruction_set_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TREESPEC_CPU", "avx1024")
+    with pytest.raises(KernelError, match=r"TREESPEC_CPU='avx1024'; valid: baseline, avx2, .*amx"):
+        LLM(tiny()[0], device="cpu")
+
+
 # --- "auto"
 
 

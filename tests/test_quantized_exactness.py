@@ -89,6 +89,34 @@ def test_drafts_that_are_not_quantised() -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_int8_activations_keep_trees_exact(quantization: str) -> None:
+    target, drafts = tiny(torch.bfloat16)
+    llm = open_llm(target, drafts, compile=True, quantization=quantization, activations="int8")
+    tree, plain = (run(llm, random_prompts(LENGTHS), greedy(TOKENS), spec) for spec in (SPECS[0], "off"))
+    assert not differences(plain, tree) and tree.acceptance_length > 1.2
+    assert llm.stats()["frozen"]["quantization"].endswith(", int8 activations")
+    model = open_llm(target, drafts, compile=True, quantization=quantization)
+    prompt, params = random_prompts(LENGTHS)[:1], greedy(1, logprobs=5)
+    first = [engine.generate(prompt, params)[0].outputs[0].logprobs for engine in (llm, model)]
+    assert first[0] != first[1]
+
+
+def test_int8_activations_that_cannot_be() -> None:
+    target, drafts = tiny(torch.bfloat16)
+    with pytest.raises(ConfigError, match="activations='int8' is for compiled passes on a CPU"):
+        open_llm(target, drafts, compile=False, quantization="int8", activations="int8")
+    with pytest.raises(ConfigError, match=r'activations=\'int4\'; valid: "model" or "int8"'):
+        open_llm(target, drafts, activations="int4")
+
+
+@needs_compiler
+def test_int8_activations_need_quantised_weights() -> None:
+    with pytest.raises(ConfigError, match="activations='int8' is for quantised weights; set quantization"):
+        open_llm(tiny(torch.bfloat16)[0], compile=True, activations="int8")
+
+
+@needs_compiler
 def test_a_draft_that_cannot_be_quantised(tmp_path: Path) -> None:
     target, drafts = tiny(torch.bfloat16)
     broken = shutil.copytree(drafts[0], tmp_path / "broken")

@@ -85,6 +85,9 @@ class LLM(VllmMethods):
         draft_quantization: "int8" quantises the drafts' matrices while loading, so that their passes read half as many
             bytes; this changes their proposals slightly, never the output. None keeps them as stored; "auto" is "int8"
             in compiled passes.
+        activations: "int8" quantises the activations of the target before products with quantised weights, per row and
+            group of inputs, as llama.cpp does: faster for several rows on CPUs with VNNI, and less accurate
+            (docs/benchmarks.md). "model" keeps them in the model's dtype.
         suffix_tokens: number of recent tokens to remember, rounded up to a power of two, for the source "suffix", which
             proposes what followed the same tokens in earlier outputs and prompts. Takes 64 bytes per token (several
             hundred without a C++ compiler). It changes the speed, not the tokens (under "rejection" and "traversal",
@@ -122,6 +125,7 @@ class LLM(VllmMethods):
         backend: str = "auto",
         quantization: str | None = None,
         draft_quantization: str | None = "auto",
+        activations: str = "model",
         suffix_tokens: int = 0,
         seed: int | None = None,
         **vllm_options: Unpack[VllmEngineOptions],
@@ -146,6 +150,7 @@ class LLM(VllmMethods):
             backend=backend,
             quantization=quantization,
             draft_quantization=draft_quantization,
+            activations=activations,
             suffix_tokens=suffix_tokens,
             tokenizer=tokenizer,
         )

@@ -96,6 +96,7 @@ class CompiledDecoder(Decoder):
     Args:
         config, weights: as in `Decoder`.
         folder: folder of built libraries.
+        integer: quantise activations to int8 before products with quantised weights.
 
     Raises:
         KernelError: the library cannot be built.
@@ -104,8 +105,8 @@ class CompiledDecoder(Decoder):
     library: ctypes.CDLL
     growth: ctypes.CDLL
 
-    def __init__(self, config: ModelConfig, weights: dict[str, Tensor], folder: Path):
-        self._folder, self._joined = folder, torch.empty(0, dtype=torch.float32, device="cpu")
+    def __init__(self, config: ModelConfig, weights: dict[str, Tensor], folder: Path, integer: bool = False):
+        self._folder, self._integer, self._joined = folder, integer, torch.empty(0, dtype=torch.float32, device="cpu")
         super().__init__(config, weights, CompiledAttention(weights["embed"].dtype), "compiled", min_rows=1)
 
     def _take(self, weights: dict[str, Tensor]) -> None:
@@ -133,6 +134,7 @@ class CompiledDecoder(Decoder):
             _take_norm(weights, "final_norm"),
             take_projection(weights, "", ("lm_head",)) if "lm_head" in weights else self.embed,
             torch.get_num_threads(),
+            self._integer,
         )
 
     def _select_layers(self, layers: Sequence[int]) -> None:

@@ -86,6 +86,8 @@ def cost_key(runner: Runner, ssms: SsmDrafter | None, num_threads: int) -> dict[
         key["families"] = families
     if any(quantization := [model.quantization for model in models]):
         key["quantization"] = quantization
+    if instructions := os.environ.get("TREESPEC_CPU"):
+        key["instructions"] = instructions
     return key
 
 

@@ -37,6 +37,7 @@ class EngineOptions:
         backend: "native", "transformers" or "auto".
         quantization: quantisation of the target's layers at load time: "int8", "int4" or None.
         draft_quantization: quantisation of the drafts at load time: "int8", None, or "auto".
+        activations: "model", the dtype of passes, or "int8" before products with quantised weights.
         suffix_tokens: number of output tokens stored for the source "suffix".
         tokenizer: of a target in memory, by which drafts are connected; None is that of the folder it was loaded from.
     """
@@ -57,6 +58,7 @@ class EngineOptions:
     backend: str = "auto"
     quantization: str | None = None
     draft_quantization: str | None = "auto"
+    activations: str = "model"
     suffix_tokens: int = 0
     tokenizer: Any = None
 
@@ -90,6 +92,8 @@ class EngineOptions:
             raise ConfigError(f'compile={compile!r}; valid: True, False or "auto"')
         if self.draft_quantization not in (None, "auto", "int8"):
             raise ConfigError(f'draft_quantization={self.draft_quantization!r}; valid: "auto", "int8" or None')
+        if self.activations not in ("model", "int8"):
+            raise ConfigError(f'activations={self.activations!r}; valid: "model" or "int8"')
         for name in ("exact", "cuda_graphs"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r}; valid: True or False")

@@ -58,7 +58,8 @@ class Loader:
         linear: implementation of native models' linear layers; "compiled" runs whole passes in C++.
         exact: as in `LLM`.
         configs: tuned configurations of the Triton kernels; None without Triton.
-        int8_drafts: quantise drafts while loading; compiled passes only.
+        int8_drafts: quantise drafts while loading, and their activations; compiled passes only.
+        integer: quantise the target's activations to int8 before products with quantised weights; compiled passes only.
     """
 
     device: torch.device
@@ -68,6 +69,7 @@ class Loader:
     exact: bool
     configs: KernelConfigs | None
     int8_drafts: bool = False
+    integer: bool = False
     _modules: dict[Source, nn.Module] = field(default_factory=dict)
     _layers: dict[MtpForm, nn.Module] = field(default_factory=dict)
 
@@ -116,9 +118,13 @@ class Loader:
                 quantize_matrices(weights)
             except ValueError as error:
                 raise ModelError(f"{config.folder}: {error}; draft_quantization=None loads it as it is") from error
-        decoder = self._make_decoder(config, weights, positions, min_rows, quantization)
+        decoder = self._make_decoder(
+            config, weights, positions, min_rows, quantization, self.integer if draft is None else self.int8_drafts
+        )
         if tokens is not None:
             decoder.head_vocabulary = HeadVocabulary(tokens, size, self.device)
+        if draft is None and self.integer:
+            decoder.quantization = f"{decoder.quantization}, int8 activations"
         return decoder
 
     def load_draft(self, draft: Draft, positions: int) -> Decoder:
@@ -161,7 +167,7 @@ class Loader:
             assert weights.embed_norm is not None and weights.feature_norm is not None
             norms, threads = (weights.embed_norm, weights.feature_norm), torch.get_num_threads()
             after = config.form.residual_after_norm
-            pairs = PairInputs(decoder.library, qkv, embed, *norms, eps, after, threads)
+            pairs = PairInputs(decoder.library, qkv, embed, *norms, eps, after, threads, self.int8_drafts)
         else:
             pairs = TorchPairs(config.form, weights, embed, eps, self._impl)
         head = Eagle3Head(config.form, decoder, weights, columns, fc, pairs)
@@ -254,7 +260,7 @@ class Loader:
             return TritonDecoder(config.decoder, weights, op, self.configs, self.exact, positions)
         if self.int8_drafts:
             quantize_matrices(weights)
-        return CompiledDecoder(config.decoder, weights, libraries_folder())
+        return CompiledDecoder(config.decoder, weights, libraries_folder(), self.int8_drafts)
 
     def _fitted(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor | QuantizedWeight, Tensor | None]:
         """Return a draft head's projection as its layers' matrices are kept, and its bias."""
@@ -265,7 +271,8 @@ class Loader:
     ) -> Linear | CompiledLinear:
         """Return a linear layer beside the layers of `decoder`."""
         if isinstance(decoder, CompiledDecoder):
-            return CompiledLinear(decoder.library, weight, bias, self.dtype, torch.get_num_threads())
+            threads = torch.get_num_threads()
+            return CompiledLinear(decoder.library, weight, bias, self.dtype, threads, self.int8_drafts)
         assert isinstance(weight, Tensor)
         return Linear(weight, bias, self._impl)
 
@@ -275,10 +282,16 @@ class Loader:
         return "onednn" if self.linear == "onednn" else "torch"
 
     def _make_decoder(
-        self, config: ModelConfig, weights: dict[str, Tensor], positions: int, min_rows: int, quantization: str | None
+        self,
+        config: ModelConfig,
+        weights: dict[str, Tensor],
+        positions: int,
+        min_rows: int,
+        quantization: str | None,
+        integer: bool,
     ) -> Decoder:
         if self.linear == "compiled":
-            return CompiledDecoder(config, weights, libraries_folder())
+            return CompiledDecoder(config, weights, libraries_folder(), integer)
         op = make_attention(self.attention, config.shape, self.dtype, self.device, self.configs, self.exact)
         if self.configs is not None:
             assert isinstance(op, TritonAttention)

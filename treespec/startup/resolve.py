@@ -105,7 +105,8 @@ def resolve(options: EngineOptions) -> Resolved:
     )
     configs = KernelConfigs.load(device) if linear == "triton" else None
     int8_drafts = _quantises_drafts(options.draft_quantization, compiles)
-    loader = Loader(device, dtype, attention, linear, options.exact, configs, int8_drafts)
+    integer = _quantises_activations(options.activations, compiles, target, quantization)
+    loader = Loader(device, dtype, attention, linear, options.exact, configs, int8_drafts, integer)
     config = loader.open(target)
     connected = connect_drafts(config, [(name, loader.open(model)) for name, model in drafts])
     if isinstance(config, AdapterConfig):
@@ -144,6 +145,18 @@ def _quantises_drafts(asked: str | None, compiles: bool) -> bool:
     if asked == "int8" and not compiles:
         raise ConfigError("draft_quantization='int8' is for compiled passes on a CPU; leave it at 'auto'")
     return asked is not None and compiles
+
+
+def _quantises_activations(asked: str, compiles: bool, target: ModelConfig | Source, quantization: str | None) -> bool:
+    """Return whether the target's activations are quantised to int8."""
+    if asked == "model":
+        return False
+    if not compiles:
+        raise ConfigError("activations='int8' is for compiled passes on a CPU; leave it at 'model'")
+    stored = None if isinstance(target, Source) else target.quantization
+    if quantization is None and (stored is None or stored.floating):
+        raise ConfigError("activations='int8' is for quantised weights; set quantization='int8' or 'int4' too")
+    return True
 
 
 def _read_models(

@@ -113,12 +113,13 @@ void weigh(int64_t queries, const uint32_t* weights, int64_t stride, int64_t cou
 // Replaces the scores of positions [begin, length) by weights in the model's dtype, and returns their sum. Other
 // positions of the first page and of the last 16 get weight 0.
 float softmax(float* s, int64_t begin, int64_t length, float cap) {
-    const int64_t start = begin / PAGE * PAGE, end = (length + LANES - 1) / LANES * LANES;
+    const int64_t start = begin / PAGE * PAGE, end = (length + 15) / 16 * 16;
     if (cap)
         for (int64_t p = start; p < end; p += LANES) store(s + p, soft_cap(load<vec>(s + p), cap));
     std::fill(s + start, s + begin, -INFINITY);
     std::fill(s + length, s + end, -INFINITY);
-    vec best = splat(-INFINITY), mass = {};
+    vec best = splat(-INFINITY);
+    Sums mass;
     for (int64_t p = start; p < end; p += LANES) {
         const vec x = load<vec>(s + p);
         best = x > best ? x : best;
@@ -128,9 +129,9 @@ float softmax(float* s, int64_t begin, int64_t length, float cap) {
     for (int64_t p = start; p < end; p += LANES) {
         scalar* out = (scalar*)s + p;
         store(out, exp(load<vec>(s + p) - most));
-        mass += widen(out);
+        mass.add(p, widen(out));
     }
-    return sum(mass);
+    return mass.total();
 }
 
 // Positions that rows do not read through their pages: at most PAGE different slots, each shared by any number of rows.

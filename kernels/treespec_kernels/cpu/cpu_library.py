@@ -6,9 +6,11 @@ file crashes the process. If several processes need the same library at once, on
 """
 
 import ctypes
+import functools
 import hashlib
 import logging
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -26,6 +28,19 @@ logger = logging.getLogger("treespec")
 _PATIENCE = 600.0  # seconds to wait for another process's compiler, which takes 10 to 100
 # Without -ffast-math and contraction every operation is rounded, so vectorisation does not affect bits.
 _FLAGS = "-std=c++17 -O3 -march=native -ffp-contract=off -fno-math-errno -pthread -fPIC -shared -Wno-psabi".split()
+TILE_FLAGS = ("-DTILES=1",)
+_V4 = "-march=x86-64-v4"
+# TREESPEC_CPU: flags of the compiler, and macros that it defines on machines with these instructions. amx-emulated
+# computes AMX's instructions in C++, for tests.
+INSTRUCTION_SETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "baseline": (("-march=x86-64",), ("x86_64",)),
+    "avx2": (("-march=x86-64-v3",), ("AVX2", "FMA")),
+    "avx512": ((_V4,), ("AVX512F", "AVX512BW", "AVX512CD", "AVX512DQ", "AVX512VL")),
+    "avx512-vnni": ((_V4, "-mavx512vnni"), ("AVX512VL", "AVX512VNNI")),
+    "avx512-bf16": ((_V4, "-mavx512vnni", "-mavx512bf16"), ("AVX512VNNI", "AVX512BF16")),
+    "amx": ((_V4, "-mavx512vnni", "-mamx-tile", "-mamx-bf16", *TILE_FLAGS), ("AVX512VNNI", "AMX_BF16")),
+    "amx-emulated": (("-DTILES=2",), ()),
+}
 
 
 class CompileError(RuntimeError):
@@ -33,7 +48,16 @@ class CompileError(RuntimeError):
 
 
 def find_compiler() -> tuple[str, ...]:
-    """Return the command of the C++ compiler. Raises CompileError if there is none."""
+    """Return the command of the C++ compiler, with the flags of `instruction_flags`.
+
+    Raises:
+        CompileError: there is none, or as `instruction_flags`.
+    """
+    compiler = _find_compiler()
+    return *compiler, *instruction_flags(compiler, os.environ.get("TREESPEC_CPU"))
+
+
+def _find_compiler() -> tuple[str, ...]:
     named = os.environ.get("CXX")
     try:
         commands = [shlex.split(named)] if named else [["c++"], ["g++"], ["clang++"]]
@@ -44,6 +68,41 @@ def find_compiler() -> tuple[str, ...]:
             return tuple(command)
     tried = f"CXX={named!r} is not one" if named else "none of c++, g++ and clang++ is installed"
     raise CompileError(f"no C++ compiler: {tried}")
+
+
+@functools.cache
+def instruction_flags(compiler: tuple[str, ...], instructions: str | None) -> tuple[str, ...]:
+    """Return the compiler's flags for an instruction set; by default the machine's, with AMX if the kernel grants it.
+
+    Args:
+        compiler: the command.
+        instructions: one of `INSTRUCTION_SETS`, or None.
+
+    Raises:
+        CompileError: an unknown instruction set, or one that the machine lacks.
+    """
+    if instructions is None:
+        return TILE_FLAGS if _grants_tiles() else ()
+    if instructions not in INSTRUCTION_SETS:
+        raise CompileError(f"TREESPEC_CPU={instructions!r}; valid: {', '.join(INSTRUCTION_SETS)}")
+    flags, macros = INSTRUCTION_SETS[instructions]
+    defined = _run([*compiler, "-march=native", "-x", "c++", "-dM", "-E", "-"])
+    missing = [macro for macro in macros if f"#define __{macro}__ " not in defined]
+    if missing or ("-DTILES=1" in flags and not _grants_tiles()):
+        reason = f"it has no {', '.join(missing)}" if missing else "its kernel does not grant AMX"
+        raise CompileError(
+            f"TREESPEC_CPU={instructions!r} is for another machine than this one: {reason}; leave it out"
+        )
+    return flags
+
+
+@functools.cache
+def _grants_tiles() -> bool:
+    """Return whether the kernel lets this process use AMX's tiles, after asking for it."""
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return False
+    number, request, tile_data = 158, 0x1023, 18  # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)
+    return ctypes.CDLL(None).syscall(number, request, tile_data) == 0
 
 
 def _run(command: Sequence[str], stdin: str = "") -> str:

@@ -3,7 +3,7 @@
 //
 // A row's bits depend only on the row:
 //  - without -ffast-math and with -ffp-contract=off, the compiler may vectorise but not change an operation's result;
-//  - an element of a matrix product is one chain over its summands, for any number of rows;
+//  - an element of a matrix product has one order of summation, for any number of rows (products_cpu.h);
 //  - scores are stored by *position*, independent of the slots of the keys, and later sums run over positions in order;
 //  - threads divide rows, heads and columns, never a sum.
 // Hidden sizes are multiples of 16, so that no vector has a remainder.
@@ -21,8 +21,15 @@ typedef uint16_t scalar;
 #else
 typedef float scalar;
 #endif
-// Whether bf16 is multiplied in pairs, by an instruction of the machine. Otherwise it is widened to fp32.
-#if BF16 && defined(__AVX512BF16__) && defined(__AVX512BW__)
+#ifndef TILES
+#define TILES 0  // 1: bf16 is multiplied by AMX, if the machine has it; 2: by AMX's instructions emulated
+#elif !BF16 || TILES == 1 && !defined(__AMX_BF16__)
+#undef TILES
+#define TILES 0
+#endif
+// Whether bf16 is multiplied in pairs by vdpbf16ps: twice as fast as fused multiply-adds on AMD's CPUs and half
+// as fast on Intel's. Otherwise vectors of it are widened to fp32.
+#if BF16 && !TILES && defined(__AVX512BF16__) && defined(__AVX512BW__) && !defined(__AMX_BF16__)
 #define IN_PAIRS 1
 typedef scalar factor;  // activations, as products read them
 #else
@@ -84,6 +91,7 @@ struct Linear {  // weight: [panels of 64 outputs][inputs][64], in bf16 with pai
     const float* bias;  // padded to whole panels, or null
     int64_t inputs, outputs;
     int64_t bits, group;  // quantised weights (quantized_cpu.h): 8 or 4, and inputs per scale; bits 0: not quantised
+    int64_t integer;      // whether activations are quantised too (integer_cpu.h)
     const float *scale, *zero;  // [panels][groups][64]; zero may be null
 };
 
@@ -119,143 +127,7 @@ struct Model {
 
 namespace {
 
-enum Then { STORE, ADD, ROUND };
-// Maximum number of rows, and vectors of a panel, whose sums are in registers: in 24 of AVX-512's 32 registers, or 12
-// of AVX2's 16.
-constexpr int64_t FEW = 6, COLUMNS = LANES == 16 ? VECS : 2, PARTS = VECS / COLUMNS;
-constexpr int64_t MANY = 24;  // maximum number of rows that share a pass over a panel
-// A panel of several parts is read in blocks of 12 KiB, which stay in the L1 cache for all parts and rows, while the
-// next block is prefetched evenly. On two cores with AVX2, 6 rows of SmolLM2's products take 1.1 times as long as one
-// row, and 8 rows 1.4 times. With a single part, a prefetch distance of 4 KiB saves a tenth of a pass of 1 to 16 rows.
-constexpr int64_t BLOCK = 48, AHEAD = 16;  // in steps of 4 * PANEL bytes
-
-// Returns activations as products read them, valid until the next call.
-[[maybe_unused]] inline const float* to_factors(const float* x, int64_t) { return x; }
-[[maybe_unused]] inline const factor* to_factors(const uint16_t* x, [[maybe_unused]] int64_t count) {
-#if IN_PAIRS
-    return x;
-#else
-    static thread_local std::vector<float> wide;
-    wide.resize(count);
-    for (int64_t i = 0; i < count; i++) wide[i] = to_float(x[i]);
-    return wide.data();
-#endif
-}
-
-// Calls body(first row, number of rows) for all rows in as few and as equal parts of at most `most` rows as possible: 4
-// and 4 rows take less time than 6 and 2 (4-bit weights, AVX-512).
-template <class Body> inline void in_parts(int64_t rows, int64_t most, Body body) {
-    const int64_t times = (rows + most - 1) / most;
-    for (int64_t t = 0, r = 0; t < times; t++) {
-        const int64_t count = (rows - r + times - t - 1) / (times - t);
-        body(r, count);
-        r += count;
-    }
-}
-
-// Calls body(count) with 1 <= count <= FEW as a constant of the compiler.
-template <class Body> inline void with_constant(int64_t count, Body body) {
-    switch (count) {
-        case 1: return body(std::integral_constant<int, 1>());
-        case 2: return body(std::integral_constant<int, 2>());
-        case 3: return body(std::integral_constant<int, 3>());
-        case 4: return body(std::integral_constant<int, 4>());
-        case 5: return body(std::integral_constant<int, 5>());
-        default: return body(std::integral_constant<int, FEW>());
-    }
-}
-
-// Stores the sums of some rows and one panel.
-void finish(const Linear& layer, int64_t panel, const vec (*sums)[VECS], int64_t rows, void* out, Then then) {
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t j = 0; j < VECS; j++) {
-            const int64_t column = panel * PANEL + LANES * j, width = std::min(LANES, layer.outputs - column);
-            if (width <= 0) break;
-            vec y = sums[r][j];
-            if (layer.bias) y += load<vec>(layer.bias + column);
-            if (then == ROUND) {
-                scalar rounded[LANES];
-                store(rounded, y);
-                std::memcpy((scalar*)out + r * layer.outputs + column, rounded, width * sizeof(scalar));
-            } else {
-                float* p = (float*)out + r * layer.outputs + column;
-                store(p, then == ADD ? load<vec>(p) + y : y);
-            }
-        }
-}
-
-// Adds the products of a part of a panel, with inputs [begin, end). w: the part's weights of the first of them. next:
-// to prefetch, `fetched` scalars in every step.
-template <int ROWS>
-inline __attribute__((always_inline)) void accumulate(const scalar* w, const factor* x, int64_t k, int64_t begin,
-                                                      int64_t end, const scalar* next, int64_t fetched,
-                                                      vec (&acc)[ROWS][COLUMNS]) {
-    for (int64_t i = begin; i < end; i += PAIR, w += PAIR * PANEL, next += fetched) {
-        for (int64_t j = 0; j < COLUMNS * LANES; j += 16) __builtin_prefetch(next + PAIR * j);
-#if IN_PAIRS
-        for (int64_t r = 0; r < ROWS; r++) {
-            const __m512bh pair = (__m512bh)_mm512_set1_epi32(load<int32_t>(x + r * k + i));
-            for (int64_t j = 0; j < COLUMNS; j++)
-                acc[r][j] = (vec)_mm512_dpbf16_ps((__m512)acc[r][j], load<__m512bh>(w + 2 * LANES * j), pair);
-        }
-#else
-        for (int64_t t = 0; t < PAIR; t++) {
-            vec now[COLUMNS];
-            for (int64_t j = 0; j < COLUMNS; j++) {
-                const uvec bits = load<uvec>(w + PAIR * LANES * j);
-                now[j] = (vec)(PAIR == 1 ? bits : t == 0 ? bits << 16 : high_half(bits));
-            }
-            for (int64_t r = 0; r < ROWS; r++) {
-                const vec factors = splat(x[r * k + i + t]);
-                for (int64_t j = 0; j < COLUMNS; j++) acc[r][j] = fma(now[j], factors, acc[r][j]);
-            }
-        }
-#endif
-    }
-}
-
-// Multiplies a panel with at most MANY rows.
-void multiply(const Linear& layer, int64_t panel, const factor* x, int64_t rows, void* out, Then then) {
-    const int64_t k = layer.inputs, times = (rows + FEW - 1) / FEW;
-    const scalar* w = (const scalar*)layer.weight + panel * PANEL * k;
-    const int64_t fetched = PAIR * PANEL / PARTS / (PARTS == 1 ? 1 : times);
-    vec sums[MANY][VECS];
-    std::fill_n(&sums[0][0], rows * VECS, vec{});
-    for (int64_t begin = 0, end; begin < k; begin = end) {
-        end = PARTS == 1 ? k : std::min(begin + PAIR * BLOCK, k);
-        const scalar* next = w + end * PANEL;
-        in_parts(rows, FEW, [&](int64_t first, int64_t count) {
-            with_constant(count, [&](auto number) {
-                constexpr int ROWS = number;
-                for (int64_t part = 0; part < PARTS; part++, next += (end - begin) / PAIR * fetched) {
-                    const scalar* from = w + begin * PANEL + part * PAIR * LANES * COLUMNS;
-                    vec acc[ROWS][COLUMNS];
-                    for (int64_t r = 0; r < ROWS; r++)
-                        std::memcpy(acc[r], sums[first + r] + part * COLUMNS, sizeof acc[r]);
-                    const scalar* ahead = PARTS == 1 ? w + AHEAD * PAIR * PANEL : next;
-                    accumulate(from, x + first * k, k, begin, end, ahead, fetched, acc);
-                    for (int64_t r = 0; r < ROWS; r++)
-                        std::memcpy(sums[first + r] + part * COLUMNS, acc[r], sizeof acc[r]);
-                }
-            });
-        });
-    }
-    finish(layer, panel, sums, rows, out, then);
-}
-
-#include "quantized_cpu.h"
-
-void linear(const Linear& layer, const scalar* x, int64_t rows, void* out, Then then, int threads) {
-    const int64_t row_bytes = layer.outputs * (then == ROUND ? sizeof(scalar) : sizeof(float));
-    if (layer.bits) return quantized_linear(layer, x, rows, out, then, threads);
-    const factor* factors = to_factors(x, rows * layer.inputs);
-    parallel(threads, (layer.outputs + PANEL - 1) / PANEL, [&](int64_t panel) {
-        in_parts(rows, MANY, [&](int64_t r, int64_t count) {
-            multiply(layer, panel, factors + r * layer.inputs, count, (char*)out + r * row_bytes, then);
-        });
-    });
-}
-
+#include "products_cpu.h"
 #include "pointwise_cpu.h"
 #include "attention_cpu.h"
 
@@ -468,10 +340,12 @@ void treespec_best(const scalar* logits, int64_t num_rows, int64_t width, float*
     });
 }
 
-// Reorders quantised weights for `unpack`. values: int8 [outputs, inputs], or bytes [outputs, inputs / 2] of two 4-bit
-// weights plus 8, the first one in the low bits. out: [panels, inputs / 2, 16 * bits] bytes.
-void treespec_pack(const uint8_t* values, int64_t outputs, int64_t inputs, int64_t bits, uint8_t* out) {
-    pack(values, outputs, inputs, bits, out);
+// Reorders quantised weights for `unpack`, or for `quads` if `integer`. values: int8 [outputs, inputs], or bytes
+// [outputs, inputs / 2] of two 4-bit weights plus 8, the first one in the low bits. out: [panels, inputs, 8 * bits]
+// bytes.
+void treespec_pack(const uint8_t* values, int64_t outputs, int64_t inputs, int64_t bits, int64_t integer,
+                   uint8_t* out) {
+    (integer ? pack_quads : pack)(values, outputs, inputs, bits, out);
 }
 
 }  // extern "C"

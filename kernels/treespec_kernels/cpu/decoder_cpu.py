@@ -167,6 +167,7 @@ class PairInputs:
         eps: of the norms.
         residual_after_norm: the residual stream begins with the normalised feature.
         num_threads: number of threads that share the products.
+        integer: as in `CompiledModel`.
     """
 
     def __init__(
@@ -179,10 +180,11 @@ class PairInputs:
         eps: float,
         residual_after_norm: bool,
         num_threads: int,
+        integer: bool = False,
     ):
         assert embed.is_contiguous()
         self._library, self._threads, self._embed = library, num_threads, embed
-        self._qkv = PackedLinear(library, *qkv)
+        self._qkv = PackedLinear(library, *qkv, integer)
         self._norms = [norm.float().contiguous() for norm in (embed_norm, feature_norm)]
         self.nbytes = sum(tensor.nbytes for tensor in self._qkv.held)
         self._pairing = _Pairing(
@@ -243,6 +245,7 @@ class CompiledModel:
         final_norm: weights of the final norm.
         head: weight of the LM head, [vocab, hidden].
         num_threads: number of threads of a pass; bits do not depend on it.
+        integer: quantise activations to int8 before products with quantised weights.
     """
 
     def __init__(
@@ -255,8 +258,10 @@ class CompiledModel:
         final_norm: NormWeights,
         head: Tensor | QuantizedWeight,
         num_threads: int,
+        integer: bool = False,
     ):
         self._library, self._threads, self.num_ropes = library, num_threads, architecture.num_ropes
+        self._integer = integer
         self._memory = HugePages()
         self._num_places = 0 if positions is None else len(positions)
         # Keeps the tensors alive whose addresses are in the structs.
@@ -333,7 +338,7 @@ class CompiledModel:
     def _linear(self, weight: Tensor | QuantizedWeight | None, bias: Tensor | None) -> LinearStruct:
         if weight is None:
             return LinearStruct()
-        packed = PackedLinear(self._library, weight, bias, self._memory)
+        packed = PackedLinear(self._library, weight, bias, self._integer, self._memory)
         self._held += packed.held
         return packed.struct
 

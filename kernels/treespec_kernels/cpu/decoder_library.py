@@ -15,7 +15,8 @@ from treespec_kernels.cpu.huge_pages import HugePages
 from treespec_kernels.linear.quantized import QuantizedWeight
 
 SOURCE = Path(__file__).with_name("decoder_cpu.cpp")
-_HEADERS = ("vectors_cpu", "batch_cpu", "parallel_cpu", "pointwise_cpu", "attention_cpu", "quantized_cpu")
+_HEADERS = ("vectors_cpu", "batch_cpu", "parallel_cpu", "products_cpu", "tiles_cpu", "quantized_cpu", "integer_cpu")
+_HEADERS += ("pointwise_cpu", "attention_cpu")
 PARTS = tuple(SOURCE.with_name(f"{name}.h") for name in _HEADERS)  # included files
 DTYPES = (torch.bfloat16, torch.float32)
 
@@ -25,7 +26,7 @@ _PANEL = 64
 class LinearStruct(ctypes.Structure):
     _fields_ = (
         *pointers("weight", "bias"),
-        *numbers("inputs", "outputs", "bits", "group"),
+        *numbers("inputs", "outputs", "bits", "group", "integer"),
         *pointers("scale", "zero"),
     )
 
@@ -49,7 +50,7 @@ def build(compiler: tuple[str, ...], head_dim: int, dtype: torch.dtype, folder: 
         "forward": (pointer, pointer),
         "write_context": (pointer, pointer),
         "linear": (pointer, pointer, number, pointer, number),
-        "pack": (pointer, number, number, number, pointer),
+        "pack": (pointer, number, number, number, number, pointer),
         "probs": (pointer, pointer, number, pointer, number),
         "pairs": (pointer, pointer, pointer, number, pointer, pointer, number),
         "best": (pointer, number, number, pointer, pointer, number),
@@ -86,6 +87,8 @@ class PackedLinear:
         library: from `build`.
         weight: [outputs, inputs] in the library's dtype, or quantised with an even number of inputs.
         bias: [outputs] or None.
+        integer: quantise activations to int8 per row and group of inputs. Ignored for weights that are not quantised,
+            or whose groups are not multiples of 16.
         memory: for the weights; None for memory of their own.
     """
 
@@ -94,18 +97,20 @@ class PackedLinear:
         library: ctypes.CDLL,
         weight: Tensor | QuantizedWeight,
         bias: Tensor | None,
+        integer: bool = False,
         memory: HugePages | None = None,
     ):
         self.held: list[Tensor] = []
         self.outputs, self.inputs = weight.shape
         bits, group, scale, zero = 0, 0, None, None
+        integer = integer and isinstance(weight, QuantizedWeight) and weight.group % 16 == 0
         if isinstance(weight, QuantizedWeight):
             weight.check()
             bits, group = weight.bits, weight.group
             values = weight.values.contiguous()
             panels = -(-self.outputs // _PANEL)
             packed = torch.empty(panels * _PANEL * self.inputs * bits // 8, dtype=torch.uint8, device="cpu")
-            library.treespec_pack(values.data_ptr(), self.outputs, self.inputs, bits, packed.data_ptr())
+            library.treespec_pack(values.data_ptr(), self.outputs, self.inputs, bits, integer, packed.data_ptr())
             scale = self._hold(in_panels(weight.scale))
             zero = None if weight.zero is None else self._hold(in_panels(weight.zero))
         else:
@@ -120,6 +125,7 @@ class PackedLinear:
             outputs=self.outputs,
             bits=bits,
             group=group,
+            integer=integer,
             scale=scale,
             zero=zero,
         )

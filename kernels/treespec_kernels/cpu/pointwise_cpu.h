@@ -28,15 +28,15 @@ struct Moments { float mean, scale; };
 
 // Moments for LayerNorm if `centred`, else for RMSNorm.
 Moments moments(const float* x, int64_t size, float eps, bool centred) {
-    vec total = {}, squares = {};
+    Sums values, squares;
     if (centred)
-        for (int64_t i = 0; i < size; i += LANES) total += load<vec>(x + i);
-    const float mean = sum(total) / float(size);
+        for (int64_t i = 0; i < size; i += LANES) values.add(i, load<vec>(x + i));
+    const float mean = values.total() / float(size);
     for (int64_t i = 0; i < size; i += LANES) {
         const vec off = load<vec>(x + i) - mean;
-        squares = fma(off, off, squares);
+        squares.at(i) = fma(off, off, squares.at(i));
     }
-    return {mean, 1.0f / std::sqrt(sum(squares) / float(size) + eps)};
+    return {mean, 1.0f / std::sqrt(squares.total() / float(size) + eps)};
 }
 
 inline vec normed(const float* x, Moments of, const Norm& norm, int64_t i) {
@@ -94,12 +94,12 @@ Largest largest(const T* row, int64_t width) {
 void to_probs(float* rows, int64_t num_rows, int64_t width) {
     for (float* row = rows; row < rows + num_rows * width; row += width) {
         const float most = largest(row, width).value;
-        vec sums = {};
+        Sums sums;
         for (int64_t i = 0; i < width; i += LANES) {
             const vec e = exp(load<vec>(row + i) - most);
-            store(row + i, e), sums += e;
+            store(row + i, e), sums.add(i, e);
         }
-        const float scale = 1.0f / sum(sums);
+        const float scale = 1.0f / sums.total();
         for (int64_t i = 0; i < width; i++) row[i] *= scale;
     }
 }

@@ -1,8 +1,9 @@
 // Products with quantised weights, included by decoder_cpu.cpp.
 //
 // A weight is (q - zero) * scale: q is an integer of 8 or 4 bits, and an output has a scale and a zero per group of
-// inputs. Integers are converted exactly in registers, and activations are not quantised. A group's sum is one chain
-// over its inputs; groups are scaled and added in order, in fp32. So a row's bits do not depend on the number of rows.
+// inputs. Integers are converted exactly in registers, and activations are not quantised. A group's sum has the order
+// of a dense product over its inputs (products_cpu.h); groups are scaled and added in order, in fp32. So a row's bits
+// do not depend on the number of rows.
 
 #if IN_PAIRS
 typedef __m512bh widened;  // 16 outputs with two inputs each
@@ -11,6 +12,7 @@ constexpr int64_t WIDENED = 2;
 typedef vec widened;  // LANES outputs
 constexpr int64_t WIDENED = 1;
 #endif
+constexpr int64_t FEW_QUANTIZED = LANES == 16 ? FEW : 4;  // as FEW; AVX2 also needs registers for integers
 constexpr int64_t STEP = 2;        // inputs whose weights are stored together
 constexpr int64_t NIBBLES = 16;    // outputs whose 4-bit weights are in the same bits of consecutive units
 constexpr int64_t FETCHED = 4096;  // prefetch distance in bytes of panels with a single part
@@ -60,41 +62,40 @@ inline __attribute__((always_inline)) void unpack(const uint8_t* from, [[maybe_u
 #endif
 }
 
-// Adds the products of WIDENED inputs. x: [ROWS, k], starting at the first of them.
-template <int ROWS>
-inline __attribute__((always_inline)) void accumulate(const widened (&w)[COLUMNS], const factor* x, int64_t k,
-                                                      vec (&acc)[ROWS][COLUMNS]) {
-    for (int64_t r = 0; r < ROWS; r++) {
+// Adds the products of inputs [begin, end), or of those of a chain. next: to prefetch in the first chain.
+template <int BITS, int ROWS, int PART, int CHAIN>
+inline __attribute__((always_inline)) void accumulate_steps(const uint8_t* w, const factor* x, int64_t k, int64_t begin,
+                                                            int64_t end, const uint8_t* next,
+                                                            vec (&acc)[ROWS][COLUMNS]) {
+    constexpr int64_t READ = step_bytes(BITS) / PARTS;
+    constexpr int64_t FROM = CHAINS == 1 ? 0 : CHAIN, TO = CHAINS == 1 ? STEP : CHAIN + 1;
+    for (int64_t i = begin; i < end; i += STEP, w += step_bytes(BITS), next += READ) {
+        for (int64_t j = 0; CHAIN == 0 && j < READ; j += 64) __builtin_prefetch(next + j);
+        for (int64_t t = FROM; t < TO; t += WIDENED) {
+            widened now[COLUMNS];
+            unpack<BITS, PART>(w, t, now);
+            for (int64_t r = 0; r < ROWS; r++) {
 #if IN_PAIRS
-        const __m512bh pair = (__m512bh)_mm512_set1_epi32(load<int32_t>(x + r * k));
-        for (int64_t j = 0; j < COLUMNS; j++) acc[r][j] = (vec)_mm512_dpbf16_ps((__m512)acc[r][j], w[j], pair);
+                const __m512bh pair = (__m512bh)_mm512_set1_epi32(load<int32_t>(x + r * k + i));
+                for (int64_t j = 0; j < COLUMNS; j++)
+                    acc[r][j] = (vec)_mm512_dpbf16_ps((__m512)acc[r][j], now[j], pair);
 #else
-        const vec factors = splat(x[r * k]);
-        for (int64_t j = 0; j < COLUMNS; j++) acc[r][j] = fma(w[j], factors, acc[r][j]);
+                const vec factors = splat(x[r * k + i + t]);
+                for (int64_t j = 0; j < COLUMNS; j++) acc[r][j] = fma(now[j], factors, acc[r][j]);
 #endif
-    }
-}
-
-// Adds a group's scaled sums to the total. sums: [ROWS, groups], sums of each group's activations; null without zeros.
-template <int ROWS>
-inline __attribute__((always_inline)) void add_group(const Linear& layer, int64_t panel, int64_t part, int64_t g,
-                                                     const float* sums, const vec (&acc)[ROWS][COLUMNS],
-                                                     vec (&total)[ROWS][COLUMNS]) {
-    const int64_t groups = layer.inputs / layer.group;
-    const int64_t at = (panel * groups + g) * PANEL + part * LANES * COLUMNS;
-    for (int64_t j = 0; j < COLUMNS; j++) {
-        const vec scale = load<vec>(layer.scale + at + LANES * j);
-        const vec zero = layer.zero ? load<vec>(layer.zero + at + LANES * j) : vec{};
-        for (int64_t r = 0; r < ROWS; r++) {
-            const vec sum = layer.zero ? fma(-zero, splat(sums[r * groups + g]), acc[r][j]) : acc[r][j];
-            total[r][j] = fma(sum, scale, total[r][j]);
+            }
         }
     }
 }
 
-// Multiplies a panel with at most FEW rows. Integers are converted again for every FEW rows, which takes a quarter of
-// the time with 8 bits and a tenth with 4 if the data is in the caches (AVX-512). With one conversion for all rows,
-// into the L2 cache, 24 rows took 5 % less and 12 rows 8 % more.
+// Returns a total with a group's scaled sum added. activations: the sum of the group's activations.
+inline vec add_group(vec total, vec sum, vec scale, const float* zero, float activations) {
+    return fma(zero ? fma(-load<vec>(zero), splat(activations), sum) : sum, scale, total);
+}
+
+// Multiplies a panel with at most FEW_QUANTIZED rows. Integers are converted again for every so many rows, which takes
+// a quarter of the time with 8 bits and a tenth with 4 if the data is in the caches (AVX-512). With one conversion for
+// all rows, into the L2 cache, 24 rows took 5 % less and 12 rows 8 % more.
 template <int BITS, int ROWS, int PART>
 void multiply_part(const Linear& layer, int64_t panel, const factor* x, const float* sums, vec (&result)[ROWS][VECS]) {
     const int64_t k = layer.inputs, groups = k / layer.group, size = k / STEP * step_bytes(BITS);
@@ -103,16 +104,32 @@ void multiply_part(const Linear& layer, int64_t panel, const factor* x, const fl
     const uint8_t* next = PARTS == 1 ? w + FETCHED : w + size + PART * size / PARTS;
     vec total[ROWS][COLUMNS] = {};
     for (int64_t g = 0; g < groups; g++) {
-        vec acc[ROWS][COLUMNS] = {};
-        for (int64_t i = g * layer.group; i < (g + 1) * layer.group; i += STEP, w += step_bytes(BITS), next += READ) {
-            for (int64_t j = 0; j < READ; j += 64) __builtin_prefetch(next + j);
-            for (int64_t t = 0; t < STEP; t += WIDENED) {
-                widened now[COLUMNS];
-                unpack<BITS, PART>(w, t, now);
-                accumulate(now, x + i + t, k, acc);
+        const int64_t end = (g + 1) * layer.group;
+        vec sum[ROWS][COLUMNS];
+        for (int64_t begin = g * layer.group, last; begin < end; begin = last) {
+            last = CHAINS == 1 ? end : std::min(begin + BLOCK, end);
+            const bool first = begin == g * layer.group;
+            vec even[ROWS][COLUMNS], odd[ROWS][COLUMNS];
+            clear(odd);
+            accumulate_steps<BITS, ROWS, PART, 0>(w, x, k, begin, last, next, odd);
+            if (CHAINS == 2) {
+                std::memcpy(even, odd, sizeof odd);
+                keep_in_memory(even);
+                clear(odd);
+                accumulate_steps<BITS, ROWS, PART, 1>(w, x, k, begin, last, next, odd);
             }
+            for (int64_t r = 0; r < ROWS; r++)
+                for (int64_t j = 0; j < COLUMNS; j++)
+                    sum[r][j] = CHAINS == 1 ? odd[r][j] : (first ? vec{} : sum[r][j]) + (even[r][j] + odd[r][j]);
+            w += (last - begin) / STEP * step_bytes(BITS), next += (last - begin) / STEP * READ;
         }
-        add_group(layer, panel, PART, g, sums, acc, total);
+        const int64_t factors = (panel * groups + g) * PANEL + PART * LANES * COLUMNS;
+        for (int64_t j = 0; j < COLUMNS; j++) {
+            const vec scale = load<vec>(layer.scale + factors + LANES * j);
+            const float* zero = layer.zero ? layer.zero + factors + LANES * j : nullptr;
+            for (int64_t r = 0; r < ROWS; r++)
+                total[r][j] = add_group(total[r][j], sum[r][j], scale, zero, zero ? sums[r * groups + g] : 0.0f);
+        }
     }
     for (int64_t r = 0; r < ROWS; r++) std::memcpy(result[r] + PART * COLUMNS, total[r], sizeof total[r]);
 }
@@ -130,13 +147,96 @@ void multiply_panel(const Linear& layer, int64_t panel, const factor* x, int64_t
                     Then then) {
     const int64_t row_bytes = layer.outputs * (then == ROUND ? sizeof(scalar) : sizeof(float));
     const int64_t groups = layer.inputs / layer.group;
-    in_parts(rows, FEW, [&](int64_t r, int64_t count) {
-        with_constant(count, [&](auto number) {
+    in_parts(rows, FEW_QUANTIZED, [&](int64_t r, int64_t count) {
+        with_constant<FEW_QUANTIZED>(count, [&](auto number) {
             multiply<BITS, number>(layer, panel, x + r * layer.inputs, sums ? sums + r * groups : nullptr,
                                    (char*)out + r * row_bytes, then, std::make_integer_sequence<int, PARTS>());
         });
     });
 }
+
+#if TILES
+// Widens the weights of BLOCK inputs of a panel to bf16, in the layout of dense weights.
+template <int BITS>
+inline void widen_block(const uint8_t* from, uint32_t* to) {
+#if BF16
+    for (int64_t i = 0; i < BLOCK; i += STEP, from += step_bytes(BITS), to += PANEL)
+#if defined(__AVX512BW__)
+        if (BITS == 4) {  // bf16 of 0 .. 7 and -8 .. -1, twice, as in `unpack`
+            const __m256i numbers = _mm256_set_epi16(short(0xbf80), short(0xc000), short(0xc040), short(0xc080),
+                                                     short(0xc0a0), short(0xc0c0), short(0xc0e0), short(0xc100), 0x40e0,
+                                                     0x40c0, 0x40a0, 0x4080, 0x4040, 0x4000, 0x3f80, 0);
+            const __m512i table = _mm512_broadcast_i64x4(numbers), q = load<__m512i>(from);
+            _mm512_storeu_si512(to, _mm512_permutexvar_epi16(q, table));
+            _mm512_storeu_si512(to + 16, _mm512_permutexvar_epi16(_mm512_srli_epi16(q, 4), table));
+            _mm512_storeu_si512(to + 32, _mm512_permutexvar_epi16(_mm512_srli_epi16(q, 8), table));
+            _mm512_storeu_si512(to + 48, _mm512_permutexvar_epi16(_mm512_srli_epi16(q, 12), table));
+        } else
+#endif
+            for (int64_t part = 0; part < PARTS; part++) {
+                widened even[COLUMNS], odd[COLUMNS];
+                with_constant<PARTS>(part + 1, [&](auto number) {
+                    unpack<BITS, number - 1>(from, 0, even);
+                    unpack<BITS, number - 1>(from, 1, odd);
+                });
+                for (int64_t j = 0; j < COLUMNS; j++) {
+                    const uvec units = (uvec)even[j] >> 16 | high_half((uvec)odd[j]);
+                    std::memcpy(to + (part * COLUMNS + j) * LANES, &units, sizeof units);
+                }
+            }
+#endif
+}
+
+// Multiplies a panel with all rows; groups are multiples of BLOCK. group_sums: as `sums` of `multiply_part`.
+template <int BITS>
+void multiply_tiles(const Linear& layer, int64_t panel, const scalar* x, int64_t rows, const float* group_sums,
+                    void* out, Then then) {
+#if BF16
+    constexpr int64_t ROWS = 64, WIDE = 8;  // rows that share the widened weights, and blocks that are widened at once
+    const int64_t k = layer.inputs, groups = k / layer.group, row_bytes = layer.outputs * (then == ROUND ? 2 : 4);
+    const int64_t block_bytes = BLOCK / STEP * step_bytes(BITS), block_units = BLOCK / STEP * PANEL;
+    alignas(64) vec totals[ROWS][VECS], sums[ROWS][VECS];
+    alignas(64) uint32_t wide[WIDE * BLOCK / STEP * PANEL];
+    in_parts(rows, ROWS, [&](int64_t first, int64_t count) {
+        // Equal numbers of rows, so that one configuration serves all; the last ones may overlap, with equal bits.
+        const int64_t times = (count + 15) / 16, height = (count + times - 1) / times;
+        const TileRows configured(height, height);
+        const uint8_t* w = (const uint8_t*)layer.weight + panel * (k / BLOCK) * block_bytes;
+        std::fill_n(&totals[0][0], count * VECS, vec{});
+        for (int64_t g = 0; g < groups; g++) {
+            const int64_t start = g * layer.group, end = start + layer.group;
+            for (int64_t begin = start, blocks; begin < end; begin += blocks * BLOCK) {
+                blocks = std::min((end - begin) / BLOCK, WIDE);
+                for (int64_t b = 0; b < blocks; b++, w += block_bytes) {
+                    for (int64_t i = 0; i < block_bytes; i += 64) __builtin_prefetch(w + FETCHED + i);
+                    widen_block<BITS>(w, wide + b * block_units);
+                }
+                for (int64_t t = 0; t < times; t++) {
+                    const int64_t row = std::min(t * height, count - height);
+                    if (begin == start) zero_tiles();
+                    else load_wide(sums + t * 16);
+                    const scalar* from = x + (first + row) * k + begin;
+                    for (int64_t b = 0; b < blocks; b++)
+                        multiply_wide((const scalar*)(wide + b * block_units), from + b * BLOCK, k);
+                    store_wide(sums + t * 16);
+                }
+            }
+            for (int64_t j = 0; j < VECS; j++) {
+                const int64_t factors = (panel * groups + g) * PANEL + LANES * j;
+                const vec scale = load<vec>(layer.scale + factors);
+                const float* zero = layer.zero ? layer.zero + factors : nullptr;
+                for (int64_t r = 0; r < count; r++) {
+                    const int64_t t = r / height, row = r - std::min(t * height, count - height);
+                    totals[r][j] = add_group(totals[r][j], sums[t * 16 + row][j], scale, zero,
+                                             zero ? group_sums[(first + r) * groups + g] : 0.0f);
+                }
+            }
+        }
+        finish(layer, panel, totals, count, (char*)out + first * row_bytes, then);
+    });
+#endif
+}
+#endif
 
 void quantized_linear(const Linear& layer, const scalar* x, int64_t rows, void* out, Then then, int threads) {
     static thread_local std::vector<float> summed;
@@ -145,30 +245,42 @@ void quantized_linear(const Linear& layer, const scalar* x, int64_t rows, void* 
     if (layer.zero) {
         summed.resize(rows * groups);
         for (int64_t i = 0; i < rows * groups; i++) {
-            vec lanes = {};
-            for (int64_t j = 0; j < layer.group; j += LANES) lanes += widen(x + i * layer.group + j);
-            summed[i] = sum(lanes);
+            Sums lanes;
+            for (int64_t j = 0; j < layer.group; j += LANES) lanes.add(j, widen(x + i * layer.group + j));
+            summed[i] = lanes.total();
         }
         sums = summed.data();
     }
+#if TILES
+    if (rows >= TILED_ROWS_QUANTIZED && layer.group % BLOCK == 0)
+        return parallel(threads, (layer.outputs + PANEL - 1) / PANEL, [&](int64_t panel) {
+            const FlushDenormals flushing;
+            if (layer.bits == 8) multiply_tiles<8>(layer, panel, x, rows, sums, out, then);
+            else multiply_tiles<4>(layer, panel, x, rows, sums, out, then);
+        });
+#endif
     const factor* factors = to_factors(x, rows * k);
     parallel(threads, (layer.outputs + PANEL - 1) / PANEL, [&](int64_t panel) {
+        const FlushDenormals flushing;
         if (layer.bits == 8) multiply_panel<8>(layer, panel, factors, rows, sums, out, then);
         else multiply_panel<4>(layer, panel, factors, rows, sums, out, then);
     });
 }
 
+// Returns a weight as `treespec_pack` is given it; past the outputs, 0.
+inline uint8_t stored(const uint8_t* values, int64_t outputs, int64_t inputs, int64_t bits, int64_t output,
+                      int64_t input) {
+    if (output >= outputs) return bits == 8 ? 0 : 8;
+    const int64_t at = output * inputs + input;
+    return bits == 8 ? values[at] : values[at / 2] >> at % 2 * 4 & 15;
+}
+
 void pack(const uint8_t* values, int64_t outputs, int64_t inputs, int64_t bits, uint8_t* out) {
-    const auto value = [&](int64_t output, int64_t input) -> uint8_t {
-        if (output >= outputs) return bits == 8 ? 0 : 8;
-        const int64_t at = output * inputs + input;
-        return bits == 8 ? values[at] : values[at / 2] >> at % 2 * 4 & 15;
-    };
     for (int64_t panel = 0; panel * PANEL < outputs; panel++)
         for (int64_t i = 0; i < inputs; i += STEP, out += step_bytes(bits))
             for (int64_t o = 0; o < PANEL; o++)
                 for (int64_t t = 0; t < STEP; t++) {
-                    const uint8_t q = value(panel * PANEL + o, i + t);
+                    const uint8_t q = stored(values, outputs, inputs, bits, panel * PANEL + o, i + t);
                     const int64_t vector = o / NIBBLES, lane = o % NIBBLES;
                     if (bits == 8) {
                         out[IN_PAIRS ? (vector * NIBBLES + lane) * STEP + t : t * PANEL + o] = q;

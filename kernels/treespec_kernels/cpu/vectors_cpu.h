@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <cstring>
 #include <vector>
-#if defined(__AVX2__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
@@ -22,6 +22,13 @@ typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t uvec8 __attribute__((vector_size(32)));
 typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
+
+// A constraint of inline assembly for a vector: a register, if the machine's are that wide.
+#if defined(__AVX2__)
+#define WHOLE(v) "+v"(v)
+#else
+#define WHOLE(v) "+m"(v)
+#endif
 
 template <class V, class T> inline V load(const T* p) { V v; std::memcpy(&v, p, sizeof v); return v; }
 inline void store(float* p, vec v) { std::memcpy(p, &v, sizeof v); }
@@ -54,6 +61,16 @@ inline float sum(vec v) {
 #endif
     return v[0];
 }
+
+// Sums a row whose length is a multiple of 16, in 16 chains and one order for every number of lanes.
+class Sums {
+    vec chains[16 / LANES] = {};
+
+  public:
+    vec& at(int64_t i) { return chains[i % 16 / LANES]; }
+    void add(int64_t i, vec x) { at(i) += x; }  // x: LANES values from i on
+    float total() const { return sum(LANES == 16 ? chains[0] : chains[0] + chains[16 / LANES - 1]); }
+};
 
 // Returns whether any lane is set.
 inline bool any(ivec lanes) {

@@ -28,6 +28,7 @@ class CompiledLinear:
         bias: [out_features] or None.
         dtype: dtype of x and y, float32 or bfloat16.
         num_threads: number of threads that share the outputs; bits do not depend on it.
+        integer: quantise activations to int8 before products with quantised weights.
     """
 
     def __init__(
@@ -37,9 +38,10 @@ class CompiledLinear:
         bias: Tensor | None,
         dtype: torch.dtype,
         num_threads: int,
+        integer: bool = False,
     ):
         self._library, self._dtype, self._threads = library, dtype, num_threads
-        self._packed = PackedLinear(library, weight, bias)
+        self._packed = PackedLinear(library, weight, bias, integer)
         self.out_features, self.in_features = weight.shape
         self.nbytes = sum(tensor.nbytes for tensor in self._packed.held)
 

@@ -1,0 +1,210 @@
+// Products of activations with packed weights, included by decoder_cpu.cpp.
+//
+// An element's sum has one order for any number of rows:
+//  - fp32: one chain of fused multiply-adds over the inputs;
+//  - bf16 with AVX512_BF16 and without AMX (Zen 4 and 5): one chain over pairs of inputs (`vdpbf16ps`);
+//  - bf16 elsewhere: that of AMX's `tdpbf16ps`. For every BLOCK inputs, one chain of fused multiply-adds over the even
+//    inputs and one over the odd ones, both from zero; their sum is added to the total. Denormals are read and written
+//    as zero. So machines with AMX, AVX-512, AVX2 and without any of them compute the same bits.
+
+enum Then { STORE, ADD, ROUND };
+constexpr int64_t CHAINS = BF16 && !IN_PAIRS ? 2 : 1, BLOCK = 32;
+// Maximum number of rows, and vectors of a panel, whose sums are in registers: in 24 of AVX-512's 32 registers, or 12
+// of AVX2's 16.
+constexpr int64_t FEW = 6, COLUMNS = LANES == 16 ? VECS : 2, PARTS = VECS / COLUMNS;
+constexpr int64_t MANY = 32;  // maximum number of rows that share a pass over a panel
+// A panel of several parts is read in stretches of 12 KiB, which stay in the L1 cache for all parts and rows, while the
+// next stretch is prefetched evenly. On two cores with AVX2, 6 rows of SmolLM2's products take 1.1 times as long as one
+// row, and 8 rows 1.4 times. With a single part, a prefetch distance of 4 KiB saves a tenth of a pass of 1 to 16 rows.
+constexpr int64_t STRETCH = 48, AHEAD = 16;  // in steps of 4 * PANEL bytes
+
+// Reads and writes denormals as zero, as tdpbf16ps does, while it exists.
+class FlushDenormals {
+#if defined(__SSE2__)
+    const unsigned saved = _mm_getcsr();
+  public:
+    FlushDenormals() { if (CHAINS == 2) _mm_setcsr(saved | 0x8040); }
+    ~FlushDenormals() { if (CHAINS == 2) _mm_setcsr(saved); }
+#elif defined(__aarch64__)
+    uint64_t saved;
+  public:
+    FlushDenormals() {
+        asm volatile("mrs %0, fpcr" : "=r"(saved));
+        if (CHAINS == 2) asm volatile("msr fpcr, %0" ::"r"(saved | 1 << 24));
+    }
+    ~FlushDenormals() { if (CHAINS == 2) asm volatile("msr fpcr, %0" ::"r"(saved)); }
+#else
+  public:
+    FlushDenormals() {}
+    ~FlushDenormals() {}
+#endif
+};
+
+// Returns activations as products read them, valid until the next call.
+[[maybe_unused]] inline const float* to_factors(const float* x, int64_t) { return x; }
+[[maybe_unused]] inline const factor* to_factors(const uint16_t* x, [[maybe_unused]] int64_t count) {
+#if IN_PAIRS
+    return x;
+#else
+    static thread_local std::vector<float> wide;
+    wide.resize(count);
+    for (int64_t i = 0; i < count; i++) wide[i] = to_float(x[i]);
+    return wide.data();
+#endif
+}
+
+// Calls body(first row, number of rows) for all rows in as few and as equal parts of at most `most` rows as possible: 4
+// and 4 rows take less time than 6 and 2 (4-bit weights, AVX-512).
+template <class Body> inline void in_parts(int64_t rows, int64_t most, Body body) {
+    const int64_t times = (rows + most - 1) / most;
+    for (int64_t t = 0, r = 0; t < times; t++) {
+        const int64_t count = (rows - r + times - t - 1) / (times - t);
+        body(r, count);
+        r += count;
+    }
+}
+
+// Calls body(count) with 1 <= count <= MOST as a constant of the compiler.
+template <int64_t MOST, class Body> inline void with_constant(int64_t count, Body body) {
+    if constexpr (MOST > 1)
+        if (count < MOST) return with_constant<MOST - 1>(count, body);
+    body(std::integral_constant<int, MOST>());
+}
+
+// Stores the sums of some rows and one panel.
+void finish(const Linear& layer, int64_t panel, const vec (*sums)[VECS], int64_t rows, void* out, Then then) {
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t j = 0; j < VECS; j++) {
+            const int64_t column = panel * PANEL + LANES * j, width = std::min(LANES, layer.outputs - column);
+            if (width <= 0) break;
+            vec y = sums[r][j];
+            if (layer.bias) y += load<vec>(layer.bias + column);
+            if (then == ROUND) {
+                scalar rounded[LANES];
+                store(rounded, y);
+                std::memcpy((scalar*)out + r * layer.outputs + column, rounded, width * sizeof(scalar));
+            } else {
+                float* p = (float*)out + r * layer.outputs + column;
+                store(p, then == ADD ? load<vec>(p) + y : y);
+            }
+        }
+}
+
+// Sets sums to zero. GCC clears an array that is initialised by {} with `rep stos`, which took half of the time of
+// products with 4-bit weights in groups of 32.
+template <class V, size_t ROWS> inline void clear(V (&sums)[ROWS][COLUMNS]) {
+    ivec zero = {};
+    asm("" : WHOLE(zero));
+    for (size_t r = 0; r < ROWS; r++)
+        for (int64_t j = 0; j < COLUMNS; j++) sums[r][j] = (V)zero;
+}
+
+// Keeps the compiler from holding an array in registers that the next loop needs for its own sums.
+template <class T> inline void keep_in_memory(T& array) { asm volatile("" : "+m"(array)); }
+
+// Adds the products of a part of a panel with inputs [begin, end), or with those of a chain. w: the part's weights of
+// the first of them. next: to prefetch, `fetched` scalars in every step of the first chain.
+template <int ROWS, int CHAIN>
+inline __attribute__((always_inline)) void accumulate(const scalar* w, const factor* x, int64_t k, int64_t begin,
+                                                      int64_t end, const scalar* next, int64_t fetched,
+                                                      vec (&acc)[ROWS][COLUMNS]) {
+    for (int64_t i = begin; i < end; i += PAIR, w += PAIR * PANEL, next += fetched) {
+        for (int64_t j = 0; CHAIN == 0 && j < COLUMNS * LANES; j += 16) __builtin_prefetch(next + PAIR * j);
+#if IN_PAIRS
+        for (int64_t r = 0; r < ROWS; r++) {
+            const __m512bh pair = (__m512bh)_mm512_set1_epi32(load<int32_t>(x + r * k + i));
+            for (int64_t j = 0; j < COLUMNS; j++)
+                acc[r][j] = (vec)_mm512_dpbf16_ps((__m512)acc[r][j], load<__m512bh>(w + 2 * LANES * j), pair);
+        }
+#else
+        vec now[COLUMNS];
+        for (int64_t j = 0; j < COLUMNS; j++) {
+            const uvec bits = load<uvec>(w + PAIR * LANES * j);
+            now[j] = (vec)(PAIR == 1 ? bits : CHAIN == 0 ? bits << 16 : high_half(bits));
+        }
+        for (int64_t r = 0; r < ROWS; r++) {
+            const vec factors = splat(x[r * k + i + CHAIN]);
+            for (int64_t j = 0; j < COLUMNS; j++) acc[r][j] = fma(now[j], factors, acc[r][j]);
+        }
+#endif
+    }
+}
+
+// As `accumulate` with all chains, into COLUMNS vectors of each row of `sums`.
+template <int ROWS>
+inline __attribute__((always_inline)) void add_products(const scalar* w, const factor* x, int64_t k, int64_t begin,
+                                                        int64_t end, const scalar* next, int64_t fetched,
+                                                        vec (*sums)[VECS], int64_t column) {
+    vec acc[ROWS][COLUMNS];
+    if constexpr (CHAINS == 1) {
+        for (int64_t r = 0; r < ROWS; r++) std::memcpy(acc[r], sums[r] + column, sizeof acc[r]);
+        accumulate<ROWS, 0>(w, x, k, begin, end, next, fetched, acc);
+        for (int64_t r = 0; r < ROWS; r++) std::memcpy(sums[r] + column, acc[r], sizeof acc[r]);
+    } else {
+        for (int64_t last; begin < end; begin = last) {
+            last = std::min(begin + BLOCK, end);
+            clear(acc);
+            accumulate<ROWS, 0>(w, x, k, begin, last, next, fetched, acc);
+            vec even[ROWS][COLUMNS];
+            std::memcpy(even, acc, sizeof acc);
+            keep_in_memory(even);
+            clear(acc);
+            accumulate<ROWS, 1>(w, x, k, begin, last, next, fetched, acc);
+            for (int64_t r = 0; r < ROWS; r++)
+                for (int64_t j = 0; j < COLUMNS; j++) sums[r][column + j] += even[r][j] + acc[r][j];
+            w += (last - begin) * PANEL, next += (last - begin) / PAIR * fetched;
+        }
+    }
+}
+
+// Multiplies a panel with at most MANY rows.
+void multiply(const Linear& layer, int64_t panel, const factor* x, int64_t rows, void* out, Then then) {
+    const int64_t k = layer.inputs, times = (rows + FEW - 1) / FEW;
+    const scalar* w = (const scalar*)layer.weight + panel * PANEL * k;
+    const int64_t fetched = PAIR * PANEL / PARTS / (PARTS == 1 ? 1 : times);
+    vec sums[MANY][VECS];
+    std::fill_n(&sums[0][0], rows * VECS, vec{});
+    for (int64_t begin = 0, end; begin < k; begin = end) {
+        end = PARTS == 1 ? k : std::min(begin + PAIR * STRETCH, k);
+        const scalar* next = w + end * PANEL;
+        in_parts(rows, FEW, [&](int64_t first, int64_t count) {
+            with_constant<FEW>(count, [&](auto number) {
+                for (int64_t part = 0; part < PARTS; part++, next += (end - begin) / PAIR * fetched) {
+                    const scalar* from = w + begin * PANEL + part * PAIR * LANES * COLUMNS;
+                    const scalar* ahead = PARTS == 1 ? w + AHEAD * PAIR * PANEL : next;
+                    add_products<number>(from, x + first * k, k, begin, end, ahead, fetched, sums + first,
+                                         part * COLUMNS);
+                }
+            });
+        });
+    }
+    finish(layer, panel, sums, rows, out, then);
+}
+
+#if TILES
+#include "tiles_cpu.h"
+#endif
+#include "quantized_cpu.h"
+#include "integer_cpu.h"
+
+void linear(const Linear& layer, const scalar* x, int64_t rows, void* out, Then then, int threads) {
+    const int64_t row_bytes = layer.outputs * (then == ROUND ? sizeof(scalar) : sizeof(float));
+    if (layer.integer) return integer_linear(layer, x, rows, out, then, threads);
+    if (layer.bits) return quantized_linear(layer, x, rows, out, then, threads);
+#if TILES
+    const bool tiled = rows >= TILED_ROWS && layer.inputs % BLOCK == 0;
+#else
+    constexpr bool tiled = false;
+#endif
+    const factor* factors = tiled ? nullptr : to_factors(x, rows * layer.inputs);
+    parallel(threads, (layer.outputs + PANEL - 1) / PANEL, [&](int64_t panel) {
+        const FlushDenormals flushing;
+        in_parts(rows, MANY, [&](int64_t r, int64_t count) {
+            void* to = (char*)out + r * row_bytes;
+#if TILES
+            if (tiled) return multiply_tiles(layer, panel, x + r * layer.inputs, count, to, then);
+#endif
+            multiply(layer, panel, factors + r * layer.inputs, count, to, then);
+        });
+    });
+}

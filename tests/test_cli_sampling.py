@@ -61,7 +61,7 @@ def test_check_decodes_with_the_same_seed(rule: str, asked: list[Any]) -> None:
     assert ran.document["identical"] is True
     assert asked[0][1].verification == rule
     ran = run(*HOT, "--check", "--verification", rule, "--seed", 3)
-    assert ran.stderr.rstrip().endswith("identical to plain decoding with seed 3: 12 tokens")
+    assert ran.stderr.splitlines()[-2] == "identical to plain decoding with seed 3: 12 tokens"
 
 
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])

@@ -11,6 +11,7 @@ import treespec_weights
 from tests.commands import program, run
 from tests.gguf_files import metadata_of, write_gguf
 from tests.models import greedy, make_draft, make_llama, open_llm
+from tests.test_cli import measure_briefly
 from tests.test_gguf_tokenizer import TEMPLATE, byte_level
 from tests.tokenizers_made import save_tokenizer
 from treespec import LLM
@@ -71,7 +72,8 @@ def with_ssms(installed: Installed, monkeypatch: pytest.MonkeyPatch) -> Installe
     return installed
 
 
-def test_the_default_answers_through_the_template(installed: Installed) -> None:
+def test_the_default_answers_through_the_template(installed: Installed, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure_briefly(monkeypatch)
     ran = run("generate", QUESTION, *QUICK, "--check")
     [answer] = open_llm(installed.file).chat([{"role": "user", "content": QUESTION}], greedy(6))
     assert ran.stdout == f"{answer.outputs[0].text}\n"

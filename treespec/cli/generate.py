@@ -2,7 +2,9 @@
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
     from treespec.sampling_params import SamplingParams
 
 MOST_AT_ONCE = 8  # samples decoded concurrently
+MIN_PAIRS = 3  # pairs of runs that measure a speed-up, at least
+MEASURED_SECONDS = 3.0  # seconds of these runs, at least
 DRAWING_RULES = ("rejection", "traversal")  # copy of RANDOM_DRAWS, whose module imports torch
 
 
@@ -140,21 +144,57 @@ def generate(
             if samples > 1:
                 typer.echo(f"--- output {completion.index + 1} of {samples} ---")
             typer.echo(shown + _text_or_ids(completion))
-    difference, seconds = None, None
+    difference = None
     if check:
         plain = _decode(llm, given, params(output.metrics.seed), "off", template, None)
         difference = first_of_outputs(output, plain)
-        seconds = plain.metrics.seconds if difference is None and not no_spec else None
     if as_json:
         print_json(_document(output, check, difference))
     else:
-        typer.echo(summary(output, temperature > 0, seconds), err=True)
+        typer.echo(summary(output, temperature > 0), err=True)
     plainly = "plain decoding" + (f" with seed {output.metrics.seed}" if temperature > 0 else "")
     if difference is not None:
         typer.echo(f"NOT identical to {plainly}: {_describe(difference, llm)}", err=True)
         raise typer.Exit(1)
     if check:
         typer.echo(f"identical to {plainly}: {_count(output.metrics.generated_tokens, 'token')}", err=True)
+    if check and not no_spec and not as_json:
+
+        def seconds(spec: str | None) -> float:
+            again = _decode(llm, given, params(output.metrics.seed), spec, template, lambda chunk: None)
+            return again.metrics.seconds
+
+        with status("measuring the speed-up"):
+            pairs = pairs_of_seconds(partial(seconds, None), partial(seconds, "off"))
+        typer.echo(speed_up(output.metrics.generated_tokens, pairs), err=True)
+
+
+def pairs_of_seconds(speculative: Callable[[], float], plain: Callable[[], float]) -> list[tuple[float, float]]:
+    """Return the seconds of pairs of runs, until there are `MIN_PAIRS` that took `MEASURED_SECONDS`.
+
+    Every second pair begins with the plain run, so that a machine that becomes faster or slower favours neither.
+
+    Args:
+        speculative, plain: run a decoding, warm, and return its seconds.
+    """
+    pairs: list[tuple[float, float]] = []
+    while len(pairs) < MIN_PAIRS or sum(map(sum, pairs)) < MEASURED_SECONDS:
+        if len(pairs) % 2 == 0:
+            pairs.append((speculative(), plain()))
+        else:
+            plain_seconds = plain()
+            pairs.append((speculative(), plain_seconds))
+    return pairs
+
+
+def speed_up(tokens: int, pairs: Sequence[tuple[float, float]]) -> str:
+    """Format the speed-up of runs that each generated `tokens` tokens, from pairs of `pairs_of_seconds`."""
+    ratio = median(plain / speculative for speculative, plain in pairs)
+    fast, slow = (tokens / median(seconds) for seconds in zip(*pairs, strict=True))
+    return (
+        f"{ratio:.2f} times as fast as plain decoding: {fast:.0f} instead of {slow:.0f} tokens/s "
+        f"(medians of {len(pairs)} pairs of warm runs)"
+    )
 
 
 def first_difference(tokens: list[int], plain: list[int]) -> dict[str, int | None] | None:
@@ -231,8 +271,8 @@ def _document(output: "RequestOutput", check: bool, difference: dict[str, Any] |
     return document
 
 
-def summary(output: "RequestOutput", sampled: bool, plain_seconds: float | None) -> str:
-    """Format the metrics, summed over outputs, and the speed-up over plain decoding if its time was measured."""
+def summary(output: "RequestOutput", sampled: bool) -> str:
+    """Format the metrics, summed over outputs."""
     metrics = output.metrics
     reasons = ", ".join(str(each.finish_reason) for each in output.outputs)
     tokens, passes = metrics.generated_tokens, metrics.target_passes
@@ -243,11 +283,6 @@ def summary(output: "RequestOutput", sampled: bool, plain_seconds: float | None)
         f"{_count(tokens, 'token')} in {metrics.seconds:.2f} s ({tokens / metrics.seconds:.0f} tokens/s), "
         f"finish reason: {reasons}" + (f", seed {metrics.seed}" if sampled else ""),
     ]
-    if plain_seconds is not None:
-        lines[1] += (
-            f"; {plain_seconds / metrics.seconds:.2f} times as fast as plain decoding "
-            f"({metrics.seconds:.3g} s instead of {plain_seconds:.3g} s)"
-        )
     if metrics.accepted_by_source:
         by, only = metrics.accepted_by_source, metrics.accepted_only_by_source
         rows = [(name, str(by[name]), str(only.get(name, 0))) for name in sorted(by)]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 
 from tests.libraries import share_libraries
@@ -65,16 +66,19 @@ def test_the_start_of_drafting_is_what_levels_do_not_explain() -> None:
 @pytest.mark.parametrize(
     ("first", "second", "least"),
     [
-        ([3, 1, 1.05], [3, 2, 2.1], (1, 2)),  # idle
-        ([3, 3, 2, 1, 1], [3, 2, 2, 3, 2], (1, 2)),  # disturbed in the first turn
-        ([9, 9, 5, 9, 4, 9, 3, 1, 1], [9, 9, 5, 9, 4, 9, 3, 1, 1], (4, 4)),  # busy for longer than it may take
+        ([1, 1.05], [2, 2.1], (1, 2)),  # idle
+        ([3, 2, 1, 1], [2, 2], (1, 2)),  # disturbed in the first turn
+        ([9, 5, 9, 4, 9, 3, 1, 1], [9, 5, 9, 4, 9, 3, 1, 1], (4, 4)),  # busy for longer than it may take
     ],
 )
 def test_a_busy_machine_is_measured_for_longer(
     monkeypatch: pytest.MonkeyPatch, first: list[float], second: list[float], least: tuple[float, float]
 ) -> None:
-    """Until the two least times of each run agree, or thrice as long as intended; here at the end of a turn."""
-    now, intended, told = 0.0, sum(second[1:3]) + sum(first[1:3]), []
+    """Until the two least times of each run agree, or thrice as long as intended; here at the end of a turn.
+
+    What agrees is not repeated.
+    """
+    now, intended, told = 0.0, sum(second[:2]) + sum(first[:2]), []
     monkeypatch.setattr(costs.time, "perf_counter", lambda: now)
 
     def run(times: list[float]) -> None:
@@ -91,6 +95,28 @@ def test_a_small_cache_still_has_a_curve() -> None:
     small = LLM(target, [drafts[0]], max_num_seqs=1, max_model_len=16)
     assert small.stats()["cost_curve"]["rows"][0] == 1
     small.engine.check_integrity()
+
+
+TILES = 1, 2, 4, 8, 16, 17, 32
+
+
+@pytest.mark.parametrize(
+    ("first", "rows"), [(1e-3, costs.ROWS), (1e-2, (*TILES, 33, 64)), (1e-1, TILES)], ids=["quick", "slow", "slowest"]
+)
+def test_passes_are_measured_on_both_sides_of_a_tile(first: float, rows: tuple[int, ...]) -> None:
+    llm = open_llm(tiny()[0], [])
+    with mock.patch.object(costs, "least_seconds", lambda runs, *rest: [first] * len(runs)):
+        assert costs.measure(llm.engine.runner, None).rows == rows
+
+
+def test_a_curve_steps_where_a_tile_begins() -> None:
+    """Between the measured row counts, and beyond them on average, whether they end with a tile or begin one."""
+    for end in (32, 33, 64):
+        measured = [rows for rows in costs.FEW_ROWS if rows <= end]
+        curve = CostCurve(tuple(measured), tuple(float(-(-rows // 16)) for rows in measured), 0.0)
+        assert curve.verify(np.array([1, 15, 16, 17, 31, 32])).tolist() == [1, 1, 1, 2, 2, 2]
+        steps = np.array([end, end + 16, end + 64])
+        assert curve.verify(steps).tolist() == np.ceil(steps / 16).tolist()
 
 
 def test_what_a_position_costs_is_the_difference_of_two_contexts() -> None:

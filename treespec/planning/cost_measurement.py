@@ -15,7 +15,7 @@ import torch
 
 from treespec import __version__
 from treespec.cache import pages_for
-from treespec.config import SpecConfig
+from treespec.config import AUTO_NODES, SpecConfig
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 from treespec.errors import ConfigError
 from treespec.models.block_draft import BlockDraft
@@ -33,12 +33,12 @@ from treespec_kernels.cpu.file_lock import shared_work
 
 CONTEXT = 128  # committed positions of each request during the measurement
 LONG_CONTEXT = 2048  # committed positions at which the cost of a position is measured
-# Compiled products keep the sums of up to 6 rows in registers: on SmolLM2-135M (two threads), passes over 6, 7 and 8
-# rows take 1.35, 1.79 and 1.80 times as long as over one row.
-ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+# Passes step where products begin another tile: behind 16, 32 and 48 rows in tiles of AMX, behind 6 where AVX-512 keeps
+# the sums in registers (SmolLM2-135M, two threads: 6, 7 and 8 rows take 1.35, 1.79 and 1.80 times as long as one row).
+ROWS = (1, 2, 4, 6, 8, 12, 16, 17, 24, 32, 33, 48, 64)
 # Row counts for slow models. At 0.5B parameters 4 rows take as long as one, and 8 rows 1.3 times as long: including 4,
 # nodes="auto" gains 2.94 instead of 2.86 (modelled seconds).
-FEW_ROWS = (1, 4, 6, 8, 16)
+FEW_ROWS = (1, 2, 4, 8, 16, 17, 32, 33, 64)
 SCRATCH = 64  # slots behind the rows, for drafting
 DRAFT_LEVELS = 3
 STAR_ROWS = 4  # rows per request in the pass that measures the cost of trees in a batch
@@ -102,6 +102,7 @@ def start_key(runner: Runner, key: dict[str, Any]) -> dict[str, Any]:
         "pages": min(runner.cache.num_free, pages),
         "positions": min(runner.target.config.max_positions, LONG_CONTEXT + LONG_ROWS),
         "max_rows": runner.max_rows,
+        "rows": list(ROWS),
     }
 
 
@@ -139,7 +140,8 @@ def measure(
     Args:
         runner, ssms: of an idle engine.
         seconds: approximate duration; on a busy machine up to `PATIENCE` times as long. Every row count is measured at
-            least once. Slow models are measured with fewer row counts, and a small cache limits their size.
+            least once. Slow models are measured with fewer row counts, the slowest without those beyond an automatic
+            tree, and a small cache limits their size.
         advance: progress callback, called with the completed fraction.
 
     Raises:
@@ -158,14 +160,15 @@ def measure(
     try:
         for request in requests:
             request.pages = cache.reserve(request.request_id, slots)
-            while (left := context - request.context_len) > 0:
-                runner.prefill([request], [min(left, runner.max_rows or left)])
-        if long is not None:  # its K/V stay zero: reading zeros costs the same, and a real prefill would take long
-            long.context_len = len(long.tokens) - 1
-            long.pages = cache.reserve(long.request_id, long.context_len + LONG_ROWS)
+        if long is not None:
+            long.pages = cache.reserve(long.request_id, len(long.tokens) - 1 + LONG_ROWS)
+        for request in scratch:  # reading zeros as K/V costs the same, and a real prefill would take long
+            request.context_len = len(request.tokens) - 1
+            cache.scrub(request.pages)  # pages of a CPU that were never written share one page of memory
         [first] = least_seconds([partial(star_pass, runner, requests[:1], 1)], 2)
         quick = first * len(fitting) * 12 < seconds
-        rows = fitting if quick else tuple(n for n in fitting if n in FEW_ROWS)
+        most = ROWS[-1] if first * ROWS[-1] < 2 * seconds else AUTO_NODES  # a pass over n rows takes at most n * first
+        rows = fitting if quick else tuple(n for n in fitting if n in FEW_ROWS and n <= most)
         # Keys: n rows of one request; "n each": of every request; "n far": of the request with the long context.
         runs: dict[Any, Callable[[], None]] = {n: partial(star_pass, runner, requests[:1], n) for n in rows}
         runs |= {f"{n} each": partial(star_pass, runner, requests, n) for n in (1, STAR_ROWS)}
@@ -177,6 +180,11 @@ def measure(
             runs["root"] = partial(_draft, ssms, requests[:1], 1, levels=1)
             runs["one"], runs["every"] = (partial(_draft, ssms, requests[:1], count) for count in (1, None))
             runs["batch"], runs["read"] = partial(_draft, ssms, requests, None), partial(_read, ssms, requests[:1])
+        # First runs compile kernels and allocate. On a CPU they take hardly longer, once a pass has read all weights.
+        cold = () if quick or runner.target.device.type != "cpu" else rows
+        for name, run in runs.items():
+            if name not in cold:
+                run()
         least = least_seconds(list(runs.values()), 2 if quick else 1, seconds, advance)
     finally:
         for request in scratch:
@@ -283,17 +291,20 @@ def least_seconds(
     Interleaving spreads interference from other processes over all of them.
 
     Args:
-        runs: the callables; each runs once beforehand, untimed.
+        runs: the callables.
         least_runs: minimum number of turns.
-        seconds: intended duration. Continues up to `PATIENCE` times as long while the two lowest times of any callable
+        seconds: intended duration. Continues up to `PATIENCE` times as long with the callables whose two lowest times
             differ by more than a factor of `_AGREEMENT`. 0 = only `least_runs` turns.
         advance: progress callback, called with the completed fraction after each turn.
     """
-    for run in runs:
-        run()
     best, start, count, share = [(float("inf"), float("inf"))] * len(runs), time.perf_counter(), 0, 0.0
-    while count < least_runs or share < 1 or (share < PATIENCE and any(b > _AGREEMENT * a for a, b in best)):
-        for i in range(len(runs)) if count % 2 else reversed(range(len(runs))):
+    turn = list(range(len(runs)))
+    while count < least_runs or share < PATIENCE:
+        if count >= least_runs and share >= 1:
+            turn = [i for i, (least, second) in enumerate(best) if second > _AGREEMENT * least]
+        if not turn:
+            break
+        for i in turn if count % 2 else reversed(turn):
             for _ in range(2):  # twice, because the first run finds caches and clock rate as another callable left them
                 before = time.perf_counter()
                 runs[i]()

@@ -71,8 +71,9 @@ class CostCurve:
             trees: number of requests with more than one row.
         """
         x, y = self._points
-        # Extrapolate with the mean slope of the upper half: the last two points may measure the same time by chance.
-        middle = (len(x) - 1) // 2
+        # Extrapolate with the mean slope of the upper half of the rows: the last two points may measure the same time
+        # by chance, or be the two sides of a step.
+        middle = np.searchsorted(x, x[-1] - x[-1] // 2, side="right") - 1
         slope = (y[-1] - y[middle]) / (x[-1] - x[middle]) if len(x) > 1 else y[-1] / x[-1]
         beyond = np.maximum(np.asarray(rows) - x[-1], 0) * slope
         return (

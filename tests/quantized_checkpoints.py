@@ -23,11 +23,12 @@ def _missing_compiler() -> str:
 needs_compiler = pytest.mark.skipif(bool(_missing_compiler()), reason=_missing_compiler())
 
 
-def quantize_folder(folder: Path, bits: int, group: int | None) -> Path:
-    """Quantises the layers' matrices of a single-file checkpoint in place, in compressed-tensors' layout."""
+def quantize_folder(folder: Path, bits: int, group: int | None, head: bool = False) -> Path:
+    """Quantises the matrices of a single-file checkpoint's layers, and of its head, in compressed-tensors' layout."""
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in list(tensors.items()):
-        if ".layers." in name and tensor.dim() == 2:
+        if (".layers." in name or (head and name == "lm_head.weight")) and tensor.dim() == 2:
             tensors |= compressed_tensors(name, quantize(tensors.pop(name), bits, group))
     save_file(tensors, folder / "model.safetensors")
-    return edit_config(folder, quantization_config=compressed_tensors_config(bits, group, ["lm_head"]))
+    ignored = [] if head else ["lm_head"]
+    return edit_config(folder, quantization_config=compressed_tensors_config(bits, group, ignored))

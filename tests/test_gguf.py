@@ -31,6 +31,7 @@ from treespec.config import ModelConfig
 from treespec.errors import ModelError
 from treespec.models.quantized_weights import weight_bytes
 from treespec_weights import (
+    Checkpoint,
     CheckpointError,
     ModelShape,
     OptionError,
@@ -116,7 +117,11 @@ def llama() -> Path:
 
 @functools.cache
 def llama_file(types: str) -> Path:
-    return write_gguf(new_folder("gguf") / f"{types}.gguf", llama(), mixed if types == "Q4_K_M" else types)
+    path = new_folder("gguf") / f"{types}.gguf"
+    if types == "tied":
+        tied = make_llama(new_folder("gguf") / "tied", 0, tie_word_embeddings=True, **SIZES)
+        return write_gguf(path, tied, lambda name: "Q8_0" if name == "token_embd.weight" else "Q4_1")
+    return write_gguf(path, llama(), mixed if types == "Q4_K_M" else types)
 
 
 def mixed(name: str) -> str:
@@ -224,20 +229,29 @@ def test_logits_are_those_of_transformers_reading(model_type: str, tmp_path: Pat
 
 
 STORAGE = {
-    "Q8_0": ["14 Q8_0 matrices as int8 in groups of 32", "2 Q8_0 matrices as float32"],
-    "Q4_0": ["14 Q4_0 matrices as int4 in groups of 32", "2 Q4_0 matrices as float32"],
-    "Q4_1": ["14 Q4_1 matrices as int4 in groups of 32", "2 Q4_1 matrices as float32"],
-    "Q4_K": ["14 Q4_K matrices as int4 in groups of 32", "2 Q4_K matrices as float32"],
+    "Q8_0": ["1 Q8_0 matrix as float32", "15 Q8_0 matrices as int8 in groups of 32"],
+    "Q4_0": ["1 Q4_0 matrix as float32", "15 Q4_0 matrices as int4 in groups of 32"],
+    "Q4_1": ["1 Q4_1 matrix as float32", "15 Q4_1 matrices as int4 in groups of 32"],
+    "Q4_K": ["1 Q4_K matrix as float32", "15 Q4_K matrices as int4 in groups of 32"],
     "Q4_K_M": [
         "1 Q8_0 matrix as float32",
         "10 Q4_K matrices as int4 in groups of 32",
         "2 Q4_K matrices as float32",
         "3 Q6_K matrices as float32",
     ],
+    "tied": [
+        "1 Q8_0 matrix as float32",
+        "14 Q4_1 matrices as int4 in groups of 32",
+        "the tied head beside its embedding as int8 in groups of 32",
+    ],
 }
+FORMATS = {"Q8_0": "int8 groups of 32", "tied": "int4 groups of 32, int8 groups of 32", "Q5_K": None}
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K", "Q4_K_M"])
+@needs_compiler
+@pytest.mark.parametrize(
+    "kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K", "Q4_K_M", "tied"]
+)
 def test_every_type_of_block(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     path = llama_file(kind)
     with caplog.at_level(logging.INFO, "treespec"):
@@ -246,8 +260,7 @@ def test_every_type_of_block(kind: str, caplog: pytest.LogCaptureFixture) -> Non
     name, _, held = line.partition(": holding ")
     expected = STORAGE.get(kind, [f"16 {kind} matrices as float32"])
     assert name == f"{kind}.gguf" and sorted(held.split(", ")) == expected
-    bits = {"Q8_0": "int8", "Q5_K": None}.get(kind, "int4" if kind.startswith("Q4") else None)
-    assert llm.stats()["frozen"]["quantization"] == (bits and f"{bits} groups of 32")
+    assert llm.stats()["frozen"]["quantization"] == FORMATS.get(kind, "int4 groups of 32" if "Q4" in kind else None)
     assert_same_logits(path, llm)
 
 
@@ -267,7 +280,9 @@ def assert_same_logits(path: Path, llm: LLM) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("kind, dtype", [("Q4_1", "bfloat16"), ("Q4_K_M", "float32"), ("Q8_0", "bfloat16")])
+@pytest.mark.parametrize(
+    "kind, dtype", [("Q4_1", "bfloat16"), ("Q4_K_M", "float32"), ("Q8_0", "bfloat16"), ("tied", "bfloat16")]
+)
 def test_trees_have_the_bits_of_plain_decoding(kind: str, dtype: str, compile: bool) -> None:
     path = llama_file(kind)
     llm = open_llm(path, [path], dtype=dtype, compile=compile, prove=True)
@@ -277,6 +292,26 @@ def test_trees_have_the_bits_of_plain_decoding(kind: str, dtype: str, compile: b
     assert not (found := differences(plain, tree)), "\n".join(found[:10])
     assert tree.acceptance_length > 2
     assert llm.stats()["draft_vocabularies"] == {path.name: "same vocabulary"}
+
+
+@needs_compiler
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("kind, dtype", [("Q8_0", torch.float32), ("Q4_0", torch.bfloat16), ("tied", torch.bfloat16)])
+def test_a_head_in_blocks_reads_the_stored_values(kind: str, dtype: torch.dtype, compile: bool) -> None:
+    """Of hidden states with two ones, sums of two stored values, which float32 rounds once in any order."""
+    path = llama_file(kind)
+    with Checkpoint.open(path) as checkpoint:
+        head = checkpoint.tensor("model.embed_tokens.weight" if kind == "tied" else "lm_head.weight")
+    ones = torch.eye(head.shape[1])
+    target = open_llm(path, dtype=dtype, compile=compile).engine.runner.target
+    logits = target.logits((ones + ones.roll(40, 1)).to(dtype))
+
+    def sums(values: torch.Tensor) -> torch.Tensor:
+        return (values + values.roll(-40, 1)).T.to(dtype)
+
+    assert torch.equal(logits, sums(head))
+    assert dtype == torch.float32 or not torch.equal(logits, sums(head.to(dtype).float())), "rounded values"
+    assert torch.equal(target.embed, loaded(path, dtype)["embed"])
 
 
 @pytest.mark.parametrize("kind", FORMS)

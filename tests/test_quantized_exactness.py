@@ -18,10 +18,12 @@ from treespec import LLM, SpecConfig
 from treespec.config import ModelConfig
 from treespec.errors import ConfigError, ModelError
 from treespec.models.quantized_weights import weight_bytes
+from treespec.models.triton_weights import ModelWeights
 from treespec.planning.cost_measurement import cost_key
 from treespec_kernels.cpu.cpu_library import CompileError
 from treespec_kernels.linear.compiled_linear import CompiledLinear
-from treespec_weights import convert_checkpoint
+from treespec_kernels.linear.quantized import QuantizedWeight, dequantized
+from treespec_weights import convert_checkpoint, load_weights
 
 LENGTHS, TOKENS = (1, 31, 62, 64, 90, 126), 16
 SPECS = [SpecConfig(nodes=16), SpecConfig(nodes=40, max_depth=4), SpecConfig(branching=(3, 2, 1))]
@@ -155,6 +157,21 @@ def test_a_stored_quantised_model_has_the_tokens_and_bits_of_one_quantised_while
         assert stored.stats()["frozen"]["quantization"] == ("int8" if bits == 8 else "int4 groups of 64")
         with pytest.raises(ConfigError, match=r"is quantised already \(compressed-tensors int"):
             open_llm(folder, quantization="int8")
+
+
+@needs_compiler
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_stored_head_is_multiplied_as_stored(compile: bool) -> None:
+    folder = quantize_folder(make_llama(new_folder("stored") / "m", 0, torch.bfloat16), 8, None, head=True)
+    prompts, params = random_prompts((5, 40)), greedy(8)
+    llm = open_llm(folder, [folder], compile=compile)
+    assert not differences(run(llm, prompts, params, "off"), run(llm, prompts, params, SpecConfig(nodes=16)))
+    config = ModelConfig.from_hf(folder)
+    weights = load_weights(folder, config.shape, config.rules)
+    head = dequantized(QuantizedWeight(weights["lm_head"], weights["lm_head_scale"])).bfloat16()
+    logits = llm.engine.runner.target.logits(torch.eye(config.shape.hidden_size, dtype=torch.bfloat16))
+    assert torch.equal(logits.T, head)
+    assert torch.equal(ModelWeights.take(weights["embed"], weights, config.shape).head[0], head), "on a GPU"
 
 
 @needs_compiler

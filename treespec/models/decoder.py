@@ -20,14 +20,15 @@ from torch import Tensor
 from treespec.config import ModelConfig
 from treespec.errors import ConfigError
 from treespec.models.head_vocabulary import HeadVocabulary
-from treespec.models.layer import Layer
+from treespec.models.layer import Layer, make_linear
 from treespec.models.norms import STREAMS, LayerStream, RmsStream, norm_heads
 from treespec.models.prepare import prepare
+from treespec.models.quantized_weights import take_projection
 from treespec.models.rotation import RotaryEmbedding
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 from treespec_kernels.cpu.decoder_cpu import PassEntries
 from treespec_kernels.linear.activations import soft_cap
-from treespec_kernels.linear.linear import Linear, LinearImpl
+from treespec_kernels.linear.linear import LinearImpl
 from treespec_kernels.linear.quantized import QuantizedWeight
 
 
@@ -182,7 +183,8 @@ class Decoder:
         ]
         self._stream = STREAMS[self.config.rules.norm]
         self.final_norm = self._stream.take(weights.pop("final_norm"), weights.pop("final_norm_bias", None))
-        self.head = Linear(weights.pop("lm_head", self.embed), None, self.linear)
+        head = take_projection(weights, "", ("lm_head",)) if "lm_head" in weights else self.embed
+        self.head = make_linear(head, None, self.dtype, self.linear, self._library)
 
     @cached_property
     def plan_key(self) -> tuple[object, ...]:

@@ -13,6 +13,15 @@ from treespec_kernels.linear.linear import Linear, LinearImpl
 from treespec_kernels.linear.quantized import QuantizedWeight
 
 
+def make_linear(
+    weight: Tensor | QuantizedWeight, bias: Tensor | None, dtype: torch.dtype, impl: LinearImpl, library: CDLL | None
+) -> Linear | CompiledLinear:
+    """Return the linear layer of a weight; `library` computes a quantised one, as in `Decoder`."""
+    if isinstance(weight, QuantizedWeight):
+        return quantized_linear(weight, bias, dtype, impl, library)
+    return Linear(weight, bias, impl)
+
+
 class Layer:
     """Weights of one layer with fused projections. Parts that the family lacks are None.
 
@@ -37,9 +46,7 @@ class Layer:
 
         def linear(*names: str) -> Linear | CompiledLinear:
             weight, bias = take_projection(weights, f"layers.{i}.", names), take(*(f"{name}_bias" for name in names))
-            if isinstance(weight, QuantizedWeight):
-                return quantized_linear(weight, bias, dtype, impl, library)
-            return Linear(weight, bias, impl)
+            return make_linear(weight, bias, dtype, impl, library)
 
         def norm(name: str) -> Norm | None:
             weight = take(name)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from treespec.models.quantized_weights import take_projection
-from treespec_kernels.linear.quantized import QuantizedWeight, stacked
+from treespec_kernels.linear.quantized import QuantizedWeight, dequantized, stacked
 from treespec_weights.rules import ModelShape
 
 Weight = Tensor | QuantizedWeight
@@ -174,7 +174,10 @@ class ModelWeights:
     ) -> Self:
         """Build one model from decoder parameters by name, emptying the dict, and its learned positions."""
         layers = tuple(LayerWeights.take(weights, i) for i in range(shape.num_layers))
-        head = _aligned(weights.pop("lm_head", embed))
+        head = take_projection(weights, "", ("lm_head",)) if "lm_head" in weights else embed
+        if isinstance(head, QuantizedWeight):  # the LM head's kernel has no quantised form
+            head = dequantized(head).to(embed.dtype)
+        head = _aligned(head)
         bias = weights.pop("final_norm_bias", None)
         bias = None if bias is None else _aligned(bias)[None]
         return cls(embed, layers, _aligned(weights.pop("final_norm"))[None], bias, head[None], positions)

@@ -1,6 +1,7 @@
 """Load the decoders of an engine: native models, and adapters around transformers models."""
 
 import logging
+from ctypes import CDLL
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -46,6 +47,11 @@ logger = logging.getLogger("treespec")
 def libraries_folder() -> Path:
     """Return the cache folder of compiled C++ libraries. Raises OSError if there is no cache folder."""
     return costs.cache_folder() / "compiled"
+
+
+def _is_quantized(config: ModelConfig) -> bool:
+    """Return whether a checkpoint's layers stay quantised when they are loaded."""
+    return config.quantization is not None and not config.quantization.floating
 
 
 @dataclass(frozen=True)
@@ -107,9 +113,12 @@ class Loader:
         if isinstance(config, AdapterConfig):
             return self.adapt(config, known, positions, self.attention, min_rows, 1)
         size, stored = config.shape.vocab_size, replace(config.shape, vocab_size=known)
+        library = self._library(config, quantization)
+        # Drafts' heads are quantised per row where passes are compiled.
+        head_blocks = draft is None and _is_quantized(config) and (self.linear == "compiled" or library is not None)
         if config.folder.is_file() and quantization is None:
-            logger.info("%s", describe_storage(config.folder, self.dtype))
-        weights = load_weights(config.folder, stored, config.rules, self.dtype, self.device, quantization)
+            logger.info("%s", describe_storage(config.folder, self.dtype, head_blocks))
+        weights = load_weights(config.folder, stored, config.rules, self.dtype, self.device, quantization, head_blocks)
         tokens, target_ids = None, None if draft is None else draft.target_ids
         if known != size or target_ids is not None:
             tokens = fit_weights(weights, size, target_ids)
@@ -118,9 +127,8 @@ class Loader:
                 quantize_matrices(weights)
             except ValueError as error:
                 raise ModelError(f"{config.folder}: {error}; draft_quantization=None loads it as it is") from error
-        decoder = self._make_decoder(
-            config, weights, positions, min_rows, quantization, self.integer if draft is None else self.int8_drafts
-        )
+        integer = self.integer if draft is None else self.int8_drafts
+        decoder = self._make_decoder(config, weights, positions, min_rows, library, integer)
         if tokens is not None:
             decoder.head_vocabulary = HeadVocabulary(tokens, size, self.device)
         if draft is None and self.integer:
@@ -287,7 +295,7 @@ class Loader:
         weights: dict[str, Tensor],
         positions: int,
         min_rows: int,
-        quantization: str | None,
+        library: CDLL | None,
         integer: bool,
     ) -> Decoder:
         if self.linear == "compiled":
@@ -297,10 +305,14 @@ class Loader:
             assert isinstance(op, TritonAttention)
             return TritonDecoder(config, weights, op, self.configs, self.exact, positions)
         assert self.linear == "onednn" or self.linear == "torch"
-        library = None
-        if quantization is not None or (config.quantization is not None and not config.quantization.floating):
-            library = quantized_library(self.dtype, self.device, libraries_folder)
         return Decoder(config, weights, op, self.linear, min_rows, library)
+
+    def _library(self, config: ModelConfig, quantization: str | None) -> CDLL | None:
+        """Return the library of an eager decoder's quantised layers, or None if it has none or cannot be built."""
+        eager = self.linear != "compiled" and self.configs is None
+        if not eager or (quantization is None and not _is_quantized(config)):
+            return None
+        return quantized_library(self.dtype, self.device, libraries_folder)
 
     def adapt(
         self, config: AdapterConfig, known: int, positions: int, attention: str, min_rows: int, multiple: int

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from treespec_weights.errors import CheckpointError, Problem
 from treespec_weights.files import file_inside, is_plain_name, read_json, resolve_folder
+from treespec_weights.quantize import Quantized
 
 logger = logging.getLogger("treespec")
 
@@ -168,6 +169,10 @@ class Checkpoint:
     def stored(self, name: str) -> Tensor:
         """Read one tensor in the layout of the file: the result of `tensor`, or the blocks of a GGUF file as bytes."""
         return self.tensor(name)
+
+    def head_blocks(self) -> Quantized | None:
+        """Read the head of a GGUF file, or the embedding that it is tied to, in its blocks; None for other heads."""
+        return None
 
     def stored_bytes(self, info: TensorInfo) -> int:
         """Return the bytes of a tensor in the file."""

@@ -70,6 +70,7 @@ def load_weights(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     quantization: str | None = None,
+    head_blocks: bool = False,
 ) -> dict[str, Tensor]:
     """Load a checkpoint into decoder parameters, `shape.parameters()`, contiguous and in that order.
 
@@ -81,7 +82,8 @@ def load_weights(
     With `quantization`, "int8" or "int4", the layers' matrices are quantised one by one from the stored values
     (quantize.py). Integers of a quantised checkpoint are loaded unchanged (quant_schemes.py). A quantised parameter is
     int8, or uint8 with two 4-bit weights per byte. Together with `<name>_scale` and, if there are zero points,
-    `<name>_zero`, it forms a `Quantized`.
+    `<name>_zero`, it forms a `Quantized`. With `head_blocks`, so does the head of a GGUF file whose blocks fit the
+    kernels' layouts; if it is tied, it is a parameter beside the embedding.
 
     Raises CheckpointError with all problems: missing, unexpected or misshaped tensors; dtypes other than float64,
     float32, float16 and bfloat16; a tied model whose stored head differs from its embedding; values that overflow in a
@@ -91,7 +93,7 @@ def load_weights(
         raise ValueError(f"weights cannot be loaded as {dtype}; valid: {', '.join(map(str, DTYPES))}")
     if not isinstance(folder, Checkpoint):
         with Checkpoint.open(folder) as checkpoint:
-            return load_weights(checkpoint, shape, rules, dtype, device, quantization)
+            return load_weights(checkpoint, shape, rules, dtype, device, quantization, head_blocks)
     if quantization is not None and quantization not in BITS:
         raise ValueError(f"quantization={quantization!r}; valid: None, {', '.join(map(repr, BITS))}")
     checkpoint = folder
@@ -109,10 +111,14 @@ def load_weights(
     if problems := extra_bias_problems(checkpoint, shape, rules):
         raise CheckpointError(checkpoint.folder, problems)
     checkpoint.log_absent()
-    loaded: dict[str, Tensor] = {}
+    head = checkpoint.head_blocks() if head_blocks else None
+    parts = {} if head is None else _parts("lm_head", head)
+    loaded = {name: part.to(device) for name, part in parts.items()}
     overflows = []
     at = {name: i for i, name in enumerate(checkpoint.tensors)}  # tensors renamed by the scheme come last
     for placement in sorted(placements, key=lambda placement: at.get(placement.name, len(at))):
+        if head is not None and "lm_head" in placement.params:
+            continue
         if scheme is not None and covered(scheme, placement, rules):
             loaded |= _read_quantized(checkpoint, scheme, placement, dtype, device)
             continue
@@ -132,7 +138,8 @@ def load_weights(
         loaded |= placement.unpack(tensor)
     if overflows:
         raise CheckpointError(checkpoint.folder, overflows)
-    ordered = (name + part for name in shape.parameters() for part in ("", "_scale", "_zero"))
+    names = dict.fromkeys((*shape.parameters(), "lm_head"))
+    ordered = (name + part for name in names for part in ("", "_scale", "_zero"))
     return {name: loaded[name] for name in ordered if name in loaded}
 
 

@@ -86,8 +86,8 @@ def _parameters(name: str) -> list[tuple[str, ...]]:
 def block_types(file: GgufFile) -> dict[str, str]:
     """Return the block type of every matrix that stays in blocks, by Hugging Face name.
 
-    Matrices of one fused product stay in blocks only if all have the same number of bits. Embedding and head are always
-    dequantised.
+    Matrices of one fused product stay in blocks only if all have the same number of bits. Embeddings are dequantised;
+    `GgufCheckpoint.head_blocks` has the head's blocks.
     """
     products: dict[tuple[str, str], dict[str, str]] = {}
     for hf_name, name in hf_names(file).items():
@@ -103,10 +103,26 @@ def block_types(file: GgufFile) -> dict[str, str]:
     return held
 
 
-def describe_storage(path: Path, dtype: torch.dtype) -> str:
-    """Return a log line with the number of matrices by type and by the form in memory of a model in `dtype`."""
+def head_type(file: GgufFile) -> tuple[str, str] | None:
+    """Return the Hugging Face name and block type of the head, or of the embedding that it is tied to.
+
+    None if its blocks do not fit the kernels' layouts.
+    """
+    stored = "output.weight" if "output.weight" in file.tensors else "token_embd.weight"
+    kind = file.tensors[stored].type
+    return next((name, kind) for name, tensor in hf_names(file).items() if tensor == stored) if kind in FORMS else None
+
+
+def describe_storage(path: Path, dtype: torch.dtype, head_blocks: bool = False) -> str:
+    """Return a log line with the number of matrices by type and by the form in memory of a model in `dtype`.
+
+    `head_blocks`: as in `load_weights`.
+    """
     file = read_gguf(path)
     blocks = block_types(file)
+    head = head_type(file) if head_blocks else None
+    if head is not None and "output.weight" in file.tensors:
+        blocks[head[0]] = head[1]
     counts: Counter[tuple[str, str]] = Counter()
     for hf_name, name in hf_names(file).items():
         kind, shape, *_ = (tensor := file.tensors[name]).type, tensor.shape
@@ -116,6 +132,8 @@ def describe_storage(path: Path, dtype: torch.dtype) -> str:
     parts = [
         f"{count} {kind} {'matrix' if count == 1 else 'matrices'} as {form}" for (kind, form), count in counts.items()
     ]
+    if head is not None and head[0] not in blocks:
+        parts.append(f"the tied head beside its embedding as int{FORMS[head[1]].bits} in groups of {BLOCK}")
     return f"{path.name}: holding {', '.join(parts)}"
 
 
@@ -126,6 +144,7 @@ class GgufCheckpoint(Checkpoint):
     """
 
     def __init__(self, file: GgufFile) -> None:
+        self._file = file
         self.names_in_file = hf_names(file)
         entries = {name: file.tensors[stored] for name, stored in self.names_in_file.items()}
         tensors = {name: TensorInfo(entry.file, entry.type, entry.shape) for name, entry in entries.items()}
@@ -166,6 +185,12 @@ class GgufCheckpoint(Checkpoint):
             # The converter moved rows [2, head_dim / 2] of a head to [head_dim / 2, 2]. A row's blocks stay together.
             data = data.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
         return data
+
+    def head_blocks(self) -> Quantized | None:
+        if (head := head_type(self._file)) is None:
+            return None
+        name, kind = head
+        return read_blocks(kind, self.stored(name))
 
     def stored_bytes(self, info: TensorInfo) -> int:
         if info.dtype in TORCH_DTYPES:

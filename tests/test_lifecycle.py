@@ -117,15 +117,18 @@ def test_metrics_are_consistent() -> None:
 def test_stats_add_up() -> None:
     llm = open_llm(tiny()[0], tiny()[1], max_num_seqs=4)
     assert llm.stats()["requests"] == llm.stats()["target_passes"] == llm.stats()["prefill_tokens"] == 0
-    assert llm.stats()["acceptance_length"] == 0.0
+    assert llm.stats()["acceptance_length"] == llm.stats()["acceptance_rate"] == 0.0
     outputs = llm.generate(random_prompts((1, 30, 70, 5, 9)), greedy(12), TREE)
     outputs += llm.generate(random_prompts((4, 8)), greedy(7), "off")
     stats = llm.stats()
     assert stats["requests"] == 7 and stats["failed_requests"] == 0
-    for key in ("target_passes", "generated_tokens", "nodes_verified"):
+    for key in ("target_passes", "generated_tokens", "accepted_tokens", "nodes_verified"):
         assert stats[key] == sum(getattr(output.metrics, key) for output in outputs), key
     assert stats["prefill_tokens"] == sum(len(output.prompt_token_ids) - 1 for output in outputs)
     assert stats["acceptance_length"] == stats["generated_tokens"] / stats["target_passes"]
+    assert stats["avg_tokens_per_round"] == stats["acceptance_length"]
+    drafted = sum(output.metrics.nodes_verified - output.metrics.target_passes for output in outputs)
+    assert 0 < stats["acceptance_rate"] == stats["accepted_tokens"] / drafted < 1
     assert stats["rounds"] >= max(output.metrics.target_passes for output in outputs)
     assert stats["drafts"] == ["ssm-1", "ssm-2", "ssm-3"]
     assert (stats["max_num_seqs"], stats["max_model_len"]) == (4, 256)

@@ -21,6 +21,7 @@ class Stats:
     target_passes: int = 0
     prefill_tokens: int = 0
     generated_tokens: int = 0
+    accepted_tokens: int = 0
     nodes_verified: int = 0
     accepted_lengths: Counter[int] = field(default_factory=Counter)
     accepted_by_source: Counter[str] = field(default_factory=Counter)
@@ -39,12 +40,19 @@ class Stats:
         if request.prefill_passes:  # skip samples whose prompt another one prefilled
             self.prefill_tokens += min(request.context_len, request.num_prompt - 1)
         self.generated_tokens += request.num_generated
+        self.accepted_tokens += request.accepted_tokens
         self.nodes_verified += request.nodes_verified
         self.accepted_by_source.update(request.accepted_by_source)
         self.accepted_only_by_source.update(request.accepted_only_by_source)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the counters as JSON-serialisable values, with the overall acceptance length."""
+        """Return the counters as JSON-serialisable values, and ratios of them.
+
+        `acceptance_length`, also as `avg_tokens_per_round`, is tokens per target pass of a request; `acceptance_rate`
+        is accepted over drafted tokens, those of the verified trees. Both are 0 before the first pass or draft.
+        """
+        drafted = self.nodes_verified - self.target_passes
+        length = self.generated_tokens / self.target_passes if self.target_passes else 0.0
         return {
             "requests": self.requests,
             "failed_requests": self.failed_requests,
@@ -52,8 +60,11 @@ class Stats:
             "target_passes": self.target_passes,
             "prefill_tokens": self.prefill_tokens,
             "generated_tokens": self.generated_tokens,
+            "accepted_tokens": self.accepted_tokens,
             "nodes_verified": self.nodes_verified,
-            "acceptance_length": self.generated_tokens / self.target_passes if self.target_passes else 0.0,
+            "acceptance_length": length,
+            "avg_tokens_per_round": length,
+            "acceptance_rate": self.accepted_tokens / drafted if drafted else 0.0,
             "accepted_by_source": dict(self.accepted_by_source),
             "accepted_only_by_source": dict(self.accepted_only_by_source),
         }

@@ -38,7 +38,7 @@ LONG_CONTEXT = 2048  # committed positions at which the cost of a position is me
 ROWS = (1, 2, 4, 6, 8, 12, 16, 17, 24, 32, 33, 48, 64)
 # Row counts for slow models. At 0.5B parameters 4 rows take as long as one, and 8 rows 1.3 times as long: including 4,
 # nodes="auto" gains 2.94 instead of 2.86 (modelled seconds).
-FEW_ROWS = (1, 2, 4, 8, 16, 17, 32, 33, 64)
+FEW_ROWS = (1, 2, 4, 6, 8, 16, 17, 32, 33, 64)
 SCRATCH = 64  # slots behind the rows, for drafting
 DRAFT_LEVELS = 3
 STAR_ROWS = 4  # rows per request in the pass that measures the cost of trees in a batch

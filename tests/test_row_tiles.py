@@ -10,6 +10,7 @@ import torch
 
 from tests.child import uninterpreted_document
 from treespec_kernels.aot.k_order import OrderFault, check_same_order, float_operations, k_order
+from treespec_kernels.launch.switches import without
 from treespec_kernels.launch.triton_launch import shared_bytes
 from treespec_kernels.linear.lm_head import LmHeadConfig
 from treespec_kernels.linear.quantized_row_linear import quantized_candidates, quantized_default
@@ -118,6 +119,10 @@ def test_the_choice_follows_products_and_loads() -> None:
             chosen = TILED.for_rows(rows, columns)
             assert costs[chosen.block_m] == min(costs.values()) and not chosen.larger
             assert rows > 64 or chosen.block_m == 64
+    with without("larger_tiles"):
+        assert TILED.for_rows(2048, MULTIPROCESSORS).block_m == 64
+    with without("tiles"), pytest.raises(ValueError, match="TREESPEC_OFF='tiles': unknown feature 'tiles'; valid: p"):
+        TILED.for_rows(2048, MULTIPROCESSORS)
     # Few programs: more rows per program would leave more multiprocessors idle.
     assert TILED.for_rows(256, 4).block_m == 64
     assert TILED.for_rows(256, MULTIPROCESSORS).block_m == 256

@@ -37,6 +37,7 @@ from treespec.runner import Runner
 from treespec_kernels.aot.kernel_spec import KernelShape
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.launch.predecessors import wait_for_predecessors
+from treespec_kernels.launch.switches import without
 from treespec_kernels.launch.triton_launch import LaunchConfig, known_issue, launch_options
 from treespec_kernels.linear.quantized import WeightForm
 from treespec_kernels.sampling.row_topk import row_topk_triton
@@ -178,14 +179,16 @@ def test_a_decoder_launches_as_was_measured(gpu: Gpu, measured: bool | None, mon
     pool = KVCache.allocate(config.shape, 2, torch.float16, device)
     layout = opened.plan([RequestRows.chain(0, 3, np.array([1]))], pool)
     tokens, results = torch.tensor([3, 1, 4], device=device), []
-    for pdl in (opened.kernels.pdl, False):
-        opened.kernels = opened.kernels.launched(pdl)
+    for off, constant in (("", 2), ("prefetch", 1), ("pdl", 0)):
+        constant *= opened.kernels.pdl
         gpu.launches.signatures.clear()
-        results.append(opened.logits(opened.forward(tokens, layout, pool)).cpu())
+        with without(off):
+            results.append(opened.logits(opened.forward(tokens, layout, pool)).cpu())
         found = gpu.launches.signatures.values()
-        assert {options.get("launch_pdl", False) for *_, options in found} == {pdl}
+        assert {arguments["PDL"] for *_, arguments, _ in found} == {constant}
+        assert {options.get("launch_pdl", False) for *_, options in found} == {constant > 0}
         assert {name for _, name, *_ in found} >= {"norm_rows", "multiply_rows", "attend_items", "project_to_vocab"}
-    assert torch.equal(*results)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
     leave(gpu)
 
 

@@ -18,6 +18,7 @@ from treespec.request import Request
 from treespec.runner import tree_rows
 from treespec.tree import TokenTree
 from treespec_kernels.launch.graph_capture import GraphMemory, run_then_capture
+from treespec_kernels.launch.switches import is_on
 
 logger = logging.getLogger("treespec")
 
@@ -82,7 +83,7 @@ class TargetPass:
         """
         shape = self._shape_of(requests, trees)
         self.has_captured = False
-        if shape is None:
+        if shape is None or not is_on("captured_passes"):
             return run()
         if shape not in (graphs := self._graphs or {}):
             self.has_captured = True

@@ -254,12 +254,6 @@ class PassKernels:
         chosen._linear = [self._linear[i] for i in layers]
         return chosen
 
-    def launched(self, pdl: bool) -> "PassKernels":
-        """Return the same kernels with programmatic dependent launch on or off, regardless of the tuned setting."""
-        chosen = copy.copy(self)
-        chosen.pdl = pdl
-        return chosen
-
     def logits(self, hidden: Tensor) -> LmHead:
         """Compute the logits of rows of `hidden`, [G * rows, hidden_size], and the maximum of each vocabulary block."""
         head, cap = self._squeezed(self.weights.head), self.config.logit_cap

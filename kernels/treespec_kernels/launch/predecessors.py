@@ -31,6 +31,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from treespec_kernels.launch import triton_launch
+
+PREFETCH = tl.constexpr(triton_launch.PREFETCH)
 # Of each row: 64 KB per program of 128 rows, and 6 to 15 MB for a layer of 8B, which an H200 reads in 1.5 to 3.5 us.
 PREFETCH_BYTES = tl.constexpr(512)
 

@@ -14,6 +14,10 @@ from typing import Any
 
 import torch
 
+from treespec_kernels.launch.switches import is_on
+
+WAIT, PREFETCH = 1, 2  # values of the kernels' constant PDL: the wait alone, and with requests for weights before it
+
 
 def block_of_head_dim(head_dim: int) -> int:
     """Return the power of two, 16 or more, that a kernel pads `head_dim` to."""
@@ -84,13 +88,15 @@ def has_pdl(target: str) -> bool:
     return target.startswith("sm_") and int(target.removeprefix("sm_")) >= 90
 
 
-def launch_options(pdl: bool) -> dict[str, bool]:
+def launch_options(pdl: bool) -> dict[str, int | bool]:
     """Return launch arguments that enable both PDL's launch attribute and the kernel's wait, or neither.
 
     `predecessors.py` describes why they belong together. With `pdl`, the launch fails on a device without PDL
-    (`takes_pdl`).
+    (`takes_pdl`). The switches "pdl" and "prefetch" (`switches.py`) apply here.
     """
-    return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
+    if not pdl or not is_on("pdl"):
+        return {"PDL": 0}
+    return {"PDL": PREFETCH if is_on("prefetch") else WAIT, "launch_pdl": True}
 
 
 def is_triton_error(error: BaseException) -> bool:

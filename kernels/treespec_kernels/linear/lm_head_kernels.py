@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from treespec_kernels.launch.pointwise import soft_cap
-from treespec_kernels.launch.predecessors import prefetch_rows, wait_for_predecessors
+from treespec_kernels.launch.predecessors import PREFETCH, prefetch_rows, wait_for_predecessors
 from treespec_kernels.linear.dot import dot
 
 
@@ -61,7 +61,7 @@ def project_to_vocab(
     o_weight = o_n if VOCAB % BLOCK_N == 0 else tl.minimum(o_n, VOCAB - 1)
     p_row = weight + i_group * stride_weight_group + o_weight.to(tl.int64) * stride_weight
     BYTES: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
-    if PDL and HIDDEN * BYTES % 16 == 0:
+    if PDL == PREFETCH and HIDDEN * BYTES % 16 == 0:
         if tl.program_id(0) == 0:
             prefetch_rows(p_row, HIDDEN * BYTES)
     wait_for_predecessors(PDL)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from treespec_kernels.launch.predecessors import prefetch_rows, wait_for_predecessors
+from treespec_kernels.launch.predecessors import PREFETCH, prefetch_rows, wait_for_predecessors
 from treespec_kernels.linear.dot import dot
 
 _RUNTIME = "x values scale zero out num_rows stride_x_group stride_x_row".split()
@@ -68,7 +68,7 @@ def multiply_quantized(
     o_x = i_group * stride_x_group + o_m.to(tl.int64) * stride_x_row
     p_x = tl.multiple_of(x + o_x[:, None] + o_k[None, :], [BYTES_X, BYTES_X])
     o_first = o_row * (IN_FEATURES // PER_BYTE)
-    if PDL and BYTES_VALUES == 16 and IN_FEATURES % BLOCK_K == 0:
+    if PDL == PREFETCH and BYTES_VALUES == 16 and IN_FEATURES % BLOCK_K == 0:
         if (i_m == 0) & (first < end):
             prefetch_rows(values + o_first + first * BYTES, (end - first) * BYTES)
     wait_for_predecessors(PDL)

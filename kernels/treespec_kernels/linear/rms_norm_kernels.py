@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from treespec_kernels.launch.predecessors import prefetch, wait_for_predecessors
+from treespec_kernels.launch.predecessors import PREFETCH, prefetch, wait_for_predecessors
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def norm_rows(
     """One program owns one row and keeps it in registers. All loads come first, so that they are in flight together."""
     i_row = tl.program_id(0)
     BYTES: tl.constexpr = HIDDEN * weight.dtype.element_ty.primitive_bitwidth // 8
-    if PDL and BYTES % 16 == 0:
+    if PDL == PREFETCH and BYTES % 16 == 0:
         if i_row % num_weight_rows == 0:  # the pass has read other weights since this kernel last ran
             prefetch(weight + i_row // num_weight_rows * HIDDEN, BYTES)
     wait_for_predecessors(PDL)

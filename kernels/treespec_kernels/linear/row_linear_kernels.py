@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from treespec_kernels.launch.pointwise import activate
-from treespec_kernels.launch.predecessors import prefetch_rows, wait_for_predecessors
+from treespec_kernels.launch.predecessors import PREFETCH, prefetch_rows, wait_for_predecessors
 from treespec_kernels.linear.dot import dot
 
 _RUNTIME = (
@@ -88,7 +88,7 @@ def multiply_rows(
     o_x = i_group * stride_x_group + o_m.to(tl.int64) * stride_x_row
     o_weight = i_group * stride_weight_group + o_n.to(tl.int64) * STRIDE_WEIGHT
     BYTES_WEIGHT: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
-    if PDL and BYTES_IN == 16:
+    if PDL == PREFETCH and BYTES_IN == 16:
         if (i_m == 0) & (first < end):
             prefetch_rows(weight + o_weight + first * BLOCK_K, (end - first) * BLOCK_K * BYTES_WEIGHT)
     wait_for_predecessors(PDL)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from treespec_kernels.launch.switches import is_on
 from treespec_kernels.launch.tile_config import TileConfig
 from treespec_kernels.launch.triton_launch import shared_bytes
 
@@ -83,7 +84,8 @@ class RowTiledConfig(TileConfig):
             num_rows: rows of a group.
             num_columns: programs of a tile of rows: tiles of columns times splits of K times groups.
         """
-        return _for_rows(self, num_rows, num_columns) if self.larger else self
+        use_larger = self.larger and is_on("larger_tiles")
+        return _for_rows(self, num_rows, num_columns) if use_larger else self
 
 
 @lru_cache(maxsize=4096)

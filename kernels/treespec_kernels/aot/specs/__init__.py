@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from treespec_kernels.aot.kernel_spec import KernelShape, KernelSpec
 from treespec_kernels.aot.specs import attention_specs, linear_specs, sampling_specs, tree_specs
-from treespec_kernels.launch.triton_launch import has_pdl
+from treespec_kernels.launch.triton_launch import PREFETCH, has_pdl
 from treespec_kernels.ops import PDL_OPS
 
 
@@ -17,7 +17,7 @@ def programmatic_launch(shape: KernelShape, target: str | None) -> list[KernelSp
     return [
         replace(
             spec,
-            constants=spec.constants | {"PDL": True},
+            constants=spec.constants | {"PDL": PREFETCH},
             options=spec.options | {"launch_pdl": True},
             config=spec.config | {"pdl": True},
         )

@@ -1,0 +1,699 @@
+"""Measures treespec on a GPU: exactness, 8B passes, whole rounds, kernels. Ends with a table of targets.
+
+    PYTHONPATH=.:kernels:weights python perf/gpu.py --seconds 400       # rows to perf/results/<device>/run-<time>.jsonl
+    PYTHONPATH=.:kernels:weights python perf/gpu.py --only pass/        # rows whose names start so
+    PYTHONPATH=.:kernels:weights python perf/gpu.py --dry-run           # two rows of each kind, tiny, on the CPU
+
+Every row is stored and printed when it is measured. A failure is a row with an error (traceback in log.txt), and what
+ends its process too: another one continues. A section that exceeds its share of the time continues after the others.
+Times are medians of replayed CUDA graphs with the 10th and 90th percentile. A floor is the time that a copy of as many
+bytes takes: of a pass, weights, K and V read once, and logits written.
+"""
+
+import argparse
+import contextlib
+import faulthandler
+import gc
+import json
+import multiprocessing
+import os
+import platform
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from treespec import LLM, SamplingParams, SpecConfig
+from treespec.bench.prompts import held_out_prompts
+from treespec.bench.run import commit
+from treespec.cache import KVCache
+from treespec.config import ModelConfig
+from treespec.graphs.batch_round import BatchRound
+from treespec.graphs.round_inputs import Proposal, RoundInput, RoundLimits
+from treespec.graphs.stack_passes import ModelStack
+from treespec.models.attention import make_attention
+from treespec.models.triton_decoder import TritonDecoder
+from treespec.startup.plan_memory import GPU_PREFILL_CHUNKS
+from treespec.text.prompt_files import read_prompts
+from treespec.tree import TokenTree
+from treespec_kernels.aot.kernel_spec import KernelShape
+from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
+from treespec_kernels.launch.graph_capture import GraphMemory, capture_replay
+from treespec_kernels.launch.switches import VARIABLE, without
+from treespec_kernels.linear.quantized import WeightForm
+from treespec_kernels.tuning import workloads
+from treespec_kernels.tuning.clock import CudaClock
+from treespec_kernels.tuning.testing import tree_parents
+from treespec_kernels.tuning.tuned import KernelConfigs, slug
+from treespec_weights import LLAMA, ModelShape, default_folder, read_config
+from treespec_weights.grow import grow_checkpoint, grown_shape
+from treespec_weights.sizes import parse_size
+
+Figures = dict[str, Any]
+Call = Callable[[], Any]
+Step = tuple[str, float, Callable[..., Figures]]  # name of the row, limit in seconds, and the measurement
+
+H200_COPY = 4.31e12  # bytes per second of a copy on an H200, for which the target of a plain pass is stated
+SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+ROWS = (1, 8, 16, 32, 64)
+GRACE, CLOSING = 8.0, 12.0  # seconds for a late measurement to stop, and for the end of a run
+
+
+class Bench:
+    """Sizes and earlier rows of a process, and the one model that it has open.
+
+    With `dry`, sizes are tiny, and kernels run in Triton's interpreter, which computes bfloat16 wrongly.
+    """
+
+    def __init__(self, out: Path, scratch: Path, dry: bool, rows: dict[str, Figures]):
+        self.out, self.scratch, self.dry, self.rows = out, scratch, dry, rows
+        self.device, self.dtype = torch.device("cpu" if dry else "cuda"), torch.float32 if dry else torch.bfloat16
+        self.large = self.llama(1, 32, 64, 2, 1) if dry else self.llama(32, 4096, 14336, 32, 8)
+        self.small = self.large if dry else self.llama(16, 2048, 8192, 32, 8)
+        self.context, self.requests, self.nodes = (20, 2, 3) if dry else (2048, 64, 32)
+        self.prefill = 5 if dry else GPU_PREFILL_CHUNKS[0]
+        self._name, self._open = None, None
+
+    def llama(self, *sizes: int) -> ModelConfig:
+        raw = {"model_type": "llama", "vocab_size": 64 if self.dry else 128256, "rms_norm_eps": 1e-5, "rope_theta": 5e5}
+        raw |= {"hidden_act": "silu", "max_position_embeddings": 131072, "torch_dtype": "bfloat16"}
+        return ModelConfig.from_raw(Path("random"), raw | dict(zip(SIZES, sizes, strict=True)), LLAMA)
+
+    def keep(self, name: Any, make: Call) -> Any:
+        """Return the open model `name`, made in the place of another one."""
+        if self._name != name:
+            self.release()
+            self._name, self._open = name, make()
+        return self._open
+
+    def release(self) -> None:
+        self._name, self._open = None, None
+        gc.collect()
+        if not self.dry:
+            torch.cuda.empty_cache()
+
+    def passes(self, exact: bool = True, tuned: bool = False) -> "Passes":
+        """Return passes of the large model. `tuned`: with the configurations that this run has tuned."""
+        positions, files = self.requests * (self.context + PAGE_SIZE), [self.out] if tuned else None
+        return self.keep((exact, tuned), lambda: Passes.of(self, self.large, positions, exact, files))
+
+    def random(self, *size: int, scale: float = 1.0) -> Tensor:
+        """Return normal numbers; zeros would draw less power, and the clocks would be higher."""
+        return torch.empty(size, dtype=self.dtype, device=self.device).normal_(0.0, scale)
+
+    def weights(self, shape: ModelShape) -> dict[str, Tensor]:
+        """Return random parameters that keep activations near 1."""
+        made = {name: self.random(*size, scale=size[-1] ** -0.5) for name, size in shape.parameters().items()}
+        return {name: tensor if tensor.dim() > 1 else 1 + tensor for name, tensor in made.items()}
+
+    def capture(self, *calls: Call) -> Call:
+        """Run calls twice, and return a replay of their CUDA graph."""
+
+        def run() -> None:
+            for call in calls:
+                call()
+
+        run()
+        run()
+        return run if self.dry else capture_replay(run, GraphMemory.of(self.device))
+
+    def timed(self, *calls: Call, graph: bool = True, seconds: float = 2.0) -> Figures:
+        """Return the milliseconds per call, in one captured graph or launched one by one."""
+        run, samples = self.capture(*calls) if graph else lambda: [call() for call in calls], []
+        began = time.perf_counter()
+        if self.dry:
+            run()
+            return spread([1e3 * (time.perf_counter() - began)])
+        while len(samples) < 35 and (len(samples) < 10 or time.perf_counter() - began < seconds):
+            events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(5)]
+            for start, end in events:  # queued together, so that the host's time is not part of them
+                start.record()
+                run()
+                end.record()
+            torch.cuda.synchronize()
+            samples += [start.elapsed_time(end) / len(calls) for start, end in events]
+        return spread(samples[5:])  # the clocks rise during the first
+
+    def floor(self, num_bytes: float, figures: Figures) -> Figures:
+        """Add the floor of as many bytes, and its share of the time."""
+        floor = 1e3 * num_bytes / self.rows["copy"]["bytes_per_second"]
+        return figures | {"floor_ms": round(floor, 5), "floor_share": round(floor / figures["ms"], 4)}
+
+
+def spread(milliseconds: Sequence[float]) -> Figures:
+    return dict(zip(("p10", "ms", "p90"), np.percentile(milliseconds, [10, 50, 90]).round(5).tolist(), strict=True))
+
+
+class Passes:
+    """Target passes of a decoder over a pool of K and V, in pages of random order."""
+
+    def __init__(self, decoder: Any, pool: Tensor):
+        self.decoder, self.pool = decoder, pool
+        self.pages = 1 + np.random.default_rng(0).permutation(pool.shape[2] - 1)  # page 0 belongs to padding
+
+    @classmethod
+    def of(cls, bench: Bench, config: ModelConfig, positions: int, exact: bool = True, tuned: Any = None) -> "Passes":
+        """Return passes of a model with random weights, with room for as many positions."""
+        configs = KernelConfigs.load(bench.device, folders=tuned)
+        attention: Any = make_attention("triton", config.shape, bench.dtype, bench.device, configs, exact)
+        decoder = TritonDecoder(config, bench.weights(config.shape), attention, configs, exact, min(positions, 1 << 16))
+        size = 1 + positions // PAGE_SIZE, attention.cache_dtype, bench.device
+        return cls(decoder, KVCache.allocate(config.shape, *size).normal_())
+
+    def tree(self, context: int, nodes: int | TokenTree, requests: int = 1) -> Callable[[], Tensor]:
+        """Plan a pass over a tree, or a random one, of every request; the result launches it and returns its logits."""
+        tree = nodes if isinstance(nodes, TokenTree) else random_tree(nodes)
+        own, rows = len(self.pages) // requests, []
+        for pages in self.pages[: own * requests].reshape(requests, own):
+            whole = RequestRows(context, np.arange(len(tree)), tree.depths, tree.visible, tree.depths, pages)
+            rows.append(RequestRows.chain(context, 1, pages) if len(tree) == 1 else whole)
+        return self.launch(rows, tree.tokens.tolist() * requests)
+
+    def launch(self, rows: list[RequestRows], tokens: Sequence[int], last: int = 0) -> Callable[[], Tensor]:
+        """Plan a pass; the result launches it and returns the logits of its rows, or of the `last` ones."""
+        layout, ids = self.decoder.plan(rows, self.pool), torch.tensor(tokens, device=self.decoder.device)
+
+        def run() -> Tensor:
+            with torch.inference_mode():
+                return self.decoder.logits(self.decoder.forward(ids, layout, self.pool)[-last:])
+
+        return run
+
+
+def random_tree(nodes: int) -> TokenTree:
+    parents = tree_parents("random", nodes, torch.Generator().manual_seed(0))
+    return TokenTree.from_parents([1 + node % 50 for node in range(nodes)], parents, 0.5, "random")
+
+
+# --- checks: untimed, several at once, the longest first
+
+
+def checks(bench: Bench) -> Iterator[Step]:
+    yield "versions", 40, versions
+    yield "check/generate", 100, check_generate
+    yield "check/round of 1B", 100, check_round
+    for off in ("", "pdl", "prefetch"):
+        yield f"compile/8B{' without ' * bool(off)}{off}", 100, partial(compile_passes, off=off)
+    for op in workloads.ops():
+        yield f"check/{op}", 80, partial(check_op, op=op)
+
+
+def versions(bench: Bench) -> Figures:
+    import triton
+
+    asked = "--query-gpu=name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
+    smi = "" if bench.dry else subprocess.getoutput(f"nvidia-smi {asked} --format=csv,noheader")
+    found = {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()}
+    return found | {"gpu": smi, "commit": commit(), VARIABLE: os.environ.get(VARIABLE, "")} | copy_bandwidth(bench)
+
+
+def copy_bandwidth(bench: Bench) -> Figures:
+    """Measure the bytes per second that a copy of 8 GB reads and writes."""
+    source = bench.random(1 << (12 if bench.dry else 32))
+    target = torch.empty_like(source)
+    figures = bench.timed(lambda: target.copy_(source), graph=False)
+    return figures | {"bytes_per_second": 2 * source.nbytes / (1e-3 * figures["ms"])}
+
+
+def cases(bench: Bench, op: str, model: ModelConfig, form: WeightForm | None = None, **loads: int) -> list[Any]:
+    """Return the workloads of an op for a model."""
+    s = model.shape
+    sizes = s.head_dim, s.num_heads, s.num_kv_heads, s.hidden_size, s.intermediate_size, s.vocab_size
+    loads = {"requests": 1, "nodes": bench.nodes, "context": bench.context, "layers": s.num_layers} | loads
+    shape = KernelShape(bench.dtype, *sizes, quantized=form)
+    return workloads.workloads_of(workloads.Setting(shape, bench.device, **loads, fixed_order_dot=bench.dry), [op])
+
+
+def configuration(bench: Bench, workload: Any) -> Any:
+    """Return the configuration that an engine would use."""
+    default = workload.default
+    return default and KernelConfigs.load(bench.device).get(workload.op, workload.key, default)
+
+
+def check_op(bench: Bench, op: str) -> Figures:
+    """Compare an op with its reference, and its rows with each other, at the sizes of a 1B model."""
+    form = WeightForm(8) if op == "quantized_row_linear" else None
+    found = cases(bench, op, bench.small, form, prefill=min(bench.prefill, 320))
+    for workload in found:
+        workload.check(configuration(bench, workload))
+        workload.release()
+    return {"checked": len(found)}
+
+
+def check_generate(bench: Bench) -> Figures:
+    """Compare trees of the embedded models with plain decoding; a difference is an error."""
+    options = ["--no-compile", "--max-tokens", "4"] if bench.dry else ["--max-tokens", "96"]
+    printed = command(bench, "generate", "def add(a, b):", "--check", *options)
+    return {"tokens": len(printed["token_ids"]), "target_passes": printed["target_passes"]}
+
+
+def command(bench: Bench, *arguments: str) -> Any:
+    """Run a command of treespec and return the JSON that it prints. Raises RuntimeError if it fails."""
+    line = [sys.executable, "-m", "treespec", *arguments, "--json", "--device", bench.device.type]
+    interpreted = {"TRITON_INTERPRET": "1" if bench.dry and arguments[0] == "autotune" else "0"}
+    done = subprocess.run(line, capture_output=True, text=True, env=os.environ | interpreted)
+    if done.returncode:
+        raise RuntimeError(f"{arguments[0]} ended with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
+    return json.loads(done.stdout)
+
+
+def check_round(bench: Bench) -> Figures:
+    """Compare the logits of a captured tree pass, and the tokens of a captured round, with those of plain decoding."""
+    depth, context = (2, 20) if bench.dry else (5, 700)
+    passes = Passes.of(bench, bench.small, context + 4 * PAGE_SIZE)
+    decoder, plain, chosen = passes.decoder, [], [5]
+    for step in range(depth + 1):
+        plain.append(passes.tree(context + step, TokenTree.root(chosen[-1]))()[0].clone())
+        chosen.append(int(decoder.best(plain[-1][None])[1]))
+    tokens, parents, path = [5], [-1], [0]
+    for token in chosen[1:-1]:  # a wrong sibling, then the right token
+        tokens, parents = [*tokens, token - 1 if token else 1, token], [*parents, path[-1], path[-1]]
+        path.append(len(tokens) - 1)
+    count, probs = len(tokens), [0.9 - 0.02 * node for node in range(len(tokens))]
+    tree, out = TokenTree.from_parents(tokens, parents, probs, "lookup"), torch.zeros(count, len(plain[0])).to(plain[0])
+    launch = passes.tree(context, tree)
+    replay = bench.capture(lambda: out.copy_(launch()))
+    out.zero_()
+    replay()
+    differing = sum(not torch.equal(out[node], row) for node, row in zip(path, plain, strict=True))
+    stack = ModelStack(decoder.kernels, decoder.table, decoder.triton_attention, passes.pool)
+    limits = RoundLimits(depth, (1, count), len(passes.pages), context + PAGE_SIZE)
+    batch = BatchRound(1, limits, stack, [], None if bench.dry else GraphMemory.of(bench.device))
+    drawing = 0.0, 0.0, 0, 0, np.zeros(0)
+    given = RoundInput(context, [5], passes.pages, (), *drawing, depth, count, 0.0, context + PAGE_SIZE)
+    for _ in range(2):  # the second is a replay
+        [result] = batch.run([given], depth, count, search=lambda: [Proposal(tree, np.ones(count))])
+        if differing or result.tokens != chosen[1:]:
+            raise AssertionError(f"{differing} rows differ; the round gave {result.tokens}, not {chosen[1:]}")
+    return {"rows": len(path), "tokens": len(result.tokens)}
+
+
+def compile_passes(bench: Bench, off: str) -> Figures:
+    """Compile the kernels of 8B passes into Triton's cache, by passes of one layer."""
+    s, kinds = bench.large.shape, (True,) if off else (True, False)
+    model = bench.llama(1, s.hidden_size, s.intermediate_size, s.num_heads, s.num_kv_heads)
+    for exact in kinds:
+        passes = Passes.of(bench, model, 8 * (bench.context + PAGE_SIZE), exact)
+        for rows, requests in ((1, 1), (3, 2)) if bench.dry else (*((rows, 1) for rows in ROWS), (32, 8)):
+            with without(off):
+                passes.tree(bench.context, rows, requests)()
+    return {}
+
+
+# --- passes of an 8B shape: by rows, without each feature, and with cuBLAS
+
+
+def passes(bench: Bench) -> Iterator[Step]:
+    yield "copy", 30, copy_bandwidth
+    for rows in ROWS:
+        yield f"pass/rows {rows}", 60, partial(time_pass, rows=rows)
+    yield "pass/8 x 32", 30, partial(time_pass, rows=32, requests=8)
+    for rows in ROWS:
+        for off in ("pdl", "prefetch"):
+            yield f"pass/rows {rows} without {off}", 30, partial(time_pass, rows=rows, off=off)
+        yield f"pass/rows {rows} without capture", 30, partial(time_pass, rows=rows, graph=False)
+    yield "pass/8 x 32 without larger_tiles", 30, partial(time_pass, rows=32, requests=8, off="larger_tiles")
+    for rows, requests in ((1, 1), (32, 1), (32, 8)):
+        name = f"{requests} x {rows}" if requests > 1 else f"rows {rows}"
+        yield f"pass/{name} with cuBLAS", 60, partial(time_pass, rows=rows, requests=requests, exact=False)
+
+
+def time_pass(
+    bench: Bench,
+    rows: int,
+    requests: int = 1,
+    context: int = 0,
+    off: str = "",
+    graph: bool = True,
+    chain: bool = False,
+    **kind: bool,
+) -> Figures:
+    """Time a pass over a tree of each request, or over a chunk of a prompt (`chain`), without a feature.
+
+    Raises:
+        ValueError: the pass computes NaN or infinity, or other bits without the feature.
+    """
+    opened, context, s = bench.passes(**kind), context or bench.context, bench.large.shape
+    rows, requests = (min(rows, bench.nodes), min(requests, bench.requests)) if bench.dry else (rows, requests)
+    chunk = [RequestRows.chain(context, rows, opened.pages)], [1] * rows, 1
+    launch = opened.launch(*chunk) if chain else opened.tree(context, rows, requests)
+    logits = launch().clone()
+    with without(off):
+        if not bool(logits.isfinite().all()) or not torch.equal(launch(), logits):
+            raise ValueError(f"the pass computes NaN, infinity, or other bits without {off or 'anything'}")
+        figures = bench.timed(launch, graph=graph)
+    kv = requests * (context + rows) * 2 * s.num_layers * s.num_kv_heads * s.head_dim
+    numbers = s.num_parameters() - s.vocab_size * s.hidden_size + kv + len(logits) * s.vocab_size
+    figures |= {"rows_per_second": 1e3 * requests * rows / figures["ms"]}
+    return bench.floor(numbers * bench.dtype.itemsize, figures)
+
+
+# --- rounds of the embedded target grown to 8B, and a compiled Llama beside its plain decoding
+
+
+def rounds(bench: Bench) -> Iterator[Step]:
+    yield "round/plain", 120, partial(time_rounds, nodes=1)
+    for nodes in (32, 16, 64):
+        yield f"round/tree {nodes}", 40, partial(time_rounds, nodes=nodes)
+    for off in ("", "captured_passes"):
+        name = f"round/tree 32 step by step{' without ' * bool(off)}{off}"
+        yield name, 40, partial(time_rounds, nodes=32, off=off, bad_words=["\u2603"])
+    yield "round/tree 32 with cuBLAS", 80, partial(time_rounds, nodes=32, exact=False)
+    yield "compiled/batch 1", 120, time_compiled
+
+
+def open_llm(bench: Bench, exact: bool) -> LLM:
+    """Open the target with its three SSMs, grown but for a dry run. Raises RuntimeError without captured rounds."""
+    folder, source = bench.scratch / "8B", default_folder("target")
+    if not bench.dry and not folder.exists():
+        shape = grown_shape(ModelShape.from_hf(read_config(source), LLAMA, source), parse_size("8B"))
+        grow_checkpoint(source, folder, shape, 0, bench.device)
+    options: dict[str, Any] = {"compile": False, "max_model_len": 512} if bench.dry else {}
+    options |= {"device": bench.device, "dtype": bench.dtype, "exact": exact, "max_num_seqs": 1}
+    llm = LLM(source if bench.dry else folder, ["ssm-1", "ssm-2", "ssm-3"], SpecConfig(nodes=64), **options)
+    if (where := llm.stats()["frozen"]["rounds"]) != "on the device" and not bench.dry:
+        raise RuntimeError(f"rounds go {where}; the log says why")
+    return llm
+
+
+def time_rounds(bench: Bench, nodes: int, exact: bool = True, off: str = "", **params: Any) -> Figures:
+    """Time rounds by part: drafts, target pass, walk and commit after it, and the wait for the host (`gap_ms`)."""
+    llm: LLM = bench.keep(exact, lambda: open_llm(bench, exact))
+    prompts = [llm.get_tokenizer().encode(prompt.content) for prompt in read_prompts(held_out_prompts(chat=False))]
+    prompts, count = prompts[:: len(prompts) // 6][: 1 if bench.dry else 6], 2 if bench.dry else 24
+    spec = "off" if nodes == 1 else SpecConfig(nodes=nodes, sources=("ssm",))
+    sampling = SamplingParams(max_tokens=400, ignore_eos=True, **params)
+    seconds, records = [], []
+    for prompt in prompts:
+        with without(off), contextlib.closing(llm.stream(prompt[:64], sampling, spec=spec)) as stream:
+            for _ in range(3):  # the first has the prefill
+                next(stream)
+            with llm.add_round_observer(records.append):
+                for _ in range(count):
+                    began = time.perf_counter()
+                    next(stream)
+                    seconds.append(time.perf_counter() - began)
+    tokens = sum(len(record.emitted) for record in records)
+    figures = spread([1e3 * each for each in seconds]) | {"rounds": len(records)}
+    figures |= {"tokens_per_second": tokens / sum(seconds), "tokens_per_pass": tokens / len(records)}
+    draft = 1e3 * statistics.median(record.draft_seconds for record in records)
+    verify = 1e3 * statistics.median(record.target_seconds for record in records)
+    opened = Passes(llm.engine.runner.target, llm.engine.runner.cache.pools[0])
+    target = bench.timed(opened.tree(128, nodes))["ms"]
+    figures |= {"draft_ms": draft, "pass_ms": target, "walk_ms": verify - target}
+    return figures | {"gap_ms": figures["ms"] - draft - verify, "rest_ms": figures["ms"] - draft - target}
+
+
+def time_compiled(bench: Bench) -> Figures:
+    """Time plain decoding at the main context by a static-cache Llama in plain torch, in one CUDA graph.
+
+    Its layer is compiled with max-autotune. Weights of Q, K and V, and of gate and up, are fused; the query heads of a
+    KV head are rows of one product. Raises ValueError if compiled and eager layers differ by more than roundings.
+    """
+    bench.release()
+    s, [rope] = bench.large.shape, bench.large.ropes
+    kv_heads, dim, weights = s.num_kv_heads, s.head_dim, bench.weights(s)
+    angles = bench.context * rope.inv_freq.to(bench.device)
+    cos, sin = angles.cos(), angles.sin()
+    position = torch.tensor([bench.context], device=bench.device)
+    hidden = torch.arange(bench.context + PAGE_SIZE, device=bench.device) > position
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), x.shape[-1:], None, 1e-5).to(x.dtype) * weight
+
+    def rotated(x: Tensor) -> Tensor:
+        a, b = x.float().chunk(2, dim=-1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+    def layer(x: Tensor, qkv: Tensor, o: Tensor, gate_up: Tensor, down: Tensor, norms: Any, kv: Tensor) -> Tensor:
+        heads = F.linear(norm(x, norms[0]), qkv).view(-1, dim)
+        q, k, v = heads.split([s.num_heads, kv_heads, kv_heads])
+        kv[:, :, position] = torch.stack([rotated(k), v])[:, :, None]
+        scores = (rotated(q).view(kv_heads, -1, dim) @ kv[0].mT).float() * dim**-0.5
+        mixed = scores.masked_fill(hidden, -torch.inf).softmax(-1).to(x.dtype) @ kv[1]
+        x = x + F.linear(mixed.view(1, -1), o)
+        gate, up = F.linear(norm(x, norms[1]), gate_up).chunk(2, dim=-1)
+        return x + F.linear(F.silu(gate) * up, down)
+
+    layers = []
+    for i in range(s.num_layers):
+        own = {name: weights.pop(f"layers.{i}.{name}") for name in "attn_norm q k v o mlp_norm gate up down".split()}
+        qkv, gate_up = torch.cat([own["q"], own["k"], own["v"]]), torch.cat([own["gate"], own["up"]])
+        norms, kv = (own["attn_norm"], own["mlp_norm"]), bench.random(2, kv_heads, len(hidden), dim)
+        layers.append((qkv, own["o"], gate_up, own["down"], norms, kv))
+
+    def step(run: Callable[..., Tensor]) -> Tensor:
+        x = F.embedding(position % 50, weights["embed"])
+        for parts in layers:
+            x = run(x, *parts)
+        return F.linear(norm(x, weights["final_norm"]), weights["lm_head"])
+
+    how: dict[str, Any] = {"backend": "eager"} if bench.dry else {"mode": "max-autotune-no-cudagraphs"}
+    compiled, began = torch.compile(layer, fullgraph=True, dynamic=False, **how), time.perf_counter()
+    logits, expected = step(compiled).float(), step(layer).float()
+    seconds, error = time.perf_counter() - began, float((logits - expected).norm() / expected.norm())
+    if not error < 0.3:  # roundings of bfloat16 in 32 random layers; a wrong step has over 1
+        raise ValueError(f"the compiled layers differ from the eager ones by {error:.1%}")
+    return bench.timed(lambda: step(compiled)) | {"compile_seconds": seconds, "error": error}
+
+
+# --- kernels beside the copy and torch, prompts, batches, and tuned passes
+
+
+def kernels(bench: Bench) -> Iterator[Step]:
+    others = [op for op in workloads.ops() if op not in ("row_linear", "lm_head", "programmatic_launch")]
+    many, long = {"requests": 8, "prefill": bench.prefill}, {"context": 16 * bench.context}
+    yield from timed_cases(bench, "row_linear", **many)
+    yield from timed_cases(bench, "lm_head", **many)
+    yield from timed_cases(bench, "tree_attention", **long)
+    yield "pass/rows 32 at 32k", 40, partial(time_pass, rows=32, context=(1 if bench.dry else 16) * bench.context)
+    for exact, what in ((True, ""), (False, " with cuBLAS")):
+        yield f"prefill/{bench.prefill}{what}", 60, partial(time_pass, rows=bench.prefill, chain=True, exact=exact)
+    for requests, rows in ((1, 1), (4, 1), (16, 1), (64, 1), (4, 32), (16, 32), (64, 8)):
+        yield f"pass/batch {requests} x {rows}", 40, partial(time_pass, rows=rows, requests=requests)
+    yield "autotune/8B", 130, autotune
+    for rows in ROWS:
+        yield f"tuned/rows {rows}", 60, partial(time_pass, rows=rows, tuned=True)
+    for op in others:
+        yield from timed_cases(bench, op)
+
+
+def timed_cases(bench: Bench, op: str, **loads: int) -> Iterator[Step]:
+    for workload in cases(bench, op, bench.large, **loads)[: 1 if bench.dry else None]:
+        key = [f"{name} {value}" for name, value in workload.key.items() if name not in ("dtype", "groups")]
+        yield f"kernel/{op}, {', '.join(key)}, {workload.load}", 40, partial(time_kernel, workload=workload)
+
+
+def time_kernel(bench: Bench, workload: Any) -> Figures:
+    """Check a kernel and time it beside torch's, on copies of the inputs that do not fit in the L2 together."""
+    config, copies = configuration(bench, workload), 1 if bench.dry else CudaClock(bench.device).copies(workload.bytes)
+    workload.check(config)
+    workload.prepare(copies)
+    try:
+        figures = bench.timed(*(partial(workload.run, config, i) for i in range(copies)), seconds=0.5)
+        for name, run in workload.baselines().items():
+            figures[f"{name} ms"] = bench.timed(*(partial(run, i) for i in range(copies)), seconds=0.5)["ms"]
+    finally:
+        workload.release()
+    return bench.floor(workload.bytes, figures)
+
+
+def autotune(bench: Bench) -> Figures:
+    """Tune the 8B shape. The tuned file goes to the results, so that other measurements keep the defaults."""
+    bench.release()  # the command needs the memory
+    s = bench.large.shape
+    sizes = {"heads": s.num_heads, "kv-heads": s.num_kv_heads, "head-dim": s.head_dim, "hidden": s.hidden_size}
+    sizes |= {"intermediate": s.intermediate_size, "vocab": s.vocab_size, "layers": s.num_layers}
+    options = [part for name, size in sizes.items() for part in (f"--{name}", str(size))]
+    options += ["--dtype", str(bench.dtype).removeprefix("torch."), "--budget-seconds", "1" if bench.dry else "80"]
+    options += ["--ops", "tree_attention", "--nodes", "2", "--context", "20"] if bench.dry else []
+    tuned = command(bench, "autotune", *options)["kernels"]
+    if tuned.get("file") and Path(tuned["file"]).exists():
+        shutil.move(tuned["file"], bench.out / Path(tuned["file"]).name)
+    loads = [(result["op"], load) for result in tuned["results"] for load in result["loads"]]
+    return {f"{op}, {load['load']}": [load["default_microseconds"], load["microseconds"]] for op, load in loads}
+
+
+# --- targets
+
+
+def table(rows: dict[str, Figures], dry: bool = False) -> list[str]:
+    """Return the lines of the table of targets. Times of a dry run mean nothing."""
+
+    def of(name: str, key: str = "ms") -> float:
+        return rows.get(name, {}).get(key, float("nan"))
+
+    checked = [row for name, row in rows.items() if name.startswith("check/")]
+    plain, trees = of("pass/rows 1"), [rows.get(f"round/tree {nodes}", {}) for nodes in (16, 32, 64)]
+    tree = max(trees, key=lambda row: row.get("tokens_per_second", 0.0))
+    speed_up = tree.get("tokens_per_second", float("nan")) / of("round/plain", "tokens_per_second")
+    exactness = [of(name) / of(f"{name} with cuBLAS") for name in ("round/tree 32", "pass/rows 32")]
+    found = [
+        ("failed checks", sum("error" in row for row in checked) if checked else float("nan"), "<=", 0),
+        ("8B plain pass at 2k, ms", plain, "<=", 4.0 * H200_COPY / of("copy", "bytes_per_second")),
+        ("32 rows over a plain pass", of("pass/rows 32") / plain, "<=", 1.08),
+        ("round of 32 nodes but for drafts and target pass, ms", of("round/tree 32", "rest_ms"), "<=", 0.7),
+        ("exact over exact=False, 32 nodes", exactness[exactness[0] != exactness[0]], "<=", 1.1),
+        ("speed-up of trees over tokens per pass", speed_up / tree.get("tokens_per_pass", 1.0), ">=", 0.8),
+        ("compiled Llama over a plain pass", of("compiled/batch 1") / plain, ">=", 1.0),
+    ]
+    lines = []
+    for text, value, sign, bound in found:
+        verdict = "not measured" if value != value or (dry and bound) else f"{value:.3f}"
+        if verdict != "not measured":
+            verdict += "  met" if (value <= bound if sign == "<=" else value >= bound) else "  MISSED"
+        lines.append(f"{text:54} {sign} {bound:<6.3g} {verdict}")
+    return lines
+
+
+# --- processes
+
+SECTIONS = ((checks, 60, 8), (passes, 120, 1), (rounds, 100, 1), (kernels, 1e9, 1))  # seconds of 400, processes
+
+
+class Late(BaseException):
+    """Raised in a measurement that exceeds its limit; no `except Exception` of a library swallows it."""
+
+
+def rows_of(file: Path) -> dict[str, Figures]:
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return {row.pop("name"): row for row in rows}
+
+
+def store(file: Path, name: str, figures: Figures) -> None:
+    with file.open("a") as lines:
+        lines.write(json.dumps({"name": name} | figures) + "\n")
+
+
+def work(section: int, share: tuple[int, int], file: Path, scratch: Path, args: Any, until: float, end: float) -> None:
+    """Run a process's share of a section, and exit with 0, or with 3 if something is left at `until`."""
+    os.setsid()  # so that this process can be ended with its children
+    screen = os.fdopen(os.dup(1), "w")
+    log = (file.parent / "log.txt").open("a")
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+
+    def late(*_: object) -> None:
+        raise Late("it took too long")
+
+    signal.signal(signal.SIGALRM, late)
+    torch.set_grad_enabled(False)
+    bench = Bench(file.parent, scratch, args.dry_run, rows_of(file))
+    kinds: Counter[Any] = Counter()
+    for i, (name, limit, run) in enumerate(SECTIONS[section][0](bench)):
+        is_wanted = not args.only or name.startswith(("copy", *args.only))
+        kind = (getattr(run, "func", run), *getattr(run, "keywords", ()))
+        kinds[kind] += 1
+        if name in bench.rows or i % share[1] != share[0] or not is_wanted or (bench.dry and kinds[kind] > 2):
+            continue
+        began = time.monotonic()
+        parent = multiprocessing.parent_process()
+        if began > until or parent is None or not parent.is_alive():
+            sys.exit(3)
+        store(file, name, {"error": "its process ended in it; see log.txt"})  # stays if that happens
+        limit = end - began if args.dry_run else min(limit, end - began)
+        faulthandler.dump_traceback_later(limit + GRACE, exit=True, file=log)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, limit)
+            figures = run(bench)
+            if not bench.dry:
+                torch.cuda.synchronize()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        except (Exception, Late) as error:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            log.write(f"\n=== {name}\n{''.join(traceback.format_exception(error))}")
+            log.flush()
+            figures = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:400]}
+        bench.rows[name] = figures | {"seconds": round(time.monotonic() - began, 1)}
+        store(file, name, bench.rows[name])
+        text = ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in figures.items())
+        print(f"{name:40} {text[:300]}", file=screen, flush=True)
+        if "error" in figures:
+            bench.release()  # raises, and thus ends the process, if the device is lost
+    faulthandler.cancel_dump_traceback_later()
+
+
+def run_section(section: int, count: int, file: Path, scratch: Path, args: Any, until: float, end: float) -> bool:
+    """Run a section in `count` processes. Replace one that ends in a measurement. Return whether nothing is left."""
+    context, complete = multiprocessing.get_context("spawn"), True
+    running: dict[Any, tuple[int, int]] = {}
+
+    def start(share: int) -> None:
+        known = len(rows_of(file))
+        process = context.Process(target=work, args=(section, (share, count), file, scratch, args, until, end))
+        process.start()
+        running[process] = share, known
+
+    for share in range(count):
+        start(share)
+    while running:
+        wait([process.sentinel for process in running], max(end + 2 * GRACE - time.monotonic(), 0.0))
+        for process, (share, known) in list(running.items()):
+            if process.is_alive() and time.monotonic() < end + 2 * GRACE:
+                continue
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)  # its children too
+            process.join(5)
+            del running[process]
+            complete = complete and process.exitcode == 0
+            if process.exitcode in (0, 3):
+                continue
+            print(f"a process of {SECTIONS[section][0].__name__} ended with {process.exitcode}", flush=True)
+            if time.monotonic() < end and len(rows_of(file)) > known:
+                start(share)
+    return complete
+
+
+def main() -> int:
+    began = time.monotonic()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=400.0, help="limit of the whole run")
+    parser.add_argument("--out", type=Path, help="folder of the results; default: perf/results/<device>")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="rows whose names start so")
+    parser.add_argument("--dry-run", action="store_true", help="everything, tiny, on the CPU")
+    args = parser.parse_args()
+    if args.dry_run:
+        os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    name = "cpu" if args.dry_run else subprocess.getoutput("nvidia-smi --query-gpu=name --format=csv,noheader")
+    out = args.out or (Path(tempfile.mkdtemp()) if args.dry_run else Path("perf/results", slug(name.splitlines()[0])))
+    out.mkdir(parents=True, exist_ok=True)
+    file = out.resolve() / f"run-{time.strftime('%Y%m%d-%H%M%S')}.jsonl"
+    memory = Path("/dev/shm")  # a disk may take a minute to write the 16 GB of a grown model
+    has_room = memory.is_dir() and shutil.disk_usage(memory).free > 20 << 30
+    with tempfile.TemporaryDirectory(prefix="treespec-gpu-", dir=memory if has_room else None) as scratch:
+        end, until, left = began + args.seconds - CLOSING, began, []
+        for section, (_, seconds, count) in enumerate(SECTIONS):
+            until += seconds * args.seconds / 400
+            job = section, 1 if args.dry_run else min(count, os.cpu_count() or 1), file, Path(scratch), args
+            if not run_section(*job, min(until, end), end):
+                left.append(job)
+        for job in left:
+            if time.monotonic() < end - CLOSING:
+                run_section(*job, end, end)
+    rows = rows_of(file)
+    lines = table(rows, args.dry_run)
+    file.write_text("")
+    for name, figures in rows.items():
+        store(file, name, figures)
+    store(file, "targets", {"lines": lines, "seconds": round(time.monotonic() - began, 1)})
+    print("\n".join(["", *lines, str(file)]))
+    return int(any("error" in row for name, row in rows.items() if name.startswith("check/")) or not rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -196,11 +196,6 @@ def _check_compiled(spec: KernelSpec) -> None:
         raise ValueError("aot: TRITON_INTERPRET is set, and interpreted kernels cannot be compiled; unset it")
 
 
-def register_count(cubin: bytes) -> int:
-    """Return the registers per thread of a CUDA kernel."""
-    return _cuda_usage(cubin)[0]
-
-
 def _cuda_usage(cubin: bytes) -> tuple[int, int]:
     dump = cuobjdump(cubin, "--dump-resource-usage")
     usage = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", dump)}

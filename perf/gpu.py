@@ -11,31 +11,26 @@ bytes takes: of a pass, weights, K and V read once, and logits written.
 """
 
 import argparse
-import contextlib
-import faulthandler
 import gc
 import json
-import multiprocessing
 import os
 import platform
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from functools import partial
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from processes import Figures, Section, Step, run, store
 from torch import Tensor
 
 from treespec import LLM, SamplingParams, SpecConfig
@@ -64,14 +59,11 @@ from treespec_weights import LLAMA, ModelShape, default_folder, read_config
 from treespec_weights.grow import grow_checkpoint, grown_shape
 from treespec_weights.sizes import parse_size
 
-Figures = dict[str, Any]
 Call = Callable[[], Any]
-Step = tuple[str, float, Callable[..., Figures]]  # name of the row, limit in seconds, and the measurement
 
 H200_COPY = 4.31e12  # bytes per second of a copy on an H200, for which the target of a plain pass is stated
 SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 ROWS = (1, 8, 16, 32, 64)
-GRACE, CLOSING = 8.0, 12.0  # seconds for a late measurement to stop, and for the end of a run
 
 
 class Bench:
@@ -87,7 +79,8 @@ class Bench:
         self.small = self.large if dry else self.llama(16, 2048, 8192, 32, 8)
         self.context, self.requests, self.nodes = (20, 2, 3) if dry else (2048, 64, 32)
         self.prefill = 5 if dry else GPU_PREFILL_CHUNKS[0]
-        self._name, self._open = None, None
+        self._name: Any = None
+        self._open: Any = None
 
     def llama(self, *sizes: int) -> ModelConfig:
         raw = {"model_type": "llama", "vocab_size": 64 if self.dry else 128256, "rms_norm_eps": 1e-5, "rope_theta": 5e5}
@@ -396,11 +389,12 @@ def time_rounds(bench: Bench, nodes: int, exact: bool = True, off: str = "", **p
     llm: LLM = bench.keep(exact, lambda: open_llm(bench, exact))
     prompts = [llm.get_tokenizer().encode(prompt.content) for prompt in read_prompts(held_out_prompts(chat=False))]
     prompts, count = prompts[:: len(prompts) // 6][: 1 if bench.dry else 6], 2 if bench.dry else 24
-    spec = "off" if nodes == 1 else SpecConfig(nodes=nodes, sources=("ssm",))
+    short = {"max_depth": 2} if bench.dry else {}
+    spec = "off" if nodes == 1 else SpecConfig(nodes=nodes, sources=("ssm",), **short)
     sampling = SamplingParams(max_tokens=400, ignore_eos=True, **params)
     seconds, records = [], []
     for prompt in prompts:
-        with without(off), contextlib.closing(llm.stream(prompt[:64], sampling, spec=spec)) as stream:
+        with without(off), closing(llm.stream(prompt[: 16 if bench.dry else 64], sampling, spec=spec)) as stream:
             for _ in range(3):  # the first has the prefill
                 next(stream)
             with llm.add_round_observer(records.append):
@@ -494,7 +488,7 @@ def kernels(bench: Bench) -> Iterator[Step]:
 
 
 def timed_cases(bench: Bench, op: str, **loads: int) -> Iterator[Step]:
-    for workload in cases(bench, op, bench.large, **loads)[: 1 if bench.dry else None]:
+    for workload in cases(bench, op, bench.large, **loads):
         key = [f"{name} {value}" for name, value in workload.key.items() if name not in ("dtype", "groups")]
         yield f"kernel/{op}, {', '.join(key)}, {workload.load}", 40, partial(time_kernel, workload=workload)
 
@@ -514,7 +508,7 @@ def time_kernel(bench: Bench, workload: Any) -> Figures:
 
 
 def autotune(bench: Bench) -> Figures:
-    """Tune the 8B shape. The tuned file goes to the results, so that other measurements keep the defaults."""
+    """Tune the 8B shape. A new tuned file goes to the results, so that other measurements keep the defaults."""
     bench.release()  # the command needs the memory
     s = bench.large.shape
     sizes = {"heads": s.num_heads, "kv-heads": s.num_kv_heads, "head-dim": s.head_dim, "hidden": s.hidden_size}
@@ -522,9 +516,10 @@ def autotune(bench: Bench) -> Figures:
     options = [part for name, size in sizes.items() for part in (f"--{name}", str(size))]
     options += ["--dtype", str(bench.dtype).removeprefix("torch."), "--budget-seconds", "1" if bench.dry else "80"]
     options += ["--ops", "tree_attention", "--nodes", "2", "--context", "20"] if bench.dry else []
+    before = KernelConfigs.load(bench.device).file
     tuned = command(bench, "autotune", *options)["kernels"]
     if tuned.get("file") and Path(tuned["file"]).exists():
-        shutil.move(tuned["file"], bench.out / Path(tuned["file"]).name)
+        (shutil.copy if before else shutil.move)(tuned["file"], bench.out / Path(tuned["file"]).name)
     loads = [(result["op"], load) for result in tuned["results"] for load in result["loads"]]
     return {f"{op}, {load['load']}": [load["default_microseconds"], load["microseconds"]] for op, load in loads}
 
@@ -561,111 +556,16 @@ def table(rows: dict[str, Figures], dry: bool = False) -> list[str]:
     return lines
 
 
-# --- processes
-
-SECTIONS = ((checks, 60, 8), (passes, 120, 1), (rounds, 100, 1), (kernels, 1e9, 1))  # seconds of 400, processes
-
-
-class Late(BaseException):
-    """Raised in a measurement that exceeds its limit; no `except Exception` of a library swallows it."""
-
-
-def rows_of(file: Path) -> dict[str, Figures]:
-    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    return {row.pop("name"): row for row in rows}
-
-
-def store(file: Path, name: str, figures: Figures) -> None:
-    with file.open("a") as lines:
-        lines.write(json.dumps({"name": name} | figures) + "\n")
-
-
-def work(section: int, share: tuple[int, int], file: Path, scratch: Path, args: Any, until: float, end: float) -> None:
-    """Run a process's share of a section, and exit with 0, or with 3 if something is left at `until`."""
-    os.setsid()  # so that this process can be ended with its children
-    screen = os.fdopen(os.dup(1), "w")
-    log = (file.parent / "log.txt").open("a")
-    os.dup2(log.fileno(), 1)
-    os.dup2(log.fileno(), 2)
-
-    def late(*_: object) -> None:
-        raise Late("it took too long")
-
-    signal.signal(signal.SIGALRM, late)
-    torch.set_grad_enabled(False)
-    bench = Bench(file.parent, scratch, args.dry_run, rows_of(file))
-    kinds: Counter[Any] = Counter()
-    for i, (name, limit, run) in enumerate(SECTIONS[section][0](bench)):
-        is_wanted = not args.only or name.startswith(("copy", *args.only))
-        kind = (getattr(run, "func", run), *getattr(run, "keywords", ()))
-        kinds[kind] += 1
-        if name in bench.rows or i % share[1] != share[0] or not is_wanted or (bench.dry and kinds[kind] > 2):
-            continue
-        began = time.monotonic()
-        parent = multiprocessing.parent_process()
-        if began > until or parent is None or not parent.is_alive():
-            sys.exit(3)
-        store(file, name, {"error": "its process ended in it; see log.txt"})  # stays if that happens
-        limit = end - began if args.dry_run else min(limit, end - began)
-        faulthandler.dump_traceback_later(limit + GRACE, exit=True, file=log)
-        try:
-            signal.setitimer(signal.ITIMER_REAL, limit)
-            figures = run(bench)
-            if not bench.dry:
-                torch.cuda.synchronize()
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        except (Exception, Late) as error:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            log.write(f"\n=== {name}\n{''.join(traceback.format_exception(error))}")
-            log.flush()
-            figures = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:400]}
-        bench.rows[name] = figures | {"seconds": round(time.monotonic() - began, 1)}
-        store(file, name, bench.rows[name])
-        text = ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in figures.items())
-        print(f"{name:40} {text[:300]}", file=screen, flush=True)
-        if "error" in figures:
-            bench.release()  # raises, and thus ends the process, if the device is lost
-    faulthandler.cancel_dump_traceback_later()
-
-
-def run_section(section: int, count: int, file: Path, scratch: Path, args: Any, until: float, end: float) -> bool:
-    """Run a section in `count` processes. Replace one that ends in a measurement. Return whether nothing is left."""
-    context, complete = multiprocessing.get_context("spawn"), True
-    running: dict[Any, tuple[int, int]] = {}
-
-    def start(share: int) -> None:
-        known = len(rows_of(file))
-        process = context.Process(target=work, args=(section, (share, count), file, scratch, args, until, end))
-        process.start()
-        running[process] = share, known
-
-    for share in range(count):
-        start(share)
-    while running:
-        wait([process.sentinel for process in running], max(end + 2 * GRACE - time.monotonic(), 0.0))
-        for process, (share, known) in list(running.items()):
-            if process.is_alive() and time.monotonic() < end + 2 * GRACE:
-                continue
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)  # its children too
-            process.join(5)
-            del running[process]
-            complete = complete and process.exitcode == 0
-            if process.exitcode in (0, 3):
-                continue
-            print(f"a process of {SECTIONS[section][0].__name__} ended with {process.exitcode}", flush=True)
-            if time.monotonic() < end and len(rows_of(file)) > known:
-                start(share)
-    return complete
+# checks run at once, the longest first; everything else is timed, and runs alone
+SECTIONS = (Section(checks, 60, 8), Section(passes, 120), Section(rounds, 100), Section(kernels, 1e9))
 
 
 def main() -> int:
-    began = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=400.0, help="limit of the whole run")
     parser.add_argument("--out", type=Path, help="folder of the results; default: perf/results/<device>")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="rows whose names start so")
-    parser.add_argument("--dry-run", action="store_true", help="everything, tiny, on the CPU")
+    parser.add_argument("--dry-run", action="store_true", help="two rows of each kind, tiny, on the CPU")
     args = parser.parse_args()
     if args.dry_run:
         os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -676,21 +576,11 @@ def main() -> int:
     memory = Path("/dev/shm")  # a disk may take a minute to write the 16 GB of a grown model
     has_room = memory.is_dir() and shutil.disk_usage(memory).free > 20 << 30
     with tempfile.TemporaryDirectory(prefix="treespec-gpu-", dir=memory if has_room else None) as scratch:
-        end, until, left = began + args.seconds - CLOSING, began, []
-        for section, (_, seconds, count) in enumerate(SECTIONS):
-            until += seconds * args.seconds / 400
-            job = section, 1 if args.dry_run else min(count, os.cpu_count() or 1), file, Path(scratch), args
-            if not run_section(*job, min(until, end), end):
-                left.append(job)
-        for job in left:
-            if time.monotonic() < end - CLOSING:
-                run_section(*job, end, end)
-    rows = rows_of(file)
+        make = partial(Bench, file.parent, Path(scratch), args.dry_run)
+        sections = [section._replace(processes=1) for section in SECTIONS] if args.dry_run else SECTIONS
+        rows = run(sections, make, file, args.seconds, args.only, args.dry_run)
     lines = table(rows, args.dry_run)
-    file.write_text("")
-    for name, figures in rows.items():
-        store(file, name, figures)
-    store(file, "targets", {"lines": lines, "seconds": round(time.monotonic() - began, 1)})
+    store(file, "targets", {"lines": lines})
     print("\n".join(["", *lines, str(file)]))
     return int(any("error" in row for name, row in rows.items() if name.startswith("check/")) or not rows)
 

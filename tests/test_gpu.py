@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ FAILING = f"""
 import os, sys, time
 sys.path.insert(0, {str(SCRIPT.parent)!r})
 import gpu
+from processes import Section
 
 def steps(bench):
     yield "fine", 30, lambda bench: {{"ms": 1.5}}
@@ -27,15 +29,13 @@ def steps(bench):
 def waits(bench):
     yield "last", 30, lambda bench: {{}}
 
-gpu.SECTIONS = ((waits, 0, 1), (steps, 1e9, 1))
+gpu.SECTIONS = (Section(waits, 0), Section(steps, 1e9))
 if __name__ == "__main__":
     sys.exit(gpu.main())
 """
 
 
-def run(
-    script: Path, out: Path, *options: str
-) -> tuple[subprocess.CompletedProcess[str], dict[str, dict[str, object]]]:
+def run(script: Path, out: Path, *options: str) -> tuple[subprocess.CompletedProcess[str], dict[str, dict[str, Any]]]:
     command = [sys.executable, str(script), "--dry-run", "--out", str(out), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1500)
     [file] = out.glob("*.jsonl")

@@ -250,16 +250,17 @@ def check_op(bench: Bench, op: str) -> Figures:
 
 def check_generate(bench: Bench) -> Figures:
     """Compare trees of the embedded models with plain decoding; a difference is an error."""
-    options = ["--no-compile", "--max-tokens", "4"] if bench.dry else ["--max-tokens", "96"]
-    printed = command(bench, "generate", "def add(a, b):", "--check", *options)
+    options = ["--device", bench.device.type, "--no-compile", "--max-tokens", "4" if bench.dry else "96"]
+    printed = command("generate", "def add(a, b):", "--check", *options)
     return {"tokens": len(printed["token_ids"]), "target_passes": printed["target_passes"]}
 
 
-def command(bench: Bench, *arguments: str) -> Any:
+def command(*arguments: str, **environment: str) -> Any:
     """Run a command of treespec and return the JSON that it prints. Raises RuntimeError if it fails."""
-    line = [sys.executable, "-m", "treespec", *arguments, "--json", "--device", bench.device.type]
-    interpreted = {"TRITON_INTERPRET": "1" if bench.dry and arguments[0] == "autotune" else "0"}
-    done = subprocess.run(line, capture_output=True, text=True, env=os.environ | interpreted)
+    line = [sys.executable, "-m", "treespec", *arguments, "--json"]
+    done = subprocess.run(
+        line, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "0"} | environment
+    )
     if done.returncode:
         raise RuntimeError(f"{arguments[0]} ended with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
     return json.loads(done.stdout)
@@ -277,7 +278,10 @@ def check_round(bench: Bench) -> Figures:
     for token in chosen[1:-1]:  # a wrong sibling, then the right token
         tokens, parents = [*tokens, token - 1 if token else 1, token], [*parents, path[-1], path[-1]]
         path.append(len(tokens) - 1)
-    count, probs = len(tokens), [0.9 - 0.02 * node for node in range(len(tokens))]
+    count = 8 if bench.dry else 16
+    for node in range(len(tokens), count):  # other children of the path
+        tokens, parents = [*tokens, 30 + node], [*parents, path[node % depth]]
+    probs = [0.9 - 0.02 * node for node in range(count)]
     tree, out = TokenTree.from_parents(tokens, parents, probs, "lookup"), torch.zeros(count, len(plain[0])).to(plain[0])
     launch = passes.tree(context, tree)
     replay = bench.capture(lambda: out.copy_(launch()))
@@ -287,10 +291,11 @@ def check_round(bench: Bench) -> Figures:
     stack = ModelStack(decoder.kernels, decoder.table, decoder.triton_attention, passes.pool)
     limits = RoundLimits(depth, (1, count), len(passes.pages), context + PAGE_SIZE)
     batch = BatchRound(1, limits, stack, [], None if bench.dry else GraphMemory.of(bench.device))
+    run_round = getattr(batch, "run", None) or (lambda *given, **more: batch.launch(*given, **more)())
     drawing = 0.0, 0.0, 0, 0, np.zeros(0)
     given = RoundInput(context, [5], passes.pages, (), *drawing, depth, count, 0.0, context + PAGE_SIZE)
     for _ in range(2):  # the second is a replay
-        [result] = batch.run([given], depth, count, search=lambda: [Proposal(tree, np.ones(count))])
+        [result] = run_round([given], depth, count, search=lambda: [Proposal(tree, np.ones(count))])
         if differing or result.tokens != chosen[1:]:
             raise AssertionError(f"{differing} rows differ; the round gave {result.tokens}, not {chosen[1:]}")
     return {"rows": len(path), "tokens": len(result.tokens)}
@@ -327,20 +332,13 @@ def passes(bench: Bench) -> Iterator[Step]:
 
 
 def time_pass(
-    bench: Bench,
-    rows: int,
-    requests: int = 1,
-    context: int = 0,
-    off: str = "",
-    graph: bool = True,
-    chain: bool = False,
-    **kind: bool,
+    bench: Bench, rows: int, requests: int = 1, context: int = 0, off: str = "", graph: bool = True, **kind: bool
 ) -> Figures:
-    """Time a pass over a tree of each request, or over a chunk of a prompt (`chain`), without a feature.
+    """Time a pass over a tree of each request, or over a prompt (`chain`), without a feature.
 
-    Raises:
-        ValueError: the pass computes NaN or infinity, or other bits without the feature.
+    Raises ValueError if it computes NaN or infinity, or other bits without the feature.
     """
+    chain = kind.pop("chain", False)
     opened, context, s = bench.passes(**kind), context or bench.context, bench.large.shape
     rows, requests = (min(rows, bench.nodes), min(requests, bench.requests)) if bench.dry else (rows, requests)
     chunk = [RequestRows.chain(context, rows, opened.pages)], [1] * rows, 1
@@ -514,10 +512,13 @@ def autotune(bench: Bench) -> Figures:
     sizes = {"heads": s.num_heads, "kv-heads": s.num_kv_heads, "head-dim": s.head_dim, "hidden": s.hidden_size}
     sizes |= {"intermediate": s.intermediate_size, "vocab": s.vocab_size, "layers": s.num_layers}
     options = [part for name, size in sizes.items() for part in (f"--{name}", str(size))]
-    options += ["--dtype", str(bench.dtype).removeprefix("torch."), "--budget-seconds", "1" if bench.dry else "80"]
-    options += ["--ops", "tree_attention", "--nodes", "2", "--context", "20"] if bench.dry else []
+    options += ["--device", bench.device.type, "--dtype", str(bench.dtype).removeprefix("torch.")]
+    environment, limits = {}, ["--budget-seconds", "80"]
+    if bench.dry:
+        environment = {"TRITON_INTERPRET": "1", "XDG_CACHE_HOME": str(bench.scratch)}
+        limits = ["--ops", "tree_attention", "--nodes", "2", "--context", "20"]
     before = KernelConfigs.load(bench.device).file
-    tuned = command(bench, "autotune", *options)["kernels"]
+    tuned = command("autotune", *options, *limits, **environment)["kernels"]
     if tuned.get("file") and Path(tuned["file"]).exists():
         (shutil.copy if before else shutil.move)(tuned["file"], bench.out / Path(tuned["file"]).name)
     loads = [(result["op"], load) for result in tuned["results"] for load in result["loads"]]

@@ -2,8 +2,7 @@
 
     python perf/identity.py                                     # everything, on the embedded models
     python perf/identity.py --prompts 16 --dtypes bfloat16 --batches 8 --out out.json
-    python perf/identity.py --sampling --compile --shard 1/2 --out half-1.json    # sampled: see identity_sampled.py
-    python perf/identity.py --merge half-1.json half-2.json --out sampled.json
+    python perf/identity.py --sampling --compile --out sampled.json    # sampled: see identity_sampled.py
 
 For every dtype and batch size, decodes all prompts with trees (every subset of the drafts, one SSM per round, lookup,
 all sources, automatic) and compares with plain decoding by the same engine. Counts differing tokens and logits of
@@ -145,22 +144,15 @@ def main() -> int:
     parser.add_argument("--json", "--out", dest="out", type=Path, help="write the results to FILE")
     parser.add_argument("--sampling", action="store_true", help="compare sampled tokens; resumes --out")
     parser.add_argument("--settings", nargs="+", default=list(sampled.SETTINGS), choices=list(sampled.SETTINGS))
-    parser.add_argument("--shard", default="1/1", help="with --sampling: 2/3 = every third prompt, from the second")
-    parser.add_argument("--merge", nargs="+", type=Path, metavar="FILE", help="merge the documents of shards")
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
     try:
-        if args.merge:
-            document = sampled.merge([json.loads(path.read_text()) for path in args.merge])
-        elif args.sampling:
-            document = sample(args)
-        else:
+        if not args.sampling:
             return greedy(args)
+        document = sample(args)
     except ValueError as error:
         parser.error(str(error))
-    if args.merge:
-        measuring.write_json(args.out, document)
     print(sampled.describe(document))
     return int(document["totals"]["differing_tokens"] > 0)
 
@@ -176,7 +168,6 @@ def sample(args: argparse.Namespace) -> dict[str, Any]:
         "verification": "coupled",
         "first_seed": sampled.FIRST_SEED,
         "compile": args.compile,
-        "shard": sampled.parse_shard(args.shard),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }

@@ -4,8 +4,6 @@ Every cell of the grid (dtype x setting x subset of the SSMs x batch size) decod
 counts tokens that differ from plain decoding by the same engine, which runs once per dtype and setting in batches of
 `PLAIN_BATCH`. A prompt has the same seed everywhere. The document is written after every cell; interrupted runs resume
 after the last one.
-
-Shards split the prompts: each runs the whole grid over its own, and `merge` combines their documents.
 """
 
 import hashlib
@@ -14,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,7 +38,7 @@ ROWS_SHOWN = 8  # differences listed per cell
 
 
 class Prompt(NamedTuple):
-    """A prompt: its index over all shards, which determines its seed, and its tokens."""
+    """A prompt: its index, which determines its seed, and its tokens."""
 
     index: int
     tokens: list[int]
@@ -49,14 +47,6 @@ class Prompt(NamedTuple):
 def subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
     """Return the non-empty subsets of `names`, small ones first."""
     return [s for n in range(1, len(names) + 1) for s in itertools.combinations(names, n)]
-
-
-def parse_shard(text: str) -> tuple[int, int]:
-    """Parse a shard: "2/3", the second of three, gives (2, 3)."""
-    number, _, count = text.partition("/")
-    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-        raise ValueError(f"--shard {text}: valid: 1/1, 1/2, 2/2 and so on")
-    return int(number), int(count)
 
 
 def run(
@@ -69,9 +59,9 @@ def run(
 
     Args:
         open_llm: function that opens an engine of a dtype for `PLAIN_BATCH` concurrent requests.
-        read_prompts: function that returns the prompts of all shards.
-        setup: setup of the run for the document, with at least dtypes, settings, batches, max_tokens, nodes, max_depth
-            and shard.
+        read_prompts: function that returns the prompts.
+        setup: setup of the run for the document, with at least dtypes, settings, batches, max_tokens, nodes and
+            max_depth.
         out: path of the document, or None.
 
     Raises:
@@ -82,15 +72,14 @@ def run(
     document = _open(out, setup)
     document["commits"] = list(dict.fromkeys([*document.get("commits", ()), commit()]))
     rows = {_key(row): row for row in document["rows"]}
-    number, count = setup["shard"]
     began, computed = time.perf_counter(), 0
     for dtype in setup["dtypes"]:
         llm = open_llm(dtype)
         names = tuple(llm.engine.sources.ssms.names) if llm.engine.sources.ssms else ()
         known = read_prompts(llm)
-        prompts = [Prompt(i, tokens) for i, tokens in enumerate(known)][number - 1 :: count]
+        prompts = [Prompt(i, tokens) for i, tokens in enumerate(known)]
         distinct = len({tuple(tokens) for tokens in known})
-        document |= {"ssms": list(names), "prompts_of_shard": len(prompts), "distinct_prompts": distinct}
+        document |= {"ssms": list(names), "prompts": len(prompts), "distinct_prompts": distinct}
         cells = list(itertools.product(setup["settings"], subsets(names), setup["batches"]))
         for setting, group in itertools.groupby(cells, key=lambda cell: cell[0]):
             left = [(*s, b) for _, *s, b in group if _key((dtype, setting, ",".join(*s), b)) not in rows]
@@ -131,42 +120,6 @@ def totals(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Sum the figures over cells."""
     result = {"cells": len(rows)} | {name: sum(row[name] for row in rows) for name in SUMS}
     return result | {"acceptance_length": result["tokens"] / result["target_passes"] if rows else None}
-
-
-def merge(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merge documents of shards, or merged documents; `complete` is whether all shards are present.
-
-    Raises:
-        ValueError: a shard is incomplete or repeated, or the shards are from different runs.
-    """
-    setups = [{k: v for k, v in document["setup"].items() if k != "shard"} for document in documents]
-    shards = sorted(tuple(shard) for document in documents for shard in _shards_of(document))
-    if any(setup != setups[0] for setup in setups):
-        raise ValueError("the files are from different runs: their setups differ")
-    if len(set(shards)) < len(shards) or len({count for _, count in shards}) > 1:
-        raise ValueError(f"the files are shards {', '.join(f'{i}/{n}' for i, n in shards)}; valid: each of them once")
-    for document in documents:
-        if not document["complete"] and "shards" not in document:
-            raise ValueError(f"shard {document['setup']['shard'][0]} has only {len(document['rows'])} cells yet")
-    merged: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for document in documents:
-        for row in document["rows"]:
-            into = merged.setdefault(_key(row), {key: row[key] for key in KEYS} | {"first_differences": []})
-            into |= {name: into.get(name, 0) + row[name] for name in SUMS}
-            into["acceptance_length"] = into["tokens"] / into["target_passes"]
-            into["first_differences"] = (into["first_differences"] + row["first_differences"])[:ROWS_SHOWN]
-    rows = list(merged.values())
-    prompts = sum(document.get("prompts", document.get("prompts_of_shard")) for document in documents)
-    result = {"setup": setups[0], "shards": shards, "ssms": documents[0]["ssms"], "prompts": prompts}
-    result |= {"distinct_prompts": documents[0]["distinct_prompts"], "totals": totals(rows)}
-    result["commits"] = list(dict.fromkeys(each for document in documents for each in document["commits"]))
-    result["by"] = {key: dict(_totals_by(rows, key)) for key in KEYS}
-    return result | {"rows": rows, "complete": len(shards) == shards[0][1]}
-
-
-def _shards_of(document: dict[str, Any]) -> list[tuple[int, int]]:
-    """Return the shards of a document."""
-    return document["shards"] if "shards" in document else [document["setup"]["shard"]]
 
 
 def describe(document: dict[str, Any]) -> str:
@@ -215,11 +168,6 @@ def _keep_plain(document: dict[str, Any], row: dict[str, Any]) -> None:
                 raise ValueError(f"plain decoding, {row['dtype']}, {row['setting']}: tokens differ from before")
             return
     document["plain"].append(row)
-
-
-def _totals_by(rows: Sequence[dict[str, Any]], key: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    for value in dict.fromkeys(row[key] for row in rows):
-        yield str(value), totals([row for row in rows if row[key] == value])
 
 
 def _open(out: Path | None, setup: dict[str, Any]) -> dict[str, Any]:

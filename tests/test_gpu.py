@@ -69,7 +69,8 @@ def test_failures_are_rows_and_the_run_goes_on(tmp_path: Path) -> None:
     assert "ZeroDivisionError" in (tmp_path / "out" / "log.txt").read_text()
 
 
-def test_targets() -> None:
+def test_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(SCRIPT.parent)
     table = load_script(SCRIPT).table
     rows = {"copy": {"bytes_per_second": 2.155e12}, "pass/rows 1": {"ms": 7.9}, "pass/rows 32": {"ms": 8.6}}
     rows |= {"round/plain": {"tokens_per_second": 100.0}, "check/one": {"error": "wrong"}, "check/two": {}}

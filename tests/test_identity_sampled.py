@@ -1,4 +1,4 @@
-"""`perf/identity.py --sampling`: what it counts, how it goes on, how shards are merged."""
+"""`perf/identity.py --sampling`: what it counts, and how it goes on."""
 
 import functools
 import json
@@ -20,10 +20,10 @@ def sampled() -> ModuleType:
     return load_script(Path(__file__).resolve().parents[1] / "perf" / "identity_sampled.py")
 
 
-def setup(shard: tuple[int, int] = (1, 1), **more: Any) -> dict[str, Any]:
+def setup(**more: Any) -> dict[str, Any]:
     settings = {name: sampled().SETTINGS[name] for name in ("T=1", "penalties")}
     known: dict[str, Any] = {"dtypes": ["float32"], "batches": [1, 8], "max_tokens": 6, "nodes": 8, "max_depth": 6}
-    return known | {"settings": settings, "shard": shard} | more
+    return known | {"settings": settings} | more
 
 
 def engine(dtype: str) -> LLM:
@@ -76,30 +76,6 @@ def test_a_run_that_goes_on_finds_the_same_plain_tokens(tmp_path: Path) -> None:
         run(out, batches=[8])
 
 
-def test_shards_add_up_to_the_whole(tmp_path: Path) -> None:
-    whole = run(None, batches=[8])
-    shards = [run(tmp_path / f"{i}.json", batches=[8], shard=(i, 2)) for i in (1, 2)]
-    shards = [json.loads((tmp_path / f"{i}.json").read_text()) for i in (1, 2)]
-    assert [shard["prompts_of_shard"] for shard in shards] == [3, 2]
-    merged = sampled().merge(shards[::-1])
-    keys = ("dtype", "setting", "sources", "batch", "tokens", "target_passes", "acceptance_length", "differing_tokens")
-    by_key = {tuple(row[key] for key in keys) for row in whole["rows"]}
-    assert {tuple(row[key] for key in keys) for row in merged["rows"]} == by_key
-    half = sampled().merge(shards[:1])
-    assert merged["complete"] and not half["complete"] and half["prompts"] == 3 and half["shards"] == [(1, 2)]
-    assert merged["prompts"] == 5 and merged["by"]["setting"]["T=1"]["cells"] == 3
-    later = sampled().merge([json.loads(json.dumps(half)), shards[1]])  # on top of what was merged before
-    assert later == sampled().merge(shards)
-    for wrong, message in (
-        ([shards[0], shards[1] | {"setup": shards[1]["setup"] | {"shard": (2, 3)}}], "1/2, 2/3"),
-        ([shards[0], shards[0]], "1/2, 1/2"),
-        ([shards[0], shards[1] | {"complete": False}], "shard 2 has only 6 cells yet"),
-        ([shards[0], shards[1] | {"setup": shards[1]["setup"] | {"nodes": 9}}], "different runs"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            sampled().merge(wrong)
-
-
 def test_differences_are_counted_and_placed() -> None:
     prompts = [sampled().Prompt(i, [1]) for i in (4, 6)]
     found = sampled().compare(prompts, [[1, 2, 3], [1, 2]], [[1, 2, 3], [1, 9, 4]])
@@ -117,13 +93,6 @@ def test_a_wrong_engine_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampled(), "decode", other_seed)
     document = run(None, batches=[8], settings={"T=1": sampled().SETTINGS["T=1"]})
     assert document["totals"]["differing_tokens"] > 0 and document["rows"][0]["first_differences"]
-
-
-@pytest.mark.parametrize("text", ["0/2", "3/2", "2", "a/b", "1/"])
-def test_bad_shards(text: str) -> None:
-    assert sampled().parse_shard("2/3") == (2, 3)
-    with pytest.raises(ValueError, match=f"--shard {text}"):
-        sampled().parse_shard(text)
 
 
 def test_batches_that_do_not_fit() -> None:

@@ -67,10 +67,7 @@ ROWS = (1, 8, 16, 32, 64)
 
 
 class Bench:
-    """Sizes and earlier rows of a process, and the one model that it has open.
-
-    With `dry`, sizes are tiny, and kernels run in Triton's interpreter, which computes bfloat16 wrongly.
-    """
+    """Sizes and earlier rows of a process, and its one open model; `dry`: in Triton's interpreter, without bfloat16."""
 
     def __init__(self, out: Path, scratch: Path, dry: bool, rows: dict[str, Figures]):
         self.out, self.scratch, self.dry, self.rows = out, scratch, dry, rows
@@ -168,9 +165,11 @@ class Passes:
         size = 1 + positions // PAGE_SIZE, attention.cache_dtype, bench.device
         return cls(decoder, KVCache.allocate(config.shape, *size).normal_())
 
-    def tree(self, context: int, nodes: int | TokenTree, requests: int = 1) -> Callable[[], Tensor]:
-        """Plan a pass over a tree, or a random one, of every request; the result launches it and returns its logits."""
-        tree = nodes if isinstance(nodes, TokenTree) else random_tree(nodes)
+    def tree(self, context: int, tree: int | TokenTree, requests: int = 1) -> Callable[[], Tensor]:
+        """Plan a pass over a tree of every request, or one of as many random nodes; see `launch`."""
+        if isinstance(tree, int):
+            parents = tree_parents("random", tree, torch.Generator().manual_seed(0))
+            tree = TokenTree.from_parents([1 + node % 50 for node in range(tree)], parents, 0.5, "random")
         own, rows = len(self.pages) // requests, []
         for pages in self.pages[: own * requests].reshape(requests, own):
             whole = RequestRows(context, np.arange(len(tree)), tree.depths, tree.visible, tree.depths, pages)
@@ -186,11 +185,6 @@ class Passes:
                 return self.decoder.logits(self.decoder.forward(ids, layout, self.pool)[-last:])
 
         return run
-
-
-def random_tree(nodes: int) -> TokenTree:
-    parents = tree_parents("random", nodes, torch.Generator().manual_seed(0))
-    return TokenTree.from_parents([1 + node % 50 for node in range(nodes)], parents, 0.5, "random")
 
 
 # --- checks: untimed, several at once, the longest first
@@ -251,8 +245,7 @@ def check_op(bench: Bench, op: str) -> Figures:
 def check_generate(bench: Bench) -> Figures:
     """Compare trees of the embedded models with plain decoding; a difference is an error."""
     options = ["--device", bench.device.type, "--no-compile", "--max-tokens", "4" if bench.dry else "96"]
-    printed = command("generate", "def add(a, b):", "--check", *options)
-    return {"tokens": len(printed["token_ids"]), "target_passes": printed["target_passes"]}
+    return {"tokens": len(command("generate", "def add(a, b):", "--check", *options)["token_ids"])}
 
 
 def command(*arguments: str, **environment: str) -> Any:
@@ -412,10 +405,9 @@ def time_rounds(bench: Bench, nodes: int, exact: bool = True, off: str = "", **p
 
 
 def time_compiled(bench: Bench) -> Figures:
-    """Time plain decoding at the main context by a static-cache Llama in plain torch, in one CUDA graph.
+    """Time plain decoding with a static-cache Llama in plain torch, its layer compiled with max-autotune, in one graph.
 
-    Its layer is compiled with max-autotune. Weights of Q, K and V, and of gate and up, are fused; the query heads of a
-    KV head are rows of one product. Raises ValueError if compiled and eager layers differ by more than roundings.
+    Raises ValueError if compiled and eager layers differ by more than roundings.
     """
     bench.release()
     s, [rope] = bench.large.shape, bench.large.ropes
@@ -461,7 +453,7 @@ def time_compiled(bench: Bench) -> Figures:
     seconds, error = time.perf_counter() - began, float((logits - expected).norm() / expected.norm())
     if not error < 0.3:  # roundings of bfloat16 in 32 random layers; a wrong step has over 1
         raise ValueError(f"the compiled layers differ from the eager ones by {error:.1%}")
-    return bench.timed(lambda: step(compiled)) | {"compile_seconds": seconds, "error": error}
+    return bench.timed(lambda: step(compiled)) | {"compile_seconds": seconds, "relative_error": error}
 
 
 # --- kernels beside the copy and torch, prompts, batches, and tuned passes
@@ -496,12 +488,10 @@ def time_kernel(bench: Bench, workload: Any) -> Figures:
     config, copies = configuration(bench, workload), 1 if bench.dry else CudaClock(bench.device).copies(workload.bytes)
     workload.check(config)
     workload.prepare(copies)
-    try:
-        figures = bench.timed(*(partial(workload.run, config, i) for i in range(copies)), seconds=0.5)
-        for name, run in workload.baselines().items():
-            figures[f"{name} ms"] = bench.timed(*(partial(run, i) for i in range(copies)), seconds=0.5)["ms"]
-    finally:
-        workload.release()
+    figures = bench.timed(*(partial(workload.run, config, i) for i in range(copies)), seconds=0.5)
+    for name, other in workload.baselines().items():
+        figures[f"{name} ms"] = bench.timed(*(partial(other, i) for i in range(copies)), seconds=0.5)["ms"]
+    workload.release()
     return bench.floor(workload.bytes, figures)
 
 
@@ -550,9 +540,9 @@ def table(rows: dict[str, Figures], dry: bool = False) -> list[str]:
     ]
     lines = []
     for text, value, sign, bound in found:
-        verdict = "not measured" if value != value or (dry and bound) else f"{value:.3f}"
-        if verdict != "not measured":
-            verdict += "  met" if (value <= bound if sign == "<=" else value >= bound) else "  MISSED"
+        is_met = value <= bound if sign == "<=" else value >= bound
+        is_measured = value == value and not (dry and bound)
+        verdict = f"{value:.3f}  {'met' if is_met else 'MISSED'}" if is_measured else "not measured"
         lines.append(f"{text:54} {sign} {bound:<6.3g} {verdict}")
     return lines
 

@@ -125,7 +125,11 @@ def _work(job: Job, share: int) -> None:
     screen, log = os.fdopen(os.dup(1), "w"), (job.file.parent / "log.txt").open("a")
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
-    signal.signal(signal.SIGALRM, _raise_late)
+
+    def late(*_: object) -> None:
+        raise Late("it took too long")
+
+    signal.signal(signal.SIGALRM, late)
     torch.set_grad_enabled(False)
     rows, kinds, parent = rows_of(job.file), Counter[Any](), multiprocessing.parent_process()
     given = job.make(rows)
@@ -160,7 +164,3 @@ def _work(job: Job, share: int) -> None:
             gc.collect()
             torch.cuda.synchronize()  # raises, and thus ends the process, if the device is lost
     faulthandler.cancel_dump_traceback_later()
-
-
-def _raise_late(*_: object) -> None:
-    raise Late("it took too long")

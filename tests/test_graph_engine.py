@@ -37,7 +37,7 @@ class ScriptedRounds:
 
     limits = RoundLimits(4, NODES, 99, 256)
     sampling = SamplingState(2, 512, torch.device("cpu"), limits.width)
-    has_captured = False
+    has_captured = in_flight = False
 
     def __init__(self, truths: Sequence[tuple[list[int], list[int]]], accepts: int | None):
         self.truths, self.accepts = truths, accepts  # prompts, and these with what follows
@@ -54,20 +54,25 @@ class ScriptedRounds:
         assert context <= self.limits.max_context
         return self
 
-    def run(
+    def launch(
         self,
         requests: Sequence[RoundInput],
         levels: int,
         nodes: int,
         logprobs: bool,
         search: Callable[[], Sequence[Proposal | None]] | None,
-        meanwhile: Callable[[], None],
-    ) -> list[RoundResult]:
+    ) -> Callable[[], list[RoundResult]]:
         proposals = [None] * len(requests) if search is None else list(search())
         self.proposals.append(proposals)
         self.seen.append((list(requests), levels, nodes))
-        meanwhile()
-        return [self._result(*each, levels) for each in zip(requests, proposals, strict=True)]
+        results = [self._result(*each, levels) for each in zip(requests, proposals, strict=True)]
+        self.in_flight = True
+
+        def read() -> list[RoundResult]:
+            self.in_flight = False
+            return results
+
+        return read
 
     def seconds(self) -> tuple[float, float]:
         return 0.0, 0.0
@@ -187,22 +192,97 @@ def test_the_host_learns_while_the_device_computes() -> None:
     """From the round before, in the middle of each; from the last one when its requests end."""
     llm, rounds, prompts, _ = scripted(3)
     learned, before = 0, []
-    observe, run = Planner.observe, ScriptedRounds.run
+    observe, launch = Planner.observe, ScriptedRounds.launch
 
     def count(planner: Planner, *arguments: Any) -> None:
         nonlocal learned
         observe(planner, *arguments)
         learned += 1
 
-    def watched(*arguments: Any) -> list[RoundResult]:
+    def watched(*arguments: Any) -> Callable[[], list[RoundResult]]:
         before.append(learned)
-        found = run(*arguments)
-        assert learned == len(rounds.seen) - 1
-        return found
+        results = launch(*arguments)
 
-    with mock.patch.object(Planner, "observe", count), mock.patch.object(ScriptedRounds, "run", watched):
+        def read() -> list[RoundResult]:
+            assert learned == len(rounds.seen) - 1
+            return results()
+
+        return read
+
+    with mock.patch.object(Planner, "observe", count), mock.patch.object(ScriptedRounds, "launch", watched):
         llm.generate(prompts, greedy(21), spec=SpecConfig(nodes=8, sources=("ssm",)))
     assert before == [0, *range(len(rounds.seen) - 1)] and learned == len(rounds.seen) > 4
+
+
+def steps_of(
+    llm: LLM, prompts: Sequence[list[int]], spec: SpecConfig
+) -> tuple[LLMEngine, Callable[[], dict[str, int]]]:
+    """An engine with a request of 21 tokens for each prompt, and a step, which returns how many tokens each has."""
+    engine = LLMEngine(llm)
+    for i, prompt in enumerate(prompts):
+        params = SamplingParams(max_tokens=21, ignore_eos=True)
+        engine.add_request(str(i), {"prompt_token_ids": prompt}, params, spec=spec)
+    return engine, lambda: {output.request_id: len(output.outputs[0].token_ids) for output in engine.step()}
+
+
+CHAINS = SpecConfig(nodes=8, sources=("ssm",))
+
+
+@pytest.mark.parametrize("spec", [CHAINS, SpecConfig(nodes=1)], ids=["trees", "plain"])
+def test_the_device_begins_the_next_round_before_the_caller_has_this_one(spec: SpecConfig) -> None:
+    llm, rounds, prompts, _ = scripted(3)
+    engine, step = steps_of(llm, prompts, spec)
+    for number in itertools.count(1):
+        tokens = step()
+        unfinished = engine.has_unfinished_requests()
+        assert len(rounds.seen) == number + unfinished
+        if not unfinished:
+            break
+        assert [request.context_len for request in rounds.seen[-1][0]] == [
+            len(prompt) + count - 1 for prompt, count in zip(prompts, tokens.values(), strict=True)
+        ]
+    assert number == (6 if spec is CHAINS else 21)
+
+
+def test_a_request_aborted_in_a_launched_round() -> None:
+    """The other one keeps its result of that round; the place is free for another, which takes part in the next."""
+    llm, rounds, prompts, plain = scripted(3)
+    engine, step = steps_of(llm, prompts, CHAINS)
+    assert step() == {"0": 4, "1": 4} and len(rounds.seen) == 2
+    engine.abort_request("0")
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    engine.add_request("2", {"prompt_token_ids": prompts[0]}, params, spec=CHAINS)
+    assert step() == {"0": 4, "1": 8} and len(rounds.seen) == 3 and len(rounds.seen[-1][0]) == 2
+    outputs = {}
+    while engine.has_unfinished_requests():
+        outputs.update({output.request_id: list(output.outputs[0].token_ids) for output in engine.step()})
+        llm.engine.check_integrity()
+    assert outputs["1"] == plain[1][:21] and outputs["2"] == plain[0][:9]
+
+
+def test_a_launched_round_without_requests_is_waited_for() -> None:
+    """An idle engine has nothing on the device, so that its memory may be used for something else."""
+    llm, rounds, prompts, plain = scripted(3)
+    engine, step = steps_of(llm, prompts, CHAINS)
+    step()
+    engine.abort_request("0")
+    assert rounds.in_flight
+    engine.abort_request("1")
+    assert not rounds.in_flight and llm.engine.scheduler.is_idle
+    rounds._texts.clear()
+    assert tokens_of(llm.generate(prompts, greedy(9), spec=CHAINS)) == [tokens[:9] for tokens in plain]
+
+
+def test_a_round_is_not_launched_early_if_a_waiting_request_could_join_it() -> None:
+    llm, rounds, prompts, plain = scripted(0)
+    repeated = [*prompts, *prompts]
+    with mock.patch.object(rounds, "truths", [*rounds.truths, *rounds.truths]):
+        engine, _ = steps_of(llm, prompts, CHAINS)
+        engine.abort_request(["0", "1"])
+        params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (2, 5, 4)]
+        outputs = llm.generate(repeated[:3], params, spec=CHAINS)
+    assert tokens_of(outputs) == [plain[0][:2], plain[1][:5], plain[0][:4]]
+    assert [len(requests) for requests, _, _ in rounds.seen] == [2, 2, 2, 2, 2, 1]
 
 
 def test_counters_are_current_between_rounds() -> None:

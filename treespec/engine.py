@@ -5,7 +5,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -24,6 +24,9 @@ from treespec.runner import Runner
 from treespec.sampling.logprobs import LogprobRows, logprobs_of
 from treespec.scheduler import Batch, Scheduler
 from treespec.utils.torch_state import one_thread
+
+if TYPE_CHECKING:
+    from treespec.executors.graph_executor import GraphExecutor
 
 logger = logging.getLogger("treespec")
 
@@ -63,7 +66,7 @@ class Engine:
         scheduler: Scheduler,
         sources: DraftSources,
         host: HostExecutor,
-        captured: Executor | None = None,
+        captured: "GraphExecutor | None" = None,
     ):
         self.runner, self.scheduler, self.sources = runner, scheduler, sources
         self.host, self.captured = host, captured
@@ -93,8 +96,20 @@ class Engine:
             left = [request for request in left if request not in served or request in execution.undecided]
         self.clock.enter("update")
         self.update(batch.decode)
+        self._launch_next()
         self.clock.enter("idle")
         return batch.decode
+
+    def _launch_next(self) -> None:
+        """Launch the next round at the end of this one, so that the device computes while the caller reads the outputs.
+
+        Not if a waiting request could join the round, or if a request in it is executed step by step.
+        """
+        captured, running = self.captured, self.scheduler.running
+        if captured is None or not running or self.scheduler.can_admit:
+            return
+        if not any(request.needs_prefill or not captured.serves(request) for request in running):
+            captured.launch(list(running), bool(self.scheduler.waiting), self.clock)
 
     def prefill(self, batch: Batch) -> None:
         """Run the prompt chunks of this step through the target and, for fixed trees, the SSMs.
@@ -149,6 +164,7 @@ class Engine:
             request.num_rounds += 1
         self.clock.enter("commit")
         seconds, other = self.clock.since(began, execution.drafted.read_seconds)
+        seconds = execution.seconds or seconds
         committed = _Committed(execution, emitted, seconds)
         if overlaps:
             self._unlearned = committed
@@ -228,6 +244,8 @@ class Engine:
                 releases.callback(call_release, source, request)
             self.scheduler.finish(request, reason, error)
             self.stats.add_finished(request)
+        if self.captured is not None:
+            self.captured.drop_finished()
 
     def check_integrity(self) -> None:
         """Assert the invariants between rounds: page counts add up, and cached positions match the tokens."""

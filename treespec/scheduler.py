@@ -113,6 +113,11 @@ class Scheduler:
         ]
         return Batch(prefill, counts, forked, ready)
 
+    @property
+    def can_admit(self) -> bool:
+        """Whether the next step may admit a request beside those that run."""
+        return bool(self.waiting) and len(self.running) < self.max_num_seqs and self._has_room(self.waiting[0])
+
     def _has_room(self, request: Request) -> bool:
         """Whether the request's pages are free. An idle engine first reclaims the prompt pages that later groups keep;
         their next sample prefills the prompt again."""

@@ -136,6 +136,7 @@ class Execution:
         overlaps: whether learning from this round may wait until the device computes the next one.
         drafted: the SSMs' work.
         rows: rows of the target pass as the planner counts them; None = all nodes of all trees.
+        seconds: of the round, where the executor measures it itself, because rounds overlap; None = the clock's.
     """
 
     verified: list[VerifiedRequest] = field(default_factory=list)
@@ -148,6 +149,7 @@ class Execution:
     overlaps: bool = False
     drafted: Drafted = NOTHING_DRAFTED
     rows: int | None = None
+    seconds: RoundSeconds | None = None
 
 
 class Executor(Protocol):

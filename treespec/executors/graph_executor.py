@@ -2,12 +2,14 @@
 
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from treespec.drafters.calls import may_draft
 from treespec.drafters.draft_sources import DraftSources
 from treespec.executors.execution import Execution, StageClock, VerifiedRequest
+from treespec.graphs.batch_round import BatchRound
 from treespec.graphs.capture import Rounds
 from treespec.graphs.round_inputs import MAX_ENDS, Proposal, RoundInput
 from treespec.graphs.round_tree import RoundTree
@@ -15,6 +17,7 @@ from treespec.graphs.sampling_state import RequestTransforms
 from treespec.graphs.verify_stage import MAX_LOGPROBS, RoundResult
 from treespec.planning.draft_plan import Drafted, DraftPlan
 from treespec.planning.planner import PLAIN
+from treespec.planning.round_costs import RoundSeconds
 from treespec.request import Request
 from treespec.runner import Runner
 from treespec.sampling.row_transforms import runs_by_kernels
@@ -22,6 +25,25 @@ from treespec.tree import TokenTree
 from treespec_kernels.tree.growth_limits import SEEDS
 
 LEAST_VALUE = 1e-6  # minimum node value; only SSMs with weight 0 propose less
+
+
+class _Launched(NamedTuple):
+    """A round that the device computes.
+
+    Attributes:
+        requests, plans, searched: requests with their plans, and the proposals of sources without a model.
+        batch, results: the captured round, and the function that waits for its results.
+        execution: result of the round, without its requests.
+        host_seconds: seconds that the device waited for the launch.
+    """
+
+    requests: list[Request]
+    plans: Sequence[DraftPlan]
+    searched: Sequence[Proposal | None]
+    batch: BatchRound
+    results: Callable[[], list[RoundResult]]
+    execution: Execution
+    host_seconds: float
 
 
 class GraphExecutor:
@@ -36,6 +58,8 @@ class GraphExecutor:
 
     def __init__(self, runner: Runner, sources: DraftSources, rounds: Rounds, max_model_len: int):
         self.runner, self.sources, self.rounds, self.max_model_len = runner, sources, rounds, max_model_len
+        self._launched: _Launched | None = None
+        self._waited: float | None = None  # when the last round's results came, if `launch` follows in the same step
 
     def serves(self, request: Request) -> bool:
         params, spec = request.params, request.spec
@@ -56,16 +80,16 @@ class GraphExecutor:
         """Return True: drafting is a small part of a captured round, so SSMs prefill every prompt."""
         return True
 
-    def run(
-        self, requests: Sequence[Request], others_wait: bool, clock: StageClock, meanwhile: Callable[[], None]
-    ) -> Execution:
+    def launch(self, requests: Sequence[Request], others_wait: bool, clock: StageClock) -> None:
+        """Launch a round of these requests, which the next `run` waits for. Arguments as of `run`."""
+        assert self._launched is None, "a round is in flight"
+        began = time.perf_counter()
         clock.enter("merge")
         size = self.rounds.size_for(len(requests))
         planner = self.rounds.planners[size]
         plans = planner.draft_plans(requests, self.max_model_len, others_wait=others_wait)
         execution = Execution(planner=planner, planned=planner.round, overlaps=True)
-        clock.enter("draft")
-        read = self._catch_up([r for r, plan in zip(requests, plans, strict=True) if plan.levels])
+        read = 0.0
         searched: list[Proposal | None] = []
 
         def search() -> list[Proposal | None]:
@@ -73,26 +97,64 @@ class GraphExecutor:
                 searched.extend(self._search(requests, plans, execution))
             return searched
 
-        if not self._ssms_draft(requests, plans):  # otherwise the search runs beside the first level, as a part of it
-            clock.enter("search")
-            if not any(search()):
-                plans = [PLAIN] * len(requests)
-        clock.enter("merge")
+        if drafting := [request for request, plan in zip(requests, plans, strict=True) if plan.levels]:
+            clock.enter("draft")
+            read = self._catch_up(drafting)
+            ssms = self.sources.ssms
+            if ssms is None or not any(map(ssms.may_draft, drafting)):
+                clock.enter("search")  # otherwise the search runs beside the first level, as a part of it
+                if not any(search()):
+                    plans, drafting = [PLAIN] * len(requests), []
+            clock.enter("merge")
         levels, nodes = max(p.levels for p in plans), self.rounds.limits.shapes.fitting(max(p.nodes for p in plans))
         transforms = self.rounds.sampling.rows_of(requests)
         inputs = [self._input(*row) for row in zip(requests, plans, transforms, strict=True)]
         batch = self.rounds.round_for(size, max(request.context_len for request in requests))
         logprobs = any(request.params.logprobs is not None for request in requests)
-        results = batch.run(inputs, levels, nodes, logprobs, search if levels else None, meanwhile)
-        clock.enter("commit")
+        results = batch.launch(inputs, levels, nodes, logprobs, search if drafting else None)
         if batch.has_captured:
             execution.planner = None
-        draft, forward = batch.seconds()
-        clock.move("merge", draft=draft, forward=forward)
+        if not searched:
+            searched.extend([None] * len(requests))
         execution.drafted, execution.rows = Drafted(levels, levels, levels, read_seconds=read), nodes
-        for request, plan, proposal, result in zip(requests, plans, searched, results, strict=True):
-            self._take(request, plan, proposal, result, nodes, execution)
+        host = time.perf_counter() - (began if self._waited is None else self._waited) - read
+        self._launched = _Launched(list(requests), plans, searched, batch, results, execution, host)
+
+    def run(
+        self, requests: Sequence[Request], others_wait: bool, clock: StageClock, meanwhile: Callable[[], None]
+    ) -> Execution:
+        """Run a round of these requests, or finish the launched one. Requests that are not in it join the next one."""
+        self._waited = None
+        if self._launched is None:
+            self.launch(requests, others_wait, clock)
+        assert self._launched is not None
+        launched, self._launched = self._launched, None
+        clock.enter("merge")
+        meanwhile()
+        began = time.perf_counter()
+        results = launched.results()
+        self._waited = time.perf_counter()
+        clock.enter("commit")
+        execution, nodes = launched.execution, launched.execution.rows
+        assert nodes is not None
+        draft, forward = launched.batch.seconds()
+        execution.seconds = RoundSeconds(draft, execution.drafted.read_seconds, forward, launched.host_seconds)
+        waited = min((self._waited - began) / max(draft + forward, 1e-9), 1.0)  # the rest passed in other stages
+        clock.move("merge", draft=waited * draft, forward=waited * forward)
+        for request, plan, proposal, result in zip(
+            launched.requests, launched.plans, launched.searched, results, strict=True
+        ):
+            if request.finished:  # while the device computed it; the planner knows no such rounds
+                execution.planner = None
+            else:
+                self._take(request, plan, proposal, result, nodes, execution)
         return execution
+
+    def drop_finished(self) -> None:
+        """If all requests of the launched round have ended, wait for the device and forget the round."""
+        if self._launched is not None and all(request.finished for request in self._launched.requests):
+            launched, self._launched = self._launched, None
+            launched.results()
 
     def _catch_up(self, requests: Sequence[Request]) -> float:
         """Prefill the SSMs with tokens they have not read: prompts, or the output of rounds without drafting.
@@ -117,12 +179,6 @@ class GraphExecutor:
         by_id = {request.request_id: tree for request, tree in zip(requests, found, strict=True) if tree is not None}
         execution.proposals.append((lookup.proposed, by_id))
         return [None if tree is None else Proposal(tree, self._evidence_ratios(tree)) for tree in found]
-
-    def _ssms_draft(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> bool:
-        """Return whether any SSM may draft in this round."""
-        ssms = self.sources.ssms
-        drafting = (request for request, plan in zip(requests, plans, strict=True) if plan.levels)
-        return ssms is not None and any(map(ssms.may_draft, drafting))
 
     def _input(
         self,

@@ -11,7 +11,7 @@ data in these buffers, so three kinds of graphs serve every round:
   follows its choices, the accepted K/V are compacted in place, and the emitted tokens are copied to the host.
 
 The host launches the first level, searches the proposals of sources without a model while it runs, launches the planned
-number of next levels, and verify, and then waits once, for the result.
+number of next levels, and verify. It waits once, for the result, and may do other work before.
 Without a GPU, the same kernels run one by one in Triton's interpreter.
 """
 
@@ -88,16 +88,17 @@ class BatchRound:
         self._warms_up = False
         self._synchronize()
 
-    def run(
+    def launch(
         self,
         requests: Sequence[RoundInput],
         levels: int,
         nodes: int,
         logprobs: bool = False,
         search: Callable[[], Sequence[Proposal | None]] | None = None,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> list[RoundResult]:
-        """Run one round and return its results, by request.
+    ) -> Callable[[], list[RoundResult]]:
+        """Launch one round. Returns a function that waits for the device and returns the results, by request.
+
+        Call it before the next round.
 
         Args:
             requests: at most B requests.
@@ -106,7 +107,6 @@ class BatchRound:
             logprobs: whether the results have log-probabilities.
             search: returns the proposals of sources without a model, by request; called after the launch of the first
                 level, which does not need them. None if there are none.
-            meanwhile: called after the last launch, before waiting for the device.
         """
         assert len(requests) <= self.num_requests and nodes in self.limits.nodes, (len(requests), nodes)
         assert 0 <= levels <= self.limits.max_depth and (levels > 0) == (nodes > 1), (levels, nodes)
@@ -122,10 +122,12 @@ class BatchRound:
         if search is not None:
             self._inputs.propose(search())
         self._launch_rest(levels, nodes, kind)
-        if meanwhile is not None:
-            meanwhile()
-        self._synchronize()
-        return self._verify.results(requests, nodes, levels > 0, logprobs)
+
+        def results() -> list[RoundResult]:
+            self._synchronize()
+            return self._verify.results(requests, nodes, levels > 0, logprobs)
+
+        return results
 
     def seconds(self) -> tuple[float, float]:
         """Return the device seconds of drafting and of verification in the last round."""

@@ -37,7 +37,7 @@ class ScriptedRounds:
 
     limits = RoundLimits(4, NODES, 99, 256)
     sampling = SamplingState(2, 512, torch.device("cpu"), limits.width)
-    has_captured = in_flight = False
+    has_captured = has_followed = in_flight = False
 
     def __init__(self, truths: Sequence[tuple[list[int], list[int]]], accepts: int | None):
         self.truths, self.accepts = truths, accepts  # prompts, and these with what follows
@@ -73,6 +73,9 @@ class ScriptedRounds:
             return results
 
         return read
+
+    def launch_following(self) -> None:
+        pass
 
     def seconds(self) -> tuple[float, float]:
         return 0.0, 0.0

@@ -96,6 +96,7 @@ class Request:
     first_token_at: float | None = None
     finished_at: float | None = None
     poisoned: bool = False  # a draft computed NaN: zero its slots before the pages are reused
+    runs_ahead: bool = False  # a round that may not be the request's next one writes behind its context
     target_passes: int = 0
     prefill_passes: int = 0
     nodes_verified: int = 0

@@ -174,7 +174,8 @@ class Scheduler:
         if request in self.running:
             self.running.remove(request)
             # A request that did not end by its own tokens may have left unchecked NaN in its pages.
-            self._leave(request, scrub=request.poisoned or reason not in ("stop", "length"))
+            unchecked = request.poisoned or request.runs_ahead or reason not in ("stop", "length")
+            self._leave(request, scrub=unchecked)
         elif request in self.waiting:
             self.waiting.remove(request)
             if request.group is not None:

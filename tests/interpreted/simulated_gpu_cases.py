@@ -28,6 +28,8 @@ from treespec.engine import Engine
 from treespec.errors import ConfigError, KernelError
 from treespec.executors.execution import Execution
 from treespec.executors.graph_executor import GraphExecutor
+from treespec.graphs.batch_round import BatchRound
+from treespec.graphs.round_inputs import RoundInput
 from treespec.graphs.verify_stage import VerifyStage
 from treespec.models import triton_decoder
 from treespec.models.attention import make_attention
@@ -251,6 +253,33 @@ def test_rounds_on_a_gpu(gpu: Gpu) -> None:
         assert tokens_of(llm.generate(PROMPTS, greedy(4), spec=TREES)) == plain
     llm.engine.check_integrity()
     leave(gpu)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 3}], ids=["greedy", "sampled"])
+def test_rounds_launched_ahead(gpu: Gpu, options: dict[str, Any]) -> None:
+    """The device writes what the host would. One request ends by a token that no launch could foresee."""
+    llm, followed = open_on_gpu(), list[tuple[bool, bool]]()
+    with mock.patch.object(GraphExecutor, "serves", lambda executor, request: False):
+        plain = tokens_of(llm.generate(PROMPTS, greedy(12, **options), spec="off"))
+    params = [greedy(12, **options), greedy(12, stop_token_ids=[plain[1][6]], **options)]
+    expected = [plain[0], plain[1][: plain[1].index(plain[1][6]) + 1]]
+    launch = BatchRound.launch
+
+    def watched(batch: BatchRound, requests: Sequence[RoundInput], levels: int, *rest: Any) -> Any:
+        results = launch(batch, requests, levels, *rest)
+        followed.append((levels > 0, batch.has_followed))
+        return results
+
+    with (
+        rounds_wait_for_nothing(gpu),
+        mock.patch.object(BatchRound, "launch", watched),
+        mock.patch("treespec.executors.graph_executor.STEADY_ROUNDS", 0),
+    ):
+        for spec in ("off", TREES, "off", TREES):  # twice, since a graph is captured at its first use
+            assert tokens_of(llm.generate(PROMPTS, params, spec=spec)) == expected
+            llm.engine.check_integrity()
+    assert {drafts for drafts, ahead in followed if ahead} == {False, True}
+    assert not all(ahead for _, ahead in followed)
 
 
 def test_rounds_of_heads(gpu: Gpu) -> None:

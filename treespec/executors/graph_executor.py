@@ -25,6 +25,7 @@ from treespec.tree import TokenTree
 from treespec_kernels.tree.growth_limits import SEEDS
 
 LEAST_VALUE = 1e-6  # minimum node value; only SSMs with weight 0 propose less
+STEADY_ROUNDS = 4  # of the same requests, before rounds are launched ahead
 
 
 class _Launched(NamedTuple):
@@ -59,6 +60,7 @@ class GraphExecutor:
     def __init__(self, runner: Runner, sources: DraftSources, rounds: Rounds, max_model_len: int):
         self.runner, self.sources, self.rounds, self.max_model_len = runner, sources, rounds, max_model_len
         self._launched: _Launched | None = None
+        self._steady, self._last = 0, list[Request]()  # the last round's requests, and how many rounds had just them
         self._waited: float | None = None  # when the last round's results came, if `launch` follows in the same step
 
     def serves(self, request: Request) -> bool:
@@ -118,6 +120,8 @@ class GraphExecutor:
             searched.extend([None] * len(requests))
         execution.drafted, execution.rows = Drafted(levels, levels, levels, read_seconds=read), nodes
         host = time.perf_counter() - (began if self._waited is None else self._waited) - read
+        if batch.has_followed:  # the device did not wait, or waited between draft levels
+            host = 0.0
         self._launched = _Launched(list(requests), plans, searched, batch, results, execution, host)
 
     def run(
@@ -131,6 +135,7 @@ class GraphExecutor:
         launched, self._launched = self._launched, None
         clock.enter("merge")
         meanwhile()
+        self._launch_following(launched, others_wait)
         began = time.perf_counter()
         results = launched.results()
         self._waited = time.perf_counter()
@@ -150,11 +155,36 @@ class GraphExecutor:
                 self._take(request, plan, proposal, result, nodes, execution)
         return execution
 
+    def _launch_following(self, launched: _Launched, others_wait: bool) -> None:
+        """Launch what the next round begins with, if it is likely to be of the same requests.
+
+        A plain round that is not is lost, so there must have been some rounds of the same requests.
+        """
+        requests, batch = launched.requests, launched.batch
+        for request in requests:
+            request.runs_ahead = False
+        self._steady = self._steady + 1 if requests == self._last else 0
+        self._last = requests
+        most = self.rounds.limits.width if launched.execution.drafted.levels else 1  # tokens of this round
+        if others_wait or self._steady < STEADY_ROUNDS:
+            return
+        if any(request.finished or request.tokens_left <= most for request in requests):
+            return
+        size, context = self.rounds.size_for(len(requests)), max(request.context_len for request in requests)
+        if self.rounds.round_for(size, min(context + most, self.max_model_len)) is batch:
+            batch.launch_following()
+            for request in requests:
+                request.runs_ahead = True
+
     def drop_finished(self) -> None:
-        """If all requests of the launched round have ended, wait for the device and forget the round."""
-        if self._launched is not None and all(request.finished for request in self._launched.requests):
-            launched, self._launched = self._launched, None
-            launched.results()
+        """Wait for the device if all requests that it computes for have ended, and forget their round."""
+        if self._launched is not None:
+            if all(request.finished for request in self._launched.requests):
+                self._launched.results()
+                self._launched = None
+        elif any(request.runs_ahead for request in self._last) and all(request.finished for request in self._last):
+            self._last = []
+            self.runner.wait()
 
     def _catch_up(self, requests: Sequence[Request]) -> float:
         """Prefill the SSMs with tokens they have not read: prompts, or the output of rounds without drafting.

@@ -1,7 +1,7 @@
 """A captured round: draft, merge, verify and commit on the device, replayed from CUDA graphs.
 
 A batch of B requests has buffers of fixed shapes. The requests, their depths, numbers of nodes and tree topologies are
-data in these buffers, so three kinds of graphs serve every round:
+data in these buffers, so four kinds of graphs serve every round:
 
 - first level: the SSMs read the tokens emitted in the last round and propose below the new roots. Accepted tokens are
   read again, one row per token, so the SSMs' K/V of drafted nodes need no compaction;
@@ -9,6 +9,11 @@ data in these buffers, so three kinds of graphs serve every round:
   is a number on the device, so one graph serves all of them;
 - verify N: the last level is merged, the best N nodes become the tree, the target scores it in one pass, the walk
   follows its choices, the accepted K/V are compacted in place, and the emitted tokens are copied to the host.
+
+- following: what the next round of the same requests begins with, launched before the host knows what this one
+  decided: all of a plain round, or the first level. The device itself writes the inputs that this changes. If the next
+  round is another one after all, it runs as if nothing had been launched: what the launch wrote lies behind the
+  contexts.
 
 The host launches the first level, searches the proposals of sources without a model while it runs, launches the planned
 number of next levels, and verify. It waits once, for the result, and may do other work before.
@@ -18,7 +23,7 @@ Without a GPU, the same kernels run one by one in Triton's interpreter.
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,6 +36,30 @@ from treespec.graphs.verify_stage import GREEDY, RoundKind, RoundResult, VerifyS
 from treespec_kernels.launch.graph_capture import GraphMemory, capture_replay
 
 logger = logging.getLogger("treespec")
+
+_LASTING = (
+    "temperature",
+    "draft_temperature",
+    "rng_seed",
+    "sample",
+    "max_len",
+)  # fields of a request in all its rounds
+
+
+class _Round(NamedTuple):
+    """A round in flight.
+
+    Attributes:
+        requests, levels, kind: of the round; the requests as of the round before, if it was launched as `following`.
+        side: index of its events and of the host's buffer of its results.
+        captured: whether it captured graphs.
+    """
+
+    requests: Sequence[RoundInput]
+    levels: int
+    kind: RoundKind
+    side: int = 0
+    captured: bool = False
 
 
 class BatchRound:
@@ -49,6 +78,7 @@ class BatchRound:
     Attributes:
         has_captured: whether the last round ran launches for the first time and captured them, so that its time says
             nothing about later ones.
+        has_followed: whether the last round was launched by `launch_following`, so that the device did not wait for it.
     """
 
     def __init__(
@@ -68,9 +98,14 @@ class BatchRound:
         self._drafts = DraftStage(self._inputs, stacks, vocab_size, features)
         sampling = sampling or SamplingState(num_requests, vocab_size, device, limits.width)
         self._verify = VerifyStage(self._inputs, target, self._drafts, features, sampling)
-        self.has_captured, self._warms_up = False, False
+        self.has_captured = self.has_followed = self._warms_up = False
         self._graphs: dict[tuple[object, ...], Callable[[], None]] = {}
-        self._events = [_timing_event(device) for _ in range(3)]  # before drafting, after it, after verification
+        # By side: before drafting, after it, after verification.
+        self._events = [[_timing_event(device) for _ in range(3)] for _ in range(2)]
+        self._side = 0  # of the events of the last round whose results were read
+        self._round: _Round | None = None  # the last one
+        self._following: _Round | None = None
+        self._decided: list[RoundResult] = []  # by the last round
 
     def warm_up(self, nodes: Sequence[int]) -> None:
         """Capture the graphs of greedy rounds with these numbers of nodes, on an idle batch that touches the null page.
@@ -110,7 +145,6 @@ class BatchRound:
         """
         assert len(requests) <= self.num_requests and nodes in self.limits.nodes, (len(requests), nodes)
         assert 0 <= levels <= self.limits.max_depth and (levels > 0) == (nodes > 1), (levels, nodes)
-        self._inputs.fill(requests)
         transforms = [request.transforms for request in requests if request.transforms is not None]
         kind = RoundKind(
             sampled=any(request.temperature for request in requests),
@@ -118,20 +152,61 @@ class BatchRound:
             truncates=any(each.truncates for each in transforms),
             logprobs=logprobs,
         )
-        self._launch_first(levels, kind)
-        if search is not None:
-            self._inputs.propose(search())
-        self._launch_rest(levels, nodes, kind)
+        following, self._following = self._following, None
+        if following is not None and self._continues(following, requests, levels, kind):
+            self.has_followed, self.has_captured = True, following.captured
+        else:
+            self.has_followed, self.has_captured, following = False, False, _Round(requests, levels, kind)
+        self._round, side = following._replace(requests=requests), following.side
+        if levels or not self.has_followed:
+            self._inputs.fill(requests)
+            if not self.has_followed:
+                self._launch_first(levels, kind)
+            if search is not None:
+                self._inputs.propose(search())
+            self._launch_rest(levels, nodes, kind, side)
 
         def results() -> list[RoundResult]:
-            self._synchronize()
-            return self._verify.results(requests, nodes, levels > 0, logprobs)
+            self._synchronize(side)
+            self._side = side
+            self._decided = self._verify.results(requests, nodes, levels > 0, logprobs, self._buffer(nodes, side))
+            return self._decided
 
         return results
 
+    def launch_following(self) -> None:
+        """Launch what the next round of the same requests begins with; call it before the results of this one.
+
+        Does nothing in rounds that count tokens on the device, or copy log-probabilities to the host.
+        """
+        assert self._round is not None
+        requests, levels, kind, side, _ = self._round
+        if kind.transforms or kind.logprobs:
+            return
+        captured, self.has_captured = self.has_captured, False
+        self._launch_first(levels, kind, 1 - side, follows=True)
+        if not levels:
+            self._launch_rest(0, 1, kind, 1 - side, follows=True)
+        self._following = _Round(requests, levels, kind, 1 - side, self.has_captured)
+        self.has_captured = captured
+
+    def _continues(self, following: _Round, requests: Sequence[RoundInput], levels: int, kind: RoundKind) -> bool:
+        """Return whether a round begins with what was launched as `following`."""
+        if kind != following.kind or (levels > 0) != (following.levels > 0):
+            return False
+        if len(requests) != len(following.requests):
+            return False
+        for before, decided, now in zip(following.requests, self._decided, requests, strict=True):
+            new = decided.tokens if levels else decided.tokens[-1:]
+            read = now.new_tokens if levels else now.new_tokens[-1:]
+            same = before.pages is now.pages and all(getattr(before, name) == getattr(now, name) for name in _LASTING)
+            if not same or list(read) != new or now.context_len != before.context_len + len(decided.path):
+                return False
+        return True
+
     def seconds(self) -> tuple[float, float]:
         """Return the device seconds of drafting and of verification in the last round."""
-        started, drafted, done = self._events
+        started, drafted, done = self._events[self._side]
         return started.elapsed_time(drafted) / 1000, drafted.elapsed_time(done) / 1000
 
     def replay(self, levels: int, nodes: int) -> None:
@@ -141,26 +216,44 @@ class BatchRound:
 
     def _launch(self, levels: int, nodes: int, kind: RoundKind) -> None:
         """Launch all graphs of a round."""
+        self._side = 0
         self._launch_first(levels, kind)
         self._launch_rest(levels, nodes, kind)
 
-    def _launch_first(self, levels: int, kind: RoundKind) -> None:
+    def _launch_first(self, levels: int, kind: RoundKind, side: int = 0, follows: bool = False) -> None:
         """Launch the first draft level, if there is one."""
-        self.has_captured = False
-        self._events[0].record()
-        if levels:
-            sampled = kind.sampled
-            self._run_graph(("first level", sampled), lambda: self._drafts.first_level(sampled))
+        self._events[side][0].record()
+        if not levels:
+            return
 
-    def _launch_rest(self, levels: int, nodes: int, kind: RoundKind) -> None:
+        def launches() -> None:
+            if follows:
+                self._verify.advance()
+            self._drafts.first_level(kind.sampled)
+
+        self._run_graph(("first level", kind.sampled, follows), launches)
+
+    def _launch_rest(self, levels: int, nodes: int, kind: RoundKind, side: int = 0, follows: bool = False) -> None:
         """Launch the further draft levels, and verification."""
-        _, drafted, done = self._events
+        _, drafted, done = self._events[side]
         sampled = kind.sampled
         for _ in range(levels - 1):
             self._run_graph(("next level", sampled), lambda: self._drafts.next_level(sampled))
         drafted.record()
-        self._run_graph(("verify", nodes, *kind), lambda: self._verify.run(nodes, kind))
+        buffer = self._buffer(nodes, side)
+
+        def launches() -> None:
+            if follows:
+                self._verify.advance()
+            self._verify.run(nodes, kind, buffer)
+
+        self._run_graph(("verify", nodes, *kind, buffer, follows), launches)
         done.record()
+
+    @staticmethod
+    def _buffer(nodes: int, side: int) -> int:
+        """Return the index of the host's buffer of results; see `VerifyStage`."""
+        return side if nodes == 1 else 0
 
     def _run_graph(self, name: tuple[object, ...], launches: Callable[[], None]) -> None:
         if self._memory is None:
@@ -180,8 +273,8 @@ class BatchRound:
             logger.warning("a graph cannot be captured; launching its kernels one by one", exc_info=error)
             self._graphs[name] = launches
 
-    def _synchronize(self) -> None:
-        self._events[-1].synchronize()
+    def _synchronize(self, side: int = 0) -> None:
+        self._events[side][-1].synchronize()
 
 
 class _HostEvent:

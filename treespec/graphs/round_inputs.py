@@ -144,6 +144,9 @@ class DeviceInputs:
 
     def upload(self, first: str | None = None, last: str | None = None) -> None:
         """Copy the fields from `first` to `last`, in the order of their definition, to the device; None = all."""
+        if first is None and last is None:  # the device waits for this copy, so nothing is sliced for it
+            self._device.copy_(self._host, non_blocking=True)
+            return
         part = slice(self._places[first][0] if first else None, self._places[last][1] if last else None)
         self._device[part].copy_(self._host[part], non_blocking=True)
 

@@ -91,12 +91,13 @@ class VerifyStage:
         pinned = device.type == "cuda"
         # Row of a request: path length, tokens after the root, path; then by node tokens, parents, depths, masks and
         # the bits of the values. There is one buffer per number of nodes, because a captured graph can only copy into
-        # contiguous memory.
+        # contiguous memory, and a second one for plain rounds, of which two may be in flight.
         self._rows = {
-            n: torch.zeros(b, 1 + 2 * limits.width + 5 * n, dtype=torch.int32, pin_memory=pinned, device="cpu")
+            (n, side): torch.zeros(b, 1 + 2 * limits.width + 5 * n, dtype=torch.int32, pin_memory=pinned, device="cpu")
             for n in limits.nodes
+            for side in range(2 if n == 1 else 1)
         }
-        self._host_rows = {n: rows.numpy() for n, rows in self._rows.items()}
+        self._host_rows = {key: rows.numpy() for key, rows in self._rows.items()}
         self._walk = Walk.allocate(b, max_depth=limits.max_depth, device=device)
         read_probs, pinned = (inputs.num_ssms, b, limits.max_depth), pinned and inputs.num_ssms > 0
         self._read_probs = torch.zeros(read_probs, dtype=torch.float32, device="cpu", pin_memory=pinned)
@@ -105,8 +106,25 @@ class VerifyStage:
         logprobs = b, limits.width, 2 + 2 * count
         self._logprobs = torch.zeros(logprobs, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
 
-    def run(self, nodes: int, kind: RoundKind) -> None:
-        """Merge the last level, and verify trees of at most `nodes` nodes; the roots alone if 1."""
+    def advance(self) -> None:
+        """Write what the last round decided to the inputs, as the host would for the next round of the same requests.
+
+        Requests without a decision, because a logit was not finite, and idle ones keep their inputs.
+        """
+        inputs, walk = self.inputs, self._walk
+        last = walk.tokens.gather(1, (walk.path_lens - 1).clamp(min=0).long()[:, None])[:, 0]
+        inputs["context_lens"].add_(walk.path_lens)
+        inputs["roots"].copy_(torch.where(walk.path_lens > 0, last, inputs["roots"]))
+        inputs["new_lens"].copy_(walk.path_lens)
+        inputs["new_tokens"].copy_(walk.tokens.clamp(min=0))
+
+    def run(self, nodes: int, kind: RoundKind, side: int = 0) -> None:
+        """Merge the last level, and verify trees of at most `nodes` nodes; the roots alone if 1.
+
+        Args:
+            nodes, kind: as in `BatchRound`.
+            side: index of the host's buffer; only plain rounds have two.
+        """
         inputs, trees, target = self.inputs, self._trees[nodes], self._passes[nodes]
         b = inputs.num_requests
         if nodes == 1:
@@ -148,7 +166,7 @@ class VerifyStage:
             self._logprobs.copy_(packed.view(self._logprobs.shape), non_blocking=True)
         tree = trees.tokens, trees.parents, trees.depths, trees.masks, trees.values.view(torch.int32)
         rows = torch.cat((walk.path_lens[:, None], walk.tokens, walk.paths, *tree), 1)
-        self._rows[nodes].copy_(rows, non_blocking=True)
+        self._rows[nodes, side].copy_(rows, non_blocking=True)
         self._read_probs.copy_(self.drafts.read_probs, non_blocking=True)
 
     def _transformed(self, logits: Tensor, trees: DeviceTrees, positions: Tensor, truncates: bool) -> Tensor:
@@ -173,7 +191,7 @@ class VerifyStage:
         )
 
     def results(
-        self, requests: Sequence[RoundInput], nodes: int, drafted: bool, logprobs: bool = False
+        self, requests: Sequence[RoundInput], nodes: int, drafted: bool, logprobs: bool = False, side: int = 0
     ) -> list[RoundResult]:
         """Return the results that the last round with `nodes` nodes copied to the host.
 
@@ -182,9 +200,10 @@ class VerifyStage:
             nodes: rows per request of its target pass.
             drafted: whether the SSMs read tokens in that round.
             logprobs: whether it computed log-probabilities.
+            side: as in `run`.
         """
         width, count = self.inputs.limits.width, len(requests)
-        rows = self._host_rows[nodes][:count].copy()  # the next round overwrites both buffers
+        rows = self._host_rows[nodes, side][:count].copy()  # the next round overwrites both buffers
         read_probs = self._host_read_probs[:, :count].copy()
         packed = self._logprobs[:count].numpy().copy() if logprobs else None
         results = []

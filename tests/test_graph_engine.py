@@ -46,6 +46,7 @@ class ScriptedRounds:
         self.planners = {2: Planner(curve, learns_seconds=False, shapes=self.limits.shapes)}
         self.seen: list[tuple[list[RoundInput], int, int]] = []
         self.proposals: list[list[Proposal | None]] = []  # by round
+        self.followed: list[int] = []  # numbers of the rounds behind which the next one was launched
 
     def size_for(self, num_requests: int) -> int:
         return 2
@@ -75,7 +76,7 @@ class ScriptedRounds:
         return read
 
     def launch_following(self) -> None:
-        pass
+        self.followed.append(len(self.seen))
 
     def seconds(self) -> tuple[float, float]:
         return 0.0, 0.0
@@ -274,6 +275,37 @@ def test_a_launched_round_without_requests_is_waited_for() -> None:
     assert not rounds.in_flight and llm.engine.scheduler.is_idle
     rounds._texts.clear()
     assert tokens_of(llm.generate(prompts, greedy(9), spec=CHAINS)) == [tokens[:9] for tokens in plain]
+
+
+@pytest.mark.parametrize(("spec", "followed"), [("off", range(5, 21)), (CHAINS, [])], ids=["plain", "trees"])
+def test_a_round_is_launched_ahead_if_it_is_likely(spec: Any, followed: Sequence[int]) -> None:
+    """Behind some rounds of the same requests, and not if one may have its whole output; trees here end too early."""
+    llm, rounds, prompts, plain = scripted(3)
+    assert tokens_of(llm.generate(prompts, greedy(21), spec=spec)) == [tokens[:21] for tokens in plain]
+    assert rounds.followed == list(followed)
+
+
+def test_trees_are_launched_ahead() -> None:
+    llm, rounds, prompts, plain = scripted(0)
+    assert tokens_of(llm.generate(prompts, greedy(12), spec=CHAINS)) == [tokens[:12] for tokens in plain]
+    assert rounds.followed == [5, 6, 7], "with 5 tokens left, a path of 5 would end the request"
+
+
+@pytest.mark.parametrize(("place", "zeroed"), [(2, False), (12, True)])
+def test_pages_that_a_launch_ahead_wrote_to_are_zeroed(place: int, zeroed: bool) -> None:
+    """It may have written NaN, which nothing has checked."""
+    llm, _, prompts, plain = scripted(0)
+    stop, scrubs = plain[0][place], []
+    assert stop not in plain[0][:place]
+    release, cache = llm.engine.cache.release, llm.engine.cache
+
+    def watched(owner: str, scrub: bool = False) -> None:
+        scrubs.append(scrub)
+        release(owner, scrub)
+
+    with mock.patch.object(cache, "release", watched):
+        llm.generate(prompts[:1], greedy(30, stop_token_ids=[stop]), spec="off")
+    assert scrubs == [zeroed]
 
 
 def test_a_round_is_not_launched_early_if_a_waiting_request_could_join_it() -> None:

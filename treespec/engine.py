@@ -12,7 +12,7 @@ import torch
 from treespec.cache import KVCache
 from treespec.drafters.calls import Failures, call_commit, call_release
 from treespec.drafters.draft_sources import DraftSources
-from treespec.errors import TreespecError
+from treespec.errors import RequestError, TreespecError
 from treespec.executors.execution import Execution, Executor, StageClock, VerifiedRequest, follow
 from treespec.executors.host_executor import HostExecutor
 from treespec.executors.round_record import RoundObservers, RoundRecord
@@ -97,6 +97,8 @@ class Engine:
         self.clock.enter("update")
         self.update(batch.decode)
         self._launch_next()
+        self.clock.enter("update")
+        self._decode(batch.decode)
         self.clock.enter("idle")
         return batch.decode
 
@@ -110,6 +112,15 @@ class Engine:
             return
         if not any(request.needs_prefill or not captured.serves(request) for request in running):
             captured.launch(list(running), bool(self.scheduler.waiting), self.clock)
+
+    def _decode(self, requests: Sequence[Request]) -> None:
+        """Decode the new tokens of requests, which end at a token that the tokenizer fails to decode."""
+        for request in requests:
+            try:
+                request.decode()
+            except RequestError as error:
+                del request.tokens[len(request.tokens) - len(request.undecoded) :]
+                self.finish(request, "error", error)
 
     def prefill(self, batch: Batch) -> None:
         """Run the prompt chunks of this step through the target and, for fixed trees, the SSMs.

@@ -78,6 +78,7 @@ class Request:
     max_tokens: int = 0
     eos_token_ids: tuple[int, ...] = ()
     detokenizer: Detokenizer | None = None
+    undecoded: list[int] = field(default_factory=list)  # accepted tokens that the detokenizer has not read
     sampler: Sampler | None = None  # None = argmax of the logits
     seed: int | None = None
     group: PromptGroup | None = None
@@ -188,24 +189,46 @@ class Request:
         for count, token in enumerate(tokens, start=1):
             try:
                 ends = self._ends_with(token, self.num_generated + count)
+                if ends:
+                    self.decode()
             except RequestError as error:
                 self.ended, self.failure, ends = "error", error, True
+                unread = token in self.end_tokens and not self.params.include_stop_str_in_output
+                count -= len(self.undecoded) + unread
             if ends:
                 return list(tokens[:count])
         return list(tokens)
 
+    def decode(self) -> None:
+        """Let the detokenizer read the tokens that were accepted since the last call; with stop strings it has already.
+
+        Raises:
+            RequestError: the tokenizer fails to decode a token; those behind it are still `undecoded`.
+        """
+        while self.undecoded:
+            assert self.detokenizer is not None
+            self.detokenizer.push(self.undecoded.pop(0))
+
     def _ends_with(self, token: int, num_generated: int) -> bool:
-        params = self.params
+        params, may_stop = self.params, num_generated > self.params.min_tokens
         if token in self.end_tokens:
             self.ended, self.stop_reason = "stop", token if token in params.stop_token_ids else None
-            if self.detokenizer is not None and params.include_stop_str_in_output:
-                if self.detokenizer.push(token, num_generated > params.min_tokens):
-                    self.stop_reason = self.detokenizer.stopped_by
-        elif self.detokenizer is not None and self.detokenizer.push(token, num_generated > params.min_tokens):
-            self.ended, self.stop_reason = "stop", self.detokenizer.stopped_by
+            if params.include_stop_str_in_output and (stopped_by := self._stopped_by(token, may_stop)):
+                self.stop_reason = stopped_by
+        elif stopped_by := self._stopped_by(token, may_stop):
+            self.ended, self.stop_reason = "stop", stopped_by
         elif num_generated >= self.max_tokens:
             self.ended = "length"
         return self.ended is not None
+
+    def _stopped_by(self, token: int, may_stop: bool) -> str | None:
+        """Return the stop string that a token completes, or None; without stop strings, `decode` reads the token."""
+        if self.detokenizer is None:
+            return None
+        if not self.params.stop:
+            self.undecoded.append(token)
+            return None
+        return self.detokenizer.stopped_by if self.detokenizer.push(token, may_stop) else None
 
     def count_accepted(self, sources_of_nodes: Sequence[tuple[str, ...]]) -> None:
         """Count accepted drafted tokens, and attribute them to the sources that proposed them."""

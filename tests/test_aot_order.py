@@ -130,7 +130,7 @@ KERNELS = """
 import json, torch
 from dataclasses import replace
 from treespec_kernels.aot import compiler as aot
-from treespec_kernels.aot.kernel_spec import AOT_FORMS
+from treespec_kernels.ops.shapes import AOT_FORMS
 if __name__ == "__main__":
     plain = aot.default_shapes([torch.bfloat16])[2]
     shapes = [plain, *(replace(plain, quantized=form) for form in AOT_FORMS)]
@@ -154,7 +154,12 @@ def test_every_kernel_of_a_pass() -> None:
         for row in rows:
             has_weights = row["kernel"] in ("multiply_rows", "multiply_quantized", "project_to_vocab", "norm_rows")
             assert row["prefetches"] == has_weights
-            assert row["config"]["pdl"] and row["spills"] == 0 and row["shared_bytes"] <= SHARED_BYTES[target], row
+            assert (
+                row["config"]["PDL"]
+                and row["config"]["launch_pdl"]
+                and row["spills"] == 0
+                and row["shared_bytes"] <= SHARED_BYTES[target]
+            ), row
             if target == "sm_90":  # for which the bounds are
                 assert row["registers"] <= REGISTER_BOUND[row["kernel"]], row
 
@@ -163,8 +168,7 @@ PLANTED = """
 import json
 import triton, triton.language as tl
 from treespec_kernels.aot import compiler as aot
-from treespec_kernels.aot.specs import SPECS
-from treespec_kernels.aot.kernel_spec import KernelSpec
+from treespec_kernels.aot.launches import Launch, Pointer
 from treespec_kernels.launch.predecessors import wait_for_predecessors
 
 @triton.jit
@@ -198,10 +202,12 @@ def waits(x, out, num_blocks, PDL: tl.constexpr):
     for i in range(num_blocks):
         tl.store(out + i, tl.load(x + i))
 
-def aot_specs(shape, target):
-    return [KernelSpec(kernel, {}, {"PDL": True}, {"num_warps": 1}, {})
-            for kernel in (reads_first, leaves_first, waits_in_a_loop, forgets, waits)]
-SPECS["programmatic_launch"] = aot_specs
+def planted(op, shape, target):
+    x = {"x": Pointer("int32", 0), "out": Pointer("int32", 0)}
+    return [Launch(__name__, name, x | ({"num_blocks": 7} if "loop" in name or name == "waits" else {}) | {"PDL": True},
+                   {"num_warps": 1, "launch_pdl": True})
+            for name in ("reads_first", "leaves_first", "waits_in_a_loop", "forgets", "waits")]
+aot.launches_of = planted
 print(json.dumps(aot.compile_report(["sm_90"], aot.default_shapes()[:1], ["programmatic_launch"], jobs=1)))
 """
 
@@ -210,7 +216,7 @@ def test_kernels_that_do_not_wait_have_failed(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     file = tmp_path / "planted.py"  # Triton reads the source of a kernel from its file
     file.write_text(PLANTED)
-    report = uninterpreted_document(f"import runpy; runpy.run_path({str(file)!r}, run_name='__main__')")
+    report = uninterpreted_document(f"import sys; sys.path.append({str(tmp_path)!r}); import planted")
     assert [row["kernel"] for row in report["targets"]["sm_90"]] == ["waits"]
     faults = {row["kernel"]: row["message"] for row in report["failed"]}
     assert faults.keys() == {"reads_first", "leaves_first", "waits_in_a_loop", "forgets"}

@@ -25,6 +25,7 @@ from treespec.startup.start_costs import warn_of_threads
 from treespec_kernels.aot import compiler as aot
 from treespec_kernels.aot.compile_jobs import run_in_processes
 from treespec_kernels.linear.quantized import WeightForm
+from treespec_kernels.ops.shapes import DTYPES
 from treespec_kernels.tuning import tuned
 
 pytestmark = pytest.mark.slow
@@ -199,7 +200,7 @@ def test_kernels_are_compiled_for_a_target_without_a_gpu() -> None:
     report = json.loads(child.stdout)
     assert report.keys() == {"targets", "failed"} and report["failed"] == []
     assert {row["kernel"] for row in report["targets"]["sm_90"]} == {"choose_in_blocks", "choose_of_blocks"}
-    assert {row["config"]["dtype"] for row in report["targets"]["sm_90"]} == {"fp16"}
+    assert {row["case"].split(",")[0] for row in report["targets"]["sm_90"]} == {"coupled_choice float16"}
     child = program("kernels/autotune.py", *options, TRITON_INTERPRET=None, PYTHONPATH=".:kernels:weights")
     assert child.returncode == 0, child.stderr
     head, *lines = child.stdout.splitlines()
@@ -270,7 +271,7 @@ def test_a_process_that_dies_costs_its_task_alone() -> None:
 
 def test_what_fails_ahead_of_time_ends_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {}
-    failure = {"target": "sm_90", "kernel": "k", "config": {}, "message": "spills 8"}
+    failure = {"target": "sm_90", "kernel": "k", "case": "an op; rows 1", "config": {}, "message": "spills 8"}
 
     def report(targets: list[str], shapes: list[Any], only: Any, **_: Any) -> dict[str, Any]:
         asked.update(targets=targets, shapes=shapes, only=only)
@@ -279,11 +280,11 @@ def test_what_fails_ahead_of_time_ends_with_1(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(aot, "compile_report", report)
     assert document("--aot", "sm_90", "--aot", "gfx942", *models(), code=1)["failed"] == [failure]
     assert asked["targets"] == ["sm_90", "gfx942"] and asked["only"] is None
-    assert {shape.dtype for shape in asked["shapes"]} == set(aot.DTYPES)
+    assert {shape.dtype for shape in asked["shapes"]} == set(DTYPES)
     assert (
         len({replace(shape, dtype=torch.float32) for shape in asked["shapes"]}) == 1
     )  # drafts have the target's shape
-    assert "failed: k for sm_90, {}: spills 8" in run("--aot", "sm_90", code=1).stdout
+    assert "failed: k for sm_90, an op; rows 1: spills 8" in run("--aot", "sm_90", code=1).stdout
     run("--aot", "sm_90", *models(), "--quantization", "int4", code=1)
     target, draft = [shape for shape in asked["shapes"] if shape.dtype == torch.bfloat16]
     assert (target.quantized, draft.quantized) == (WeightForm(4, 64), None)
@@ -301,7 +302,7 @@ def test_quantised_layers_are_compiled_without_a_gpu() -> None:
     assert child.returncode == 0, child.stdout + child.stderr
     rows = json.loads(child.stdout)["targets"]["sm_90"]
     assert {row["kernel"] for row in rows} == {"multiply_quantized", "add_splits"}
-    forms = {(c["bits"], c["group"], c["zero"]) for row in rows if "bits" in (c := row["config"])}
+    forms = {(c["BITS"], c["GROUP"], c["HAS_ZERO"]) for row in rows if "BITS" in (c := row["config"])}
     assert forms == {(4, 64, False)}, "704 inputs are no multiple of 128"
 
 

@@ -14,31 +14,26 @@ pytestmark = pytest.mark.slow
 COMPILED = """
 import json, torch
 from treespec_kernels.aot import compiler as aot
-from treespec_kernels.aot.specs import attention_specs
 
-def sass_of(target, spec):
-    dump, cubins = aot.cuobjdump, []
-    aot.cuobjdump = lambda cubin, what: cubins.append(cubin) or dump(cubin, what)
-    aot.compile_spec(target, spec)
-    aot.cuobjdump = dump
-    return dump(cubins[0], "--dump-sass")
+def sass_of(target, launch):
+    return aot.cuobjdump(launch.compile(target).asm["cubin"], "--dump-sass")
 
 if __name__ == "__main__":
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     shapes = [*aot.default_shapes([bf16])[1:], *aot.default_shapes([fp32])[:1], *aot.family_shapes([fp16])[::2]]
     print(json.dumps([
-        [f"{target}, heads of {shape.head_dim} {shape.element}", sass_of(target, spec)]
+        [f"{target}, heads of {shape.head_dim} {shape.dtype}", sass_of(target, launch)]
         for target in ("sm_80", "sm_90")
         for shape in shapes
-        for spec in attention_specs.tree_attention(shape, target)
-        if spec.kernel is attention_specs.combine_segments
+        for launch in aot.launches_of("tree_attention", shape, target)
+        if launch.function.fn.__name__.startswith("combine")
     ]))
 """
 
 # What the kernel's branches are against: a chunk's loads in one block with what is made of them.
 PLANTED = """
 import triton, triton.language as tl
-from treespec_kernels.aot.specs import attention_specs
+from treespec_kernels.attention import tree_attention_kernels
 from treespec_kernels.attention.tree_attention_kernels import load_segments
 
 @triton.jit
@@ -61,7 +56,7 @@ def combine_at_once(
     p_out = out + row * stride_out_row + head * stride_out_head + tl.arange(0, BLOCK_D)
     tl.store(p_out, b_acc.to(out.dtype.element_ty))
 
-attention_specs.combine_segments = combine_at_once
+tree_attention_kernels.combine_segments = combine_at_once
 """
 
 
@@ -113,6 +108,6 @@ def test_loads_among_what_uses_them_are_seen(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     file = tmp_path / "planted.py"  # Triton reads the source of a kernel from its file
     file.write_text(PLANTED)
-    planted = f"import runpy; runpy.run_path({str(file)!r})\n"
+    planted = f"import sys; sys.path.append({str(tmp_path)!r}); import planted\n"
     found = {name: waits_of(sass) for name, sass in uninterpreted_document(planted + COMPILED)}
-    assert sum(found["sm_90, heads of 128 bf16"]) > 1, found
+    assert sum(found["sm_90, heads of 128 torch.bfloat16"]) > 1, found

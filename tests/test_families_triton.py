@@ -58,7 +58,7 @@ def test_odd_splits_compile_everywhere() -> None:
     report = uninterpreted_document(SPLIT)
     assert report["failed"] == []
     for target, rows in report["targets"].items():
-        assert 7 in {row["config"].get("split_k") for row in rows}, target
+        assert 7 in {row["config"].get("SPLIT_K") for row in rows}, target
 
 
 def test_a_models_shape_says_what_its_kernels_are(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.child import run_uninterpreted
 from tests.kernel_cases import needs_triton
-from treespec_kernels.aot.compiler import SHARED_BYTES, ops
+from treespec_kernels.aot.compiler import SHARED_BYTES
 
 pytestmark = [pytest.mark.slow, needs_triton]
 
@@ -40,13 +40,12 @@ REGISTER_BOUND = {
     "truncate_scores": 128,
 }
 
-# Planted into an op: a kernel with a wrong shape, and one whose tile does not fit a warp's registers.
+# Planted as launches: a kernel with a wrong shape, and one whose tile does not fit a warp's registers.
 PLANTED = """
-import json
+import json, sys
 import triton, triton.language as tl
 from treespec_kernels.aot import compiler as aot
-from treespec_kernels.aot.specs import SPECS
-from treespec_kernels.aot.kernel_spec import KernelSpec
+from treespec_kernels.aot.launches import Launch, Pointer
 
 @triton.jit
 def wrong(out, BLOCK: tl.constexpr):
@@ -64,7 +63,7 @@ QUANTISED = """
 import json, torch
 from dataclasses import replace
 from treespec_kernels.aot import compiler as aot
-from treespec_kernels.aot.kernel_spec import AOT_FORMS
+from treespec_kernels.ops.shapes import AOT_FORMS
 if __name__ == "__main__":
     shapes = [replace(aot.default_shapes([torch.bfloat16])[2], quantized=form) for form in AOT_FORMS]
     print(json.dumps(aot.compile_report(["sm_80", "sm_90", "sm_100", "gfx942"], shapes, ["quantized_row_linear"])))
@@ -102,18 +101,18 @@ def test_shipped_defaults_compile(target: str) -> None:
     assert {row["kernel"] for row in rows} == set(REGISTER_BOUND)
     for row in rows:
         counted = {"products", "fences", "prefetches"}
-        assert row.keys() == {"kernel", "config", "registers", "spills", "shared_bytes"} | counted
+        assert row.keys() == {"kernel", "case", "config", "registers", "spills", "shared_bytes"} | counted
         assert row["spills"] == 0, row
         assert row["shared_bytes"] <= SHARED_BYTES[target], row
         assert 0 < row["registers"] <= REGISTER_BOUND[row["kernel"]], row
-    attended = [row["config"] for row in rows if row["kernel"] == "attend_items"]
+    attended = [row for row in rows if row["kernel"] == "attend_items"]
     if target == "sm_90":
-        for row in (row for row in rows if row["kernel"].startswith("attend") and row["config"]["dtype"] != "fp32"):
+        for row in (row for row in rows if row["kernel"].startswith("attend") and "float32" not in row["case"]):
             config = row["config"]
-            tile = 2 * config["block_n"] * config["head_dim"] * 2  # bytes of keys and values
+            tile = 2 * config["BLOCK_N"] * config["HEAD_DIM"] * 2  # bytes of keys and values
             assert row["shared_bytes"] > config["num_stages"] * tile, f"fewer tiles are fetched ahead: {row}"
-    assert {(c["dtype"], c["head_dim"]) for c in attended} == {
-        (d, h) for d in ("bf16", "fp16", "fp32") for h in (64, 128)
+    assert {(row["case"].split()[1].strip(","), row["config"]["HEAD_DIM"]) for row in attended} == {
+        (dtype, head_dim) for dtype in ("bfloat16", "float16", "float32") for head_dim in (64, 128)
     }
 
 
@@ -122,12 +121,12 @@ def test_quantised_defaults_of_8b_compile_everywhere() -> None:
     assert report["failed"] == [] and set(report["targets"]) == {"sm_80", "sm_90", "sm_100", "gfx942"}
     for target, rows in report["targets"].items():
         found = [row["config"] for row in rows if row["kernel"] == "multiply_quantized"]
-        assert {(c["bits"], c["group"] if c["bits"] == 4 else None, c["zero"]) for c in found} == {
+        assert {(c["BITS"], c["GROUP"] if c["BITS"] == 4 else None, c["HAS_ZERO"]) for c in found} == {
             (8, None, False),
             (4, 128, False),
             (4, 128, True),
         }, target
-        assert {(c["out_features"], c["in_features"]) for c in found} == {
+        assert {(c["OUT_FEATURES"], c["IN_FEATURES"]) for c in found} == {
             (6144, 4096),
             (4096, 4096),
             (28672, 4096),
@@ -144,28 +143,23 @@ def test_defaults_fit_gpus_of_less_memory() -> None:
         assert all(row["shared_bytes"] <= SHARED_BYTES["sm_89"] for row in rows), rows
 
 
-def test_every_op_says_what_it_compiles() -> None:
-    child = run_uninterpreted("from treespec_kernels.aot.specs import SPECS; print(*SPECS)")
-    assert child.stdout.split() == list(ops()), child.stderr
-
-
 def test_what_does_not_compile_or_spills_has_failed(tmp_path: Path) -> None:
     script = PLANTED + (
-        "def aot_specs(shape, target):\n"
-        "    options = {'num_warps': 1, 'num_stages': 1}\n"
-        "    types = {'a': '*fp32', 'out': '*fp32'}\n"
-        "    return [KernelSpec(wrong, types, {'BLOCK': 16}, options, {'which': 'wrong'}),\n"
-        "            KernelSpec(greedy, types, {'BLOCK': 64}, options, {'which': 'greedy'})]\n"
-        "SPECS['coupled_choice'] = aot_specs\n"
+        "def planted(op, shape, target):\n"
+        "    options, out = {'num_warps': 1, 'num_stages': 1}, Pointer('float32', 0)\n"
+        "    return [Launch(__name__, 'wrong', {'out': out, 'BLOCK': 16}, options, 'a case'),\n"
+        "            Launch(__name__, 'greedy', {'a': out, 'out': out, 'BLOCK': 64}, options)]\n"
+        "aot.launches_of = planted\n"
         "shapes = aot.default_shapes()[:2]\n"
         "print(json.dumps(aot.compile_report(['sm_90'], shapes, ['coupled_choice'], jobs=1)))\n"
     )
     file = tmp_path / "planted.py"  # Triton reads the source of a kernel from its file
     file.write_text(script)
-    report = printed_by(f"import runpy; runpy.run_path({str(file)!r}, run_name='__main__')")
+    report = printed_by(f"import sys; sys.path.append({str(tmp_path)!r}); import planted")
     assert [row["kernel"] for row in report["targets"]["sm_90"]] == ["greedy"] * 2  # once per shape, compiled once
     wrong, greedy = report["failed"][:2]
-    assert (wrong["kernel"], wrong["target"], wrong["config"]) == ("wrong", "sm_90", {"which": "wrong"})
+    assert (wrong["kernel"], wrong["target"], wrong["case"]) == ("wrong", "sm_90", "a case")
+    assert wrong["config"] == {"BLOCK": 16, "num_warps": 1, "num_stages": 1}
     assert "CompilationError" in wrong["message"]
     assert greedy["spills"] > 0 and greedy["message"] == f"spills {greedy['spills']}"
 
@@ -187,7 +181,7 @@ def test_what_cannot_be_compiled_is_refused() -> None:
     assert "ValueError: aot: TRITON_INTERPRET is set" in child.stderr
     script = "from treespec_kernels.aot import compiler as aot; aot.compile_report(['sm_89x'], aot.default_shapes())"
     assert "ValueError: aot: target 'sm_89x' is not known; use one of sm_80," in run_uninterpreted(script).stderr
-    script = "from treespec_kernels.aot import compiler as aot; aot.specs_of('softmax', aot.default_shapes()[0])"
+    script = "from treespec_kernels.aot import compiler as a; a.launches_of('softmax', a.default_shapes()[0], 'sm_90')"
     assert (
         "ValueError: aot: op 'softmax' has no kernels; use one of coupled_choice," in run_uninterpreted(script).stderr
     )

@@ -9,7 +9,6 @@ from tests.child import run_cases
 from tests.kernel_cases import environments
 from tests.libraries import LIBRARIES
 from tests.quantized_checkpoints import needs_compiler
-from treespec_kernels.aot.kernel_spec import AOT_FORMS
 from treespec_kernels.cpu.cpu_library import find_compiler
 from treespec_kernels.cpu.decoder_library import PackedLinear, build
 from treespec_kernels.linear.compiled_linear import CompiledLinear, quantized_linear
@@ -17,6 +16,7 @@ from treespec_kernels.linear.linear import Linear
 from treespec_kernels.linear.quantized import QuantizedWeight, dequantized, integers, stacked
 from treespec_kernels.linear.quantized_row_linear import quantized_default
 from treespec_kernels.linear.row_linear import row_linear_ref
+from treespec_kernels.ops.shapes import AOT_FORMS
 from treespec_kernels.tuning.testing import assert_close
 from treespec_weights.quantize import Quantized, dequantize, quantize
 

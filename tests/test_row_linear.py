@@ -194,24 +194,3 @@ def test_no_argument_is_specialised() -> None:
     )
     child = run_uninterpreted(script)
     assert child.stdout.split() == ["[]", "[]"], child.stderr
-
-
-def test_specs_name_every_constant_once() -> None:
-    pytest.importorskip("triton")
-    script = (
-        "import torch\n"
-        "from treespec_kernels.aot.kernel_spec import KernelShape\n"
-        "from treespec_kernels.aot.specs.linear_specs import row_linear\n"
-        "for dtype in (torch.bfloat16, torch.float32):\n"
-        "    for shape in ((128, 32, 8, 4096, 14336), (64, 4, 4, 256, 256)):\n"
-        "        specs = row_linear(KernelShape(dtype, *shape, 1000), None)\n"
-        "        for spec in specs:\n"
-        "            assert specs.count(spec) == 1\n"
-        "            constants = {p.name for p in spec.kernel.params if p.is_constexpr}\n"
-        "            assert constants == set(spec.constants), constants ^ set(spec.constants)\n"
-        "        print(len(specs))\n"
-    )
-    child = run_uninterpreted(script)
-    # 8B: four layers, the sum of splits that o and down share, and the activation of a product. Tiny: nothing is split,
-    # and o and down are one kernel.
-    assert child.stdout.split() == ["6", "4", "6", "4"], child.stderr

@@ -17,7 +17,6 @@ from treespec_kernels.linear.quantized_row_linear import quantized_candidates, q
 from treespec_kernels.linear.row_linear import RowLinearConfig
 from treespec_kernels.linear.row_tiles import MULTIPROCESSORS, RowTile, RowTiledConfig, cycles
 from treespec_kernels.tuning.tuned import config_of
-from treespec_kernels.tuning.workloads.row_linear import row_counts
 
 # (out_features, in_features, silu_gate) of the layers of an 8B decoder.
 LAYERS = [(6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False)]
@@ -78,17 +77,6 @@ def test_tuning_varies_the_stages_of_larger_tiles(dtype: torch.dtype) -> None:
     assert any(config.larger for config in quantised) and not quantised[0].larger
 
 
-def test_prefill_counts_little_in_tuning() -> None:
-    from treespec_kernels.aot.kernel_spec import KernelShape
-    from treespec_kernels.tuning.workloads import Setting, row_linear
-
-    shape = KernelShape(torch.float16, 16, 4, 2, 64, 96, 100)
-    setting = Setting(shape, torch.device("cpu"), prefill=2048)
-    loads = {work.load: work.weight for work in row_linear.workloads(setting)}
-    assert loads["rows 2048"] == 0.01 and loads.keys() == {"rows 1", "rows 32", "rows 128", "rows 2048"}
-    assert "2048" not in str(row_counts(setting))
-
-
 @pytest.mark.parametrize(
     ("larger", "message"),
     [
@@ -134,29 +122,27 @@ COMPILED = """
 import json, torch
 from dataclasses import replace
 from treespec_kernels.aot import compiler as aot
-from treespec_kernels.aot.specs.linear_specs import lm_head, row_linear
 from treespec_kernels.aot.k_order import OrderFault, k_order
 
 large = aot.default_shapes([torch.bfloat16])[2]
-layer = [spec for spec in row_linear(large, "sm_90") if spec.config.get("activation") == "silu"]
+products = aot.launches_of("row_linear", large, "sm_90")
+layer = [x for x in products if x.kernel == "multiply_rows" and x.constants["ACTIVATION"] == "silu"]
 document = {"tiles": [], "refused": {}}
-for spec in (*layer, *lm_head(large, "sm_90")):
-    kernel = aot.compile_spec("sm_90", spec)
-    document["tiles"].append([kernel.kernel, spec.constants["BLOCK_M"], kernel.registers, kernel.spills])
+for launch in (*layer, *aot.launches_of("lm_head", large, "sm_90")):
+    kernel = aot.compile_launch("sm_90", launch)
+    document["tiles"].append([launch.kernel, launch.constants["BLOCK_M"], kernel.registers, kernel.spills])
+options, arguments = layer[1].options, layer[1].arguments
 wrong = {
-    "warps": replace(layer[1], options=layer[1].options | {"num_warps": 4, "num_stages": 3}),
-    "operations": replace(layer[1], constants=layer[1].constants | {"HAS_BIAS": True}),
-    "columns": replace(layer[1], constants=layer[1].constants | {"BLOCK_N": 64}),
+    "warps": ("sm_90", replace(layer[1], options=options | {"num_warps": 4, "num_stages": 3})),
+    "operations": ("sm_90", replace(layer[1], arguments=arguments | {"HAS_BIAS": True})),
+    "columns": ("sm_90", replace(layer[1], arguments=arguments | {"BLOCK_N": 64})),
+    "sm_80": ("sm_80", replace(layer[1], options=options | {"num_stages": 3})),
 }
-for name, spec in wrong.items():
+for name, launch in wrong.items():
     try:
-        aot.compile_spec("sm_90", spec)
+        aot.compile_launch(*launch)
     except OrderFault as fault:
         document["refused"][name] = str(fault)
-try:
-    aot.compile_spec("sm_80", replace(layer[1], options=layer[1].options | {"num_stages": 3}))
-except OrderFault as fault:
-    document["refused"]["sm_80"] = str(fault)
 print(json.dumps(document))
 """
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.interpreted.tuning_cases import NAME, PlannedClock
+from tests.interpreted.tuning_cases import NAME, PlannedClock, changed
 from tests.models import make_draft, make_llama, new_folder
 from tests.quantized_checkpoints import quantize_folder
 from treespec.cache import KVCache
@@ -18,14 +18,14 @@ from treespec.cli.kernels import Sizes, shapes_of
 from treespec.config import ModelConfig
 from treespec.models.attention import make_attention
 from treespec.models.triton_decoder import TritonDecoder, stacked
-from treespec_kernels.aot.kernel_spec import KernelShape
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.linear.quantized import QuantizedWeight, WeightForm
 from treespec_kernels.linear.row_linear import RowLinearConfig
+from treespec_kernels.ops.shapes import KernelShape
 from treespec_kernels.tuning import tuned
 from treespec_kernels.tuning.sweep import Problem, SweepLog, problems_of, tune
 from treespec_kernels.tuning.tuned import KernelConfigs
-from treespec_kernels.tuning.workloads import Setting, row_linear, workloads_of
+from treespec_kernels.tuning.workloads import Setting, workloads_of
 from treespec_weights import load_weights
 
 torch.set_num_threads(1)
@@ -60,8 +60,8 @@ def test_every_workload_is_right_by_its_own_check(form: WeightForm, groups: int)
         assert (work.key["bits"], work.key["group"], work.key["zero"]) == (form.bits, group, int(form.has_zero))
         assert json.loads(json.dumps(work.key)) == work.key and work.op == OP
         work.check(work.default)
-        (out,) = work.run(work.default)
-        x, weight = work.inputs[0]
+        (out,) = work.run(work.default).values()
+        x, weight = (work.inputs[0].arguments[name] for name in ("x", "weight"))
         assert work.bytes == x.nbytes + weight.nbytes + out.nbytes
         work.release()
 
@@ -88,11 +88,10 @@ def test_candidates_fit_the_groups(dtype: torch.dtype, form: WeightForm) -> None
 
 
 @pytest.fixture
-def problems(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
+def problems() -> list[Problem]:
     """One quantised layer at one number of rows, with two configurations to choose from."""
-    [problem] = problems_of(workloads_of(setting(WeightForm(4, 32)), [OP])[:1])
-    monkeypatch.setattr(type(problem.workloads[0]), "shipped", lambda self: [SLOW, FAST])
-    return [problem]
+    layer = workloads_of(setting(WeightForm(4, 32)), [OP])[0]
+    return problems_of([changed(layer, configs=lambda case: [SLOW, FAST])])
 
 
 class Clock(PlannedClock):
@@ -115,20 +114,17 @@ def test_what_was_tuned_holds_for_its_form_alone(problems: list[Problem], tmp_pa
     assert len(configs.tuned) == 1 and len(configs.fallbacks) == 6
 
 
-def test_a_wrong_kernel_is_refused_before_it_is_timed(
-    problems: list[Problem], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right = row_linear.row_linear_triton
+def test_a_wrong_kernel_is_refused_before_it_is_timed(problems: list[Problem], tmp_path: Path) -> None:
+    [layer] = problems[0].workloads
 
     def planted(*given: Any, config: Any, **named: Any) -> torch.Tensor:
-        out = right(*given, config=config, **named)
+        out = layer.entry.run(*given, config=config, **named)
         if config == FAST:
             out[-1, 0] += 0.1
         return out
 
-    monkeypatch.setattr(row_linear, "row_linear_triton", planted)
     timed = Clock()
-    [found] = tune(problems, timed, SweepLog(tmp_path / "log", NAME))
+    [found] = tune(problems_of([changed(layer, run=planted)]), timed, SweepLog(tmp_path / "log", NAME))
     assert timed.timed == [SLOW] and [each.config for each in found.failed] == [FAST]
 
 

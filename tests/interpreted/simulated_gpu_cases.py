@@ -1,8 +1,8 @@
 """Programmatic launches, and the engine, on a simulated GPU: run by tests/test_simulated_gpu.py."""
 
 import contextlib
-import json
 import os
+import pickle
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,16 +36,18 @@ from treespec.models.attention import make_attention
 from treespec.models.triton_decoder import TritonDecoder
 from treespec.request import Request
 from treespec.runner import Runner
-from treespec_kernels.aot.kernel_spec import KernelShape
+from treespec_kernels.aot.launches import Launch
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.launch.predecessors import wait_for_predecessors
 from treespec_kernels.launch.switches import without
 from treespec_kernels.launch.triton_launch import LaunchConfig, known_issue, launch_options
 from treespec_kernels.linear.quantized import WeightForm
+from treespec_kernels.ops import pass_chain
+from treespec_kernels.ops.shapes import KernelShape
 from treespec_kernels.sampling.row_topk import row_topk_triton
 from treespec_kernels.tuning.sweep import SweepLog, problems_of, tune
 from treespec_kernels.tuning.tuned import KernelConfigs, TunedEntry
-from treespec_kernels.tuning.workloads import Setting, programmatic_launch, workloads_of
+from treespec_kernels.tuning.workloads import Setting, workloads_of
 from treespec_weights import load_weights
 
 torch.set_num_threads(1)
@@ -64,18 +66,19 @@ def leave(gpu: Gpu, of_each_switch: bool = False) -> None:
     """Adds a GPU's launches to those that another process compiles; one `of_each_switch` of a kernel, where that was
     not left before, or all: sizes and alignment differ, but compiling takes a fifth of a second."""
     path = Path(os.environ["TREESPEC_LAUNCHES"])
-    found = json.loads(path.read_text()) if path.exists() else []
-    known = {switches_of(*launch) for launch in found}
-    for launch in json.loads(json.dumps([*gpu.launches.signatures.values()], default=lambda kind: kind.value)):
-        if not of_each_switch or switches_of(*launch) not in known:
+    found: list[Launch] = pickle.loads(path.read_bytes()) if path.exists() and path.stat().st_size else []
+    known = {switches_of(launch) for launch in found}
+    for launch in gpu.launches.signatures.values():
+        if not of_each_switch or switches_of(launch) not in known:
             found.append(launch)
-            known.add(switches_of(*launch))
-    path.write_text(json.dumps(found))
+            known.add(switches_of(launch))
+    path.write_bytes(pickle.dumps(found))
 
 
-def switches_of(module: str, kernel: str, arguments: dict[str, Any], options: dict[str, Any]) -> str:
+def switches_of(launch: Launch) -> str:
     """What tells variants of a kernel apart that differ in more than sizes."""
-    return repr((module, kernel, {name: value for name, value in arguments.items() if isinstance(value, bool | str)}))
+    switches = {name: value for name, value in launch.arguments.items() if isinstance(value, bool | str)}
+    return repr((launch.module, launch.kernel, switches))
 
 
 @triton.jit
@@ -120,9 +123,9 @@ def test_a_program_that_ends_without_waiting_is_noticed(gpu: Gpu) -> None:
 @pytest.mark.parametrize("form", [None, WeightForm(4, 32)])
 def test_the_check_of_programmatic_launches(gpu: Gpu, form: WeightForm | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Captured and replayed; every launch of the chain has the option, and every program waits."""
-    monkeypatch.setattr(programmatic_launch, "REPLAYS", 2)
-    monkeypatch.setattr(programmatic_launch, "LAYERS", 2)
-    monkeypatch.setattr(programmatic_launch, "takes_pdl", lambda device: True)
+    monkeypatch.setattr(pass_chain, "REPLAYS", 2)
+    monkeypatch.setattr(pass_chain, "LAYERS", 2)
+    monkeypatch.setattr(pass_chain, "takes_pdl", lambda device: True)
     shape = KernelShape(torch.float16, 16, 4, 2, 32, 64, 100, quantized=form)
     setting = Setting(shape, torch.device("cuda"), nodes=3, context=20, groups=2, fixed_order_dot=True)
     for workload in workloads_of(setting, ["programmatic_launch"]):
@@ -131,7 +134,7 @@ def test_the_check_of_programmatic_launches(gpu: Gpu, form: WeightForm | None, m
             gpu.launches.signatures.clear()
             workload.check(config)
             found = gpu.launches.signatures.values()
-            assert {options.get("launch_pdl", False) for *_, options in found} == {config.pdl}
+            assert {launch.options.get("launch_pdl", False) for launch in found} == {config.pdl}
     assert gpu.replays == 8
 
 
@@ -139,15 +142,15 @@ def test_the_check_of_programmatic_launches(gpu: Gpu, form: WeightForm | None, m
 def test_programmatic_launches_are_chosen_where_they_are_right_and_faster(
     gpu: Gpu, wrong: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = programmatic_launch.rms_norm_triton
+    right = pass_chain.rms_norm_triton
 
     def planted(*given: Any, pdl: bool, out: torch.Tensor, **named: Any) -> torch.Tensor:
         right(*given, pdl=pdl, out=out, **named)
         return out.add_(wrong and pdl)
 
-    monkeypatch.setattr(programmatic_launch, "rms_norm_triton", planted)
-    monkeypatch.setattr(programmatic_launch, "REPLAYS", 1)
-    monkeypatch.setattr(programmatic_launch, "takes_pdl", lambda device: True)
+    monkeypatch.setattr(pass_chain, "rms_norm_triton", planted)
+    monkeypatch.setattr(pass_chain, "REPLAYS", 1)
+    monkeypatch.setattr(pass_chain, "takes_pdl", lambda device: True)
     shape = KernelShape(torch.float16, 16, 4, 2, 32, 48, 100)
     setting = Setting(shape, torch.device("cuda"), nodes=1, context=3, fixed_order_dot=True)
     clock = PlannedClock({LaunchConfig(): 2.0, LaunchConfig(pdl=True): 1.0})
@@ -187,9 +190,11 @@ def test_a_decoder_launches_as_was_measured(gpu: Gpu, measured: bool | None, mon
         with without(off):
             results.append(opened.logits(opened.forward(tokens, layout, pool)).cpu())
         found = gpu.launches.signatures.values()
-        assert {arguments["PDL"] for *_, arguments, _ in found} == {constant}
-        assert {options.get("launch_pdl", False) for *_, options in found} == {constant > 0}
-        assert {name for _, name, *_ in found} >= {"norm_rows", "multiply_rows", "attend_items", "project_to_vocab"}
+        assert {launch.arguments["PDL"] for launch in found} == {constant}
+        assert {launch.options.get("launch_pdl", False) for launch in found} == {constant > 0}
+        assert {launch.kernel for launch in found} >= {
+            *("norm_rows", "multiply_rows", "attend_items", "project_to_vocab")
+        }
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
     leave(gpu)
 

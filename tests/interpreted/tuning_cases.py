@@ -1,6 +1,5 @@
 """The whole sweep on the CPU, in Triton's interpreter: run by tests/test_tuning.py in a process of its own."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,13 +17,14 @@ from treespec.config import ModelConfig
 from treespec.models import triton_decoder
 from treespec.models.attention import make_attention
 from treespec.models.triton_decoder import TritonDecoder, stacked
-from treespec_kernels.aot.kernel_spec import KernelShape
 from treespec_kernels.attention.tree_attention import TreeAttentionConfig
 from treespec_kernels.attention.tree_batch import RequestRows
+from treespec_kernels.ops import linear
+from treespec_kernels.ops.shapes import KernelShape
 from treespec_kernels.tuning import sweep as tuning
 from treespec_kernels.tuning import tuned
 from treespec_kernels.tuning.sweep import Problem, SweepLog, Tuned, TuningError, measure, problems_of, tune
-from treespec_kernels.tuning.workloads import Setting, Workload, ops, row_linear, tree_attention, workloads_of
+from treespec_kernels.tuning.workloads import Case, Setting, workloads_of
 from treespec_weights import load_weights
 
 NAME = "A device"
@@ -60,28 +60,20 @@ class PlannedClock:
         return 1e9
 
 
+def changed(case: Case, **changes: Any) -> Case:
+    """A case of an op that differs in some attributes."""
+    return replace(case, entry=replace(case.entry, **changes))
+
+
 @pytest.fixture
-def problems(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
+def problems() -> list[Problem]:
     """Tree attention of one small tree, with three configurations to choose from."""
-    monkeypatch.setattr(tree_attention.TreeAttentionWorkload, "candidates", lambda self: [SLOW, FAST, EQUAL])
-    return problems_of([tree_attention.TreeAttentionWorkload(SETTING, 1, 3)])
+    tree = workloads_of(SETTING, ["tree_attention"])[0]
+    return problems_of([changed(tree, configs=lambda case: [SLOW, FAST, EQUAL])])
 
 
 def clock() -> PlannedClock:
     return PlannedClock({SLOW: 3.0, FAST: 1.0, EQUAL: 1.0})
-
-
-@pytest.mark.parametrize("op", ops())
-def test_every_workload_is_right_by_its_own_check(op: str) -> None:
-    for workload in workloads_of(SETTING, [op]):
-        assert workload.op == op and workload.bytes > 0 and workload.flops >= 0
-        assert json.loads(json.dumps(workload.key)) == workload.key
-        workload.prepare(2)
-        workload.check(workload.default)
-        workload.run(workload.default, 1)
-        for baseline in workload.baselines().values():
-            baseline(1)
-        workload.release()
 
 
 def test_the_fastest_is_kept(problems: list[Problem], tmp_path: Path) -> None:
@@ -103,17 +95,18 @@ def test_a_default_that_is_as_fast_stays(problems: list[Problem], tmp_path: Path
     assert found.best is not None and found.best.config == SLOW
 
 
-def plant(monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.Tensor], None]) -> None:
-    """`FAST` gives other results."""
-    right = tree_attention.tree_attention_triton
+def planted(problems: list[Problem], change: Callable[[torch.Tensor], None]) -> list[Problem]:
+    """The problem, with other results of `FAST`."""
+    [tree] = problems[0].workloads
+    right = tree.entry.run
 
-    def planted(*given: Any, plan: Any, **named: Any) -> torch.Tensor:
+    def run(*given: Any, plan: Any, **named: Any) -> torch.Tensor:
         out = right(*given, plan=plan, **named)
         if replace(plan.config, fixed_order_dot=True) == FAST:
             change(out)
         return out
 
-    monkeypatch.setattr(tree_attention, "tree_attention_triton", planted)
+    return [Problem((changed(tree, run=run),))]
 
 
 def one_wrong(out: torch.Tensor) -> None:
@@ -129,22 +122,20 @@ def last_bit_by_company(out: torch.Tensor) -> None:
     ("change", "said"), [(one_wrong, "max error"), (last_bit_by_company, "rows depend on other rows")]
 )
 def test_a_wrong_kernel_is_refused_before_it_is_timed(
-    problems: list[Problem], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any, said: str
+    problems: list[Problem], tmp_path: Path, change: Any, said: str
 ) -> None:
-    plant(monkeypatch, change)
     timed = clock()
-    [found] = tune(problems, timed, SweepLog(tmp_path / "log", NAME))
+    [found] = tune(planted(problems, change), timed, SweepLog(tmp_path / "log", NAME))
     assert timed.timed == [SLOW, EQUAL] and found.best is not None and found.best.config == EQUAL
     [failed] = found.failed
     assert failed.config == FAST and said in str(failed.error)
 
 
-def test_a_kernel_that_cannot_run_has_failed(problems: list[Problem], monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*given: Any, **named: Any) -> None:
+def test_a_kernel_that_cannot_run_has_failed(problems: list[Problem]) -> None:
+    def broken(out: torch.Tensor) -> None:
         raise RuntimeError("out of shared memory")
 
-    monkeypatch.setattr(tree_attention, "tree_attention_triton", broken)
-    found = measure(problems[0], SLOW, clock())
+    found = measure(planted(problems, broken)[0], FAST, clock())
     assert found.error == "RuntimeError: out of shared memory" and found.seconds == {}
     assert Tuned(problems[0], (found,), 2).best is None
     assert Tuned(problems[0], (found,), 2).entry({}) is None
@@ -190,10 +181,8 @@ def test_a_budget_is_shared(problems: list[Problem], tmp_path: Path) -> None:
     assert found.left == 3 and found.best is None
 
 
-def test_a_broken_device_ends_the_sweep_and_is_remembered(
-    problems: list[Problem], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plant(monkeypatch, one_wrong)
+def test_a_broken_device_ends_the_sweep_and_is_remembered(problems: list[Problem], tmp_path: Path) -> None:
+    problems = planted(problems, one_wrong)
     log = SweepLog(tmp_path / "log", NAME)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuning, "works", lambda device: False)
@@ -204,15 +193,13 @@ def test_a_broken_device_ends_the_sweep_and_is_remembered(
     assert timed.timed == [EQUAL] and [m.config for m in found.failed] == [FAST]
 
 
-def test_too_little_memory_is_no_configurations_fault(
-    problems: list[Problem], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*given: Any, **named: Any) -> None:
+def test_too_little_memory_is_no_configurations_fault(problems: list[Problem], tmp_path: Path) -> None:
+    def full(out: torch.Tensor) -> None:
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(tree_attention, "tree_attention_triton", full)
+    problems = [Problem((changed(problems[0].workloads[0], configs=lambda case: [FAST]),))]
     with pytest.raises(torch.OutOfMemoryError):
-        tune(problems, clock(), SweepLog(tmp_path / "log", NAME))
+        tune(planted(problems, full), clock(), SweepLog(tmp_path / "log", NAME))
     assert not (tmp_path / "log").exists()
 
 
@@ -226,24 +213,13 @@ def test_other_processes_try_configurations_first() -> None:
     assert tuning.compile_problems([problem], [[0]], 2, float("-inf")) in ({}, {0: {}})
 
 
-def test_stacked_ssms_have_workloads_of_their_own() -> None:
-    for workload in workloads_of(replace(SETTING, groups=2), ["row_linear", "lm_head"])[-4:]:
-        assert workload.key["groups"] == 2
-        workload.check(workload.default)
-
-
 def test_loads_are_weighted() -> None:
-    loads: list[Workload] = [
-        tree_attention.TreeAttentionWorkload(SETTING, 1, 3, 0.5),
-        tree_attention.TreeAttentionWorkload(SETTING, 1, 1, 0.25),
-        tree_attention.TreeAttentionWorkload(SETTING, 1, 1, 9.0),
-        tree_attention.TreeAttentionWorkload(
-            replace(SETTING, shape=KernelShape(torch.float32, 32, 4, 2, 1, 1, 1)), 1, 1
-        ),
-    ]
+    tree, _, plain = workloads_of(SETTING, ["tree_attention"])
+    wider = replace(SETTING, shape=replace(SETTING.shape, head_dim=32))
+    loads = [tree, plain, replace(plain, weight=9.0), workloads_of(wider, ["tree_attention"])[0]]
     several, other = problems_of(loads)
     assert len(several.workloads) == 2 and len(other.workloads) == 1
-    assert several.mean({loads[0].load: 4.0, loads[1].load: 1.0}) == pytest.approx(3.0)
+    assert several.mean({tree.load: 4.0, plain.load: 1.0}) == pytest.approx(3.0)
 
 
 def test_a_commit_needs_no_long_context() -> None:
@@ -251,12 +227,7 @@ def test_a_commit_needs_no_long_context() -> None:
     setting = replace(SETTING, context=100_000, layers=3)
     for workload in workloads_of(setting, ["kv_commit"]):
         workload.prepare()
-        assert workload.inputs[0].kv_cache.nbytes < 100 * workload.bytes
-
-
-def test_an_op_without_workloads_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"op 'softmax' has no workloads; valid: .*tree_attention"):
-        workloads_of(SETTING, ["softmax"])
+        assert workload.inputs[0].arguments["kv_cache"].nbytes < 100 * workload.bytes
 
 
 def decoder(folder: Path, configs: tuned.KernelConfigs) -> TritonDecoder:
@@ -312,16 +283,13 @@ def test_a_decoder_uses_tiles_that_it_found_equal(
     assert named == ([] if wrong is None else ["qkv", "o", "gate_up", "down"])
 
 
-def test_a_tile_with_other_bits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = row_linear.row_linear_triton
-
+def test_a_tile_with_other_bits_is_refused() -> None:
     def planted(*given: Any, config: Any, **named: Any) -> torch.Tensor:
-        out = right(*given, config=config, **named)
+        out = linear.ROW_LINEAR.run(*given, config=config, **named)
         return out + 1e-6 if config.block_m == 32 else out
 
     [work, *_] = workloads_of(SETTING, ["row_linear"])
     config = replace(work.default, block_m=16, num_stages=2, larger=((32, 8, 2), (64, 16, 2)))
     work.check(config)
-    monkeypatch.setattr(row_linear, "row_linear_triton", planted)
     with pytest.raises(AssertionError, match="rows depend on other rows"):
-        work.check(config)
+        changed(work, run=planted).check(config)

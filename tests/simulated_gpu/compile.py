@@ -4,64 +4,30 @@
 what failed. Bits of float16 become bfloat16, which is what a GPU is given and the interpreter cannot compute.
 """
 
-import importlib
 import json
+import pickle
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-import triton
-from triton.backends.compiler import GPUTarget
+from treespec_kernels.aot.launches import Launch, Pointer
 
 
-class Pointer:
-    """What the launcher asks of a tensor."""
-
-    def __init__(self, dtype: str, offset: int):
-        self.dtype = torch.bfloat16 if dtype == "float16" else getattr(torch, dtype)
-        self._offset = offset
-
-    def data_ptr(self) -> int:
-        return 512 + self._offset
-
-
-class _Driver:
-    """A driver of a target that is not there."""
-
-    def __init__(self, target: GPUTarget):
-        self._target = target
-
-    def get_current_target(self) -> GPUTarget:
-        return self._target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
-def argument(value: Any) -> Any:
-    return Pointer(*value[1:]) if isinstance(value, list) and value[0] == "tensor" else value
-
-
-def compile_launch(module: str, name: str, arguments: dict[str, Any], options: dict[str, Any]) -> None:
-    kernel = getattr(importlib.import_module(module), name)
-    given = {key: argument(value) for key, value in arguments.items()}
-    if "FIXED_ORDER_DOT" in given:
-        given["FIXED_ORDER_DOT"] = False  # the interpreter's stand-in for a matrix instruction
-    kernel.warmup(**given, **options, grid=(1,))
+def argument(name: str, value: Any) -> Any:
+    if isinstance(value, Pointer) and value.dtype_name == "float16":
+        return replace(value, dtype_name="bfloat16")
+    return False if name == "FIXED_ORDER_DOT" else value  # the interpreter's stand-in for a matrix instruction
 
 
 def main(path: str, target: str) -> None:
-    triton.runtime.driver.set_active(_Driver(GPUTarget("cuda", int(target.removeprefix("sm_")), 32)))
-    failed, launches = [], json.loads(Path(path).read_text())
+    launches: list[Launch] = pickle.loads(Path(path).read_bytes())
+    failed = []
     for launch in launches:
         try:
-            compile_launch(*launch)
+            replace(launch, arguments={n: argument(n, v) for n, v in launch.arguments.items()}).compile(target)
         except Exception as error:
-            failed.append([launch, f"{type(error).__name__}: {error}"])
+            failed.append([repr(launch), f"{type(error).__name__}: {error}"])
     print(json.dumps({"compiled": len(launches) - len(failed), "failed": failed}))
 
 

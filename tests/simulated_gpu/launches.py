@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import numpy as np
-from torch import Tensor
 
 from tests.simulated_gpu.tensors import GpuTensor, inner_of, tensors_in
+from treespec_kernels.aot.launches import Launch
 
 if TYPE_CHECKING:
     from tests.simulated_gpu.device import Gpu
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 GRID_LIMITS = (2**31 - 1, 65535, 65535)
 ACCESSES = ("create_masked_load", "create_masked_store", "create_atomic_cas", "create_atomic_rmw")
 """By which the interpreter's kernels touch memory; the rest of its ways go through these."""
-
-OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion", "launch_pdl")
 
 
 class Launches:
@@ -30,13 +28,12 @@ class Launches:
 
     Attributes:
         backwards: whether the programs of a launch run in the opposite order, the last first.
-        signatures: each distinct one as (module, kernel, arguments by name, options): a tensor is ("tensor", dtype,
-            bytes behind a multiple of 16), anything else itself.
+        signatures: each distinct launch, by its text.
     """
 
     def __init__(self, gpu: "Gpu"):
         self._gpu, self.backwards = gpu, False
-        self.signatures: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {}
+        self.signatures: dict[str, Launch] = {}
         self._order = _Order()
 
     @contextlib.contextmanager
@@ -74,7 +71,8 @@ class Launches:
         assert not callable(grid), "a grid that depends on arguments"
         if any(size > most for size, most in zip(grid, GRID_LIMITS, strict=False)):
             raise ValueError(f"{function.__name__}: a grid of {grid}; CUDA has {GRID_LIMITS}")
-        self._note(function, args, kwargs)
+        launch = Launch.of(function, args, kwargs)
+        self.signatures.setdefault(repr(launch), launch)
         if not all(grid):
             return
         given, named = inner_of((args, kwargs))
@@ -88,14 +86,6 @@ class Launches:
             return
         self._gpu.finish()
         call(*given, **named)
-
-    def _note(self, function: Any, args: Any, kwargs: Any) -> None:
-        named = dict(zip(function.arg_names, args, strict=False))
-        options = {name: value for name, value in kwargs.items() if name in OPTIONS}
-        named |= {name: value for name, value in kwargs.items() if name not in OPTIONS}
-        described = {name: _described(value) for name, value in named.items()}
-        signature = (function.fn.__module__, function.__name__, described, options)
-        self.signatures.setdefault(repr(signature), signature)
 
 
 class _Order:
@@ -158,10 +148,3 @@ def _prefetch(builder: Any, asm: str, constraints: str, values: list[Any], kind:
         raise RuntimeError(f"{asm}: {addresses} bytes {sizes}; both must be multiples of 16")
     nothing = interpreter.TensorHandle(np.zeros(addresses.shape, dtype=np.int32), interpreter.tl.int32)
     return SimpleNamespace(get_result=lambda index: nothing)
-
-
-def _described(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        offset = value.storage_offset() * value.element_size()  # an allocation begins at a multiple of 512
-        return ("tensor", str(value.dtype).removeprefix("torch."), offset % 16)
-    return value

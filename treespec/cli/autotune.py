@@ -149,14 +149,15 @@ def _aot(
     from dataclasses import replace
 
     from treespec_kernels.aot import compiler as aot
+    from treespec_kernels.ops.shapes import DTYPES, default_shapes
 
     chosen = kernels.names("--aot", targets, aot.SHARED_BYTES) or []
     if sizes.given or model is not None or quantization is not None:
-        dtypes = [dtype] if dtype is not None else list(aot.DTYPES)
+        dtypes = [dtype] if dtype is not None else list(DTYPES)
         found = dict.fromkeys(shape.kernel for shape in kernels.shapes_of(sizes, model, drafts, None, quantization))
         shapes = [replace(shape, dtype=each) for each in dtypes for shape in found]
     else:
-        shapes = list(aot.default_shapes(aot.DTYPES if dtype is None else (dtype,)))
+        shapes = list(default_shapes(DTYPES if dtype is None else (dtype,)))
     report = kernels.aot_report(chosen, kernels.names("--ops", ops, aot.ops()), shapes, fresh)
     if as_json:
         print_json(report)

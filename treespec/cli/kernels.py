@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import torch
 
     from treespec.config import ModelConfig
-    from treespec_kernels.aot.kernel_spec import KernelShape
     from treespec_kernels.linear.quantized import WeightForm
+    from treespec_kernels.ops.shapes import KernelShape
     from treespec_kernels.tuning.sweep import Tuned
 
 MAX_NODES = 256
@@ -74,7 +74,7 @@ def shapes_of(
     """
     import torch
 
-    from treespec_kernels.aot.kernel_spec import KernelShape
+    from treespec_kernels.ops.shapes import KernelShape
 
     if sizes.given:
         if model is not None or drafts:
@@ -136,7 +136,7 @@ def _requested_form(kernel: "KernelShape", quantization: str | None) -> "WeightF
 
 def _kernel_shapes(config: "ModelConfig", dtype: "torch.dtype", quantization: str | None) -> "list[KernelShape]":
     """Return the kernel shapes of a model, one per weight form of its layers."""
-    from treespec_kernels.aot.kernel_spec import KernelShape
+    from treespec_kernels.ops.shapes import KernelShape
 
     shape = config.shape
     return [
@@ -234,7 +234,7 @@ def echo_aot(report: dict[str, Any]) -> None:
             lines.append((kernel, target, str(len(own)), str(most["registers"]), str(most["spills"]), shared))
     typer.echo(table(lines))
     for failure in report["failed"]:
-        typer.echo(f"failed: {failure['kernel']} for {failure['target']}, {failure['config']}: {failure['message']}")
+        typer.echo(f"failed: {failure['kernel']} for {failure['target']}, {failure['case']}: {failure['message']}")
 
 
 # --- the sweep

@@ -10,9 +10,11 @@ import hashlib
 import json
 import logging
 import os
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from treespec_kernels.aot.launches import Launch, gpu_target
 from treespec_kernels.tuning import tuned
 
 logger = logging.getLogger("treespec")
@@ -29,22 +31,18 @@ def cache_folder() -> Path:
         raise OSError("no home folder for the cache; set XDG_CACHE_HOME or HOME") from error
 
 
-def result_key(source: Any, backend: Any, options: dict[str, Any]) -> str:
-    """Return the cache key of a compiled kernel's result.
-
-    Args:
-        source: Triton's `ASTSource`.
-        backend: Triton's compiler backend for the target.
-        options: launch options, as in `KernelSpec`.
-    """
+def result_key(launch: Launch, target: str) -> str:
+    """Return the cache key of a compiled kernel's result."""
     import triton
+    from triton.compiler import make_backend
 
     settings = {name: value for name, value in os.environ.items() if name.startswith("TRITON_")}
+    launches = [launch.binary] + ([] if launch.first is None else [launch.first.binary])
     parts = {
-        "source": source.hash(),
-        "backend": str(backend.hash()),
-        "target": str(backend.target),
-        "options": options,
+        "source": [each.function.cache_key for each in launches],
+        "launches": [repr(each) for each in launches],
+        "backend": str(make_backend(gpu_target(target)).hash()),
+        "target": target,
         "triton": triton.__version__,
         "settings": {name: value for name, value in settings.items() if name not in _NO_CODE},
         "reader": _reader(),
@@ -52,9 +50,13 @@ def result_key(source: Any, backend: Any, options: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
+@cache
 def _reader() -> str:
     """Return the hash of the modules that derive a result from a compiled kernel."""
-    here, names = Path(__file__).parent, ("assembly.py", "compiler.py", "launch_order.py", "proxy_fences.py")
+    here, names = (
+        Path(__file__).parent,
+        ("assembly.py", "compiler.py", "k_order.py", "launch_order.py", "proxy_fences.py"),
+    )
     texts = [(here / name).read_bytes() for name in names]
     return hashlib.sha256(b"".join(texts)).hexdigest()
 

@@ -1,8 +1,9 @@
 """Ahead-of-time compilation: checks without a GPU that every kernel compiles for real targets and does not spill.
 
 `python -m treespec_kernels.aot.compiler --target sm_80 --target sm_90` compiles the shipped configurations and prints
-JSON. `aot/specs` lists the kernels of each op. TRITON_INTERPRET must not be set, because interpreted kernels cannot be
-compiled. Results are cached (`binary_cache`), so the next run compiles only kernels that changed.
+JSON. The kernels are those that the cases of the ops launch (`launches`). TRITON_INTERPRET must not be set, because
+interpreted kernels cannot be compiled. Results are cached (`binary_cache`), so the next run compiles only kernels that
+changed.
 """
 
 from __future__ import annotations
@@ -19,26 +20,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from treespec_kernels.aot.binary_cache import ResultCache, cache_folder, result_key
 from treespec_kernels.aot.compile_jobs import num_processes, run_in_processes
 from treespec_kernels.aot.k_order import check_same_order
-from treespec_kernels.aot.kernel_spec import KernelShape, KernelSpec
 from treespec_kernels.aot.launch_order import PREFETCH, order_fault
+from treespec_kernels.aot.launches import Launch, check_target, launches_of, ops
 from treespec_kernels.aot.proxy_fences import proxy_fences
 from treespec_kernels.launch.triton_launch import SHARED_BYTES, require_triton
-from treespec_kernels.ops import kernel_modules
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+from treespec_kernels.ops.shapes import KernelShape, default_shapes, family_shapes
 
 
 @dataclass(frozen=True)
 class CompiledKernel:
     """Resource usage of a compiled kernel: registers and spills per thread, shared memory per block."""
 
-    kernel: str
-    config: dict[str, Any]
     registers: int
     spills: int  # bytes of stack per thread on CUDA, spilled vector registers on AMD
     shared_bytes: int
@@ -52,6 +47,11 @@ class OrderError(RuntimeError):
     reads shared memory without a proxy fence."""
 
 
+class _Task(NamedTuple):
+    target: str
+    launch: Launch
+
+
 class Plan(NamedTuple):
     """Number of kernels of a run, of those with cached results, and of processes that compile the others."""
 
@@ -60,140 +60,30 @@ class Plan(NamedTuple):
     processes: int
 
 
-class _Task(NamedTuple):
-    """Picklable identity of a spec; the spec itself holds a kernel, which cannot be pickled."""
-
-    target: str
-    op: str
-    shape: KernelShape
-    index: int
-
-
-def ops() -> tuple[str, ...]:
-    """Return the ops that have Triton kernels."""
-    return tuple(kernel_modules())
-
-
-def default_shapes(dtypes: Iterable[torch.dtype] = DTYPES) -> tuple[KernelShape, ...]:
-    """Return the shapes of the bundled default target, Llama 1B and Llama 8B, in every dtype."""
-    return tuple(
-        KernelShape(dtype, *sizes)
-        for dtype in dtypes
-        for sizes in (
-            # head_dim, heads, KV heads, hidden, intermediate, vocabulary
-            (64, 4, 2, 256, 704, 4096),
-            (64, 32, 8, 2048, 8192, 128256),
-            (128, 32, 8, 4096, 14336, 128256),
-        )
-    )
-
-
-def family_shapes(dtypes: Iterable[torch.dtype] = DTYPES) -> tuple[KernelShape, ...]:
-    """Return shapes of the other families: Gemma 2 9B, Gemma 3 1B, GPT-NeoX 20B, Pythia 2.8B and OPT 6.7B."""
-    gemma: dict[str, Any] = {"norm": "rms_plus_one", "post_norms": True, "activation": "gelu_tanh"}
-    layer: dict[str, Any] = {"norm": "layer", "gated": False}
-    sizes: tuple[tuple[tuple[int, ...], dict[str, Any]], ...] = (
-        # head_dim, heads, KV heads, hidden, intermediate, vocabulary
-        ((256, 16, 8, 3584, 14336, 256000), gemma | {"capped": True}),
-        ((256, 4, 1, 1152, 6912, 262144), gemma | {"qk_norm": True}),
-        ((96, 64, 64, 6144, 24576, 50432), layer | {"activation": "gelu"}),
-        ((80, 32, 32, 2560, 10240, 50304), layer | {"activation": "gelu_tanh"}),
-        ((128, 32, 32, 4096, 16384, 50272), layer | {"activation": "relu", "rotary": False}),
-    )
-    return tuple(KernelShape(dtype, *numbers, **kinds) for dtype in dtypes for numbers, kinds in sizes)
-
-
-def specs_of(op: str, shape: KernelShape, target: str | None = None) -> list[KernelSpec]:
-    """Return the specs of `op` for a model's shape and a target.
-
-    `target` None gives configurations that fit sm_80 and sm_90.
-
-    Raises:
-        ValueError: the op has no kernels, or triton is not installed.
-    """
-    require_triton("aot")
-    if op not in ops():
-        raise ValueError(f"aot: op {op!r} has no kernels; use one of {', '.join(ops())}")
-    from treespec_kernels.aot.specs import SPECS
-
-    return SPECS[op](shape, target)
-
-
-def compiled_code(target: str, spec: KernelSpec) -> Any:
-    """Compile one kernel, or load it from Triton's cache, and return Triton's `CompiledKernel`.
-
-    Raises:
-        ValueError: the target is unknown, or TRITON_INTERPRET is set. Triton's own errors pass through.
-    """
-    import triton
-
-    _check_target(target)
-    _check_compiled(spec)
-    return triton.compile(_source_of(spec), target=_gpu_of(target), options=spec.options)
-
-
-def compile_spec(target: str, spec: KernelSpec) -> CompiledKernel:
+def compile_launch(target: str, launch: Launch) -> CompiledKernel:
     """Compile one kernel, or load it from Triton's cache, check its order, and return its resource usage.
 
     Raises:
-        ValueError: as of `compiled_code`.
+        ValueError: as of `Launch.compile`.
         OrderError: the kernel uses PDL, and accesses memory or exits before its wait; or a fence is missing.
-        OrderFault: the spec is of a larger tile, which may give a row other bits than the first one.
+        OrderFault: the launch is of a larger tile, which may give a row other bits than the first one.
     """
-    compiled = compiled_code(target, spec)
-    if spec.first is not None:
-        first = compiled_code(target, spec.first)
-        check_same_order(compiled.asm["ptx"], spec.constants, first.asm["ptx"], spec.first.constants)
-    if spec.constants.get("PDL"):
+    compiled = launch.compile(target)
+    if launch.first is not None:
+        first = launch.first.compile(target)
+        check_same_order(compiled.asm["ptx"], launch.constants, first.asm["ptx"], launch.first.constants)
+    if launch.constants.get("PDL"):
         fault = order_fault(compiled.asm["ptx"], cuobjdump(compiled.asm["cubin"], "--dump-sass"))
         if fault:
             raise OrderError(fault)
     shared = compiled.metadata.shared
     if not target.startswith("sm_"):
-        return CompiledKernel(spec.kernel.__name__, spec.config, *_amd_usage(compiled.asm["amdgcn"]), shared)
+        return CompiledKernel(*_amd_usage(compiled.asm["amdgcn"]), shared)
     products, fences, fault = proxy_fences(compiled.asm["ptx"])
     if fault:
         raise OrderError(fault)
-    registers, spills = _cuda_usage(compiled.asm["cubin"])
     prefetches = compiled.asm["ptx"].count(PREFETCH)
-    return CompiledKernel(spec.kernel.__name__, spec.config, registers, spills, shared, products, fences, prefetches)
-
-
-def _gpu_of(target: str) -> Any:
-    """Return Triton's `GPUTarget` of a target name."""
-    from triton.backends.compiler import GPUTarget
-
-    return GPUTarget("cuda", int(target[3:]), 32) if target.startswith("sm_") else GPUTarget("hip", target, 64)
-
-
-def _source_of(spec: KernelSpec) -> Any:
-    """Return Triton's `ASTSource` of a spec."""
-    from triton.compiler import ASTSource
-
-    kernel, signature, attributes = spec.kernel, {}, {}
-    unspecialised = {parameter.name for parameter in kernel.params if parameter.do_not_specialize}
-    for index, name in enumerate(kernel.arg_names):
-        if name in spec.constants:
-            signature[name] = "constexpr"
-            continue
-        is_integer = name.startswith(("stride_", "num_"))
-        signature[name] = spec.types.get(name, "i32" if is_integer else "*i32")
-        if name not in unspecialised and not signature[name].startswith("fp"):
-            # The launcher specialises on aligned tensors and on model sizes, which are multiples of 16.
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    return ASTSource(fn=kernel, signature=signature, constexprs=spec.constants, attrs=attributes)
-
-
-def _check_target(target: str) -> None:
-    if target not in SHARED_BYTES:
-        raise ValueError(f"aot: target {target!r} is not known; use one of {', '.join(SHARED_BYTES)}")
-
-
-def _check_compiled(spec: KernelSpec) -> None:
-    import triton
-
-    if not isinstance(spec.kernel, triton.JITFunction):
-        raise ValueError("aot: TRITON_INTERPRET is set, and interpreted kernels cannot be compiled; unset it")
+    return CompiledKernel(*_cuda_usage(compiled.asm["cubin"]), shared, products, fences, prefetches)
 
 
 def _cuda_usage(cubin: bytes) -> tuple[int, int]:
@@ -241,31 +131,28 @@ def compile_report(
         fresh: whether to bypass Triton's own cache.
 
     Returns:
-        `{"targets": {target: [CompiledKernel as a dict]}, "failed": [{target, kernel, config, message}]}`. A kernel has
-        failed if it does not compile (and is then not in `targets`), spills, or exceeds the target's shared memory.
+        `{"targets": {target: [row]}, "failed": [row with target and message]}`. A row has a kernel, its op's case, its
+        constants and options, and the fields of `CompiledKernel`. A kernel has failed if it does not compile (and
+        is then not in `targets`), spills, or exceeds the target's shared memory.
 
     Raises:
         ValueError: a target or op is unknown, triton is not installed, or TRITON_INTERPRET is set.
     """
     targets, shapes = tuple(targets), tuple(shapes)
     for target in targets:
-        _check_target(target)
+        check_target(target)
     require_triton("aot")
-    from triton.compiler import make_backend
-
     distinct: dict[str, _Task] = {}  # by key: shapes share kernels that do not depend on all of their sizes
-    asked: list[tuple[str, KernelSpec, str]] = []
-    for target in targets:
-        for shape, op in itertools.product(shapes, only or ops()):
-            for index, spec in enumerate(specs_of(op, shape, target)):
-                _check_compiled(spec)
-                key = result_key(_source_of(spec), make_backend(_gpu_of(target)), spec.options)
-                distinct.setdefault(key, _Task(target, op, shape, index))
-                asked.append((target, spec, key))
+    asked: list[tuple[str, Launch, str]] = []
+    for target, shape, op in itertools.product(targets, shapes, only or ops()):
+        for launch in launches_of(op, shape, target):
+            key = result_key(launch, target)
+            distinct.setdefault(key, _Task(target, launch))
+            asked.append((target, launch, key))
     compiled = _compile_all(distinct, jobs, advance, begin, cache, fresh)
     report: dict[str, Any] = {"targets": {target: [] for target in targets}, "failed": []}
-    for target, spec, key in asked:
-        named = {"kernel": spec.kernel.__name__, "config": spec.config}
+    for target, launch, key in asked:
+        named = {"kernel": launch.kernel, "case": launch.case, "config": launch.constants | launch.options}
         result = compiled[key]
         if isinstance(result, str):
             report["failed"].append({"target": target, **named, "message": result})
@@ -318,7 +205,7 @@ def _stored(cache: ResultCache, key: str) -> CompiledKernel | None:
 
 def _compile_task(task: _Task) -> CompiledKernel | str:
     try:
-        return compile_spec(task.target, specs_of(task.op, task.shape, task.target)[task.index])
+        return compile_launch(*task)
     except Exception as error:  # compiler passes raise arbitrary types, and the report must list every failure
         return f"{type(error).__name__}: {error}"
 

@@ -2,13 +2,13 @@
 
 Columns are logical slots: the committed positions, then the nodes in tree order. Bit i of a row's words is set if it
 attends to node i. All rows of a request share every tile of keys, and keys are not gathered per row, which is cheaper
-than `tree_attention`. But sums run in tree order, so a row is not bit-identical to plain decoding. The reference is
-`tree_attention_ref`.
+than `tree_attention`. But sums run in tree order, so a row is not bit-identical to plain decoding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from treespec_kernels.attention.tree_attention import (
     check_pass,
     check_plan,
     run_plan,
+    tree_attention_ref,
 )
 from treespec_kernels.attention.tree_attention_plan import MAX_NODES, TreeAttentionPlan, check_window
 from treespec_kernels.launch.triton_launch import check_last_strides, check_tensors, require_triton
@@ -55,6 +56,25 @@ def ancestor_masks(parents: Sequence[int], window: int | None = None) -> np.ndar
             words[node, ancestor // WORD_BITS] |= np.uint64(1 << ancestor % WORD_BITS)
             levels, ancestor = levels + 1, parents[ancestor]
     return words.view(np.int64)
+
+
+def tree_attention_masked_ref(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *, ancestor_words: torch.Tensor, **tables: Any
+) -> torch.Tensor:
+    """Compute `tree_attention_ref` of the ancestors that the words name (reference).
+
+    Args:
+        q, k_cache, v_cache, tables: as in `tree_attention_ref`, with the window that the words were made for.
+        ancestor_words: as in `tree_attention_masked_triton`.
+    """
+    bits = torch.arange(WORD_BITS, device=q.device)
+    seen = (ancestor_words[:, :, None] >> bits & 1).flatten(1).bool()
+    own = torch.arange(seen.shape[1], dtype=torch.int32, device=q.device).expand_as(seen)
+    nodes = torch.where(seen, own, seen.shape[1]).sort(dim=1).values  # parents precede their children
+    hidden = (tables["depths"] + 1 - seen.sum(dim=1)).clamp(min=0)  # ancestors before the window, which are not read
+    place = torch.arange(seen.shape[1], device=q.device)[None] - hidden[:, None]
+    ancestors = nodes.gather(1, place.clamp(min=0)).int()
+    return tree_attention_ref(q, k_cache, v_cache, ancestors=ancestors, **tables)
 
 
 def tree_attention_masked_triton(

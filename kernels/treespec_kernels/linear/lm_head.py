@@ -205,7 +205,7 @@ def lm_head_triton(
         stats = BlockStats.empty(groups * num_rows, num_blocks, x.device)
     _check_outputs(x, groups * num_rows, vocab, num_blocks, logits, stats)
     check_last_strides(x=x, weight=weight, logits=logits)
-    if groups > 1 and grouped_x.stride(0) != num_rows * grouped_x.stride(1):
+    if groups > 1 and num_rows and grouped_x.stride(0) != num_rows * grouped_x.stride(1):
         raise ValueError(
             f"x has stride {grouped_x.stride(0)} over groups and {grouped_x.stride(1)} over {num_rows} rows; "
             "rows of consecutive groups must follow each other"

@@ -336,7 +336,7 @@ def _check_out(x: torch.Tensor, out: torch.Tensor, shape: tuple[int, ...]) -> No
         raise ValueError(
             f"out is {list(out.shape)} {out.dtype} on {out.device}; expected {list(shape)} {x.dtype} on {x.device}"
         )
-    if out.numel() and out.data_ptr() == x.data_ptr():
+    if out.numel() and 0 != out.data_ptr() == x.data_ptr():  # 0 on "meta"
         raise ValueError("out starts where x does, which other programs still read; pass separate memory")
 
 

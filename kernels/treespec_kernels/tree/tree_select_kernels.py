@@ -57,7 +57,8 @@ def select_nodes(
     first = request * (MAX_DEPTH * CANDIDATES)
     value = tl.load(cand_values + first + o_q, mask=m_q, other=-1.0)
 
-    # Seeds that growth has not reached: compute value and depth from their parents', one iteration per depth.
+    # Seeds that growth has not reached: compute value and depth from their parents', one iteration per depth. Deeper
+    # ones get a depth of MAX_DEPTH + 1, and are excluded.
     LAST: tl.constexpr = MAX_DEPTH * CANDIDATES
     o_s = tl.arange(0, BLOCK_S)
     m_s = o_s < SEEDS
@@ -71,7 +72,7 @@ def select_nodes(
     seed_value = tl.load(cand_values + first + reached, mask=is_reached, other=1.0)
     seed_depth = tl.where(is_reached, reached // CANDIDATES + 1, 0)
     i_above = tl.maximum(seed_parent, 0)
-    for _ in range(MAX_DEPTH):
+    for _ in range(MAX_DEPTH + 1):
         value_above = tl.where(seed_parent < 0, 1.0, tl.gather(seed_value, i_above, axis=0))
         depth_above = tl.where(seed_parent < 0, 0, tl.gather(seed_depth, i_above, axis=0))
         seed_value = tl.where(is_left, value_above * seed_prob, seed_value)

@@ -23,7 +23,7 @@ import torch
 
 from treespec_kernels.tuning.clock import Clock
 from treespec_kernels.tuning.tuned import TunedEntry, config_fields, label_of, versions_of
-from treespec_kernels.tuning.workloads import Workload
+from treespec_kernels.tuning.workloads import Case
 
 MARGIN = 0.01  # relative speed-up over the default that a configuration needs to replace it
 BATCH = 4  # configurations that a process compiles for each creation of inputs
@@ -46,7 +46,7 @@ class Measurement:
 class Problem:
     """Workloads of one op and key, which are tuned together."""
 
-    workloads: tuple[Workload, ...]
+    workloads: tuple[Case, ...]
 
     @property
     def op(self) -> str:
@@ -172,9 +172,9 @@ class SweepLog:
         }
 
 
-def problems_of(workloads: Iterable[Workload]) -> list[Problem]:
+def problems_of(workloads: Iterable[Case]) -> list[Problem]:
     """Group workloads by op and key, in order of first occurrence; a repeated load counts once."""
-    grouped: dict[str, dict[str, Workload]] = {}
+    grouped: dict[str, dict[str, Case]] = {}
     for workload in workloads:
         loads = grouped.setdefault(label_of(workload.op, workload.key), {})
         loads.setdefault(workload.load, workload)

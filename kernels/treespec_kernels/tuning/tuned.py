@@ -16,15 +16,15 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from treespec_kernels.ops import ROOT, kernel_modules, module_file
-
 logger = logging.getLogger("treespec")
 
+ROOT = Path(__file__).parents[1]
 FORMAT = "treespec tuned kernels 1"
 DECIDING = ("gpu", "triton", "source")  # an entry is stale if one of these differs; for triton, major and minor
 
@@ -197,6 +197,26 @@ def versions_of(device_name: str, op: str) -> dict[str, str]:
         "torch": torch.__version__,
         "driver": _driver_version(),
     }
+
+
+@cache
+def kernel_modules() -> dict[str, tuple[str, ...]]:
+    """Return the kernel modules of every op that has Triton kernels, by op name.
+
+    Those of "programmatic_launch" are the modules whose kernels wait for their predecessors.
+    """
+    found, waiting = {}, []
+    for file in sorted(ROOT.glob("*/*_kernels.py"), key=lambda file: file.name):
+        name = f"{ROOT.name}.{file.parent.name}.{file.stem}"
+        found[file.stem.removesuffix("_kernels")] = (name,)
+        if "wait_for_predecessors(PDL)" in file.read_text(encoding="utf-8"):
+            waiting.append(name)
+    return found | {"programmatic_launch": tuple(waiting)}
+
+
+def module_file(name: str) -> Path:
+    """Return the path of the source file of a module of this package."""
+    return ROOT.joinpath(*name.removeprefix(f"{ROOT.name}.").split(".")).with_suffix(".py")
 
 
 def source_hash(op: str) -> str:

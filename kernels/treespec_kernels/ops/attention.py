@@ -1,0 +1,338 @@
+"""Entries of the attention ops: tree attention, exact and masked, pass layout, QKV with RoPE, and KV commit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from treespec_kernels.attention.kv_commit import kv_commit_ref, kv_commit_triton
+from treespec_kernels.attention.pass_layout import DeviceLayout, PassPlaces, pass_layout_ref
+from treespec_kernels.attention.qkv_rope import HeadNorm, qkv_rope_ref, qkv_rope_triton
+from treespec_kernels.attention.tree_attention import (
+    TreeAttentionConfig,
+    plan_tree_attention,
+    tree_attention_ref,
+    tree_attention_triton,
+)
+from treespec_kernels.attention.tree_attention_masked import (
+    ancestor_masks,
+    tree_attention_masked_ref,
+    tree_attention_masked_triton,
+)
+from treespec_kernels.ops.linear import EPS, SPLITS, key_of
+from treespec_kernels.ops.op import Case, Inputs, Op, Results
+from treespec_kernels.ops.shapes import PAGE_SIZE, Setting
+from treespec_kernels.tuning.testing import (
+    kv_commit_inputs,
+    scattered_page_table,
+    tree_attention_inputs,
+    tree_parents,
+)
+
+# --- tree attention
+
+
+def _attention_inputs(
+    setting: Setting,
+    requests: int,
+    nodes: int,
+    masked: bool,
+    generator: torch.Generator,
+    window: int | None = None,
+) -> Inputs:
+    """Create random trees of `nodes` nodes, each after `context` committed positions."""
+    seed = generator.initial_seed()
+    host = torch.Generator().manual_seed(seed)
+    trees = [tree_parents("random", nodes, host) for _ in range(requests)]
+    lengths = [setting.context + 5 * i for i in range(requests)]
+    inputs = tree_attention_inputs(lengths, trees, **setting.shape.attention, device=setting.device, seed=seed)
+    arguments = {"q": inputs.q, "k_cache": inputs.k_cache, "v_cache": inputs.v_cache, **inputs.rows}
+    arguments |= {"score_cap": setting.shape.cap, "window": window}
+    if not masked:
+        return Inputs(arguments, inputs.plan)
+    del arguments["ancestors"]
+    words = torch.from_numpy(np.concatenate([ancestor_masks(parents, window) for parents in trees]))
+    arguments["ancestor_words"] = words.to(setting.device)
+    return Inputs(arguments, inputs.plan | {"row_slots": list(range(nodes)) * requests})
+
+
+def _attention_cases(op: Op, setting: Setting) -> list[Case]:
+    """Return cases of one tree, with half of the weight, of plain decoding, of a batch of trees, and of a window.
+
+    Masked attention has the configuration tuned for exact attention, and no plain decoding.
+    """
+    shape, nodes, masked = setting.shape, setting.nodes, op.name == "tree_attention_masked"
+    timed = {(1, nodes): 0.5, (setting.requests, nodes): 0.25} | ({} if masked else {(1, 1): 0.25})
+    if nodes == 1 and not masked:
+        timed[1, 1] = 0.75
+    cases = []
+    for (requests, rows), weight in timed.items():
+        positions = 2 * shape.num_kv_heads * (setting.context + rows)
+        moved = requests * (positions + 2 * rows * shape.num_heads) * shape.head_dim
+        flops = 4 * requests * rows * shape.num_heads * shape.head_dim * (setting.context + rows // 2)
+        cases.append(
+            Case(
+                op,
+                setting,
+                key_of(setting, head_dim=shape.head_dim, group=shape.group),
+                f"requests {requests}, nodes {rows}, context {setting.context}",
+                partial(_attention_inputs, setting, requests, rows, masked),
+                moved * shape.dtype.itemsize,
+                flops,
+                weight,
+                requests * rows,
+            )
+        )
+    first, window = cases[0], 1 + (setting.context + nodes) // 2
+    made = partial(_attention_inputs, setting, 1, nodes, masked, window=window)
+    return [*cases, replace(first, load=f"{first.load}, window {window}", make=made, weight=0.0)]
+
+
+def _planned(inputs: Inputs, config: Any) -> dict[str, Any]:
+    q, cache = inputs.arguments["q"], inputs.arguments["k_cache"]
+    plan = plan_tree_attention(
+        **inputs.host,
+        num_heads=q.shape[1],
+        num_kv_heads=cache.shape[1],
+        head_dim=q.shape[2],
+        dtype=q.dtype,
+        device=q.device,
+        window=inputs.arguments["window"],
+        config=config,
+    )
+    return {"plan": plan}
+
+
+def _some_rows(inputs: Inputs, index: list[int]) -> Inputs:
+    by_row = ("q", "row_request", "depths", "ancestors")
+    arguments = inputs.arguments | {name: inputs.arguments[name][index] for name in by_row}
+    counts = arguments["row_request"].long().bincount(minlength=len(arguments["context_lens"]))
+    depths = [inputs.host["depths"][row] for row in index]
+    return Inputs(arguments, inputs.host | {"rows_per_request": counts.tolist(), "depths": depths})
+
+
+def _torch_attention(inputs: Inputs) -> torch.Tensor:
+    """Attend by torch to as many contiguous keys, without a mask."""
+    q, cache = inputs.arguments["q"], inputs.arguments["k_cache"]
+    requests, length = len(inputs.arguments["context_lens"]), max(inputs.host["context_lens"])
+    keys = inputs.host.setdefault(
+        "keys", [q.new_ones(requests, cache.shape[1], length, q.shape[2]).normal_() for _ in range(2)]
+    )
+    return F.scaled_dot_product_attention(
+        q.view(requests, -1, *q.shape[1:]).transpose(1, 2), keys[0], keys[1], enable_gqa=True
+    )
+
+
+TREE_ATTENTION = Op(
+    "tree_attention",
+    tree_attention_ref,
+    tree_attention_triton,
+    lambda setting: _attention_cases(TREE_ATTENTION, setting),
+    lambda case: TreeAttentionConfig.candidates(case.setting.dtype, case.setting.shape.head_dim, case.setting.target),
+    plan=_planned,
+    some_rows=_some_rows,
+)
+# Sums are in tree order and depend on the tree, so rows are not those of other passes.
+TREE_ATTENTION_MASKED = replace(
+    TREE_ATTENTION,
+    name="tree_attention_masked",
+    ref=tree_attention_masked_ref,
+    run=tree_attention_masked_triton,
+    cases=lambda setting: _attention_cases(TREE_ATTENTION_MASKED, setting),
+    some_rows=None,
+)
+
+
+# --- pass layout
+
+
+def _layout_inputs(setting: Setting, requests: int, chain: bool, generator: torch.Generator) -> Inputs:
+    """Create random trees, or chains, of `nodes` nodes."""
+    nodes, host = setting.nodes, torch.Generator().manual_seed(generator.initial_seed())
+    depths = torch.zeros(requests, nodes, dtype=torch.int32, device="cpu")
+    ancestors = torch.zeros(requests, nodes, nodes, dtype=torch.int32, device="cpu")
+    for request in range(requests):
+        for node, parent in enumerate(tree_parents("chain" if chain else "random", nodes, host)):
+            if node:
+                depths[request, node] = depths[request, parent] + 1
+                ancestors[request, node] = ancestors[request, parent]
+                ancestors[request, node, depths[request, node] :] = node
+    page_table = scattered_page_table(requests, -(-(setting.context + nodes) // PAGE_SIZE), host)
+    lengths = torch.full((requests,), setting.context, dtype=torch.int32, device="cpu")
+    slots = torch.arange(nodes, dtype=torch.int32, device="cpu").repeat(requests, 1)
+    tables = {"context_lens": lengths, "page_table": page_table, "depths": depths, "row_slots": slots}
+    return Inputs(
+        {name: tensor.to(setting.device) for name, tensor in (tables | {"ancestors": ancestors}).items()},
+        {"max_context": setting.context, "chain": chain, "attention": setting.shape.attention},
+    )
+
+
+def _layout(inputs: Inputs, config: Any, tree_slots: int | None = None) -> dict[str, Any]:
+    depths = inputs.arguments["depths"]
+    layout = DeviceLayout.allocate(
+        *(*depths.shape, depths.shape[1]),
+        chain=inputs.host["chain"],
+        max_context=inputs.host["max_context"],
+        **inputs.host["attention"],
+        device=depths.device,
+        tree_slots=tree_slots,
+        config=config,
+    )
+    return {"layout": layout}
+
+
+def _lay_out(layout: DeviceLayout, **arguments: torch.Tensor) -> PassPlaces:
+    layout.fill(**arguments)
+    return PassPlaces(layout.positions, layout.slots)
+
+
+def _layout_cases(setting: Setting) -> list[Case]:
+    key = key_of(setting, head_dim=setting.shape.head_dim, group=setting.shape.group)
+    rows = f"nodes {setting.nodes}, context {setting.context}"
+
+    def case(op: Op, requests: int, kind: str, weight: float) -> Case:
+        make = partial(_layout_inputs, setting, requests, kind == "chain")
+        return Case(op, setting, key, f"requests {requests}, {rows}{kind and f', {kind}'}", make, weight=weight)
+
+    timed = [case(PASS_LAYOUT, requests, "", 1.0) for requests in setting.batches]
+    for case_, requests in zip(timed, setting.batches, strict=True):
+        plan = _layout(_layout_inputs(replace(setting, device=torch.device("meta")), requests, False, _SEED), None)
+        items = plan["layout"].plan
+        case_.bytes = items.packed_items.nbytes + items.node_items.nbytes + requests * setting.nodes * (8 + 4)
+    masked = replace(PASS_LAYOUT, plan=partial(_layout, tree_slots=setting.nodes))
+    return [*timed, case(PASS_LAYOUT, 1, "chain", 0.0), case(masked, 1, "masked", 0.0)]
+
+
+_SEED = torch.Generator().manual_seed(0)
+
+# Tests of attention check the plan, the rest of what a layout fills.
+PASS_LAYOUT = Op(
+    "pass_layout",
+    lambda ancestors, **tables: pass_layout_ref(**tables),
+    _lay_out,
+    _layout_cases,
+    lambda case: TreeAttentionConfig.candidates(case.setting.dtype, case.setting.shape.head_dim, case.setting.target)[
+        :1
+    ],
+    plan=_layout,
+)
+
+
+# --- RoPE
+
+
+def _rope_inputs(setting: Setting, rows: int, splits: int, generator: torch.Generator, biased: bool = False) -> Inputs:
+    """Create rows at consecutive positions after `context`, with slots scattered over the pages of a cache."""
+    shape, device = setting.shape, setting.device
+    width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    pages = -(-rows // PAGE_SIZE) * 2 + 1
+    held = torch.float32 if shape.norm == "rms_plus_one" else setting.dtype
+    norm = HeadNorm(*(setting.random(generator, shape.head_dim).to(held) for _ in range(2)), EPS)
+    table = setting.random_fp32(generator, setting.context + rows, 2, shape.head_dim)
+    return Inputs(
+        {
+            "qkv": setting.random_fp32(generator, splits, rows, width)
+            if splits
+            else setting.random(generator, rows, width),
+            "rotation": table if shape.rotary else None,
+            "positions": setting.context + torch.arange(rows, dtype=torch.int32, device=device),
+            "slots": torch.randperm(pages * PAGE_SIZE, generator=generator, device=device)[:rows],
+            "kv_layer": setting.random(generator, 2, pages, shape.num_kv_heads, PAGE_SIZE, shape.head_dim),
+            "q_out": torch.empty(rows, shape.num_heads, shape.head_dim, dtype=setting.dtype, device=device),
+            "bias": setting.random(generator, width) if biased or shape.biased else None,
+            "norm": norm if shape.qk_norm else None,
+        }
+    )
+
+
+def _rope_cases(setting: Setting) -> list[Case]:
+    shape = setting.shape
+    heads = shape.num_heads + 2 * shape.num_kv_heads
+    key = key_of(setting, head_dim=shape.head_dim, heads=shape.num_heads, kv_heads=shape.num_kv_heads, splits=SPLITS)
+    cases = []
+    for rows in setting.row_counts:
+        numbers = rows * heads * shape.head_dim
+        moved = numbers * (4 * SPLITS + setting.dtype.itemsize) + rows * 2 * shape.head_dim * 4
+        make = partial(_rope_inputs, setting, rows, SPLITS)
+        cases.append(Case(QKV_ROPE, setting, key, f"rows {rows}", make, moved, numbers * (SPLITS + 3), num_rows=rows))
+    for load, (splits, biased) in {"alone": (0, False), "of 2 splits": (2, False), "of 8 splits": (8, True)}.items():
+        make = partial(_rope_inputs, setting, setting.nodes, splits, biased=biased)
+        cases.append(Case(QKV_ROPE, setting, key, load, make, weight=0.0, num_rows=setting.nodes))
+    return cases
+
+
+def _rope_rows(inputs: Inputs, results: Results) -> Results:
+    slots, cache = inputs.arguments["slots"], inputs.arguments["kv_layer"]
+    own = cache[:, slots // cache.shape[3], :, slots % cache.shape[3]]  # [rows, 2, num_kv_heads, head_dim]
+    return {"q_out": results["q_out"], "kv_layer": own}
+
+
+QKV_ROPE = Op(
+    "qkv_rope",
+    qkv_rope_ref,
+    qkv_rope_triton,
+    _rope_cases,
+    writes=("q_out", "kv_layer"),
+    rows={"qkv": -2, "positions": 0, "slots": 0, "q_out": 0},
+    by_row=_rope_rows,
+    baselines={"torch": lambda inputs: qkv_rope_ref(**inputs.arguments)},
+)
+
+
+# --- KV commit
+
+CONTEXT = 64  # maximum of committed positions, which do not move; copies of a long context would fill a GPU
+
+
+def _commit_inputs(setting: Setting, requests: int, path: int, generator: torch.Generator) -> Inputs:
+    """Create a path of every second node of each request's tree, so that all nodes but the root move.
+
+    Repeated commits of the same path move other values between the same slots, which takes the same time.
+    """
+    shape = setting.shape
+    inputs = kv_commit_inputs(
+        [min(setting.context, CONTEXT) + 17 * i for i in range(requests)],
+        [list(range(0, 2 * path, 2))] * requests,
+        num_layers=setting.layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        page_size=PAGE_SIZE,
+        dtype=torch.int16 if shape.dtype.itemsize == 2 else torch.int32,
+        device=setting.device,
+        seed=generator.initial_seed(),
+    )
+    return Inputs(vars(inputs) | {"kv_cache": inputs.kv_cache.view(shape.dtype)})
+
+
+def _commit_cases(setting: Setting) -> list[Case]:
+    shape, path = setting.shape, max(2, min(6, setting.nodes // 2))
+    moved = (path - 1) * setting.layers * 2 * shape.num_kv_heads * shape.head_dim
+    return [
+        Case(
+            KV_COMMIT,
+            setting,
+            key_of(setting, head_dim=shape.head_dim, kv_heads=shape.num_kv_heads, layers=setting.layers),
+            f"requests {requests}, path {path}",
+            partial(_commit_inputs, setting, requests, path),
+            2 * requests * moved * shape.dtype.itemsize,
+        )
+        for requests in setting.batches
+    ]
+
+
+KV_COMMIT = Op(
+    "kv_commit",
+    kv_commit_ref,
+    kv_commit_triton,
+    _commit_cases,
+    writes=("kv_cache",),
+    exact=True,
+    baselines={"torch": lambda inputs: kv_commit_ref(**inputs.arguments)},
+)
+
+OPS = (TREE_ATTENTION, TREE_ATTENTION_MASKED, PASS_LAYOUT, QKV_ROPE, KV_COMMIT)

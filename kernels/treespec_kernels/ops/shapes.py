@@ -1,0 +1,185 @@
+"""Model shapes, and settings in which ops are checked, timed and compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from treespec_kernels.launch.triton_launch import target_of
+from treespec_kernels.linear.quantized import WeightForm
+from treespec_kernels.linear.rms_norm import NormKind
+
+PAGE_SIZE = 64
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Formats compiled for a shape without a format: int8 per channel, int4 per group, and int4 with zero points as in AWQ.
+AOT_FORMS = (WeightForm(8), WeightForm(4, 128), WeightForm(4, 128, True))
+
+
+class LinearLayer(NamedTuple):
+    """A linear layer with weight [out_features, in_features]; with silu_gate, out_features counts gates and ups."""
+
+    name: str
+    out_features: int
+    in_features: int
+    silu_gate: bool = False
+
+
+@dataclass(frozen=True)
+class KernelShape:
+    """Properties of a model that its kernels depend on; defaults are those of Llama.
+
+    Args:
+        dtype, head_dim, num_heads, num_kv_heads, hidden_size, intermediate_size, vocab_size: dtype and sizes.
+        norm: kind of norm of the residual stream; a model with LayerNorm has biases in all layers.
+        post_norms: whether the outputs of attention and MLP are normalised before the residual add.
+        qk_norm: whether the heads of Q and K are normalised.
+        rotary: whether Q and K are rotated by position.
+        gated, activation: whether the MLP has a gate projection, and its activation.
+        capped: whether attention scores and logits have soft caps.
+        quantized: format of the linear layers; None if they are not quantised.
+    """
+
+    dtype: torch.dtype
+    head_dim: int
+    num_heads: int
+    num_kv_heads: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    norm: NormKind = "rms"
+    post_norms: bool = False
+    qk_norm: bool = False
+    rotary: bool = True
+    gated: bool = True
+    activation: str = "silu"
+    capped: bool = False
+    quantized: WeightForm | None = None
+
+    @property
+    def linear_layers(self) -> tuple[LinearLayer, ...]:
+        """Linear layers of one decoder layer, in execution order."""
+        width, hidden, intermediate = self.num_heads * self.head_dim, self.hidden_size, self.intermediate_size
+        return (
+            LinearLayer("qkv", width + 2 * self.num_kv_heads * self.head_dim, hidden),
+            LinearLayer("o", hidden, width),
+            LinearLayer("gate_up", 2 * intermediate, hidden, True)
+            if self.gated
+            else LinearLayer("up", intermediate, hidden),
+            LinearLayer("down", hidden, intermediate),
+        )
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def attention(self) -> dict[str, Any]:
+        """Sizes of tree attention, as keyword arguments of its plans and layouts."""
+        names = ("num_heads", "num_kv_heads", "head_dim", "dtype")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def biased(self) -> bool:
+        """Whether the linear layers have biases."""
+        return self.norm == "layer"
+
+    @property
+    def cap(self) -> float | None:
+        """Soft cap of scores and logits."""
+        return 30.0 if self.capped else None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Model and passes for which the cases of ops are made.
+
+    Args:
+        shape: shape and dtype of the model.
+        device: device of the inputs; "meta" for launches that are compiled and not run.
+        nodes: number of rows of one request's tree pass, root included.
+        context: number of committed positions of each request.
+        requests: number of requests of a batch.
+        prefill: number of rows of a prefill pass; 0 to leave it out.
+        groups: number of SSMs of equal shape that run stacked; 1 for a target.
+        layers: number of layers of the model.
+        fixed_order_dot: set in Triton's interpreter, whose dot calls BLAS and is not row-invariant.
+        compiled_for: target of launches on "meta", as from `target_of`.
+    """
+
+    shape: KernelShape
+    device: torch.device
+    nodes: int = 32
+    context: int = 2048
+    requests: int = 4
+    prefill: int = 0
+    groups: int = 1
+    layers: int = 1
+    fixed_order_dot: bool = False
+    compiled_for: str | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.shape.dtype
+
+    @property
+    def target(self) -> str | None:
+        """Architecture for which default configurations are chosen, as from `target_of`."""
+        return self.compiled_for or (None if self.device.type == "meta" else target_of(self.device))
+
+    @property
+    def stack(self) -> tuple[int, ...]:
+        """Leading dimension of stacked weights and rows; empty for a single model."""
+        return (self.groups,) if self.groups > 1 else ()
+
+    @property
+    def row_counts(self) -> tuple[int, ...]:
+        """Numbers of rows of plain decoding, of a tree, and of a batch of trees."""
+        return tuple(dict.fromkeys((1, self.nodes, self.requests * self.nodes)))
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """Numbers of requests: one, and those of a batch."""
+        return tuple(dict.fromkeys((1, self.requests)))
+
+    def random(self, generator: torch.Generator, *shape: int, scale: float = 1.0) -> torch.Tensor:
+        """Return normally distributed numbers in the dtype.
+
+        Zeros would be unrepresentative, because they draw less power and run faster on a GPU.
+        """
+        return self.random_fp32(generator, *shape).mul_(scale).to(self.dtype)
+
+    def random_fp32(self, generator: torch.Generator, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=self.device, dtype=torch.float32)
+
+
+def default_shapes(dtypes: Iterable[torch.dtype] = DTYPES) -> tuple[KernelShape, ...]:
+    """Return the shapes of the bundled default target, Llama 1B and Llama 8B, in every dtype."""
+    return tuple(
+        KernelShape(dtype, *sizes)
+        for dtype in dtypes
+        for sizes in (
+            # head_dim, heads, KV heads, hidden, intermediate, vocabulary
+            (64, 4, 2, 256, 704, 4096),
+            (64, 32, 8, 2048, 8192, 128256),
+            (128, 32, 8, 4096, 14336, 128256),
+        )
+    )
+
+
+def family_shapes(dtypes: Iterable[torch.dtype] = DTYPES) -> tuple[KernelShape, ...]:
+    """Return shapes of the other families: Gemma 2 9B, Gemma 3 1B, GPT-NeoX 20B, Pythia 2.8B and OPT 6.7B."""
+    gemma: dict[str, Any] = {"norm": "rms_plus_one", "post_norms": True, "activation": "gelu_tanh"}
+    layer: dict[str, Any] = {"norm": "layer", "gated": False}
+    sizes: tuple[tuple[tuple[int, ...], dict[str, Any]], ...] = (
+        # head_dim, heads, KV heads, hidden, intermediate, vocabulary
+        ((256, 16, 8, 3584, 14336, 256000), gemma | {"capped": True}),
+        ((256, 4, 1, 1152, 6912, 262144), gemma | {"qk_norm": True}),
+        ((96, 64, 64, 6144, 24576, 50432), layer | {"activation": "gelu"}),
+        ((80, 32, 32, 2560, 10240, 50304), layer | {"activation": "gelu_tanh"}),
+        ((128, 32, 32, 4096, 16384, 50272), layer | {"activation": "relu", "rotary": False}),
+    )
+    return tuple(KernelShape(dtype, *numbers, **kinds) for dtype in dtypes for numbers, kinds in sizes)

@@ -1,8 +1,6 @@
 """Coupled choice: the noise's integers, the distribution of the specification, what is refused, and the cases of each
 implementation."""
 
-import re
-
 import numpy as np
 import pytest
 import torch
@@ -113,25 +111,6 @@ def test_the_distribution_is_softmax_of_scores_over_temperature(varied: str) -> 
         statistic = 2 * torch.special.xlogy(observed, observed / expected).sum()
         p_value = torch.special.gammaincc(torch.tensor((len(expected) - 1) / 2).double(), statistic / 2)
         assert p_value > 1e-6, (observed.tolist(), expected.tolist())
-
-
-@pytest.mark.parametrize("coupled_choice", [coupled_choice_ref, coupled_choice_triton])
-def test_what_does_not_fit_is_refused(coupled_choice: object) -> None:
-    assert callable(coupled_choice)
-    numbers = torch.zeros(2, dtype=torch.int64)
-    fitting = [torch.zeros(2, 5), torch.ones(2), numbers, numbers, numbers]
-
-    for position, tensor, message in (
-        (0, fitting[0][0], "scores has shape [5]; expected [rows, vocab]"),
-        (0, fitting[0][:, :0], "scores has shape [2, 0]; expected [rows, vocab]"),
-        (0, fitting[0].double(), "scores has dtype torch.float64; convert it to torch.float32"),
-        (1, fitting[1][:1], "temperatures has shape [1]; expected [2] as in scores"),
-        (1, fitting[1].half(), "temperatures has dtype torch.float16; convert it to torch.float32"),
-        (2, numbers.int(), "seeds has dtype torch.int32; convert it to torch.int64"),
-        (4, numbers.to("meta"), "positions is on meta and scores on cpu; move it there"),
-    ):
-        with pytest.raises(ValueError, match=re.escape(message)):
-            coupled_choice(*fitting[:position], tensor, *fitting[position + 1 :])
 
 
 def test_triton_refuses_strides() -> None:

@@ -76,14 +76,10 @@ X, WEIGHT = torch.zeros(2, 8), torch.zeros(5, 8)
 @pytest.mark.parametrize(
     ("x", "weight", "message"),
     [
-        (X[0], WEIGHT, r"x has shape \[8\]; expected \[rows, hidden\] or \[groups, rows, hidden\]"),
-        (X[None], WEIGHT, r"weight has shape \[5, 8\]; expected \[1, vocab, hidden\]"),
-        (X.expand(3, 2, 8), WEIGHT.expand(2, 5, 8), r"weight has shape \[2, 5, 8\]; expected \[3, vocab, hidden\]"),
-        (X, WEIGHT[:, :7], "weight has hidden size 7 and x 8; they must be equal"),
-        (X, WEIGHT[:0], r"weight has shape \[0, 8\]; no size may be 0"),
-        (X.double(), WEIGHT, r"x has dtype torch\.float64; use torch\.float16"),
-        (X, WEIGHT.half(), r"weight has dtype torch\.float16 and x torch\.float32"),
-        (X, WEIGHT.to("meta"), "weight is on meta and x on cpu; move it there"),
+        (X[None], WEIGHT, r"weight has shape \[5, 8\]; expected \[groups 1, vocab, hidden 8\]"),
+        (X.expand(3, 2, 8), WEIGHT.expand(2, 5, 8), r"weight has shape \[2, 5, 8\]; expected \[groups 3, vocab"),
+        (X, WEIGHT[:, :7], r"weight has shape \[5, 7\]; expected \[vocab 5, hidden 8\]"),
+        (X, WEIGHT[:0], r"weight has shape \[0, 8\]; expected .*, vocab 1 or more"),
     ],
 )
 def test_what_does_not_fit_is_refused(lm_head: Any, x: torch.Tensor, weight: torch.Tensor, message: str) -> None:
@@ -98,14 +94,11 @@ def test_triton_refuses_strides_and_buffers() -> None:
     with pytest.raises(ValueError, match=r"x has stride 32 over groups and 8 over 2 rows"):
         lm_head_triton(torch.zeros(3, 4, 8)[:, :2], WEIGHT.expand(3, 5, 8))
     for buffers, message in [
-        ({"logits": torch.zeros(2, 6)}, r"logits is \[2, 6\] torch\.float32 on cpu; expected \[2, 5\]"),
-        ({"logits": X[:, :5].half()}, r"logits is \[2, 5\] torch\.float16 on cpu; expected \[2, 5\] torch\.float32"),
-        (
-            {"stats": BlockStats.empty(2, 2, "cpu")},
-            r"stats\.values is \[2, 2\] torch\.float32 on cpu; expected \[2, 1\]",
-        ),
-        ({"stats": stats._replace(tokens=stats.tokens.long())}, r"stats\.tokens is \[2, 1\] torch\.int64"),
-        ({"stats": stats._replace(sums=X[:, :1])}, r"stats\.sums has strides \[8, 1\]; make it contiguous"),
+        ({"logits": torch.zeros(2, 6)}, r"logits has shape \[2, 6\]; expected \[all_rows 2, vocab 5\]"),
+        ({"logits": X[:, :5].half()}, r"logits has dtype torch\.float16; convert it to torch\.float32"),
+        ({"stats": BlockStats.empty(2, 2, "cpu")}, r"values has shape \[2, 2\]; expected \[rows 2, num_blocks 1\]"),
+        ({"stats": stats._replace(tokens=stats.tokens.long())}, r"tokens has dtype torch\.int64"),
+        ({"stats": stats._replace(sums=X[:, :1])}, r"sums has strides \[8, 1\] .*; make it contiguous"),
     ]:
         with pytest.raises(ValueError, match=message):
             lm_head_triton(X, WEIGHT, config=config, **buffers)

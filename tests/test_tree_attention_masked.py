@@ -55,7 +55,7 @@ def test_what_does_not_fit_is_refused() -> None:
         attend(window=3)
     with pytest.raises(ValueError, match=r"ancestor_words has dtype torch\.int32; convert it to torch.int64"):
         attend(ancestor_words=words.int())
-    with pytest.raises(ValueError, match=r"ancestor_words has shape \[2, 5\]; .* a tree has 256 nodes at most"):
+    with pytest.raises(ValueError, match=r"ancestor_words has shape \[2, 5\]; a tree has 256 nodes at most"):
         attend(ancestor_words=words.expand(2, 5))
     with pytest.raises(ValueError, match="row_slots are for a masked plan, and a masked plan needs them"):
         plan.refill(**inputs.plan)

@@ -151,15 +151,3 @@ def test_nan_and_infinity_are_reported(temperature: float, dtype: torch.dtype) -
 def test_a_temperature_that_is_no_number_is_reported() -> None:
     chosen = choose(random_inputs(2, 100)._replace(temperatures=torch.tensor([NAN, 1.0], device=DEVICE)))
     assert chosen.finite.tolist() == [False, True] and chosen.tokens[0] == 0
-
-
-def test_no_rows() -> None:
-    chosen = choose(Inputs(*(tensor[:0] for tensor in random_inputs(1, 5))))
-    assert len(chosen.tokens) == len(chosen.finite) == 0
-
-
-def test_inputs_are_not_changed() -> None:
-    inputs = random_inputs(3, 100)
-    before = [tensor.clone() for tensor in inputs]
-    choose(inputs)
-    assert all(torch.equal(tensor, copy) for tensor, copy in zip(inputs, before, strict=True))

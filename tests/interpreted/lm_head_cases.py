@@ -180,12 +180,6 @@ def test_its_summary_serves_row_topk(dtype: torch.dtype) -> None:
         assert top.finite.all()
 
 
-def test_no_rows() -> None:
-    x, weight = inputs(0, 20, 16, torch.float32)
-    out = lm_head_triton(x, weight, config=SMALL)
-    assert out.logits.shape == (0, 20) and out.stats.sums.shape == (0, 2)
-
-
 @pytest.mark.skipif(not INTERPRETED, reason="about the interpreter")
 def test_bfloat16_is_refused_in_the_interpreter() -> None:
     x, weight = inputs(1, 20, 16, torch.bfloat16)

@@ -47,9 +47,10 @@ def setting_of(kind: str) -> Setting:
 
 
 def check_no_rows(case: Case) -> None:
-    some = case.entry.rows_of(case.fresh(), [])
-    for name, tensor in case.entry.by_row(some, case.results(some, case.default)).items():
-        assert tensor.shape[case.entry.row_dim] == 0, name
+    entry, some = case.entry, case.entry.rows_of(case.fresh(), [])
+    for results in (case.results(some, case.default), entry.results_of(some, entry.ref(**some.arguments))):
+        for name, tensor in entry.by_row(some, results).items():
+            assert tensor.shape[entry.row_dim] == 0, name
 
 
 @pytest.mark.parametrize(("kind", "op"), PAIRS)

@@ -233,10 +233,6 @@ def test_splits_may_lie_in_a_larger_buffer() -> None:
     assert_turns(replace(inputs, qkv=buffer[:, :3]))
 
 
-def test_no_rows() -> None:
-    assert_turns(random_inputs(1, 24, 4, 2, torch.float32).rows(torch.arange(0)))
-
-
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 def test_a_captured_pass_replays_at_new_slots() -> None:
     inputs = random_inputs(5, 24, 4, 2, torch.float16, splits=2, groups=0)

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -206,7 +207,6 @@ def aot_report(
         targets, only, shapes: GPU targets, ops and model shapes to compile.
         fresh: whether to ignore cached results.
     """
-    from treespec.cli.compiling import CompileProgress
     from treespec_kernels.aot import compiler as aot
     from treespec_kernels.aot.binary_cache import ResultCache, cache_folder
 
@@ -214,10 +214,19 @@ def aot_report(
         cache = ResultCache(cache_folder(), reads=not fresh)
     except OSError:
         cache = None
-    with CompileProgress(targets, cache) as compiling:
+
+    def begin(plan: aot.Plan) -> None:
+        left, kept = plan.total - plan.known, "" if cache is None else f"; results are cached in {cache.folder}"
+        print(
+            f"compiling {left} of {plan.total} kernels for {', '.join(targets)} in {plan.processes} processes{kept}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    with _progress_bar("compiling") as show:
         try:
             return aot.compile_report(
-                targets, shapes, only, advance=compiling.advance, begin=compiling.begin, cache=cache, fresh=fresh
+                targets, shapes, only, advance=partial(show, ""), begin=begin, cache=cache, fresh=fresh
             )
         except ValueError as error:
             raise usage_error(str(error)) from error

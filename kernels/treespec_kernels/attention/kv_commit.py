@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from treespec_kernels.launch.arguments import check_arguments
 from treespec_kernels.launch.triton_launch import (
     block_of_head_dim,
     check_last_strides,
     check_launch,
-    check_tensors,
     require_triton,
 )
 
@@ -144,19 +144,11 @@ def check_kv_commit(
     paths: torch.Tensor,
     path_lens: torch.Tensor,
 ) -> None:
-    """Raise ValueError if a shape, dtype or device does not match. Values are never read, so this does not sync."""
-    if kv_cache.dim() != 6 or kv_cache.shape[1] != 2:
-        raise ValueError(
-            f"kv_cache has shape {list(kv_cache.shape)}; "
-            "expected [num_layers, 2, num_pages, num_kv_heads, page_size, head_dim]"
-        )
-    num_requests = page_table.shape[0] if page_table.dim() == 2 else -1
-    if num_requests < 0:
-        raise ValueError(f"page_table has shape {list(page_table.shape)}; expected [num_requests, max_pages]")
-    if paths.dim() != 2 or paths.shape[0] != num_requests:
-        raise ValueError(f"paths has shape {list(paths.shape)}; expected [{num_requests}, max_path] as in page_table")
-    for name, tensor in (("context_lens", context_lens), ("path_lens", path_lens)):
-        if tuple(tensor.shape) != (num_requests,):
-            raise ValueError(f"{name} has shape {list(tensor.shape)}; expected [{num_requests}] as in page_table")
-    named = {"page_table": page_table, "context_lens": context_lens, "paths": paths, "path_lens": path_lens}
-    check_tensors("kv_cache", kv_cache.device, torch.int32, **named)
+    """Raise ValueError if a shape, dtype or device does not match."""
+    check_arguments(
+        kv_cache=(kv_cache, "num_layers 2 num_pages num_kv_heads page_size head_dim", kv_cache.dtype),
+        page_table=(page_table, "num_requests max_pages", torch.int32),
+        context_lens=(context_lens, "num_requests", torch.int32),
+        paths=(paths, "num_requests max_path", torch.int32),
+        path_lens=(path_lens, "num_requests", torch.int32),
+    )

@@ -30,10 +30,11 @@ from treespec_kernels.attention.tree_attention_plan import (
     check_window,
     group_of,
 )
+from treespec_kernels.launch.arguments import check_arguments
+from treespec_kernels.launch.rows import check_contiguous
 from treespec_kernels.launch.triton_launch import (
     check_last_strides,
     check_launch,
-    check_tensors,
     require_triton,
     target_of,
 )
@@ -286,22 +287,19 @@ class DeviceLayout:
         row_slots: torch.Tensor,
         ancestors: torch.Tensor | None,
     ) -> None:
-        rows = (self.num_requests, self.rows_per_request)
-        if page_table.dim() != 2 or page_table.shape[0] != self.num_requests:
-            raise ValueError(
-                f"page_table has shape {list(page_table.shape)}; this layout is for [{self.num_requests}, max_pages]"
-            )
+        sizes = {"num_requests": self.num_requests, "rows_per_request": self.rows_per_request, "width": self.width}
+        rows = "num_requests rows_per_request"
+        check_arguments(
+            sizes,
+            slots=(self.slots, "_", torch.int64),
+            context_lens=(context_lens, "num_requests", torch.int32),
+            page_table=(page_table, "num_requests max_pages", torch.int32),
+            depths=(depths, rows, torch.int32),
+            row_slots=(row_slots, rows, torch.int32),
+            ancestors=(ancestors, f"{rows} width", torch.int32),
+        )
         check_last_strides(page_table=page_table)
-        named = {"context_lens": (context_lens, rows[:1]), "depths": (depths, rows), "row_slots": (row_slots, rows)}
-        if ancestors is not None:
-            named["ancestors"] = (ancestors, (*rows, self.width))
-        for name, (tensor, shape) in named.items():
-            if tuple(tensor.shape) != shape:
-                raise ValueError(f"{name} has shape {list(tensor.shape)}; this layout is for {list(shape)}")
-            if not tensor.is_contiguous():
-                raise ValueError(f"{name} has strides {tensor.stride()}; make it contiguous")
-        tables = {name: tensor for name, (tensor, _) in named.items()} | {"page_table": page_table}
-        check_tensors("the layout", self.slots.device, torch.int32, **tables)
+        check_contiguous(context_lens=context_lens, depths=depths, row_slots=row_slots, ancestors=ancestors)
 
 
 def constants(

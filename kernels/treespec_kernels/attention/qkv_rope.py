@@ -13,13 +13,12 @@ from typing import NamedTuple
 
 import torch
 
+from treespec_kernels.launch.arguments import check_arguments
 from treespec_kernels.launch.rows import (
     FLOAT_TYPES,
     by_row,
     check_contiguous,
-    check_devices,
-    check_parameter,
-    check_partials,
+    check_groups,
     rows_per_group,
     split_rows,
     sum_of_splits,
@@ -177,52 +176,23 @@ def check_qkv_rope(
     bias: torch.Tensor | None,
     norm: HeadNorm | None,
 ) -> None:
-    """Raise ValueError if a shape, dtype or device does not match. Values are never read, so this does not sync."""
-    if q_out.dim() != 3 or q_out.shape[2] == 0 or q_out.shape[2] % 2:
-        raise ValueError(f"q_out has shape {list(q_out.shape)}; expected [rows, num_heads, head_dim], head_dim even")
-    if q_out.dtype not in FLOAT_TYPES:
-        raise ValueError(f"q_out has dtype {q_out.dtype}; use torch.float32, torch.bfloat16 or torch.float16")
-    num_rows, num_heads, head_dim = q_out.shape
-    if kv_layer.dim() != 5 or kv_layer.shape[0] != 2 or kv_layer.shape[4] != head_dim:
-        raise ValueError(
-            f"kv_layer has shape {list(kv_layer.shape)}; expected [2, num_pages, num_kv_heads, page_size, {head_dim}]"
-        )
-    width = (num_heads + 2 * kv_layer.shape[2]) * head_dim
-    if qkv.dim() not in (2, 3) or tuple(qkv.shape[-2:]) != (num_rows, width):
-        raise ValueError(
-            f"qkv has shape {list(qkv.shape)}; expected [{num_rows}, {width}] or partials [splits, {num_rows}, {width}]"
-        )
-    if qkv.dim() == 3:
-        check_partials("qkv", qkv)
-    elif qkv.dtype != q_out.dtype:
-        raise ValueError(f"qkv has dtype {qkv.dtype} and q_out {q_out.dtype}; they must be equal")
-    if kv_layer.dtype != q_out.dtype:
-        raise ValueError(f"kv_layer has dtype {kv_layer.dtype} and q_out {q_out.dtype}; they must be equal")
-    if bias is not None:
-        check_parameter("bias", bias, num_rows, width, q_out.dtype)
-    if norm is not None:
-        held = torch.float32 if norm.q_weight.dtype == torch.float32 else q_out.dtype
-        check_parameter("norm.q_weight", norm.q_weight, num_rows, head_dim, held)
-        check_parameter("norm.k_weight", norm.k_weight, num_rows, head_dim, held)
-        if norm.q_weight.shape != norm.k_weight.shape:
-            raise ValueError(
-                f"norm.k_weight has shape {list(norm.k_weight.shape)}; expected that of norm.q_weight, "
-                f"{list(norm.q_weight.shape)}"
-            )
-        check_devices(q_out.device, **{"norm.q_weight": norm.q_weight, "norm.k_weight": norm.k_weight})
-    if rotation is not None and rotation.dtype != torch.float32:
-        raise ValueError(f"rotation has dtype {rotation.dtype}; convert it to {torch.float32}")
-    if rotation is not None and (rotation.dim() != 3 or tuple(rotation.shape[1:]) != (2, head_dim)):
-        raise ValueError(f"rotation has shape {list(rotation.shape)}; expected [max_positions, 2, {head_dim}]")
-    for name, tensor in (("positions", positions), ("slots", slots)):
-        if tuple(tensor.shape) != (num_rows,):
-            raise ValueError(
-                f"{name} has shape {list(tensor.shape)}; expected [{num_rows}] as q_out has {num_rows} rows"
-            )
-    expected = {"positions": torch.int32, "slots": torch.int64}
-    for (name, dtype), tensor in zip(expected.items(), (positions, slots), strict=True):
-        if tensor.dtype != dtype:
-            raise ValueError(f"{name} has dtype {tensor.dtype}; convert it to {dtype}")
-    check_devices(
-        q_out.device, qkv=qkv, rotation=rotation, positions=positions, slots=slots, kv_layer=kv_layer, bias=bias
+    """Raise ValueError if a shape, dtype or device does not match."""
+    dtype, q_weight = q_out.dtype, None if norm is None else norm.q_weight
+    heads = q_out.shape[1] + 2 * kv_layer.shape[2] if q_out.dim() == 3 and kv_layer.dim() == 5 else 0
+    width = {"width": heads * q_out.shape[-1]}
+    held = torch.float32 if q_weight is not None and q_weight.dtype == torch.float32 else dtype
+    sizes = check_arguments(
+        width,
+        q_out=(q_out, "rows num_heads head_dim+", FLOAT_TYPES),
+        kv_layer=(kv_layer, "2 num_pages num_kv_heads page_size head_dim", dtype),
+        qkv=(qkv, "(splits+) rows width", torch.float32 if qkv.dim() == 3 else dtype),
+        bias=(bias, "(groups+) width", dtype),
+        q_weight=(q_weight, "(norm_groups+) head_dim", held),
+        k_weight=(None if norm is None else norm.k_weight, "(norm_groups) head_dim", held),
+        rotation=(rotation, "max_positions 2 head_dim", torch.float32),
+        positions=(positions, "rows", torch.int32),
+        slots=(slots, "rows", torch.int64),
     )
+    if sizes["head_dim"] % 2:
+        raise ValueError(f"q_out has shape {list(q_out.shape)}; expected an even head_dim")
+    check_groups(sizes["rows"], sizes.get("groups"), sizes.get("norm_groups"))

@@ -20,12 +20,11 @@ from treespec_kernels.attention.tree_attention_plan import PlanCapacity as PlanC
 from treespec_kernels.attention.tree_attention_plan import TreeAttentionPlan as TreeAttentionPlan
 from treespec_kernels.attention.tree_attention_plan import check_window
 from treespec_kernels.attention.tree_attention_plan import plan_tree_attention as plan_tree_attention
+from treespec_kernels.launch.arguments import check_arguments
 from treespec_kernels.launch.triton_launch import (
     block_of_head_dim,
-    check_alike,
     check_last_strides,
     check_launch,
-    check_tensors,
     launch_options,
     require_triton,
 )
@@ -76,8 +75,7 @@ def tree_attention_ref(
     Raises:
         ValueError: a shape, dtype or device does not match, or the window is empty.
     """
-    check_pass(q, k_cache, v_cache, PassTables(row_request, context_lens, page_table, depths))
-    check_ancestors(q, ancestors)
+    check_pass(q, k_cache, v_cache, PassTables(row_request, context_lens, page_table, depths), ancestors=ancestors)
     check_window(window)
     check_cap("score_cap", score_cap)
     page_size, group = k_cache.shape[2], q.shape[1] // k_cache.shape[1]
@@ -127,8 +125,7 @@ def tree_attention_triton(
         ValueError: a shape, dtype, stride or device does not match, or triton cannot run on the tensors.
     """
     tables = PassTables(row_request, context_lens, page_table, depths)
-    check_pass(q, k_cache, v_cache, tables)
-    check_ancestors(q, ancestors)
+    check_pass(q, k_cache, v_cache, tables, ancestors=ancestors)
     check_plan(q, k_cache, out, window, False, plan)
     check_cap("score_cap", score_cap)
     check_last_strides(ancestors=ancestors)
@@ -260,38 +257,26 @@ def check_plan(
         raise ValueError(f"out is {list(out.shape)} {out.dtype} on {out.device}; expected that of q")
 
 
-def check_ancestors(q: torch.Tensor, ancestors: torch.Tensor) -> None:
-    """Raise ValueError if the shape, dtype or device of `ancestors` does not match q's rows."""
-    if ancestors.dim() != 2 or ancestors.shape[0] != len(q):
-        raise ValueError(f"ancestors has shape {list(ancestors.shape)}; expected [{len(q)}, max_depth + 1]")
-    check_tensors("q", q.device, torch.int32, ancestors=ancestors)
+def check_pass(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, tables: PassTables, **seen: torch.Tensor
+) -> None:
+    """Raise ValueError if a shape, dtype or device does not match.
 
-
-def check_pass(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, tables: PassTables) -> None:
-    """Raise ValueError if a shape, dtype or device does not match. Values are never read, so this does not sync.
-
-    Shared by `tree_attention` and `tree_attention_masked`.
+    Shared by `tree_attention` and `tree_attention_masked`, whose table of what a row attends to is `seen`.
     """
-    row_request, context_lens, page_table, depths = tables
-    if q.dim() != 3:
-        raise ValueError(f"q has shape {list(q.shape)}; expected [num_rows, num_heads, head_dim]")
-    num_rows, num_heads, head_dim = q.shape
-    if k_cache.dim() != 4 or k_cache.shape != v_cache.shape:
-        raise ValueError(
-            f"k_cache has shape {list(k_cache.shape)} and v_cache {list(v_cache.shape)}; "
-            "expected [num_pages, num_kv_heads, page_size, head_dim] for both"
-        )
-    if k_cache.shape[3] != head_dim:
-        raise ValueError(f"q has head_dim {head_dim} and the cache {k_cache.shape[3]}; they must be equal")
-    if num_heads % k_cache.shape[1]:
-        raise ValueError(f"{num_heads} query heads are not a multiple of the cache's {k_cache.shape[1]} KV heads")
-    if page_table.dim() != 2 or tuple(context_lens.shape) != (page_table.shape[0],):
-        raise ValueError(
-            f"page_table has shape {list(page_table.shape)} and context_lens {list(context_lens.shape)}; "
-            "expected [num_requests, max_pages] and [num_requests]"
-        )
-    for name, tensor in (("row_request", row_request), ("depths", depths)):
-        if tuple(tensor.shape) != (num_rows,):
-            raise ValueError(f"{name} has shape {list(tensor.shape)}; expected [{num_rows}] as q has {num_rows} rows")
-    check_alike("q", q, k_cache=k_cache, v_cache=v_cache)
-    check_tensors("q", q.device, torch.int32, **tables._asdict())
+    cache = "num_pages num_kv_heads page_size head_dim"
+    sizes = check_arguments(
+        q=(q, "num_rows num_heads head_dim", q.dtype),
+        k_cache=(k_cache, cache, q.dtype),
+        v_cache=(v_cache, cache, q.dtype),
+        row_request=(tables.row_request, "num_rows", torch.int32),
+        context_lens=(tables.context_lens, "num_requests", torch.int32),
+        page_table=(tables.page_table, "num_requests max_pages", torch.int32),
+        depths=(tables.depths, "num_rows", torch.int32),
+        **{name: (table, "num_rows width+", SEEN[name]) for name, table in seen.items()},
+    )
+    if sizes["num_heads"] % sizes["num_kv_heads"]:
+        raise ValueError(f"{sizes['num_heads']} query heads are not a multiple of {sizes['num_kv_heads']} KV heads")
+
+
+SEEN = {"ancestors": torch.int32, "ancestor_words": torch.int64}

@@ -22,7 +22,7 @@ from treespec_kernels.attention.tree_attention import (
     tree_attention_ref,
 )
 from treespec_kernels.attention.tree_attention_plan import MAX_NODES, TreeAttentionPlan, check_window
-from treespec_kernels.launch.triton_launch import check_last_strides, check_tensors, require_triton
+from treespec_kernels.launch.triton_launch import check_last_strides, require_triton
 
 WORD_BITS = 64
 
@@ -105,16 +105,11 @@ def tree_attention_masked_triton(
         ValueError: a shape, dtype, stride or device does not match, or triton cannot run on the tensors.
     """
     tables = PassTables(row_request, context_lens, page_table, depths)
-    check_pass(q, k_cache, v_cache, tables)
+    check_pass(q, k_cache, v_cache, tables, ancestor_words=ancestor_words)
     check_plan(q, k_cache, out, window, True, plan)
     check_cap("score_cap", score_cap)
-    most = num_words(MAX_NODES)
-    if ancestor_words.dim() != 2 or ancestor_words.shape[0] != len(q) or not 1 <= ancestor_words.shape[1] <= most:
-        raise ValueError(
-            f"ancestor_words has shape {list(ancestor_words.shape)}; expected [{len(q)}, words] with 1 to {most} "
-            f"words: a tree has {MAX_NODES} nodes at most"
-        )
-    check_tensors("q", q.device, torch.int64, ancestor_words=ancestor_words)
+    if ancestor_words.shape[1] > num_words(MAX_NODES):
+        raise ValueError(f"ancestor_words has shape {list(ancestor_words.shape)}; a tree has {MAX_NODES} nodes at most")
     check_last_strides(ancestor_words=ancestor_words)
     require_triton("tree_attention_masked")
     from treespec_kernels.attention.tree_attention_masked_kernels import attend_masked_items

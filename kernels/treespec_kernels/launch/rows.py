@@ -32,30 +32,11 @@ def sum_of_splits(x: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def check_parameter(name: str, parameter: torch.Tensor, num_rows: int, width: int, dtype: torch.dtype) -> None:
-    """Raise ValueError if `parameter` is not [width] or [groups, width] with groups that divide the rows."""
-    if parameter.dim() not in (1, 2) or parameter.shape[-1] != width or parameter.numel() == 0:
-        raise ValueError(f"{name} has shape {list(parameter.shape)}; expected [{width}] or [groups, {width}]")
-    if parameter.dim() == 2 and num_rows % parameter.shape[0]:
-        raise ValueError(f"{name} has {parameter.shape[0]} groups, which do not divide {num_rows} rows")
-    if parameter.dtype != dtype:
-        raise ValueError(f"{name} has dtype {parameter.dtype}; convert it to {dtype}")
-
-
-def check_partials(name: str, x: torch.Tensor) -> None:
-    """Raise ValueError if `x` is not fp32 [splits, rows, width] with one split or more."""
-    if x.shape[0] == 0 or x.dtype != torch.float32:
-        raise ValueError(
-            f"{name} has shape {list(x.shape)} and dtype {x.dtype}; "
-            "expected [splits, rows, width] partial sums in torch.float32, one split or more"
-        )
-
-
-def check_devices(device: torch.device, **tensors: torch.Tensor | None) -> None:
-    """Raise ValueError if a tensor is not on `device`."""
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.device != device:
-            raise ValueError(f"{name} is on {tensor.device} and the rows on {device}; move it there")
+def check_groups(num_rows: int, *groups: int | None) -> None:
+    """Raise ValueError if the rows cannot be divided evenly among the groups of a parameter."""
+    for count in groups:
+        if count is not None and num_rows % count:
+            raise ValueError(f"a parameter has {count} groups, which do not divide {num_rows} rows")
 
 
 def check_contiguous(**tensors: torch.Tensor | None) -> None:

@@ -163,24 +163,6 @@ def check_last_strides(**tensors: torch.Tensor) -> None:
             raise ValueError(f"{name} has stride {tensor.stride(-1)} over its last dimension; make it contiguous")
 
 
-def check_tensors(of: str, device: torch.device, dtype: torch.dtype, **tensors: torch.Tensor) -> None:
-    """Raise ValueError if a tensor has another dtype, or another device than the tensor named `of`."""
-    for name, tensor in tensors.items():
-        if tensor.dtype != dtype:
-            raise ValueError(f"{name} has dtype {tensor.dtype}; convert it to {dtype}")
-        if tensor.device != device:
-            raise ValueError(f"{name} is on {tensor.device} and {of} on {device}; move it there")
-
-
-def check_alike(of: str, like: torch.Tensor, **tensors: torch.Tensor | None) -> None:
-    """Raise ValueError if a tensor's dtype or device differs from that of `like`, the tensor named `of`."""
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.dtype != like.dtype:
-            raise ValueError(f"{name} has dtype {tensor.dtype} and {of} {like.dtype}; they must be equal")
-        if tensor is not None and tensor.device != like.device:
-            raise ValueError(f"{name} is on {tensor.device} and {of} on {like.device}; move it there")
-
-
 def check_launch(op: str, kernel: object, tensor: torch.Tensor) -> None:
     """Raise ValueError if `kernel` cannot run on the tensor's device."""
     import triton

@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 import torch
 
+from treespec_kernels.launch.arguments import check_arguments
+from treespec_kernels.launch.rows import FLOAT_TYPES, check_contiguous
 from treespec_kernels.launch.triton_launch import (
-    check_alike,
     check_last_strides,
     check_launch,
     launch_options,
@@ -26,8 +27,6 @@ from treespec_kernels.launch.triton_launch import (
 )
 from treespec_kernels.linear.activations import soft_cap
 from treespec_kernels.linear.row_tiles import RowTile, RowTiledConfig, fewer_stages, larger_tiles
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class BlockStats(NamedTuple):
@@ -94,7 +93,7 @@ class LmHeadConfig(RowTiledConfig):
         Raises:
             ValueError: the dtype or a size is not supported.
         """
-        if dtype not in _DTYPES:
+        if dtype not in FLOAT_TYPES:
             raise ValueError(f"dtype {dtype} is not supported; use float16, bfloat16 or float32")
         for name, size in (("vocab_size", vocab_size), ("hidden_size", hidden_size)):
             if size < 1:
@@ -192,7 +191,7 @@ def lm_head_triton(
     Raises:
         ValueError: a shape, dtype, stride or device does not match, or triton cannot run on the tensors.
     """
-    check_lm_head(x, weight, logit_cap)
+    check_lm_head(x, weight, logit_cap, logits)
     vocab, hidden = weight.shape[-2:]
     config = config or LmHeadConfig.default(x.dtype, vocab, hidden, target_of(x.device))
     grouped_x = x if x.dim() == 3 else x[None]
@@ -203,7 +202,7 @@ def lm_head_triton(
     num_blocks = -(-vocab // config.block_n)
     if stats is None:
         stats = BlockStats.empty(groups * num_rows, num_blocks, x.device)
-    _check_outputs(x, groups * num_rows, vocab, num_blocks, logits, stats)
+    check_block_stats(stats, groups * num_rows, num_blocks, x)
     check_last_strides(x=x, weight=weight, logits=logits)
     if groups > 1 and num_rows and grouped_x.stride(0) != num_rows * grouped_x.stride(1):
         raise ValueError(
@@ -238,46 +237,28 @@ def lm_head_triton(
     return LmHead(logits, stats)
 
 
-def _check_outputs(
-    x: torch.Tensor, num_rows: int, vocab: int, num_blocks: int, logits: torch.Tensor, stats: BlockStats
+def check_block_stats(stats: BlockStats, num_rows: int, num_blocks: int, like: torch.Tensor) -> None:
+    """Raise ValueError if `stats` is not a summary of `num_rows` rows and `num_blocks` blocks beside `like`."""
+    check_arguments(
+        {"rows": num_rows, "num_blocks": num_blocks},
+        logits=(like, "..", like.dtype),
+        values=(stats.values, "rows num_blocks", torch.float32),
+        tokens=(stats.tokens, "rows num_blocks", torch.int32),
+        sums=(stats.sums, "rows num_blocks", torch.float32),
+    )
+    check_contiguous(**stats._asdict())
+
+
+def check_lm_head(
+    x: torch.Tensor, weight: torch.Tensor, logit_cap: float | None = None, logits: torch.Tensor | None = None
 ) -> None:
-    if (tuple(logits.shape), logits.dtype, logits.device) != ((num_rows, vocab), x.dtype, x.device):
-        raise ValueError(
-            f"logits is {list(logits.shape)} {logits.dtype} on {logits.device}; "
-            f"expected {[num_rows, vocab]} {x.dtype} on {x.device}"
-        )
-    check_block_stats(stats, num_rows, num_blocks, x.device)
-
-
-def check_block_stats(stats: BlockStats, num_rows: int, num_blocks: int, device: torch.device) -> None:
-    """Raise ValueError if `stats` is not a summary of `num_rows` rows and `num_blocks` blocks."""
-    for name, tensor in stats._asdict().items():
-        dtype = torch.int32 if name == "tokens" else torch.float32
-        if (tuple(tensor.shape), tensor.dtype, tensor.device) != ((num_rows, num_blocks), dtype, device):
-            raise ValueError(
-                f"stats.{name} is {list(tensor.shape)} {tensor.dtype} on {tensor.device}; "
-                f"expected {[num_rows, num_blocks]} {dtype} on {device}"
-            )
-        if not tensor.is_contiguous():
-            raise ValueError(f"stats.{name} has strides {list(tensor.stride())}; make it contiguous")
-
-
-def check_lm_head(x: torch.Tensor, weight: torch.Tensor, logit_cap: float | None = None) -> None:
-    """Raise ValueError if a shape, dtype or device does not match. Values are never read, so this does not sync."""
+    """Raise ValueError if a shape, dtype or device does not match."""
     if logit_cap is not None and not logit_cap > 0:
         raise ValueError(f"logit_cap is {logit_cap}; it must be above 0, or None for no cap")
-    if x.dim() not in (2, 3):
-        raise ValueError(f"x has shape {list(x.shape)}; expected [rows, hidden] or [groups, rows, hidden]")
-    if weight.dim() != x.dim() or weight.shape[:-2] != x.shape[:-2]:
-        expected = ["vocab", "hidden"] if x.dim() == 2 else [x.shape[0], "vocab", "hidden"]
-        raise ValueError(
-            f"weight has shape {list(weight.shape)}; expected [{', '.join(map(str, expected))}] as x has "
-            f"{list(x.shape)}"
-        )
-    if weight.shape[-1] != x.shape[-1]:
-        raise ValueError(f"weight has hidden size {weight.shape[-1]} and x {x.shape[-1]}; they must be equal")
-    if 0 in weight.shape:
-        raise ValueError(f"weight has shape {list(weight.shape)}; no size may be 0")
-    if x.dtype not in _DTYPES:
-        raise ValueError(f"x has dtype {x.dtype}; use torch.float16, torch.bfloat16 or torch.float32")
-    check_alike("x", x, weight=weight)
+    groups = "groups " * (x.dim() == 3)
+    check_arguments(
+        {"all_rows": x.shape[:-1].numel()},
+        x=(x, f"{groups}rows hidden+", FLOAT_TYPES),
+        weight=(weight, f"{groups}vocab+ hidden", x.dtype),
+        logits=(logits, "all_rows vocab", x.dtype),
+    )

@@ -12,17 +12,16 @@ residual (Gemma 2).
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
+from treespec_kernels.launch.arguments import check_arguments
 from treespec_kernels.launch.rows import (
     FLOAT_TYPES,
     by_row,
     check_contiguous,
-    check_devices,
-    check_parameter,
-    check_partials,
+    check_groups,
     rows_per_group,
     split_rows,
     sum_of_splits,
@@ -193,41 +192,20 @@ def check_rms_norm(
     shift: torch.Tensor | None,
     post_weight: torch.Tensor | None,
 ) -> None:
-    """Raise ValueError if a shape, dtype or device does not match. Values are never read, so this does not sync."""
-    if x.dim() not in (2, 3) or x.shape[-1] == 0:
-        raise ValueError(f"x has shape {list(x.shape)}; expected [rows, hidden] or partials [splits, rows, hidden]")
-    if weight.dtype not in FLOAT_TYPES:
-        raise ValueError(
-            f"weight has dtype {weight.dtype}; convert it to torch.float32, torch.bfloat16 or torch.float16"
-        )
+    """Raise ValueError if a shape, dtype or device does not match."""
     if kind not in get_args(NormKind):
         raise ValueError(f"kind is {kind!r}; use one of {', '.join(get_args(NormKind))}")
-    num_rows, hidden = x.shape[-2:]
-    dtype = _dtype_of(x, weight, residual, kind)
-    if kind == "rms_plus_one" and weight.dtype != torch.float32:
-        raise ValueError(f"weight has dtype {weight.dtype}; for {kind!r} it must be 1 + w in torch.float32")
-    if x.dim() == 3:
-        check_partials("x", x)
-    elif x.dtype != dtype:
-        raise ValueError(f"x has dtype {x.dtype} and weight {dtype}; they must be equal")
-    if residual is None and (x.dim() == 3 or bias is not None):
-        raise ValueError("residual is None; partials and a bias need a residual to be added to")
-    if residual is None and post_weight is not None:
-        raise ValueError("residual is None; post_weight norms what is added to a residual")
-    check_parameter("weight", weight, num_rows, hidden, weight.dtype)
-    if bias is not None:
-        check_parameter("bias", bias, num_rows, hidden, dtype)
-    for name, tensor in (("shift", shift), ("post_weight", post_weight)):
-        if tensor is not None and (tensor.shape, tensor.dtype) != (weight.shape, weight.dtype):
-            raise ValueError(
-                f"{name} has shape {list(tensor.shape)} and dtype {tensor.dtype}; "
-                f"expected {list(weight.shape)} in {weight.dtype} as of weight"
-            )
-    for name, tensor in (("residual", residual), ("out", out)):
-        if tensor is not None and (tuple(tensor.shape), tensor.dtype) != ((num_rows, hidden), dtype):
-            raise ValueError(
-                f"{name} has shape {list(tensor.shape)} and dtype {tensor.dtype}; "
-                f"expected [{num_rows}, {hidden}] in {dtype}"
-            )
-    tensors = {"weight": weight, "residual": residual, "bias": bias, "shift": shift, "post_weight": post_weight}
-    check_devices(x.device, **tensors, out=out)
+    dtype: Any = _dtype_of(x, weight, residual, kind)
+    dtype = dtype if dtype in FLOAT_TYPES else FLOAT_TYPES
+    sizes = check_arguments(
+        weight=(weight, "(groups+) hidden+", torch.float32 if kind == "rms_plus_one" else FLOAT_TYPES),
+        x=(x, "(splits+) rows hidden", torch.float32 if x.dim() == 3 else dtype),
+        residual=(residual, "rows hidden", dtype),
+        bias=(bias, "(bias_groups+) hidden", dtype),
+        shift=(shift, "(groups) hidden", weight.dtype),
+        post_weight=(post_weight, "(groups) hidden", weight.dtype),
+        out=(out, "rows hidden", dtype),
+    )
+    check_groups(sizes["rows"], sizes.get("groups"), sizes.get("bias_groups"))
+    if residual is None and (x.dim() == 3 or bias is not None or post_weight is not None):
+        raise ValueError("residual is None; partials, a bias and a post_weight need a residual to be added to")

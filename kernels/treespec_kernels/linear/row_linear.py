@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from treespec_kernels.launch.rows import alignment, check_alignment, group_stride, row_strides
+from treespec_kernels.launch.arguments import check_arguments
+from treespec_kernels.launch.rows import FLOAT_TYPES, alignment, check_alignment, group_stride, row_strides
 from treespec_kernels.launch.triton_launch import (
-    check_alike,
     check_last_strides,
     check_launch,
     launch_options,
@@ -25,7 +25,6 @@ from treespec_kernels.launch.triton_launch import (
 from treespec_kernels.linear.activations import ACTIVATIONS
 from treespec_kernels.linear.quantized import QuantizedWeight, dequantized
 from treespec_kernels.linear.quantized_row_linear import multiply_quantized_triton, quantized_default
-from treespec_kernels.linear.row_linear_config import SUPPORTED
 from treespec_kernels.linear.row_linear_config import RowLinearConfig as RowLinearConfig
 
 REDUCE_BLOCK = 256  # features per program of `add_splits`: 16 programs for one row of 4,096
@@ -110,20 +109,16 @@ def row_linear_triton(
     Raises:
         ValueError: a shape, dtype, stride, alignment or device does not match, or triton cannot run on the tensors.
     """
-    check_row_linear(x, weight, bias=bias, residual=residual, silu_gate=silu_gate, activation=activation)
+    check_row_linear(x, weight, bias=bias, residual=residual, silu_gate=silu_gate, activation=activation, out=out)
     out_features, in_features = weight.shape[-2:]
-    features = out_features // 2 if silu_gate else out_features
     if config is None and isinstance(weight, QuantizedWeight):
         target = target_of(x.device)
         config = quantized_default(x.dtype, out_features, in_features, weight.group, weight.bits, target)
     config = config or RowLinearConfig.default(x.dtype, out_features, in_features, silu_gate, target_of(x.device))
     if out is None:
-        out = x.new_empty(*x.shape[:-1], features)
-    _check_out(x, out, (*x.shape[:-1], features))
-    bytes_out = alignment(x.element_size(), features)
-    tensors = {"out": out} if residual is None else {"out": out, "residual": residual}
-    check_last_strides(**tensors, **({} if bias is None else {"bias": bias}))
-    check_alignment(bytes_out, **tensors)
+        out = x.new_empty(*x.shape[:-1], out_features // (1 + silu_gate))
+    elif out.numel() and 0 != out.data_ptr() == x.data_ptr():  # 0 on "meta"
+        raise ValueError("out starts where x does, which other programs still read; pass separate memory")
     epilogue = _epilogue(bias, residual, silu_gate, activation, out)
     if config.split_k == 1 and not isinstance(weight, QuantizedWeight):
         # An absent argument is never read; pass any tensor of the same dtype.
@@ -331,29 +326,13 @@ def _multiply(
     )
 
 
-def _check_out(x: torch.Tensor, out: torch.Tensor, shape: tuple[int, ...]) -> None:
-    if (tuple(out.shape), out.dtype, out.device) != (shape, x.dtype, x.device):
-        raise ValueError(
-            f"out is {list(out.shape)} {out.dtype} on {out.device}; expected {list(shape)} {x.dtype} on {x.device}"
-        )
-    if out.numel() and 0 != out.data_ptr() == x.data_ptr():  # 0 on "meta"
-        raise ValueError("out starts where x does, which other programs still read; pass separate memory")
-
-
 def _check_activated(product: torch.Tensor, bias: torch.Tensor | None, silu_gate: bool, activation: str | None) -> None:
-    if activation is not None and activation not in ACTIVATIONS:
-        raise ValueError(f"activation is {activation!r}; use one of {', '.join(ACTIVATIONS)}, or None")
-    if product.dim() not in (2, 3) or product.dtype not in SUPPORTED:
-        raise ValueError(
-            f"product is {list(product.shape)} {product.dtype}; expected [rows, out_features] or "
-            "[groups, rows, out_features] in float32, bfloat16 or float16"
-        )
-    *groups, _, out_features = product.shape
-    if silu_gate and out_features % 2:
-        raise ValueError(f"silu_gate needs as many gates as ups, and the product has {out_features} features")
-    if bias is not None and list(bias.shape) != [*groups, out_features]:
-        raise ValueError(f"bias has shape {list(bias.shape)}; expected {[*groups, out_features]} as in the product")
-    check_alike("product", product, bias=bias)
+    groups = "groups " * (product.dim() == 3)
+    check_arguments(
+        product=(product, f"{groups}rows out_features", FLOAT_TYPES),
+        bias=(bias, f"{groups}out_features", product.dtype),
+    )
+    _check_activation(product.shape[-1], silu_gate, activation)
 
 
 def _check_workspace(workspace: torch.Tensor, x: torch.Tensor, size: int) -> None:
@@ -375,31 +354,29 @@ def check_row_linear(
     residual: torch.Tensor | None = None,
     silu_gate: bool = False,
     activation: str | None = None,
+    out: torch.Tensor | None = None,
 ) -> None:
-    """Raise ValueError if a shape, dtype or device does not match. Values are never read, so this does not sync."""
-    if activation is not None and activation not in ACTIVATIONS:
-        raise ValueError(f"activation is {activation!r}; use one of {', '.join(ACTIVATIONS)}, or None")
-    if len(weight.shape) not in (2, 3) or 0 in weight.shape:
-        raise ValueError(
-            f"weight has shape {list(weight.shape)}; expected [out_features, in_features] or "
-            "[groups, out_features, in_features], each 1 or more"
-        )
-    *groups, out_features, in_features = weight.shape
-    if x.dim() != len(weight.shape) or list(x.shape[:-2]) != groups or x.shape[-1] != in_features:
-        expected = ", ".join(map(str, [*groups, "rows", in_features]))
-        raise ValueError(f"x has shape {list(x.shape)}; expected [{expected}] as the weight is {list(weight.shape)}")
-    if x.dtype not in SUPPORTED:
-        raise ValueError(f"x has dtype {x.dtype}; convert it to torch.float32, torch.bfloat16 or torch.float16")
-    if silu_gate and out_features % 2:
-        raise ValueError(f"silu_gate needs as many gates as ups, and the weight has {out_features} rows")
-    if bias is not None and list(bias.shape) != [*groups, out_features]:
-        raise ValueError(f"bias has shape {list(bias.shape)}; expected {[*groups, out_features]} as in the weight")
-    features = out_features // 2 if silu_gate else out_features
-    if residual is not None and list(residual.shape) != [*x.shape[:-1], features]:
-        raise ValueError(f"residual has shape {list(residual.shape)}; expected {[*x.shape[:-1], features]}")
+    """Raise ValueError if a shape, dtype or device does not match."""
+    groups, known = "groups " * (len(weight.shape) == 3), {"features": weight.shape[-2:][0] // (1 + silu_gate)}
+    held: torch.Tensor | None = None
     if isinstance(weight, QuantizedWeight):
         weight.check()
-        if weight.values.device != x.device:
-            raise ValueError(f"weight is on {weight.values.device} and x on {x.device}; move it there")
-    dense = None if isinstance(weight, QuantizedWeight) else weight
-    check_alike("x", x, weight=dense, bias=bias, residual=residual)
+        held = weight.values
+        known |= dict(zip((*groups.split(), "out_features", "in_features"), weight.shape, strict=True))
+    check_arguments(
+        known,
+        x=(x, f"{groups}rows in_features+", FLOAT_TYPES),
+        weight=(weight if held is None else None, f"{groups}out_features+ in_features", x.dtype),
+        values=(held, "..", (torch.int8, torch.uint8)),
+        bias=(bias, f"{groups}out_features", x.dtype),
+        residual=(residual, f"{groups}rows features", x.dtype),
+        out=(out, f"{groups}rows features", x.dtype),
+    )
+    _check_activation(weight.shape[-2], silu_gate, activation)
+
+
+def _check_activation(out_features: int, silu_gate: bool, activation: str | None) -> None:
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}; use one of {', '.join(ACTIVATIONS)}, or None")
+    if silu_gate and out_features % 2:
+        raise ValueError(f"silu_gate needs as many gates as ups, and the weight has {out_features} rows")

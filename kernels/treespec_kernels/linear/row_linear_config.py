@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from treespec_kernels.launch.rows import FLOAT_TYPES
 from treespec_kernels.launch.triton_launch import has_tensor_memory, shared_bytes
 from treespec_kernels.linear.row_tiles import MULTIPROCESSORS, RowTile, RowTiledConfig, fewer_stages, larger_tiles
-
-SUPPORTED = (torch.float16, torch.bfloat16, torch.float32)
 
 AMD_STAGES = 3  # they fit in the 64 KB of gfx942; the number of stages does not affect bits
 
@@ -82,7 +81,7 @@ class RowLinearConfig(RowTiledConfig):
         Raises:
             ValueError: the dtype is not supported, or a size is below 1.
         """
-        if dtype not in SUPPORTED:
+        if dtype not in FLOAT_TYPES:
             raise ValueError(f"dtype {dtype} is not supported; use float16, bfloat16 or float32")
         if out_features < 1 or in_features < 1:
             raise ValueError(f"the weight is [{out_features}, {in_features}]; both must be 1 or more")

@@ -19,8 +19,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from treespec_kernels.launch.arguments import check_arguments
 from treespec_kernels.launch.rows import FLOAT_TYPES
-from treespec_kernels.launch.triton_launch import check_last_strides, check_launch, check_tensors, require_triton
+from treespec_kernels.launch.triton_launch import check_last_strides, check_launch, require_triton
 
 BLOCK_V = 1024  # tokens per program: one Philox block of 8 per thread, 126 programs for one row of 128 k
 NUM_WARPS = 4
@@ -181,14 +182,6 @@ def block_of_blocks(vocab: int) -> int:
     return 1 << (-(-vocab // BLOCK_V) - 1).bit_length()
 
 
-def check_rows_of_vocab(name: str, rows: torch.Tensor) -> None:
-    """Raise ValueError if `rows` is not [rows, vocab] in a floating dtype that the kernels support."""
-    if rows.dim() != 2 or rows.shape[1] == 0:
-        raise ValueError(f"{name} has shape {list(rows.shape)}; expected [rows, vocab] with a vocab of 1 or more")
-    if rows.dtype not in FLOAT_TYPES:
-        raise ValueError(f"{name} has dtype {rows.dtype}; convert it to torch.float32, torch.bfloat16 or torch.float16")
-
-
 def check_coupled_choice(
     scores: torch.Tensor,
     temperatures: torch.Tensor,
@@ -196,11 +189,11 @@ def check_coupled_choice(
     samples: torch.Tensor,
     positions: torch.Tensor,
 ) -> None:
-    """Raise ValueError if a shape, dtype or device does not match. Values are never read, so this does not sync."""
-    check_rows_of_vocab("scores", scores)
-    integers = {"seeds": seeds, "samples": samples, "positions": positions}
-    for name, tensor in ({"temperatures": temperatures} | integers).items():
-        if tuple(tensor.shape) != scores.shape[:1]:
-            raise ValueError(f"{name} has shape {list(tensor.shape)}; expected [{scores.shape[0]}] as in scores")
-    check_tensors("scores", scores.device, torch.float32, temperatures=temperatures)
-    check_tensors("scores", scores.device, torch.int64, **integers)
+    """Raise ValueError if a shape, dtype or device does not match."""
+    check_arguments(
+        scores=(scores, "rows vocab+", FLOAT_TYPES),
+        temperatures=(temperatures, "rows", torch.float32),
+        seeds=(seeds, "rows", torch.int64),
+        samples=(samples, "rows", torch.int64),
+        positions=(positions, "rows", torch.int64),
+    )

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from treespec_kernels.launch.triton_launch import check_last_strides, check_launch, check_tensors, require_triton
-from treespec_kernels.sampling.coupled_choice import check_rows_of_vocab
+from treespec_kernels.launch.arguments import check_arguments
+from treespec_kernels.launch.rows import FLOAT_TYPES, check_contiguous
+from treespec_kernels.launch.triton_launch import check_last_strides, check_launch, require_triton
 
 IN_PROMPT = 1 << 30  # added to the count of a token that occurs in the prompt
 SCORE_BLOCK, SCORE_WARPS = 1024, 4  # tokens per program of `transform_scores`: many programs for few rows
@@ -152,31 +153,19 @@ def block_of(vocab: int, most: int) -> int:
 
 def check_logit_transforms(logits: torch.Tensor, inputs: TransformInputs) -> int:
     """Return the rows per request; raise ValueError if a shape, dtype or device does not match."""
-    check_rows_of_vocab("logits", logits)
-    rows, vocab = logits.shape
-    requests = len(inputs.numbers)
-    if requests == 0 or rows % requests:
-        raise ValueError(f"numbers has {requests} requests, of which {rows} rows of logits are no multiple")
-    slots = len(inputs.biases)
-    shapes: dict[str, tuple[int | None, ...]] = {
-        "numbers": (requests, 6),
-        "options": (requests, 3),
-        "end_tokens": (requests, None),
-        "positions": (rows,),
-        "paths": (rows, None),
-        "biases": (slots, vocab),
-        "counts": (slots, vocab),
-    }
-    for name, tensor in inputs._asdict().items():
-        expected = shapes[name]
-        if tensor.dim() != len(expected) or any(
-            n not in (None, m) for n, m in zip(expected, tensor.shape, strict=True)
-        ):
-            raise ValueError(f"{name} has shape {list(tensor.shape)}; expected {list(expected)}")
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} has strides {list(tensor.stride())}; make it contiguous")
-    check_tensors("logits", logits.device, torch.float32, numbers=inputs.numbers, biases=inputs.biases)
-    integers = {name: getattr(inputs, name) for name in ("options", "end_tokens", "paths", "counts")}
-    check_tensors("logits", logits.device, torch.int32, **integers)
-    check_tensors("logits", logits.device, torch.int64, positions=inputs.positions)
-    return rows // requests
+    sizes = check_arguments(
+        logits=(logits, "rows vocab+", FLOAT_TYPES),
+        numbers=(inputs.numbers, "requests+ 6", torch.float32),
+        options=(inputs.options, "requests 3", torch.int32),
+        end_tokens=(inputs.end_tokens, "requests _", torch.int32),
+        positions=(inputs.positions, "rows", torch.int64),
+        paths=(inputs.paths, "rows _", torch.int32),
+        biases=(inputs.biases, "slots vocab", torch.float32),
+        counts=(inputs.counts, "slots vocab", torch.int32),
+    )
+    check_contiguous(**inputs._asdict())
+    if sizes["rows"] % sizes["requests"]:
+        raise ValueError(
+            f"numbers has {sizes['requests']} requests, of which {sizes['rows']} rows of logits are no multiple"
+        )
+    return sizes["rows"] // sizes["requests"]

@@ -16,9 +16,11 @@ from typing import NamedTuple
 
 import torch
 
+from treespec_kernels.launch.arguments import check_arguments
+from treespec_kernels.launch.rows import FLOAT_TYPES
 from treespec_kernels.launch.triton_launch import check_last_strides, check_launch, require_triton
 from treespec_kernels.linear.lm_head import BlockStats, check_block_stats
-from treespec_kernels.sampling.coupled_choice import check_coupled_choice, check_rows_of_vocab, coupled_values_ref
+from treespec_kernels.sampling.coupled_choice import check_coupled_choice, coupled_values_ref
 
 MAX_K = 16
 BLOCK = 128  # tokens per block; a vocabulary of 128 k has 1,002 blocks, of which at most 2,048 tokens are compared
@@ -106,7 +108,7 @@ def row_topk_triton(
     block = _checked_block(block, vocab, stats)
     num_blocks = -(-vocab // block)
     if stats is not None:
-        check_block_stats(stats, rows, num_blocks, logits.device)
+        check_block_stats(stats, rows, num_blocks, logits)
     require_triton("row_topk")
     from treespec_kernels.sampling import row_topk_kernels as kernels
 
@@ -189,8 +191,8 @@ def check_row_topk(
     samples: torch.Tensor | None,
     positions: torch.Tensor | None,
 ) -> None:
-    """Raise ValueError if k, a shape, dtype or device does not match. Values are never read, so this does not sync."""
-    check_rows_of_vocab("logits", logits)
+    """Raise ValueError if k, a shape, dtype or device does not match, or some arguments of the noise are missing."""
+    check_arguments(logits=(logits, "rows vocab+", FLOAT_TYPES))
     if not 1 <= k <= min(MAX_K, logits.shape[1]):
         raise ValueError(f"k is {k}; it must be 1 to {MAX_K} and at most the vocabulary's {logits.shape[1]}")
     noise = {"temperatures": temperatures, "seeds": seeds, "samples": samples, "positions": positions}

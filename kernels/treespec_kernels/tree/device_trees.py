@@ -19,6 +19,8 @@ from typing import NamedTuple
 
 import torch
 
+from treespec_kernels.launch.arguments import check_arguments
+from treespec_kernels.launch.rows import check_contiguous
 from treespec_kernels.tree.growth_limits import SEEDS
 
 SEED_BIT = MAX_SSMS = 30  # an int32 mask has one bit per SSM, one for the seeds, and the sign
@@ -99,7 +101,7 @@ class DeviceForest:
                 "grow less"
             )
         shapes = _shapes_of_forest(*self.cand_tokens.shape, self.frontier_width, self.num_seeds)
-        _check(self, shapes, self.cand_tokens.device)
+        _check(self, shapes)
 
     @classmethod
     def allocate(
@@ -236,7 +238,7 @@ class DeviceTrees:
         requests, nodes, _ = self.ancestors.shape
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(self.__dataclass_fields__, (requests, nodes))
         shapes |= {"ancestors": tuple(self.ancestors.shape), "num_nodes": (requests,)}
-        _check(self, shapes, self.ancestors.device)
+        _check(self, shapes)
 
     @classmethod
     def allocate(
@@ -291,21 +293,15 @@ def _dtype_of(name: str) -> torch.dtype:
     return torch.float32 if name.endswith("values") else torch.int32
 
 
-def _check(state: DeviceForest | DeviceTrees, shapes: dict[str, tuple[int, ...]], device: torch.device) -> None:
+def _check(state: DeviceForest | DeviceTrees, shapes: dict[str, tuple[int, ...]]) -> None:
     """Raise ValueError if a tensor of the state does not match.
 
     This runs once, at construction, so that the launches of a round need no checks.
     """
-    for name, shape in shapes.items():
-        tensor, dtype = getattr(state, name), _dtype_of(name)
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} has shape {list(tensor.shape)}; expected {list(shape)}")
-        if tensor.dtype != dtype:
-            raise ValueError(f"{name} has dtype {tensor.dtype}; convert it to {dtype}")
-        if tensor.device != device:
-            raise ValueError(f"{name} is on {tensor.device} and others on {device}; move it there")
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} has strides {tensor.stride()}; make it contiguous")
+    tensors = {name: getattr(state, name) for name in shapes}
+    sizes = {name: " ".join(map(str, shape)) for name, shape in shapes.items()}
+    check_arguments(**{name: (tensor, sizes[name], _dtype_of(name)) for name, tensor in tensors.items()})
+    check_contiguous(**tensors)
 
 
 def block_of(size: int) -> int:
@@ -314,28 +310,14 @@ def block_of(size: int) -> int:
 
 
 def check_proposed(forest: DeviceForest, proposed: ProposedTrees) -> None:
-    """Raise ValueError if proposed trees do not match the forest. Values are never read."""
-    shape, device = (forest.num_requests, forest.num_seeds), forest.levels.device
-    for name, tensor in proposed._asdict().items():
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"proposed.{name} has shape {list(tensor.shape)}; expected {list(shape)} as in the forest")
-        if not tensor.is_contiguous():
-            raise ValueError(f"proposed.{name} has strides {tensor.stride()}; make it contiguous")
-        own = torch.float32 if name in ("probs", "ratios") else torch.int32
-        check_tensor(f"proposed.{name}", tensor, device, own)
-
-
-def check_per_request(num_requests: int, device: torch.device, **tensors: tuple[torch.Tensor, torch.dtype]) -> None:
-    """Raise ValueError if a [B] tensor has another shape, dtype or device. Values are never read."""
-    for name, (tensor, dtype) in tensors.items():
-        if tuple(tensor.shape) != (num_requests,):
-            raise ValueError(f"{name} has shape {list(tensor.shape)}; expected [{num_requests}], one for each request")
-        check_tensor(name, tensor, device, dtype)
-
-
-def check_tensor(name: str, tensor: torch.Tensor, device: torch.device, *dtypes: torch.dtype) -> None:
-    """Raise ValueError if a tensor has another dtype or device."""
-    if tensor.dtype not in dtypes:
-        raise ValueError(f"{name} has dtype {tensor.dtype}; convert it to {' or '.join(map(str, dtypes))}")
-    if tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device} and the trees on {device}; move it there")
+    """Raise ValueError if proposed trees do not match the forest."""
+    shape = "requests seeds"
+    check_arguments(
+        {"requests": forest.num_requests, "seeds": forest.num_seeds},
+        levels=(forest.levels, "requests", torch.int32),
+        tokens=(proposed.tokens, shape, torch.int32),
+        parents=(proposed.parents, shape, torch.int32),
+        probs=(proposed.probs, shape, torch.float32),
+        ratios=(proposed.ratios, shape, torch.float32),
+    )
+    check_contiguous(**proposed._asdict())

@@ -31,6 +31,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from treespec_kernels.launch.arguments import check_arguments
 from treespec_kernels.launch.triton_launch import check_last_strides, check_launch, require_triton
 from treespec_kernels.tree.device_trees import (
     EMPTY_FOREST,
@@ -40,7 +41,6 @@ from treespec_kernels.tree.device_trees import (
     ProposedTrees,
     block_of,
     check_proposed,
-    check_tensor,
     tensors_of,
 )
 from treespec_kernels.tree.growth_limits import MAX_MIXTURE, MIN_MIXTURE, frontier_width
@@ -226,25 +226,20 @@ def check_tree_merge(
     end_tokens: torch.Tensor,
     proposed: ProposedTrees,
 ) -> None:
-    """Raise ValueError if a shape, dtype or device does not match. Values are never read, so this does not sync."""
-    requests, width = forest.num_requests, forest.frontier_width
-    shape = tuple(tokens.shape)
-    if len(shape) != 4 or shape[1:3] != (requests, width) or (shape[0] + 1) * width * shape[3] != forest.candidates:
+    """Raise ValueError if a shape, dtype or device does not match."""
+    width = forest.frontier_width
+    sizes = check_arguments(
+        {"B": forest.num_requests, "F": width},
+        levels=(forest.levels, "B", torch.int32),
+        tokens=(tokens, "G B F C", torch.int32),
+        probs=(probs, "G B F C", torch.float32),
+        weights=(weights, "B G", torch.float32),
+        end_tokens=(end_tokens, "B _", torch.int32),
+    )
+    if (sizes["G"] + 1) * width * sizes["C"] != forest.candidates:
         raise ValueError(
-            f"tokens has shape {list(shape)}; expected [G, {requests}, {width}, C] with (G + 1) * {width} * C = "
-            f"{forest.candidates} candidates as in the forest"
+            f"tokens has shape {list(tokens.shape)}; expected [G, {sizes['B']}, {width}, C] with (G + 1) * {width} * C "
+            f"= {forest.candidates} candidates as in the forest"
         )
-    if shape[0] > MAX_SSMS:
-        raise ValueError(f"tokens has shape {list(shape)}, of {shape[0]} SSMs; masks hold at most {MAX_SSMS}")
-    if tuple(probs.shape) != shape:
-        raise ValueError(f"probs has shape {list(probs.shape)}; expected {list(shape)} as in tokens")
-    if tuple(weights.shape) != (requests, shape[0]):
-        raise ValueError(f"weights has shape {list(weights.shape)}; expected {[requests, shape[0]]}, [B, G]")
-    if end_tokens.dim() != 2 or end_tokens.shape[0] != requests:
-        raise ValueError(f"end_tokens has shape {list(end_tokens.shape)}; expected [{requests}, E]")
-    device = forest.levels.device
-    for name, tensor in (("tokens", tokens), ("end_tokens", end_tokens)):
-        check_tensor(name, tensor, device, torch.int32)
-    for name, tensor in (("probs", probs), ("weights", weights)):
-        check_tensor(name, tensor, device, torch.float32)
+    assert sizes["G"] <= MAX_SSMS, "a forest of as many SSMs cannot be allocated"
     check_proposed(forest, proposed)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import torch
 
+from treespec_kernels.launch.arguments import check_arguments
 from treespec_kernels.launch.triton_launch import check_last_strides, check_launch, require_triton
-from treespec_kernels.tree.device_trees import EMPTY_FOREST, DeviceForest, block_of, check_per_request, tensors_of
+from treespec_kernels.tree.device_trees import EMPTY_FOREST, DeviceForest, block_of, tensors_of
 
 BLOCK_Q = 1024  # candidates cleared per program
 NUM_WARPS = 4
@@ -66,5 +67,5 @@ def tree_root_triton(forest: DeviceForest, root_tokens: torch.Tensor) -> None:
 
 
 def check_tree_root(forest: DeviceForest, root_tokens: torch.Tensor) -> None:
-    """Raise ValueError if the shape, dtype or device of `root_tokens` does not match. Values are never read."""
-    check_per_request(forest.num_requests, forest.levels.device, root_tokens=(root_tokens, torch.int32))
+    """Raise ValueError if the shape, dtype or device of `root_tokens` does not match."""
+    check_arguments(levels=(forest.levels, "B", torch.int32), root_tokens=(root_tokens, "B", torch.int32))

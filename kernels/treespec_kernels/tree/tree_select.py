@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from treespec_kernels.launch.arguments import check_arguments
 from treespec_kernels.launch.triton_launch import check_last_strides, check_launch, require_triton
 from treespec_kernels.tree.device_trees import (
     SEED_BIT,
@@ -27,7 +28,6 @@ from treespec_kernels.tree.device_trees import (
     DeviceTrees,
     ProposedTrees,
     block_of,
-    check_per_request,
     check_proposed,
     tensors_of,
 )
@@ -207,32 +207,25 @@ def check_tree_select(
     out: DeviceTrees | None,
 ) -> DeviceTrees:
     """Raise ValueError if an argument does not match, without reading values. Return `out`, or new trees if None."""
-    requests, device = forest.num_requests, forest.levels.device
     check_proposed(forest, proposed)
-    check_per_request(
-        requests,
-        device,
-        root_tokens=(root_tokens, torch.int32),
-        least_values=(least_values, torch.float32),
-        max_depths=(max_depths, torch.int32),
+    check_arguments(
+        levels=(forest.levels, "B", torch.int32),
+        root_tokens=(root_tokens, "B", torch.int32),
+        least_values=(least_values, "B", torch.float32),
+        max_depths=(max_depths, "B", torch.int32),
+        nodes=(nodes if isinstance(nodes, torch.Tensor) else None, "B", torch.int32),
     )
     if isinstance(nodes, torch.Tensor):
-        check_per_request(requests, device, nodes=(nodes, torch.int32))
         if out is None:
             raise ValueError(
                 "nodes is a tensor, whose values the host does not read; pass out, which sets the most nodes"
             )
-    elif nodes < 1:
-        raise ValueError(f"nodes is {nodes}; expected 1 or more, as the root counts")
+    elif nodes < 1 or (out is not None and nodes > out.max_nodes):
+        raise ValueError(f"nodes is {nodes}; expected 1 or more, and at most the nodes of out")
     elif out is None:
-        return DeviceTrees.allocate(requests, nodes=nodes, max_depth=forest.max_depth, device=device)
-    elif nodes > out.max_nodes:
-        raise ValueError(f"nodes is {nodes}; out holds {out.max_nodes}")
-    if (out.num_requests, out.max_depth) != (requests, forest.max_depth):
-        raise ValueError(
-            f"out has {out.num_requests} requests and depth {out.max_depth}; expected {requests} and "
-            f"{forest.max_depth} as in the forest"
-        )
-    if out.ancestors.device != device:
-        raise ValueError(f"out is on {out.ancestors.device} and the forest on {device}; move it there")
+        device = forest.levels.device
+        return DeviceTrees.allocate(forest.num_requests, nodes=nodes, max_depth=forest.max_depth, device=device)
+    width = {"width": forest.max_depth + 1}
+    levels = forest.levels, "B", torch.int32
+    check_arguments(width, levels=levels, ancestors=(out.ancestors, "B _ width", torch.int32))
     return out

@@ -14,8 +14,10 @@ from typing import NamedTuple
 
 import torch
 
+from treespec_kernels.launch.arguments import check_arguments
+from treespec_kernels.launch.rows import check_contiguous
 from treespec_kernels.launch.triton_launch import check_last_strides, check_launch, require_triton
-from treespec_kernels.tree.device_trees import DeviceTrees, block_of, check_tensor
+from treespec_kernels.tree.device_trees import DeviceTrees, block_of
 
 
 class Walk(NamedTuple):
@@ -150,17 +152,17 @@ def warps_of(constants: dict[str, int]) -> int:
 
 def check_tree_walk(trees: DeviceTrees, choices: torch.Tensor, finite: torch.Tensor, out: Walk | None) -> Walk:
     """Raise ValueError if an argument does not match, without reading values. Return `out`, or a new walk if None."""
-    shape, device = (trees.num_requests, trees.max_nodes), trees.ancestors.device
-    for name, tensor in (("choices", choices), ("finite", finite)):
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} has shape {list(tensor.shape)}; expected {list(shape)} as the trees")
-    check_tensor("choices", choices, device, torch.int32, torch.int64)
-    check_tensor("finite", finite, device, torch.bool)
+    check_arguments(
+        ancestors=(trees.ancestors, "B N width", torch.int32),
+        choices=(choices, "B N", (torch.int32, torch.int64)),
+        finite=(finite, "B N", torch.bool),
+    )
     if out is None:
-        return Walk.allocate(shape[0], max_depth=trees.max_depth, device=device)
-    for name, tensor in out._asdict().items():
-        expected = shape[:1] if name.endswith("lens") else (shape[0], trees.max_depth + 1)
-        if tuple(tensor.shape) != expected or not tensor.is_contiguous():
-            raise ValueError(f"out.{name} has shape {list(tensor.shape)}; expected {list(expected)}, contiguous")
-        check_tensor(f"out.{name}", tensor, device, torch.int32)
+        return Walk.allocate(trees.num_requests, max_depth=trees.max_depth, device=trees.ancestors.device)
+    written = {
+        name: (tensor, "B" if name.endswith("lens") else "B width", torch.int32)
+        for name, tensor in out._asdict().items()
+    }
+    check_arguments(ancestors=(trees.ancestors, "B N width", torch.int32), **written)
+    check_contiguous(**out._asdict())
     return out

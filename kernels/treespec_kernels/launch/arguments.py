@@ -1,0 +1,61 @@
+"""The check of an op's tensors: one table of shapes and dtypes for each op."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+import torch
+
+Argument = tuple[torch.Tensor | None, str, "torch.dtype | tuple[torch.dtype, ...]"]
+
+
+def check_arguments(known: Mapping[str, int] | None = None, /, **arguments: Argument) -> dict[str, int]:
+    """Check shapes, dtypes and devices, and return the sizes by name. Values are never read, so this does not sync.
+
+    Args:
+        known: sizes that are given, by name.
+        arguments: by name, a tensor (None if absent), its shape and its valid dtypes. A shape consists of numbers,
+            names, which stand for one size in all shapes, and "_" for any size; ".." is any shape. A name with "+" must
+            not be 0. A first name in parentheses may be absent: "(groups) rows in+".
+
+    Raises:
+        ValueError: a tensor does not fit, or is on another device than the first.
+    """
+    sizes = dict(known or {})
+    first, device = "", None
+    for name, (tensor, shape, dtypes) in arguments.items():
+        if tensor is None:
+            continue
+        optional, tokens = _parsed(shape)
+        size = tensor.shape
+        own = tokens[1:] if optional and len(size) == len(tokens) - 1 else tokens
+        fits = len(size) == len(own) or shape == ".."
+        for (token, number, is_positive), n in zip(own, size, strict=False) if fits else ():
+            expected = sizes.setdefault(token, n) if number is None and token not in ("_", "..") else number
+            fits = fits and (expected is None or n == expected) and (n > 0 or not is_positive)
+        if not fits:
+            raise ValueError(f"{name} has shape {list(size)}; expected {_described(own, sizes)}")
+        valid = dtypes if isinstance(dtypes, tuple) else (dtypes,)
+        if tensor.dtype not in valid:
+            raise ValueError(f"{name} has dtype {tensor.dtype}; convert it to {' or '.join(map(str, valid))}")
+        if device is None:
+            first, device = name, tensor.device
+        if tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device} and {first} on {device}; move it there")
+    return sizes
+
+
+@lru_cache(maxsize=256)
+def _parsed(shape: str) -> tuple[bool, list[tuple[str, int | None, bool]]]:
+    words = shape.split()
+    tokens = [word.strip("()+") for word in words]
+    numbers = [int(token) if token.isdigit() else None for token in tokens]
+    positive = ["+" in word for word in words]
+    return shape.startswith("("), list(zip(tokens, numbers, positive, strict=True))
+
+
+def _described(tokens: list[tuple[str, int | None, bool]], sizes: dict[str, int]) -> str:
+    shown = [token if token not in sizes else f"{token} {sizes[token]}" for token, _, _ in tokens]
+    needed = [token for token, _, is_positive in tokens if is_positive]
+    return f"[{', '.join(shown)}]" + (f", {' and '.join(needed)} 1 or more" if needed else "")

@@ -46,11 +46,11 @@ from treespec.models.triton_decoder import TritonDecoder
 from treespec.startup.plan_memory import GPU_PREFILL_CHUNKS
 from treespec.text.prompt_files import read_prompts
 from treespec.tree import TokenTree
-from treespec_kernels.aot.kernel_spec import KernelShape
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 from treespec_kernels.launch.graph_capture import GraphMemory, capture_replay
 from treespec_kernels.launch.switches import VARIABLE, without
 from treespec_kernels.linear.quantized import WeightForm
+from treespec_kernels.ops.shapes import KernelShape
 from treespec_kernels.tuning import workloads
 from treespec_kernels.tuning.clock import CudaClock
 from treespec_kernels.tuning.testing import tree_parents

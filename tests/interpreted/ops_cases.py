@@ -11,8 +11,9 @@ import torch
 from tests.interpreted.common import DEVICE, INTERPRETED
 from treespec_kernels.linear.quantized import WeightForm
 from treespec_kernels.ops import OPS, cases_of
-from treespec_kernels.ops.op import Case, mapped, named_tensors, same_bits
+from treespec_kernels.ops.op import Case, mapped, named_tensors
 from treespec_kernels.ops.shapes import KernelShape, Setting
+from treespec_kernels.tuning.testing import same_bits
 
 pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 

@@ -179,6 +179,8 @@ def launches_of(op: str, shape: KernelShape, target: str) -> list[Launch]:
             own = replace(shape, quantized=form)
             setting = Setting(own, torch.device("meta"), nodes=_NODES, requests=2, compiled_for=target)
             for case in cases_of(name, setting):
+                if pdl and not _takes_pdl(case.entry.run):
+                    continue
                 for launch in _launches_of(case, pdl):
                     launches.setdefault(repr(launch.binary), launch)
                 case.release()
@@ -192,7 +194,7 @@ def _takes_pdl(run: Callable[..., Any]) -> bool:
 def _launches_of(case: Case, pdl: bool) -> Iterator[Launch]:
     """Yield a case's launches, with every tile of its default configuration."""
     config = case.default
-    options = {"pdl": True} if pdl and _takes_pdl(case.entry.run) else {}
+    options = {"pdl": True} if pdl else {}
     tiles = [config.with_tile(tile) for tile in config.tiles] if getattr(config, "larger", ()) else [config]
     firsts: list[Launch] = []
     for index, own in enumerate(tiles):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from treespec_kernels.ops.shapes import Setting
-from treespec_kernels.tuning.testing import assert_close
+from treespec_kernels.tuning.testing import assert_close, bits
 
 # (max error, rms error) relative to the RMS of the expected result, for results that are rounded once to the dtype.
 BOUNDS = {torch.float32: (1e-4, 1e-5), torch.float16: (2e-2, 2e-3), torch.bfloat16: (1e-1, 1e-2)}
@@ -287,15 +287,3 @@ def equal(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
         raise AssertionError(
             f"{what} differs at {len(wrong)} places, first {at}: {actual[at].item()}, expected {expected[at].item()}"
         )
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether tensors of one dtype are bit-identical: equal NaNs are, +0 and -0 are not."""
-    return torch.equal(bits(one), bits(other))
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bits of a tensor as integers."""
-    if not tensor.is_floating_point():
-        return tensor
-    return tensor.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])

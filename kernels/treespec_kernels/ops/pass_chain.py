@@ -21,9 +21,9 @@ from treespec_kernels.linear.lm_head import BlockStats, LmHeadConfig, lm_head_tr
 from treespec_kernels.linear.rms_norm import rms_norm_triton
 from treespec_kernels.linear.row_linear import row_linear_partials_triton, row_linear_triton
 from treespec_kernels.ops.linear import EPS, PLAIN, key_of, layer_case, random_weight
-from treespec_kernels.ops.op import Case, Inputs, Op, Results, same_bits
+from treespec_kernels.ops.op import Case, Inputs, Op, Results
 from treespec_kernels.ops.shapes import PAGE_SIZE, Setting
-from treespec_kernels.tuning.testing import TreeAttentionInputs, tree_attention_inputs, tree_parents
+from treespec_kernels.tuning.testing import TreeAttentionInputs, same_bits, tree_attention_inputs, tree_parents
 
 LAYERS = 4
 REPLAYS = 50  # runs of the check, with all memory poisoned between them

@@ -46,6 +46,18 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, *, max_error: flo
     raise AssertionError("\n".join(lines))
 
 
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether tensors of one dtype are bit-identical: equal NaNs are, +0 and -0 are not."""
+    return torch.equal(bits(one), bits(other))
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bits of a tensor as integers."""
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
 def tree_parents(kind: str, num_nodes: int, generator: torch.Generator) -> list[int]:
     """Return the parents of a "chain", a "star" (all nodes are children of the root) or a "random" tree.
 

@@ -97,7 +97,7 @@ def test_a_small_cache_still_has_a_curve() -> None:
     small.engine.check_integrity()
 
 
-TILES = 1, 2, 4, 8, 16, 17, 32
+TILES = 1, 2, 4, 6, 8, 16, 17, 32
 
 
 @pytest.mark.parametrize(

@@ -103,11 +103,11 @@ void multiply_integers(const Linear& layer, int64_t panel, const Activations& x,
         for (int64_t j = 0; j < COLUMNS; j++) {
             const int64_t factors = (panel * groups + g) * PANEL + (PART * COLUMNS + j) * LANES;
             const vec scale = load<vec>(layer.scale + factors);
-            const float* zero = layer.zero ? layer.zero + factors : nullptr;
+            const vec zero = layer.zero ? load<vec>(layer.zero + factors) : vec{};
             for (int64_t r = 0; r < ROWS; r++) {
                 const int64_t i = (row + r) * groups + g;
                 const vec sum = __builtin_convertvector(acc[r][j] - OFFSET * x.sums[i], vec);
-                total[r][j] = add_group(total[r][j], sum, scale * x.scales[i], zero, float(x.sums[i]));
+                total[r][j] = add_group(total[r][j], sum, scale * x.scales[i], layer.zero, zero, float(x.sums[i]));
             }
         }
     }

@@ -102,29 +102,58 @@ template <class V, size_t ROWS> inline void clear(V (&sums)[ROWS][COLUMNS]) {
 // Keeps the compiler from holding an array in registers that the next loop needs for its own sums.
 template <class T> inline void keep_in_memory(T& array) { asm volatile("" : "+m"(array)); }
 
-// Adds the products of a part of a panel with inputs [begin, end), or with those of a chain. w: the part's weights of
-// the first of them. next: to prefetch, `fetched` scalars in every step of the first chain.
-template <int ROWS, int CHAIN>
+// Computes even + odd, the sums of a block's chains. body(first, last, acc): adds the products of the chains
+// [first, last) to acc[last - first]. Few rows have both chains in registers; of more, the first is put aside.
+template <int ROWS, class Body>
+inline __attribute__((always_inline)) void sum_chains(Body body, vec (&sum)[ROWS][COLUMNS]) {
+    constexpr std::integral_constant<int, 0> EVEN;
+    constexpr std::integral_constant<int, 1> ODD;
+    constexpr std::integral_constant<int, 2> END;
+    if constexpr (2 * ROWS <= FEW) {
+        vec acc[2][ROWS][COLUMNS];
+        clear(acc[0]), clear(acc[1]);
+        body(EVEN, END, acc);
+        for (int64_t r = 0; r < ROWS; r++)
+            for (int64_t j = 0; j < COLUMNS; j++) sum[r][j] = acc[0][r][j] + acc[1][r][j];
+    } else {
+        vec acc[1][ROWS][COLUMNS], even[ROWS][COLUMNS];
+        clear(acc[0]);
+        body(EVEN, ODD, acc);
+        std::memcpy(even, acc, sizeof even);
+        keep_in_memory(even);
+        clear(acc[0]);
+        body(ODD, END, acc);
+        for (int64_t r = 0; r < ROWS; r++)
+            for (int64_t j = 0; j < COLUMNS; j++) sum[r][j] = even[r][j] + acc[0][r][j];
+    }
+}
+
+// Adds the products of a part of a panel with inputs [begin, end), of the chains [FIRST, LAST). w: the part's weights
+// of the first of them. next: to prefetch, `fetched` scalars in every step of the first chain.
+template <int ROWS, int FIRST, int LAST>
 inline __attribute__((always_inline)) void accumulate(const scalar* w, const factor* x, int64_t k, int64_t begin,
                                                       int64_t end, const scalar* next, int64_t fetched,
-                                                      vec (&acc)[ROWS][COLUMNS]) {
+                                                      vec (&acc)[LAST - FIRST][ROWS][COLUMNS]) {
+    if (begin >= end) __builtin_unreachable();  // otherwise the sums of no inputs are written to memory first
     for (int64_t i = begin; i < end; i += PAIR, w += PAIR * PANEL, next += fetched) {
-        for (int64_t j = 0; CHAIN == 0 && j < COLUMNS * LANES; j += 16) __builtin_prefetch(next + PAIR * j);
+        for (int64_t j = 0; FIRST == 0 && j < COLUMNS * LANES; j += 16) __builtin_prefetch(next + PAIR * j);
 #if IN_PAIRS
         for (int64_t r = 0; r < ROWS; r++) {
             const __m512bh pair = (__m512bh)_mm512_set1_epi32(load<int32_t>(x + r * k + i));
             for (int64_t j = 0; j < COLUMNS; j++)
-                acc[r][j] = (vec)_mm512_dpbf16_ps((__m512)acc[r][j], load<__m512bh>(w + 2 * LANES * j), pair);
+                acc[0][r][j] = (vec)_mm512_dpbf16_ps((__m512)acc[0][r][j], load<__m512bh>(w + 2 * LANES * j), pair);
         }
 #else
-        vec now[COLUMNS];
-        for (int64_t j = 0; j < COLUMNS; j++) {
-            const uvec bits = load<uvec>(w + PAIR * LANES * j);
-            now[j] = (vec)(PAIR == 1 ? bits : CHAIN == 0 ? bits << 16 : high_half(bits));
-        }
-        for (int64_t r = 0; r < ROWS; r++) {
-            const vec factors = splat(x[r * k + i + CHAIN]);
-            for (int64_t j = 0; j < COLUMNS; j++) acc[r][j] = fma(now[j], factors, acc[r][j]);
+        for (int64_t t = FIRST; t < LAST; t++) {
+            vec now[COLUMNS];
+            for (int64_t j = 0; j < COLUMNS; j++) {
+                const uvec bits = load<uvec>(w + PAIR * LANES * j);
+                now[j] = (vec)(PAIR == 1 ? bits : t == 0 ? bits << 16 : high_half(bits));
+            }
+            for (int64_t r = 0; r < ROWS; r++) {
+                const vec factors = splat(x[r * k + i + t]);
+                for (int64_t j = 0; j < COLUMNS; j++) acc[t - FIRST][r][j] = fma(now[j], factors, acc[t - FIRST][r][j]);
+            }
         }
 #endif
     }
@@ -135,23 +164,22 @@ template <int ROWS>
 inline __attribute__((always_inline)) void add_products(const scalar* w, const factor* x, int64_t k, int64_t begin,
                                                         int64_t end, const scalar* next, int64_t fetched,
                                                         vec (*sums)[VECS], int64_t column) {
-    vec acc[ROWS][COLUMNS];
     if constexpr (CHAINS == 1) {
-        for (int64_t r = 0; r < ROWS; r++) std::memcpy(acc[r], sums[r] + column, sizeof acc[r]);
-        accumulate<ROWS, 0>(w, x, k, begin, end, next, fetched, acc);
-        for (int64_t r = 0; r < ROWS; r++) std::memcpy(sums[r] + column, acc[r], sizeof acc[r]);
+        vec acc[1][ROWS][COLUMNS];
+        for (int64_t r = 0; r < ROWS; r++) std::memcpy(acc[0][r], sums[r] + column, sizeof acc[0][r]);
+        accumulate<ROWS, 0, 1>(w, x, k, begin, end, next, fetched, acc);
+        for (int64_t r = 0; r < ROWS; r++) std::memcpy(sums[r] + column, acc[0][r], sizeof acc[0][r]);
     } else {
         for (int64_t last; begin < end; begin = last) {
             last = std::min(begin + BLOCK, end);
-            clear(acc);
-            accumulate<ROWS, 0>(w, x, k, begin, last, next, fetched, acc);
-            vec even[ROWS][COLUMNS];
-            std::memcpy(even, acc, sizeof acc);
-            keep_in_memory(even);
-            clear(acc);
-            accumulate<ROWS, 1>(w, x, k, begin, last, next, fetched, acc);
+            vec sum[ROWS][COLUMNS];
+            sum_chains(
+                [&](auto first_chain, auto last_chain, auto& acc) {
+                    accumulate<ROWS, first_chain, last_chain>(w, x, k, begin, last, next, fetched, acc);
+                },
+                sum);
             for (int64_t r = 0; r < ROWS; r++)
-                for (int64_t j = 0; j < COLUMNS; j++) sums[r][column + j] += even[r][j] + acc[r][j];
+                for (int64_t j = 0; j < COLUMNS; j++) sums[r][column + j] += sum[r][j];
             w += (last - begin) * PANEL, next += (last - begin) / PAIR * fetched;
         }
     }

@@ -62,35 +62,51 @@ inline __attribute__((always_inline)) void unpack(const uint8_t* from, [[maybe_u
 #endif
 }
 
-// Adds the products of inputs [begin, end), or of those of a chain. next: to prefetch in the first chain.
-template <int BITS, int ROWS, int PART, int CHAIN>
+// Adds the products of inputs [begin, end), of the chains [FIRST, LAST). next: to prefetch with the first chain.
+template <int BITS, int ROWS, int PART, int FIRST, int LAST>
 inline __attribute__((always_inline)) void accumulate_steps(const uint8_t* w, const factor* x, int64_t k, int64_t begin,
                                                             int64_t end, const uint8_t* next,
-                                                            vec (&acc)[ROWS][COLUMNS]) {
-    constexpr int64_t READ = step_bytes(BITS) / PARTS;
-    constexpr int64_t FROM = CHAINS == 1 ? 0 : CHAIN, TO = CHAINS == 1 ? STEP : CHAIN + 1;
+                                                            vec (&acc)[LAST - FIRST][ROWS][COLUMNS]) {
+    constexpr int64_t READ = step_bytes(BITS) / PARTS, INPUTS = CHAINS == 1 ? STEP : LAST;
+    if (begin >= end) __builtin_unreachable();  // otherwise the sums of no inputs are written to memory first
     for (int64_t i = begin; i < end; i += STEP, w += step_bytes(BITS), next += READ) {
-        for (int64_t j = 0; CHAIN == 0 && j < READ; j += 64) __builtin_prefetch(next + j);
-        for (int64_t t = FROM; t < TO; t += WIDENED) {
+        for (int64_t j = 0; FIRST == 0 && j < READ; j += 64) __builtin_prefetch(next + j);
+        for (int64_t t = FIRST; t < INPUTS; t += WIDENED) {
             widened now[COLUMNS];
             unpack<BITS, PART>(w, t, now);
             for (int64_t r = 0; r < ROWS; r++) {
+                vec(&sums)[COLUMNS] = acc[CHAINS == 1 ? 0 : t - FIRST][r];
 #if IN_PAIRS
                 const __m512bh pair = (__m512bh)_mm512_set1_epi32(load<int32_t>(x + r * k + i));
-                for (int64_t j = 0; j < COLUMNS; j++)
-                    acc[r][j] = (vec)_mm512_dpbf16_ps((__m512)acc[r][j], now[j], pair);
+                for (int64_t j = 0; j < COLUMNS; j++) sums[j] = (vec)_mm512_dpbf16_ps((__m512)sums[j], now[j], pair);
 #else
                 const vec factors = splat(x[r * k + i + t]);
-                for (int64_t j = 0; j < COLUMNS; j++) acc[r][j] = fma(now[j], factors, acc[r][j]);
+                for (int64_t j = 0; j < COLUMNS; j++) sums[j] = fma(now[j], factors, sums[j]);
 #endif
             }
         }
     }
 }
 
-// Returns a total with a group's scaled sum added. activations: the sum of the group's activations.
-inline vec add_group(vec total, vec sum, vec scale, const float* zero, float activations) {
-    return fma(zero ? fma(-load<vec>(zero), splat(activations), sum) : sum, scale, total);
+// Returns a total with a group's scaled sum added. activations: the sum of the group's activations, if there are zeros.
+inline vec add_group(vec total, vec sum, vec scale, bool has_zero, vec zero, float activations) {
+    return fma(has_zero ? fma(-zero, splat(activations), sum) : sum, scale, total);
+}
+
+// Adds a group's scaled sums to the total. sums: [ROWS, groups], sums of each group's activations; null without zeros.
+template <int ROWS>
+inline __attribute__((always_inline)) void add_group(const Linear& layer, int64_t panel, int64_t part, int64_t g,
+                                                     const float* sums, const vec (&sum)[ROWS][COLUMNS],
+                                                     vec (&total)[ROWS][COLUMNS]) {
+    const int64_t groups = layer.inputs / layer.group;
+    const int64_t factors = (panel * groups + g) * PANEL + part * LANES * COLUMNS;
+    for (int64_t j = 0; j < COLUMNS; j++) {
+        const vec scale = load<vec>(layer.scale + factors + LANES * j);
+        const vec zero = layer.zero ? load<vec>(layer.zero + factors + LANES * j) : vec{};
+        for (int64_t r = 0; r < ROWS; r++)
+            total[r][j] = add_group(total[r][j], sum[r][j], scale, layer.zero, zero,
+                                    layer.zero ? sums[r * groups + g] : 0.0f);
+    }
 }
 
 // Multiplies a panel with at most FEW_QUANTIZED rows. Integers are converted again for every so many rows, which takes
@@ -105,30 +121,28 @@ void multiply_part(const Linear& layer, int64_t panel, const factor* x, const fl
     vec total[ROWS][COLUMNS] = {};
     for (int64_t g = 0; g < groups; g++) {
         const int64_t end = (g + 1) * layer.group;
-        vec sum[ROWS][COLUMNS];
-        for (int64_t begin = g * layer.group, last; begin < end; begin = last) {
-            last = CHAINS == 1 ? end : std::min(begin + BLOCK, end);
-            const bool first = begin == g * layer.group;
-            vec even[ROWS][COLUMNS], odd[ROWS][COLUMNS];
-            clear(odd);
-            accumulate_steps<BITS, ROWS, PART, 0>(w, x, k, begin, last, next, odd);
-            if (CHAINS == 2) {
-                std::memcpy(even, odd, sizeof odd);
-                keep_in_memory(even);
-                clear(odd);
-                accumulate_steps<BITS, ROWS, PART, 1>(w, x, k, begin, last, next, odd);
+        if constexpr (CHAINS == 1) {
+            vec acc[1][ROWS][COLUMNS];
+            clear(acc[0]);
+            accumulate_steps<BITS, ROWS, PART, 0, 1>(w, x, k, g * layer.group, end, next, acc);
+            add_group(layer, panel, PART, g, sums, acc[0], total);
+            w += layer.group / STEP * step_bytes(BITS), next += layer.group / STEP * READ;
+        } else {
+            vec sum[ROWS][COLUMNS];
+            for (int64_t begin = g * layer.group, last; begin < end; begin = last) {
+                last = std::min(begin + BLOCK, end);
+                vec block[ROWS][COLUMNS];
+                sum_chains(
+                    [&](auto first, auto end, auto& acc) {
+                        accumulate_steps<BITS, ROWS, PART, first, end>(w, x, k, begin, last, next, acc);
+                    },
+                    block);
+                for (int64_t r = 0; r < ROWS; r++)
+                    for (int64_t j = 0; j < COLUMNS; j++)
+                        sum[r][j] = (begin == g * layer.group ? vec{} : sum[r][j]) + block[r][j];
+                w += (last - begin) / STEP * step_bytes(BITS), next += (last - begin) / STEP * READ;
             }
-            for (int64_t r = 0; r < ROWS; r++)
-                for (int64_t j = 0; j < COLUMNS; j++)
-                    sum[r][j] = CHAINS == 1 ? odd[r][j] : (first ? vec{} : sum[r][j]) + (even[r][j] + odd[r][j]);
-            w += (last - begin) / STEP * step_bytes(BITS), next += (last - begin) / STEP * READ;
-        }
-        const int64_t factors = (panel * groups + g) * PANEL + PART * LANES * COLUMNS;
-        for (int64_t j = 0; j < COLUMNS; j++) {
-            const vec scale = load<vec>(layer.scale + factors + LANES * j);
-            const float* zero = layer.zero ? layer.zero + factors + LANES * j : nullptr;
-            for (int64_t r = 0; r < ROWS; r++)
-                total[r][j] = add_group(total[r][j], sum[r][j], scale, zero, zero ? sums[r * groups + g] : 0.0f);
+            add_group(layer, panel, PART, g, sums, sum, total);
         }
     }
     for (int64_t r = 0; r < ROWS; r++) std::memcpy(result[r] + PART * COLUMNS, total[r], sizeof total[r]);
@@ -224,11 +238,11 @@ void multiply_tiles(const Linear& layer, int64_t panel, const scalar* x, int64_t
             for (int64_t j = 0; j < VECS; j++) {
                 const int64_t factors = (panel * groups + g) * PANEL + LANES * j;
                 const vec scale = load<vec>(layer.scale + factors);
-                const float* zero = layer.zero ? layer.zero + factors : nullptr;
+                const vec zero = layer.zero ? load<vec>(layer.zero + factors) : vec{};
                 for (int64_t r = 0; r < count; r++) {
                     const int64_t t = r / height, row = r - std::min(t * height, count - height);
-                    totals[r][j] = add_group(totals[r][j], sums[t * 16 + row][j], scale, zero,
-                                             zero ? group_sums[(first + r) * groups + g] : 0.0f);
+                    totals[r][j] = add_group(totals[r][j], sums[t * 16 + row][j], scale, layer.zero, zero,
+                                             layer.zero ? group_sums[(first + r) * groups + g] : 0.0f);
                 }
             }
         }

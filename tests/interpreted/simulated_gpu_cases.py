@@ -419,8 +419,8 @@ def test_rounds_that_cuda_does_not_capture(gpu: Gpu, caplog: pytest.LogCaptureFi
     target = make_llama(new_folder("waiting") / "target", 0, torch.float16, **SMALL)
     run, before = VerifyStage.run, torch.cuda.current_stream()
 
-    def waiting(stage: VerifyStage, nodes: int, sampled: bool) -> None:
-        run(stage, nodes, sampled)
+    def waiting(stage: VerifyStage, *args: Any) -> None:
+        run(stage, *args)
         stage.target.pool.sum().item()
 
     with (
@@ -430,7 +430,7 @@ def test_rounds_that_cuda_does_not_capture(gpu: Gpu, caplog: pytest.LogCaptureFi
     ):
         llm = open_llm(target, [], device="cuda", dtype="float16", spec=TREES, max_num_seqs=1, prove=None)
     assert llm.stats()["frozen"]["rounds"] == "step by step"
-    [warning] = [record for record in caplog.records if record.levelname == "WARNING"]
+    [warning] = [record for record in caplog.records if (record.name, record.levelname) == ("treespec", "WARNING")]
     assert warning.exc_info is not None and "host cannot wait" in str(warning.exc_info[1])
     assert torch.cuda.current_stream() is before
     torch.cuda.empty_cache()

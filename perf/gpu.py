@@ -284,11 +284,10 @@ def check_round(bench: Bench) -> Figures:
     stack = ModelStack(decoder.kernels, decoder.table, decoder.triton_attention, passes.pool)
     limits = RoundLimits(depth, (1, count), len(passes.pages), context + PAGE_SIZE)
     batch = BatchRound(1, limits, stack, [], None if bench.dry else GraphMemory.of(bench.device))
-    run_round = getattr(batch, "run", None) or (lambda *given, **more: batch.launch(*given, **more)())
     drawing = 0.0, 0.0, 0, 0, np.zeros(0)
     given = RoundInput(context, [5], passes.pages, (), *drawing, depth, count, 0.0, context + PAGE_SIZE)
     for _ in range(2):  # the second is a replay
-        [result] = run_round([given], depth, count, search=lambda: [Proposal(tree, np.ones(count))])
+        [result] = batch.launch([given], depth, count, search=lambda: [Proposal(tree, np.ones(count))])()
         if differing or result.tokens != chosen[1:]:
             raise AssertionError(f"{differing} rows differ; the round gave {result.tokens}, not {chosen[1:]}")
     return {"rows": len(path), "tokens": len(result.tokens)}

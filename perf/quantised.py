@@ -151,6 +151,7 @@ def activations() -> list[dict[str, Any]]:
 
 
 def agreement(reference: LLM, engine: LLM, texts: list[list[int]]) -> dict[str, Any]:
+    """Compare the logits of two engines: share of positions with the same argmax, mean KL(reference || engine)."""
     same, divergence, count = 0, 0.0, 0
     for tokens in texts:
         p, q = logits_of(reference, tokens).log_softmax(-1), logits_of(engine, tokens).log_softmax(-1)

@@ -123,12 +123,11 @@ void multiply_integers(const Linear& layer, int64_t panel, const Activations& x,
 }
 
 void integer_linear(const Linear& layer, const scalar* x, int64_t rows, void* out, Then then, int threads) {
-    constexpr int64_t MOST_ROWS = 6;
     const int64_t row_bytes = layer.outputs * (then == ROUND ? sizeof(scalar) : sizeof(float));
     const Activations& activations = quantize(x, rows, layer.inputs, layer.group);
     parallel(threads, (layer.outputs + PANEL - 1) / PANEL, [&](int64_t panel) {
-        in_parts(rows, MOST_ROWS, [&](int64_t row, int64_t count) {
-            with_constant<MOST_ROWS>(count, [&](auto number) {
+        in_parts(rows, FEW, [&](int64_t row, int64_t count) {
+            with_constant<FEW>(count, [&](auto number) {
                 constexpr auto SEQUENCE = std::make_integer_sequence<int, PARTS>();
                 void* to = (char*)out + row * row_bytes;
                 if (layer.bits == 8) multiply_integers<8, number>(layer, panel, activations, row, to, then, SEQUENCE);

@@ -14,8 +14,8 @@ constexpr int64_t CHAINS = BF16 && !IN_PAIRS ? 2 : 1, BLOCK = 32;
 constexpr int64_t FEW = 6, COLUMNS = LANES == 16 ? VECS : 2, PARTS = VECS / COLUMNS;
 constexpr int64_t MANY = 32;  // maximum number of rows that share a pass over a panel
 // A panel of several parts is read in stretches of 12 KiB, which stay in the L1 cache for all parts and rows, while the
-// next stretch is prefetched evenly. On two cores with AVX2, 6 rows of SmolLM2's products take 1.1 times as long as one
-// row, and 8 rows 1.4 times. With a single part, a prefetch distance of 4 KiB saves a tenth of a pass of 1 to 16 rows.
+// next stretch is prefetched evenly. With a single part, a prefetch distance of 4 KiB saves a tenth of a pass of 1 to 16
+// rows.
 constexpr int64_t STRETCH = 48, AHEAD = 16;  // in steps of 4 * PANEL bytes
 
 // Reads and writes denormals as zero, as tdpbf16ps does, while it exists.

@@ -160,7 +160,7 @@ class Passes:
     def of(cls, bench: Bench, config: ModelConfig, positions: int, exact: bool = True, tuned: Any = None) -> "Passes":
         """Return passes of a model with random weights, with room for as many positions."""
         configs = KernelConfigs.load(bench.device, folders=tuned)
-        attention: Any = make_attention("triton", config.shape, bench.dtype, bench.device, configs, exact)
+        attention: Any = make_attention("triton", config.shape, bench.dtype, bench.device, configs)
         decoder = TritonDecoder(config, bench.weights(config.shape), attention, configs, exact, min(positions, 1 << 16))
         size = 1 + positions // PAGE_SIZE, attention.cache_dtype, bench.device
         return cls(decoder, KVCache.allocate(config.shape, *size).normal_())

@@ -29,7 +29,6 @@ REGISTER_BOUND = {
     "norm_rows": 96,
     "rotate_and_write": 96,
     "lay_out_pass": 80,
-    "attend_masked_items": 255,
     "merge_level": 160,
     "start_round": 48,
     "select_nodes": 96,
@@ -75,7 +74,7 @@ import json, torch
 from treespec_kernels.aot import compiler as aot
 if __name__ == "__main__":
     large, wide = aot.default_shapes([torch.bfloat16])[2], aot.family_shapes([torch.bfloat16])[0]
-    parts = (large, ["row_linear"]), (wide, ["row_linear", "tree_attention", "tree_attention_masked"])
+    parts = (large, ["row_linear"]), (wide, ["row_linear", "tree_attention"])
     print(json.dumps([aot.compile_report(["sm_89"], [shape], ops) for shape, ops in parts]))
 """
 

@@ -63,7 +63,7 @@ class LLM(VllmMethods):
         dtype: "auto" (the checkpoint's; float32 on a CPU without its instructions if passes are not compiled), a name
             ("half" and "float" are float16 and float32), or a torch dtype.
         exact: raise ExactnessError where trees do not have the bits of plain decoding. False allows the vendor's matrix
-            products and masked tree attention on a GPU.
+            products on a GPU.
         max_num_seqs: requests decoded at once.
         max_model_len: positions of the longest request; None is the model's maximum, or less where half of the free
             memory cannot hold `max_num_seqs` requests of it.

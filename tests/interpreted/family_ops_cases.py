@@ -17,7 +17,6 @@ from treespec_kernels.attention.tree_attention import (
     tree_attention_triton,
 )
 from treespec_kernels.attention.tree_attention_config import SegmentPartition
-from treespec_kernels.attention.tree_attention_masked import ancestor_masks, tree_attention_masked_triton
 from treespec_kernels.linear.activations import ACTIVATIONS
 from treespec_kernels.linear.lm_head import BlockStats, LmHeadConfig, block_stats_ref, lm_head_ref, lm_head_triton
 from treespec_kernels.linear.rms_norm import rms_norm_ref, rms_norm_triton
@@ -213,7 +212,7 @@ SMALL = TreeAttentionConfig(16, 16, 4, 2, SegmentPartition(32, 64, 64), fixed_or
 @each_dtype
 @pytest.mark.parametrize("window", [None, 19])
 def test_capped_scores(window: int | None, dtype: torch.dtype) -> None:
-    """The specification by its definition; the kernels of trees and of masked trees by the specification."""
+    """The specification by its definition; the kernel by the specification."""
     shape = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "dtype": dtype, "device": DEVICE}
     inputs = tree_attention_inputs([37], [PARENTS], **shape, seed=3)
     caches, rows = (inputs.k_cache, inputs.v_cache), inputs.rows | {"scale": 0.7, "window": window}
@@ -230,10 +229,5 @@ def test_capped_scores(window: int | None, dtype: torch.dtype) -> None:
     made: dict[str, Any] = shape | {"config": SMALL}
     plan = plan_tree_attention(**inputs.plan, **made, window=window)
     close(tree_attention_triton(inputs.q, *caches, **rows, score_cap=1.5, plan=plan), expected)
-    words = torch.from_numpy(ancestor_masks(PARENTS, window)).to(DEVICE)
-    masked = {name: value for name, value in rows.items() if name != "ancestors"}
-    plan = plan_tree_attention(**inputs.plan, **made, window=window, row_slots=range(len(PARENTS)))
-    out = tree_attention_masked_triton(inputs.q, *caches, **masked, ancestor_words=words, score_cap=1.5, plan=plan)
-    close(out, expected)
     with pytest.raises(ValueError, match="score_cap is -1; it must be above 0"):
-        tree_attention_masked_triton(inputs.q, *caches, **masked, ancestor_words=words, score_cap=-1, plan=plan)
+        tree_attention_triton(inputs.q, *caches, **rows, score_cap=-1, plan=plan)

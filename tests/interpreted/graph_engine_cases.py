@@ -28,7 +28,6 @@ from treespec.graphs.capture import MAX_DEPTH
 from treespec.graphs.proof import differing_rounds
 from treespec.graphs.round_inputs import RoundInput
 from treespec.graphs.verify_stage import RoundResult, VerifyStage
-from treespec_kernels.attention.tree_attention_masked import tree_attention_masked_triton as masked
 
 torch.set_num_threads(1)
 PROMPTS = random_prompts([3, 62], vocab=64)
@@ -164,12 +163,10 @@ def test_prompt_logprobs_are_what_decoding_says_of_the_same_tokens(llm: LLM) -> 
 
 
 def test_passes_that_need_not_be_exact(folders: tuple[Path, list[Path]]) -> None:
-    """Vendor products, and trees masked by bits: close enough to give a model without ties the same tokens."""
+    """Vendor products: close enough to give a model without ties the same tokens."""
     options = {"attention": "triton", "linear": "triton", "max_num_seqs": 1, "exact": False}
     llm = open_llm(*folders, spec=SpecConfig(nodes=6, max_depth=2), **options)
-    with mock.patch("treespec.models.attention_triton.tree_attention_masked_triton", wraps=masked) as kernel:
-        trees = llm.generate(PROMPTS[:1], greedy(4))
-    assert kernel.call_count
+    trees = llm.generate(PROMPTS[:1], greedy(4))
     cpu = open_llm(folders[0], attention="cpu-packed", max_num_seqs=1).generate(PROMPTS[:1], greedy(4))
     assert tokens_of(trees) == tokens_of(cpu)
 

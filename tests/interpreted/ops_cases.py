@@ -32,7 +32,7 @@ SHAPES = {
 }
 GROUPED = ("row_linear", "lm_head")
 # Ops whose cases follow the kind of model.
-KINDS = (*GROUPED, "rms_norm", "qkv_rope", "tree_attention", "tree_attention_masked")
+KINDS = (*GROUPED, "rms_norm", "qkv_rope", "tree_attention")
 PAIRS = [
     *(("llama", op) for op in OPS if not op.startswith("quantized")),
     *((kind, op) for kind in ("gemma", "opt") for op in KINDS),

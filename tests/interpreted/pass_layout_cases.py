@@ -4,7 +4,6 @@ where there is one. Attention over a layout has the bits of attention over the h
 import random
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,8 +15,7 @@ from treespec_kernels.attention.tree_attention import (
     plan_tree_attention,
     tree_attention_triton,
 )
-from treespec_kernels.attention.tree_attention_masked import ancestor_masks, tree_attention_masked_triton
-from treespec_kernels.tuning.testing import TreeAttentionInputs, path_to, tree_attention_inputs, tree_parents
+from treespec_kernels.tuning.testing import TreeAttentionInputs, tree_attention_inputs, tree_parents
 
 PAGE = 16
 
@@ -106,8 +104,9 @@ class Padded:
             assert (items >= 0).all(), "every item is written"
         out = torch.full_like(self.q, NAN)
         scale = self.inputs.rows["scale"]
-        attend = tree_attention_triton if layout.tree_slots is None else tree_attention_masked_triton
-        return attend(self.q, self.inputs.k_cache, self.inputs.v_cache, **arguments, scale=scale, out=out)
+        return tree_attention_triton(
+            self.q, self.inputs.k_cache, self.inputs.v_cache, **arguments, scale=scale, out=out
+        )
 
     def layout(self, config: TreeAttentionConfig, chain: bool, max_context: int, **options: object) -> DeviceLayout:
         return DeviceLayout.allocate(
@@ -220,38 +219,6 @@ def test_windows(window: int, chain: bool) -> None:
     trees = [list(range(-1, 5))] * 5 if chain else random_trees([6] * 5, window)
     padded = Padded(lengths, trees, [list(range(n)) for n in sizes], 6, 6, strewn=not chain)
     assert_same(padded, padded.layout(SMALL, chain, 130, window=window), window)
-
-
-@pytest.mark.parametrize("window", [None, 5, 40])
-def test_masked_trees(window: int | None) -> None:
-    """The bits of the host's masked plan; words as the host builds them."""
-    lengths, sizes = [0, 17, 63, 130, 5], [6, 1, 70, 6, 0]
-    trees = random_trees([max(size, 1) for size in sizes], 5)
-    nodes = [list(range(n)) if n < 70 else [0, 3, 31, 32, 62, 63, 64, 69] for n in sizes]
-    width = 1 + max(len(path_to(tree, node)) for tree, chosen in zip(trees, nodes, strict=True) for node in chosen)
-    padded = Padded(lengths, trees, nodes, 9, width)
-    layout = padded.layout(SMALL, False, 130, window=window, tree_slots=70)
-    out = padded.laid_out(layout)
-    words = np.concatenate(
-        [
-            np.pad(ancestor_masks(tree, window), ((0, 0), (0, 2)))[chosen, :2]
-            for tree, chosen in zip(trees, nodes, strict=True)
-            if chosen
-        ]
-    )
-    words = torch.from_numpy(words).to(DEVICE)
-    assert torch.equal(layout.ancestor_words[padded.rows], words)
-    own = padded.row_slots.view(-1)[padded.rows].tolist()
-    inputs = padded.inputs
-    plan = plan_tree_attention(**inputs.plan, **padded.shape, device=DEVICE, config=SMALL, window=window, row_slots=own)
-    rows = {name: value for name, value in inputs.rows.items() if name != "ancestors"} | {"window": window}
-    expected = tree_attention_masked_triton(
-        inputs.q, inputs.k_cache, inputs.v_cache, **rows, ancestor_words=words, plan=plan
-    )
-    assert torch.equal(out[padded.rows], expected)
-    padding = torch.ones(len(out), dtype=torch.bool)
-    padding[padded.rows] = False
-    assert not out[padding].any()
 
 
 def test_rows_that_do_not_fit_count_as_padding() -> None:

@@ -65,8 +65,8 @@ class SsmPasses:
 
     def __init__(self, stack: ModelStack, inputs: RoundInputs):
         self._inputs = inputs
-        self._chain = StackPasses(stack, inputs, inputs.limits.width)
-        self._level = StackPasses(stack, inputs, FRONTIER, num_tree_slots(inputs.limits.max_depth))
+        self._chain = StackPasses(stack, inputs, inputs.limits.width, chain=True)
+        self._level = StackPasses(stack, inputs, FRONTIER, chain=False)
 
     def read(self, tokens: Tensor, first: Tensor, depths: Tensor) -> Tensor:
         return self._chain.hidden(tokens, first, depths)
@@ -90,8 +90,8 @@ class HeadPasses:
     def __init__(self, stack: HeadStack, inputs: RoundInputs, features: FeaturePool):
         self._stack, self._inputs, self._features = stack, inputs, features
         b, limits, slots = inputs.num_requests, inputs.limits, num_tree_slots(inputs.limits.max_depth)
-        self._chain = StackPasses(stack, inputs, limits.width)
-        self._level = StackPasses(stack, inputs, FRONTIER, slots)
+        self._chain = StackPasses(stack, inputs, limits.width, chain=True)
+        self._level = StackPasses(stack, inputs, FRONTIER, chain=False)
         # Outputs at the nodes by their slot; those of an empty place in the frontier go to the last one.
         size = b, slots + 1, stack.head.config.shape.hidden_size
         self._outputs = torch.zeros(size, dtype=stack.head.dtype, device=inputs.device)

@@ -13,7 +13,6 @@ from treespec.models.feature_head import FeatureHead
 from treespec.models.head_vocabulary import HeadVocabulary
 from treespec.models.triton_decoder import PassKernels, TritonPass
 from treespec_kernels.attention.pass_layout import DeviceLayout
-from treespec_kernels.attention.tree_attention_plan import MAX_NODES
 from treespec_kernels.attention.tree_batch import PAGE_SIZE
 from treespec_kernels.linear.lm_head import BlockStats
 
@@ -82,13 +81,12 @@ class StackPasses:
         stack: the models.
         inputs: context lengths, maximum lengths and pages of the requests.
         rows: R.
-        tree_slots: number of slots of a tree behind the committed ones; None = the rows are consecutive tokens.
+        chain: whether the rows are consecutive tokens, and not nodes of a tree.
     """
 
-    def __init__(self, stack: ModelStack, inputs: DeviceInputs, rows: int, tree_slots: int | None = None):
+    def __init__(self, stack: ModelStack, inputs: DeviceInputs, rows: int, chain: bool):
         self.stack, self.inputs = stack, inputs
-        attention, limits, device, chain = stack.attention, inputs.limits, inputs.device, tree_slots is None
-        by_bits = not attention.exact and tree_slots is not None and tree_slots <= MAX_NODES
+        attention, limits, device = stack.attention, inputs.limits, inputs.device
         self._layouts = [
             DeviceLayout.allocate(
                 stack.groups * inputs.num_requests,
@@ -103,7 +101,6 @@ class StackPasses:
                 device=device,
                 window=window,
                 config=attention.config,
-                tree_slots=tree_slots if by_bits else None,
                 page_size=PAGE_SIZE,
                 keeps_partials=False,
             )

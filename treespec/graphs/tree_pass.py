@@ -24,7 +24,7 @@ class TreePass:
 
     def __init__(self, target: ModelStack, inputs: DeviceInputs, nodes: int, features: FeaturePool | None):
         self._target, self._inputs, self._features = target, inputs, features
-        self._passes = StackPasses(target, inputs, nodes, None if nodes == 1 else nodes)
+        self._passes = StackPasses(target, inputs, nodes, chain=nodes == 1)
         self._slots = None
         if nodes > 1:
             slots = torch.arange(nodes, dtype=torch.int32, device=inputs.device)

@@ -45,7 +45,6 @@ def make_attention(
     dtype: torch.dtype,
     device: torch.device,
     configs: KernelConfigs | None = None,
-    exact: bool = True,
 ) -> Attention:
     """Create a backend by name for a model of this shape. `configs` are tuned for the device.
 
@@ -55,7 +54,7 @@ def make_attention(
     if kind == "triton":
         from treespec.models.attention_triton import TritonAttention
 
-        return TritonAttention(shape.num_heads, shape.num_kv_heads, shape.head_dim, dtype, device, configs, exact)
+        return TritonAttention(shape.num_heads, shape.num_kv_heads, shape.head_dim, dtype, device, configs)
     if device.type != "cpu":
         raise KernelError(f"attention={kind!r} runs on a CPU, the device is {device}; use attention='triton'")
     return CpuAttention(shape.num_heads, shape.num_kv_heads, "packed" if kind == "cpu-packed" else "gathered")

@@ -14,7 +14,6 @@ from treespec_kernels.attention.tree_attention import (
     plan_tree_attention,
     tree_attention_triton,
 )
-from treespec_kernels.attention.tree_attention_masked import tree_attention_masked_triton
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.launch.triton_launch import is_interpreted, target_of
 from treespec_kernels.tuning.tuned import KernelConfigs
@@ -26,8 +25,6 @@ class TritonAttention:
     Args:
         num_heads, num_kv_heads, head_dim, dtype, device: those of the model.
         configs: kernel configurations tuned for the device.
-        exact: False allows bitmask tree attention in captured rounds, which is faster but not bit-identical to plain
-            decoding.
 
     Raises:
         KernelError: no GPU, and Triton's interpreter is off (set TRITON_INTERPRET=1 before importing triton).
@@ -43,7 +40,6 @@ class TritonAttention:
         dtype: torch.dtype,
         device: torch.device,
         configs: KernelConfigs | None = None,
-        exact: bool = True,
     ):
         interpreted = is_interpreted()
         if device.type != "cuda" and not interpreted:
@@ -52,7 +48,7 @@ class TritonAttention:
                 "TRITON_INTERPRET=1 to run the kernels in Triton's interpreter"
             )
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.cache_dtype, self.device, self.exact = dtype, device, exact
+        self.cache_dtype, self.device = dtype, device
         # The interpreter computes dot with BLAS, whose bits depend on the number of rows.
         default = replace(TreeAttentionConfig.default(dtype, head_dim, target_of(device)), fixed_order_dot=interpreted)
         self.config = default
@@ -111,5 +107,4 @@ class TritonAttention:
         cap: float | None = None,
         pdl: bool = False,
     ) -> Tensor:
-        kernel = tree_attention_masked_triton if "ancestor_words" in plan else tree_attention_triton
-        return kernel(q, k_cache, v_cache, scale=scale, score_cap=cap, pdl=pdl, **plan)
+        return tree_attention_triton(q, k_cache, v_cache, scale=scale, score_cap=cap, pdl=pdl, **plan)

@@ -215,7 +215,7 @@ class Loader:
         """Load the MTP layer of the target; arguments as in `load_head`."""
         assert isinstance(config.decoder, AdapterConfig)
         shape, columns = config.decoder.shape, [features.layers.index(layer) for layer in config.layers]
-        op = make_attention(self.attention, shape, self.dtype, self.device, self.configs, self.exact)
+        op = make_attention(self.attention, shape, self.dtype, self.device, self.configs)
         return MtpHead(MtpDecoder(config.decoder, self._layers[form], op, positions), target, columns)
 
     def _make_bias(self, decoder: Decoder, weights: MarkovWeights) -> MarkovBias:
@@ -261,7 +261,7 @@ class Loader:
         """
         assert isinstance(config.decoder, ModelConfig)
         if self.linear != "compiled":
-            op = make_attention(self.attention, config.decoder.shape, self.dtype, self.device, self.configs, self.exact)
+            op = make_attention(self.attention, config.decoder.shape, self.dtype, self.device, self.configs)
             if self.configs is None or positions is None:
                 return Decoder(config.decoder, weights, op, self._impl)
             assert isinstance(op, TritonAttention)
@@ -300,7 +300,7 @@ class Loader:
     ) -> Decoder:
         if self.linear == "compiled":
             return CompiledDecoder(config, weights, libraries_folder(), integer)
-        op = make_attention(self.attention, config.shape, self.dtype, self.device, self.configs, self.exact)
+        op = make_attention(self.attention, config.shape, self.dtype, self.device, self.configs)
         if self.configs is not None:
             assert isinstance(op, TritonAttention)
             return TritonDecoder(config, weights, op, self.configs, self.exact, positions)
@@ -318,6 +318,6 @@ class Loader:
         self, config: AdapterConfig, known: int, positions: int, attention: str, min_rows: int, multiple: int
     ) -> AdapterDecoder:
         """Return the decoder of a model for the adapter, which `open` loaded."""
-        op = make_attention(attention, config.shape, self.dtype, self.device, self.configs, self.exact)
+        op = make_attention(attention, config.shape, self.dtype, self.device, self.configs)
         module = self._modules[config.source]
         return AdapterDecoder(config, module, op, positions, min_rows, multiple, known, self.exact)

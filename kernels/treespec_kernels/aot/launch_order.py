@@ -2,8 +2,9 @@
 its wait (`launch/predecessors.py`).
 
 The check visits every instruction that is reachable from the entry without a wait. Such an instruction may compute,
-read launch parameters, request weights in L2 (`prefetch`, which returns no data), and use the block's own shared
-memory: on sm_100 a block first allocates its tensor memory, whose address is stored in shared memory.
+read launch parameters, read tables past L1 (`load_table`), request weights in L2 (`prefetch`, which returns no data),
+and use the block's own shared memory: on sm_100 a block first allocates its tensor memory, whose address is stored in
+shared memory.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import NamedTuple
 
 from treespec_kernels.aot.assembly import Code, read_ptx, read_sass
 
-PREFETCH = "cp.async.bulk.prefetch.L2"  # the only access before the wait
+PREFETCH = "cp.async.bulk.prefetch.L2"
 
 
 class _Language(NamedTuple):
@@ -33,7 +34,7 @@ _PTX = _Language(
     "griddepcontrol.wait",
     "griddepcontrol.launch_dependents",
     re.compile(
-        rf"(?!{re.escape(PREFETCH)})"
+        rf"(?!{re.escape(PREFETCH)}|ld\.global\.cg)"
         r"(?:ld\.(?!param|shared)|ldu|st\.(?!shared)|atom|red\b|cp\b|prefetch|multimem|mbarrier|wgmma|tensormap|discard"
         r"|applypriority|tcgen05\.(?!alloc|relinquish)|tex|tld4|suld|sust|sured)"
     ),
@@ -46,8 +47,9 @@ _SASS = _Language(
     "ACQBULK",
     "PREEXIT",
     re.compile(
-        r"LD(?![CS])|ULD(?!C)|ST(?!S)|ATOM(?!S)|RED(?!UX)|UTM|UBLK(?!PF)|UCP|CCTL|PREFETCH|SU(?:LD|ST|RED|ATOM)|TEX|TLD|SYNCS"
-        r"|[HIQ]?GMMA|UTC(?!ATOMSWS)"
+        r"(?!LDG\.E\.[0-9A-Z.]*STRONG\.GPU)"
+        r"(?:LD(?![CS])|ULD(?!C)|ST(?!S)|ATOM(?!S)|RED(?!UX)|UTM|UBLK(?!PF)|UCP|CCTL|PREFETCH|SU(?:LD|ST|RED|ATOM)|TEX|TLD|SYNCS"
+        r"|[HIQ]?GMMA|UTC(?!ATOMSWS))"
     ),
     re.compile(r"BRA|CALL|BSSY|JMP"),
     re.compile(r"RET|BPT|KILL"),

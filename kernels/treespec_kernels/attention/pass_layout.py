@@ -22,14 +22,7 @@ import numpy as np
 import torch
 
 from treespec_kernels.attention.tree_attention_config import TreeAttentionConfig
-from treespec_kernels.attention.tree_attention_masked import num_words
-from treespec_kernels.attention.tree_attention_plan import (
-    MAX_NODES,
-    PlanCapacity,
-    TreeAttentionPlan,
-    check_window,
-    group_of,
-)
+from treespec_kernels.attention.tree_attention_plan import PlanCapacity, TreeAttentionPlan, check_window, group_of
 from treespec_kernels.launch.arguments import check_arguments
 from treespec_kernels.launch.rows import check_contiguous
 from treespec_kernels.launch.triton_launch import (
@@ -93,10 +86,8 @@ class DeviceLayout:
     chain: bool
     max_context: int
     page_size: int
-    tree_slots: int | None
     positions: torch.Tensor  # [num_rows] int32, as in `PassPlaces`
     slots: torch.Tensor  # [num_rows] int64
-    ancestor_words: torch.Tensor  # [num_rows, words] int64; 0 words without tree_slots
     row_request: torch.Tensor  # [num_rows] int32, index of each row's request
     chain_slots: torch.Tensor  # [num_requests, rows_per_request] int32; row i of a chain has tree slot i
     chain_ancestors: torch.Tensor  # [num_rows, width] int32, earlier rows of a chain; a view of one row of memory
@@ -124,7 +115,6 @@ class DeviceLayout:
         dtype: torch.dtype,
         device: torch.device | str,
         window: int | None = None,
-        tree_slots: int | None = None,
         config: TreeAttentionConfig | None = None,
         page_size: int = 64,
         keeps_partials: bool = True,
@@ -139,31 +129,26 @@ class DeviceLayout:
                 num_rows * segments * num_heads * (head_dim + 2) * 4 bytes, and every launch has programs for all
                 segments, so use a separate layout for graphs of short contexts.
             num_heads, num_kv_heads, head_dim, dtype, device, window, config: as in `plan_tree_attention`.
-            tree_slots: maximum number of slots of a tree, for `tree_attention_masked`; None for `tree_attention`.
             page_size: slots per page of the cache.
             keeps_partials: whether the layout owns the memory of partial results; False allocates it for each pass, so
                 that captured graphs share it.
 
         Raises:
-            ValueError: a size is not positive, num_heads is no multiple of num_kv_heads, or a chain has tree_slots.
+            ValueError: a size is not positive, or num_heads is no multiple of num_kv_heads.
         """
         sizes = {"num_requests": num_requests, "rows_per_request": rows_per_request, "width": width}
-        sizes |= {"page_size": page_size} | ({} if tree_slots is None else {"tree_slots": tree_slots})
+        sizes["page_size"] = page_size
         for name, size in sizes.items():
             if size < 1:
                 raise ValueError(f"{name} is {size}; it must be 1 or more")
         if max_context < 0:
             raise ValueError(f"max_context is {max_context}; it must not be negative")
-        if tree_slots is not None and tree_slots > MAX_NODES:
-            raise ValueError(f"tree_slots is {tree_slots}; a masked tree has {MAX_NODES} at most")
-        if chain and tree_slots is not None:
-            raise ValueError(f"tree_slots is {tree_slots} and chain True; a chain has no tree to mask")
         check_window(window)
         config = config or TreeAttentionConfig.default(dtype, head_dim, target_of(device))
         group = group_of(num_heads, num_kv_heads)
         num_rows = num_requests * rows_per_request
-        bounds = _segment_bounds(config, rows_per_request, width, chain, max_context, group, window, tree_slots)
-        node_items = 0 if chain or tree_slots is not None else bounds.node * num_rows * -(-group // config.block_m)
+        bounds = _segment_bounds(config, rows_per_request, width, chain, max_context, group, window)
+        node_items = 0 if chain else bounds.node * num_rows * -(-group // config.block_m)
         capacity = PlanCapacity(
             num_rows,
             bounds.packed * num_requests * -(-rows_per_request * group // config.block_m),
@@ -179,7 +164,6 @@ class DeviceLayout:
             dtype=dtype,
             device=device,
             window=window,
-            masked=tree_slots is not None,
         )
         plan.num_packed_items.fill_(capacity.packed_items)
         plan.num_node_items.fill_(capacity.node_items)
@@ -192,10 +176,8 @@ class DeviceLayout:
             chain=chain,
             max_context=max_context,
             page_size=page_size,
-            tree_slots=tree_slots,
             positions=torch.zeros(num_rows, dtype=torch.int32, device=device),
             slots=torch.zeros(num_rows, dtype=torch.int64, device=device),
-            ancestor_words=torch.zeros(num_rows, num_words(tree_slots or 0), dtype=torch.int64, device=device),
             row_request=requests.repeat_interleave(rows_per_request),
             chain_slots=torch.arange(rows_per_request, dtype=torch.int32, device=device).repeat(num_requests, 1),
             chain_ancestors=torch.arange(width, dtype=torch.int32, device=device).expand(num_rows, -1),
@@ -222,8 +204,7 @@ class DeviceLayout:
         A chain may omit row_slots and ancestors: row i then has tree slot i, and all earlier rows as ancestors.
 
         Returns:
-            The keyword arguments of `tree_attention_triton` for this pass, except `scale` and `out`; with tree_slots,
-            those of `tree_attention_masked_triton`.
+            The keyword arguments of `tree_attention_triton` for this pass, except `scale` and `out`.
 
         Raises:
             ValueError: a shape, dtype, stride or device does not match, or a tree has no row_slots or ancestors.
@@ -246,10 +227,8 @@ class DeviceLayout:
             page_table,
             depths,
             row_slots,
-            self.chain_ancestors if ancestors is None else ancestors,
             self.positions,
             self.slots,
-            self.ancestor_words,
             plan.first_segment,
             plan.num_segments,
             plan.packed_items,
@@ -258,26 +237,20 @@ class DeviceLayout:
             self.rows_per_request,
             self.width,
             self.max_context,
-            _NO_BOUND if self.tree_slots is None else self.tree_slots,
             page_table.shape[1] * self.page_size,
             num_tiles,
             len(plan.packed_items) // (self.num_requests * num_tiles),
             len(plan.node_items) // (self.num_rows * tiles_of_group),
             _NO_BOUND if plan.window is None else plan.window,
             page_table.stride(0),
-            **constants(config, group, self.chain, self.ancestor_words.shape[1], self.page_size),
+            **constants(config, group, self.chain, self.page_size),
             num_warps=NUM_WARPS,
             enable_fp_fusion=False,
         )
-        if self.tree_slots is not None:
-            seen = {"ancestor_words": self.ancestor_words}
-        else:
-            seen = {
-                "ancestors": self.chain_ancestors if ancestors is None else ancestors.view(self.num_rows, self.width)
-            }
+        seen = self.chain_ancestors if ancestors is None else ancestors.view(self.num_rows, self.width)
         used = plan if self.keeps_partials else plan.with_partials(self.num_partials)
         tables = {"row_request": self.row_request, "context_lens": context_lens, "page_table": page_table}
-        return {**tables, "depths": depths.view(-1), **seen, "window": plan.window, "plan": used}
+        return {**tables, "depths": depths.view(-1), "ancestors": seen, "window": plan.window, "plan": used}
 
     def _check(
         self,
@@ -302,13 +275,10 @@ class DeviceLayout:
         check_contiguous(context_lens=context_lens, depths=depths, row_slots=row_slots, ancestors=ancestors)
 
 
-def constants(
-    config: TreeAttentionConfig, group: int, chain: bool, words: int, page_size: int
-) -> dict[str, int | bool]:
-    """Return the kernel's constexpr arguments; `words` is the number of ancestor words per row, 0 without masks."""
+def constants(config: TreeAttentionConfig, group: int, chain: bool, page_size: int) -> dict[str, int | bool]:
+    """Return the kernel's constexpr arguments."""
     return {
         "CHAIN": chain,
-        "NUM_WORDS": words,
         "GROUP": group,
         "PAGE_SIZE": page_size,
         "BLOCK_M": config.block_m,
@@ -348,10 +318,9 @@ def _segment_bounds(
     max_context: int,
     group: int,
     window: int | None,
-    tree_slots: int | None,
 ) -> _SegmentBounds:
     """Return the maximum number of segments that the keys of an M tile, a node or a row can span."""
-    last_position = max_context + (width if tree_slots is None else tree_slots) - 1
+    last_position = max_context + width - 1
 
     def up_to(position: int) -> int:
         return int(config.partition.segment_of(np.array(position))) + 1
@@ -364,12 +333,10 @@ def _segment_bounds(
         smallest = min(config.partition.short, config.partition.long)
         return min(up_to(last_position), 1 + (smallest - alignment + num_positions - 1) // smallest)
 
-    packed = up_to(last_position if chain or tree_slots is not None else max(max_context - 1, 0))
+    packed = up_to(last_position if chain else max(max_context - 1, 0))
     row = up_to(last_position)
     if window is not None:
-        # A tile starts up to block_n - 1 positions before the window of its first row. The columns of a masked pass are
-        # slots, so a window may start before the root and then covers the whole tree.
-        own = 0 if tree_slots is None else tree_slots
-        span = config.block_n + window - 1 + (min(rows_per_request, rows_of_tile(config, group)) if chain else own)
-        packed, row = min(packed, touched(span, config.block_n)), touched(window + own, 1)
+        # A tile starts up to block_n - 1 positions before the window of its first row.
+        span = config.block_n + window - 1 + (min(rows_per_request, rows_of_tile(config, group)) if chain else 0)
+        packed, row = min(packed, touched(span, config.block_n)), touched(window, 1)
     return _SegmentBounds(packed, touched(config.block_n + width - 1, config.block_n), row)

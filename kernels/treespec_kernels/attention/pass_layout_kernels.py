@@ -33,38 +33,14 @@ def _store_items(items, index, m_items, request, slot_row, m_lo, m_hi, key_lo, k
 
 
 @triton.jit
-def _load_rows(depths, row_slots, row, m_row, context_len, width, max_context, tree_slots, num_slots):
+def _load_rows(depths, row_slots, row, m_row, context_len, width, max_context, num_slots):
     """Return (depth, slot, exists). Padding and rows that exceed the buffers or the page table do not exist."""
     depth = tl.load(depths + row, mask=m_row, other=-1)
     own = tl.load(row_slots + row, mask=m_row, other=0)
     slot = context_len + own
     depth = tl.where(context_len <= max_context, depth, -1)
-    exists = (depth >= 0) & (depth < width) & (own >= 0) & (own < tree_slots) & (slot < num_slots)
+    exists = (depth >= 0) & (depth < width) & (own >= 0) & (slot < num_slots)
     return depth, slot, exists
-
-
-@triton.jit
-def _store_words(
-    ancestor_words,
-    ancestors,
-    row,
-    m_r,
-    depth,
-    exists,
-    width,
-    window,
-    NUM_WORDS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
-    """Write the ancestor words: bit i of a row is set if node i is its ancestor or itself, within the window."""
-    bit = tl.full([BLOCK_R], 1, dtype=tl.int64)
-    for word in tl.static_range(NUM_WORDS):
-        bits = tl.zeros([BLOCK_R], dtype=tl.int64)
-        for j in range(width):
-            m_j = exists & (depth >= j) & (depth - j < window)
-            node = tl.load(ancestors + row.to(tl.int64) * width + j, mask=m_j, other=0)
-            bits |= tl.where(m_j & (node // 64 == word), bit << (node % 64).to(tl.int64), 0)
-        tl.store(ancestor_words + row.to(tl.int64) * NUM_WORDS + word, bits, mask=m_r)
 
 
 @triton.jit
@@ -79,13 +55,11 @@ def _cut_tile(
     num_rows,
     width,
     max_context,
-    tree_slots,
     num_slots,
     num_tiles,
     num_segments,
     window,
     CHAIN: tl.constexpr,
-    NUM_WORDS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -101,16 +75,11 @@ def _cut_tile(
     m_end = tl.minimum((i_tile + 1) * BLOCK_M, num_rows * GROUP)
     o_r = first + tl.arange(0, ROWS_OF_TILE)
     m_r = o_r < (m_end + GROUP - 1) // GROUP
-    depth, slot, exists = _load_rows(
-        depths, row_slots, first_row + o_r, m_r, context_len, width, max_context, tree_slots, num_slots
-    )
+    depth, _, exists = _load_rows(depths, row_slots, first_row + o_r, m_r, context_len, width, max_context, num_slots)
     last = tl.max(tl.where(exists, o_r, first), axis=0)
     # A tile without rows gets a start past every end.
     start = tl.min(tl.where(exists, tl.maximum(context_len + depth - window + 1, 0), 1 << 30), axis=0)
-    if NUM_WORDS > 0:
-        key_hi = tl.max(tl.where(exists, slot + 1, 0), axis=0)
-        start = tl.minimum(start, tl.where(key_hi > 0, context_len, start))
-    elif CHAIN:
+    if CHAIN:
         key_hi = tl.max(tl.where(exists, context_len + depth + 1, 0), axis=0)
     else:
         key_hi = context_len // BLOCK_N * BLOCK_N
@@ -136,7 +105,6 @@ def _cut_tile(
         "num_rows",
         "width",
         "max_context",
-        "tree_slots",
         "num_slots",
         "num_tiles",
         "num_packed_segments",
@@ -150,10 +118,8 @@ def lay_out_pass(
     page_table,  # [num_requests, num_slots / PAGE_SIZE] int32
     depths,  # [num_requests, num_rows] int32
     row_slots,  # [num_requests, num_rows] int32
-    ancestors,  # [num_requests, num_rows, width] int32; read only if NUM_WORDS > 0
     positions,  # [num_requests * num_rows] int32
     slots,  # [num_requests * num_rows] int64
-    ancestor_words,  # [num_requests * num_rows, NUM_WORDS] int64
     first_segment,  # [num_requests * num_rows] int32
     num_segments,
     packed_items,  # [num_packed_segments, num_requests, num_tiles, 8] int32
@@ -162,7 +128,6 @@ def lay_out_pass(
     num_rows,  # of one request
     width,
     max_context,
-    tree_slots,
     num_slots,
     num_tiles,  # M tiles of one request
     num_packed_segments,
@@ -170,7 +135,6 @@ def lay_out_pass(
     window,
     stride_page_table,
     CHAIN: tl.constexpr,
-    NUM_WORDS: tl.constexpr,
     GROUP: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -200,13 +164,11 @@ def lay_out_pass(
             num_rows,
             width,
             max_context,
-            tree_slots,
             num_slots,
             num_tiles,
             num_packed_segments,
             window,
             CHAIN,
-            NUM_WORDS,
             GROUP,
             BLOCK_M,
             BLOCK_N,
@@ -220,27 +182,18 @@ def lay_out_pass(
         o_r = (i_part - num_tiles) * BLOCK_R + tl.arange(0, BLOCK_R)
         m_r = o_r < num_rows
         row = request * num_rows + o_r
-        depth, slot, exists = _load_rows(
-            depths, row_slots, row, m_r, context_len, width, max_context, tree_slots, num_slots
-        )
+        depth, slot, exists = _load_rows(depths, row_slots, row, m_r, context_len, width, max_context, num_slots)
         position = context_len + depth
         page = tl.load(page_table + request.to(tl.int64) * stride_page_table + slot // PAGE_SIZE, mask=exists, other=0)
         own_slot = page.to(tl.int64) * PAGE_SIZE + slot % PAGE_SIZE
         tl.store(positions + row, tl.where(exists, position, 0), mask=m_r)
         tl.store(slots + row, tl.where(exists, own_slot, 0), mask=m_r)
         start = tl.maximum(position - window + 1, 0)
-        last = position
-        if NUM_WORDS > 0:
-            # Columns are slots, and the root has the first slot of the tree.
-            start = tl.minimum(start, context_len)
-            last = slot
         start_segment = _segment_of(start, SHORT, LONG, LONG_FROM)
-        count = _segment_of(last, SHORT, LONG, LONG_FROM) + 1 - start_segment
+        count = _segment_of(position, SHORT, LONG, LONG_FROM) + 1 - start_segment
         tl.store(first_segment + row, start_segment, mask=m_r)
         tl.store(num_segments + row, tl.where(exists, count, 0), mask=m_r)
-        if NUM_WORDS > 0:
-            _store_words(ancestor_words, ancestors, row, m_r, depth, exists, width, window, NUM_WORDS, BLOCK_R)
-        elif not CHAIN:
+        if not CHAIN:
             root_tile = context_len // BLOCK_N * BLOCK_N
             key_lo = tl.maximum(root_tile, start // BLOCK_N * BLOCK_N)
             first_of_row = _segment_of(key_lo, SHORT, LONG, LONG_FROM)

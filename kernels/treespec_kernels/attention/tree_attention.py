@@ -10,7 +10,6 @@ decoding is one row of depth 0 with ancestors [[0]]; a prefill chunk is a chain.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
 
 import torch
 
@@ -29,15 +28,6 @@ from treespec_kernels.launch.triton_launch import (
     require_triton,
 )
 from treespec_kernels.linear.activations import soft_cap
-
-
-class PassTables(NamedTuple):
-    """int32 tables of a pass; see `tree_attention_ref`."""
-
-    row_request: torch.Tensor
-    context_lens: torch.Tensor
-    page_table: torch.Tensor
-    depths: torch.Tensor
 
 
 def tree_attention_ref(
@@ -75,7 +65,7 @@ def tree_attention_ref(
     Raises:
         ValueError: a shape, dtype or device does not match, or the window is empty.
     """
-    check_pass(q, k_cache, v_cache, PassTables(row_request, context_lens, page_table, depths), ancestors=ancestors)
+    check_pass(q, k_cache, v_cache, row_request, context_lens, page_table, depths, ancestors)
     check_window(window)
     check_cap("score_cap", score_cap)
     page_size, group = k_cache.shape[2], q.shape[1] // k_cache.shape[1]
@@ -124,44 +114,16 @@ def tree_attention_triton(
     Raises:
         ValueError: a shape, dtype, stride or device does not match, or triton cannot run on the tensors.
     """
-    tables = PassTables(row_request, context_lens, page_table, depths)
-    check_pass(q, k_cache, v_cache, tables, ancestors=ancestors)
-    check_plan(q, k_cache, out, window, False, plan)
+    check_pass(q, k_cache, v_cache, row_request, context_lens, page_table, depths, ancestors)
+    check_plan(q, k_cache, out, window, plan)
     check_cap("score_cap", score_cap)
-    check_last_strides(ancestors=ancestors)
-    require_triton("tree_attention")
-    from treespec_kernels.attention.tree_attention_kernels import attend_items
-
-    launch = {"scale": scale, "score_cap": score_cap, "plan": plan, "out": out, "pdl": pdl}
-    return run_plan("tree_attention", attend_items, q, k_cache, v_cache, tables, ancestors, **launch)
-
-
-def run_plan(
-    op: str,
-    kernel: Any,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    tables: PassTables,
-    seen: torch.Tensor,
-    *,
-    scale: float,
-    score_cap: float | None,
-    plan: TreeAttentionPlan,
-    out: torch.Tensor | None,
-    pdl: bool,
-) -> torch.Tensor:
-    """Run a kernel over the plan's items, then combine the segments.
-
-    `seen` is the kernel's table of the nodes that each row attends to: ancestors or ancestor words.
-    """
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-    _, context_lens, page_table, depths = tables
-    check_last_strides(q=q, k_cache=k_cache, v_cache=v_cache, out=out)
+    check_last_strides(q=q, k_cache=k_cache, v_cache=v_cache, out=out, ancestors=ancestors)
     check_last_strides(context_lens=context_lens, page_table=page_table, depths=depths)
-    from treespec_kernels.attention.tree_attention_kernels import combine_segments
+    require_triton("tree_attention")
+    from treespec_kernels.attention.tree_attention_kernels import attend_items, combine_segments
 
-    check_launch(op, kernel, q)
+    check_launch("tree_attention", attend_items, q)
     num_rows, num_heads, head_dim = q.shape
     if num_rows == 0:
         return out
@@ -171,7 +133,7 @@ def run_plan(
     for items, num_items in ((plan.packed_items, plan.num_packed_items), (plan.node_items, plan.num_node_items)):
         if len(items) == 0:
             continue
-        kernel[(len(items), num_kv_heads)](
+        attend_items[(len(items), num_kv_heads)](
             q,
             k_cache,
             v_cache,
@@ -186,7 +148,7 @@ def run_plan(
             page_table,
             context_lens,
             depths,
-            seen,
+            ancestors,
             scale * math.log2(math.e),
             plan.window or 0,
             (score_cap or 0.0) * math.log2(math.e),
@@ -194,7 +156,7 @@ def run_plan(
             *k_cache.stride()[:3],
             *v_cache.stride()[:3],
             page_table.stride(0),
-            seen.stride(0),
+            ancestors.stride(0),
             NUM_HEADS=num_heads,
             GROUP=num_heads // num_kv_heads,
             HEAD_DIM=head_dim,
@@ -235,7 +197,6 @@ def check_plan(
     k_cache: torch.Tensor,
     out: torch.Tensor | None,
     window: int | None,
-    masked: bool,
     plan: TreeAttentionPlan,
 ) -> None:
     """Raise ValueError if the plan is for another pass, or `out` does not match q."""
@@ -245,10 +206,6 @@ def check_plan(
         raise ValueError(f"the plan is for (heads, KV heads, head_dim, dtype) {planned}, q and cache have {given}")
     if plan.window != window:
         raise ValueError(f"the plan is for window {plan.window} and the pass has {window}; plan for that window")
-    if plan.masked != masked:
-        raise ValueError(
-            f"the plan is for tree_attention{'_masked' * plan.masked}; plan {'with' if masked else 'without'} row_slots"
-        )
     if plan.capacity.rows != q.shape[0]:
         raise ValueError(f"the plan holds {plan.capacity.rows} rows and q has {q.shape[0]}; plan this pass")
     if plan.first_partial.device != q.device:
@@ -258,25 +215,26 @@ def check_plan(
 
 
 def check_pass(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, tables: PassTables, **seen: torch.Tensor
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    row_request: torch.Tensor,
+    context_lens: torch.Tensor,
+    page_table: torch.Tensor,
+    depths: torch.Tensor,
+    ancestors: torch.Tensor,
 ) -> None:
-    """Raise ValueError if a shape, dtype or device does not match.
-
-    Shared by `tree_attention` and `tree_attention_masked`, whose table of what a row attends to is `seen`.
-    """
+    """Raise ValueError if a shape, dtype or device does not match."""
     cache = "num_pages num_kv_heads page_size head_dim"
     sizes = check_arguments(
         q=(q, "num_rows num_heads head_dim", q.dtype),
         k_cache=(k_cache, cache, q.dtype),
         v_cache=(v_cache, cache, q.dtype),
-        row_request=(tables.row_request, "num_rows", torch.int32),
-        context_lens=(tables.context_lens, "num_requests", torch.int32),
-        page_table=(tables.page_table, "num_requests max_pages", torch.int32),
-        depths=(tables.depths, "num_rows", torch.int32),
-        **{name: (table, "num_rows width+", SEEN[name]) for name, table in seen.items()},
+        row_request=(row_request, "num_rows", torch.int32),
+        context_lens=(context_lens, "num_requests", torch.int32),
+        page_table=(page_table, "num_requests max_pages", torch.int32),
+        depths=(depths, "num_rows", torch.int32),
+        ancestors=(ancestors, "num_rows width+", torch.int32),
     )
     if sizes["num_heads"] % sizes["num_kv_heads"]:
         raise ValueError(f"{sizes['num_heads']} query heads are not a multiple of {sizes['num_kv_heads']} KV heads")
-
-
-SEEN = {"ancestors": torch.int32, "ancestor_words": torch.int64}

@@ -92,8 +92,7 @@ class TreeAttentionConfig(TileConfig):
     def candidates(cls, dtype: torch.dtype, head_dim: int, target: str | None = None) -> list[TreeAttentionConfig]:
         """Return the configurations to tune over, the default first.
 
-        They vary the tiles with the shipped partition, and the segment length. A tile has at most 64 positions, as
-        masked passes require. Arguments and errors as in `default`.
+        They vary the tiles with the shipped partition, and the segment length. Arguments and errors as in `default`.
         """
         default = cls.default(dtype, head_dim, target)
         if dtype == torch.float32:

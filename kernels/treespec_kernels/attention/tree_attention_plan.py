@@ -10,9 +10,6 @@ positions within a segment:
 
 As the root advances, a position moves from node items to packed items; both run the same compiled kernel.
 
-The plan of a *masked* pass (`tree_attention_masked`) has only packed items, over logical slots instead of positions, up
-to the last node that a row of the tile attends to.
-
 With a sliding window, a row at position p reads positions p - window + 1 .. p. An item starts at the first tile that
 any of its rows reads. Positions before a row's own window are masked; a fully masked tile changes nothing.
 """
@@ -31,9 +28,6 @@ from treespec_kernels.launch.triton_launch import target_of
 
 # Columns of a work item. Rows and heads form one axis: m = row * group + head within the KV group.
 ITEM_FIELDS = ("request", "slot_row", "m_lo", "m_hi", "key_lo", "key_hi", "segment", "continues")
-
-MAX_NODES = 256
-"""Maximum number of nodes of a tree in `tree_attention_masked`: 4 words of 64 bits."""
 
 
 class PlanCapacity(NamedTuple):
@@ -59,7 +53,6 @@ class TreeAttentionPlan:
     head_dim: int
     dtype: torch.dtype
     window: int | None  # positions that a row reads, its own included; None for all
-    masked: bool  # whether the plan is for `tree_attention_masked`
     packed_items: torch.Tensor  # [capacity.packed_items, 8] int32, columns ITEM_FIELDS
     num_packed_items: torch.Tensor  # [1] int32
     node_items: torch.Tensor  # [capacity.node_items, 8] int32
@@ -89,7 +82,6 @@ class TreeAttentionPlan:
         dtype: torch.dtype,
         device: torch.device | str,
         window: int | None,
-        masked: bool,
     ) -> TreeAttentionPlan:
         """Allocate uninitialised buffers of these sizes; arguments as in `plan_tree_attention`.
 
@@ -100,8 +92,6 @@ class TreeAttentionPlan:
         check_supported(dtype, head_dim)
         group_of(num_heads, num_kv_heads)
         check_window(window)
-        if masked and config.block_n > 64:
-            raise ValueError(f"block_n is {config.block_n}; a masked plan takes 64 at most, as a word has 64 bits")
 
         def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
@@ -113,7 +103,6 @@ class TreeAttentionPlan:
             head_dim=head_dim,
             dtype=dtype,
             window=window,
-            masked=masked,
             packed_items=empty(capacity.packed_items, len(ITEM_FIELDS)),
             num_packed_items=empty(1),
             node_items=empty(capacity.node_items, len(ITEM_FIELDS)),
@@ -146,17 +135,14 @@ class TreeAttentionPlan:
         rows_per_request: Sequence[int],
         depths: Sequence[int],
         chains: Sequence[bool] | None = None,
-        row_slots: Sequence[int] | None = None,
     ) -> None:
         """Plan another pass into the same buffers; arguments as in `plan_tree_attention`.
 
         Raises:
-            ValueError: the pass exceeds the capacity, or only one of pass and plan is masked.
+            ValueError: the pass exceeds the capacity.
         """
-        if self.masked != (row_slots is not None):
-            raise ValueError("row_slots are for a masked plan, and a masked plan needs them")
         group = group_of(self.num_heads, self.num_kv_heads)
-        work = _work_items(context_lens, rows_per_request, depths, chains, row_slots, group, self.config, self.window)
+        work = _work_items(context_lens, rows_per_request, depths, chains, group, self.config, self.window)
         if any(needed > held for needed, held in zip(work.capacity, self.capacity, strict=True)):
             raise ValueError(f"the pass needs {work.capacity} and the plan holds {self.capacity}; plan with more")
         self.packed_items[: len(work.packed)].copy_(torch.from_numpy(work.packed))
@@ -180,7 +166,6 @@ def plan_tree_attention(
     dtype: torch.dtype,
     device: torch.device | str,
     chains: Sequence[bool] | None = None,
-    row_slots: Sequence[int] | None = None,
     window: int | None = None,
     config: TreeAttentionConfig | None = None,
     capacity: PlanCapacity | None = None,
@@ -195,7 +180,6 @@ def plan_tree_attention(
         device: where the attention runs.
         chains: per request, whether every row is an ancestor of the next one (a prefill chunk). Such rows share all
             keys and need no gathering. None marks only requests of one row. Affects speed, not bits.
-        row_slots: tree index of each row, for `tree_attention_masked`; None for `tree_attention`.
         window: number of positions that a row reads, its own included; None for all.
         config: None for `TreeAttentionConfig.default` of the device.
         capacity: buffer sizes; None for the sizes of this pass.
@@ -207,7 +191,7 @@ def plan_tree_attention(
     if capacity is None:
         check_window(window)
         group = group_of(num_heads, num_kv_heads)
-        work = _work_items(context_lens, rows_per_request, depths, chains, row_slots, group, config, window)
+        work = _work_items(context_lens, rows_per_request, depths, chains, group, config, window)
         capacity = work.capacity
     plan = TreeAttentionPlan.allocate(
         capacity,
@@ -218,9 +202,8 @@ def plan_tree_attention(
         dtype=dtype,
         device=device,
         window=window,
-        masked=row_slots is not None,
     )
-    plan.refill(context_lens, rows_per_request, depths, chains, row_slots)
+    plan.refill(context_lens, rows_per_request, depths, chains)
     return plan
 
 
@@ -251,7 +234,6 @@ def _work_items(
     rows_per_request: Sequence[int],
     depths: Sequence[int],
     chains: Sequence[bool] | None,
-    row_slots: Sequence[int] | None,
     group: int,
     config: TreeAttentionConfig,
     window: int | None,
@@ -276,18 +258,11 @@ def _work_items(
     if (same_chain & (depth[1:] <= depth[:-1])).any():
         raise ValueError(f"depths {depth.tolist()} of a chain must ascend")
 
-    position = reach = lengths[request] + depth
+    position = lengths[request] + depth
     start = np.zeros_like(position) if window is None else np.maximum(position - window + 1, 0)
-    if row_slots is not None:
-        own = np.array(row_slots, dtype=np.int64)
-        if len(own) != len(depth) or (own < 0).any() or (own >= MAX_NODES).any():
-            raise ValueError(f"row_slots {own.tolist()}: one tree index per row is needed, 0 to {MAX_NODES - 1}")
-        reach = lengths[request] + own
-        start = np.minimum(start, lengths[request])
-        chain = np.ones_like(chain)  # only packed items
     start_tile = start // config.block_n * config.block_n
     first_segment = config.partition.segment_of(start)
-    num_segments = config.partition.segment_of(reach) + 1 - first_segment
+    num_segments = config.partition.segment_of(position) + 1 - first_segment
     first_partial = np.cumsum(num_segments) - num_segments
 
     # Packed items: M tiles over all rows of a request. A chain's tile extends to its last position.
@@ -299,7 +274,7 @@ def _work_items(
     spans = np.stack([first_row, last_row + 1], axis=1).ravel()
     key_lo = np.minimum.reduceat(np.append(start_tile, 0), spans)[::2]  # rows of a tile are unordered
     root_tile = lengths // config.block_n * config.block_n
-    key_hi = np.where(chain[of_tile], np.maximum.reduceat(np.append(reach, 0), spans)[::2] + 1, root_tile[of_tile])
+    key_hi = np.where(chain[of_tile], np.maximum.reduceat(np.append(position, 0), spans)[::2] + 1, root_tile[of_tile])
     packed = _cut(of_tile, last_row, m_lo, m_hi, key_lo, key_hi, np.zeros_like(key_lo), config)
     # M tiles of one segment are adjacent, so that all but the first read its keys from L2.
     packed = packed[np.argsort(packed[:, ITEM_FIELDS.index("segment")], kind="stable")]

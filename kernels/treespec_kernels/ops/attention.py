@@ -1,4 +1,4 @@
-"""Entries of the attention ops: tree attention, exact and masked, pass layout, QKV with RoPE, and KV commit."""
+"""Entries of the attention ops: tree attention, pass layout, QKV with RoPE, and KV commit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -18,11 +17,6 @@ from treespec_kernels.attention.tree_attention import (
     plan_tree_attention,
     tree_attention_ref,
     tree_attention_triton,
-)
-from treespec_kernels.attention.tree_attention_masked import (
-    ancestor_masks,
-    tree_attention_masked_ref,
-    tree_attention_masked_triton,
 )
 from treespec_kernels.ops.linear import EPS, SPLITS, key_of
 from treespec_kernels.ops.op import Case, Inputs, Op, Results
@@ -41,7 +35,6 @@ def _attention_inputs(
     setting: Setting,
     requests: int,
     nodes: int,
-    masked: bool,
     generator: torch.Generator,
     window: int | None = None,
 ) -> Inputs:
@@ -53,22 +46,14 @@ def _attention_inputs(
     inputs = tree_attention_inputs(lengths, trees, **setting.shape.attention, device=setting.device, seed=seed)
     arguments = {"q": inputs.q, "k_cache": inputs.k_cache, "v_cache": inputs.v_cache, **inputs.rows}
     arguments |= {"score_cap": setting.shape.cap, "window": window}
-    if not masked:
-        return Inputs(arguments, inputs.plan)
-    del arguments["ancestors"]
-    words = torch.from_numpy(np.concatenate([ancestor_masks(parents, window) for parents in trees]))
-    arguments["ancestor_words"] = words.to(setting.device)
-    return Inputs(arguments, inputs.plan | {"row_slots": list(range(nodes)) * requests})
+    return Inputs(arguments, inputs.plan)
 
 
-def _attention_cases(op: Op, setting: Setting) -> list[Case]:
-    """Return cases of one tree, with half of the weight, of plain decoding, of a batch of trees, and of a window.
-
-    Masked attention has the configuration tuned for exact attention, and no plain decoding.
-    """
-    shape, nodes, masked = setting.shape, setting.nodes, op.name == "tree_attention_masked"
-    timed = {(1, nodes): 0.5, (setting.requests, nodes): 0.25} | ({} if masked else {(1, 1): 0.25})
-    if nodes == 1 and not masked:
+def _attention_cases(setting: Setting) -> list[Case]:
+    """Return cases of one tree, with half of the weight, of plain decoding, of a batch of trees, and of a window."""
+    shape, nodes = setting.shape, setting.nodes
+    timed = {(1, nodes): 0.5, (setting.requests, nodes): 0.25, (1, 1): 0.25}
+    if nodes == 1:
         timed[1, 1] = 0.75
     cases = []
     for (requests, rows), weight in timed.items():
@@ -77,11 +62,11 @@ def _attention_cases(op: Op, setting: Setting) -> list[Case]:
         flops = 4 * requests * rows * shape.num_heads * shape.head_dim * (setting.context + rows // 2)
         cases.append(
             Case(
-                op,
+                TREE_ATTENTION,
                 setting,
                 key_of(setting, head_dim=shape.head_dim, group=shape.group),
                 f"requests {requests}, nodes {rows}, context {setting.context}",
-                partial(_attention_inputs, setting, requests, rows, masked),
+                partial(_attention_inputs, setting, requests, rows),
                 moved * shape.dtype.itemsize,
                 flops,
                 weight,
@@ -89,7 +74,7 @@ def _attention_cases(op: Op, setting: Setting) -> list[Case]:
             )
         )
     first, window = cases[0], 1 + (setting.context + nodes) // 2
-    made = partial(_attention_inputs, setting, 1, nodes, masked, window=window)
+    made = partial(_attention_inputs, setting, 1, nodes, window=window)
     return [*cases, replace(first, load=f"{first.load}, window {window}", make=made, weight=0.0)]
 
 
@@ -132,19 +117,10 @@ TREE_ATTENTION = Op(
     "tree_attention",
     tree_attention_ref,
     tree_attention_triton,
-    lambda setting: _attention_cases(TREE_ATTENTION, setting),
+    _attention_cases,
     lambda case: TreeAttentionConfig.candidates(case.setting.dtype, case.setting.shape.head_dim, case.setting.target),
     plan=_planned,
     some_rows=_some_rows,
-)
-# Sums are in tree order and depend on the tree, so rows are not those of other passes.
-TREE_ATTENTION_MASKED = replace(
-    TREE_ATTENTION,
-    name="tree_attention_masked",
-    ref=tree_attention_masked_ref,
-    run=tree_attention_masked_triton,
-    cases=lambda setting: _attention_cases(TREE_ATTENTION_MASKED, setting),
-    some_rows=None,
 )
 
 
@@ -172,7 +148,7 @@ def _layout_inputs(setting: Setting, requests: int, chain: bool, generator: torc
     )
 
 
-def _layout(inputs: Inputs, config: Any, tree_slots: int | None = None) -> dict[str, Any]:
+def _layout(inputs: Inputs, config: Any) -> dict[str, Any]:
     depths = inputs.arguments["depths"]
     layout = DeviceLayout.allocate(
         *(*depths.shape, depths.shape[1]),
@@ -180,7 +156,6 @@ def _layout(inputs: Inputs, config: Any, tree_slots: int | None = None) -> dict[
         max_context=inputs.host["max_context"],
         **inputs.host["attention"],
         device=depths.device,
-        tree_slots=tree_slots,
         config=config,
     )
     return {"layout": layout}
@@ -195,17 +170,18 @@ def _layout_cases(setting: Setting) -> list[Case]:
     key = key_of(setting, head_dim=setting.shape.head_dim, group=setting.shape.group)
     rows = f"nodes {setting.nodes}, context {setting.context}"
 
-    def case(op: Op, requests: int, kind: str, weight: float) -> Case:
+    def case(requests: int, kind: str, weight: float) -> Case:
         make = partial(_layout_inputs, setting, requests, kind == "chain")
-        return Case(op, setting, key, f"requests {requests}, {rows}{kind and f', {kind}'}", make, weight=weight)
+        return Case(
+            PASS_LAYOUT, setting, key, f"requests {requests}, {rows}{kind and f', {kind}'}", make, weight=weight
+        )
 
-    timed = [case(PASS_LAYOUT, requests, "", 1.0) for requests in setting.batches]
+    timed = [case(requests, "", 1.0) for requests in setting.batches]
     for case_, requests in zip(timed, setting.batches, strict=True):
         plan = _layout(_layout_inputs(replace(setting, device=torch.device("meta")), requests, False, _SEED), None)
         items = plan["layout"].plan
         case_.bytes = items.packed_items.nbytes + items.node_items.nbytes + requests * setting.nodes * (8 + 4)
-    masked = replace(PASS_LAYOUT, plan=partial(_layout, tree_slots=setting.nodes))
-    return [*timed, case(PASS_LAYOUT, 1, "chain", 0.0), case(masked, 1, "masked", 0.0)]
+    return [*timed, case(1, "chain", 0.0)]
 
 
 _SEED = torch.Generator().manual_seed(0)
@@ -335,4 +311,4 @@ KV_COMMIT = Op(
     baselines={"torch": lambda inputs: kv_commit_ref(**inputs.arguments)},
 )
 
-OPS = (TREE_ATTENTION, TREE_ATTENTION_MASKED, PASS_LAYOUT, QKV_ROPE, KV_COMMIT)
+OPS = (TREE_ATTENTION, PASS_LAYOUT, QKV_ROPE, KV_COMMIT)

@@ -50,9 +50,10 @@ from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 from treespec_kernels.launch.graph_capture import GraphMemory, capture_replay
 from treespec_kernels.launch.switches import VARIABLE, without
 from treespec_kernels.linear.quantized import WeightForm
-from treespec_kernels.ops.shapes import KernelShape
-from treespec_kernels.tuning import workloads
-from treespec_kernels.tuning.clock import CudaClock
+from treespec_kernels.ops import OPS, TUNABLE, cases_of
+from treespec_kernels.ops.op import Case
+from treespec_kernels.ops.shapes import KernelShape, Setting
+from treespec_kernels.tuning.clock import Clock
 from treespec_kernels.tuning.testing import tree_parents
 from treespec_kernels.tuning.tuned import KernelConfigs, slug
 from treespec_weights import LLAMA, ModelShape, default_folder, read_config
@@ -82,7 +83,10 @@ class Bench:
     def llama(self, *sizes: int) -> ModelConfig:
         raw = {"model_type": "llama", "vocab_size": 64 if self.dry else 128256, "rms_norm_eps": 1e-5, "rope_theta": 5e5}
         raw |= {"hidden_act": "silu", "max_position_embeddings": 131072, "torch_dtype": "bfloat16"}
-        return ModelConfig.from_raw(Path("random"), raw | dict(zip(SIZES, sizes, strict=True)), LLAMA)
+        raw, folder = raw | dict(zip(SIZES, sizes, strict=True)), self.scratch / "-".join(map(str, sizes))
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(raw))  # for `treespec autotune`
+        return ModelConfig.from_raw(folder, raw, LLAMA)
 
     def keep(self, name: Any, make: Call) -> Any:
         """Return the open model `name`, made in the place of another one."""
@@ -99,8 +103,8 @@ class Bench:
 
     def passes(self, exact: bool = True, tuned: bool = False) -> "Passes":
         """Return passes of the large model. `tuned`: with the configurations that this run has tuned."""
-        positions, files = self.requests * (self.context + PAGE_SIZE), [self.out] if tuned else None
-        return self.keep((exact, tuned), lambda: Passes.of(self, self.large, positions, exact, files))
+        positions, folder = self.requests * (self.context + PAGE_SIZE), self.out if tuned else None
+        return self.keep((exact, tuned), lambda: Passes.of(self, self.large, positions, exact, folder))
 
     def random(self, *size: int, scale: float = 1.0) -> Tensor:
         """Return normal numbers; zeros would draw less power, and the clocks would be higher."""
@@ -159,7 +163,7 @@ class Passes:
     @classmethod
     def of(cls, bench: Bench, config: ModelConfig, positions: int, exact: bool = True, tuned: Any = None) -> "Passes":
         """Return passes of a model with random weights, with room for as many positions."""
-        configs = KernelConfigs.load(bench.device, folders=tuned)
+        configs = KernelConfigs.load(bench.device, folder=tuned)
         attention: Any = make_attention("triton", config.shape, bench.dtype, bench.device, configs)
         decoder = TritonDecoder(config, bench.weights(config.shape), attention, configs, exact, min(positions, 1 << 16))
         size = 1 + positions // PAGE_SIZE, attention.cache_dtype, bench.device
@@ -196,7 +200,7 @@ def checks(bench: Bench) -> Iterator[Step]:
     yield "check/round of 1B", 100, check_round
     for off in ("", "pdl", "prefetch"):
         yield f"compile/8B{' without ' * bool(off)}{off}", 100, partial(compile_passes, off=off)
-    for op in workloads.ops():
+    for op in (*TUNABLE, *sorted(OPS.keys() - set(TUNABLE))):
         yield f"check/{op}", 80, partial(check_op, op=op)
 
 
@@ -217,28 +221,28 @@ def copy_bandwidth(bench: Bench) -> Figures:
     return figures | {"bytes_per_second": 2 * source.nbytes / (1e-3 * figures["ms"])}
 
 
-def cases(bench: Bench, op: str, model: ModelConfig, form: WeightForm | None = None, **loads: int) -> list[Any]:
-    """Return the workloads of an op for a model."""
+def cases(bench: Bench, op: str, model: ModelConfig, form: WeightForm | None = None, **loads: int) -> list[Case]:
+    """Return the timed cases of an op for a model."""
     s = model.shape
     sizes = s.head_dim, s.num_heads, s.num_kv_heads, s.hidden_size, s.intermediate_size, s.vocab_size
     loads = {"requests": 1, "nodes": bench.nodes, "context": bench.context, "layers": s.num_layers} | loads
     shape = KernelShape(bench.dtype, *sizes, quantized=form)
-    return workloads.workloads_of(workloads.Setting(shape, bench.device, **loads, fixed_order_dot=bench.dry), [op])
+    return [case for case in cases_of(op, Setting(shape, bench.device, **loads)) if case.weight]
 
 
-def configuration(bench: Bench, workload: Any) -> Any:
+def configuration(bench: Bench, case: Case) -> Any:
     """Return the configuration that an engine would use."""
-    default = workload.default
-    return default and KernelConfigs.load(bench.device).get(workload.op, workload.key, default)
+    default = case.default
+    return default and KernelConfigs.load(bench.device).get(case.op, case.key, default)
 
 
 def check_op(bench: Bench, op: str) -> Figures:
     """Compare an op with its reference, and its rows with each other, at the sizes of a 1B model."""
     form = WeightForm(8) if op == "quantized_row_linear" else None
     found = cases(bench, op, bench.small, form, prefill=min(bench.prefill, 320))
-    for workload in found:
-        workload.check(configuration(bench, workload))
-        workload.release()
+    for case in found:
+        case.check(configuration(bench, case))
+        case.release()
     return {"checked": len(found)}
 
 
@@ -459,7 +463,7 @@ def time_compiled(bench: Bench) -> Figures:
 
 
 def kernels(bench: Bench) -> Iterator[Step]:
-    others = [op for op in workloads.ops() if op not in ("row_linear", "lm_head", "programmatic_launch")]
+    others = ["tree_attention", *sorted(OPS.keys() - set(TUNABLE))]
     many, long = {"requests": 8, "prefill": bench.prefill}, {"context": 16 * bench.context}
     yield from timed_cases(bench, "row_linear", **many)
     yield from timed_cases(bench, "lm_head", **many)
@@ -477,41 +481,42 @@ def kernels(bench: Bench) -> Iterator[Step]:
 
 
 def timed_cases(bench: Bench, op: str, **loads: int) -> Iterator[Step]:
-    for workload in cases(bench, op, bench.large, **loads):
-        key = [f"{name} {value}" for name, value in workload.key.items() if name not in ("dtype", "groups")]
-        yield f"kernel/{op}, {', '.join(key)}, {workload.load}", 40, partial(time_kernel, workload=workload)
+    for case in cases(bench, op, bench.large, **loads):
+        key = [f"{name} {value}" for name, value in case.key.items() if name not in ("dtype", "groups")]
+        yield f"kernel/{op}, {', '.join(key)}, {case.load}", 40, partial(time_kernel, case=case)
 
 
-def time_kernel(bench: Bench, workload: Any) -> Figures:
+def time_kernel(bench: Bench, case: Case) -> Figures:
     """Check a kernel and time it beside torch's, on copies of the inputs that do not fit in the L2 together."""
-    config, copies = configuration(bench, workload), 1 if bench.dry else CudaClock(bench.device).copies(workload.bytes)
-    workload.check(config)
-    workload.prepare(copies)
-    figures = bench.timed(*(partial(workload.run, config, i) for i in range(copies)), seconds=0.5)
-    for name, other in workload.baselines().items():
-        figures[f"{name} ms"] = bench.timed(*(partial(other, i) for i in range(copies)), seconds=0.5)["ms"]
-    workload.release()
-    return bench.floor(workload.bytes, figures)
+    config = configuration(bench, case)
+    case.check(config)
+    copies = 1 if bench.dry else Clock(bench.device).copies(case.bytes)
+    case.prepare(copies)
+    figures = bench.timed(*(partial(case.run, config, i) for i in range(copies)), seconds=0.5)
+    for name, other in case.entry.baselines.items():
+        figures[f"{name} ms"] = bench.timed(*(partial(other, inputs) for inputs in case.inputs), seconds=0.5)["ms"]
+    case.release()
+    return bench.floor(case.bytes, figures)
 
 
 def autotune(bench: Bench) -> Figures:
     """Tune the 8B shape. A new tuned file goes to the results, so that other measurements keep the defaults."""
     bench.release()  # the command needs the memory
-    s = bench.large.shape
-    sizes = {"heads": s.num_heads, "kv-heads": s.num_kv_heads, "head-dim": s.head_dim, "hidden": s.hidden_size}
-    sizes |= {"intermediate": s.intermediate_size, "vocab": s.vocab_size, "layers": s.num_layers}
-    options = [part for name, size in sizes.items() for part in (f"--{name}", str(size))]
-    options += ["--device", bench.device.type, "--dtype", str(bench.dtype).removeprefix("torch.")]
-    environment, limits = {}, ["--budget-seconds", "80"]
+    options = ["--model", str(bench.large.folder), "--device", bench.device.type]
+    options += ["--dtype", str(bench.dtype).removeprefix("torch."), "--ops"]
+    environment = {}
     if bench.dry:
         environment = {"TRITON_INTERPRET": "1", "XDG_CACHE_HOME": str(bench.scratch)}
-        limits = ["--ops", "tree_attention", "--nodes", "2", "--context", "20"]
+        options += ["tree_attention", "--nodes", "2", "--context", "20"]
+    else:
+        options += [",".join(TUNABLE), "--budget-seconds", "80"]
     before = KernelConfigs.load(bench.device).file
-    tuned = command("autotune", *options, *limits, **environment)["kernels"]
-    if tuned.get("file") and Path(tuned["file"]).exists():
+    tuned = command("autotune", *options, **environment)["kernels"]
+    if Path(tuned["file"]).exists():
         (shutil.copy if before else shutil.move)(tuned["file"], bench.out / Path(tuned["file"]).name)
-    loads = [(result["op"], load) for result in tuned["results"] for load in result["loads"]]
-    return {f"{op}, {load['load']}": [load["default_microseconds"], load["microseconds"]] for op, load in loads}
+    entries = [result["entry"] for result in tuned["results"] if result["entry"]]
+    times = {f"{entry['op']}, {load}": times for entry in entries for load, times in entry["loads"].items()}
+    return {load: [each["default_microseconds"], each["microseconds"]] for load, each in times.items()}
 
 
 # --- targets

@@ -3,7 +3,7 @@
 import json
 import os
 import subprocess
-from dataclasses import replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from tests import commands
 from tests.child import uninterpreted_document
 from tests.commands import program
-from tests.models import tiny
+from tests.models import make_llama, tiny
 from tests.test_costs import KEY
 from treespec import LLM
 from treespec.cli import curves
@@ -24,6 +24,7 @@ from treespec.startup.start_costs import warn_of_threads
 from treespec_kernels.aot import compiler as aot
 from treespec_kernels.aot.compile_jobs import run_in_processes
 from treespec_kernels.linear.quantized import WeightForm
+from treespec_kernels.ops import OPS
 from treespec_kernels.ops.shapes import DTYPES
 from treespec_kernels.tuning import tuned
 
@@ -31,13 +32,11 @@ pytestmark = pytest.mark.slow
 
 run = partial(commands.run, "autotune")
 THREADS = torch.get_num_threads()
-SMALL = "--heads 2 --kv-heads 1 --head-dim 16 --intermediate 32 --vocab 64 --nodes 2 --context 3".split()
 
 
 @pytest.fixture(autouse=True)
-def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(tuned, "package_folder", lambda: tmp_path / "package")
 
 
 def models() -> list[str]:
@@ -200,41 +199,12 @@ def test_kernels_are_compiled_for_a_target_without_a_gpu() -> None:
     assert report.keys() == {"targets", "failed"} and report["failed"] == []
     assert {row["kernel"] for row in report["targets"]["sm_90"]} == {"choose_in_blocks", "choose_of_blocks"}
     assert {row["case"].split(",")[0] for row in report["targets"]["sm_90"]} == {"coupled_choice float16"}
-    child = program("kernels/autotune.py", *options, TRITON_INTERPRET=None, PYTHONPATH=".:kernels:weights")
+    child = program("-m", "treespec", "autotune", *options, TRITON_INTERPRET=None)
     assert child.returncode == 0, child.stderr
+    assert child.stderr.startswith("compiling 3 kernels for sm_90")
     head, *lines = child.stdout.splitlines()
     assert head.split() == ["kernel", "target", "compiled", "registers", "spills", "shared", "KB"]
     assert [line.split()[:2] for line in lines] == [["choose_in_blocks", "sm_90"], ["choose_of_blocks", "sm_90"]]
-
-
-def compile_ahead(*arguments: str) -> tuple[dict[str, Any], str]:
-    """The report of some kernels, and what was said about the progress."""
-    options = ["--aot", "sm_90", "--ops", "coupled_choice,kv_commit", "--json", *arguments]
-    child = program("-m", "treespec", "autotune", *options, TRITON_INTERPRET=None)
-    assert child.returncode == 0, child.stderr
-    return json.loads(child.stdout), child.stderr
-
-
-def test_what_was_compiled_is_kept(tmp_path: Path) -> None:
-    """In several processes; another run takes what is known, an interrupted one goes on, and --fresh forgets."""
-    pytest.importorskip("triton")
-    first, said = compile_ahead()
-    kept = sorted((tmp_path / "treespec" / "aot").iterdir())
-    assert len(kept) > 8 and f"compiling {len(kept)} of {len(kept)} kernels for sm_90 in " in said
-    assert f"results are cached in {kept[0].parent}" in said
-    again, said = compile_ahead()
-    assert again == first and f"compiling 0 of {len(kept)} kernels for sm_90 " in said
-
-    for path in kept[1:]:
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"registers": 1000}))
-    kept[0].write_text("{")
-    changed, said = compile_ahead()
-    assert f"compiling 1 of {len(kept)} kernels for sm_90 in 1 processes" in said
-    registers = [row["registers"] for row in changed["targets"]["sm_90"]]
-    assert {*registers} > {1000} and len({*registers}) == 2, "one was compiled"
-    fresh, said = compile_ahead("--fresh")
-    assert fresh == first and f"compiling {len(kept)} of {len(kept)} kernels" in said
-    assert compile_ahead()[0] == first, "and was kept"
 
 
 def test_processes_change_no_result() -> None:
@@ -242,18 +212,18 @@ def test_processes_change_no_result() -> None:
     script = """
 import json, torch
 from treespec_kernels.aot import compiler as aot
+from treespec_kernels.ops.shapes import default_shapes
 if __name__ == "__main__":
-    plans, steps = [], []
+    steps = []
     def report(jobs):
-        return aot.compile_report(["sm_90"], aot.default_shapes([torch.float16]), ["coupled_choice", "kv_commit"], jobs,
-                                  advance=lambda done, total: steps.append((done, total)), begin=plans.append)
+        return aot.compile_report(["sm_90"], default_shapes([torch.float16]), ["coupled_choice", "kv_commit"], jobs,
+                                  advance=lambda done, total: steps.append((done, total)))
     serial, parallel = report(1), report(2)
-    print(json.dumps([serial == parallel, serial["failed"], plans, steps]))
+    print(json.dumps([serial == parallel, serial["failed"], steps]))
 """
-    equal, failed, plans, steps = uninterpreted_document(script)
-    total = plans[0][0]
-    assert equal and failed == [] and plans == [[total, 0, 1], [total, 0, 2]]
-    assert steps == 2 * [[done, total] for done in range(1, total + 1)]
+    equal, failed, steps = uninterpreted_document(script)
+    assert equal and failed == []
+    assert steps == 2 * [[done, steps[0][1]] for done in range(steps[0][1] + 1)] and len(steps) > 12
 
 
 def dies_of_seven(number: int) -> int:
@@ -272,32 +242,27 @@ def test_what_fails_ahead_of_time_ends_with_1(monkeypatch: pytest.MonkeyPatch) -
     asked = {}
     failure = {"target": "sm_90", "kernel": "k", "case": "an op; rows 1", "config": {}, "message": "spills 8"}
 
-    def report(targets: list[str], shapes: list[Any], only: Any, **_: Any) -> dict[str, Any]:
-        asked.update(targets=targets, shapes=shapes, only=only)
+    def report(targets: list[str], shapes: list[Any], ops: Any, **_: Any) -> dict[str, Any]:
+        asked.update(targets=targets, shapes=shapes, ops=ops)
         return {"targets": {target: [] for target in targets}, "failed": [failure]}
 
     monkeypatch.setattr(aot, "compile_report", report)
     assert document("--aot", "sm_90", "--aot", "gfx942", *models(), code=1)["failed"] == [failure]
-    assert asked["targets"] == ["sm_90", "gfx942"] and asked["only"] is None
-    assert {shape.dtype for shape in asked["shapes"]} == set(DTYPES)
-    assert (
-        len({replace(shape, dtype=torch.float32) for shape in asked["shapes"]}) == 1
-    )  # drafts have the target's shape
+    assert asked["targets"] == ["sm_90", "gfx942"] and set(asked["ops"]) == set(OPS)
+    assert [shape.dtype for shape in asked["shapes"]] == [torch.float32]  # drafts have the target's shape
     assert "failed: k for sm_90, an op; rows 1: spills 8" in run("--aot", "sm_90", code=1).stdout
-    run("--aot", "sm_90", *models(), "--quantization", "int4", code=1)
-    target, draft = [shape for shape in asked["shapes"] if shape.dtype == torch.bfloat16]
-    assert (target.quantized, draft.quantized) == (WeightForm(4, 64), None)
-    big = ["--heads", 32, "--head-dim", 128, "--intermediate", 14336, "--vocab", 1000]
-    for kind, form in (("int8", WeightForm(8)), ("int4", WeightForm(4, 128))):
-        run("--aot", "sm_90", *big, "--quantization", kind, code=1)
-        assert {shape.quantized for shape in asked["shapes"]} == {form}
+    assert {shape.dtype for shape in asked["shapes"]} == set(DTYPES)
+    for kind, form in (("int8", WeightForm(8)), ("int4", WeightForm(4, 64))):
+        run("--aot", "sm_90", *models(), "--quantization", kind, "--dtype", "bfloat16", code=1)
+        target, draft = asked["shapes"]
+        assert (target.quantized, draft.quantized) == (form, None) and draft.dtype == torch.bfloat16
 
 
-def test_quantised_layers_are_compiled_without_a_gpu() -> None:
+def test_quantised_layers_are_compiled_without_a_gpu(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    options = ["--aot", "sm_90", "--quantization", "int4", "--dtype", "float16", "--ops", "quantized_row_linear"]
-    sizes = "--heads 4 --kv-heads 2 --head-dim 64 --intermediate 704 --vocab 64".split()
-    child = program("-m", "treespec", "autotune", *options, *sizes, "--json", TRITON_INTERPRET=None)
+    target = make_llama(tmp_path / "target", 0, torch.float16, intermediate_size=704)
+    options = ["--aot", "sm_90", "--model", str(target), "--quantization", "int4", "--ops", "quantized_row_linear"]
+    child = program("-m", "treespec", "autotune", *options, "--json", TRITON_INTERPRET=None)
     assert child.returncode == 0, child.stdout + child.stderr
     rows = json.loads(child.stdout)["targets"]["sm_90"]
     assert {row["kernel"] for row in rows} == {"multiply_quantized", "add_splits"}
@@ -313,8 +278,8 @@ def test_a_rehearsal_of_the_sweep(tmp_path: Path) -> None:
     pytest.importorskip("triton")
 
     def autotune(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = ["-m", "treespec", "autotune", *SMALL, "--ops", "tree_attention", *arguments]
-        return program(*command, TRITON_INTERPRET="1")
+        command = ["-m", "treespec", "autotune", *models()[:2], *"--nodes 2 --context 3 --ops tree_attention".split()]
+        return program(*command, *arguments, TRITON_INTERPRET="1")
 
     child = autotune("--json")
     assert child.returncode == 0, child.stderr
@@ -323,29 +288,23 @@ def test_a_rehearsal_of_the_sweep(tmp_path: Path) -> None:
     file = tmp_path / "treespec" / "tuned" / "triton-interpreter.json"
     assert Path(found["file"]) == file
     result = found["results"][0]
-    assert result.keys() == {"op", "key", "config", "default", "loads", "measured", "left", "failed"}
-    assert (result["op"], result["key"]) == ("tree_attention", {"dtype": "float32", "head_dim": 16, "group": 2})
+    assert result.keys() == {"label", "default", "entry", "measured", "left", "failed"}
+    assert result["label"] == "tree_attention float32, group 2, head_dim 16"
     assert result["measured"] > 0 and result["failed"] == []
-    assert {load["load"] for load in result["loads"]} >= {"requests 1, nodes 2, context 3"}
-    assert all(load["share_of_copy"] > 0 and load["default_microseconds"] > 0 for load in result["loads"])
-    [entry] = tuned.read_entries(file, "Triton interpreter") or ()
-    assert entry.key == result["key"] and entry.versions["source"] == tuned.source_hash("tree_attention")
+    loads = result["entry"]["loads"]
+    assert loads.keys() >= {"requests 1, nodes 2, context 3"}
+    assert all(load["share_of_copy"] > 0 and load["default_microseconds"] > 0 for load in loads.values())
+    [entry] = tuned.read_entries(file, "Triton interpreter")
+    assert asdict(entry) == result["entry"] and entry.versions["source"] == tuned.source_hash("tree_attention")
 
     child = autotune()  # nothing is measured again: the times are those of the first run
     assert child.returncode == 0, child.stderr
-    assert f"{result['loads'][0]['microseconds']:.2f}" in child.stdout and "rehearsal" in child.stdout
+    assert (
+        f"{loads['requests 1, nodes 2, context 3']['microseconds']:.2f}" in child.stdout and "rehearsal" in child.stdout
+    )
     shown = document("--show")["tuned"]
     assert [(each["file"], each["entries"][0]["stale"]) for each in shown] == [(str(file), [])]
     assert "tree_attention float32, group 2, head_dim 16" in run("--show").stdout
-
-    file.write_text("not ours")
-    child = autotune()
-    assert child.returncode == 2 and "--force" in child.stderr and file.read_text() == "not ours"
-    assert "not a tuned file" in run("--show").stdout
-    child = autotune("--force")
-    assert child.returncode == 0 and tuned.read_entries(file, "Triton interpreter") == [
-        replace(entry, measured=json.loads(file.read_text())["entries"][0]["measured"])
-    ]
 
 
 def test_tuned_quantised_layers_are_shown() -> None:
@@ -387,25 +346,16 @@ def test_whether_launches_are_programmatic_is_shown(pdl: bool, said: str) -> Non
         ),
         (["--aot", "sm_90", "--ops", "tree_atention"], ["did you mean 'tree_attention'?", "coupled_choice"]),
         (["--aot", "sm_90", "--dtype", "float6"], ["'float6' (did you mean 'float16'?)", "bfloat16"]),
-        (["--aot", "sm_90", "--heads", "4"], ["--heads needs --head-dim, --intermediate, --vocab"]),
-        (["--aot", "sm_90", *SMALL, "--model", "m"], ["--heads describes a model shape and excludes --model"]),
-        (["--aot", "sm_90", *SMALL, "--kv-heads", "3"], ["--heads 2: not a multiple of --kv-heads 3"]),
-        (["--aot", "sm_90", *SMALL, "--vocab", "0"], ["--vocab 0: valid: whole numbers from 1"]),
-        (["--heads", "4"], ["--heads is about kernels on a GPU", "--aot TARGET"]),
-        (["--nodes", "8"], ["--nodes is about kernels on a GPU"]),
+        (["--nodes", "8"], ["--nodes is about kernels on a GPU", "--aot compiles them"]),
         (["--fresh"], ["--fresh is about kernels on a GPU"]),
-        (["--nodes", "257"], ["--nodes 257: valid: numbers from 1 to 256"]),
-        (["--context", "0"], ["--context 0"]),
-        (["--budget-seconds", "0"], ["--budget-seconds 0: valid: numbers from 1 to 86400"]),
-        (["--seconds", "0"], ["--seconds 0"]),
-        (["--threads", "0"], ["--threads 0: valid: whole numbers from 1 to 1024"]),
+        (["--nodes", "257"], ["--nodes", "less than or equal to 256"]),
+        (["--context", "0"], ["--context", "greater than or equal to 1"]),
+        (["--budget-seconds", "0"], ["--budget-seconds", "greater than or equal to 1"]),
+        (["--seconds", "0"], ["--seconds", "greater than or equal to 0.01"]),
+        (["--threads", "0"], ["--threads", "greater than or equal to 1"]),
         (["--device", "tpu"], ["device='tpu'", '"cpu", "cuda"']),
         (["--dtype", "bf16"], ["--dtype: unknown 'bf16'", "bfloat16"]),
         (["--quantization", "int3"], ["--quantization: unknown 'int3'", "int4, int8"]),
-        (
-            ["--aot", "sm_90", *SMALL, "--hidden", "40", "--quantization", "int4"],
-            ["--quantization int4", "40 is no multiple"],
-        ),
         (["--model", "/nowhere", "--threads", "1"], ["/nowhere"]),
         (["--budget", "4"], ["--budget"]),
     ],
@@ -420,9 +370,10 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
     assert "torch sees no GPU here" in refusal("--device", "cuda")
 
 
-def test_sizes_that_no_kernel_takes_are_refused() -> None:
+def test_sizes_that_no_kernel_takes_are_refused(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    command = ["-m", "treespec", "autotune", *SMALL, "--head-dim", "512", "--json"]
+    target = make_llama(tmp_path / "target", 0, head_dim=512)
+    command = ["-m", "treespec", "autotune", "--model", str(target), "--nodes", "2", "--json"]
     child = program(*command, TRITON_INTERPRET="1")
     assert child.returncode == 2, child.stderr
     assert "head_dim 512 is not supported; use 1 to 256" in json.loads(child.stdout)["error"]["message"]

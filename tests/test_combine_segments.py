@@ -7,20 +7,21 @@ from pathlib import Path
 import pytest
 
 from tests.child import uninterpreted_document
-from treespec_kernels.aot.assembly import read_sass
+from treespec_kernels.aot.code_order import read_sass
 
 pytestmark = pytest.mark.slow
 
 COMPILED = """
 import json, torch
 from treespec_kernels.aot import compiler as aot
+from treespec_kernels.ops.shapes import default_shapes, family_shapes
 
 def sass_of(target, launch):
     return aot.cuobjdump(launch.compile(target).asm["cubin"], "--dump-sass")
 
 if __name__ == "__main__":
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
-    shapes = [*aot.default_shapes([bf16])[1:], *aot.default_shapes([fp32])[:1], *aot.family_shapes([fp16])[::2]]
+    shapes = [*default_shapes([bf16])[1:], *default_shapes([fp32])[:1], *family_shapes([fp16])[::2]]
     print(json.dumps([
         [f"{target}, heads of {shape.head_dim} {shape.dtype}", sass_of(target, launch)]
         for target in ("sm_80", "sm_90")

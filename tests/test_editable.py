@@ -73,7 +73,7 @@ def printed(python: Path, code: str, folder: Path) -> str:
 
 
 def test_nothing_but_the_packages_is_importable(python: Path, tmp_path: Path) -> None:
-    others = {"kernels", "weights", "tests", "perf", "tools", "autotune", "load_model", "treespec_training"}
+    others = {"kernels", "weights", "tests", "perf", "tools", "load_model", "treespec_training"}
     names = sorted(PACKAGES | others)
     code = f"import json, importlib.util as u; print(json.dumps([n for n in {names} if u.find_spec(n)]))"
     assert set(json.loads(printed(python, code, tmp_path))) == PACKAGES

@@ -8,7 +8,7 @@ from tests.child import run_cases, uninterpreted_document
 from tests.families import TYPICAL, make_model
 from tests.kernel_cases import environments
 from tests.models import edit_config
-from treespec.cli.kernels import Sizes, shapes_of
+from treespec.cli.kernels import settings_of
 from treespec.errors import ConfigError
 from treespec_kernels.linear.quantized import WeightForm
 from treespec_weights.quantize import compressed_tensors_config
@@ -19,19 +19,21 @@ pytestmark = pytest.mark.slow
 COMPILED = """
 import json, torch
 from treespec_kernels.aot import compiler as aot
+from treespec_kernels.ops.shapes import default_shapes, family_shapes
 if __name__ == "__main__":
-    gemma2, gemma3, _, pythia, opt = aot.family_shapes([torch.bfloat16])
+    gemma2, gemma3, _, pythia, opt = family_shapes([torch.bfloat16])
     wanted = [(gemma2, ["tree_attention", "lm_head", "rms_norm"]), (gemma3, ["qkv_rope"])]
     wanted += [(pythia, ["rms_norm", "row_linear"]), (opt, ["qkv_rope"])]
-    wanted += [(aot.family_shapes([torch.float32])[0], ["tree_attention"])]
+    wanted += [(family_shapes([torch.float32])[0], ["tree_attention"])]
     print(json.dumps([aot.compile_report([TARGET], [shape], ops)["failed"] for shape, ops in wanted]))
 """
 # The linear layers of a hidden size that few tiles cover, so that K is split into seven.
 SPLIT = """
 import json, torch
 from treespec_kernels.aot import compiler as aot
+from treespec_kernels.ops.shapes import default_shapes, family_shapes
 if __name__ == "__main__":
-    shape = aot.family_shapes([torch.bfloat16])[1]
+    shape = family_shapes([torch.bfloat16])[1]
     print(json.dumps(aot.compile_report(["sm_80", "sm_90", "sm_100", "gfx942"], [shape], ["row_linear"])))
 """
 
@@ -66,7 +68,7 @@ def test_a_models_shape_says_what_its_kernels_are(tmp_path: Path) -> None:
     found = {}
     for name in ("llama", "qwen3", "gemma2", "gpt_neox", "gpt2"):
         folder = make_model(tmp_path / name, TYPICAL[name], 0)
-        kernel = shapes_of(Sizes(), str(folder), None, None)[0].kernel
+        kernel = settings_of(str(folder), None, None)[0].shape
         found[name] = (kernel.norm, kernel.post_norms, kernel.qk_norm, kernel.rotary, kernel.gated, kernel.activation)
         assert kernel.capped == (name == "gemma2")
     assert found == {
@@ -94,6 +96,6 @@ def test_a_models_shape_says_how_its_layers_are_quantised(
 ) -> None:
     folder = make_model(tmp_path / "llama", TYPICAL["llama"], 0)
     edit_config(folder, quantization_config=said)
-    assert [shape.kernel.quantized for shape in shapes_of(Sizes(), str(folder), [], None)] == forms
+    assert [setting.shape.quantized for setting in settings_of(str(folder), [], None)] == forms
     with pytest.raises(ConfigError, match="is quantised already"):
-        shapes_of(Sizes(), str(folder), [], None, "int8")
+        settings_of(str(folder), [], None, "int8")

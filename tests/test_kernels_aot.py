@@ -1,9 +1,6 @@
 """Every shipped kernel configuration compiles for real targets, without a GPU, within bounds and without a spill."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +8,9 @@ import pytest
 
 from tests.child import run_uninterpreted
 from tests.kernel_cases import needs_triton
-from treespec_kernels.aot.compiler import SHARED_BYTES
+from treespec_kernels.aot.launches import launches_of
+from treespec_kernels.launch.triton_launch import SHARED_BYTES
+from treespec_kernels.ops.shapes import default_shapes
 
 pytestmark = [pytest.mark.slow, needs_triton]
 
@@ -41,9 +40,10 @@ REGISTER_BOUND = {
 
 # Planted as launches: a kernel with a wrong shape, and one whose tile does not fit a warp's registers.
 PLANTED = """
-import json, sys
+import json, sys, torch
 import triton, triton.language as tl
 from treespec_kernels.aot import compiler as aot
+from treespec_kernels.ops.shapes import default_shapes, family_shapes
 from treespec_kernels.aot.launches import Launch, Pointer
 
 @triton.jit
@@ -62,9 +62,10 @@ QUANTISED = """
 import json, torch
 from dataclasses import replace
 from treespec_kernels.aot import compiler as aot
+from treespec_kernels.ops.shapes import default_shapes, family_shapes
 from treespec_kernels.ops.shapes import AOT_FORMS
 if __name__ == "__main__":
-    shapes = [replace(aot.default_shapes([torch.bfloat16])[2], quantized=form) for form in AOT_FORMS]
+    shapes = [replace(default_shapes([torch.bfloat16])[2], quantized=form) for form in AOT_FORMS]
     print(json.dumps(aot.compile_report(["sm_80", "sm_90", "sm_100", "gfx942"], shapes, ["quantized_row_linear"])))
 """
 
@@ -72,8 +73,9 @@ if __name__ == "__main__":
 LESS_MEMORY = """
 import json, torch
 from treespec_kernels.aot import compiler as aot
+from treespec_kernels.ops.shapes import default_shapes, family_shapes
 if __name__ == "__main__":
-    large, wide = aot.default_shapes([torch.bfloat16])[2], aot.family_shapes([torch.bfloat16])[0]
+    large, wide = default_shapes([torch.bfloat16])[2], family_shapes([torch.bfloat16])[0]
     parts = (large, ["row_linear"]), (wide, ["row_linear", "tree_attention"])
     print(json.dumps([aot.compile_report(["sm_89"], [shape], ops) for shape, ops in parts]))
 """
@@ -90,8 +92,9 @@ def printed_by(script: str) -> Any:
 def test_shipped_defaults_compile(target: str) -> None:
     script = (
         "import json; from treespec_kernels.aot import compiler as aot\n"
+        "from treespec_kernels.ops.shapes import default_shapes\n"
         "if __name__ == '__main__':\n"
-        "    shapes = [s for s in aot.default_shapes() if s.hidden_size != 2048]\n"  # differs from the others in sizes
+        "    shapes = [s for s in default_shapes() if s.hidden_size != 2048]\n"  # differs from the others in sizes
         f"    print(json.dumps(aot.compile_report(['{target}'], shapes)))"
     )
     report = printed_by(script)
@@ -145,11 +148,11 @@ def test_defaults_fit_gpus_of_less_memory() -> None:
 def test_what_does_not_compile_or_spills_has_failed(tmp_path: Path) -> None:
     script = PLANTED + (
         "def planted(op, shape, target):\n"
-        "    options, out = {'num_warps': 1, 'num_stages': 1}, Pointer('float32', 0)\n"
+        "    options, out = {'num_warps': 1, 'num_stages': 1}, Pointer(torch.float32, 0)\n"
         "    return [Launch(__name__, 'wrong', {'out': out, 'BLOCK': 16}, options, 'a case'),\n"
         "            Launch(__name__, 'greedy', {'a': out, 'out': out, 'BLOCK': 64}, options)]\n"
         "aot.launches_of = planted\n"
-        "shapes = aot.default_shapes()[:2]\n"
+        "shapes = default_shapes()[:2]\n"
         "print(json.dumps(aot.compile_report(['sm_90'], shapes, ['coupled_choice'], jobs=1)))\n"
     )
     file = tmp_path / "planted.py"  # Triton reads the source of a kernel from its file
@@ -163,24 +166,12 @@ def test_what_does_not_compile_or_spills_has_failed(tmp_path: Path) -> None:
     assert greedy["spills"] > 0 and greedy["message"] == f"spills {greedy['spills']}"
 
 
-def test_a_failure_ends_with_1() -> None:
-    failed = '{"targets": {"sm_90": []}, "failed": [{"kernel": "k"}]}'
-    script = (
-        "import sys, json; from treespec_kernels.aot import compiler as aot\n"
-        f"aot.compile_report = lambda *given, **options: json.loads('{failed}')\n"
-        "sys.argv = ['aot', '--target', 'sm_90']; sys.exit(aot.main())"
-    )
-    child = run_uninterpreted(script)
-    assert child.returncode == 1 and json.loads(child.stdout)["failed"] == [{"kernel": "k"}]
-
-
-def test_what_cannot_be_compiled_is_refused() -> None:
-    command = [sys.executable, "-m", "treespec_kernels.aot.compiler", "--target", "sm_90"]
-    child = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"})
-    assert "ValueError: aot: TRITON_INTERPRET is set" in child.stderr
-    script = "from treespec_kernels.aot import compiler as aot; aot.compile_report(['sm_89x'], aot.default_shapes())"
-    assert "ValueError: aot: target 'sm_89x' is not known; use one of sm_80," in run_uninterpreted(script).stderr
-    script = "from treespec_kernels.aot import compiler as a; a.launches_of('softmax', a.default_shapes()[0], 'sm_90')"
-    assert (
-        "ValueError: aot: op 'softmax' has no kernels; use one of coupled_choice," in run_uninterpreted(script).stderr
-    )
+def test_what_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = default_shapes()[0]
+    with pytest.raises(ValueError, match="aot: target 'sm_89x' is not known; use one of sm_80,"):
+        launches_of("row_linear", shape, "sm_89x")
+    with pytest.raises(ValueError, match="aot: op 'softmax' has no kernels; use one of coupled_choice,"):
+        launches_of("softmax", shape, "sm_90")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(ValueError, match="aot: TRITON_INTERPRET is set"):
+        launches_of("row_linear", shape, "sm_90")

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.child import uninterpreted_document
-from treespec_kernels.aot.k_order import OrderFault, check_same_order, float_operations, k_order
+from treespec_kernels.aot.code_order import OrderError
+from treespec_kernels.aot.k_order import check_same_order, float_operations, k_order
 from treespec_kernels.launch.switches import without
 from treespec_kernels.launch.triton_launch import shared_bytes
 from treespec_kernels.linear.lm_head import LmHeadConfig
@@ -122,9 +123,10 @@ COMPILED = """
 import json, torch
 from dataclasses import replace
 from treespec_kernels.aot import compiler as aot
-from treespec_kernels.aot.k_order import OrderFault, k_order
+from treespec_kernels.ops.shapes import default_shapes, family_shapes
+from treespec_kernels.aot.code_order import OrderError
 
-large = aot.default_shapes([torch.bfloat16])[2]
+large = default_shapes([torch.bfloat16])[2]
 products = aot.launches_of("row_linear", large, "sm_90")
 layer = [x for x in products if x.kernel == "multiply_rows" and x.constants["ACTIVATION"] == "silu"]
 document = {"tiles": [], "refused": {}}
@@ -141,7 +143,7 @@ wrong = {
 for name, launch in wrong.items():
     try:
         aot.compile_launch(*launch)
-    except OrderFault as fault:
+    except OrderError as fault:
         document["refused"][name] = str(fault)
 print(json.dumps(document))
 """
@@ -214,5 +216,5 @@ def test_the_order_follows_the_descriptors() -> None:
     ],
 )
 def test_another_order_is_refused(ptx: str, message: str) -> None:
-    with pytest.raises(OrderFault, match=message):
+    with pytest.raises(OrderError, match=message):
         check_same_order(ptx, TILE, code(), TILE)

@@ -90,7 +90,7 @@ def test_tuned_configurations_are_used_and_change_no_token(folders: tuple[Path, 
     tuned.save_entries(tmp_path / f"{tuned.slug(NAME)}.json", NAME, entries)
     load = KernelConfigs.load
     with (
-        mock.patch.object(KernelConfigs, "load", lambda device: load("cuda", name=NAME, folders=[tmp_path])),
+        mock.patch.object(KernelConfigs, "load", lambda device: load("cuda", name=NAME, folder=tmp_path)),
     ):
         llm = open_llm(
             folders[0],

@@ -14,25 +14,23 @@ from tests.interpreted.tuning_cases import NAME, PlannedClock, changed
 from tests.models import make_draft, make_llama, new_folder
 from tests.quantized_checkpoints import quantize_folder
 from treespec.cache import KVCache
-from treespec.cli.kernels import Sizes, shapes_of
+from treespec.cli.kernels import settings_of
 from treespec.config import ModelConfig
 from treespec.models.attention import make_attention
 from treespec.models.triton_decoder import TritonDecoder, stacked
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.linear.quantized import QuantizedWeight, WeightForm
 from treespec_kernels.linear.row_linear import RowLinearConfig
-from treespec_kernels.ops.shapes import KernelShape
+from treespec_kernels.ops import cases_of
+from treespec_kernels.ops.shapes import KernelShape, Setting
 from treespec_kernels.tuning import tuned
 from treespec_kernels.tuning.sweep import Problem, SweepLog, problems_of, tune
 from treespec_kernels.tuning.tuned import KernelConfigs
-from treespec_kernels.tuning.workloads import Setting, workloads_of
 from treespec_weights import load_weights
 
 torch.set_num_threads(1)
 CPU, OP = torch.device("cpu"), "quantized_row_linear"
-SETTING = Setting(
-    KernelShape(torch.float32, 16, 4, 2, 64, 96, 100), CPU, nodes=3, context=20, requests=2, fixed_order_dot=True
-)
+SETTING = Setting(KernelShape(torch.float32, 16, 4, 2, 64, 96, 100), CPU, nodes=3, context=20, requests=2)
 SLOW, FAST = (RowLinearConfig(16, size, 32, 2, 4, 2, fixed_order_dot=True) for size in (16, 32))
 SMALL = {"num_hidden_layers": 2, "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64}
 
@@ -45,44 +43,42 @@ def setting(form: WeightForm | None, groups: int = 1) -> Setting:
     ("form", "groups"),
     [(WeightForm(8), 1), (WeightForm(8, 32), 2), (WeightForm(4, 32), 1), (WeightForm(4, 64, True), 2)],
 )
-def test_every_workload_is_right_by_its_own_check(form: WeightForm, groups: int) -> None:
-    problems = problems_of(workloads_of(setting(form, groups), [OP]))
-    found = [problem.workloads[0] for problem in problems]  # the rows of a tree
-    assert {(work.key["out_features"], work.key["in_features"]) for work in found} == {
+def test_every_case_is_right_by_its_own_check(form: WeightForm, groups: int) -> None:
+    found = [problem[0] for problem in problems_of([setting(form, groups)], [OP])]  # the rows of a tree
+    assert {(case.key["out_features"], case.key["in_features"]) for case in found} == {
         (128, 64),
         (64, 64),
         (192, 64),
         (64, 96),
     }
-    for work in found:
-        inputs = work.key["in_features"]
+    for case in found:
+        inputs = case.key["in_features"]
         group = form.group if form.group and inputs % form.group == 0 else inputs
-        assert (work.key["bits"], work.key["group"], work.key["zero"]) == (form.bits, group, int(form.has_zero))
-        assert json.loads(json.dumps(work.key)) == work.key and work.op == OP
-        work.check(work.default)
-        (out,) = work.run(work.default).values()
-        x, weight = (work.inputs[0].arguments[name] for name in ("x", "weight"))
-        assert work.bytes == x.nbytes + weight.nbytes + out.nbytes
-        work.release()
+        assert (case.key["bits"], case.key["group"], case.key["zero"]) == (form.bits, group, int(form.has_zero))
+        assert json.loads(json.dumps(case.key)) == case.key and case.op == OP
+        case.check(case.default)
+        (out,) = case.run(case.default).values()
+        x, weight = (case.inputs[0].arguments[name] for name in ("x", "weight"))
+        assert case.bytes == x.nbytes + weight.nbytes + out.nbytes
+        case.release()
 
 
-def test_each_form_has_workloads_of_its_own() -> None:
+def test_each_form_has_problems_of_its_own() -> None:
     plain, form = setting(None), setting(WeightForm(4, 32))
     others = {"lm_head", "tree_attention", "programmatic_launch"}
-    assert workloads_of(plain, [OP]) == [] == workloads_of(form, ["row_linear"])
-    assert {work.op for work in workloads_of(plain)} == {"row_linear", *others}
-    assert {work.op for work in workloads_of(form)} == {OP, *others}
+    assert cases_of(OP, plain) == [] == cases_of("row_linear", form)
+    assert {problem[0].op for problem in problems_of([plain])} == {"row_linear", *others}
+    assert {problem[0].op for problem in problems_of([form])} == {OP, *others}
     forms = [WeightForm(8), WeightForm(4, 32), WeightForm(4, 64), WeightForm(4, 32, True)]
-    problems = problems_of(work for each in forms for work in workloads_of(setting(each), [OP])[:1])
-    assert len(problems) == len(forms)
+    assert len(problems_of(map(setting, forms), [OP])) == 4 * len(forms)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("form", [WeightForm(8), WeightForm(4, 32), WeightForm(4, 128, True)], ids=str)
 def test_candidates_fit_the_groups(dtype: torch.dtype, form: WeightForm) -> None:
     shape = replace(SETTING.shape, dtype=dtype, hidden_size=4096, intermediate_size=14336, quantized=form)
-    for work in workloads_of(replace(SETTING, shape=shape), [OP]):
-        configs = work.candidates()
+    for case in cases_of(OP, replace(SETTING, shape=shape)):
+        configs = case.candidates()
         assert len(configs) == len(set(configs)) > 3
         assert form.group is None or all(form.group % config.block_k == 0 for config in configs)
 
@@ -90,8 +86,8 @@ def test_candidates_fit_the_groups(dtype: torch.dtype, form: WeightForm) -> None
 @pytest.fixture
 def problems() -> list[Problem]:
     """One quantised layer at one number of rows, with two configurations to choose from."""
-    layer = workloads_of(setting(WeightForm(4, 32)), [OP])[0]
-    return problems_of([changed(layer, configs=lambda case: [SLOW, FAST])])
+    layer = cases_of(OP, setting(WeightForm(4, 32)))[0]
+    return [(changed(layer, configs=lambda case: [SLOW, FAST]),)]
 
 
 class Clock(PlannedClock):
@@ -102,10 +98,10 @@ class Clock(PlannedClock):
 def test_what_was_tuned_holds_for_its_form_alone(problems: list[Problem], tmp_path: Path) -> None:
     [found] = tune(problems, Clock(), SweepLog(tmp_path / "log", NAME))
     assert found.best is not None and found.best.config == FAST and not found.failed
-    entry = found.entry(tuned.versions_of(NAME, OP))
+    entry = found.entry(tuned.versions_of(NAME, OP), 1e9)
     assert entry is not None and entry.config["block_n"] == 32
     tuned.save_entries(tmp_path / "a-device.json", NAME, [entry])
-    configs, key = KernelConfigs.load("cuda", name=NAME, folders=[tmp_path]), problems[0].key
+    configs, key = KernelConfigs.load("cuda", name=NAME, folder=tmp_path), problems[0][0].key
     assert configs.get(OP, key, SLOW) == FAST
     others = [key | change for change in ({"group": 64}, {"bits": 8}, {"zero": 1}, {"dtype": "float16"})]
     assert all(configs.get(OP, other, SLOW) is SLOW for other in others)
@@ -115,7 +111,7 @@ def test_what_was_tuned_holds_for_its_form_alone(problems: list[Problem], tmp_pa
 
 
 def test_a_wrong_kernel_is_refused_before_it_is_timed(problems: list[Problem], tmp_path: Path) -> None:
-    [layer] = problems[0].workloads
+    [layer] = problems[0]
 
     def planted(*given: Any, config: Any, **named: Any) -> torch.Tensor:
         out = layer.entry.run(*given, config=config, **named)
@@ -124,7 +120,7 @@ def test_a_wrong_kernel_is_refused_before_it_is_timed(problems: list[Problem], t
         return out
 
     timed = Clock()
-    [found] = tune(problems_of([changed(layer, run=planted)]), timed, SweepLog(tmp_path / "log", NAME))
+    [found] = tune([(changed(layer, run=planted),)], timed, SweepLog(tmp_path / "log", NAME))
     assert timed.timed == [SLOW] and [each.config for each in found.failed] == [FAST]
 
 
@@ -140,9 +136,7 @@ def decoder(folder: Path, configs: KernelConfigs, quantization: str | None = Non
 
 def labels(*given: Any) -> set[str]:
     """Of the problems that `treespec autotune` has for models."""
-    shapes = shapes_of(Sizes(), *given)
-    settings = [replace(SETTING, shape=shape.kernel, groups=shape.groups) for shape in shapes]
-    return {problem.label for problem in problems_of(work for each in settings for work in workloads_of(each))}
+    return {problem[0].label for problem in problems_of(settings_of(*given))}
 
 
 @pytest.fixture(scope="module")

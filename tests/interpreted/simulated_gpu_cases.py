@@ -42,12 +42,11 @@ from treespec_kernels.launch.predecessors import wait_for_predecessors
 from treespec_kernels.launch.switches import without
 from treespec_kernels.launch.triton_launch import LaunchConfig, known_issue, launch_options
 from treespec_kernels.linear.quantized import WeightForm
-from treespec_kernels.ops import pass_chain
-from treespec_kernels.ops.shapes import KernelShape
+from treespec_kernels.ops import cases_of, pass_chain
+from treespec_kernels.ops.shapes import KernelShape, Setting
 from treespec_kernels.sampling.row_topk import row_topk_triton
 from treespec_kernels.tuning.sweep import SweepLog, problems_of, tune
 from treespec_kernels.tuning.tuned import KernelConfigs, TunedEntry
-from treespec_kernels.tuning.workloads import Setting, workloads_of
 from treespec_weights import load_weights
 
 torch.set_num_threads(1)
@@ -127,12 +126,12 @@ def test_the_check_of_programmatic_launches(gpu: Gpu, form: WeightForm | None, m
     monkeypatch.setattr(pass_chain, "LAYERS", 2)
     monkeypatch.setattr(pass_chain, "takes_pdl", lambda device: True)
     shape = KernelShape(torch.float16, 16, 4, 2, 32, 64, 100, quantized=form)
-    setting = Setting(shape, torch.device("cuda"), nodes=3, context=20, groups=2, fixed_order_dot=True)
-    for workload in workloads_of(setting, ["programmatic_launch"]):
-        assert workload.candidates() == [LaunchConfig(), LaunchConfig(pdl=True)]
-        for config in workload.candidates():
+    setting = Setting(shape, torch.device("cuda"), nodes=3, context=20, groups=2)
+    for case in cases_of("programmatic_launch", setting):
+        assert case.candidates() == [LaunchConfig(), LaunchConfig(pdl=True)]
+        for config in case.candidates():
             gpu.launches.signatures.clear()
-            workload.check(config)
+            case.check(config)
             found = gpu.launches.signatures.values()
             assert {launch.options.get("launch_pdl", False) for launch in found} == {config.pdl}
     assert gpu.replays == 8
@@ -152,14 +151,14 @@ def test_programmatic_launches_are_chosen_where_they_are_right_and_faster(
     monkeypatch.setattr(pass_chain, "REPLAYS", 1)
     monkeypatch.setattr(pass_chain, "takes_pdl", lambda device: True)
     shape = KernelShape(torch.float16, 16, 4, 2, 32, 48, 100)
-    setting = Setting(shape, torch.device("cuda"), nodes=1, context=3, fixed_order_dot=True)
+    setting = Setting(shape, torch.device("cuda"), nodes=1, context=3)
     clock = PlannedClock({LaunchConfig(): 2.0, LaunchConfig(pdl=True): 1.0})
-    problems = problems_of(workloads_of(setting, ["programmatic_launch"]))
+    problems = problems_of([setting], ["programmatic_launch"])
     [found] = tune(problems, clock, SweepLog(tmp_path / "log", "A GPU"))
     assert found.best is not None and found.best.config == LaunchConfig(pdl=not wrong)
     assert [measurement.config.pdl for measurement in found.failed] == [True] * wrong
     assert all("differs from that of the chain without PDL" in str(measurement.error) for measurement in found.failed)
-    entry = found.entry({})
+    entry = found.entry({}, 1e9)
     assert entry is not None and entry.config == {"pdl": not wrong}
 
 

@@ -12,7 +12,7 @@ from tests.simulated_gpu import Gpu
 from treespec_kernels.launch import graph_capture
 from treespec_kernels.launch.graph_capture import GraphMemory
 from treespec_kernels.sampling.row_topk import row_topk_triton
-from treespec_kernels.tuning.clock import CudaClock
+from treespec_kernels.tuning.clock import Clock
 
 torch.set_num_threads(1)
 
@@ -180,7 +180,7 @@ def test_pinned_memory_is_copied_late(gpu: Gpu) -> None:
 def test_the_autotuners_clock(gpu: Gpu) -> None:
     """Calls are captured together and replayed between two events, each of which takes 1 ms here."""
     x, y = torch.zeros(2, device="cuda")
-    clock = CudaClock(torch.device("cuda"))
+    clock = Clock(torch.device("cuda"))
     turns = 5  # in the graph: five of them took 1 ms before
     assert clock.seconds([lambda: x.add_(1), lambda: y.add_(1)]) == pytest.approx(1e-3 / turns / 2)
     assert gpu.replays > 1 and not gpu.waits

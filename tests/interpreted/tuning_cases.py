@@ -12,31 +12,24 @@ import torch
 
 from tests.models import tiny
 from treespec.cache import KVCache
-from treespec.cli.kernels import Sizes, shapes_of
+from treespec.cli.kernels import settings_of
 from treespec.config import ModelConfig
 from treespec.models import triton_decoder
 from treespec.models.attention import make_attention
 from treespec.models.triton_decoder import TritonDecoder, stacked
 from treespec_kernels.attention.tree_attention import TreeAttentionConfig
 from treespec_kernels.attention.tree_batch import RequestRows
-from treespec_kernels.ops import linear
-from treespec_kernels.ops.shapes import KernelShape
+from treespec_kernels.ops import cases_of, linear
+from treespec_kernels.ops.op import Case
+from treespec_kernels.ops.shapes import KernelShape, Setting
 from treespec_kernels.tuning import sweep as tuning
 from treespec_kernels.tuning import tuned
-from treespec_kernels.tuning.sweep import Problem, SweepLog, Tuned, TuningError, measure, problems_of, tune
-from treespec_kernels.tuning.workloads import Case, Setting, workloads_of
+from treespec_kernels.tuning.sweep import Measurement, Problem, SweepLog, Tuned, TuningError, measure, problems_of, tune
 from treespec_weights import load_weights
 
 NAME = "A device"
-SETTING = Setting(
-    KernelShape(torch.float32, 16, 4, 2, 32, 48, 100),
-    torch.device("cpu"),
-    nodes=3,
-    context=20,
-    requests=2,
-    layers=2,
-    fixed_order_dot=True,
-)
+SHAPE = KernelShape(torch.float32, 16, 4, 2, 32, 48, 100)
+SETTING = Setting(SHAPE, torch.device("cpu"), nodes=3, context=20, requests=2, layers=2)
 SLOW, FAST, EQUAL = (TreeAttentionConfig(16, size, 4, 2, fixed_order_dot=True) for size in (16, 32, 64))
 
 
@@ -44,7 +37,7 @@ class PlannedClock:
     """Runs everything, and says what the test planned: seconds by configuration."""
 
     def __init__(self, seconds: dict[Any, float]):
-        self.planned, self.timed = seconds, []
+        self.planned, self.timed, self.device = seconds, [], SETTING.device
 
     def seconds(self, calls: Sequence[Callable[[], Any]]) -> float:
         for call in calls:
@@ -68,8 +61,8 @@ def changed(case: Case, **changes: Any) -> Case:
 @pytest.fixture
 def problems() -> list[Problem]:
     """Tree attention of one small tree, with three configurations to choose from."""
-    tree = workloads_of(SETTING, ["tree_attention"])[0]
-    return problems_of([changed(tree, configs=lambda case: [SLOW, FAST, EQUAL])])
+    tree = cases_of("tree_attention", SETTING)[0]
+    return [(changed(tree, configs=lambda case: [SLOW, FAST, EQUAL]),)]
 
 
 def clock() -> PlannedClock:
@@ -81,12 +74,12 @@ def test_the_fastest_is_kept(problems: list[Problem], tmp_path: Path) -> None:
     [found] = tune(problems, timed, SweepLog(tmp_path / "log", NAME))
     assert timed.timed == [SLOW, FAST, EQUAL] and found.left == 0 and found.failed == []
     assert found.best is not None and found.best.config == FAST
-    entry = found.entry(tuned.versions_of(NAME, found.problem.op))
+    entry = found.entry(tuned.versions_of(NAME, found.problem[0].op), 1e9)
     assert entry is not None and entry.config["block_n"] == 32 and "fixed_order_dot" not in entry.config
     assert (entry.microseconds, entry.default_microseconds) == (1e6, 3e6)
     tuned.save_entries(tmp_path / "a-device.json", NAME, [entry])
-    configs = tuned.KernelConfigs.load("cuda", name=NAME, folders=[tmp_path])
-    assert configs.get(found.problem.op, found.problem.key, SLOW) == FAST
+    configs = tuned.KernelConfigs.load("cuda", name=NAME, folder=tmp_path)
+    assert configs.get(found.problem[0].op, found.problem[0].key, SLOW) == FAST
 
 
 def test_a_default_that_is_as_fast_stays(problems: list[Problem], tmp_path: Path) -> None:
@@ -97,7 +90,7 @@ def test_a_default_that_is_as_fast_stays(problems: list[Problem], tmp_path: Path
 
 def planted(problems: list[Problem], change: Callable[[torch.Tensor], None]) -> list[Problem]:
     """The problem, with other results of `FAST`."""
-    [tree] = problems[0].workloads
+    [tree] = problems[0]
     right = tree.entry.run
 
     def run(*given: Any, plan: Any, **named: Any) -> torch.Tensor:
@@ -106,7 +99,7 @@ def planted(problems: list[Problem], change: Callable[[torch.Tensor], None]) -> 
             change(out)
         return out
 
-    return [Problem((changed(tree, run=run),))]
+    return [(changed(tree, run=run),)]
 
 
 def one_wrong(out: torch.Tensor) -> None:
@@ -138,12 +131,12 @@ def test_a_kernel_that_cannot_run_has_failed(problems: list[Problem]) -> None:
     found = measure(planted(problems, broken)[0], FAST, clock())
     assert found.error == "RuntimeError: out of shared memory" and found.seconds == {}
     assert Tuned(problems[0], (found,), 2).best is None
-    assert Tuned(problems[0], (found,), 2).entry({}) is None
+    assert Tuned(problems[0], (found,), 2).entry({}, 1e9) is None
 
 
 def test_what_was_measured_is_not_measured_again(problems: list[Problem], tmp_path: Path) -> None:
     path = tmp_path / "log"
-    times = iter([0.0] * 4 + [100.0] * 20)  # the budget ends while the first configuration is measured
+    times = iter([0.0] * 3 + [100.0] * 20)  # the budget ends while the first configuration is measured
 
     def hurried(monkeypatch: pytest.MonkeyPatch) -> list[Tuned]:
         monkeypatch.setattr("treespec_kernels.tuning.sweep.time.monotonic", lambda: next(times))
@@ -197,37 +190,24 @@ def test_too_little_memory_is_no_configurations_fault(problems: list[Problem], t
     def full(out: torch.Tensor) -> None:
         raise torch.OutOfMemoryError("no memory")
 
-    problems = [Problem((changed(problems[0].workloads[0], configs=lambda case: [FAST]),))]
+    problems = [(changed(problems[0][0], configs=lambda case: [FAST]),)]
     with pytest.raises(torch.OutOfMemoryError):
         tune(planted(problems, full), clock(), SweepLog(tmp_path / "log", NAME))
     assert not (tmp_path / "log").exists()
 
 
-def test_other_processes_try_configurations_first() -> None:
-    problem = problems_of(workloads_of(SETTING, ["row_linear"]))[0]
-    missing = 99  # an index that no candidate has stands for a configuration that cannot run
-    assert tuning.compile_problems([problem], [[0, missing, 1]], 2, float("inf")) == {
-        0: {missing: "IndexError: list index out of range"}
-    }
-    assert tuning.compile_problems([problem], [[]], 2, float("inf")) == {}
-    assert tuning.compile_problems([problem], [[0]], 2, float("-inf")) in ({}, {0: {}})
-
-
 def test_loads_are_weighted() -> None:
-    tree, _, plain = workloads_of(SETTING, ["tree_attention"])
-    wider = replace(SETTING, shape=replace(SETTING.shape, head_dim=32))
-    loads = [tree, plain, replace(plain, weight=9.0), workloads_of(wider, ["tree_attention"])[0]]
-    several, other = problems_of(loads)
-    assert len(several.workloads) == 2 and len(other.workloads) == 1
-    assert several.mean({tree.load: 4.0, plain.load: 1.0}) == pytest.approx(3.0)
+    wider = replace(SETTING, shape=replace(SHAPE, head_dim=32))
+    problem, other = problems_of([SETTING, SETTING, wider], ["tree_attention"])
+    assert [case.weight for case in problem] == [case.weight for case in other] == [0.5, 0.25, 0.25]
+    seconds = Measurement(FAST, {case.load: 4.0 / (1 + place) for place, case in enumerate(problem)})
+    assert Tuned(problem, (), 0).mean(seconds) == pytest.approx(2.0 + 0.5 + 1 / 3)
 
 
 def test_a_commit_needs_no_long_context() -> None:
     """Copies of its cache stay small, however long the context: little of it moves."""
-    setting = replace(SETTING, context=100_000, layers=3)
-    for workload in workloads_of(setting, ["kv_commit"]):
-        workload.prepare()
-        assert workload.inputs[0].arguments["kv_cache"].nbytes < 100 * workload.bytes
+    for case in cases_of("kv_commit", replace(SETTING, context=100_000, layers=3)):
+        assert case.inputs[0].arguments["kv_cache"].nbytes < 100 * case.bytes
 
 
 def decoder(folder: Path, configs: tuned.KernelConfigs) -> TritonDecoder:
@@ -238,16 +218,14 @@ def decoder(folder: Path, configs: tuned.KernelConfigs) -> TritonDecoder:
 
 
 def test_an_engine_asks_for_what_is_tuned() -> None:
-    """The keys of the workloads are those under which an engine looks: of a target, and of two SSMs stacked."""
+    """The keys of the cases are those under which an engine looks: of a target, and of two SSMs stacked."""
     target, drafts = tiny()
     configs = tuned.KernelConfigs()
     decoder(target, configs)
     stacked([decoder(draft, configs) for draft in drafts[:2]], configs)
-    shapes = shapes_of(Sizes(), str(target), [str(draft) for draft in drafts[:2]], torch.float32)
-    assert [shape.groups for shape in shapes] == [1, 2]
-    settings = [replace(SETTING, shape=shape.kernel, groups=shape.groups) for shape in shapes]
-    problems = problems_of(work for setting in settings for work in workloads_of(setting))
-    assert {problem.label for problem in problems} == set(configs.fallbacks)
+    settings = settings_of(str(target), [str(draft) for draft in drafts[:2]], torch.float32)
+    assert [setting.groups for setting in settings] == [1, 2]
+    assert {problem[0].label for problem in problems_of(settings)} == set(configs.fallbacks)
 
 
 class TiledConfigs(tuned.KernelConfigs):
@@ -288,8 +266,8 @@ def test_a_tile_with_other_bits_is_refused() -> None:
         out = linear.ROW_LINEAR.run(*given, config=config, **named)
         return out + 1e-6 if config.block_m == 32 else out
 
-    [work, *_] = workloads_of(SETTING, ["row_linear"])
-    config = replace(work.default, block_m=16, num_stages=2, larger=((32, 8, 2), (64, 16, 2)))
-    work.check(config)
+    [case, *_] = cases_of("row_linear", SETTING)
+    config = replace(case.default, block_m=16, num_stages=2, larger=((32, 8, 2), (64, 16, 2)))
+    case.check(config)
     with pytest.raises(AssertionError, match="rows depend on other rows"):
-        changed(work, run=planted).check(config)
+        changed(case, run=planted).check(config)

@@ -11,12 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from treespec_kernels.aot.launches import Launch, Pointer
 
 
 def argument(name: str, value: Any) -> Any:
-    if isinstance(value, Pointer) and value.dtype_name == "float16":
-        return replace(value, dtype_name="bfloat16")
+    if isinstance(value, Pointer) and value.dtype == torch.float16:
+        return replace(value, dtype=torch.bfloat16)
     return False if name == "FIXED_ORDER_DOT" else value  # the interpreter's stand-in for a matrix instruction
 
 

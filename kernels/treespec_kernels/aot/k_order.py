@@ -13,9 +13,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-
-class OrderFault(ValueError):
-    """Raised if a row's bits cannot be shown to be those of another tile."""
+from treespec_kernels.aot.code_order import OrderError
 
 
 class Step(NamedTuple):
@@ -43,7 +41,7 @@ def k_order(ptx: str, constants: Mapping[str, Any]) -> list[list[Step]]:
         constants: the kernel's constants.
 
     Raises:
-        OrderFault: the kernel has no `wgmma`, or one that may discard the sum before it.
+        OrderError: the kernel has no `wgmma`, or one that may discard the sum before it.
     """
     products: dict[tuple[str, str], list[Step]] = {}
     values: dict[str, tuple[str, int]] = {}  # register: the register that it was computed from, and the added constant
@@ -54,7 +52,7 @@ def k_order(ptx: str, constants: Mapping[str, Any]) -> list[list[Step]]:
         elif found := _WGMMA.search(line):
             opcode, x, weight, accumulates, scales = found.groups()
             if accumulates not in always:
-                raise OrderFault(f"{opcode} accumulates only where {accumulates} is set")
+                raise OrderError(f"{opcode} accumulates only where {accumulates} is set")
             (x, x_offset), (weight, weight_offset) = values.get(x, (x, 0)), values.get(weight, (weight, 0))
             step = Step(
                 f"{opcode} {scales}",
@@ -63,21 +61,13 @@ def k_order(ptx: str, constants: Mapping[str, Any]) -> list[list[Step]]:
             )
             products.setdefault((x, weight), []).append(step)
         elif found := _MOVED.search(line):
-            values[found[1]] = _moved(found[2], found[3], values)
+            register, source, added = found[1], found[2], found[3] or "0"
+            origin, offset = values.get(source, (source, 0))
+            is_constant = added.lstrip("-").isdigit()  # a sum of two registers is an origin of its own
+            values[register] = (origin, (offset + int(added)) & _OFFSET) if is_constant else (f"{source}+{added}", 0)
     if not products:
-        raise OrderFault("the kernel has no wgmma, whose operands can be followed")
+        raise OrderError("the kernel has no wgmma, whose operands can be followed")
     return list(products.values())
-
-
-def _moved(source: str, added: str | None, values: Mapping[str, tuple[str, int]]) -> tuple[str, int]:
-    """Return the origin and the offset of `source`, of `source + added`, or of `source | added`."""
-    origin, offset = values.get(source, (source, 0))
-    if added is None:
-        return origin, offset
-    try:
-        return origin, (offset + int(added)) & _OFFSET
-    except ValueError:  # a sum of two registers is an origin of its own
-        return f"{source}+{added}", 0
 
 
 def _place(offset: int, rows: int, block_k: int) -> tuple[int, int]:
@@ -96,12 +86,12 @@ def float_operations(ptx: str) -> Counter[str]:
 
 
 def check_same_order(ptx: str, constants: Mapping[str, Any], first: str, first_constants: Mapping[str, Any]) -> None:
-    """Raise OrderFault unless a tile computes its rows as the `first` tile of the kernel does."""
+    """Raise OrderError unless a tile computes its rows as the `first` tile of the kernel does."""
     order, expected = k_order(ptx, constants), k_order(first, first_constants)
     name, other = (f"{c['BLOCK_M']} x {c['BLOCK_N']}" for c in (constants, first_constants))
     if order != expected:
-        raise OrderFault(f"a tile of {name} multiplies by {order}, and one of {other} by {expected}")
+        raise OrderError(f"a tile of {name} multiplies by {order}, and one of {other} by {expected}")
     found, wanted = float_operations(ptx), float_operations(first)
     if found != wanted:
         differing = {op: (found[op], wanted[op]) for op in sorted(found | wanted) if found[op] != wanted[op]}
-        raise OrderFault(f"tiles of {name} and {other} compute other numbers of operations per thread: {differing}")
+        raise OrderError(f"tiles of {name} and {other} compute other numbers of operations per thread: {differing}")

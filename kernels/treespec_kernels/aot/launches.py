@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from treespec_kernels.launch.triton_launch import SHARED_BYTES, has_pdl, is_inte
 from treespec_kernels.ops import OPS, cases_of
 from treespec_kernels.ops.op import Case
 from treespec_kernels.ops.shapes import AOT_FORMS, KernelShape, Setting
-from treespec_kernels.tuning.tuned import label_of
 
 PDL = "programmatic_launch"
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion", "launch_pdl")
@@ -24,14 +24,10 @@ _NODES = 64  # of the recorded passes
 
 @dataclass(frozen=True)
 class Pointer:
-    """A tensor as the launcher sees it: its dtype ("bfloat16"), and its distance in bytes from a multiple of 16."""
+    """A tensor as the launcher sees it: its dtype, and its distance in bytes from a multiple of 16."""
 
-    dtype_name: str
+    dtype: torch.dtype
     offset: int
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return getattr(torch, self.dtype_name)  # type: ignore[no-any-return]
 
     def data_ptr(self) -> int:
         return 512 + self.offset
@@ -61,12 +57,8 @@ class Launch:
         """Describe a call of a `triton.jit` function, interpreted or not."""
         named = dict(zip(function.arg_names, args, strict=False)) | kwargs
         options = {name: named.pop(name) for name in OPTIONS if name in named}
-        return cls(
-            function.fn.__module__,
-            function.fn.__name__,
-            {name: _described(value) for name, value in named.items()},
-            options,
-        )
+        arguments = {name: _described(value) for name, value in named.items()}
+        return cls(function.fn.__module__, function.fn.__name__, arguments, options)
 
     @property
     def function(self) -> Any:
@@ -99,113 +91,68 @@ class Launch:
         Raises:
             ValueError: the target is unknown. Triton's own errors pass through.
         """
-        check_target(target)
-        with _target(target):
+        from triton.backends.compiler import GPUTarget
+        from triton.runtime import driver
+
+        number = list(SHARED_BYTES).index(target)
+        gpu = GPUTarget("cuda", int(target[3:]), 32) if target.startswith("sm_") else GPUTarget("hip", target, 64)
+        absent = SimpleNamespace(
+            get_current_target=lambda: gpu,
+            get_current_device=lambda: 1000 + number,  # Triton keeps binders by device
+            get_current_stream=lambda device: 0,
+        )
+        driver.set_active(absent)
+        try:
             return self.function.warmup(**self.arguments, **self.options, grid=(1,))
-
-
-def check_target(target: str) -> None:
-    """Raise ValueError for an unknown target."""
-    if target not in SHARED_BYTES:
-        raise ValueError(f"aot: target {target!r} is not known; use one of {', '.join(SHARED_BYTES)}")
+        finally:
+            driver.set_active(None)  # the default one
 
 
 def _described(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         offset = value.storage_offset() * value.element_size()  # an allocation begins at a multiple of 512
-        return Pointer(str(value.dtype).removeprefix("torch."), offset % 16)
+        return Pointer(value.dtype, offset % 16)
     return getattr(value, "value", value)  # of a constexpr
-
-
-class _Driver:
-    """Driver of an absent GPU. Triton keeps binders by device, so every target has its own."""
-
-    def __init__(self, target: str):
-        self._target = target
-
-    def get_current_target(self) -> Any:
-        return gpu_target(self._target)
-
-    def get_current_device(self) -> int:
-        return 1000 + list(SHARED_BYTES).index(self._target)
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
-def gpu_target(target: str) -> Any:
-    """Return Triton's `GPUTarget` of a target name."""
-    from triton.backends.compiler import GPUTarget
-
-    return GPUTarget("cuda", int(target[3:]), 32) if target.startswith("sm_") else GPUTarget("hip", target, 64)
-
-
-@contextlib.contextmanager
-def _target(target: str) -> Iterator[None]:
-    from triton.runtime import driver
-
-    driver.set_active(_Driver(target))
-    try:
-        yield
-    finally:
-        driver.set_active(None)  # the default one
-
-
-# --- launches of the ops
-
-
-def ops() -> tuple[str, ...]:
-    """Return the ops whose launches are compiled. `PDL` stands for all launches with programmatic dependent launch."""
-    return tuple(sorted(OPS))
 
 
 def launches_of(op: str, shape: KernelShape, target: str) -> list[Launch]:
     """Return the distinct launches of an op for a model's shape, in the target's default configurations.
 
+    `PDL` stands for the launches of all ops with programmatic dependent launch.
+
     Raises:
-        ValueError: the op has no kernels, or triton is not installed or interprets its kernels.
+        ValueError: the target or op is unknown, or triton is not installed or interprets its kernels.
     """
     require_triton("aot")
+    if target not in SHARED_BYTES:
+        raise ValueError(f"aot: target {target!r} is not known; use one of {', '.join(SHARED_BYTES)}")
     if op not in OPS:
-        raise ValueError(f"aot: op {op!r} has no kernels; use one of {', '.join(ops())}")
+        raise ValueError(f"aot: op {op!r} has no kernels; use one of {', '.join(sorted(OPS))}")
     if is_interpreted():
         raise ValueError("aot: TRITON_INTERPRET is set, and interpreted kernels cannot be compiled; unset it")
     pdl = op == PDL
-    names = [name for name in ops() if _takes_pdl(OPS[name].run) and has_pdl(target)] if pdl else [op]
     launches: dict[str, Launch] = {}
-    for name in names:
+    for name in (OPS if has_pdl(target) else ()) if pdl else [op]:
         is_open = name == "quantized_row_linear" and shape.quantized is None and not pdl
         for form in AOT_FORMS if is_open else (shape.quantized,):
-            own = replace(shape, quantized=form)
-            setting = Setting(own, torch.device("meta"), nodes=_NODES, requests=2, compiled_for=target)
+            setting = Setting(replace(shape, quantized=form), nodes=_NODES, requests=2, compiled_for=target)
             for case in cases_of(name, setting):
-                if pdl and not _takes_pdl(case.entry.run):
-                    continue
-                for launch in _launches_of(case, pdl):
-                    launches.setdefault(repr(launch.binary), launch)
+                if not pdl or "pdl" in inspect.signature(case.entry.run).parameters:
+                    for launch in launches_of_case(case, case.default, **({"pdl": True} if pdl else {})):
+                        launches.setdefault(repr(launch.binary), launch)
                 case.release()
     return list(launches.values())
 
 
-def _takes_pdl(run: Callable[..., Any]) -> bool:
-    return "pdl" in inspect.signature(run).parameters
-
-
-def _launches_of(case: Case, pdl: bool) -> Iterator[Launch]:
-    """Yield a case's launches, with every tile of its default configuration."""
-    config = case.default
-    options = {"pdl": True} if pdl else {}
+def launches_of_case(case: Case, config: Any, **options: Any) -> Iterator[Launch]:
+    """Yield the launches of a case on "meta" with a configuration, with every one of its tiles."""
     tiles = [config.with_tile(tile) for tile in config.tiles] if getattr(config, "larger", ()) else [config]
     firsts: list[Launch] = []
-    for index, own in enumerate(tiles):
-        made = recorded(lambda own=own: case.run(own, **options))  # type: ignore[misc]
-        for place, launch in enumerate(made):
-            is_larger = index and launch.constants.get("BLOCK_M") != firsts[place].constants.get("BLOCK_M")
-            yield replace(
-                launch,
-                case=f"{label_of(case.op, case.key)}; {case.load}",
-                first=firsts[place] if is_larger else None,
-            )
+    for tile in tiles:
+        made = recorded(partial(case.run, tile, **options))
+        for launch, first in zip(made, firsts or made, strict=True):
+            is_larger = launch.constants.get("BLOCK_M") != first.constants.get("BLOCK_M")
+            yield replace(launch, case=f"{case.label}; {case.load}", first=first if is_larger else None)
         firsts = firsts or made
 
 

@@ -22,8 +22,8 @@ A PDL launch may start once every program of the previous kernel (in stream orde
 Compilers do not move accesses above the wait: it is an operation with side effects in Triton 3.9, and inline assembly
 with side effects in 3.6. It must be outside of loops, since software pipelining would hoist a loop's first loads above
 it. On sm_100 a block allocates its tensor memory before the wait. This cannot deadlock: dependents start once every
-program of this kernel holds its own allocation, and proceed when these programs have exited. `aot/launch_order.py`
-checks the order in the PTX and the machine code of every configuration that is compiled ahead of time.
+program of this kernel holds its own allocation, and proceed when these programs have exited. `aot/code_order.py`
+checks the order in the machine code of every configuration that is compiled ahead of time.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from treespec_kernels.ops.op import Case, Inputs, Op, Results
 from treespec_kernels.ops.shapes import PAGE_SIZE, Setting
 from treespec_kernels.tuning.testing import (
     kv_commit_inputs,
+    path_to,
     scattered_page_table,
     tree_attention_inputs,
     tree_parents,
@@ -46,51 +48,37 @@ def _attention_inputs(
     inputs = tree_attention_inputs(lengths, trees, **setting.shape.attention, device=setting.device, seed=seed)
     arguments = {"q": inputs.q, "k_cache": inputs.k_cache, "v_cache": inputs.v_cache, **inputs.rows}
     arguments |= {"score_cap": setting.shape.cap, "window": window}
-    return Inputs(arguments, inputs.plan)
+    return Inputs(arguments, inputs.plan | setting.shape.attention | {"window": window})
 
 
-def _attention_cases(setting: Setting) -> list[Case]:
+def _attention_cases(op: Op, setting: Setting) -> list[Case]:
     """Return cases of one tree, with half of the weight, of plain decoding, of a batch of trees, and of a window."""
     shape, nodes = setting.shape, setting.nodes
     timed = {(1, nodes): 0.5, (setting.requests, nodes): 0.25, (1, 1): 0.25}
     if nodes == 1:
         timed[1, 1] = 0.75
-    cases = []
+    key, cases = _key(setting), []
     for (requests, rows), weight in timed.items():
         positions = 2 * shape.num_kv_heads * (setting.context + rows)
-        moved = requests * (positions + 2 * rows * shape.num_heads) * shape.head_dim
-        flops = 4 * requests * rows * shape.num_heads * shape.head_dim * (setting.context + rows // 2)
-        cases.append(
-            Case(
-                TREE_ATTENTION,
-                setting,
-                key_of(setting, head_dim=shape.head_dim, group=shape.group),
-                f"requests {requests}, nodes {rows}, context {setting.context}",
-                partial(_attention_inputs, setting, requests, rows),
-                moved * shape.dtype.itemsize,
-                flops,
-                weight,
-                requests * rows,
-            )
-        )
+        moved = requests * (positions + 2 * rows * shape.num_heads) * shape.head_dim * shape.dtype.itemsize
+        load = f"requests {requests}, nodes {rows}, context {setting.context}"
+        make = partial(_attention_inputs, setting, requests, rows)
+        cases.append(Case(op, setting, key, load, make, moved, weight, requests * rows))
     first, window = cases[0], 1 + (setting.context + nodes) // 2
-    made = partial(_attention_inputs, setting, 1, nodes, window=window)
-    return [*cases, replace(first, load=f"{first.load}, window {window}", make=made, weight=0.0)]
+    make = partial(_attention_inputs, setting, 1, nodes, window=window)
+    return [*cases, replace(first, load=f"{first.load}, window {window}", make=make, weight=0.0)]
+
+
+def _key(setting: Setting) -> dict[str, Any]:
+    return key_of(setting, head_dim=setting.shape.head_dim, group=setting.shape.group)
+
+
+def _candidates(case: Case) -> Sequence[TreeAttentionConfig]:
+    return TreeAttentionConfig.candidates(case.setting.dtype, case.setting.shape.head_dim, case.setting.target)
 
 
 def _planned(inputs: Inputs, config: Any) -> dict[str, Any]:
-    q, cache = inputs.arguments["q"], inputs.arguments["k_cache"]
-    plan = plan_tree_attention(
-        **inputs.host,
-        num_heads=q.shape[1],
-        num_kv_heads=cache.shape[1],
-        head_dim=q.shape[2],
-        dtype=q.dtype,
-        device=q.device,
-        window=inputs.arguments["window"],
-        config=config,
-    )
-    return {"plan": plan}
+    return {"plan": plan_tree_attention(**inputs.host, device=inputs.arguments["q"].device, config=config)}
 
 
 def _some_rows(inputs: Inputs, index: list[int]) -> Inputs:
@@ -118,8 +106,8 @@ TREE_ATTENTION = Op(
     tree_attention_ref,
     tree_attention_triton,
     _attention_cases,
-    lambda case: TreeAttentionConfig.candidates(case.setting.dtype, case.setting.shape.head_dim, case.setting.target),
-    plan=_planned,
+    _candidates,
+    _planned,
     some_rows=_some_rows,
 )
 
@@ -127,34 +115,29 @@ TREE_ATTENTION = Op(
 # --- pass layout
 
 
-def _layout_inputs(setting: Setting, requests: int, chain: bool, generator: torch.Generator) -> Inputs:
-    """Create random trees, or chains, of `nodes` nodes."""
+def _layout_inputs(setting: Setting, requests: int, kind: str, generator: torch.Generator) -> Inputs:
+    """Create trees of a kind of `tree_parents`, of `nodes` nodes."""
     nodes, host = setting.nodes, torch.Generator().manual_seed(generator.initial_seed())
-    depths = torch.zeros(requests, nodes, dtype=torch.int32, device="cpu")
-    ancestors = torch.zeros(requests, nodes, nodes, dtype=torch.int32, device="cpu")
-    for request in range(requests):
-        for node, parent in enumerate(tree_parents("chain" if chain else "random", nodes, host)):
-            if node:
-                depths[request, node] = depths[request, parent] + 1
-                ancestors[request, node] = ancestors[request, parent]
-                ancestors[request, node, depths[request, node] :] = node
+    trees = [tree_parents(kind, nodes, host) for _ in range(requests)]
+    paths = [[path_to(parents, node) for node in range(nodes)] for parents in trees]
+    integers = partial(torch.tensor, dtype=torch.int32, device=setting.device)
     page_table = scattered_page_table(requests, -(-(setting.context + nodes) // PAGE_SIZE), host)
-    lengths = torch.full((requests,), setting.context, dtype=torch.int32, device="cpu")
-    slots = torch.arange(nodes, dtype=torch.int32, device="cpu").repeat(requests, 1)
-    tables = {"context_lens": lengths, "page_table": page_table, "depths": depths, "row_slots": slots}
-    return Inputs(
-        {name: tensor.to(setting.device) for name, tensor in (tables | {"ancestors": ancestors}).items()},
-        {"max_context": setting.context, "chain": chain, "attention": setting.shape.attention},
-    )
+    arguments = {
+        "context_lens": integers([setting.context] * requests),
+        "page_table": page_table.to(setting.device),
+        "depths": integers([[len(path) - 1 for path in tree] for tree in paths]),
+        "row_slots": integers([list(range(nodes))] * requests),
+        "ancestors": integers([[path + path[-1:] * (nodes - len(path)) for path in tree] for tree in paths]),
+    }
+    host_sizes = {"max_context": setting.context, "chain": kind == "chain", **setting.shape.attention}
+    return Inputs(arguments, host_sizes)
 
 
 def _layout(inputs: Inputs, config: Any) -> dict[str, Any]:
     depths = inputs.arguments["depths"]
     layout = DeviceLayout.allocate(
         *(*depths.shape, depths.shape[1]),
-        chain=inputs.host["chain"],
-        max_context=inputs.host["max_context"],
-        **inputs.host["attention"],
+        **inputs.host,
         device=depths.device,
         config=config,
     )
@@ -166,80 +149,59 @@ def _lay_out(layout: DeviceLayout, **arguments: torch.Tensor) -> PassPlaces:
     return PassPlaces(layout.positions, layout.slots)
 
 
-def _layout_cases(setting: Setting) -> list[Case]:
-    key = key_of(setting, head_dim=setting.shape.head_dim, group=setting.shape.group)
-    rows = f"nodes {setting.nodes}, context {setting.context}"
-
-    def case(requests: int, kind: str, weight: float) -> Case:
-        make = partial(_layout_inputs, setting, requests, kind == "chain")
-        return Case(
-            PASS_LAYOUT, setting, key, f"requests {requests}, {rows}{kind and f', {kind}'}", make, weight=weight
-        )
+def _layout_cases(op: Op, setting: Setting) -> list[Case]:
+    def case(requests: int, kind: str, weight: float = 0.0) -> Case:
+        load = f"requests {requests}, nodes {setting.nodes}, context {setting.context}{kind}"
+        make = partial(_layout_inputs, setting, requests, "chain" if "chain" in kind else "random")
+        return Case(op, setting, _key(setting), load, make, weight=weight)
 
     timed = [case(requests, "", 1.0) for requests in setting.batches]
-    for case_, requests in zip(timed, setting.batches, strict=True):
-        plan = _layout(_layout_inputs(replace(setting, device=torch.device("meta")), requests, False, _SEED), None)
-        items = plan["layout"].plan
-        case_.bytes = items.packed_items.nbytes + items.node_items.nbytes + requests * setting.nodes * (8 + 4)
-    return [*timed, case(1, "chain", 0.0)]
+    return [*timed, case(1, ", chain")]
 
-
-_SEED = torch.Generator().manual_seed(0)
 
 # Tests of attention check the plan, the rest of what a layout fills.
 PASS_LAYOUT = Op(
-    "pass_layout",
-    lambda ancestors, **tables: pass_layout_ref(**tables),
-    _lay_out,
-    _layout_cases,
-    lambda case: TreeAttentionConfig.candidates(case.setting.dtype, case.setting.shape.head_dim, case.setting.target)[
-        :1
-    ],
-    plan=_layout,
+    "pass_layout", lambda ancestors, **tables: pass_layout_ref(**tables), _lay_out, _layout_cases, _candidates, _layout
 )
 
 
 # --- RoPE
 
 
-def _rope_inputs(setting: Setting, rows: int, splits: int, generator: torch.Generator, biased: bool = False) -> Inputs:
+def _rope_inputs(setting: Setting, rows: int, splits: int, biased: bool, generator: torch.Generator) -> Inputs:
     """Create rows at consecutive positions after `context`, with slots scattered over the pages of a cache."""
-    shape, device = setting.shape, setting.device
+    shape, device, random = setting.shape, setting.device, partial(setting.random, generator)
     width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     pages = -(-rows // PAGE_SIZE) * 2 + 1
-    held = torch.float32 if shape.norm == "rms_plus_one" else setting.dtype
-    norm = HeadNorm(*(setting.random(generator, shape.head_dim).to(held) for _ in range(2)), EPS)
+    dtype = torch.float32 if shape.norm == "rms_plus_one" else setting.dtype
+    norm = HeadNorm(*(random(shape.head_dim).to(dtype) for _ in range(2)), EPS)
     table = setting.random_fp32(generator, setting.context + rows, 2, shape.head_dim)
     return Inputs(
         {
-            "qkv": setting.random_fp32(generator, splits, rows, width)
-            if splits
-            else setting.random(generator, rows, width),
+            "qkv": setting.random_fp32(generator, splits, rows, width) if splits else random(rows, width),
             "rotation": table if shape.rotary else None,
             "positions": setting.context + torch.arange(rows, dtype=torch.int32, device=device),
             "slots": torch.randperm(pages * PAGE_SIZE, generator=generator, device=device)[:rows],
-            "kv_layer": setting.random(generator, 2, pages, shape.num_kv_heads, PAGE_SIZE, shape.head_dim),
+            "kv_layer": random(2, pages, shape.num_kv_heads, PAGE_SIZE, shape.head_dim),
             "q_out": torch.empty(rows, shape.num_heads, shape.head_dim, dtype=setting.dtype, device=device),
-            "bias": setting.random(generator, width) if biased or shape.biased else None,
+            "bias": random(width) if biased or shape.biased else None,
             "norm": norm if shape.qk_norm else None,
         }
     )
 
 
-def _rope_cases(setting: Setting) -> list[Case]:
-    shape = setting.shape
-    heads = shape.num_heads + 2 * shape.num_kv_heads
-    key = key_of(setting, head_dim=shape.head_dim, heads=shape.num_heads, kv_heads=shape.num_kv_heads, splits=SPLITS)
-    cases = []
-    for rows in setting.row_counts:
-        numbers = rows * heads * shape.head_dim
-        moved = numbers * (4 * SPLITS + setting.dtype.itemsize) + rows * 2 * shape.head_dim * 4
-        make = partial(_rope_inputs, setting, rows, SPLITS)
-        cases.append(Case(QKV_ROPE, setting, key, f"rows {rows}", make, moved, numbers * (SPLITS + 3), num_rows=rows))
-    for load, (splits, biased) in {"alone": (0, False), "of 2 splits": (2, False), "of 8 splits": (8, True)}.items():
-        make = partial(_rope_inputs, setting, setting.nodes, splits, biased=biased)
-        cases.append(Case(QKV_ROPE, setting, key, load, make, weight=0.0, num_rows=setting.nodes))
-    return cases
+def _rope_cases(op: Op, setting: Setting) -> list[Case]:
+    shape, nodes = setting.shape, setting.nodes
+    sizes = {"head_dim": shape.head_dim, "heads": shape.num_heads, "kv_heads": shape.num_kv_heads, "splits": SPLITS}
+
+    def case(load: str, rows: int, splits: int, biased: bool = False, weight: float = 0.0) -> Case:
+        numbers = rows * (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+        moved = numbers * (4 * splits + setting.dtype.itemsize) + rows * 2 * shape.head_dim * 4
+        make = partial(_rope_inputs, setting, rows, splits, biased)
+        return Case(op, setting, key_of(setting, **sizes), load, make, moved, weight, rows)
+
+    others = [case("alone", nodes, 0), case("of 2 splits", nodes, 2), case("of 8 splits", nodes, 8, True)]
+    return [*(case(f"rows {rows}", rows, SPLITS, weight=1.0) for rows in setting.row_counts), *others]
 
 
 def _rope_rows(inputs: Inputs, results: Results) -> Results:
@@ -285,30 +247,15 @@ def _commit_inputs(setting: Setting, requests: int, path: int, generator: torch.
     return Inputs(vars(inputs) | {"kv_cache": inputs.kv_cache.view(shape.dtype)})
 
 
-def _commit_cases(setting: Setting) -> list[Case]:
+def _commit_cases(op: Op, setting: Setting) -> Iterator[Case]:
     shape, path = setting.shape, max(2, min(6, setting.nodes // 2))
-    moved = (path - 1) * setting.layers * 2 * shape.num_kv_heads * shape.head_dim
-    return [
-        Case(
-            KV_COMMIT,
-            setting,
-            key_of(setting, head_dim=shape.head_dim, kv_heads=shape.num_kv_heads, layers=setting.layers),
-            f"requests {requests}, path {path}",
-            partial(_commit_inputs, setting, requests, path),
-            2 * requests * moved * shape.dtype.itemsize,
-        )
-        for requests in setting.batches
-    ]
+    key = key_of(setting, head_dim=shape.head_dim, kv_heads=shape.num_kv_heads, layers=setting.layers)
+    slot = setting.layers * 2 * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
+    for requests in setting.batches:
+        make, moved = partial(_commit_inputs, setting, requests, path), 2 * requests * (path - 1) * slot
+        yield Case(op, setting, key, f"requests {requests}, path {path}", make, moved)
 
 
-KV_COMMIT = Op(
-    "kv_commit",
-    kv_commit_ref,
-    kv_commit_triton,
-    _commit_cases,
-    writes=("kv_cache",),
-    exact=True,
-    baselines={"torch": lambda inputs: kv_commit_ref(**inputs.arguments)},
-)
+KV_COMMIT = Op("kv_commit", kv_commit_ref, kv_commit_triton, _commit_cases, writes=("kv_cache",), exact=True)
 
 OPS = (TREE_ATTENTION, PASS_LAYOUT, QKV_ROPE, KV_COMMIT)

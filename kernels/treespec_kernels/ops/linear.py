@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -69,27 +69,33 @@ def random_weight(setting: Setting, layer: LinearLayer, generator: torch.Generat
 
 
 def _layer_inputs(
-    setting: Setting, layer: LinearLayer, rows: int, generator: torch.Generator, added: str = "", **options: Any
+    setting: Setting, layer: LinearLayer, rows: int, generator: torch.Generator, **options: Any
 ) -> Inputs:
-    """Create the arguments of a layer with silu_gate as of the layer; `added` may name bias and residual."""
-    stack, features = setting.stack, layer.out_features // (1 + layer.silu_gate)
-    options = {"x": setting.random(generator, *stack, rows, layer.in_features)} | options
-    options |= {"weight": random_weight(setting, layer, generator)}
-    if "bias" in added:
-        options["bias"] = setting.random(generator, *stack, layer.out_features)
-    if "residual" in added:
-        options["residual"] = setting.random(generator, *stack, rows, features)
-    return Inputs(options)
+    """Create the arguments of a layer; the options bias and residual say whether they are added."""
+    random = partial(setting.random, generator, *setting.stack)
+    arguments = {"x": random(rows, layer.in_features), "weight": random_weight(setting, layer, generator), **options}
+    if "bias" in options:
+        arguments["bias"] = random(layer.out_features) if options["bias"] else None
+    if "residual" in options:
+        arguments["residual"] = random(rows, layer.out_features // (1 + layer.silu_gate))
+    return Inputs(arguments)
+
+
+def _product_inputs(
+    setting: Setting, layer: LinearLayer, rows: int, generator: torch.Generator, bias: bool, **options: Any
+) -> Inputs:
+    """Create the product of a layer by cuBLAS, with exact=False, to whose kernel the activation is left."""
+    random = partial(setting.random, generator, *setting.stack)
+    product = random(rows, layer.out_features)
+    return Inputs({"product": product, "bias": random(layer.out_features) if bias else None, **options})
 
 
 def _layer_key(setting: Setting, layer: LinearLayer) -> dict[str, Any]:
     """Return the key of a layer. `group` of a quantised one is a number of inputs, even if all share one scale."""
-    form, sizes = setting.shape.quantized, layer._asdict()
-    sizes = {name: int(sizes[name]) for name in ("out_features", "in_features", "silu_gate")}
-    key = key_of(setting, **sizes, groups=setting.groups)
+    form = setting.shape.quantized
+    key = key_of(setting, out_features=layer.out_features, in_features=layer.in_features, groups=setting.groups)
     if form is None:
-        return key
-    del key["silu_gate"]  # only affects the kernel that adds the splits
+        return key | {"silu_gate": int(layer.silu_gate)}  # which otherwise only affects the kernel that adds the splits
     return key | {"bits": form.bits, "group": form.group_of(layer.in_features), "zero": int(form.has_zero)}
 
 
@@ -103,68 +109,48 @@ def _layer_bytes(setting: Setting, layer: LinearLayer, rows: int) -> int:
     return setting.groups * (weight + (rows * layer.in_features + written) * itemsize)
 
 
-def layer_case(setting: Setting, layer: LinearLayer, rows: int, weight: float = 1.0) -> Case:
+def layer_case(op: Op, setting: Setting, layer: LinearLayer, rows: int, weight: float = 1.0) -> Case:
     """Return the case of a layer without bias and residual. Layers of equal size are one problem."""
-    return Case(
-        ROW_LINEAR if setting.shape.quantized is None else QUANTIZED_ROW_LINEAR,
-        setting,
-        _layer_key(setting, layer),
-        f"rows {rows}",
-        partial(_layer_inputs, setting, layer, rows, silu_gate=layer.silu_gate),
-        _layer_bytes(setting, layer, rows),
-        2 * setting.groups * rows * layer.out_features * layer.in_features,
-        weight,
-        rows,
-    )
+    make = partial(_layer_inputs, setting, layer, rows, silu_gate=layer.silu_gate)
+    key, moved = _layer_key(setting, layer), _layer_bytes(setting, layer, rows)
+    return Case(op, setting, key, f"rows {rows}", make, moved, weight, rows)
 
 
-def _layer_cases(setting: Setting) -> list[Case]:
-    """Return the timed cases of a model's layers, and those of their launches in a decoder."""
+def _layer_cases(op: Op, setting: Setting) -> Iterator[Case]:
+    """Yield the timed cases of a model's layers, and those of their launches in a decoder."""
     shape, rows = setting.shape, setting.nodes
-    sizes = sorted({layer[1:] for layer in shape.linear_layers})
-    cases = [
-        layer_case(setting, LinearLayer("", *size), count, weight)
-        for size in sizes
-        for count, weight in loads_of(setting, setting.prefill).items()
-    ]
-    plain = ROW_LINEAR if shape.quantized is None else QUANTIZED_ROW_LINEAR
+    if (shape.quantized is None) != (op.name == "row_linear"):
+        return
+    for size in sorted({layer[1:] for layer in shape.linear_layers}):
+        for count, weight in loads_of(setting, setting.prefill).items():
+            yield layer_case(op, setting, LinearLayer("", *size), count, weight)
     for layer in shape.linear_layers:
-        made, key = partial(_layer_inputs, setting, layer, rows), _layer_key(setting, layer)
-        bias, is_up = "bias " * shape.biased, layer.name.endswith("up")
+        make, bias, key = (
+            partial(_layer_inputs, setting, layer, rows),
+            "bias " * shape.biased,
+            _layer_key(setting, layer),
+        )
 
-        def untimed(op: Op, load: str, make: Any, key: dict[str, Any] = key) -> Case:
-            return Case(op, setting, key, load, make, weight=0.0, num_rows=rows)
+        def untimed(load: str, make: Any, key: dict[str, Any] = key, **changes: Any) -> Case:
+            return Case(replace(op, **changes), setting, key, load, make, weight=0.0, num_rows=rows)
 
-        if not is_up:  # added by RoPE, or by the norm that follows
-            cases.append(untimed(replace(plain, **_PARTIALS), f"partial sums of {layer.name}", made))
+        if "up" not in layer.name:  # added by RoPE, or by the norm that follows
+            yield untimed(f"partial sums of {layer.name}", make, run=_sum_of_partials)
         if layer.name in ("o", "down"):
-            cases.append(untimed(plain, f"{layer.name} {bias}residual", partial(made, added=bias + "residual")))
-        if is_up:
-            options = {"silu_gate": layer.silu_gate, "activation": shape.activation}
-            cases.append(untimed(plain, f"{bias}{shape.activation}", partial(made, added=bias, **options)))
-        if is_up and shape.quantized is None:  # of a product by cuBLAS, with exact=False
-
-            def product(generator: torch.Generator, layer: LinearLayer = layer, options: Any = options) -> Inputs:
-                y = setting.random(generator, *setting.stack, rows, layer.out_features)
-                b = setting.random(generator, *setting.stack, layer.out_features) if shape.biased else None
-                return Inputs({"product": y, "bias": b, **options})
-
-            activated = replace(
-                plain, ref=activated_ref, run=activated_triton, plan=lambda i, c: {}, rows={"product": -2}
-            )
-            cases.append(untimed(activated, f"{shape.activation} of a product", product))
-    return cases
+            yield untimed(f"{layer.name} {bias}residual", partial(make, bias=shape.biased, residual=True))
+        if "up" in layer.name:
+            options = {"silu_gate": layer.silu_gate, "activation": shape.activation, "bias": shape.biased}
+            yield untimed(f"{bias}{shape.activation}", partial(make, **options))
+            changes = {"ref": activated_ref, "run": activated_triton, "plan": lambda inputs, config: {}}
+            make = partial(_product_inputs, setting, layer, rows, **options)
+            if shape.quantized is None:
+                yield untimed(f"{shape.activation} of a product", make, rows={"product": -2}, **changes)
 
 
 def _sum_of_partials(x: torch.Tensor, weight: Any, config: RowLinearConfig, pdl: bool = False) -> torch.Tensor:
     partials = row_linear_partials_triton(x, weight, config=config, pdl=pdl)
-    total = partials[0].clone()
-    for part in partials[1:]:
-        total += part
+    total = sum(partials[1:], partials[0])
     return total.view(*x.shape[:-1], weight.shape[-2]).to(x.dtype)
-
-
-_PARTIALS = {"run": _sum_of_partials}
 
 
 def _torch_product(inputs: Inputs) -> torch.Tensor:
@@ -181,7 +167,7 @@ ROW_LINEAR = Op(
     "row_linear",
     row_linear_ref,
     row_linear_triton,
-    lambda setting: _layer_cases(setting) if setting.shape.quantized is None else [],
+    _layer_cases,
     lambda case: RowLinearConfig.candidates(*_layer_sizes(case), bool(case.key["silu_gate"]), case.setting.target),
     rows={"x": -2, "residual": -2},
     row_dim=-2,
@@ -190,7 +176,6 @@ ROW_LINEAR = Op(
 QUANTIZED_ROW_LINEAR = replace(
     ROW_LINEAR,
     name="quantized_row_linear",
-    cases=lambda setting: _layer_cases(setting) if setting.shape.quantized is not None else [],
     configs=lambda case: quantized_candidates(
         *_layer_sizes(case), case.key["group"], case.key["bits"], case.setting.target
     ),
@@ -201,60 +186,39 @@ QUANTIZED_ROW_LINEAR = replace(
 # --- norms
 
 
-def _norm_inputs(setting: Setting, rows: int, splits: int, generator: torch.Generator, biased: bool = False) -> Inputs:
+def _norm_inputs(setting: Setting, rows: int, splits: int, biased: bool, generator: torch.Generator) -> Inputs:
     """Create rows to norm, or the partial sums of splits to add to a residual.
 
     The sums are so small that a residual to which they are added repeatedly stays finite.
     """
-    shape = setting.shape
-    hidden = shape.hidden_size
-    held = torch.float32 if shape.norm == "rms_plus_one" else setting.dtype
-
-    def parameter() -> torch.Tensor:
-        return setting.random(generator, hidden).to(held)
-
-    arguments: dict[str, Any] = {"weight": parameter(), "eps": EPS, "kind": shape.norm}
-    if shape.norm == "layer":
-        arguments["shift"] = parameter()
+    shape, hidden = setting.shape, setting.shape.hidden_size
+    dtype = torch.float32 if shape.norm == "rms_plus_one" else setting.dtype
+    weights = ["weight", *["shift"] * (shape.norm == "layer"), *["post_weight"] * (shape.post_norms and splits > 0)]
+    arguments = {name: setting.random(generator, hidden).to(dtype) for name in weights}
+    rest = {"eps": EPS, "kind": shape.norm}
     if not splits:
-        return Inputs({"x": setting.random(generator, rows, hidden)} | arguments)
-    arguments["x"] = setting.random_fp32(generator, splits, rows, hidden).mul_(1e-3)
-    arguments["residual"] = setting.random(generator, rows, hidden)
+        return Inputs({"x": setting.random(generator, rows, hidden), **arguments, **rest})
     if biased:
         arguments["bias"] = setting.random(generator, hidden)
-    if shape.post_norms:
-        arguments["post_weight"] = parameter()
-    return Inputs(arguments)
+    sums = setting.random_fp32(generator, splits, rows, hidden).mul_(1e-3)
+    return Inputs({"x": sums, "residual": setting.random(generator, rows, hidden), **arguments, **rest})
 
 
-def _norm_cases(setting: Setting) -> list[Case]:
+def _norm_cases(op: Op, setting: Setting) -> list[Case]:
     hidden, itemsize = setting.shape.hidden_size, setting.dtype.itemsize
     key = key_of(setting, hidden_size=hidden, splits=SPLITS)
-    timed = [
-        Case(
-            RMS_NORM,
-            setting,
-            key,
-            f"rows {rows}",
-            partial(_norm_inputs, setting, rows, SPLITS),
-            rows * hidden * (4 * SPLITS + 3 * itemsize) + hidden * itemsize,
-            rows * hidden * (SPLITS + 5),
-            num_rows=rows,
-        )
-        for rows in setting.row_counts
-    ]
-    others = {"alone": (0, False), "of 2 splits": (2, False), "of 8 splits with a bias": (8, True)}
-    return timed + [
-        Case(
-            replace(RMS_NORM, writes=("residual",) if splits else ()),
-            setting,
-            key,
-            load,
-            partial(_norm_inputs, setting, setting.nodes, splits, biased=biased),
-            weight=0.0,
-            num_rows=setting.nodes,
-        )
-        for load, (splits, biased) in others.items()
+
+    def case(load: str, rows: int, splits: int, biased: bool = False, weight: float = 0.0) -> Case:
+        entry = op if splits else replace(op, writes=())
+        moved = rows * hidden * (4 * splits + 3 * itemsize) + hidden * itemsize
+        make = partial(_norm_inputs, setting, rows, splits, biased)
+        return Case(entry, setting, key, load, make, moved, weight, rows)
+
+    return [
+        *(case(f"rows {rows}", rows, SPLITS, weight=1.0) for rows in setting.row_counts),
+        case("alone", setting.nodes, 0),
+        case("of 2 splits", setting.nodes, 2),
+        case("of 8 splits with a bias", setting.nodes, 8, True),
     ]
 
 
@@ -277,32 +241,18 @@ RMS_NORM = Op(
 # --- LM head
 
 
-def _head_cases(setting: Setting) -> list[Case]:
-    shape, groups = setting.shape, setting.groups
-    vocab, hidden = shape.vocab_size, shape.hidden_size
+def _head_inputs(setting: Setting, rows: int, generator: torch.Generator) -> Inputs:
+    shape, random = setting.shape, partial(setting.random, generator, *setting.stack)
+    weight = random(shape.vocab_size, shape.hidden_size, scale=shape.hidden_size**-0.5)
+    return Inputs({"x": random(rows, shape.hidden_size), "weight": weight, "logit_cap": shape.cap})
 
-    def make(rows: int) -> Callable[[torch.Generator], Inputs]:
-        def made(generator: torch.Generator) -> Inputs:
-            x = setting.random(generator, *setting.stack, rows, hidden)
-            weight = setting.random(generator, *setting.stack, vocab, hidden, scale=hidden**-0.5)
-            return Inputs({"x": x, "weight": weight, "logit_cap": shape.cap})
 
-        return made
-
-    return [
-        Case(
-            LM_HEAD,
-            setting,
-            key_of(setting, vocab_size=vocab, hidden_size=hidden, groups=groups),
-            f"rows {rows}",
-            make(rows),
-            groups * (vocab * hidden + rows * (hidden + vocab)) * setting.dtype.itemsize,
-            2 * groups * rows * vocab * hidden,
-            weight,
-            rows,
-        )
-        for rows, weight in loads_of(setting).items()
-    ]
+def _head_cases(op: Op, setting: Setting) -> Iterator[Case]:
+    vocab, hidden, groups = setting.shape.vocab_size, setting.shape.hidden_size, setting.groups
+    key = key_of(setting, vocab_size=vocab, hidden_size=hidden, groups=groups)
+    for rows, weight in loads_of(setting).items():
+        moved = groups * (vocab * hidden + rows * (hidden + vocab)) * setting.dtype.itemsize
+        yield Case(op, setting, key, f"rows {rows}", partial(_head_inputs, setting, rows), moved, weight, rows)
 
 
 def _compare_head(actual: Results, expected: Results, config: Any) -> None:

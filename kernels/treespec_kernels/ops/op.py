@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
+from treespec_kernels.launch.triton_launch import is_interpreted
 from treespec_kernels.ops.shapes import Setting
 from treespec_kernels.tuning.testing import assert_close, bits
+from treespec_kernels.tuning.tuned import label_of
 
 # (max error, rms error) relative to the RMS of the expected result, for results that are rounded once to the dtype.
 BOUNDS = {torch.float32: (1e-4, 1e-5), torch.float16: (2e-2, 2e-3), torch.bfloat16: (1e-1, 1e-2)}
@@ -37,7 +40,7 @@ class Op:
         name: name of the module with its Triton kernels, without "_kernels".
         ref: reference, called with a case's arguments.
         run: Triton implementation, called with a case's arguments and those of `plan`.
-        cases: the cases of a setting, of which those with a weight are timed.
+        cases: the cases of an op in a setting, of which those with a weight are timed.
         configs: configurations of a case, its default first.
         plan: further arguments of `run`, made once for inputs and a configuration.
         writes: arguments that the op changes; they belong to the results.
@@ -55,7 +58,7 @@ class Op:
     name: str
     ref: Callable[..., Any]
     run: Callable[..., Any]
-    cases: Callable[[Setting], list[Case]]
+    cases: Callable[[Op, Setting], Iterable[Case]]
     configs: Callable[[Case], Sequence[Any]] = lambda case: [None]
     plan: Callable[[Inputs, Any], dict[str, Any]] = _config_alone
     writes: tuple[str, ...] = ()
@@ -79,14 +82,9 @@ class Op:
         """Return the inputs of some rows."""
         if self.some_rows is not None:
             return self.some_rows(inputs, index)
-
-        def chosen(dim: int) -> Callable[[torch.Tensor], torch.Tensor]:
-            return lambda tensor: tensor.index_select(dim, torch.tensor(index, dtype=torch.int64, device=tensor.device))
-
-        arguments = {
-            name: mapped(chosen(self.rows[name]), value) if name in self.rows else value
-            for name, value in inputs.arguments.items()
-        }
+        arguments = dict(inputs.arguments)
+        for name in self.rows.keys() & arguments:
+            arguments[name] = mapped(partial(_select, index, self.rows[name]), arguments[name])
         return inputs._replace(arguments=arguments)
 
 
@@ -95,14 +93,14 @@ class Case:
     """One op on inputs of one size.
 
     Nothing is allocated at first: inputs are created by the first run or by `prepare`, and dropped by `release`.
-    Running several copies of the inputs in turn keeps them out of the caches. A case is pickled without its inputs.
+    Running several copies of the inputs in turn keeps them out of the caches.
 
     Attributes:
         entry: the op.
         key: the problem for which a configuration of the op is tuned.
         load: label that distinguishes the cases of one key, such as "rows 32".
         make: creates one copy of the inputs; equal seeds give equal inputs.
-        bytes, flops: minimum memory traffic and number of operations of one run.
+        bytes: minimum memory traffic of one run; 0 for the bytes of the arguments, known once inputs are created.
         weight: weight of this load in the mean time that tuning minimises; 0 if the case is not timed.
         num_rows: number of rows of the inputs.
     """
@@ -113,10 +111,8 @@ class Case:
     load: str
     make: Callable[[torch.Generator], Inputs]
     bytes: int = 0
-    flops: int = 0
     weight: float = 1.0
     num_rows: int = 1
-    index: int = 0  # among the cases of its op and setting
 
     def __post_init__(self) -> None:
         self.inputs_of: list[Inputs] = []
@@ -124,14 +120,14 @@ class Case:
         self.expected: Results | None = None
         self._plans: dict[tuple[int, Any], dict[str, Any]] = {}
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        from treespec_kernels.ops import case_at
-
-        return case_at, (self.entry.name, self.setting, self.index)
-
     @property
     def op(self) -> str:
         return self.entry.name
+
+    @property
+    def label(self) -> str:
+        """The op and its problem."""
+        return label_of(self.op, self.key)
 
     @property
     def device(self) -> torch.device:
@@ -139,13 +135,7 @@ class Case:
 
     def candidates(self) -> list[Any]:
         """Return the configurations to tune over, the default first; [None] for an op without configurations."""
-        configs = list(self.entry.configs(self))
-        if self.setting.fixed_order_dot:
-            has_dot = [hasattr(config, "fixed_order_dot") for config in configs]
-            configs = [
-                dataclasses.replace(c, fixed_order_dot=True) if d else c for c, d in zip(configs, has_dot, strict=True)
-            ]
-        return configs
+        return [interpretable(config) for config in self.entry.configs(self)]
 
     @property
     def default(self) -> Any:
@@ -164,6 +154,7 @@ class Case:
             self.inputs_of.append(self.make(torch.Generator(place).manual_seed(len(self.inputs_of))))
             if len(self.inputs_of) == 1:
                 arguments = self.inputs_of[0].arguments
+                self.bytes = self.bytes or num_bytes(*arguments.values())
                 self._written = {name: mapped(torch.clone, arguments[name]) for name in self.entry.writes}
 
     def release(self) -> None:
@@ -177,13 +168,6 @@ class Case:
             self._plans[copy, config] = self.entry.plan(inputs, config)
         returned = self.entry.run(**inputs.arguments, **self._plans[copy, config], **options)
         return self.entry.results_of(inputs, returned)
-
-    def baselines(self) -> dict[str, Callable[[int], Any]]:
-        """Return other implementations by name, as functions of the index of the copy to run on."""
-        return {
-            name: lambda copy, function=function: function(self.inputs[copy])
-            for name, function in self.entry.baselines.items()
-        }
 
     def check(self, config: Any) -> None:
         """Raise AssertionError if a configuration's results are wrong, or a row's result depends on other rows."""
@@ -232,39 +216,44 @@ class Case:
             some = entry.rows_of(self.fresh(), index)
             results = entry.by_row(some, self.results(some, own))
             for company, alone in zip(whole.values(), results.values(), strict=True):
-                yield (
-                    company.index_select(entry.row_dim, torch.tensor(index, dtype=torch.int64, device=company.device)),
-                    alone,
-                )
+                yield _select(index, entry.row_dim, company), alone
+
+
+def _select(index: list[int], dim: int, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.index_select(dim, torch.tensor(index, dtype=torch.int64, device=tensor.device))
+
+
+def interpretable(config: Any) -> Any:
+    """Return a configuration for Triton's interpreter, whose dot calls BLAS and is not row-invariant, in its place."""
+    if is_interpreted() and hasattr(config, "fixed_order_dot"):
+        return dataclasses.replace(config, fixed_order_dot=True)
+    return config
+
+
+def _parts(value: Any) -> dict[Any, Any]:
+    """Return the parts of a tuple or dataclass by name or index; empty for other values."""
+    if isinstance(value, tuple):
+        return dict(zip(getattr(value, "_fields", range(len(value))), value, strict=True))
+    is_parted = dataclasses.is_dataclass(value)
+    return {part.name: getattr(value, part.name) for part in dataclasses.fields(value)} if is_parted else {}
 
 
 def mapped(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """Apply a function to every tensor of a value: a tensor, or a tuple or dataclass of values."""
     if isinstance(value, torch.Tensor):
         return function(value)
-    if isinstance(value, tuple):
-        parts = [mapped(function, part) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = {part.name: mapped(function, getattr(value, part.name)) for part in dataclasses.fields(value)}
-        return dataclasses.replace(value, **parts)
-    return value
+    parts = {name: mapped(function, part) for name, part in _parts(value).items()}
+    if type(value) is tuple:
+        return tuple(parts.values())
+    return type(value)(**parts) if parts else value
 
 
 def named_tensors(value: Any, name: str) -> dict[str, torch.Tensor]:
     """Return every tensor of a value, with a name like "stats.sums"."""
     if isinstance(value, torch.Tensor):
         return {name: value}
-    if isinstance(value, tuple):
-        names = getattr(value, "_fields", range(len(value)))
-        parts = dict(zip(names, value, strict=True))
-    elif dataclasses.is_dataclass(value):
-        parts = {part.name: getattr(value, part.name) for part in dataclasses.fields(value)}
-    else:
-        return {}
-    return {
-        label: tensor for key, part in parts.items() for label, tensor in named_tensors(part, f"{name}.{key}").items()
-    }
+    named = [named_tensors(part, f"{name}.{key}") for key, part in _parts(value).items()]
+    return {label: tensor for tensors in named for label, tensor in tensors.items()}
 
 
 def num_bytes(*values: Any) -> int:

@@ -2,63 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from treespec_kernels.attention.qkv_rope import qkv_rope_triton
-from treespec_kernels.attention.tree_attention import (
-    TreeAttentionConfig,
-    TreeAttentionPlan,
-    plan_tree_attention,
-    tree_attention_triton,
-)
-from treespec_kernels.launch.graph_capture import GraphMemory, captured
-from treespec_kernels.launch.triton_launch import LaunchConfig, takes_pdl
+from treespec_kernels.attention.tree_attention import TreeAttentionConfig, plan_tree_attention, tree_attention_triton
+from treespec_kernels.launch.graph_capture import GraphMemory, capture_replay
+from treespec_kernels.launch.triton_launch import LaunchConfig, is_interpreted, takes_pdl
 from treespec_kernels.linear.lm_head import BlockStats, LmHeadConfig, lm_head_triton
 from treespec_kernels.linear.rms_norm import rms_norm_triton
 from treespec_kernels.linear.row_linear import row_linear_partials_triton, row_linear_triton
-from treespec_kernels.ops.linear import EPS, PLAIN, key_of, layer_case, random_weight
-from treespec_kernels.ops.op import Case, Inputs, Op, Results
+from treespec_kernels.ops.linear import EPS, PLAIN, QUANTIZED_ROW_LINEAR, ROW_LINEAR, key_of, layer_case, random_weight
+from treespec_kernels.ops.op import Case, Inputs, Op, interpretable
 from treespec_kernels.ops.shapes import PAGE_SIZE, Setting
-from treespec_kernels.tuning.testing import TreeAttentionInputs, same_bits, tree_attention_inputs, tree_parents
+from treespec_kernels.tuning.testing import same_bits, tree_attention_inputs, tree_parents
 
 LAYERS = 4
 REPLAYS = 50  # runs of the check, with all memory poisoned between them
 
 
-@dataclass(frozen=True, eq=False)
 class Chain:
-    """Some layers of a Llama and its LM head, over one tree for each stacked model: weights, tables and buffers.
+    """Some layers of a Llama and its LM head, over one random tree for each stacked model.
 
     All layers share one set of weights, and buffers, so that kernels overwrite memory that others have just read.
     """
 
-    setting: Setting
-    nodes: int
-    start: torch.Tensor  # [rows, hidden], the residual stream before the first layer
-    norm: torch.Tensor
-    weights: dict[str, Any]  # by name of the linear layer
-    configs: dict[str, Any]
-    head: torch.Tensor
-    head_config: LmHeadConfig
-    rotation: torch.Tensor
-    positions: torch.Tensor
-    attention: TreeAttentionInputs
-    plan: TreeAttentionPlan
-    places: tuple[torch.Tensor, torch.Tensor]  # page of each row, and offset in the page
-    kv_layer: torch.Tensor
-    slots: torch.Tensor
-    stream: torch.Tensor
-    normed: torch.Tensor
-    partials: torch.Tensor
-    q: torch.Tensor
-    mixed: torch.Tensor
-    inner: torch.Tensor
-    logits: torch.Tensor
-    stats: BlockStats
+    def __init__(self, setting: Setting, nodes: int, layers: Mapping[str, Case], generator: torch.Generator):
+        """Create the weights, tables and buffers. `layers` has the cases of the linear layers, by name."""
+        shape, device, groups = setting.shape, setting.device, setting.groups
+        hidden, head_dim, rows = shape.hidden_size, shape.head_dim, groups * nodes
+        self.setting, self.nodes = setting, nodes
+        self.configs = {name: case.default for name, case in layers.items()}
+        self.weights = {layer.name: random_weight(setting, layer, generator) for layer in shape.linear_layers}
+        self.start = setting.random(generator, rows, hidden)  # the residual stream before the first layer
+        self.norm = setting.random(generator, *setting.stack, hidden)
+        self.head = setting.random(generator, *setting.stack, shape.vocab_size, hidden, scale=hidden**-0.5)
+        self.head_config = LmHeadConfig.default(setting.dtype, shape.vocab_size, hidden, setting.target)
+        if is_interpreted():
+            self.head_config = replace(self.head_config, block_m=16, block_n=64, block_k=64, fixed_order_dot=True)
+        seed = generator.initial_seed()
+        host = torch.Generator().manual_seed(seed)
+        trees = [tree_parents("random", nodes, host) for _ in range(groups)]
+        inputs = tree_attention_inputs([setting.context] * groups, trees, **shape.attention, device=device, seed=seed)
+        attention = interpretable(TreeAttentionConfig.default(setting.dtype, head_dim, setting.target))
+        self.attention = inputs.rows
+        self.plan = plan_tree_attention(**inputs.plan, **shape.attention, device=device, config=attention)
+        self.rotation = setting.random_fp32(generator, setting.context + nodes, 2, head_dim)
+        self.positions = setting.context + inputs.rows["depths"]
+        slots = setting.context + torch.arange(nodes, device=device).repeat(groups)
+        pages = inputs.rows["page_table"][inputs.rows["row_request"].long(), slots // PAGE_SIZE].long()
+        self.pages, self.offsets = pages, slots % PAGE_SIZE
+        self.slots = pages * PAGE_SIZE + self.offsets
+        self.kv_layer = torch.stack([inputs.k_cache, inputs.v_cache])
+        empty = partial(torch.empty, dtype=setting.dtype, device=device)
+        self.stream, self.normed = empty(rows, hidden), empty(rows, hidden)
+        self.q, self.mixed = (empty(rows, shape.num_heads, head_dim) for _ in range(2))
+        self.inner, self.logits = empty(rows, shape.intermediate_size), empty(rows, shape.vocab_size)
+        width = max(layer.out_features * self.configs[layer.name].split_k for layer in shape.linear_layers)
+        self.partials = torch.empty(rows * width, dtype=torch.float32, device=device)
+        self.stats = BlockStats.empty(rows, -(-shape.vocab_size // self.head_config.block_n), device)
 
     def poison(self) -> None:
         """Fill the buffers that a run writes before it reads them with values that no result has."""
@@ -68,20 +74,22 @@ class Chain:
             *(plan.partial_acc, plan.partial_max, plan.partial_sum),
         ):
             tensor.fill_(torch.nan if tensor.is_floating_point() else -1)
-        pages, offsets = self.places
-        self.kv_layer[:, pages, :, offsets] = torch.nan
+        self.kv_layer[:, self.pages, :, self.offsets] = torch.nan
+
+    @property
+    def results(self) -> tuple[torch.Tensor, ...]:
+        """The residual stream, its norm, the last attention output, the KV cache, and the LM head's results."""
+        return self.stream, self.normed, self.mixed, self.kv_layer, self.logits, *self.stats
 
     def run(self, pdl: bool) -> tuple[torch.Tensor, ...]:
-        """Return the residual stream, its norm, the last attention output, the KV cache, and the LM head's results."""
+        """Run the passes' kernels, and return `results`."""
         cache, shape = self.kv_layer, self.setting.shape
         self.stream.copy_(self.start)  # the first launch follows a copy
         rms_norm_triton(self.stream, self.norm, EPS, out=self.normed, pdl=pdl)
         for _ in range(LAYERS):
             qkv = self._partials("qkv", self.normed, pdl)
             qkv_rope_triton(qkv, self.rotation, self.positions, self.slots, cache, self.q, pdl=pdl)
-            tree_attention_triton(
-                self.q, cache[0], cache[1], **self.attention.rows, plan=self.plan, out=self.mixed, pdl=pdl
-            )
+            tree_attention_triton(self.q, *cache, **self.attention, plan=self.plan, out=self.mixed, pdl=pdl)
             self._add("o", self.mixed.view(len(self.mixed), -1), pdl)
             name = "gate_up" if shape.gated else "up"
             row_linear_triton(
@@ -97,7 +105,7 @@ class Chain:
             self._add("down", self.inner, pdl)
         x, config = self._grouped(self.normed), self.head_config
         lm_head_triton(x, self.head, config=config, logits=self.logits, stats=self.stats, pdl=pdl)
-        return self.stream, self.normed, self.mixed, cache, self.logits, *self.stats
+        return self.results
 
     def _partials(self, name: str, x: torch.Tensor, pdl: bool) -> torch.Tensor:
         x, weight = self._grouped(x), self.weights[name]
@@ -113,56 +121,6 @@ class Chain:
         return x if self.setting.groups == 1 else x.view(self.setting.groups, self.nodes, -1)
 
 
-def chain_of(setting: Setting, nodes: int, generator: torch.Generator) -> Chain:
-    """Create a chain over a random tree of `nodes` nodes."""
-    shape, device, groups = setting.shape, setting.device, setting.groups
-    hidden, head_dim, rows = shape.hidden_size, shape.head_dim, groups * nodes
-    head, attention = (
-        LmHeadConfig.default(setting.dtype, shape.vocab_size, hidden, setting.target),
-        TreeAttentionConfig.default(setting.dtype, head_dim, setting.target),
-    )
-    if setting.fixed_order_dot:
-        head = replace(head, block_m=16, block_n=64, block_k=64, fixed_order_dot=True)
-        attention = replace(attention, fixed_order_dot=True)
-    configs = {layer.name: layer_case(setting, layer, nodes).default for layer in shape.linear_layers}
-    widths = [layer.out_features * configs[layer.name].split_k for layer in shape.linear_layers]
-    seed = generator.initial_seed()
-    host = torch.Generator().manual_seed(seed)
-    trees = [tree_parents("random", nodes, host) for _ in range(groups)]
-    inputs = tree_attention_inputs([setting.context] * groups, trees, **shape.attention, device=device, seed=seed)
-    slots = setting.context + torch.arange(nodes, device=device).repeat(groups)
-    pages = inputs.rows["page_table"][inputs.rows["row_request"].long(), slots // PAGE_SIZE].long()
-
-    def empty(*size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=setting.dtype, device=device)
-
-    return Chain(
-        setting=setting,
-        nodes=nodes,
-        start=setting.random(generator, rows, hidden),
-        norm=setting.random(generator, *setting.stack, hidden),
-        weights={layer.name: random_weight(setting, layer, generator) for layer in shape.linear_layers},
-        configs=configs,
-        head=setting.random(generator, *setting.stack, shape.vocab_size, hidden, scale=hidden**-0.5),
-        head_config=head,
-        rotation=setting.random_fp32(generator, setting.context + nodes, 2, head_dim),
-        positions=setting.context + inputs.rows["depths"],
-        attention=inputs,
-        plan=plan_tree_attention(**inputs.plan, **shape.attention, device=device, config=attention),
-        places=(pages, slots % PAGE_SIZE),
-        kv_layer=torch.stack([inputs.k_cache, inputs.v_cache]),
-        slots=pages * PAGE_SIZE + slots % PAGE_SIZE,
-        stream=empty(rows, hidden),
-        normed=empty(rows, hidden),
-        partials=torch.empty(rows * max(widths), dtype=torch.float32, device=device),
-        q=empty(rows, shape.num_heads, head_dim),
-        mixed=empty(rows, shape.num_heads, head_dim),
-        inner=empty(rows, shape.intermediate_size),
-        logits=empty(rows, shape.vocab_size),
-        stats=BlockStats.empty(rows, -(-shape.vocab_size // head.block_n), device),
-    )
-
-
 def _check(case: Case, config: Any) -> None:
     """Compare the results of `REPLAYS` runs of a captured chain with those of the chain without PDL, bit by bit.
 
@@ -174,57 +132,43 @@ def _check(case: Case, config: Any) -> None:
         case.expected = {name: tensor.clone() for name, tensor in case.run(LaunchConfig()).items()}
         finite = (case.expected["result.0"], case.expected["result.4"])
         assert all(tensor.isfinite().all() for tensor in finite), "the chain computes NaN or infinity"
+    _poison_and_compare(case, lambda: case.run(config))
+    if case.device.type == "cuda":
+        replay = capture_replay(lambda: case.run(config), GraphMemory.of(case.device))
+        for _ in range(REPLAYS):
+            _poison_and_compare(case, replay)
+
+
+def _poison_and_compare(case: Case, run: Callable[[], object]) -> None:
+    chain: Chain = case.inputs[0].arguments["chain"]
     chain.poison()
-    expected = case.expected
-    _compare(case.run(config), expected)
-    replay, repeats = _captured(case, config)
-    for _ in range(repeats):
-        chain.poison()
-        _compare(replay(), expected)
-
-
-def _captured(case: Case, config: Any) -> tuple[Callable[[], Results], int]:
-    if case.device.type != "cuda":
-        return (lambda: case.run(config)), 1
-    results: list[Results] = []
-    graph = captured(lambda: results.append(case.run(config)), GraphMemory.of(case.device))
-
-    def replay() -> Results:
-        graph.replay()
-        return results[0]
-
-    return replay, REPLAYS
-
-
-def _compare(actual: Results, expected: Results) -> None:
-    for index, (own, right) in enumerate(zip(actual.values(), expected.values(), strict=True)):
-        assert same_bits(own, right), f"result {index} of the chain differs from that of the chain without PDL"
+    run()
+    for index, (actual, expected) in enumerate(zip(chain.results, case.expected.values(), strict=True)):
+        assert same_bits(actual, expected), f"result {index} of the chain differs from that of the chain without PDL"
 
 
 def _configs(case: Case) -> list[LaunchConfig]:
     return [LaunchConfig(), LaunchConfig(pdl=True)] if takes_pdl(case.device) else [LaunchConfig()]
 
 
-def _cases(setting: Setting) -> list[Case]:
+def _cases(op: Op, setting: Setting) -> list[Case]:
     """Return cases of a tree, with most of the weight, and of plain decoding."""
-    shape, form = setting.shape, setting.shape.quantized
-    head = setting.groups * shape.vocab_size * shape.hidden_size
+    shape, form, groups = setting.shape, setting.shape.quantized, setting.groups
+    key = key_of(setting, hidden_size=shape.hidden_size, groups=groups)
+    head = groups * shape.vocab_size * shape.hidden_size * setting.dtype.itemsize
+    linear = ROW_LINEAR if form is None else QUANTIZED_ROW_LINEAR
 
     def case(nodes: int, weight: float) -> Case:
-        layers = [layer_case(setting, layer, nodes) for layer in shape.linear_layers]
-        return Case(
-            PROGRAMMATIC_LAUNCH,
-            setting,
-            key_of(setting, hidden_size=shape.hidden_size, groups=setting.groups),
-            f"nodes {nodes}" + (f", int{form.bits}" if form is not None else ""),
-            lambda generator: Inputs({"chain": chain_of(setting, nodes, generator)}),
-            LAYERS * sum(layer.bytes for layer in layers) + head * setting.dtype.itemsize,
-            LAYERS * sum(layer.flops for layer in layers) + 2 * nodes * head,
-            weight,
-        )
+        layers = {layer.name: layer_case(linear, setting, layer, nodes) for layer in shape.linear_layers}
+        load = f"nodes {nodes}" + (f", int{form.bits}" if form is not None else "")
+        moved = LAYERS * sum(layer.bytes for layer in layers.values()) + head
 
-    nodes = {1: PLAIN, setting.nodes: 1.0 - PLAIN} if setting.nodes > 1 else {1: 1.0}
-    return [case(count, weight) for count, weight in nodes.items()]
+        def make(generator: torch.Generator) -> Inputs:
+            return Inputs({"chain": Chain(setting, nodes, layers, generator)})
+
+        return Case(op, setting, key, load, make, moved, weight)
+
+    return [case(1, PLAIN), case(setting.nodes, 1.0 - PLAIN)] if setting.nodes > 1 else [case(1, 1.0)]
 
 
 PROGRAMMATIC_LAUNCH = Op(

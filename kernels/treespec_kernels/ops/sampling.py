@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -36,33 +36,25 @@ def _case(
     setting: Setting,
     rows: int,
     load: str,
-    make: Callable[[torch.Tensor], dict[str, Any]],
-    weight: float,
+    complete: Callable[[torch.Tensor], dict[str, Any]],
+    weight: float = 1.0,
     **key: int,
 ) -> Case:
-    """Return a case over rows of logits, which `make` completes to the op's arguments."""
+    """Return a case over rows of logits, which `complete` completes to the op's arguments."""
     vocab = setting.shape.vocab_size
 
-    def inputs(generator: torch.Generator) -> Inputs:
-        return Inputs(make(setting.random(generator, rows, vocab, scale=2.0)))
+    def make(generator: torch.Generator) -> Inputs:
+        return Inputs(complete(setting.random(generator, rows, vocab, scale=2.0)))
 
-    key = key_of(setting, vocab_size=vocab, **key)
-    return Case(op, setting, key, load, inputs, rows * vocab * setting.dtype.itemsize, weight=weight, num_rows=rows)
+    moved = rows * vocab * setting.dtype.itemsize
+    return Case(op, setting, key_of(setting, vocab_size=vocab, **key), load, make, moved, weight, rows)
 
 
-def _choice_cases(setting: Setting) -> list[Case]:
-    """`flops` is 0, because the noise uses integer arithmetic, about 40 instructions per token."""
-    return [
-        _case(
-            COUPLED_CHOICE,
-            setting,
-            rows,
-            f"rows {rows}",
-            lambda scores, rows=rows: {"scores": scores, **_noise(setting, rows)},
-            1.0,
-        )
-        for rows in dict.fromkeys((1, setting.nodes))
-    ]
+def _choice_cases(op: Op, setting: Setting) -> list[Case]:
+    def complete(scores: torch.Tensor) -> dict[str, Any]:
+        return {"scores": scores, **_noise(setting, len(scores))}
+
+    return [_case(op, setting, rows, f"rows {rows}", complete) for rows in dict.fromkeys((1, setting.nodes))]
 
 
 _ROWS = dict.fromkeys(("temperatures", "seeds", "samples", "positions"), 0)
@@ -77,22 +69,21 @@ COUPLED_CHOICE = Op(
 )
 
 
-def _topk_cases(setting: Setting) -> list[Case]:
-    """Return cases with and without noise, of draft passes, and of the smallest and largest k."""
-    vocab = setting.shape.vocab_size
+def _topk_arguments(setting: Setting, k: int, noisy: bool, logits: torch.Tensor) -> dict[str, Any]:
+    return {"logits": logits, "k": k} | (_noise(setting, len(logits)) if noisy else {})
 
-    def case(rows: int, k: int, noisy: bool, weight: float) -> Case:
-        def make(logits: torch.Tensor) -> dict[str, Any]:
-            return {"logits": logits, "k": k} | (_noise(setting, rows) if noisy else {})
 
-        load = f"rows {rows}, temperature {0.8 if noisy else 0:g}" + ("" if weight else f", k {k}")
-        return _case(ROW_TOPK, setting, rows, load, make, weight, k=min(K, vocab))
-
-    timed = [
-        case(rows, min(K, vocab), noisy, 1.0) for noisy in (False, True) for rows in dict.fromkeys((1, setting.nodes))
-    ]
-    ks = sorted({1, min(MAX_K, vocab)})
-    return timed + [case(setting.nodes, k, noisy, 0.0) for noisy in (False, True) for k in ks]
+def _topk_cases(op: Op, setting: Setting) -> Iterator[Case]:
+    """Yield cases with and without noise, of draft passes, and of the smallest and largest k."""
+    k, nodes = min(K, setting.shape.vocab_size), setting.nodes
+    for noisy in (False, True):
+        what = f"temperature {0.8 if noisy else 0:g}"
+        for rows in dict.fromkeys((1, nodes)):
+            complete = partial(_topk_arguments, setting, k, noisy)
+            yield _case(op, setting, rows, f"rows {rows}, {what}", complete, k=k)
+        for other in (1, min(MAX_K, setting.shape.vocab_size)):
+            complete = partial(_topk_arguments, setting, other, noisy)
+            yield _case(op, setting, nodes, f"rows {nodes}, {what}, k {other}", complete, 0.0, k=k)
 
 
 def _torch_topk(inputs: Inputs) -> Any:
@@ -134,12 +125,9 @@ def _transform_inputs(setting: Setting, logits: torch.Tensor) -> dict[str, Any]:
     return {"logits": logits, "inputs": inputs}
 
 
-def _transform_cases(setting: Setting) -> list[Case]:
-    make = partial(_transform_inputs, setting)
-    return [
-        _case(LOGIT_TRANSFORMS, setting, count * setting.nodes, f"requests {count}", make, 1.0, nodes=setting.nodes)
-        for count in setting.batches
-    ]
+def _transform_cases(op: Op, setting: Setting) -> list[Case]:
+    nodes, complete = setting.nodes, partial(_transform_inputs, setting)
+    return [_case(op, setting, n * nodes, f"requests {n}", complete, nodes=nodes) for n in setting.batches]
 
 
 LOGIT_TRANSFORMS = Op("logit_transforms", logit_transforms_ref, logit_transforms_triton, _transform_cases, exact=True)

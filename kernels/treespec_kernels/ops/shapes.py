@@ -12,6 +12,7 @@ from treespec_kernels.launch.triton_launch import target_of
 from treespec_kernels.linear.quantized import WeightForm
 from treespec_kernels.linear.rms_norm import NormKind
 
+META = torch.device("meta")
 PAGE_SIZE = 64
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Formats compiled for a shape without a format: int8 per channel, int4 per group, and int4 with zero points as in AWQ.
@@ -106,19 +107,17 @@ class Setting:
         prefill: number of rows of a prefill pass; 0 to leave it out.
         groups: number of SSMs of equal shape that run stacked; 1 for a target.
         layers: number of layers of the model.
-        fixed_order_dot: set in Triton's interpreter, whose dot calls BLAS and is not row-invariant.
         compiled_for: target of launches on "meta", as from `target_of`.
     """
 
     shape: KernelShape
-    device: torch.device
+    device: torch.device = META
     nodes: int = 32
     context: int = 2048
     requests: int = 4
     prefill: int = 0
     groups: int = 1
     layers: int = 1
-    fixed_order_dot: bool = False
     compiled_for: str | None = None
 
     @property
@@ -128,7 +127,7 @@ class Setting:
     @property
     def target(self) -> str | None:
         """Architecture for which default configurations are chosen, as from `target_of`."""
-        return self.compiled_for or (None if self.device.type == "meta" else target_of(self.device))
+        return self.compiled_for or target_of(self.device)
 
     @property
     def stack(self) -> tuple[int, ...]:
@@ -156,30 +155,27 @@ class Setting:
         return torch.randn(shape, generator=generator, device=self.device, dtype=torch.float32)
 
 
+_LLAMAS = (  # head_dim, heads, KV heads, hidden, intermediate, vocabulary
+    (64, 4, 2, 256, 704, 4096),
+    (64, 32, 8, 2048, 8192, 128256),
+    (128, 32, 8, 4096, 14336, 128256),
+)
+_GEMMA: dict[str, Any] = {"norm": "rms_plus_one", "post_norms": True, "activation": "gelu_tanh"}
+_LAYER: dict[str, Any] = {"norm": "layer", "gated": False}
+_FAMILIES: tuple[tuple[tuple[int, ...], dict[str, Any]], ...] = (
+    ((256, 16, 8, 3584, 14336, 256000), _GEMMA | {"capped": True}),
+    ((256, 4, 1, 1152, 6912, 262144), _GEMMA | {"qk_norm": True}),
+    ((96, 64, 64, 6144, 24576, 50432), _LAYER | {"activation": "gelu"}),
+    ((80, 32, 32, 2560, 10240, 50304), _LAYER | {"activation": "gelu_tanh"}),
+    ((128, 32, 32, 4096, 16384, 50272), _LAYER | {"activation": "relu", "rotary": False}),
+)
+
+
 def default_shapes(dtypes: Iterable[torch.dtype] = DTYPES) -> tuple[KernelShape, ...]:
     """Return the shapes of the bundled default target, Llama 1B and Llama 8B, in every dtype."""
-    return tuple(
-        KernelShape(dtype, *sizes)
-        for dtype in dtypes
-        for sizes in (
-            # head_dim, heads, KV heads, hidden, intermediate, vocabulary
-            (64, 4, 2, 256, 704, 4096),
-            (64, 32, 8, 2048, 8192, 128256),
-            (128, 32, 8, 4096, 14336, 128256),
-        )
-    )
+    return tuple(KernelShape(dtype, *sizes) for dtype in dtypes for sizes in _LLAMAS)
 
 
 def family_shapes(dtypes: Iterable[torch.dtype] = DTYPES) -> tuple[KernelShape, ...]:
     """Return shapes of the other families: Gemma 2 9B, Gemma 3 1B, GPT-NeoX 20B, Pythia 2.8B and OPT 6.7B."""
-    gemma: dict[str, Any] = {"norm": "rms_plus_one", "post_norms": True, "activation": "gelu_tanh"}
-    layer: dict[str, Any] = {"norm": "layer", "gated": False}
-    sizes: tuple[tuple[tuple[int, ...], dict[str, Any]], ...] = (
-        # head_dim, heads, KV heads, hidden, intermediate, vocabulary
-        ((256, 16, 8, 3584, 14336, 256000), gemma | {"capped": True}),
-        ((256, 4, 1, 1152, 6912, 262144), gemma | {"qk_norm": True}),
-        ((96, 64, 64, 6144, 24576, 50432), layer | {"activation": "gelu"}),
-        ((80, 32, 32, 2560, 10240, 50304), layer | {"activation": "gelu_tanh"}),
-        ((128, 32, 32, 4096, 16384, 50272), layer | {"activation": "relu", "rotary": False}),
-    )
-    return tuple(KernelShape(dtype, *numbers, **kinds) for dtype in dtypes for numbers, kinds in sizes)
+    return tuple(KernelShape(dtype, *sizes, **kinds) for dtype in dtypes for sizes, kinds in _FAMILIES)

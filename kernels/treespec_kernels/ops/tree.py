@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from treespec_kernels.ops.op import Case, Inputs, Op, mapped, num_bytes
-from treespec_kernels.ops.shapes import Setting
+from treespec_kernels.ops.op import Case, Inputs, Op, mapped
+from treespec_kernels.ops.shapes import META, Setting
 from treespec_kernels.tree.device_trees import DeviceForest, DeviceTrees, ProposedTrees
 from treespec_kernels.tree.growth_limits import CHILDREN, FRONTIER, MAX_DEPTH, SEEDS
 from treespec_kernels.tree.tree_merge import tree_merge_ref, tree_merge_triton
@@ -22,7 +22,7 @@ SSMS = 3
 VOCAB = 12  # so small that SSMs often propose the same token
 MERGED = 2  # timed levels: the first, which has one frontier node, and one that is like all later levels
 KEY = {"levels": MAX_DEPTH, "frontier": FRONTIER, "ssms": SSMS, "proposals": CHILDREN, "seeds": SEEDS}
-META = torch.device("meta")
+LARGEST = 256  # nodes of the largest tree
 
 
 def _empty_forest(requests: int, device: torch.device, frontier: int = FRONTIER) -> DeviceForest:
@@ -32,8 +32,19 @@ def _empty_forest(requests: int, device: torch.device, frontier: int = FRONTIER)
     )
 
 
-def _roots(requests: int, device: torch.device) -> torch.Tensor:
-    return torch.full((requests,), 3, dtype=torch.int32, device=device)
+def _root_inputs(setting: Setting, requests: int, generator: torch.Generator, frontier: int = FRONTIER) -> Inputs:
+    roots = torch.full((requests,), 3, dtype=torch.int32, device=setting.device)
+    return Inputs({"forest": _empty_forest(requests, setting.device, frontier), "root_tokens": roots})
+
+
+def _per_request(
+    op: Op, setting: Setting, key: dict[str, int], make: Callable[..., Inputs], load: str = ""
+) -> list[Case]:
+    """Return timed cases of one request and of a batch."""
+    return [
+        Case(op, setting, key, f"requests {requests}{load}", partial(make, setting, requests), num_rows=requests)
+        for requests in setting.batches
+    ]
 
 
 def _proposals(
@@ -80,92 +91,55 @@ grow_ref = partial(_grow, tree_root_ref, tree_merge_ref)
 grow_triton = partial(_grow, tree_root_triton, tree_merge_triton)
 
 
-def _merge_inputs(setting: Setting, requests: int, generator: torch.Generator, frontier: int = FRONTIER) -> Inputs:
-    device = setting.device
-    made = _proposals(requests, MERGED, generator, device, frontier)
-    return Inputs({"forest": _empty_forest(requests, device, frontier), "root_tokens": _roots(requests, device)} | made)
+def _merge_inputs(
+    setting: Setting, requests: int, generator: torch.Generator, frontier: int = FRONTIER, levels: int = MERGED
+) -> Inputs:
+    start = _root_inputs(setting, requests, generator, frontier).arguments
+    return Inputs(start | _proposals(requests, levels, generator, setting.device, frontier))
 
 
-def _bytes(setting: Setting, make: Callable[..., Inputs], requests: int, *unread: str) -> int:
-    """Return the bytes of the arguments of a case, except some."""
-    inputs = make(replace(setting, device=META), requests, torch.Generator())
-    return num_bytes(*(value for name, value in inputs.arguments.items() if name not in unread))
-
-
-def _merge_cases(setting: Setting) -> list[Case]:
-    timed = [
-        Case(
-            TREE_MERGE,
-            setting,
-            KEY,
-            f"requests {requests}, levels {MERGED}",
-            partial(_merge_inputs, setting, requests),
-            _bytes(setting, _merge_inputs, requests, "root_tokens", "weights", "end_tokens"),
-            num_rows=requests,
-        )
-        for requests in setting.batches
-    ]
+def _merge_cases(op: Op, setting: Setting) -> list[Case]:
     wide = partial(_merge_inputs, setting, 1, frontier=2 * FRONTIER)
-    return [*timed, Case(TREE_MERGE, setting, KEY, f"frontier {2 * FRONTIER}", wide, weight=0.0)]
-
-
-TREE_MERGE = Op(
-    "tree_merge",
-    grow_ref,
-    grow_triton,
-    _merge_cases,
-    writes=("forest",),
-    rows={"root_tokens": 0, "tokens": 2, "probs": 2, "weights": 0, "end_tokens": 0, "proposed": 0, "forest": 0},
-    exact=True,
-)
-
-
-def _root_inputs(setting: Setting, requests: int, generator: torch.Generator) -> Inputs:
-    device = setting.device
-    return Inputs({"forest": _empty_forest(requests, device), "root_tokens": _roots(requests, device)})
+    timed = _per_request(op, setting, KEY, _merge_inputs, f", levels {MERGED}")
+    return [*timed, Case(op, setting, KEY, f"frontier {2 * FRONTIER}", wide, weight=0.0)]
 
 
 TREE_ROOT = Op(
     "tree_root",
     tree_root_ref,
     tree_root_triton,
-    lambda setting: [
-        Case(
-            TREE_ROOT,
-            setting,
-            KEY,
-            f"requests {requests}",
-            partial(_root_inputs, setting, requests),
-            _bytes(setting, _root_inputs, requests),
-            num_rows=requests,
-        )
-        for requests in setting.batches
-    ],
+    lambda op, setting: _per_request(op, setting, KEY, _root_inputs),
     writes=("forest",),
     rows={"forest": 0, "root_tokens": 0},
     exact=True,
 )
-
-
-def _grown(requests: int, generator: torch.Generator, device: torch.device) -> tuple[DeviceForest, ProposedTrees]:
-    """Return forests grown by the reference on the host, and their seeds."""
-    if device == META:
-        return _empty_forest(requests, device), _proposals(requests, 1, generator, device)["proposed"]
-    host = torch.device("cpu")
-    made = _proposals(requests, MAX_DEPTH, torch.Generator().manual_seed(generator.initial_seed()), host)
-    forest = _empty_forest(requests, host)
-    grow_ref(forest, _roots(requests, host), **made)
-    return mapped(lambda tensor: tensor.to(device), (forest, made["proposed"]))
+TREE_MERGE = replace(
+    TREE_ROOT,
+    name="tree_merge",
+    ref=grow_ref,
+    run=grow_triton,
+    cases=_merge_cases,
+    rows={"root_tokens": 0, "tokens": 2, "probs": 2, "weights": 0, "end_tokens": 0, "proposed": 0, "forest": 0},
+)
 
 
 def _select_inputs(setting: Setting, requests: int, generator: torch.Generator) -> Inputs:
-    device = setting.device
-    forest, proposed = _grown(requests, generator, device)
+    """Let the reference grow forests on the host; those on "meta" stay empty."""
+    device, host = setting.device, replace(setting, device=torch.device("cpu"))
+    if device == META:
+        arguments = _merge_inputs(setting, requests, generator, levels=1).arguments
+    else:
+        seeded = torch.Generator().manual_seed(generator.initial_seed())
+        arguments = _merge_inputs(host, requests, seeded, levels=MAX_DEPTH).arguments
+        grow_ref(**arguments)
+    forest, proposed, roots = (
+        mapped(lambda tensor: tensor.to(device), arguments[name]) for name in ("forest", "proposed", "root_tokens")
+    )
     return Inputs(
         {
             "forest": forest,
             "proposed": proposed,
-            "root_tokens": _roots(requests, device),
+            "root_tokens": roots,
             "nodes": setting.nodes,
             "least_values": torch.zeros(requests, device=device, dtype=torch.float32),
             "max_depths": torch.full((requests,), MAX_DEPTH, dtype=torch.int32, device=device),
@@ -173,25 +147,11 @@ def _select_inputs(setting: Setting, requests: int, generator: torch.Generator) 
     )
 
 
-def _select_cases(setting: Setting) -> list[Case]:
-    """The bytes are those of the candidates and of the selected trees."""
-    forest = _empty_forest(1, META)
-    trees = DeviceTrees.allocate(1, nodes=setting.nodes, max_depth=MAX_DEPTH, device=META)
-    read = num_bytes(*(getattr(forest, name) for name in vars(forest) if name.startswith("cand_")), trees)
-    timed = [
-        Case(
-            TREE_SELECT,
-            setting,
-            KEY | {"nodes": setting.nodes},
-            f"requests {requests}",
-            partial(_select_inputs, setting, requests),
-            requests * read,
-            num_rows=requests,
-        )
-        for requests in setting.batches
-    ]
-    large = partial(_select_inputs, replace(setting, nodes=256), 1)
-    return [*timed, Case(TREE_SELECT, setting, KEY | {"nodes": 256}, "largest tree", large, weight=0.0)]
+def _with_largest(make: Callable[..., Inputs], key: dict[str, int], op: Op, setting: Setting) -> list[Case]:
+    """Return cases of trees of the setting's size, and of the largest."""
+    large = partial(make, replace(setting, nodes=LARGEST), 1)
+    timed = _per_request(op, setting, key | {"nodes": setting.nodes}, make)
+    return [*timed, Case(op, setting, key | {"nodes": LARGEST}, "largest tree", large, weight=0.0)]
 
 
 def _selected(inputs: Inputs, config: Any) -> dict[str, Any]:
@@ -203,7 +163,7 @@ TREE_SELECT = Op(
     "tree_select",
     tree_select_ref,
     tree_select_triton,
-    _select_cases,
+    partial(_with_largest, _select_inputs, KEY),
     plan=_selected,
     rows={"forest": 0, "proposed": 0, "root_tokens": 0, "least_values": 0, "max_depths": 0},
     exact=True,
@@ -227,24 +187,6 @@ def _walk_inputs(setting: Setting, requests: int, generator: torch.Generator) ->
     return Inputs({"trees": trees, "choices": choices.to(device), "finite": finite})
 
 
-def _walk_cases(setting: Setting) -> list[Case]:
-    def case(requests: int, nodes: int, load: str, weight: float) -> Case:
-        own = replace(setting, nodes=nodes)
-        return Case(
-            TREE_WALK,
-            setting,
-            {"levels": MAX_DEPTH, "nodes": nodes},
-            load,
-            partial(_walk_inputs, own, requests),
-            _bytes(own, _walk_inputs, requests, "choices", "finite"),
-            weight=weight,
-            num_rows=requests,
-        )
-
-    timed = [case(requests, setting.nodes, f"requests {requests}", 1.0) for requests in setting.batches]
-    return [*timed, case(1, 256, "largest tree", 0.0)]
-
-
 def _walk(inputs: Inputs, config: Any) -> dict[str, Any]:
     trees = inputs.arguments["trees"]
     device = trees.ancestors.device
@@ -255,7 +197,7 @@ TREE_WALK = Op(
     "tree_walk",
     tree_walk_ref,
     tree_walk_triton,
-    _walk_cases,
+    partial(_with_largest, _walk_inputs, {"levels": MAX_DEPTH}),
     plan=_walk,
     rows={"trees": 0, "choices": 0, "finite": 0},
     exact=True,

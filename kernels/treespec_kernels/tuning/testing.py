@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +22,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, *, max_error: flo
         rms_error: bound on rms(actual - expected) / rms(expected).
 
     Raises:
-        AssertionError: shapes or dtypes differ, a value on either side is NaN or infinite, or an error exceeds a bound;
-            the message lists the worst elements.
+        AssertionError: shapes or dtypes differ, a value on either side is NaN or infinite, or an error exceeds a bound.
     """
     assert actual.shape == expected.shape, f"shape {list(actual.shape)}, expected {list(expected.shape)}"
     assert actual.dtype == expected.dtype, f"dtype {actual.dtype}, expected {expected.dtype}"
@@ -39,11 +39,9 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, *, max_error: flo
     worst, rms = float(error.max()), float((difference / scale).square().mean().sqrt())
     if worst <= max_error and rms <= rms_error:
         return
-    lines = [f"max error {worst:.3g} (bound {max_error:.3g}), rms error {rms:.3g} (bound {rms_error:.3g}), worst:"]
-    for flat in error.flatten().topk(min(5, error.numel())).indices:
-        at = tuple(int(i) for i in torch.unravel_index(flat, error.shape))
-        lines.append(f"  {at}: {actual[at]:.6g}, expected {expected[at]:.6g}")
-    raise AssertionError("\n".join(lines))
+    place = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
+    bounds = f"max error {worst:.3g} (bound {max_error:.3g}), rms error {rms:.3g} (bound {rms_error:.3g})"
+    raise AssertionError(f"{bounds}, worst at {place}: {actual[place]:.6g}, expected {expected[place]:.6g}")
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -124,47 +122,36 @@ def tree_attention_inputs(
         seed: of the random numbers.
     """
     generator = torch.Generator().manual_seed(seed)
+    normal = partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")
     nodes = [range(len(parents)) for parents in trees] if nodes is None else nodes
-    max_nodes = max(len(parents) for parents in trees)
-    num_slots = max(context_lens) + max_nodes + 1
-    page_table = scattered_page_table(len(trees), -(-num_slots // page_size), generator)
+    max_nodes = max(map(len, trees))
+    page_table = scattered_page_table(len(trees), -(-(max(context_lens) + max_nodes + 1) // page_size), generator)
     # Interleaved as [page, K or V, head, slot]: the stride over pages is not that of a dense [pages, heads, ...].
-    kv_cache = torch.full(
-        (page_table.numel() + 1, 2, num_kv_heads, page_size, head_dim), float("nan"), dtype=dtype, device="cpu"
-    )
+    size = page_table.numel() + 1, 2, num_kv_heads, page_size, head_dim
+    kv_cache = torch.full(size, torch.nan, dtype=dtype, device="cpu")
     for request, (length, parents) in enumerate(zip(context_lens, trees, strict=True)):
         slots = torch.arange(length + len(parents), device="cpu")
-        values = torch.randn(
-            len(slots), 2, num_kv_heads, head_dim, generator=generator, dtype=torch.float32, device="cpu"
-        ).to(dtype)
+        values = normal(len(slots), 2, num_kv_heads, head_dim).to(dtype)
         kv_cache[page_table[request, slots // page_size].long(), :, :, slots % page_size] = values
-
+    kv_cache = kv_cache.to(device)
     paths = [path_to(parents, node) for parents, chosen in zip(trees, nodes, strict=True) for node in chosen]
     depths = [len(path) - 1 for path in paths]
     # Padding refers to a slot that contains NaN.
-    ancestors = torch.full((len(paths), max(depths) + 1), max_nodes, dtype=torch.int32, device="cpu")
-    for row, path in enumerate(paths):
-        ancestors[row, : len(path)] = torch.tensor(path, dtype=torch.int64, device="cpu")
-    rows_per_request = [len(chosen) for chosen in nodes]
-    row_request = torch.arange(len(trees), device="cpu").repeat_interleave(
-        torch.tensor(rows_per_request, dtype=torch.int64, device="cpu")
-    )
-    kv_cache = kv_cache.to(device)
+    ancestors = [path + [max_nodes] * (max(depths) - depth) for path, depth in zip(paths, depths, strict=True)]
+    integers = partial(torch.tensor, dtype=torch.int32, device=device)
     return TreeAttentionInputs(
-        q=torch.randn(len(paths), num_heads, head_dim, generator=generator, dtype=torch.float32, device="cpu").to(
-            device, dtype
-        ),
+        q=normal(len(paths), num_heads, head_dim).to(device, dtype),
         k_cache=kv_cache[:, 0],
         v_cache=kv_cache[:, 1],
         rows={
-            "row_request": row_request.int().to(device),
-            "context_lens": torch.tensor(list(context_lens), dtype=torch.int32, device=device),
+            "row_request": integers([request for request, chosen in enumerate(nodes) for _ in chosen]),
+            "context_lens": integers(list(context_lens)),
             "page_table": page_table.to(device),
-            "depths": torch.tensor(depths, dtype=torch.int32, device=device),
-            "ancestors": ancestors.to(device),
+            "depths": integers(depths),
+            "ancestors": integers(ancestors),
             "scale": head_dim**-0.5,
         },
-        plan={"context_lens": list(context_lens), "rows_per_request": rows_per_request, "depths": depths},
+        plan={"context_lens": list(context_lens), "rows_per_request": list(map(len, nodes)), "depths": depths},
     )
 
 
@@ -196,23 +183,16 @@ def kv_commit_inputs(
     `paths` has the accepted nodes of each request, root first, or none.
     """
     generator = torch.Generator().manual_seed(seed)
-    max_path = max(1, *(len(path) for path in paths)) + int(torch.randint(3, (1,), generator=generator, device="cpu"))
+    max_path = max(1, *map(len, paths)) + int(torch.randint(3, (1,), generator=generator, device="cpu"))
     padding = max(max_path, *(max(path, default=0) for path in paths)) + 1
-    num_slots = max(context_lens) + padding + 1
-    page_table = scattered_page_table(len(paths), -(-num_slots // page_size), generator)
-    shape = (num_layers, 2, page_table.numel() + 1, num_kv_heads, page_size, head_dim)
-    kv_cache = torch.arange(torch.Size(shape).numel(), dtype=torch.int64, device="cpu").view(shape).to(dtype)
-    padded = torch.full((len(paths), max_path), padding, dtype=torch.int32, device="cpu")
-    for request, path in enumerate(paths):
-        padded[request, : len(path)] = torch.tensor(list(path), dtype=torch.int32, device="cpu")
-
-    def integers(values: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(list(values), dtype=torch.int32, device=device)
-
+    page_table = scattered_page_table(len(paths), -(-(max(context_lens) + padding + 1) // page_size), generator)
+    shape = torch.Size((num_layers, 2, page_table.numel() + 1, num_kv_heads, page_size, head_dim))
+    kv_cache = torch.arange(shape.numel(), dtype=torch.int64, device="cpu").view(shape).to(dtype)
+    integers = partial(torch.tensor, dtype=torch.int32, device=device)
     return KvCommitInputs(
         kv_cache.to(device),
         page_table.to(device),
-        integers(context_lens),
-        padded.to(device),
-        integers([len(path) for path in paths]),
+        integers(list(context_lens)),
+        integers([[*path, *[padding] * (max_path - len(path))] for path in paths]),
+        integers(list(map(len, paths))),
     )

@@ -172,16 +172,14 @@ def test_without_a_fault_few_tokens_are_exact_too() -> None:
 
 def test_counts_that_keep_the_tree() -> None:
     """Tokens of a path stay counted after it was looked at."""
-    penalise = sampling.TokenCounts.penalise
+    penalised_row = sampling.penalised_row
 
-    def forgetful(
-        self: Any, scores: Tensor, params: SamplingParams, tokens: Sequence[int], ancestors: Sequence[int]
-    ) -> Tensor:
-        result = penalise(self, scores, params, tokens, ancestors)
-        np.add.at(self._in_output, np.array(ancestors, dtype=np.int64), 1)
+    def forgetful(values: Tensor, state: Any, path: Tensor, *rest: Any) -> Tensor:
+        result = penalised_row(values, state, path, *rest)
+        state[1].index_add_(0, path, torch.ones_like(path, dtype=torch.int32))
         return result
 
-    plain, tree = runs(lambda patch: patch.setattr(sampling.TokenCounts, "penalise", forgetful), **FEW)
+    plain, tree = runs(lambda patch: patch.setattr(sampling, "penalised_row", forgetful), **FEW)
     assert plain.tokens != tree.tokens
 
 

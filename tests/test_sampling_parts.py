@@ -21,7 +21,7 @@ from tests.test_sampling import (
     transform,
 )
 from treespec.sampling.logprobs import LogprobRows, logprobs_of
-from treespec.sampling.transforms import keep_best, nucleus_size, topk_rows
+from treespec_kernels.sampling.logit_transforms import keep_best, nucleus_size, topk_rows
 
 # --- the parts
 

@@ -13,9 +13,9 @@ from tests.enumeration import Path, paths_of
 from tests.models import greedy, random_prompts, tiny_llm
 from treespec import SpecConfig
 from treespec.drawing.recording import watch
-from treespec.sampling.transforms import topk_rows
 from treespec.tree import Draws, TokenTree, merge
 from treespec.verification.verify import verify_greedy
+from treespec_kernels.sampling.logit_transforms import topk_rows
 
 ROOT = 5
 NAMES = ("a", "b", "c")

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treespec.sampling.transforms import topk_rows
+from treespec_kernels.sampling.logit_transforms import topk_rows
 
 _ROWS = 64  # rows that are computed at once: 39 MB in float32 for a vocabulary of 152,000
 BYTES_PER_LOGIT = 32  # of memory that `LogprobRows.of` needs at most

@@ -14,7 +14,7 @@ from treespec.errors import RequestError
 from treespec.sampling.grammar import Grammar
 from treespec.sampling.noise import Noise
 from treespec.sampling.restriction import Restriction
-from treespec.sampling.row_transforms import RowTransforms, runs_by_kernels
+from treespec.sampling.row_transforms import runs_by_kernels
 from treespec.sampling.transforms import Transforms, truncate_rows
 from treespec.sampling_params import SamplingParams
 from treespec.tree import TokenTree
@@ -74,13 +74,10 @@ class Sampler:
     ):
         self.params, self.temperature, self._device = params, params.temperature, device
         self._end_tokens = frozenset(end_tokens)
-        self.transforms: Scoring
-        if transforms is not None:
-            self.transforms = transforms
-        elif kernel_noise and runs_by_kernels(params):
-            self.transforms = RowTransforms(params, len(prompt), end_tokens, vocab_size, device)
-        else:
-            self.transforms = Transforms(params, len(prompt), end_tokens, bad_words, vocab_size, device, grammar)
+        by_kernel = kernel_noise and runs_by_kernels(params)
+        self.transforms: Scoring = transforms or Transforms(
+            params, len(prompt), end_tokens, bad_words, vocab_size, device, grammar, by_kernel
+        )
         self.noise = Noise(seed, sample, vocab_size)
         self._key = seed, sample
         self._kernel_noise = kernel_noise
@@ -89,7 +86,7 @@ class Sampler:
     @property
     def restriction(self) -> Restriction | None:
         """Allowed tokens, also for drafts; None = all."""
-        return self.transforms.restriction if isinstance(self.transforms, Transforms | RowTransforms) else None
+        return self.transforms.restriction if isinstance(self.transforms, Transforms) else None
 
     def choose(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int] = ()) -> int:
         """Return the token that plain decoding emits here: argmax of scores, plus noise if sampled.

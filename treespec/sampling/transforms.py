@@ -11,9 +11,18 @@ from torch import Tensor
 
 from treespec.sampling.grammar import Grammar
 from treespec.sampling.restriction import Restriction
+from treespec.sampling.row_transforms import TransformRow, bias_row, count_row, has_state
 from treespec.sampling_params import SamplingParams
 from treespec.utils.torch_state import call_processor, outside_code
+from treespec_kernels.sampling.logit_transforms import (
+    TransformInputs,
+    logit_transforms_triton,
+    penalised_row,
+    topk_rows,
+    truncated_row,
+)
 
+_STEP = 8  # numbers of end tokens and of a path's tokens are rounded up to multiples, for few variants of a kernel
 _NUCLEUS = 64  # most likely draft tokens considered for top_p
 
 
@@ -28,6 +37,7 @@ class Transforms:
         vocab_size: the target's vocabulary size.
         device: device of the logits.
         grammar: grammar of the structured output, if any.
+        by_kernel: use the kernel of captured rounds instead of its reference; only if `runs_by_kernels`.
 
     Attributes:
         restriction: allowed tokens, also for drafts; None = all.
@@ -42,18 +52,24 @@ class Transforms:
         vocab_size: int,
         device: torch.device,
         grammar: Grammar | None = None,
+        by_kernel: bool = False,
     ):
-        self.params, self._num_prompt = params, num_prompt
-        self._bad_words = _BadWords(bad_words)
+        self.params, self._num_prompt, self._vocab_size, self._device = params, num_prompt, vocab_size, device
+        self._bad_words, self._grammar, self._by_kernel = _BadWords(bad_words), grammar, by_kernel
         self.restriction: Restriction | None = None
         if grammar is not None or params.allowed_token_ids is not None:
             self.restriction = Restriction(params.allowed_token_ids, grammar, vocab_size, device)
-        bias = params.logit_bias or {}
-        self._biased = torch.tensor(list(bias), dtype=torch.int64, device=device)
-        self._bias = torch.tensor(list(bias.values()), dtype=torch.float32, device=device)
-        self._ends = torch.tensor([t for t in end_tokens if t < vocab_size], dtype=torch.int64, device=device)
-        self._counts = TokenCounts(vocab_size, num_prompt) if params.has_penalties else None
-        self._top_k = params.top_k if 0 < params.top_k < vocab_size else None
+        self._row, self._known = TransformRow.of(params, num_prompt, vocab_size), 0
+        biases = bias_row(params, vocab_size)[None] if has_state(params) else np.zeros((0, vocab_size), np.float32)
+        self._biases = torch.from_numpy(biases).to(device)
+        self._counts = torch.zeros_like(self._biases, dtype=torch.int32)
+        self._numbers = torch.tensor([self._row.numbers], dtype=torch.float32, device=device)
+        options = [[len(biases) - 1, *self._row.options]]
+        self._options = torch.tensor(options, dtype=torch.int32, device=device)
+        end_tokens = [token for token in end_tokens if token < vocab_size]
+        self._ends = (
+            self._padded(end_tokens) if by_kernel else torch.tensor(end_tokens, dtype=torch.int64, device=device)
+        )
 
     def scores(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int]) -> Tensor:
         """Return float32 [vocab]: log-probabilities up to a constant, -inf for excluded tokens.
@@ -64,31 +80,44 @@ class Transforms:
             ancestors: tree path after them.
 
         Raises:
-            RequestError: a processor failed or returned invalid scores, or an error of `Restriction.excluded`.
+            RequestError: a processor failed or returned invalid scores, or an error of `Grammar.excluded`.
         """
-        params, scores = self.params, logits.float()
-        if self.restriction is not None:
-            scores = scores.masked_fill(self.restriction.excluded(tokens, ancestors), -torch.inf)
-        if len(self._biased):
-            scores = scores.index_add(0, self._biased, self._bias)
+        if len(self._biases):
+            self._count(tokens)
+        position, (numbers, (top_k, least_position)) = len(tokens) + len(ancestors), self._row
+        if self._by_kernel:
+            positions = torch.tensor([position], dtype=torch.int64, device=self._device)
+            of_row = self._numbers, self._options, self._ends, positions, self._padded(ancestors)
+            inputs = TransformInputs(*of_row, self._biases, self._counts)
+            return logit_transforms_triton(logits[None], inputs, self.params.truncates)[0]
+        scores = logits.float()
+        if self._grammar is not None:
+            scores = scores.masked_fill(self._grammar.excluded(tokens, ancestors), -torch.inf)
         if bad := self._bad_words.ends(tokens, ancestors):
             scores = scores.index_fill(0, torch.tensor(bad, dtype=torch.int64, device=scores.device), -torch.inf)
-        if len(tokens) + len(ancestors) - self._num_prompt < params.min_tokens and len(self._ends):
-            scores = scores.index_fill(0, self._ends, -torch.inf)
-        if self._counts is not None:
-            scores = self._counts.penalise(scores, params, tokens, ancestors)
-        for processor in params.logits_processors:
+        state = (self._biases[0], self._counts[0]) if len(self._biases) else None
+        path = torch.tensor(ancestors, dtype=torch.int64, device=scores.device)
+        ends = self._ends if position < least_position else self._ends[:0]
+        scores = penalised_row(scores, state, path, ends, *numbers[3:])
+        for processor in self.params.logits_processors:
             scores = _process(processor, scores, tokens, ancestors)
-        if params.temperature == 0:
-            return scores
-        scores = scores / params.temperature
-        if self._top_k is not None:
-            scores = keep_best(scores, self._top_k)
-        if params.top_p < 1:
-            scores = keep_best(scores, nucleus_size(scores, params.top_p))
-        if params.min_p > 0:
-            scores = scores.masked_fill(scores < scores.max() + float(np.log(params.min_p)), -torch.inf)
-        return scores
+        temperature, top_p, log_min_p = numbers[:3]
+        return truncated_row(scores, temperature, top_k, top_p, log_min_p)
+
+    def _count(self, tokens: Sequence[int]) -> None:
+        """Add the tokens since the last call to the counts."""
+        if not self._known:
+            self._counts.copy_(torch.from_numpy(count_row(tokens, self._num_prompt, self._vocab_size))[None])
+        elif self._known < len(tokens):
+            new = torch.tensor(tokens[self._known :], dtype=torch.int64, device=self._device)
+            self._counts[0].index_add_(0, new, torch.ones_like(new, dtype=torch.int32))
+        self._known = len(tokens)
+
+    def _padded(self, tokens: Sequence[int]) -> Tensor:
+        """Return tokens as int32 [1, n], padded with -1."""
+        row = np.full(-(-max(len(tokens), 1) // _STEP) * _STEP, -1, dtype=np.int32)
+        row[: len(tokens)] = tokens
+        return torch.from_numpy(row).to(self._device)[None]
 
 
 class _BadWords:
@@ -115,38 +144,6 @@ class _BadWords:
         return [end for length in fitting for end in self._ends.get(near[len(near) - length :], ())]
 
 
-class TokenCounts:
-    """Token counts of a request's output, and the set of its prompt tokens."""
-
-    def __init__(self, vocab_size: int, num_prompt: int):
-        self._in_prompt = np.zeros(vocab_size, dtype=bool)
-        self._in_output = np.zeros(vocab_size, dtype=np.int64)
-        self._num_prompt, self._known = num_prompt, 0
-
-    def penalise(
-        self, scores: Tensor, params: SamplingParams, tokens: Sequence[int], ancestors: Sequence[int]
-    ) -> Tensor:
-        """Apply repetition, frequency and presence penalties, in vLLM's order."""
-        if not self._known:
-            self._in_prompt[tokens[: self._num_prompt]] = True
-            self._known = self._num_prompt
-        np.add.at(self._in_output, tokens[self._known :], 1)
-        self._known = len(tokens)
-        path = np.array(ancestors, dtype=np.int64)
-        np.add.at(self._in_output, path, 1)
-        written = np.flatnonzero(self._in_output)
-        times = torch.from_numpy(self._in_output[written]).to(scores.device, torch.float32)
-        np.add.at(self._in_output, path, -1)
-        scores = scores.clone()
-        if params.repetition_penalty != 1:
-            seen = torch.from_numpy(np.union1d(written, np.flatnonzero(self._in_prompt))).to(scores.device)
-            old, factor = scores[seen], params.repetition_penalty
-            scores[seen] = torch.where(old > 0, old / factor, old * factor)
-        ids = torch.from_numpy(written).to(scores.device)
-        scores[ids] = scores[ids] - times * params.frequency_penalty - params.presence_penalty
-        return scores
-
-
 def _process(processor: object, scores: Tensor, tokens: Sequence[int], ancestors: Sequence[int]) -> Tensor:
     """Apply a Hugging Face logits processor."""
     with outside_code():
@@ -167,55 +164,6 @@ def _name_of(processor: object) -> str:
     except Exception:  # user classes may raise anything from attribute access
         name = None
     return name if isinstance(name, str) else type(processor).__name__
-
-
-def topk_rows(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k largest values of each row, descending, and their columns. x: [num_rows, width].
-
-    First selects the k blocks with the largest maxima, which contain the k largest values. With 24 rows, k = 8 and one
-    thread it takes 62 us vs. torch.topk's 84 us at width 4,096, and 452 us vs. 2,283 us at 131,072.
-    """
-    rows, width = x.shape
-    block = 64
-    k = min(k, width)
-    if width % block or width // block <= k:
-        return x.topk(k, dim=1)
-    blocks = x.view(rows, width // block, block)
-    best = blocks.amax(2).topk(k, dim=1, sorted=False).indices
-    narrowed = blocks.gather(1, best[:, :, None].expand(-1, -1, block)).view(rows, k * block)
-    values, columns = narrowed.topk(k, dim=1)
-    return values, best.gather(1, columns // block) * block + columns % block
-
-
-def keep_best(scores: Tensor, count: int) -> Tensor:
-    """Set all but the `count` best scores ([vocab]) to -inf. Ties prefer lower ids. NaN is kept."""
-    if count >= len(scores):
-        return scores
-    return scores.masked_fill(~_best(scores, count), -torch.inf)
-
-
-def _best(scores: Tensor, count: int) -> Tensor:
-    """Return bool [vocab]: True for the `count` best scores and for NaN."""
-    least = topk_rows(scores[None], count)[0][0, -1]
-    best = ~(scores < least)
-    spare = int(best.sum()) - count
-    if spare > 0:  # bfloat16 logits tie in several percent of rows
-        best[torch.nonzero(scores == least)[-spare:, 0]] = False
-    return best
-
-
-def nucleus_size(scores: Tensor, top_p: float) -> int:
-    """Return the number of most likely tokens (at least 1) with total probability `top_p`. scores: [vocab]."""
-    shares = torch.softmax(scores, 0)  # torch.exp of a long row would run on the threads of MKL
-    wanted, count = top_p * float(shares.sum(dtype=torch.float64)), 64
-    while True:  # sorting all 131,072 tokens takes 9 ms; a few hundred usually suffice
-        best = topk_rows(shares[None], count)[0][0].double().cumsum(0)
-        reached = best >= wanted
-        if bool(reached[-1]):
-            return int(reached.to(torch.int64).argmax()) + 1
-        if count >= len(scores):
-            return len(scores)  # the two sums may round differently
-        count *= 4
 
 
 def truncate_rows(logits: Tensor, params: SamplingParams) -> None:

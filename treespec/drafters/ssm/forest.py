@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from treespec.drafters.evidence import SeedEvidence
-from treespec.sampling.transforms import topk_rows
 from treespec.tree import Draws, TokenTree
+from treespec_kernels.sampling.logit_transforms import topk_rows
 from treespec_kernels.tree.growth_limits import CHILDREN, FRONTIER, MAX_MIXTURE, MIN_MIXTURE, SEEDS, frontier_width
 from treespec_kernels.tree.tree_levels import Frontier, Level
 

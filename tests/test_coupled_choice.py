@@ -9,7 +9,6 @@ from tests.child import run_cases
 from tests.kernel_cases import environments
 from treespec_kernels.sampling.coupled_choice import (
     coupled_choice_ref,
-    coupled_choice_triton,
     gumbel_integers_ref,
     gumbel_ref,
 )
@@ -111,9 +110,3 @@ def test_the_distribution_is_softmax_of_scores_over_temperature(varied: str) -> 
         statistic = 2 * torch.special.xlogy(observed, observed / expected).sum()
         p_value = torch.special.gammaincc(torch.tensor((len(expected) - 1) / 2).double(), statistic / 2)
         assert p_value > 1e-6, (observed.tolist(), expected.tolist())
-
-
-def test_triton_refuses_strides() -> None:
-    numbers = torch.zeros(2, dtype=torch.int64)
-    with pytest.raises(ValueError, match="scores has stride 2 over its last dimension; make it contiguous"):
-        coupled_choice_triton(torch.zeros(2, 10)[:, ::2], torch.ones(2), numbers, numbers, numbers)

@@ -181,11 +181,6 @@ def test_activations(activation: str, gated: bool, dtype: torch.dtype) -> None:
         assert torch.equal(row_linear_triton(x[2:], weight, **options, config=config)[0], out[2])
 
 
-def test_an_unknown_activation_is_refused() -> None:
-    with pytest.raises(ValueError, match="activation is 'swish'; use one of silu, gelu, gelu_tanh, relu, or None"):
-        row_linear_ref(normal(1, 16), normal(16, 16), activation="swish")
-
-
 # --- caps
 
 
@@ -201,8 +196,6 @@ def test_capped_logits(dtype: torch.dtype) -> None:
     right = block_stats_ref(head.logits, 32)
     assert torch.equal(head.stats.values, right.values) and torch.equal(head.stats.tokens, right.tokens)
     assert isinstance(head.stats, BlockStats)
-    with pytest.raises(ValueError, match="logit_cap is 0; it must be above 0"):
-        op(x, weight, config=config, logit_cap=0)
 
 
 PARENTS = tree_parents("random", 4, torch.Generator().manual_seed(1))

@@ -107,9 +107,3 @@ def test_partials_are_sums_over_whole_blocks() -> None:
     )
     first = row_linear_ref(x[:, :64], half)
     assert_close(partials[0], first, max_error=1e-5, rms_error=1e-6)
-
-
-def test_blocks_must_divide_groups() -> None:
-    weight = random_weight(32, 128, 4, 4, False, torch.float32)
-    with pytest.raises(ValueError, match="block_k is 64; it must divide the weight's groups of 32 inputs"):
-        row_linear_triton(random_rows(3, 128, dtype=torch.float32), weight, config=replace(SMALL, block_k=64))

@@ -209,18 +209,9 @@ def test_a_temperature_that_is_no_number_is_reported() -> None:
 @pytest.mark.skipif(not TRITON, reason="about the kernels")
 @pytest.mark.parametrize("vocab", VOCABS)
 def test_a_given_summary_changes_nothing(vocab: int) -> None:
-    """Neither do other blocks: the log-sum-exp alone may differ in its last bits."""
+    """Whatever its blocks: the log-sum-exp alone may differ in its last bits."""
     logits = random_logits(3, vocab, torch.float16)
     for k, block in ((1, 16), (1, 1024), (min(vocab, 16), 16), (min(vocab, 9), 128)):
-        plain, stats = topk(logits, k), block_stats_ref(logits, block)
-        for top in (topk(logits, k, stats=stats), topk(logits, k, block=block)):
-            assert equal(top._replace(lse=plain.lse), plain)
-            torch.testing.assert_close(top.lse, plain.lse, rtol=2e-6, atol=2e-6)
-
-
-@pytest.mark.skipif(not TRITON, reason="about the kernels")
-@pytest.mark.parametrize("block", [16, 1024])
-def test_other_blocks_draw_alike(block: int) -> None:
-    logits, noise = random_logits(3, 4099), noise_of(3)
-    plain = topk(logits, 16, **noise)
-    assert equal(topk(logits, 16, **noise, block=block)._replace(lse=plain.lse), plain)
+        plain, top = topk(logits, k), topk(logits, k, stats=block_stats_ref(logits, block))
+        assert equal(top._replace(lse=plain.lse), plain)
+        torch.testing.assert_close(top.lse, plain.lse, rtol=2e-6, atol=2e-6)

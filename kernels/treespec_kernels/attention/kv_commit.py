@@ -11,14 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from treespec_kernels.launch.arguments import check_arguments
-from treespec_kernels.launch.triton_launch import (
-    block_of_head_dim,
-    check_last_strides,
-    check_launch,
-    require_triton,
-)
+from treespec_kernels.launch.triton_launch import block_of_head_dim, load_kernels
 
 BLOCK_J = 16  # path steps per block of loads; most paths fit in one block
 NUM_WARPS = 4
@@ -26,13 +22,7 @@ NUM_WARPS = 4
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def kv_commit_ref(
-    kv_cache: torch.Tensor,
-    page_table: torch.Tensor,
-    context_lens: torch.Tensor,
-    paths: torch.Tensor,
-    path_lens: torch.Tensor,
-) -> None:
+def kv_commit_ref(kv_cache: Tensor, page_table: Tensor, context_lens: Tensor, paths: Tensor, path_lens: Tensor) -> None:
     """Move logical slot L + paths[b, j] to L + j in every layer, K and V (reference: eager torch, any device).
 
     Args:
@@ -45,13 +35,10 @@ def kv_commit_ref(
             increasing; entries from `path_lens[b]` on are ignored.
         path_lens: [num_requests] int32, 0..max_path.
 
-    Raises:
-        ValueError: a shape, dtype or device does not match.
-
     Sources and destinations of a request overlap: on path 0, 2, 3 slot 2 is the source of step 1 and the destination of
     step 2. Indexing gathers all sources into new memory before the first write, and destinations are distinct.
     """
-    check_kv_commit(kv_cache, page_table, context_lens, paths, path_lens)
+    _check(kv_cache, page_table, context_lens, paths, path_lens)
     page_size = kv_cache.shape[4]
     step_of_column = torch.arange(paths.shape[1], device=paths.device)
     moved = (step_of_column < path_lens[:, None]) & (paths != step_of_column)
@@ -65,7 +52,7 @@ def kv_commit_ref(
 
 
 def kv_commit_cpu(
-    kv_cache: torch.Tensor,
+    kv_cache: Tensor,
     pages: Sequence[np.ndarray],
     context_lens: Sequence[int],
     paths: Sequence[np.ndarray],
@@ -90,33 +77,15 @@ def kv_commit_cpu(
 
 
 def kv_commit_triton(
-    kv_cache: torch.Tensor,
-    page_table: torch.Tensor,
-    context_lens: torch.Tensor,
-    paths: torch.Tensor,
-    path_lens: torch.Tensor,
+    kv_cache: Tensor, page_table: Tensor, context_lens: Tensor, paths: Tensor, path_lens: Tensor
 ) -> None:
-    """Commit accepted paths as `kv_commit_ref`, on a GPU in one launch and without a host sync.
-
-    head_dim must be contiguous.
-
-    Raises:
-        ValueError: a shape, dtype, stride or device does not match, or triton cannot run on the tensors.
-    """
-    check_kv_commit(kv_cache, page_table, context_lens, paths, path_lens)
-    check_last_strides(
-        kv_cache=kv_cache, page_table=page_table, context_lens=context_lens, paths=paths, path_lens=path_lens
-    )
-    require_triton("kv_commit")
-    from treespec_kernels.attention import kv_commit_kernels as kernels
-
+    """Commit accepted paths as `kv_commit_ref`, on a GPU in one launch and without a host sync."""
+    _check(kv_cache, page_table, context_lens, paths, path_lens)
     # Copy as integers, which keeps NaN payloads and works for every dtype in the interpreter.
     integers = kv_cache.view(_INTEGER_OF_SIZE[kv_cache.element_size()])
-    check_launch("kv_commit", kernels.move_path, integers)
+    kernels = load_kernels("attention.kv_commit", integers)
     num_layers, _, _, num_kv_heads, page_size, head_dim = kv_cache.shape
     num_requests, max_path = paths.shape
-    if kv_cache.numel() == 0 or paths.numel() == 0:
-        return
     kernels.move_path[(num_layers * 2 * num_kv_heads, num_requests)](
         integers,
         page_table,
@@ -137,14 +106,7 @@ def kv_commit_triton(
     )
 
 
-def check_kv_commit(
-    kv_cache: torch.Tensor,
-    page_table: torch.Tensor,
-    context_lens: torch.Tensor,
-    paths: torch.Tensor,
-    path_lens: torch.Tensor,
-) -> None:
-    """Raise ValueError if a shape, dtype or device does not match."""
+def _check(kv_cache: Tensor, page_table: Tensor, context_lens: Tensor, paths: Tensor, path_lens: Tensor) -> None:
     check_arguments(
         kv_cache=(kv_cache, "num_layers 2 num_pages num_kv_heads page_size head_dim", kv_cache.dtype),
         page_table=(page_table, "num_requests max_pages", torch.int32),

@@ -12,18 +12,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from treespec_kernels.launch.arguments import check_arguments
 from treespec_kernels.launch.rows import (
     FLOAT_TYPES,
     by_row,
-    check_contiguous,
-    check_groups,
     rows_per_group,
     split_rows,
     sum_of_splits,
 )
-from treespec_kernels.launch.triton_launch import check_last_strides, check_launch, launch_options, require_triton
+from treespec_kernels.launch.triton_launch import launch_options, load_kernels
 
 TILE = 512  # elements per program: 12 programs per row of an 8B model
 NUM_WARPS = 2  # 4 elements of each half per thread; with 8 elements, ptxas spilled at 8 splits on sm_90
@@ -32,8 +31,8 @@ NUM_WARPS = 2  # 4 elements of each half per thread; with 8 elements, ptxas spil
 class HeadNorm(NamedTuple):
     """RMSNorm of each head of Q and K. Weights are [head_dim] or [groups, head_dim], in the dtype or in float32."""
 
-    q_weight: torch.Tensor
-    k_weight: torch.Tensor
+    q_weight: Tensor
+    k_weight: Tensor
     eps: float
 
 
@@ -48,14 +47,14 @@ def block_of_heads(head_dim: int) -> int:
 
 
 def qkv_rope_ref(
-    qkv: torch.Tensor,
-    rotation: torch.Tensor | None,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    kv_layer: torch.Tensor,
-    q_out: torch.Tensor,
+    qkv: Tensor,
+    rotation: Tensor | None,
+    positions: Tensor,
+    slots: Tensor,
+    kv_layer: Tensor,
+    q_out: Tensor,
     *,
-    bias: torch.Tensor | None = None,
+    bias: Tensor | None = None,
     norm: HeadNorm | None = None,
 ) -> None:
     """Write rotated Q to `q_out`, and rotated K and V to their slots of `kv_layer` (reference: eager torch, fp32).
@@ -72,11 +71,8 @@ def qkv_rope_ref(
         bias: [(num_heads + 2 * num_kv_heads) * head_dim] or [groups, ..] in the dtype, added first; with groups, each
             applies to rows / groups consecutive rows.
         norm: norm of each head of Q and K, applied after the bias.
-
-    Raises:
-        ValueError: a shape, dtype or device does not match.
     """
-    check_qkv_rope(qkv, rotation, positions, slots, kv_layer, q_out, bias, norm)
+    _check(qkv, rotation, positions, slots, kv_layer, q_out, bias, norm)
     num_rows, num_heads, head_dim = q_out.shape
     num_kv_heads, page_size = kv_layer.shape[2:4]
     total = sum_of_splits(qkv)
@@ -101,14 +97,14 @@ def qkv_rope_ref(
 
 
 def qkv_rope_triton(
-    qkv: torch.Tensor,
-    rotation: torch.Tensor | None,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    kv_layer: torch.Tensor,
-    q_out: torch.Tensor,
+    qkv: Tensor,
+    rotation: Tensor | None,
+    positions: Tensor,
+    slots: Tensor,
+    kv_layer: Tensor,
+    q_out: Tensor,
     *,
-    bias: torch.Tensor | None = None,
+    bias: Tensor | None = None,
     norm: HeadNorm | None = None,
     pdl: bool = False,
 ) -> None:
@@ -116,24 +112,12 @@ def qkv_rope_triton(
 
     All tensors must be contiguous, except that `kv_layer` may have any outer strides, and splits any distance. Slots
     and positions are read on the device and not checked. `pdl`: see `launch_options`.
-
-    Raises:
-        ValueError: a shape, dtype, layout or device does not match, or triton cannot run on the tensors.
     """
-    check_qkv_rope(qkv, rotation, positions, slots, kv_layer, q_out, bias, norm)
-    num_split_rows = split_rows("qkv", qkv)
+    _check(qkv, rotation, positions, slots, kv_layer, q_out, bias, norm)
+    kernels = load_kernels("attention.qkv_rope", q_out)
     q_weight, k_weight = (None, None) if norm is None else (norm.q_weight, norm.k_weight)
-    check_contiguous(rotation=rotation, positions=positions, slots=slots, q_out=q_out, bias=bias)
-    check_contiguous(q_weight=q_weight, k_weight=k_weight)
-    check_last_strides(kv_layer=kv_layer)
-    require_triton("qkv_rope")
-    from treespec_kernels.attention import qkv_rope_kernels as kernels
-
-    check_launch("qkv_rope", kernels.rotate_and_write, q_out)
     num_rows, num_heads, head_dim = q_out.shape
     num_kv_heads, page_size = kv_layer.shape[2:4]
-    if num_rows == 0:
-        return
     block_h = block_of_heads(head_dim)
     kernels.rotate_and_write[(num_rows, -(-(num_heads + 2 * num_kv_heads) // block_h))](
         qkv,
@@ -146,9 +130,9 @@ def qkv_rope_triton(
         kv_layer,
         q_out,
         0.0 if norm is None else float(norm.eps),
-        num_split_rows,
-        num_rows if bias is None else rows_per_group(bias, num_rows),
-        num_rows if q_weight is None else rows_per_group(q_weight, num_rows),
+        split_rows(qkv),
+        rows_per_group(bias, num_rows),
+        rows_per_group(q_weight, num_rows),
         *kv_layer.stride()[:4],
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
@@ -166,33 +150,29 @@ def qkv_rope_triton(
     )
 
 
-def check_qkv_rope(
-    qkv: torch.Tensor,
-    rotation: torch.Tensor | None,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    kv_layer: torch.Tensor,
-    q_out: torch.Tensor,
-    bias: torch.Tensor | None,
+def _check(
+    qkv: Tensor,
+    rotation: Tensor | None,
+    positions: Tensor,
+    slots: Tensor,
+    kv_layer: Tensor,
+    q_out: Tensor,
+    bias: Tensor | None,
     norm: HeadNorm | None,
 ) -> None:
-    """Raise ValueError if a shape, dtype or device does not match."""
-    dtype, q_weight = q_out.dtype, None if norm is None else norm.q_weight
+    dtype, (q_weight, k_weight) = q_out.dtype, (None, None) if norm is None else norm[:2]
     heads = q_out.shape[1] + 2 * kv_layer.shape[2] if q_out.dim() == 3 and kv_layer.dim() == 5 else 0
-    width = {"width": heads * q_out.shape[-1]}
     held = torch.float32 if q_weight is not None and q_weight.dtype == torch.float32 else dtype
-    sizes = check_arguments(
-        width,
-        q_out=(q_out, "rows num_heads head_dim+", FLOAT_TYPES),
+    check_arguments(
+        {"width": heads * q_out.shape[-1]},
+        q_out=(q_out, "[rows num_heads head_dim+]", FLOAT_TYPES),
         kv_layer=(kv_layer, "2 num_pages num_kv_heads page_size head_dim", dtype),
         qkv=(qkv, "(splits+) rows width", torch.float32 if qkv.dim() == 3 else dtype),
-        bias=(bias, "(groups+) width", dtype),
-        q_weight=(q_weight, "(norm_groups+) head_dim", held),
-        k_weight=(None if norm is None else norm.k_weight, "(norm_groups) head_dim", held),
-        rotation=(rotation, "max_positions 2 head_dim", torch.float32),
+        bias=(bias, "[(groups+) width]", dtype),
+        q_weight=(q_weight, "[(norm_groups+) head_dim]", held),
+        k_weight=(k_weight, "[(norm_groups) head_dim]", held),
+        rotation=(rotation, "[max_positions 2 head_dim]", torch.float32),
         positions=(positions, "rows", torch.int32),
         slots=(slots, "rows", torch.int64),
     )
-    if sizes["head_dim"] % 2:
-        raise ValueError(f"q_out has shape {list(q_out.shape)}; expected an even head_dim")
-    check_groups(sizes["rows"], sizes.get("groups"), sizes.get("norm_groups"))
+    assert q_out.shape[2] % 2 == 0, "the head dimension must be even"

@@ -1,4 +1,4 @@
-"""The check of an op's tensors: one table of shapes and dtypes for each op."""
+"""The check of an op's tensors: one table of shapes, layouts and dtypes for each op."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ def check_arguments(known: Mapping[str, int] | None = None, /, **arguments: Argu
     Args:
         known: sizes that are given, by name.
         arguments: by name, a tensor (None if absent), its shape and its valid dtypes. A shape consists of numbers,
-            names, which stand for one size in all shapes, and "_" for any size; ".." is any shape. A name with "+" must
-            not be 0. A first name in parentheses may be absent: "(groups) rows in+".
+            names, which stand for one size in all shapes, and "_" for any size. A name with "+" must not be 0. A first
+            name in parentheses may be absent: "(groups) rows in+". The last dimension must be contiguous, and the whole
+            tensor if its shape is in brackets: "[rows hidden]".
 
     Raises:
         ValueError: a tensor does not fit, or is on another device than the first.
@@ -30,9 +31,9 @@ def check_arguments(known: Mapping[str, int] | None = None, /, **arguments: Argu
         optional, tokens = _parsed(shape)
         size = tensor.shape
         own = tokens[1:] if optional and len(size) == len(tokens) - 1 else tokens
-        fits = len(size) == len(own) or shape == ".."
+        fits = len(size) == len(own)
         for (token, number, is_positive), n in zip(own, size, strict=False) if fits else ():
-            expected = sizes.setdefault(token, n) if number is None and token not in ("_", "..") else number
+            expected = sizes.setdefault(token, n) if number is None and token != "_" else number
             fits = fits and (expected is None or n == expected) and (n > 0 or not is_positive)
         if not fits:
             raise ValueError(f"{name} has shape {list(size)}; expected {_described(own, sizes)}")
@@ -43,16 +44,18 @@ def check_arguments(known: Mapping[str, int] | None = None, /, **arguments: Argu
             first, device = name, tensor.device
         if tensor.device != device:
             raise ValueError(f"{name} is on {tensor.device} and {first} on {device}; move it there")
+        if not tensor.is_contiguous() and (shape[0] == "[" or (size[-1] > 1 and tensor.stride(-1) != 1)):
+            raise ValueError(f"{name} has strides {list(tensor.stride())} for shape {list(size)}; make it contiguous")
     return sizes
 
 
 @lru_cache(maxsize=256)
 def _parsed(shape: str) -> tuple[bool, list[tuple[str, int | None, bool]]]:
-    words = shape.split()
+    words = shape.strip("[]").split()
     tokens = [word.strip("()+") for word in words]
     numbers = [int(token) if token.isdigit() else None for token in tokens]
     positive = ["+" in word for word in words]
-    return shape.startswith("("), list(zip(tokens, numbers, positive, strict=True))
+    return "(" in shape, list(zip(tokens, numbers, positive, strict=True))
 
 
 def _described(tokens: list[tuple[str, int | None, bool]], sizes: dict[str, int]) -> str:

@@ -1,4 +1,4 @@
-"""Helpers of ops over the rows of a pass: parameters per group, and checks of shapes, strides and alignment.
+"""Helpers of ops over the rows of a pass: parameters per group, strides and alignment.
 
 Models of equal shape run stacked: a parameter then has a leading dimension of groups, and the rows of a pass are
 divided evenly among the groups, in order.
@@ -17,9 +17,11 @@ def by_row(parameter: torch.Tensor, num_rows: int) -> torch.Tensor:
     return stacked.repeat_interleave(num_rows // len(stacked), dim=0)
 
 
-def rows_per_group(parameter: torch.Tensor, num_rows: int) -> int:
+def rows_per_group(parameter: torch.Tensor | None, num_rows: int) -> int:
     """Return the number of consecutive rows that use the same row of `parameter`, [width] or [groups, width]."""
-    return num_rows if parameter.dim() == 1 else num_rows // parameter.shape[0]
+    groups = 1 if parameter is None or parameter.dim() == 1 else parameter.shape[0]
+    assert num_rows % groups == 0, f"{groups} groups do not divide {num_rows} rows"
+    return num_rows // groups
 
 
 def sum_of_splits(x: torch.Tensor) -> torch.Tensor:
@@ -32,13 +34,6 @@ def sum_of_splits(x: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def check_groups(num_rows: int, *groups: int | None) -> None:
-    """Raise ValueError if the rows cannot be divided evenly among the groups of a parameter."""
-    for count in groups:
-        if count is not None and num_rows % count:
-            raise ValueError(f"a parameter has {count} groups, which do not divide {num_rows} rows")
-
-
 def check_contiguous(**tensors: torch.Tensor | None) -> None:
     """Raise ValueError if a tensor is not contiguous."""
     for name, tensor in tensors.items():
@@ -48,22 +43,15 @@ def check_contiguous(**tensors: torch.Tensor | None) -> None:
             )
 
 
-def split_rows(name: str, x: torch.Tensor) -> int:
+def split_rows(x: torch.Tensor) -> int:
     """Return the stride between the splits of partials [splits, rows, width], in rows; 0 for rows without splits.
 
     The rows of a split must be contiguous; a split may be part of a larger buffer.
-
-    Raises:
-        ValueError: rows that are not contiguous, or splits that are not a whole number of rows apart.
     """
+    assert (x if x.dim() == 2 else x[0]).is_contiguous(), f"rows with strides {x.stride()}"
     if x.dim() == 2 or x.shape[0] == 1:
-        check_contiguous(**{name: x if x.dim() == 2 else x[0]})
         return 0
-    if not x[0].is_contiguous() or x.stride(0) % x.shape[2]:
-        raise ValueError(
-            f"{name} has strides {list(x.stride())} for shape {list(x.shape)}; "
-            "expected contiguous rows, and splits a number of rows apart"
-        )
+    assert x.stride(0) % x.shape[2] == 0, f"splits with strides {x.stride()}"
     return x.stride(0) // x.shape[2]
 
 
@@ -84,13 +72,7 @@ def row_strides(tensor: torch.Tensor | None) -> tuple[int, int]:
     return group_stride(tensor, 3), tensor.stride(-2) if tensor.shape[-2] > 1 else 0
 
 
-def check_alignment(multiple: int, **tensors: torch.Tensor) -> None:
-    """Raise ValueError if rows or groups do not start at multiples of `multiple` bytes."""
-    for name, tensor in tensors.items():
-        size = tensor.element_size()
-        starts = (tensor.data_ptr(), *(stride * size for stride in row_strides(tensor)))
-        if multiple > size and any(start % multiple for start in starts):
-            raise ValueError(
-                f"{name} has rows that do not start at multiples of {multiple} bytes (address {starts[0]:#x}, strides "
-                f"{list(tensor.stride())} of {size} bytes); make it contiguous"
-            )
+def is_aligned(multiple: int, *tensors: torch.Tensor) -> bool:
+    """Return whether all rows and groups start at multiples of `multiple` bytes."""
+    starts = ((t.data_ptr(), *(stride * t.element_size() for stride in row_strides(t))) for t in tensors)
+    return all(start % multiple == 0 for of_tensor in starts for start in of_tensor)

@@ -5,6 +5,7 @@ A Triton implementation that cannot run raises; it never falls back to another i
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
@@ -97,6 +98,19 @@ def launch_options(pdl: bool) -> dict[str, int | bool]:
     if not pdl or not is_on("pdl"):
         return {"PDL": 0}
     return {"PDL": PREFETCH if is_on("prefetch") else WAIT, "launch_pdl": True}
+
+
+def load_kernels(module: str, tensor: torch.Tensor) -> Any:
+    """Import the kernels of a module such as "tree.tree_root", to launch them on the device of `tensor`.
+
+    Raises:
+        ValueError: triton is not installed, or cannot run on the tensor.
+    """
+    op = module.rpartition(".")[2]
+    require_triton(op)
+    kernels = importlib.import_module(f"treespec_kernels.{module}_kernels")
+    check_launch(op, next(value for value in vars(kernels).values() if hasattr(value, "arg_names")), tensor)
+    return kernels
 
 
 def is_triton_error(error: BaseException) -> bool:

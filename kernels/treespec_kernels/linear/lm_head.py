@@ -14,17 +14,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from treespec_kernels.launch.arguments import check_arguments
-from treespec_kernels.launch.rows import FLOAT_TYPES, check_contiguous
-from treespec_kernels.launch.triton_launch import (
-    check_last_strides,
-    check_launch,
-    launch_options,
-    require_triton,
-    shared_bytes,
-    target_of,
-)
+from treespec_kernels.launch.rows import FLOAT_TYPES
+from treespec_kernels.launch.triton_launch import launch_options, load_kernels, shared_bytes, target_of
 from treespec_kernels.linear.activations import soft_cap
 from treespec_kernels.linear.row_tiles import RowTile, RowTiledConfig, fewer_stages, larger_tiles
 
@@ -38,9 +32,9 @@ class BlockStats(NamedTuple):
         sums: [rows, num_blocks] float32, sum of exp(v - maximum), with 0 in place of an infinite maximum.
     """
 
-    values: torch.Tensor
-    tokens: torch.Tensor
-    sums: torch.Tensor
+    values: Tensor
+    tokens: Tensor
+    sums: Tensor
 
     @classmethod
     def empty(cls, num_rows: int, num_blocks: int, device: torch.device | str) -> BlockStats:
@@ -52,7 +46,7 @@ class BlockStats(NamedTuple):
 class LmHead(NamedTuple):
     """Result of the LM head: logits [rows, vocab] in the dtype of x, and the block summary of the rounded logits."""
 
-    logits: torch.Tensor
+    logits: Tensor
     stats: BlockStats
 
 
@@ -89,15 +83,7 @@ class LmHeadConfig(RowTiledConfig):
             dtype: float16, bfloat16 or float32.
             vocab_size, hidden_size: shape of the weight.
             target: from `target_of`; None for a configuration that fits every target.
-
-        Raises:
-            ValueError: the dtype or a size is not supported.
         """
-        if dtype not in FLOAT_TYPES:
-            raise ValueError(f"dtype {dtype} is not supported; use float16, bfloat16 or float32")
-        for name, size in (("vocab_size", vocab_size), ("hidden_size", hidden_size)):
-            if size < 1:
-                raise ValueError(f"{name} is {size}; it must be 1 or more")
         if dtype == torch.float32:
             return cls(block_m=16, block_n=32, block_k=32, num_warps=4, num_stages=3)
         if vocab_size < _LARGE_VOCAB:
@@ -110,7 +96,7 @@ class LmHeadConfig(RowTiledConfig):
     def candidates(
         cls, dtype: torch.dtype, vocab_size: int, hidden_size: int, target: str | None = None
     ) -> list[LmHeadConfig]:
-        """Return the configurations to tune over, the default first. Arguments and errors as in `default`."""
+        """Return the configurations to tune over, the default first. Arguments as in `default`."""
         tiles: list[tuple[int, int, int, int, int]]
         if dtype == torch.float32:
             tiles = [(16, 32, 64, 4, 3), (16, 64, 32, 4, 3), (16, 64, 32, 8, 3), (32, 32, 32, 4, 3)]
@@ -134,7 +120,7 @@ class LmHeadConfig(RowTiledConfig):
 _LARGE_VOCAB = 1 << 15  # tokens; from this size on, tiles of 128 tokens give at least 256 programs
 
 
-def block_stats_ref(values: torch.Tensor, block: int) -> BlockStats:
+def block_stats_ref(values: Tensor, block: int) -> BlockStats:
     """Summarise `values`, [rows, vocab] of any float dtype, in blocks of `block` tokens (eager torch, fp32)."""
     plain = values.float().masked_fill(values.isnan(), float("inf"))
     blocks = list(plain.split(block, dim=1))
@@ -146,7 +132,7 @@ def block_stats_ref(values: torch.Tensor, block: int) -> BlockStats:
 
 
 def lm_head_ref(
-    x: torch.Tensor, weight: torch.Tensor, *, config: LmHeadConfig | None = None, logit_cap: float | None = None
+    x: Tensor, weight: Tensor, *, config: LmHeadConfig | None = None, logit_cap: float | None = None
 ) -> LmHead:
     """Compute logits as one fp32 product, rounded once, and the summary of the rounded logits (reference).
 
@@ -158,11 +144,8 @@ def lm_head_ref(
 
     Returns:
         LmHead with groups * rows rows.
-
-    Raises:
-        ValueError: a shape, dtype or device does not match.
     """
-    check_lm_head(x, weight, logit_cap)
+    _check(x, weight, logit_cap)
     vocab, hidden = weight.shape[-2:]
     config = config or LmHeadConfig.default(x.dtype, vocab, hidden, target_of(x.device))
     logits = x.float() @ weight.float().mT
@@ -171,50 +154,37 @@ def lm_head_ref(
 
 
 def lm_head_triton(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
     *,
     config: LmHeadConfig | None = None,
     logit_cap: float | None = None,
-    logits: torch.Tensor | None = None,
+    logits: Tensor | None = None,
     stats: BlockStats | None = None,
     pdl: bool = False,
 ) -> LmHead:
-    """Compute `lm_head_ref` on a GPU, in one launch; x and weight must be contiguous over hidden.
+    """Compute `lm_head_ref` on a GPU, in one launch.
 
     Args:
-        x, weight, config, logit_cap: as in `lm_head_ref`.
-        logits: output [groups * rows, vocab] in the dtype of x, contiguous over the vocabulary; None allocates it.
+        x, weight, config, logit_cap: as in `lm_head_ref`. Rows of consecutive groups of x must follow each other.
+        logits: output [groups * rows, vocab] in the dtype of x; None allocates it.
         stats: output as from `BlockStats.empty`; None allocates it.
         pdl: see `launch_options`.
-
-    Raises:
-        ValueError: a shape, dtype, stride or device does not match, or triton cannot run on the tensors.
     """
-    check_lm_head(x, weight, logit_cap, logits)
+    _check(x, weight, logit_cap, logits)
+    kernels = load_kernels("linear.lm_head", x)
     vocab, hidden = weight.shape[-2:]
     config = config or LmHeadConfig.default(x.dtype, vocab, hidden, target_of(x.device))
     grouped_x = x if x.dim() == 3 else x[None]
     grouped_weight = weight if weight.dim() == 3 else weight[None]
     groups, num_rows = grouped_x.shape[:2]
+    assert groups == 1 or num_rows == 0 or grouped_x.stride(0) == num_rows * grouped_x.stride(1), "groups lie apart"
     if logits is None:
         logits = torch.empty(groups * num_rows, vocab, dtype=x.dtype, device=x.device)
     num_blocks = -(-vocab // config.block_n)
     if stats is None:
         stats = BlockStats.empty(groups * num_rows, num_blocks, x.device)
-    check_block_stats(stats, groups * num_rows, num_blocks, x)
-    check_last_strides(x=x, weight=weight, logits=logits)
-    if groups > 1 and num_rows and grouped_x.stride(0) != num_rows * grouped_x.stride(1):
-        raise ValueError(
-            f"x has stride {grouped_x.stride(0)} over groups and {grouped_x.stride(1)} over {num_rows} rows; "
-            "rows of consecutive groups must follow each other"
-        )
-    require_triton("lm_head")
-    from treespec_kernels.linear import lm_head_kernels as kernels
-
-    check_launch("lm_head", kernels.project_to_vocab, x)
-    if groups * num_rows == 0:
-        return LmHead(logits, stats)
+    check_block_stats(stats, logits, num_blocks)
     config = config.for_rows(num_rows, num_blocks * groups)
     kernels.project_to_vocab[(-(-num_rows // config.block_m), num_blocks, groups)](
         x,
@@ -237,24 +207,19 @@ def lm_head_triton(
     return LmHead(logits, stats)
 
 
-def check_block_stats(stats: BlockStats, num_rows: int, num_blocks: int, like: torch.Tensor) -> None:
-    """Raise ValueError if `stats` is not a summary of `num_rows` rows and `num_blocks` blocks beside `like`."""
+def check_block_stats(stats: BlockStats, logits: Tensor, num_blocks: int) -> None:
+    """Check that `stats` can be a summary of the logits in `num_blocks` blocks."""
     check_arguments(
-        {"rows": num_rows, "num_blocks": num_blocks},
-        logits=(like, "..", like.dtype),
-        values=(stats.values, "rows num_blocks", torch.float32),
-        tokens=(stats.tokens, "rows num_blocks", torch.int32),
-        sums=(stats.sums, "rows num_blocks", torch.float32),
+        {"num_blocks": num_blocks},
+        logits=(logits, "rows _", logits.dtype),
+        values=(stats.values, "[rows num_blocks]", torch.float32),
+        tokens=(stats.tokens, "[rows num_blocks]", torch.int32),
+        sums=(stats.sums, "[rows num_blocks]", torch.float32),
     )
-    check_contiguous(**stats._asdict())
 
 
-def check_lm_head(
-    x: torch.Tensor, weight: torch.Tensor, logit_cap: float | None = None, logits: torch.Tensor | None = None
-) -> None:
-    """Raise ValueError if a shape, dtype or device does not match."""
-    if logit_cap is not None and not logit_cap > 0:
-        raise ValueError(f"logit_cap is {logit_cap}; it must be above 0, or None for no cap")
+def _check(x: Tensor, weight: Tensor, logit_cap: float | None, logits: Tensor | None = None) -> None:
+    assert logit_cap is None or logit_cap > 0
     groups = "groups " * (x.dim() == 3)
     check_arguments(
         {"all_rows": x.shape[:-1].numel()},

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import torch
 
-from treespec_kernels.launch.rows import alignment, check_alignment, row_strides
-from treespec_kernels.launch.triton_launch import check_launch, launch_options, require_triton, shared_bytes
+from treespec_kernels.launch.rows import alignment, is_aligned, row_strides
+from treespec_kernels.launch.triton_launch import launch_options, load_kernels, shared_bytes
 from treespec_kernels.linear.quantized import QuantizedWeight
 from treespec_kernels.linear.row_linear_config import MULTIPROCESSORS, RowLinearConfig
 from treespec_kernels.linear.row_tiles import larger_tiles
@@ -90,25 +90,15 @@ def multiply_quantized_triton(
         config: its block_k must divide the weight's group, unless the group is all inputs.
         partials: output, float32 [split_k, rows of all groups, out_features], contiguous.
         pdl: see `launch_options`.
-
-    Raises:
-        ValueError: block_k or the memory of the weight is not supported, or triton cannot run on the tensors.
     """
-    if weight.group != weight.in_features and weight.group % config.block_k:
-        raise ValueError(f"block_k is {config.block_k}; it must divide the weight's groups of {weight.group} inputs")
-    for name, tensor in zip(weight._fields, weight, strict=True):
-        if tensor is not None and (not tensor.is_contiguous() or tensor.data_ptr() % 16):
-            raise ValueError(f"{name} of the weight must be contiguous and aligned to 16 bytes")
-    require_triton("row_linear")
-    from treespec_kernels.linear import quantized_row_linear_kernels as kernels
-
-    check_launch("row_linear", kernels.multiply_quantized, x)
+    assert weight.group == weight.in_features or weight.group % config.block_k == 0, "blocks of K must divide groups"
+    kernels = load_kernels("linear.quantized_row_linear", x)
     num_groups = weight.values.shape[0] if weight.values.dim() == 3 else 1
     bytes_x = alignment(x.element_size(), weight.in_features)
-    check_alignment(bytes_x, x=x)
+    assert is_aligned(bytes_x, x) and all(
+        tensor is None or (tensor.is_contiguous() and tensor.data_ptr() % 16 == 0) for tensor in weight
+    )
     num_rows = x.shape[-2]
-    if num_rows * num_groups == 0:
-        return
     tiles = -(-weight.out_features // config.block_n)
     config = config.for_rows(num_rows, tiles * num_groups * config.split_k)
     kernels.multiply_quantized[(-(-num_rows // config.block_m), tiles, num_groups * config.split_k)](

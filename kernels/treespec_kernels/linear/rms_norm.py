@@ -15,18 +15,17 @@ from __future__ import annotations
 from typing import Any, Literal, get_args
 
 import torch
+from torch import Tensor
 
 from treespec_kernels.launch.arguments import check_arguments
 from treespec_kernels.launch.rows import (
     FLOAT_TYPES,
     by_row,
-    check_contiguous,
-    check_groups,
     rows_per_group,
     split_rows,
     sum_of_splits,
 )
-from treespec_kernels.launch.triton_launch import check_launch, launch_options, require_triton
+from treespec_kernels.launch.triton_launch import launch_options, load_kernels
 
 NormKind = Literal["rms", "rms_plus_one", "layer"]
 
@@ -45,16 +44,16 @@ def warps_of_block(block: int) -> int:
 
 
 def rms_norm_ref(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
     eps: float,
     *,
-    residual: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    residual: Tensor | None = None,
+    bias: Tensor | None = None,
     kind: NormKind = "rms",
-    shift: torch.Tensor | None = None,
-    post_weight: torch.Tensor | None = None,
-) -> torch.Tensor:
+    shift: Tensor | None = None,
+    post_weight: Tensor | None = None,
+) -> Tensor:
     """Normalise rows, after adding x to the residual if there is one (reference: eager torch in fp32, any device).
 
     Args:
@@ -71,11 +70,8 @@ def rms_norm_ref(
 
     Returns:
         [rows, hidden] in the dtype.
-
-    Raises:
-        ValueError: a shape, dtype or device does not match.
     """
-    check_rms_norm(x, weight, residual, bias, None, kind, shift, post_weight)
+    _check(x, weight, residual, bias, kind, shift, post_weight)
     num_rows = x.shape[-2]
     total = sum_of_splits(x)
     if bias is not None:
@@ -91,13 +87,13 @@ def rms_norm_ref(
     return normed.to(_dtype_of(x, weight, residual, kind))
 
 
-def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float, kind: NormKind) -> torch.Tensor:
+def _normed(x: Tensor, weight: Tensor, eps: float, kind: NormKind) -> Tensor:
     if kind == "layer":
         x = x - x.mean(dim=1, keepdim=True)
     return x * torch.rsqrt(x.square().mean(dim=1, keepdim=True) + eps) * by_row(weight, len(x))
 
 
-def _dtype_of(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, kind: str) -> torch.dtype:
+def _dtype_of(x: Tensor, weight: Tensor, residual: Tensor | None, kind: str) -> torch.dtype:
     """Return the dtype of the residual stream and of the result."""
     if kind != "rms_plus_one":
         return weight.dtype
@@ -105,41 +101,32 @@ def _dtype_of(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | No
 
 
 def rms_norm_triton(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
     eps: float,
     *,
-    residual: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    residual: Tensor | None = None,
+    bias: Tensor | None = None,
     kind: NormKind = "rms",
-    shift: torch.Tensor | None = None,
-    post_weight: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
+    shift: Tensor | None = None,
+    post_weight: Tensor | None = None,
+    out: Tensor | None = None,
     pdl: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute `rms_norm_ref` on a GPU, in one launch.
 
-    All tensors must be contiguous, except that splits may have any distance. `out`, [rows, hidden] in the dtype, may be
-    x itself; with it, nothing is allocated. The bits of a row depend neither on the number of rows nor on its index.
-    `pdl`: see `launch_options`.
-
-    Raises:
-        ValueError: a shape, dtype, layout or device does not match, or triton cannot run on the tensors.
+    All tensors must be contiguous, except that splits may have any distance. Those of even width must be aligned to 16
+    bytes: Triton specialises on alignment and vectorises aligned rows, which changes the order of their sums and so
+    their bits. `out`, [rows, hidden] in the dtype, may be x itself; with it, nothing is allocated. The bits of a row
+    depend neither on the number of rows nor on its index. `pdl`: see `launch_options`.
     """
-    check_rms_norm(x, weight, residual, bias, out, kind, shift, post_weight)
     num_rows, hidden = x.shape[-2:]
     if out is None:
         out = torch.empty(num_rows, hidden, dtype=_dtype_of(x, weight, residual, kind), device=x.device)
-    num_split_rows = split_rows("x", x)
-    tensors = {"weight": weight, "residual": residual, "bias": bias, "shift": shift, "post_weight": post_weight}
-    check_contiguous(**tensors, out=out)
-    _check_alignment(x=x, **tensors, out=out)
-    require_triton("rms_norm")
-    from treespec_kernels.linear import rms_norm_kernels as kernels
-
-    check_launch("rms_norm", kernels.norm_rows, out)
-    if num_rows == 0:
-        return out
+    _check(x, weight, residual, bias, kind, shift, post_weight, out)
+    tensors = (x, weight, residual, bias, shift, post_weight, out)
+    assert hidden % 2 or all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors), "misaligned rows"
+    kernels = load_kernels("linear.rms_norm", out)
     block = block_of_hidden(hidden)
     kernels.norm_rows[(num_rows,)](
         x,
@@ -150,9 +137,9 @@ def rms_norm_triton(
         weight if post_weight is None else post_weight,
         out,
         float(eps),
-        num_split_rows,
+        split_rows(x),
         rows_per_group(weight, num_rows),
-        num_rows if bias is None else rows_per_group(bias, num_rows),
+        rows_per_group(bias, num_rows),
         HIDDEN=hidden,
         NUM_SPLITS=x.shape[0] if x.dim() == 3 else 1,
         HAS_RESIDUAL=residual is not None,
@@ -168,44 +155,26 @@ def rms_norm_triton(
     return out
 
 
-def _check_alignment(**tensors: torch.Tensor | None) -> None:
-    """Raise ValueError for tensors of even width that are not aligned to 16 bytes.
-
-    Triton specialises on alignment and vectorises aligned rows, which changes the order of their sums and so their
-    bits.
-    """
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.shape[-1] % 2 == 0 and tensor.data_ptr() % 16:
-            raise ValueError(
-                f"{name} starts {tensor.data_ptr() % 16} bytes after a multiple of 16; "
-                "pass a tensor aligned to 16 bytes, so that its rows keep their bits"
-            )
-
-
-def check_rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    residual: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    out: torch.Tensor | None,
-    kind: str,
-    shift: torch.Tensor | None,
-    post_weight: torch.Tensor | None,
+def _check(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor | None,
+    bias: Tensor | None,
+    kind: NormKind,
+    shift: Tensor | None,
+    post_weight: Tensor | None,
+    out: Tensor | None = None,
 ) -> None:
-    """Raise ValueError if a shape, dtype or device does not match."""
-    if kind not in get_args(NormKind):
-        raise ValueError(f"kind is {kind!r}; use one of {', '.join(get_args(NormKind))}")
+    assert kind in get_args(NormKind), kind
     dtype: Any = _dtype_of(x, weight, residual, kind)
     dtype = dtype if dtype in FLOAT_TYPES else FLOAT_TYPES
-    sizes = check_arguments(
-        weight=(weight, "(groups+) hidden+", torch.float32 if kind == "rms_plus_one" else FLOAT_TYPES),
+    check_arguments(
+        weight=(weight, "[(groups+) hidden+]", torch.float32 if kind == "rms_plus_one" else FLOAT_TYPES),
         x=(x, "(splits+) rows hidden", torch.float32 if x.dim() == 3 else dtype),
-        residual=(residual, "rows hidden", dtype),
-        bias=(bias, "(bias_groups+) hidden", dtype),
-        shift=(shift, "(groups) hidden", weight.dtype),
-        post_weight=(post_weight, "(groups) hidden", weight.dtype),
-        out=(out, "rows hidden", dtype),
+        residual=(residual, "[rows hidden]", dtype),
+        bias=(bias, "[(bias_groups+) hidden]", dtype),
+        shift=(shift, "[(groups) hidden]", weight.dtype),
+        post_weight=(post_weight, "[(groups) hidden]", weight.dtype),
+        out=(out, "[rows hidden]", dtype),
     )
-    check_groups(sizes["rows"], sizes.get("groups"), sizes.get("bias_groups"))
-    if residual is None and (x.dim() == 3 or bias is not None or post_weight is not None):
-        raise ValueError("residual is None; partials, a bias and a post_weight need a residual to be added to")
+    assert residual is not None or (x.dim() == 2 and bias is None and post_weight is None), "added to no residual"

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from treespec_kernels.launch.rows import FLOAT_TYPES
 from treespec_kernels.launch.triton_launch import has_tensor_memory, shared_bytes
 from treespec_kernels.linear.row_tiles import MULTIPROCESSORS, RowTile, RowTiledConfig, fewer_stages, larger_tiles
 
@@ -77,14 +76,7 @@ class RowLinearConfig(RowTiledConfig):
             out_features, in_features: shape of the weight; with silu_gate, out_features counts gates and ups.
             silu_gate: as in `row_linear_ref`.
             target: from `target_of`; None for a configuration that fits sm_80 and sm_90.
-
-        Raises:
-            ValueError: the dtype is not supported, or a size is below 1.
         """
-        if dtype not in FLOAT_TYPES:
-            raise ValueError(f"dtype {dtype} is not supported; use float16, bfloat16 or float32")
-        if out_features < 1 or in_features < 1:
-            raise ValueError(f"the weight is [{out_features}, {in_features}]; both must be 1 or more")
         is_float32 = dtype == torch.float32
         block_m, block_k = (16, 32) if is_float32 else (64, 64)
         max_split = max(1, min(8, in_features // (4 * block_k)))
@@ -121,7 +113,7 @@ class RowLinearConfig(RowTiledConfig):
     ) -> list[RowLinearConfig]:
         """Return configurations to tune over, the default first, that fit the target's shared memory (None: of sm_90).
 
-        Arguments and errors as in `default`.
+        Arguments as in `default`.
         """
         default = cls.default(dtype, out_features, in_features, silu_gate, target)
         if dtype == torch.float32:

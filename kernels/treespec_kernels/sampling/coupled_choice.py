@@ -18,10 +18,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from treespec_kernels.launch.arguments import check_arguments
 from treespec_kernels.launch.rows import FLOAT_TYPES
-from treespec_kernels.launch.triton_launch import check_last_strides, check_launch, require_triton
+from treespec_kernels.launch.triton_launch import load_kernels
 
 BLOCK_V = 1024  # tokens per program: one Philox block of 8 per thread, 126 programs for one row of 128 k
 NUM_WARPS = 4
@@ -35,8 +36,8 @@ class CoupledChoice(NamedTuple):
         finite: [rows] bool, whether the chosen token's value is finite and no value is NaN.
     """
 
-    tokens: torch.Tensor
-    finite: torch.Tensor
+    tokens: Tensor
+    finite: Tensor
 
 
 def gumbel_integers_of_row(seed: int, sample: int, position: int, vocab: int) -> np.ndarray:
@@ -75,12 +76,8 @@ def gumbel_ref(integers: np.ndarray) -> np.ndarray:
 
 
 def coupled_values_ref(
-    scores: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
-    samples: torch.Tensor,
-    positions: torch.Tensor,
-) -> torch.Tensor:
+    scores: Tensor, temperatures: Tensor, seeds: Tensor, samples: Tensor, positions: Tensor
+) -> Tensor:
     """Return the values that `coupled_choice_ref` maximises, [rows, vocab] float32 on the CPU; NaN becomes +inf."""
     keys = (tensor.cpu().numpy() for tensor in (seeds, samples, positions))
     noise = torch.from_numpy(gumbel_ref(gumbel_integers_ref(*keys, scores.shape[1])))
@@ -90,11 +87,7 @@ def coupled_values_ref(
 
 
 def coupled_choice_ref(
-    scores: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
-    samples: torch.Tensor,
-    positions: torch.Tensor,
+    scores: Tensor, temperatures: Tensor, seeds: Tensor, samples: Tensor, positions: Tensor
 ) -> CoupledChoice:
     """Return the argmax over v of float32(scores[v]) / temperature + g[v], the lowest v on ties (reference).
 
@@ -110,9 +103,6 @@ def coupled_choice_ref(
 
     Returns:
         CoupledChoice. A NaN counts as +inf: it is chosen, unless a lower token is +inf, and `finite` is False.
-
-    Raises:
-        ValueError: a shape, dtype or device does not match.
     """
     check_coupled_choice(scores, temperatures, seeds, samples, positions)
     values = coupled_values_ref(scores, temperatures, seeds, samples, positions)
@@ -122,32 +112,16 @@ def coupled_choice_ref(
 
 
 def coupled_choice_triton(
-    scores: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
-    samples: torch.Tensor,
-    positions: torch.Tensor,
+    scores: Tensor, temperatures: Tensor, seeds: Tensor, samples: Tensor, positions: Tensor
 ) -> CoupledChoice:
-    """Compute `coupled_choice_ref` on a GPU, in two launches and without a host sync.
-
-    The last dimension of `scores` and the vectors must be contiguous; the row stride of `scores` is arbitrary.
-
-    Raises:
-        ValueError: a shape, dtype, stride or device does not match, or triton cannot run on the tensors.
-    """
+    """Compute `coupled_choice_ref` on a GPU, in two launches and without a host sync."""
     check_coupled_choice(scores, temperatures, seeds, samples, positions)
-    check_last_strides(scores=scores, temperatures=temperatures, seeds=seeds, samples=samples, positions=positions)
-    require_triton("coupled_choice")
-    from treespec_kernels.sampling import coupled_choice_kernels as kernels
-
     # All arithmetic is in float32; the interpreter also widens bfloat16 correctly.
-    check_launch("coupled_choice", kernels.choose_in_blocks, temperatures)
+    kernels = load_kernels("sampling.coupled_choice", temperatures)
     rows, vocab = scores.shape
     num_blocks = -(-vocab // BLOCK_V)
     tokens = torch.empty(rows, dtype=torch.int64, device=scores.device)
     finite = torch.empty(rows, dtype=torch.bool, device=scores.device)
-    if rows == 0:
-        return CoupledChoice(tokens, finite)
     best_values = torch.empty(rows, num_blocks, dtype=torch.float32, device=scores.device)
     best_tokens = torch.empty(rows, num_blocks, dtype=torch.int32, device=scores.device)
     kernels.choose_in_blocks[(rows, num_blocks)](
@@ -182,18 +156,11 @@ def block_of_blocks(vocab: int) -> int:
     return 1 << (-(-vocab // BLOCK_V) - 1).bit_length()
 
 
-def check_coupled_choice(
-    scores: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
-    samples: torch.Tensor,
-    positions: torch.Tensor,
-) -> None:
-    """Raise ValueError if a shape, dtype or device does not match."""
+def check_coupled_choice(scores: Tensor, temperatures: Tensor | None, *keys: Tensor | None) -> None:
+    """Check the arguments of `coupled_choice_ref`; those of the noise may be absent."""
+    named = zip(("seeds", "samples", "positions"), keys, strict=True)
     check_arguments(
         scores=(scores, "rows vocab+", FLOAT_TYPES),
         temperatures=(temperatures, "rows", torch.float32),
-        seeds=(seeds, "rows", torch.int64),
-        samples=(samples, "rows", torch.int64),
-        positions=(positions, "rows", torch.int64),
+        **{name: (key, "rows", torch.int64) for name, key in named},
     )

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from treespec_kernels.launch.arguments import check_arguments
-from treespec_kernels.launch.rows import FLOAT_TYPES, check_contiguous
-from treespec_kernels.launch.triton_launch import check_last_strides, check_launch, require_triton
+from treespec_kernels.launch.rows import FLOAT_TYPES
+from treespec_kernels.launch.triton_launch import load_kernels
 
 IN_PROMPT = 1 << 30  # added to the count of a token that occurs in the prompt
 SCORE_BLOCK, SCORE_WARPS = 1024, 4  # tokens per program of `transform_scores`: many programs for few rows
@@ -164,26 +164,15 @@ def nucleus_size(scores: Tensor, top_p: float) -> int:
 def logit_transforms_triton(logits: Tensor, inputs: TransformInputs, truncates: bool = True) -> Tensor:
     """Compute `logit_transforms_ref` on a GPU, in two launches and without a host sync.
 
-    The last dimension of `logits` must be contiguous; its row stride is arbitrary.
-
     Args:
         logits, inputs: as in `logit_transforms_ref`.
         truncates: False skips the launch for top-k, top-p and min-p if no request has them.
-
-    Raises:
-        ValueError: a shape, dtype, stride or device does not match, or triton cannot run on the tensors.
     """
     nodes = _check(logits, inputs)
-    check_last_strides(logits=logits)
-    require_triton("logit_transforms")
-    from treespec_kernels.sampling import logit_transforms_kernels as kernels
-
     # All arithmetic is in float32; the interpreter also widens bfloat16 correctly.
     rows, vocab = logits.shape
     scores = torch.empty(rows, vocab, dtype=torch.float32, device=logits.device)
-    check_launch("logit_transforms", kernels.transform_scores, scores)
-    if rows == 0:
-        return scores
+    kernels = load_kernels("sampling.logit_transforms", scores)
     sizes = {"NODES": nodes, "VOCAB": vocab}
     block = block_of(vocab, SCORE_BLOCK)
     kernels.transform_scores[(rows, -(-vocab // block))](
@@ -221,20 +210,16 @@ def block_of(vocab: int, most: int) -> int:
 
 
 def _check(logits: Tensor, inputs: TransformInputs) -> int:
-    """Return the rows per request; raise ValueError if a shape, dtype or device does not match."""
+    """Check the arguments, and return the rows per request."""
     sizes = check_arguments(
         logits=(logits, "rows vocab+", FLOAT_TYPES),
-        numbers=(inputs.numbers, "requests+ 6", torch.float32),
-        options=(inputs.options, "requests 3", torch.int32),
-        end_tokens=(inputs.end_tokens, "requests _", torch.int32),
-        positions=(inputs.positions, "rows", torch.int64),
-        paths=(inputs.paths, "rows _", torch.int32),
-        biases=(inputs.biases, "slots vocab", torch.float32),
-        counts=(inputs.counts, "slots vocab", torch.int32),
+        numbers=(inputs.numbers, "[requests+ 6]", torch.float32),
+        options=(inputs.options, "[requests 3]", torch.int32),
+        end_tokens=(inputs.end_tokens, "[requests _]", torch.int32),
+        positions=(inputs.positions, "[rows]", torch.int64),
+        paths=(inputs.paths, "[rows _]", torch.int32),
+        biases=(inputs.biases, "[slots vocab]", torch.float32),
+        counts=(inputs.counts, "[slots vocab]", torch.int32),
     )
-    check_contiguous(**inputs._asdict())
-    if sizes["rows"] % sizes["requests"]:
-        raise ValueError(
-            f"numbers has {sizes['requests']} requests, of which {sizes['rows']} rows of logits are no multiple"
-        )
+    assert sizes["rows"] % sizes["requests"] == 0, f"{sizes['rows']} rows of {sizes['requests']} requests"
     return sizes["rows"] // sizes["requests"]

@@ -15,16 +15,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from treespec_kernels.launch.arguments import check_arguments
-from treespec_kernels.launch.rows import FLOAT_TYPES
-from treespec_kernels.launch.triton_launch import check_last_strides, check_launch, require_triton
+from treespec_kernels.launch.triton_launch import load_kernels
 from treespec_kernels.linear.lm_head import BlockStats, check_block_stats
 from treespec_kernels.sampling.coupled_choice import check_coupled_choice, coupled_values_ref
 
 MAX_K = 16
 BLOCK = 128  # tokens per block; a vocabulary of 128 k has 1,002 blocks, of which at most 2,048 tokens are compared
 SPAN = 1024  # tokens per program of the summary: one Philox block of 8 per thread
+_BLOCKS = [1 << bit for bit in range(4, SPAN.bit_length())]  # sizes that a summary may have
 SUMMARY_WARPS = 4
 SELECT_WARPS = 8  # with noise, 16 blocks spill in 4 warps
 
@@ -39,20 +39,20 @@ class RowTopk(NamedTuple):
         finite: [rows] bool, whether the best value is finite and no value is NaN.
     """
 
-    tokens: torch.Tensor
-    values: torch.Tensor
-    lse: torch.Tensor
-    finite: torch.Tensor
+    tokens: Tensor
+    values: Tensor
+    lse: Tensor
+    finite: Tensor
 
 
 def row_topk_ref(
-    logits: torch.Tensor,
+    logits: Tensor,
     k: int,
     *,
-    temperatures: torch.Tensor | None = None,
-    seeds: torch.Tensor | None = None,
-    samples: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None,
+    temperatures: Tensor | None = None,
+    seeds: Tensor | None = None,
+    samples: Tensor | None = None,
+    positions: Tensor | None = None,
 ) -> RowTopk:
     """Return the k best tokens by a stable sort of every row (reference: eager torch, fp32).
 
@@ -61,11 +61,8 @@ def row_topk_ref(
         k: 1 to 16, at most vocab.
         temperatures: [rows] float32, >= 0; at 0 the value is the logit. None for no noise.
         seeds, samples, positions: [rows] int64, only with temperatures; as in `coupled_choice_ref`.
-
-    Raises:
-        ValueError: k, a shape, dtype or device does not match, or some arguments of the noise are missing.
     """
-    check_row_topk(logits, k, temperatures, seeds, samples, positions)
+    _check(logits, k, temperatures, seeds, samples, positions)
     if temperatures is None or seeds is None or samples is None or positions is None:
         values = logits.float().masked_fill(logits.isnan(), float("inf"))
     else:
@@ -76,55 +73,41 @@ def row_topk_ref(
 
 
 def row_topk_triton(
-    logits: torch.Tensor,
+    logits: Tensor,
     k: int,
     *,
     stats: BlockStats | None = None,
-    temperatures: torch.Tensor | None = None,
-    seeds: torch.Tensor | None = None,
-    samples: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None,
-    block: int | None = None,
+    temperatures: Tensor | None = None,
+    seeds: Tensor | None = None,
+    samples: Tensor | None = None,
+    positions: Tensor | None = None,
 ) -> RowTopk:
     """Compute `row_topk_ref` on a GPU, in two launches, or one with `stats`, and without a host sync.
-
-    The last dimension of `logits` and the vectors must be contiguous; the row stride of `logits` is arbitrary.
 
     Args:
         logits, k, temperatures, seeds, samples, positions: as in `row_topk_ref`.
         stats: summary of these logits, as from `lm_head_triton`; only without temperatures.
-        block: tokens per block of the summary, a power of two from 16 to 1024; None for that of `stats`, or `BLOCK`.
-
-    Raises:
-        ValueError: k, a shape, dtype, stride or device does not match, some arguments of the noise are missing,
-            temperatures are combined with stats, or triton cannot run on the tensors.
     """
-    check_row_topk(logits, k, temperatures, seeds, samples, positions)
-    noise = {"temperatures": temperatures, "seeds": seeds, "samples": samples, "positions": positions}
-    check_last_strides(logits=logits, **{name: tensor for name, tensor in noise.items() if tensor is not None})
+    noise = temperatures, seeds, samples, positions
+    _check(logits, k, *noise)
+    assert stats is None or temperatures is None, "stats are of the logits without noise"
     rows, vocab = logits.shape
-    if stats is not None and temperatures is not None:
-        raise ValueError("stats are of the logits without noise; pass either stats or temperatures")
-    block = _checked_block(block, vocab, stats)
-    num_blocks = -(-vocab // block)
-    if stats is not None:
-        check_block_stats(stats, rows, num_blocks, logits)
-    require_triton("row_topk")
-    from treespec_kernels.sampling import row_topk_kernels as kernels
-
+    block, num_blocks = BLOCK, -(-vocab // BLOCK)
+    if stats is not None:  # whose number of blocks determines their size, a power of two
+        num_blocks = stats.values.shape[1]
+        block = next(size for size in _BLOCKS if -(-vocab // size) == num_blocks)
+        check_block_stats(stats, logits, num_blocks)
     # All arithmetic is in float32; the interpreter also widens bfloat16 correctly.
     values = torch.empty(rows, k, dtype=torch.float32, device=logits.device)
-    check_launch("row_topk", kernels.select_of_blocks, values)
+    kernels = load_kernels("sampling.row_topk", values)
     tokens = torch.empty(rows, k, dtype=torch.int32, device=logits.device)
     lse = torch.empty(rows, dtype=torch.float32, device=logits.device)
     finite = torch.empty(rows, dtype=torch.bool, device=logits.device)
-    if rows == 0:
-        return RowTopk(tokens, values, lse, finite)
     if stats is None:
         stats = BlockStats.empty(rows, num_blocks, logits.device)
         kernels.summarise_blocks[(rows, -(-vocab // SPAN))](
             logits,
-            *noise.values(),
+            *noise,
             *stats,
             logits.stride(0),
             NOISY=temperatures is not None,
@@ -136,7 +119,7 @@ def row_topk_triton(
         )
     kernels.select_of_blocks[(rows,)](
         logits,
-        *noise.values(),
+        *noise,
         *stats,
         tokens,
         values,
@@ -159,45 +142,7 @@ def selection_sizes(vocab: int, k: int, block: int) -> dict[str, int]:
     return {"VOCAB": vocab, "BLOCK": block, "NUM_BLOCKS": num_blocks, "NUM_READ": counts["R"], "K": k} | powers
 
 
-def _checked_block(block: int | None, vocab: int, stats: BlockStats | None) -> int:
-    """Return the tokens per block, given or inferred from a summary.
-
-    Block sizes are powers of two, so the number of blocks determines them.
-    """
-    if block is None and stats is not None and stats.values.dim() == 2:
-        num_blocks = stats.values.shape[1]
-        fitting = [size for size in _powers(16, SPAN) if -(-vocab // size) == num_blocks]
-        if not fitting:
-            raise ValueError(
-                f"stats has {num_blocks} blocks, which no block size from 16 to {SPAN} gives for {vocab} tokens"
-            )
-        return fitting[0]
-    if block is None:
-        return BLOCK
-    if block not in _powers(16, SPAN):
-        raise ValueError(f"block is {block}; it must be a power of two from 16 to {SPAN}")
-    return block
-
-
-def _powers(least: int, most: int) -> list[int]:
-    return [1 << bit for bit in range(least.bit_length() - 1, most.bit_length())]
-
-
-def check_row_topk(
-    logits: torch.Tensor,
-    k: int,
-    temperatures: torch.Tensor | None,
-    seeds: torch.Tensor | None,
-    samples: torch.Tensor | None,
-    positions: torch.Tensor | None,
-) -> None:
-    """Raise ValueError if k, a shape, dtype or device does not match, or some arguments of the noise are missing."""
-    check_arguments(logits=(logits, "rows vocab+", FLOAT_TYPES))
-    if not 1 <= k <= min(MAX_K, logits.shape[1]):
-        raise ValueError(f"k is {k}; it must be 1 to {MAX_K} and at most the vocabulary's {logits.shape[1]}")
-    noise = {"temperatures": temperatures, "seeds": seeds, "samples": samples, "positions": positions}
-    missing = [name for name, tensor in noise.items() if tensor is None]
-    if 0 < len(missing) < len(noise):
-        raise ValueError(f"{', '.join(missing)} must be given too: the noise needs {', '.join(noise)}")
-    if temperatures is not None and seeds is not None and samples is not None and positions is not None:
-        check_coupled_choice(logits, temperatures, seeds, samples, positions)
+def _check(logits: Tensor, k: int, *noise: Tensor | None) -> None:
+    check_coupled_choice(logits, *noise)
+    assert 1 <= k <= min(MAX_K, logits.shape[1]), f"k is {k}, the vocabulary's size {logits.shape[1]}"
+    assert len({tensor is None for tensor in noise}) == 1, "the noise needs all of its arguments"

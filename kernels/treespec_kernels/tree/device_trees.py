@@ -15,12 +15,12 @@ seed s has flat index D * P + s.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple, Self
 
 import torch
+from torch import Tensor
 
-from treespec_kernels.launch.arguments import check_arguments
-from treespec_kernels.launch.rows import check_contiguous
+from treespec_kernels.launch.arguments import Argument, check_arguments
 from treespec_kernels.tree.growth_limits import SEEDS
 
 SEED_BIT = MAX_SSMS = 30  # an int32 mask has one bit per SSM, one for the seeds, and the sign
@@ -38,14 +38,50 @@ class ProposedTrees(NamedTuple):
             seed.
     """
 
-    tokens: torch.Tensor
-    parents: torch.Tensor
-    probs: torch.Tensor
-    ratios: torch.Tensor
+    tokens: Tensor
+    parents: Tensor
+    probs: Tensor
+    ratios: Tensor
+
+    @property
+    def arguments(self) -> dict[str, Argument]:
+        """The tensors as `check_arguments` reads them."""
+        forms = zip(self._asdict().items(), (torch.int32, torch.int32, torch.float32, torch.float32), strict=True)
+        return {f"proposed.{name}": (tensor, "[B S]", dtype) for (name, tensor), dtype in forms}
+
+
+class DeviceState:
+    """Base of dataclasses of contiguous tensors on a device, which are checked when they are created.
+
+    Attributes:
+        FORMS: by name, a tensor's shape as in `check_arguments`, and the value of all its entries at first. Tensors
+            named "values" are float32, and the others int32. The order is that of the kernels' arguments.
+    """
+
+    FORMS: ClassVar[dict[str, tuple[str, float]]]
+
+    def __post_init__(self) -> None:
+        check_arguments(**{n: (t, f"[{self.FORMS[n][0]}]", _dtype_of(n)) for n, t in self.tensors.items()})
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: getattr(self, name) for name in self.FORMS}
+
+    @classmethod
+    def _allocate(cls, device: torch.device | str, **sizes: int) -> Self:
+        def filled(name: str, shape: str, value: float) -> Tensor:
+            size = [sizes[letter.strip("+")] for letter in shape.split()]
+            return torch.full(size, value, dtype=_dtype_of(name), device=device)
+
+        return cls(**{name: filled(name, *form) for name, form in cls.FORMS.items()})
+
+
+def _dtype_of(name: str) -> torch.dtype:
+    return torch.float32 if name.endswith("values") else torch.int32
 
 
 @dataclass(frozen=True)
-class DeviceForest:
+class DeviceForest(DeviceState):
     """Growing trees of a batch: allocated by `allocate`, started by `tree_root`, grown by `tree_merge`.
 
     A candidate entry is empty if there is no proposal, or if an earlier one at the same node has the same token.
@@ -68,40 +104,39 @@ class DeviceForest:
         seed_cands: [B, S] int32, flat index of each seed's candidate; -1 for a seed that growth did not reach.
         levels: [B] int32, number of levels grown, equal for all requests. Each request has its own copy, because a
             program must not read a number that another request's program of the same launch increments.
-
-    Raises:
-        ValueError: a shape, dtype, device or stride does not match.
     """
 
-    cand_tokens: torch.Tensor
-    cand_parents: torch.Tensor
-    cand_values: torch.Tensor
-    cand_masks: torch.Tensor
-    cand_slots: torch.Tensor
-    frontier: torch.Tensor
-    frontier_tokens: torch.Tensor
-    frontier_values: torch.Tensor
-    frontier_depths: torch.Tensor
-    frontier_slots: torch.Tensor
-    frontier_seeds: torch.Tensor
-    frontier_ancestors: torch.Tensor
-    seed_cands: torch.Tensor
-    levels: torch.Tensor
+    FORMS = {  # noqa: RUF012  never changed
+        "cand_tokens": ("B+ D+ P+", -1),
+        "cand_parents": ("B D P", -1),
+        "cand_values": ("B D P", -torch.inf),
+        "cand_masks": ("B D P", 0),
+        "cand_slots": ("B D P", -1),
+        "frontier": ("B F+", -1),
+        "frontier_tokens": ("B F", 0),
+        "frontier_values": ("B F", 0),
+        "frontier_depths": ("B F", -1),
+        "frontier_slots": ("B F", 0),
+        "frontier_seeds": ("B F", -2),
+        "frontier_ancestors": ("B F W", 0),
+        "seed_cands": ("B S", -1),
+        "levels": ("B", 0),
+    }
 
-    def __post_init__(self) -> None:
-        if self.cand_tokens.dim() != 3 or self.frontier.dim() != 2 or 0 in self.cand_tokens.shape:
-            raise ValueError(
-                f"cand_tokens has shape {list(self.cand_tokens.shape)} and frontier {list(self.frontier.shape)}; "
-                "expected [B, D, P] and [B, F], none of them 0"
-            )
-        _, depth, candidates = self.cand_tokens.shape
-        if depth * candidates + self.num_seeds > MAX_CANDIDATES:
-            raise ValueError(
-                f"{depth} levels of {candidates} candidates and {self.num_seeds} seeds are more than {MAX_CANDIDATES}; "
-                "grow less"
-            )
-        shapes = _shapes_of_forest(*self.cand_tokens.shape, self.frontier_width, self.num_seeds)
-        _check(self, shapes)
+    cand_tokens: Tensor
+    cand_parents: Tensor
+    cand_values: Tensor
+    cand_masks: Tensor
+    cand_slots: Tensor
+    frontier: Tensor
+    frontier_tokens: Tensor
+    frontier_values: Tensor
+    frontier_depths: Tensor
+    frontier_slots: Tensor
+    frontier_seeds: Tensor
+    frontier_ancestors: Tensor
+    seed_cands: Tensor
+    levels: Tensor
 
     @classmethod
     def allocate(
@@ -115,36 +150,14 @@ class DeviceForest:
         seeds: int = SEEDS,
         device: torch.device | str = "cpu",
     ) -> DeviceForest:
-        """Allocate an idle forest from the sizes B, F, G, C, D and S, in this order.
-
-        Raises:
-            ValueError: a size is below 1 (num_ssms may be 0), or there are more than `MAX_SSMS` SSMs, or more than
-                `MAX_CANDIDATES` candidates of a request.
-        """
-        sizes = {
-            "num_requests": num_requests,
-            "frontier": frontier,
-            "num_ssms": num_ssms + 1,
-            "proposals": proposals,
-            "max_depth": max_depth,
-            "seeds": seeds,
-        }
-        for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{name} is {size}; expected 1 or more")
-        if num_ssms > MAX_SSMS:
-            raise ValueError(f"num_ssms is {num_ssms}; masks hold at most {MAX_SSMS}")
+        """Allocate an idle forest from the sizes B, F, G, C, D and S, in this order."""
         candidates = frontier * (num_ssms + 1) * proposals
-        shapes = _shapes_of_forest(num_requests, max_depth, candidates, frontier, seeds)
-        return cls(
-            **{
-                name: torch.full(shapes[name], empty, dtype=_dtype_of(name), device=device)
-                for name, empty in EMPTY_FOREST.items()
-            }
-        )
+        assert num_ssms <= MAX_SSMS and max_depth * candidates + seeds <= MAX_CANDIDATES
+        sizes = {"B": num_requests, "D": max_depth, "P": candidates, "F": frontier, "W": max_depth + 1, "S": seeds}
+        return cls._allocate(device, **sizes)
 
     @property
-    def level(self) -> torch.Tensor:
+    def level(self) -> Tensor:
         """Number of levels grown, a view [1] int32."""
         return self.levels[:1]
 
@@ -173,38 +186,8 @@ class DeviceForest:
         return self.seed_cands.shape[1]
 
 
-EMPTY_FOREST = {
-    "cand_tokens": -1,
-    "cand_parents": -1,
-    "cand_values": -torch.inf,
-    "cand_masks": 0,
-    "cand_slots": -1,
-    "frontier": -1,
-    "frontier_tokens": 0,
-    "frontier_values": 0,
-    "frontier_depths": -1,
-    "frontier_slots": 0,
-    "frontier_seeds": -2,
-    "frontier_ancestors": 0,
-    "seed_cands": -1,
-    "levels": 0,
-}
-"""Value of all entries of each tensor of an idle `DeviceForest`, in the order of its fields."""
-
-
-def _shapes_of_forest(requests: int, depth: int, candidates: int, width: int, seeds: int) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor of a `DeviceForest` from B, D, P, F and S."""
-    of_candidates, of_nodes = (requests, depth, candidates), (requests, width)
-    shapes = {name: of_candidates if name.startswith("cand_") else of_nodes for name in EMPTY_FOREST}
-    return shapes | {
-        "frontier_ancestors": (*of_nodes, depth + 1),
-        "seed_cands": (requests, seeds),
-        "levels": (requests,),
-    }
-
-
 @dataclass(frozen=True)
-class DeviceTrees:
+class DeviceTrees(DeviceState):
     """Trees of a batch that the target scores. Node 0 is the root; parents precede their children.
 
     Nodes from `num_nodes[b]` on are padding, with depth -1.
@@ -218,56 +201,36 @@ class DeviceTrees:
         masks: [B, N] int32, bit g: proposed by SSM g; bit `SEED_BIT`: a seed; 0 for the root and padding.
         values: [B, N] float32, estimated probability that the node is accepted: 1 for the root, 0 for padding.
         slots: [B, N] int32, the drafts' scratch slot of the node's K/V; -1 for a node that no draft has computed.
-
-    Raises:
-        ValueError: a shape, dtype, device or stride does not match.
     """
 
-    tokens: torch.Tensor
-    parents: torch.Tensor
-    depths: torch.Tensor
-    ancestors: torch.Tensor
-    num_nodes: torch.Tensor
-    masks: torch.Tensor
-    values: torch.Tensor
-    slots: torch.Tensor
+    FORMS = {  # noqa: RUF012  never changed
+        "tokens": ("B N", 0),
+        "parents": ("B N", -1),
+        "depths": ("B N", -1),
+        "ancestors": ("B+ N+ W+", 0),
+        "num_nodes": ("B", 0),
+        "masks": ("B N", 0),
+        "values": ("B N", 0),
+        "slots": ("B N", -1),
+    }
 
-    def __post_init__(self) -> None:
-        if self.ancestors.dim() != 3 or 0 in self.ancestors.shape:
-            raise ValueError(f"ancestors has shape {list(self.ancestors.shape)}; expected [B, N, D + 1], none 0")
-        requests, nodes, _ = self.ancestors.shape
-        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(self.__dataclass_fields__, (requests, nodes))
-        shapes |= {"ancestors": tuple(self.ancestors.shape), "num_nodes": (requests,)}
-        _check(self, shapes)
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+    ancestors: Tensor
+    num_nodes: Tensor
+    masks: Tensor
+    values: Tensor
+    slots: Tensor
 
     @classmethod
     def allocate(
         cls, num_requests: int, *, nodes: int, max_depth: int, device: torch.device | str = "cpu"
     ) -> DeviceTrees:
-        """Allocate trees without nodes from the sizes B, N and D, in this order.
-
-        Raises:
-            ValueError: `num_requests` or `nodes` below 1, or `max_depth` below 0.
-        """
-        for name, size, least in (("num_requests", num_requests, 1), ("nodes", nodes, 1), ("max_depth", max_depth, 0)):
-            if size < least:
-                raise ValueError(f"{name} is {size}; expected {least} or more")
-        shape = (num_requests, nodes)
-
-        def filled(value: float, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.full(shape, value, dtype=dtype, device=device)
-
-        own = torch.arange(nodes, dtype=torch.int32, device=device)[None, :, None]
-        return cls(
-            tokens=filled(0),
-            parents=filled(-1),
-            depths=filled(-1),
-            ancestors=own.repeat(num_requests, 1, max_depth + 1),
-            num_nodes=torch.zeros(num_requests, dtype=torch.int32, device=device),
-            masks=filled(0),
-            values=filled(0, torch.float32),
-            slots=filled(-1),
-        )
+        """Allocate trees without nodes from the sizes B, N and D, in this order."""
+        trees = cls._allocate(device, B=num_requests, N=nodes, W=max_depth + 1)
+        trees.ancestors.copy_(torch.arange(nodes, dtype=torch.int32, device=device)[None, :, None])
+        return trees
 
     @property
     def num_requests(self) -> int:
@@ -284,40 +247,6 @@ class DeviceTrees:
         return self.ancestors.shape[2] - 1
 
 
-def tensors_of(state: DeviceForest | DeviceTrees) -> tuple[torch.Tensor, ...]:
-    """Return the tensors of a state in the order of its fields, which is also that of the kernels' arguments."""
-    return tuple(getattr(state, name) for name in state.__dataclass_fields__)
-
-
-def _dtype_of(name: str) -> torch.dtype:
-    return torch.float32 if name.endswith("values") else torch.int32
-
-
-def _check(state: DeviceForest | DeviceTrees, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Raise ValueError if a tensor of the state does not match.
-
-    This runs once, at construction, so that the launches of a round need no checks.
-    """
-    tensors = {name: getattr(state, name) for name in shapes}
-    sizes = {name: " ".join(map(str, shape)) for name, shape in shapes.items()}
-    check_arguments(**{name: (tensor, sizes[name], _dtype_of(name)) for name, tensor in tensors.items()})
-    check_contiguous(**tensors)
-
-
 def block_of(size: int) -> int:
     """Return the smallest power of two that is at least `size`."""
     return 1 << (size - 1).bit_length()
-
-
-def check_proposed(forest: DeviceForest, proposed: ProposedTrees) -> None:
-    """Raise ValueError if proposed trees do not match the forest."""
-    shape = "requests seeds"
-    check_arguments(
-        {"requests": forest.num_requests, "seeds": forest.num_seeds},
-        levels=(forest.levels, "requests", torch.int32),
-        tokens=(proposed.tokens, shape, torch.int32),
-        parents=(proposed.parents, shape, torch.int32),
-        probs=(proposed.probs, shape, torch.float32),
-        ratios=(proposed.ratios, shape, torch.float32),
-    )
-    check_contiguous(**proposed._asdict())

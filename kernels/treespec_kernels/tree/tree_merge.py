@@ -28,31 +28,20 @@ levels are grown already, nothing changes.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
+from torch import Tensor
 
 from treespec_kernels.launch.arguments import check_arguments
-from treespec_kernels.launch.triton_launch import check_last_strides, check_launch, require_triton
-from treespec_kernels.tree.device_trees import (
-    EMPTY_FOREST,
-    MAX_SSMS,
-    SEED_BIT,
-    DeviceForest,
-    ProposedTrees,
-    block_of,
-    check_proposed,
-    tensors_of,
-)
+from treespec_kernels.launch.triton_launch import load_kernels
+from treespec_kernels.tree.device_trees import SEED_BIT, DeviceForest, ProposedTrees, block_of
 from treespec_kernels.tree.growth_limits import MAX_MIXTURE, MIN_MIXTURE, frontier_width
 
 
 def tree_merge_ref(
-    forest: DeviceForest,
-    tokens: torch.Tensor,
-    probs: torch.Tensor,
-    weights: torch.Tensor,
-    end_tokens: torch.Tensor,
-    proposed: ProposedTrees,
+    forest: DeviceForest, tokens: Tensor, probs: Tensor, weights: Tensor, end_tokens: Tensor, proposed: ProposedTrees
 ) -> None:
     """Grow every tree by one level (reference: numpy on the host, any device).
 
@@ -63,12 +52,9 @@ def tree_merge_ref(
         weights: [B, G] float32, mixture weights; they sum to 1 if every SSM drafts.
         end_tokens: [B, E] int32, tokens that are not expanded; padded with -1.
         proposed: trees of sources without a draft model; the same in every level of a round.
-
-    Raises:
-        ValueError: a shape, dtype or device does not match.
     """
-    check_tree_merge(forest, tokens, probs, weights, end_tokens, proposed)
-    state = {name: getattr(forest, name).cpu().numpy() for name in forest.__dataclass_fields__}
+    _check(forest, tokens, probs, weights, end_tokens, proposed)
+    state = {name: tensor.cpu().numpy() for name, tensor in forest.tensors.items()}
     ssm_tokens, ssm_probs, weight = tokens.cpu().numpy(), probs.cpu().numpy(), weights.cpu().numpy()
     seeds = [tensor.cpu().numpy() for tensor in proposed]
     for request, ends in enumerate(end_tokens.tolist()):
@@ -82,12 +68,7 @@ def tree_merge_ref(
 
 
 def _merge_one(
-    own: dict[str, np.ndarray],
-    ssm_tokens: np.ndarray,
-    ssm_probs: np.ndarray,
-    weight: np.ndarray,
-    ends: list[int],
-    proposed: ProposedTrees,
+    own: dict[str, Any], ssm_tokens: Any, ssm_probs: Any, weight: Any, ends: list[int], proposed: ProposedTrees
 ) -> None:
     """Merge the proposals of one request; every array of `own` has a first dimension of 1."""
     _, max_depth, candidates = own["cand_tokens"].shape
@@ -95,7 +76,7 @@ def _merge_one(
     level = int(own["levels"][0])
     frontier, old_ancestors = own["frontier"][0].copy(), own["frontier_ancestors"][0].copy()
     for name in ("tokens", "parents", "values", "masks", "slots"):
-        own[f"cand_{name}"][0, level] = EMPTY_FOREST[f"cand_{name}"]
+        own[f"cand_{name}"][0, level] = DeviceForest.FORMS[f"cand_{name}"][1]
     shares = weight[:, None, None] * ssm_probs
     valid = (ssm_tokens >= 0) & (shares >= 0) & (shares < np.inf) & (frontier >= 0)[:, None]
     seed_of = np.full(candidates, -2)
@@ -134,7 +115,7 @@ def _merge_one(
     level_tokens, values = own["cand_tokens"][0, level], own["cand_values"][0, level]
     expandable = [n for n in range(candidates) if values[n] > 0 and level_tokens[n] not in ends]
     best = sorted(expandable, key=lambda n: (-values[n], n))[: frontier_width(level + 1, width)]
-    for name, empty in EMPTY_FOREST.items():
+    for name, (_, empty) in DeviceForest.FORMS.items():
         if name.startswith("frontier"):
             own[name][0] = empty
     for i, number in enumerate(best):
@@ -152,26 +133,11 @@ def _merge_one(
 
 
 def tree_merge_triton(
-    forest: DeviceForest,
-    tokens: torch.Tensor,
-    probs: torch.Tensor,
-    weights: torch.Tensor,
-    end_tokens: torch.Tensor,
-    proposed: ProposedTrees,
+    forest: DeviceForest, tokens: Tensor, probs: Tensor, weights: Tensor, end_tokens: Tensor, proposed: ProposedTrees
 ) -> None:
-    """Compute `tree_merge_ref` on a GPU, in one launch and without a host sync.
-
-    The last dimensions must be contiguous; outer strides are arbitrary.
-
-    Raises:
-        ValueError: a shape, dtype, stride or device does not match, or triton cannot run on the tensors.
-    """
-    check_tree_merge(forest, tokens, probs, weights, end_tokens, proposed)
-    check_last_strides(tokens=tokens, probs=probs, weights=weights, end_tokens=end_tokens)
-    require_triton("tree_merge")
-    from treespec_kernels.tree import tree_merge_kernels as kernels
-
-    check_launch("tree_merge", kernels.merge_level, probs)
+    """Compute `tree_merge_ref` on a GPU, in one launch and without a host sync."""
+    _check(forest, tokens, probs, weights, end_tokens, proposed)
+    kernels = load_kernels("tree.tree_merge", probs)
     constants = blocks_of(
         tokens.shape[0], forest.frontier_width, tokens.shape[3], end_tokens.shape[1], forest.num_seeds
     )
@@ -181,7 +147,7 @@ def tree_merge_triton(
         weights,
         end_tokens,
         *proposed,
-        *tensors_of(forest),
+        *forest.tensors.values(),
         *tokens.stride()[:3],
         *probs.stride()[:3],
         weights.stride(0),
@@ -218,28 +184,16 @@ def warps_of(constants: dict[str, int]) -> int:
     return min(max(constants["BLOCK_P"] * constants["BLOCK_C"] // 256, 1), 16)
 
 
-def check_tree_merge(
-    forest: DeviceForest,
-    tokens: torch.Tensor,
-    probs: torch.Tensor,
-    weights: torch.Tensor,
-    end_tokens: torch.Tensor,
-    proposed: ProposedTrees,
+def _check(
+    forest: DeviceForest, tokens: Tensor, probs: Tensor, weights: Tensor, end_tokens: Tensor, proposed: ProposedTrees
 ) -> None:
-    """Raise ValueError if a shape, dtype or device does not match."""
-    width = forest.frontier_width
     sizes = check_arguments(
-        {"B": forest.num_requests, "F": width},
+        {"F": forest.frontier_width, "S": forest.num_seeds},
         levels=(forest.levels, "B", torch.int32),
         tokens=(tokens, "G B F C", torch.int32),
         probs=(probs, "G B F C", torch.float32),
         weights=(weights, "B G", torch.float32),
         end_tokens=(end_tokens, "B _", torch.int32),
+        **proposed.arguments,
     )
-    if (sizes["G"] + 1) * width * sizes["C"] != forest.candidates:
-        raise ValueError(
-            f"tokens has shape {list(tokens.shape)}; expected [G, {sizes['B']}, {width}, C] with (G + 1) * {width} * C "
-            f"= {forest.candidates} candidates as in the forest"
-        )
-    assert sizes["G"] <= MAX_SSMS, "a forest of as many SSMs cannot be allocated"
-    check_proposed(forest, proposed)
+    assert (sizes["G"] + 1) * sizes["F"] * sizes["C"] == forest.candidates

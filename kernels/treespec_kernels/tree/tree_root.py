@@ -7,28 +7,26 @@ request, whose frontier is empty. The candidates of the previous round are clear
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from treespec_kernels.launch.arguments import check_arguments
-from treespec_kernels.launch.triton_launch import check_last_strides, check_launch, require_triton
-from treespec_kernels.tree.device_trees import EMPTY_FOREST, DeviceForest, block_of, tensors_of
+from treespec_kernels.launch.triton_launch import load_kernels
+from treespec_kernels.tree.device_trees import DeviceForest, block_of
 
 BLOCK_Q = 1024  # candidates cleared per program
 NUM_WARPS = 4
 
 
-def tree_root_ref(forest: DeviceForest, root_tokens: torch.Tensor) -> None:
+def tree_root_ref(forest: DeviceForest, root_tokens: Tensor) -> None:
     """Reset every tensor of the forest (reference: eager torch, any device).
 
     Args:
         forest: changed in place.
         root_tokens: [B] int32, the last committed token of each request; negative for an idle request.
-
-    Raises:
-        ValueError: a shape, dtype or device does not match.
     """
-    check_tree_root(forest, root_tokens)
-    for name, empty in EMPTY_FOREST.items():
-        getattr(forest, name).fill_(empty)
+    _check(forest, root_tokens)
+    for name, tensor in forest.tensors.items():
+        tensor.fill_(forest.FORMS[name][1])
     busy = root_tokens >= 0
     forest.frontier[busy, 0] = forest.max_depth * forest.candidates
     forest.frontier_tokens[busy, 0] = root_tokens[busy]
@@ -37,22 +35,14 @@ def tree_root_ref(forest: DeviceForest, root_tokens: torch.Tensor) -> None:
     forest.frontier_seeds[busy, 0] = -1
 
 
-def tree_root_triton(forest: DeviceForest, root_tokens: torch.Tensor) -> None:
-    """Compute `tree_root_ref` on a GPU, in one launch and without a host sync.
-
-    Raises:
-        ValueError: a shape, dtype, stride or device does not match, or triton cannot run on the tensors.
-    """
-    check_tree_root(forest, root_tokens)
-    check_last_strides(root_tokens=root_tokens)
-    require_triton("tree_root")
-    from treespec_kernels.tree import tree_root_kernels as kernels
-
-    check_launch("tree_root", kernels.start_round, root_tokens)
+def tree_root_triton(forest: DeviceForest, root_tokens: Tensor) -> None:
+    """Compute `tree_root_ref` on a GPU, in one launch and without a host sync."""
+    _check(forest, root_tokens)
+    kernels = load_kernels("tree.tree_root", root_tokens)
     candidates = forest.max_depth * forest.candidates
     kernels.start_round[(forest.num_requests, -(-candidates // BLOCK_Q))](
         root_tokens,
-        *tensors_of(forest),
+        *forest.tensors.values(),
         CANDIDATES=candidates,
         FRONTIER=forest.frontier_width,
         WIDTH=forest.max_depth + 1,
@@ -66,6 +56,5 @@ def tree_root_triton(forest: DeviceForest, root_tokens: torch.Tensor) -> None:
     )
 
 
-def check_tree_root(forest: DeviceForest, root_tokens: torch.Tensor) -> None:
-    """Raise ValueError if the shape, dtype or device of `root_tokens` does not match."""
+def _check(forest: DeviceForest, root_tokens: Tensor) -> None:
     check_arguments(levels=(forest.levels, "B", torch.int32), root_tokens=(root_tokens, "B", torch.int32))

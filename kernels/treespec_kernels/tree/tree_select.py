@@ -19,27 +19,20 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from treespec_kernels.launch.arguments import check_arguments
-from treespec_kernels.launch.triton_launch import check_last_strides, check_launch, require_triton
-from treespec_kernels.tree.device_trees import (
-    SEED_BIT,
-    DeviceForest,
-    DeviceTrees,
-    ProposedTrees,
-    block_of,
-    check_proposed,
-    tensors_of,
-)
+from treespec_kernels.launch.triton_launch import load_kernels
+from treespec_kernels.tree.device_trees import SEED_BIT, DeviceForest, DeviceTrees, ProposedTrees, block_of
 
 
 def tree_select_ref(
     forest: DeviceForest,
     proposed: ProposedTrees,
-    root_tokens: torch.Tensor,
-    nodes: int | torch.Tensor,
-    least_values: torch.Tensor,
-    max_depths: torch.Tensor,
+    root_tokens: Tensor,
+    nodes: int | Tensor,
+    least_values: Tensor,
+    max_depths: Tensor,
     *,
     out: DeviceTrees | None = None,
 ) -> DeviceTrees:
@@ -54,15 +47,12 @@ def tree_select_ref(
         least_values: [B] float32, minimum value of a node below the root; NaN selects none.
         max_depths: [B] int32, 0 for only the root.
         out: written in place and returned; None allocates trees of `nodes` nodes, which must then be an int.
-
-    Raises:
-        ValueError: a shape, dtype, device or number of nodes does not match.
     """
-    out = check_tree_select(forest, proposed, root_tokens, nodes, least_values, max_depths, out)
-    state = {name: getattr(forest, name).cpu().numpy() for name in forest.__dataclass_fields__}
+    wanted, out = _checked(forest, proposed, root_tokens, nodes, least_values, max_depths, out)
+    state = {name: tensor.cpu().numpy() for name, tensor in forest.tensors.items()}
     seeds = [tensor.cpu().numpy() for tensor in proposed]
     trees = DeviceTrees.allocate(out.num_requests, nodes=out.max_nodes, max_depth=out.max_depth)
-    wanted = per_request(nodes, out).clamp(1, out.max_nodes)
+    wanted = wanted.clamp(1, out.max_nodes)
     for request, (token, most, least, deepest) in enumerate(
         zip(root_tokens.tolist(), wanted.tolist(), least_values.tolist(), max_depths.tolist(), strict=True)
     ):
@@ -100,8 +90,8 @@ def tree_select_ref(
             trees.masks[request, node], trees.values[request, node] = int(own.mask), float(own.value)
             # No draft has computed the last frontier, so its nodes have no K/V.
             trees.slots[request, node] = int(own.slot) if own.depth < level else -1
-    for name in trees.__dataclass_fields__:
-        getattr(out, name).copy_(getattr(trees, name))
+    for written, tensor in zip(out.tensors.values(), trees.tensors.values(), strict=True):
+        written.copy_(tensor)
     return out
 
 
@@ -134,46 +124,32 @@ def _unreached(
 def tree_select_triton(
     forest: DeviceForest,
     proposed: ProposedTrees,
-    root_tokens: torch.Tensor,
-    nodes: int | torch.Tensor,
-    least_values: torch.Tensor,
-    max_depths: torch.Tensor,
+    root_tokens: Tensor,
+    nodes: int | Tensor,
+    least_values: Tensor,
+    max_depths: Tensor,
     *,
     out: DeviceTrees | None = None,
 ) -> DeviceTrees:
-    """Compute `tree_select_ref` on a GPU, in one launch and without a host sync.
-
-    Raises:
-        ValueError: a shape, dtype, stride, device or number of nodes does not match, or triton cannot run on the
-            tensors.
-    """
-    out = check_tree_select(forest, proposed, root_tokens, nodes, least_values, max_depths, out)
-    check_last_strides(root_tokens=root_tokens, least_values=least_values, max_depths=max_depths)
-    require_triton("tree_select")
-    from treespec_kernels.tree import tree_select_kernels as kernels
-
-    check_launch("tree_select", kernels.select_nodes, least_values)
+    """Compute `tree_select_ref` on a GPU, in one launch and without a host sync."""
+    wanted, out = _checked(forest, proposed, root_tokens, nodes, least_values, max_depths, out)
+    kernels = load_kernels("tree.tree_select", least_values)
     constants = blocks_of(forest.candidates, forest.num_seeds, forest.max_depth, out.max_nodes)
     kernels.select_nodes[(forest.num_requests,)](
-        *tensors_of(forest)[:5],  # the candidates
+        *list(forest.tensors.values())[:5],  # the candidates
         forest.seed_cands,
         *proposed[:3],
         forest.levels,
         root_tokens,
         least_values,
         max_depths,
-        per_request(nodes, out),
-        *tensors_of(out),
+        wanted,
+        *out.tensors.values(),
         **constants,
         num_warps=warps_of(constants),
         enable_fp_fusion=False,
     )
     return out
-
-
-def per_request(nodes: int | torch.Tensor, out: DeviceTrees) -> torch.Tensor:
-    """Return the maximum number of nodes of each tree, [B] int32."""
-    return nodes if isinstance(nodes, torch.Tensor) else torch.full_like(out.num_nodes, nodes)
 
 
 def blocks_of(candidates: int, num_seeds: int, max_depth: int, max_nodes: int) -> dict[str, int]:
@@ -197,35 +173,29 @@ def warps_of(constants: dict[str, int]) -> int:
     return min(max(constants["BLOCK_Q"] // 256, 1), 16)
 
 
-def check_tree_select(
+def _checked(
     forest: DeviceForest,
     proposed: ProposedTrees,
-    root_tokens: torch.Tensor,
-    nodes: int | torch.Tensor,
-    least_values: torch.Tensor,
-    max_depths: torch.Tensor,
+    root_tokens: Tensor,
+    nodes: int | Tensor,
+    least_values: Tensor,
+    max_depths: Tensor,
     out: DeviceTrees | None,
-) -> DeviceTrees:
-    """Raise ValueError if an argument does not match, without reading values. Return `out`, or new trees if None."""
-    check_proposed(forest, proposed)
+) -> tuple[Tensor, DeviceTrees]:
+    """Check the arguments. Return the maximum number of nodes of each tree, [B] int32, and `out` or new trees."""
+    if out is None:
+        assert isinstance(nodes, int), "the host does not read a tensor to allocate trees"
+        device = forest.levels.device
+        out = DeviceTrees.allocate(forest.num_requests, nodes=nodes, max_depth=forest.max_depth, device=device)
+    wanted = torch.full_like(out.num_nodes, nodes) if isinstance(nodes, int) else nodes
     check_arguments(
+        {"S": forest.num_seeds, "width": forest.max_depth + 1},
         levels=(forest.levels, "B", torch.int32),
         root_tokens=(root_tokens, "B", torch.int32),
         least_values=(least_values, "B", torch.float32),
         max_depths=(max_depths, "B", torch.int32),
-        nodes=(nodes if isinstance(nodes, torch.Tensor) else None, "B", torch.int32),
+        nodes=(wanted, "B", torch.int32),
+        ancestors=(out.ancestors, "B _ width", torch.int32),
+        **proposed.arguments,
     )
-    if isinstance(nodes, torch.Tensor):
-        if out is None:
-            raise ValueError(
-                "nodes is a tensor, whose values the host does not read; pass out, which sets the most nodes"
-            )
-    elif nodes < 1 or (out is not None and nodes > out.max_nodes):
-        raise ValueError(f"nodes is {nodes}; expected 1 or more, and at most the nodes of out")
-    elif out is None:
-        device = forest.levels.device
-        return DeviceTrees.allocate(forest.num_requests, nodes=nodes, max_depth=forest.max_depth, device=device)
-    width = {"width": forest.max_depth + 1}
-    levels = forest.levels, "B", torch.int32
-    check_arguments(width, levels=levels, ancestors=(out.ancestors, "B _ width", torch.int32))
-    return out
+    return wanted, out

@@ -13,10 +13,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from treespec_kernels.launch.arguments import check_arguments
-from treespec_kernels.launch.rows import check_contiguous
-from treespec_kernels.launch.triton_launch import check_last_strides, check_launch, require_triton
+from treespec_kernels.launch.triton_launch import load_kernels
 from treespec_kernels.tree.device_trees import DeviceTrees, block_of
 
 
@@ -31,18 +31,18 @@ class Walk(NamedTuple):
         slot_lens: [B] int32, number of nodes of the path, from the root on, whose K/V the drafts have computed.
     """
 
-    paths: torch.Tensor
-    path_lens: torch.Tensor
-    tokens: torch.Tensor
-    slots: torch.Tensor
-    slot_lens: torch.Tensor
+    paths: Tensor
+    path_lens: Tensor
+    tokens: Tensor
+    slots: Tensor
+    slot_lens: Tensor
 
     @classmethod
     def allocate(cls, num_requests: int, *, max_depth: int, device: torch.device | str = "cpu") -> Walk:
         """Allocate paths of length 0 from the sizes B and D, in this order."""
         shape = (num_requests, max_depth + 1)
 
-        def filled(shape: tuple[int, ...], value: int) -> torch.Tensor:
+        def filled(shape: tuple[int, ...], value: int) -> Tensor:
             return torch.full(shape, value, dtype=torch.int32, device=device)
 
         return cls(
@@ -54,7 +54,7 @@ class Walk(NamedTuple):
         )
 
 
-def tree_walk_ref(trees: DeviceTrees, choices: torch.Tensor, finite: torch.Tensor, *, out: Walk | None = None) -> Walk:
+def tree_walk_ref(trees: DeviceTrees, choices: Tensor, finite: Tensor, *, out: Walk | None = None) -> Walk:
     """Walk every tree (reference: Python loops on the host, any device).
 
     Args:
@@ -62,11 +62,8 @@ def tree_walk_ref(trees: DeviceTrees, choices: torch.Tensor, finite: torch.Tenso
         choices: [B, N] int32 or int64, the target's choice after each node; arbitrary for padding.
         finite: [B, N] bool, whether a node's logits are finite; arbitrary for padding.
         out: written in place and returned; None allocates.
-
-    Raises:
-        ValueError: a shape, dtype or device does not match.
     """
-    out = check_tree_walk(trees, choices, finite, out)
+    out = _checked(trees, choices, finite, out)
     walk = Walk.allocate(trees.num_requests, max_depth=trees.max_depth)
     host = {name: getattr(trees, name).tolist() for name in ("tokens", "parents", "num_nodes", "slots")}
     chosen, is_finite = choices.tolist(), finite.tolist()
@@ -96,22 +93,10 @@ def tree_walk_ref(trees: DeviceTrees, choices: torch.Tensor, finite: torch.Tenso
     return out
 
 
-def tree_walk_triton(
-    trees: DeviceTrees, choices: torch.Tensor, finite: torch.Tensor, *, out: Walk | None = None
-) -> Walk:
-    """Compute `tree_walk_ref` on a GPU, in one launch and without a host sync.
-
-    The last dimensions of `choices` and `finite` must be contiguous.
-
-    Raises:
-        ValueError: a shape, dtype, stride or device does not match, or triton cannot run on the tensors.
-    """
-    out = check_tree_walk(trees, choices, finite, out)
-    check_last_strides(choices=choices, finite=finite)
-    require_triton("tree_walk")
-    from treespec_kernels.tree import tree_walk_kernels as kernels
-
-    check_launch("tree_walk", kernels.walk_down, choices)
+def tree_walk_triton(trees: DeviceTrees, choices: Tensor, finite: Tensor, *, out: Walk | None = None) -> Walk:
+    """Compute `tree_walk_ref` on a GPU, in one launch and without a host sync."""
+    out = _checked(trees, choices, finite, out)
+    kernels = load_kernels("tree.tree_walk", choices)
     constants = blocks_of(trees.max_depth, trees.max_nodes)
     kernels.walk_down[(trees.num_requests,)](
         trees.tokens,
@@ -121,11 +106,7 @@ def tree_walk_triton(
         trees.slots,
         choices,
         finite,
-        out.paths,
-        out.path_lens,
-        out.tokens,
-        out.slots,
-        out.slot_lens,
+        *out,
         choices.stride(0),
         finite.stride(0),
         **constants,
@@ -150,19 +131,15 @@ def warps_of(constants: dict[str, int]) -> int:
     return min(max(constants["BLOCK_N"] * constants["BLOCK_W"] // 512, 1), 8)
 
 
-def check_tree_walk(trees: DeviceTrees, choices: torch.Tensor, finite: torch.Tensor, out: Walk | None) -> Walk:
-    """Raise ValueError if an argument does not match, without reading values. Return `out`, or a new walk if None."""
+def _checked(trees: DeviceTrees, choices: Tensor, finite: Tensor, out: Walk | None) -> Walk:
+    """Check the arguments, and return `out` or a new walk."""
+    if out is None:
+        out = Walk.allocate(trees.num_requests, max_depth=trees.max_depth, device=trees.ancestors.device)
+    written = out._asdict().items()
     check_arguments(
         ancestors=(trees.ancestors, "B N width", torch.int32),
         choices=(choices, "B N", (torch.int32, torch.int64)),
         finite=(finite, "B N", torch.bool),
+        **{name: (tensor, "[B]" if name.endswith("lens") else "[B width]", torch.int32) for name, tensor in written},
     )
-    if out is None:
-        return Walk.allocate(trees.num_requests, max_depth=trees.max_depth, device=trees.ancestors.device)
-    written = {
-        name: (tensor, "B" if name.endswith("lens") else "B width", torch.int32)
-        for name, tensor in out._asdict().items()
-    }
-    check_arguments(ancestors=(trees.ancestors, "B N width", torch.int32), **written)
-    check_contiguous(**out._asdict())
     return out

@@ -55,15 +55,6 @@ class _Norm(NamedTuple):
     post: Tensor | None = None
 
 
-class _LinearConfigs(NamedTuple):
-    """Kernel configurations of one layer's linear layers; None for absent ones."""
-
-    qkv: RowLinearConfig | None
-    o: RowLinearConfig
-    gate_up: RowLinearConfig
-    down: RowLinearConfig
-
-
 class PassKernels:
     """Kernels of a pass over stacked models, with fixed configurations.
 
@@ -98,7 +89,16 @@ class PassKernels:
         learned = shape.learned_positions - config.rules.extra_positions  # per model; below 1 = none
         self._last_position = learned - 1
         self._first_positions = torch.arange(weights.groups, device=weights.embed.device)[:, None] * learned
-        self._linear = [self._linear_configs(layer, configs) for layer in weights.layers]
+        # Without the dimension of the groups for a single model.
+        self._layers = [layer.map(self._squeezed) for layer in weights.layers]
+        self._linear = [
+            {
+                name: self._linear_config(name, getattr(layer, name), configs)
+                for name in ("qkv", "o", "gate_up", "down")
+                if getattr(layer, name) is not None
+            }
+            for layer in self._layers
+        ]
         vocab, hidden = weights.head.shape[1:]
         key = self._key() | {"vocab_size": vocab, "hidden_size": hidden}
         default = LmHeadConfig.default(self.dtype, vocab, hidden, target_of(weights.head.device))
@@ -116,7 +116,7 @@ class PassKernels:
 
         Layers of equal shape and configuration are computed by the same binaries, and are compared once.
         """
-        known: dict[Any, RowLinearConfig] = {}
+        known: dict[object, RowLinearConfig] = {}
 
         def prove(layer: LayerWeights, name: str, config: RowLinearConfig) -> RowLinearConfig:
             weight = getattr(layer, name)
@@ -128,18 +128,12 @@ class PassKernels:
             return known[key]
 
         self._linear = [
-            _LinearConfigs(
-                None if linear.qkv is None else prove(layer, "qkv", linear.qkv),
-                prove(layer, "o", linear.o),
-                prove(layer, "gate_up", linear.gate_up),
-                prove(layer, "down", linear.down),
-            )
-            for layer, linear in zip(self.weights.layers, self._linear, strict=True)
+            {name: prove(layer, name, config) for name, config in linear.items()}
+            for layer, linear in zip(self._layers, self._linear, strict=True)
         ]
 
         def logits(config: LmHeadConfig) -> tuple[Tensor, ...]:
-            rows, head = self._random_rows(self._head.tiles[-1], self.weights.head.shape[-1]), self.weights.head
-            result = lm_head_triton(self._grouped(rows), self._squeezed(head), config=config, pdl=self.pdl)
+            result = self._logits(self._random_rows(self._head.tiles[-1], self.weights.head.shape[-1]), config)
             return (result.logits, *result.stats)
 
         self._head = proven(self._head, logits, "the LM head")
@@ -154,9 +148,8 @@ class PassKernels:
             return (self._activated(x, layer, config),)
         if name == "o" and self.config.parallel:
             stream = self._random_rows(all_tiles.tiles[-1], weight.shape[-2])
-            self._add(x, weight, config, stream, layer.o_bias)
-            return (stream,)
-        return (row_linear_partials_triton(self._grouped(x), self._squeezed(weight), config=config, pdl=self.pdl),)
+            return (self._linear_rows(x, weight, config, stream, bias=layer.o_bias),)
+        return (self._partials(x, weight, config),)
 
     def _random_rows(self, largest: RowTile, width: int) -> Tensor:
         """Return the same rows in every call, more than the largest tile has, [G * rows, width]."""
@@ -168,38 +161,23 @@ class PassKernels:
     def _key(self) -> dict[str, int | torch.dtype]:
         return {"dtype": self.dtype, "groups": self.weights.groups}
 
-    def _linear_configs(self, layer: LayerWeights, configs: KernelConfigs) -> _LinearConfigs:
-        """Return the configurations of one layer. Layers may differ in quantisation."""
-        gated = self.config.shape.gated
-        return _LinearConfigs(
-            None if layer.qkv is None else self._linear_config(layer.qkv, configs),
-            self._linear_config(layer.o, configs),
-            self._linear_config(layer.gate_up, configs, silu_gate=gated),
-            self._linear_config(layer.down, configs),
-        )
-
-    def _linear_config(self, weight: Weight, configs: KernelConfigs, silu_gate: bool = False) -> RowLinearConfig:
-        out_features, in_features = weight.shape[1:]
-        if isinstance(weight, QuantizedWeight):
-            return self._quantized_config(weight, configs)
-        key = self._key() | {"out_features": out_features, "in_features": in_features, "silu_gate": int(silu_gate)}
-        default = RowLinearConfig.default(self.dtype, out_features, in_features, silu_gate, target_of(weight.device))
-        if is_interpreted():
-            split_k = min(default.split_k, 2)
-            sizes = {"block_m": 16, "block_n": 64, "block_k": 64, "split_k": split_k}
-            default = replace(default, **sizes, fixed_order_dot=True, larger=())
-        return configs.get("row_linear", key, default)
-
-    def _quantized_config(self, weight: QuantizedWeight, configs: KernelConfigs) -> RowLinearConfig:
-        (out_features, in_features), group, bits = weight.shape[1:], weight.group, weight.bits
+    def _linear_config(self, name: str, weight: Weight, configs: KernelConfigs) -> RowLinearConfig:
+        """Return the configuration of one layer. Layers may differ in quantisation."""
+        (out_features, in_features), target = weight.shape[-2:], target_of(self.weights.embed.device)
         key = self._key() | {"out_features": out_features, "in_features": in_features}
-        key |= {"bits": bits, "group": group, "zero": int(weight.zero is not None)}
-        target = target_of(weight.values.device)
-        default = quantized_default(self.dtype, out_features, in_features, group, bits, target)
+        if isinstance(weight, QuantizedWeight):
+            op, group, bits = "quantized_row_linear", weight.group, weight.bits
+            key |= {"bits": bits, "group": group, "zero": int(weight.zero is not None)}
+            default = quantized_default(self.dtype, out_features, in_features, group, bits, target)
+            block_k = min(default.block_k, 64)
+        else:
+            op, silu_gate, block_k = "row_linear", name == "gate_up" and self.config.shape.gated, 64
+            key |= {"silu_gate": int(silu_gate)}
+            default = RowLinearConfig.default(self.dtype, out_features, in_features, silu_gate, target)
         if is_interpreted():
-            split_k, block_k = min(default.split_k, 2), min(default.block_k, 64)
-            default = replace(default, block_m=16, block_n=64, block_k=block_k, split_k=split_k, fixed_order_dot=True)
-        return configs.get("quantized_row_linear", key, default)
+            sizes = {"block_m": 16, "block_n": 64, "block_k": block_k, "split_k": min(default.split_k, 2)}
+            default = replace(default, **sizes, fixed_order_dot=True, larger=())
+        return configs.get(op, key, default)
 
     def hidden(
         self,
@@ -221,27 +199,28 @@ class PassKernels:
             given: residual stream that the pass begins with.
         """
         weights, states = self.weights, states if states is not None else {}
-        layers = weights.layers[:num_layers]
+        layers = self._layers[:num_layers]
         tables, qkv = layout.rotation.unbind(), None if given is None else given.qkv
         stream = self._embed(tokens, layout) if given is None else given.rows.clone()  # passes add to it in place
-        h = stream if qkv is not None else self._norm(stream, _Norm(layers[0].attn_norm, layers[0].attn_norm_bias))
-        norms = [*((layer.attn_norm, layer.attn_norm_bias) for layer in layers[1:])]
-        norms.append((weights.final_norm, weights.final_norm_bias))
-        each_layer = zip(layers, self._linear, kv, self._kinds, norms, strict=False)
+        norms = [_Norm(layer.attn_norm, layer.attn_norm_bias) for layer in layers]
+        norms.append(_Norm(weights.final_norm, weights.final_norm_bias))
+        h = stream if qkv is not None else self._norm(stream, norms[0])
+        each_layer = zip(layers, self._linear, kv, self._kinds, norms[1:], strict=False)
         for i, (layer, linear, cache, (rope, window), norm) in enumerate(each_layer):
             if i in states:
                 states[i] = stream.clone()
+            product = self._partials(h, layer.qkv, linear["qkv"]) if i or qkv is None else qkv
             table, plan = tables[rope] if tables else None, layout.attention[window]
-            mixed = self._attend(layer, linear.qkv, h, layout, cache, table, plan, None if i else qkv)
+            mixed = self._attend(layer, product, layout, cache, table, plan)
             inner = _Norm(layer.mlp_norm, layer.mlp_norm_bias, layer.attn_post_norm)
             if self.config.parallel:  # parallel block: the MLP does not see the attention output
                 h = self._norm(stream, inner)
-                self._add(mixed, layer.o, linear.o, stream, layer.o_bias)
+                self._linear_rows(mixed, layer.o, linear["o"], stream, bias=layer.o_bias)
             else:
-                h = self._product(mixed, layer.o, linear.o, inner, stream, layer.o_bias)
-            mixed = self._activated(h, layer, linear.gate_up)
-            last = _Norm(*norm, layer.mlp_post_norm)
-            h = self._product(mixed, layer.down, linear.down, last, stream, layer.down_bias)
+                h = self._norm(self._partials(mixed, layer.o, linear["o"]), inner, stream, layer.o_bias)
+            mixed = self._activated(h, layer, linear["gate_up"])
+            last = norm._replace(post=layer.mlp_post_norm)
+            h = self._norm(self._partials(mixed, layer.down, linear["down"]), last, stream, layer.down_bias)
         if len(layers) in states:
             states[len(layers)] = stream.clone()
         return h
@@ -251,13 +230,16 @@ class PassKernels:
         chosen = copy.copy(self)
         chosen.weights = replace(self.weights, layers=tuple(self.weights.layers[i] for i in layers))
         chosen.windows, chosen._kinds = windows, [self._kinds[i] for i in layers]
-        chosen._linear = [self._linear[i] for i in layers]
+        chosen._layers, chosen._linear = [self._layers[i] for i in layers], [self._linear[i] for i in layers]
         return chosen
 
     def logits(self, hidden: Tensor) -> LmHead:
         """Compute the logits of rows of `hidden`, [G * rows, hidden_size], and the maximum of each vocabulary block."""
+        return self._logits(hidden, self._head)
+
+    def _logits(self, hidden: Tensor, config: LmHeadConfig) -> LmHead:
         head, cap = self._squeezed(self.weights.head), self.config.logit_cap
-        return lm_head_triton(self._grouped(hidden), head, config=self._head, logit_cap=cap, pdl=self.pdl)
+        return lm_head_triton(self._grouped(hidden), head, config=config, logit_cap=cap, pdl=self.pdl)
 
     def _embed(self, tokens: Tensor, layout: TritonPass) -> Tensor:
         stream = F.embedding(tokens, self.weights.embed)
@@ -268,74 +250,10 @@ class PassKernels:
             stream.add_(F.embedding((positions + self._first_positions).flatten(), self.weights.positions))
         return stream
 
-    def _norm(self, stream: Tensor, norm: _Norm) -> Tensor:
-        config = self.config
-        kind, shift = config.rules.norm, norm.shift
-        return rms_norm_triton(stream, norm.weight, config.norm_eps, kind=kind, shift=shift, pdl=self.pdl)
-
-    def _attend(
-        self,
-        layer: LayerWeights,
-        linear: RowLinearConfig | None,
-        h: Tensor,
-        layout: TritonPass,
-        cache: Tensor,
-        table: Tensor | None,
-        plan: Any,
-        qkv: Any,
-    ) -> Tensor:
-        """Return the heads' outputs for normalised rows `h`, [rows, num_heads * head_dim]; `qkv` if already given."""
-        rows, config = len(h), self.config
-        q = torch.empty(rows, self.heads, self.head_dim, dtype=self.attention.cache_dtype, device=h.device)
-        if qkv is not None:
-            pass
-        elif self.exact or isinstance(layer.qkv, QuantizedWeight):
-            assert linear is not None
-            qkv = row_linear_partials_triton(self._grouped(h), self._squeezed(layer.qkv), config=linear, pdl=self.pdl)
-        else:
-            qkv = torch.matmul(self._grouped(h), self._squeezed(layer.qkv).mT).flatten(0, -2)
-        bias = None if layer.qkv_bias is None else self._squeezed(layer.qkv_bias)
-        norm = None
-        if layer.q_norm is not None and layer.k_norm is not None:
-            norm = HeadNorm(layer.q_norm, layer.k_norm, config.norm_eps)
-        qkv_rope_triton(qkv, table, layout.positions, layout.slots, cache, q, bias=bias, norm=norm, pdl=self.pdl)
-        out = self.attention(q, cache[0], cache[1], plan, config.query_scale, config.score_cap, self.pdl)
-        return out.view(rows, -1)
-
-    def _activated(self, h: Tensor, layer: LayerWeights, linear: RowLinearConfig) -> Tensor:
-        """Compute the MLP's intermediate activations, the input of the down projection."""
-        weight, bias, gated = self._squeezed(layer.gate_up), layer.gate_up_bias, self.config.shape.gated
-        bias, activation = None if bias is None else self._squeezed(bias), self.config.activation
-        if self.exact or isinstance(weight, QuantizedWeight):
-            out = row_linear_triton(
-                self._grouped(h), weight, bias=bias, silu_gate=gated, activation=activation, config=linear, pdl=self.pdl
-            )
-            return out.flatten(0, -2)
-        product = torch.matmul(self._grouped(h), weight.mT)
-        return activated_triton(product, bias=bias, silu_gate=gated, activation=activation).flatten(0, -2)
-
-    def _add(self, x: Tensor, weight: Weight, config: RowLinearConfig, stream: Tensor, bias: Tensor | None) -> None:
-        """Add x W^T to the residual stream in place."""
-        grouped, weight, out = self._grouped(x), self._squeezed(weight), self._grouped(stream)
-        bias = None if bias is None else self._squeezed(bias)
-        if self.exact or isinstance(weight, QuantizedWeight):
-            row_linear_triton(grouped, weight, bias=bias, residual=out, config=config, out=out, pdl=self.pdl)
-            return
-        product = torch.matmul(grouped, weight.mT)
-        out.add_(product if bias is None else product + bias.unsqueeze(-2))
-
-    def _product(
-        self, x: Tensor, weight: Weight, config: RowLinearConfig, norm: _Norm, stream: Tensor, bias: Tensor | None
-    ) -> Tensor:
-        """Add x W^T, or its post-norm, to the residual stream in place, and return the norm of the stream."""
-        grouped, weight = self._grouped(x), self._squeezed(weight)
-        if self.exact or isinstance(weight, QuantizedWeight):
-            product = row_linear_partials_triton(grouped, weight, config=config, pdl=self.pdl)
-        else:
-            product = torch.matmul(grouped, weight.mT).flatten(0, -2)
-        bias = None if bias is None else self._squeezed(bias)
+    def _norm(self, x: Tensor, norm: _Norm, stream: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        """Return the norm of x; with a stream, add x and bias, or their post-norm, to it in place, and norm it."""
         return rms_norm_triton(
-            product,
+            x,
             norm.weight,
             self.config.norm_eps,
             residual=stream,
@@ -345,6 +263,46 @@ class PassKernels:
             post_weight=norm.post,
             pdl=self.pdl,
         )
+
+    def _attend(
+        self, layer: LayerWeights, qkv: Tensor, layout: TritonPass, cache: Tensor, table: Tensor | None, plan: Any
+    ) -> Tensor:
+        """Return the heads' outputs, [rows, num_heads * head_dim], of projections or their partial sums."""
+        rows, config, norm = layout.num_rows, self.config, None
+        q = torch.empty(rows, self.heads, self.head_dim, dtype=self.attention.cache_dtype, device=qkv.device)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            norm = HeadNorm(layer.q_norm, layer.k_norm, config.norm_eps)
+        places = layout.positions, layout.slots, cache
+        qkv_rope_triton(qkv, table, *places, q, bias=layer.qkv_bias, norm=norm, pdl=self.pdl)
+        out = self.attention(q, cache[0], cache[1], plan, config.query_scale, config.score_cap, self.pdl)
+        return out.view(rows, -1)
+
+    def _activated(self, h: Tensor, layer: LayerWeights, config: RowLinearConfig) -> Tensor:
+        """Compute the MLP's intermediate activations, the input of the down projection."""
+        gated, activation = self.config.shape.gated, self.config.activation
+        epilogue: dict[str, Any] = {"bias": layer.gate_up_bias, "silu_gate": gated, "activation": activation}
+        return self._linear_rows(h, layer.gate_up, config, **epilogue)
+
+    def _linear_rows(
+        self, x: Tensor, weight: Any, config: RowLinearConfig, stream: Tensor | None = None, **epilogue: Any
+    ) -> Tensor:
+        """Apply a linear layer to rows; with a stream, add the result to it in place."""
+        x, out = self._grouped(x), None if stream is None else self._grouped(stream)
+        if self._is_exact(weight):
+            y = row_linear_triton(x, weight, residual=out, out=out, config=config, pdl=self.pdl, **epilogue)
+        else:
+            y = activated_triton(torch.matmul(x, weight.mT), **epilogue)
+            y = y if out is None else out.add_(y)
+        return y.flatten(0, -2)
+
+    def _partials(self, x: Tensor, weight: Any, config: RowLinearConfig) -> Tensor:
+        """Return the partial sums of x W^T, or the product by cuBLAS, for a kernel that adds them."""
+        if self._is_exact(weight):
+            return row_linear_partials_triton(self._grouped(x), weight, config=config, pdl=self.pdl)
+        return torch.matmul(self._grouped(x), weight.mT).flatten(0, -2)
+
+    def _is_exact(self, weight: Weight) -> bool:
+        return self.exact or isinstance(weight, QuantizedWeight)
 
     def _grouped(self, x: Tensor) -> Tensor:
         """Reshape [G * rows, n] to [G, rows, n]. Returns `x` unchanged for one model."""

@@ -58,10 +58,15 @@ class LayerWeights:
         parts = [part for value in values for part in (value if isinstance(value, QuantizedWeight) else (value,))]
         return [part for part in parts if part is not None]
 
+    def map(self, change: Callable[[Any], Any]) -> "LayerWeights":
+        """Return the layer with every weight changed, quantised ones as a whole."""
+        values = (getattr(self, field.name) for field in fields(self))
+        changed: list[Any] = [None if value is None else change(value) for value in values]
+        return LayerWeights(*changed)
+
     def select(self, group: int) -> "LayerWeights":
         """Return views of one of the models, with G = 1."""
-        values: list[Any] = [getattr(self, field.name) for field in fields(self)]
-        return LayerWeights(*(map_tensors(lambda part: _aligned(part[group : group + 1]), value) for value in values))
+        return self.map(lambda value: map_tensors(lambda part: _aligned(part[group : group + 1]), value))
 
     @classmethod
     def take(cls, weights: dict[str, Tensor], i: int) -> Self:

@@ -22,7 +22,7 @@ from treespec_kernels.launch.rows import (
     split_rows,
     sum_of_splits,
 )
-from treespec_kernels.launch.triton_launch import launch_options, load_kernels
+from treespec_kernels.launch.triton_launch import block_of, launch_options, load_kernels
 
 TILE = 512  # elements per program: 12 programs per row of an 8B model
 NUM_WARPS = 2  # 4 elements of each half per thread; with 8 elements, ptxas spilled at 8 splits on sm_90
@@ -34,16 +34,6 @@ class HeadNorm(NamedTuple):
     q_weight: Tensor
     k_weight: Tensor
     eps: float
-
-
-def block_of_half(head_dim: int) -> int:
-    """Return the power of two to which a kernel pads half a head."""
-    return 1 << (head_dim // 2 - 1).bit_length()
-
-
-def block_of_heads(head_dim: int) -> int:
-    """Return the number of heads per program."""
-    return max(TILE // (2 * block_of_half(head_dim)), 1)
 
 
 def qkv_rope_ref(
@@ -118,7 +108,8 @@ def qkv_rope_triton(
     q_weight, k_weight = (None, None) if norm is None else (norm.q_weight, norm.k_weight)
     num_rows, num_heads, head_dim = q_out.shape
     num_kv_heads, page_size = kv_layer.shape[2:4]
-    block_h = block_of_heads(head_dim)
+    block_d = block_of(head_dim // 2)
+    block_h = max(TILE // (2 * block_d), 1)
     kernels.rotate_and_write[(num_rows, -(-(num_heads + 2 * num_kv_heads) // block_h))](
         qkv,
         qkv if bias is None else bias,
@@ -143,7 +134,7 @@ def qkv_rope_triton(
         HAS_NORM=norm is not None,
         ROTATES=rotation is not None,
         BLOCK_H=block_h,
-        BLOCK_D=block_of_half(head_dim),
+        BLOCK_D=block_d,
         num_warps=NUM_WARPS,
         enable_fp_fusion=False,
         **launch_options(pdl),

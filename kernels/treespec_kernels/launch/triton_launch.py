@@ -20,9 +20,14 @@ from treespec_kernels.launch.switches import is_on
 WAIT, PREFETCH = 1, 2  # values of the kernels' constant PDL: the wait alone, and with requests for weights before it
 
 
+def block_of(size: int, least: int = 1) -> int:
+    """Return the smallest power of two that is at least `size` and `least`, itself a power of two."""
+    return max(least, 1 << (size - 1).bit_length())
+
+
 def block_of_head_dim(head_dim: int) -> int:
     """Return the power of two, 16 or more, that a kernel pads `head_dim` to."""
-    return max(16, 1 << (head_dim - 1).bit_length())
+    return block_of(head_dim, 16)
 
 
 def is_interpreted() -> bool:

@@ -25,22 +25,9 @@ from treespec_kernels.launch.rows import (
     split_rows,
     sum_of_splits,
 )
-from treespec_kernels.launch.triton_launch import launch_options, load_kernels
+from treespec_kernels.launch.triton_launch import block_of, launch_options, load_kernels
 
 NormKind = Literal["rms", "rms_plus_one", "layer"]
-
-
-def block_of_hidden(hidden: int) -> int:
-    """Return the power of two, at least a warp's width, to which a row is padded."""
-    return max(32, 1 << (hidden - 1).bit_length())
-
-
-def warps_of_block(block: int) -> int:
-    """Return the number of warps: 4 elements per thread, but at most 16 warps, AMD's maximum per block.
-
-    A pass has few rows, so each program needs many loads in flight.
-    """
-    return min(max(block // 128, 1), 16)
 
 
 def rms_norm_ref(
@@ -127,7 +114,7 @@ def rms_norm_triton(
     tensors = (x, weight, residual, bias, shift, post_weight, out)
     assert hidden % 2 or all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors), "misaligned rows"
     kernels = load_kernels("linear.rms_norm", out)
-    block = block_of_hidden(hidden)
+    block = block_of(hidden, 32)
     kernels.norm_rows[(num_rows,)](
         x,
         weight,
@@ -148,7 +135,9 @@ def rms_norm_triton(
         CENTRED=kind == "layer",
         HAS_SHIFT=shift is not None,
         BLOCK_H=block,
-        num_warps=warps_of_block(block),
+        # 4 elements per thread, because a pass has few rows and each program needs many loads in flight; but at most 16
+        # warps, AMD's maximum per block.
+        num_warps=min(max(block // 128, 1), 16),
         enable_fp_fusion=False,
         **launch_options(pdl),
     )

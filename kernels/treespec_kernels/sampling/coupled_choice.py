@@ -22,7 +22,7 @@ from torch import Tensor
 
 from treespec_kernels.launch.arguments import check_arguments
 from treespec_kernels.launch.rows import FLOAT_TYPES
-from treespec_kernels.launch.triton_launch import load_kernels
+from treespec_kernels.launch.triton_launch import block_of, load_kernels
 
 BLOCK_V = 1024  # tokens per program: one Philox block of 8 per thread, 126 programs for one row of 128 k
 NUM_WARPS = 4
@@ -144,16 +144,11 @@ def coupled_choice_triton(
         tokens,
         finite,
         NUM_BLOCKS=num_blocks,
-        BLOCK_B=block_of_blocks(vocab),
+        BLOCK_B=block_of(num_blocks),
         num_warps=1,
         enable_fp_fusion=False,
     )
     return CoupledChoice(tokens, finite)
-
-
-def block_of_blocks(vocab: int) -> int:
-    """Return the number of blocks of a vocabulary, rounded up to a power of two."""
-    return 1 << (-(-vocab // BLOCK_V) - 1).bit_length()
 
 
 def check_coupled_choice(scores: Tensor, temperatures: Tensor | None, *keys: Tensor | None) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from treespec_kernels.launch.arguments import check_arguments
 from treespec_kernels.launch.rows import FLOAT_TYPES
-from treespec_kernels.launch.triton_launch import load_kernels
+from treespec_kernels.launch.triton_launch import block_of, load_kernels
 
 IN_PROMPT = 1 << 30  # added to the count of a token that occurs in the prompt
 SCORE_BLOCK, SCORE_WARPS = 1024, 4  # tokens per program of `transform_scores`: many programs for few rows
@@ -174,7 +174,7 @@ def logit_transforms_triton(logits: Tensor, inputs: TransformInputs, truncates: 
     scores = torch.empty(rows, vocab, dtype=torch.float32, device=logits.device)
     kernels = load_kernels("sampling.logit_transforms", scores)
     sizes = {"NODES": nodes, "VOCAB": vocab}
-    block = block_of(vocab, SCORE_BLOCK)
+    block = min(block_of(vocab), SCORE_BLOCK)
     kernels.transform_scores[(rows, -(-vocab // block))](
         logits,
         *inputs,
@@ -189,7 +189,7 @@ def logit_transforms_triton(logits: Tensor, inputs: TransformInputs, truncates: 
         **sizes,
     )
     if truncates:
-        block = block_of(vocab, BLOCK)
+        block = min(block_of(vocab), BLOCK)
         kernels.truncate_scores[(rows,)](
             inputs.numbers,
             inputs.options,
@@ -202,11 +202,6 @@ def logit_transforms_triton(logits: Tensor, inputs: TransformInputs, truncates: 
             **sizes,
         )
     return scores
-
-
-def block_of(vocab: int, most: int) -> int:
-    """Return the tokens per block: `most`, or the vocabulary rounded up to a power of two."""
-    return min(most, 1 << (vocab - 1).bit_length())
 
 
 def _check(logits: Tensor, inputs: TransformInputs) -> int:

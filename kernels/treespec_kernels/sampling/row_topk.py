@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from treespec_kernels.launch.triton_launch import load_kernels
+from treespec_kernels.launch.triton_launch import block_of, load_kernels
 from treespec_kernels.linear.lm_head import BlockStats, check_block_stats
 from treespec_kernels.sampling.coupled_choice import check_coupled_choice, coupled_values_ref
 
@@ -117,6 +117,7 @@ def row_topk_triton(
             num_warps=SUMMARY_WARPS,
             enable_fp_fusion=False,
         )
+    num_read = min(k, num_blocks)
     kernels.select_of_blocks[(rows,)](
         logits,
         *noise,
@@ -129,17 +130,16 @@ def row_topk_triton(
         NOISY=temperatures is not None,
         num_warps=SELECT_WARPS,
         enable_fp_fusion=False,
-        **selection_sizes(vocab, k, block),
+        VOCAB=vocab,
+        BLOCK=block,
+        NUM_BLOCKS=num_blocks,
+        NUM_READ=num_read,
+        K=k,
+        BLOCK_B=block_of(num_blocks),
+        BLOCK_R=block_of(num_read),
+        BLOCK_K=block_of(k),
     )
     return RowTopk(tokens, values, lse, finite)
-
-
-def selection_sizes(vocab: int, k: int, block: int) -> dict[str, int]:
-    """Return the constexpr arguments of the selection kernel: counts, and counts rounded up to powers of two."""
-    num_blocks = -(-vocab // block)
-    counts = {"B": num_blocks, "R": min(k, num_blocks), "K": k}
-    powers = {f"BLOCK_{name}": 1 << (count - 1).bit_length() for name, count in counts.items()}
-    return {"VOCAB": vocab, "BLOCK": block, "NUM_BLOCKS": num_blocks, "NUM_READ": counts["R"], "K": k} | powers
 
 
 def _check(logits: Tensor, k: int, *noise: Tensor | None) -> None:

@@ -245,8 +245,3 @@ class DeviceTrees(DeviceState):
     def max_depth(self) -> int:
         """D, the maximum depth of a node."""
         return self.ancestors.shape[2] - 1
-
-
-def block_of(size: int) -> int:
-    """Return the smallest power of two that is at least `size`."""
-    return 1 << (size - 1).bit_length()

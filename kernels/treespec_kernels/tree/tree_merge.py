@@ -35,8 +35,8 @@ import torch
 from torch import Tensor
 
 from treespec_kernels.launch.arguments import check_arguments
-from treespec_kernels.launch.triton_launch import load_kernels
-from treespec_kernels.tree.device_trees import SEED_BIT, DeviceForest, ProposedTrees, block_of
+from treespec_kernels.launch.triton_launch import block_of, load_kernels
+from treespec_kernels.tree.device_trees import SEED_BIT, DeviceForest, ProposedTrees
 from treespec_kernels.tree.growth_limits import MAX_MIXTURE, MIN_MIXTURE, frontier_width
 
 
@@ -138,9 +138,8 @@ def tree_merge_triton(
     """Compute `tree_merge_ref` on a GPU, in one launch and without a host sync."""
     _check(forest, tokens, probs, weights, end_tokens, proposed)
     kernels = load_kernels("tree.tree_merge", probs)
-    constants = blocks_of(
-        tokens.shape[0], forest.frontier_width, tokens.shape[3], end_tokens.shape[1], forest.num_seeds
-    )
+    num_ssms, _, frontier, proposals = tokens.shape
+    num_ends, block_p, block_c = end_tokens.shape[1], block_of(forest.candidates), block_of(proposals)
     kernels.merge_level[(forest.num_requests,)](
         tokens,
         probs,
@@ -152,36 +151,21 @@ def tree_merge_triton(
         *probs.stride()[:3],
         weights.stride(0),
         end_tokens.stride(0),
+        SSMS=num_ssms,
+        FRONTIER=frontier,
+        PROPOSALS=proposals,
+        ENDS=num_ends,
+        SEEDS=forest.num_seeds,
         MAX_DEPTH=forest.max_depth,
+        BLOCK_P=block_p,
+        BLOCK_F=block_of(frontier),
+        BLOCK_C=block_c,
+        BLOCK_E=block_of(max(num_ends, 1)),
+        BLOCK_S=block_of(forest.num_seeds),
         BLOCK_W=block_of(forest.max_depth + 1),
-        **constants,
-        num_warps=warps_of(constants),
+        num_warps=min(max(block_p * block_c // 256, 1), 16),  # about 8 comparisons per thread with one SSM's proposals
         enable_fp_fusion=False,
     )
-
-
-def blocks_of(num_ssms: int, frontier: int, proposals: int, num_ends: int, num_seeds: int) -> dict[str, int]:
-    """Return the kernel's constexpr arguments, from G, F, C, E and S."""
-    return {
-        "SSMS": num_ssms,
-        "FRONTIER": frontier,
-        "PROPOSALS": proposals,
-        "ENDS": num_ends,
-        "SEEDS": num_seeds,
-        "BLOCK_P": block_of(frontier * (num_ssms + 1) * proposals),
-        "BLOCK_F": block_of(frontier),
-        "BLOCK_C": block_of(proposals),
-        "BLOCK_E": block_of(max(num_ends, 1)),
-        "BLOCK_S": block_of(num_seeds),
-    }
-
-
-def warps_of(constants: dict[str, int]) -> int:
-    """Return the number of warps: about 8 comparisons per thread, but at most 16 warps.
-
-    Every proposal is compared with the proposals of one SSM at a time.
-    """
-    return min(max(constants["BLOCK_P"] * constants["BLOCK_C"] // 256, 1), 16)
 
 
 def _check(

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from treespec_kernels.launch.arguments import check_arguments
-from treespec_kernels.launch.triton_launch import load_kernels
-from treespec_kernels.tree.device_trees import DeviceForest, block_of
+from treespec_kernels.launch.triton_launch import block_of, load_kernels
+from treespec_kernels.tree.device_trees import DeviceForest
 
 BLOCK_Q = 1024  # candidates cleared per program
 NUM_WARPS = 4

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from treespec_kernels.launch.arguments import check_arguments
-from treespec_kernels.launch.triton_launch import load_kernels
-from treespec_kernels.tree.device_trees import SEED_BIT, DeviceForest, DeviceTrees, ProposedTrees, block_of
+from treespec_kernels.launch.triton_launch import block_of, load_kernels
+from treespec_kernels.tree.device_trees import SEED_BIT, DeviceForest, DeviceTrees, ProposedTrees
 
 
 def tree_select_ref(
@@ -134,7 +134,8 @@ def tree_select_triton(
     """Compute `tree_select_ref` on a GPU, in one launch and without a host sync."""
     wanted, out = _checked(forest, proposed, root_tokens, nodes, least_values, max_depths, out)
     kernels = load_kernels("tree.tree_select", least_values)
-    constants = blocks_of(forest.candidates, forest.num_seeds, forest.max_depth, out.max_nodes)
+    max_depth, max_nodes = forest.max_depth, out.max_nodes
+    block_q = block_of(max_depth * forest.candidates + forest.num_seeds)
     kernels.select_nodes[(forest.num_requests,)](
         *list(forest.tensors.values())[:5],  # the candidates
         forest.seed_cands,
@@ -145,32 +146,19 @@ def tree_select_triton(
         max_depths,
         wanted,
         *out.tensors.values(),
-        **constants,
-        num_warps=warps_of(constants),
+        CANDIDATES=forest.candidates,
+        SEEDS=forest.num_seeds,
+        MAX_DEPTH=max_depth,
+        MAX_NODES=max_nodes,
+        BLOCK_Q=block_q,
+        BLOCK_N=block_of(max_nodes),
+        BLOCK_W=block_of(max_depth + 1),
+        BLOCK_S=block_of(forest.num_seeds),
+        LOG_BLOCK_Q=block_q.bit_length() - 1,
+        num_warps=min(max(block_q // 256, 1), 16),  # 8 candidates per thread
         enable_fp_fusion=False,
     )
     return out
-
-
-def blocks_of(candidates: int, num_seeds: int, max_depth: int, max_nodes: int) -> dict[str, int]:
-    """Return the kernel's constexpr arguments, from P, S, D and N."""
-    block_q = block_of(max_depth * candidates + num_seeds)
-    return {
-        "CANDIDATES": candidates,
-        "SEEDS": num_seeds,
-        "MAX_DEPTH": max_depth,
-        "MAX_NODES": max_nodes,
-        "BLOCK_Q": block_q,
-        "BLOCK_N": block_of(max_nodes),
-        "BLOCK_W": block_of(max_depth + 1),
-        "BLOCK_S": block_of(num_seeds),
-        "LOG_BLOCK_Q": block_q.bit_length() - 1,
-    }
-
-
-def warps_of(constants: dict[str, int]) -> int:
-    """Return the number of warps: 8 candidates per thread, but at most 16 warps."""
-    return min(max(constants["BLOCK_Q"] // 256, 1), 16)
 
 
 def _checked(

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from treespec_kernels.launch.arguments import check_arguments
-from treespec_kernels.launch.triton_launch import load_kernels
-from treespec_kernels.tree.device_trees import DeviceTrees, block_of
+from treespec_kernels.launch.triton_launch import block_of, load_kernels
+from treespec_kernels.tree.device_trees import DeviceTrees
 
 
 class Walk(NamedTuple):
@@ -97,7 +97,7 @@ def tree_walk_triton(trees: DeviceTrees, choices: Tensor, finite: Tensor, *, out
     """Compute `tree_walk_ref` on a GPU, in one launch and without a host sync."""
     out = _checked(trees, choices, finite, out)
     kernels = load_kernels("tree.tree_walk", choices)
-    constants = blocks_of(trees.max_depth, trees.max_nodes)
+    block_n, block_w = block_of(trees.max_nodes), block_of(trees.max_depth + 1)
     kernels.walk_down[(trees.num_requests,)](
         trees.tokens,
         trees.depths,
@@ -109,26 +109,14 @@ def tree_walk_triton(trees: DeviceTrees, choices: Tensor, finite: Tensor, *, out
         *out,
         choices.stride(0),
         finite.stride(0),
-        **constants,
-        num_warps=warps_of(constants),
+        MAX_DEPTH=trees.max_depth,
+        MAX_NODES=trees.max_nodes,
+        BLOCK_N=block_n,
+        BLOCK_W=block_w,
+        num_warps=min(max(block_n * block_w // 512, 1), 8),  # 16 edges per thread
         enable_fp_fusion=False,
     )
     return out
-
-
-def blocks_of(max_depth: int, max_nodes: int) -> dict[str, int]:
-    """Return the kernel's constexpr arguments, from D and N."""
-    return {
-        "MAX_DEPTH": max_depth,
-        "MAX_NODES": max_nodes,
-        "BLOCK_N": block_of(max_nodes),
-        "BLOCK_W": block_of(max_depth + 1),
-    }
-
-
-def warps_of(constants: dict[str, int]) -> int:
-    """Return the number of warps: 16 edges per thread, but at most 8 warps."""
-    return min(max(constants["BLOCK_N"] * constants["BLOCK_W"] // 512, 1), 8)
 
 
 def _checked(trees: DeviceTrees, choices: Tensor, finite: Tensor, out: Walk | None) -> Walk:

@@ -1,4 +1,4 @@
-"""Coupled choice: the noise's integers, the distribution of the specification, what is refused, and the cases of each
+"""Coupled choice: the noise's integers, the distribution of the specification, and the cases of each
 implementation."""
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""KV commit: each implementation against a list-of-lists model, and what is refused."""
+"""KV commit: each implementation against a list-of-lists model."""
 
 from tests.child import run_cases
 from tests.kernel_cases import environments

@@ -1,4 +1,4 @@
-"""Logit transforms: what is refused, and the cases of each implementation."""
+"""Logit transforms: the cases of each implementation."""
 
 from tests.child import run_cases
 from tests.kernel_cases import environments

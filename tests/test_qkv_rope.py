@@ -1,4 +1,4 @@
-"""QKV and RoPE: the cases of each implementation, the CPU's decoder as their witness, and what is refused."""
+"""QKV and RoPE: the cases of each implementation, and the CPU's decoder as their witness."""
 
 from tests.child import run_cases
 from tests.kernel_cases import environments

@@ -1,4 +1,4 @@
-"""RMSNorm: the cases of each implementation, and what is refused."""
+"""RMSNorm: the cases of each implementation."""
 
 from tests.child import run_cases
 from tests.kernel_cases import environments

@@ -1,4 +1,4 @@
-"""Row-invariant linear layer: the specification, configurations, what is refused, and the kernel's cases in the
+"""Row-invariant linear layer: the specification, configurations, and the kernel's cases in the
 interpreter or on a GPU."""
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Row top-k: what is refused, and the cases of each implementation."""
+"""Row top-k: the cases of each implementation."""
 
 from tests.child import run_cases
 from tests.kernel_cases import environments

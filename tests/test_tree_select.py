@@ -1,4 +1,4 @@
-"""Tree select: each implementation against a dictionary of paths, and what is refused."""
+"""Tree select: each implementation against a dictionary of paths."""
 
 from tests.child import run_cases
 from tests.kernel_cases import environments

@@ -1,4 +1,4 @@
-"""Tree walk: each implementation against `verify_greedy`, a whole round of the batch, and what is refused."""
+"""Tree walk: each implementation against `verify_greedy`, and a whole round of the batch."""
 
 from tests.child import run_cases
 from tests.kernel_cases import environments

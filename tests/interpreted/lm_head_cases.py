@@ -80,20 +80,6 @@ def test_groups_are_heads_of_their_own(groups: int, dtype: torch.dtype) -> None:
 
 
 @each_dtype
-def test_a_row_has_its_bits_alone_and_in_company(dtype: torch.dtype) -> None:
-    x, weight = inputs(33, 70, 40, dtype)
-    company = project(x, weight)
-    for row in (0, 1, 15, 16, 31, 32):
-        alone = project(x[row : row + 1], weight)
-        assert torch.equal(alone.logits[0], company.logits[row])
-        assert all(torch.equal(a[0], b[row]) for a, b in zip(alone.stats, company.stats, strict=True))
-    order = torch.randperm(33, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    shuffled = project(x[order], weight)
-    assert torch.equal(shuffled.logits, company.logits[order])
-    assert all(torch.equal(a, b[order]) for a, b in zip(shuffled.stats, company.stats, strict=True))
-
-
-@each_dtype
 def test_a_row_has_the_same_bits_in_every_tile(dtype: torch.dtype) -> None:
     config = LmHeadConfig(64, 32, 32, 4, 2, fixed_order_dot=INTERPRETED, larger=((128, 8, 2),))
     x, weight = inputs(300, 70, 40, dtype)

@@ -338,22 +338,6 @@ def test_activated_products(
             assert torch.equal(got, row_linear_triton(product, one, config=SMALL, **options))
 
 
-def test_no_rows() -> None:
-    for config in (SMALL, replace(SMALL, split_k=2)):
-        layer = random_layer(0, 40, 70, torch.float32, groups=2)
-        assert row_linear_triton(layer.x, layer.weight, config=config).shape == (2, 0, 40)
-        assert row_linear_partials_triton(layer.x, layer.weight, config=config).shape == (config.split_k, 0, 40)
-
-
-def test_inputs_are_not_changed() -> None:
-    layer = random_layer(3, 40, 70, torch.float32, added="bias residual")
-    named = {"x": layer.x, "weight": layer.weight, **layer.options}
-    before = {name: tensor.clone() for name, tensor in named.items() if isinstance(tensor, torch.Tensor)}
-    for split_k in (1, 2):
-        row_linear_triton(layer.x, layer.weight, **layer.options, config=replace(SMALL, split_k=split_k))
-    assert all(torch.equal(named[name], tensor) for name, tensor in before.items())
-
-
 @pytest.mark.skipif(not INTERPRETED, reason="about the interpreter")
 def test_bfloat16_is_refused_in_the_interpreter() -> None:
     layer = random_layer(1, 16, 16, torch.bfloat16)

@@ -123,18 +123,6 @@ def test_one_without_a_temperature_is_argmax(vocab: int) -> None:
     assert equal(topk(logits, many, **noise), topk(logits, many))
 
 
-def test_bits_are_equal_for_a_row_alone_and_in_company() -> None:
-    logits, noise = random_logits(7, 300), noise_of(7)
-    for arguments in ({}, noise):
-        company = topk(logits, 8, **arguments)
-        for row in (0, 1, 6):
-            own = {name: tensor[row : row + 1] for name, tensor in arguments.items()}
-            assert equal(topk(logits[row : row + 1], 8, **own), RowTopk(*(t[row : row + 1] for t in company)))
-        order = torch.randperm(7, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-        shuffled = topk(logits[order], 8, **{name: tensor[order] for name, tensor in arguments.items()})
-        assert equal(shuffled, RowTopk(*(tensor[order.cpu()] for tensor in company)))
-
-
 def test_equal_values_go_by_rising_token() -> None:
     """In one block, over the border of two, and in more blocks than are read; +0 and -0 are equal."""
     vocab = 4 * BLOCK + 20

@@ -71,45 +71,22 @@ class LayerWeights:
     @classmethod
     def take(cls, weights: dict[str, Tensor], i: int) -> Self:
         """Pop layer i from decoder parameters by name."""
+        prefix = f"layers.{i}."
+        gate_up = ("gate", "up") if f"{prefix}gate" in weights else ("up",)
+        projections: dict[str, tuple[str, ...]] = {"o": ("o",), "gate_up": gate_up, "down": ("down",)}
+        if f"{prefix}q" in weights:
+            projections["qkv"] = ("q", "k", "v")
+        biases = {"qkv_bias": ("q_bias", "k_bias", "v_bias"), "gate_up_bias": ("gate_bias", "up_bias")}
 
-        def joined(*names: str) -> Tensor | None:
-            parts = [weights.pop(f"layers.{i}.{name}", None) for name in names]
+        def taken(name: str) -> Any:
+            if name in projections:
+                return take_projection(weights, prefix, projections[name])
+            parts = [weights.pop(prefix + part, None) for part in biases.get(name, (name,))]
             present = [part for part in parts if part is not None]
-            if not present:
-                return None
-            return _aligned(torch.cat(present) if len(present) > 1 else present[0])[None]
+            return torch.cat(present) if present else None
 
-        def needed(*names: str) -> Tensor:
-            tensor = joined(*names)
-            assert tensor is not None, names
-            return tensor
-
-        gated = f"layers.{i}.gate" in weights
-
-        def projection(*names: str) -> Weight:
-            weight: Weight = map_tensors(
-                lambda part: _aligned(part)[None], take_projection(weights, f"layers.{i}.", names)
-            )
-            return weight
-
-        return cls(
-            needed("attn_norm"),
-            joined("attn_norm_bias"),
-            projection("q", "k", "v") if f"layers.{i}.q" in weights else None,
-            joined("q_bias", "k_bias", "v_bias"),
-            joined("q_norm"),
-            joined("k_norm"),
-            projection("o"),
-            joined("o_bias"),
-            joined("attn_post_norm"),
-            needed("mlp_norm"),
-            joined("mlp_norm_bias"),
-            projection(*(("gate", "up") if gated else ("up",))),
-            joined("gate_bias", "up_bias"),
-            projection("down"),
-            joined("down_bias"),
-            joined("mlp_post_norm"),
-        )
+        values = {field.name: taken(field.name) for field in fields(cls)}
+        return cls(**{name: map_tensors(lambda part: _aligned(part)[None], value) for name, value in values.items()})
 
     @classmethod
     def stack(cls, layers: Sequence["LayerWeights"]) -> Self:

@@ -32,7 +32,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     "options, error, words",
     [
         ({"compile": 1}, ConfigError, 'compile=1; valid: True, False or "auto"'),
-        ({"attention": "cpu-packed"}, KernelError, "attention='cpu-packed'.*leave it at 'auto'"),
+        ({"attention": "cpu"}, KernelError, "attention='cpu'.*leave it at 'auto'"),
         ({"dtype": "float16"}, KernelError, "float16.*compile=False"),
     ],
 )
@@ -81,7 +81,7 @@ def test_auto_compiles_where_it_can() -> None:
 @pytest.mark.parametrize(
     "options, why",
     [
-        ({"attention": "cpu-packed"}, "attention='cpu-packed'"),
+        ({"attention": "cpu"}, "attention='cpu'"),
         ({"linear": "torch"}, "linear='torch'"),
         ({"dtype": "float16", "exact": False}, "float16"),
         ({"backend": "transformers"}, "transformers' code"),

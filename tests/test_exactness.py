@@ -86,12 +86,6 @@ def test_prefill_chunks_and_batch_size_change_nothing(dtype: torch.dtype, chunk:
             assert_exact(llm, plain, spec)
 
 
-@pytest.mark.parametrize("attention", ["cpu-packed", "cpu-gathered"])
-def test_both_attentions_give_the_same_bits(attention: str) -> None:
-    plain = plain_run(torch.float32)
-    assert_exact(tiny_llm(torch.float32, (1,), attention=attention), plain, SPECS["16"])
-
-
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 def test_threads(dtype: torch.dtype, count: int) -> None:

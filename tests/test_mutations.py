@@ -22,7 +22,7 @@ from treespec.request import Request
 from treespec.tree import TokenTree, merge
 from treespec.verification.verify import Verified, verify_greedy
 from treespec_kernels.attention import tree_attention_cpu
-from treespec_kernels.attention.tree_batch import RequestRows
+from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 from treespec_kernels.linear.linear import Linear, onednn_available
 
 pytestmark = pytest.mark.slow
@@ -90,7 +90,7 @@ FAULTY_ROWS: dict[str, Callable[[RequestRows], dict[str, Any]]] = {
     "a node sees its sibling": lambda rows: flipped(rows, last_child(rows), 1),
     "a node does not see the root": lambda rows: flipped(rows, last_child(rows), 0),
     "the root sees a child": lambda rows: flipped(rows, 0, last_child(rows)),
-    "columns in tree order": lambda rows: {"slot_depths": np.arange(rows.num_slots)},
+    "columns in tree order": lambda rows: {"slot_depths": np.minimum(np.arange(rows.num_slots), rows.depths.max())},
     "positions one further": lambda rows: {"depths": rows.depths + (rows.depths > 0)},
     "positions by slot": lambda rows: {"depths": rows.nodes},
     "one committed slot too few": lambda rows: {"context_len": rows.context_len - 1},
@@ -104,14 +104,19 @@ def test_faulty_rows(fault: str) -> None:
 
 def test_a_mask_of_one_column_too_many() -> None:
     """For prefill and plain decoding too: a chain's row sees the slot behind it."""
-    original = RequestRows.hidden_mask
+    lengths, ancestors = RequestRows.path_lengths.func, RequestRows.ancestors.func
 
-    def generous(self: RequestRows, num_columns: int, first_column: int) -> np.ndarray:
-        hidden = original(self, num_columns, first_column)
-        hidden[:, min(self.context_len - first_column + self.num_slots, num_columns - 1)] = False
-        return hidden
+    def generous(self: RequestRows) -> np.ndarray:
+        table = np.pad(ancestors(self), ((0, 0), (0, 1)), mode="edge")
+        last = len(self.pages) * PAGE_SIZE - 1 - self.context_len
+        table[np.arange(self.num_rows), self.depths + 1] = np.minimum(self.nodes + 1, last)
+        return table
 
-    assert reduced_check(lambda patch: patch.setattr(RequestRows, "hidden_mask", generous))
+    def plant(patch: Patch) -> None:
+        patch.setattr(RequestRows, "ancestors", property(generous))
+        patch.setattr(RequestRows, "path_lengths", property(lambda self: lengths(self) + 1))
+
+    assert reduced_check(plant)
 
 
 # --- faults in the cache
@@ -271,7 +276,7 @@ def faulty_engine(plant: Callable[[Patch], None]) -> LLM:
     with Patch.context() as patch:
         plant(patch)
         linear = "onednn" if onednn_available(torch.float32) else "torch"  # asked for: nothing else is tried
-        return open_llm(tiny()[0], prove=True, attention="cpu-packed", linear=linear)
+        return open_llm(tiny()[0], prove=True, attention="cpu", linear=linear)
 
 
 def bits_by_rows(original: Callable[..., Tensor]) -> Callable[..., Tensor]:

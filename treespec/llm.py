@@ -67,7 +67,7 @@ class LLM(VllmMethods):
         max_num_seqs: requests decoded at once.
         max_model_len: positions of the longest request; None is the model's maximum, or less where half of the free
             memory cannot hold `max_num_seqs` requests of it.
-        attention: the implementation of tree attention: "cpu-packed", "cpu-gathered", "triton" or "auto".
+        attention: the implementation of tree attention: "cpu", "triton" or "auto".
         prefill_chunk: prompt rows computed in one step; None is 512, and up to 2,048 on a GPU with enough memory.
         compile: run CPU passes as C++ that is compiled on first use (seconds) and kept in the user's cache folder; the
             self-test covers it too. "auto" needs float32 or bfloat16, `attention` and `linear` at "auto", a C++

@@ -100,4 +100,4 @@ def resolve_attention(attention: str, device: torch.device) -> str:
     """Return the name of the tree attention implementation."""
     if attention not in ("auto", *ATTENTIONS):
         raise KernelError(f"attention={attention!r}; valid: 'auto', {', '.join(map(repr, ATTENTIONS))}")
-    return attention if attention != "auto" else "cpu-packed" if device.type == "cpu" else "triton"
+    return attention if attention != "auto" else "cpu" if device.type == "cpu" else "triton"

@@ -111,7 +111,7 @@ class Loader:
             draft: the model as a draft; None for the target.
         """
         if isinstance(config, AdapterConfig):
-            return self.adapt(config, known, positions, self.attention, min_rows, 1)
+            return self.adapt(config, known, positions, min_rows, 1)
         size, stored = config.shape.vocab_size, replace(config.shape, vocab_size=known)
         library = self._library(config, quantization)
         # Drafts' heads are quantised per row where passes are compiled.
@@ -314,10 +314,8 @@ class Loader:
             return None
         return quantized_library(self.dtype, self.device, libraries_folder)
 
-    def adapt(
-        self, config: AdapterConfig, known: int, positions: int, attention: str, min_rows: int, multiple: int
-    ) -> AdapterDecoder:
+    def adapt(self, config: AdapterConfig, known: int, positions: int, min_rows: int, multiple: int) -> AdapterDecoder:
         """Return the decoder of a model for the adapter, which `open` loaded."""
-        op = make_attention(attention, config.shape, self.dtype, self.device, self.configs)
+        op = make_attention(self.attention, config.shape, self.dtype, self.device, self.configs)
         module = self._modules[config.source]
         return AdapterDecoder(config, module, op, positions, min_rows, multiple, known, self.exact)

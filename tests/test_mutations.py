@@ -23,7 +23,7 @@ from treespec.tree import TokenTree, merge
 from treespec.verification.verify import Verified, verify_greedy
 from treespec_kernels.attention import tree_attention_cpu
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
-from treespec_kernels.linear.linear import Linear, onednn_available
+from treespec_kernels.linear.linear import Linear
 
 pytestmark = pytest.mark.slow
 
@@ -275,8 +275,7 @@ def test_faulty_merges(fault: Any, guards: list[str]) -> None:
 def faulty_engine(plant: Callable[[Patch], None]) -> LLM:
     with Patch.context() as patch:
         plant(patch)
-        linear = "onednn" if onednn_available(torch.float32) else "torch"  # asked for: nothing else is tried
-        return open_llm(tiny()[0], prove=True, attention="cpu", linear=linear)
+        return open_llm(tiny()[0], prove=True)
 
 
 def bits_by_rows(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -297,9 +296,8 @@ def wrong_tiles(q: Tensor, *rest: Any) -> Tensor:
 
 def test_the_self_test_refuses_what_is_not_exact() -> None:
     assert faulty_engine(lambda patch: None).config.exact
-    for name in ("__call__", "activated"):
-        with pytest.raises(ExactnessError, match="plain decoding"):
-            faulty_engine(lambda patch, name=name: patch.setattr(Linear, name, bits_by_rows(getattr(Linear, name))))
+    with pytest.raises(ExactnessError, match="plain decoding"):
+        faulty_engine(lambda patch: patch.setattr(Linear, "__call__", bits_by_rows(Linear.__call__)))
     with pytest.raises(ExactnessError, match="plain decoding"):
         faulty_engine(lambda patch: patch.setattr("treespec.models.attention.tree_attention_cpu", wrong_tiles))
     with pytest.raises(ExactnessError, match="plain decoding"):
@@ -311,7 +309,7 @@ def test_the_self_test_refuses_what_is_not_exact() -> None:
 
 
 def test_a_faulty_product_is_seen_from_outside_too() -> None:
-    assert reduced_check(lambda patch: patch.setattr(Linear, "activated", bits_by_rows(Linear.activated)))
+    assert reduced_check(lambda patch: patch.setattr(Linear, "__call__", bits_by_rows(Linear.__call__)))
 
 
 def test_the_check_sees_a_missing_row() -> None:

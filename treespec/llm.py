@@ -72,7 +72,7 @@ class LLM(VllmMethods):
         compile: run CPU passes as C++ that is compiled on first use (seconds) and kept in the user's cache folder; the
             self-test covers it too. "auto" needs float32 or bfloat16, `attention` and `linear` at "auto", a C++
             compiler and a supported family, and logs what is missing. True raises an error instead.
-        linear: the implementation of linear layers: "onednn", "torch", "triton" or "auto".
+        linear: the implementation of linear layers: "torch", "triton" or "auto".
         cuda_graphs: capture rounds on a GPU in CUDA graphs; False launches every kernel separately.
         generation_config: default sampling parameters: "auto" (the model's generation_config.json, or the generation
             config of a model in memory), "treespec" (the defaults of `SamplingParams`), "vllm" (temperature 1, 16

@@ -27,7 +27,7 @@ from treespec.models.attention import make_attention
 from treespec.models.decoder import Attention, Decoder, HiddenStates, LayerSubset, StreamInput
 from treespec_kernels.attention.tree_attention_cpu import RowBatch, plan_tree_attention_cpu, tree_attention_cpu
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
-from treespec_kernels.linear.linear import LinearImpl, onednn_available
+from treespec_kernels.linear.linear import onednn_available
 
 logger = logging.getLogger("treespec")
 
@@ -84,7 +84,7 @@ class AdapterDecoder(Decoder):
         self.vocab_size, self.known = shape.vocab_size, shape.vocab_size if known is None else known
         self.dtype, self.device = parameter.dtype, parameter.device
         packed = any(isinstance(module, PackedLinear) for module in model.modules())
-        self.linear: LinearImpl = "onednn" if packed else "torch"
+        self.linear = "onednn" if packed else "torch"
         self._configs = configs_of(model)
         found = [
             None if sinks else window_below(mask, longest, self.device)

@@ -102,12 +102,13 @@ class CompiledDecoder(Decoder):
         KernelError: the library cannot be built.
     """
 
+    linear = "compiled"
     library: ctypes.CDLL
     growth: ctypes.CDLL
 
     def __init__(self, config: ModelConfig, weights: dict[str, Tensor], folder: Path, integer: bool = False):
         self._folder, self._integer, self._joined = folder, integer, torch.empty(0, dtype=torch.float32, device="cpu")
-        super().__init__(config, weights, CompiledAttention(weights["embed"].dtype), "compiled", min_rows=1)
+        super().__init__(config, weights, CompiledAttention(weights["embed"].dtype))
 
     def _take(self, weights: dict[str, Tensor]) -> None:
         config, shape = self.config, self.config.shape

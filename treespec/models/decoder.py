@@ -20,15 +20,15 @@ from torch import Tensor
 from treespec.config import ModelConfig
 from treespec.errors import ConfigError
 from treespec.models.head_vocabulary import HeadVocabulary
-from treespec.models.layer import Layer, make_linear
+from treespec.models.layer import Layer
 from treespec.models.norms import STREAMS, LayerStream, RmsStream, norm_heads
 from treespec.models.prepare import prepare
 from treespec.models.quantized_weights import take_projection
 from treespec.models.rotation import RotaryEmbedding
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 from treespec_kernels.cpu.decoder_cpu import PassEntries
-from treespec_kernels.linear.activations import soft_cap
-from treespec_kernels.linear.linear import LinearImpl
+from treespec_kernels.linear.activations import ACTIVATIONS, soft_cap
+from treespec_kernels.linear.linear import Linear
 from treespec_kernels.linear.quantized import QuantizedWeight
 
 
@@ -127,12 +127,10 @@ class Decoder:
         weights: decoder parameters by name (`ModelShape.parameters`), in the compute dtype. The dict is emptied, so
             that copies made by unpacking are freed one by one.
         attention: tree attention backend.
-        linear: implementation of linear layers.
-        min_rows: number of rows to which smaller passes are padded: 2 if linear layers are row-invariant from two rows
-            on, otherwise the rows of the largest pass.
-        library: library that computes quantised layers; None dequantises them to the model's dtype.
 
     Attributes:
+        linear: implementation of linear layers.
+        min_rows: number of rows to which smaller passes are padded.
         head_vocabulary: tokens of a reduced head, set after loading; None if the head covers the vocabulary.
         growth: library of compiled tree growth; None without one.
         offset: number of slots by which a token's K/V lie before the token's position; 1 for draft heads.
@@ -141,24 +139,17 @@ class Decoder:
     """
 
     backend = "native"
+    linear: Literal["torch", "onednn", "compiled", "triton"] = "torch"
+    min_rows = 1
     offset = 0
     kept_nodes: int | None = None
     max_depth: int | None = None
     growth: CDLL | None = None
     head_vocabulary: HeadVocabulary | None = None
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        weights: dict[str, Tensor],
-        attention: Attention,
-        linear: LinearImpl | Literal["compiled", "triton"],
-        min_rows: int = 2,
-        library: CDLL | None = None,
-    ):
+    def __init__(self, config: ModelConfig, weights: dict[str, Tensor], attention: Attention):
         shape = config.shape
-        self._library = library
-        self.config, self.attention, self.linear, self.min_rows = config, attention, linear, min_rows
+        self.config, self.attention = config, attention
         self.heads, self.kv_heads, self.head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         self.vocab_size = shape.vocab_size
         self.embed = weights.pop("embed").clone()  # a mapped tensor keeps the whole file mapped
@@ -177,14 +168,11 @@ class Decoder:
     def _take(self, weights: dict[str, Tensor]) -> None:
         """Build layers, final norm and head."""
         shape = self.config.shape
-        assert self.linear != "compiled" and self.linear != "triton"
-        self.layers = [
-            Layer(weights, i, self.config, self.linear, self.dtype, self._library) for i in range(shape.num_layers)
-        ]
+        self.layers = [Layer(weights, i, self.config, self.dtype) for i in range(shape.num_layers)]
         self._stream = STREAMS[self.config.rules.norm]
         self.final_norm = self._stream.take(weights.pop("final_norm"), weights.pop("final_norm_bias", None))
         head = take_projection(weights, "", ("lm_head",)) if "lm_head" in weights else self.embed
-        self.head = make_linear(head, None, self.dtype, self.linear, self._library)
+        self.head = Linear(head, None, self.dtype)
 
     @cached_property
     def plan_key(self) -> tuple[object, ...]:
@@ -194,7 +182,6 @@ class Decoder:
             self.heads,
             self.kv_heads,
             self.head_dim,
-            self.min_rows,
             ropes,
             learned,
             self.windows,
@@ -233,10 +220,6 @@ class Decoder:
         else:
             positions = np.concatenate([self._positions(rows) for rows in requests])
             pages, offsets = (np.concatenate(parts) for parts in zip(*(rows.slots for rows in requests), strict=True))
-        missing = self.min_rows - len(positions)
-        if missing > 0:  # padding rows write to the null page and are never read
-            nothing = np.zeros(missing, dtype=np.int64)
-            positions, pages, offsets = (np.concatenate((part, nothing)) for part in (positions, pages, offsets))
         first = pages * (self.kv_heads * PAGE_SIZE) + offsets  # of KV head 0 in a layer's pool viewed as [-1, D]
         steps = np.arange(self.kv_heads) * PAGE_SIZE
         steps = np.concatenate((steps, steps + kv.shape[2] * self.kv_heads * PAGE_SIZE))  # K, then V
@@ -279,7 +262,7 @@ class Decoder:
             num_layers: number of layers to run; None = all.
 
         Returns:
-            [layout.num_rows, hidden_size]; padding rows last.
+            [layout.num_rows, hidden_size]; padding rows last, if the decoder pads passes.
         """
         return self._forward(tokens, layout, kv, num_layers, {})
 
@@ -295,7 +278,6 @@ class Decoder:
 
     def write_context(self, rows: Tensor, layout: Pass, kv: Tensor) -> None:
         """Write K/V to the slots of a pass: every layer projects the same given rows, [num_rows, hidden_size]."""
-        rows = F.pad(rows, (0, 0, 0, layout.num_rows - len(rows)))
         rotation = layout.rotation.split(1, 1)
         for layer, cache in zip(self.layers, kv, strict=True):
             assert layer.qkv is not None
@@ -331,12 +313,7 @@ class Decoder:
         given: StreamInput | None = None,
     ) -> Tensor:
         """Run the pass, from `given` if there is one, and store residual streams at the keys of `states`."""
-        missing, qkv = layout.num_rows - len(tokens), None
-        if given is None:
-            x = self._embed(F.pad(tokens, (0, missing)) if missing else tokens, layout)
-        else:
-            x = F.pad(given.rows, (0, 0, 0, missing))
-            qkv = None if given.qkv is None else F.pad(given.qkv, (0, 0, 0, missing))
+        x, qkv = (self._embed(tokens, layout), None) if given is None else given
         rotation = layout.rotation.split(1, 1)
         stream = self._stream(x, self.config.norm_eps)
         for i, (layer, cache) in enumerate(zip(self.layers[:num_layers], kv, strict=False)):
@@ -384,7 +361,7 @@ class Decoder:
         else:
             stream.x.add_(part)
             h = stream.norm(layer.mlp_norm)
-        part = (layer.up if layer.gate is None else layer.gate).activated(h, self.config.activation)
+        part = ACTIVATIONS[self.config.activation]((layer.up if layer.gate is None else layer.gate)(h))
         part = layer.down(part if layer.gate is None else part.mul_(layer.up(h)))
         if layer.mlp_post_norm is not None:
             part = stream.norm_of(part, layer.mlp_post_norm)
@@ -414,13 +391,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor, rows: Sequence[int] | Tensor | None = None) -> Tensor:
         """Compute the logits of selected (or all) rows of `hidden`, [n, vocab], in the model's dtype."""
-        if rows is not None:
-            hidden = hidden[rows]
-        n = len(hidden)
-        if n < self.min_rows:
-            hidden = F.pad(hidden, (0, 0, 0, self.min_rows - n))
-        logits = self.head(hidden)[:n]
-        return self._finish_logits(logits)
+        return self._finish_logits(self.head(hidden if rows is None else hidden[rows]))
 
     def _finish_logits(self, logits: Tensor) -> Tensor:
         """Apply the soft cap, and expand the logits of a reduced head, in which all other tokens are -inf."""

@@ -324,6 +324,8 @@ class TritonDecoder(Decoder):
         num_positions: maximum number of positions.
     """
 
+    linear = "triton"
+
     def __init__(
         self,
         config: ModelConfig,
@@ -334,7 +336,7 @@ class TritonDecoder(Decoder):
         num_positions: int,
     ):
         self._configs, self._exact, self.triton_attention = configs, exact, attention
-        super().__init__(config, weights, attention, "triton", min_rows=1)
+        super().__init__(config, weights, attention)
         # One fixed table for all passes, because captured graphs contain its address.
         tables = [rotation.table(num_positions) for rotation in self.rotations]
         if len(tables) == 1:

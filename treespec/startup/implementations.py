@@ -9,19 +9,17 @@ from typing import Literal
 import torch
 
 from treespec.adapter.source import Source
-from treespec.config import ModelConfig, SpecConfig
+from treespec.config import ModelConfig
 from treespec.errors import KernelError
 from treespec.models.attention import ATTENTIONS
 from treespec.models.compiled import check_compiled
 from treespec.startup.load_models import libraries_folder
 from treespec_kernels.cpu.cpu_library import CompileError, find_compiler
 from treespec_kernels.cpu.lookup_cpu import lookup_library
-from treespec_kernels.linear.linear import LinearImpl, onednn_available
 
 logger = logging.getLogger("treespec")
 
-LINEARS = ("onednn", "torch", "triton")
-FIXED_ROWS = 64  # rows of every pass if the linear layers are not row-invariant
+LINEARS = ("torch", "triton")
 
 
 def resolve_compile(
@@ -73,27 +71,16 @@ def resolve_lookup(compile: bool | str) -> ctypes.CDLL | None:
 
 
 def resolve_linear(
-    linear: str, attention: str, dtype: torch.dtype, device: torch.device, exact: bool, spec: SpecConfig, compile: bool
-) -> tuple[LinearImpl | Literal["compiled", "triton"], int | None]:
-    """Return the implementation of linear layers, and the rows to pad every pass to if exactness needs padding."""
+    linear: str, attention: str, device: torch.device, compile: bool
+) -> Literal["torch", "compiled", "triton"]:
+    """Return the implementation of linear layers."""
     if linear not in ("auto", *LINEARS):
         raise KernelError(f"linear={linear!r}; valid: 'auto', {', '.join(map(repr, LINEARS))}")
     if compile:
-        return "compiled", None
-    available = device.type == "cpu" and onednn_available(dtype)
-    if linear == "onednn" and not available:
-        raise KernelError(f"linear='onednn' needs a CPU with fast {dtype}, the device is {device}; use linear='auto'")
+        return "compiled"
     if linear == "triton" and attention != "triton":
         raise KernelError(f"linear='triton' requires attention='triton', not {attention!r}")
-    if linear == "triton" or (linear == "auto" and device.type == "cuda"):
-        return "triton", None
-    if linear in ("auto", "onednn") and available:
-        return "onednn", None
-    if not exact:
-        return "torch", None
-    rows = max(FIXED_ROWS, spec.max_nodes)
-    logger.warning("%s on %s has no row-invariant linear layers: every pass is padded to %d rows", dtype, device, rows)
-    return "torch", rows
+    return "triton" if linear == "triton" or (linear == "auto" and device.type == "cuda") else "torch"
 
 
 def resolve_attention(attention: str, device: torch.device) -> str:

@@ -47,9 +47,8 @@ def load_target(resolved: Resolved, plan: MemoryPlan) -> Target:
         ExactnessError: trees are not bit-identical to plain decoding. KernelError: a kernel does not run, or the target
             returns no hidden states for its draft heads.
     """
-    loader, config, fixed_rows = resolved.loader, resolved.target, resolved.fixed_rows
-    min_rows = fixed_rows or 2
-    decoder = loader.load(config, config.shape.vocab_size, plan.positions, min_rows, resolved.quantization)
+    loader, config, fixed_rows = resolved.loader, resolved.target, None
+    decoder = loader.load(config, config.shape.vocab_size, plan.positions, resolved.quantization)
     if plan.features is not None:
         decoder.check_states(plan.features.layers)
     cache = plan.make_cache(loader.device)
@@ -99,9 +98,6 @@ def fallback_options(resolved: Resolved, error: ExactnessError) -> EngineOptions
     if resolved.compile and options.compile == "auto":
         logger.warning("compiled passes are not exact on this machine; computing eagerly (%s)", error)
         return dataclasses.replace(options, compile=False)
-    if resolved.loader.linear == "onednn" and options.linear == "auto":
-        logger.warning("oneDNN's linear layers are not row-invariant here; using torch's (%s)", error)
-        return dataclasses.replace(options, linear="torch")
     raise error
 
 

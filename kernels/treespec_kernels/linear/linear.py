@@ -1,33 +1,17 @@
-"""Row-invariant linear layers on a CPU: a row's bits do not depend on the other rows of the pass.
+"""Row-invariant linear layers in torch: a row's bits do not depend on the other rows of the pass.
 
-Weights are reordered once into oneDNN's blocked layout. For few rows this is 2 to 4 times as fast as `F.linear`, and
-bits were measured to be equal for 2 to 1,024 rows, in fp32 and bf16 (a single row uses another code path for some
-shapes, so a pass has at least two). In two cases oneDNN sums more rows in other blocks, so that one element in several
-thousand rounds differently, and larger passes are computed in parts: with AMX in bf16 from 33 rows on (19 of 24 shapes
-on a Sapphire Rapids), and before torch 2.12 in fp32 from 16 rows on (3 of 17 shapes, with 1,024 or 2,048 inputs). Only
-this module uses the two ops, which are private to torch.
+Every product has `ROWS` rows, so that it always runs the same kernel: oneDNN and MKL choose kernels, and blocks of a
+sum, by the number of rows. On a CPU, weights are reordered once into oneDNN's blocked layout if it supports the dtype,
+which is 2 to 4 times as fast as `F.linear`. Only this module uses the two ops, which are private to torch.
 """
-
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from treespec_kernels.linear.activations import ACTIVATIONS
+from treespec_kernels.linear.quantized import QuantizedWeight, dequantized
 
-LinearImpl = Literal["onednn", "torch"]
-
-_FUSED = {"silu": ("swish", ""), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "relu": ("relu", "")}
-"""oneDNN's name and algorithm of each activation. Bits were measured to be equal for 2 to 33 rows, at widths such as
-1365."""
-
-
-def _rows_per_call(dtype: torch.dtype) -> int | None:
-    """Return the largest number of rows whose bits are those of 2 rows; None = any number."""
-    if dtype == torch.bfloat16:
-        return 32 if torch.cpu._is_amx_tile_supported() else None
-    return 15 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12) else None
+ROWS = 16
 
 
 def onednn_available(dtype: torch.dtype) -> bool:
@@ -46,47 +30,34 @@ def onednn_available(dtype: torch.dtype) -> bool:
 
 
 class Linear:
-    """Linear layer y = x W^T + b, optionally with an activation.
-
-    Later additions and products are not fused: for 8 rows and 256 features on one thread, oneDNN's fused `add` and
-    `mul` add 9 us to the product, an in-place `add_` 1 us.
+    """Linear layer y = x W^T + b.
 
     Args:
-        weight: [out_features, in_features].
+        weight: [out_features, in_features], or quantised: it is dequantised to `dtype`, because torch's weight-only
+            products are slower (for a weight of 4096 x 1024 and 16 rows in bfloat16, `_weight_int8pack_mm` took 5.0 ms,
+            `_weight_int4pack_mm_for_cpu` 2.6 ms, and oneDNN's dense product 1.5 ms).
         bias: [out_features] or None.
-        impl: "onednn" (reordered weights, CPU) or "torch" (`F.linear`, which is not row-invariant in fp32, so the
-            caller must keep the number of rows fixed). There is no fallback.
+        dtype: of a quantised weight's layer.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, impl: LinearImpl):
-        self.impl = impl
+    def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None, dtype: torch.dtype | None = None):
+        if isinstance(weight, QuantizedWeight):
+            weight = dequantized(weight).to(dtype)
         self.out_features, self.in_features = weight.shape
-        self.bias = None if bias is None else bias.contiguous()
+        self.weight, self.bias = weight.contiguous(), None if bias is None else bias.contiguous()
         self.nbytes = weight.nbytes + (0 if bias is None else bias.nbytes)
-        self._rows_per_call = _rows_per_call(weight.dtype)
-        if impl == "onednn":
-            self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 16)
-        else:
-            self.weight = weight.contiguous()
+        self._reordered = weight.device.type == "cpu" and onednn_available(weight.dtype)
+        if self._reordered:
+            self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight, ROWS)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Apply the layer to x [num_rows, in_features]; returns [num_rows, out_features]."""
-        if self.impl == "onednn":
-            return self._pointwise(x, "none", "")
-        return F.linear(x, self.weight, self.bias)
-
-    def activated(self, x: Tensor, activation: str) -> Tensor:
-        """Apply the layer, then one of `ACTIVATIONS`."""
-        if self.impl == "onednn":
-            return self._pointwise(x, *_FUSED[activation])
-        return ACTIVATIONS[activation](F.linear(x, self.weight, self.bias))
-
-    def _pointwise(self, x: Tensor, name: str, algorithm: str) -> Tensor:
-        """Compute oneDNN's product with an activation, in parts if oneDNN would sum this many rows in other blocks."""
-        if self._rows_per_call is None or len(x) <= self._rows_per_call:
-            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, name, [], algorithm)
         out = x.new_empty(len(x), self.out_features)
-        parts = -(-len(x) // self._rows_per_call)  # of nearly equal size, so that none has a single row
-        for rows, to in zip(x.tensor_split(parts), out.tensor_split(parts), strict=True):
-            to.copy_(torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, name, [], algorithm))
+        for rows, to in zip(x.split(ROWS), out.split(ROWS), strict=True):
+            padded = F.pad(rows, (0, 0, 0, ROWS - len(rows))).contiguous()
+            if self._reordered:
+                y = torch.ops.mkldnn._linear_pointwise(padded, self.weight, self.bias, "none", [], "")
+            else:
+                y = F.linear(padded, self.weight, self.bias)
+            to.copy_(y[: len(rows)])
         return out

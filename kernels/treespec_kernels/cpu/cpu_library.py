@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -28,6 +29,7 @@ logger = logging.getLogger("treespec")
 _PATIENCE = 600.0  # seconds to wait for another process's compiler, which takes 10 to 100
 # Without -ffast-math and contraction every operation is rounded, so vectorisation does not affect bits.
 _FLAGS = "-std=c++17 -O3 -march=native -ffp-contract=off -fno-math-errno -pthread -fPIC -shared -Wno-psabi".split()
+_NUMBERS = {"int64_t": ctypes.c_int64, "float": ctypes.c_float, "double": ctypes.c_double}
 TILE_FLAGS = ("-DTILES=1",)
 _V4 = "-march=x86-64-v4"
 # TREESPEC_CPU: flags of the compiler, and macros that it defines on machines with these instructions. amx-emulated
@@ -118,14 +120,36 @@ def address_of(array: np.ndarray, dtype: type = np.int64) -> int:
     return array.__array_interface__["data"][0]
 
 
-def pointers(*names: str) -> tuple[tuple[str, type], ...]:
-    """Return pointer fields of a `ctypes.Structure`."""
-    return tuple((name, ctypes.c_void_p) for name in names)
+def read_structs(*sources: Path) -> dict[str, type[ctypes.Structure]]:
+    """Return the structs that `extern "C"` blocks of C++ files define, without their methods.
+
+    All pointers are `c_void_p`. The elements of an array `x[2]` are the fields `x_0` and `x_1`.
+    """
+    structs: dict[str, type[ctypes.Structure]] = {}
+    text = re.sub("//.*", "", "".join(source.read_text() for source in sources))
+    for block in re.findall(r'^extern "C" {$(.*?)^} *$', text, re.S | re.M):
+        for struct, body in re.findall(r"^struct (\w+) {(.*?)^(?:};|$)", block, re.S | re.M):
+            fields: list[tuple[str, type]] = []
+            for declaration in filter(str.strip, body.split(";")):
+                if function := re.search(r"\(\*(\w+)\)", declaration):
+                    fields.append((function[1], ctypes.c_void_p))
+                    continue
+                kind, names = declaration.replace("const ", "").replace("*", " *").split(None, 1)
+                for name, length in re.findall(r"(\*? *\w+)(?:\[(\d)\])?", names):
+                    field = ctypes.c_void_p if "*" in name else _NUMBERS.get(kind) or structs[kind]
+                    ends = [f"_{i}" for i in range(int(length))] if length else [""]
+                    fields += [(name.strip("* ") + end, field) for end in ends]
+            structs[struct] = type(struct, (ctypes.Structure,), {"_fields_": fields})
+    return structs
 
 
-def numbers(*names: str) -> tuple[tuple[str, type], ...]:
-    """Return int64 fields of a `ctypes.Structure`."""
-    return tuple((name, ctypes.c_int64) for name in names)
+def _declare(library: ctypes.CDLL, text: str) -> ctypes.CDLL:
+    """Declare the arguments and results of the functions `treespec_*` that a source defines."""
+    for result, name, parameters in re.findall(r"^(void|int64_t) (treespec_\w+)\(([^)]*)\)", text, re.M):
+        function = getattr(library, name)
+        function.argtypes = [ctypes.c_void_p if "*" in part else ctypes.c_int64 for part in parameters.split(",")]
+        function.restype = _NUMBERS.get(result)
+    return library
 
 
 def compile_library(
@@ -156,7 +180,7 @@ def compile_library(
             folder.mkdir(parents=True, exist_ok=True)
             scratch = tempfile.TemporaryDirectory(dir=folder)
         except OSError as error:
-            return _compile_uncached(build, name, error)
+            return _declare(_compile_uncached(build, name, error), texts[0])
         with scratch, shared_work(folder / f"{name}.lock", f"compile {sources[0].stem}", _PATIENCE):
             path = _cached(folder, name)
             if path is None:
@@ -166,7 +190,7 @@ def compile_library(
                 _run([*build, str(built)])
                 path = folder / f"{name}-{_digest(built)}.so"
                 os.replace(built, path)
-    return _load(path)
+    return _declare(_load(path), texts[0])
 
 
 def build_together(builds: Sequence[Callable[[], object]]) -> None:

@@ -14,59 +14,14 @@ import torch
 from torch import Tensor
 
 from treespec_kernels.cpu.compiled_plan import CompiledPlan
-from treespec_kernels.cpu.cpu_library import numbers, pointers
-from treespec_kernels.cpu.decoder_library import DTYPES, LinearStruct, PackedLinear
+from treespec_kernels.cpu.decoder_library import DTYPES, STRUCTS, PackedLinear
 from treespec_kernels.cpu.huge_pages import HugePages
 from treespec_kernels.linear.quantized import QuantizedWeight
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # in the order of the C++ enum
 
 _LANES = 16
-
-
-class _Norm(ctypes.Structure):
-    _fields_ = pointers("weight", "bias")
-
-
-class _Layer(ctypes.Structure):
-    _fields_ = (
-        *((name, _Norm) for name in ("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm")),
-        *pointers("head_norm"),
-        *((name, LinearStruct) for name in ("qkv", "o", "gate_up", "down")),
-        *numbers("rope", "window"),
-    )
-
-
-class _Model(ctypes.Structure):
-    _fields_ = (
-        ("layers", ctypes.POINTER(_Layer)),
-        *pointers("embed", "positions"),
-        ("final_norm", _Norm),
-        *numbers("hidden", "heads", "kv_heads", "mlp", "threads", "activation", "layer_norm", "parallel", "ropes"),
-        *((name, ctypes.c_float) for name in ("eps", "scale", "embed_scale", "score_cap")),
-    )
-
-
-class _Pairing(ctypes.Structure):
-    _fields_ = (
-        ("qkv", ctypes.POINTER(LinearStruct)),
-        *pointers("embed"),
-        ("embed_norm", _Norm),
-        ("feature_norm", _Norm),
-        *numbers("hidden", "residual_after_norm"),
-        ("eps", ctypes.c_float),
-    )
-
-
-class _Batch(ctypes.Structure):
-    _fields_ = (
-        *numbers("num_rows", "num_layers"),
-        *pointers("tokens", "places", "slots", "tables", "direct", "starts", "counts"),
-        *pointers("pages", "paths", "positions", "rotation", "cache"),
-        *numbers("num_pages"),
-        *pointers("out", "inputs", "qkv", "states", "state_layers"),
-        *numbers("num_states"),
-    )
+_Norm, _Layer, _Linear = STRUCTS["Norm"], STRUCTS["Layer"], STRUCTS["Linear"]
 
 
 class NormWeights(NamedTuple):
@@ -187,8 +142,8 @@ class PairInputs:
         self._qkv = PackedLinear(library, *qkv, integer)
         self._norms = [norm.float().contiguous() for norm in (embed_norm, feature_norm)]
         self.nbytes = sum(tensor.nbytes for tensor in self._qkv.held)
-        self._pairing = _Pairing(
-            ctypes.pointer(self._qkv.struct),
+        self._pairing = STRUCTS["Pairing"](
+            ctypes.addressof(self._qkv.struct),
             embed.data_ptr(),
             *(_Norm(norm.data_ptr()) for norm in self._norms),
             embed.shape[1],
@@ -286,8 +241,8 @@ class CompiledModel:
             )
         )
         a = architecture
-        self._model = _Model(
-            self._layers,
+        self._model = STRUCTS["Model"](
+            ctypes.addressof(self._layers),
             embed.data_ptr(),
             None if positions is None else positions.data_ptr(),
             self._norm(final_norm),
@@ -315,8 +270,8 @@ class CompiledModel:
         model._layers = (_Layer * len(layers))(*(self._layers[i] for i in layers))
         for layer, window in zip(model._layers, windows, strict=True):
             layer.window = window or 0
-        model._model = _Model.from_buffer_copy(self._model)
-        model._model.layers = model._layers
+        model._model = STRUCTS["Model"].from_buffer_copy(self._model)
+        model._model.layers = ctypes.addressof(model._layers)
         model.entries = model._find_entries()
         return model
 
@@ -332,12 +287,12 @@ class CompiledModel:
     def _floats(self, tensor: Tensor | None) -> int | None:
         return None if tensor is None else self._hold(tensor.float().contiguous().clone())
 
-    def _norm(self, norm: NormWeights | None) -> _Norm:
+    def _norm(self, norm: NormWeights | None) -> ctypes.Structure:
         return _Norm() if norm is None else _Norm(self._floats(norm.weight), self._floats(norm.bias))
 
-    def _linear(self, weight: Tensor | QuantizedWeight | None, bias: Tensor | None) -> LinearStruct:
+    def _linear(self, weight: Tensor | QuantizedWeight | None, bias: Tensor | None) -> ctypes.Structure:
         if weight is None:
-            return LinearStruct()
+            return _Linear()
         packed = PackedLinear(self._library, weight, bias, self._integer, self._memory)
         self._held += packed.held
         return packed.struct
@@ -404,13 +359,13 @@ class CompiledModel:
         batch.inputs = rows.data_ptr()
         self._library.treespec_write_context(ctypes.byref(self._model), ctypes.byref(batch))
 
-    def _batch(self, plan: CompiledPlan, rotation: Tensor, kv: Tensor, num_layers: int) -> "_Batch":
+    def _batch(self, plan: CompiledPlan, rotation: Tensor, kv: Tensor, num_layers: int) -> ctypes.Structure:
         """Return the arguments of a pass, without its inputs and outputs."""
         assert rotation.is_contiguous() and rotation.dtype == torch.float32
         assert rotation.shape[1] == 2 * self.num_ropes
         assert kv.is_contiguous() and kv.dtype == self.dtype
         rows, step = plan.rows.data_ptr(), plan.num_rows * 8
-        return _Batch(
+        return STRUCTS["Batch"](
             plan.num_rows,
             num_layers,
             slots=plan.slots.data_ptr(),

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from treespec_kernels.cpu.cpu_library import compile_library, numbers, pointers
+from treespec_kernels.cpu.cpu_library import compile_library, read_structs
 from treespec_kernels.cpu.huge_pages import HugePages
 from treespec_kernels.linear.quantized import QuantizedWeight
 
@@ -23,12 +23,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 _PANEL = 64
 
 
-class LinearStruct(ctypes.Structure):
-    _fields_ = (
-        *pointers("weight", "bias"),
-        *numbers("inputs", "outputs", "bits", "group", "integer"),
-        *pointers("scale", "zero"),
-    )
+STRUCTS = read_structs(SOURCE, SOURCE.with_name("batch_cpu.h"))
 
 
 @functools.cache
@@ -44,20 +39,7 @@ def build(compiler: tuple[str, ...], head_dim: int, dtype: torch.dtype, folder: 
         CompileError: as `compile_library`.
     """
     defines = f"-DHEAD_DIM={head_dim}", f"-DBF16={int(dtype == torch.bfloat16)}"
-    library = compile_library(compiler, (SOURCE, *PARTS), defines, folder)
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    for name, arguments in {
-        "forward": (pointer, pointer),
-        "write_context": (pointer, pointer),
-        "linear": (pointer, pointer, number, pointer, number),
-        "pack": (pointer, number, number, number, number, pointer),
-        "probs": (pointer, pointer, number, pointer, number),
-        "pairs": (pointer, pointer, pointer, number, pointer, pointer, number),
-        "best": (pointer, number, number, pointer, pointer, number),
-    }.items():
-        entry = getattr(library, f"treespec_{name}")
-        entry.argtypes, entry.restype = arguments, None
-    return library
+    return compile_library(compiler, (SOURCE, *PARTS), defines, folder)
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -118,7 +100,7 @@ class PackedLinear:
         if memory is not None:
             packed = memory.place(packed)
         padded = None if bias is None else torch.nn.functional.pad(bias.float(), (0, -self.outputs % _PANEL))
-        self.struct = LinearStruct(
+        self.struct = STRUCTS["Linear"](
             weight=self._hold(packed),
             bias=None if padded is None else self._hold(padded.contiguous().clone()),
             inputs=self.inputs,

@@ -20,17 +20,8 @@ from torch import Tensor
 
 from treespec_kernels.attention.tree_batch import PAGE_SIZE
 from treespec_kernels.cpu.compiled_plan import CompiledPlan
-from treespec_kernels.cpu.cpu_library import address_of, compile_library
+from treespec_kernels.cpu.cpu_library import address_of, compile_library, read_structs
 from treespec_kernels.cpu.decoder_cpu import PassEntries
-from treespec_kernels.cpu.growth_structs import (
-    RULE,
-    DraftStruct,
-    GrowthStruct,
-    LevelsStruct,
-    PlacingStruct,
-    RuleStruct,
-    SsmProbsStruct,
-)
 from treespec_kernels.tree.growth_limits import frontier_width
 from treespec_kernels.tree.tree_levels import Frontier, Level
 
@@ -38,18 +29,14 @@ NO_PAGE = "a tree has no page for its nodes"
 _SOURCES = tuple(
     Path(__file__).with_name(name) for name in ("growth_cpu.cpp", "drafts_cpu.h", "vectors_cpu.h", "batch_cpu.h")
 )
+_STRUCTS = read_structs(*_SOURCES)
+_RULE = [name for name, kind in _STRUCTS["Rule"]._fields_ if kind is ctypes.c_double]
 
 
 @functools.cache
 def growth_library(compiler: tuple[str, ...], folder: Path) -> ctypes.CDLL:
     """Load or compile the library; arguments and errors as in `compile_library`."""
-    library = compile_library(compiler, _SOURCES, (), folder)
-    library.treespec_grow.argtypes = library.treespec_place.argtypes = (ctypes.c_void_p,)
-    pointer = ctypes.c_void_p
-    library.treespec_draft.argtypes = (pointer, pointer, pointer, ctypes.c_int64, pointer, pointer)
-    for entry in (library.treespec_grow, library.treespec_place, library.treespec_draft):
-        entry.restype = ctypes.c_int64
-    return library
+    return compile_library(compiler, _SOURCES, (), folder)
 
 
 def _packed(*parts: Sequence[int]) -> tuple[ctypes.Array[ctypes.c_int64], list[int]]:
@@ -180,7 +167,7 @@ class TreeGrowth:
         self._library, self._num_ssms, self._width = library, num_ssms, seeds[0].shape[1]
         self._max_frontier = max_frontier
         self._held = ints, floats, seeds
-        self._growth = GrowthStruct(
+        self._growth = _STRUCTS["Growth"](
             num_ssms=num_ssms,
             most_nodes=most,
             max_depths=at[0],
@@ -223,7 +210,7 @@ class TreeGrowth:
             children: maximum number of proposals of one SSM per node.
         """
         rows, g = len(frontier.nodes), self._growth
-        own = (SsmProbsStruct * len(ssm_probs))(
+        own = (_STRUCTS["SsmProbs"] * len(ssm_probs))(
             *(
                 (
                     address_of(probs, np.float32),
@@ -236,7 +223,7 @@ class TreeGrowth:
                 for ssm, at, probs, tokens in ssm_probs
             )
         )
-        g.num_scored, g.ssm_probs = len(ssm_probs), own
+        g.num_scored, g.ssm_probs = len(ssm_probs), ctypes.addressof(own)
         if weights is not self._weights:
             self._weights, g.weights = weights, address_of(weights, np.float32)
         g.depth, g.size, g.children, g.branching = depth, size, children, address_of(branching)
@@ -293,7 +280,7 @@ class TreeGrowth:
         g.row_nodes, g.row_tokens, g.row_owners, g.row_seeds, g.row_above = at[:5]
         g.row_values, g.weights = address_of(frontier.values, np.float32), address_of(weights, np.float32)
         g.size = len(branching[0])
-        grown = LevelsStruct(g.size, children, passes.reads, *at[5:12], 0, at[13], at[13] + 8 * levels)
+        grown = _STRUCTS["Levels"](g.size, children, passes.reads, *at[5:12], 0, at[13], at[13] + 8 * levels)
         drafts, rows = passes.models.drafts, passes.num_unread + expanded
         scores = [np.empty((rows, draft.width), dtype=np.float32) for draft in drafts]
         for draft, own, features, given in zip(drafts, scores, passes.features, passes.given, strict=True):
@@ -304,8 +291,10 @@ class TreeGrowth:
         rule = None
         if stop is not None:
             token_weights = (ctypes.c_double * len(adaptive))(*stop.token_weights)
-            numbers = (getattr(stop.rule, name) for name in RULE)
-            rule = RuleStruct(*numbers, stop.rule.max_levels, stop.least_value, at[12], ctypes.addressof(token_weights))
+            numbers = (getattr(stop.rule, name) for name in _RULE)
+            rule = _STRUCTS["Rule"](
+                *numbers, stop.rule.max_levels, stop.least_value, at[12], ctypes.addressof(token_weights)
+            )
         placed = self._library.treespec_draft(
             ctypes.byref(g),
             ctypes.byref(places.placing),
@@ -383,7 +372,7 @@ class TreePlaces:
         # Per tree: context length, number of slots in use, and a row minus its slot.
         first_page = [*accumulate(map(len, pages), initial=0)]
         self._held, at = _packed(context_lens, [1] * count, [0] * count, first_page)
-        self.placing = PlacingStruct(
+        self.placing = _STRUCTS["Placing"](
             page_size=PAGE_SIZE,
             context=at[0],
             num_slots=at[1],
@@ -447,9 +436,9 @@ class DraftModels:
         assert all(part.is_contiguous() for part in (*rotations, *pools))
         self.library, self._held = library, (rotations, pools, tokens)
         self.num_positions = min((len(rotation) for rotation in rotations if rotation.numel()), default=sys.maxsize)
-        self.drafts = (DraftStruct * len(ssms))(
+        self.drafts = (_STRUCTS["Draft"] * len(ssms))(
             *(
-                DraftStruct(
+                _STRUCTS["Draft"](
                     *own[:4],
                     rotation.data_ptr(),
                     pool.data_ptr(),

@@ -23,6 +23,10 @@ struct Counts {  // numbers of proposed and of accepted tokens, [PLACES, LENGTHS
     }
 };
 
+}  // namespace
+
+extern "C" {
+
 struct History {  // ring buffer of the last `capacity` tokens; token number s, from 1 on, is at s % capacity
     int64_t capacity, count, num_heads;
     int64_t *tokens, *owners, *before, *after;  // [capacity]; before, after: neighbours in the same text, 0: none
@@ -38,6 +42,25 @@ struct History {  // ring buffer of the last `capacity` tokens; token number s, 
     int64_t next(int64_t number) const { return after[at(number)]; }  // later than `number`, so not overwritten either
     int64_t& head(int order, uint64_t hash) { return heads[order * num_heads + (hash & (num_heads - 1))]; }
 };
+
+struct Search {
+    const double* prior;  // [PLACES, LENGTHS]
+    double prior_trials, global_trials;
+    const Counts *common, *own;  // counts of all requests and of this one; own: null for no counts
+    const int64_t* tokens;       // [length]
+    int64_t length, depth;
+    double least;
+    int64_t looks_up;  // whether to search the text itself
+    History* history;  // null: do not search a history
+    int64_t owner;     // request whose own tokens in the history are skipped
+    // Outputs for at most BOTH * depth + 1 nodes. places and lengths have a row for the text and one for the history.
+    int64_t *node_tokens, *parents, *depths, *places[2], *lengths[2];
+    double *probs, *values;
+};
+
+}  // extern "C"
+
+namespace {
 
 uint64_t mixed(uint64_t hash, int64_t token) {
     hash = (hash ^ static_cast<uint64_t>(token)) * 0x9E3779B97F4A7C15ull;
@@ -64,21 +87,6 @@ int64_t add(History& h, int64_t owner, int64_t last, const int64_t* tokens, int6
     }
     return last;
 }
-
-struct Search {
-    const double* prior;  // [PLACES, LENGTHS]
-    double prior_trials, global_trials;
-    const Counts *common, *own;  // counts of all requests and of this one; own: null for no counts
-    const int64_t* tokens;       // [length]
-    int64_t length, depth;
-    double least;
-    int64_t looks_up;  // whether to search the text itself
-    History* history;  // null: do not search a history
-    int64_t owner;     // request whose own tokens in the history are skipped
-    // Outputs for at most BOTH * depth + 1 nodes. places and lengths have a row for the text and one for the history.
-    int64_t *node_tokens, *parents, *depths, *places[2], *lengths[2];
-    double *probs, *values;
-};
 
 struct Match {
     int64_t end, length;  // end: a position in the text, or a number in the history

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from treespec_kernels.cpu.cpu_library import address_of, compile_library, numbers, pointers
+from treespec_kernels.cpu.cpu_library import address_of, compile_library, read_structs
 
 MAX_MATCH = 12  # tokens; longer matches count as this long
 MATCHES, PAST_MATCHES = 6, 16  # maximum numbers of matches in the text and in the history
@@ -25,30 +25,11 @@ BYTES_PER_TOKEN = 64  # of the history: eight int64 numbers
 STEPS = 64  # maximum number of occurrences in the history to check, latest first
 
 _SOURCE = Path(__file__).with_name("lookup_cpu.cpp")
-_INTS = ("node_tokens", "parents", "depths", "own_places", "past_places", "own_lengths", "past_lengths")
+_INTS = ("node_tokens", "parents", "depths", "places_0", "places_1", "lengths_0", "lengths_1")
 _FLOATS = ("probs", "values")
 
 
-class _Search(ctypes.Structure):
-    _fields_ = (
-        *pointers("prior"),
-        ("prior_trials", ctypes.c_double),
-        ("global_trials", ctypes.c_double),
-        *pointers("common", "own", "tokens"),
-        *numbers("length", "depth"),
-        ("least", ctypes.c_double),
-        *numbers("looks_up"),
-        *pointers("history"),
-        *numbers("owner"),
-        *pointers(*_INTS, *_FLOATS),
-    )
-
-
-class _History(ctypes.Structure):
-    _fields_ = (
-        *numbers("capacity", "count", "num_heads"),
-        *pointers("tokens", "owners", "before", "after", "older", "heads"),
-    )
+_STRUCTS = read_structs(_SOURCE)
 
 
 @functools.cache
@@ -67,14 +48,7 @@ def lookup_library(compiler: tuple[str, ...], folder: Path) -> ctypes.CDLL:
             "STEPS": STEPS,
         }.items()
     ]
-    library = compile_library(compiler, (_SOURCE,), sizes, folder)
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    library.treespec_lookup.argtypes, library.treespec_lookup.restype = (pointer,), number
-    library.treespec_lookup_count.argtypes = (pointer, pointer, pointer, number, pointer, number, pointer, pointer)
-    library.treespec_lookup_count.restype = None
-    library.treespec_history_add.argtypes = (pointer, number, number, pointer, number)
-    library.treespec_history_add.restype = number
-    return library
+    return compile_library(compiler, (_SOURCE,), sizes, folder)
 
 
 class Found(NamedTuple):
@@ -112,7 +86,7 @@ class CompiledHistory:
         self._held = {name: np.zeros(capacity, dtype=np.int64) for name in names}
         self._held |= {name: np.zeros(2 * capacity, dtype=np.int64) for name in ("older", "heads")}
         addresses = {name: address_of(array) for name, array in self._held.items()}
-        self._history = _History(capacity=capacity, count=0, num_heads=capacity, **addresses)
+        self._history = _STRUCTS["History"](capacity=capacity, count=0, num_heads=capacity, **addresses)
         self.address = ctypes.addressof(self._history)
 
     def add(self, owner: int, last: int, tokens: np.ndarray) -> int:
@@ -147,7 +121,7 @@ class LookupSearch:
         assert prior.shape == common.shape[1:] == (PLACES, MAX_MATCH + 1) and prior.dtype == common.dtype == np.float64
         self._library, self._held = library, (prior, common, history)
         self._history = None if history is None else history.address
-        self._search = _Search(
+        self._search = _STRUCTS["Search"](
             prior=address_of(prior, np.float64),
             prior_trials=prior_trials,
             global_trials=global_trials,

@@ -1,8 +1,7 @@
 """Eager decoder of all native families, built from row-invariant ops.
 
 `FamilyRules` and `ModelConfig` describe a family's layers. A pass computes any rows of any requests. The tree batch
-defines the positions that each row attends to. Small models on a CPU are bound by the number of torch calls (1 to 15 us
-each), so the decoder makes few calls and creates views once per pass.
+defines the positions that each row attends to. Compiled passes (compiled.py) replace it on a CPU with a C++ compiler.
 """
 
 import copy
@@ -21,7 +20,7 @@ from treespec.config import ModelConfig
 from treespec.errors import ConfigError
 from treespec.models.head_vocabulary import HeadVocabulary
 from treespec.models.layer import Layer
-from treespec.models.norms import STREAMS, LayerStream, RmsStream, norm_heads
+from treespec.models.norms import Norm, norm_heads
 from treespec.models.prepare import prepare
 from treespec.models.quantized_weights import take_projection
 from treespec.models.rotation import RotaryEmbedding
@@ -169,8 +168,8 @@ class Decoder:
         """Build layers, final norm and head."""
         shape = self.config.shape
         self.layers = [Layer(weights, i, self.config, self.dtype) for i in range(shape.num_layers)]
-        self._stream = STREAMS[self.config.rules.norm]
-        self.final_norm = self._stream.take(weights.pop("final_norm"), weights.pop("final_norm_bias", None))
+        final_norm = weights.pop("final_norm"), weights.pop("final_norm_bias", None)
+        self.final_norm = Norm.of(self.config.rules.norm, *final_norm, self.config.norm_eps)
         head = take_projection(weights, "", ("lm_head",)) if "lm_head" in weights else self.embed
         self.head = Linear(head, None, self.dtype)
 
@@ -315,14 +314,13 @@ class Decoder:
         """Run the pass, from `given` if there is one, and store residual streams at the keys of `states`."""
         x, qkv = (self._embed(tokens, layout), None) if given is None else given
         rotation = layout.rotation.split(1, 1)
-        stream = self._stream(x, self.config.norm_eps)
         for i, (layer, cache) in enumerate(zip(self.layers[:num_layers], kv, strict=False)):
             if i in states:
-                states[i] = stream.x.clone()
-            self._run(layer, stream, rotation, layout, cache, None if i else qkv)
+                states[i] = x
+            x = self._run(layer, x, rotation, layout, cache, None if i else qkv)
         if len(self.layers) in states:
-            states[len(self.layers)] = stream.x.clone()
-        return stream.norm(self.final_norm)
+            states[len(self.layers)] = x
+        return self.final_norm(x)
 
     def _embed(self, tokens: Tensor, layout: Pass) -> Tensor:
         """Return the embeddings of a pass, [num_rows, hidden_size]."""
@@ -336,36 +334,33 @@ class Decoder:
     def _run(
         self,
         layer: Layer,
-        stream: RmsStream | LayerStream,
+        x: Tensor,
         rotation: tuple[Tensor, ...],
         layout: Pass,
         cache: Tensor,
         qkv: Tensor | None,
-    ) -> None:
-        """Run one layer in place on the stream.
+    ) -> Tensor:
+        """Run one layer: return the residual stream after it.
 
         Args:
-            layer, stream, rotation, layout: as in `_forward`.
+            layer, rotation, layout: as in `_forward`.
+            x: the residual stream before the layer, [num_rows, hidden_size].
             cache: the layer's pool, [2, num_pages, kv_heads, PAGE_SIZE, head_dim].
             qkv: the layer's projections, if they are given.
         """
         if qkv is None:
             assert layer.qkv is not None
-            qkv = layer.qkv(stream.norm(layer.attn_norm))
+            qkv = layer.qkv(layer.attn_norm(x))
         part = self._attend(layer, qkv, rotation, layout, cache)
         if layer.attn_post_norm is not None:
-            part = stream.norm_of(part, layer.attn_post_norm)
-        if self.config.parallel:  # parallel block: the MLP does not see the attention output
-            h = stream.norm(layer.mlp_norm)
-            stream.x.add_(part)
-        else:
-            stream.x.add_(part)
-            h = stream.norm(layer.mlp_norm)
+            part = layer.attn_post_norm(part)
+        h = layer.mlp_norm(x if self.config.parallel else x + part)  # a parallel MLP does not see the attention output
+        x = x + part
         part = ACTIVATIONS[self.config.activation]((layer.up if layer.gate is None else layer.gate)(h))
         part = layer.down(part if layer.gate is None else part.mul_(layer.up(h)))
         if layer.mlp_post_norm is not None:
-            part = stream.norm_of(part, layer.mlp_post_norm)
-        stream.x.add_(part)
+            part = layer.mlp_post_norm(part)
+        return x + part
 
     def _attend(self, layer: Layer, qkv: Tensor, rotation: tuple[Tensor, ...], layout: Pass, cache: Tensor) -> Tensor:
         """Run the attention block on the projections of all rows, including its output projection."""

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from treespec.config import ModelConfig
-from treespec.models.norms import STREAMS, Norm, take_head_norm
+from treespec.models.norms import Norm, take_head_norm
 from treespec.models.quantized_weights import take_projection
 from treespec_kernels.linear.linear import Linear
 
@@ -29,7 +29,8 @@ class Layer:
 
         def norm(name: str) -> Norm | None:
             weight = take(name)
-            return None if weight is None else STREAMS[config.rules.norm].take(weight, take(f"{name}_bias"))
+            bias, kind = take(f"{name}_bias"), config.rules.norm
+            return None if weight is None else Norm.of(kind, weight, bias, config.norm_eps)
 
         attn_norm, mlp_norm = norm("attn_norm"), norm("mlp_norm")
         assert attn_norm is not None and mlp_norm is not None

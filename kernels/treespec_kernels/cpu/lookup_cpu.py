@@ -35,19 +35,8 @@ _STRUCTS = read_structs(_SOURCE)
 @functools.cache
 def lookup_library(compiler: tuple[str, ...], folder: Path) -> ctypes.CDLL:
     """Load or compile the library; arguments and errors as in `compile_library`."""
-    sizes = [
-        f"-D{name}={value}"
-        for name, value in {
-            "MAX_MATCH": MAX_MATCH,
-            "MATCHES": MATCHES,
-            "PLACES": PLACES,
-            "OWN_PLACES": OWN_PLACES,
-            "PAST_MATCHES": PAST_MATCHES,
-            "SHORT": SHORT,
-            "LONG": LONG,
-            "STEPS": STEPS,
-        }.items()
-    ]
+    names = "MAX_MATCH MATCHES PLACES OWN_PLACES PAST_MATCHES SHORT LONG STEPS".split()
+    sizes = [f"-D{name}={globals()[name]}" for name in names]
     return compile_library(compiler, (_SOURCE,), sizes, folder)
 
 

@@ -100,22 +100,6 @@ class Ssm:
                 out[row * len(self.columns) + column] = prob
 
 
-class Rule(NamedTuple):
-    """A growth rule that forgets nothing between rounds."""
-
-    rule: LevelRule
-    least_value: float
-
-    def worth_a_level(self, trees: np.ndarray, open_mass: np.ndarray, reached: np.ndarray | None) -> np.ndarray:
-        return self.rule.worth_a_level(trees, open_mass, reached)
-
-    def level_rule(self) -> LevelRule:
-        return self.rule
-
-    def adopt(self, rule: LevelRule) -> None:
-        raise AssertionError("not during growth")
-
-
 @dataclasses.dataclass
 class Case:
     """Trees, the SSMs that draft for each, committed tokens and how many of them each SSM has read."""
@@ -130,7 +114,7 @@ class Case:
     committed: list[list[int]]
     valid: np.ndarray
     adaptive: np.ndarray
-    rule: Rule
+    rule: LevelRule
 
     @classmethod
     def random(cls, seed: int) -> "Case":
@@ -158,16 +142,13 @@ class Case:
         ]
         valid = np.array([[len(own) - 1 - int(rng.integers(0, 5)) for _ in ssms] for own in committed])
         level = float(rng.choice([0.0, 0.02, 0.1, 0.3]))
-        numbers = (
+        rule = LevelRule(
             float(rng.uniform(0.5, 1.2)),
-            float(rng.uniform(0.3, 0.9)),
-            float(rng.choice([0.0, 0.15])),
-            0.5,
             rng.uniform(0.2, 1, trees + 3).tolist(),
             0.0,
             level,
             level * float(rng.uniform(0, 0.5)),
-            int(rng.integers(1, 8)),
+            float(rng.choice([0.0, 0.05])),
         )
         return cls(
             rng,
@@ -180,7 +161,7 @@ class Case:
             committed,
             valid,
             rng.random(trees) < 0.8,
-            Rule(LevelRule(*numbers), float(rng.choice([0.0, 0.05]))),
+            rule,
         )
 
     @property
@@ -206,17 +187,16 @@ class Grown(NamedTuple):
     scores: list[list[tuple[int, np.ndarray]]]
     counts: list[tuple[int, int]]
     broken: list[int]
-    rule: LevelRule
 
 
 def by_levels(case: Case) -> Grown:
-    forest, rule = case.forest(Forest), case.rule._replace(rule=dataclasses.replace(case.rule.rule))
+    forest = case.forest(Forest)
     scores: list[list[tuple[int, np.ndarray]]] = [[] for _ in case.ssms]
     counts, broken = [(0, 0)] * len(case.ssms), []
     last_open_mass = forest.open_mass()
     while len(forest.frontier.nodes):
         if forest.depth and case.adaptive.any():
-            last_open_mass = stop_unprofitable(forest, case.places, case.adaptive, rule, last_open_mass)
+            last_open_mass = stop_unprofitable(forest, case.places, case.adaptive, case.rule, last_open_mass)
             if not len(forest.frontier.nodes):
                 break
         owners, said = forest.frontier.owners, []
@@ -231,7 +211,7 @@ def by_levels(case: Case) -> Grown:
                 scores[i] += own
                 counts[i] = counts[i][0] + 1, counts[i][1] + len(set(owners[rows].tolist()))
         broken += owners[forest.extend(said, case.weights)].tolist()
-    return Grown(forest.finish(names(case)), forest.depth, scores, counts, broken, rule.rule)
+    return Grown(forest.finish(names(case)), forest.depth, scores, counts, broken)
 
 
 def in_one_call(case: Case) -> Grown:
@@ -269,9 +249,10 @@ def in_one_call(case: Case) -> Grown:
         features=[None] * len(ssms),
         given=[None] * len(ssms),
     )
-    rule = dataclasses.replace(case.rule.rule)
+    rule = case.rule
     weights = [rule.token_weights[place] for place in case.places]
-    stop = StopRule(rule, case.rule.least_value, case.adaptive.tolist(), weights) if case.adaptive.any() else None
+    numbers = rule.calibration, rule.level_cost, rule.marginal_cost, rule.least_value
+    stop = StopRule(*numbers, case.adaptive.tolist(), weights) if case.adaptive.any() else None
     drafted = forest.draft(passes, case.weights, stop) if len(roots) else None
     scores: list[list[tuple[int, np.ndarray]]] = [[] for _ in case.ssms]
     counts = [(0, 0)] * len(case.ssms)
@@ -284,7 +265,7 @@ def in_one_call(case: Case) -> Grown:
         for expected, found in zip(probs_of_read_tokens(case, i, roots) if passes.reads else [], read, strict=True):
             np.testing.assert_array_equal(expected, found)
     broken = [] if drafted is None else drafted.row_owners[drafted.broken].tolist()
-    return Grown(forest.finish(names(case)), forest.depth, scores, counts, broken, rule)
+    return Grown(forest.finish(names(case)), forest.depth, scores, counts, broken)
 
 
 def probs_of_read_tokens(case: Case, ssm: int, roots: np.ndarray) -> Iterator[np.ndarray]:
@@ -307,7 +288,7 @@ def test_levels_of_one_call_are_those_of_numpy(part: int) -> None:
         case = Case.random(seed)
         ours, theirs = in_one_call(case), by_levels(case)
         assert ours.depth == theirs.depth and ours.counts == theirs.counts, seed
-        assert ours.rule == theirs.rule and ours.broken == theirs.broken, seed
+        assert ours.broken == theirs.broken, seed
         for (tree, slots), (expected, expected_slots) in zip(ours.trees, theirs.trees, strict=True):
             assert_same_tree(tree, expected)
             assert (slots == expected_slots).all() and tree.values.tolist() == expected.values.tolist()

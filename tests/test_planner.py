@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -11,15 +12,15 @@ from tests.exactness import differences, run
 from tests.models import greedy, make_draft, new_folder, open_llm, random_prompts, tiny, tree_of
 from treespec import LLM, SpecConfig
 from treespec.drawing.recording import watch
-from treespec.planning.draft_plan import Drafted, LevelRule
+from treespec.planning.draft_plan import COVERAGE, Drafted, LevelRule
+from treespec.planning.learning import CREDIT, RETRY_CREDIT
 from treespec.planning.planner import Planner
-from treespec.planning.planner_config import DEFAULT
-from treespec.planning.round_costs import CostCurve, RobustMean, RoundSeconds
+from treespec.planning.round_costs import CostCurve, RoundSeconds
 from treespec.request import Request
 from treespec.sampling_params import SamplingParams
 from treespec.tree import TokenTree
 
-COST = CostCurve((1, 16, 64), (1e-3, 1.3e-3, 3e-3), draft_seconds=2e-4, request_seconds=1e-4, ssm_seconds=1e-4)
+COST = CostCurve((1, 16, 64), (1e-3, 1.3e-3, 3e-3), draft_seconds=2e-4, ssm_seconds=1e-4)
 STARTING = dataclasses.replace(COST, draft_start_seconds=3e-4)
 AUTO = SpecConfig()
 
@@ -53,12 +54,12 @@ def test_cut_keeps_what_is_worth_its_rows(batch: int) -> None:
         requests = [request_of() for _ in range(batch)]
         trees = [random_tree(rng, int(rng.integers(1, 24))) for _ in requests]
         planner = planner_at(gain, requests)
-        kept = planner.cut(requests, trees, Drafted(2, 2))
+        kept = planner.cut(requests, trees)
         for tree in kept:
             tree.check_integrity()
         values = np.sort(np.concatenate([tree.values[1:] for tree in trees]))[::-1]
         price = planner.rate
-        worth = [values[:n].sum() - price * float(COST.verify(batch + n, batch)) for n in range(len(values) + 1)]
+        worth = [values[:n].sum() - price * float(COST.verify(batch + n)) for n in range(len(values) + 1)]
         assert sum(map(len, kept)) - batch == int(np.argmax(worth))
         assert np.concatenate([tree.values[1:] for tree in kept]).sum() == pytest.approx(
             values[: np.argmax(worth)].sum()
@@ -69,19 +70,18 @@ def test_an_int_is_obeyed() -> None:
     requests = [request_of(SpecConfig(nodes=7)), request_of()]
     trees = [random_tree(np.random.default_rng(i), 20) for i in range(2)]
     planner = planner_at(50.0, requests)  # time is too dear for any node
-    assert [len(tree) for tree in planner.cut(requests, trees, Drafted(1, 1))] == [7, 1]
+    assert [len(tree) for tree in planner.cut(requests, trees)] == [7, 1]
 
 
 def test_a_level_is_drafted_where_it_promises_more_than_its_time() -> None:
-    planner = planner_at(1.5, [request_of()])
+    rule = planner_at(1.5, [request_of()]).level_rule()
     price = 1.5 / 1e-3 * 2e-4
     only = np.array([0])
     for opened, reached in itertools.product((0.1, 0.4, 0.9), (0.2, 0.5, 0.9)):
-        decision = planner.worth_a_level(only, np.array([opened]), np.array([reached]))
-        assert decision.tolist() == [opened * (reached + planner._coverage) / 2 > price]
-    assert planner.worth_a_level(only, np.ones(1), np.zeros(1)).all(), "others may have said what this level holds"
-    assert not planner.worth_a_level(only, np.array([0.05]), None), "another source says already what follows"
-    assert planner.worth_a_level(only, np.array([1.0]), None)
+        decision = rule.worth_a_level(only, np.array([opened]), np.array([reached]))
+        assert decision.tolist() == [opened * reached > price]
+    assert not rule.worth_a_level(only, np.array([0.05]), None), "another source says already what follows"
+    assert rule.worth_a_level(only, np.array([1.0]), None)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -95,42 +95,19 @@ def test_ssms_are_expected_where_a_first_level_pays(batch: int) -> None:
     assert planner.expects_ssms([request_of() for _ in range(8)]), "and in no other"
 
 
-@pytest.mark.parametrize(("tokens_left", "paying"), [(2, 2), (3, 3), (100, 4)])
-def test_the_start_of_drafting_is_paid_by_all_levels_together(tokens_left: int, paying: int) -> None:
-    """Against every possible depth, each level holding as much of the one before as the first holds of its mass."""
-    request, only, answers = request_of(), np.array([0]), []
-    request.max_tokens = tokens_left
-    for reach, opened in itertools.product((0.5, 0.8, 0.95), (0.4, 0.7, 1.0)):
+def test_the_first_level_pays_for_the_start_of_drafting() -> None:
+    request, only = request_of(), np.array([0])
+    for gain, opened in itertools.product((1.0, 1.5, 3.0), (0.4, 0.7, 1.0)):
         planner = Planner(STARTING)
         planner.draft_plans([request], 256)
-        planner._coverage, planner._state.gain = reach, 1.5
-        start, level = 1.5 / 1e-3 * 3e-4, 1.5 / 1e-3 * 2e-4
-        gained = np.cumsum([opened * reach**depth - level for depth in range(1, min(tokens_left, 17))])
-        pays = gained.max() > start
-        answers.append(pays)
-        assert planner.worth_a_level(only, np.array([opened]), None).tolist() == [pays]
+        planner._state.gain = gain
+        rule, start, level = planner.level_rule(), gain / 1e-3 * 3e-4, gain / 1e-3 * 2e-4
+        pays = opened * COVERAGE > start + level
+        assert rule.worth_a_level(only, np.array([opened]), None).tolist() == [pays]
         if opened == 1:
-            assert planner._could_draft() == pays == (planner.draft_plans([request], 256)[0].levels > 0)
-        decision = planner.worth_a_level(only, np.array([opened]), np.array([0.5]))
-        assert decision.tolist() == [opened * (0.5 + planner._coverage) / 2 > level], "the start is paid already"
-    assert sum(answers) == paying, "more levels pay for it together"
-
-
-def test_deep_trees_of_others_do_not_make_a_short_one_seem_cheap() -> None:
-    """Fixed trees of eight levels, whose start is dearer than the curve says and whose levels are cheaper, are most of
-    what rounds teach."""
-    planner, fixed, automatic = Planner(STARTING), request_of(SpecConfig(nodes=16)), request_of()
-    for turn in range(300):
-        request, levels = (fixed, 8) if turn % 3 else (automatic, 1)
-        planner.draft_plans([request], 256)
-        tree = planner.cut([request], [tree_of(3, {(5,): 0.9})], Drafted(levels, levels, levels))[0]
-        seconds = RoundSeconds(6e-4 + 1.6e-4 * levels, 0.0, float(COST.verify(len(tree))), 1e-5)
-        planner.observe([request], [tree], [2], seconds)
-    assert planner.costs.draft(Drafted(1, 1, 1)) == pytest.approx(7.6e-4, rel=0.05)
-    assert planner.costs.draft(Drafted(8, 8, 8)) == pytest.approx(18.8e-4, rel=0.05)
-    planner._coverage, planner._state.gain = 0.5, 1.2
-    assert planner.costs.level(1, 1) * planner.rate < 0.25, "a level pays, and one more"
-    assert planner.draft_plans([automatic], 256)[0].levels == 0, "all of them do not pay for the start"
+            assert pays == (planner.draft_plans([request], 256)[0].levels > 0)
+        decision = rule.worth_a_level(only, np.array([opened]), np.array([0.5]))
+        assert decision.tolist() == [opened * 0.5 > level], "the start is paid already"
 
 
 def test_only_trees_that_pay_grow_on() -> None:
@@ -139,10 +116,9 @@ def test_only_trees_that_pay_grow_on() -> None:
     planner.draft_plans([request_of()] * 3, 256, others_wait=True)
     price = planner.rate * 1e-4
     opened, reached = np.array([0.9, 0.5 * price, 0.9]), np.ones(3)
-    assert planner.worth_a_level(np.arange(3), opened, reached).tolist() == [True, False, True]
-    assert not planner.worth_a_level(np.arange(3), np.full(3, 1.1 * price), reached).any(), (
-        "the level itself has a cost"
-    )
+    rule = planner.level_rule()
+    assert rule.worth_a_level(np.arange(3), opened, reached).tolist() == [True, False, True]
+    assert not rule.worth_a_level(np.arange(3), np.full(3, 1.1 * price), reached).any(), "the level itself has a cost"
 
 
 def test_tokens_count_for_the_request_that_ends_last() -> None:
@@ -153,7 +129,7 @@ def test_tokens_count_for_the_request_that_ends_last() -> None:
         request.tokens += [7] * (10 * speed)
     planner = Planner(COST)
     planner.draft_plans(requests, 256)
-    own_share = 1 - float(COST.verify(3, 3) / COST.verify(4, 4))
+    own_share = 1 - float(COST.verify(3) / COST.verify(4))
     assert planner.round.token_weights[0] == 1, "it ends last"
     lateness = (planner.round.token_weights[1] - own_share) / (1 - own_share)
     assert planner.round.token_weights[1:] == [planner.round.token_weights[1]] * 3 and 0.05 < lateness < 0.25, (
@@ -169,19 +145,19 @@ def test_measured_seconds_correct_the_curve() -> None:
         planner, request = Planner(COST), request_of()
         for _ in range(100):
             planner.draft_plans([request], 256)
-            tree = planner.cut([request], [tree_of(3, {(5,): 0.9})], Drafted(1, 1, 1))[0]
+            tree = planner.cut([request], [tree_of(3, {(5,): 0.9})])[0]
             seconds = np.array([3 * COST.draft(1, 1, 1), 0.0, float(COST.verify(len(tree))), 1e-4])
-            planner.observe([request], [tree], [2], RoundSeconds(*(slowness * seconds)))
-        assert planner.costs.learned.draft_scales.level == pytest.approx(3, rel=0.01)
+            planner.observe([request], [tree], [2], RoundSeconds(*(slowness * seconds)), Drafted(1, 1, 1))
+        assert planner.costs.draft_scale == pytest.approx(3, rel=0.01)
         assert planner.costs.host("drafted") == pytest.approx(1e-4, rel=0.01)
         modelled = planner_at(planner._state.gain, [request])
-        masses = np.linspace(0.05, 1, 20)
-        first = [p.worth_a_level(np.zeros(20, dtype=np.int64), masses, np.ones(20)).sum() for p in (planner, modelled)]
+        rules, masses = (planner.level_rule(), modelled.level_rule()), np.linspace(0.05, 1, 20)
+        first = [rule.worth_a_level(np.zeros(20, dtype=np.int64), masses, np.ones(20)).sum() for rule in rules]
         assert first[0] <= first[1]
     ignorant = Planner(COST, learns_seconds=False)
     ignorant.draft_plans([request], 256)
-    ignorant.observe([request], [tree], [2], RoundSeconds(*seconds))
-    assert ignorant.costs.learned.draft_scales.level == 1
+    ignorant.observe([request], [tree], [2], RoundSeconds(*seconds), Drafted(1, 1, 1))
+    assert ignorant.costs.draft_scale == 1
 
 
 @pytest.mark.parametrize("drafts", [True, False])
@@ -192,9 +168,8 @@ def test_what_loses_rests_for_longer_and_longer(drafts: bool) -> None:
     for _ in range(600):
         plan = planner.draft_plans([request], 256)[0]
         asked.append(plan.levels > 0 if drafts else plan.max_depth > 0)
-        if asked[-1]:
-            planner.cut([request], [tree_of(3, {(5,): 0.9})], Drafted(1, 1, 1) if drafts else Drafted(0, 0))
-        planner.observe([request], [tree_of(3, {(5,): 0.9} if asked[-1] else {})], [1])
+        drafted = Drafted(1, 1, 1) if drafts and asked[-1] else Drafted(0, 0)
+        planner.observe([request], [tree_of(3, {(5,): 0.9} if asked[-1] else {})], [1], drafted=drafted)
     rests = [sum(1 for _ in group) for kind, group in itertools.groupby(asked) if not kind]
     if drafts:  # what the SSMs promise was corrected: no level is worth its time long before the credit is used up
         assert sum(asked[300:]) <= sum(asked[:300]) < 100
@@ -202,7 +177,7 @@ def test_what_loses_rests_for_longer_and_longer(drafts: bool) -> None:
         assert rests[:2] == [63, 127]
     round_seconds = float(COST.verify(2)) + (COST.draft(1, 1, 1) if drafts else 0.0)
     lost = sum(asked) * (round_seconds / float(COST.verify(1)) - 1)
-    assert lost < DEFAULT.credit + len(rests) * DEFAULT.retry_credit, "in rounds of plain decoding"
+    assert lost < CREDIT + len(rests) * RETRY_CREDIT, "in rounds of plain decoding"
     assert lost < 0.025 * len(asked)
 
 
@@ -210,8 +185,8 @@ def test_a_request_that_failed_does_not_count() -> None:
     """The target computed NaN for one of three: the round is learned from the two others."""
     planner, requests = Planner(COST), [request_of() for _ in range(3)]
     planner.draft_plans(requests, 256)
-    trees = planner.cut(requests, [tree_of(3, {(5,): 0.9})] * 3, Drafted(1, 1, 3))
-    planner.observe(requests[1:], trees[1:], [4, 4], RoundSeconds(1e-3, 0.0, 1e-3, 1e-4))
+    trees = planner.cut(requests, [tree_of(3, {(5,): 0.9})] * 3)
+    planner.observe(requests[1:], trees[1:], [4, 4], RoundSeconds(1e-3, 0.0, 1e-3, 1e-4), Drafted(1, 1, 3))
     assert planner._state.gain > 1.2
 
 
@@ -236,13 +211,13 @@ def modelled_speedup(llm: LLM, spec: SpecConfig, tokens: int) -> tuple[float, fl
     """(speed-up over plain decoding, share of rounds with drafting), in the cost curve's seconds."""
     engine, cost = llm.engine, llm.engine.host.planner.costs.curve
     drafted: list[Drafted] = []
-    cut = engine.host.planner.cut
+    observe = Planner.observe
 
-    def observed(requests: list, trees: list, levels: Drafted) -> list:
-        drafted.append(levels)
-        return cut(requests, trees, levels)
+    def observed(planner: Planner, *round: Any) -> None:
+        drafted.append(round[4])
+        observe(planner, *round)
 
-    with mock.patch.object(engine.host.planner, "cut", observed), watch(engine) as rounds:
+    with mock.patch.object(Planner, "observe", observed), watch(engine) as rounds:
         llm.generate(random_prompts((40,)), greedy(tokens), spec=spec)
     seconds = sum(float(cost.verify(len(each.tree))) for each in rounds)
     seconds += sum(cost.draft(d.levels, d.passes, d.request_passes) for d in drafted)
@@ -279,35 +254,18 @@ def test_tokens_do_not_depend_on_the_planner(drafts: dict[str, LLM], name: str) 
         assert not differences(plain, run(drafts[name], prompts, greedy(40), AUTO))
 
 
-def test_a_guess_is_dropped_where_the_hosts_work_on_it_costs_more() -> None:
-    """Rows alone would be worth it. With the host's work on a tree in the price only a likely guess is; one that SSMs
-    have paid for already is kept."""
-    plain, guesses = float(COST.verify(1)), (0.3, 0.9)
-    kept = {}
-    for host, levels in itertools.product((0.0, 0.5 * plain), (0, 1)):
-        planner, request = Planner(COST), request_of()
-        planner.draft_plans([request], 256)
-        planner.costs.learned.hosts |= {"search": RobustMean(DEFAULT, 0.0), "tree": RobustMean(DEFAULT, host)}
-        drafted = Drafted(levels, levels, levels)
-        kept[host > 0, levels] = [
-            len(planner.cut([request], [tree_of(3, {(5,): guess})], drafted)[0]) - 1 for guess in guesses
-        ]
-    assert kept == {(False, 0): [1, 1], (False, 1): [1, 1], (True, 0): [0, 1], (True, 1): [1, 1]}
-
-
 def test_a_batch_that_is_not_worth_drafting_for_is_asked_again_after_some_rounds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    planner, requests = Planner(COST), [request_of() for _ in range(2)]
+    planner, requests = Planner(dataclasses.replace(COST, draft_seconds=1.0)), [request_of() for _ in range(2)]
     planner.draft_plans(requests, 256)
-    planner._state.model_free.pause_left, planner._coverage = 1000, 1e-3  # SSMs promise next to nothing
-    monkeypatch.setattr(Planner, "_could_draft", lambda planner: True)
+    planner._state.model_free.pause_left = 1000
     asked = []
     original = LevelRule.pays
     monkeypatch.setattr(LevelRule, "pays", lambda *given, **how: asked.append(len(given[1])) or original(*given, **how))
-    for _ in range(18):
+    for _ in range(16):
         assert all(plan.max_depth == plan.levels == 0 for plan in planner.draft_plans(requests, 256))
-    assert asked == [2, 2], "once in nine rounds"
+    assert asked == [2, 2], "once in eight rounds"
     planner.draft_plans(requests[:1], 256)
     planner._state.model_free.pause_left = 1000
     planner.draft_plans(requests[:1], 256)

@@ -11,7 +11,6 @@ from treespec import SamplingParams, SpecConfig
 from treespec.planning.draft_plan import Drafted
 from treespec.planning.learning import RoundShapes, TreeYield
 from treespec.planning.planner import Planner
-from treespec.planning.planner_config import DEFAULT
 from treespec.planning.round_costs import CostCurve, RoundSeconds
 from treespec.request import Request
 
@@ -74,7 +73,7 @@ def test_a_round_is_observed_after_the_next_was_planned() -> None:
             tree, nodes = Chain([0.8] * plan.levels), SHAPES.fitting(plan.nodes)
             planner.observe([request], [tree], [2], seconds, drafted, nodes, planned)
         learned.append((planner.rate, planner.costs.plain, planner.draft_plans([request], 10**7)))
-        learned[-1] += (planner.costs.verify(8, 1), planner.costs.host("drafted"))
+        learned[-1] += (float(planner.costs.verify(8)), planner.costs.host("drafted"))
     assert learned[0] == learned[1] and learned[0][2][0].levels
 
 
@@ -119,7 +118,7 @@ def test_wider_trees_are_tried_and_kept_where_they_hold_more() -> None:
         def depths(self) -> np.ndarray:
             return np.concatenate([[0], np.ones(8, int), np.full(23, 2)])
 
-    expected = TreeYield(SHAPES, DEFAULT)
+    expected = TreeYield(SHAPES)
     expected.observe(4, 32, [Bush([])])
     assert expected.promised[3, 1:].tolist() == pytest.approx([0.7, 0.8 + 7 * 0.08, 0.8 + 23 * 0.08])
     assert expected.promised[0, 1:].tolist() == pytest.approx([0.7, 0.8, 0.8])

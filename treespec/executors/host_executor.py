@@ -88,12 +88,12 @@ class HostExecutor:
                 merged.append(tree)
         if ssms is not None:
             clock.enter("draft")
-            merged = ssms.propose(requests, plans, planner, merged)
+            merged = ssms.propose(requests, plans, planner.level_rule(), merged)
             clock.enter("merge")
             execution.drafted = ssms.drafted
             if execution.drafted.levels:
                 execution.proposals.append((ssms, dict(zip(ids, merged, strict=True))))
-        cut = planner.cut(requests, merged, execution.drafted)
+        cut = planner.cut(requests, merged)
         # Fixed trees may be filled up with nodes of probability 0, which a restriction may forbid.
         return [_pruned(request, tree) for request, tree in zip(requests, cut, strict=True)]
 

@@ -22,8 +22,7 @@ from treespec.models.block_draft import BlockDraft
 from treespec.models.feature_head import FeatureHead
 from treespec.models.group_model import GroupModel
 from treespec.models.state_head import StateHead
-from treespec.planning.draft_plan import DraftPlan
-from treespec.planning.planner import Planner
+from treespec.planning.draft_plan import DraftPlan, LevelRule
 from treespec.planning.round_costs import CostCurve
 from treespec.request import Request
 from treespec.runner import Runner
@@ -41,8 +40,7 @@ ROWS = (1, 2, 4, 6, 8, 12, 16, 17, 24, 32, 33, 48, 64)
 FEW_ROWS = (1, 2, 4, 6, 8, 16, 17, 32, 33, 64)
 SCRATCH = 64  # slots behind the rows, for drafting
 DRAFT_LEVELS = 3
-STAR_ROWS = 4  # rows per request in the pass that measures the cost of trees in a batch
-REQUESTS = 4  # batch size that measures the marginal cost of a request
+REQUESTS = 4  # batch size that measures the marginal cost of a request in a draft pass
 LONG_ROWS = 8  # rows of the pass that measures the cost of a position for further rows
 ROUND_ROWS = 16  # rows of the pass by which numbers of threads are compared
 PATIENCE = 3  # measures for at most this multiple of the intended time, see `least_seconds`
@@ -70,7 +68,7 @@ def cache_folder() -> Path:
 def cost_key(runner: Runner, ssms: SsmDrafter | None, num_threads: int) -> dict[str, Any]:
     """Return everything that a cost curve depends on: device, threads, torch version, kernels, and models."""
     models, device = [runner.target, *(ssms.models if ssms else [])], runner.target.device
-    key: dict[str, Any] = {
+    return {
         "device": str(device),
         "processor": processor() if device.type == "cpu" else torch.cuda.get_device_name(device),
         "dtype": str(runner.target.dtype).removeprefix("torch."),
@@ -79,16 +77,10 @@ def cost_key(runner: Runner, ssms: SsmDrafter | None, num_threads: int) -> dict[
         "attention": runner.target.attention.name,
         "linear": runner.target.linear,
         "models": [_model_key(model) for model in models],
+        "families": [model.config.rules.model_type if model.backend == "native" else None for model in models],
+        "quantization": [model.quantization for model in models],
+        "instructions": os.environ.get("TREESPEC_CPU"),
     }
-    # Only for other families and quantised models, so that stored curves of plain Llama models stay valid.
-    families = [model.config.rules.model_type for model in models if model.backend == "native"]
-    if {*families} - {"llama"}:
-        key["families"] = families
-    if any(quantization := [model.quantization for model in models]):
-        key["quantization"] = quantization
-    if instructions := os.environ.get("TREESPEC_CPU"):
-        key["instructions"] = instructions
-    return key
 
 
 def start_key(runner: Runner, key: dict[str, Any]) -> dict[str, Any]:
@@ -165,15 +157,14 @@ def measure(
         for request in scratch:  # reading zeros as K/V costs the same, and a real prefill would take long
             request.context_len = len(request.tokens) - 1
             cache.scrub(request.pages)  # pages of a CPU that were never written share one page of memory
-        [first] = least_seconds([partial(star_pass, runner, requests[:1], 1)], 2)
+        [first] = least_seconds([partial(star_pass, runner, requests[0], 1)], 2)
         quick = first * len(fitting) * 12 < seconds
         most = ROWS[-1] if first * ROWS[-1] < 2 * seconds else AUTO_NODES  # a pass over n rows takes at most n * first
         rows = fitting if quick else tuple(n for n in fitting if n in FEW_ROWS and n <= most)
-        # Keys: n rows of one request; "n each": of every request; "n far": of the request with the long context.
-        runs: dict[Any, Callable[[], None]] = {n: partial(star_pass, runner, requests[:1], n) for n in rows}
-        runs |= {f"{n} each": partial(star_pass, runner, requests, n) for n in (1, STAR_ROWS)}
+        # Keys: n rows; "n far": of the request with the long context.
+        runs: dict[Any, Callable[[], None]] = {n: partial(star_pass, runner, requests[0], n) for n in rows}
         if long is not None:
-            runs |= {f"{n} far": partial(star_pass, runner, [long], n) for n in (1, LONG_ROWS)}
+            runs |= {f"{n} far": partial(star_pass, runner, long, n) for n in (1, LONG_ROWS)}
         if ssms is not None:
             # "root": one level of one SSM; "one", "every": DRAFT_LEVELS of one SSM, of all SSMs; "batch": for all
             # requests; "read": all SSMs read a prompt.
@@ -194,7 +185,6 @@ def measure(
                 ssms.release(request)
     times = dict(zip(runs, least, strict=True))
     curve = CostCurve(rows, tuple(times[n] for n in rows), 0.0, context=context)
-    curve = _with_requests(curve, times, len(requests))
     if long is not None:
         curve = with_positions(curve, times, long.context_len)
     return curve if ssms is None else with_drafting(curve, times, len(ssms.models), requests)
@@ -205,15 +195,6 @@ def _long_request(runner: Runner, pages_taken: int) -> Request | None:
     room = min((runner.cache.num_free - pages_taken) * PAGE_SIZE, runner.target.config.max_positions)
     context = min(LONG_CONTEXT, room - LONG_ROWS)
     return Request([1] * (context + 1), SamplingParams(), SpecConfig()) if context >= 4 * CONTEXT else None
-
-
-def _with_requests(curve: CostCurve, times: dict[Any, float], requests: int) -> CostCurve:
-    """Return the curve with the marginal costs of a request and of its tree, from passes of `requests` requests."""
-    further = max(requests - 1, 1)
-    request_seconds = max(times["1 each"] - float(curve.verify(requests)), 0.0) / further
-    apart = float(curve.verify(STAR_ROWS * requests)) + further * request_seconds
-    tree_seconds = max(times[f"{STAR_ROWS} each"] - apart, 0.0) / further
-    return replace(curve, request_seconds=request_seconds, tree_seconds=tree_seconds)
 
 
 def with_positions(curve: CostCurve, times: dict[Any, float], context: int) -> CostCurve:
@@ -241,20 +222,17 @@ def with_drafting(curve: CostCurve, times: dict[Any, float], ssms: int, requests
     )
 
 
-def star_pass(runner: Runner, requests: Sequence[Request], rows: int) -> None:
-    """Run a target pass over a star of `rows` nodes (a root and its children) per request, up to the argmax."""
+def star_pass(runner: Runner, request: Request, rows: int) -> None:
+    """Run a target pass over a star of `rows` nodes (a root and its children), up to the argmax."""
     nodes = np.arange(rows)
     depths = np.minimum(nodes, 1)
     visible = np.eye(rows, dtype=bool)
     visible[:, 0] = True
-    stars = [
-        RequestRows(r.context_len, nodes, depths, visible, depths, r.pages)
-        if rows > 1
-        else RequestRows.chain(r.context_len, 1, r.pages)
-        for r in requests
-    ]
+    star = RequestRows(request.context_len, nodes, depths, visible, depths, request.pages)
+    if rows == 1:
+        star = RequestRows.chain(request.context_len, 1, request.pages)
     target = runner.target
-    target.best(target.logits(runner.run_rows(stars, np.ones(rows * len(requests), dtype=np.int64))))
+    target.best(target.logits(runner.run_rows([star], np.ones(rows, dtype=np.int64))))
     _synchronize(target.device)
 
 
@@ -266,7 +244,7 @@ def _synchronize(device: torch.device) -> None:
 def _draft(ssms: SsmDrafter, requests: Sequence[Request], max_ssms: int | None, levels: int = DRAFT_LEVELS) -> None:
     """Draft trees of `levels` levels with up to `max_ssms` SSMs, then reset their state to the committed context."""
     plans = [DraftPlan(levels, levels, 16, max_ssms=max_ssms)] * len(requests)
-    ssms.propose(requests, plans, Planner(CostCurve((1,), (1.0,), 0.0)))  # the rule is unused: no tree is adaptive
+    ssms.propose(requests, plans, LevelRule(1.0, (), 0.0, 0.0, 0.0, 0.0))  # unused: no tree is adaptive
     for request in requests:
         ssms.release(request)
         ssms.assume_context(request)
@@ -369,22 +347,14 @@ def load_all(folder: Path | None = None) -> list[dict[str, Any]]:
 
 def _is_entry(entry: Any) -> bool:
     """Return whether an entry has the format that this version writes."""
-    match entry:
-        case {
-            "key": {
-                "device": str(),
-                "processor": str(),
-                "dtype": str(),
-                "threads": int(),
-                "torch": str(),
-                "models": list(),
-            },
-            "rows": [_, *_] as rows,
-            "verify_seconds": list(times),
-        } if all(isinstance(entry.get(name), int | float) for name in _NUMBERS):
-            ascending = all(isinstance(x, int | float) and x > 0 for x in rows + times) and rows == sorted(set(rows))
-            return ascending and len(rows) == len(times)
-    return False
+    try:
+        curve = curve_of(entry)
+        ascending, positive = (np.diff(curve.rows, prepend=0) > 0).all(), (np.array(curve.verify_seconds) > 0).all()
+        return bool(
+            ascending and positive and len(curve.rows) == len(curve.verify_seconds) and "threads" in entry["key"]
+        )
+    except (KeyError, TypeError):
+        return False
 
 
 def curve_of(entry: dict[str, Any]) -> CostCurve:
@@ -395,10 +365,7 @@ def curve_of(entry: dict[str, Any]) -> CostCurve:
 
 def load(key: dict[str, Any], folder: Path | None = None) -> CostCurve | None:
     """Return the stored curve with exactly this key, or None."""
-    for entry in load_all(folder):
-        if entry["key"] == key:
-            return curve_of(entry)
-    return None
+    return next((curve_of(entry) for entry in load_all(folder) if entry["key"] == key), None)
 
 
 def round_seconds(curve: CostCurve) -> float:

@@ -1,71 +1,69 @@
-"""Online estimates of the planner: backoff, calibration of node values, and expected tokens by tree shape."""
+"""Online estimates of the planner: backoff, calibration of node values, and expected tokens by tree shape.
+
+Percentages beside mechanisms: see round_costs.py.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from treespec.planning.planner_config import PlannerConfig
+from treespec.planning.round_costs import EMA
+
+# Durations are in rounds of plain decoding, weights of running means apply to the newest round.
+PAUSE, MAX_PAUSE = 64, 1024  # of the first pause, and of the longest one (always 64: +2.3 %, useless drafts)
+# Loss that speculation of one request may accumulate before it pauses, the same after a pause, and the most that gains
+# accumulate. Acceptance comes in bursts: with a fifth of the credit, lookup paused through most texts and gained 1.11
+# to 1.15 instead of 1.52 to 1.61. A batch of n requests gets an n-th, because the bursts of its requests average out.
+CREDIT, RETRY_CREDIT, MAX_CREDIT = 10.0, 5.0, 20.0
+MARGIN = 0.04  # gain over plain decoding that counts as none, about the error of modelled seconds
+CALIBRATION_EMA = 0.05
+# Decay towards the priors per round in which nothing is drafted (without: +15 %, when the text becomes predictable).
+RECOVERY = 0.0015
+EXPLORATION = 0.0008  # by which the promise of a tree's shape recovers in every round
 
 
 class SpeculationBackoff:
-    """Exponential backoff of one kind of speculation.
+    """Exponential backoff of one kind of speculation (without: +30 % of useless drafts).
 
     A credit absorbs the time that speculation loses against plain decoding; gains restore it up to a limit. When the
     credit is used up, speculation pauses, each time for twice as long. At the upper limit the pause is reset.
 
     Args:
         requests: smallest number of requests in the batch; the credit is divided by it.
-        config: credit and pauses.
 
     Attributes:
-        gain: running mean of tokens per second over plain decoding's.
         pause_left: rounds left of the current pause; 0 if speculation is enabled.
     """
 
-    def __init__(self, requests: int, config: PlannerConfig) -> None:
-        self.gain = config.initial_gain
-        self.pause_left = 0
-        self._requests, self._config = requests, config
-        self._credit = config.credit / requests  # in rounds of plain decoding
-        self._pause = config.pause  # rounds of the next pause
+    def __init__(self, requests: int) -> None:
+        self.pause_left, self._pause = 0, PAUSE
+        self._requests, self._credit = requests, CREDIT / requests
 
-    def observe(self, gain: float, rounds: float, paid: float = 0.0) -> None:
-        """Update gain and credit from a round of this kind of speculation.
+    def observe(self, gain: float, rounds: float) -> None:
+        """Update the credit from a round of this kind of speculation.
 
         Args:
             gain: tokens per second of the round over plain decoding's.
             rounds: duration of the round, in rounds of plain decoding.
-            paid: one-time cost within the round (reading prompts), in rounds of plain decoding.
         """
-        config = self._config
-        self.gain += config.gain_ema * (gain - self.gain)
-        self._credit += (gain - 1 - config.margin) * rounds - paid
+        self._credit += (gain - 1 - MARGIN) * rounds
         if self._credit < 0:
-            self.pause_left, self._credit = self._pause, config.retry_credit / self._requests
-            self.gain = max(self.gain, config.retry_gain)
-            self._pause = min(2 * self._pause, config.max_pause)
-        elif self._credit > config.max_credit / self._requests:
-            self._credit, self._pause = config.max_credit / self._requests, config.pause
-
-    def miss(self) -> None:
-        """Decay the gain towards its prior after a round without this kind of speculation."""
-        self.gain += self._config.recovery * (self._config.initial_gain - self.gain)
+            self.pause_left, self._credit = self._pause, RETRY_CREDIT / self._requests
+            self._pause = min(2 * self._pause, MAX_PAUSE)
+        elif self._credit > MAX_CREDIT / self._requests:
+            self._credit, self._pause = MAX_CREDIT / self._requests, PAUSE
 
 
 class Calibration:
-    """Ratio of accepted tokens to the tokens that node values predicted.
+    """Ratio of accepted tokens to the tokens that node values predicted (1 throughout: +16 %).
 
-    It is a ratio of running means. A mean of the per-round ratios or differences would follow the outcome of the last
-    long draft.
-
-    Args:
-        config: weight of the newest round and prior.
+    It is a ratio of running means, which start at one token. A mean of the per-round ratios or differences would follow
+    the outcome of the last long draft.
     """
 
-    def __init__(self, config: PlannerConfig) -> None:
-        self._accepted = self._predicted = config.calibration_prior
-        self._config = config
+    def __init__(self) -> None:
+        self._accepted = self._predicted = 1.0
 
     @property
     def value(self) -> float:
@@ -74,13 +72,12 @@ class Calibration:
 
     def add(self, accepted: float, predicted: float) -> None:
         """Update with the accepted and predicted tokens of a round, both per request."""
-        weight = self._config.calibration_ema
-        self._accepted += weight * (accepted - self._accepted)
-        self._predicted += weight * (predicted - self._predicted)
+        self._accepted += CALIBRATION_EMA * (accepted - self._accepted)
+        self._predicted += CALIBRATION_EMA * (predicted - self._predicted)
 
     def miss(self) -> None:
-        """Decay towards a ratio of 1 after a round without drafted nodes of this kind."""
-        self._accepted += self._config.recovery * (self._predicted - self._accepted)
+        """Decay towards a ratio of 1 after a round without drafted levels."""
+        self._accepted += RECOVERY * (self._predicted - self._accepted)
 
 
 class RoundShapes(NamedTuple):
@@ -114,22 +111,21 @@ class TreeYield:
 
     Node values are acceptance probabilities, so the expected accepted tokens of a tree are the sum of its values. A
     verified tree therefore yields an estimate for every smaller shape: the sum of its best values within that shape.
-    Larger shapes start from an optimistic extrapolation and decay back to it while they are not tried.
+    All shapes start from the assumption that every node is accepted, so the largest is tried first, which yields an
+    estimate for all of them.
 
     Args:
         shapes: the shapes to choose from.
-        config: running-mean weights and priors.
 
     Attributes:
         promised: expected accepted tokens before calibration, float64 [max_depth, len(shapes.nodes)].
     """
 
-    def __init__(self, shapes: RoundShapes, config: PlannerConfig):
-        self.shapes, self._config = shapes, config
+    def __init__(self, shapes: RoundShapes):
+        self.shapes = shapes
         self._rows, self._levels = np.array(shapes.nodes), np.arange(1, shapes.max_depth + 1)
-        self._most = np.minimum(self._levels[:, None], self._rows - 1.0)  # [levels, nodes], upper bound: all accepted
-        self._prior = np.minimum(np.cumsum(config.coverage**self._levels)[:, None], self._most)
-        self.promised = self._prior.copy()
+        self._most = np.minimum(self._levels[:, None], self._rows - 1.0)  # [levels, nodes]: all accepted
+        self.promised = self._most.copy()
         self._seen = np.zeros_like(self.promised)  # number of rounds that each shape was estimated from
 
     def observe(self, levels: int, nodes: int, trees: Sequence[ScoredTree]) -> None:
@@ -139,34 +135,17 @@ class TreeYield:
             levels, nodes: shape of the round, an upper bound of every tree's.
             trees: the verified adaptive trees.
         """
-        config, columns = self._config, self.shapes.nodes.index(nodes) + 1
+        columns = self.shapes.nodes.index(nodes) + 1
         observed = np.mean([self._value_sums(tree, levels, columns) for tree in trees], axis=0)
         part = np.s_[:levels, :columns]
         self._seen[part] += 1
-        self.promised[part] += np.maximum(config.seconds_ema, 1 / self._seen[part]) * (observed - self.promised[part])
-        self._extrapolate(levels, columns)
-
-    def miss(self) -> None:
-        """Decay towards the prior, upwards only, after a round without drafted trees."""
-        self.promised += self._config.recovery * np.maximum(self._prior - self.promised, 0.0)
-
-    def _extrapolate(self, levels: int, columns: int) -> None:
-        """Move the shapes beyond the last round's (`levels`, `columns`) towards an extrapolation from it."""
-        config, known = self._config, self.promised[:levels, :columns]
-        assumed = self._most.copy()
-        wider = known[:, -1:]
-        assumed[:levels, :columns] = known
-        assumed[:levels, columns:] = wider + config.untried_share * (self._most[:levels, columns:] - wider)
-        last = assumed[levels - 1]
-        newest = last - (assumed[levels - 2] if levels > 1 else 0.0)  # accepted tokens of the deepest level
-        further = np.cumsum(config.coverage ** np.arange(1, len(self._levels) - levels + 1))
-        assumed[levels:] = np.minimum(last + further[:, None] * np.maximum(newest, 0.0), self._most[levels:])
-        untried = np.ones_like(assumed, dtype=bool)
-        untried[:levels, :columns] = False
-        weights = np.where(self._seen > 0, config.exploration, 1.0)
-        self.promised += np.where(untried, weights * (assumed - self.promised), 0.0)
+        self.promised[part] += np.maximum(EMA, 1 / self._seen[part]) * (observed - self.promised[part])
         # Expected tokens never decrease with more levels or nodes.
         self.promised = np.maximum.accumulate(np.maximum.accumulate(self.promised, 0), 1)
+
+    def recover(self) -> None:
+        """Move every shape towards its maximum, so that shapes that promised little are tried again."""
+        self.promised += EXPLORATION * (self._most - self.promised)
 
     def _value_sums(self, tree: ScoredTree, levels: int, columns: int) -> np.ndarray:
         """Return the sums of one tree's best values within each smaller shape, float64 [levels, columns]."""

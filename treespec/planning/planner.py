@@ -16,43 +16,47 @@ plain decoding. It puts a price on time, which turns every decision into a compa
 
 - Draft a level if c * (open mass of the frontier) * (coverage) > rate * (seconds of the level). Open mass is the
   probability that the frontier is reached and no other source covers the next token; coverage is the share of it that
-  a level's nodes hold. The first level must also repay the start of drafting, together with the levels that follow.
+  a level's nodes hold, predicted by that of the level before. The first level must also repay the start of drafting.
 - Verify the N nodes with the largest values over all requests, where N maximises
   c * (sum of the N values) - rate * (seconds of the target pass with N more rows). Values never increase along a path,
   so these nodes form subtrees. A larger batch makes rows more expensive and trees smaller, down to plain decoding.
 
-The host executor reads trees back while they grow, so it asks before each level (`worth_a_level`) and cuts afterwards
+The host executor reads trees back while they grow, so it asks before each level (`LevelRule`) and cuts afterwards
 (`cut`). A captured round reads nothing back: the planner chooses its levels and nodes in advance, by the largest
 tokens(T) / seconds(T) predicted from earlier trees (`TreeYield`).
 
 Measured once per machine and set of models: the `CostCurve` (target passes by rows, draft levels, their start).
-Learned from rounds: corrections of the curve (`RoundCosts`), the calibration c, the coverage, the gain over plain
-decoding, and backoff. Gain and backoff use modelled seconds and counted tokens, so that one disturbed round does not
-pause speculation.
+Learned from rounds: corrections of the curve (`RoundCosts`), the calibration c, the gain over plain decoding, and
+backoff. Gain and backoff use modelled seconds and counted tokens, so that one disturbed round does not pause
+speculation. Percentages beside mechanisms: see round_costs.py.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
-from treespec.planning.draft_plan import NOTHING_DRAFTED, Drafted, DraftPlan, LevelRule, repays_start
-from treespec.planning.learning import Calibration, RoundShapes, ScoredTree, SpeculationBackoff, TreeYield
-from treespec.planning.planner_config import DEFAULT, PlannerConfig
+from treespec.planning.draft_plan import COVERAGE, NOTHING_DRAFTED, Drafted, DraftPlan, LevelRule
+from treespec.planning.learning import MARGIN, Calibration, RoundShapes, ScoredTree, SpeculationBackoff, TreeYield
 from treespec.planning.round_costs import CostCurve, CostedBatch, RoundCosts, RoundSeconds
 from treespec.request import Request
 from treespec.tree import TokenTree
 
 PLAIN = DraftPlan(0, 0, 1)
-
-
-class _Idle(NamedTuple):
-    """A batch of `size` requests decodes plainly for `rounds` more rounds before drafting is considered again."""
-
-    size: int
-    rounds: int
+GAIN_EMA = 0.03  # weight of the newest round in running means of gains
+INITIAL_GAIN, LEAST_GAIN = 1.2, 1.08  # prior, and minimum that is assumed of a request whose SSMs have not read it
+# Share of an additional SSM's tokens that no other source proposes. Without the SSMs that had 22 % of the trust, trees
+# of 8 and 16 nodes, including lookup, lost 2 and 3 % of their drafted tokens. All SSMs always: +16 %; always one: -3 to
+# +1 % (a target pass of 100 ms).
+UNIQUE_SHARE = 0.12
+# Rows over which the marginal cost of a row is averaged, because two neighbouring row counts may measure the same time
+# by chance (1 row: +7 %).
+ROW_WINDOW = 16
+SPEED_PRIOR = 4  # pseudo-count, in rounds of plain decoding, for a request's tokens per round
+# Rounds for which a batch that does not pay is decoded plainly before it is reconsidered; deciding in every round costs
+# 3 % of a short one.
+IDLE_ROUNDS = 8
 
 
 class _BatchSizeState:
@@ -60,17 +64,16 @@ class _BatchSizeState:
 
     Args:
         requests: smallest batch of this size class.
-        config: planner constants.
 
     Attributes:
-        gain: running mean of tokens per second over plain decoding's, of all rounds that speculate.
+        gain: running mean of tokens per second over plain decoding's, of all rounds that speculate (1: +59 %).
         ssms: backoff of rounds in which SSMs draft.
         model_free: backoff of rounds in which only sources without a model draft.
     """
 
-    def __init__(self, requests: int, config: PlannerConfig) -> None:
-        self.gain = config.initial_gain
-        self.ssms, self.model_free = SpeculationBackoff(requests, config), SpeculationBackoff(requests, config)
+    def __init__(self, requests: int) -> None:
+        self.gain = INITIAL_GAIN
+        self.ssms, self.model_free = SpeculationBackoff(requests), SpeculationBackoff(requests)
 
 
 @dataclass
@@ -81,23 +84,15 @@ class PlannedRound:
         batch: the requests.
         costed: what costs depend on.
         token_weights: by request, see `_weights_of_tokens`.
-        deepest: most levels that any request has room for.
         asks_sources: whether any source is asked to draft.
         adaptive_depth: most levels of a captured round's adaptive trees.
-        adaptive_trees: by request, whether a captured round grows an adaptive tree for it.
-        drafted: what the SSMs drafted, as given to `cut`.
-        coverage_learned: whether the first level of the round has corrected the coverage.
     """
 
     batch: Sequence[Request]
     costed: CostedBatch
     token_weights: list[float]
-    deepest: int = 0
     asks_sources: bool = False
     adaptive_depth: int = 0
-    adaptive_trees: list[bool] = field(default_factory=list)
-    drafted: Drafted = NOTHING_DRAFTED
-    coverage_learned: bool = False
 
     @property
     def size(self) -> int:
@@ -115,28 +110,18 @@ class Planner:
         cost: measured cost curve. With `shapes`, it is the curve of a whole batch by rows per request.
         learns_seconds: whether times measured in rounds correct the curve.
         shapes: tree shapes of captured rounds, which are chosen in advance; None if trees are cut after growth.
-        config: planner constants.
 
     Attributes:
         round: the round that was planned last, or that is observed.
     """
 
-    def __init__(
-        self,
-        cost: CostCurve,
-        learns_seconds: bool = True,
-        shapes: RoundShapes | None = None,
-        config: PlannerConfig = DEFAULT,
-    ):
-        self.config, self.shapes = config, shapes
-        self.costs = RoundCosts(cost, learns_seconds, config)
-        self._yield = None if shapes is None else TreeYield(shapes, config)
+    def __init__(self, cost: CostCurve, learns_seconds: bool = True, shapes: RoundShapes | None = None):
+        self.shapes = shapes
+        self.costs = RoundCosts(cost, learns_seconds)
+        self._yield = None if shapes is None else TreeYield(shapes)
         self._states: dict[int, _BatchSizeState] = {}
-        self._coverage = config.coverage  # running mean: share of the open mass that a round's first level holds
-        # By whether SSMs drafted: the two kinds of rounds are calibrated separately.
-        self._calibrations = {False: Calibration(config), True: Calibration(config)}
-        self._passes_per_level = 1.0  # running mean over rounds in which SSMs draft
-        self._idle = _Idle(0, 0)
+        self._calibration = Calibration()
+        self._passes_per_level = 1.0  # running mean over rounds in which SSMs draft (1 throughout: +2 %)
         self._best_shapes: dict[int, tuple[int, int]] = {}  # by depth, chosen since the last observation
         self.round = PlannedRound((), self.costs.batch, [1.0])  # of one request, until a batch is planned
 
@@ -146,8 +131,7 @@ class Planner:
         Call it between rounds only, because it overwrites the state of the current batch.
         """
         self._begin(requests)
-        promised = self._calibrations[True].value * self._coverage
-        return not self._state.ssms.pause_left and any(self.level_rule().pays([promised] * len(requests), begins=True))
+        return not self._state.ssms.pause_left and any(self._first_level_pays())
 
     def draft_plans(
         self,
@@ -175,20 +159,19 @@ class Planner:
         if self._yield is not None:
             return self._shaped_plans(requests, max_model_len, self._yield)
         adaptive = all(request.spec.is_adaptive for request in requests)
-        if adaptive and state.model_free.pause_left and (self._stays_idle() or not self._could_draft()):
+        if adaptive and state.model_free.pause_left and state.ssms.pause_left:
             return [PLAIN] * len(requests)  # early exit: this round then takes as long as plain decoding
         if not others_wait:
             self.round.token_weights = self._weights_of_tokens(requests)
         drafts, min_trust = [False] * len(requests), 0.0
         if not (adaptive and state.ssms.pause_left):
-            # The whole mass is still open: proposals of other sources only reduce it, so a level that does not pay now
-            # never will.
-            expected = self._calibrations[True].value * self._coverage
-            drafts = self.level_rule().pays([expected * weight for weight in self.round.token_weights], begins=True)
+            drafts = self._first_level_pays()
             min_trust = self._min_trust()
+        gain = max(state.gain, LEAST_GAIN)
+        time_of_token = self.costs.plain / len(requests) / gain / max(self.costs.curve.read_seconds, 1e-12)
         plans = []
         for i, request in enumerate(requests):
-            spec = request.spec
+            spec, time_left = request.spec, request.tokens_left * time_of_token
             room = max(request.room(max_model_len), 0)
             depth = min(spec.max_depth, len(spec.branching) if spec.branching else spec.max_depth, room)
             if spec.is_plain:
@@ -197,24 +180,31 @@ class Planner:
             if spec.is_adaptive and state.model_free.pause_left:
                 depth = 0
             if spec.is_adaptive and levels:
-                if state.ssms.pause_left or not drafts[i]:
-                    levels = 0
-                elif unread is not None:
-                    levels = levels if self.costs.read(unread(request)) <= self._expected_saving(request) else 0
-            trust, left = (min_trust, self._time_left(request)) if spec.is_adaptive else (0.0, math.inf)
+                # A request repays the reading of its own prompt by the time that drafting is expected to save.
+                repays = unread is None or unread(request) <= time_left * (gain - 1)
+                levels = levels if drafts[i] and repays and not state.ssms.pause_left else 0
+            trust, left = (min_trust, time_left) if spec.is_adaptive else (0.0, math.inf)
             plans.append(
                 DraftPlan(depth, levels, spec.max_nodes, spec.branching, spec.is_adaptive, trust, spec.max_ssms, left)
             )
         self.round.asks_sources = any(plan.max_depth for plan in plans)
-        idle = adaptive and not any(plan.max_depth or plan.levels for plan in plans)
-        self._idle = _Idle(len(requests), self.config.idle_rounds if idle else 0)
+        if adaptive and not any(plan.max_depth or plan.levels for plan in plans):
+            state.ssms.pause_left = max(state.ssms.pause_left, IDLE_ROUNDS)
         return plans
 
     def _begin(self, requests: Sequence[Request]) -> None:
         """Begin a round; a curve of whole batches counts its batch as one request."""
         self.costs.begin(requests, None if self.shapes is None else 1)
-        deepest = max(min(request.spec.max_depth, request.tokens_left - 1) for request in requests)
-        self.round = PlannedRound(requests, self.costs.batch, [1.0] * len(requests), deepest)
+        self.round = PlannedRound(requests, self.costs.batch, [1.0] * len(requests))
+
+    def _first_level_pays(self) -> list[bool]:
+        """Return for which requests a first level is expected to pay.
+
+        The whole mass is still open: proposals of other sources only reduce it, so a level that does not pay now never
+        will.
+        """
+        expected = self._calibration.value * COVERAGE
+        return self.level_rule().pays([expected * weight for weight in self.round.token_weights], begins=True)
 
     def _shaped_plans(self, requests: Sequence[Request], max_model_len: int, tree_yield: TreeYield) -> list[DraftPlan]:
         """Return the plans of a captured round.
@@ -241,7 +231,6 @@ class Planner:
             depth = min(depth, levels, nodes - 1)
             plans.append(DraftPlan(depth, depth, nodes, adaptive=adaptive) if depth > 0 else PLAIN)
         self.round.asks_sources = any(plan.levels for plan in plans)
-        self.round.adaptive_trees = [plan.adaptive for plan in plans]
         return plans
 
     def _best_shape(self, tree_yield: TreeYield, depth: int) -> tuple[int, int]:
@@ -256,121 +245,75 @@ class Planner:
     def _search_shapes(self, tree_yield: TreeYield, depth: int) -> tuple[int, int]:
         shapes, costs = tree_yield.shapes, self.costs
         count = np.arange(1, depth + 1)
-        verify = np.array([costs.verify(nodes, 1, int(nodes > 1)) for nodes in shapes.nodes])
-        draft = costs.draft_start + count * costs.level(1, 1)
+        verify = costs.verify(np.array(shapes.nodes))
+        draft = costs.draft_scale * (costs.curve.draft_start_seconds + count * costs.curve.draft_seconds)
         seconds = draft[:, None] + verify + costs.host("drafted")
-        tokens = 1 + self._calibrations[True].value * tree_yield.promised[:depth]
+        tokens = 1 + self._calibration.value * tree_yield.promised[:depth]
         rates = np.where(count[:, None] < np.array(shapes.nodes), tokens / seconds, 0.0)
         level, column = divmod(int(rates.argmax()), len(shapes.nodes))
-        if rates[level, column] * costs.plain <= 1 + self.config.margin:
+        if rates[level, column] * costs.plain <= 1 + MARGIN:
             return 0, 1
         return level + 1, shapes.nodes[column]
-
-    def _stays_idle(self) -> bool:
-        """Return whether a batch of this size is still in its idle rounds, and count one of them.
-
-        Idle rounds skip the decision whether SSMs draft, which would cost 3 % of a short round.
-        """
-        size, left = self._idle
-        self._idle = _Idle(size, max(left - 1, 0))
-        return left > 0 and size == self.round.size
 
     @property
     def rate(self) -> float:
         """Price of time in weighted tokens per second: recent throughput of this batch, at least plain decoding's."""
         return max(self._state.gain, 1.0) * sum(self.round.token_weights) / self.costs.plain
 
-    def _could_draft(self) -> bool:
-        """Return whether drafting could pay under the most optimistic assumptions.
-
-        Assumes that no mass is covered by other sources and that a level of the whole batch costs as much as a level of
-        one request.
-        """
-        state = self._state
-        expected = self._calibrations[True].value * self._coverage * self.costs.plain / max(state.gain, 1.0)
-        level = self.costs.level(self._passes_per_level, self._passes_per_level)
-        start = self.costs.draft_start
-        return not state.ssms.pause_left and repays_start(expected, level, start, self._coverage, self.round.deepest)
-
     def _weights_of_tokens(self, requests: Sequence[Request]) -> list[float]:
         """Return the weight of one token of each request, for a batch with no requests queued.
 
         Such a batch ends with its slowest request, whose tokens weigh 1. A token of a request that ends earlier saves
         only that request's share of a round; the weight approaches this share as the expected remaining time decreases.
+        With the square, a request that ends after seven tenths of the time counts as the last one by half. Equal
+        weights: +9 %.
         """
         count = len(requests)
         if count == 1:
             return [1.0]
-        own_share = 1 - self.costs.verify(count - 1, count - 1) / self.costs.verify(count, count)
-        prior = self.config.speed_prior
-        left = [r.tokens_left * (r.target_passes + prior) / (r.num_generated + prior) for r in requests]
+        own_share = 1 - self.costs.one_row(count - 1) / self.costs.one_row(count)
+        left = [r.tokens_left * (r.target_passes + SPEED_PRIOR) / (r.num_generated + SPEED_PRIOR) for r in requests]
         last = max(left)
-        return [own_share + (1 - own_share) * (each / last) ** self.config.lateness_exponent for each in left]
+        return [own_share + (1 - own_share) * (each / last) ** 2 for each in left]
 
     @property
     def least_value(self) -> float:
         """Minimum value at which a node pays for its row of the target pass."""
-        count, window = self.round.size, self.config.row_window
-        row = (self.costs.verify(count + window, count) - self.costs.verify(count, count)) / window
-        return min(self.rate * row / max(self.round.token_weights), self.config.max_least_value)
+        count = self.round.size
+        row = float(self.costs.verify(count + ROW_WINDOW) - self.costs.verify(count)) / ROW_WINDOW
+        return self.rate * row / max(self.round.token_weights)
 
     @property
     def _state(self) -> _BatchSizeState:
         size = self.round.size.bit_length()
         if size not in self._states:
-            self._states[size] = _BatchSizeState(2 ** (size - 1), self.config)
+            self._states[size] = _BatchSizeState(2 ** (size - 1))
         return self._states[size]
-
-    def _expected_saving(self, request: Request) -> float:
-        """Return the seconds that SSM drafting is expected to save over the rest of a request."""
-        share = 1 - 1 / max(self._state.ssms.gain, 1.0)
-        return request.tokens_left * self.costs.plain / self.round.size * share
-
-    def _time_left(self, request: Request) -> float:
-        """Return the expected time until a request ends, as in `DraftPlan.time_left`."""
-        seconds = request.tokens_left * self.costs.plain / max(self._state.ssms.gain, 1.0) / self.round.size
-        return seconds / max(self.costs.read(1), 1e-12)
 
     def _min_trust(self) -> float:
         """Return the mixture weight above which an additional SSM pays for its pass.
 
-        Dropping an SSM loses `unique_share` of the tokens in proportion to its weight; other sources propose the rest.
+        Dropping an SSM loses `UNIQUE_SHARE` of the tokens in proportion to its weight; other sources propose the rest.
         """
         count = self.round.size
-        level = self.costs.further_ssm(count)
-        return (
-            self.rate
-            * level
-            / max(self.config.unique_share * self._calibrations[True].value * self._coverage * count, 1e-9)
-        )
-
-    def worth_a_level(self, trees: np.ndarray, open_mass: np.ndarray, reached: np.ndarray | None) -> np.ndarray:
-        """Return which trees' next level pays, bool [num trees]; see `GrowthRule.worth_a_level`."""
-        rule = self.level_rule()
-        pays = rule.worth_a_level(trees, open_mass, reached)
-        self.adopt(rule)
-        return pays
+        lost = UNIQUE_SHARE * self._calibration.value * COVERAGE * count
+        curve = self.costs.curve
+        level = self.costs.draft_scale * (curve.ssm_seconds + (count - 1) * curve.draft_request_seconds)
+        return self.rate * level / lost
 
     def level_rule(self) -> LevelRule:
         """Return the rule by which the levels of this round are drafted."""
-        config, costs, rate, passes = self.config, self.costs, self.rate, self._passes_per_level
+        curve, passes, price = self.costs.curve, self._passes_per_level, self.rate * self.costs.draft_scale
         return LevelRule(
-            self._calibrations[True].value,
-            self._coverage,
-            0.0 if self.round.coverage_learned else config.coverage_ema,
-            config.last_level_weight,
+            self._calibration.value,
             self.round.token_weights,
-            rate * costs.draft_start,
-            rate * costs.level(passes, passes),
-            rate * costs.further_request(passes),
-            self.round.deepest,
+            price * curve.draft_start_seconds,
+            price * curve.draft_levels(1, passes, passes),
+            price * passes * curve.draft_request_seconds,
+            self.least_value,
         )
 
-    def adopt(self, rule: LevelRule) -> None:
-        """Take over the coverage, which is learned from a round's first level."""
-        self._coverage, self.round.coverage_learned = rule.coverage, not rule.coverage_weight
-
-    def cut(self, requests: Sequence[Request], trees: Sequence[TokenTree], drafted: Drafted) -> list[TokenTree]:
+    def cut(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> list[TokenTree]:
         """Cut each tree to its configured size or, with nodes="auto", to the nodes that pay in this batch.
 
         Trees with random draws stay whole: removing a draw because of its token would change the distribution of the
@@ -378,9 +321,7 @@ class Planner:
 
         Args:
             requests, trees: one tree per request.
-            drafted: what the SSMs drafted in this round.
         """
-        self.round.drafted, self.round.coverage_learned = drafted, False
         kept = [
             tree if tree.draws.rows is not None else tree.best(request.spec.max_nodes)
             for request, tree in zip(requests, trees, strict=True)
@@ -392,28 +333,15 @@ class Planner:
         ]
         if not adaptive:
             return kept
-        others = [len(tree) for i, tree in enumerate(kept) if i not in adaptive]
-        rows, grown = sum(others) + len(adaptive), sum(size > 1 for size in others)
-        values = [kept[i].values[1:] * self.round.token_weights[i] for i in adaptive]
-        # Number of trees with drafted nodes when the best 1, 2, ... candidates are kept.
-        num_trees: np.ndarray | int = grown + 1
-        if len(adaptive) == 1:
-            owner, descending = None, -np.sort(-values[0])
-        else:
-            value = np.concatenate(values)
-            order = np.argsort(-value, kind="stable")
-            owner, descending = np.repeat(np.arange(len(adaptive)), [len(own) for own in values])[order], value[order]
-            first = np.zeros(len(order), dtype=np.int64)  # 1 at each request's first candidate
-            first[np.unique(owner, return_index=True)[1]] = 1
-            num_trees = grown + np.cumsum(first)
-        seconds = self.costs.verify_more(rows, len(descending), len(requests), num_trees)
-        if not drafted.levels:  # dropping a whole tree of model-free sources also saves the host's work on it
-            seconds += (num_trees - grown) * max(self.costs.host("tree") - self.costs.host("search"), 0.0)
-        seconds -= self.costs.verify(rows, len(requests), grown)
-        gain = self._calibrations[drafted.levels > 0].value * np.cumsum(descending) - self.rate * seconds
+        rows = len(adaptive) + sum(len(tree) for i, tree in enumerate(kept) if i not in adaptive)
+        value = np.concatenate([kept[i].values[1:] * self.round.token_weights[i] for i in adaptive])
+        order = np.argsort(-value, kind="stable")
+        seconds = self.costs.verify(np.arange(rows, rows + len(order) + 1))
+        gain = self._calibration.value * np.cumsum(value[order]) - self.rate * (seconds[1:] - seconds[0])
         best = int(np.argmax(gain))
         count = best + 1 if gain[best] > 0 else 0
-        counts = [count] if owner is None else np.bincount(owner[:count], minlength=len(adaptive)).tolist()
+        owner = np.repeat(np.arange(len(adaptive)), [len(kept[i]) - 1 for i in adaptive])
+        counts = np.bincount(owner[order[:count]], minlength=len(adaptive)).tolist()
         for i, nodes in zip(adaptive, counts, strict=True):
             kept[i] = kept[i].best(1 + nodes)
         return kept
@@ -424,16 +352,16 @@ class Planner:
         trees: Sequence[ScoredTree],
         emitted: Sequence[int],
         seconds: RoundSeconds | None = None,
-        drafted: Drafted | None = None,
+        drafted: Drafted = NOTHING_DRAFTED,
         rows: int | None = None,
         planned: PlannedRound | None = None,
     ) -> None:
-        """Update costs, calibration, coverage, gain and backoff from a verified round.
+        """Update costs, calibration, gain and backoff from a verified round.
 
         Args:
             requests, trees, emitted: verified requests with their trees and numbers of emitted tokens.
             seconds: measured time of the round; None keeps the modelled costs.
-            drafted: what the SSMs drafted; None = as given to `cut`.
+            drafted: what the SSMs drafted.
             rows: rows of the target pass as the cost curve counts them; None = all nodes of all trees.
             planned: the round, if another one was planned after it.
         """
@@ -441,54 +369,46 @@ class Planner:
             return
         if planned is not None:
             self.round, self.costs.batch = planned, planned.costed
-        self._observe(requests, trees, emitted, seconds, self.round.drafted if drafted is None else drafted, rows)
+        sizes = [len(tree.values) for tree in trees]
+        rows, grows = sum(sizes) if rows is None else rows, max(sizes) > 1
+        speculates = self.round.asks_sources or drafted.levels > 0
+        if seconds is not None:
+            self.costs.learn(seconds, rows, drafted, speculates or grows)
+        if self._yield is not None:
+            self._yield.recover()
+        if not drafted.levels:  # so that SSMs that stopped drafting are eventually retried
+            self._calibration.miss()
+        if speculates and any(request.spec.is_adaptive for request in requests):
+            self._learn_gain(requests, trees, emitted, drafted, rows, grows)
         self._best_shapes.clear()
         if self._yield is not None and (depth := self.round.adaptive_depth):
             self._best_shape(self._yield, depth)  # now, when the device may be busy, rather than before the next launch
 
-    def _observe(
+    def _learn_gain(
         self,
         requests: Sequence[Request],
         trees: Sequence[ScoredTree],
         emitted: Sequence[int],
-        seconds: RoundSeconds | None,
         drafted: Drafted,
-        rows: int | None,
+        rows: int,
+        grows: bool,
     ) -> None:
-        config, state, planned = self.config, self._state, self.round
-        count, nodes = len(requests), [len(tree.values) for tree in trees]
-        grown = sum(size > 1 for size in nodes) if rows is None else int(rows > 1)
-        rows = sum(nodes) if rows is None else rows
-        speculates = planned.asks_sources or drafted.levels > 0
-        if seconds is not None:
-            self.costs.learn(seconds, rows, grown, drafted, speculates or grown > 0)
-        if not drafted.levels:  # decay towards the priors, so that SSMs that stopped drafting are eventually retried
-            self._coverage += config.recovery * (config.coverage - self._coverage)
-            self._calibrations[True].miss()
-            state.ssms.miss()
-            if self._yield is not None:
-                self._yield.miss()
-        if not speculates or not any(request.spec.is_adaptive for request in requests):
-            return
-        rounds = self.costs.speculative(rows, grown, drafted) / self.costs.plain
-        places = {request: place for place, request in enumerate(planned.batch)}  # failed requests are missing here
-        weights = [planned.token_weights[places[request]] for request in requests]
+        """Update calibration, gain, backoff and yield from a round that speculates; `grows`: it has drafted nodes."""
+        state, count = self._state, len(requests)
+        rounds = self.costs.speculative(rows, drafted) / self.costs.plain
+        weight_of = dict(zip(self.round.batch, self.round.token_weights, strict=True))
+        weights = [weight_of[request] for request in requests]  # without failed requests of the batch
         gain = sum(w * tokens for w, tokens in zip(weights, emitted, strict=True)) / sum(weights) / rounds
-        state.gain += config.gain_ema * (gain - state.gain)
-        if grown:
+        state.gain += GAIN_EMA * (gain - state.gain)
+        if grows:
             promised = sum(float(tree.values[1:].sum()) for tree in trees)
-            self._calibrations[drafted.levels > 0].add((sum(emitted) - count) / count, promised / count)
+            self._calibration.add((sum(emitted) - count) / count, promised / count)
         if not drafted.levels:
             state.model_free.observe(gain, rounds)
             return
-        # `_expected_saving` ensures that a request repays the reading of its own prompt. In a batch the others wait for
-        # it too, so the backoff counts it.
-        read = self.costs.read(drafted.read_tokens) if count > 1 else 0.0
-        state.ssms.observe(gain, rounds, read / self.costs.plain)
-        self._passes_per_level += config.gain_ema * (drafted.passes / drafted.levels - self._passes_per_level)
-        if self._yield is not None and self.shapes is not None:
-            grown_trees = [
-                tree for tree, request in zip(trees, requests, strict=True) if planned.adaptive_trees[places[request]]
-            ]
-            if grown_trees:
-                self._yield.observe(drafted.levels, self.shapes.fitting(rows), grown_trees)
+        state.ssms.observe(gain, rounds)
+        self._passes_per_level += GAIN_EMA * (drafted.passes / drafted.levels - self._passes_per_level)
+        if self._yield is not None:
+            tried = [t for t, r in zip(trees, requests, strict=True) if r.spec.is_adaptive and len(t.values) > 1]
+            if tried:
+                self._yield.observe(drafted.levels, self._yield.shapes.fitting(rows), tried)

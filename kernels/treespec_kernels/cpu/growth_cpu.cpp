@@ -48,9 +48,7 @@ struct Growth {
 };
 
 struct Rule {  // `LevelRule` in treespec/planning/draft_plan.py, which defines the attributes
-    double calibration, coverage, coverage_weight, last_level_weight, level_cost, marginal_cost;
-    int64_t max_levels;
-    float least_value;
+    double calibration, level_cost, marginal_cost, least_value;
     const int64_t* adaptive;      // [num_trees], whether the rule decides on the tree
     const double* token_weights;  // [num_trees]
 };
@@ -299,33 +297,25 @@ void remove(Growth& g, const std::vector<uint8_t>& stops) {
 //   last_open_mass: by tree, before the newest level. nodes: number of nodes of that level.
 void stop_unprofitable(Growth& g, Rule& rule, std::vector<double>& last_open_mass, int64_t nodes) {
     std::vector<double> reached(last_open_mass.size()), current = open_mass(g, last_open_mass.size());
+    const float least = float(rule.least_value);
     for (int64_t i = 0; i < nodes; i++)
-        if (g.values[i] >= rule.least_value && g.seeds[i] < 0) reached[g.owners[i]] += double(g.values[i]);
+        if (g.values[i] >= least && g.seeds[i] < 0) reached[g.owners[i]] += double(g.values[i]);
     std::vector<int64_t> trees;  // those that the rule decides on
     for (int64_t i = 0; i < g.num_rows; i++)
         if (rule.adaptive[g.row_owners[i]] && (trees.empty() || trees.back() != g.row_owners[i]))
             trees.push_back(g.row_owners[i]);
-    double sum = 0.0;
-    for (int64_t tree : trees) {
-        reached[tree] = std::min(reached[tree] / std::max(last_open_mass[tree], 1e-9), 1.0);
-        sum += reached[tree];
-    }
-    last_open_mass = current;
-    if (trees.empty()) return;
-    rule.coverage += rule.coverage_weight * (sum / double(trees.size()) - rule.coverage), rule.coverage_weight = 0.0;
     std::vector<double> expected;
     double all = 0.0;
     int64_t growing = 0;
     for (int64_t tree : trees) {
-        const double coverage = rule.coverage + rule.last_level_weight * (reached[tree] - rule.coverage);
-        expected.push_back(rule.calibration * current[tree] * coverage * rule.token_weights[tree]);
+        const double share = std::min(reached[tree] / std::max(last_open_mass[tree], 1e-9), 1.0);
+        expected.push_back(rule.calibration * current[tree] * share * rule.token_weights[tree]);
         if (expected.back() > rule.marginal_cost) all += expected.back(), growing++;
     }
-    const double level = rule.level_cost + double(std::max<int64_t>(growing - 1, 0)) * rule.marginal_cost;
-    double gained = 0.0;
-    for (int64_t i = 0; i < rule.max_levels && all > level; i++) gained += all - level, all *= rule.coverage;
+    last_open_mass = current;
+    const double cost = rule.level_cost + double(std::max<int64_t>(growing - 1, 0)) * rule.marginal_cost;
     std::vector<uint8_t> stops(current.size());
-    for (size_t i = 0; i < trees.size(); i++) stops[trees[i]] = !(gained > 0.0 && expected[i] > rule.marginal_cost);
+    for (size_t i = 0; i < trees.size(); i++) stops[trees[i]] = !(all > cost && expected[i] > rule.marginal_cost);
     remove(g, stops);
 }
 

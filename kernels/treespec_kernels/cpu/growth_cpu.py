@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +30,6 @@ _SOURCES = tuple(
     Path(__file__).with_name(name) for name in ("growth_cpu.cpp", "drafts_cpu.h", "vectors_cpu.h", "batch_cpu.h")
 )
 _STRUCTS = read_structs(*_SOURCES)
-_RULE = [name for name, kind in _STRUCTS["Rule"]._fields_ if kind is ctypes.c_double]
 
 
 @functools.cache
@@ -55,29 +54,18 @@ class Grown(NamedTuple):
     broken: np.ndarray
 
 
-class LevelRule(Protocol):
-    """Decision whether another level pays, defined in treespec/planning/draft_plan.py."""
-
-    calibration: float
-    coverage: float
-    coverage_weight: float
-    last_level_weight: float
-    level_cost: float
-    marginal_cost: float
-    max_levels: int
-
-
 class StopRule(NamedTuple):
-    """Ends trees between levels.
+    """Ends trees between levels; the decision is that of `LevelRule` in treespec/planning/draft_plan.py.
 
     Attributes:
-        rule: the decision; `TreeGrowth.draft` updates its coverage.
-        least_value: minimum value of a node that counts as coverage.
+        calibration, level_cost, marginal_cost, least_value: as in `LevelRule`.
         adaptive: by tree, whether the rule decides on it.
         token_weights: by tree, weight of a token.
     """
 
-    rule: LevelRule
+    calibration: float
+    level_cost: float
+    marginal_cost: float
     least_value: float
     adaptive: Sequence[bool]
     token_weights: Sequence[float]
@@ -283,10 +271,7 @@ class TreeGrowth:
         rule = None
         if stop is not None:
             token_weights = (ctypes.c_double * len(adaptive))(*stop.token_weights)
-            numbers = (getattr(stop.rule, name) for name in _RULE)
-            rule = _STRUCTS["Rule"](
-                *numbers, stop.rule.max_levels, stop.least_value, at[12], ctypes.addressof(token_weights)
-            )
+            rule = _STRUCTS["Rule"](*stop[:4], at[12], ctypes.addressof(token_weights))
         placed = self._library.treespec_draft(
             ctypes.byref(g),
             ctypes.byref(places.placing),
@@ -296,8 +281,6 @@ class TreeGrowth:
             None if rule is None else ctypes.byref(rule),
         )
         assert placed, NO_PAGE
-        if stop is not None and rule is not None:
-            stop.rule.coverage, stop.rule.coverage_weight = rule.coverage, rule.coverage_weight
         level_rows, level_nodes = (ints[-first:][: grown.num_levels] for first in (2 * levels, levels))
         below = sum(level_rows) - level_rows[0]
         return Drafted(

@@ -18,7 +18,7 @@ from treespec.models.compiled import CompiledDecoder
 from treespec.models.decoder import Pass
 from treespec.models.decoder_wrapper import DecoderWrapper
 from treespec.models.group_model import GroupModel
-from treespec.planning.draft_plan import GrowthRule
+from treespec.planning.draft_plan import LevelRule
 from treespec.request import Request
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.cpu.compiled_plan import CompiledPlan
@@ -182,7 +182,7 @@ def stop_unprofitable(
     forest: Forest | DrawnForest,
     places: np.ndarray,
     adaptive: np.ndarray,
-    rule: GrowthRule,
+    rule: LevelRule,
     last_open_mass: np.ndarray,
 ) -> np.ndarray:
     """Stop adaptive trees whose next level does not pay.

@@ -27,7 +27,7 @@ from treespec.drafters.ssm.ssm_state import ReadTokens, SsmState, open_mass
 from treespec.drafters.trust import WINDOW, Trust
 from treespec.models.block_draft import BlockDraft
 from treespec.models.group_model import GroupModel
-from treespec.planning.draft_plan import Drafted, DraftPlan, GrowthRule
+from treespec.planning.draft_plan import Drafted, DraftPlan, LevelRule
 from treespec.request import Request
 from treespec.tree import TokenTree
 from treespec.verification.oracle import RandomOracle
@@ -67,7 +67,7 @@ class SsmDrafter:
         self,
         requests: Sequence[Request],
         plans: Sequence[DraftPlan],
-        rule: GrowthRule,
+        rule: LevelRule,
         seeds: Sequence[TokenTree] | None = None,
     ) -> list[TokenTree]:
         """Return one tree per request, rooted at its last token and merged with its seeds.
@@ -120,7 +120,7 @@ class SsmDrafter:
         plans: Sequence[DraftPlan],
         shapes: Sequence[Shape],
         seeds: Sequence[TokenTree],
-        rule: GrowthRule,
+        rule: LevelRule,
     ) -> Forest | DrawnForest:
         """Create the trees with their roots only, for requests that all draw at random or all do not."""
         if not requests[0].draws_at_random:
@@ -144,7 +144,7 @@ class SsmDrafter:
         forest: Forest | DrawnForest,
         places: Sequence[int],
         adaptive: Sequence[bool],
-        rule: GrowthRule,
+        rule: LevelRule,
     ) -> None:
         """Score and extend the trees, in one compiled call if possible, else level by level.
 
@@ -257,19 +257,16 @@ class SsmDrafter:
         passes: DraftPasses,
         places: Sequence[int],
         adaptive: Sequence[bool],
-        rule: GrowthRule,
+        rule: LevelRule,
     ) -> None:
         """Score and extend the trees by all levels in one compiled call; arguments as in `_grow`."""
         roots, stop = forest.frontier.owners.tolist(), None
         for owner in roots:
             states[owner].begin_tree()
         if any(adaptive):
-            level_rule = rule.level_rule()
-            token_weights = [level_rule.token_weights[place] for place in places]
-            stop = StopRule(level_rule, rule.least_value, adaptive, token_weights)
+            weights = [rule.token_weights[place] for place in places]
+            stop = StopRule(rule.calibration, rule.level_cost, rule.marginal_cost, rule.least_value, adaptive, weights)
         drafted = forest.draft(passes, [state.weights for state in states], stop)
-        if stop is not None:
-            rule.adopt(level_rule)
         parts = list(drafted.parts())
         for draft, scores in zip(passes.models.drafts, drafted.scores, strict=True):
             ssm, first = draft.ssm, 0

@@ -68,7 +68,7 @@ class LevelRule:
         token_weights: weight of a token, by request of the batch.
         start_cost: cost of starting to draft.
         level_cost: cost of a level of one tree.
-        marginal_cost: cost of a further tree in a level. Instead all trees together: up to +2.3 % time per token.
+        marginal_cost: cost of a further tree in a level. All trees decided together: +4 %, see round_costs.py.
         least_value: minimum value at which a node pays for its row of the target pass.
     """
 

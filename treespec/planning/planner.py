@@ -62,6 +62,8 @@ IDLE_ROUNDS = 8
 class _BatchSizeState:
     """Gain and backoff of batches of similar size (2^k to 2^(k+1) - 1 requests), because both depend on the size.
 
+    One state for all sizes: +4 %.
+
     Args:
         requests: smallest batch of this size class.
 
@@ -121,7 +123,6 @@ class Planner:
         self._yield = None if shapes is None else TreeYield(shapes)
         self._states: dict[int, _BatchSizeState] = {}
         self._calibration = Calibration()
-        self._passes_per_level = 1.0  # running mean over rounds in which SSMs draft (1 throughout: +2 %)
         self._best_shapes: dict[int, tuple[int, int]] = {}  # by depth, chosen since the last observation
         self.round = PlannedRound((), self.costs.batch, [1.0])  # of one request, until a batch is planned
 
@@ -302,14 +303,14 @@ class Planner:
         return self.rate * level / lost
 
     def level_rule(self) -> LevelRule:
-        """Return the rule by which the levels of this round are drafted."""
-        curve, passes, price = self.costs.curve, self._passes_per_level, self.rate * self.costs.draft_scale
+        """Return the rule by which the levels of this round are drafted, at the cost of one SSM's passes."""
+        curve, price = self.costs.curve, self.rate * self.costs.draft_scale
         return LevelRule(
             self._calibration.value,
             self.round.token_weights,
             price * curve.draft_start_seconds,
-            price * curve.draft_levels(1, passes, passes),
-            price * passes * curve.draft_request_seconds,
+            price * curve.draft_seconds,
+            price * curve.draft_request_seconds,
             self.least_value,
         )
 
@@ -407,7 +408,6 @@ class Planner:
             state.model_free.observe(gain, rounds)
             return
         state.ssms.observe(gain, rounds)
-        self._passes_per_level += GAIN_EMA * (drafted.passes / drafted.levels - self._passes_per_level)
         if self._yield is not None:
             tried = [t for t, r in zip(trees, requests, strict=True) if r.spec.is_adaptive and len(t.values) > 1]
             if tried:

@@ -8,7 +8,7 @@ modelled by the `CostCurve`, measured on an idle machine, times learned correcti
 All modelled seconds are those of the idle machine. Measured rounds contribute ratios: each part of a round is divided
 by the slowdown of its own target pass. Otherwise a busy machine would make drafting look expensive.
 
-Percentages beside mechanisms are the time per token without them, relative to that with them: the largest of 40 cases,
+Percentages beside mechanisms are the time per token without them, relative to that with them: the largest of 37 cases,
 which replay recorded trees of the embedded models and of SmolLM2 (greedy and sampled, batches of 1 to 7, useless
 drafts) with the costs of six machines, and with curves that are wrong by a factor of two.
 """
@@ -76,20 +76,17 @@ class CostCurve:
         slope = (y[-1] - y[middle]) / (x[-1] - x[middle]) if len(x) > 1 else y[-1] / x[-1]
         return np.interp(rows, x, y) + np.maximum(np.asarray(rows) - x[-1], 0) * slope
 
-    def draft_levels(self, levels: float, passes: float, request_passes: float) -> float:
-        """Return the seconds of a round's draft levels, without the start of drafting and reading prompts.
+    def draft(self, levels: int, passes: int, request_passes: int) -> float:
+        """Return the seconds of a round's drafting, without reading prompts.
 
         Args:
             levels: draft levels.
             passes: draft passes, one per level and SSM.
             request_passes: draft passes times the requests in each.
         """
-        further = max(request_passes - passes, 0.0)
-        return levels * self.draft_seconds + (passes - levels) * self.ssm_seconds + further * self.draft_request_seconds
-
-    def draft(self, levels: float, passes: float, request_passes: float) -> float:
-        """Return the seconds of a round's drafting, without reading prompts; arguments as in `draft_levels`."""
-        return self.draft_levels(levels, passes, request_passes) + (self.draft_start_seconds if levels else 0.0)
+        further = max(request_passes - passes, 0)
+        seconds = levels * self.draft_seconds + (passes - levels) * self.ssm_seconds
+        return seconds + further * self.draft_request_seconds + (self.draft_start_seconds if levels else 0.0)
 
     @cached_property
     def _points(self) -> tuple[np.ndarray, np.ndarray]:

@@ -44,7 +44,7 @@ def test_longer_contexts_make_every_row_dearer() -> None:
     assert costs.verify(16) == pytest.approx(2.5e-3 + 2000 * (1e-6 + 15 * 2e-7))
     two = costs_at(LONG, 1128, 3128)
     assert two.verify(2) == pytest.approx(float(LONG.verify(2)) + 2 * 2000e-6)
-    assert two.verify(np.arange(2, 30)) == pytest.approx([two.verify(rows) for rows in range(2, 30)])
+    assert two.verify_each(np.arange(2, 30)) == pytest.approx([two.verify(rows) for rows in range(2, 30)])
     assert costs_at(LONG, 0).verify(1) < 1e-3
     steep = dataclasses.replace(LONG, position_seconds=1e-3)
     assert costs_at(steep, 0).verify(1) > 0, "shorter contexts never cost nothing"
@@ -64,13 +64,13 @@ def test_rounds_teach_what_further_rows_take(slowness: float, factor: float) -> 
         rows = int(rng.choice([1, 1, 1, 4, 8, 16]))
         learn(costs, rows, slowness * truth[rows])
     for rows in (1, 2, 8, 16):
-        assert float(costs.verify(rows)) == pytest.approx(truth[rows], rel=0.01)
+        assert costs.verify(rows) == pytest.approx(truth[rows], rel=0.01)
     assert costs.host("tree") == pytest.approx(1e-4 / slowness, rel=0.05)
 
 
 def price(costs: RoundCosts, rows: int) -> float:
     """What these rows add to a pass over one, in such passes."""
-    return float(costs.verify(rows)) / float(costs.verify(1)) - 1
+    return costs.verify(rows) / costs.verify(1) - 1
 
 
 def test_one_disturbance_teaches_little() -> None:

@@ -73,7 +73,7 @@ def test_a_round_is_observed_after_the_next_was_planned() -> None:
             tree, nodes = Chain([0.8] * plan.levels), SHAPES.fitting(plan.nodes)
             planner.observe([request], [tree], [2], seconds, drafted, nodes, planned)
         learned.append((planner.rate, planner.costs.plain, planner.draft_plans([request], 10**7)))
-        learned[-1] += (float(planner.costs.verify(8)), planner.costs.host("drafted"))
+        learned[-1] += (planner.costs.verify(8), planner.costs.host("drafted"))
     assert learned[0] == learned[1] and learned[0][2][0].levels
 
 

@@ -246,7 +246,7 @@ class Planner:
     def _search_shapes(self, tree_yield: TreeYield, depth: int) -> tuple[int, int]:
         shapes, costs = tree_yield.shapes, self.costs
         count = np.arange(1, depth + 1)
-        verify = costs.verify(np.array(shapes.nodes))
+        verify = costs.verify_each(np.array(shapes.nodes))
         draft = costs.draft_scale * (costs.curve.draft_start_seconds + count * costs.curve.draft_seconds)
         seconds = draft[:, None] + verify + costs.host("drafted")
         tokens = 1 + self._calibration.value * tree_yield.promised[:depth]
@@ -281,7 +281,7 @@ class Planner:
     def least_value(self) -> float:
         """Minimum value at which a node pays for its row of the target pass."""
         count = self.round.size
-        row = float(self.costs.verify(count + ROW_WINDOW) - self.costs.verify(count)) / ROW_WINDOW
+        row = (self.costs.verify(count + ROW_WINDOW) - self.costs.verify(count)) / ROW_WINDOW
         return self.rate * row / max(self.round.token_weights)
 
     @property
@@ -337,7 +337,7 @@ class Planner:
         rows = len(adaptive) + sum(len(tree) for i, tree in enumerate(kept) if i not in adaptive)
         value = np.concatenate([kept[i].values[1:] * self.round.token_weights[i] for i in adaptive])
         order = np.argsort(-value, kind="stable")
-        seconds = self.costs.verify(np.arange(rows, rows + len(order) + 1))
+        seconds = self.costs.verify_each(np.arange(rows, rows + len(order) + 1))
         gain = self._calibration.value * np.cumsum(value[order]) - self.rate * (seconds[1:] - seconds[0])
         best = int(np.argmax(gain))
         count = best + 1 if gain[best] > 0 else 0

@@ -13,11 +13,11 @@ which replay recorded trees of the embedded models and of SmolLM2 (greedy and sa
 drafts) with the costs of six machines, and with curves that are wrong by a factor of two.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -201,7 +201,8 @@ class RoundCosts:
         self.batch, self.draft_scale = CostedBatch(1, 0.0), 1.0
         self._rows = _ExtraRowCost()
         self._hosts: dict[HostWork, RobustMean] = {}
-        self._by_rows = curve.verify(np.arange(128))
+        self._by_rows = curve.verify(np.arange(128))  # the curve's seconds by number of rows
+        self._listed: list[float] = self._by_rows.tolist()  # an element of a list takes less time than one of an array
 
     def begin(self, requests: Sequence[Request], count: int | None = None) -> None:
         """Set the batch: its number of requests and their mean context length relative to the curve's.
@@ -210,6 +211,7 @@ class RoundCosts:
             requests: the batch.
             count: number of requests as the curve counts them, if it was measured for whole batches; None = all.
         """
+        self._extend(len(requests))
         context = sum(request.context_len for request in requests) / len(requests)
         self.batch = CostedBatch(len(requests) if count is None else count, context - self.curve.context)
 
@@ -231,13 +233,17 @@ class RoundCosts:
 
     def one_row(self, requests: int) -> float:
         """Return the seconds of a target pass over one row of each of `requests` requests."""
-        seconds = float(self._curve(requests)) + requests * self.batch.extra_context * self.curve.position_seconds
+        seconds = self._listed[requests] + requests * self.batch.extra_context * self.curve.position_seconds
         return max(seconds, self.curve.verify_seconds[0] / 2)  # contexts shorter than the curve's subtract
 
-    def verify(self, rows: np.ndarray | int) -> np.ndarray:
-        """Return the seconds of target passes over `rows` rows, one number or ascending ones."""
-        extra = self._extra(rows) + self._rows.excess * self._size(rows)
-        return self.one_row(self.batch.requests) + np.maximum(extra, 0.0)
+    def verify(self, rows: int) -> float:
+        """Return the seconds of a target pass over `rows` rows."""
+        return self._size_and_seconds(rows)[1]
+
+    def verify_each(self, rows: np.ndarray) -> np.ndarray:
+        """Return the seconds of target passes over these numbers of rows, ascending."""
+        self._extend(int(rows[-1]))
+        return self._modelled(rows, self._by_rows, np.maximum)[1]
 
     def host(self, work: HostWork) -> float:
         """Return the host's seconds per request; work that was not measured yet takes as long as the quickest."""
@@ -260,8 +266,9 @@ class RoundCosts:
         if not self.learns:
             return
         plain = self.one_row(self.batch.requests)
-        self._rows.add(seconds.forward / plain, float(self.verify(rows)) / plain, float(self._size(rows)) / plain)
-        slowdown = seconds.forward / float(self.verify(rows))
+        size, expected = self._size_and_seconds(rows)
+        self._rows.add(seconds.forward / plain, expected / plain, size / plain)
+        slowdown = seconds.forward / self.verify(rows)
         work: HostWork = self._work(rows, drafted) if drafting else "plain"
         self._hosts.setdefault(work, RobustMean()).add(seconds.host / slowdown / self.batch.requests)
         if modelled := self.curve.draft(*drafted[:3]):
@@ -272,19 +279,21 @@ class RoundCosts:
         """Return the kind of the host's work in a round that asks sources."""
         return "drafted" if drafted.levels else "tree" if rows > self.batch.requests else "search"
 
-    def _extra(self, rows: np.ndarray | int) -> np.ndarray:
-        """Return the seconds that extra rows, those beyond each request's first, add to a pass, without `excess`."""
+    def _size_and_seconds(self, rows: int) -> tuple[float, float]:
+        """Return the size of a pass's extra rows for `_ExtraRowCost`, and its seconds."""
+        self._extend(rows)
+        return self._modelled(rows, self._listed, max)
+
+    def _modelled(self, rows: Any, by_rows: Any, maximum: Callable[[Any, float], Any]) -> tuple[Any, Any]:
+        """Return what `_size_and_seconds` does, of one number of rows or of an array."""
         count, context = self.batch
-        own = self._curve(rows) - self._curve(count)
-        return np.maximum(own + (rows - count) * context * self.curve.row_position_seconds, 0.0)
+        one, further = self.one_row(count), rows - count
+        own = by_rows[rows] - by_rows[count] + further * (context * self.curve.row_position_seconds)
+        extra = maximum(own, 0.0)
+        size = extra + further * (MIN_ROW_SHARE * one)
+        return size, one + maximum(extra + self._rows.excess * size, 0.0)
 
-    def _size(self, rows: np.ndarray | int) -> np.ndarray:
-        """Return the size of extra rows for `_ExtraRowCost`."""
-        count = self.batch.requests
-        return self._extra(rows) + (rows - count) * (MIN_ROW_SHARE * self.one_row(count))
-
-    def _curve(self, rows: np.ndarray | int) -> np.ndarray:
-        """Return `curve.verify`, from a table because every round uses the same few arguments."""
-        if (most := rows if isinstance(rows, int) else int(rows[-1])) >= len(self._by_rows):
-            self._by_rows = self.curve.verify(np.arange(2 * most))
-        return self._by_rows[rows]
+    def _extend(self, rows: int) -> None:
+        if rows >= len(self._listed):
+            self._by_rows = self.curve.verify(np.arange(2 * rows))
+            self._listed = self._by_rows.tolist()

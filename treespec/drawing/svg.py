@@ -154,7 +154,7 @@ def _node(box: Box, kind: str, token: str, about: str, prob: str = "", sources: 
         f'<g class="{kind}"><title>{escape(visible(token))}: {escape(about)}</title>'
         f'<rect class="box" x="{box.x:.1f}" y="{box.y:.1f}" width="{box.width:.1f}" height="{box.height}" rx="6"/>'
         f'<text class="token" x="{left:.1f}" y="{box.y + 16:.1f}">{escape(label(token))}</text>'
-        + "".join(_mark(source, left + 4 + MARK * i, below) for i, source in enumerate(sources))
+        + "".join(mark(source, left + 4 + MARK * i, below) for i, source in enumerate(sources))
         + f'<text class="small" x="{left:.1f}" y="{below + 3.5:.1f}">{note}</text>' * bool(note)
         + f'<text class="small" x="{right:.1f}" y="{below + 3.5:.1f}" text-anchor="end">{escape(prob)}</text>'
         * bool(prob)
@@ -162,7 +162,7 @@ def _node(box: Box, kind: str, token: str, about: str, prob: str = "", sources: 
     )
 
 
-def _mark(source: int, x: float, y: float) -> str:
+def mark(source: int, x: float, y: float) -> str:
     """Return the marker of a source: a colour, and a shape for colour-blind readers."""
     forms = (
         f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4"',
@@ -182,7 +182,7 @@ def _legend(names: list[str], room: float) -> tuple[str, float]:
         width = cells(text) * CELL + 18 * own
         if x and x + width > room:
             x, y = 0.0, y + 22
-        parts.append(_mark(source, x + 5, y + 8) if own else "")
+        parts.append(mark(source, x + 5, y + 8) if own else "")
         parts.append(f'<text class="dim" x="{x + 16 * own:.1f}" y="{y + 12.5:.1f}">{escape(text)}</text>')
         x += width + 20
     return "".join(parts), y + 16.0

@@ -1,0 +1,139 @@
+"""Write docs/api, a page per public class and function, from signatures and docstrings.
+
+python tools/write_api_docs.py
+"""
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import treespec
+import treespec.hf
+from treespec.outputs import RequestMetrics, StreamChunk
+from treespec.training.settings import TrainingSettings
+
+FOLDER = Path(__file__).resolve().parents[1] / "docs" / "api"
+PAGES: dict[str, list[Any]] = {
+    **{name: [getattr(treespec, name)] for name in treespec.__all__ if name != "__version__"},
+    "RequestMetrics": [RequestMetrics],
+    "StreamChunk": [StreamChunk],
+    "train_drafts": [treespec.train_drafts, TrainingSettings],
+    "treespec.hf": [getattr(treespec.hf, name) for name in treespec.hf.__all__],
+}
+WIDTH = 100  # of a signature on one line
+
+
+def documents() -> dict[Path, str]:
+    """Return the text of every page, by path."""
+    index, documents = [], {}
+    for title, objects in sorted(PAGES.items(), key=lambda page: page[0].lower()):
+        blocks = [block for each in objects for block in describe(each, 1 if len(objects) == 1 else 2)]
+        documents[FOLDER / f"{title}.md"] = "\n\n".join([f"# {title}"] * (len(objects) > 1) + blocks) + "\n"
+        summary = docstring(definition(objects[0]))[0][0].partition(". ")[0].rstrip(".")
+        names = ", ".join(f"`{each.__name__}`" for each in objects)
+        index.append(f"- [{title}]({title}.md): {names if title == 'treespec.hf' else summary}")
+    about = (
+        "`python tools/write_api_docs.py` writes these pages from the docstrings. [Usage](../usage.md) has examples."
+    )
+    return documents | {FOLDER / "README.md": "\n\n".join(["# API reference", about, "\n".join(index)]) + "\n"}
+
+
+def definition(thing: Any) -> Any:
+    """Return the syntax tree of a class or function."""
+    return ast.parse(textwrap.dedent(inspect.getsource(thing))).body[0]
+
+
+def describe(thing: Any, level: int) -> Iterator[str]:
+    """Yield the blocks of a class and its public methods, or of a function."""
+    if inspect.isfunction(thing):
+        yield from describe_function(definition(thing), level)
+        return
+    classes = [definition(base) for base in thing.__mro__ if base.__module__.startswith("treespec")]
+    fields = [each for base in reversed(classes) for each in base.body if isinstance(each, ast.AnnAssign)]
+    methods = {each.name: each for base in reversed(classes) for each in base.body if isinstance(each, ast.FunctionDef)}
+    constructor = methods.get("__init__")
+    yield f"{'#' * level} {thing.__name__}"
+    yield signature(thing.__name__, parameters(constructor.args) if constructor else [spell(each) for each in fields])
+    yield from prose(classes)
+    for name in dict.fromkeys(each.name for base in classes for each in base.body if isinstance(each, ast.FunctionDef)):
+        if not name.startswith("_"):
+            yield from describe_function(methods[name], level + 1)
+
+
+def describe_function(function: ast.FunctionDef, level: int) -> Iterator[str]:
+    """Yield the blocks of a function, method or property."""
+    yield f"{'#' * level} {function.name}"
+    returns = spell(function.returns).strip('"')
+    if any(ast.unparse(each).endswith("property") for each in function.decorator_list):
+        yield f"```python\n{function.name}: {returns}\n```"
+    else:
+        yield signature(function.name, parameters(function.args), returns)
+    yield from prose([function])
+
+
+def signature(name: str, texts: Sequence[str], returns: str = "") -> str:
+    """Return a block of code with a call's parameters, one to a line if they are many."""
+    result = returns and f" -> {returns}"
+    line = f"{name}({', '.join(texts)}){result}"
+    if len(line) > WIDTH:
+        line = f"{name}(\n" + "".join(f"    {text},\n" for text in texts) + f"){result}"
+    return f"```python\n{line}\n```"
+
+
+def parameters(args: ast.arguments) -> list[str]:
+    """Return the source of every parameter but self."""
+    defaults = [*[None] * (len(args.args) - len(args.defaults)), *args.defaults]
+    texts = [spell(*pair) for pair in zip(args.args, defaults, strict=True) if pair[0].arg not in ("self", "cls")]
+    texts += ["*"] * bool(args.kwonlyargs)
+    texts += [spell(*pair) for pair in zip(args.kwonlyargs, args.kw_defaults, strict=True)]
+    is_open = args.kwarg is not None and spell(args.kwarg) != f"{args.kwarg.arg}: Never"
+    return [*texts, f"**{args.kwarg.arg}"] if is_open else texts
+
+
+def spell(node: ast.AST | None, default: ast.AST | None = None) -> str:
+    """Return the source of an annotation or a parameter, and of its default, with double quotes."""
+    text = "".join(ast.unparse(each) for each in [node] if each) + (f" = {ast.unparse(default)}" if default else "")
+    return text.replace("'", '"')
+
+
+def docstring(node: Any) -> tuple[list[str], dict[str, list[str]]]:
+    """Return the paragraphs of a docstring, and the entries of its sections, such as "Args"."""
+    paragraphs, sections = [], {}
+    for block in (ast.get_docstring(node) or "").split("\n\n"):
+        title, _, rest = block.partition(":\n")
+        if title in ("Args", "Attributes", "Returns", "Raises"):
+            sections[title] = [" ".join(entry.split()) for entry in re.split(r"\n(?=\S)", textwrap.dedent(rest))]
+        else:
+            paragraphs.append(" ".join(block.split()))
+    return paragraphs, sections
+
+
+def prose(nodes: Sequence[Any]) -> Iterator[str]:
+    """Yield the blocks of a function's docstring, or of a class's with the parameters of its bases."""
+    paragraphs, own = docstring(nodes[0])
+    yield from filter(None, paragraphs)
+    for title, heading in {"Args": "parameter", "Attributes": "attribute"}.items():
+        entries = [entry for node in reversed(nodes) for entry in docstring(node)[1].get(title, [])]
+        rows = [entry.replace("|", "\\|").partition(": ") for entry in entries]
+        if rows:
+            yield "\n".join([f"| {heading} | |", "|---|---|", *(f"| `{name}` | {text} |" for name, _, text in rows)])
+    if "Returns" in own:
+        yield f"Returns: {' '.join(own['Returns'])}"
+    if "Raises" in own:
+        errors = [error for entry in own["Raises"] for error in re.split(r"(?<=\.) (?=[A-Z]\w*: )", entry)]
+        yield "Raises:\n\n" + "\n".join(f"- {error}" for error in errors)
+
+
+def write(documents: dict[Path, str]) -> None:
+    """Write files."""
+    for path, text in documents.items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write(documents())

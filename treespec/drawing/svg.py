@@ -119,7 +119,7 @@ def to_svg(picture: RoundPicture) -> str:
             kind, about = ("on", "accepted") if node in path else ("off", "not accepted")
             prob, by = decimals(picture.probs[node]), picture.sources[node]
             about += f", proposed by {', '.join(by)}" + (f" with probability {prob}" if prob else "")
-            nodes.append(_node(box, kind, picture.tokens[node], about, prob, [names.index(name) for name in by]))
+            nodes.append(_node(box, kind, picture.tokens[node], about, prob, sorted(names.index(name) for name in by)))
     described = f"{count} nodes. Emitted: {visible(picture.emitted)}. Sources: {', '.join(names) or 'none'}."
     return f"""\
 <svg xmlns="http://www.w3.org/2000/svg" class="ts" role="img" width="{width:.0f}" height="{height:.0f}" \

@@ -24,13 +24,7 @@ import torch
 from treespec_kernels.attention.tree_attention_config import TreeAttentionConfig
 from treespec_kernels.attention.tree_attention_plan import PlanCapacity, TreeAttentionPlan, check_window, group_of
 from treespec_kernels.launch.arguments import check_arguments
-from treespec_kernels.launch.rows import check_contiguous
-from treespec_kernels.launch.triton_launch import (
-    check_last_strides,
-    check_launch,
-    require_triton,
-    target_of,
-)
+from treespec_kernels.launch.triton_launch import load_kernels, target_of
 
 BLOCK_R = 64  # rows per program
 BLOCK_S = 32  # segments per step of a program: 8192 positions in segments of 256
@@ -212,11 +206,17 @@ class DeviceLayout:
         if not self.chain and (row_slots is None or ancestors is None):
             raise ValueError("a layout of trees needs row_slots and ancestors; only a chain may omit them")
         row_slots = self.chain_slots if row_slots is None else row_slots
-        self._check(context_lens, page_table, depths, row_slots, ancestors)
-        require_triton("pass_layout")
-        from treespec_kernels.attention import pass_layout_kernels as kernels
-
-        check_launch("pass_layout", kernels.lay_out_pass, context_lens)
+        sizes = {"num_requests": self.num_requests, "rows_per_request": self.rows_per_request, "width": self.width}
+        check_arguments(
+            sizes,
+            slots=(self.slots, "_", torch.int64),
+            context_lens=(context_lens, "num_requests", torch.int32),
+            page_table=(page_table, "num_requests max_pages", torch.int32),
+            depths=(depths, "[num_requests rows_per_request]", torch.int32),
+            row_slots=(row_slots, "[num_requests rows_per_request]", torch.int32),
+            ancestors=(ancestors, "[num_requests rows_per_request width]", torch.int32),
+        )
+        kernels = load_kernels("attention.pass_layout", context_lens)
         plan, config = self.plan, self.plan.config
         group = plan.num_heads // plan.num_kv_heads
         num_tiles = -(-self.rows_per_request * group // config.block_m)
@@ -243,7 +243,18 @@ class DeviceLayout:
             len(plan.node_items) // (self.num_rows * tiles_of_group),
             _NO_BOUND if plan.window is None else plan.window,
             page_table.stride(0),
-            **constants(config, group, self.chain, self.page_size),
+            CHAIN=self.chain,
+            GROUP=group,
+            PAGE_SIZE=self.page_size,
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            SHORT=config.partition.short,
+            LONG=config.partition.long,
+            LONG_FROM=config.partition.long_from,
+            TILES_OF_GROUP=tiles_of_group,
+            ROWS_OF_TILE=rows_of_tile(config, group),
+            BLOCK_R=BLOCK_R,
+            BLOCK_S=BLOCK_S,
             num_warps=NUM_WARPS,
             enable_fp_fusion=False,
         )
@@ -251,46 +262,6 @@ class DeviceLayout:
         used = plan if self.keeps_partials else plan.with_partials(self.num_partials)
         tables = {"row_request": self.row_request, "context_lens": context_lens, "page_table": page_table}
         return {**tables, "depths": depths.view(-1), "ancestors": seen, "window": plan.window, "plan": used}
-
-    def _check(
-        self,
-        context_lens: torch.Tensor,
-        page_table: torch.Tensor,
-        depths: torch.Tensor,
-        row_slots: torch.Tensor,
-        ancestors: torch.Tensor | None,
-    ) -> None:
-        sizes = {"num_requests": self.num_requests, "rows_per_request": self.rows_per_request, "width": self.width}
-        rows = "num_requests rows_per_request"
-        check_arguments(
-            sizes,
-            slots=(self.slots, "_", torch.int64),
-            context_lens=(context_lens, "num_requests", torch.int32),
-            page_table=(page_table, "num_requests max_pages", torch.int32),
-            depths=(depths, rows, torch.int32),
-            row_slots=(row_slots, rows, torch.int32),
-            ancestors=(ancestors, f"{rows} width", torch.int32),
-        )
-        check_last_strides(page_table=page_table)
-        check_contiguous(context_lens=context_lens, depths=depths, row_slots=row_slots, ancestors=ancestors)
-
-
-def constants(config: TreeAttentionConfig, group: int, chain: bool, page_size: int) -> dict[str, int | bool]:
-    """Return the kernel's constexpr arguments."""
-    return {
-        "CHAIN": chain,
-        "GROUP": group,
-        "PAGE_SIZE": page_size,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "SHORT": config.partition.short,
-        "LONG": config.partition.long,
-        "LONG_FROM": config.partition.long_from,
-        "TILES_OF_GROUP": -(-group // config.block_m),
-        "ROWS_OF_TILE": rows_of_tile(config, group),
-        "BLOCK_R": BLOCK_R,
-        "BLOCK_S": BLOCK_S,
-    }
 
 
 def rows_of_tile(config: TreeAttentionConfig, group: int) -> int:

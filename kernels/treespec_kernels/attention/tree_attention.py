@@ -17,16 +17,10 @@ from treespec_kernels.attention.tree_attention_config import SegmentPartition as
 from treespec_kernels.attention.tree_attention_config import TreeAttentionConfig as TreeAttentionConfig
 from treespec_kernels.attention.tree_attention_plan import PlanCapacity as PlanCapacity
 from treespec_kernels.attention.tree_attention_plan import TreeAttentionPlan as TreeAttentionPlan
-from treespec_kernels.attention.tree_attention_plan import check_window
+from treespec_kernels.attention.tree_attention_plan import check_window, group_of
 from treespec_kernels.attention.tree_attention_plan import plan_tree_attention as plan_tree_attention
 from treespec_kernels.launch.arguments import check_arguments
-from treespec_kernels.launch.triton_launch import (
-    block_of_head_dim,
-    check_last_strides,
-    check_launch,
-    launch_options,
-    require_triton,
-)
+from treespec_kernels.launch.triton_launch import block_of_head_dim, launch_options, load_kernels
 from treespec_kernels.linear.activations import soft_cap
 
 
@@ -65,9 +59,8 @@ def tree_attention_ref(
     Raises:
         ValueError: a shape, dtype or device does not match, or the window is empty.
     """
-    check_pass(q, k_cache, v_cache, row_request, context_lens, page_table, depths, ancestors)
+    _check(q, k_cache, v_cache, row_request, context_lens, page_table, depths, ancestors, score_cap)
     check_window(window)
-    check_cap("score_cap", score_cap)
     page_size, group = k_cache.shape[2], q.shape[1] // k_cache.shape[1]
     out = torch.empty_like(q)
     for row, request in enumerate(row_request.tolist()):
@@ -114,26 +107,20 @@ def tree_attention_triton(
     Raises:
         ValueError: a shape, dtype, stride or device does not match, or triton cannot run on the tensors.
     """
-    check_pass(q, k_cache, v_cache, row_request, context_lens, page_table, depths, ancestors)
-    check_plan(q, k_cache, out, window, plan)
-    check_cap("score_cap", score_cap)
+    _check(q, k_cache, v_cache, row_request, context_lens, page_table, depths, ancestors, score_cap, out)
+    planned = plan.num_heads, plan.num_kv_heads, plan.head_dim, plan.dtype, plan.window, plan.capacity.rows
+    asked = q.shape[1], k_cache.shape[1], q.shape[2], q.dtype, window, len(q)
+    assert planned == asked, f"the plan is for (heads, KV heads, head_dim, dtype, window, rows) {planned}, not {asked}"
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-    check_last_strides(q=q, k_cache=k_cache, v_cache=v_cache, out=out, ancestors=ancestors)
-    check_last_strides(context_lens=context_lens, page_table=page_table, depths=depths)
-    require_triton("tree_attention")
-    from treespec_kernels.attention.tree_attention_kernels import attend_items, combine_segments
-
-    check_launch("tree_attention", attend_items, q)
+    kernels, config = load_kernels("attention.tree_attention", q), plan.config
     num_rows, num_heads, head_dim = q.shape
     if num_rows == 0:
         return out
-    num_kv_heads = k_cache.shape[1]
-    config = plan.config
-    block_d = block_of_head_dim(head_dim)
+    num_kv_heads, block_d = k_cache.shape[1], block_of_head_dim(head_dim)
     for items, num_items in ((plan.packed_items, plan.num_packed_items), (plan.node_items, plan.num_node_items)):
         if len(items) == 0:
             continue
-        attend_items[(len(items), num_kv_heads)](
+        kernels.attend_items[(len(items), num_kv_heads)](
             q,
             k_cache,
             v_cache,
@@ -168,7 +155,7 @@ def tree_attention_triton(
             **config.options,
             **launch_options(pdl),
         )
-    combine_segments[(num_rows, num_heads)](
+    kernels.combine_segments[(num_rows, num_heads)](
         plan.partial_acc,
         plan.partial_max,
         plan.partial_sum,
@@ -186,35 +173,7 @@ def tree_attention_triton(
     return out
 
 
-def check_cap(name: str, cap: float | None) -> None:
-    """Raise ValueError if a soft cap is not above 0. None means no cap."""
-    if cap is not None and not cap > 0:
-        raise ValueError(f"{name} is {cap}; it must be above 0, or None for no cap")
-
-
-def check_plan(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    out: torch.Tensor | None,
-    window: int | None,
-    plan: TreeAttentionPlan,
-) -> None:
-    """Raise ValueError if the plan is for another pass, or `out` does not match q."""
-    planned = (plan.num_heads, plan.num_kv_heads, plan.head_dim, plan.dtype)
-    given = (q.shape[1], k_cache.shape[1], q.shape[2], q.dtype)
-    if planned != given:
-        raise ValueError(f"the plan is for (heads, KV heads, head_dim, dtype) {planned}, q and cache have {given}")
-    if plan.window != window:
-        raise ValueError(f"the plan is for window {plan.window} and the pass has {window}; plan for that window")
-    if plan.capacity.rows != q.shape[0]:
-        raise ValueError(f"the plan holds {plan.capacity.rows} rows and q has {q.shape[0]}; plan this pass")
-    if plan.first_partial.device != q.device:
-        raise ValueError(f"the plan is on {plan.first_partial.device} and q on {q.device}; plan for that device")
-    if out is not None and (out.shape, out.dtype, out.device) != (q.shape, q.dtype, q.device):
-        raise ValueError(f"out is {list(out.shape)} {out.dtype} on {out.device}; expected that of q")
-
-
-def check_pass(
+def _check(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -223,11 +182,12 @@ def check_pass(
     page_table: torch.Tensor,
     depths: torch.Tensor,
     ancestors: torch.Tensor,
+    score_cap: float | None,
+    out: torch.Tensor | None = None,
 ) -> None:
-    """Raise ValueError if a shape, dtype or device does not match."""
-    cache = "num_pages num_kv_heads page_size head_dim"
+    rows, cache = "num_rows num_heads head_dim", "num_pages num_kv_heads page_size head_dim"
     sizes = check_arguments(
-        q=(q, "num_rows num_heads head_dim", q.dtype),
+        q=(q, rows, q.dtype),
         k_cache=(k_cache, cache, q.dtype),
         v_cache=(v_cache, cache, q.dtype),
         row_request=(row_request, "num_rows", torch.int32),
@@ -235,6 +195,7 @@ def check_pass(
         page_table=(page_table, "num_requests max_pages", torch.int32),
         depths=(depths, "num_rows", torch.int32),
         ancestors=(ancestors, "num_rows width+", torch.int32),
+        out=(out, rows, q.dtype),
     )
-    if sizes["num_heads"] % sizes["num_kv_heads"]:
-        raise ValueError(f"{sizes['num_heads']} query heads are not a multiple of {sizes['num_kv_heads']} KV heads")
+    group_of(sizes["num_heads"], sizes["num_kv_heads"])
+    assert score_cap is None or score_cap > 0, f"score_cap is {score_cap}"

@@ -34,15 +34,6 @@ def sum_of_splits(x: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def check_contiguous(**tensors: torch.Tensor | None) -> None:
-    """Raise ValueError if a tensor is not contiguous."""
-    for name, tensor in tensors.items():
-        if tensor is not None and not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} has strides {list(tensor.stride())} for shape {list(tensor.shape)}; make it contiguous"
-            )
-
-
 def split_rows(x: torch.Tensor) -> int:
     """Return the stride between the splits of partials [splits, rows, width], in rows; 0 for rows without splits.
 

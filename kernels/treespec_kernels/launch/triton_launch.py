@@ -175,13 +175,6 @@ def _repair_interpreter() -> None:
     interpreter._patch_lang_tensor = repaired
 
 
-def check_last_strides(**tensors: torch.Tensor) -> None:
-    """Raise ValueError if a tensor's last dimension is not contiguous; outer strides are arbitrary."""
-    for name, tensor in tensors.items():
-        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            raise ValueError(f"{name} has stride {tensor.stride(-1)} over its last dimension; make it contiguous")
-
-
 def check_launch(op: str, kernel: object, tensor: torch.Tensor) -> None:
     """Raise ValueError if `kernel` cannot run on the tensor's device."""
     import triton

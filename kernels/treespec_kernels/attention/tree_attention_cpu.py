@@ -3,8 +3,8 @@
 A row's keys are gathered in position order, from the tile where its window begins to the end of the tile of its last
 position. Tiles are positions [64 t, 64 (t + 1)). Products have the shape of one tile, because MKL divides larger ones
 among threads, depending on their number; tiles are added in order. So a row's bits depend only on its position. Rows
-with equal tiles are one batch on a CPU. On a GPU, where torch may choose another kernel for another batch, every row is
-a batch.
+with equal tiles are one batch on a CPU, and those of a chain, such as a prompt, share their keys. On a GPU, where torch
+may choose another kernel for another batch, every row is a batch.
 """
 
 import functools
@@ -25,7 +25,7 @@ class RowBatch(NamedTuple):
 
     Attributes:
         rows: int64 [num_rows], their indices in the pass.
-        pages, offsets: int64 [num_rows, 1, num_keys], cache slot of each position.
+        pages, offsets: int64 [num_rows, 1, num_keys], cache slot of each position; [1, 1, num_keys] if rows share them.
         hidden: bool [num_rows, 1, 1, num_keys], positions that a row does not attend to.
     """
 
@@ -50,7 +50,7 @@ def plan_tree_attention_cpu(
             [num_rows, num_keys]. None = all.
         device: of the cache.
     """
-    batches, first = [], 0
+    batches, first, on_cpu = [], 0, torch.device(device).type == "cpu"
     for request in requests:
         context, ancestors = request.context_len, request.ancestors
         last = context + request.path_lengths - 1  # position that ends each row's path
@@ -59,10 +59,13 @@ def plan_tree_attention_cpu(
         for i, (start, end) in enumerate(tiles.T):
             positions = np.arange(start * PAGE_SIZE, end * PAGE_SIZE)
             depths = np.clip(positions - context, 0, ancestors.shape[1] - 1)
-            most = max(1, _MOST_KEYS // len(positions)) if torch.device(device).type == "cpu" else 1
             alike = np.flatnonzero(tiles_of.reshape(-1) == i)
+            shared = request.is_chain and on_cpu
+            most = len(alike) if shared else max(1, _MOST_KEYS // len(positions)) if on_cpu else 1
             for rows in np.split(alike, range(most, len(alike), most)):
-                logical = np.where(positions < context, positions, context + ancestors[rows][:, depths])
+                # the last row of a chain has the paths of all
+                paths = ancestors[rows[-1:] if shared else rows][:, depths]
+                logical = np.where(positions < context, positions, context + paths)
                 ends = last[rows, None]
                 hidden = (positions > ends) | (positions <= ends - (window or np.inf))
                 slots = request.pages[logical // PAGE_SIZE], logical % PAGE_SIZE
@@ -78,6 +81,17 @@ def plan_tree_attention_cpu(
 def _products(x: Tensor, y: Tensor) -> Tensor:
     """Multiply matrices as `torch.bmm`, a single one twice: MKL would divide it among threads, which changes bits."""
     return torch.bmm(x, y) if len(x) > 1 else torch.bmm(x.expand(2, -1, -1), y.expand(2, -1, -1))[:1]
+
+
+def _products_of_tiles(x: Tensor, y: Tensor) -> Tensor:
+    """Multiply x [num_rows, num_kv_heads, tiles, group, n] by y, also of every row, or [1, ..] for all rows."""
+    if len(x) == len(y):
+        return _products(x.flatten(0, 2), y.flatten(0, 2)).view(*x.shape[:4], -1)
+    out = x.new_empty(*x.shape[:4], y.shape[-1])
+    for head in range(x.shape[1]):
+        for tile in range(x.shape[2]):
+            out[:, head, tile] = _products(x[:, head, tile], y[0, head, tile].expand(len(x), -1, -1))
+    return out
 
 
 def tree_attention_cpu(
@@ -111,9 +125,9 @@ def tree_attention_cpu(
         tiles = pages.shape[-1] // PAGE_SIZE
         # contiguous, because the layout of an indexed tensor depends on the number of rows
         gathered = (cache[pages, of_head, offsets].float().contiguous() for cache in (k_cache, v_cache))
-        keys, values = (part.view(-1, PAGE_SIZE, q.shape[2]) for part in gathered)
-        of_tiles = queries[rows, :, None].expand(-1, -1, tiles, -1, -1).flatten(0, 2)
-        scores = _products(of_tiles, keys.transpose(1, 2)).view(len(rows), kv_heads, tiles, -1, PAGE_SIZE)
+        keys, values = (part.unflatten(2, (tiles, PAGE_SIZE)) for part in gathered)
+        of_tiles = queries[rows, :, None].expand(-1, -1, tiles, -1, -1)
+        scores = _products_of_tiles(of_tiles, keys.transpose(3, 4))
         scores = scores.transpose(2, 3).flatten(3)  # [num_rows, num_kv_heads, group, num_keys]
         if cap is not None:
             scores = torch.tanh(scores / cap) * cap
@@ -122,6 +136,6 @@ def tree_attention_cpu(
             sink = sinks.float().view(kv_heads, -1, 1).expand(len(rows), -1, -1, -1)
             scores = torch.cat((scores, sink), -1)
         weights = torch.softmax(scores, -1)[..., : hidden.shape[-1]].unflatten(-1, (tiles, PAGE_SIZE)).transpose(2, 3)
-        summed = _products(weights.flatten(0, 2), values).view(len(rows), kv_heads, tiles, -1, q.shape[2])
+        summed = _products_of_tiles(weights.contiguous(), values)
         out[rows] = functools.reduce(torch.add, summed.unbind(2)).flatten(1, 2)
     return out

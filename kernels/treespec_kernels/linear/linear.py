@@ -1,8 +1,9 @@
 """Row-invariant linear layers in torch: a row's bits do not depend on the other rows of the pass.
 
-Every product has `ROWS` rows, so that it always runs the same kernel: oneDNN and MKL choose kernels, and blocks of a
-sum, by the number of rows. On a CPU, weights are reordered once into oneDNN's blocked layout if it supports the dtype,
-which is 2 to 4 times as fast as `F.linear`. Only this module uses the two ops, which are private to torch.
+oneDNN and MKL choose kernels, and blocks of a sum, by the number of rows. oneDNN's products of two or more rows usually
+have the same bits; a layer for whose shape they have not, by a probe, multiplies `ROWS` rows at a time, as MKL does.
+On a CPU, weights are reordered once into oneDNN's blocked layout if it supports the dtype, which is 2 to 4 times as
+fast as `F.linear`. Only this module uses the two ops, which are private to torch.
 """
 
 import torch
@@ -12,6 +13,9 @@ from torch import Tensor
 from treespec_kernels.linear.quantized import QuantizedWeight, dequantized
 
 ROWS = 16
+PROBED = (2, 3, 5, 8, 17, 33, 256)  # numbers of rows
+
+_invariant: dict[tuple[object, ...], bool] = {}  # by shape of a layer
 
 
 def onednn_available(dtype: torch.dtype) -> bool:
@@ -52,12 +56,26 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Apply the layer to x [num_rows, in_features]; returns [num_rows, out_features]."""
+        if not (self._reordered and self._is_invariant()):
+            return self._in_blocks(x)
+        return self._product((x if len(x) > 1 else F.pad(x, (0, 0, 0, 1))).contiguous())[: len(x)]
+
+    def _is_invariant(self) -> bool:
+        shape = self.out_features, self.in_features, self.weight.dtype, self.bias is None, torch.get_num_threads()
+        if shape not in _invariant:
+            x = torch.randn(max(PROBED), self.in_features, generator=torch.Generator().manual_seed(0), device="cpu")
+            x = x.to(self.weight.dtype)
+            blocks = self._in_blocks(x)
+            _invariant[shape] = all(torch.equal(self._product(x[:n]), blocks[:n]) for n in PROBED)
+        return _invariant[shape]
+
+    def _in_blocks(self, x: Tensor) -> Tensor:
         out = x.new_empty(len(x), self.out_features)
         for rows, to in zip(x.split(ROWS), out.split(ROWS), strict=True):
-            padded = F.pad(rows, (0, 0, 0, ROWS - len(rows))).contiguous()
-            if self._reordered:
-                y = torch.ops.mkldnn._linear_pointwise(padded, self.weight, self.bias, "none", [], "")
-            else:
-                y = F.linear(padded, self.weight, self.bias)
-            to.copy_(y[: len(rows)])
+            to.copy_(self._product(F.pad(rows, (0, 0, 0, ROWS - len(rows))).contiguous())[: len(rows)])
         return out
+
+    def _product(self, x: Tensor) -> Tensor:
+        if self._reordered:
+            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return F.linear(x, self.weight, self.bias)

@@ -1,7 +1,7 @@
 """Measures quantised weights on a CPU: bfloat16, int8 and int4 on one grown model, interleaved.
 
     python perf/quantised.py --threads 1 --json out.json              # the embedded target grown to 0.5B
-    python perf/quantised.py --grow 1B                                # another size
+    python perf/quantised.py --grow 1B --modes eager                  # another size, without compiled passes
     python perf/quantised.py --activations --json out.json            # quality of int8 activations alone
 
 Every repeat runs every engine once in turn, so that interference affects all of them. Reports tokens per second of
@@ -53,8 +53,8 @@ def held_out(count: int) -> list[str]:
     return turns[:count]
 
 
-def speed(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure the three engines with compiled passes, and return their rows."""
+def speed(folder: Path, compiled: bool, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure the three engines, compiled or eager, and return their rows."""
     drafts = [name for name in default_names() if name.startswith("ssm-")]
     engines = {
         form: LLM(
@@ -63,7 +63,7 @@ def speed(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
             device="cpu",
             dtype="bfloat16",
             quantization=form,
-            compile=True,
+            compile=compiled,
             max_num_seqs=1,
             max_model_len=512,
         )
@@ -91,6 +91,7 @@ def speed(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
         ratios = [ours / theirs for ours, theirs in zip(own, base, strict=True)]
         row = {
             "weights": name_of(form),
+            "compile": compiled,
             "nodes": nodes,
             "tokens_per_second": statistics.median(own),
             "least": min(own),
@@ -104,7 +105,7 @@ def speed(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
         }
         rows.append(row)
         print(
-            f"{row['weights']:8} {nodes:5} {row['tokens_per_second']:7.2f} "
+            f"{'compiled' if compiled else 'eager':8} {row['weights']:8} {nodes:5} {row['tokens_per_second']:7.2f} "
             f"tokens/s [{row['least']:.2f}, {row['largest']:.2f}], x{row['over_bfloat16']:.2f} "
             f"[{row['over_bfloat16_least']:.2f}, {row['over_bfloat16_largest']:.2f}] of bfloat16, tau "
             f"{row['acceptance_length']:.2f}, {row['weight_bytes'] / 2**20:.0f} MiB",
@@ -171,6 +172,7 @@ def agreement(reference: LLM, engine: LLM, texts: list[list[int]]) -> dict[str, 
 def main() -> None:
     parser = measuring.parser(__doc__, grow="0.5B", prompts=2, max_tokens=32, repeats=5, texts=24, threads=1)
     parser.add_argument("--folder", type=Path, help="folder of an existing grown model, or where to keep it")
+    parser.add_argument("--modes", nargs="+", choices=("eager", "compiled"), default=["eager", "compiled"])
     parser.add_argument("--activations", action="store_true", help="only measure the quality of int8 activations")
     args = parser.parse_args()
     if args.activations:
@@ -184,7 +186,7 @@ def main() -> None:
         folder = args.folder or Path(scratch) / "target"
         if not (folder / "config.json").exists():
             grow_checkpoint(source, folder, shape, 0)
-        rows = speed(folder, args)
+        rows = [row for mode in args.modes for row in speed(folder, mode == "compiled", args)]
     setup = measuring.setup(args, "threads", "prompts", "max_tokens", "repeats") | {
         "parameters": shape.num_parameters(),
         "layers": shape.num_layers,

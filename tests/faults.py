@@ -36,9 +36,7 @@ class Rows:
 
 def rows_of(request: RequestRows, window: int | None, others: tuple[RequestRows, ...]) -> Rows:
     slots = np.arange(request.context_len + request.num_slots)
-    visible = np.ones((request.num_rows, len(slots)), dtype=bool)
-    own = np.tri(request.num_rows, dtype=bool) if request.visible is None else request.visible
-    visible[:, request.context_len :] = own
+    visible = ~request.hidden_mask(len(slots), 0)
     if window is not None:
         depths = np.arange(request.num_slots) if request.slot_depths is None else request.slot_depths
         positions = np.concatenate((np.arange(request.context_len), request.context_len + depths))
@@ -150,7 +148,7 @@ def open_with(model: Any, fault: Fault | None, layer: int | None = None) -> None
     """Open a model in memory through the adapter with a dense attention. Raises ModelError where it is refused."""
     with dense(fault, layer):
         dtype = next(model.parameters()).dtype
-        open_adapter(Source.from_model(model), dtype, torch.device("cpu"), "cpu")
+        open_adapter(Source.from_model(model), dtype, torch.device("cpu"), "cpu-packed")
 
 
 @contextmanager

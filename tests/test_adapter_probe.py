@@ -17,9 +17,9 @@ from tests.faults import FAULTS, WINDOW_FAULTS, open_with
 from tests.models import greedy, random_prompts, tokens_of
 from treespec.adapter.packed import PackedLinear
 from treespec.adapter.probe import BOUNDS
+from treespec.adapter.row_attention import attend_rows
 from treespec.adapter.upcast import UpcastMode
 from treespec.errors import ModelError
-from treespec_kernels.attention.tree_attention_cpu import tree_attention_cpu
 
 pytestmark = pytest.mark.slow
 
@@ -98,12 +98,9 @@ def test_faults_in_noisy_models_are_refused(kind: str, fault: str, dtype: torch.
 @pytest.mark.parametrize("fault", ["sinks", "scale", "mask"])
 def test_faults_of_rows_that_attend_alone(fault: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     planted = {
-        "sinks": ("adapter.decoder.tree_attention_cpu", lambda *args: tree_attention_cpu(*args[:6])),
-        "scale": (
-            "adapter.decoder.tree_attention_cpu",
-            lambda *args: tree_attention_cpu(*args[:4], 1.03 * args[4], *args[5:]),
-        ),
-        "mask": ("adapter.decoder.visible_keys", lambda _, queries, keys: keys <= queries[:, None]),
+        "sinks": ("adapter.decoder.attend_rows", lambda *args: attend_rows(*args[:7])),
+        "scale": ("adapter.decoder.attend_rows", lambda *args: attend_rows(*args[:5], 1.03 * args[5], *args[6:])),
+        "mask": ("adapter.row_attention.visible_keys", lambda _, queries, keys: keys <= queries[:, None]),
     }
     name, wrong = planted[fault]
     monkeypatch.setattr(f"treespec.{name}", wrong)

@@ -182,7 +182,7 @@ LLM_CASES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"device": "gpu"}, ConfigError, "device='gpu'"),
     ({"device": "meta"}, ConfigError, "device='meta'"),
     ({"device": None}, ConfigError, "device=None"),
-    ({"attention": "flash"}, KernelError, "attention='flash'; valid: 'auto', 'cpu', 'triton'"),
+    ({"attention": "flash"}, KernelError, "attention='flash'; valid: 'auto', 'cpu-packed', 'cpu-gathered', 'triton'"),
     ({"attention": "triton"}, KernelError, "triton"),
     ({"attention": None}, KernelError, "attention=None"),
     ({"spec": "on"}, ConfigError, "spec='on'"),

@@ -32,7 +32,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     "options, error, words",
     [
         ({"compile": 1}, ConfigError, 'compile=1; valid: True, False or "auto"'),
-        ({"attention": "cpu"}, KernelError, "attention='cpu'.*leave it at 'auto'"),
+        ({"attention": "cpu-packed"}, KernelError, "attention='cpu-packed'.*leave it at 'auto'"),
         ({"dtype": "float16"}, KernelError, "float16.*compile=False"),
     ],
 )
@@ -81,7 +81,7 @@ def test_auto_compiles_where_it_can() -> None:
 @pytest.mark.parametrize(
     "options, why",
     [
-        ({"attention": "cpu"}, "attention='cpu'"),
+        ({"attention": "cpu-packed"}, "attention='cpu-packed'"),
         ({"linear": "torch"}, "linear='torch'"),
         ({"dtype": "float16", "exact": False}, "float16"),
         ({"backend": "transformers"}, "transformers' code"),
@@ -189,3 +189,12 @@ def test_auto_takes_the_eager_pass_where_the_compiled_one_is_not_exact(caplog: p
         with pytest.raises(ExactnessError, match="row 1 of 2"):
             is_compiled(tiny()[0], compile=True)
     assert "compiled passes are not exact on this machine" in caplog.text
+
+
+def test_auto_pads_passes_where_no_linear_layer_is_row_invariant(caplog: pytest.LogCaptureFixture) -> None:
+    with not_exact("compiled", "onednn"):
+        llm = LLM(tiny()[0], device="cpu", max_num_seqs=1, max_model_len=64)
+        assert llm.stats()["frozen"]["linear"] == "torch" and "fixed rows" in llm.stats()["frozen"]["exactness"]
+        with pytest.raises(ExactnessError, match="row 1 of 2"):
+            LLM(tiny()[0], device="cpu", max_num_seqs=1, max_model_len=64, compile=False, linear="onednn")
+    assert "oneDNN's linear layers are not row-invariant here" in caplog.text

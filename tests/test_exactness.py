@@ -86,6 +86,12 @@ def test_prefill_chunks_and_batch_size_change_nothing(dtype: torch.dtype, chunk:
             assert_exact(llm, plain, spec)
 
 
+@pytest.mark.parametrize("attention", ["cpu-packed", "cpu-gathered"])
+def test_both_attentions_give_the_same_bits(attention: str) -> None:
+    plain = plain_run(torch.float32)
+    assert_exact(tiny_llm(torch.float32, (1,), attention=attention), plain, SPECS["16"])
+
+
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 def test_threads(dtype: torch.dtype, count: int) -> None:
@@ -104,8 +110,8 @@ def wide_llm(dtype: torch.dtype, count: int) -> LLM:
     return open_llm(target, [draft], max_model_len=768)
 
 
-def test_float16() -> None:
-    """oneDNN does not reorder its weights; in a full batch of trees."""
+def test_float16_runs_with_a_fixed_row_count() -> None:
+    """No row-invariant linear layers there: every pass is padded to one row count, also in a full batch of trees."""
     target, drafts = tiny(torch.float16)
     llm = open_llm(target, drafts[:1], dtype="float16", max_num_seqs=16)
     assert llm.config.dtype == torch.float16

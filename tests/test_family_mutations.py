@@ -118,7 +118,7 @@ FAULTS: dict[str, tuple[str, Callable[[Patch], None]]] = {
     "an epsilon": ("opt", configured(lambda config: {"norm_eps": 1e-3})),
     "no bias of norms": (
         "gpt2",
-        lambda patch: patch.setattr(norms.Norm, "of", lambda kind, w, bias, eps: norms.Norm(w, None, eps, False)),
+        lambda patch: patch.setattr(norms.LayerStream, "take", staticmethod(lambda w, bias: norms.Norm(w, None))),
     ),
 }
 

@@ -255,7 +255,7 @@ FORMATS = {"Q8_0": "int8 groups of 32", "tied": "int4 groups of 32, int8 groups 
 def test_every_type_of_block(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     path = llama_file(kind)
     with caplog.at_level(logging.INFO, "treespec"):
-        llm = open_llm(path, dtype="float32", compile=True)
+        llm = open_llm(path, dtype="float32")
     [line] = [record.message for record in caplog.records if "holding" in record.message]
     name, _, held = line.partition(": holding ")
     expected = STORAGE.get(kind, [f"16 {kind} matrices as float32"])
@@ -295,14 +295,15 @@ def test_trees_have_the_bits_of_plain_decoding(kind: str, dtype: str, compile: b
 
 
 @needs_compiler
+@pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("kind, dtype", [("Q8_0", torch.float32), ("Q4_0", torch.bfloat16), ("tied", torch.bfloat16)])
-def test_a_head_in_blocks_reads_the_stored_values(kind: str, dtype: torch.dtype) -> None:
+def test_a_head_in_blocks_reads_the_stored_values(kind: str, dtype: torch.dtype, compile: bool) -> None:
     """Of hidden states with two ones, sums of two stored values, which float32 rounds once in any order."""
     path = llama_file(kind)
     with Checkpoint.open(path) as checkpoint:
         head = checkpoint.tensor("model.embed_tokens.weight" if kind == "tied" else "lm_head.weight")
     ones = torch.eye(head.shape[1])
-    target = open_llm(path, dtype=dtype, compile=True).engine.runner.target
+    target = open_llm(path, dtype=dtype, compile=compile).engine.runner.target
     logits = target.logits((ones + ones.roll(40, 1)).to(dtype))
 
     def sums(values: torch.Tensor) -> torch.Tensor:

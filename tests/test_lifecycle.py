@@ -134,7 +134,7 @@ def test_stats_add_up() -> None:
     assert (stats["max_num_seqs"], stats["max_model_len"]) == (4, 256)
     frozen = stats["frozen"]
     assert frozen["dtype"] == "float32" and frozen["device"] == "cpu" and frozen["exact"] is True
-    assert frozen["attention"] == "cpu" and frozen["threads"] >= 1
+    assert frozen["attention"] == "cpu-packed" and frozen["threads"] >= 1
     assert stats["memory"]["kv_cache"] == llm.engine.cache.nbytes
     before = llm.stats()
     before["accepted_by_source"].clear()

@@ -22,8 +22,8 @@ from treespec.request import Request
 from treespec.tree import TokenTree, merge
 from treespec.verification.verify import Verified, verify_greedy
 from treespec_kernels.attention import tree_attention_cpu
-from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
-from treespec_kernels.linear.linear import Linear
+from treespec_kernels.attention.tree_batch import RequestRows
+from treespec_kernels.linear.linear import Linear, onednn_available
 
 pytestmark = pytest.mark.slow
 
@@ -90,7 +90,7 @@ FAULTY_ROWS: dict[str, Callable[[RequestRows], dict[str, Any]]] = {
     "a node sees its sibling": lambda rows: flipped(rows, last_child(rows), 1),
     "a node does not see the root": lambda rows: flipped(rows, last_child(rows), 0),
     "the root sees a child": lambda rows: flipped(rows, 0, last_child(rows)),
-    "columns in tree order": lambda rows: {"slot_depths": np.minimum(np.arange(rows.num_slots), rows.depths.max())},
+    "columns in tree order": lambda rows: {"slot_depths": np.arange(rows.num_slots)},
     "positions one further": lambda rows: {"depths": rows.depths + (rows.depths > 0)},
     "positions by slot": lambda rows: {"depths": rows.nodes},
     "one committed slot too few": lambda rows: {"context_len": rows.context_len - 1},
@@ -104,19 +104,14 @@ def test_faulty_rows(fault: str) -> None:
 
 def test_a_mask_of_one_column_too_many() -> None:
     """For prefill and plain decoding too: a chain's row sees the slot behind it."""
-    lengths, ancestors = RequestRows.path_lengths.func, RequestRows.ancestors.func
+    original = RequestRows.hidden_mask
 
-    def generous(self: RequestRows) -> np.ndarray:
-        table = np.pad(ancestors(self), ((0, 0), (0, 1)), mode="edge")
-        last = len(self.pages) * PAGE_SIZE - 1 - self.context_len
-        table[np.arange(self.num_rows), self.depths + 1] = np.minimum(self.nodes + 1, last)
-        return table
+    def generous(self: RequestRows, num_columns: int, first_column: int) -> np.ndarray:
+        hidden = original(self, num_columns, first_column)
+        hidden[:, min(self.context_len - first_column + self.num_slots, num_columns - 1)] = False
+        return hidden
 
-    def plant(patch: Patch) -> None:
-        patch.setattr(RequestRows, "ancestors", property(generous))
-        patch.setattr(RequestRows, "path_lengths", property(lambda self: lengths(self) + 1))
-
-    assert reduced_check(plant)
+    assert reduced_check(lambda patch: patch.setattr(RequestRows, "hidden_mask", generous))
 
 
 # --- faults in the cache
@@ -275,7 +270,8 @@ def test_faulty_merges(fault: Any, guards: list[str]) -> None:
 def faulty_engine(plant: Callable[[Patch], None]) -> LLM:
     with Patch.context() as patch:
         plant(patch)
-        return open_llm(tiny()[0], prove=True)
+        linear = "onednn" if onednn_available(torch.float32) else "torch"  # asked for: nothing else is tried
+        return open_llm(tiny()[0], prove=True, attention="cpu-packed", linear=linear)
 
 
 def bits_by_rows(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -296,8 +292,9 @@ def wrong_tiles(q: Tensor, *rest: Any) -> Tensor:
 
 def test_the_self_test_refuses_what_is_not_exact() -> None:
     assert faulty_engine(lambda patch: None).config.exact
-    with pytest.raises(ExactnessError, match="plain decoding"):
-        faulty_engine(lambda patch: patch.setattr(Linear, "__call__", bits_by_rows(Linear.__call__)))
+    for name in ("__call__", "activated"):
+        with pytest.raises(ExactnessError, match="plain decoding"):
+            faulty_engine(lambda patch, name=name: patch.setattr(Linear, name, bits_by_rows(getattr(Linear, name))))
     with pytest.raises(ExactnessError, match="plain decoding"):
         faulty_engine(lambda patch: patch.setattr("treespec.models.attention.tree_attention_cpu", wrong_tiles))
     with pytest.raises(ExactnessError, match="plain decoding"):
@@ -309,7 +306,7 @@ def test_the_self_test_refuses_what_is_not_exact() -> None:
 
 
 def test_a_faulty_product_is_seen_from_outside_too() -> None:
-    assert reduced_check(lambda patch: patch.setattr(Linear, "__call__", bits_by_rows(Linear.__call__)))
+    assert reduced_check(lambda patch: patch.setattr(Linear, "activated", bits_by_rows(Linear.activated)))
 
 
 def test_the_check_sees_a_missing_row() -> None:

@@ -41,10 +41,11 @@ def assert_pages_clean(llm: LLM) -> None:
         assert pool[:, :, 1:].isfinite().all(), "stale NaN or infinity is left for the next request"
 
 
+@pytest.mark.parametrize("attention", ["cpu-packed", "cpu-gathered"])
 @pytest.mark.parametrize("spec", [TREE, "off"], ids=["tree", "off"])
 @pytest.mark.parametrize("where", ["prompt", "root"])
-def test_one_request_ends_and_the_others_finish(where: str, spec: SpecConfig | str) -> None:
-    llm = poisoned(open_llm(tiny()[0], tiny()[1][:1], max_num_seqs=3))
+def test_one_request_ends_and_the_others_finish(where: str, spec: SpecConfig | str, attention: str) -> None:
+    llm = poisoned(open_llm(tiny()[0], tiny()[1][:1], max_num_seqs=3, attention=attention))
     good = safe_prompts(5, 70, 30, 64)
     alone = [tokens_of(llm.generate(prompt, greedy(12), "off"))[0] for prompt in good]
     bad = [*good[1][:40], POISON, *([5] * 30 if where == "prompt" else [])]

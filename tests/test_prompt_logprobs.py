@@ -54,6 +54,7 @@ def family(name: str, dtype: torch.dtype, compile: bool) -> LLM:
 ENGINES: dict[str, tuple[Callable[[], LLM], int]] = {
     "float32": (lambda: tiny_llm(), VOCAB),
     "bfloat16": (lambda: tiny_llm(torch.bfloat16, (0, 1)), VOCAB),
+    "fixed rows": (lambda: open_llm(tiny()[0], tiny()[1][:1], linear="torch"), VOCAB),
     "gemma2": (lambda: family("gemma2", torch.float32, False), FAMILY_VOCAB),
     "adapter": (lambda: open_adapter_llm(saved("stablelm")[1]), SMALL_VOCAB),
     "adapter, bfloat16": (lambda: open_adapter_llm(saved("cohere2", torch.bfloat16)[1]), SMALL_VOCAB),
@@ -85,6 +86,10 @@ def test_they_are_what_decoding_says_of_the_same_tokens(opened: Callable[[], LLM
         for one, other in zip(decoded, scored, strict=True):
             assert of_prompt(other)[-16:] == in_order(one.outputs[0].logprobs)
     assert idle(llm)
+
+
+def test_fixed_rows_are_fixed() -> None:
+    assert ENGINES["fixed rows"][0]().stats()["frozen"]["fixed_rows"]
 
 
 @pytest.mark.slow

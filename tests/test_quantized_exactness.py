@@ -20,6 +20,8 @@ from treespec.errors import ConfigError, ModelError
 from treespec.models.quantized_weights import weight_bytes
 from treespec.models.triton_weights import ModelWeights
 from treespec.planning.cost_measurement import cost_key
+from treespec_kernels.cpu.cpu_library import CompileError
+from treespec_kernels.linear.compiled_linear import CompiledLinear
 from treespec_kernels.linear.quantized import QuantizedWeight, dequantized
 from treespec_weights import convert_checkpoint, load_weights
 
@@ -184,11 +186,13 @@ def test_what_the_engine_says() -> None:
     assert planned[0] > planned[1] > planned[2]
     keys = [cost_key(llm.engine.runner, None, 1) for llm in (plain, int8, int4)]
     assert not any(keys[0]["quantization"]) and keys[1] != keys[2] and keys[1]["quantization"] == ["int8"]
+    assert isinstance(engine(torch.float32, "int8", False).engine.runner.target.layers[0].down, CompiledLinear)
 
 
 def test_without_a_compiler_it_says_so_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     target, drafts = tiny(torch.float32)
-    with caplog.at_level(logging.WARNING, "treespec"):
+    failing = mock.patch("treespec.models.quantized_weights.find_compiler", side_effect=CompileError("no C++ compiler"))
+    with failing, caplog.at_level(logging.WARNING, "treespec"):
         llm = open_llm(target, drafts, quantization="int4", prove=True)
     assert "quantised weights are held as torch.float32" in caplog.text
     prompts = random_prompts(LENGTHS[:3])

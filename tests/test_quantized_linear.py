@@ -11,7 +11,7 @@ from tests.libraries import LIBRARIES
 from tests.quantized_checkpoints import needs_compiler
 from treespec_kernels.cpu.cpu_library import find_compiler
 from treespec_kernels.cpu.decoder_library import PackedLinear, build
-from treespec_kernels.linear.compiled_linear import CompiledLinear
+from treespec_kernels.linear.compiled_linear import CompiledLinear, quantized_linear
 from treespec_kernels.linear.linear import Linear
 from treespec_kernels.linear.quantized import QuantizedWeight, dequantized, integers, stacked
 from treespec_kernels.linear.quantized_row_linear import quantized_default
@@ -83,6 +83,10 @@ def test_the_library_against_ref(dtype: torch.dtype, form: tuple[int, int, int, 
         x = torch.randn(rows, form[1], generator=generator).to(dtype)
         expected = row_linear_ref(x, weight, bias=bias)
         assert_close(layer(x), expected, max_error=BOUNDS[dtype][0], rms_error=BOUNDS[dtype][1])
+        gated = expected.float() / (1 + torch.exp(-expected.float()))
+        assert_close(
+            layer.activated(x, "silu").float(), gated, max_error=BOUNDS[dtype][0], rms_error=2 * BOUNDS[dtype][1]
+        )
 
 
 @needs_compiler
@@ -126,8 +130,8 @@ def test_memory() -> None:
 
 def test_without_a_library_weights_are_held_as_the_dtype() -> None:
     weight = random_weight(*FORMS[3])
-    x = torch.randn(3, weight.in_features)
-    assert torch.equal(Linear(weight, None, torch.float32)(x), Linear(dequantized(weight), None)(x))
+    layer = quantized_linear(weight, None, torch.float32, "torch", None)
+    assert isinstance(layer, Linear) and torch.equal(layer.weight, dequantized(weight))
 
 
 def test_stacked() -> None:

@@ -23,6 +23,7 @@ from treespec.adapter.decoder import AdapterDecoder
 from treespec.adapter.experts import run_experts
 from treespec.adapter.packed import PackedLinear
 from treespec.adapter.route import Window, configs_of, routed, window_below
+from treespec.adapter.row_attention import attend_rows
 from treespec.adapter.source import Source
 from treespec.adapter.trace import reference_attention, trace
 from treespec.adapter.trace import run as run_rows
@@ -295,7 +296,7 @@ def test_layers_of_several_shapes_are_all_proven() -> None:
     layers = model.model.layers
     layers[2].mlp.gate_proj, layers[2].mlp.up_proj = nn.Linear(32, 50, bias=False), nn.Linear(32, 50, bias=False)
     layers[2].mlp.down_proj = nn.Linear(50, 32, bias=False)
-    decoder = AdapterDecoder(trace(config, model), model, CpuAttention(), 100)
+    decoder = AdapterDecoder(trace(config, model), model, CpuAttention(4, 2), 100)
     pool = KVCache.allocate(decoder.config.shape, 3, torch.float32, "cpu")
     rows = [RequestRows.chain(0, 4, np.array([1]))]
     with torch.inference_mode():
@@ -467,16 +468,16 @@ FAULTS: dict[str, tuple[str, str, str, Any]] = {
     ),
     "a mask that is not obeyed": (
         "gpt_oss",
-        "adapter.decoder",
+        "adapter.row_attention",
         "visible_keys",
         lambda _, queries, keys: keys <= queries[:, None],
     ),
-    "no sinks": ("gpt_oss", "adapter.decoder", "tree_attention_cpu", lambda *args: tree_attention_cpu(*args[:6])),
+    "no sinks": ("gpt_oss", "adapter.decoder", "attend_rows", lambda *args: attend_rows(*args[:7])),
     "another scale": (
         "gpt_oss",
         "adapter.decoder",
-        "tree_attention_cpu",
-        lambda *args: tree_attention_cpu(*args[:4], 1.1 * args[4], *args[5:]),
+        "attend_rows",
+        lambda *args: attend_rows(*args[:5], 1.1 * args[5], *args[6:]),
     ),
 }
 

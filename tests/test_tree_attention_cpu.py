@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.exactness import threads
 from treespec_kernels.attention.tree_attention import tree_attention_ref
-from treespec_kernels.attention.tree_attention_cpu import plan_tree_attention_cpu, tree_attention_cpu
+from treespec_kernels.attention.tree_attention_cpu import AttentionMode, plan_tree_attention_cpu, tree_attention_cpu
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 from treespec_kernels.tuning.testing import assert_close, path_to, tree_parents
 
@@ -100,20 +100,21 @@ class Case:
 
 def attend(
     rows: RequestRows,
+    mode: AttentionMode,
     q: Tensor,
     cache: tuple[Tensor, Tensor],
     window: int | None = None,
     cap: float | None = None,
 ) -> Tensor:
-    plan = plan_tree_attention_cpu([rows], window)
+    plan = plan_tree_attention_cpu([rows], q.shape[1], cache[0].shape[1], mode, window)
     return tree_attention_cpu(q, *cache, plan, q.shape[2] ** -0.5, cap)
 
 
-def plain(case: Case, node: int) -> Tensor:
+def plain(case: Case, node: int, mode: AttentionMode) -> Tensor:
     """The node decoded alone: one row behind its own path in a compacted cache."""
     slots = case.compacted(node)
     rows = RequestRows.chain(len(slots) - 1, 1, case.pages)
-    return attend(rows, case.q[node : node + 1], case.cache(slots))[0]
+    return attend(rows, mode, case.q[node : node + 1], case.cache(slots))[0]
 
 
 def some_nodes(case: Case) -> list[int]:
@@ -143,9 +144,11 @@ def test_a_node_has_the_bits_of_plain_decoding(context: int, count: int) -> None
     with threads(count):
         for case_of in [cell for cell in GRID if cell[0] == context]:
             case = Case.make(*case_of)
-            tree = attend(case.rows(), case.q, case.cache())
+            packed, gathered = (attend(case.rows(), mode, case.q, case.cache()) for mode in ("packed", "gathered"))
+            assert torch.equal(packed, gathered), case_of
             for node in some_nodes(case):
-                assert torch.equal(tree[node], plain(case, node)), (case_of, node)
+                for mode in ("packed", "gathered"):
+                    assert torch.equal(packed[node], plain(case, node, mode)), (case_of, node, mode)
 
 
 @pytest.mark.parametrize("head_dim", [12, 16, 20, 24, 32, 36, 40, 48, 64, 80, 96, 128])
@@ -154,29 +157,32 @@ def test_every_head_size(head_dim: int) -> None:
     for heads in ((1, 1), (5, 1), *HEADS):
         for kind in ("star-4", "deep-12", "deep-16"):
             case = Case.make(17 * PAGE_SIZE - 3, kind, heads, head_dim)
-            tree = attend(case.rows(), case.q, case.cache())
-            for node in (0, 1, len(tree) - 1):
-                assert torch.equal(tree[node], plain(case, node)), (heads, kind, node)
+            packed = attend(case.rows(), "packed", case.q, case.cache())
+            assert torch.equal(packed, attend(case.rows(), "gathered", case.q, case.cache()))
+            for node in (0, 1, len(packed) - 1):
+                assert torch.equal(packed[node], plain(case, node, "packed")), (heads, kind, node)
 
 
-def test_where_pages_lie_changes_nothing() -> None:
+@pytest.mark.parametrize("mode", ["packed", "gathered"])
+def test_where_pages_lie_changes_nothing(mode: AttentionMode) -> None:
     for context, kind in ((65, "random-16"), (190, "random-64"), (640, "deep-33")):
         scattered, in_line = (Case.make(context, kind, (4, 2), 32, scattered) for scattered in (True, False))
         assert not np.array_equal(scattered.pages, in_line.pages)
-        results = [attend(c.rows(), c.q, c.cache()) for c in (scattered, in_line)]
+        results = [attend(c.rows(), mode, c.q, c.cache()) for c in (scattered, in_line)]
         assert torch.equal(*results)
 
 
+@pytest.mark.parametrize("mode", ["packed", "gathered"])
 @pytest.mark.parametrize("context", [0, 1, 62, 64, 127, 190])
-def test_a_frontier_has_the_bits_of_the_whole_tree(context: int) -> None:
+def test_a_frontier_has_the_bits_of_the_whole_tree(context: int, mode: AttentionMode) -> None:
     """Rows that are some of the nodes, the others' K/V being in the cache already: how drafts grow a tree."""
     for kind in ("random-33", "star-9", "deep-100"):
         case = Case.make(context, kind, (4, 2), 32)
-        whole = attend(case.rows(), case.q, case.cache())
+        whole = attend(case.rows(), mode, case.q, case.cache())
         last = len(case.parents) - 1
         for nodes in ([last], [0], [1, 4, last], list(range(last // 2, last + 1)), np.flatnonzero(case.depths == 1)):
             chosen = np.array(nodes)
-            part = attend(case.rows(chosen), case.q[chosen], case.cache())
+            part = attend(case.rows(chosen), mode, case.q[chosen], case.cache())
             assert torch.equal(part, whole[chosen]), (kind, nodes)
 
 
@@ -187,10 +193,10 @@ def test_chunks_of_a_prompt_have_equal_bits(chunk: int, count: int) -> None:
     case = Case.make(0, "chain-700", (8, 2), 32)
     k_cache, v_cache = case.cache()
     with threads(count):
-        whole = attend(RequestRows.chain(0, 700, case.pages), case.q, (k_cache, v_cache))
+        whole = attend(RequestRows.chain(0, 700, case.pages), "packed", case.q, (k_cache, v_cache))
         for start in range(0, 700, chunk) if chunk > 7 else (*range(0, 140, chunk), 511, 640, 693):
             rows = RequestRows.chain(start, min(chunk, 700 - start), case.pages)
-            part = attend(rows, case.q[start : start + rows.num_rows], (k_cache, v_cache))
+            part = attend(rows, "packed", case.q[start : start + rows.num_rows], (k_cache, v_cache))
             assert torch.equal(part, whole[start : start + rows.num_rows]), start
 
 
@@ -204,19 +210,20 @@ def test_other_requests_change_nothing() -> None:
         shift += case.num_pages
     cache = torch.cat([k for k, _ in pools]), torch.cat([v for _, v in pools])
     q = torch.cat([case.q for case in cases] + [torch.full((3, 4, 48), float("nan"))])
-    plan = plan_tree_attention_cpu(moved)
+    plan = plan_tree_attention_cpu(moved, 4, 2)
     together = tree_attention_cpu(q, *cache, plan, 48**-0.5)
     first = 0
     for case, pool in zip(cases, pools, strict=True):
-        alone = attend(case.rows(), case.q, pool)
+        alone = attend(case.rows(), "packed", case.q, pool)
         assert torch.equal(together[first : first + len(alone)], alone)
         first += len(alone)
-    assert first == len(q) - 3
+    assert first == plan.num_rows
     assert bool((together[first:] == 0).all())
 
 
+@pytest.mark.parametrize("mode", ["packed", "gathered"])
 @pytest.mark.parametrize("kind", TREES)
-def test_close_to_the_reference(kind: str) -> None:
+def test_close_to_the_reference(kind: str, mode: AttentionMode) -> None:
     for context, heads, head_dim in ((0, (4, 2), 32), (63, (8, 1), 48), (190, (3, 3), 128)):
         case = Case.make(context, kind, heads, head_dim)
         ancestors = torch.zeros(len(case.parents), int(case.depths.max()) + 1, dtype=torch.int32)
@@ -233,14 +240,24 @@ def test_close_to_the_reference(kind: str) -> None:
             context_lens=torch.tensor([context], dtype=torch.int32),
             page_table=torch.tensor(case.pages)[None].int(),
         )
-        actual = attend(case.rows(), case.q, case.cache())
+        actual = attend(case.rows(), mode, case.q, case.cache())
         assert_close(actual, expected, max_error=2e-5, rms_error=2e-6)
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 200])
 def test_close_to_causal_attention(length: int) -> None:
     case = Case.make(0, f"chain-{length}", (4, 2), 32)
-    actual = attend(RequestRows.chain(0, length, case.pages), case.q, case.cache())
+    actual = attend(RequestRows.chain(0, length, case.pages), "packed", case.q, case.cache())
     q, k, v = (x.transpose(0, 1)[None] for x in (case.q, case.keys, case.values))
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     assert_close(actual, expected[0].transpose(0, 1), max_error=2e-5, rms_error=2e-6)
+
+
+def test_a_long_chunk_is_taken_in_blocks() -> None:
+    """Beyond 16 MiB of scores: the same bits as in small chunks."""
+    case = Case.make(0, "chain-1500", (16, 2), 16)
+    whole = attend(RequestRows.chain(0, 1500, case.pages), "packed", case.q, case.cache())
+    assert len(plan_tree_attention_cpu([RequestRows.chain(0, 1500, case.pages)], 16, 2).blocks) > 1
+    for start in (0, 700, 1490):
+        rows = RequestRows.chain(start, 10, case.pages)
+        assert torch.equal(attend(rows, "packed", case.q[start : start + 10], case.cache()), whole[start : start + 10])

@@ -67,12 +67,12 @@ class LLM(VllmMethods):
         max_num_seqs: requests decoded at once.
         max_model_len: positions of the longest request; None is the model's maximum, or less where half of the free
             memory cannot hold `max_num_seqs` requests of it.
-        attention: the implementation of tree attention: "cpu", "triton" or "auto".
+        attention: the implementation of tree attention: "cpu-packed", "cpu-gathered", "triton" or "auto".
         prefill_chunk: prompt rows computed in one step; None is 512, and up to 2,048 on a GPU with enough memory.
         compile: run CPU passes as C++ that is compiled on first use (seconds) and kept in the user's cache folder; the
             self-test covers it too. "auto" needs float32 or bfloat16, `attention` and `linear` at "auto", a C++
             compiler and a supported family, and logs what is missing. True raises an error instead.
-        linear: the implementation of linear layers: "torch", "triton" or "auto".
+        linear: the implementation of linear layers: "onednn", "torch", "triton" or "auto".
         cuda_graphs: capture rounds on a GPU in CUDA graphs; False launches every kernel separately.
         generation_config: default sampling parameters: "auto" (the model's generation_config.json, or the generation
             config of a model in memory), "treespec" (the defaults of `SamplingParams`), "vllm" (temperature 1, 16

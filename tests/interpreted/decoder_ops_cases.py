@@ -107,8 +107,8 @@ def test_layers_agree_with_the_cpu_decoder(num_heads: int, num_kv_heads: int, he
     )
     config = config_of(shape, 50.0 ** -(torch.arange(head_dim // 2) / (head_dim // 2)), 1.2)
     echo = Echo()
-    decoder = Decoder(config, dict(weights), echo)
-    # A chain behind 62 positions, over a border of pages, then a tree's root.
+    decoder = Decoder(config, dict(weights), echo, "torch", min_rows=8)
+    # A chain behind 62 positions, over a border of pages, then a tree's root; a row of padding.
     requests = [
         RequestRows.chain(62, 6, np.array([2, 1])),
         RequestRows.chain(0, 1, np.array([3])),
@@ -119,22 +119,22 @@ def test_layers_agree_with_the_cpu_decoder(num_heads: int, num_kv_heads: int, he
     expected = decoder.forward(tokens, layout, pool)
 
     weights = {name: weight.to(DEVICE) for name, weight in weights.items()}
-    positions = torch.tensor([62, 63, 64, 65, 66, 67, 0], dtype=torch.int32, device=DEVICE)
-    slots = torch.tensor([190, 191, 64, 65, 66, 67, 192], device=DEVICE)
+    positions = torch.tensor([62, 63, 64, 65, 66, 67, 0, 0], dtype=torch.int32, device=DEVICE)
+    slots = torch.tensor([190, 191, 64, 65, 66, 67, 192, 0], device=DEVICE)
     rotation = decoder.rotations[0].at(np.arange(68)).to(DEVICE)
     own_pool = torch.full_like(pool, float("nan"), device=DEVICE)
-    stream = F.embedding(tokens.to(DEVICE), weights["embed"])
+    stream = F.embedding(F.pad(tokens, (0, 1)).to(DEVICE), weights["embed"])
     normed = rms_norm(stream, weights["layers.0.attn_norm"], EPS)
     for i in range(LAYERS):
         own = {name.split(".")[2]: w for name, w in weights.items() if name.startswith(f"layers.{i}.")}
         biases = {name: own.get(f"{name}_bias") for name in ("o", "down")}
         qkv = normed @ torch.cat((own["q"], own["k"], own["v"])).T
         qkv_bias = torch.cat((own["q_bias"], own["k_bias"], own["v_bias"])) if bias else None
-        q = torch.full((7, num_heads, head_dim), float("nan"), device=DEVICE)
+        q = torch.full((8, num_heads, head_dim), float("nan"), device=DEVICE)
         qkv_rope(qkv, rotation, positions, slots, own_pool[i], q, bias=qkv_bias)
         assert_close(q.cpu(), echo.queries[i], max_error=2e-5, rms_error=2e-6)
         # As a layer split over its inputs would hand them on.
-        halves = (q.view(7, -1) @ own["o"].T).repeat(2, 1, 1) / 2
+        halves = (q.view(8, -1) @ own["o"].T).repeat(2, 1, 1) / 2
         normed = rms_norm(halves, own["mlp_norm"], EPS, residual=stream, bias=biases["o"])
         gate, up = (F.linear(normed, own[name], own.get(f"{name}_bias")) for name in ("gate", "up"))
         down = (F.silu(gate) * up) @ own["down"].T
@@ -157,7 +157,7 @@ def test_a_turn_has_the_bits_of_the_cpu_decoder() -> None:
     config = config_of(shape, 50.0 ** -(torch.arange(12) / 12), 1.0)
     weights = {"embed": torch.zeros(VOCAB, HIDDEN), "final_norm": torch.zeros(HIDDEN)}
     echo = Echo()
-    decoder = Decoder(config, weights, echo)
+    decoder = Decoder(config, weights, echo, "torch")
     pool = torch.zeros(1, 2, 3, num_kv_heads, PAGE_SIZE, head_dim)
     layout = decoder.plan([rows], pool)
     layer: Any = SimpleNamespace(o=lambda x: x, head_norm=None, rope=0, window=0)

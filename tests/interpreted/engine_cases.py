@@ -13,7 +13,7 @@ def test_trees_on_the_triton_kernels_give_the_tokens_of_plain_decoding() -> None
     # exact=False leaves out the self-test, which takes a minute in the interpreter; the tokens are compared here.
     llm = open_llm(target, drafts[:1], attention="triton", max_num_seqs=2, exact=False)
     tree = llm.generate(prompts, params, spec=SpecConfig(nodes=6))
-    plain = open_llm(target, attention="cpu", max_num_seqs=2).generate(prompts, params)
+    plain = open_llm(target, attention="cpu-packed", max_num_seqs=2).generate(prompts, params)
     assert [o.outputs[0].token_ids for o in tree] == [o.outputs[0].token_ids for o in plain]
     assert all(output.metrics.acceptance_length > 1.5 for output in tree)
     decoded = llm.generate(prompts, greedy(4, logprobs=2), spec="off")

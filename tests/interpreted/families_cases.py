@@ -90,7 +90,7 @@ def test_rounds(name: str, folders: dict[str, Path]) -> None:
     with mock.patch.object(BatchRound, "launch", autospec=True, side_effect=BatchRound.launch) as run:
         [trees] = llm.generate(prompts, greedy(4))
     assert run.call_count, "no round was captured"
-    [plain] = open_llm(target, attention="cpu", **options).generate(prompts, greedy(4), spec="off")
+    [plain] = open_llm(target, attention="cpu-packed", **options).generate(prompts, greedy(4), spec="off")
     assert trees.outputs[0].token_ids == plain.outputs[0].token_ids
     assert trees.metrics.acceptance_length > 1
     llm.engine.check_integrity()

@@ -63,7 +63,7 @@ def test_trees_give_the_tokens_of_plain_decoding(llm: LLM, folders: tuple[Path, 
     assert tokens_of(trees) == tokens_of(plain)
     assert all(output.metrics.acceptance_length > 1.5 for output in trees)
     assert all(output.metrics.acceptance_length == 1 for output in plain)
-    cpu = open_llm(folders[0], attention="cpu", max_num_seqs=2).generate(PROMPTS, greedy(6))
+    cpu = open_llm(folders[0], attention="cpu-packed", max_num_seqs=2).generate(PROMPTS, greedy(6))
     assert tokens_of(cpu) == tokens_of(plain)
     llm.engine.check_integrity()
 
@@ -167,7 +167,7 @@ def test_passes_that_need_not_be_exact(folders: tuple[Path, list[Path]]) -> None
     options = {"attention": "triton", "linear": "triton", "max_num_seqs": 1, "exact": False}
     llm = open_llm(*folders, spec=SpecConfig(nodes=6, max_depth=2), **options)
     trees = llm.generate(PROMPTS[:1], greedy(4))
-    cpu = open_llm(folders[0], attention="cpu", max_num_seqs=1).generate(PROMPTS[:1], greedy(4))
+    cpu = open_llm(folders[0], attention="cpu-packed", max_num_seqs=1).generate(PROMPTS[:1], greedy(4))
     assert tokens_of(trees) == tokens_of(cpu)
 
 
@@ -181,7 +181,7 @@ def test_the_deepest_round(folders: tuple[Path, list[Path]]) -> None:
     spec = SpecConfig(nodes=16, sources=("ssm",))
     llm = open_llm(target, drafts, spec=spec, attention="triton", linear="triton", max_num_seqs=1, prove=None)
     [deep] = llm.generate(PROMPTS[:1], greedy(MAX_DEPTH + 1))
-    cpu = open_llm(target, attention="cpu", max_num_seqs=1).generate(PROMPTS[:1], greedy(MAX_DEPTH + 1))
+    cpu = open_llm(target, attention="cpu-packed", max_num_seqs=1).generate(PROMPTS[:1], greedy(MAX_DEPTH + 1))
     assert tokens_of([deep]) == tokens_of(cpu)
     assert deep.metrics.target_passes == 1
     llm.engine.check_integrity()

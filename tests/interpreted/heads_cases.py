@@ -40,7 +40,7 @@ def test_probabilities_are_those_of_the_eager_pass(kind: str) -> None:
     (prompt,) = random_prompts((20,), vocab=SHAPE.vocab_size)
     depth = 3 if captured else 2
     spec, records = SpecConfig(nodes=6, max_depth=depth, sources=("ssm",)), dict[str, list[RoundRecord]]()
-    for attention in ("triton", "cpu"):
+    for attention in ("triton", "cpu-packed"):
         linear = "triton" if attention == "triton" else "auto"
         llm = open_llm(target, [head], prove=None, max_model_len=128, attention=attention, linear=linear)
         on_device = captured and attention == "triton"

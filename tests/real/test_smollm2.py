@@ -196,4 +196,4 @@ def test_it_is_accepted_without_a_fault(model: Any, remembered: None) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_other_dtypes_are_accepted(folder: Path, dtype: torch.dtype) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-    open_adapter(Source.from_model(model), dtype, torch.device("cpu"), "cpu")
+    open_adapter(Source.from_model(model), dtype, torch.device("cpu"), "cpu-packed")

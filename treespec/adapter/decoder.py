@@ -18,16 +18,16 @@ from torch import Tensor, nn
 
 from treespec.adapter.packed import PackedLinear, pack
 from treespec.adapter.probe import Probe
-from treespec.adapter.route import Call, MaskRule, configs_of, routed, visible_keys, window_below
+from treespec.adapter.route import Call, configs_of, routed, window_below
+from treespec.adapter.row_attention import RowPlan, attend_rows
 from treespec.adapter.source import Source
 from treespec.adapter.trace import AdapterConfig, reference_attention, run, run_head, trace
 from treespec.adapter.upcast import UpcastMode
 from treespec.errors import KernelError, ModelError
 from treespec.models.attention import make_attention
 from treespec.models.decoder import Attention, Decoder, HiddenStates, LayerSubset, StreamInput
-from treespec_kernels.attention.tree_attention_cpu import RowBatch, plan_tree_attention_cpu, tree_attention_cpu
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
-from treespec_kernels.linear.linear import onednn_available
+from treespec_kernels.linear.linear import LinearImpl, onednn_available
 
 logger = logging.getLogger("treespec")
 
@@ -44,7 +44,7 @@ class AdapterPass:
     attention: list[Any]  # one plan per window
     requests: list[RequestRows]
     long: Tensor  # bool [num_rows], whether a row's request takes longrope's long factors
-    masked: dict[MaskRule, list[RowBatch]] = field(default_factory=dict)  # plans of other masks, by their first layers
+    rows: list[RowPlan] = field(default_factory=list)  # created by the first layer that needs it
 
 
 class AdapterDecoder(Decoder):
@@ -53,7 +53,7 @@ class AdapterDecoder(Decoder):
     Args:
         config: from `trace`.
         model: in eval mode; unmodified except by `pack`.
-        attention: for causal layers with or without a window and without sinks; others by `tree_attention_cpu`.
+        attention: for causal layers with or without a window and without sinks; other layers attend row by row.
         longest: positions of the longest request, scratch included.
         min_rows: minimum rows of a pass, by padding.
         multiple: pads the number of rows to a multiple. ATen's activations compute the SIMD tail of a tensor with other
@@ -84,14 +84,14 @@ class AdapterDecoder(Decoder):
         self.vocab_size, self.known = shape.vocab_size, shape.vocab_size if known is None else known
         self.dtype, self.device = parameter.dtype, parameter.device
         packed = any(isinstance(module, PackedLinear) for module in model.modules())
-        self.linear = "onednn" if packed else "torch"
+        self.linear: LinearImpl = "onednn" if packed else "torch"
         self._configs = configs_of(model)
         found = [
             None if sinks else window_below(mask, longest, self.device)
             for mask, sinks in zip(config.masks, config.sinks, strict=True)
         ]
         self.windows = tuple(dict.fromkeys(window.size for window in found if window is not None))
-        # by layer, index into `AdapterPass.attention`; None = by a plan of the layer's mask
+        # by layer, index into `AdapterPass.attention`; None = row by row
         self.plans = tuple(None if window is None else self.windows.index(window.size) for window in found)
         self._calls_per_layer, base = 0, model.get_submodule(config.base)
         self._longropes = [name for name, module in base.named_modules() if _is_longrope(module)]
@@ -300,10 +300,9 @@ class AdapterDecoder(Decoder):
         q = q.to(cache.dtype).contiguous()
         place = self.plans[call.index]
         if place is None:
-            if (plan := layout.masked.get(call.mask)) is None:
-                visible = partial(visible_keys, call.mask)
-                plan = layout.masked[call.mask] = plan_tree_attention_cpu(layout.requests, None, visible, self.device)
-            out = tree_attention_cpu(q, k_cache, v_cache, plan, call.scale, call.softcap, call.sinks)
+            if not layout.rows:
+                layout.rows.append(RowPlan(layout.requests, self.device))
+            out = attend_rows(q, k_cache, v_cache, layout.rows[0], call.mask, call.scale, call.softcap, call.sinks)
         else:
             out = self.attention(q, k_cache, v_cache, layout.attention[place], call.scale, call.softcap)
         return out[..., : call.value.shape[2]]

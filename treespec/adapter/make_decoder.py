@@ -80,15 +80,17 @@ def check_adapter_options(models: Sequence[ModelConfig | Source], linear: str, d
 
 
 def find_exact_adapter(
-    make: Callable[[int, int], AdapterDecoder],
+    make: Callable[[str, int, int], AdapterDecoder],
     differing: Callable[[AdapterDecoder], list[str]],
+    attentions: Sequence[str],
     rows: int,
 ) -> tuple[AdapterDecoder, int | None]:
     """Find the cheapest padding of passes under which trees are bit-identical to plain decoding.
 
     Args:
-        make: creates a decoder from `min_rows` and `multiple`.
+        make: creates a decoder from attention backend, `min_rows` and `multiple`.
         differing: the self-test; returns descriptions of differences.
+        attentions: attention backends to try, in order.
         rows: fixed number of rows to try last.
 
     Returns:
@@ -97,7 +99,7 @@ def find_exact_adapter(
     Raises:
         ExactnessError: no padding is exact.
     """
-    decoder = make(2, 1)
+    decoder = make(attentions[0], 2, 1)
     experts = sorted({type(m).__name__ for m in decoder.model.modules() if _EXPERTS.search(type(m).__name__)})
     if experts and not has_routed_experts(decoder.model):
         raise ExactnessError(
@@ -107,13 +109,14 @@ def find_exact_adapter(
     # torch's matrix products are not row-invariant in float32 or on a GPU, so only a fixed number of rows can be exact.
     free = decoder.linear == "onednn" or (decoder.device.type == "cpu" and decoder.dtype == torch.bfloat16)
     found: list[str] = []
-    for min_rows, multiple in [*([(2, 1), (2, 16)] if free else []), (rows, 1)]:
-        decoder = make(min_rows, multiple)
-        found = differing(decoder)
-        if not found:
-            return decoder, rows if min_rows == rows else None
-        padded = f"multiples of {multiple}" if multiple > 1 else f"at least {min_rows}"
-        logger.info("%s, passes of %s rows: %s", decoder.config.folder, padded, found[0])
+    for attention in attentions:
+        for min_rows, multiple in [*([(2, 1), (2, 16)] if free else []), (rows, 1)]:
+            decoder = make(attention, min_rows, multiple)
+            found = differing(decoder)
+            if not found:
+                return decoder, rows if min_rows == rows else None
+            padded = f"multiples of {multiple}" if multiple > 1 else f"at least {min_rows}"
+            logger.info("%s, %s, passes of %s rows: %s", decoder.config.folder, attention, padded, found[0])
     raise ExactnessError(
         f"{decoder.config.folder} run by transformers' code is not bit-identical to plain decoding, with "
         f"attention={decoder.attention.name!r}, {decoder.dtype}, {torch.get_num_threads()} threads, even with {rows} "

@@ -17,7 +17,7 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None):
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.linear = Linear(weight.detach(), None if bias is None else bias.detach())
+        self.linear = Linear(weight.detach(), None if bias is None else bias.detach(), "onednn")
         self.weight = torch.empty_like(weight, device="meta")  # model code may read its dtype or shape
 
     @property
@@ -25,7 +25,10 @@ class PackedLinear(nn.Module):
         return self.linear.nbytes
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+        rows = x.reshape(-1, self.in_features)
+        if len(rows) == 1:  # oneDNN uses another kernel for a single row of some shapes
+            return self.linear(rows.expand(2, -1).contiguous())[:1].view(*x.shape[:-1], self.out_features)
+        return self.linear(rows.contiguous()).view(*x.shape[:-1], self.out_features)
 
 
 def pack(model: nn.Module) -> None:

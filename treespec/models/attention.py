@@ -7,7 +7,12 @@ from torch import Tensor
 
 from treespec.errors import KernelError
 from treespec.models.decoder import Attention
-from treespec_kernels.attention.tree_attention_cpu import RowBatch, plan_tree_attention_cpu, tree_attention_cpu
+from treespec_kernels.attention.tree_attention_cpu import (
+    AttentionMode,
+    CpuAttentionPlan,
+    plan_tree_attention_cpu,
+    tree_attention_cpu,
+)
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.tuning.tuned import KernelConfigs
 from treespec_weights.rules import ModelShape
@@ -16,10 +21,14 @@ from treespec_weights.rules import ModelShape
 class CpuAttention:
     """Exact tree attention on a CPU. The cache is fp32, the dtype of the matrix products."""
 
-    name, cache_dtype = "cpu", torch.float32
+    cache_dtype = torch.float32
 
-    def plan(self, requests: list[RequestRows], num_rows: int, window: int | None = None) -> list[RowBatch]:
-        return plan_tree_attention_cpu(requests, window)
+    def __init__(self, num_heads: int, num_kv_heads: int, mode: AttentionMode = "packed"):
+        self.num_heads, self.num_kv_heads, self.mode = num_heads, num_kv_heads, mode
+        self.name = f"cpu-{mode}"
+
+    def plan(self, requests: list[RequestRows], num_rows: int, window: int | None = None) -> CpuAttentionPlan:
+        return plan_tree_attention_cpu(requests, self.num_heads, self.num_kv_heads, self.mode, window)
 
     def __call__(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Any, scale: float, cap: float | None = None
@@ -27,7 +36,7 @@ class CpuAttention:
         return tree_attention_cpu(q, k_cache, v_cache, plan, scale, cap)
 
 
-ATTENTIONS = ("cpu", "triton")
+ATTENTIONS = ("cpu-packed", "cpu-gathered", "triton")
 
 
 def make_attention(
@@ -48,4 +57,4 @@ def make_attention(
         return TritonAttention(shape.num_heads, shape.num_kv_heads, shape.head_dim, dtype, device, configs)
     if device.type != "cpu":
         raise KernelError(f"attention={kind!r} runs on a CPU, the device is {device}; use attention='triton'")
-    return CpuAttention()
+    return CpuAttention(shape.num_heads, shape.num_kv_heads, "packed" if kind == "cpu-packed" else "gathered")

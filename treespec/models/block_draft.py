@@ -102,7 +102,7 @@ class BlockDraft(DecoderWrapper, ABC):
     @property
     def entries(self) -> PassEntries | None:
         """Entry points for the call that grows trees, which takes the block's predictions; None if it cannot."""
-        return None if self.uses_node_tokens else PassEntries()
+        return None if self.uses_node_tokens else PassEntries(0, 0, 0, 0, 0, 0, 0)
 
     def for_tokens(self, tokens: np.ndarray) -> Self:
         """Return the draft with `logits` and `probs` for nodes of these tokens, int64 [num_rows]."""

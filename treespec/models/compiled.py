@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from treespec.config import ModelConfig
 from treespec.errors import KernelError
-from treespec.models.decoder import Attention, Decoder, HiddenStates, Pass, StreamInput
+from treespec.models.decoder import Decoder, HiddenStates, Pass, StreamInput
 from treespec.models.norms import take_head_norm
 from treespec.models.quantized_weights import take_projection
 from treespec_kernels.attention.tree_batch import RequestRows
@@ -36,11 +36,25 @@ from treespec_kernels.cpu.growth_cpu import growth_library
 from treespec_kernels.cpu.lookup_cpu import lookup_library
 
 
-class CompiledAttention(NamedTuple):
-    """Name of the attention that is part of the compiled pass, which plans it, and dtype of its KV cache."""
+class CompiledAttention:
+    """Tree attention fused into the compiled pass. Only `plan` is supported.
 
-    cache_dtype: torch.dtype
-    name: str = "compiled"
+    Args:
+        dtype: dtype of the model and its KV cache.
+    """
+
+    name = "compiled"
+
+    def __init__(self, dtype: torch.dtype):
+        self.cache_dtype = dtype
+
+    def plan(self, requests: list[RequestRows], num_rows: int, window: int | None = None) -> Any:
+        return plan_compiled(requests)
+
+    def __call__(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Any, scale: float, cap: float | None = None
+    ) -> Tensor:
+        raise AssertionError("attention is part of the compiled pass")
 
 
 def check_compiled(configs: Sequence[ModelConfig], dtype: torch.dtype, device: torch.device, folder: Path) -> None:
@@ -88,13 +102,12 @@ class CompiledDecoder(Decoder):
         KernelError: the library cannot be built.
     """
 
-    linear = "compiled"
     library: ctypes.CDLL
     growth: ctypes.CDLL
 
     def __init__(self, config: ModelConfig, weights: dict[str, Tensor], folder: Path, integer: bool = False):
         self._folder, self._integer, self._joined = folder, integer, torch.empty(0, dtype=torch.float32, device="cpu")
-        super().__init__(config, weights, cast(Attention, CompiledAttention(weights["embed"].dtype)))
+        super().__init__(config, weights, CompiledAttention(weights["embed"].dtype), "compiled", min_rows=1)
 
     def _take(self, weights: dict[str, Tensor]) -> None:
         config, shape = self.config, self.config.shape

@@ -1,7 +1,8 @@
 """Eager decoder of all native families, built from row-invariant ops.
 
 `FamilyRules` and `ModelConfig` describe a family's layers. A pass computes any rows of any requests. The tree batch
-defines the positions that each row attends to. Compiled passes (compiled.py) replace it on a CPU with a C++ compiler.
+defines the positions that each row attends to. Small models on a CPU are bound by the number of torch calls (1 to 15 us
+each), so the decoder makes few calls and creates views once per pass.
 """
 
 import copy
@@ -19,15 +20,15 @@ from torch import Tensor
 from treespec.config import ModelConfig
 from treespec.errors import ConfigError
 from treespec.models.head_vocabulary import HeadVocabulary
-from treespec.models.layer import Layer
-from treespec.models.norms import Norm, norm_heads
+from treespec.models.layer import Layer, make_linear
+from treespec.models.norms import STREAMS, LayerStream, RmsStream, norm_heads
 from treespec.models.prepare import prepare
 from treespec.models.quantized_weights import take_projection
 from treespec.models.rotation import RotaryEmbedding
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 from treespec_kernels.cpu.decoder_cpu import PassEntries
-from treespec_kernels.linear.activations import ACTIVATIONS, soft_cap
-from treespec_kernels.linear.linear import Linear
+from treespec_kernels.linear.activations import soft_cap
+from treespec_kernels.linear.linear import LinearImpl
 from treespec_kernels.linear.quantized import QuantizedWeight
 
 
@@ -126,10 +127,12 @@ class Decoder:
         weights: decoder parameters by name (`ModelShape.parameters`), in the compute dtype. The dict is emptied, so
             that copies made by unpacking are freed one by one.
         attention: tree attention backend.
+        linear: implementation of linear layers.
+        min_rows: number of rows to which smaller passes are padded: 2 if linear layers are row-invariant from two rows
+            on, otherwise the rows of the largest pass.
+        library: library that computes quantised layers; None dequantises them to the model's dtype.
 
     Attributes:
-        linear: implementation of linear layers.
-        min_rows: number of rows to which smaller passes are padded.
         head_vocabulary: tokens of a reduced head, set after loading; None if the head covers the vocabulary.
         growth: library of compiled tree growth; None without one.
         offset: number of slots by which a token's K/V lie before the token's position; 1 for draft heads.
@@ -138,17 +141,24 @@ class Decoder:
     """
 
     backend = "native"
-    linear: Literal["torch", "onednn", "compiled", "triton"] = "torch"
-    min_rows = 1
     offset = 0
     kept_nodes: int | None = None
     max_depth: int | None = None
     growth: CDLL | None = None
     head_vocabulary: HeadVocabulary | None = None
 
-    def __init__(self, config: ModelConfig, weights: dict[str, Tensor], attention: Attention):
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: dict[str, Tensor],
+        attention: Attention,
+        linear: LinearImpl | Literal["compiled", "triton"],
+        min_rows: int = 2,
+        library: CDLL | None = None,
+    ):
         shape = config.shape
-        self.config, self.attention = config, attention
+        self._library = library
+        self.config, self.attention, self.linear, self.min_rows = config, attention, linear, min_rows
         self.heads, self.kv_heads, self.head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         self.vocab_size = shape.vocab_size
         self.embed = weights.pop("embed").clone()  # a mapped tensor keeps the whole file mapped
@@ -167,11 +177,14 @@ class Decoder:
     def _take(self, weights: dict[str, Tensor]) -> None:
         """Build layers, final norm and head."""
         shape = self.config.shape
-        self.layers = [Layer(weights, i, self.config, self.dtype) for i in range(shape.num_layers)]
-        final_norm = weights.pop("final_norm"), weights.pop("final_norm_bias", None)
-        self.final_norm = Norm.of(self.config.rules.norm, *final_norm, self.config.norm_eps)
+        assert self.linear != "compiled" and self.linear != "triton"
+        self.layers = [
+            Layer(weights, i, self.config, self.linear, self.dtype, self._library) for i in range(shape.num_layers)
+        ]
+        self._stream = STREAMS[self.config.rules.norm]
+        self.final_norm = self._stream.take(weights.pop("final_norm"), weights.pop("final_norm_bias", None))
         head = take_projection(weights, "", ("lm_head",)) if "lm_head" in weights else self.embed
-        self.head = Linear(head, None, self.dtype)
+        self.head = make_linear(head, None, self.dtype, self.linear, self._library)
 
     @cached_property
     def plan_key(self) -> tuple[object, ...]:
@@ -181,6 +194,7 @@ class Decoder:
             self.heads,
             self.kv_heads,
             self.head_dim,
+            self.min_rows,
             ropes,
             learned,
             self.windows,
@@ -219,6 +233,10 @@ class Decoder:
         else:
             positions = np.concatenate([self._positions(rows) for rows in requests])
             pages, offsets = (np.concatenate(parts) for parts in zip(*(rows.slots for rows in requests), strict=True))
+        missing = self.min_rows - len(positions)
+        if missing > 0:  # padding rows write to the null page and are never read
+            nothing = np.zeros(missing, dtype=np.int64)
+            positions, pages, offsets = (np.concatenate((part, nothing)) for part in (positions, pages, offsets))
         first = pages * (self.kv_heads * PAGE_SIZE) + offsets  # of KV head 0 in a layer's pool viewed as [-1, D]
         steps = np.arange(self.kv_heads) * PAGE_SIZE
         steps = np.concatenate((steps, steps + kv.shape[2] * self.kv_heads * PAGE_SIZE))  # K, then V
@@ -261,7 +279,7 @@ class Decoder:
             num_layers: number of layers to run; None = all.
 
         Returns:
-            [layout.num_rows, hidden_size]; padding rows last, if the decoder pads passes.
+            [layout.num_rows, hidden_size]; padding rows last.
         """
         return self._forward(tokens, layout, kv, num_layers, {})
 
@@ -277,6 +295,7 @@ class Decoder:
 
     def write_context(self, rows: Tensor, layout: Pass, kv: Tensor) -> None:
         """Write K/V to the slots of a pass: every layer projects the same given rows, [num_rows, hidden_size]."""
+        rows = F.pad(rows, (0, 0, 0, layout.num_rows - len(rows)))
         rotation = layout.rotation.split(1, 1)
         for layer, cache in zip(self.layers, kv, strict=True):
             assert layer.qkv is not None
@@ -312,15 +331,21 @@ class Decoder:
         given: StreamInput | None = None,
     ) -> Tensor:
         """Run the pass, from `given` if there is one, and store residual streams at the keys of `states`."""
-        x, qkv = (self._embed(tokens, layout), None) if given is None else given
+        missing, qkv = layout.num_rows - len(tokens), None
+        if given is None:
+            x = self._embed(F.pad(tokens, (0, missing)) if missing else tokens, layout)
+        else:
+            x = F.pad(given.rows, (0, 0, 0, missing))
+            qkv = None if given.qkv is None else F.pad(given.qkv, (0, 0, 0, missing))
         rotation = layout.rotation.split(1, 1)
+        stream = self._stream(x, self.config.norm_eps)
         for i, (layer, cache) in enumerate(zip(self.layers[:num_layers], kv, strict=False)):
             if i in states:
-                states[i] = x
-            x = self._run(layer, x, rotation, layout, cache, None if i else qkv)
+                states[i] = stream.x.clone()
+            self._run(layer, stream, rotation, layout, cache, None if i else qkv)
         if len(self.layers) in states:
-            states[len(self.layers)] = x
-        return self.final_norm(x)
+            states[len(self.layers)] = stream.x.clone()
+        return stream.norm(self.final_norm)
 
     def _embed(self, tokens: Tensor, layout: Pass) -> Tensor:
         """Return the embeddings of a pass, [num_rows, hidden_size]."""
@@ -334,33 +359,36 @@ class Decoder:
     def _run(
         self,
         layer: Layer,
-        x: Tensor,
+        stream: RmsStream | LayerStream,
         rotation: tuple[Tensor, ...],
         layout: Pass,
         cache: Tensor,
         qkv: Tensor | None,
-    ) -> Tensor:
-        """Run one layer: return the residual stream after it.
+    ) -> None:
+        """Run one layer in place on the stream.
 
         Args:
-            layer, rotation, layout: as in `_forward`.
-            x: the residual stream before the layer, [num_rows, hidden_size].
+            layer, stream, rotation, layout: as in `_forward`.
             cache: the layer's pool, [2, num_pages, kv_heads, PAGE_SIZE, head_dim].
             qkv: the layer's projections, if they are given.
         """
         if qkv is None:
             assert layer.qkv is not None
-            qkv = layer.qkv(layer.attn_norm(x))
+            qkv = layer.qkv(stream.norm(layer.attn_norm))
         part = self._attend(layer, qkv, rotation, layout, cache)
         if layer.attn_post_norm is not None:
-            part = layer.attn_post_norm(part)
-        h = layer.mlp_norm(x if self.config.parallel else x + part)  # a parallel MLP does not see the attention output
-        x = x + part
-        part = ACTIVATIONS[self.config.activation]((layer.up if layer.gate is None else layer.gate)(h))
+            part = stream.norm_of(part, layer.attn_post_norm)
+        if self.config.parallel:  # parallel block: the MLP does not see the attention output
+            h = stream.norm(layer.mlp_norm)
+            stream.x.add_(part)
+        else:
+            stream.x.add_(part)
+            h = stream.norm(layer.mlp_norm)
+        part = (layer.up if layer.gate is None else layer.gate).activated(h, self.config.activation)
         part = layer.down(part if layer.gate is None else part.mul_(layer.up(h)))
         if layer.mlp_post_norm is not None:
-            part = layer.mlp_post_norm(part)
-        return x + part
+            part = stream.norm_of(part, layer.mlp_post_norm)
+        stream.x.add_(part)
 
     def _attend(self, layer: Layer, qkv: Tensor, rotation: tuple[Tensor, ...], layout: Pass, cache: Tensor) -> Tensor:
         """Run the attention block on the projections of all rows, including its output projection."""
@@ -386,7 +414,13 @@ class Decoder:
 
     def logits(self, hidden: Tensor, rows: Sequence[int] | Tensor | None = None) -> Tensor:
         """Compute the logits of selected (or all) rows of `hidden`, [n, vocab], in the model's dtype."""
-        return self._finish_logits(self.head(hidden if rows is None else hidden[rows]))
+        if rows is not None:
+            hidden = hidden[rows]
+        n = len(hidden)
+        if n < self.min_rows:
+            hidden = F.pad(hidden, (0, 0, 0, self.min_rows - n))
+        logits = self.head(hidden)[:n]
+        return self._finish_logits(logits)
 
     def _finish_logits(self, logits: Tensor) -> Tensor:
         """Apply the soft cap, and expand the logits of a reduced head, in which all other tokens are -inf."""

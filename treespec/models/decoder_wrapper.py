@@ -1,8 +1,13 @@
 """Base of draft heads and block drafts: a wrapper of the decoder that holds their layers."""
 
+from ctypes import CDLL
+
+import torch
 from torch import Tensor
 
+from treespec.config import ModelConfig
 from treespec.models.decoder import Decoder, Pass
+from treespec.models.head_vocabulary import HeadVocabulary
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.cpu.decoder_cpu import PassEntries
 
@@ -20,9 +25,38 @@ class DecoderWrapper:
 
     def __init__(self, decoder: Decoder, target: Decoder | None = None):
         self.decoder, self.vocabulary_head = decoder, decoder if target is None else target
-        self.config, self.device, self.dtype = decoder.config, decoder.device, decoder.dtype
-        self.backend, self.quantization, self.vocab_size = decoder.backend, decoder.quantization, decoder.vocab_size
-        self.head_vocabulary, self.growth = decoder.head_vocabulary, decoder.growth
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.decoder.config
+
+    @property
+    def device(self) -> torch.device:
+        return self.decoder.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.decoder.dtype
+
+    @property
+    def backend(self) -> str:
+        return self.decoder.backend
+
+    @property
+    def quantization(self) -> str | None:
+        return self.decoder.quantization
+
+    @property
+    def vocab_size(self) -> int:
+        return self.decoder.vocab_size
+
+    @property
+    def head_vocabulary(self) -> HeadVocabulary | None:
+        return self.decoder.head_vocabulary
+
+    @property
+    def growth(self) -> CDLL | None:
+        return self.decoder.growth
 
     @property
     def entries(self) -> PassEntries | None:

@@ -16,7 +16,7 @@ from treespec.models.decoder import Decoder, Pass, StreamInput
 from treespec.models.decoder_wrapper import DecoderWrapper
 from treespec_kernels.cpu.decoder_cpu import PairInputs, PassEntries
 from treespec_kernels.linear.compiled_linear import CompiledLinear
-from treespec_kernels.linear.linear import Linear
+from treespec_kernels.linear.linear import Linear, LinearImpl
 from treespec_weights.heads import HeadForm, HeadWeights
 
 
@@ -119,7 +119,8 @@ class Eagle3Head(FeatureHead):
 
     def forward_features(self, tokens: Tensor, features: Tensor, layout: Pass, kv: Tensor) -> tuple[Tensor, Tensor]:
         final, chosen = self.decoder.forward_stream(StreamInput(*self.pairs(tokens, features)), layout, kv)
-        return final, final if self.form.norm_output else chosen[:, 0]
+        final = final[: len(tokens)]
+        return final, final if self.form.norm_output else chosen[: len(tokens), 0]
 
     @property
     def entries(self) -> PassEntries | None:
@@ -150,7 +151,7 @@ class EagleHead(FeatureHead):
 
     def forward_features(self, tokens: Tensor, features: Tensor, layout: Pass, kv: Tensor) -> tuple[Tensor, Tensor]:
         stream = StreamInput(*self._pairs(tokens, features))
-        output = self.decoder.forward_stream(stream, layout, kv).chosen[:, 0]
+        output = self.decoder.forward_stream(stream, layout, kv).chosen[: len(tokens), 0]
         return output, output
 
 
@@ -181,12 +182,13 @@ class TorchPairs:
         weights: of the head.
         embed: embeddings of the target's vocabulary, [vocab_size, hidden_size].
         eps: of the norms.
+        impl: of the projections.
     """
 
-    def __init__(self, form: HeadForm, weights: HeadWeights, embed: Tensor, eps: float):
+    def __init__(self, form: HeadForm, weights: HeadWeights, embed: Tensor, eps: float, impl: LinearImpl):
         assert weights.embed_norm is not None and weights.feature_norm is not None
         self.form, self.embed, self._eps = form, embed, eps
-        self._qkv = Linear(*weights.qkv)
+        self._qkv = Linear(*weights.qkv, impl)
         self._embed_norm, self._feature_norm = weights.embed_norm, weights.feature_norm
         self.nbytes = self._qkv.nbytes
 

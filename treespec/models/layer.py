@@ -1,12 +1,25 @@
 """Weights of one layer of the eager decoder."""
 
+from ctypes import CDLL
+
 import torch
 from torch import Tensor
 
 from treespec.config import ModelConfig
-from treespec.models.norms import Norm, take_head_norm
+from treespec.models.norms import STREAMS, Norm, take_head_norm
 from treespec.models.quantized_weights import take_projection
-from treespec_kernels.linear.linear import Linear
+from treespec_kernels.linear.compiled_linear import CompiledLinear, quantized_linear
+from treespec_kernels.linear.linear import Linear, LinearImpl
+from treespec_kernels.linear.quantized import QuantizedWeight
+
+
+def make_linear(
+    weight: Tensor | QuantizedWeight, bias: Tensor | None, dtype: torch.dtype, impl: LinearImpl, library: CDLL | None
+) -> Linear | CompiledLinear:
+    """Return the linear layer of a weight; `library` computes a quantised one, as in `Decoder`."""
+    if isinstance(weight, QuantizedWeight):
+        return quantized_linear(weight, bias, dtype, impl, library)
+    return Linear(weight, bias, impl)
 
 
 class Layer:
@@ -17,20 +30,27 @@ class Layer:
     `rope` indexes its cos in `Pass.rotation`, `window` its plan in `Pass.attention`.
     """
 
-    def __init__(self, weights: dict[str, Tensor], i: int, config: ModelConfig, dtype: torch.dtype):
+    def __init__(
+        self,
+        weights: dict[str, Tensor],
+        i: int,
+        config: ModelConfig,
+        impl: LinearImpl,
+        dtype: torch.dtype,
+        library: CDLL | None,
+    ):
         def take(*names: str) -> Tensor | None:
             parts = [weights.pop(f"layers.{i}.{name}", None) for name in names]
             present = [part for part in parts if part is not None]
             return (torch.cat(present) if len(present) > 1 else present[0]) if present else None
 
-        def linear(*names: str) -> Linear:
+        def linear(*names: str) -> Linear | CompiledLinear:
             weight, bias = take_projection(weights, f"layers.{i}.", names), take(*(f"{name}_bias" for name in names))
-            return Linear(weight, bias, dtype)
+            return make_linear(weight, bias, dtype, impl, library)
 
         def norm(name: str) -> Norm | None:
             weight = take(name)
-            bias, kind = take(f"{name}_bias"), config.rules.norm
-            return None if weight is None else Norm.of(kind, weight, bias, config.norm_eps)
+            return None if weight is None else STREAMS[config.rules.norm].take(weight, take(f"{name}_bias"))
 
         attn_norm, mlp_norm = norm("attn_norm"), norm("mlp_norm")
         assert attn_norm is not None and mlp_norm is not None

@@ -2,6 +2,9 @@
 
 import logging
 import math
+from collections.abc import Callable
+from ctypes import CDLL
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -10,6 +13,8 @@ from treespec.adapter.source import Source
 from treespec.adapter.trace import AdapterConfig
 from treespec.config import QUANTIZATIONS, ModelConfig
 from treespec.errors import ConfigError, ModelError
+from treespec_kernels.cpu.cpu_library import CompileError, find_compiler
+from treespec_kernels.cpu.decoder_library import DTYPES, build
 from treespec_kernels.linear.quantized import QuantizedWeight, stacked
 from treespec_weights.load import covered, expected_tensors, quantizable, quantized_group
 from treespec_weights.quant_schemes import METHODS, Form
@@ -18,6 +23,7 @@ from treespec_weights.quantize import BITS, quantize
 logger = logging.getLogger("treespec")
 
 _FACTORS = ("_scale", "_zero")  # endings of the names of a quantised weight's other tensors
+_ANY_HEAD = 16  # head size of the library build; linear layers do not use it
 
 
 def resolve_quantization(quantization: str | None, target: ModelConfig | Source, dtype: torch.dtype) -> str | None:
@@ -71,6 +77,22 @@ def quantize_matrices(weights: dict[str, Tensor]) -> None:
     for name in names:
         if (weight := weights[name]).dim() == 2 and weight.is_floating_point() and not name.endswith(_FACTORS):
             weights[name], weights[f"{name}_scale"], _ = quantize(weight, 8)
+
+
+def quantized_library(dtype: torch.dtype, device: torch.device, folder: Callable[[], Path]) -> CDLL | None:
+    """Return the library of quantised layers on a CPU, stored in `folder()`.
+
+    Returns None, with a warning, if it cannot be built or stored.
+    """
+    if device.type == "cpu" and dtype in DTYPES:
+        try:
+            return build(find_compiler(), _ANY_HEAD, dtype, folder())
+        except (CompileError, OSError) as error:
+            reason = str(error)
+    else:
+        reason = f"there is no kernel for {dtype} on {device}"
+    logger.warning("quantised weights are held as %s, which saves no memory and no time: %s", dtype, reason)
+    return None
 
 
 def weight_bytes(config: ModelConfig | AdapterConfig, dtype: torch.dtype, quantization: str | None) -> int:

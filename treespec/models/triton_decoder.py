@@ -324,8 +324,6 @@ class TritonDecoder(Decoder):
         num_positions: maximum number of positions.
     """
 
-    linear = "triton"
-
     def __init__(
         self,
         config: ModelConfig,
@@ -336,7 +334,7 @@ class TritonDecoder(Decoder):
         num_positions: int,
     ):
         self._configs, self._exact, self.triton_attention = configs, exact, attention
-        super().__init__(config, weights, attention)
+        super().__init__(config, weights, attention, "triton", min_rows=1)
         # One fixed table for all passes, because captured graphs contain its address.
         tables = [rotation.table(num_positions) for rotation in self.rotations]
         if len(tables) == 1:

@@ -9,17 +9,19 @@ from typing import Literal
 import torch
 
 from treespec.adapter.source import Source
-from treespec.config import ModelConfig
+from treespec.config import ModelConfig, SpecConfig
 from treespec.errors import KernelError
 from treespec.models.attention import ATTENTIONS
 from treespec.models.compiled import check_compiled
 from treespec.startup.load_models import libraries_folder
 from treespec_kernels.cpu.cpu_library import CompileError, find_compiler
 from treespec_kernels.cpu.lookup_cpu import lookup_library
+from treespec_kernels.linear.linear import LinearImpl, onednn_available
 
 logger = logging.getLogger("treespec")
 
-LINEARS = ("torch", "triton")
+LINEARS = ("onednn", "torch", "triton")
+FIXED_ROWS = 64  # rows of every pass if the linear layers are not row-invariant
 
 
 def resolve_compile(
@@ -71,20 +73,31 @@ def resolve_lookup(compile: bool | str) -> ctypes.CDLL | None:
 
 
 def resolve_linear(
-    linear: str, attention: str, device: torch.device, compile: bool
-) -> Literal["torch", "compiled", "triton"]:
-    """Return the implementation of linear layers."""
+    linear: str, attention: str, dtype: torch.dtype, device: torch.device, exact: bool, spec: SpecConfig, compile: bool
+) -> tuple[LinearImpl | Literal["compiled", "triton"], int | None]:
+    """Return the implementation of linear layers, and the rows to pad every pass to if exactness needs padding."""
     if linear not in ("auto", *LINEARS):
         raise KernelError(f"linear={linear!r}; valid: 'auto', {', '.join(map(repr, LINEARS))}")
     if compile:
-        return "compiled"
+        return "compiled", None
+    available = device.type == "cpu" and onednn_available(dtype)
+    if linear == "onednn" and not available:
+        raise KernelError(f"linear='onednn' needs a CPU with fast {dtype}, the device is {device}; use linear='auto'")
     if linear == "triton" and attention != "triton":
         raise KernelError(f"linear='triton' requires attention='triton', not {attention!r}")
-    return "triton" if linear == "triton" or (linear == "auto" and device.type == "cuda") else "torch"
+    if linear == "triton" or (linear == "auto" and device.type == "cuda"):
+        return "triton", None
+    if linear in ("auto", "onednn") and available:
+        return "onednn", None
+    if not exact:
+        return "torch", None
+    rows = max(FIXED_ROWS, spec.max_nodes)
+    logger.warning("%s on %s has no row-invariant linear layers: every pass is padded to %d rows", dtype, device, rows)
+    return "torch", rows
 
 
 def resolve_attention(attention: str, device: torch.device) -> str:
     """Return the name of the tree attention implementation."""
     if attention not in ("auto", *ATTENTIONS):
         raise KernelError(f"attention={attention!r}; valid: 'auto', {', '.join(map(repr, ATTENTIONS))}")
-    return attention if attention != "auto" else "cpu" if device.type == "cpu" else "triton"
+    return attention if attention != "auto" else "cpu-packed" if device.type == "cpu" else "triton"

@@ -1,6 +1,7 @@
 """Load the decoders of an engine: native models, and adapters around transformers models."""
 
 import logging
+from ctypes import CDLL
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -24,13 +25,13 @@ from treespec.models.decoder import Decoder
 from treespec.models.feature_head import Eagle3Head, EagleHead, FeatureHead, FusedPairs, TorchPairs
 from treespec.models.head_config import HeadConfig
 from treespec.models.head_vocabulary import HeadVocabulary
-from treespec.models.quantized_weights import quantize_matrices
+from treespec.models.quantized_weights import quantize_matrices, quantized_library
 from treespec.models.state_head import MedusaHeads, MlpSpeculator, SpeculatorStep, StateHead
 from treespec.models.triton_decoder import TritonDecoder
 from treespec.planning import cost_measurement as costs
 from treespec_kernels.cpu.decoder_cpu import PairInputs
 from treespec_kernels.linear.compiled_linear import CompiledLinear
-from treespec_kernels.linear.linear import Linear
+from treespec_kernels.linear.linear import Linear, LinearImpl
 from treespec_kernels.linear.quantized import QuantizedWeight
 from treespec_kernels.tuning.tuned import KernelConfigs
 from treespec_weights import load_weights
@@ -70,7 +71,7 @@ class Loader:
     device: torch.device
     dtype: torch.dtype
     attention: str
-    linear: Literal["torch", "compiled", "triton"]
+    linear: LinearImpl | Literal["compiled", "triton"]
     exact: bool
     configs: KernelConfigs | None
     int8_drafts: bool = False
@@ -95,6 +96,7 @@ class Loader:
         config: ModelConfig | AdapterConfig,
         known: int,
         positions: int,
+        min_rows: int,
         quantization: str | None = None,
         draft: Draft | None = None,
     ) -> Decoder:
@@ -104,16 +106,16 @@ class Loader:
             config: result of `open`; its vocabulary size may be the target's.
             known: the model's own vocabulary size.
             positions: maximum context length.
+            min_rows: number of rows to which smaller passes are padded.
             quantization: quantisation to apply to unquantised weights.
             draft: the model as a draft; None for the target.
         """
         if isinstance(config, AdapterConfig):
-            return self.adapt(config, known, positions)
+            return self.adapt(config, known, positions, self.attention, min_rows, 1)
         size, stored = config.shape.vocab_size, replace(config.shape, vocab_size=known)
-        if self.linear == "torch" and (quantization is not None or _is_quantized(config)):
-            logger.warning("quantised weights are held as %s, which saves no memory and no time", self.dtype)
+        library = self._library(config, quantization)
         # Drafts' heads are quantised per row where passes are compiled.
-        head_blocks = draft is None and _is_quantized(config) and self.linear == "compiled"
+        head_blocks = draft is None and _is_quantized(config) and (self.linear == "compiled" or library is not None)
         if config.folder.is_file() and quantization is None:
             logger.info("%s", describe_storage(config.folder, self.dtype, head_blocks))
         weights = load_weights(config.folder, stored, config.rules, self.dtype, self.device, quantization, head_blocks)
@@ -126,7 +128,7 @@ class Loader:
             except ValueError as error:
                 raise ModelError(f"{config.folder}: {error}; draft_quantization=None loads it as it is") from error
         integer = self.integer if draft is None else self.int8_drafts
-        decoder = self._make_decoder(config, weights, positions, integer)
+        decoder = self._make_decoder(config, weights, positions, min_rows, library, integer)
         if tokens is not None:
             decoder.head_vocabulary = HeadVocabulary(tokens, size, self.device)
         if draft is None and self.integer:
@@ -134,8 +136,8 @@ class Loader:
         return decoder
 
     def load_draft(self, draft: Draft, positions: int) -> Decoder:
-        """Load a draft model."""
-        return self.load(draft.config, draft.known, positions, draft=draft)
+        """Load a draft model; its rows are not padded, because a draft's bits do not affect the output tokens."""
+        return self.load(draft.config, draft.known, positions, min_rows=2, draft=draft)
 
     def load_head(
         self, config: HeadConfig, target: Decoder, features: FeatureShape | None, positions: int
@@ -175,7 +177,7 @@ class Loader:
             after = config.form.residual_after_norm
             pairs = PairInputs(decoder.library, qkv, embed, *norms, eps, after, threads, self.int8_drafts)
         else:
-            pairs = TorchPairs(config.form, weights, embed, eps)
+            pairs = TorchPairs(config.form, weights, embed, eps, self._impl)
         head = Eagle3Head(config.form, decoder, weights, columns, fc, pairs)
         if weights.mask_states is None:
             return head
@@ -261,7 +263,7 @@ class Loader:
         if self.linear != "compiled":
             op = make_attention(self.attention, config.decoder.shape, self.dtype, self.device, self.configs)
             if self.configs is None or positions is None:
-                return Decoder(config.decoder, weights, op)
+                return Decoder(config.decoder, weights, op, self._impl)
             assert isinstance(op, TritonAttention)
             return TritonDecoder(config.decoder, weights, op, self.configs, self.exact, positions)
         if self.int8_drafts:
@@ -279,21 +281,43 @@ class Loader:
         if isinstance(decoder, CompiledDecoder):
             threads = torch.get_num_threads()
             return CompiledLinear(decoder.library, weight, bias, self.dtype, threads, self.int8_drafts)
-        return Linear(weight, bias)
+        assert isinstance(weight, Tensor)
+        return Linear(weight, bias, self._impl)
 
-    def _make_decoder(self, config: ModelConfig, weights: dict[str, Tensor], positions: int, integer: bool) -> Decoder:
+    @property
+    def _impl(self) -> LinearImpl:
+        """Implementation of linear layers that are not compiled."""
+        return "onednn" if self.linear == "onednn" else "torch"
+
+    def _make_decoder(
+        self,
+        config: ModelConfig,
+        weights: dict[str, Tensor],
+        positions: int,
+        min_rows: int,
+        library: CDLL | None,
+        integer: bool,
+    ) -> Decoder:
         if self.linear == "compiled":
             return CompiledDecoder(config, weights, libraries_folder(), integer)
         op = make_attention(self.attention, config.shape, self.dtype, self.device, self.configs)
         if self.configs is not None:
             assert isinstance(op, TritonAttention)
             return TritonDecoder(config, weights, op, self.configs, self.exact, positions)
-        return Decoder(config, weights, op)
+        assert self.linear == "onednn" or self.linear == "torch"
+        return Decoder(config, weights, op, self.linear, min_rows, library)
+
+    def _library(self, config: ModelConfig, quantization: str | None) -> CDLL | None:
+        """Return the library of an eager decoder's quantised layers, or None if it has none or cannot be built."""
+        eager = self.linear != "compiled" and self.configs is None
+        if not eager or (quantization is None and not _is_quantized(config)):
+            return None
+        return quantized_library(self.dtype, self.device, libraries_folder)
 
     def adapt(
-        self, config: AdapterConfig, known: int, positions: int, min_rows: int = 2, multiple: int = 1
+        self, config: AdapterConfig, known: int, positions: int, attention: str, min_rows: int, multiple: int
     ) -> AdapterDecoder:
         """Return the decoder of a model for the adapter, which `open` loaded."""
-        op = make_attention(self.attention, config.shape, self.dtype, self.device, self.configs)
+        op = make_attention(attention, config.shape, self.dtype, self.device, self.configs)
         module = self._modules[config.source]
         return AdapterDecoder(config, module, op, positions, min_rows, multiple, known, self.exact)

@@ -40,6 +40,7 @@ class Resolved:
         loader: loads models with the resolved device, dtype and implementations.
         compile: whether passes run in compiled libraries.
         quantization: quantisation to apply to the target's layers.
+        fixed_rows: rows of every pass if exactness needs padding, else None.
         target: config of the target.
         drafts: draft models, connected to the target's vocabulary.
         heads: draft heads by name.
@@ -51,6 +52,7 @@ class Resolved:
     loader: Loader
     compile: bool
     quantization: str | None
+    fixed_rows: int | None
     target: ModelConfig | AdapterConfig
     drafts: list[Draft]
     heads: list[tuple[str, HeadConfig]]
@@ -91,8 +93,16 @@ def resolve(options: EngineOptions) -> Resolved:
     check_adapter_options(models, options.linear, device)
     dtype, compiles = _resolve_passes(options, models, target.dtype, device)
     quantization = resolve_quantization(options.quantization, target, dtype)
-    asked = "torch" if isinstance(target, Source) and device.type == "cuda" else options.linear
-    linear = resolve_linear(asked, attention, device, compiles)
+    adapted = isinstance(target, Source)
+    linear, fixed_rows = resolve_linear(
+        "torch" if adapted and device.type == "cuda" else options.linear,
+        attention,
+        dtype,
+        device,
+        options.exact and not adapted,  # `load_target` finds the padding of an adapter
+        spec,
+        compiles,
+    )
     configs = KernelConfigs.load(device) if linear == "triton" else None
     int8_drafts = _quantises_drafts(options.draft_quantization, compiles)
     integer = _quantises_activations(options.activations, compiles, target, quantization)
@@ -106,7 +116,7 @@ def resolve(options: EngineOptions) -> Resolved:
         ]
     for name, head in heads:
         logger.info("draft %s (%s): %s", name, head.folder, head)
-    return Resolved(options, spec, loader, compiles, quantization, config, connected, heads, drafters)
+    return Resolved(options, spec, loader, compiles, quantization, fixed_rows, config, connected, heads, drafters)
 
 
 def _resolve_passes(

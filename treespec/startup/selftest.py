@@ -11,10 +11,10 @@ from torch import Tensor
 from treespec.models.decoder import Decoder
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 
-# Around tile boundaries, and in the sixth tile.
+# Around tile boundaries, and six tiles, because torch sums more than four tiles in another order.
 _PREFIXES = (1, PAGE_SIZE - 4, 2 * PAGE_SIZE - 1, 5 * PAGE_SIZE + 30)
 _PARENTS = np.array([-1, 0, 0, 0, 1, 1, 2, 4, 4, 7, 8, 9, 11])  # 13 nodes of up to 7 levels, to cross tile boundaries
-_WIDE = np.maximum(np.arange(2 * PAGE_SIZE) - 9, 0)  # parents of a tree of several tiles
+_WIDE = np.maximum(np.arange(2 * PAGE_SIZE) - 9, 0)  # parents of a tree too large for packed attention
 _WIDE[0] = -1
 _PAGES = 8  # pages per request
 _FEW = 24  # rows of a small matrix product; AMX kernels block the sum of more than 32 rows differently

@@ -1,141 +1,253 @@
-"""Exact tree attention in plain torch: a tree node's result is bit-identical to that of the token in plain decoding.
+"""Exact tree attention on a CPU: a tree node's result is bit-identical to that of the same token in plain decoding.
 
-A row's keys are gathered in position order, from the tile where its window begins to the end of the tile of its last
-position. Tiles are positions [64 t, 64 (t + 1)). Products have the shape of one tile, because MKL divides larger ones
-among threads, depending on their number; tiles are added in order. So a row's bits depend only on its position. Rows
-with equal tiles are one batch on a CPU, and those of a chain, such as a prompt, share their keys. On a GPU, where torch
-may choose another kernel for another batch, every row is a batch.
+A row sums over *position tiles*: tile t holds positions [64 t, 64 (t + 1)), independent of the tree. The row's global
+maximum is subtracted from its scores (a maximum is exact in any order), each tile's weighted sum of V is one matrix
+product over the tile, and tiles are added in a fixed order. Plain decoding is the same computation for a one-node tree.
+
+The fast path relies on two properties of the fp32 matrix product (MKL through `torch.bmm`, measured on AVX-512), which
+the engine's self-test verifies on every machine:
+
+* an element's bits depend neither on the number of rows (in multiples of 4, from 4, 8 or 12 on: `_least_rows`) nor on
+  its column;
+* up to 192 summands are accumulated in one chain, so summands that are exactly zero may be inserted anywhere.
+
+Tree nodes therefore need not be gathered into position order: a parent's slot precedes its child's, so in slot order
+the keys of a path are in position order with masked slots in between, whose weight is exactly 0. Mode `packed` computes
+all rows of a request at once in slot order. Mode `gathered` copies each row's keys into position order and gives every
+product the same shape, so it needs weaker properties; it also handles trees whose tail exceeds `MAX_CHAIN` slots. For
+trees that both support, their results are bit-identical.
+
+In a layer with a *window*, a row attends only to the last positions of its path. A block then starts at the first tile
+that any of its rows attends to, which depends on the other rows. Tiles are therefore added one by one: leading tiles
+with weight 0 change nothing, while `torch.sum` would group the tiles by index.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+import math
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
+from treespec_kernels.attention.tree_attention_cpu_plan import (
+    MAX_CHAIN,
+    ROW_MULTIPLE,
+    AttentionMode,
+    Block,
+    CpuAttentionPlan,
+    Gather,
+    plan_tree_attention_cpu,
+)
+from treespec_kernels.attention.tree_batch import PAGE_SIZE
 
-_MOST_KEYS = 1 << 14  # of a batch, so that gathered keys take tens of megabytes
+__all__ = ["MAX_CHAIN", "AttentionMode", "CpuAttentionPlan", "plan_tree_attention_cpu", "tree_attention_cpu"]
+
+# Columns of the sum over tiles are a multiple of this: from 5 tiles on, torch adds a remainder in another order.
+_FOLD_MULTIPLE = 64
 
 
-class RowBatch(NamedTuple):
-    """Rows of one request that attend to the same tiles of positions.
+class _Workspace(NamedTuple):
+    """Buffers of one block and their views.
 
-    Attributes:
-        rows: int64 [num_rows], their indices in the pass.
-        pages, offsets: int64 [num_rows, 1, num_keys], cache slot of each position; [1, 1, num_keys] if rows share them.
-        hidden: bool [num_rows, 1, 1, num_keys], positions that a row does not attend to.
+    They are created once for all layers, because creating the views takes as long as the arithmetic.
     """
 
-    rows: Tensor
-    pages: Tensor
-    offsets: Tensor
-    hidden: Tensor
+    q: Tensor  # view to write q to: [num_tiles, Hkv, num_rows, group, D]
+    q_flat: Tensor  # [num_tiles * Hkv, padded rows, D], 0 in the padding
+    scores: Tensor  # [num_tiles, Hkv, padded rows, PAGE_SIZE]
+    scores_flat: Tensor
+    masked: Tensor  # view of the scores that the block's `hidden` masks: [tiles, Hkv, num_rows, group, PAGE_SIZE]
+    peak: Tensor  # [1, Hkv, padded rows, 1]
+    ones: Tensor  # [num_tiles * Hkv, PAGE_SIZE, 16]
+    summed: Tensor  # [num_parts, Hkv, padded rows, D], weighted V per tile of positions
+    summed_flat: Tensor  # view of the independent tiles: [num * Hkv, padded rows, D]
+    mass: Tensor  # [num_parts, Hkv, padded rows, 16]
+    mass_flat: Tensor
+    total: Tensor  # [Hkv, padded rows, D]
+    value: Tensor  # view of the total in the output's shape: [num_rows, Hkv, group, D]
+    total_mass: Tensor  # [Hkv, padded rows, 16]
+    divisor: Tensor  # [num_rows, Hkv, group, 1]
 
 
-def plan_tree_attention_cpu(
-    requests: Sequence[RequestRows],
-    window: int | None = None,
-    visible: Callable[[Tensor, Tensor], Tensor] | None = None,
-    device: torch.device | str = "cpu",
-) -> list[RowBatch]:
-    """Plan the attention of a pass over the rows of all requests, in order.
+@functools.cache
+def _ones() -> Tensor:
+    """Return ones, fp32 [1, MAX_CHAIN, 16].
 
-    Args:
-        requests: the rows.
-        window: number of positions of its path that a row attends to, its own included; None = all.
-        visible: mask within the window: of the positions of rows and of keys, int64 [num_rows] and [num_keys], bool
-            [num_rows, num_keys]. None = all.
-        device: of the cache.
+    Row sums are matrix products with ones, which accumulate in the same order as the products with V.
     """
-    batches, first, on_cpu = [], 0, torch.device(device).type == "cpu"
-    for request in requests:
-        context, ancestors = request.context_len, request.ancestors
-        last = context + request.path_lengths - 1  # position that ends each row's path
-        begin = np.zeros_like(last) if window is None else np.maximum(last - window + 1, 0) // PAGE_SIZE
-        tiles, tiles_of = np.unique(np.stack((begin, last // PAGE_SIZE + 1)), axis=1, return_inverse=True)
-        for i, (start, end) in enumerate(tiles.T):
-            positions = np.arange(start * PAGE_SIZE, end * PAGE_SIZE)
-            depths = np.clip(positions - context, 0, ancestors.shape[1] - 1)
-            alike = np.flatnonzero(tiles_of.reshape(-1) == i)
-            shared = request.is_chain and on_cpu
-            most = len(alike) if shared else max(1, _MOST_KEYS // len(positions)) if on_cpu else 1
-            for rows in np.split(alike, range(most, len(alike), most)):
-                # the last row of a chain has the paths of all
-                paths = ancestors[rows[-1:] if shared else rows][:, depths]
-                logical = np.where(positions < context, positions, context + paths)
-                ends = last[rows, None]
-                hidden = (positions > ends) | (positions <= ends - (window or np.inf))
-                slots = request.pages[logical // PAGE_SIZE], logical % PAGE_SIZE
-                index, pages, offsets, mask = (torch.from_numpy(x).to(device) for x in (first + rows, *slots, hidden))
-                if visible is not None:
-                    at = (torch.from_numpy(x).to(device) for x in (last[rows], positions))
-                    mask |= ~visible(*at)
-                batches.append(RowBatch(index, pages[:, None], offsets[:, None], mask[:, None, None]))
-        first += request.num_rows
-    return batches
-
-
-def _products(x: Tensor, y: Tensor) -> Tensor:
-    """Multiply matrices as `torch.bmm`, a single one twice: MKL would divide it among threads, which changes bits."""
-    return torch.bmm(x, y) if len(x) > 1 else torch.bmm(x.expand(2, -1, -1), y.expand(2, -1, -1))[:1]
-
-
-def _products_of_tiles(x: Tensor, y: Tensor) -> Tensor:
-    """Multiply x [num_rows, num_kv_heads, tiles, group, n] by y, also of every row, or [1, ..] for all rows."""
-    if len(x) == len(y):
-        return _products(x.flatten(0, 2), y.flatten(0, 2)).view(*x.shape[:4], -1)
-    out = x.new_empty(*x.shape[:4], y.shape[-1])
-    for head in range(x.shape[1]):
-        for tile in range(x.shape[2]):
-            out[:, head, tile] = _products(x[:, head, tile], y[0, head, tile].expand(len(x), -1, -1))
-    return out
+    with torch.inference_mode(False):
+        return torch.ones(1, MAX_CHAIN, 16, dtype=torch.float32, device="cpu")
 
 
 def tree_attention_cpu(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    plan: Sequence[RowBatch],
-    scale: float,
-    cap: float | None = None,
-    sinks: Tensor | None = None,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: CpuAttentionPlan, scale: float, cap: float | None = None
 ) -> Tensor:
-    """Compute the attention of every row of a pass to its own path, in float32.
+    """Compute the attention of every row of a pass to its own path.
 
     Args:
-        q: [num_rows, num_heads, head_dim], rotated. Rows beyond the plan's are padding; their output is 0.
-        k_cache, v_cache: [num_pages, num_kv_heads, PAGE_SIZE, head_dim] of one layer. Slots that no row attends to may
-            hold any *finite* value.
+        q: fp32 [num_rows, num_heads, head_dim], rotated. Rows after the plan's are padding; their output is 0.
+        k_cache, v_cache: fp32 [num_pages, num_kv_heads, PAGE_SIZE, head_dim] of one layer, contiguous. Slots that no
+            row attends to may hold any *finite* value.
         plan: from `plan_tree_attention_cpu`.
         scale: factor on the scores, usually 1 / sqrt(head_dim).
         cap: soft cap: scores x become cap tanh(x / cap); None for no cap.
-        sinks: [num_heads], attention sink scores.
 
     Returns:
-        float32 [num_rows, num_heads, head_dim].
+        fp32 [num_rows, num_heads, head_dim].
     """
-    heads, kv_heads = q.shape[1], k_cache.shape[1]
-    out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    queries = (q.float() * scale).view(len(q), kv_heads, heads // kv_heads, -1)
-    of_head = torch.arange(kv_heads, device=q.device)[:, None]
-    for rows, pages, offsets, hidden in plan:
-        tiles = pages.shape[-1] // PAGE_SIZE
-        # contiguous, because the layout of an indexed tensor depends on the number of rows
-        gathered = (cache[pages, of_head, offsets].float().contiguous() for cache in (k_cache, v_cache))
-        keys, values = (part.unflatten(2, (tiles, PAGE_SIZE)) for part in gathered)
-        of_tiles = queries[rows, :, None].expand(-1, -1, tiles, -1, -1)
-        scores = _products_of_tiles(of_tiles, keys.transpose(3, 4))
-        scores = scores.transpose(2, 3).flatten(3)  # [num_rows, num_kv_heads, group, num_keys]
-        if cap is not None:
-            scores = torch.tanh(scores / cap) * cap
-        scores.masked_fill_(hidden, -torch.inf)
-        if sinks is not None:
-            sink = sinks.float().view(kv_heads, -1, 1).expand(len(rows), -1, -1, -1)
-            scores = torch.cat((scores, sink), -1)
-        weights = torch.softmax(scores, -1)[..., : hidden.shape[-1]].unflatten(-1, (tiles, PAGE_SIZE)).transpose(2, 3)
-        summed = _products_of_tiles(weights.contiguous(), values)
-        out[rows] = functools.reduce(torch.add, summed.unbind(2)).flatten(1, 2)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if len(q) > plan.num_rows:
+        out[plan.num_rows :] = 0
+    for i, block in enumerate(plan.blocks):
+        if isinstance(block, Gather):
+            _attend_gathered(q * scale, k_cache, v_cache, block, cap, out)
+        else:
+            if i not in plan.workspaces:
+                plan.workspaces[i] = _workspace(block, q.shape[1], k_cache.shape[1], q.shape[2])
+            _attend_packed(q, k_cache, v_cache, block, plan.workspaces[i], scale, cap, out)
     return out
+
+
+@functools.cache
+def _least_rows(head_dim: int, threads: int) -> int:
+    """Measure the smallest number of rows whose scores are bit-identical to those in a product with more rows.
+
+    It is 4 on AVX-512 without AMX. On a Sapphire Rapids, MKL uses another kernel for 4 rows from 96 summands on, and
+    for 8 rows from 192 on. `threads` is torch's number of threads, which may affect MKL's choice of kernel; it is part
+    of the cache key.
+    """
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"dtype": torch.float32, "device": "cpu", "generator": generator}
+    q, k = torch.randn(8, 32, head_dim, **sizes), torch.randn(8, PAGE_SIZE, head_dim, **sizes).transpose(1, 2)
+    whole, least = torch.bmm(q, k), ROW_MULTIPLE
+    for rows in range(ROW_MULTIPLE, 32, ROW_MULTIPLE):
+        if not torch.equal(torch.bmm(q[:, :rows].contiguous(), k), whole[:, :rows]):
+            least = rows + ROW_MULTIPLE
+    return least
+
+
+def _padded_rows(rows: int, kv_heads: int, head_dim: int) -> int:
+    """Return `rows` rounded up so that neither the products nor the sum over tiles have a remainder."""
+    step = max(ROW_MULTIPLE, _FOLD_MULTIPLE // math.gcd(_FOLD_MULTIPLE, kv_heads * head_dim))
+    return -(-max(rows, _least_rows(head_dim, torch.get_num_threads())) // step) * step
+
+
+def _workspace(block: Block, heads: int, kv_heads: int, head_dim: int) -> _Workspace:
+    rows, group, full = block.last_row - block.first_row, heads // kv_heads, block.num_full
+    num_tiles, m = full + block.num_tail, rows * group
+    padded = _padded_rows(m, kv_heads, head_dim)
+    alone = full if block.slot_order else num_tiles
+    num_parts = full + len(block.position_tiles) if block.slot_order else num_tiles
+
+    def fp32(*size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.float32, device="cpu")
+
+    q = fp32(num_tiles, kv_heads, padded, head_dim)
+    if padded > m:
+        q[:, :, m:] = 0
+    scores = fp32(num_tiles, kv_heads, padded, PAGE_SIZE)
+    summed, mass = fp32(num_parts, kv_heads, padded, head_dim), fp32(num_parts, kv_heads, padded, 16)
+    total, total_mass = fp32(kv_heads, padded, head_dim), fp32(kv_heads, padded, 16)
+    return _Workspace(
+        q=q[:, :, :m].view(num_tiles, kv_heads, rows, group, head_dim),
+        q_flat=q.view(-1, padded, head_dim),
+        scores=scores,
+        scores_flat=scores.view(-1, padded, PAGE_SIZE),
+        masked=scores[-len(block.hidden) :, :, :m].view(-1, kv_heads, rows, group, PAGE_SIZE),
+        peak=fp32(1, kv_heads, padded, 1),
+        ones=_ones()[:, :PAGE_SIZE].expand(alone * kv_heads, -1, -1),
+        summed=summed,
+        summed_flat=summed[:alone].view(-1, padded, head_dim),
+        mass=mass,
+        mass_flat=mass[:alone].view(-1, padded, 16),
+        total=total,
+        value=total[:, :m].view(kv_heads, rows, group, head_dim).transpose(0, 1),
+        total_mass=total_mass,
+        divisor=total_mass[:, :m, :1].view(kv_heads, rows, group, 1).transpose(0, 1),
+    )
+
+
+def _attend_packed(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block: Block,
+    work: _Workspace,
+    scale: float,
+    cap: float | None,
+    out: Tensor,
+) -> None:
+    k, v = k_cache[block.pages], v_cache[block.pages]  # [num_tiles, Hkv, PAGE_SIZE, D], a view if pages are consecutive
+    _, kv_heads, _, head_dim = k.shape
+    own = slice(block.first_row, block.last_row)
+    q_rows = q[own].view(work.value.shape).transpose(0, 1)
+    torch.mul(q_rows.expand(work.q.shape), scale, out=work.q)
+    torch.bmm(work.q_flat, k.view(-1, PAGE_SIZE, head_dim).transpose(1, 2), out=work.scores_flat)
+    if cap is not None:
+        _cap_scores(work.scores, cap)
+    work.masked.masked_fill_(block.hidden, float("-inf"))
+    torch.amax(work.scores, (0, 3), keepdim=True, out=work.peak)
+    work.scores.sub_(work.peak).exp_()  # the weights
+
+    alone = len(work.summed_flat)  # tiles whose slots are in position order, times KV heads
+    if alone:
+        weights = work.scores_flat[:alone]
+        torch.bmm(weights, v.view(-1, PAGE_SIZE, head_dim)[:alone], out=work.summed_flat)
+        torch.bmm(weights, work.ones, out=work.mass_flat)
+    if block.slot_order:
+        columns, full = block.num_tail * PAGE_SIZE, block.num_full
+        w_tail = work.scores[full:].permute(1, 2, 0, 3).reshape(kv_heads, -1, columns)
+        v_tail = v[full:].permute(1, 0, 2, 3).reshape(kv_heads, columns, head_dim)
+        ones = _ones()[:, :columns].expand(kv_heads, -1, -1)
+        for part, in_tile in enumerate(block.position_tiles, start=full):
+            w_tile = w_tail * in_tile
+            torch.bmm(w_tile, v_tail, out=work.summed[part])
+            torch.bmm(w_tile, ones, out=work.mass[part])
+    add_tiles(work.summed, block.windowed, work.total)
+    add_tiles(work.mass, block.windowed, work.total_mass)
+    torch.div(work.value, work.divisor, out=out[own].view(work.value.shape))
+
+
+def _cap_scores(scores: Tensor, cap: float) -> None:
+    scores.div_(cap).tanh_().mul_(cap)  # row-invariant: torch computes tanh in whole vectors, without a scalar tail
+
+
+def add_tiles(parts: Tensor, windowed: bool, total: Tensor) -> None:
+    """Sum over the first dimension; with a window, one part at a time, so that leading zeros change nothing."""
+    if not windowed:
+        torch.sum(parts, 0, out=total)
+        return
+    total.copy_(parts[0])
+    for part in parts[1:]:
+        total.add_(part)
+
+
+def _attend_gathered(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block: Gather, cap: float | None, out: Tensor
+) -> None:
+    """Compute rows one by one, so that every product has the shape [padded rows, D] x [D, PAGE_SIZE] in every pass."""
+    _, kv_heads, _, head_dim = k_cache.shape
+    rows, columns = block.slots.shape
+    num_tiles, heads = columns // PAGE_SIZE, q.shape[1]
+    group = heads // kv_heads
+    padded = _padded_rows(group, kv_heads, head_dim)
+    page, offset = block.slots // PAGE_SIZE, block.slots % PAGE_SIZE
+    for row in range(rows):  # separately, so that the batch size of a product depends only on the row
+        index = (page[row], slice(None), offset[row])
+        tiles = [cache[index].view(num_tiles, PAGE_SIZE, kv_heads, head_dim) for cache in (k_cache, v_cache)]
+        k, v = (tile.transpose(1, 2).reshape(-1, PAGE_SIZE, head_dim) for tile in tiles)
+        q_tiles = torch.zeros(num_tiles, kv_heads, padded, head_dim, dtype=torch.float32, device="cpu")
+        q_tiles[:, :, :group] = q[block.first_row + row].view(kv_heads, group, head_dim)
+        scores = torch.bmm(q_tiles.view(-1, padded, head_dim), k.transpose(1, 2))
+        scores = scores.view(num_tiles, kv_heads, padded, PAGE_SIZE)
+        if cap is not None:
+            _cap_scores(scores, cap)
+        scores.masked_fill_(block.hidden[row], float("-inf"))
+        weights = scores.sub_(scores.amax(dim=(0, 3), keepdim=True)).exp_().view(-1, padded, PAGE_SIZE)
+        summed = torch.bmm(weights, v).view(num_tiles, kv_heads, padded, head_dim)
+        mass = torch.bmm(weights, _ones()[:, :PAGE_SIZE].expand(len(weights), -1, -1))
+        mass = mass.view(num_tiles, kv_heads, padded, 16)
+        total, total_mass = torch.empty_like(summed[0]), torch.empty_like(mass[0])
+        add_tiles(summed, block.windowed, total)
+        add_tiles(mass, block.windowed, total_mass)
+        out[block.first_row + row] = (total / total_mass[..., :1])[:, :group].reshape(heads, head_dim)

@@ -84,3 +84,18 @@ class RequestRows:
         assert self.slot_depths is not None
         table[rows, self.slot_depths[columns]] = columns
         return table
+
+    def hidden_mask(self, num_columns: int, first_column: int) -> np.ndarray:
+        """Return a mask of the logical slots from `first_column` on that a row must not attend to.
+
+        It is bool [num_rows, num_columns], True for hidden slots.
+        """
+        hidden = np.ones((self.num_rows, num_columns), dtype=bool)
+        committed = self.context_len - first_column
+        hidden[:, : max(committed, 0)] = False
+        start, width = max(committed, 0), self.num_slots
+        if self.visible is None:
+            hidden[:, start : start + width] = np.arange(width)[None, :] > self.nodes[:, None]
+        else:
+            hidden[:, start : start + width] = ~self.visible
+        return hidden

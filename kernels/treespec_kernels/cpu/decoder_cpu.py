@@ -98,26 +98,17 @@ class PassEntries(NamedTuple):
     All are 0 for a block draft, which runs no pass in the call that grows trees.
     """
 
-    forward: int = 0
-    probs: int = 0
-    model: int = 0
-    head: int = 0
-    num_places: int = 0
-    hidden_bytes: int = 0
-    threads: int = 0
+    forward: int
+    probs: int
+    model: int
+    head: int
+    num_places: int
+    hidden_bytes: int
+    threads: int
     pairs: int = 0
     pairing: int = 0
     qkv_bytes: int = 0
     norm_output: bool = False
-
-
-def _entry(function: Callable[..., None]) -> int:
-    """Return the address of a library's function."""
-    return ctypes.cast(function, ctypes.c_void_p).value  # type: ignore[return-value]
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 class PairInputs:
@@ -189,11 +180,11 @@ class PairInputs:
             entries: of the layers.
             norm_output: the feature of a drafted token is the output after the final norm.
         """
+        pairs = ctypes.cast(self._library.treespec_pairs, ctypes.c_void_p).value
+        assert pairs
+        qkv_bytes = self._qkv.outputs * self._embed.itemsize
         return entries._replace(
-            pairs=_entry(self._library.treespec_pairs),
-            pairing=ctypes.addressof(self._pairing),
-            qkv_bytes=self._qkv.outputs * self._embed.itemsize,
-            norm_output=norm_output,
+            pairs=pairs, pairing=ctypes.addressof(self._pairing), qkv_bytes=qkv_bytes, norm_output=norm_output
         )
 
 
@@ -253,7 +244,7 @@ class CompiledModel:
         self._model = STRUCTS["Model"](
             ctypes.addressof(self._layers),
             embed.data_ptr(),
-            _address(positions),
+            None if positions is None else positions.data_ptr(),
             self._norm(final_norm),
             self.hidden_size,
             a.num_heads,
@@ -270,6 +261,8 @@ class CompiledModel:
             a.score_cap or 0.0,
         )
         self._head = self._linear(head, None)
+        # For passes run by another library; None if the library cannot compute `probs` in one call.
+        self.entries = self._find_entries()
 
     def keep(self, layers: Sequence[int], windows: Sequence[int | None]) -> "CompiledModel":
         """Return a model of only these layers, with these windows, that shares the weights."""
@@ -279,6 +272,7 @@ class CompiledModel:
             layer.window = window or 0
         model._model = STRUCTS["Model"].from_buffer_copy(self._model)
         model._model.layers = ctypes.addressof(model._layers)
+        model.entries = model._find_entries()
         return model
 
     @property
@@ -344,8 +338,11 @@ class CompiledModel:
         out = torch.empty(plan.num_rows, self.hidden_size, dtype=self.dtype, device="cpu")
         chosen = (ctypes.c_int64 * len(state_layers))(*state_layers)
         batch = self._batch(plan, rotation, kv, layers)
-        batch.tokens, batch.places, batch.out = tokens.data_ptr(), _address(places), out.data_ptr()
-        batch.inputs, batch.qkv, batch.states = map(_address, (inputs, qkv, states))
+        batch.tokens, batch.places = tokens.data_ptr(), None if places is None else places.data_ptr()
+        batch.out = out.data_ptr()
+        batch.inputs, batch.qkv, batch.states = (
+            None if given is None else given.data_ptr() for given in (inputs, qkv, states)
+        )
         batch.state_layers, batch.num_states = ctypes.addressof(chosen), len(state_layers)
         self._library.treespec_forward(ctypes.byref(self._model), ctypes.byref(batch))
         return out
@@ -403,14 +400,17 @@ class CompiledModel:
         )
         return values, tokens
 
-    @property
-    def entries(self) -> PassEntries | None:
-        """For passes run by another library; None if the library cannot compute `probs` in one call."""
+    def _find_entries(self) -> PassEntries | None:
         if self.vocab_size % _LANES:
             return None
+        library = self._library
+        forward, probs = (
+            ctypes.cast(entry, ctypes.c_void_p).value for entry in (library.treespec_forward, library.treespec_probs)
+        )
+        assert forward and probs
         return PassEntries(
-            _entry(self._library.treespec_forward),
-            _entry(self._library.treespec_probs),
+            forward,
+            probs,
             ctypes.addressof(self._model),
             ctypes.addressof(self._head),
             self._num_places,

@@ -173,6 +173,8 @@ class TreeGrowth:
             seed_ratios=address_of(seeds[3], np.float32),
             max_seeds=seed_children,
         )
+        self._frontier: Frontier | None = None
+        self._weights: np.ndarray | None = None
 
     def extend(
         self,
@@ -210,16 +212,22 @@ class TreeGrowth:
             )
         )
         g.num_scored, g.ssm_probs = len(ssm_probs), ctypes.addressof(own)
-        g.weights = address_of(weights, np.float32)
+        if weights is not self._weights:
+            self._weights, g.weights = weights, address_of(weights, np.float32)
         g.depth, g.size, g.children, g.branching = depth, size, children, address_of(branching)
         g.next_width = frontier_width(depth + 1, self._max_frontier)
         room = rows * (len(ssm_probs) * children + self._width)
-        g.row_nodes, g.row_tokens, g.row_owners, g.row_seeds, g.row_above = map(address_of, frontier[:5])
-        g.row_values = address_of(frontier.values, np.float32)
+        if frontier is not self._frontier:  # otherwise the last call has set its addresses
+            parts = frontier.nodes, frontier.tokens, frontier.owners, frontier.seeds, frontier.above
+            g.row_nodes, g.row_tokens, g.row_owners, g.row_seeds, g.row_above = map(address_of, parts)
+            g.row_values = address_of(frontier.values, np.float32)
         results = self._begin(rows, room, room)
         count = self._library.treespec_grow(ctypes.byref(g))
-        following = Frontier(*results.expanded[:, : g.num_next], results.floats[: g.num_next])
-        return Grown(self._level(results, count), following, results.flags[room * self._num_ssms :][:rows])
+        # Set the next frontier as input of the next call.
+        g.row_nodes, g.row_tokens, g.row_owners = g.next_nodes, g.next_tokens, g.next_owners
+        g.row_seeds, g.row_above, g.row_values = g.next_seeds, g.next_above, g.next_values
+        self._frontier = Frontier(*results.expanded[:, : g.num_next], results.floats[: g.num_next])
+        return Grown(self._level(results, count), self._frontier, results.flags[room * self._num_ssms :][:rows])
 
     def draft(
         self,

@@ -1,21 +1,33 @@
-"""Row-invariant linear layers in torch: a row's bits do not depend on the other rows of the pass.
+"""Row-invariant linear layers on a CPU: a row's bits do not depend on the other rows of the pass.
 
-oneDNN and MKL choose kernels, and blocks of a sum, by the number of rows. oneDNN's products of two or more rows usually
-have the same bits; a layer for whose shape they have not, by a probe, multiplies `ROWS` rows at a time, as MKL does.
-On a CPU, weights are reordered once into oneDNN's blocked layout if it supports the dtype, which is 2 to 4 times as
-fast as `F.linear`. Only this module uses the two ops, which are private to torch.
+Weights are reordered once into oneDNN's blocked layout. For few rows this is 2 to 4 times as fast as `F.linear`, and
+bits were measured to be equal for 2 to 1,024 rows, in fp32 and bf16 (a single row uses another code path for some
+shapes, so a pass has at least two). In two cases oneDNN sums more rows in other blocks, so that one element in several
+thousand rounds differently, and larger passes are computed in parts: with AMX in bf16 from 33 rows on (19 of 24 shapes
+on a Sapphire Rapids), and before torch 2.12 in fp32 from 16 rows on (3 of 17 shapes, with 1,024 or 2,048 inputs). Only
+this module uses the two ops, which are private to torch.
 """
+
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from treespec_kernels.linear.quantized import QuantizedWeight, dequantized
+from treespec_kernels.linear.activations import ACTIVATIONS
 
-ROWS = 16
-PROBED = (2, 3, 5, 8, 17, 33, 256)  # numbers of rows
+LinearImpl = Literal["onednn", "torch"]
 
-_invariant: dict[tuple[object, ...], bool] = {}  # by shape of a layer
+_FUSED = {"silu": ("swish", ""), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "relu": ("relu", "")}
+"""oneDNN's name and algorithm of each activation. Bits were measured to be equal for 2 to 33 rows, at widths such as
+1365."""
+
+
+def _rows_per_call(dtype: torch.dtype) -> int | None:
+    """Return the largest number of rows whose bits are those of 2 rows; None = any number."""
+    if dtype == torch.bfloat16:
+        return 32 if torch.cpu._is_amx_tile_supported() else None
+    return 15 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12) else None
 
 
 def onednn_available(dtype: torch.dtype) -> bool:
@@ -34,48 +46,47 @@ def onednn_available(dtype: torch.dtype) -> bool:
 
 
 class Linear:
-    """Linear layer y = x W^T + b.
+    """Linear layer y = x W^T + b, optionally with an activation.
+
+    Later additions and products are not fused: for 8 rows and 256 features on one thread, oneDNN's fused `add` and
+    `mul` add 9 us to the product, an in-place `add_` 1 us.
 
     Args:
-        weight: [out_features, in_features], or quantised: it is dequantised to `dtype`, because torch's weight-only
-            products are slower (for a weight of 4096 x 1024 and 16 rows in bfloat16, `_weight_int8pack_mm` took 5.0 ms,
-            `_weight_int4pack_mm_for_cpu` 2.6 ms, and oneDNN's dense product 1.5 ms).
+        weight: [out_features, in_features].
         bias: [out_features] or None.
-        dtype: of a quantised weight's layer.
+        impl: "onednn" (reordered weights, CPU) or "torch" (`F.linear`, which is not row-invariant in fp32, so the
+            caller must keep the number of rows fixed). There is no fallback.
     """
 
-    def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None, dtype: torch.dtype | None = None):
-        if isinstance(weight, QuantizedWeight):
-            weight = dequantized(weight).to(dtype)
+    def __init__(self, weight: Tensor, bias: Tensor | None, impl: LinearImpl):
+        self.impl = impl
         self.out_features, self.in_features = weight.shape
-        self.weight, self.bias = weight.contiguous(), None if bias is None else bias.contiguous()
+        self.bias = None if bias is None else bias.contiguous()
         self.nbytes = weight.nbytes + (0 if bias is None else bias.nbytes)
-        self._reordered = weight.device.type == "cpu" and onednn_available(weight.dtype)
-        if self._reordered:
-            self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight, ROWS)
+        self._rows_per_call = _rows_per_call(weight.dtype)
+        if impl == "onednn":
+            self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 16)
+        else:
+            self.weight = weight.contiguous()
 
     def __call__(self, x: Tensor) -> Tensor:
         """Apply the layer to x [num_rows, in_features]; returns [num_rows, out_features]."""
-        if not (self._reordered and self._is_invariant()):
-            return self._in_blocks(x)
-        return self._product((x if len(x) > 1 else F.pad(x, (0, 0, 0, 1))).contiguous())[: len(x)]
-
-    def _is_invariant(self) -> bool:
-        shape = self.out_features, self.in_features, self.weight.dtype, self.bias is None, torch.get_num_threads()
-        if shape not in _invariant:
-            x = torch.randn(max(PROBED), self.in_features, generator=torch.Generator().manual_seed(0), device="cpu")
-            x = x.to(self.weight.dtype)
-            blocks = self._in_blocks(x)
-            _invariant[shape] = all(torch.equal(self._product(x[:n]), blocks[:n]) for n in PROBED)
-        return _invariant[shape]
-
-    def _in_blocks(self, x: Tensor) -> Tensor:
-        out = x.new_empty(len(x), self.out_features)
-        for rows, to in zip(x.split(ROWS), out.split(ROWS), strict=True):
-            to.copy_(self._product(F.pad(rows, (0, 0, 0, ROWS - len(rows))).contiguous())[: len(rows)])
-        return out
-
-    def _product(self, x: Tensor) -> Tensor:
-        if self._reordered:
-            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        if self.impl == "onednn":
+            return self._pointwise(x, "none", "")
         return F.linear(x, self.weight, self.bias)
+
+    def activated(self, x: Tensor, activation: str) -> Tensor:
+        """Apply the layer, then one of `ACTIVATIONS`."""
+        if self.impl == "onednn":
+            return self._pointwise(x, *_FUSED[activation])
+        return ACTIVATIONS[activation](F.linear(x, self.weight, self.bias))
+
+    def _pointwise(self, x: Tensor, name: str, algorithm: str) -> Tensor:
+        """Compute oneDNN's product with an activation, in parts if oneDNN would sum this many rows in other blocks."""
+        if self._rows_per_call is None or len(x) <= self._rows_per_call:
+            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, name, [], algorithm)
+        out = x.new_empty(len(x), self.out_features)
+        parts = -(-len(x) // self._rows_per_call)  # of nearly equal size, so that none has a single row
+        for rows, to in zip(x.tensor_split(parts), out.tensor_split(parts), strict=True):
+            to.copy_(torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, name, [], algorithm))
+        return out

@@ -11,15 +11,45 @@ import triton
 import triton.language as tl
 
 from treespec_kernels.launch.pointwise import soft_cap
-from treespec_kernels.launch.predecessors import load_table, wait_for_predecessors
+from treespec_kernels.launch.predecessors import wait_for_predecessors
 from treespec_kernels.linear.dot import dot
+
+
+@triton.jit
+def attend_tile(
+    b_q,
+    b_k,
+    b_v,
+    m_scores,
+    scale_log2,
+    score_cap,
+    b_max,
+    b_sum,
+    b_acc,
+    HAS_CAP: tl.constexpr,
+    FIXED_ORDER_DOT: tl.constexpr,
+):
+    """Return the softmax state (maximum in units of log2, sum, accumulator) after one more tile of keys and values."""
+    BLOCK_M: tl.constexpr = b_q.shape[0]
+    BLOCK_N: tl.constexpr = b_k.shape[0]
+    b_scores = dot(b_q, tl.trans(b_k), tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32), FIXED_ORDER_DOT)
+    b_scores *= scale_log2
+    if HAS_CAP:
+        b_scores = soft_cap(b_scores, score_cap)
+    b_scores = tl.where(m_scores, b_scores, float("-inf"))
+    b_new_max = tl.maximum(b_max, tl.max(b_scores, axis=1))
+    # -inf minus -inf is NaN, so a row without keys so far subtracts 0. A fully masked tile changes nothing.
+    b_shift = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
+    b_weights = tl.exp2(b_scores - b_shift[:, None])
+    b_decay = tl.exp2(b_max - b_shift)
+    b_sum = b_sum * b_decay + tl.sum(b_weights, axis=1)
+    b_acc = dot(b_weights.to(b_v.dtype), b_v, b_acc * b_decay[:, None], FIXED_ORDER_DOT)
+    return b_new_max, b_sum, b_acc
 
 
 @triton.jit
 def find_partials(
     p_item,
-    m_lo,
-    m_hi,
     first_partial,
     first_segment,
     num_segments,
@@ -32,12 +62,12 @@ def find_partials(
 
     A row of a chain may end before this segment, a row's window may start after it, and padding has no segment.
     """
-    o_m = m_lo + tl.arange(0, BLOCK_M)
-    m_m = o_m < m_hi
+    o_m = tl.load(p_item + 2) + tl.arange(0, BLOCK_M)
+    m_m = o_m < tl.load(p_item + 3)
     row = o_m // GROUP
-    row_segment = load_table(p_item + 6, True) - load_table(first_segment + row, m_m)
-    m_partial = m_m & (row_segment >= 0) & (row_segment < load_table(num_segments + row, m_m))
-    partial = (load_table(first_partial + row, m_m) + row_segment).to(tl.int64)
+    row_segment = tl.load(p_item + 6) - tl.load(first_segment + row, mask=m_m, other=0)
+    m_partial = m_m & (row_segment >= 0) & (row_segment < tl.load(num_segments + row, mask=m_m, other=0))
+    partial = (tl.load(first_partial + row, mask=m_m, other=0) + row_segment).to(tl.int64)
     return partial * NUM_HEADS + i_kv_head * GROUP + o_m % GROUP, m_partial
 
 
@@ -50,9 +80,9 @@ def find_slots(p_ancestors, p_pages, context_len, tile, key_hi, PAGE_SIZE: tl.co
     o_n = tile + tl.arange(0, BLOCK_N)
     m_n = o_n < key_hi
     depth = o_n - context_len
-    node = load_table(p_ancestors + depth, m_n & (depth >= 0))
+    node = tl.load(p_ancestors + depth, mask=m_n & (depth >= 0), other=0)
     slot = tl.where(depth >= 0, context_len + node, o_n)
-    page = load_table(p_pages + slot // PAGE_SIZE, m_n)
+    page = tl.load(p_pages + slot // PAGE_SIZE, mask=m_n, other=0)
     return page, slot % PAGE_SIZE
 
 
@@ -99,20 +129,21 @@ def attend_items(
     FIXED_ORDER_DOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    wait_for_predecessors(PDL)
     i_item = tl.program_id(0)
     i_kv_head = tl.program_id(1).to(tl.int64)
     p_item = items + i_item.to(tl.int64) * 8
-    key_lo = load_table(p_item + 4, True)
-    key_hi = load_table(p_item + 5, True)
+    key_lo = tl.load(p_item + 4)
+    key_hi = tl.load(p_item + 5)
     # Items of a device layout may be empty; those past the count of a host plan are uninitialised.
-    is_item = (i_item < load_table(num_items, True)) & (key_lo < key_hi)
-    key_hi = tl.where(is_item, key_hi, key_lo)
-    request = load_table(p_item, is_item).to(tl.int64)
-    slot_row = load_table(p_item + 1, is_item).to(tl.int64)
-    m_lo = load_table(p_item + 2, is_item)
-    m_hi = load_table(p_item + 3, is_item)
-    continues = load_table(p_item + 7, is_item)
-    context_len = load_table(context_lens + request, True)
+    if (i_item >= tl.load(num_items)) | (key_lo >= key_hi):
+        return
+    request = tl.load(p_item).to(tl.int64)
+    slot_row = tl.load(p_item + 1).to(tl.int64)
+    m_lo = tl.load(p_item + 2)
+    m_hi = tl.load(p_item + 3)
+    continues = tl.load(p_item + 7)
+    context_len = tl.load(context_lens + request)
 
     o_m = m_lo + tl.arange(0, BLOCK_M)
     o_d = tl.arange(0, BLOCK_D)
@@ -120,18 +151,12 @@ def attend_items(
     m_d = o_d < HEAD_DIM
     row = (o_m // GROUP).to(tl.int64)
     head = i_kv_head * GROUP + o_m % GROUP
-    position = context_len + load_table(depths + row, m_m)
-    p_ancestors = ancestors + slot_row * stride_ancestors
-    p_pages = page_table + request * stride_page_table
-    page, offset = find_slots(p_ancestors, p_pages, context_len, key_lo, key_hi, PAGE_SIZE, BLOCK_N)
-    wait_for_predecessors(PDL)
-    if not is_item:
-        return
+    position = context_len + tl.load(depths + row, mask=m_m, other=0)
     p_q = q + row[:, None] * stride_q_row + head[:, None] * stride_q_head + o_d[None, :]
     b_q = tl.load(p_q, mask=m_m[:, None] & m_d[None, :], other=0.0)
 
     partial, m_partial = find_partials(
-        p_item, m_lo, m_hi, first_partial, first_segment, num_segments, i_kv_head, NUM_HEADS, GROUP, BLOCK_M
+        p_item, first_partial, first_segment, num_segments, i_kv_head, NUM_HEADS, GROUP, BLOCK_M
     )
     m_state = m_partial & (o_m < m_lo + continues * BLOCK_M)
     b_max = tl.load(partial_max + partial, mask=m_state, other=float("-inf"))
@@ -141,8 +166,11 @@ def attend_items(
     # Other threads than those that loaded the state may store it below.
     tl.debug_barrier()
 
+    p_ancestors = ancestors + slot_row * stride_ancestors
+    p_pages = page_table + request * stride_page_table
     p_k_head = k_cache + i_kv_head * stride_k_head + o_d
     p_v_head = v_cache + i_kv_head * stride_v_head + o_d
+    page, offset = find_slots(p_ancestors, p_pages, context_len, key_lo, key_hi, PAGE_SIZE, BLOCK_N)
     for tile in range(key_lo, key_hi, BLOCK_N):
         o_n = tile + tl.arange(0, BLOCK_N)  # absolute positions
         m_n = o_n < key_hi
@@ -158,23 +186,13 @@ def attend_items(
         m_scores = m_n[None, :] & (o_n[None, :] <= position[:, None])
         if HAS_WINDOW:
             m_scores = m_scores & (o_n[None, :] > position[:, None] - window)
-        b_scores = dot(b_q, tl.trans(b_k), tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32), FIXED_ORDER_DOT)
-        b_scores *= scale_log2
-        if HAS_CAP:
-            b_scores = soft_cap(b_scores, score_cap)
-        b_scores = tl.where(m_scores, b_scores, float("-inf"))
-        b_new_max = tl.maximum(b_max, tl.max(b_scores, axis=1))
-        # -inf minus -inf is NaN, so a row without keys so far subtracts 0. A fully masked tile changes nothing.
-        b_shift = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
-        b_weights = tl.exp2(b_scores - b_shift[:, None])
-        b_decay = tl.exp2(b_max - b_shift)
-        b_sum = b_sum * b_decay + tl.sum(b_weights, axis=1)
-        b_acc = dot(b_weights.to(b_v.dtype), b_v, b_acc * b_decay[:, None], FIXED_ORDER_DOT)
-        b_max = b_new_max
+        b_max, b_sum, b_acc = attend_tile(
+            b_q, b_k, b_v, m_scores, scale_log2, score_cap, b_max, b_sum, b_acc, HAS_CAP, FIXED_ORDER_DOT
+        )
 
     # Recompute, to not keep the indices in registers across the loop.
     partial, m_partial = find_partials(
-        p_item, m_lo, m_hi, first_partial, first_segment, num_segments, i_kv_head, NUM_HEADS, GROUP, BLOCK_M
+        p_item, first_partial, first_segment, num_segments, i_kv_head, NUM_HEADS, GROUP, BLOCK_M
     )
     tl.store(partial_max + partial, b_max, mask=m_partial)
     tl.store(partial_sum + partial, b_sum, mask=m_partial)
@@ -234,13 +252,13 @@ def combine_segments(
     on the number and the values of its own segments. The kernel is bound by the latency of dependent loads: one for
     `num_segments` and `first_partial`, and one for each chunk.
     """
+    wait_for_predecessors(PDL)
     # 64 accumulators per lane: with more, the code spills, or waits for a chunk's first load before issuing its last.
     CHUNK: tl.constexpr = 16 if BLOCK_D <= 128 else 8
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
-    count = load_table(num_segments + row, True)
-    first = load_table(first_partial + row, True).to(tl.int64)
-    wait_for_predecessors(PDL)
+    count = tl.load(num_segments + row)
+    first = tl.load(first_partial + row).to(tl.int64)
     b_max = float("-inf")
     b_sum = tl.zeros([CHUNK], dtype=tl.float32)  # element i sums segments i, i + CHUNK, ..
     b_acc = tl.zeros([BLOCK_D], dtype=tl.float32)

@@ -33,7 +33,6 @@ def line(address: str, text: str) -> str:
     ("before", "fault"),
     [
         (line("0010", "LDG.E R2, desc[UR4][R2.64]") + BULK, "LDG.E is reached"),
-        (line("0010", "LDG.E.64.STRONG.SYS R2, desc[UR4][R2.64]") + BULK, "LDG.E.64.STRONG.SYS is reached"),
         (line("0010", "LDGSTS.E.BYPASS.128 [R9], desc[UR4][R2.64]") + BULK, "LDGSTS"),
         (line("0010", "STG.E desc[UR4][R2.64], R3") + BULK, "STG.E"),
         (line("0010", "UTMALDG.2D [UR8], [UR4]") + BULK, "UTMALDG"),
@@ -62,7 +61,6 @@ def test_machine_code_that_does_not(before: str, fault: str) -> None:
         "@P0 BRA 0x40",
         "LDCU UR4, c[0x0]",
         "UBLKPF.L2 [UR10], UR8",
-        "@!P0 LDG.E.STRONG.GPU R2, desc[UR20][R6.64]",
     ],
 )
 def test_machine_code_that_waits_first(text: str) -> None:

@@ -1,9 +1,9 @@
 """Reads PTX and machine code (SASS), and checks what must precede what on every path of a kernel.
 
 Launches: no path of a kernel with programmatic dependent launch accesses memory or exits before its wait
-(`launch/predecessors.py`). Before it, an instruction may compute, read launch parameters, read tables past L1
-(`load_table`), request weights in L2 (which returns no data), and use the block's own shared memory: on sm_100 a block
-first allocates its tensor memory, whose address is stored in shared memory.
+(`launch/predecessors.py`). Before it, an instruction may compute, read launch parameters, request weights in L2
+(which returns no data), and use the block's own shared memory: on sm_100 a block first allocates its tensor memory,
+whose address is stored in shared memory.
 
 Fences: wgmma reads shared memory through the async proxy. Ordinary stores and `cp.async` write it through the generic
 proxy, so on every path from the completion of such a write to a wgmma there must be a `fence.proxy.async`. A missing
@@ -19,9 +19,8 @@ from typing import NamedTuple
 # SASS
 _WAIT, _RELEASE = "ACQBULK", "PREEXIT"
 _TOUCHES = re.compile(  # accesses memory that other blocks see
-    r"(?!LDG\.E\.[0-9A-Z.]*STRONG\.GPU)"
-    r"(?:LD(?![CS])|ULD(?!C)|ST(?!S)|ATOM(?!S)|RED(?!UX)|UTM|UBLK(?!PF)|UCP|CCTL|PREFETCH|SU(?:LD|ST|RED|ATOM)|TEX|TLD"
-    r"|SYNCS|[HIQ]?GMMA|UTC(?!ATOMSWS))"
+    r"LD(?![CS])|ULD(?!C)|ST(?!S)|ATOM(?!S)|RED(?!UX)|UTM|UBLK(?!PF)|UCP|CCTL|PREFETCH|SU(?:LD|ST|RED|ATOM)|TEX|TLD|SYNCS"
+    r"|[HIQ]?GMMA|UTC(?!ATOMSWS)"
 )
 _EXITS = re.compile(r"EXIT|BRX|JMX")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from treespec_kernels.launch.predecessors import load_table, wait_for_predecessors
+from treespec_kernels.launch.predecessors import wait_for_predecessors
 
 
 @triton.jit
@@ -54,6 +54,7 @@ def rotate_and_write(
 ):
     """One program owns BLOCK_H heads of one row, of Q, K or V. The two halves of a head are separate tiles, so the
     rotation is elementwise and needs no exchange between threads."""
+    wait_for_predecessors(PDL)
     HALF: tl.constexpr = HEAD_DIM // 2
     WIDTH: tl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
     i_row = tl.program_id(0)
@@ -63,17 +64,9 @@ def rotate_and_write(
     m_half = (o_h < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & (o_d < HALF)[None, :]
     o_half = o_h[:, None] * HEAD_DIM + o_d[None, :]
 
-    slot = load_table(slots + row, True)
+    slot = tl.load(slots + row)
     if ROTATES:
-        position = load_table(positions + row, True).to(tl.int64)
-        # Every head loads the angles, because a broadcast would go through shared memory.
-        o_angle = position * (2 * HEAD_DIM) + o_d[None, :]
-        p_cos = rotation + tl.broadcast_to(o_angle, (BLOCK_H, BLOCK_D))
-        b_cos_0 = load_table(p_cos, m_half)
-        b_cos_1 = load_table(p_cos + HALF, m_half)
-        b_sin_0 = load_table(p_cos + HEAD_DIM, m_half)
-        b_sin_1 = load_table(p_cos + HEAD_DIM + HALF, m_half)
-    wait_for_predecessors(PDL)
+        position = tl.load(positions + row).to(tl.int64)
     p_qkv = qkv + row * WIDTH + o_half
     p_bias = bias + i_row // num_bias_rows * WIDTH + o_half
     stride_split = num_split_rows.to(tl.int64) * WIDTH
@@ -94,6 +87,13 @@ def rotate_and_write(
         b_0 = tl.where(m_turned, b_0 * b_scale * b_factor_0, b_0)
         b_1 = tl.where(m_turned, b_1 * b_scale * b_factor_1, b_1)
     if ROTATES:
+        # Every head loads the angles from L1, because a broadcast would go through shared memory.
+        o_angle = position * (2 * HEAD_DIM) + o_d[None, :]
+        p_cos = rotation + tl.broadcast_to(o_angle, (BLOCK_H, BLOCK_D))
+        b_cos_0 = tl.load(p_cos, mask=m_half, other=0.0)
+        b_cos_1 = tl.load(p_cos + HALF, mask=m_half, other=0.0)
+        b_sin_0 = tl.load(p_cos + HEAD_DIM, mask=m_half, other=0.0)
+        b_sin_1 = tl.load(p_cos + HEAD_DIM + HALF, mask=m_half, other=0.0)
         b_out_0 = tl.where(m_turned, b_0 * b_cos_0 + b_1 * b_sin_0, b_0).to(q_out.dtype.element_ty)
         b_out_1 = tl.where(m_turned, b_1 * b_cos_1 + b_0 * b_sin_1, b_1).to(q_out.dtype.element_ty)
     else:

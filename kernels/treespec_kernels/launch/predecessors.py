@@ -6,9 +6,9 @@ A PDL launch may start once every program of the previous kernel (in stream orde
 
 1. Every program calls `gdc_wait` first, before any load, store, copy or exit. So all memory that it reads has been
    written (read after write), and no earlier kernel still reads or writes memory that it writes (write after read,
-   write after write). There are two exceptions. `prefetch` asks for weights to be in L2: it returns no data, and later
-   loads see what is written in the meantime, since all accesses to global memory pass through L2. `load_table` reads
-   tables of the pass; what writes them never calls `gdc_launch_dependents`, and has thus completed before.
+   write after write). This covers all memory, weights and tables included. The one exception is `prefetch`, which asks
+   for weights to be in L2: it returns no data, and later loads see what is written in the meantime, since all accesses
+   to global memory pass through L2.
 2. Only then does it call `gdc_launch_dependents`. A dependent thus starts when all programs of this kernel have passed
    their wait, so the kernel before this one has completed. At most one earlier kernel is unfinished: the one that the
    dependent waits for. If a program exited without waiting, its kernel could complete before its predecessor, and the
@@ -42,20 +42,11 @@ PREFETCH_BYTES = tl.constexpr(512)
 def wait_for_predecessors(PDL: tl.constexpr):
     """Wait for the previous kernel, then let dependents start; a no-op without PDL.
 
-    Only `prefetch`, `load_table` and the computation of their addresses may precede it in a kernel.
+    Only `prefetch` and the computation of its addresses may precede it in a kernel.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def load_table(pointers, mask):
-    """Load a table that no kernel of the pass writes but the one that lays it out; 0 where masked.
-
-    It reads past L1, which may hold the table of an earlier pass before the wait.
-    """
-    return tl.load(pointers, mask=mask, other=0, cache_modifier=".cg")
 
 
 @triton.jit

@@ -64,8 +64,8 @@ class Transforms:
         self._biases = torch.from_numpy(biases).to(device)
         self._counts = torch.zeros_like(self._biases, dtype=torch.int32)
         self._numbers = torch.tensor([self._row.numbers], dtype=torch.float32, device=device)
-        options = [[len(biases) - 1, *self._row.options]]
-        self._options = torch.tensor(options, dtype=torch.int32, device=device)
+        slot = 0 if len(biases) else -1
+        self._options = torch.tensor([[slot, *self._row.options]], dtype=torch.int32, device=device)
         end_tokens = [token for token in end_tokens if token < vocab_size]
         self._ends = (
             self._padded(end_tokens) if by_kernel else torch.tensor(end_tokens, dtype=torch.int64, device=device)

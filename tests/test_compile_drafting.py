@@ -104,7 +104,7 @@ def test_trees_are_those_of_the_general_path(name: str) -> None:
 
     with mock.patch.object(TreeGrowth, "draft", autospec=True, side_effect=TreeGrowth.draft) as whole_levels:
         ours, compiled = run()
-    assert bool(whole_levels.call_count) != ("temperature" in options)
+    assert bool(whole_levels.call_count) != (name == "traversal")
 
     def planned(models: Any, active: Any, *rest: Any) -> PlannedLevels:
         return PlannedLevels(models, *rest)
@@ -115,7 +115,10 @@ def test_trees_are_those_of_the_general_path(name: str) -> None:
         mock.patch.object(DraftModelCache, "get", lambda *_: None),
     ):
         theirs, general = run()
-    assert ours == theirs and len(compiled.trees) == len(general.trees) > 8
+    assert ours == theirs
+    if name == "coupled":  # sampled choices are predicted in another way; test_draft_levels.py checks them
+        return
+    assert len(compiled.trees) == len(general.trees) > 8
     for (context, tree), (other, expected) in zip(compiled.trees, general.trees, strict=True):
         assert context == other
         assert_same_tree(tree, expected, rtol=1e-6)

@@ -25,11 +25,21 @@ from treespec.tree import TokenTree
 from treespec_kernels.attention.tree_batch import PAGE_SIZE
 from treespec_kernels.cpu.cpu_library import find_compiler
 from treespec_kernels.cpu.decoder_cpu import PassEntries
-from treespec_kernels.cpu.growth_cpu import Drafted, DraftModels, DraftPasses, StopRule, TreePlaces, growth_library
+from treespec_kernels.cpu.growth_cpu import (
+    Drafted,
+    DraftModels,
+    DraftPasses,
+    DraftSampling,
+    StopRule,
+    TreePlaces,
+    growth_library,
+)
+from treespec_kernels.sampling.coupled_choice import gumbel_integers_of_row
 
 pytestmark = needs_compiler
 
 LAYERS, NUM_PLACES, MAX_COMMITTED = 3, 70, 90
+LEAST_SHARE = 2.0**-12  # twice that in sampling_cpu.h
 
 
 class Batch(ctypes.Structure):
@@ -56,6 +66,7 @@ class Ssm:
         self.seed, self.columns = seed, columns
         self.cache: dict[int, int] = {}
         self.errors: list[str] = []
+        self.least_share = 0.0
         self._sequences: list[tuple[int, ...]] = []
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         self._callbacks = (
@@ -72,6 +83,7 @@ class Ssm:
         """Probabilities after a sequence of tokens; sometimes not finite."""
         rng = np.random.default_rng((*self.seed, *sequence[-6:]))
         weights = rng.exponential(size=len(self.columns)) ** 4
+        weights = np.maximum(weights, self.least_share * weights.max())
         weights = (weights / weights.sum()).astype(np.float32)
         if rng.random() < 0.04:
             weights[int(rng.integers(len(weights)))] = rng.choice([np.nan, np.inf])
@@ -115,6 +127,7 @@ class Case:
     valid: np.ndarray
     adaptive: np.ndarray
     rule: LevelRule
+    sampling: DraftSampling | None = None
 
     @classmethod
     def random(cls, seed: int) -> "Case":
@@ -169,6 +182,31 @@ class Case:
         """The trees' requests in a batch that has others too."""
         return np.arange(len(self.seeds)) + 2
 
+    def sampled(self) -> "Case":
+        """The case with requests that sample, some with and some without the target's noise.
+
+        No token is so unlikely that its noise is not computed.
+        """
+        for ssm in self.ssms:
+            ssm.least_share = LEAST_SHARE
+        count = len(self.seeds)
+        temperatures = np.where(self.rng.random(count) < 0.8, self.rng.uniform(0.2, 1.5, count), 0.0).tolist()
+        keys = [self.rng.integers(0, 2**64, count, dtype=np.uint64).tolist() for _ in range(2)]
+        return dataclasses.replace(
+            self, sampling=DraftSampling(temperatures, (self.rng.random(count) < 0.7).tolist(), *keys)
+        )
+
+    def choice_probs(self, tree: int, position: int, probs: np.ndarray, columns: np.ndarray) -> np.ndarray:
+        """Return the probabilities that the target of a tree chooses the tokens of some columns."""
+        if self.sampling is None or not self.sampling.temperatures[tree] or not np.isfinite(probs).all():
+            return probs
+        temperature, adds_noise, seed, sample = (part[tree] for part in self.sampling)
+        values = probs.astype(np.float64) ** (1 / temperature)
+        if adds_noise:  # p * exp(g), with g as in `gumbel_ref` but in float64
+            integers = gumbel_integers_of_row(seed, sample, position, VOCAB)[columns]
+            values /= -np.log1p(-(integers + 0.5) * 2.0**-32)
+        return (values / values.sum()).astype(np.float32)
+
     def forest(self, kind: type[Forest], **more: ctypes.CDLL) -> Forest:
         return kind(self.seeds, self.shapes, len(self.ssms), EVIDENCE, **self.limits, **more)
 
@@ -207,7 +245,11 @@ def by_levels(case: Case) -> Grown:
             rows = np.flatnonzero(case.active[owners, i])
             if len(rows):
                 own = [(int(owners[row]), ssm.probs(sequences[row])) for row in rows]
-                said.append(SsmProbs(i, rows, np.stack([probs for _, probs in own]), ssm.columns))
+                choices = [
+                    case.choice_probs(owner, len(sequences[row]), probs, ssm.columns)
+                    for row, (owner, probs) in zip(rows.tolist(), own, strict=True)
+                ]
+                said.append(SsmProbs(i, rows, np.stack(choices), ssm.columns))
                 scores[i] += own
                 counts[i] = counts[i][0] + 1, counts[i][1] + len(set(owners[rows].tolist()))
         broken += owners[forest.extend(said, case.weights)].tolist()
@@ -248,6 +290,7 @@ def in_one_call(case: Case) -> Grown:
         reads=len(case.ssms) > 1,
         features=[None] * len(ssms),
         given=[None] * len(ssms),
+        sampling=case.sampling,
     )
     rule = case.rule
     weights = [rule.token_weights[place] for place in case.places]
@@ -301,6 +344,27 @@ def test_levels_of_one_call_are_those_of_numpy(part: int) -> None:
         multiple += len(case.ssms) > 1 and len(case.seeds) > 1
         broken += bool(ours.broken)
     assert min(deep, stopped, multiple, broken) > 3
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_drafts_of_sampling_requests_predict_the_choice_with_its_noise(part: int) -> None:
+    """Temperatures, with and without the target's noise, in batches with requests that do not sample. What is learned
+    from are the probabilities without them."""
+    sampled = grown = 0
+    for seed in range(part, 120, 2):
+        case = Case.random(seed).sampled()
+        ours, theirs = in_one_call(case), by_levels(case)
+        assert ours.depth == theirs.depth and ours.counts == theirs.counts and ours.broken == theirs.broken, seed
+        for (tree, slots), (expected, expected_slots) in zip(ours.trees, theirs.trees, strict=True):
+            assert_same_tree(tree, expected, rtol=1e-5)
+            assert (slots == expected_slots).all()
+        for own, expected_scores in zip(ours.scores, theirs.scores, strict=True):
+            for (owner, probs), (expected_owner, expected_probs) in zip(own, expected_scores, strict=True):
+                assert owner == expected_owner
+                np.testing.assert_array_equal(probs, expected_probs)
+        sampled += any(case.sampling.temperatures)
+        grown += ours.depth > 2
+    assert min(sampled, grown) > 10
 
 
 def test_parts_of_the_scored_nodes() -> None:

@@ -177,3 +177,21 @@ def test_noise_keeps_rows_and_forgets() -> None:
         again = noise.row(position)
         assert again is not rows[position] and np.array_equal(again, rows[position])
     noise.forget(10)
+
+
+@pytest.mark.parametrize("vocab", [64, 1000, 49_152])
+def test_the_choice_is_that_of_all_sums(vocab: int) -> None:
+    """Peaked and flat scores, masked tokens, ties, a whole row of -inf, and values that are not finite."""
+    rng = np.random.default_rng(vocab)
+    noise = Noise(7, 2, vocab)
+    for position in range(40):
+        scores = (rng.standard_normal(vocab) * rng.choice([0.01, 1, 4, 30])).astype(np.float32)
+        if position % 3 == 1:
+            scores[rng.random(vocab) < 0.9] = -np.inf
+        if position % 7 == 2:
+            scores[:] = rng.choice([0.0, -np.inf, np.inf])
+        if position % 11 == 5:
+            scores[rng.integers(vocab)] = rng.choice([np.nan, np.inf])
+        sums = scores + noise.row(position)
+        token, best = noise.choose(scores, position)
+        assert token == sums.argmax() and np.array_equal(best, sums[token], equal_nan=True)

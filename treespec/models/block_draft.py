@@ -61,7 +61,11 @@ class BlockDraft(DecoderWrapper, ABC):
 
     def __init__(self, decoder: Decoder, target: Decoder | None, block: int):
         super().__init__(decoder, target)
-        self.block = block
+        self.block: int = block
+
+    @property
+    def cost_key(self) -> list[object]:
+        return [type(self).__name__, self.block, len(self.columns), *self.decoder.cost_key]
 
     @property
     def max_depth(self) -> int:

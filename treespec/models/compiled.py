@@ -142,6 +142,10 @@ class CompiledDecoder(Decoder):
         self.model = self.model.keep(layers, [self.windows[self.config.windows.index(kind.window)] for kind in kinds])
 
     @property
+    def compiled(self) -> "CompiledDecoder":
+        return self
+
+    @property
     def nbytes(self) -> int:
         return self.model.nbytes
 
@@ -150,12 +154,10 @@ class CompiledDecoder(Decoder):
         return self.layout(plan, int(plan.positions.numpy().max()) + 1)
 
     def layout(self, plan: CompiledPlan, num_positions: int) -> Pass:
-        """Return a pass over planned rows, all at positions below `num_positions`."""
         learned = None if self.positions is None else self._learned_at(plan.positions.numpy())
         return Pass(plan.num_rows, self.rotations_to(num_positions), plan.slots, plan, learned)
 
     def rotations_to(self, num_positions: int) -> Tensor:
-        """Return cos and signed sin of every rope by position, fp32 [>= num_positions, 2 * num_ropes, head_dim]."""
         tables = [rotation.table(num_positions) for rotation in self.rotations]
         if len(tables) == 1:
             return tables[0]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from ctypes import CDLL
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from treespec.models.prepare import prepare
 from treespec.models.quantized_weights import take_projection
 from treespec.models.rotation import RotaryEmbedding
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
+from treespec_kernels.cpu.compiled_plan import CompiledPlan
 from treespec_kernels.cpu.decoder_cpu import PassEntries
 from treespec_kernels.linear.activations import soft_cap
 from treespec_kernels.linear.linear import LinearImpl
@@ -65,6 +66,23 @@ class Pass:
     slots: Tensor  # int64 [num_rows * 2 * num_kv_heads]: rows of K and V in a layer's pool viewed as [-1, D]
     attention: Any  # a plan for each of the model's windows
     positions: Tensor | None = None  # int64 [num_rows], for learned positions
+
+
+class CompiledPasses(Protocol):
+    """A decoder whose passes are one call of C++, planned without `RequestRows`."""
+
+    config: ModelConfig
+    growth: CDLL
+
+    @property
+    def plan_key(self) -> tuple[object, ...]:
+        """As of `Decoder`."""
+
+    def layout(self, plan: CompiledPlan, num_positions: int) -> Pass:
+        """Return a pass over planned rows, all at positions below `num_positions`."""
+
+    def rotations_to(self, num_positions: int) -> Tensor:
+        """Return cos and signed sin of every rope by position, fp32 [>= num_positions, 2 * num_ropes, head_dim]."""
 
 
 class StreamInput(NamedTuple):
@@ -138,12 +156,16 @@ class Decoder:
         offset: number of slots by which a token's K/V lie before the token's position; 1 for draft heads.
         kept_nodes: number of drafted nodes, the root first, whose K/V stay valid if they are accepted; None for all.
         max_depth: number of levels that a draft predicts; None for any number.
+        block: number of depths that a block draft predicts in one pass; None for models that score every level.
+        columns: indices of the target's states that a draft head reads among the features.
     """
 
     backend = "native"
     offset = 0
     kept_nodes: int | None = None
     max_depth: int | None = None
+    block: int | None = None
+    columns: Sequence[int] = ()
     growth: CDLL | None = None
     head_vocabulary: HeadVocabulary | None = None
 
@@ -201,6 +223,18 @@ class Decoder:
             self.attention.name,
             self.device,
         )
+
+    @property
+    def compiled(self) -> CompiledPasses | None:
+        """The decoder whose passes are one call of C++, or None."""
+        return None
+
+    @property
+    def cost_key(self) -> list[object]:
+        """The parameters that determine the cost of the model's passes, as JSON-serialisable values."""
+        s = self.config.shape
+        sizes = s.num_layers, s.hidden_size, s.intermediate_size, s.num_heads, s.num_kv_heads, s.head_dim, s.vocab_size
+        return [*sizes, *([] if self.backend == "native" else [self.config.folder.name, self.linear, self.min_rows])]
 
     @property
     def nbytes(self) -> int:
@@ -282,6 +316,19 @@ class Decoder:
             [layout.num_rows, hidden_size]; padding rows last.
         """
         return self._forward(tokens, layout, kv, num_layers, {})
+
+    def forward_features(
+        self, tokens: Tensor, features: Tensor, layout: Pass, kv: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run `forward` through the interface of draft heads, `FeatureHead.forward_features`, without features."""
+        return self.forward(tokens, layout, kv), None
+
+    def features_of(self, states: Tensor) -> Tensor:
+        raise AssertionError("only draft heads read features")
+
+    def at_depth(self, depth: int) -> Self:
+        """Return the model that scores nodes of a depth."""
+        return self
 
     def forward_with_states(self, tokens: Tensor, layout: Pass, kv: Tensor, of: Sequence[int]) -> HiddenStates:
         """Run `forward` and also return the hidden states at the layers `of` (see `check_states`)."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from treespec.config import ModelConfig
-from treespec.models.decoder import Decoder, Pass
+from treespec.models.decoder import CompiledPasses, Decoder, Pass
 from treespec.models.head_vocabulary import HeadVocabulary
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.cpu.decoder_cpu import PassEntries
@@ -22,6 +22,8 @@ class DecoderWrapper:
     Attributes:
         vocabulary_head: the decoder whose vocabulary head is used.
     """
+
+    block: int | None = None
 
     def __init__(self, decoder: Decoder, target: Decoder | None = None):
         self.decoder, self.vocabulary_head = decoder, decoder if target is None else target
@@ -57,6 +59,10 @@ class DecoderWrapper:
     @property
     def growth(self) -> CDLL | None:
         return self.decoder.growth
+
+    @property
+    def compiled(self) -> CompiledPasses | None:
+        return self.decoder.compiled
 
     @property
     def entries(self) -> PassEntries | None:

@@ -6,12 +6,12 @@ from the target's hidden states; after a drafted node it is the head's own outpu
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from treespec.models.compiled import CompiledDecoder
 from treespec.models.decoder import Decoder, Pass, StreamInput
 from treespec.models.decoder_wrapper import DecoderWrapper
 from treespec_kernels.cpu.decoder_cpu import PairInputs, PassEntries
@@ -48,6 +48,10 @@ class FeatureHead(DecoderWrapper, ABC):
         return ("head", *self.decoder.plan_key)
 
     @property
+    def cost_key(self) -> list[object]:
+        return [self.kind, len(self.columns), *self.decoder.cost_key]
+
+    @property
     def max_depth(self) -> int | None:
         """Number of levels that the head predicts; None for any number."""
         return None
@@ -58,6 +62,10 @@ class FeatureHead(DecoderWrapper, ABC):
         By default, the one state that the head reads.
         """
         return states.index_select(1, self._columns).flatten(1).to(self.dtype)
+
+    def at_depth(self, depth: int) -> Self:
+        """Return the head with the weights for nodes of a depth, the root's being 0."""
+        return self
 
     @abstractmethod
     def forward_features(self, tokens: Tensor, features: Tensor, layout: Pass, kv: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,10 +132,10 @@ class Eagle3Head(FeatureHead):
 
     @property
     def entries(self) -> PassEntries | None:
-        if not isinstance(self.decoder, CompiledDecoder) or not isinstance(self.pairs, PairInputs):
+        if (entries := self.decoder.entries) is None:
             return None
-        found = self.decoder.entries
-        return None if found is None else self.pairs.add_to(found, self.form.norm_output)
+        assert isinstance(self.pairs, PairInputs)
+        return self.pairs.add_to(entries, self.form.norm_output)
 
 
 class EagleHead(FeatureHead):

@@ -37,6 +37,10 @@ class StateHead(FeatureHead):
         self._heads, self._vocabulary, self._depth = heads, vocabulary, 0
 
     @property
+    def cost_key(self) -> list[object]:
+        return [self.kind, self.max_depth, self.nbytes]
+
+    @property
     def max_depth(self) -> int:
         return len(self._heads)
 
@@ -58,7 +62,6 @@ class StateHead(FeatureHead):
         return sum({id(head): head.nbytes for head in self._heads}.values())
 
     def at_depth(self, depth: int) -> Self:
-        """Return the head with the weights for nodes of a depth, the root's being 0."""
         result = copy.copy(self)
         result._depth = depth
         return result

@@ -18,10 +18,6 @@ from treespec.cache import pages_for
 from treespec.config import AUTO_NODES, SpecConfig
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 from treespec.errors import ConfigError
-from treespec.models.block_draft import BlockDraft
-from treespec.models.feature_head import FeatureHead
-from treespec.models.group_model import GroupModel
-from treespec.models.state_head import StateHead
 from treespec.planning.draft_plan import DraftPlan, LevelRule
 from treespec.planning.round_costs import CostCurve
 from treespec.request import Request
@@ -76,7 +72,7 @@ def cost_key(runner: Runner, ssms: SsmDrafter | None, num_threads: int) -> dict[
         "torch": torch.__version__,
         "attention": runner.target.attention.name,
         "linear": runner.target.linear,
-        "models": [_model_key(model) for model in models],
+        "models": [model.cost_key for model in models],
         "families": [model.config.rules.model_type if model.backend == "native" else None for model in models],
         "quantization": [model.quantization for model in models],
         "instructions": os.environ.get("TREESPEC_CPU"),
@@ -96,19 +92,6 @@ def start_key(runner: Runner, key: dict[str, Any]) -> dict[str, Any]:
         "max_rows": runner.max_rows,
         "rows": list(ROWS),
     }
-
-
-def _model_key(model: GroupModel) -> list[Any]:
-    """Return the parameters that determine the cost of a model's passes."""
-    if isinstance(model, StateHead):
-        return [model.kind, model.max_depth, model.nbytes]
-    if isinstance(model, FeatureHead):
-        return [model.kind, len(model.columns), *_model_key(model.decoder)]
-    if isinstance(model, BlockDraft):
-        return [type(model).__name__, model.block, len(model.columns), *_model_key(model.decoder)]
-    s = model.config.shape
-    sizes = (s.num_layers, s.hidden_size, s.intermediate_size, s.num_heads, s.num_kv_heads, s.head_dim, s.vocab_size)
-    return [*sizes, *([] if model.backend == "native" else [model.config.folder.name, model.linear, model.min_rows])]
 
 
 def processor() -> str:

@@ -10,6 +10,9 @@ import numpy as np
 from treespec_kernels.sampling.coupled_choice import gumbel_integers_of_row, gumbel_ref
 
 _RUN = 64  # rows are padded to multiples of this, so that no token falls into a SIMD tail
+# The noise is at least -2.82, and w < exp(-g) for g and w of `gumbel_ref`. So only a token with w < exp(2.82) * exp(its
+# score - the best score) can be chosen. The factor leaves room for rounding.
+_ROOM = np.float32(1.05 * np.exp(2.82))
 
 
 class Noise:
@@ -24,6 +27,29 @@ class Noise:
     def __init__(self, seed: int, sample: int, vocab_size: int):
         self.seed, self.sample, self.vocab_size = seed, sample, vocab_size
         self._rows: dict[int, np.ndarray] = {}
+
+    def choose(self, scores: np.ndarray, position: int) -> tuple[int, float]:
+        """Return the first token with the largest score plus noise, and this sum.
+
+        Takes the logarithms only of tokens that can be chosen; the result is that of adding `row`.
+
+        Args:
+            scores: float32 [vocab_size].
+            position: of the chosen token.
+        """
+        most = scores.max()
+        if not np.isfinite(most):
+            values = scores + self.row(position)
+            token = int(values.argmax())
+            return token, float(values[token])
+        integers = gumbel_integers_of_row(self.seed, self.sample, position, self.vocab_size)
+        bounds = np.exp(scores - most)
+        bounds *= _ROOM * np.float32(2**32)
+        tokens = np.flatnonzero(integers.astype(np.float32) < bounds)
+        noise = gumbel_ref(np.resize(integers[tokens], -(-len(tokens) // _RUN) * _RUN))
+        values = scores[tokens] + noise[: len(tokens)]
+        best = int(values.argmax())
+        return int(tokens[best]), float(values[best])
 
     def row(self, position: int) -> np.ndarray:
         """Return the noise for sampling the token at `position`, float32 [vocab_size]."""

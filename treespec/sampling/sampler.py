@@ -56,6 +56,9 @@ class Sampler:
             round differently from the host's, so an engine always uses the same ones.
         transforms: replacement for the transforms of `params`, including temperature and truncation.
         grammar: grammar of the structured output, if any.
+
+    Attributes:
+        key: seed and sample index, which identify the noise.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class Sampler:
             params, len(prompt), end_tokens, bad_words, vocab_size, device, grammar, by_kernel
         )
         self.noise = Noise(seed, sample, vocab_size)
-        self._key = seed, sample
+        self.key = seed, sample
         self._kernel_noise = kernel_noise
         self._oracle: RandomOracle | None = None
 
@@ -105,10 +108,12 @@ class Sampler:
         with one_thread():
             scores = self.transforms.scores(logits, tokens, ancestors)
             if self.temperature > 0:
-                scores = scores + torch.from_numpy(self.noise.row(position)).to(self._device)
-            best, token = scores.max(0)  # the first on ties
-        self._check(float(best), logits, position)
-        return int(token)
+                token, best = self.noise.choose(scores.cpu().numpy(), position)
+            else:
+                largest = scores.max(0)  # the first on ties
+                token, best = int(largest.indices), float(largest.values)
+        self._check(best, logits, position)
+        return token
 
     def _choose_by_kernel(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int], position: int) -> int:
         """Compute temperature, noise and argmax in one kernel.
@@ -117,7 +122,7 @@ class Sampler:
         """
         alone = not self.params.transforms_logits and not self.params.truncates
         scores = logits if alone else self.transforms.scores(logits, tokens, ancestors)
-        seed, sample = (np.uint64(word).astype(np.int64).item() for word in self._key)
+        seed, sample = (np.uint64(word).astype(np.int64).item() for word in self.key)
 
         def row(value: float, dtype: torch.dtype) -> Tensor:
             return torch.full((1,), value, dtype=dtype, device=self._device)
@@ -220,7 +225,7 @@ class Sampler:
 
     def generator(self, stream: int) -> np.random.Generator:
         """Return a generator keyed by seed, sample and stream, independent of the rest of the batch."""
-        seed, sample = self._key
+        seed, sample = self.key
         return np.random.Generator(np.random.Philox(key=np.array([seed, sample + stream], np.uint64)))
 
     def _check(self, best: float, logits: Tensor, position: int) -> None:

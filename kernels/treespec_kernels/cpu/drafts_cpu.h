@@ -1,6 +1,8 @@
 // The drafts' passes over growing trees, included by growth_cpu.cpp: the slots of nodes, the inputs of passes, and the
 // features that a draft head passes on from a node to its children.
 
+#include "sampling_cpu.h"
+
 extern "C" {
 
 struct Placing {  // assigns the next slots of each tree to the nodes of a level
@@ -46,6 +48,7 @@ struct Levels {
     // By depth: maximum number of nodes of the next frontier, and per tree the `branching` of `Growth`.
     const int64_t *widths, *branching;
     int64_t num_levels, *rows, *nodes;  // outputs: number of levels, and of frontier rows and new nodes of each
+    const Sampling* sampling;           // null if no request samples
 };
 
 }  // extern "C"

@@ -18,6 +18,7 @@ struct SsmProbs {  // an SSM's next-token probabilities at some or all rows of t
     const int64_t* rows;    // [count], ascending rows of the frontier; null: all rows
     const int64_t* tokens;  // [width], ascending tokens of the columns; null: 0, 1, ...
     int64_t count, ssm, width;
+    const int64_t* row_tokens;  // [count, width], tokens of each row's columns, in place of `tokens`; null: none
 };
 
 struct Growth {
@@ -143,8 +144,8 @@ class Level {
             const SsmProbs& own = g.ssm_probs[l];
             tops.emplace_back(own.probs + std::max<int64_t>(at, 0) * own.width, at < 0 ? 0 : own.width, g.children);
             Top& top = tops.back();
-            if (own.tokens)
-                for (int64_t& id : top.ids) id = own.tokens[id];
+            if (const int64_t* columns = own.row_tokens ? own.row_tokens + at * own.width : own.tokens)
+                for (int64_t& id : top.ids) id = columns[id];
             if (top.broken) g.broken[row] = 1, top.ids.clear();  // drop the proposals of an SSM that overflowed
             tokens.insert(tokens.end(), top.ids.begin(), top.ids.end());
             has_mixture |= !top.ids.empty();
@@ -267,6 +268,35 @@ class Level {
     }
 };
 
+// What the targets of some rows will choose, as a draft predicts it: of sampling requests by their temperature and
+// noise, of others by the draft's probabilities.
+struct Choices {
+    std::vector<float> probs;
+    std::vector<int64_t> tokens;
+
+    // row_probs: the draft's probabilities at `rows`, [len(rows), draft.width]. Other arguments as in SsmProbs.
+    SsmProbs predict(const Growth& g, const Placing& p, const Sampling& sampling, const Draft& draft,
+                     const std::vector<int64_t>& rows, const int64_t* at, const float* row_probs) {
+        const int64_t count = rows.size(), width = std::max(CANDIDATES, g.children);
+        probs.assign(count * width, -1.0f), tokens.assign(count * width, 0);
+        for (int64_t i = 0; i < count; i++, row_probs += draft.width) {
+            const int64_t tree = g.row_owners[rows[i]];
+            if (sampling.temperatures[tree] > 0) {
+                predict_choice(sampling, tree, p.context[tree] + 1 + g.depth, row_probs, draft.width, draft.tokens,
+                               &probs[i * width], &tokens[i * width]);
+                continue;
+            }
+            const Top top(row_probs, draft.width, g.children);
+            if (top.broken) probs[i * width] = NAN;
+            for (size_t j = 0; !top.broken && j < top.ids.size(); j++) {
+                probs[i * width + j] = top.values[j];
+                tokens[i * width + j] = draft.tokens ? draft.tokens[top.ids[j]] : top.ids[j];
+            }
+        }
+        return {probs.data(), at, nullptr, count, draft.ssm, width, tokens.data()};
+    }
+};
+
 // Returns `Forest.open_mass` of the frontier, by tree.
 std::vector<double> open_mass(const Growth& g, int64_t num_trees) {
     std::vector<double> mass(num_trees);
@@ -369,6 +399,7 @@ int64_t treespec_draft(Growth* growth, Placing* placing, Draft* drafts, int64_t 
         }
         std::vector<SsmProbs> ssm_probs;
         std::vector<std::vector<int64_t>> own_rows(num_drafts);
+        std::vector<Choices> choices(num_drafts);
         for (int64_t i = 0; i < num_drafts; i++) {
             Draft& draft = drafts[i];
             int64_t trees;
@@ -381,9 +412,11 @@ int64_t treespec_draft(Growth* growth, Placing* placing, Draft* drafts, int64_t 
             if (draft.given) score_given(g, draft, own_rows[i], trees, depth);
             else if (depth) score(g, places[draft.pairs ? 1 : 0].get(), draft, first, own_rows[i], trees, passed[i]);
             else score_roots(g, *placing, *levels, draft, valid, first, own_rows[i], passed[i]);
-            ssm_probs.push_back({draft.out + (draft.num_rows - count) * draft.width,
-                                 count < rows ? own_rows[i].data() : nullptr, draft.tokens, count, draft.ssm,
-                                 draft.width});
+            const int64_t* at = count < rows ? own_rows[i].data() : nullptr;
+            const float* probs = draft.out + (draft.num_rows - count) * draft.width;
+            if (levels->sampling)
+                ssm_probs.push_back(choices[i].predict(g, *placing, *levels->sampling, draft, own_rows[i], at, probs));
+            else ssm_probs.push_back({probs, at, draft.tokens, count, draft.ssm, draft.width, nullptr});
         }
         g.ssm_probs = ssm_probs.data(), g.num_scored = ssm_probs.size();
         const int64_t nodes = Level(g).run();

@@ -27,7 +27,8 @@ from treespec_kernels.tree.tree_levels import Frontier, Level
 
 NO_PAGE = "a tree has no page for its nodes"
 _SOURCES = tuple(
-    Path(__file__).with_name(name) for name in ("growth_cpu.cpp", "drafts_cpu.h", "vectors_cpu.h", "batch_cpu.h")
+    Path(__file__).with_name(name)
+    for name in ("growth_cpu.cpp", "drafts_cpu.h", "sampling_cpu.h", "vectors_cpu.h", "batch_cpu.h")
 )
 _STRUCTS = read_structs(*_SOURCES)
 
@@ -71,6 +72,21 @@ class StopRule(NamedTuple):
     token_weights: Sequence[float]
 
 
+class DraftSampling(NamedTuple):
+    """How the targets of a batch's trees choose, for drafts that predict it.
+
+    Attributes:
+        temperatures: by tree; 0 for the most likely token.
+        adds_noise: by tree, whether the drafts add the noise of the target (see sampling/coupled_choice.py).
+        seeds, samples: by tree, the key of the noise.
+    """
+
+    temperatures: Sequence[float]
+    adds_noise: Sequence[bool]
+    seeds: Sequence[int]
+    samples: Sequence[int]
+
+
 class Drafted(NamedTuple):
     """All levels below the roots.
 
@@ -79,8 +95,8 @@ class Drafted(NamedTuple):
         level_nodes, level_rows: by level, number of new nodes and of scored nodes.
         row_nodes, row_owners: int64 [num_rows], scored nodes and their trees, by level.
         broken: bool [num_rows], whether an SSM's probabilities are not finite.
-        scores: by SSM of the passes, float32 [num_rows, width]: probabilities after the committed tokens that it read,
-            if `DraftPasses.reads`, and then after the nodes that it scored, by level.
+        scores: by SSM of the passes, float32 [num_rows, width]: probabilities without temperature and noise, after the
+            committed tokens that it read, if `DraftPasses.reads`, and then after the nodes that it scored, by level.
     """
 
     nodes: Level
@@ -269,6 +285,11 @@ class TreeGrowth:
         g.row_values, g.weights = address_of(frontier.values, np.float32), address_of(weights, np.float32)
         g.size = len(branching[0])
         grown = _STRUCTS["Levels"](g.size, children, passes.reads, *at[5:12], 0, at[13], at[13] + 8 * levels)
+        if passes.sampling is not None:
+            temperatures = (ctypes.c_double * g.size)(*passes.sampling.temperatures)
+            keys = _packed(*passes.sampling[1:])
+            sampling = _STRUCTS["Sampling"](ctypes.addressof(temperatures), *keys[1])
+            grown.sampling = ctypes.addressof(sampling)
         drafts, rows = passes.models.drafts, passes.num_unread + expanded
         scores = [np.empty((rows, draft.width), dtype=np.float32) for draft in drafts]
         for draft, own, features, given in zip(drafts, scores, passes.features, passes.given, strict=True):
@@ -453,7 +474,8 @@ class DraftPasses(NamedTuple):
         features: by SSM, what a draft head reads in its first pass, [num_rows, hidden_size] in its dtype: first for the
             committed tokens, tree by tree, then for the roots; None for an SSM.
         given: by SSM, the probabilities of a block draft, which runs no pass, by tree and depth, float32 [num_trees,
-            depths, width]; None for others.
+            depths, width], without temperature and noise; None for others.
+        sampling: how the targets choose; None if all of them choose the most likely token.
     """
 
     models: DraftModels
@@ -466,6 +488,7 @@ class DraftPasses(NamedTuple):
     reads: bool
     features: Sequence[Tensor | None]
     given: Sequence[np.ndarray | None]
+    sampling: DraftSampling | None
 
     @property
     def num_unread(self) -> int:

@@ -47,8 +47,7 @@ class Block(NamedTuple):
             own = ScoredSlice(request, slice(0, count), request.context_len + 1 + depth, paths)
             return draft_probs(model.for_tokens(tokens), hidden, [own])
         row = self.rows.select(slice(depth, depth + 1))
-        probs, logits = (np.broadcast_to(part, (count, part.shape[1])) for part in (row.probs, row.logits))
-        return row._replace(probs=probs, logits=logits)
+        return row.select(np.zeros(count, dtype=np.int64))
 
 
 def unread_of(model: BlockDraft, cache: KVCache, chains: Sequence[Chain]) -> list[Unread]:
@@ -62,12 +61,15 @@ def unread_of(model: BlockDraft, cache: KVCache, chains: Sequence[Chain]) -> lis
     return found
 
 
-def score_blocks(model: BlockDraft, cache: KVCache, pool: Tensor, chains: Sequence[Chain]) -> list[Block]:
+def score_blocks(
+    model: BlockDraft, cache: KVCache, pool: Tensor, chains: Sequence[Chain], plain: bool = False
+) -> list[Block]:
     """Run a block draft's pass at the roots of some requests, after reading the tokens before them.
 
     Args:
         model, cache, pool: the draft, the engine's cache, and the draft's pool.
         chains: by request, the positions to read, the root's last.
+        plain: score without the requests' temperature and noise.
     """
     block, slices = model.block, []
     hidden = model.forward_block(unread_of(model, cache, chains), pool)
@@ -75,7 +77,7 @@ def score_blocks(model: BlockDraft, cache: KVCache, pool: Tensor, chains: Sequen
     if model.uses_node_tokens:
         return [Block(hidden[part], None) for part in parts]
     for i, (request, _, _) in enumerate(chains):
-        if request.is_sampled and request.restriction is None:
+        if not plain and request.is_sampled and request.restriction is None:
             for depth in range(block):
                 row = i * block + depth
                 slices.append(ScoredSlice(request, slice(row, row + 1), request.context_len + 1 + depth, [()]))

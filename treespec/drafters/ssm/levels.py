@@ -13,10 +13,7 @@ from treespec.cache import KVCache
 from treespec.drafters.ssm.drawn_forest import DrawnForest
 from treespec.drafters.ssm.forest import Forest, Frontier
 from treespec.drafters.ssm.ssm_state import grown_masks
-from treespec.models.block_draft import BlockDraft
-from treespec.models.compiled import CompiledDecoder
-from treespec.models.decoder import Pass
-from treespec.models.decoder_wrapper import DecoderWrapper
+from treespec.models.decoder import CompiledPasses, Pass
 from treespec.models.group_model import GroupModel
 from treespec.planning.draft_plan import LevelRule
 from treespec.request import Request
@@ -51,10 +48,10 @@ def levels_for(
         cache: the engine's.
         requests: of the trees.
     """
-    stepwise = [ssm for ssm in active if not isinstance(models[ssm], BlockDraft)]
+    stepwise = [ssm for ssm in active if models[ssm].block is None]
     if not stepwise:
         return NoLevels()
-    compiled = {ssm: model for ssm in stepwise if isinstance(model := models[ssm], CompiledDecoder)}
+    compiled = {ssm: decoder for ssm in stepwise if not models[ssm].offset and (decoder := models[ssm].compiled)}
     if len(compiled) == len(stepwise):
         return CompiledLevels(compiled, requests)
     return PlannedLevels(models, cache, requests)
@@ -114,7 +111,7 @@ class CompiledLevels:
         requests: of the trees.
     """
 
-    def __init__(self, models: Mapping[int, CompiledDecoder], requests: Sequence[Request]):
+    def __init__(self, models: Mapping[int, CompiledPasses], requests: Sequence[Request]):
         self._models = models
         contexts, pages = [request.context_len for request in requests], [request.pages for request in requests]
         self._places = TreePlaces(next(iter(models.values())).growth, contexts, pages)
@@ -164,15 +161,14 @@ class DraftModelCache:
         num_positions += max(self._models[ssm].config.short_context for ssm in ssms)  # now in rows of the rotations
         if ssms not in self._found or self._found[ssms].num_positions < num_positions:
             models = [self._models[ssm] for ssm in ssms]
-            layers = [model.decoder if isinstance(model, DecoderWrapper) else model for model in models]
-            decoders = [each for each in layers if isinstance(each, CompiledDecoder)]
+            decoders = [decoder for model in models if (decoder := model.compiled) is not None]
             if len(decoders) < len(ssms):
                 return None
             entries = [entry for model in models if (entry := model.entries) is not None]
             if len(entries) < len(ssms):
                 return None
             heads = [model.vocab_size if (head := model.head_vocabulary) is None else head.tokens for model in models]
-            rotations = [each.rotations_to(num_positions) for each in decoders]
+            rotations = [decoder.rotations_to(num_positions) for decoder in decoders]
             pools = [self._cache.pools[1 + ssm] for ssm in ssms]
             self._found[ssms] = DraftModels(decoders[0].growth, ssms, entries, rotations, pools, heads)
         return self._found[ssms]

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from treespec.cache import KVCache
-from treespec.models.compiled import CompiledDecoder
 from treespec.models.decoder import Pass
-from treespec.models.feature_head import FeatureHead
 from treespec.models.group_model import GroupModel, StepModel
 from treespec.models.head_vocabulary import HeadVocabulary
 from treespec.request import Request
 from treespec_kernels.attention.tree_batch import RequestRows
+
+NO_FEATURES = torch.empty(0)
 
 
 class Rows(NamedTuple):
@@ -23,13 +23,14 @@ class Rows(NamedTuple):
     Attributes:
         probs: float32 [num_rows, width], probabilities used for drafting, with each request's temperature, noise and
             restrictions.
-        logits: logits with restrictions, but without temperature and noise, if a request samples; otherwise `probs`.
+        logits: float32 [num_rows, vocab_size], with restrictions, but without temperature and noise; None if `probs`
+            are without them, too.
         head: the vocabulary of the columns; None if they are the whole vocabulary.
         outputs: [num_rows, hidden_size], what a draft head passes on to the children of these rows; None for SSMs.
     """
 
     probs: np.ndarray
-    logits: np.ndarray
+    logits: np.ndarray | None = None
     head: HeadVocabulary | None = None
     outputs: Tensor | None = None
 
@@ -40,22 +41,28 @@ class Rows(NamedTuple):
 
     def select(self, rows: np.ndarray | slice) -> "Rows":
         """Return some of the rows."""
-        outputs = None if self.outputs is None else self.outputs[rows]
-        return Rows(self.probs[rows], self.logits[rows], self.head, outputs)
+        logits = None if self.logits is None else self.logits[rows]
+        return Rows(self.probs[rows], logits, self.head, None if self.outputs is None else self.outputs[rows])
 
     def expanded(self) -> "Rows":
         """Return rows without a sampling request over the whole vocabulary."""
         if self.head is None:
             return self
         probs = self.head.expand(torch.from_numpy(np.array(self.probs)), 0.0).numpy()
-        return Rows(probs, probs, None, self.outputs)
+        return Rows(probs, outputs=self.outputs)
 
     def probs_of(self, rows: Sequence[int] | np.ndarray, tokens: Sequence[int]) -> np.ndarray:
         """Return the probability of one token in each of some rows, [len(rows)]."""
         if self.head is not None:
             return self.head.probs_of(self.probs[rows], np.array(tokens, dtype=np.int64))
-        found: np.ndarray = self.probs[rows, tokens]
-        return found
+        probs: np.ndarray = self.probs[rows, tokens]
+        return probs
+
+    def plain_probs_of(self, rows: Sequence[int] | np.ndarray, tokens: Sequence[int]) -> np.ndarray:
+        """Return the same without temperature and noise: with a token's own noise, the probability would be biased."""
+        if self.logits is None:
+            return self.probs_of(rows, tokens)
+        return np.array([_softmax_at(self.logits[row], token) for row, token in zip(rows, tokens, strict=True)])
 
 
 class ScoredSlice(NamedTuple):
@@ -79,7 +86,7 @@ class ScoredSlice(NamedTuple):
         return self.request.is_sampled or self.request.restriction is not None
 
 
-def softmax_at(logits: np.ndarray, token: int) -> float:
+def _softmax_at(logits: np.ndarray, token: int) -> float:
     """Return the softmax probability of one token."""
     return float(np.exp(logits[token] - logits.max()) / np.exp(logits - logits.max()).sum())
 
@@ -92,27 +99,13 @@ def rows_of(model: StepModel, chains: Sequence[Chain]) -> list[RequestRows]:
     return [RequestRows.chain(start - model.offset, stop - start, r.pages, r.max_len) for r, start, stop in chains]
 
 
-def inputs_of(model: StepModel, cache: KVCache, chains: Sequence[Chain]) -> tuple[np.ndarray, Tensor | None]:
+def inputs_of(model: StepModel, cache: KVCache, chains: Sequence[Chain]) -> tuple[np.ndarray, Tensor]:
     """Return the tokens of a pass over `rows_of` the same arguments, int64, and the features that a head reads."""
     tokens = np.array([token for request, start, stop in chains for token in request.tokens[start:stop]])
-    if not isinstance(model, FeatureHead):
-        return tokens, None
+    if not model.columns:
+        return tokens, NO_FEATURES
     states = [cache.read_features(request.pages, start - 1, stop - 1) for request, start, stop in chains]
     return tokens, model.features_of(torch.cat(states))
-
-
-def features_to_read(model: GroupModel, cache: KVCache, chains: Sequence[Chain]) -> Tensor | None:
-    """Return the features of a pass that reads tokens up to roots, as in `DraftPasses.features`; None for an SSM.
-
-    Args:
-        model, cache: the draft, and the engine's cache.
-        chains: requests that it drafts for, the first position that it has not read, and the root's.
-    """
-    if not isinstance(model, FeatureHead):
-        return None
-    parts = [(r, start - 1, root - 1) for r, start, root in chains]
-    parts += [(r, root - 1, root) for r, _, root in chains]
-    return model.features_of(torch.cat([cache.read_features(r.pages, first, last) for r, first, last in parts]))
 
 
 def score_rows(
@@ -120,9 +113,9 @@ def score_rows(
     pool: Tensor,
     layout: Pass,
     tokens: np.ndarray,
+    features: Tensor,
     scored: np.ndarray,
     slices: Sequence[ScoredSlice] = (),
-    features: Tensor | None = None,
 ) -> Rows:
     """Run one SSM pass over some rows and score a subset of them.
 
@@ -130,19 +123,15 @@ def score_rows(
         model, pool: the SSM and its KV pool.
         layout: pass layout of the rows, from `model`.
         tokens: int64 [num_rows].
+        features: [num_rows, hidden_size], of the rows' parents, for a draft head; `NO_FEATURES` for an SSM.
         scored: int64, indices of the rows to score.
         slices: scored rows by request; rows without one are scored without modification.
-        features: [num_rows, hidden_size], of the rows' parents, for a draft head.
     """
-    ids, outputs = torch.from_numpy(tokens).to(model.device), None
-    if isinstance(model, FeatureHead):
-        assert features is not None
-        hidden, outputs = model.forward_features(ids, features, layout, pool)
-    else:
-        hidden = model.forward(ids, layout, pool)
+    ids = torch.from_numpy(tokens).to(model.device)
+    hidden, outputs = model.forward_features(ids, features, layout, pool)
     if not len(scored):
         nothing = np.empty((0, 0), dtype=np.float32)
-        return Rows(nothing, nothing, model.head_vocabulary)
+        return Rows(nothing, head=model.head_vocabulary)
     hidden = hidden[: len(tokens)]
     if len(scored) < len(tokens):
         rows = torch.from_numpy(scored)
@@ -158,7 +147,7 @@ def draft_probs(
     changed = [each for each in slices if each.is_changed]
     if not changed:
         probs = model.probs(hidden).cpu().numpy()
-        return Rows(probs, probs, head, outputs)
+        return Rows(probs, None, head, outputs)
     logits = model.logits(hidden).float()
     others = np.ones(len(hidden), dtype=bool)
     for request, part, _, paths in changed:
@@ -173,8 +162,8 @@ def draft_probs(
     result = torch.softmax(tempered, -1)
     # Rows of unmodified requests keep the bits that they have in a pass without modified ones. Compiled probabilities
     # differ from the softmax of logits, which are rounded to the model's dtype.
-    if isinstance(model, CompiledDecoder) and others.any():
+    if others.any():
         own = model.probs(hidden[torch.from_numpy(others)])
         result[torch.from_numpy(others)] = own if head is None else head.expand(own, 0.0)
     probs = result.cpu().numpy()
-    return Rows(probs, logits.cpu().numpy() if sampled else probs, outputs=outputs)
+    return Rows(probs, logits.cpu().numpy() if sampled else None, outputs=outputs)

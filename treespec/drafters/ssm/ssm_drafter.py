@@ -15,23 +15,22 @@ import numpy as np
 
 from treespec.cache import KVCache
 from treespec.drafters.evidence import GrownTree, SeedEvidence
-from treespec.drafters.ssm.blocks import score_blocks, unread_of
 from treespec.drafters.ssm.catch_up import MIN_LAG, CatchUpPolicy
 from treespec.drafters.ssm.compiled_forest import CompiledForest
 from treespec.drafters.ssm.drawn_forest import DrawnForest
 from treespec.drafters.ssm.forest import Forest, Shape
-from treespec.drafters.ssm.level_scorer import CATCH_UP_CHUNK, DraftCounts, LevelScorer
+from treespec.drafters.ssm.group_draft import CallInputs, DraftCounts, GroupDraft, GrowingTrees, group_draft
+from treespec.drafters.ssm.level_scorer import CATCH_UP_CHUNK, LevelScorer
 from treespec.drafters.ssm.levels import DraftModelCache, levels_for, stop_unprofitable
-from treespec.drafters.ssm.scoring import Chain, Rows, features_to_read, inputs_of, rows_of, score_rows
+from treespec.drafters.ssm.scoring import Rows
 from treespec.drafters.ssm.ssm_state import ReadTokens, SsmState, open_mass
 from treespec.drafters.trust import WINDOW, Trust
-from treespec.models.block_draft import BlockDraft
 from treespec.models.group_model import GroupModel
 from treespec.planning.draft_plan import Drafted, DraftPlan, LevelRule
 from treespec.request import Request
 from treespec.tree import TokenTree
 from treespec.verification.oracle import RandomOracle
-from treespec_kernels.cpu.growth_cpu import DraftPasses, StopRule, TreePlaces
+from treespec_kernels.cpu.growth_cpu import DraftPasses, DraftSampling, StopRule, TreePlaces
 from treespec_kernels.tree.growth_limits import FRONTIER, MAX_EXPANDED
 
 NULL_PAGE = np.zeros(1, dtype=np.int64)
@@ -62,6 +61,7 @@ class SsmDrafter:
         self._catch_up_policy = CatchUpPolicy(len(models))
         self._by_sources: dict[tuple[str, ...] | None, list[int]] = {}
         self._draft_models = DraftModelCache(models, cache)
+        self._drafts = [group_draft(ssm, model, cache, len(models) > 1) for ssm, model in enumerate(models)]
 
     def propose(
         self,
@@ -160,7 +160,8 @@ class SsmDrafter:
             return
         active = {ssm for owner in forest.frontier.owners.tolist() for ssm in states[owner].active}
         levels = levels_for(self.models, active, self.cache, requests)
-        scorer = LevelScorer(self.models, self.cache, requests, states, forest, levels, self._read, self._counts)
+        trees = GrowingTrees(requests, states, forest, levels, self._counts)
+        scorer = LevelScorer(self._drafts, trees, self._read)
         last_open_mass = forest.open_mass()
         while len(forest.frontier.nodes):
             if forest.depth and any(adaptive):
@@ -186,9 +187,9 @@ class SsmDrafter:
     ) -> DraftPasses | None:
         """Return the passes of all levels for one compiled call, after reading all but the last unread tokens.
 
-        None with sampled or restricted requests, models without entry points, or too much memory for probabilities.
+        None with restricted requests, models without entry points, or too much memory for probabilities.
         """
-        if any(request.is_sampled or request.restriction is not None for request in requests):
+        if any(request.restriction is not None for request in requests):
             return None
         roots = set(forest.frontier.owners.tolist())
         ssms = tuple(sorted({ssm for owner in roots for ssm in states[owner].active}))
@@ -196,58 +197,39 @@ class SsmDrafter:
         models = self._draft_models.get(ssms, max(r.context_len for r in requests) + 1 + depth)
         if models is None or forest.room[1] * max(draft.width for draft in models.drafts) > MAX_SCORES:
             return None
+        trees = {ssm: [owner for owner in sorted(roots) if ssm in states[owner].active] for ssm in ssms}
         for ssm in ssms:
-            behind = [requests[owner] for owner in sorted(roots) if ssm in states[owner].active]
-            self._read(ssm, [r for r in behind if r.context_len - self._state(r).valid[ssm] >= CATCH_UP_CHUNK])
-        active, valid, tokens, starts = [], [], [], [0]
-        chains: dict[int, list[Chain]] = {ssm: [] for ssm in ssms}
-        trees: dict[int, list[int]] = {ssm: [] for ssm in ssms}
-        for owner, (request, state) in enumerate(zip(requests, states, strict=True)):
-            own = state.active if owner in roots else []
-            # The bonus token may be an expanded node with valid K/V, but the root is always scored again.
-            known = np.minimum(state.valid, request.context_len).tolist()
-            for ssm in own:
-                chains[ssm].append((request, known[ssm], request.context_len))
-                trees[ssm].append(owner)
-                if isinstance(self.models[ssm], BlockDraft):
-                    known[ssm] = request.context_len  # it reads these tokens with its block
-            active.append([ssm in own for ssm in ssms])
-            valid.append([known[ssm] for ssm in ssms])
-            tokens += request.tokens[min((known[ssm] for ssm in own), default=request.context_len) :]
+            behind = [requests[owner] for owner in trees[ssm]]
+            self._read(
+                self._drafts[ssm], [r for r in behind if r.context_len - self._state(r).valid[ssm] >= CATCH_UP_CHUNK]
+            )
+        # The bonus token may be an expanded node with valid K/V, but the root is always scored again.
+        valid = [np.minimum(state.valid, r.context_len) for r, state in zip(requests, states, strict=True)]
+        inputs: list[CallInputs] = []
+        for ssm in ssms:
+            chains = [(requests[owner], int(valid[owner][ssm]), requests[owner].context_len) for owner in trees[ssm]]
+            inputs.append(self._drafts[ssm].begin_call(chains, trees[ssm], len(requests)))
+            if not inputs[-1].reads:
+                for owner in trees[ssm]:
+                    valid[owner][ssm] = requests[owner].context_len
+        tokens, starts = list[int](), [0]
+        for owner, request in enumerate(requests):
+            unread = [int(valid[owner][ssm]) for ssm in ssms if owner in trees[ssm]]
+            tokens += request.tokens[min(unread, default=request.context_len) :]
             starts.append(len(tokens))
-        given = [self._predict_blocks(ssm, chains[ssm], trees[ssm], len(requests)) for ssm in ssms]
         return DraftPasses(
             models,
             TreePlaces(models.library, [r.context_len for r in requests], [r.pages for r in requests]),
-            [*zip(*active, strict=True)],
-            [*zip(*valid, strict=True)],
+            [[owner in trees[ssm] for owner in range(len(requests))] for ssm in ssms],
+            [[int(lengths[ssm]) for lengths in valid] for ssm in ssms],
             [[self.models[ssm].config.first_rotation(request.max_len) for request in requests] for ssm in ssms],
             tokens,
             starts,
             len(self.models) > 1,
-            [features_to_read(self.models[ssm], self.cache, own) for ssm, own in chains.items()],
-            given,
+            [draft_inputs.features for draft_inputs in inputs],
+            [draft_inputs.given for draft_inputs in inputs],
+            _sampling_of(requests),
         )
-
-    def _predict_blocks(
-        self, ssm: int, chains: Sequence[Chain], trees: Sequence[int], num_trees: int
-    ) -> np.ndarray | None:
-        """Return a block draft's probabilities by tree and depth, as in `DraftPasses.given`.
-
-        Args:
-            ssm: index of the draft.
-            chains: of the trees that it drafts for, up to their roots (exclusive).
-            trees: their indices.
-            num_trees: number of all trees.
-        """
-        if not isinstance(model := self.models[ssm], BlockDraft):
-            return None
-        roots = [(request, start, root + 1) for request, start, root in chains]
-        blocks = score_blocks(model, self.cache, self.cache.pools[1 + ssm], roots)
-        probs = [block.rows.probs for block in blocks if block.rows is not None]
-        given = np.zeros((num_trees, *probs[0].shape), dtype=np.float32)
-        given[trees] = probs
-        return given
 
     def _draft_compiled(
         self,
@@ -268,9 +250,9 @@ class SsmDrafter:
             stop = StopRule(rule.calibration, rule.level_cost, rule.marginal_cost, rule.least_value, adaptive, weights)
         drafted = forest.draft(passes, [state.weights for state in states], stop)
         parts = list(drafted.parts())
-        for draft, scores in zip(passes.models.drafts, drafted.scores, strict=True):
+        for draft, scores, given in zip(passes.models.drafts, drafted.scores, passes.given, strict=True):
             ssm, first = draft.ssm, 0
-            found = Rows(scores, scores, self.models[ssm].head_vocabulary)
+            found = Rows(scores, head=self.models[ssm].head_vocabulary)
             self._counts.passes += draft.passes
             self._counts.request_passes += draft.tree_passes
             for owner in roots:
@@ -279,7 +261,7 @@ class SsmDrafter:
                     continue
                 start = min(int(state.valid[ssm]), request.context_len)
                 state.valid[ssm] = request.context_len
-                if passes.reads and start < request.context_len and not isinstance(self.models[ssm], BlockDraft):
+                if passes.reads and start < request.context_len and given is None:
                     last = first + request.context_len - start
                     probs = found.probs_of(np.arange(first, last), request.tokens[start + 1 :])
                     state.trust.observe(ssm, start + 1, probs)
@@ -291,8 +273,8 @@ class SsmDrafter:
 
     def prefill(self, requests: Sequence[Request]) -> None:
         """Compute the SSMs' K/V of all committed positions, and score the SSMs on these tokens."""
-        for ssm in range(len(self.models)):
-            self._read(ssm, [request for request in requests if ssm in self._allowed(request)])
+        for draft in self._drafts:
+            self._read(draft, [request for request in requests if draft.ssm in self._allowed(request)])
         for request in requests:
             if request.group is not None:
                 request.group.trust = self._state(request).trust.copy()
@@ -393,7 +375,7 @@ class SsmDrafter:
                 if unread > width or state.valid[ssm] < first_row:
                     behind.append(request)
                     state.next_weights = None
-            self._read(ssm, behind)
+            self._read(self._drafts[ssm], behind)
             missed = missed or bool(behind)
         return missed
 
@@ -471,7 +453,7 @@ class SsmDrafter:
             for ssm in self._catch_up_policy.readers(state, allowed, request.context_len, plan.time_left):
                 lagging.setdefault(ssm, []).append(request)
         for ssm in sorted(lagging):
-            self._read(ssm, lagging[ssm])
+            self._read(self._drafts[ssm], lagging[ssm])
         self._catch_up_policy.learn()
         for request, state, plan in rows:
             behind = (request.context_len - state.valid).tolist()
@@ -491,38 +473,44 @@ class SsmDrafter:
         (root, kept), state.accepted = state.accepted, None
         following = request.tokens[root + 1 : root + 1 + len(kept)]
         for ssm in state.active:
-            # Sampled requests keep logits: probabilities that include the token's own noise would be biased.
-            probs = state.token_probs(ssm, kept[: len(following)], following, request.is_sampled)
+            probs = state.token_probs(ssm, kept[: len(following)], following)
             state.trust.observe(ssm, root + 1, probs)
 
-    def _read(self, ssm: int, requests: Sequence[Request]) -> None:
-        """Compute an SSM's K/V of all committed positions of these requests, and score it on the tokens read."""
-        began = time.perf_counter()
+    def _read(self, draft: GroupDraft, requests: Sequence[Request]) -> None:
+        """Compute a draft's K/V of all committed positions of these requests, and score it on the tokens read."""
+        began, ssm = time.perf_counter(), draft.ssm
         while behind := [r for r in requests if self._state(r).valid[ssm] < r.context_len]:
             starts = [int(self._state(r).valid[ssm]) for r in behind]
             stops = [min(start + CATCH_UP_CHUNK, r.context_len) for start, r in zip(starts, behind, strict=True)]
             chains = list(zip(behind, starts, stops, strict=True))
-            model, pool = self.models[ssm], self.cache.pools[1 + ssm]
-            if isinstance(model, BlockDraft):
-                model.read(unread_of(model, self.cache, [(r, start, stop + 1) for r, start, stop in chains]), pool)
-                for request, start, stop in chains:
-                    self._state(request).valid[ssm] = stop
-                    self._counts.read_tokens += stop - start
-                continue
-            # Score only positions within the trust window, and none for a single SSM, which needs no weights.
-            several = len(self.models) > 1
-            counts = [max(stop - max(start, r.context_len - WINDOW), 0) if several else 0 for r, start, stop in chains]
-            ends = np.cumsum([stop - start for _, start, stop in chains])
-            scored = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, counts, strict=True)])
-            tokens, features = inputs_of(model, self.cache, chains)
-            found = score_rows(model, pool, model.plan(rows_of(model, chains), pool), tokens, scored, (), features)
+            # Only positions within the trust window, and none for a single draft, which needs no weights.
+            counts = [
+                max(stop - max(start, r.context_len - WINDOW), 0) if draft.is_compared else 0
+                for r, start, stop in chains
+            ]
+            scores = draft.read(chains, counts)
             first = 0
-            for (request, _, stop), count in zip(chains, counts, strict=True):
+            for (request, start, stop), count in zip(chains, counts, strict=True):
                 state = self._state(request)
                 state.valid[ssm] = stop
-                following = request.tokens[stop - count + 1 : stop + 1]
-                token_probs = found.probs_of(np.arange(first, first + count), following)
-                state.trust.observe(ssm, stop - count + 1, token_probs)
-                first += count
-            self._counts.read_tokens += len(tokens)
+                self._counts.read_tokens += stop - start
+                if scores is not None:
+                    following = request.tokens[stop - count + 1 : stop + 1]
+                    probs = scores.probs_of(np.arange(first, first + count), following)
+                    state.trust.observe(ssm, stop - count + 1, probs)
+                    first += count
         self._counts.read_seconds += time.perf_counter() - began
+
+
+def _sampling_of(requests: Sequence[Request]) -> DraftSampling | None:
+    """Return how the targets of the requests' trees choose; None if none of them samples."""
+    if not any(request.is_sampled for request in requests):
+        return None
+    samplers = [request.sampler for request in requests]
+    keys = [(0, 0) if sampler is None else sampler.key for sampler in samplers]
+    return DraftSampling(
+        [0.0 if sampler is None else sampler.temperature for sampler in samplers],
+        [request.spec.verification == "coupled" for request in requests],
+        [seed for seed, _ in keys],
+        [sample for _, sample in keys],
+    )

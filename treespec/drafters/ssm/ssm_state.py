@@ -1,6 +1,6 @@
 """Per-request state of the SSM group."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treespec.drafters.ssm.scoring import Rows, softmax_at
+from treespec.drafters.ssm.blocks import Block
+from treespec.drafters.ssm.scoring import Rows
 from treespec.drafters.trust import Trust
 from treespec.tree import TokenTree
 from treespec.verification.oracle import RandomOracle
@@ -60,6 +61,7 @@ class SsmState:
         weights: float64 [num_ssms], mixture weights in this round; 0 for inactive SSMs.
         active: SSMs that draft in this round, ascending.
         scores: by active SSM, the scores of the slots in order, in one or more parts.
+        blocks: by active block draft, its predictions below the root.
         slot_of_node: int64 [num_nodes], slots of the proposed tree's nodes, -1 if not expanded; None without a tree.
         seed: the seeds that the tree was grown over; None without a tree.
         oracle: randomness of draws.
@@ -74,6 +76,7 @@ class SsmState:
     weights: np.ndarray
     active: list[int] = field(default_factory=list)
     scores: dict[int, list[Rows]] = field(default_factory=dict)
+    blocks: dict[int, Block] = field(default_factory=dict)
     slot_of_node: np.ndarray | None = None
     seed: TokenTree | None = None
     oracle: RandomOracle | None = None
@@ -83,7 +86,7 @@ class SsmState:
 
     def begin_tree(self) -> None:
         """Discard the scores of the last tree."""
-        self.scores = {ssm: [] for ssm in self.active}
+        self.scores, self.blocks = {ssm: [] for ssm in self.active}, {}
 
     def round_weights(self, max_ssms: int | None) -> np.ndarray:
         """Return the mixture weights of at most `max_ssms` active SSMs: float64 [num_ssms], NaN for the others."""
@@ -94,33 +97,26 @@ class SsmState:
         weights[self.active] = np.where(trust > 0, trust / trust.sum(), np.nan)
         return weights
 
-    def token_probs(self, ssm: int, slots: np.ndarray, tokens: Sequence[int], sampled: bool) -> np.ndarray:
-        """Return an SSM's probability of one token after each of some slots, ascending: [len(slots)].
+    def token_probs(self, ssm: int, slots: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
+        """Return an SSM's probability of one token after each of some slots, without temperature and noise.
 
-        The result ends before the first slot that the SSM did not score.
+        The result, [len(slots)], ends before the first slot that the SSM did not score.
 
         Args:
             ssm: an active SSM.
             slots: int64, ascending.
             tokens: by slot.
-            sampled: whether the scores have logits, which do not include the tokens' own noise.
         """
         parts = self.scores[ssm]
         slots = slots[: np.searchsorted(slots, sum(len(part.probs) for part in parts))]
-        if len(parts) == 1 and not sampled:
-            return parts[0].probs_of(slots, tokens[: len(slots)])
-        found = [np.empty(0, dtype=np.float32)]
-        first = at = 0
+        probs = [np.empty(0, dtype=np.float32)]
+        first = start = 0
         for part in parts:
             end = int(np.searchsorted(slots, first + len(part.probs)))
-            rows, own = slots[at:end] - first, tokens[at:end]
-            if sampled:
-                probs = [softmax_at(part.logits[row], token) for row, token in zip(rows, own, strict=True)]
-                found.append(np.array(probs))
-            elif len(rows):
-                found.append(part.probs_of(rows, own))
-            first, at = first + len(part.probs), end
-        return np.concatenate(found)
+            if start < end:
+                probs.append(part.plain_probs_of(slots[start:end] - first, tokens[start:end]))
+            first, start = first + len(part.probs), end
+        return np.concatenate(probs)
 
 
 def outputs_of(parts: Sequence[Rows], slots: np.ndarray) -> Tensor:
@@ -132,18 +128,3 @@ def outputs_of(parts: Sequence[Rows], slots: np.ndarray) -> Tensor:
     """
     found = torch.cat([part.outputs for part in parts if part.outputs is not None])
     return found[torch.from_numpy(slots).to(found.device)]
-
-
-def scored_rows(ssm: int, states: Sequence[SsmState], parts: Mapping[int, slice]) -> dict[int, slice]:
-    """Return each tree's slice of the rows that an SSM scores, for the trees that it drafts for.
-
-    Args:
-        ssm: index of the SSM.
-        states: by tree.
-        parts: each tree's slice of the frontier.
-    """
-    slices, first = {}, 0
-    for tree, part in parts.items():
-        if ssm in states[tree].active:
-            slices[tree] = slice(first, first := first + part.stop - part.start)
-    return slices

@@ -1,0 +1,92 @@
+// The drafts of sampling requests, included by drafts_cpu.h: a draft predicts the token that the target will choose with
+// the temperature and the Gumbel noise of the request.
+
+extern "C" {
+
+struct Sampling {  // per tree, [num_trees]
+    const double* temperatures;                     // 0: the request does not sample
+    const int64_t *adds_noise, *seeds, *samples;    // adds_noise: the target's noise is known, and added
+};
+
+}  // extern "C"
+
+namespace {
+
+// A row's tokens that may be chosen: at most CANDIDATES, of at least LEAST_SHARE of the probability of the most likely
+// one. Their noise is computed alone, because that of the whole vocabulary would take as long as a pass.
+constexpr int64_t CANDIDATES = 512;
+constexpr float LEAST_SHARE = 0x1p-13f;
+
+// Returns the integer of a token's noise, as `gumbel_integers_of_row` in sampling/coupled_choice.py.
+uint32_t noise_integer(uint64_t seed, uint64_t sample, uint64_t position, uint64_t token) {
+    uint64_t counter[4] = {1 + token / 8, 0, position, 0};
+    for (int round = 0; round < 10; round++) {
+        const auto first = static_cast<unsigned __int128>(0xD2E7470EE14C6C93u) * counter[0];
+        const auto second = static_cast<unsigned __int128>(0xCA5A826395121157u) * counter[2];
+        counter[0] = uint64_t(second >> 64) ^ counter[1] ^ seed, counter[1] = uint64_t(second);
+        counter[2] = uint64_t(first >> 64) ^ counter[3] ^ sample, counter[3] = uint64_t(first);
+        seed += 0x9E3779B97F4A7C15u, sample += 0xBB67AE8584CAA73Bu;
+    }
+    return uint32_t(counter[token / 2 % 4] >> (token % 2 ? 32 : 0));
+}
+
+// Returns the number of probabilities of at least `least`.
+int64_t count_from(const float* row, int64_t width, float least) {
+    int64_t i = 0, count = 0;
+    ivec counts = {};
+    for (; i + LANES <= width; i += LANES) counts -= load<vec>(row + i) >= splat(least);
+    for (int lane = 0; lane < LANES; lane++) count += counts[lane];
+    for (; i < width; i++) count += row[i] >= least;
+    return count;
+}
+
+// Returns the largest probability of a row, or NaN if one is not finite.
+float most_of(const float* row, int64_t width) {
+    vec most = splat(0.0f);
+    ivec finite = most == most;
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) {
+        const vec x = load<vec>(row + i);
+        finite &= x < splat(INFINITY);
+        most = x > most ? x : most;
+    }
+    float largest = any(~finite) ? NAN : 0.0f;
+    for (int lane = 0; lane < LANES; lane++) largest = most[lane] > largest ? most[lane] : largest;
+    for (; i < width; i++) largest = !(row[i] < INFINITY) ? NAN : row[i] > largest ? row[i] : largest;
+    return largest;
+}
+
+// Writes the candidates of a row and the probabilities that the target chooses them at `position`, [CANDIDATES] each;
+// the probability is -1 for unused places, and NaN in the first one if the row is not finite. columns: tokens of the
+// row's columns, or null.
+void predict_choice(const Sampling& s, int64_t tree, int64_t position, const float* row, int64_t width,
+                    const int64_t* columns, float* probs, int64_t* tokens) {
+    std::fill_n(probs, CANDIDATES, -1.0f);
+    std::fill_n(tokens, CANDIDATES, 0);
+    const float most = most_of(row, width);
+    if (std::isnan(most)) {
+        probs[0] = NAN;
+        return;
+    }
+    float least = most * LEAST_SHARE;
+    while (count_from(row, width, least) > CANDIDATES) least *= 4;
+    int64_t count = 0;
+    double sum = 0.0, values[CANDIDATES];
+    for (int64_t i = 0; i < width; i++) {
+        if (i + LANES <= width && !any(load<vec>(row + i) >= splat(least))) {
+            i += LANES - 1;
+            continue;
+        }
+        if (!(row[i] >= least)) continue;
+        const int64_t token = columns ? columns[i] : i;
+        double value = std::exp((std::log(double(row[i])) - std::log(double(most))) / s.temperatures[tree]);
+        if (s.adds_noise[tree]) {  // p * exp(Gumbel noise) = p / exponential variate
+            const double w = (noise_integer(s.seeds[tree], s.samples[tree], position, token) + 0.5) * 0x1p-32;
+            value /= -std::log1p(-w);
+        }
+        sum += values[count] = value, tokens[count++] = token;
+    }
+    for (int64_t i = 0; i < count; i++) probs[i] = float(values[i] / sum);
+}
+
+}  // namespace

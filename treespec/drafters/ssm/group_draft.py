@@ -1,0 +1,258 @@
+"""Drafts of the SSM group: what each of them reads, and how it scores roots and levels.
+
+A `StepDraft` scores the nodes of every level in a pass; a `BlockedDraft` predicts all depths in one pass at the root.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treespec.cache import KVCache
+from treespec.drafters.ssm.blocks import level_probs, score_blocks, unread_of
+from treespec.drafters.ssm.drawn_forest import DrawnForest
+from treespec.drafters.ssm.forest import Forest, SsmProbs
+from treespec.drafters.ssm.levels import Levels
+from treespec.drafters.ssm.scoring import NO_FEATURES, Chain, Rows, ScoredSlice, inputs_of, rows_of, score_rows
+from treespec.drafters.ssm.ssm_state import SsmState, outputs_of
+from treespec.models.block_draft import BlockDraft
+from treespec.models.decoder import Pass
+from treespec.models.group_model import GroupModel, StepModel
+from treespec.request import Request
+
+
+@dataclass
+class DraftCounts:
+    """Work of a round; see `Drafted`. A block draft's levels count as passes, too."""
+
+    passes: int = 0
+    request_passes: int = 0
+    read_tokens: int = 0
+    read_seconds: float = 0.0
+
+    def add(self, requests: int) -> None:
+        """Count a draft pass over trees of this many requests."""
+        self.passes, self.request_passes = self.passes + 1, self.request_passes + requests
+
+
+@dataclass
+class GrowingTrees:
+    """The trees of a round that grow level by level.
+
+    Args:
+        requests, states: of the trees.
+        forest: the trees, roots only.
+        levels: of the trees.
+        counts: of the round; updated.
+
+    Attributes:
+        layouts: of the passes over the roots, shared by drafts with equal plan keys.
+    """
+
+    requests: Sequence[Request]
+    states: Sequence[SsmState]
+    forest: Forest | DrawnForest
+    levels: Levels
+    counts: DraftCounts
+    layouts: dict[object, Pass] = field(default_factory=dict)
+
+    def unread(self, ssm: int, tree: int) -> Chain:
+        """Return the positions that an SSM has not read, the root's last."""
+        request = self.requests[tree]
+        # The bonus token may be an expanded node with valid K/V, but the root is always scored again.
+        return request, min(int(self.states[tree].valid[ssm]), request.context_len), request.context_len + 1
+
+
+class GroupDraft(ABC):
+    """A draft of the group.
+
+    Args:
+        ssm: index in the group.
+        model: the draft.
+        cache: the engine's; pool `ssm` + 1 belongs to the draft.
+        is_compared: whether it is scored on the tokens that it reads, because the group has other drafts.
+
+    Attributes:
+        pool: K/V of the draft.
+    """
+
+    def __init__(self, ssm: int, model: GroupModel, cache: KVCache, is_compared: bool):
+        self.ssm, self.cache, self.pool, self.is_compared = ssm, cache, cache.pools[1 + ssm], is_compared
+        self.max_depth = model.max_depth
+
+    @abstractmethod
+    def read(self, chains: Sequence[Chain], counts: Sequence[int]) -> Rows | None:
+        """Compute the K/V of committed positions.
+
+        Args:
+            chains: positions of some requests.
+            counts: by chain, after how many of its last tokens to score the next one.
+
+        Returns:
+            These scores; None if the draft is not scored on tokens that it reads.
+        """
+
+    @abstractmethod
+    def score_roots(self, trees: GrowingTrees, rows: Sequence[int]) -> SsmProbs:
+        """Score the roots in these rows of the frontier, in a pass that also reads the tokens before them."""
+
+    @abstractmethod
+    def score_level(self, trees: GrowingTrees, slices: dict[int, slice], paths: Sequence[Sequence[int]]) -> SsmProbs:
+        """Score the nodes of the frontier.
+
+        Args:
+            trees: the trees.
+            slices: slice of the frontier of each tree that the draft scores.
+            paths: by frontier row, if a request has a restriction.
+        """
+
+    @abstractmethod
+    def begin_call(self, chains: Sequence[Chain], trees: Sequence[int], num_trees: int) -> "CallInputs":
+        """Return what the compiled call that grows all levels needs of this draft.
+
+        Args:
+            chains: of the trees that it drafts for, from the first unread position to the root's (exclusive).
+            trees: their indices.
+            num_trees: number of all trees.
+        """
+
+
+@dataclass
+class CallInputs:
+    """A draft's inputs of the compiled call; attributes as in `DraftPasses`.
+
+    Attributes:
+        reads: whether the call reads the unread tokens; otherwise they are read already.
+    """
+
+    features: Tensor | None = None
+    given: np.ndarray | None = None
+    reads: bool = True
+
+
+class StepDraft(GroupDraft):
+    """An SSM or a draft head, which scores the nodes of every level in a pass."""
+
+    def __init__(self, ssm: int, model: StepModel, cache: KVCache, is_compared: bool):
+        super().__init__(ssm, model, cache, is_compared)
+        self.model = model
+
+    def read(self, chains: Sequence[Chain], counts: Sequence[int]) -> Rows:
+        ends = np.cumsum([stop - start for _, start, stop in chains])
+        scored = np.concatenate([np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
+        tokens, features = inputs_of(self.model, self.cache, chains)
+        layout = self.model.plan(rows_of(self.model, chains), self.pool)
+        return score_rows(self.model, self.pool, layout, tokens, features, scored)
+
+    def score_roots(self, trees: GrowingTrees, rows: Sequence[int]) -> SsmProbs:
+        owners = trees.forest.frontier.owners[rows].tolist()
+        chains = [trees.unread(self.ssm, tree) for tree in owners]
+        tokens, features = inputs_of(self.model, self.cache, chains)
+        key = self.model.plan_key, *((request.request_id, start) for request, start, _ in chains)
+        if key not in trees.layouts:
+            trees.layouts[key] = self.model.plan(rows_of(self.model, chains), self.pool)
+        last = np.cumsum([stop - start for _, start, stop in chains]) - 1
+        scored = np.arange(len(tokens)) if self.is_compared else last
+        root_rows = last if self.is_compared else np.arange(len(chains))
+        slices = [
+            ScoredSlice(request, slice(row, row + 1), stop, [()])
+            for (request, _, stop), row in zip(chains, root_rows.tolist(), strict=True)
+        ]
+        scores = score_rows(self.model, self.pool, trees.layouts[key], tokens, features, scored, slices)
+        trees.counts.add(len(chains))
+        roots = scores.select(root_rows)
+        for i, (tree, (request, start, _), end) in enumerate(zip(owners, chains, last, strict=True)):
+            state = trees.states[tree]
+            if self.is_compared:
+                probs = scores.probs_of(np.arange(end - request.context_len + start, end), request.tokens[start + 1 :])
+                state.trust.observe(self.ssm, start + 1, probs)
+            state.valid[self.ssm] = request.context_len
+            state.scores[self.ssm].append(roots.select(slice(i, i + 1)))
+        return SsmProbs(self.ssm, np.array(rows), roots.probs, roots.tokens)
+
+    def score_level(self, trees: GrowingTrees, slices: dict[int, slice], paths: Sequence[Sequence[int]]) -> SsmProbs:
+        frontier, depth, states = trees.forest.frontier, trees.forest.depth, trees.states
+        model = self.model.at_depth(depth)
+        rows = np.concatenate([np.arange(part.start, part.stop) for part in slices.values()])
+        bounds = accumulate((part.stop - part.start for part in slices.values()), initial=0)
+        scored_slices = {tree: slice(*edges) for tree, edges in zip(slices, pairwise(bounds), strict=True)}
+        scored = [
+            ScoredSlice(request := trees.requests[tree], part, request.context_len + 1 + depth, paths[slices[tree]])
+            for tree, part in scored_slices.items()
+        ]
+        features = NO_FEATURES
+        if model.columns:
+            above = [outputs_of(states[tree].scores[self.ssm], frontier.above[part]) for tree, part in slices.items()]
+            features = torch.cat(above)
+        layout = trees.levels.plan(self.ssm, rows)
+        tokens = frontier.tokens[rows]
+        scores = score_rows(model, self.pool, layout, tokens, features, np.arange(len(rows)), scored)
+        trees.counts.add(len(slices))
+        for tree, part in scored_slices.items():
+            states[tree].scores[self.ssm].append(scores.select(part))
+        return SsmProbs(self.ssm, rows, scores.probs, scores.tokens)
+
+    def begin_call(self, chains: Sequence[Chain], trees: Sequence[int], num_trees: int) -> CallInputs:
+        if not self.model.columns:
+            return CallInputs()
+        # First the features before the committed tokens, tree by tree, then those before the roots.
+        spans = [(request, start - 1, root - 1) for request, start, root in chains]
+        spans += [(request, root - 1, root) for request, _, root in chains]
+        states = [self.cache.read_features(request.pages, start, stop) for request, start, stop in spans]
+        return CallInputs(self.model.features_of(torch.cat(states)))
+
+
+class BlockedDraft(GroupDraft):
+    """A block draft, whose pass at the root predicts the tokens of several depths."""
+
+    def __init__(self, ssm: int, model: BlockDraft, cache: KVCache, is_compared: bool):
+        super().__init__(ssm, model, cache, is_compared)
+        self.model = model
+
+    def read(self, chains: Sequence[Chain], counts: Sequence[int]) -> None:
+        unread = unread_of(self.model, self.cache, [(request, start, stop + 1) for request, start, stop in chains])
+        self.model.read(unread, self.pool)
+
+    def score_roots(self, trees: GrowingTrees, rows: Sequence[int]) -> SsmProbs:
+        frontier = trees.forest.frontier
+        owners = frontier.owners[rows].tolist()
+        blocks = score_blocks(self.model, self.cache, self.pool, [trees.unread(self.ssm, tree) for tree in owners])
+        for tree, block in zip(owners, blocks, strict=True):
+            trees.states[tree].blocks[self.ssm] = block
+            trees.states[tree].valid[self.ssm] = trees.requests[tree].context_len
+        paths: list[Sequence[int]] = [()] * len(frontier.nodes)
+        return self.score_level(
+            trees, {tree: slice(row, row + 1) for tree, row in zip(owners, rows, strict=True)}, paths
+        )
+
+    def score_level(self, trees: GrowingTrees, slices: dict[int, slice], paths: Sequence[Sequence[int]]) -> SsmProbs:
+        forest, depth, scored = trees.forest, trees.forest.depth, dict[int, tuple[np.ndarray, Rows]]()
+        for tree, part in slices.items():
+            rows, state = np.arange(part.start, part.stop), trees.states[tree]
+            tokens = forest.frontier.tokens[rows]
+            scores = state.blocks[self.ssm].at(self.model, trees.requests[tree], depth, tokens, paths[part])
+            state.scores[self.ssm].append(scores)
+            scored[tree] = rows, scores
+        trees.counts.add(len(slices))
+        differ = self.model.uses_node_tokens or any(trees.requests[tree].restriction for tree in slices)
+        most = max(map(forest.children_at, slices)) if isinstance(forest, Forest) else None
+        return level_probs(self.ssm, scored, differ, most)
+
+    def begin_call(self, chains: Sequence[Chain], trees: Sequence[int], num_trees: int) -> CallInputs:
+        roots = [(request, start, root + 1) for request, start, root in chains]
+        blocks = score_blocks(self.model, self.cache, self.pool, roots, plain=True)
+        probs = [block.rows.probs for block in blocks if block.rows is not None]
+        given = np.zeros((num_trees, *probs[0].shape), dtype=np.float32)
+        given[trees] = probs
+        return CallInputs(given=given, reads=False)
+
+
+def group_draft(ssm: int, model: GroupModel, cache: KVCache, is_compared: bool) -> GroupDraft:
+    """Return a model as a draft of the group; arguments as of `GroupDraft`."""
+    if isinstance(model, BlockDraft):
+        return BlockedDraft(ssm, model, cache, is_compared)
+    return StepDraft(ssm, model, cache, is_compared)

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -142,12 +143,13 @@ class Runner:
 
     def logits(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> Tensor:
         """[total nodes, vocab] logits of a tree pass, in the model's dtype."""
+        if self.captured is not None:
+            return self.captured.logits(requests, trees, partial(self._launch_logits, requests, trees))
+        return self._launch_logits(requests, trees)
 
-        def run() -> Tensor:
-            rows = [tree_rows(request, tree) for request, tree in zip(requests, trees, strict=True)]
-            return self.target.logits(self.run_pass(rows, np.concatenate([tree.tokens for tree in trees])))
-
-        return run() if self.captured is None else self.captured.logits(requests, trees, run)
+    def _launch_logits(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> Tensor:
+        rows = [tree_rows(request, tree) for request, tree in zip(requests, trees, strict=True)]
+        return self.target.logits(self.run_pass(rows, np.concatenate([tree.tokens for tree in trees])))
 
     def wait(self) -> None:
         """Synchronize with the device."""
@@ -155,12 +157,10 @@ class Runner:
             torch.cuda.synchronize(self.target.device)
 
     def run_pass(self, rows: list[RequestRows], tokens: np.ndarray) -> Tensor:
-        """[num tokens, hidden_size] final hidden states of the tokens. Writes the features that draft heads read."""
-        assert self.max_rows is None or len(tokens) <= self.max_rows, "a pass outgrew the fixed number of rows"
-        return self.run_rows(rows, tokens)
+        """[num tokens, hidden_size] final hidden states of the tokens. Writes the features that draft heads read.
 
-    def run_rows(self, rows: list[RequestRows], tokens: np.ndarray) -> Tensor:
-        """Run a pass of any number of rows, which is exact only up to `max_rows`; as `run_pass`."""
+        Exact only up to `max_rows` rows.
+        """
         ids = torch.from_numpy(tokens).to(self.target.device)
         pool, features = self.cache.pools[0], self.cache.features
         layout = self.target.plan(rows, pool)

@@ -215,7 +215,7 @@ def star_pass(runner: Runner, request: Request, rows: int) -> None:
     if rows == 1:
         star = RequestRows.chain(request.context_len, 1, request.pages)
     target = runner.target
-    target.best(target.logits(runner.run_rows([star], np.ones(rows, dtype=np.int64))))
+    target.best(target.logits(runner.run_pass([star], np.ones(rows, dtype=np.int64))))
     _synchronize(target.device)
 
 

@@ -46,7 +46,7 @@ from treespec_weights import (
 )
 from treespec_weights.cli import app
 from treespec_weights.gguf import reader
-from treespec_weights.gguf.tensors import FORMS, read_blocks
+from treespec_weights.gguf.blocks import FORMS, read_blocks
 from treespec_weights.quantize import Quantized, dequantize
 from treespec_weights.timing import time_loading
 

@@ -14,7 +14,8 @@ from treespec.models.layer_kinds import LayerKind, Rope, read_layers
 from treespec.utils.scalars import to_python
 from treespec_weights.families import family_of
 from treespec_weights.files import resolve_folder
-from treespec_weights.quant_schemes import QuantScheme, scheme_of
+from treespec_weights.quant_config import scheme_of
+from treespec_weights.quant_schemes import QuantScheme
 from treespec_weights.rules import ACTIVATIONS, Activation, FamilyRules, ModelShape, read_config, read_generation_config
 
 POLICIES = ("auto", "static", "dynamic")

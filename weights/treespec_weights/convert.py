@@ -35,7 +35,8 @@ from treespec_weights.load import (
     stored_scheme,
     tied_head_problem,
 )
-from treespec_weights.quant_schemes import KEY, QuantScheme, scheme_of
+from treespec_weights.quant_config import KEY, scheme_of
+from treespec_weights.quant_schemes import QuantScheme
 from treespec_weights.rules import CONFIG, FamilyRules, ModelShape, read_config
 from treespec_weights.staging import carried_files, check_room, copy_files, partial_of, publish, resolve_destination
 from treespec_weights.transform import Cast, Transform, quantise_transform

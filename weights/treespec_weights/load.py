@@ -12,7 +12,8 @@ from treespec_weights.checkpoint import LOADABLE, TORCH_DTYPES, Checkpoint
 from treespec_weights.errors import CheckpointError, Problem
 from treespec_weights.families import LLAMA
 from treespec_weights.files import has_json, read_json
-from treespec_weights.quant_schemes import Part, QuantScheme, scheme_of
+from treespec_weights.quant_config import scheme_of
+from treespec_weights.quant_schemes import Part, QuantScheme
 from treespec_weights.quantize import BITS, Quantized, dequantize, group_of, quantize
 from treespec_weights.rules import CONFIG, FamilyRules, ModelShape, Shape, TensorRule
 

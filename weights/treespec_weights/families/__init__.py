@@ -16,7 +16,7 @@ from treespec_weights.families.mistral import MISTRAL
 from treespec_weights.families.opt import OPT
 from treespec_weights.families.phi3 import PHI3
 from treespec_weights.families.qwen import QWEN2, QWEN3
-from treespec_weights.quant_schemes import scheme_of
+from treespec_weights.quant_config import scheme_of
 from treespec_weights.rules import FamilyRules
 
 __all__ = [

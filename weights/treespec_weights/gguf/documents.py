@@ -9,7 +9,7 @@ from treespec_weights.gguf.config import generation_config, hf_config
 from treespec_weights.gguf.reader import GgufFile, read_gguf
 from treespec_weights.gguf.tensors import block_types
 from treespec_weights.gguf.tokenizer import has_tokenizer, tokenizer_config, tokenizer_json
-from treespec_weights.quant_schemes import KEY
+from treespec_weights.quant_config import KEY
 from treespec_weights.rules import CONFIG, GENERATION_CONFIG
 from treespec_weights.tokenizer import TOKENIZER
 from treespec_weights.writer import write_json

@@ -12,11 +12,12 @@ import torch
 from treespec.errors import ConfigError, ModelError, VariantError, reject_unknown
 from treespec.models.layer_kinds import LayerKind, Rope, read_layers
 from treespec.utils.scalars import to_python
+from treespec_weights.documents import read_config, read_generation_config
 from treespec_weights.families import family_of
 from treespec_weights.files import resolve_folder
 from treespec_weights.quant_config import scheme_of
 from treespec_weights.quant_schemes import QuantScheme
-from treespec_weights.rules import ACTIVATIONS, Activation, FamilyRules, ModelShape, read_config, read_generation_config
+from treespec_weights.rules import ACTIVATIONS, Activation, FamilyRules, ModelShape
 
 POLICIES = ("auto", "static", "dynamic")
 VERIFICATIONS = ("coupled", "naive", "rejection", "traversal")

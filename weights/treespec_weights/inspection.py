@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from treespec_weights.checkpoint import Checkpoint
+from treespec_weights.documents import read_config
 from treespec_weights.errors import CheckpointError, UnsupportedModelError
 from treespec_weights.families import FAMILIES, family_of
 from treespec_weights.files import resolve_folder
 from treespec_weights.load import ignored_names, match
 from treespec_weights.quant_config import scheme_of
 from treespec_weights.quant_schemes import QuantScheme
-from treespec_weights.rules import FamilyRules, ModelShape, read_config
+from treespec_weights.rules import FamilyRules, ModelShape
 from treespec_weights.tokenizer import read_vocabulary
 from treespec_weights.vocabularies import Connection, connect
 

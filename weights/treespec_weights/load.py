@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from treespec_weights.checkpoint import LOADABLE, TORCH_DTYPES, Checkpoint
+from treespec_weights.documents import CONFIG, has_document, read_document
 from treespec_weights.errors import CheckpointError, Problem
 from treespec_weights.families import LLAMA
-from treespec_weights.files import has_json, read_json
 from treespec_weights.quant_config import scheme_of
 from treespec_weights.quant_schemes import Part, QuantScheme
 from treespec_weights.quantize import BITS, Quantized, dequantize, group_of, quantize
-from treespec_weights.rules import CONFIG, FamilyRules, ModelShape, Shape, TensorRule
+from treespec_weights.rules import FamilyRules, ModelShape, Shape, TensorRule
 
 CHUNK = 1 << 19  # values cast at a time
 DTYPES = tuple(TORCH_DTYPES[name] for name in LOADABLE)
@@ -159,9 +159,9 @@ def quantized_group(shape: ModelShape, quantization: str) -> int | None:
 
 def stored_scheme(checkpoint: Checkpoint) -> QuantScheme | None:
     """Return the quantisation scheme in a checkpoint's config.json, or None if it is not quantised or has no config."""
-    if not has_json(checkpoint.folder, CONFIG):
+    if not has_document(checkpoint.folder, CONFIG):
         return None
-    config = read_json(checkpoint.folder, CONFIG)
+    config = read_document(checkpoint.folder, CONFIG)
     return scheme_of(config, checkpoint.folder) if isinstance(config, dict) else None
 
 

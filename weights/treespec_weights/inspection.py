@@ -50,7 +50,7 @@ def inspect_checkpoint(folder: Path | str) -> dict[str, Any]:
             "context": context if type(context) is int and context > 0 else None,
             "config_dtype": named if isinstance(named, str) else None,
             "files": checkpoint.files,
-            "bytes": sum(checkpoint.stored_bytes(info) for info in checkpoint.tensors.values()),
+            "bytes": sum(info.nbytes for info in checkpoint.tensors.values()),
             "dtypes": _dtypes(checkpoint),
             "tensors": _rows(checkpoint),
             "vocabulary": vocabulary._asdict() if vocabulary else None,
@@ -157,7 +157,7 @@ def _dtypes(checkpoint: Checkpoint) -> dict[str, dict[str, int]]:
         row = result.setdefault(info.dtype, {"tensors": 0, "values": 0, "bytes": 0})
         row["tensors"] += 1
         row["values"] += info.size
-        row["bytes"] += checkpoint.stored_bytes(info)
+        row["bytes"] += info.nbytes
     return result
 
 
@@ -171,7 +171,7 @@ def _rows(checkpoint: Checkpoint) -> list[dict[str, Any]]:
             "count": count,
             "dtype": info.dtype,
             "shape": list(info.shape),
-            "bytes": checkpoint.stored_bytes(info),
+            "bytes": info.nbytes,
         }
         for (name, info), count in counts.items()
     ]

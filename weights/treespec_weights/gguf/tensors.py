@@ -15,12 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treespec_weights.checkpoint import TORCH_DTYPES, Checkpoint, TensorInfo
+from treespec_weights.dtypes import TORCH_DTYPES
 from treespec_weights.errors import CheckpointError, Problem
-from treespec_weights.gguf.blocks import BLOCK, FORMS, read_blocks
+from treespec_weights.gguf.blocks import BLOCK, FORMS
 from treespec_weights.gguf.config import FACTORS, rules_of
 from treespec_weights.gguf.reader import GgufFile, gguf_package, read_gguf
-from treespec_weights.quantize import Quantized
 
 _PARAMETERS: Mapping[str, tuple[tuple[str, ...], ...]] = {  # GGUF name to decoder parameters; families differ in ffn_up
     "token_embd": (("embed",),),
@@ -76,8 +75,7 @@ def _parameters(name: str) -> list[tuple[str, ...]]:
 def block_types(file: GgufFile) -> dict[str, str]:
     """Return the block type of every matrix that stays in blocks, by Hugging Face name.
 
-    Matrices of one fused product stay in blocks only if all have the same number of bits. Embeddings are dequantised;
-    `GgufCheckpoint.head_blocks` has the head's blocks.
+    Matrices of one fused product stay in blocks only if all have the same number of bits. Embeddings are dequantised.
     """
     products: dict[tuple[str, str], dict[str, str]] = {}
     for hf_name, name in hf_names(file).items():
@@ -127,86 +125,63 @@ def describe_storage(path: Path, dtype: torch.dtype, head_blocks: bool = False) 
     return f"{path.name}: holding {', '.join(parts)}"
 
 
-class GgufCheckpoint(Checkpoint):
-    """Tensors of a GGUF file by Hugging Face name. `folder` is the path of the file.
+class GgufTensors:
+    """Tensors of a GGUF file by Hugging Face name, read as by safetensors' open files.
 
-    `tensor` dequantises blocks to float32; `stored` returns them as bytes.
+    Raises CheckpointError for an unsupported architecture, and for tensors of types that cannot be dequantised.
+
+    Attributes:
+        file: the header.
+        entries: header entries by Hugging Face name.
+        block_types: types of the tensors that are stored in blocks.
     """
 
     def __init__(self, file: GgufFile) -> None:
-        self._file = file
-        self.names_in_file = hf_names(file)
-        entries = {name: file.tensors[stored] for name, stored in self.names_in_file.items()}
-        tensors = {name: TensorInfo(entry.file, entry.type, entry.shape) for name, entry in entries.items()}
-        handles = {name: np.memmap(file.path.parent / name, np.uint8, "c") for name in file.files}
-        super().__init__(file.path, tensors, dict(file.files), handles, {})
+        self.file = file
+        self._names_in_file = hf_names(file)
+        self.entries = {name: file.tensors[stored] for name, stored in self._names_in_file.items()}
+        self.block_types = tuple(sorted({entry.type for entry in self.entries.values()} - TORCH_DTYPES.keys()))
+        self._bytes = {name: np.memmap(file.path.parent / name, np.uint8, "c") for name in file.files}
         self._ggml = gguf_package(file.path)
-        self._entries = entries
         self._adds_one = rules_of(file).norm == "rms_plus_one"
         heads, kv_heads = file.value("attention.head_count"), file.value("attention.head_count_kv")
         self._permuted = {"attn_q": heads, "attn_k": kv_heads or heads} if file.architecture == "llama" else {}
-        blocks = {entry.type for entry in entries.values() if entry.type not in TORCH_DTYPES}
-        self.loadable = (*self.loadable, *sorted(blocks))
         self._check_types()
-
-    @classmethod
-    def open(cls, folder: Path | str) -> "GgufCheckpoint":
-        """Open a GGUF file (a result of `resolve_folder`).
-
-        Raises CheckpointError for a malformed file, an unsupported architecture, and tensors of types that cannot be
-        dequantised.
-        """
-        return cls(read_gguf(Path(folder)))
-
-    def dtype(self, name: str) -> torch.dtype:
-        return TORCH_DTYPES.get(self.info(name).dtype, torch.float32)
 
     def stored(self, name: str) -> Tensor:
         """Return a tensor as stored: values, or uint8 [rows, bytes] with the blocks of each row."""
-        info, entry = self.info(name), self._entries[name]
-        data = torch.from_numpy(self._handle(name)[entry.offset : entry.offset + entry.nbytes])
-        if info.dtype in TORCH_DTYPES:
-            data = data.view(TORCH_DTYPES[info.dtype]).reshape(info.shape)
+        entry = self.entries[name]
+        data = torch.from_numpy(self._bytes[entry.file][entry.offset : entry.offset + entry.nbytes])
+        if entry.type in TORCH_DTYPES:
+            data = data.view(TORCH_DTYPES[entry.type]).reshape(entry.shape)
         else:
-            data = data.reshape(*info.shape[:-1], -1)
-        match = _NAME.fullmatch(self.names_in_file[name])
+            data = data.reshape(*entry.shape[:-1], -1)
+        match = _NAME.fullmatch(self._names_in_file[name])
         heads = self._permuted.get(match["stem"]) if match else None
         if type(heads) is int and heads > 0 and len(data) % (2 * heads) == 0:  # otherwise `match` reports the shape
             # The converter moved rows [2, head_dim / 2] of a head to [head_dim / 2, 2]. A row's blocks stay together.
             data = data.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
         return data
 
-    def head_blocks(self) -> Quantized | None:
-        if (head := head_type(self._file)) is None:
-            return None
-        name, kind = head
-        return read_blocks(kind, self.stored(name))
-
-    def stored_bytes(self, info: TensorInfo) -> int:
-        if info.dtype in TORCH_DTYPES:
-            return super().stored_bytes(info)
-        values, nbytes = self._ggml.GGML_QUANT_SIZES[self._ggml.GGMLQuantizationType[info.dtype]]
-        return int(info.size // values * nbytes)
-
-    def _read(self, name: str) -> Tensor:
-        info, data = self.info(name), self.stored(name)
-        if info.dtype not in TORCH_DTYPES:
-            kind = self._ggml.GGMLQuantizationType[info.dtype]
-            data = torch.from_numpy(self._ggml.quants.dequantize(data.numpy(), kind))
+    def get_tensor(self, name: str) -> Tensor:
+        """Return a tensor's values. Blocks are dequantised to float32."""
+        kind, data = self.entries[name].type, self.stored(name)
+        if kind in self.block_types:
+            data = torch.from_numpy(self._ggml.quants.dequantize(data.numpy(), self._ggml.GGMLQuantizationType[kind]))
         return data.float() - 1.0 if self._adds_one and name.endswith("norm.weight") else data
 
     def _check_types(self) -> None:
         """Raise CheckpointError with all tensors that the package gguf cannot dequantise."""
         problems = []
-        for name, entry in self._entries.items():
-            if entry.type not in TORCH_DTYPES and not _can_dequantize(self._ggml, entry.type):
+        for name, entry in self.entries.items():
+            if entry.type in self.block_types and not _can_dequantize(self._ggml, entry.type):
                 message = (
                     f"has type {entry.type}, which the package gguf cannot dequantise; requantise the file, such as "
                     "with llama-quantize to Q8_0, or update the package"
                 )
-                problems.append(Problem("dtype", repr(self.names_in_file[name]), message))
+                problems.append(Problem("dtype", repr(self._names_in_file[name]), message))
         if problems:
-            raise CheckpointError(self.folder, problems)
+            raise CheckpointError(self.file.path, problems)
 
 
 @functools.cache

@@ -10,8 +10,8 @@ from typing import Any
 
 import typer
 
-from treespec.cli.group import table
 from treespec.cli.options import load_llm, status
+from treespec.utils.tables import table
 
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}"
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from treespec.cli.group import table, usage_error
+from treespec.cli.group import usage_error
+from treespec.utils.tables import table
 
 if TYPE_CHECKING:
     import torch

@@ -398,7 +398,7 @@ def test_where_captured_rounds_fail_it_goes_step_by_step(
     with (
         mock.patch("treespec.startup.assemble.is_interpreted", lambda: False),
         mock.patch("treespec.startup.assemble.captured_rounds", capture),
-        mock.patch("treespec.graphs.proof.differing_rounds", differing),
+        mock.patch("treespec.startup.proof.differing_rounds", differing),
     ):
         llm = open_llm(target, [], device="cuda", dtype="float16", spec=TREES, max_num_seqs=1, prove=None)
     assert capture.call_count == 1 and llm.engine.captured is None

@@ -1,6 +1,6 @@
 """Self-test of captured rounds: they emit the tokens of plain decoding on this GPU.
 
-startup/selftest.py proves that the target's passes have the same bits in any batch. The other steps of a captured round
+selftest.py proves that the target's passes have the same bits in any batch. The other steps of a captured round
 (draft, merge, select, walk and commit on the device) are tested by the tokens that they emit: a few requests are
 decoded plainly step by step, and then by captured rounds, plainly and with trees.
 """

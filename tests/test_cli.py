@@ -27,7 +27,7 @@ from treespec.cli.generate import pairs_of_seconds, speed_up, summary
 from treespec.cli.group import uses_colour
 from treespec.drawing.recording import picture, record_rounds, watch
 from treespec.executors.round_record import RoundRecord
-from treespec.planning import cost_measurement as costs
+from treespec.startup import cost_measurement as costs
 from treespec.tree import TokenTree
 from treespec.utils.tables import table
 from treespec.verification.verify import Verified, verify_greedy

@@ -19,7 +19,7 @@ from treespec.config import ModelConfig
 from treespec.errors import ConfigError, ModelError
 from treespec.models.quantized_weights import weight_bytes
 from treespec.models.triton_weights import ModelWeights
-from treespec.planning.cost_measurement import cost_key
+from treespec.startup.cost_measurement import cost_key
 from treespec_kernels.cpu.cpu_library import CompileError
 from treespec_kernels.linear.compiled_linear import CompiledLinear
 from treespec_kernels.linear.quantized import QuantizedWeight, dequantized
@@ -136,7 +136,7 @@ def test_a_draft_that_cannot_be_quantised(tmp_path: Path) -> None:
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_the_embedded_models_keep_their_tokens(quantization: str, compile: bool) -> None:
     with (
-        mock.patch("treespec.planning.cost_measurement.load", return_value=None),
+        mock.patch("treespec.startup.cost_measurement.load", return_value=None),
         mock.patch("treespec.startup.start_costs.START_SECONDS", 0.05),
     ):
         llm = LLM(device="cpu", max_num_seqs=3, max_model_len=256, quantization=quantization, compile=compile)

@@ -24,8 +24,8 @@ from treespec.bench.rule_comparison import default_branching, intervals, rule_mo
 from treespec.config import AUTO_NODES, SpecConfig
 from treespec.errors import ConfigError
 from treespec.llm import LLM
-from treespec.planning.cost_measurement import processor
 from treespec.sampling_params import SamplingParams
+from treespec.startup.cost_measurement import processor
 from treespec.startup.folders import resolve_folders, resolve_model
 from treespec.text.prompt_files import Prompt, encode_prompt, has_chat_template, read_prompts
 from treespec.version import __version__

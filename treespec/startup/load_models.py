@@ -28,7 +28,7 @@ from treespec.models.head_vocabulary import HeadVocabulary
 from treespec.models.quantized_weights import quantize_matrices, quantized_library
 from treespec.models.state_head import MedusaHeads, MlpSpeculator, SpeculatorStep, StateHead
 from treespec.models.triton_decoder import TritonDecoder
-from treespec.planning import cost_measurement as costs
+from treespec.startup import cost_measurement as costs
 from treespec_kernels.cpu.decoder_cpu import PairInputs
 from treespec_kernels.linear.compiled_linear import CompiledLinear
 from treespec_kernels.linear.linear import Linear, LinearImpl

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from treespec.drafters.base import Drafter
     from treespec.executors.round_record import RoundRecord
     from treespec.frontend.engine_args import EngineArgs, FlexibleArgumentParser
-    from treespec.frontend.llm_engine import LLMEngine
     from treespec.inputs import TextPrompt, TokensPrompt
     from treespec.llm import LLM
+    from treespec.llm_engine import LLMEngine
     from treespec.outputs import CompletionOutput, RequestOutput
     from treespec.sampling.structured_params import StructuredOutputsParams
     from treespec.sampling_params import SamplingParams
@@ -43,7 +43,7 @@ _MODULES = {
     "EngineArgs": "treespec.frontend.engine_args",
     "FlexibleArgumentParser": "treespec.frontend.engine_args",
     "LLM": "treespec.llm",
-    "LLMEngine": "treespec.frontend.llm_engine",
+    "LLMEngine": "treespec.llm_engine",
     "RequestOutput": "treespec.outputs",
     "RoundRecord": "treespec.executors.round_record",
     "SamplingParams": "treespec.sampling_params",

@@ -27,8 +27,8 @@ from tests.gguf_files import add_tensor, finish, random_blocks, transformers_rea
 from tests.models import greedy, make_llama, new_folder, open_llm, random_prompts
 from tests.quantized_checkpoints import needs_compiler
 from treespec import LLM, SpecConfig
-from treespec.config import ModelConfig
 from treespec.errors import ModelError
+from treespec.models.model_config import ModelConfig
 from treespec.models.quantized_weights import weight_bytes
 from treespec_weights import (
     Checkpoint,

@@ -15,8 +15,8 @@ from tests.exactness import differences, run
 from tests.models import greedy, make_llama, new_folder, open_llm, random_prompts, tiny
 from tests.quantized_checkpoints import needs_compiler, quantize_folder
 from treespec import LLM, SpecConfig
-from treespec.config import ModelConfig
 from treespec.errors import ConfigError, ModelError
+from treespec.models.model_config import ModelConfig
 from treespec.models.quantized_weights import weight_bytes
 from treespec.models.triton_weights import ModelWeights
 from treespec.startup.cost_measurement import cost_key

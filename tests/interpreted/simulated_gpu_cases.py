@@ -23,7 +23,6 @@ from tests.models import LONGROPE, greedy, make_draft, make_llama, new_folder, o
 from tests.simulated_gpu import Gpu
 from treespec import LLM, SpecConfig
 from treespec.cache import KVCache
-from treespec.config import ModelConfig
 from treespec.engine import Engine
 from treespec.errors import ConfigError, KernelError
 from treespec.executors.execution import Execution
@@ -33,6 +32,7 @@ from treespec.graphs.round_inputs import RoundInput
 from treespec.graphs.verify_stage import VerifyStage
 from treespec.models import triton_decoder
 from treespec.models.attention import make_attention
+from treespec.models.model_config import ModelConfig
 from treespec.models.triton_decoder import TritonDecoder
 from treespec.request import Request
 from treespec.runner import Runner

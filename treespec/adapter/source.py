@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from treespec.config import end_tokens
 from treespec.errors import ModelError, describe_error
+from treespec.models.model_config import end_tokens
 from treespec_weights.checkpoint import Checkpoint
 from treespec_weights.documents import CONFIG, read_config, read_generation_config
 from treespec_weights.errors import CheckpointError, Problem

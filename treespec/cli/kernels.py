@@ -15,7 +15,7 @@ from treespec.utils.tables import table
 if TYPE_CHECKING:
     import torch
 
-    from treespec.config import ModelConfig
+    from treespec.models.model_config import ModelConfig
     from treespec_kernels.linear.quantized import WeightForm
     from treespec_kernels.ops.shapes import KernelShape, Setting
 
@@ -37,7 +37,7 @@ def settings_of(
     Raises:
         ConfigError: `quantization` of a quantised model, or of sizes that no group size divides.
     """
-    from treespec.config import ModelConfig
+    from treespec.models.model_config import ModelConfig
     from treespec.models.quantized_weights import resolve_quantization
     from treespec.startup.folders import resolve_folders, resolve_model
 

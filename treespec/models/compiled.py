@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from treespec.config import ModelConfig
 from treespec.errors import KernelError
 from treespec.models.decoder import Decoder, HiddenStates, Pass, StreamInput
+from treespec.models.model_config import ModelConfig
 from treespec.models.norms import take_head_norm
 from treespec.models.quantized_weights import take_projection
 from treespec_kernels.attention.tree_batch import RequestRows

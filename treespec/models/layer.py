@@ -5,7 +5,7 @@ from ctypes import CDLL
 import torch
 from torch import Tensor
 
-from treespec.config import ModelConfig
+from treespec.models.model_config import ModelConfig
 from treespec.models.norms import STREAMS, Norm, take_head_norm
 from treespec.models.quantized_weights import take_projection
 from treespec_kernels.linear.compiled_linear import CompiledLinear, quantized_linear

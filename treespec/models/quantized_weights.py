@@ -11,8 +11,9 @@ from torch import Tensor
 
 from treespec.adapter.source import Source
 from treespec.adapter.trace import AdapterConfig
-from treespec.config import QUANTIZATIONS, ModelConfig
+from treespec.config import QUANTIZATIONS
 from treespec.errors import ConfigError, ModelError
+from treespec.models.model_config import ModelConfig
 from treespec_kernels.cpu.cpu_library import CompileError, find_compiler
 from treespec_kernels.cpu.decoder_library import DTYPES, build
 from treespec_kernels.linear.quantized import QuantizedWeight, stacked

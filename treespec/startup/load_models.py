@@ -14,7 +14,6 @@ from treespec.adapter.mtp import MtpDecoder, MtpForm, MtpHead, open_mtp
 from treespec.adapter.source import Source
 from treespec.adapter.trace import AdapterConfig
 from treespec.cache import FeatureShape
-from treespec.config import ModelConfig
 from treespec.drafters.foreign.vocabularies import Draft, fit_weights
 from treespec.errors import ModelError
 from treespec.models.attention import make_attention
@@ -25,6 +24,7 @@ from treespec.models.decoder import Decoder
 from treespec.models.feature_head import Eagle3Head, EagleHead, FeatureHead, FusedPairs, TorchPairs
 from treespec.models.head_config import HeadConfig
 from treespec.models.head_vocabulary import HeadVocabulary
+from treespec.models.model_config import ModelConfig
 from treespec.models.quantized_weights import quantize_matrices, quantized_library
 from treespec.models.state_head import MedusaHeads, MlpSpeculator, SpeculatorStep, StateHead
 from treespec.models.triton_decoder import TritonDecoder

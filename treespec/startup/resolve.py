@@ -12,11 +12,12 @@ from treespec.adapter.make_decoder import check_adapter_options, read_model
 from treespec.adapter.mtp import MtpForm
 from treespec.adapter.source import Source, check_inputs
 from treespec.adapter.trace import AdapterConfig
-from treespec.config import ModelConfig, SpecConfig
+from treespec.config import SpecConfig
 from treespec.drafters.base import Drafter
 from treespec.drafters.foreign.vocabularies import Draft, connect_drafts
 from treespec.errors import ConfigError
 from treespec.models.head_config import HeadConfig
+from treespec.models.model_config import ModelConfig
 from treespec.models.quantized_weights import resolve_quantization
 from treespec.startup.device import is_slow, resolve_device, resolve_dtype
 from treespec.startup.engine_options import EngineOptions

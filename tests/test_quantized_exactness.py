@@ -17,9 +17,9 @@ from tests.quantized_checkpoints import needs_compiler, quantize_folder
 from treespec import LLM, SpecConfig
 from treespec.errors import ConfigError, ModelError
 from treespec.models.model_config import ModelConfig
-from treespec.models.quantized_weights import weight_bytes
 from treespec.models.triton_weights import ModelWeights
 from treespec.startup.cost_measurement import cost_key
+from treespec.startup.quantization import weight_bytes
 from treespec_kernels.cpu.cpu_library import CompileError
 from treespec_kernels.linear.compiled_linear import CompiledLinear
 from treespec_kernels.linear.quantized import QuantizedWeight, dequantized
@@ -191,7 +191,7 @@ def test_what_the_engine_says() -> None:
 
 def test_without_a_compiler_it_says_so_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     target, drafts = tiny(torch.float32)
-    failing = mock.patch("treespec.models.quantized_weights.find_compiler", side_effect=CompileError("no C++ compiler"))
+    failing = mock.patch("treespec.startup.quantization.find_compiler", side_effect=CompileError("no C++ compiler"))
     with failing, caplog.at_level(logging.WARNING, "treespec"):
         llm = open_llm(target, drafts, quantization="int4", prove=True)
     assert "quantised weights are held as torch.float32" in caplog.text

@@ -38,8 +38,8 @@ def settings_of(
         ConfigError: `quantization` of a quantised model, or of sizes that no group size divides.
     """
     from treespec.models.model_config import ModelConfig
-    from treespec.models.quantized_weights import resolve_quantization
     from treespec.startup.folders import resolve_folders, resolve_model
+    from treespec.startup.quantization import resolve_quantization
 
     target = ModelConfig.from_hf(resolve_model(model))
     resolve_quantization(quantization, target, dtype or target.dtype)

@@ -24,11 +24,11 @@ from treespec.models.decoder import Decoder
 from treespec.models.feature_head import Eagle3Head, EagleHead, FeatureHead, FusedPairs, TorchPairs
 from treespec.models.head_vocabulary import HeadVocabulary
 from treespec.models.model_config import ModelConfig
-from treespec.models.quantized_weights import quantize_matrices, quantized_library
 from treespec.models.state_head import MedusaHeads, MlpSpeculator, SpeculatorStep, StateHead
 from treespec.models.triton_decoder import TritonDecoder
 from treespec.startup import cost_measurement as costs
 from treespec.startup.head_config import HeadConfig
+from treespec.startup.quantization import quantize_matrices, quantized_library
 from treespec_kernels.cpu.decoder_cpu import PairInputs
 from treespec_kernels.linear.compiled_linear import CompiledLinear
 from treespec_kernels.linear.linear import Linear, LinearImpl

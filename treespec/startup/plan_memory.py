@@ -12,8 +12,8 @@ from treespec.errors import CacheMemoryError, ConfigError
 from treespec.graphs.capture import SLOTS, planned_bytes, round_limits, stack_sizes
 from treespec.models.attention import make_attention
 from treespec.models.model_config import ModelConfig
-from treespec.models.quantized_weights import weight_bytes
 from treespec.startup.head_config import all_layers
+from treespec.startup.quantization import weight_bytes
 from treespec.startup.resolve import Resolved
 from treespec.utils.memory import free_memory
 from treespec_kernels.attention.tree_batch import PAGE_SIZE

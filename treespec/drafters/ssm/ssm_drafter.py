@@ -24,12 +24,12 @@ from treespec.drafters.ssm.level_scorer import CATCH_UP_CHUNK, DraftCounts, Leve
 from treespec.drafters.ssm.levels import DraftModelCache, levels_for, stop_unprofitable
 from treespec.drafters.ssm.scoring import Chain, Rows, features_to_read, inputs_of, rows_of, score_rows
 from treespec.drafters.ssm.ssm_state import ReadTokens, SsmState, open_mass
-from treespec.drafters.trust import WINDOW, Trust
 from treespec.models.block_draft import BlockDraft
 from treespec.models.group_model import GroupModel
 from treespec.planning.draft_plan import Drafted, DraftPlan, LevelRule
 from treespec.request import Request
 from treespec.tree import TokenTree
+from treespec.trust import WINDOW, Trust
 from treespec.verification.oracle import RandomOracle
 from treespec_kernels.cpu.growth_cpu import DraftPasses, StopRule, TreePlaces
 from treespec_kernels.tree.growth_limits import FRONTIER, MAX_EXPANDED

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from treespec.drafters.ssm.scoring import Rows, softmax_at
-from treespec.drafters.trust import Trust
 from treespec.tree import TokenTree
+from treespec.trust import Trust
 from treespec.verification.oracle import RandomOracle
 
 

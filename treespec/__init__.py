@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from treespec.llm import LLM
     from treespec.llm_engine import LLMEngine
     from treespec.outputs import CompletionOutput, RequestOutput
-    from treespec.sampling.structured_params import StructuredOutputsParams
     from treespec.sampling_params import SamplingParams
+    from treespec.sampling_params.structured_params import StructuredOutputsParams
     from treespec.training.run import train_drafts
     from treespec.tree import TokenTree
 
@@ -48,7 +48,7 @@ _MODULES = {
     "RoundRecord": "treespec.executors.round_record",
     "SamplingParams": "treespec.sampling_params",
     "SpecConfig": "treespec.config",
-    "StructuredOutputsParams": "treespec.sampling.structured_params",
+    "StructuredOutputsParams": "treespec.sampling_params.structured_params",
     "TextPrompt": "treespec.inputs",
     "TokenTree": "treespec.tree",
     "TokensPrompt": "treespec.inputs",

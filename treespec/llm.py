@@ -23,13 +23,14 @@ from treespec.frontend.progress import Progress
 from treespec.frontend.requests import Prompt, RequestFactory, as_list, log_rejected, no_text
 from treespec.frontend.round_loop import RoundLoop
 from treespec.frontend.vllm_methods import VllmMethods
-from treespec.frontend.vllm_options import CALLS, ENGINE, CallOptions, VllmEngineOptions, without_absent
+from treespec.frontend.vllm_options import CALLS, ENGINE, CallOptions, VllmEngineOptions
 from treespec.outputs import RequestOutput, StreamChunk
 from treespec.request import Request
 from treespec.sampling.grammar import Grammars
-from treespec.sampling.param_values import checked
 from treespec.sampling.sampler import SEED_BITS, new_seed
 from treespec.sampling_params import SamplingParams
+from treespec.sampling_params.param_values import checked
+from treespec.sampling_params.vllm_options import without_absent
 from treespec.startup.assemble import build
 from treespec.startup.device import resolve_device
 from treespec.startup.engine_options import EngineOptions

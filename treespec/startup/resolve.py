@@ -15,10 +15,10 @@ from treespec.adapter.trace import AdapterConfig
 from treespec.config import SpecConfig
 from treespec.drafters.base import Drafter
 from treespec.drafters.foreign.vocabularies import Draft, connect_drafts
+from treespec.engine_options import EngineOptions
 from treespec.errors import ConfigError
 from treespec.models.model_config import ModelConfig
 from treespec.startup.device import is_slow, resolve_device, resolve_dtype
-from treespec.startup.engine_options import EngineOptions
 from treespec.startup.folders import resolve_drafts, resolve_model
 from treespec.startup.head_config import HeadConfig
 from treespec.startup.implementations import resolve_attention, resolve_compile, resolve_linear

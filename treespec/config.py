@@ -9,10 +9,9 @@ import torch
 
 from treespec.errors import ConfigError, reject_unknown
 from treespec.utils.scalars import to_python
+from treespec.verification.verify import RANDOM_DRAWS, VERIFICATIONS
 
 POLICIES = ("auto", "static", "dynamic")
-VERIFICATIONS = ("coupled", "naive", "rejection", "traversal")
-RANDOM_DRAWS = ("rejection", "traversal")  # rules for children sampled from a draft's distribution
 DRAWS = ("cross-source", "without-replacement", "with-replacement")
 MAX_NODES = 1024
 QUANTIZATIONS = ("int8", "int4")

@@ -54,11 +54,7 @@ class Codec:
         """
         from tokenizers import Tokenizer
 
-        raw = (
-            read_document(folder, TOKENIZER, unique_keys=False)
-            if has_document(folder, TOKENIZER)
-            else _converted(folder)
-        )
+        raw = read_document(folder, TOKENIZER) if has_document(folder, TOKENIZER) else _converted(folder)
         try:
             raw = raw | {"truncation": None, "padding": None}
             whole = Tokenizer.from_str(json.dumps(raw))

@@ -39,13 +39,14 @@ def has_document(folder: Path, name: str) -> bool:
     return name in _MAKERS and (not name.startswith("tokenizer") or has_tokenizer(read_gguf(folder)))
 
 
-def read_document(folder: Path, name: str, *, unique_keys: bool = True) -> Any:
+def read_document(folder: Path, name: str) -> Any:
     """Parse or generate a JSON document of a checkpoint (a result of `resolve_folder`).
 
-    Raises CheckpointError as `read_json`, and for a GGUF file without this document or with unusable values.
+    Only a tokenizer.json may repeat keys. Raises CheckpointError as `read_json`, and for a GGUF file without this
+    document or with unusable values.
     """
     if not folder.is_file():
-        return read_json(folder, name, unique_keys=unique_keys)
+        return read_json(folder, name, unique_keys=name != TOKENIZER)
     if not has_document(folder, name):
         raise CheckpointError(folder, [Problem("file", repr(name), "a GGUF file has no such document")])
     return _MAKERS[name](read_gguf(folder))

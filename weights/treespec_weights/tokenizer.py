@@ -26,7 +26,7 @@ def read_vocabulary(folder: Path) -> Vocabulary | None:
     Raises CheckpointError for a malformed tokenizer.json.
     """
     if has_document(folder, TOKENIZER):
-        tokens = _tokens(folder, read_document(folder, TOKENIZER, unique_keys=False))
+        tokens = _tokens(folder, read_document(folder, TOKENIZER))
         canonical = json.dumps(sorted((id, token) for token, id in tokens.items()))
         return Vocabulary(_sha256(canonical.encode()), len(tokens), max(tokens.values(), default=None))
     if (folder / SENTENCEPIECE).exists():

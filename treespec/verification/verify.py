@@ -52,16 +52,7 @@ from treespec.tree import TokenTree
 from treespec.verification.oracle import Oracle, RandomOracle
 from treespec.verification.reference import verify_tree
 
-__all__ = [
-    "RANDOM_DRAWS",
-    "VERIFICATIONS",
-    "Oracle",
-    "RandomOracle",
-    "Verified",
-    "verify_drawn",
-    "verify_greedy",
-    "verify_tree",
-]
+__all__ = ["Oracle", "RandomOracle", "Verified", "verify_drawn", "verify_greedy", "verify_tree"]
 
 VERIFICATIONS = ("coupled", "naive", "rejection", "traversal")
 RANDOM_DRAWS = ("rejection", "traversal")  # rules for children sampled from a draft's distribution

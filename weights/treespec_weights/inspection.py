@@ -166,12 +166,6 @@ def _rows(checkpoint: Checkpoint) -> list[dict[str, Any]]:
         (re.sub(r"(?<=\.)\d+(?=\.)", "{i}", name), info._replace(file="")) for name, info in checkpoint.tensors.items()
     )
     return [
-        {
-            "name": name,
-            "count": count,
-            "dtype": info.dtype,
-            "shape": list(info.shape),
-            "bytes": info.nbytes,
-        }
+        {"name": name, "count": count, "dtype": info.dtype, "shape": list(info.shape), "bytes": info.nbytes}
         for (name, info), count in counts.items()
     ]

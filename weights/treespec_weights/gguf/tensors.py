@@ -130,10 +130,7 @@ class GgufTensors:
 
     Raises CheckpointError for an unsupported architecture, and for tensors of types that cannot be dequantised.
 
-    Attributes:
-        file: the header.
-        entries: header entries by Hugging Face name.
-        block_types: types of the tensors that are stored in blocks.
+    Attributes: `file`, the header; `entries`, its entries by Hugging Face name; `block_types`, of tensors in blocks.
     """
 
     def __init__(self, file: GgufFile) -> None:

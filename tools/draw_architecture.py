@@ -48,7 +48,7 @@ PACKAGES: dict[str, dict[str, str]] = {  # by row: name and purpose
     },
     "the round": {
         "engine.py, scheduler.py": "admit, commit, learn",
-        "executors": "a round on the host,\nor replayed",
+        "executors": "rounds driven\nby the host",
         "graphs": "whole rounds as\nCUDA graphs",
         "planning": "sources, depth, nodes\nfrom measured costs",
     },

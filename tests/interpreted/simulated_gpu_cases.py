@@ -26,8 +26,8 @@ from treespec.cache import KVCache
 from treespec.engine import Engine
 from treespec.errors import ConfigError, KernelError
 from treespec.executors.execution import Execution
-from treespec.executors.graph_executor import GraphExecutor
 from treespec.graphs.batch_round import BatchRound
+from treespec.graphs.graph_executor import GraphExecutor
 from treespec.graphs.round_inputs import RoundInput
 from treespec.graphs.verify_stage import VerifyStage
 from treespec.models import triton_decoder
@@ -277,7 +277,7 @@ def test_rounds_launched_ahead(gpu: Gpu, options: dict[str, Any]) -> None:
     with (
         rounds_wait_for_nothing(gpu),
         mock.patch.object(BatchRound, "launch", watched),
-        mock.patch("treespec.executors.graph_executor.STEADY_ROUNDS", 0),
+        mock.patch("treespec.graphs.graph_executor.STEADY_ROUNDS", 0),
     ):
         for spec in ("off", TREES, "off", TREES):  # twice, since a graph is captured at its first use
             assert tokens_of(llm.generate(PROMPTS, params, spec=spec)) == expected

@@ -177,6 +177,16 @@ class Executor(Protocol):
         """
 
 
+class CapturedExecutor(Executor, Protocol):
+    """An executor whose device computes a round while the host goes on."""
+
+    def launch(self, requests: Sequence[Request], others_wait: bool, clock: StageClock) -> None:
+        """Launch a round of these requests, which the next `run` waits for. Arguments as of `run`."""
+
+    def drop_finished(self) -> None:
+        """Wait for the device if all requests that it computes for have ended, and forget their round."""
+
+
 def follow(tree: TokenTree, tokens: Sequence[int]) -> np.ndarray:
     """Return the path of `tree` that matches the longest prefix of `tokens`, int64 node indices, root first."""
     path, parents, own = [0], tree.parents.tolist(), tree.tokens.tolist()

@@ -15,9 +15,9 @@ from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 from treespec.engine import Engine
 from treespec.engine_options import EngineOptions
 from treespec.errors import ExactnessError
-from treespec.executors.graph_executor import GraphExecutor
 from treespec.executors.host_executor import HostExecutor
 from treespec.graphs.capture import Rounds, captured_rounds, runs_on_device
+from treespec.graphs.graph_executor import GraphExecutor
 from treespec.models.group_model import GroupModel
 from treespec.planning.planner import Planner
 from treespec.runner import Runner

@@ -18,9 +18,9 @@ from treespec.drafters.draft_sources import DraftSources
 from treespec.drafters.lookup.lookup_drafter import LookupDrafter
 from treespec.engine import Engine
 from treespec.errors import TreespecError
-from treespec.executors.graph_executor import GraphExecutor
 from treespec.executors.host_executor import HostExecutor
 from treespec.graphs.capture import Rounds
+from treespec.graphs.graph_executor import GraphExecutor
 from treespec.request import Request
 from treespec.sampling.sampler import Sampler
 from treespec.sampling_params import SamplingParams

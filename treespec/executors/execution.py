@@ -8,9 +8,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
+from treespec.draft_plan import NOTHING_DRAFTED, Drafted
 from treespec.drafters.calls import Committing, Failures
 from treespec.drafters.ssm.ssm_state import ReadTokens
-from treespec.planning.draft_plan import NOTHING_DRAFTED, Drafted
 from treespec.planning.planner import PlannedRound, Planner
 from treespec.planning.round_costs import RoundSeconds
 from treespec.request import Request

@@ -15,13 +15,13 @@ import torch
 
 from treespec.cache import pages_for
 from treespec.config import AUTO_NODES, SpecConfig
+from treespec.draft_plan import DraftPlan, LevelRule
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 from treespec.errors import ConfigError
 from treespec.models.block_draft import BlockDraft
 from treespec.models.feature_head import FeatureHead
 from treespec.models.group_model import GroupModel
 from treespec.models.state_head import StateHead
-from treespec.planning.draft_plan import DraftPlan, LevelRule
 from treespec.planning.round_costs import CostCurve
 from treespec.request import Request
 from treespec.runner import Runner

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from treespec.cache import KVCache
+from treespec.draft_plan import Drafted, DraftPlan, LevelRule
 from treespec.drafters.evidence import GrownTree, SeedEvidence
 from treespec.drafters.ssm.blocks import score_blocks, unread_of
 from treespec.drafters.ssm.catch_up import MIN_LAG, CatchUpPolicy
@@ -26,7 +27,6 @@ from treespec.drafters.ssm.scoring import Chain, Rows, features_to_read, inputs_
 from treespec.drafters.ssm.ssm_state import ReadTokens, SsmState, open_mass
 from treespec.models.block_draft import BlockDraft
 from treespec.models.group_model import GroupModel
-from treespec.planning.draft_plan import Drafted, DraftPlan, LevelRule
 from treespec.request import Request
 from treespec.tree import TokenTree
 from treespec.trust import WINDOW, Trust

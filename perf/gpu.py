@@ -37,11 +37,11 @@ from treespec import LLM, SamplingParams, SpecConfig
 from treespec.bench.prompts import held_out_prompts
 from treespec.bench.run import commit
 from treespec.cache import KVCache
-from treespec.config import ModelConfig
 from treespec.graphs.batch_round import BatchRound
 from treespec.graphs.round_inputs import Proposal, RoundInput, RoundLimits
 from treespec.graphs.stack_passes import ModelStack
 from treespec.models.attention import make_attention
+from treespec.models.model_config import ModelConfig
 from treespec.models.triton_decoder import TritonDecoder
 from treespec.startup.plan_memory import GPU_PREFILL_CHUNKS
 from treespec.text.prompt_files import read_prompts

@@ -29,7 +29,7 @@ import safetensors
 import torch
 from tqdm import tqdm
 
-from treespec.planning.cost_measurement import processor
+from treespec.startup.cost_measurement import processor
 from treespec_weights import LLAMA, ModelShape, convert_checkpoint, load_weights, time_loading
 from treespec_weights.load import expected_tensors
 from treespec_weights.timing import touch

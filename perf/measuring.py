@@ -14,7 +14,7 @@ from treespec import LLM
 from treespec.bench.grow import grown
 from treespec.bench.options import Options
 from treespec.bench.prompts import held_out_prompts
-from treespec.planning.cost_measurement import processor
+from treespec.startup.cost_measurement import processor
 
 HELDOUT = held_out_prompts(chat=False)
 

@@ -115,7 +115,7 @@ def saved(kind: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Path]:
 def quick_start() -> Iterator[None]:
     """Engines start with `CURVE` for their costs, and prove their bits behind one prompt only: a whole model runs."""
     with (
-        mock.patch("treespec.planning.cost_measurement.load", lambda key: CURVE),
+        mock.patch("treespec.startup.cost_measurement.load", lambda key: CURVE),
         mock.patch("treespec.startup.selftest._PREFIXES", (60,)),
     ):
         yield

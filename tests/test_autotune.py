@@ -18,8 +18,8 @@ from tests.models import make_llama, tiny
 from tests.test_costs import KEY
 from treespec import LLM
 from treespec.cli import curves
-from treespec.planning import cost_measurement as costs
 from treespec.planning.round_costs import CostCurve
+from treespec.startup import cost_measurement as costs
 from treespec.startup.start_costs import warn_of_threads
 from treespec_kernels.aot import compiler as aot
 from treespec_kernels.aot.compile_jobs import run_in_processes

@@ -16,7 +16,7 @@ from tests.models import CURVE, edit_config, greedy, make_llama, open_llm, rando
 from tests.speech import add_tokenizer, speaking_folder
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.errors import CheckpointError, ConfigError, DraftError, KernelError, ModelError
-from treespec.planning import cost_measurement as costs
+from treespec.startup import cost_measurement as costs
 
 # --- parameters
 

@@ -24,11 +24,12 @@ from tests.models import CURVE, make_draft, make_llama, open_llm, tree_of
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.cli import app
 from treespec.cli.generate import pairs_of_seconds, speed_up, summary
-from treespec.cli.group import table, uses_colour
+from treespec.cli.group import uses_colour
 from treespec.drawing.recording import picture, record_rounds, watch
 from treespec.executors.round_record import RoundRecord
-from treespec.planning import cost_measurement as costs
+from treespec.startup import cost_measurement as costs
 from treespec.tree import TokenTree
+from treespec.utils.tables import table
 from treespec.verification.verify import Verified, verify_greedy
 
 PROMPT = "def add(a, b):\n    return"

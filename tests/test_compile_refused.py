@@ -17,7 +17,7 @@ from tests.quantized_checkpoints import needs_compiler
 from treespec import LLM
 from treespec.errors import ConfigError, ExactnessError, KernelError
 from treespec.models.decoder import Decoder
-from treespec.planning import cost_measurement as costs
+from treespec.startup import cost_measurement as costs
 from treespec_kernels.cpu.cpu_library import compile_library, find_compiler
 
 
@@ -137,7 +137,7 @@ def test_without_a_cache_folder_libraries_are_built_for_each_start(
     (tmp_path / "file").write_text("where a folder should be")
     monkeypatch.setattr(costs, "cache_folder", lambda: tmp_path / "file")
     monkeypatch.setenv("CXX", f"{find_compiler()[0]} -O0")
-    with mock.patch("treespec.planning.cost_measurement.load", lambda key: CURVE):
+    with mock.patch("treespec.startup.cost_measurement.load", lambda key: CURVE):
         assert is_compiled(tiny()[0])
     assert "cannot cache compiled libraries" in caplog.text and "set XDG_CACHE_HOME" in caplog.text
 
@@ -176,7 +176,7 @@ def not_exact(*linear: str) -> Iterator[None]:
 
     with (
         mock.patch("treespec.startup.target.differing_rows", differing),
-        mock.patch("treespec.planning.cost_measurement.load", lambda key: CURVE),
+        mock.patch("treespec.startup.cost_measurement.load", lambda key: CURVE),
     ):
         yield
 

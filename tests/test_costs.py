@@ -16,9 +16,9 @@ import pytest
 from tests.libraries import share_libraries
 from tests.models import open_llm, tiny
 from treespec import LLM, SamplingParams, SpecConfig
-from treespec.planning import cost_measurement as costs
 from treespec.planning.round_costs import CostCurve
 from treespec.request import Request
+from treespec.startup import cost_measurement as costs
 
 KEY = {"device": "cpu", "processor": "p", "dtype": "float32", "threads": 1, "torch": "2", "models": [[1, 8]]}
 

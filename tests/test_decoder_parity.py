@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from tests.architectures import continuations
 from tests.models import VOCAB, edit_config, greedy, make_llama, open_llm, random_prompts, tokens_of
 from treespec import LLM, SpecConfig
-from treespec.config import ModelConfig
+from treespec.models.model_config import ModelConfig
 from treespec.request import Request
 from treespec.sampling_params import SamplingParams
 from treespec.tree import TokenTree

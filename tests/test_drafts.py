@@ -10,10 +10,10 @@ import torch
 from tests.exactness import assert_exact, run
 from tests.models import assert_same_tree, greedy, open_llm, random_prompts, tiny
 from treespec import LLM, SpecConfig
-from treespec.drafters.trust import Trust
 from treespec.drawing.recording import watch
 from treespec.executors.round_record import RoundRecord
 from treespec.tree import TokenTree
+from treespec.trust import Trust
 
 TOKENS = 40
 LENGTHS = (1, 2, 30, 58, 62, 63, 64, 65, 120, 126)

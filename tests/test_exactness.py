@@ -203,7 +203,7 @@ def test_two_oracles_that_are_each_half_right() -> None:
 @pytest.mark.skipif("target" not in default_names(), reason="no embedded models in this checkout")
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 def test_the_embedded_models(dtype: torch.dtype) -> None:
-    with mock.patch("treespec.planning.cost_measurement.load", lambda key: CURVE):
+    with mock.patch("treespec.startup.cost_measurement.load", lambda key: CURVE):
         llm = LLM(device="cpu", dtype=dtype, max_model_len=256)
     prompts = ["def fibonacci(n):\n", "import os\n\n", "class Tree:\n    def __init__(self", "The result is"]
     ids = [llm.get_tokenizer().encode(prompt) for prompt in prompts]

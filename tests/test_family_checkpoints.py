@@ -12,8 +12,8 @@ from tests.families import CASES, TYPICAL, VOCAB, WINDOW, make_model
 from tests.models import edit_config, greedy, open_llm, random_prompts, tokens_of
 from tests.test_decoder_parity import their_logits
 from treespec import SpecConfig
-from treespec.config import ModelConfig
 from treespec.errors import ModelError
+from treespec.models.model_config import ModelConfig
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_weights import UnsupportedModelError, inspect_checkpoint, verify_checkpoint
 from treespec_weights.describe import describe

@@ -11,10 +11,10 @@ import pytest
 from tests.families import TYPICAL, VOCAB, make_model
 from tests.models import new_folder, random_prompts
 from tests.test_families import LENGTH, Outputs, a_tree, ours, theirs
-from treespec.config import ModelConfig
 from treespec.models import attention, decoder, norms
 from treespec.models.attention import CpuAttention
 from treespec.models.layer_kinds import LayerKind, Rope
+from treespec.models.model_config import ModelConfig
 from treespec.tree import TokenTree
 from treespec_kernels.attention.tree_attention_cpu import plan_tree_attention_cpu, tree_attention_cpu
 from treespec_kernels.attention.tree_batch import RequestRows

@@ -27,9 +27,9 @@ from tests.gguf_files import add_tensor, finish, random_blocks, transformers_rea
 from tests.models import greedy, make_llama, new_folder, open_llm, random_prompts
 from tests.quantized_checkpoints import needs_compiler
 from treespec import LLM, SpecConfig
-from treespec.config import ModelConfig
 from treespec.errors import ModelError
-from treespec.models.quantized_weights import weight_bytes
+from treespec.models.model_config import ModelConfig
+from treespec.startup.quantization import weight_bytes
 from treespec_weights import (
     Checkpoint,
     CheckpointError,
@@ -46,7 +46,7 @@ from treespec_weights import (
 )
 from treespec_weights.cli import app
 from treespec_weights.gguf import reader
-from treespec_weights.gguf.tensors import FORMS, read_blocks
+from treespec_weights.gguf.blocks import FORMS, read_blocks
 from treespec_weights.quantize import Quantized, dequantize
 from treespec_weights.timing import time_loading
 

@@ -20,7 +20,7 @@ from treespec.errors import ConfigError, RequestError
 from treespec.text.prompt_tokenizer import load_tokenizer
 from treespec_weights import CheckpointError, convert_checkpoint, read_vocabulary
 from treespec_weights.codec import Codec
-from treespec_weights.files import read_json
+from treespec_weights.documents import read_document
 
 LINES = [line for module in (argparse, ast, tarfile) for line in Path(module.__file__).read_text().split("\n")] + [
     "  hi   there",
@@ -90,7 +90,7 @@ def write(path: Path, metadata: dict[str, Any]) -> Path:
 
 
 def tokenizer_of(path: Path) -> Tokenizer:
-    return Tokenizer.from_str(json.dumps(read_json(path, "tokenizer.json")))
+    return Tokenizer.from_str(json.dumps(read_document(path, "tokenizer.json")))
 
 
 def differing(one: Tokenizer, other: Tokenizer, lines: Sequence[str] = LINES) -> list[str]:

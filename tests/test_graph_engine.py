@@ -16,7 +16,7 @@ from tests.models import greedy, open_llm, random_prompts, tiny, tokens_of
 from treespec import LLM, LLMEngine, SamplingParams, SpecConfig
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 from treespec.executors.execution import follow
-from treespec.executors.graph_executor import GraphExecutor
+from treespec.graphs.graph_executor import GraphExecutor
 from treespec.graphs.round_inputs import Proposal, RoundInput, RoundLimits
 from treespec.graphs.sampling_state import SamplingState
 from treespec.graphs.verify_stage import RoundResult

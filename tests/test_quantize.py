@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.models import make_llama, new_folder
-from treespec.config import ModelConfig
+from treespec.models.model_config import ModelConfig
 from treespec_weights import CheckpointError, UnsupportedModelError, load_weights
-from treespec_weights.quant_schemes import scheme_of
+from treespec_weights.quant_config import scheme_of
 from treespec_weights.quantize import (
     Quantized,
     compressed_tensors,

@@ -15,11 +15,11 @@ from tests.exactness import differences, run
 from tests.models import greedy, make_llama, new_folder, open_llm, random_prompts, tiny
 from tests.quantized_checkpoints import needs_compiler, quantize_folder
 from treespec import LLM, SpecConfig
-from treespec.config import ModelConfig
 from treespec.errors import ConfigError, ModelError
-from treespec.models.quantized_weights import weight_bytes
+from treespec.models.model_config import ModelConfig
 from treespec.models.triton_weights import ModelWeights
-from treespec.planning.cost_measurement import cost_key
+from treespec.startup.cost_measurement import cost_key
+from treespec.startup.quantization import weight_bytes
 from treespec_kernels.cpu.cpu_library import CompileError
 from treespec_kernels.linear.compiled_linear import CompiledLinear
 from treespec_kernels.linear.quantized import QuantizedWeight, dequantized
@@ -136,7 +136,7 @@ def test_a_draft_that_cannot_be_quantised(tmp_path: Path) -> None:
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_the_embedded_models_keep_their_tokens(quantization: str, compile: bool) -> None:
     with (
-        mock.patch("treespec.planning.cost_measurement.load", return_value=None),
+        mock.patch("treespec.startup.cost_measurement.load", return_value=None),
         mock.patch("treespec.startup.start_costs.START_SECONDS", 0.05),
     ):
         llm = LLM(device="cpu", max_num_seqs=3, max_model_len=256, quantization=quantization, compile=compile)
@@ -191,7 +191,7 @@ def test_what_the_engine_says() -> None:
 
 def test_without_a_compiler_it_says_so_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     target, drafts = tiny(torch.float32)
-    failing = mock.patch("treespec.models.quantized_weights.find_compiler", side_effect=CompileError("no C++ compiler"))
+    failing = mock.patch("treespec.startup.quantization.find_compiler", side_effect=CompileError("no C++ compiler"))
     with failing, caplog.at_level(logging.WARNING, "treespec"):
         llm = open_llm(target, drafts, quantization="int4", prove=True)
     assert "quantised weights are held as torch.float32" in caplog.text

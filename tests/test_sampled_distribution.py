@@ -21,7 +21,6 @@ from tests.models import make_draft, make_llama, new_folder, open_llm, random_pr
 from tests.test_verify import duplicates_skipped, with_draws
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.config import DRAWS
-from treespec.drafters.trust import Trust
 from treespec.drawing.recording import watch
 from treespec.executors.round_record import RoundRecord
 from treespec.planning.planner import Planner
@@ -29,6 +28,7 @@ from treespec.planning.round_costs import CostCurve
 from treespec.sampling import sampler
 from treespec.sampling.sampler import _VERIFY_STREAM, Sampler
 from treespec.tree import TokenTree
+from treespec.trust import Trust
 from treespec.verification.oracle import RandomOracle
 from treespec.verification.verify import verify_drawn
 

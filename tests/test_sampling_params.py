@@ -13,6 +13,7 @@ from tests.scripts import run_script
 from treespec import LLM, EngineArgs, FlexibleArgumentParser, SamplingParams, SpecConfig, StructuredOutputsParams
 from treespec.errors import ConfigError
 from treespec.frontend import vllm_options
+from treespec.sampling_params import vllm_options as sampling_options
 
 LLM_DEFAULTS = {name: each.default for name, each in list(inspect.signature(LLM).parameters.items())[:-1]}
 
@@ -106,7 +107,7 @@ def test_signatures_are_in_step() -> None:
         own = [each.name for each in parameters[:-1] if each.name != "structural_tag"]
         assert own == [each.name for each in dataclasses.fields(kind)]
     for options, table, others in (
-        (vllm_options.ParamsOptions, vllm_options.PARAMS, set()),
+        (sampling_options.ParamsOptions, sampling_options.PARAMS, set()),
         (vllm_options.CallOptions, vllm_options.CALLS, set()),
         (vllm_options.VllmEngineOptions, vllm_options.ENGINE, {"enforce_eager", "speculative_config"}),
     ):

@@ -17,7 +17,7 @@ from tests.scripts import run_script
 from tests.speech import add_tokenizer, speaking_llm
 from treespec import SamplingParams, StructuredOutputsParams
 from treespec.errors import ConfigError, RequestError
-from treespec.sampling.structured_params import closed_schema
+from treespec.sampling_params.structured_params import closed_schema
 
 # --- bad input
 

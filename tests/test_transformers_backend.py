@@ -285,7 +285,7 @@ def test_fixed_rows_are_proven_with_passes_of_that_size() -> None:
     """A product that rounds differently in larger passes, which an engine with fixed rows never makes."""
     model = make_model("stablelm")
     model.model.layers[0].mlp.register_forward_hook(lambda _, args, out: out * (1 + (out.shape[1] > 32) * 2**-20))
-    with mock.patch("treespec.planning.cost_measurement.load", lambda key: CURVE):
+    with mock.patch("treespec.startup.cost_measurement.load", lambda key: CURVE):
         llm = LLM(model, device="cpu", max_model_len=256)
     assert llm.stats()["frozen"]["exactness"] == "bit-identical at 32 fixed rows"
 

@@ -14,7 +14,7 @@ from tests.models import greedy, make_draft, new_folder, open_llm, random_prompt
 from treespec import LLM, SpecConfig
 from treespec.drafters.ssm.catch_up import INITIAL_ADVANTAGE, SAVED_PER_NAT, CatchUpPolicy
 from treespec.drafters.ssm.ssm_state import SsmState
-from treespec.drafters.trust import DECAY, MIN_LOGPROB, MIN_WEIGHT, WINDOW, Trust
+from treespec.trust import DECAY, MIN_LOGPROB, MIN_WEIGHT, WINDOW, Trust
 
 pytestmark = pytest.mark.slow
 

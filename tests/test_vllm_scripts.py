@@ -48,7 +48,7 @@ def run(folder: Path) -> Iterator[Callable[[Script], dict[str, Any]]]:
         return names
 
     with (
-        mock.patch("treespec.planning.cost_measurement.load", lambda key: CURVE),
+        mock.patch("treespec.startup.cost_measurement.load", lambda key: CURVE),
         mock.patch("treespec.startup.target.differing_rows", _differing_rows_once),
         mock.patch("treespec.startup.resolve.resolve_compile", lambda *_: False),
         mock.patch("treespec.startup.assemble.resolve_lookup", lambda *_: None),

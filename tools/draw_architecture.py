@@ -48,7 +48,7 @@ PACKAGES: dict[str, dict[str, str]] = {  # by row: name and purpose
     },
     "the round": {
         "engine.py, scheduler.py": "admit, commit, learn",
-        "executors": "a round on the host,\nor replayed",
+        "executors": "rounds driven\nby the host",
         "graphs": "whole rounds as\nCUDA graphs",
         "planning": "sources, depth, nodes\nfrom measured costs",
     },
@@ -67,7 +67,7 @@ PACKAGES: dict[str, dict[str, str]] = {  # by row: name and purpose
     "libraries": {
         "treespec_kernels": "C++ and Triton kernels with\nreferences; autotuning",
         "treespec_weights": "safetensors, GGUF, families,\nconversion; embedded models",
-        "config.py, errors.py, utils": "used by all of treespec",
+        "config.py, sampling_params, utils": "options and helpers,\nused by all of treespec",
     },
 }
 

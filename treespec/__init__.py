@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from treespec.version import __version__
+
 __all__ = [
     "LLM",
     "CompletionOutput",
@@ -27,12 +28,12 @@ if TYPE_CHECKING:
     from treespec.drafters.base import Drafter
     from treespec.executors.round_record import RoundRecord
     from treespec.frontend.engine_args import EngineArgs, FlexibleArgumentParser
-    from treespec.frontend.llm_engine import LLMEngine
     from treespec.inputs import TextPrompt, TokensPrompt
     from treespec.llm import LLM
+    from treespec.llm_engine import LLMEngine
     from treespec.outputs import CompletionOutput, RequestOutput
-    from treespec.sampling.structured_params import StructuredOutputsParams
     from treespec.sampling_params import SamplingParams
+    from treespec.sampling_params.structured_params import StructuredOutputsParams
     from treespec.training.run import train_drafts
     from treespec.tree import TokenTree
 
@@ -42,12 +43,12 @@ _MODULES = {
     "EngineArgs": "treespec.frontend.engine_args",
     "FlexibleArgumentParser": "treespec.frontend.engine_args",
     "LLM": "treespec.llm",
-    "LLMEngine": "treespec.frontend.llm_engine",
+    "LLMEngine": "treespec.llm_engine",
     "RequestOutput": "treespec.outputs",
     "RoundRecord": "treespec.executors.round_record",
     "SamplingParams": "treespec.sampling_params",
     "SpecConfig": "treespec.config",
-    "StructuredOutputsParams": "treespec.sampling.structured_params",
+    "StructuredOutputsParams": "treespec.sampling_params.structured_params",
     "TextPrompt": "treespec.inputs",
     "TokenTree": "treespec.tree",
     "TokensPrompt": "treespec.inputs",

@@ -1,25 +1,17 @@
-"""Configurations of speculation, models and the engine, validated before anything is built."""
+"""Configurations of speculation and of the engine, validated before anything is built."""
 
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal, Never, Self
 
 import torch
 
-from treespec.errors import ConfigError, ModelError, VariantError, reject_unknown
-from treespec.models.layer_kinds import LayerKind, Rope, read_layers
+from treespec.errors import ConfigError, reject_unknown
 from treespec.utils.scalars import to_python
-from treespec_weights.families import family_of
-from treespec_weights.files import resolve_folder
-from treespec_weights.quant_schemes import QuantScheme, scheme_of
-from treespec_weights.rules import ACTIVATIONS, Activation, FamilyRules, ModelShape, read_config, read_generation_config
+from treespec.verification.verify import RANDOM_DRAWS, VERIFICATIONS
 
 POLICIES = ("auto", "static", "dynamic")
-VERIFICATIONS = ("coupled", "naive", "rejection", "traversal")
-RANDOM_DRAWS = ("rejection", "traversal")  # rules for children sampled from a draft's distribution
 DRAWS = ("cross-source", "without-replacement", "with-replacement")
 MAX_NODES = 1024
 QUANTIZATIONS = ("int8", "int4")
@@ -213,168 +205,6 @@ class SpecConfig:
         if not isinstance(spec, SpecConfig):
             raise ConfigError(f'spec={spec!r}; valid: a SpecConfig, "off" or None')
         return spec
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Architecture of a checkpoint, as the native decoder needs it.
-
-    Attributes:
-        folder, rules, shape: path, family rules and sizes.
-        norm_eps: of all norms.
-        activation: of the MLP.
-        parallel: attention and MLP read the same residual stream (parallel block).
-        query_scale: factor on attention scores.
-        score_cap, logit_cap: soft caps c of scores and logits, x -> c tanh(x / c); None = none.
-        embed_scale: factor on embeddings, rounded to the model's dtype.
-        ropes: rotary embeddings; () for learned positions.
-        layers: by layer, its rope and window.
-        max_positions: maximum context length.
-        dtype: of the stored weights.
-        eos_token_ids: tokens that end a text.
-    """
-
-    folder: Path
-    rules: FamilyRules
-    shape: ModelShape
-    norm_eps: float
-    activation: Activation
-    parallel: bool
-    query_scale: float
-    score_cap: float | None
-    logit_cap: float | None
-    embed_scale: float
-    ropes: tuple[Rope, ...]
-    layers: tuple[LayerKind, ...]
-    max_positions: int
-    dtype: torch.dtype
-    eos_token_ids: tuple[int, ...]
-    quantization: QuantScheme | None = None  # the checkpoint's own
-    head_rows: int | None = None  # of a draft's reduced head; None = the vocabulary
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """Distinct windows of the layers."""
-        return tuple(dict.fromkeys(layer.window for layer in self.layers))
-
-    @cached_property
-    def short_context(self) -> int:
-        """Most positions of a request that longrope's short factors serve; 0 if all requests have the same factors."""
-        return max((rope.short_context for rope in self.ropes), default=0)
-
-    def first_rotation(self, max_len: int) -> int:
-        """Return the row of the RoPE tables for position 0 of a request of at most `max_len` positions."""
-        return self.short_context if max_len > self.short_context else 0
-
-    @property
-    def compute_key(self) -> tuple[object, ...]:
-        """Key shared by models that differ only in their weights."""
-        rules, ropes = self.rules, tuple(rope.key for rope in self.ropes)
-        return (
-            self.shape,
-            rules.norm,
-            rules.extra_positions,
-            self.norm_eps,
-            self.activation,
-            self.parallel,
-            self.query_scale,
-            self.score_cap,
-            self.logit_cap,
-            self.embed_scale,
-            ropes,
-            self.layers,
-            self.quantization,
-            self.head_rows,
-        )
-
-    @classmethod
-    def from_hf(cls, folder: str | Path, max_model_len: int | None = None) -> "ModelConfig":
-        """Read config.json and generation_config.json of a Hugging Face folder.
-
-        Args:
-            folder: the checkpoint's folder.
-            max_model_len: the context in use. Length-dependent frequencies are fixed for it (dynamic), or for each
-                request (longrope), so that a key does not depend on when it was computed.
-
-        Raises:
-            CheckpointError: missing, contradictory or unsupported config values. OSError: no such folder.
-            ModelError: an unsupported activation, RoPE type or layer type.
-        """
-        folder = resolve_folder(folder)
-        raw = read_config(folder)
-        return cls.from_raw(folder, raw, family_of(raw, folder), max_model_len)
-
-    @classmethod
-    def from_raw(
-        cls, folder: Path, raw: dict[str, Any], rules: FamilyRules, max_model_len: int | None = None
-    ) -> "ModelConfig":
-        """Read a parsed config.json; arguments and errors as in `from_hf`."""
-        shape = ModelShape.from_hf(raw, rules, folder)
-        raw = {**rules.assumed, **raw}
-        named = raw.get(rules.activation)
-        if not isinstance(named, str) or named not in ACTIVATIONS:
-            raise VariantError(f"{folder}: {rules.activation}={named!r}; supported: {', '.join(ACTIVATIONS)}")
-        max_positions = _number(folder, raw, rules.max_positions, 2048, int)
-        eps = rules.norm_eps
-        if isinstance(eps, str):
-            eps = _number(folder, raw, eps, 1e-5 if rules.norm == "layer" else 1e-6, float)
-        ropes, layers = read_layers(folder, raw, rules, shape, min(max_model_len or max_positions, max_positions))
-        parallel = rules.parallel is not None and raw.get(rules.parallel, True)
-        if not isinstance(parallel, bool):
-            raise ModelError(f"{folder}: {rules.parallel}={parallel!r}; expected true or false")
-        scalar = shape.head_dim
-        if rules.query_scalar is not None:
-            scalar = _number(folder, raw, rules.query_scalar, shape.head_dim, float)
-        stored = raw.get("dtype") or raw.get("torch_dtype") or "float32"
-        dtype = _DTYPES.get(stored) if isinstance(stored, str) else None
-        if dtype is None:
-            raise ModelError(f"{folder}: dtype={stored!r}; supported: {', '.join(_DTYPES)}")
-        return cls(
-            folder=folder,
-            rules=rules,
-            shape=shape,
-            norm_eps=float(eps),
-            activation=ACTIVATIONS[named],
-            parallel=parallel,
-            query_scale=float(scalar) ** -0.5,
-            score_cap=_soft_cap(folder, raw, rules.score_cap),
-            logit_cap=_soft_cap(folder, raw, rules.logit_cap),
-            embed_scale=shape.hidden_size**0.5 if rules.scaled_embedding else 1.0,
-            ropes=ropes,
-            layers=layers,
-            max_positions=max_positions,
-            dtype=dtype,
-            eos_token_ids=end_tokens(
-                folder, read_generation_config(folder).get("eos_token_id", raw.get("eos_token_id"))
-            ),
-            quantization=scheme_of(raw, folder),
-        )
-
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def _number(folder: Path, raw: dict[str, Any], key: str, default: float, kind: type) -> Any:
-    """Read a positive number from config.json."""
-    value = raw.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float) or not value > 0:
-        raise ModelError(f"{folder}: {key}={value!r} in config.json; expected a positive {kind.__name__}")
-    return kind(value)
-
-
-def _soft_cap(folder: Path, raw: dict[str, Any], key: str | None) -> float | None:
-    """Read a soft cap; None if the family or the model has none."""
-    if key is None or raw.get(key) is None:
-        return None
-    return float(_number(folder, raw, key, 1.0, float))
-
-
-def end_tokens(folder: Path, value: object) -> tuple[int, ...]:
-    """Normalise eos_token_id (an id, a list or None) to a tuple. Raises ModelError for anything else."""
-    ids = [] if value is None else value if isinstance(value, list) else [value]
-    if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in ids):
-        raise ModelError(f"{folder}: eos_token_id={value!r}; expected a token id or a list of them")
-    return tuple(ids)
 
 
 @dataclass(frozen=True)

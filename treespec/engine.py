@@ -5,7 +5,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -13,7 +13,7 @@ from treespec.cache import KVCache
 from treespec.drafters.calls import Failures, call_commit, call_release
 from treespec.drafters.draft_sources import DraftSources
 from treespec.errors import RequestError, TreespecError
-from treespec.executors.execution import Execution, Executor, StageClock, VerifiedRequest, follow
+from treespec.executors.execution import CapturedExecutor, Execution, Executor, StageClock, VerifiedRequest, follow
 from treespec.executors.host_executor import HostExecutor
 from treespec.executors.round_record import RoundObservers, RoundRecord
 from treespec.metrics import Stats
@@ -24,9 +24,6 @@ from treespec.runner import Runner
 from treespec.sampling.logprobs import LogprobRows, logprobs_of
 from treespec.scheduler import Batch, Scheduler
 from treespec.utils.torch_state import one_thread
-
-if TYPE_CHECKING:
-    from treespec.executors.graph_executor import GraphExecutor
 
 logger = logging.getLogger("treespec")
 
@@ -66,7 +63,7 @@ class Engine:
         scheduler: Scheduler,
         sources: DraftSources,
         host: HostExecutor,
-        captured: "GraphExecutor | None" = None,
+        captured: CapturedExecutor | None = None,
     ):
         self.runner, self.scheduler, self.sources = runner, scheduler, sources
         self.host, self.captured = host, captured

@@ -15,6 +15,7 @@ from torch import nn
 from treespec.adapter.trace import AdapterConfig
 from treespec.config import SpecConfig
 from treespec.drafters.calls import is_custom
+from treespec.engine_options import EngineOptions
 from treespec.errors import ConfigError, RequestError, reject_unknown, safe_repr
 from treespec.executors.round_record import ObserverHandle, RoundObserver
 from treespec.frontend.engine_args import translate_options
@@ -23,16 +24,16 @@ from treespec.frontend.progress import Progress
 from treespec.frontend.requests import Prompt, RequestFactory, as_list, log_rejected, no_text
 from treespec.frontend.round_loop import RoundLoop
 from treespec.frontend.vllm_methods import VllmMethods
-from treespec.frontend.vllm_options import CALLS, ENGINE, CallOptions, VllmEngineOptions, without_absent
+from treespec.frontend.vllm_options import CALLS, ENGINE, CallOptions, VllmEngineOptions
 from treespec.outputs import RequestOutput, StreamChunk
 from treespec.request import Request
 from treespec.sampling.grammar import Grammars
-from treespec.sampling.param_values import checked
 from treespec.sampling.sampler import SEED_BITS, new_seed
 from treespec.sampling_params import SamplingParams
+from treespec.sampling_params.param_values import checked
+from treespec.sampling_params.vllm_options import without_absent
 from treespec.startup.assemble import build
 from treespec.startup.device import resolve_device
-from treespec.startup.engine_options import EngineOptions
 from treespec.text.chat import Message, conversations, streamed
 from treespec.text.prompt_tokenizer import Tokenization, UserTokenizer, check_sentencepiece, load_tokenizer
 from treespec.utils.scalars import to_python

@@ -8,14 +8,15 @@ from typing import Literal
 
 import numpy as np
 
-from treespec.config import RANDOM_DRAWS, SpecConfig
-from treespec.drafters.trust import Trust
+from treespec.config import SpecConfig
 from treespec.errors import RequestError, TreespecError
 from treespec.sampling.logprobs import Logprob
 from treespec.sampling.restriction import Restriction
 from treespec.sampling.sampler import Sampler
 from treespec.sampling_params import SamplingParams
 from treespec.text.detokenizer import Detokenizer
+from treespec.trust import Trust
+from treespec.verification.verify import RANDOM_DRAWS
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from treespec.config import ModelConfig
 from treespec.models.decoder import Decoder
 from treespec.models.layer_kinds import LayerKind, Rope
+from treespec.models.model_config import ModelConfig
 from treespec_kernels.attention.qkv_rope import qkv_rope_ref, qkv_rope_triton
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 from treespec_kernels.linear.rms_norm import rms_norm_ref, rms_norm_triton

@@ -18,9 +18,9 @@ from tests.families import TYPICAL, make_model, small
 from tests.models import greedy, make_draft, new_folder, open_llm, random_prompts
 from treespec import SpecConfig
 from treespec.cache import KVCache
-from treespec.config import ModelConfig
 from treespec.graphs.batch_round import BatchRound
 from treespec.models.attention import make_attention
+from treespec.models.model_config import ModelConfig
 from treespec.models.triton_decoder import TritonDecoder
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.tuning.testing import assert_close, path_to

@@ -22,12 +22,12 @@ from tests.models import (
     tokens_of,
 )
 from treespec import LLM, RoundRecord, SpecConfig
-from treespec.executors.graph_executor import GraphExecutor
 from treespec.graphs.batch_round import BatchRound
 from treespec.graphs.capture import MAX_DEPTH
-from treespec.graphs.proof import differing_rounds
+from treespec.graphs.graph_executor import GraphExecutor
 from treespec.graphs.round_inputs import RoundInput
 from treespec.graphs.verify_stage import RoundResult, VerifyStage
+from treespec.startup.proof import differing_rounds
 
 torch.set_num_threads(1)
 PROMPTS = random_prompts([3, 62], vocab=64)

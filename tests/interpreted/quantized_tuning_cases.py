@@ -15,8 +15,8 @@ from tests.models import make_draft, make_llama, new_folder
 from tests.quantized_checkpoints import quantize_folder
 from treespec.cache import KVCache
 from treespec.cli.kernels import settings_of
-from treespec.config import ModelConfig
 from treespec.models.attention import make_attention
+from treespec.models.model_config import ModelConfig
 from treespec.models.triton_decoder import TritonDecoder, stacked
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.linear.quantized import QuantizedWeight, WeightForm

@@ -23,16 +23,16 @@ from tests.models import LONGROPE, greedy, make_draft, make_llama, new_folder, o
 from tests.simulated_gpu import Gpu
 from treespec import LLM, SpecConfig
 from treespec.cache import KVCache
-from treespec.config import ModelConfig
 from treespec.engine import Engine
 from treespec.errors import ConfigError, KernelError
 from treespec.executors.execution import Execution
-from treespec.executors.graph_executor import GraphExecutor
 from treespec.graphs.batch_round import BatchRound
+from treespec.graphs.graph_executor import GraphExecutor
 from treespec.graphs.round_inputs import RoundInput
 from treespec.graphs.verify_stage import VerifyStage
 from treespec.models import triton_decoder
 from treespec.models.attention import make_attention
+from treespec.models.model_config import ModelConfig
 from treespec.models.triton_decoder import TritonDecoder
 from treespec.request import Request
 from treespec.runner import Runner
@@ -277,7 +277,7 @@ def test_rounds_launched_ahead(gpu: Gpu, options: dict[str, Any]) -> None:
     with (
         rounds_wait_for_nothing(gpu),
         mock.patch.object(BatchRound, "launch", watched),
-        mock.patch("treespec.executors.graph_executor.STEADY_ROUNDS", 0),
+        mock.patch("treespec.graphs.graph_executor.STEADY_ROUNDS", 0),
     ):
         for spec in ("off", TREES, "off", TREES):  # twice, since a graph is captured at its first use
             assert tokens_of(llm.generate(PROMPTS, params, spec=spec)) == expected
@@ -398,7 +398,7 @@ def test_where_captured_rounds_fail_it_goes_step_by_step(
     with (
         mock.patch("treespec.startup.assemble.is_interpreted", lambda: False),
         mock.patch("treespec.startup.assemble.captured_rounds", capture),
-        mock.patch("treespec.graphs.proof.differing_rounds", differing),
+        mock.patch("treespec.startup.proof.differing_rounds", differing),
     ):
         llm = open_llm(target, [], device="cuda", dtype="float16", spec=TREES, max_num_seqs=1, prove=None)
     assert capture.call_count == 1 and llm.engine.captured is None

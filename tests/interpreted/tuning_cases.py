@@ -13,9 +13,9 @@ import torch
 from tests.models import tiny
 from treespec.cache import KVCache
 from treespec.cli.kernels import settings_of
-from treespec.config import ModelConfig
 from treespec.models import triton_decoder
 from treespec.models.attention import make_attention
+from treespec.models.model_config import ModelConfig
 from treespec.models.triton_decoder import TritonDecoder, stacked
 from treespec_kernels.attention.tree_attention import TreeAttentionConfig
 from treespec_kernels.attention.tree_batch import RequestRows

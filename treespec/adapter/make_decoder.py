@@ -13,8 +13,8 @@ from torch import nn
 from treespec.adapter.decoder import AdapterDecoder
 from treespec.adapter.experts import has_routed_experts
 from treespec.adapter.source import Source
-from treespec.config import ModelConfig
 from treespec.errors import ConfigError, ExactnessError, KernelError, ModelError, VariantError
+from treespec.models.model_config import ModelConfig
 from treespec_weights.errors import Problem, UnsupportedModelError
 
 logger = logging.getLogger("treespec")

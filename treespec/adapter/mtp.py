@@ -19,10 +19,10 @@ from treespec.adapter.decoder import AdapterDecoder, AdapterPass
 from treespec.adapter.route import Call, configs_of, routed
 from treespec.adapter.source import Source
 from treespec.adapter.trace import AdapterConfig, reference_attention
-from treespec.config import ModelConfig
 from treespec.errors import ModelError, describe_error
 from treespec.models.attention import Attention
 from treespec.models.feature_head import FeatureHead
+from treespec.models.model_config import ModelConfig
 
 MTP = "mtp"  # in `drafts`, the target's own layer
 

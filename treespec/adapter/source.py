@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from treespec.config import end_tokens
 from treespec.errors import ModelError, describe_error
+from treespec.models.model_config import end_tokens
 from treespec_weights.checkpoint import Checkpoint
+from treespec_weights.documents import CONFIG, read_config, read_generation_config
 from treespec_weights.errors import CheckpointError, Problem
 from treespec_weights.files import resolve_folder
 from treespec_weights.hub import is_hub_id
-from treespec_weights.rules import CONFIG, read_config, read_generation_config
 
 _COMPUTED = (torch.float32, torch.bfloat16, torch.float16)
 _STATES = ("linear", "mamba", "conv", "recurrent", "rwkv", "ssm", "lstm", "hybrid")  # in layer type names

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import transformers
 
-import treespec
 from treespec.bench.grow import Grown
 from treespec.bench.measure import Run, Sample, interleave, run_ours
 from treespec.bench.modes import PLAIN, Mode, Peer, Selection, our_modes, peer_modes, select
@@ -25,10 +24,11 @@ from treespec.bench.rule_comparison import default_branching, intervals, rule_mo
 from treespec.config import AUTO_NODES, SpecConfig
 from treespec.errors import ConfigError
 from treespec.llm import LLM
-from treespec.planning.cost_measurement import processor
 from treespec.sampling_params import SamplingParams
+from treespec.startup.cost_measurement import processor
 from treespec.startup.folders import resolve_folders, resolve_model
 from treespec.text.prompt_files import Prompt, encode_prompt, has_chat_template, read_prompts
+from treespec.version import __version__
 
 WHY_BATCH_ONE = "transformers' assisted decoding supports batch 1 only"
 
@@ -110,7 +110,7 @@ def bench(
         "dtype": frozen["dtype"],
         "threads": frozen["threads"],
         "versions": {
-            "treespec": treespec.__version__,
+            "treespec": __version__,
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "python": platform.python_version(),
@@ -248,7 +248,7 @@ def _peak_mib() -> float:
 
 def commit() -> str | None:
     """Return the git commit of the running checkout, with "-dirty" if modified; None outside a checkout."""
-    root = Path(treespec.__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
     try:

@@ -6,7 +6,7 @@ from typing import Any
 
 from treespec.bench.profile import MEANING
 from treespec.bench.report import LOOPING
-from treespec.cli.group import table
+from treespec.utils.tables import table
 
 LEGEND = f"""\
 speed-up           time per token of treespec's plain decoding over the mode's, in the same repeat: median (min..max of

@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
-from treespec import __version__
 from treespec.cli import autotune, bench, generate, train, tree
 from treespec.cli.group import Commands
 from treespec.utils.interrupts import raise_on_interrupt
+from treespec.version import __version__
 
 _PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
 

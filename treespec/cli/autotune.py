@@ -67,7 +67,7 @@ def autotune(
     the stored results.
     """
     if show:
-        from treespec.planning.cost_measurement import load_all
+        from treespec.startup.cost_measurement import load_all
 
         _print(_curves(load_all()) | {"tuned": kernels.stored()}, as_json, "stored")
         return
@@ -129,7 +129,7 @@ def autotune(
 
 def _curves(entries: list[dict[str, Any]]) -> dict[str, Any]:
     """Build the curve section of the document. `threads` compares stored curves of the first entry."""
-    from treespec.planning import cost_measurement as costs
+    from treespec.startup import cost_measurement as costs
 
     compared = curves.compare_threads(entries[0]["key"]) if entries else None
     return {"file": str(costs.costs_file()), "curves": entries, "threads": compared}

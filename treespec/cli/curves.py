@@ -10,8 +10,8 @@ from typing import Any
 
 import typer
 
-from treespec.cli.group import table
 from treespec.cli.options import load_llm, status
+from treespec.utils.tables import table
 
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}"
 
@@ -29,7 +29,7 @@ def measure_here(
     import torch
     from tqdm import tqdm  # type: ignore[import-untyped]
 
-    from treespec.planning import cost_measurement as costs
+    from treespec.startup import cost_measurement as costs
 
     if threads is not None:
         torch.set_num_threads(threads)
@@ -106,7 +106,7 @@ def _error_of(error: dict[str, str]) -> Exception:
 
 def compare_threads(key: dict[str, Any]) -> dict[str, Any] | None:
     """Compare the stored curves of these models by number of threads. Returns None on a GPU."""
-    from treespec.planning import cost_measurement as costs
+    from treespec.startup import cost_measurement as costs
 
     seconds = costs.by_threads(key)
     if key["device"] != "cpu" or not seconds:
@@ -140,7 +140,7 @@ def describe(entry: dict[str, Any]) -> str:
 
 def describe_threads(compared: dict[str, Any]) -> str:
     """Format the time of a round by number of threads, and the best number, as one line."""
-    from treespec.planning.cost_measurement import DRAFT_LEVELS, ROUND_ROWS
+    from treespec.startup.cost_measurement import DRAFT_LEVELS, ROUND_ROWS
 
     times = ", ".join(f"{_threads(int(number))}: {ms:.2f} ms" for number, ms in compared["round_ms"].items())
     what = f"a round of {ROUND_ROWS} rows and {DRAFT_LEVELS} levels of drafting"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from treespec.cli.group import print_json, table, usage_error, uses_colour
+from treespec.cli.group import print_json, usage_error, uses_colour
 from treespec.cli.options import (
     Branching,
     Chat,
@@ -36,6 +36,7 @@ from treespec.cli.options import (
     spec_config,
     status,
 )
+from treespec.utils.tables import table
 
 if TYPE_CHECKING:
     from treespec.llm import LLM

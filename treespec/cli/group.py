@@ -96,18 +96,3 @@ def print_json(document: dict[str, Any]) -> None:
 def uses_colour(stream: TextIO) -> bool:
     """Return whether to colour output on a stream (a terminal, see https://no-color.org)."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Format rows as aligned columns.
-
-    The first column is left-aligned, others right-aligned; the first row is the header.
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from treespec.cli.group import table, usage_error
+from treespec.cli.group import usage_error
+from treespec.utils.tables import table
 
 if TYPE_CHECKING:
     import torch
 
-    from treespec.config import ModelConfig
+    from treespec.models.model_config import ModelConfig
     from treespec_kernels.linear.quantized import WeightForm
     from treespec_kernels.ops.shapes import KernelShape, Setting
 
@@ -36,9 +37,9 @@ def settings_of(
     Raises:
         ConfigError: `quantization` of a quantised model, or of sizes that no group size divides.
     """
-    from treespec.config import ModelConfig
-    from treespec.models.quantized_weights import resolve_quantization
+    from treespec.models.model_config import ModelConfig
     from treespec.startup.folders import resolve_folders, resolve_model
+    from treespec.startup.quantization import resolve_quantization
 
     target = ModelConfig.from_hf(resolve_model(model))
     resolve_quantization(quantization, target, dtype or target.dtype)

@@ -1,1 +1,1 @@
-"""Executors, which run rounds, and their interface to the engine."""
+"""The interface of executors, which run rounds for the engine, and the executor that the host drives."""

@@ -8,9 +8,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
+from treespec.draft_plan import NOTHING_DRAFTED, Drafted
 from treespec.drafters.calls import Committing, Failures
 from treespec.drafters.ssm.ssm_state import ReadTokens
-from treespec.planning.draft_plan import NOTHING_DRAFTED, Drafted
 from treespec.planning.planner import PlannedRound, Planner
 from treespec.planning.round_costs import RoundSeconds
 from treespec.request import Request
@@ -175,6 +175,16 @@ class Executor(Protocol):
             clock: receives the stages.
             meanwhile: called while a device computes the round, if the host waits for it.
         """
+
+
+class CapturedExecutor(Executor, Protocol):
+    """An executor whose device computes a round while the host goes on."""
+
+    def launch(self, requests: Sequence[Request], others_wait: bool, clock: StageClock) -> None:
+        """Launch a round of these requests, which the next `run` waits for. Arguments as of `run`."""
+
+    def drop_finished(self) -> None:
+        """Wait for the device if all requests that it computes for have ended, and forget their round."""
 
 
 def follow(tree: TokenTree, tokens: Sequence[int]) -> np.ndarray:

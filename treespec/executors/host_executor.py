@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Sequence
 
+from treespec.draft_plan import DraftPlan
 from treespec.drafters.calls import call_propose
 from treespec.drafters.draft_sources import DraftSources
 from treespec.drafters.forced import forced_tree
 from treespec.drafters.foreign.foreign_drafter import ForeignDrafter
 from treespec.errors import DraftError, RequestError
 from treespec.executors.execution import Execution, StageClock, VerifiedRequest
-from treespec.planning.draft_plan import DraftPlan
 from treespec.planning.planner import Planner
 from treespec.request import Request
 from treespec.runner import Choices, Runner

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self, TypeVar, get_args, get_origin, get_type_hints
 
+from treespec.engine_options import EngineOptions
 from treespec.errors import ConfigError
 from treespec.frontend.vllm_options import VllmEngineOptions
-from treespec.startup.engine_options import EngineOptions
 
 logger = logging.getLogger("treespec")
 

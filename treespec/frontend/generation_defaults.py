@@ -7,8 +7,8 @@ from typing import Any
 
 from treespec.errors import ConfigError, ModelError
 from treespec.sampling_params import SamplingParams
+from treespec_weights.documents import GENERATION_CONFIG, read_generation_config
 from treespec_weights.files import resolve_folder
-from treespec_weights.rules import GENERATION_CONFIG, read_generation_config
 
 _TRUNCATIONS = ("top_k", "top_p", "min_p")
 _NAMES = ("auto", "treespec", "vllm")

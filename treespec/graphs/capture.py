@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from treespec.cache import pages_for
-from treespec.config import ModelConfig, SpecConfig
+from treespec.config import SpecConfig
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 from treespec.graphs.batch_round import BatchRound
 from treespec.graphs.draft_passes import FeaturePool, num_tree_slots
@@ -21,6 +21,7 @@ from treespec.graphs.target_pass import MAX_ROWS, TargetPass
 from treespec.graphs.verify_stage import LOGPROB_ROWS
 from treespec.models.feature_head import FeatureHead
 from treespec.models.group_model import GroupModel
+from treespec.models.model_config import ModelConfig
 from treespec.models.state_head import StateHead
 from treespec.models.triton_decoder import TritonDecoder, stacked
 from treespec.planning.planner import Planner

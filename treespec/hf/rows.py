@@ -14,8 +14,9 @@ from treespec.config import SpecConfig
 from treespec.errors import ConfigError, RequestError, describe_error
 from treespec.request import Request
 from treespec.sampling.sampler import Sampler
+from treespec.sampling.transforms import call_processor
 from treespec.sampling_params import LEAST_TEMPERATURE, SamplingParams
-from treespec.utils.torch_state import call_processor, outside_code
+from treespec.utils.torch_state import outside_code
 
 
 def processors_of_row(processors: Sequence[Any], row: int) -> list[Any]:

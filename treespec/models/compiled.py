@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from treespec.config import ModelConfig
 from treespec.errors import KernelError
 from treespec.models.decoder import Decoder, HiddenStates, Pass, StreamInput
+from treespec.models.layer import take_projection
+from treespec.models.model_config import ModelConfig
 from treespec.models.norms import take_head_norm
-from treespec.models.quantized_weights import take_projection
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.cpu.compiled_plan import CompiledPlan, plan_compiled
 from treespec_kernels.cpu.cpu_library import CompileError, build_together, find_compiler

@@ -17,13 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from treespec.config import ModelConfig
 from treespec.errors import ConfigError
 from treespec.models.head_vocabulary import HeadVocabulary
-from treespec.models.layer import Layer, make_linear
+from treespec.models.layer import Layer, make_linear, take_projection
+from treespec.models.model_config import ModelConfig
 from treespec.models.norms import STREAMS, LayerStream, RmsStream, norm_heads
 from treespec.models.prepare import prepare
-from treespec.models.quantized_weights import take_projection
 from treespec.models.rotation import RotaryEmbedding
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 from treespec_kernels.cpu.compiled_plan import CompiledPlan

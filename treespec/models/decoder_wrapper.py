@@ -5,9 +5,9 @@ from ctypes import CDLL
 import torch
 from torch import Tensor
 
-from treespec.config import ModelConfig
 from treespec.models.decoder import CompiledPasses, Decoder, Pass
 from treespec.models.head_vocabulary import HeadVocabulary
+from treespec.models.model_config import ModelConfig
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.cpu.decoder_cpu import PassEntries
 

@@ -1,16 +1,16 @@
-"""Weights of one layer of the eager decoder."""
+"""Weights of one layer of the eager decoder, and fused projections for every decoder."""
 
 from ctypes import CDLL
 
 import torch
 from torch import Tensor
 
-from treespec.config import ModelConfig
+from treespec.errors import ModelError
+from treespec.models.model_config import ModelConfig
 from treespec.models.norms import STREAMS, Norm, take_head_norm
-from treespec.models.quantized_weights import take_projection
 from treespec_kernels.linear.compiled_linear import CompiledLinear, quantized_linear
 from treespec_kernels.linear.linear import Linear, LinearImpl
-from treespec_kernels.linear.quantized import QuantizedWeight
+from treespec_kernels.linear.quantized import QuantizedWeight, stacked
 
 
 def make_linear(
@@ -20,6 +20,28 @@ def make_linear(
     if isinstance(weight, QuantizedWeight):
         return quantized_linear(weight, bias, dtype, impl, library)
     return Linear(weight, bias, impl)
+
+
+def take_projection(weights: dict[str, Tensor], prefix: str, names: tuple[str, ...]) -> Tensor | QuantizedWeight:
+    """Pop and concatenate the matrices `prefix + name`, with their scales and zero points.
+
+    Raises:
+        ModelError: the matrices are not all quantised alike.
+    """
+    values = [weights.pop(prefix + name) for name in names]
+    scales = [weights.pop(f"{prefix}{name}_scale", None) for name in names]
+    zeros = [weights.pop(f"{prefix}{name}_zero", None) for name in names]
+    if all(scale is None for scale in scales):
+        return torch.cat(values) if len(values) > 1 else values[0]
+    parts = [QuantizedWeight(v, s, z) for v, s, z in zip(values, scales, zeros, strict=True) if s is not None]
+    if len(parts) < len(names) or len({(part.bits, part.group) for part in parts}) > 1:
+        raise ModelError(
+            f"{', '.join(prefix + name for name in names)} are fused into one product, but not all quantised alike; "
+            "use a checkpoint that quantises all of them or none"
+        )
+    for part in parts:
+        part.check()
+    return stacked(parts) if len(parts) > 1 else parts[0]
 
 
 class Layer:

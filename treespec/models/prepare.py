@@ -5,7 +5,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from treespec.config import ModelConfig
+from treespec.models.model_config import ModelConfig
 
 
 def prepare(config: ModelConfig, weights: dict[str, Tensor]) -> None:

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from treespec.config import ModelConfig
 from treespec.models.attention_triton import TritonAttention
 from treespec.models.decoder import Decoder, Pass, StreamInput
+from treespec.models.model_config import ModelConfig
 from treespec.models.triton_weights import LayerWeights, ModelWeights, Weight, map_tensors
 from treespec_kernels.attention.qkv_rope import HeadNorm, qkv_rope_triton
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows

@@ -7,7 +7,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from treespec.models.quantized_weights import take_projection
+from treespec.models.layer import take_projection
 from treespec_kernels.linear.quantized import QuantizedWeight, dequantized, stacked
 from treespec_weights.rules import ModelShape
 

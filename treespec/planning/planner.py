@@ -37,7 +37,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from treespec.planning.draft_plan import COVERAGE, NOTHING_DRAFTED, Drafted, DraftPlan, LevelRule
+from treespec.draft_plan import COVERAGE, NOTHING_DRAFTED, Drafted, DraftPlan, LevelRule
 from treespec.planning.learning import MARGIN, Calibration, RoundShapes, ScoredTree, SpeculationBackoff, TreeYield
 from treespec.planning.round_costs import CostCurve, CostedBatch, RoundCosts, RoundSeconds
 from treespec.request import Request

@@ -12,7 +12,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from treespec.errors import RequestError
-from treespec.sampling.structured_params import StructuredOutputsParams
+from treespec.sampling_params.structured_params import StructuredOutputsParams
 
 MAX_CHARACTERS = 1_000_000  # in all texts of a choice together, or in a JSON schema
 MAX_TEXT = 20_000  # characters of one text

@@ -21,7 +21,7 @@ from torch import Tensor
 from treespec.errors import RequestError
 from treespec.sampling.form_limits import check_form, check_lark
 from treespec.sampling.grammar_tokens import read_tokenizer
-from treespec.sampling.structured_params import StructuredOutputsParams, closed_schema
+from treespec.sampling_params.structured_params import StructuredOutputsParams, closed_schema
 from treespec.text.prompt_tokenizer import check_text
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treespec.config import RANDOM_DRAWS
 from treespec.errors import RequestError
 from treespec.sampling.grammar import Grammar
 from treespec.sampling.noise import Noise
@@ -20,7 +19,7 @@ from treespec.sampling_params import SamplingParams
 from treespec.tree import TokenTree
 from treespec.utils.torch_state import one_thread
 from treespec.verification.oracle import RandomOracle
-from treespec.verification.verify import Verified, verify_drawn
+from treespec.verification.verify import RANDOM_DRAWS, Verified, verify_drawn
 from treespec_kernels.sampling.coupled_choice import coupled_choice_triton
 
 _VERIFY_STREAM, _DRAFT_STREAM = 1 << 32, 2 << 32  # added to the sample index in the generator's key

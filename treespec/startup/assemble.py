@@ -13,19 +13,19 @@ from treespec.drafters.foreign.vocabularies import foreign_drafters
 from treespec.drafters.lookup.lookup_drafter import LookupDrafter
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 from treespec.engine import Engine
+from treespec.engine_options import EngineOptions
 from treespec.errors import ExactnessError
-from treespec.executors.graph_executor import GraphExecutor
 from treespec.executors.host_executor import HostExecutor
 from treespec.graphs.capture import Rounds, captured_rounds, runs_on_device
-from treespec.graphs.proof import proven_rounds
+from treespec.graphs.graph_executor import GraphExecutor
 from treespec.models.group_model import GroupModel
 from treespec.planning.planner import Planner
 from treespec.runner import Runner
 from treespec.scheduler import Scheduler
 from treespec.startup.built import Built
-from treespec.startup.engine_options import EngineOptions
 from treespec.startup.implementations import resolve_lookup
 from treespec.startup.plan_memory import MemoryPlan, plan_memory
+from treespec.startup.proof import proven_rounds
 from treespec.startup.resolve import Resolved, resolve
 from treespec.startup.start_costs import load_costs
 from treespec.startup.target import Target, fallback_options, load_target

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from treespec.adapter.trace import AdapterConfig
-from treespec.config import EngineConfig, ModelConfig
+from treespec.config import EngineConfig
 from treespec.engine import Engine
+from treespec.models.model_config import ModelConfig
 from treespec_kernels.attention.tree_batch import PAGE_SIZE
 from treespec_kernels.tuning.tuned import KernelConfigs
 

@@ -9,10 +9,11 @@ from typing import Literal
 import torch
 
 from treespec.adapter.source import Source
-from treespec.config import ModelConfig, SpecConfig
+from treespec.config import SpecConfig
 from treespec.errors import KernelError
 from treespec.models.attention import ATTENTIONS
 from treespec.models.compiled import check_compiled
+from treespec.models.model_config import ModelConfig
 from treespec.startup.load_models import libraries_folder
 from treespec_kernels.cpu.cpu_library import CompileError, find_compiler
 from treespec_kernels.cpu.lookup_cpu import lookup_library

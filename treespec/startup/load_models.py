@@ -14,7 +14,6 @@ from treespec.adapter.mtp import MtpDecoder, MtpForm, MtpHead, open_mtp
 from treespec.adapter.source import Source
 from treespec.adapter.trace import AdapterConfig
 from treespec.cache import FeatureShape
-from treespec.config import ModelConfig
 from treespec.drafters.foreign.vocabularies import Draft, fit_weights
 from treespec.errors import ModelError
 from treespec.models.attention import make_attention
@@ -23,12 +22,13 @@ from treespec.models.block_draft import BlockDraft, DFlashDraft, MarkovBias, Par
 from treespec.models.compiled import CompiledDecoder
 from treespec.models.decoder import Decoder
 from treespec.models.feature_head import Eagle3Head, EagleHead, FeatureHead, FusedPairs, TorchPairs
-from treespec.models.head_config import HeadConfig
 from treespec.models.head_vocabulary import HeadVocabulary
-from treespec.models.quantized_weights import quantize_matrices, quantized_library
+from treespec.models.model_config import ModelConfig
 from treespec.models.state_head import MedusaHeads, MlpSpeculator, SpeculatorStep, StateHead
 from treespec.models.triton_decoder import TritonDecoder
-from treespec.planning import cost_measurement as costs
+from treespec.startup import cost_measurement as costs
+from treespec.startup.head_config import HeadConfig
+from treespec.startup.quantization import quantize_matrices, quantized_library
 from treespec_kernels.cpu.decoder_cpu import PairInputs
 from treespec_kernels.linear.compiled_linear import CompiledLinear
 from treespec_kernels.linear.linear import Linear, LinearImpl

@@ -7,13 +7,13 @@ import torch
 
 from treespec.adapter.trace import AdapterConfig
 from treespec.cache import FeatureShape, KVCache, pages_for
-from treespec.config import ModelConfig
 from treespec.drafters.foreign.foreign_drafter import CAPACITY_FACTOR
 from treespec.errors import CacheMemoryError, ConfigError
 from treespec.graphs.capture import SLOTS, planned_bytes, round_limits, stack_sizes
 from treespec.models.attention import make_attention
-from treespec.models.head_config import all_layers
-from treespec.models.quantized_weights import weight_bytes
+from treespec.models.model_config import ModelConfig
+from treespec.startup.head_config import all_layers
+from treespec.startup.quantization import weight_bytes
 from treespec.startup.resolve import Resolved
 from treespec.utils.memory import free_memory
 from treespec_kernels.attention.tree_batch import PAGE_SIZE

@@ -12,17 +12,18 @@ from treespec.adapter.make_decoder import check_adapter_options, read_model
 from treespec.adapter.mtp import MtpForm
 from treespec.adapter.source import Source, check_inputs
 from treespec.adapter.trace import AdapterConfig
-from treespec.config import ModelConfig, SpecConfig
+from treespec.config import SpecConfig
 from treespec.drafters.base import Drafter
 from treespec.drafters.foreign.vocabularies import Draft, connect_drafts
+from treespec.engine_options import EngineOptions
 from treespec.errors import ConfigError
-from treespec.models.head_config import HeadConfig
-from treespec.models.quantized_weights import resolve_quantization
+from treespec.models.model_config import ModelConfig
 from treespec.startup.device import is_slow, resolve_device, resolve_dtype
-from treespec.startup.engine_options import EngineOptions
 from treespec.startup.folders import resolve_drafts, resolve_model
+from treespec.startup.head_config import HeadConfig
 from treespec.startup.implementations import resolve_attention, resolve_compile, resolve_linear
 from treespec.startup.load_models import Loader
+from treespec.startup.quantization import resolve_quantization
 from treespec_kernels.cpu.decoder_library import DTYPES as COMPILED_DTYPES
 from treespec_kernels.tuning.tuned import KernelConfigs
 from treespec_weights.heads import DraftForm, read_head

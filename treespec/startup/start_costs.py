@@ -4,9 +4,9 @@ import logging
 from pathlib import Path
 
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
-from treespec.planning import cost_measurement as costs
 from treespec.planning.round_costs import CostCurve
 from treespec.runner import Runner
+from treespec.startup import cost_measurement as costs
 from treespec.utils.torch_state import threads_of_passes
 
 logger = logging.getLogger("treespec")

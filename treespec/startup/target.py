@@ -10,10 +10,10 @@ from treespec.adapter.decoder import AdapterDecoder
 from treespec.adapter.make_decoder import find_exact_adapter
 from treespec.adapter.trace import AdapterConfig
 from treespec.cache import KVCache
+from treespec.engine_options import EngineOptions
 from treespec.errors import ExactnessError, KernelError
 from treespec.models.attention import make_attention
 from treespec.models.decoder import Decoder
-from treespec.startup.engine_options import EngineOptions
 from treespec.startup.plan_memory import MemoryPlan
 from treespec.startup.resolve import Resolved
 from treespec.startup.selftest import differing_rows

@@ -13,8 +13,8 @@ from typing import Any
 
 from treespec.errors import ConfigError, RequestError, describe_error, reject_unknown, safe_repr
 from treespec.utils.scalars import as_int, to_python
+from treespec_weights.documents import write_documents
 from treespec_weights.files import is_gguf, resolve_folder
-from treespec_weights.gguf.documents import write_documents
 from treespec_weights.sentencepiece import missing_packages, sentencepiece_error
 
 logger = logging.getLogger("treespec")

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from treespec.config import ModelConfig
 from treespec.errors import ConfigError
 from treespec.llm import LLM
+from treespec.models.model_config import ModelConfig
 from treespec.startup.folders import resolve_model
 from treespec.text.prompt_files import has_chat_template
 from treespec.training.distillation import Curriculum, evaluate

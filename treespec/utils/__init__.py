@@ -1,1 +1,1 @@
-"""Low-level helpers: memory, torch state, scalars, interrupts."""
+"""Low-level helpers: memory, torch state, scalars, interrupts, tables."""

@@ -8,9 +8,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from treespec.errors import RequestError, describe_error
 
 
 def own_passes(device: torch.device) -> AbstractContextManager[Any]:
@@ -101,49 +98,3 @@ def _omp_setter() -> Callable[[int], None] | None:
         return None
     set_number.argtypes, set_number.restype = [ctypes.c_int], None
     return set_number
-
-
-def call_processor(name: str, call: Callable[[], Any], size: int, device: torch.device) -> Tensor:
-    """Call a logits processor and return a checked copy of its scores.
-
-    The result may be any object that claims to be a tensor, so all access to it is guarded. It is copied because the
-    processor may keep and modify it.
-
-    Args:
-        name: name of the processor, for messages.
-        call: runs the processor, within `outside_code`.
-        size: vocabulary size.
-        device: device of the logits.
-
-    Returns:
-        float32 [size].
-
-    Raises:
-        RequestError: the processor fails, or returns anything but dense floating-point scores [1, size].
-    """
-    scores = torch.full((size,), torch.nan, dtype=torch.float32, device=device)
-    try:
-        result = call()
-        problem = _problem_of_scores(result, size)
-        if problem is None:
-            scores.copy_(result[0])
-    except Exception as error:  # user code may raise anything; only this request fails
-        raise RequestError(f"{name} failed: {describe_error(error)}") from error
-    if problem is not None:
-        raise RequestError(f"{name} returned {problem}")
-    return scores
-
-
-def _problem_of_scores(result: Any, size: int) -> str | None:
-    """Describe the error in a processor's result, or return None if it is dense and of the right shape and dtype."""
-    if not isinstance(result, Tensor):
-        return f"{type(result).__name__} instead of a tensor"
-    if result.is_nested:
-        return "a nested tensor; expected a dense one"
-    if result.layout != torch.strided:
-        return f"a tensor of layout {result.layout}; expected a dense one, as to_dense() gives"
-    if result.is_meta:
-        return "a tensor on the device meta, which has no values"
-    if result.shape != (1, size) or not result.is_floating_point():
-        return f"{result.dtype} {list(result.shape)}; expected floating point [1, {size}]"
-    return None

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from treespec_weights.checkpoint import Checkpoint, TensorInfo
 from treespec_weights.convert import as_folder, convert_checkpoint
+from treespec_weights.documents import read_config
 from treespec_weights.errors import (
     CheckpointConfigError,
     CheckpointError,
@@ -19,7 +20,7 @@ from treespec_weights.grow import grow_checkpoint, grown_shape
 from treespec_weights.hub import fetch, is_hub_id
 from treespec_weights.inspection import compare_draft, inspect_checkpoint
 from treespec_weights.load import load_weights
-from treespec_weights.rules import FamilyRules, ModelShape, TensorRule, read_config
+from treespec_weights.rules import FamilyRules, ModelShape, TensorRule
 from treespec_weights.sizes import parse_bytes, parse_size
 from treespec_weights.timing import time_loading
 from treespec_weights.tokenizer import Vocabulary, read_vocabulary

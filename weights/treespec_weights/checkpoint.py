@@ -12,53 +12,32 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from treespec_weights.dtypes import LOADABLE, TORCH_DTYPES
 from treespec_weights.errors import CheckpointError, Problem
 from treespec_weights.files import file_inside, is_plain_name, read_json, resolve_folder
-from treespec_weights.quantize import Quantized
+from treespec_weights.gguf.reader import read_gguf
+from treespec_weights.gguf.tensors import GgufTensors
 
 logger = logging.getLogger("treespec")
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-
-TORCH_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
-}
+_ITEM_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "C64": 64}
 
 
 class TensorInfo(NamedTuple):
-    """A tensor's entry in a safetensors header."""
+    """A tensor's entry in the header of a safetensors or GGUF file."""
 
     file: str
-    dtype: str  # safetensors' name: "BF16", "F32" ...
+    dtype: str  # safetensors' name: "BF16", "F32" ..., or a GGUF type of blocks: "Q4_K" ...
     shape: tuple[int, ...]
+    nbytes: int  # in the file
 
     @property
     def size(self) -> int:
         """Number of values."""
         return math.prod(self.shape)
-
-
-LOADABLE = ("F64", "F32", "F16", "BF16")
-"""Dtypes of tensors that can be loaded as weights."""
-_ITEM_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "C64": 64}
 
 
 class Checkpoint:
@@ -69,10 +48,9 @@ class Checkpoint:
 
     Attributes: `folder`, the real path; `tensors`, name to TensorInfo, in the order of the files and within them;
     `files`, file name to size in bytes; `absent`, name to file of the index's entries for tensors that no file holds;
-    `loadable`, dtypes in the files that can be loaded as weights.
+    `block_types`, dtypes of the blocks in a GGUF file, which `tensor` dequantises to float32; `loadable`, dtypes of
+    tensors that can be loaded as weights.
     """
-
-    loadable: tuple[str, ...] = LOADABLE
 
     def __init__(
         self,
@@ -81,12 +59,15 @@ class Checkpoint:
         files: dict[str, int],
         handles: dict[str, Any],
         absent: dict[str, str],
+        block_types: tuple[str, ...] = (),
     ) -> None:
         self.folder = folder
         self.tensors = tensors
         self.files = files
         self._handles = handles
         self.absent = absent
+        self.block_types = block_types
+        self.loadable = (*LOADABLE, *block_types)
 
     @classmethod
     def open(cls, folder: Path | str) -> "Checkpoint":
@@ -94,13 +75,14 @@ class Checkpoint:
 
         Raises FileNotFoundError or NotADirectoryError for a wrong folder, and CheckpointError with all problems of
         the files: no safetensors, a path or link outside of the folder, a malformed index, missing or malformed shards,
-        tensors in another shard than in the index, tensors in two shards.
+        tensors in another shard than in the index, tensors in two shards; of a GGUF file, as `GgufTensors`.
         """
         root = resolve_folder(folder)
         if root.is_file():
-            from treespec_weights.gguf.tensors import GgufCheckpoint  # imports this module
-
-            return GgufCheckpoint.open(root)
+            gguf = GgufTensors(read_gguf(root))
+            infos = {name: TensorInfo(e.file, e.type, e.shape, e.nbytes) for name, e in gguf.entries.items()}
+            sizes = dict(gguf.file.files)
+            return cls(root, infos, sizes, dict.fromkeys(sizes, gguf), {}, gguf.block_types)
         placement, shards, problems = _placement(root)
         tensors: dict[str, TensorInfo] = {}
         files: dict[str, int] = {}
@@ -140,6 +122,8 @@ class Checkpoint:
     def dtype(self, name: str) -> torch.dtype:
         """Return a tensor's dtype from the header. Raises CheckpointError for an unknown name or dtype."""
         info = self.info(name)
+        if info.dtype in self.block_types:
+            return torch.float32
         if info.dtype not in TORCH_DTYPES:
             raise self._refuse("dtype", name, f"torch has no dtype {info.dtype}, as stored (in {info.file!r})")
         return TORCH_DTYPES[info.dtype]
@@ -168,17 +152,8 @@ class Checkpoint:
 
     def stored(self, name: str) -> Tensor:
         """Read one tensor in the layout of the file: the result of `tensor`, or the blocks of a GGUF file as bytes."""
-        return self.tensor(name)
-
-    def head_blocks(self) -> Quantized | None:
-        """Read the head of a GGUF file, or the embedding that it is tied to, in its blocks; None for other heads."""
-        return None
-
-    def stored_bytes(self, info: TensorInfo) -> int:
-        """Return the bytes of a tensor in the file."""
-        dtype = info.dtype
-        bits = _ITEM_BITS.get(dtype) or (8 if dtype.startswith("F8") else int(re.sub(r"\D", "", dtype)))
-        return info.size * bits // 8
+        in_blocks = self.info(name).dtype in self.block_types
+        return self._handle(name).stored(name) if in_blocks else self.tensor(name)
 
     def missing(self, name: str, reason: str) -> Problem:
         """Return the problem of a needed tensor that no file holds."""
@@ -227,7 +202,9 @@ def _info(handle: Any, file: str, name: str) -> TensorInfo:
     shape = tuple(header.get_shape())
     if math.prod(dim or 1 for dim in shape) >= 2**63:
         raise ValueError(f"tensor {name!r} has the impossible shape {list(shape)}")
-    return TensorInfo(file, str(header.get_dtype()), shape)
+    dtype = str(header.get_dtype())
+    bits = _ITEM_BITS.get(dtype) or (8 if dtype.startswith("F8") else int(re.sub(r"\D", "", dtype)))
+    return TensorInfo(file, dtype, shape, math.prod(shape) * bits // 8)
 
 
 def _placement(root: Path) -> tuple[dict[str, str], list[str], list[Problem]]:

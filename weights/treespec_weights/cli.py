@@ -14,13 +14,14 @@ from typer.core import TyperGroup
 from treespec_weights import hub
 from treespec_weights.convert import DTYPES, SHARD_BYTES, convert_checkpoint
 from treespec_weights.describe import describe, describe_conversion, describe_timing, describe_verification
+from treespec_weights.documents import read_config
 from treespec_weights.errors import CheckpointError, HubError, OptionError
 from treespec_weights.families import family_of
 from treespec_weights.files import resolve_folder
 from treespec_weights.grow import grow_checkpoint, grown_shape
 from treespec_weights.heads import compare_head, read_head
 from treespec_weights.inspection import compare_draft, inspect_checkpoint
-from treespec_weights.rules import ModelShape, read_config
+from treespec_weights.rules import ModelShape
 from treespec_weights.sizes import parse_bytes, parse_size
 from treespec_weights.timing import time_loading
 from treespec_weights.transform import FORMATS

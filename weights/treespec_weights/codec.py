@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from treespec_weights.documents import TOKENIZER, has_document, read_document
 from treespec_weights.errors import CheckpointError, Problem
-from treespec_weights.files import has_json, read_json
 from treespec_weights.sentencepiece import missing_packages, sentencepiece_error
-from treespec_weights.tokenizer import TOKENIZER
 
 FILES = (TOKENIZER, "tokenizer.model", "vocab.json")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -24,7 +23,7 @@ MAX_ID = (1 << 24) - 1  # bounds the size of tables indexed by id
 
 def has_tokenizer(folder: Path) -> bool:
     """Return whether a checkpoint (a result of `resolve_folder`) has a tokenizer of any kind."""
-    return any(has_json(folder, name) for name in FILES)
+    return any(has_document(folder, name) for name in FILES)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -55,7 +54,7 @@ class Codec:
         """
         from tokenizers import Tokenizer
 
-        raw = read_json(folder, TOKENIZER, unique_keys=False) if has_json(folder, TOKENIZER) else _converted(folder)
+        raw = read_document(folder, TOKENIZER) if has_document(folder, TOKENIZER) else _converted(folder)
         try:
             raw = raw | {"truncation": None, "padding": None}
             whole = Tokenizer.from_str(json.dumps(raw))

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from treespec_weights.checkpoint import INDEX, Checkpoint
+from treespec_weights.documents import CONFIG, read_config, write_documents
 from treespec_weights.errors import CheckpointError, OptionError, Problem, WriteError
 from treespec_weights.families import family_of
 from treespec_weights.files import is_gguf, read_json, resolve_folder
-from treespec_weights.gguf.documents import write_documents
 from treespec_weights.gguf.reader import read_gguf
 from treespec_weights.layouts import family_named, translate_config
 from treespec_weights.load import (
@@ -35,8 +35,9 @@ from treespec_weights.load import (
     stored_scheme,
     tied_head_problem,
 )
-from treespec_weights.quant_schemes import KEY, QuantScheme, scheme_of
-from treespec_weights.rules import CONFIG, FamilyRules, ModelShape, read_config
+from treespec_weights.quant_config import KEY, scheme_of
+from treespec_weights.quant_schemes import QuantScheme
+from treespec_weights.rules import FamilyRules, ModelShape
 from treespec_weights.staging import carried_files, check_room, copy_files, partial_of, publish, resolve_destination
 from treespec_weights.transform import Cast, Transform, quantise_transform
 from treespec_weights.writer import (

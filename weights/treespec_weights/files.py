@@ -125,25 +125,12 @@ def _hub_blobs(folder: Path) -> list[Path]:
     return []
 
 
-def has_json(folder: Path, name: str) -> bool:
-    """Return whether `read_json` has a file `name` of `folder`, a result of `resolve_folder`."""
-    if folder.is_file():
-        from treespec_weights.gguf.documents import has_document  # imports this module
-
-        return has_document(folder, name)
-    return (folder / name).exists()
-
-
 def read_json(folder: Path, name: str, *, unique_keys: bool = True) -> Any:
-    """Parse the JSON file `name` of `folder`, a result of `resolve_folder`; for a GGUF file, make it of its metadata.
+    """Parse the JSON file `name` of `folder`, a result of `resolve_folder`.
 
     Raises CheckpointError if the file is missing, outside of the folder, larger than 256 MiB, not JSON or, with
     `unique_keys`, repeats a key, of which Python's parser would silently keep the last.
     """
-    if folder.is_file():
-        from treespec_weights.gguf.documents import read_document  # imports this module
-
-        return read_document(folder, name)
     path = file_inside(folder, name)
     try:
         if path.stat().st_size > MAX_JSON_BYTES:

@@ -31,14 +31,16 @@ import torch
 from torch import Tensor
 
 from treespec_weights.checkpoint import INDEX
+from treespec_weights.documents import CONFIG, read_config
+from treespec_weights.dtypes import NAMES
 from treespec_weights.errors import OptionError
 from treespec_weights.families import LLAMA, family_of
 from treespec_weights.files import resolve_folder
 from treespec_weights.load import load_weights
-from treespec_weights.quant_schemes import scheme_of
-from treespec_weights.rules import CONFIG, ModelShape, read_config
+from treespec_weights.quant_config import scheme_of
+from treespec_weights.rules import ModelShape
 from treespec_weights.staging import carried_files, check_room, copy_files, resolve_destination, staged
-from treespec_weights.writer import NAMES, Output, Shard, plan_shards, progress, write_index, write_json, write_shard
+from treespec_weights.writer import Output, Shard, plan_shards, progress, write_index, write_json, write_shard
 
 SHARD_BYTES = 1 << 30
 _WIDEN = 4  # preferred MLP units per hidden dimension

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from treespec_weights.block_drafts import PARALLEL_BLOCK, BlockForm, BlockWeights, dflash_form, load_block, pard_form
+from treespec_weights.documents import CONFIG, read_config
 from treespec_weights.draft_tensors import (
     FIRST_LAYER,
     DraftTensors,
@@ -29,7 +30,7 @@ from treespec_weights.draft_tensors import (
 from treespec_weights.errors import CheckpointError, Problem, UnsupportedModelError
 from treespec_weights.files import resolve_folder
 from treespec_weights.load import expected_tensors
-from treespec_weights.rules import CONFIG, FamilyRules, ModelShape, read_config
+from treespec_weights.rules import FamilyRules, ModelShape
 from treespec_weights.state_heads import StateForm, StateWeights, load_state_head, medusa_form, speculator_form
 
 SUPPORTED = (

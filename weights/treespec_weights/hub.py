@@ -5,8 +5,8 @@ import re
 from pathlib import Path
 
 from treespec_weights.checkpoint import Checkpoint
+from treespec_weights.documents import read_config
 from treespec_weights.errors import CheckpointError, HubError, OptionError
-from treespec_weights.rules import read_config
 
 # Safetensors, config, tokenizer and templates; no pickles, no code, no subfolders.
 ALLOWED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "LICENSE*")

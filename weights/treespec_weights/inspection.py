@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from treespec_weights.checkpoint import Checkpoint
+from treespec_weights.documents import read_config
 from treespec_weights.errors import CheckpointError, UnsupportedModelError
 from treespec_weights.families import FAMILIES, family_of
 from treespec_weights.files import resolve_folder
 from treespec_weights.load import ignored_names, match
-from treespec_weights.quant_schemes import QuantScheme, scheme_of
-from treespec_weights.rules import FamilyRules, ModelShape, read_config
+from treespec_weights.quant_config import scheme_of
+from treespec_weights.quant_schemes import QuantScheme
+from treespec_weights.rules import FamilyRules, ModelShape
 from treespec_weights.tokenizer import read_vocabulary
 from treespec_weights.vocabularies import Connection, connect
 
@@ -48,7 +50,7 @@ def inspect_checkpoint(folder: Path | str) -> dict[str, Any]:
             "context": context if type(context) is int and context > 0 else None,
             "config_dtype": named if isinstance(named, str) else None,
             "files": checkpoint.files,
-            "bytes": sum(checkpoint.stored_bytes(info) for info in checkpoint.tensors.values()),
+            "bytes": sum(info.nbytes for info in checkpoint.tensors.values()),
             "dtypes": _dtypes(checkpoint),
             "tensors": _rows(checkpoint),
             "vocabulary": vocabulary._asdict() if vocabulary else None,
@@ -155,7 +157,7 @@ def _dtypes(checkpoint: Checkpoint) -> dict[str, dict[str, int]]:
         row = result.setdefault(info.dtype, {"tensors": 0, "values": 0, "bytes": 0})
         row["tensors"] += 1
         row["values"] += info.size
-        row["bytes"] += checkpoint.stored_bytes(info)
+        row["bytes"] += info.nbytes
     return result
 
 
@@ -164,12 +166,6 @@ def _rows(checkpoint: Checkpoint) -> list[dict[str, Any]]:
         (re.sub(r"(?<=\.)\d+(?=\.)", "{i}", name), info._replace(file="")) for name, info in checkpoint.tensors.items()
     )
     return [
-        {
-            "name": name,
-            "count": count,
-            "dtype": info.dtype,
-            "shape": list(info.shape),
-            "bytes": checkpoint.stored_bytes(info),
-        }
+        {"name": name, "count": count, "dtype": info.dtype, "shape": list(info.shape), "bytes": info.nbytes}
         for (name, info), count in counts.items()
     ]

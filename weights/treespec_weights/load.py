@@ -8,13 +8,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from treespec_weights.checkpoint import LOADABLE, TORCH_DTYPES, Checkpoint
+from treespec_weights.checkpoint import Checkpoint
+from treespec_weights.documents import CONFIG, has_document, read_document
+from treespec_weights.dtypes import LOADABLE, TORCH_DTYPES
 from treespec_weights.errors import CheckpointError, Problem
 from treespec_weights.families import LLAMA
-from treespec_weights.files import has_json, read_json
-from treespec_weights.quant_schemes import Part, QuantScheme, scheme_of
+from treespec_weights.gguf.blocks import FORMS, read_blocks
+from treespec_weights.quant_config import scheme_of
+from treespec_weights.quant_schemes import Part, QuantScheme
 from treespec_weights.quantize import BITS, Quantized, dequantize, group_of, quantize
-from treespec_weights.rules import CONFIG, FamilyRules, ModelShape, Shape, TensorRule
+from treespec_weights.rules import FamilyRules, ModelShape, Shape, TensorRule
 
 CHUNK = 1 << 19  # values cast at a time
 DTYPES = tuple(TORCH_DTYPES[name] for name in LOADABLE)
@@ -111,7 +114,7 @@ def load_weights(
     if problems := extra_bias_problems(checkpoint, shape, rules):
         raise CheckpointError(checkpoint.folder, problems)
     checkpoint.log_absent()
-    head = checkpoint.head_blocks() if head_blocks else None
+    head = _head_blocks(checkpoint, shape, rules) if head_blocks else None
     parts = {} if head is None else _parts("lm_head", head)
     loaded = {name: part.to(device) for name, part in parts.items()}
     overflows = []
@@ -158,9 +161,9 @@ def quantized_group(shape: ModelShape, quantization: str) -> int | None:
 
 def stored_scheme(checkpoint: Checkpoint) -> QuantScheme | None:
     """Return the quantisation scheme in a checkpoint's config.json, or None if it is not quantised or has no config."""
-    if not has_json(checkpoint.folder, CONFIG):
+    if not has_document(checkpoint.folder, CONFIG):
         return None
-    config = read_json(checkpoint.folder, CONFIG)
+    config = read_document(checkpoint.folder, CONFIG)
     return scheme_of(config, checkpoint.folder) if isinstance(config, dict) else None
 
 
@@ -168,6 +171,15 @@ def covered(scheme: QuantScheme, placement: Placement, rules: FamilyRules) -> bo
     """Return whether the scheme quantises the tensor of a placement."""
     is_matrix = len(placement.shape) == 2 and (scheme.embeddings or "embed" not in placement.params)
     return is_matrix and scheme.covers(placement.name, rules.tied_copy)
+
+
+def _head_blocks(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> Quantized | None:
+    """Read the head of a GGUF file, or the embedding that it is tied to, in its blocks; None for other heads."""
+    name = rules.tied_copy
+    if name not in checkpoint.tensors:
+        name = _embedding(_rules_of(checkpoint, shape, rules)).name
+    kind = checkpoint.info(name).dtype
+    return read_blocks(kind, checkpoint.stored(name)) if kind in FORMS else None
 
 
 def _parts(param: str, quantized: Quantized) -> dict[str, Tensor]:

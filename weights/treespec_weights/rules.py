@@ -10,10 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from treespec_weights.errors import CheckpointConfigError, Problem
-from treespec_weights.files import has_json, read_json
 
-CONFIG = "config.json"
-GENERATION_CONFIG = "generation_config.json"
 MAX_DIMENSION = 2**31 - 1
 MAX_LAYERS = 10_000
 
@@ -83,7 +80,7 @@ class ModelShape:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], rules: "FamilyRules", folder: Path | str = ".") -> "ModelShape":
-        """Read a parsed config.json (`read_config`) by its family's keys. `folder` is for messages.
+        """Read a parsed config.json (`documents.read_config`) by its family's keys. `folder` is for messages.
 
         Raises CheckpointConfigError with all missing, mistyped and contradictory keys.
         """
@@ -96,7 +93,7 @@ class ModelShape:
             if value is None and name == "intermediate_size" and rules.widening:
                 continue
             if value is None and name not in _DERIVED:
-                problems.append(Problem("config", repr(key), f"missing from {CONFIG}"))
+                problems.append(Problem("config", repr(key), "missing from config.json"))
             elif value is not None:
                 message = _wrong_value(name, value)
                 problems += [Problem("config", repr(key), message)] if message else []
@@ -247,30 +244,3 @@ class FamilyRules:
 def one_to_one(pairs: Mapping[str, str]) -> tuple[TensorRule, ...]:
     """Return the rules of tensors that hold one parameter each, given as tensor name -> parameter."""
     return tuple(TensorRule(name, (param,)) for name, param in pairs.items())
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return the parsed config.json of a folder (a result of `resolve_folder`).
-
-    Raises CheckpointError if it cannot be read, CheckpointConfigError if it is not a JSON object.
-    """
-    config = read_json(folder, CONFIG)
-    if not isinstance(config, dict):
-        raise CheckpointConfigError(
-            folder, [Problem("config", repr(CONFIG), f"a JSON {type(config).__name__}, not an object")]
-        )
-    return config
-
-
-def read_generation_config(folder: Path) -> dict[str, Any]:
-    """Return the parsed generation_config.json of a checkpoint without null values, or {} if it has none.
-
-    Raises as `read_config`.
-    """
-    if not has_json(folder, GENERATION_CONFIG):
-        return {}
-    config = read_json(folder, GENERATION_CONFIG)
-    if not isinstance(config, dict):
-        message = f"a JSON {type(config).__name__}, not an object"
-        raise CheckpointConfigError(folder, [Problem("config", repr(GENERATION_CONFIG), message)])
-    return {key: value for key, value in config.items() if value is not None}

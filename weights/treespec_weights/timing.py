@@ -12,11 +12,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from treespec_weights.checkpoint import Checkpoint
+from treespec_weights.documents import read_config
 from treespec_weights.errors import OptionError
 from treespec_weights.families import family_of
 from treespec_weights.files import resolve_folder
 from treespec_weights.load import load_weights
-from treespec_weights.rules import ModelShape, read_config
+from treespec_weights.rules import ModelShape
 
 PAGE = 4096
 

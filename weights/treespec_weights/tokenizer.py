@@ -5,10 +5,10 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from treespec_weights.documents import TOKENIZER, has_document, read_document
 from treespec_weights.errors import CheckpointError, Problem
-from treespec_weights.files import file_inside, has_json, read_json
+from treespec_weights.files import file_inside
 
-TOKENIZER = "tokenizer.json"
 SENTENCEPIECE = "tokenizer.model"
 
 
@@ -25,8 +25,8 @@ def read_vocabulary(folder: Path) -> Vocabulary | None:
 
     Raises CheckpointError for a malformed tokenizer.json.
     """
-    if has_json(folder, TOKENIZER):
-        tokens = _tokens(folder, read_json(folder, TOKENIZER, unique_keys=False))
+    if has_document(folder, TOKENIZER):
+        tokens = _tokens(folder, read_document(folder, TOKENIZER))
         canonical = json.dumps(sorted((id, token) for token, id in tokens.items()))
         return Vocabulary(_sha256(canonical.encode()), len(tokens), max(tokens.values(), default=None))
     if (folder / SENTENCEPIECE).exists():

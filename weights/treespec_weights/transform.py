@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from treespec_weights.dtypes import NAMES
 from treespec_weights.errors import OptionError
 from treespec_weights.load import Placement, cast, overflow_message, quantizable, quantized_group
 from treespec_weights.quantize import BITS, FP8, compressed_tensors, compressed_tensors_config, quantize, quantize_fp8
 from treespec_weights.rules import FamilyRules, ModelShape
-from treespec_weights.writer import NAMES, Output
+from treespec_weights.writer import Output
 
 FP8_FORMATS = ("fp8", "fp8-all")
 FORMATS = (*BITS, *FP8_FORMATS)  # of `--quantize`

@@ -8,18 +8,12 @@ import torch
 from torch import Tensor
 
 from treespec_weights.checkpoint import Checkpoint
+from treespec_weights.documents import CONFIG, GENERATION_CONFIG, read_config, read_generation_config
 from treespec_weights.errors import CheckpointError, Problem
 from treespec_weights.families import family_of
 from treespec_weights.files import resolve_folder
 from treespec_weights.load import extra_bias_problems, match, tied_head_problem
-from treespec_weights.rules import (
-    CONFIG,
-    GENERATION_CONFIG,
-    FamilyRules,
-    ModelShape,
-    read_config,
-    read_generation_config,
-)
+from treespec_weights.rules import FamilyRules, ModelShape
 from treespec_weights.tokenizer import read_vocabulary
 
 CHUNK = 1 << 20  # values scanned at a time: 4 MiB as float32 stays in cache

@@ -16,12 +16,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from treespec_weights.checkpoint import INDEX, SINGLE, TORCH_DTYPES
+from treespec_weights.checkpoint import INDEX, SINGLE
+from treespec_weights.dtypes import NAMES, TORCH_DTYPES
 from treespec_weights.errors import Problem, WriteError
 
 CHUNK = 16 << 20  # bytes between progress reports
-NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-"""torch dtype -> safetensors' name."""
 
 
 class Output(NamedTuple):

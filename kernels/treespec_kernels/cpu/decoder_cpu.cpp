@@ -127,7 +127,7 @@ struct Model {
 
 namespace {
 
-#include "products_cpu.h"
+#include "linear_cpu.h"
 #include "pointwise_cpu.h"
 #include "attention_cpu.h"
 

@@ -48,7 +48,7 @@ struct Growth {
     float* next_values;
 };
 
-struct Rule {  // `LevelRule` in treespec/planning/draft_plan.py, which defines the attributes
+struct Rule {  // `LevelRule` in treespec/draft_plan.py, which defines the attributes
     double calibration, level_cost, marginal_cost, least_value;
     const int64_t* adaptive;      // [num_trees], whether the rule decides on the tree
     const double* token_weights;  // [num_trees]

@@ -56,7 +56,7 @@ class Grown(NamedTuple):
 
 
 class StopRule(NamedTuple):
-    """Ends trees between levels; the decision is that of `LevelRule` in treespec/planning/draft_plan.py.
+    """Ends trees between levels; the decision is that of `LevelRule` in treespec/draft_plan.py.
 
     Attributes:
         calibration, level_cost, marginal_cost, least_value: as in `LevelRule`.

@@ -1,4 +1,4 @@
-// Products of int8 activations with quantised weights, included by products_cpu.h.
+// Products of int8 activations with quantised weights, included by linear_cpu.h.
 //
 // Activations are quantised per row and group of the weight's inputs: q = x * 127 / max |x|, rounded to the nearest
 // integer, ties to even. A group's sum of integers is exact in int32, so it does not depend on the instruction or the

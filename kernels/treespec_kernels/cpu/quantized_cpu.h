@@ -1,4 +1,4 @@
-// Products with quantised weights, included by decoder_cpu.cpp.
+// Products with quantised weights, included by linear_cpu.h.
 //
 // A weight is (q - zero) * scale: q is an integer of 8 or 4 bits, and an output has a scale and a zero per group of
 // inputs. Integers are converted exactly in registers, and activations are not quantised. A group's sum has the order

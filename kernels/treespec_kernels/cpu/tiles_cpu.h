@@ -1,4 +1,4 @@
-// Products of bf16 in AMX tiles, included by products_cpu.h.
+// Products of bf16 in AMX tiles, included by linear_cpu.h.
 //
 // A tile has 16 rows of 64 bytes. Weights are read where they lie: 16 pairs of inputs of a panel, each of 16 outputs.
 // With TILES == 2, the instructions are emulated, so that tests can run on machines without AMX.

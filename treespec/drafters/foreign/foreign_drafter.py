@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from treespec.cache import KVCache
+from treespec.draft_plan import Prices
 from treespec.drafters.foreign.retokenize import Context, Translation
 from treespec.models.decoder import Decoder
-from treespec.planning.planner import Planner
 from treespec.request import Request
 from treespec.tree import TokenTree
 from treespec_kernels.attention.tree_batch import RequestRows
@@ -86,7 +86,7 @@ class PassValue:
         planner: provides the engine's tokens per second.
     """
 
-    def __init__(self, planner: Planner):
+    def __init__(self, planner: Prices):
         self._planner = planner
         self._calibration, self._seconds, self._passes = 1.0, 0.0, 0
 
@@ -151,7 +151,7 @@ class ForeignDrafter(ABC):
         translation: Translation,
         capacity: int,
         scratch: int,
-        planner: Planner,
+        planner: Prices,
     ):
         self.name, self.model, self.cache, self.translation = name, model, cache, translation
         self.capacity, self.scratch, self.planner = capacity, scratch, planner

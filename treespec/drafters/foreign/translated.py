@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from treespec.cache import KVCache
+from treespec.draft_plan import Prices
 from treespec.drafters.evidence import SeedEvidence
 from treespec.drafters.foreign.foreign_drafter import DrawsFor, ForeignDrafter, ForeignState, roots
 from treespec.drafters.foreign.retokenize import Translation
@@ -21,7 +22,6 @@ from treespec.drafters.ssm.drawn_forest import DrawnForest
 from treespec.drafters.ssm.forest import Forest, Shape, SsmProbs
 from treespec.drafters.ssm.ssm_state import grown_masks
 from treespec.models.decoder import Decoder
-from treespec.planning.planner import Planner
 from treespec.request import Request
 from treespec.tree import TokenTree
 from treespec.verification.oracle import RandomOracle
@@ -52,7 +52,7 @@ class TranslatedDrafter(ForeignDrafter):
         translation: Translation,
         capacity: int,
         scratch: int,
-        planner: Planner,
+        planner: Prices,
         draws_for: DrawsFor = lambda request: True,
     ):
         super().__init__(name, model, cache, translation, capacity, scratch, planner)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from treespec.adapter.trace import AdapterConfig
 from treespec.cache import KVCache, pages_for
-from treespec.config import ModelConfig
+from treespec.draft_plan import Prices
 from treespec.drafters.foreign.by_text import TextDrafter
 from treespec.drafters.foreign.foreign_drafter import CAPACITY_FACTOR, ForeignDrafter
 from treespec.drafters.foreign.retokenize import Translation
@@ -22,7 +22,7 @@ from treespec.drafters.foreign.translated import TranslatedDrafter
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 from treespec.errors import DraftError
 from treespec.models.decoder import Decoder
-from treespec.planning.planner import Planner
+from treespec.models.model_config import ModelConfig
 from treespec.request import Request
 from treespec_weights.draft_vocabulary import expand_embedding, read_draft_vocabulary
 from treespec_weights.vocabularies import REDUCED, Connection, connect
@@ -135,7 +135,7 @@ def foreign_drafters(
     length: int,
     scratch: int,
     max_num_seqs: int,
-    planner: Planner,
+    planner: Prices,
     ssms: SsmDrafter | None,
     has_others: bool,
 ) -> list[ForeignDrafter]:

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from treespec.cache import KVCache
+from treespec.draft_plan import LevelRule
 from treespec.drafters.ssm.drawn_forest import DrawnForest
 from treespec.drafters.ssm.forest import Forest, Frontier
 from treespec.drafters.ssm.ssm_state import grown_masks
 from treespec.models.decoder import CompiledPasses, Pass
 from treespec.models.group_model import GroupModel
-from treespec.planning.draft_plan import LevelRule
 from treespec.request import Request
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.cpu.compiled_plan import CompiledPlan

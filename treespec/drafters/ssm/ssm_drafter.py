@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from treespec.cache import KVCache
+from treespec.draft_plan import Drafted, DraftPlan, LevelRule
 from treespec.drafters.evidence import GrownTree, SeedEvidence
 from treespec.drafters.ssm.catch_up import MIN_LAG, CatchUpPolicy
 from treespec.drafters.ssm.compiled_forest import CompiledForest
@@ -24,11 +25,10 @@ from treespec.drafters.ssm.level_scorer import CATCH_UP_CHUNK, LevelScorer
 from treespec.drafters.ssm.levels import DraftModelCache, levels_for, stop_unprofitable
 from treespec.drafters.ssm.scoring import Rows
 from treespec.drafters.ssm.ssm_state import ReadTokens, SsmState, open_mass
-from treespec.drafters.trust import WINDOW, Trust
 from treespec.models.group_model import GroupModel
-from treespec.planning.draft_plan import Drafted, DraftPlan, LevelRule
 from treespec.request import Request
 from treespec.tree import TokenTree
+from treespec.trust import WINDOW, Trust
 from treespec.verification.oracle import RandomOracle
 from treespec_kernels.cpu.growth_cpu import DraftPasses, DraftSampling, StopRule, TreePlaces
 from treespec_kernels.tree.growth_limits import FRONTIER, MAX_EXPANDED

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from treespec.drafters.ssm.blocks import Block
 from treespec.drafters.ssm.scoring import Rows
-from treespec.drafters.trust import Trust
 from treespec.tree import TokenTree
+from treespec.trust import Trust
 from treespec.verification.oracle import RandomOracle
 
 

@@ -16,23 +16,10 @@ from treespec_weights.families.mistral import MISTRAL
 from treespec_weights.families.opt import OPT
 from treespec_weights.families.phi3 import PHI3
 from treespec_weights.families.qwen import QWEN2, QWEN3
-from treespec_weights.quant_schemes import scheme_of
+from treespec_weights.quant_config import scheme_of
 from treespec_weights.rules import FamilyRules
 
-__all__ = [
-    "FAMILIES",
-    "GEMMA2",
-    "GEMMA3",
-    "GPT2",
-    "GPT_NEOX",
-    "LLAMA",
-    "MISTRAL",
-    "OPT",
-    "PHI3",
-    "QWEN2",
-    "QWEN3",
-    "family_of",
-]
+__all__ = ["FAMILIES", "LLAMA", "family_of"]
 
 FAMILIES = {
     rules.model_type: rules for rules in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, GPT_NEOX, OPT, GPT2)

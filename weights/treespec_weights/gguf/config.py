@@ -10,10 +10,7 @@ from typing import Any
 import numpy as np
 
 from treespec_weights.errors import CheckpointConfigError, Problem, UnsupportedModelError
-from treespec_weights.families.gemma import GEMMA2, GEMMA3
-from treespec_weights.families.llama import LLAMA
-from treespec_weights.families.phi3 import PHI3
-from treespec_weights.families.qwen import QWEN2, QWEN3
+from treespec_weights.families import GEMMA2, GEMMA3, LLAMA, PHI3, QWEN2, QWEN3
 from treespec_weights.gguf.reader import GgufFile
 from treespec_weights.gguf.tokenizer import turn_ends
 from treespec_weights.rules import FamilyRules

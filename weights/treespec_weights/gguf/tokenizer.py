@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from treespec_weights.errors import CheckpointError, Problem
-from treespec_weights.files import file_inside, has_json, read_json
+from treespec_weights.files import file_inside, read_json
 from treespec_weights.gguf.reader import GgufFile
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -63,7 +63,7 @@ _REMEDY = "put the original model's tokenizer.json beside the file, or give LLM(
 
 def has_tokenizer(file: GgufFile) -> bool:
     """Return whether a GGUF file has a tokenizer, or a tokenizer.json beside it."""
-    return "tokenizer.ggml.tokens" in file.metadata or has_json(file.path.parent, "tokenizer.json")
+    return "tokenizer.ggml.tokens" in file.metadata or (file.path.parent / "tokenizer.json").exists()
 
 
 def tokenizer_json(file: GgufFile) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def tokenizer_json(file: GgufFile) -> dict[str, Any]:
 
     Raises CheckpointError for an unsupported tokenizer or pre-tokenizer, and for unusable values.
     """
-    if has_json(file.path.parent, "tokenizer.json"):
+    if (file.path.parent / "tokenizer.json").exists():
         found = read_json(file.path.parent, "tokenizer.json", unique_keys=False)
         if not isinstance(found, dict):
             raise _refuse(file, "tokenizer.json", f"a JSON {type(found).__name__}, not an object")
@@ -112,8 +112,8 @@ def tokenizer_config(file: GgufFile) -> dict[str, Any]:
     elif templates:  # as transformers stores several
         config["chat_template"] = [{"name": name, "template": template} for name, template in templates.items()]
     parent = file.path.parent
-    if has_json(parent, "tokenizer.json"):
-        if has_json(parent, "tokenizer_config.json"):
+    if (parent / "tokenizer.json").exists():
+        if (parent / "tokenizer_config.json").exists():
             beside = read_json(parent, "tokenizer_config.json", unique_keys=False)
             config |= beside if isinstance(beside, dict) else {}
         if (parent / _TEMPLATE).exists():

@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from treespec import __version__
 from treespec.cache import pages_for
 from treespec.config import AUTO_NODES, SpecConfig
+from treespec.draft_plan import DraftPlan, LevelRule
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 from treespec.errors import ConfigError
-from treespec.planning.draft_plan import DraftPlan, LevelRule
 from treespec.planning.round_costs import CostCurve
 from treespec.request import Request
 from treespec.runner import Runner
 from treespec.sampling_params import SamplingParams
+from treespec.version import __version__
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 from treespec_kernels.cpu.file_lock import shared_work
 

@@ -6,9 +6,9 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from treespec.errors import ConfigError, reject_unknown
-from treespec.frontend.vllm_options import PARAMS, ParamsOptions, without_absent
-from treespec.sampling.param_values import LEAST_TEMPERATURE, checked
-from treespec.sampling.structured_params import StructuredOutputsParams
+from treespec.sampling_params.param_values import LEAST_TEMPERATURE, checked
+from treespec.sampling_params.structured_params import StructuredOutputsParams
+from treespec.sampling_params.vllm_options import PARAMS, ParamsOptions, without_absent
 
 __all__ = ["LEAST_TEMPERATURE", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams"]
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from treespec.draft_plan import Drafted, DraftPlan
 from treespec.drafters.calls import may_draft
 from treespec.drafters.draft_sources import DraftSources
 from treespec.executors.execution import Execution, StageClock, VerifiedRequest
@@ -15,7 +16,6 @@ from treespec.graphs.round_inputs import MAX_ENDS, Proposal, RoundInput
 from treespec.graphs.round_tree import RoundTree
 from treespec.graphs.sampling_state import RequestTransforms
 from treespec.graphs.verify_stage import MAX_LOGPROBS, RoundResult
-from treespec.planning.draft_plan import Drafted, DraftPlan
 from treespec.planning.planner import PLAIN
 from treespec.planning.round_costs import RoundSeconds
 from treespec.request import Request

@@ -11,7 +11,7 @@ from torch import nn
 from treespec.config import SpecConfig
 from treespec.drafters.lookup.lookup_drafter import MAX_SUFFIX_TOKENS
 from treespec.errors import ConfigError
-from treespec.utils.scalars import to_python
+from treespec.utils.scalars import as_int, to_python
 
 
 @dataclass(kw_only=True)
@@ -79,11 +79,11 @@ class EngineOptions:
             ConfigError: a value of another type or out of range.
         """
         model, compile = self.model, self.compile
-        if not _is_int(self.suffix_tokens, 0) or self.suffix_tokens > MAX_SUFFIX_TOKENS:
+        if as_int(self.suffix_tokens, 0) is None or self.suffix_tokens > MAX_SUFFIX_TOKENS:
             raise ConfigError(f"suffix_tokens={self.suffix_tokens!r}; valid: an int from 0 to {MAX_SUFFIX_TOKENS}")
-        if not _is_int(self.max_num_seqs, 1):
+        if as_int(self.max_num_seqs, 1) is None:
             raise ConfigError(f"max_num_seqs={self.max_num_seqs!r}; valid: an int of at least 1")
-        if self.prefill_chunk is not None and not _is_int(self.prefill_chunk, 1):
+        if self.prefill_chunk is not None and as_int(self.prefill_chunk, 1) is None:
             raise ConfigError(f"prefill_chunk={self.prefill_chunk!r}; valid: an int of at least 1, or None")
         # The valid range depends on the model, see `resolve_max_model_len`.
         if isinstance(self.max_model_len, bool) or not isinstance(self.max_model_len, int | None):
@@ -99,7 +99,3 @@ class EngineOptions:
                 raise ConfigError(f"{name}={getattr(self, name)!r}; valid: True or False")
         if model is not None and not isinstance(model, str | os.PathLike | nn.Module):
             raise ConfigError(f"model={model!r}; valid: a folder, a hub id, a model, or None for the embedded target")
-
-
-def _is_int(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -1,6 +1,6 @@
 """Self-test of captured rounds: they emit the tokens of plain decoding on this GPU.
 
-startup/selftest.py proves that the target's passes have the same bits in any batch. The other steps of a captured round
+selftest.py proves that the target's passes have the same bits in any batch. The other steps of a captured round
 (draft, merge, select, walk and commit on the device) are tested by the tokens that they emit: a few requests are
 decoded plainly step by step, and then by captured rounds, plainly and with trees.
 """
@@ -18,9 +18,9 @@ from treespec.drafters.draft_sources import DraftSources
 from treespec.drafters.lookup.lookup_drafter import LookupDrafter
 from treespec.engine import Engine
 from treespec.errors import TreespecError
-from treespec.executors.graph_executor import GraphExecutor
 from treespec.executors.host_executor import HostExecutor
 from treespec.graphs.capture import Rounds
+from treespec.graphs.graph_executor import GraphExecutor
 from treespec.request import Request
 from treespec.sampling.sampler import Sampler
 from treespec.sampling_params import SamplingParams

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from treespec.adapter.mtp import MtpForm
 from treespec.adapter.trace import AdapterConfig
-from treespec.config import ModelConfig
 from treespec.errors import ModelError
+from treespec.models.model_config import ModelConfig
 from treespec_weights.block_drafts import BlockForm
 from treespec_weights.heads import DraftForm
 from treespec_weights.state_heads import StateForm

@@ -1,4 +1,4 @@
-"""Quantised models: option validation, memory estimates and quantised projections."""
+"""Quantisation of models: the option, memory, matrices of drafts, and the library of quantised layers."""
 
 import logging
 import math
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from treespec.adapter.source import Source
 from treespec.adapter.trace import AdapterConfig
-from treespec.config import QUANTIZATIONS, ModelConfig
-from treespec.errors import ConfigError, ModelError
+from treespec.config import QUANTIZATIONS
+from treespec.errors import ConfigError
+from treespec.models.model_config import ModelConfig
 from treespec_kernels.cpu.cpu_library import CompileError, find_compiler
 from treespec_kernels.cpu.decoder_library import DTYPES, build
-from treespec_kernels.linear.quantized import QuantizedWeight, stacked
 from treespec_weights.load import covered, expected_tensors, quantizable, quantized_group
 from treespec_weights.quant_schemes import METHODS, Form
 from treespec_weights.quantize import BITS, quantize
@@ -114,25 +114,3 @@ def weight_bytes(config: ModelConfig | AdapterConfig, dtype: torch.dtype, quanti
         factors = (2 if has_zero else 1) * (count // (group or size[1]))
         total += count * bits // 8 + 4 * factors - count * dtype.itemsize
     return total
-
-
-def take_projection(weights: dict[str, Tensor], prefix: str, names: tuple[str, ...]) -> Tensor | QuantizedWeight:
-    """Pop and concatenate the matrices `prefix + name`, with their scales and zero points.
-
-    Raises:
-        ModelError: the matrices are not all quantised alike.
-    """
-    values = [weights.pop(prefix + name) for name in names]
-    scales = [weights.pop(f"{prefix}{name}_scale", None) for name in names]
-    zeros = [weights.pop(f"{prefix}{name}_zero", None) for name in names]
-    if all(scale is None for scale in scales):
-        return torch.cat(values) if len(values) > 1 else values[0]
-    parts = [QuantizedWeight(v, s, z) for v, s, z in zip(values, scales, zeros, strict=True) if s is not None]
-    if len(parts) < len(names) or len({(part.bits, part.group) for part in parts}) > 1:
-        raise ModelError(
-            f"{', '.join(prefix + name for name in names)} are fused into one product, but not all quantised alike; "
-            "use a checkpoint that quantises all of them or none"
-        )
-    for part in parts:
-        part.check()
-    return stacked(parts) if len(parts) > 1 else parts[0]

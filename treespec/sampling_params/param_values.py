@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from treespec.errors import ConfigError, safe_repr
-from treespec.sampling.structured_params import StructuredOutputsParams
+from treespec.sampling_params.structured_params import StructuredOutputsParams
 from treespec.utils.scalars import as_int, as_number, to_python
 
 logger = logging.getLogger("treespec")

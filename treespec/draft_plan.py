@@ -1,9 +1,9 @@
-"""Draft plans, drafting statistics, and the rule of levels: the interface between planner and drafters."""
+"""Draft plans, prices, drafting statistics, and the rule of levels: the interface between planner and drafters."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -33,6 +33,18 @@ class DraftPlan:
     min_trust: float = 0.0
     max_ssms: int | None = None
     time_left: float = math.inf
+
+
+class Prices(Protocol):
+    """The planner's prices of this round, for drafters that decide by themselves what pays."""
+
+    @property
+    def rate(self) -> float:
+        """Price of time in weighted tokens per second."""
+
+    @property
+    def least_value(self) -> float:
+        """Minimum value at which a node pays for its row of the target pass."""
 
 
 class Drafted(NamedTuple):

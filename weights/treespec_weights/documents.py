@@ -1,0 +1,89 @@
+"""Read the JSON documents of a checkpoint: the files of its folder, or those generated from a GGUF file's metadata."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from treespec_weights.errors import CheckpointConfigError, CheckpointError, Problem
+from treespec_weights.files import read_json
+from treespec_weights.gguf.config import generation_config, hf_config
+from treespec_weights.gguf.reader import GgufFile, read_gguf
+from treespec_weights.gguf.tensors import block_types
+from treespec_weights.gguf.tokenizer import has_tokenizer, tokenizer_config, tokenizer_json
+from treespec_weights.quant_config import KEY
+from treespec_weights.writer import write_json
+
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+TOKENIZER = "tokenizer.json"
+
+
+def _gguf_config(file: GgufFile) -> dict[str, Any]:
+    """Return config.json, with the types of matrices that stay in blocks as its quantization_config."""
+    config, types = hf_config(file), block_types(file)
+    return config | ({KEY: {"quant_method": "gguf", "types": types}} if types else {})
+
+
+_MAKERS: Mapping[str, Callable[[GgufFile], dict[str, Any]]] = {
+    CONFIG: _gguf_config,
+    GENERATION_CONFIG: generation_config,
+    TOKENIZER: tokenizer_json,
+    "tokenizer_config.json": tokenizer_config,
+}
+
+
+def has_document(folder: Path, name: str) -> bool:
+    """Return whether a checkpoint (a result of `resolve_folder`) has a document. Raises as `read_gguf`."""
+    if not folder.is_file():
+        return (folder / name).exists()
+    return name in _MAKERS and (not name.startswith("tokenizer") or has_tokenizer(read_gguf(folder)))
+
+
+def read_document(folder: Path, name: str) -> Any:
+    """Parse or generate a JSON document of a checkpoint (a result of `resolve_folder`).
+
+    Only a tokenizer.json may repeat keys. Raises CheckpointError as `read_json`, and for a GGUF file without this
+    document or with unusable values.
+    """
+    if not folder.is_file():
+        return read_json(folder, name, unique_keys=name != TOKENIZER)
+    if not has_document(folder, name):
+        raise CheckpointError(folder, [Problem("file", repr(name), "a GGUF file has no such document")])
+    return _MAKERS[name](read_gguf(folder))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the parsed config.json of a checkpoint (a result of `resolve_folder`).
+
+    Raises the errors of `read_document`, and CheckpointConfigError if it is not a JSON object.
+    """
+    return _read_object(folder, CONFIG)
+
+
+def read_generation_config(folder: Path) -> dict[str, Any]:
+    """Return the parsed generation_config.json of a checkpoint without null values, or {} if it has none.
+
+    Raises as `read_config`.
+    """
+    if not has_document(folder, GENERATION_CONFIG):
+        return {}
+    return {key: value for key, value in _read_object(folder, GENERATION_CONFIG).items() if value is not None}
+
+
+def _read_object(folder: Path, name: str) -> dict[str, Any]:
+    document = read_document(folder, name)
+    if not isinstance(document, dict):
+        message = f"a JSON {type(document).__name__}, not an object"
+        raise CheckpointConfigError(folder, [Problem("config", repr(name), message)])
+    return document
+
+
+def write_documents(path: Path, folder: Path) -> None:
+    """Write all documents of a GGUF file except config.json, which depends on the format of the weights.
+
+    Raises CheckpointError as `read_document`, and WriteError.
+    """
+    for name in _MAKERS:
+        if name != CONFIG and has_document(path, name) and (document := read_document(path, name)):
+            # Indentation makes json several times slower, which takes seconds for a large tokenizer.
+            write_json(folder, name, document, indent=None if name == TOKENIZER else 2)

@@ -41,7 +41,7 @@ class Form(NamedTuple):
     has_zero: bool
 
 
-class Part(NamedTuple):
+class StoredTensor(NamedTuple):
     """Valid shapes and dtypes of one of the tensors that store a quantised weight."""
 
     shapes: tuple[tuple[int, ...], ...]
@@ -102,7 +102,7 @@ class QuantScheme:
         """Return the form of the weight `name`, which the scheme covers; not for fp8, which is dequantised."""
         return Form(self.bits, self.group, not (self.symmetric or self.centred))
 
-    def parts(self, name: str, out: int, inputs: int) -> dict[str, Part]:
+    def stored_tensors(self, name: str, out: int, inputs: int) -> dict[str, StoredTensor]:
         """Return the tensors that store the weight `name` of shape [out, inputs], by name.
 
         Raises ValueError if the scheme does not fit this shape.
@@ -124,34 +124,39 @@ class QuantScheme:
                 shapes: tuple[tuple[int, ...], ...] = ((-(-out // self.block[0]), -(-inputs // self.block[1])),)
             else:
                 shapes = ((), (1,), (out,), (out, 1))
-            return {name: Part(((out, inputs),), ("F8_E4M3",)), scale: Part(shapes, (*_FLOATS, "F8_E8M0"))}
+            return {
+                name: StoredTensor(((out, inputs),), ("F8_E4M3",)),
+                scale: StoredTensor(shapes, (*_FLOATS, "F8_E8M0")),
+            }
         if self.method == "gptq":
             return {
-                f"{stem}qweight": Part(((words, out),), ("I32",)),
-                f"{stem}qzeros": Part(((groups, out // per_word),), ("I32",)),
-                f"{stem}scales": Part(((groups, out),), _FLOATS),
-                f"{stem}g_idx": Part(((inputs,),), ("I32",), optional=True),
+                f"{stem}qweight": StoredTensor(((words, out),), ("I32",)),
+                f"{stem}qzeros": StoredTensor(((groups, out // per_word),), ("I32",)),
+                f"{stem}scales": StoredTensor(((groups, out),), _FLOATS),
+                f"{stem}g_idx": StoredTensor(((inputs,),), ("I32",), optional=True),
             }
         if self.method == "awq":
             return {
-                f"{stem}qweight": Part(((inputs, words),), ("I32",)),
-                f"{stem}qzeros": Part(((groups, words),), ("I32",), optional=self.symmetric),
-                f"{stem}scales": Part(((groups, out),), _FLOATS),
+                f"{stem}qweight": StoredTensor(((inputs, words),), ("I32",)),
+                f"{stem}qzeros": StoredTensor(((groups, words),), ("I32",), optional=self.symmetric),
+                f"{stem}scales": StoredTensor(((groups, out),), _FLOATS),
             }
         scales = ((out, groups), (out,), (1,), ()) if self.group is None else ((out, groups),)
         if self.packed:
             packed_zeros = (-(-out // per_word), groups)
             return {
-                f"{name}_packed": Part(((out, words),), ("I32",)),
-                f"{name}_scale": Part(scales, _FLOATS),
-                f"{name}_shape": Part(((2,),), ("I64", "I32"), optional=True),
-                f"{name}_zero_point": Part((packed_zeros, (out, groups)), ("I32", "I8"), optional=self.symmetric),
-                f"{name}_g_idx": Part(((inputs,),), ("I32",), optional=True),
+                f"{name}_packed": StoredTensor(((out, words),), ("I32",)),
+                f"{name}_scale": StoredTensor(scales, _FLOATS),
+                f"{name}_shape": StoredTensor(((2,),), ("I64", "I32"), optional=True),
+                f"{name}_zero_point": StoredTensor(
+                    (packed_zeros, (out, groups)), ("I32", "I8"), optional=self.symmetric
+                ),
+                f"{name}_g_idx": StoredTensor(((inputs,),), ("I32",), optional=True),
             }
         return {
-            name: Part(((out, inputs),), ("I8",)),
-            f"{name}_scale": Part(scales, _FLOATS),
-            f"{name}_zero_point": Part(scales, ("I8",), optional=self.symmetric),
+            name: StoredTensor(((out, inputs),), ("I8",)),
+            f"{name}_scale": StoredTensor(scales, _FLOATS),
+            f"{name}_zero_point": StoredTensor(scales, ("I8",), optional=self.symmetric),
         }
 
     def read(
@@ -160,36 +165,39 @@ class QuantScheme:
         """Read the weight `name` of shape [out, inputs].
 
         Args:
-            get: returns a tensor of `parts` by name, or None if an optional one is missing.
+            get: returns a tensor of `stored_tensors` by name, or None if an optional one is missing.
             dtype: dtype of an fp8 weight; None for the scale's dtype if it is a 16- or 32-bit float, else bfloat16.
 
         Raises:
             ValueError: unsupported values, such as groups that do not follow the input order.
         """
-        tensors = {part.removeprefix(name.removesuffix("weight")): get(part) for part in self.parts(name, out, inputs)}
-        held = {part: tensor for part, tensor in tensors.items() if tensor is not None}
+        tensors = {
+            stored_name.removeprefix(name.removesuffix("weight")): get(stored_name)
+            for stored_name in self.stored_tensors(name, out, inputs)
+        }
+        present = {key: tensor for key, tensor in tensors.items() if tensor is not None}
         group = self.group or inputs
-        for part in ("g_idx", "weight_g_idx"):
-            _check_order(held.get(part), group)
+        for key in ("g_idx", "weight_g_idx"):
+            _check_order(present.get(key), group)
         if self.floating:
-            return self._read_fp8(held, out, inputs, dtype)
+            return self._read_fp8(present, out, inputs, dtype)
         if self.method == "gptq":
-            q = _words(held["qweight"].t().contiguous(), self.bits)
-            zero = _words(held["qzeros"], self.bits).t().to(torch.int16) + int(self.zero_minus_one)
-            return _from_unsigned(q, held["scales"].t().contiguous(), zero, self.bits)
+            q = _words(present["qweight"].t().contiguous(), self.bits)
+            zero = _words(present["qzeros"], self.bits).t().to(torch.int16) + int(self.zero_minus_one)
+            return _from_unsigned(q, present["scales"].t().contiguous(), zero, self.bits)
         if self.method == "awq":
-            q = _awq(held["qweight"]).t()
+            q = _awq(present["qweight"]).t()
             zero = (
-                _awq(held["qzeros"]).t()
-                if "qzeros" in held
+                _awq(present["qzeros"]).t()
+                if "qzeros" in present
                 else torch.full((out, inputs // group), 8, dtype=torch.int64, device="cpu")
             )
-            return _from_unsigned(q, held["scales"].t().contiguous(), zero, self.bits)
+            return _from_unsigned(q, present["scales"].t().contiguous(), zero, self.bits)
         middle = 1 << (self.bits - 1)
-        scale = held["weight_scale"].reshape(-1, inputs // group).expand(out, -1).contiguous()
-        if "weight_shape" in held and held["weight_shape"].tolist() != [out, inputs]:
-            raise ValueError(f"weight_shape says {held['weight_shape'].tolist()}, expected {[out, inputs]}")
-        zero = held.get("weight_zero_point")
+        scale = present["weight_scale"].reshape(-1, inputs // group).expand(out, -1).contiguous()
+        if "weight_shape" in present and present["weight_shape"].tolist() != [out, inputs]:
+            raise ValueError(f"weight_shape says {present['weight_shape'].tolist()}, expected {[out, inputs]}")
+        zero = present.get("weight_zero_point")
         in_words = zero is not None and zero.dtype == torch.int32
         if zero is not None and self.packed and len(zero) != (-(-out * self.bits // 32) if in_words else out):
             raise ValueError(
@@ -201,14 +209,14 @@ class QuantScheme:
         elif zero is not None:
             zero = zero.reshape(-1, inputs // group).expand(out, -1).to(torch.int16) + middle
         if not self.packed:
-            return _from_unsigned(held["weight"].view(torch.uint8) ^ 128, scale, zero, self.bits)
-        words = held["weight_packed"].contiguous().view(torch.uint8)  # rows are whole words
+            return _from_unsigned(present["weight"].view(torch.uint8) ^ 128, scale, zero, self.bits)
+        words = present["weight_packed"].contiguous().view(torch.uint8)  # rows are whole words
         _, _, shift = _from_unsigned(words[:, :0], scale, zero, self.bits)
         return Quantized(words if self.bits == 4 else (words ^ 128).view(torch.int8), scale, shift)
 
-    def _read_fp8(self, held: Mapping[str, Tensor], out: int, inputs: int, dtype: torch.dtype | None) -> Tensor:
-        weight = held["weight"].float()
-        [scale] = [tensor for part, tensor in held.items() if part != "weight"]
+    def _read_fp8(self, present: Mapping[str, Tensor], out: int, inputs: int, dtype: torch.dtype | None) -> Tensor:
+        weight = present["weight"].float()
+        [scale] = [tensor for key, tensor in present.items() if key != "weight"]
         if dtype is None:
             dtype = scale.dtype if scale.dtype in (torch.float16, torch.bfloat16, torch.float32) else torch.bfloat16
         factors = scale.float()
@@ -271,58 +279,60 @@ def scheme_of(config: Mapping[str, Any], folder: Path | str = ".") -> QuantSchem
         from treespec_weights.gguf.tensors import GgufScheme  # imports this module
 
         return GgufScheme.of(section["types"])
-    found = _Reader(section if isinstance(section, dict) else {}, folder)
-    method = found.one("quant_method", tuple(method for method in METHODS if method != "gguf"))
+    reader = _Reader(section if isinstance(section, dict) else {}, folder)
+    method = reader.one("quant_method", tuple(method for method in METHODS if method != "gguf"))
     if method == "compressed-tensors":
-        return _compressed_tensors(found)
+        return _compressed_tensors(reader)
     if method == "fp8":
-        block = found.value("weight_block_size")
+        block = reader.value("weight_block_size")
         if block is not None and not (
             isinstance(block, list) and len(block) == 2 and all(_is_positive_int(n) for n in block)
         ):
-            raise found.refuse("weight_block_size", block, "[128, 128]")
-        found.one("activation_scheme", ("dynamic", None))
-        found.one("scale_fmt", (None, "float", "ue8m0"))
-        ignore = found.names("modules_to_not_convert") or found.names("ignored_layers")
+            raise reader.refuse("weight_block_size", block, "[128, 128]")
+        reader.one("activation_scheme", ("dynamic", None))
+        reader.one("scale_fmt", (None, "float", "ue8m0"))
+        ignore = reader.names("modules_to_not_convert") or reader.names("ignored_layers")
         return QuantScheme("fp8", 8, floating=True, block=tuple(block) if block else None, ignore=ignore)
-    bits = found.one("bits", (4,) if method == "awq" else (4, 8))
-    group = found.value("group_size")
+    bits = reader.one("bits", (4,) if method == "awq" else (4, 8))
+    group = reader.value("group_size")
     if not _is_positive_int(group) and group != -1:
-        raise found.refuse("group_size", group, "-1, or a multiple of 32")
+        raise reader.refuse("group_size", group, "-1, or a multiple of 32")
     group = None if group == -1 else group
     if method == "awq":
-        found.one("version", (None, "gemm", "GEMM"))
-        zero_point = found.one("zero_point", (True, False, None)) is not False
-        ignore = found.names("modules_to_not_convert")
+        reader.one("version", (None, "gemm", "GEMM"))
+        zero_point = reader.one("zero_point", (True, False, None)) is not False
+        ignore = reader.names("modules_to_not_convert")
         return QuantScheme("awq", bits, group, symmetric=not zero_point, ignore=ignore)
-    layout = found.one("checkpoint_format", (None, "gptq", "gptq_v2"))
-    found.one("lm_head", (None, False))
-    if found.value("dynamic"):
-        raise found.refuse("dynamic", found.value("dynamic"), "none (one scheme for all modules)")
-    centred = found.value("sym") is True
+    layout = reader.one("checkpoint_format", (None, "gptq", "gptq_v2"))
+    reader.one("lm_head", (None, False))
+    if reader.value("dynamic"):
+        raise reader.refuse("dynamic", reader.value("dynamic"), "none (one scheme for all modules)")
+    centred = reader.value("sym") is True
     return QuantScheme("gptq", bits, group, symmetric=False, zero_minus_one=layout != "gptq_v2", centred=centred)
 
 
-def _compressed_tensors(found: "_Reader") -> QuantScheme:
-    layout = found.one("format", ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"))
-    found.one("quantization_status", (None, "compressed", "frozen"))
+def _compressed_tensors(reader: "_Reader") -> QuantScheme:
+    layout = reader.one("format", ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"))
+    reader.one("quantization_status", (None, "compressed", "frozen"))
     for key in ("kv_cache_scheme", "transform_config"):
-        if found.value(key):
-            raise found.refuse(key, found.value(key), "null")
-    groups = found.value("config_groups")
+        if reader.value(key):
+            raise reader.refuse(key, reader.value(key), "null")
+    groups = reader.value("config_groups")
     entries = list(groups.values()) if isinstance(groups, dict) else []
     if not entries or not all(isinstance(entry, dict) and isinstance(entry.get("weights"), dict) for entry in entries):
-        raise found.refuse("config_groups", groups, "one group with weights")
+        raise reader.refuse("config_groups", groups, "one group with weights")
     if any(entry["weights"] != entries[0]["weights"] for entry in entries):
-        raise found.refuse("config_groups", list(groups), "one scheme for all weights")
+        raise reader.refuse("config_groups", list(groups), "one scheme for all weights")
     targets = [entry.get("targets") for entry in entries]
     embeddings = layout == "float-quantized" and targets == [["Linear", "Embedding"]]
-    if not embeddings and any(each != ["Linear"] for each in targets):
-        raise found.refuse("targets", targets, '["Linear"], or ["Linear", "Embedding"] in the format "float-quantized"')
+    if not embeddings and any(target != ["Linear"] for target in targets):
+        raise reader.refuse(
+            "targets", targets, '["Linear"], or ["Linear", "Embedding"] in the format "float-quantized"'
+        )
     activations = entries[0].get("input_activations")
     if activations and not (isinstance(activations, dict) and activations.get("dynamic")):
-        raise found.refuse("input_activations", activations, "null or dynamic ones, which are ignored")
-    weights = _Reader(entries[0]["weights"], found.folder)
+        raise reader.refuse("input_activations", activations, "null or dynamic ones, which are ignored")
+    weights = _Reader(entries[0]["weights"], reader.folder)
     floating = weights.one("type", ("int", "float")) == "float"
     bits = weights.one("num_bits", (8,) if floating or layout == "int-quantized" else (4, 8))
     strategies = ("tensor", "channel", "block") if floating else ("tensor", "channel", "group")
@@ -340,12 +350,12 @@ def _compressed_tensors(found: "_Reader") -> QuantScheme:
         raise weights.refuse("type", "int", '"float" in the format "float-quantized"')
     if layout in ("pack-quantized", "int-quantized") and floating:
         raise weights.refuse("type", "float", f'"int" in the format "{layout}"')
-    ignore = found.names("ignore")
+    ignore = reader.names("ignore")
     for entry in ignore:
         try:
             re.compile(entry.removeprefix("re:"))
         except re.error:
-            raise found.refuse("ignore", entry, "names, and patterns prefixed with 're:'") from None
+            raise reader.refuse("ignore", entry, "names, and patterns prefixed with 're:'") from None
     return QuantScheme(
         "compressed-tensors",
         bits,
@@ -374,8 +384,8 @@ class _Reader:
 
     def one(self, key: str, valid: tuple[Any, ...]) -> Any:
         value = self.values.get(key)
-        if not any(value is each or (type(value) is type(each) and value == each) for each in valid):
-            raise self.refuse(key, value, ", ".join(repr(each) for each in valid))
+        if not any(value is option or (type(value) is type(option) and value == option) for option in valid):
+            raise self.refuse(key, value, ", ".join(repr(option) for option in valid))
         return value
 
     def names(self, key: str) -> tuple[str, ...]:

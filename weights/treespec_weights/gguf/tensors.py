@@ -20,7 +20,7 @@ from treespec_weights.checkpoint import TORCH_DTYPES, Checkpoint, TensorInfo
 from treespec_weights.errors import CheckpointError, Problem
 from treespec_weights.gguf.config import FACTORS, rules_of
 from treespec_weights.gguf.reader import GgufFile, gguf_package, read_gguf
-from treespec_weights.quant_schemes import Form, Part, QuantScheme
+from treespec_weights.quant_schemes import Form, QuantScheme, StoredTensor
 from treespec_weights.quantize import Quantized
 
 _PARAMETERS: Mapping[str, tuple[tuple[str, ...], ...]] = {  # GGUF name to decoder parameters; families differ in ffn_up
@@ -61,9 +61,9 @@ def hf_names(file: GgufFile) -> dict[str, str]:
     names = {}
     for name in file.tensors:
         if name not in FACTORS:
-            found = [rules[params] for params in _parameters(name) if params in rules]
+            matches = [rules[params] for params in _parameters(name) if params in rules]
             layer = _layer(name)
-            names[found[0].replace("{i}", layer) if found else name] = name
+            names[matches[0].replace("{i}", layer) if matches else name] = name
     return names
 
 
@@ -95,12 +95,12 @@ def block_types(file: GgufFile) -> dict[str, str]:
         if layer and len(tensor.shape) == 2 and (params := _parameters(name)):
             param = params[-1][0].rpartition(".")[2]
             products.setdefault((layer, _PRODUCTS.get(param, param)), {})[hf_name] = tensor.type
-    held: dict[str, str] = {}
+    matrix_types: dict[str, str] = {}
     for types in products.values():
         bits = {FORMS[kind].bits if kind in FORMS else None for kind in types.values()}
         if len(bits) == 1 and None not in bits:
-            held |= types
-    return held
+            matrix_types |= types
+    return matrix_types
 
 
 def head_type(file: GgufFile) -> tuple[str, str] | None:
@@ -129,12 +129,12 @@ def describe_storage(path: Path, dtype: torch.dtype, head_blocks: bool = False) 
         if len(shape) == 2:
             form = f"int{FORMS[kind].bits} in groups of {BLOCK}" if hf_name in blocks else str(dtype)[len("torch.") :]
             counts[kind, form] += 1
-    parts = [
+    descriptions = [
         f"{count} {kind} {'matrix' if count == 1 else 'matrices'} as {form}" for (kind, form), count in counts.items()
     ]
     if head is not None and head[0] not in blocks:
-        parts.append(f"the tied head beside its embedding as int{FORMS[head[1]].bits} in groups of {BLOCK}")
-    return f"{path.name}: holding {', '.join(parts)}"
+        descriptions.append(f"the tied head beside its embedding as int{FORMS[head[1]].bits} in groups of {BLOCK}")
+    return f"{path.name}: holding {', '.join(descriptions)}"
 
 
 class GgufCheckpoint(Checkpoint):
@@ -223,8 +223,8 @@ class GgufCheckpoint(Checkpoint):
 def _can_dequantize(ggml: ModuleType, kind: str) -> bool:
     """Return whether the package gguf can dequantise a block type."""
     try:
-        known = ggml.GGMLQuantizationType[kind]
-        ggml.quants.dequantize(np.zeros(ggml.GGML_QUANT_SIZES[known][1], np.uint8), known)
+        quant_type = ggml.GGMLQuantizationType[kind]
+        ggml.quants.dequantize(np.zeros(ggml.GGML_QUANT_SIZES[quant_type][1], np.uint8), quant_type)
     except (KeyError, NotImplementedError):
         return False
     return True
@@ -259,8 +259,8 @@ class GgufScheme(QuantScheme):
     def form(self, name: str) -> Form:
         return FORMS[self._type_of[name]]
 
-    def parts(self, name: str, out: int, inputs: int) -> dict[str, Part]:
-        return {name: Part(((out, inputs),), (self._type_of[name],))}
+    def stored_tensors(self, name: str, out: int, inputs: int) -> dict[str, StoredTensor]:
+        return {name: StoredTensor(((out, inputs),), (self._type_of[name],))}
 
     def read(
         self, name: str, out: int, inputs: int, get: Callable[[str], Tensor | None], dtype: torch.dtype | None
@@ -294,9 +294,9 @@ def _read_q4_k(blocks: Tensor) -> Quantized:
     """Convert super-blocks, uint8 [out, n, 144]: two float16 scales, eight 6-bit scales and minima, 256 integers."""
     # Twelve bytes hold 6 bits of the scales and minima of groups 0 .. 3 in their low bits; those of groups 4 .. 7 have
     # 4 bits in the last four bytes and 2 in the high bits of the others.
-    scales, minima, rest = blocks[..., 4:16].split(4, 2)
-    scales = torch.cat((scales & 63, rest & 15 | scales >> 6 << 4), 2)
-    minima = torch.cat((minima & 63, rest >> 4 | minima >> 6 << 4), 2)
+    scales, minima, nibbles = blocks[..., 4:16].split(4, 2)
+    scales = torch.cat((scales & 63, nibbles & 15 | scales >> 6 << 4), 2)
+    minima = torch.cat((minima & 63, nibbles >> 4 | minima >> 6 << 4), 2)
     scale = (_halves(blocks[..., :2]).float().unsqueeze(2) * scales).flatten(1)
     minimum = (_halves(blocks[..., 2:4]).float().unsqueeze(2) * minima).flatten(1)
     return _with_minimum(_repacked(blocks[..., 16:].unflatten(2, (4, BLOCK))).flatten(1), scale, -minimum)

@@ -178,7 +178,7 @@ def tune_kernels(
     for each in found:
         first = each.problem[0]
         failed = [{"config": asdict(failure.config), "message": failure.error} for failure in each.failed]
-        counts = {"measured": len(each.measurements) - len(failed), "left": each.left, "failed": failed}
+        counts = {"measured": len(each.measurements) - len(failed), "left": each.unmeasured, "failed": failed}
         if entry := each.entry(tuned.versions_of(name, first.op), bandwidth):
             entries.append(entry)
         chosen = entry and asdict(entry)

@@ -25,8 +25,8 @@ from treespec_kernels.cpu.compiled_plan import CompiledPlan, plan_compiled
 from treespec_kernels.cpu.cpu_library import CompileError, build_together, find_compiler
 from treespec_kernels.cpu.decoder_cpu import (
     Architecture,
+    CompiledLayerWeights,
     CompiledModel,
-    LayerWeights,
     NormWeights,
     PassEntries,
     unsupported_reason,
@@ -200,7 +200,7 @@ class CompiledDecoder(Decoder):
         return self._finish_logits(logits)
 
 
-def _take_layer(weights: dict[str, Tensor], i: int, config: ModelConfig) -> LayerWeights:
+def _take_layer(weights: dict[str, Tensor], i: int, config: ModelConfig) -> CompiledLayerWeights:
     """Pop one layer's weights from the model's weights."""
     at, shape, kind = f"layers.{i}.", config.shape, config.layers[i]
 
@@ -213,7 +213,7 @@ def _take_layer(weights: dict[str, Tensor], i: int, config: ModelConfig) -> Laye
         return _take_norm(weights, f"{at}{name}") if shape.post_norms else None
 
     up = ("gate", "up") if shape.gated else ("up",)
-    return LayerWeights(
+    return CompiledLayerWeights(
         _take_norm(weights, f"{at}attn_norm"),
         _take_norm(weights, f"{at}mlp_norm"),
         post_norm("attn_post_norm"),

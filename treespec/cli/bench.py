@@ -24,7 +24,7 @@ from treespec.utils.interrupts import raise_on_interrupt
 
 if TYPE_CHECKING:
     from treespec.bench.options import Options
-    from treespec.bench.progress import Progress
+    from treespec.bench.progress import BenchProgress
 
 _SEVERAL = ("--k-values", "--nodes", "--batch", "--combine", "--only", "--verification", "--data")
 PICTURES = (".png", ".svg", ".pdf")
@@ -246,15 +246,15 @@ PARTS = 20  # number of progress lines if stderr is not a terminal
 
 
 @contextmanager
-def _progress() -> Iterator["Progress"]:
+def _progress() -> Iterator["BenchProgress"]:
     """Show progress on stderr: a bar on a terminal, otherwise one line per twentieth of the runs."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
-    from treespec.bench.progress import Plan, Progress, duration
+    from treespec.bench.progress import BenchProgress, Plan, duration
 
     shows_bar = sys.stderr.isatty()
 
-    class Shown(Progress):
+    class Shown(BenchProgress):
         expected = False  # whether the expected duration was printed
         part = 0
 

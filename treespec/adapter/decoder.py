@@ -150,10 +150,10 @@ class AdapterDecoder(Decoder):
     def plan(self, requests: list[RequestRows], kv: Tensor) -> AdapterPass:  # type: ignore[override]
         """Plan a pass over the rows of `requests`, in order, over the KV pool `kv`."""
         positions = np.concatenate([rows.positions for rows in requests])
-        pages, offsets = (np.concatenate(columns) for columns in zip(*(rows.slots for rows in requests), strict=True))
+        pages, offsets = (np.concatenate(arrays) for arrays in zip(*(rows.slots for rows in requests), strict=True))
         wanted = max(self.min_rows, -(-len(positions) // self.multiple) * self.multiple)
         padding = np.zeros(wanted - len(positions), dtype=np.int64)  # slots of the null page, which is never read
-        positions, pages, offsets = (np.concatenate((column, padding)) for column in (positions, pages, offsets))
+        positions, pages, offsets = (np.concatenate((array, padding)) for array in (positions, pages, offsets))
         steps = np.arange(self.kv_heads) * PAGE_SIZE
         steps = np.concatenate((steps, steps + kv.shape[2] * self.kv_heads * PAGE_SIZE))  # K, then V
         # The self-test and cost measurements may exceed a model's learned positions; requests do not.

@@ -118,16 +118,16 @@ class Eagle3Head(FeatureHead):
         return self._fc(states.reshape(len(states), -1))
 
     def forward_features(self, tokens: Tensor, features: Tensor, layout: Pass, kv: Tensor) -> tuple[Tensor, Tensor]:
-        final, chosen = self.decoder.forward_stream(StreamInput(*self.pairs(tokens, features)), layout, kv)
+        final, streams = self.decoder.forward_stream(StreamInput(*self.pairs(tokens, features)), layout, kv)
         final = final[: len(tokens)]
-        return final, final if self.form.norm_output else chosen[: len(tokens), 0]
+        return final, final if self.form.norm_output else streams[: len(tokens), 0]
 
     @property
     def entries(self) -> PassEntries | None:
         if not isinstance(self.decoder, CompiledDecoder) or not isinstance(self.pairs, PairInputs):
             return None
-        found = self.decoder.entries
-        return None if found is None else self.pairs.add_to(found, self.form.norm_output)
+        layer_entries = self.decoder.entries
+        return None if layer_entries is None else self.pairs.add_to(layer_entries, self.form.norm_output)
 
 
 class EagleHead(FeatureHead):
@@ -151,7 +151,7 @@ class EagleHead(FeatureHead):
 
     def forward_features(self, tokens: Tensor, features: Tensor, layout: Pass, kv: Tensor) -> tuple[Tensor, Tensor]:
         stream = StreamInput(*self._pairs(tokens, features))
-        output = self.decoder.forward_stream(stream, layout, kv).chosen[: len(tokens), 0]
+        output = self.decoder.forward_stream(stream, layout, kv).streams[: len(tokens), 0]
         return output, output
 
 

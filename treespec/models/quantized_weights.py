@@ -34,12 +34,12 @@ def resolve_quantization(quantization: str | None, target: ModelConfig | Source,
     Raises:
         ConfigError: an unknown name, a checkpoint that is already quantised, or sizes that no group size divides.
     """
-    own = None if isinstance(target, Source) or target.quantization is None else target.quantization
+    stored = None if isinstance(target, Source) or target.quantization is None else target.quantization
     if quantization == "gguf" and target.folder.is_file():
         quantization = None
     elif isinstance(quantization, str) and (method := quantization.removesuffix("_marlin")) in METHODS:
-        if own is None or own.method != method:
-            where = "this one is not quantised" if own is None else f"this one is {own.name}"
+        if stored is None or stored.method != method:
+            where = "this one is not quantised" if stored is None else f"this one is {stored.name}"
             raise ConfigError(
                 f"quantization={quantization!r}: leave it out; a checkpoint's own quantisation is read from its config "
                 f"({where}), and 'int8' or 'int4' quantises while loading"
@@ -108,7 +108,7 @@ def weight_bytes(config: ModelConfig | AdapterConfig, dtype: torch.dtype, quanti
         forms = [(size, form) for size in quantizable(config.shape).values()]
     elif scheme is not None and not scheme.floating:
         placements = expected_tensors(config.shape, config.rules)
-        forms = [(each.shape, scheme.form(each.name)) for each in placements if covered(scheme, each, config.rules)]
+        forms = [(p.shape, scheme.form(p.name)) for p in placements if covered(scheme, p, config.rules)]
     for size, (bits, group, has_zero) in forms:
         count = math.prod(size)
         factors = (2 if has_zero else 1) * (count // (group or size[1]))
@@ -127,12 +127,12 @@ def take_projection(weights: dict[str, Tensor], prefix: str, names: tuple[str, .
     zeros = [weights.pop(f"{prefix}{name}_zero", None) for name in names]
     if all(scale is None for scale in scales):
         return torch.cat(values) if len(values) > 1 else values[0]
-    parts = [QuantizedWeight(v, s, z) for v, s, z in zip(values, scales, zeros, strict=True) if s is not None]
-    if len(parts) < len(names) or len({(part.bits, part.group) for part in parts}) > 1:
+    matrices = [QuantizedWeight(v, s, z) for v, s, z in zip(values, scales, zeros, strict=True) if s is not None]
+    if len(matrices) < len(names) or len({(matrix.bits, matrix.group) for matrix in matrices}) > 1:
         raise ModelError(
             f"{', '.join(prefix + name for name in names)} are fused into one product, but not all quantised alike; "
             "use a checkpoint that quantises all of them or none"
         )
-    for part in parts:
-        part.check()
-    return stacked(parts) if len(parts) > 1 else parts[0]
+    for matrix in matrices:
+        matrix.check()
+    return stacked(matrices) if len(matrices) > 1 else matrices[0]

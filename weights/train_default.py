@@ -82,7 +82,7 @@ class Build:
         self.pause = train.PauseRequest()
         name = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(name)
-        self.progress: dict[str, train.Progress] = {}
+        self.progress: dict[str, train.TrainingProgress] = {}
 
     def run(self) -> None:
         """Run all stages in order."""
@@ -231,7 +231,7 @@ class Build:
         print(f"exported to {self.args.out}", flush=True)
 
 
-def minutes_of(stages: Iterable[train.Progress]) -> float:
+def minutes_of(stages: Iterable[train.TrainingProgress]) -> float:
     """Return the minutes of training, without pauses."""
     return round(sum(stage.elapsed for stage in stages) / 60, 1)
 
@@ -239,7 +239,7 @@ def minutes_of(stages: Iterable[train.Progress]) -> float:
 def training_of(drafts: Path) -> dict[str, object]:
     """Return what a finished run of `treespec train` has in its folder about its settings and its training."""
     report = json.loads((drafts / "report.json").read_text())
-    lessons = train.Progress(**json.loads((drafts / "work" / "lessons.json").read_text()))
+    lessons = train.TrainingProgress(**json.loads((drafts / "work" / "lessons.json").read_text()))
     stages = [lessons, *(train.read_progress(path) for path in sorted((drafts / "work").glob("*.ckpt")))]
     names = ("minutes", "tokens", "specialise", "layers", "hidden", "vocabulary", "seed")
     settings = {name: report["settings"][name] for name in names}

@@ -58,28 +58,28 @@ def decode(llm: LLM, prompts: list[list[int]], max_tokens: int, spec: str | None
 
 def measure(llm: LLM, prompts: list[list[int]], args: argparse.Namespace) -> dict[str, Any]:
     """Return figures with and without neighbours and their ratio for each mode, and the number of differing tokens."""
-    found: dict[tuple[str, int], list[Decoded]] = {(mode, busy): [] for mode in MODES for busy in (0, args.neighbours)}
+    runs: dict[tuple[str, int], list[Decoded]] = {(mode, busy): [] for mode in MODES for busy in (0, args.neighbours)}
     for _ in range(args.repeats + 1):  # the first warms up
         for busy in (0, args.neighbours):
             with neighbours(busy):
                 for mode, spec in MODES.items():
-                    found[mode, busy].append(decode(llm, prompts, args.max_tokens, spec))
+                    runs[mode, busy].append(decode(llm, prompts, args.max_tokens, spec))
     rows: dict[str, Any] = {"tokens_compared": 0, "tokens_that_differ": 0}
     for mode in MODES:
-        quiet, beside = found[mode, 0], found[mode, args.neighbours]
-        for one, other in zip(quiet, beside, strict=True):
-            compared, differing = measuring.count_differing(one.tokens, other.tokens)
+        quiet, beside = runs[mode, 0], runs[mode, args.neighbours]
+        for quiet_run, busy_run in zip(quiet, beside, strict=True):
+            compared, differing = measuring.count_differing(quiet_run.tokens, busy_run.tokens)
             rows["tokens_compared"] += compared
             rows["tokens_that_differ"] += differing
         pairs_of_runs = list(zip(quiet, beside, strict=True))[1:]
         rows[mode] = {
-            "quiet": measuring.spread([one.tokens_per_second for one, _ in pairs_of_runs]),
-            "beside_neighbours": measuring.spread([other.tokens_per_second for _, other in pairs_of_runs]),
+            "quiet": measuring.spread([run.tokens_per_second for run, _ in pairs_of_runs]),
+            "beside_neighbours": measuring.spread([run.tokens_per_second for _, run in pairs_of_runs]),
             "ratio": measuring.spread(
-                [other.tokens_per_second / one.tokens_per_second for one, other in pairs_of_runs]
+                [busy_run.tokens_per_second / quiet_run.tokens_per_second for quiet_run, busy_run in pairs_of_runs]
             ),
-            "first_token_seconds": measuring.spread([one.first_token_seconds for one, _ in pairs_of_runs]),
-            "first_token_seconds_beside": measuring.spread([other.first_token_seconds for _, other in pairs_of_runs]),
+            "first_token_seconds": measuring.spread([run.first_token_seconds for run, _ in pairs_of_runs]),
+            "first_token_seconds_beside": measuring.spread([run.first_token_seconds for _, run in pairs_of_runs]),
         }
     return rows
 
@@ -92,12 +92,12 @@ def main() -> None:
     with measuring.opened(args.grow, max_num_seqs=1) as open_llm:
         llm = open_llm()
         read = read_prompts(measuring.HELDOUT)
-        chosen = read[:: max(len(read) // args.prompts, 1)][: args.prompts]
-        rows = measure(llm, [llm.get_tokenizer().encode(prompt.content) for prompt in chosen], args)
+        prompts = read[:: max(len(read) // args.prompts, 1)][: args.prompts]
+        rows = measure(llm, [llm.get_tokenizer().encode(prompt.content) for prompt in prompts], args)
     print(f"{rows['tokens_that_differ']} of {rows['tokens_compared']} tokens differ")
     for mode in MODES:
-        parts = {name: "{median:.3g} ({least:.3g} to {largest:.3g})".format(**rows[mode][name]) for name in rows[mode]}
-        print(f"{mode}: quiet {parts['quiet']} tokens/s, busy {parts['beside_neighbours']}, ratio {parts['ratio']}")
+        shown = {name: "{median:.3g} ({least:.3g} to {largest:.3g})".format(**rows[mode][name]) for name in rows[mode]}
+        print(f"{mode}: quiet {shown['quiet']} tokens/s, busy {shown['beside_neighbours']}, ratio {shown['ratio']}")
     setup = measuring.setup(args, "threads", "neighbours", "prompts", "max_tokens", "repeats")
     measuring.write_json(args.json, setup | rows)
 

@@ -110,7 +110,7 @@ def main() -> None:
         SamplingParams(max_tokens=args.max_tokens, ignore_eos=True),
     )
     plain = [output.outputs[0].token_ids for output in llm.generate(texts, params, spec="off")]
-    tokens, everything = np.array([len(own) for own in plain]), np.ones(len(plain), dtype=bool)
+    tokens, everything = np.array([len(token_ids) for token_ids in plain]), np.ones(len(plain), dtype=bool)
     modes = {"three SSMs": ("ssm-1", "ssm-2", "ssm-3"), "truncated": ("truncated",)}
     modes |= {ssm.name: (ssm.name,) for ssm in ssms}
     rows, differing = [], 0
@@ -118,14 +118,18 @@ def main() -> None:
         passes = {}
         for mode, sources in modes.items():
             outputs = llm.generate(texts, params, spec=SpecConfig(nodes=nodes, sources=sources))
-            differing += sum(o.outputs[0].token_ids != own for o, own in zip(outputs, plain, strict=True))
+            differing += sum(o.outputs[0].token_ids != token_ids for o, token_ids in zip(outputs, plain, strict=True))
             passes[mode] = np.array([output.metrics.target_passes for output in outputs])
         margins = {
-            mode: interval(tokens, passes["three SSMs"], own, everything)
-            for mode, own in passes.items()
+            mode: interval(tokens, passes["three SSMs"], counts, everything)
+            for mode, counts in passes.items()
             if mode != "three SSMs"
         }
-        row = {"nodes": nodes, "tau": {mode: tau(tokens, own) for mode, own in passes.items()}, "margins": margins}
+        row = {
+            "nodes": nodes,
+            "tau": {mode: tau(tokens, counts) for mode, counts in passes.items()},
+            "margins": margins,
+        }
         rows.append(row)
         shown = ", ".join(f"{mode} {value:.3f}" for mode, value in row["tau"].items())
         low, high = margins["truncated"]

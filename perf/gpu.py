@@ -112,8 +112,8 @@ class Bench:
 
     def weights(self, shape: ModelShape) -> dict[str, Tensor]:
         """Return random parameters that keep activations near 1."""
-        made = {name: self.random(*size, scale=size[-1] ** -0.5) for name, size in shape.parameters().items()}
-        return {name: tensor if tensor.dim() > 1 else 1 + tensor for name, tensor in made.items()}
+        params = {name: self.random(*size, scale=size[-1] ** -0.5) for name, size in shape.parameters().items()}
+        return {name: tensor if tensor.dim() > 1 else 1 + tensor for name, tensor in params.items()}
 
     def capture(self, *calls: Call) -> Call:
         """Run calls twice, and return a replay of their CUDA graph."""
@@ -174,8 +174,8 @@ class Passes:
         if isinstance(tree, int):
             parents = tree_parents("random", tree, torch.Generator().manual_seed(0))
             tree = TokenTree.from_parents([1 + node % 50 for node in range(tree)], parents, 0.5, "random")
-        own, rows = len(self.pages) // requests, []
-        for pages in self.pages[: own * requests].reshape(requests, own):
+        num_pages, rows = len(self.pages) // requests, []
+        for pages in self.pages[: num_pages * requests].reshape(requests, num_pages):
             whole = RequestRows(context, np.arange(len(tree)), tree.depths, tree.visible, tree.depths, pages)
             rows.append(RequestRows.chain(context, 1, pages) if len(tree) == 1 else whole)
         return self.launch(rows, tree.tokens.tolist() * requests)
@@ -207,10 +207,10 @@ def checks(bench: Bench) -> Iterator[Step]:
 def versions(bench: Bench) -> Figures:
     import triton
 
-    asked = "--query-gpu=name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
-    smi = "" if bench.dry else subprocess.getoutput(f"nvidia-smi {asked} --format=csv,noheader")
-    found = {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()}
-    return found | {"gpu": smi, "commit": commit(), VARIABLE: os.environ.get(VARIABLE, "")} | copy_bandwidth(bench)
+    query = "--query-gpu=name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
+    smi = "" if bench.dry else subprocess.getoutput(f"nvidia-smi {query} --format=csv,noheader")
+    figures = {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()}
+    return figures | {"gpu": smi, "commit": commit(), VARIABLE: os.environ.get(VARIABLE, "")} | copy_bandwidth(bench)
 
 
 def copy_bandwidth(bench: Bench) -> Figures:
@@ -239,11 +239,11 @@ def configuration(bench: Bench, case: Case) -> Any:
 def check_op(bench: Bench, op: str) -> Figures:
     """Compare an op with its reference, and its rows with each other, at the sizes of a 1B model."""
     form = WeightForm(8) if op == "quantized_row_linear" else None
-    found = cases(bench, op, bench.small, form, prefill=min(bench.prefill, 320))
-    for case in found:
+    op_cases = cases(bench, op, bench.small, form, prefill=min(bench.prefill, 320))
+    for case in op_cases:
         case.check(configuration(bench, case))
         case.release()
-    return {"checked": len(found)}
+    return {"checked": len(op_cases)}
 
 
 def check_generate(bench: Bench) -> Figures:
@@ -267,12 +267,12 @@ def check_round(bench: Bench) -> Figures:
     """Compare the logits of a captured tree pass, and the tokens of a captured round, with those of plain decoding."""
     depth, context = (2, 20) if bench.dry else (5, 700)
     passes = Passes.of(bench, bench.small, context + 4 * PAGE_SIZE)
-    decoder, plain, chosen = passes.decoder, [], [5]
+    decoder, plain, choices = passes.decoder, [], [5]
     for step in range(depth + 1):
-        plain.append(passes.tree(context + step, TokenTree.root(chosen[-1]))()[0].clone())
-        chosen.append(int(decoder.best(plain[-1][None])[1]))
+        plain.append(passes.tree(context + step, TokenTree.root(choices[-1]))()[0].clone())
+        choices.append(int(decoder.best(plain[-1][None])[1]))
     tokens, parents, path = [5], [-1], [0]
-    for token in chosen[1:-1]:  # a wrong sibling, then the right token
+    for token in choices[1:-1]:  # a wrong sibling, then the right token
         tokens, parents = [*tokens, token - 1 if token else 1, token], [*parents, path[-1], path[-1]]
         path.append(len(tokens) - 1)
     count = 8 if bench.dry else 16
@@ -289,11 +289,11 @@ def check_round(bench: Bench) -> Figures:
     limits = RoundLimits(depth, (1, count), len(passes.pages), context + PAGE_SIZE)
     batch = BatchRound(1, limits, stack, [], None if bench.dry else GraphMemory.of(bench.device))
     drawing = 0.0, 0.0, 0, 0, np.zeros(0)
-    given = RoundInput(context, [5], passes.pages, (), *drawing, depth, count, 0.0, context + PAGE_SIZE)
+    round_input = RoundInput(context, [5], passes.pages, (), *drawing, depth, count, 0.0, context + PAGE_SIZE)
     for _ in range(2):  # the second is a replay
-        [result] = batch.launch([given], depth, count, search=lambda: [Proposal(tree, np.ones(count))])()
-        if differing or result.tokens != chosen[1:]:
-            raise AssertionError(f"{differing} rows differ; the round gave {result.tokens}, not {chosen[1:]}")
+        [result] = batch.launch([round_input], depth, count, search=lambda: [Proposal(tree, np.ones(count))])()
+        if differing or result.tokens != choices[1:]:
+            raise AssertionError(f"{differing} rows differ; the round gave {result.tokens}, not {choices[1:]}")
     return {"rows": len(path), "tokens": len(result.tokens)}
 
 
@@ -397,7 +397,7 @@ def time_rounds(bench: Bench, nodes: int, exact: bool = True, off: str = "", **p
                     next(stream)
                     seconds.append(time.perf_counter() - began)
     tokens = sum(len(record.emitted) for record in records)
-    figures = spread([1e3 * each for each in seconds]) | {"rounds": len(records)}
+    figures = spread([1e3 * value for value in seconds]) | {"rounds": len(records)}
     figures |= {"tokens_per_second": tokens / sum(seconds), "tokens_per_pass": tokens / len(records)}
     draft = 1e3 * statistics.median(record.draft_seconds for record in records)
     verify = 1e3 * statistics.median(record.target_seconds for record in records)
@@ -439,15 +439,15 @@ def time_compiled(bench: Bench) -> Figures:
 
     layers = []
     for i in range(s.num_layers):
-        own = {name: weights.pop(f"layers.{i}.{name}") for name in "attn_norm q k v o mlp_norm gate up down".split()}
-        qkv, gate_up = torch.cat([own["q"], own["k"], own["v"]]), torch.cat([own["gate"], own["up"]])
-        norms, kv = (own["attn_norm"], own["mlp_norm"]), bench.random(2, kv_heads, len(hidden), dim)
-        layers.append((qkv, own["o"], gate_up, own["down"], norms, kv))
+        params = {name: weights.pop(f"layers.{i}.{name}") for name in "attn_norm q k v o mlp_norm gate up down".split()}
+        qkv, gate_up = torch.cat([params["q"], params["k"], params["v"]]), torch.cat([params["gate"], params["up"]])
+        norms, kv = (params["attn_norm"], params["mlp_norm"]), bench.random(2, kv_heads, len(hidden), dim)
+        layers.append((qkv, params["o"], gate_up, params["down"], norms, kv))
 
     def step(run: Callable[..., Tensor]) -> Tensor:
         x = F.embedding(position % 50, weights["embed"])
-        for parts in layers:
-            x = run(x, *parts)
+        for tensors in layers:
+            x = run(x, *tensors)
         return F.linear(norm(x, weights["final_norm"]), weights["lm_head"])
 
     how: dict[str, Any] = {"backend": "eager"} if bench.dry else {"mode": "max-autotune-no-cudagraphs"}
@@ -469,8 +469,8 @@ def kernels(bench: Bench) -> Iterator[Step]:
     yield from timed_cases(bench, "lm_head", **many)
     yield from timed_cases(bench, "tree_attention", **long)
     yield "pass/rows 32 at 32k", 40, partial(time_pass, rows=32, context=(1 if bench.dry else 16) * bench.context)
-    for exact, what in ((True, ""), (False, " with cuBLAS")):
-        yield f"prefill/{bench.prefill}{what}", 60, partial(time_pass, rows=bench.prefill, chain=True, exact=exact)
+    for exact, suffix in ((True, ""), (False, " with cuBLAS")):
+        yield f"prefill/{bench.prefill}{suffix}", 60, partial(time_pass, rows=bench.prefill, chain=True, exact=exact)
     for requests, rows in ((1, 1), (4, 1), (16, 1), (64, 1), (4, 32), (16, 32), (64, 8)):
         yield f"pass/batch {requests} x {rows}", 40, partial(time_pass, rows=rows, requests=requests)
     yield "autotune/8B", 130, autotune
@@ -516,7 +516,7 @@ def autotune(bench: Bench) -> Figures:
         (shutil.copy if before else shutil.move)(tuned["file"], bench.out / Path(tuned["file"]).name)
     entries = [result["entry"] for result in tuned["results"] if result["entry"]]
     times = {f"{entry['op']}, {load}": times for entry in entries for load, times in entry["loads"].items()}
-    return {load: [each["default_microseconds"], each["microseconds"]] for load, each in times.items()}
+    return {load: [timing["default_microseconds"], timing["microseconds"]] for load, timing in times.items()}
 
 
 # --- targets
@@ -533,7 +533,7 @@ def table(rows: dict[str, Figures], dry: bool = False) -> list[str]:
     tree = max(trees, key=lambda row: row.get("tokens_per_second", 0.0))
     speed_up = tree.get("tokens_per_second", float("nan")) / of("round/plain", "tokens_per_second")
     exactness = [of(name) / of(f"{name} with cuBLAS") for name in ("round/tree 32", "pass/rows 32")]
-    found = [
+    criteria = [
         ("failed checks", sum("error" in row for row in checked) if checked else float("nan"), "<=", 0),
         ("8B plain pass at 2k, ms", plain, "<=", 4.0 * H200_COPY / of("copy", "bytes_per_second")),
         ("32 rows over a plain pass", of("pass/rows 32") / plain, "<=", 1.08),
@@ -543,7 +543,7 @@ def table(rows: dict[str, Figures], dry: bool = False) -> list[str]:
         ("compiled Llama over a plain pass", of("compiled/batch 1") / plain, ">=", 1.0),
     ]
     lines = []
-    for text, value, sign, bound in found:
+    for text, value, sign, bound in criteria:
         is_met = value <= bound if sign == "<=" else value >= bound
         is_measured = value == value and not (dry and bound)
         verdict = f"{value:.3f}  {'met' if is_met else 'MISSED'}" if is_measured else "not measured"

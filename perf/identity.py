@@ -95,7 +95,9 @@ def modes(names: Sequence[str], nodes: int) -> dict[str, SpecConfig]:
     return result | {"everything": SpecConfig(nodes=nodes), "auto": SpecConfig()}
 
 
-def compare(plain: list[RequestOutput], tree: list[RequestOutput], logits: list[Tensor], own: list[Tensor]) -> Any:
+def compare(
+    plain: list[RequestOutput], tree: list[RequestOutput], logits: list[Tensor], tree_logits: list[Tensor]
+) -> Any:
     """Count differing tokens and logit rows of two runs."""
     tokens = sum(
         a != b
@@ -103,7 +105,8 @@ def compare(plain: list[RequestOutput], tree: list[RequestOutput], logits: list[
         for a, b in itertools.zip_longest(x.outputs[0].token_ids, y.outputs[0].token_ids)
     )
     rows = sum(
-        int((a[: len(b)] != b[: len(a)]).any(1).sum()) + abs(len(a) - len(b)) for a, b in zip(logits, own, strict=True)
+        int((a[: len(b)] != b[: len(a)]).any(1).sum()) + abs(len(a) - len(b))
+        for a, b in zip(logits, tree_logits, strict=True)
     )
     return tokens, rows
 
@@ -115,16 +118,16 @@ def against_transformers(model: Path, plain: list[RequestOutput], logits: list[T
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     total = agree = ties = 0
     divergence = 0.0
-    for output, own in tqdm(list(zip(plain, logits, strict=True)), desc="transformers", disable=None):
+    for output, rows in tqdm(list(zip(plain, logits, strict=True)), desc="transformers", disable=None):
         tokens = output.prompt_token_ids + output.outputs[0].token_ids
         with torch.inference_mode():
             scores = reference(torch.tensor([tokens])).logits[0, len(output.prompt_token_ids) - 1 : -1]
-        chosen = torch.tensor(output.outputs[0].token_ids)
-        gap = scores.max(-1).values - scores.gather(1, chosen[:, None])[:, 0]
-        same = scores.argmax(-1) == chosen
-        tied = ~same & (gap < TIE * scores.pow(2).mean(-1).sqrt())
-        total, agree, ties = total + len(chosen), agree + int(same.sum()), ties + int(tied.sum())
-        kl = torch.nn.functional.kl_div(own.log_softmax(-1), scores.log_softmax(-1), log_target=True, reduction="none")
+        token_ids = torch.tensor(output.outputs[0].token_ids)
+        gap = scores.max(-1).values - scores.gather(1, token_ids[:, None])[:, 0]
+        agrees = scores.argmax(-1) == token_ids
+        tied = ~agrees & (gap < TIE * scores.pow(2).mean(-1).sqrt())
+        total, agree, ties = total + len(token_ids), agree + int(agrees.sum()), ties + int(tied.sum())
+        kl = torch.nn.functional.kl_div(rows.log_softmax(-1), scores.log_softmax(-1), log_target=True, reduction="none")
         divergence = max(divergence, float(kl.sum(-1).max()))
     return {"tokens": total, "agree": agree, "rounding_ties": ties, "max_kl": divergence}
 

@@ -37,7 +37,7 @@ SUMS = ("tokens", "differing_tokens", "outputs_that_differ", "target_passes", "s
 ROWS_SHOWN = 8  # differences listed per cell
 
 
-class Prompt(NamedTuple):
+class IndexedPrompt(NamedTuple):
     """A prompt: its index, which determines its seed, and its tokens."""
 
     index: int
@@ -76,19 +76,19 @@ def run(
     for dtype in setup["dtypes"]:
         llm = open_llm(dtype)
         names = tuple(llm.engine.sources.ssms.names) if llm.engine.sources.ssms else ()
-        known = read_prompts(llm)
-        prompts = [Prompt(i, tokens) for i, tokens in enumerate(known)]
-        distinct = len({tuple(tokens) for tokens in known})
+        prompt_ids = read_prompts(llm)
+        prompts = [IndexedPrompt(i, tokens) for i, tokens in enumerate(prompt_ids)]
+        distinct = len({tuple(tokens) for tokens in prompt_ids})
         document |= {"ssms": list(names), "prompts": len(prompts), "distinct_prompts": distinct}
         cells = list(itertools.product(setup["settings"], subsets(names), setup["batches"]))
         for setting, group in itertools.groupby(cells, key=lambda cell: cell[0]):
-            left = [(*s, b) for _, *s, b in group if _key((dtype, setting, ",".join(*s), b)) not in rows]
-            if not left:
+            remaining = [(*s, b) for _, *s, b in group if _key((dtype, setting, ",".join(*s), b)) not in rows]
+            if not remaining:
                 continue
             plain, row = decode(llm, prompts, setting, "off", PLAIN_BATCH, setup["max_tokens"])
             _keep_plain(document, {"dtype": dtype, "setting": setting} | row | {"sha256": _digest(plain)})
             _log(f"{dtype:9} {setting:10} plain: {row['tokens'] / row['seconds']:.0f} tokens/s")
-            for sources, batch in left:
+            for sources, batch in remaining:
                 spec = SpecConfig(nodes=setup["nodes"], max_depth=setup["max_depth"], sources=sources)
                 ours, row = decode(llm, prompts, setting, spec, batch, setup["max_tokens"])
                 llm.engine.check_integrity()
@@ -106,14 +106,16 @@ def run(
     return document
 
 
-def compare(prompts: Sequence[Prompt], ours: Sequence[Sequence[int]], plain: Sequence[Sequence[int]]) -> dict[str, Any]:
+def compare(
+    prompts: Sequence[IndexedPrompt], ours: Sequence[Sequence[int]], plain: Sequence[Sequence[int]]
+) -> dict[str, Any]:
     """Count differing and missing tokens, with the first differences of some outputs."""
-    differing, found = 0, []
+    differing, first = 0, []
     for prompt, mine, theirs in zip(prompts, ours, plain, strict=True):
-        places = [i for i, (a, b) in enumerate(itertools.zip_longest(mine, theirs)) if a != b]
-        differing += len(places)
-        found += [{"prompt": prompt.index, "position": places[0]}] if places else []
-    return {"differing_tokens": differing, "outputs_that_differ": len(found), "first_differences": found[:ROWS_SHOWN]}
+        positions = [i for i, (a, b) in enumerate(itertools.zip_longest(mine, theirs)) if a != b]
+        differing += len(positions)
+        first += [{"prompt": prompt.index, "position": positions[0]}] if positions else []
+    return {"differing_tokens": differing, "outputs_that_differ": len(first), "first_differences": first[:ROWS_SHOWN]}
 
 
 def totals(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -136,7 +138,7 @@ def describe(document: dict[str, Any]) -> str:
 
 
 def decode(
-    llm: LLM, prompts: Sequence[Prompt], setting: str, spec: SpecConfig | str, batch: int, max_tokens: int
+    llm: LLM, prompts: Sequence[IndexedPrompt], setting: str, spec: SpecConfig | str, batch: int, max_tokens: int
 ) -> tuple[list[list[int]], dict[str, Any]]:
     """Decode all prompts and measure.
 
@@ -147,9 +149,9 @@ def decode(
     step = len(prompts) if batch == PLAIN_BATCH else batch
     outputs: list[RequestOutput] = []
     began, worked = time.perf_counter(), time.process_time()
-    for at in range(0, len(prompts), step):
-        given = [prompt.tokens for prompt in prompts[at : at + step]]
-        outputs += llm.generate(given, params[at : at + step], spec=spec)
+    for start in range(0, len(prompts), step):
+        prompt_ids = [prompt.tokens for prompt in prompts[start : start + step]]
+        outputs += llm.generate(prompt_ids, params[start : start + step], spec=spec)
     took = {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - worked}
     for output in outputs:
         if output.error is not None:
@@ -162,9 +164,9 @@ def decode(
 
 def _keep_plain(document: dict[str, Any], row: dict[str, Any]) -> None:
     """Record plain decoding, whose tokens a resumed run must reproduce."""
-    for known in document["plain"]:
-        if (known["dtype"], known["setting"]) == (row["dtype"], row["setting"]):
-            if known["sha256"] != row["sha256"]:
+    for recorded in document["plain"]:
+        if (recorded["dtype"], recorded["setting"]) == (row["dtype"], row["setting"]):
+            if recorded["sha256"] != row["sha256"]:
                 raise ValueError(f"plain decoding, {row['dtype']}, {row['setting']}: tokens differ from before")
             return
     document["plain"].append(row)
@@ -184,9 +186,9 @@ def _write(out: Path | None, document: dict[str, Any]) -> None:
     """Write the document atomically."""
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        part = out.with_name(out.name + ".part")
-        part.write_text(json.dumps(document, indent=1) + "\n")
-        os.replace(part, out)
+        temporary = out.with_name(out.name + ".part")
+        temporary.write_text(json.dumps(document, indent=1) + "\n")
+        os.replace(temporary, out)
 
 
 def _key(row: Any) -> tuple[Any, ...]:

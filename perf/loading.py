@@ -64,9 +64,9 @@ def write_synthetic(folder: Path, shape: ModelShape, shard_bytes: int, seed: int
     """Write a sharded bfloat16 checkpoint of a shape."""
     folder.mkdir()
     block = torch.randn(BLOCK, generator=torch.Generator().manual_seed(seed)).mul_(0.02).bfloat16()
-    order = {name: at for at, name in enumerate(shape.parameters())}
+    order = {name: index for index, name in enumerate(shape.parameters())}
     placements = sorted(expected_tensors(shape, LLAMA), key=lambda placement: order[next(iter(placement.params))])
-    shards = plan_shards([[Output(each.name, "BF16", each.shape)] for each in placements], shard_bytes)
+    shards = plan_shards([[Output(placement.name, "BF16", placement.shape)] for placement in placements], shard_bytes)
     for shard in tqdm(shards, desc="writing", unit="file", leave=False, disable=None):
         write_shard(folder, shard, _tensors(block, shard.outputs))
     write_index(folder, shards)
@@ -174,8 +174,8 @@ def show(document: dict[str, Any]) -> str:
         share = f"{row['of_size']:.3f} of the files" if "of_size" in row else f"{row['of_largest_tensor']:.2f} tensors"
         lines.append(f"  {name:<38}{row['anonymous_bytes'] / 1e6:>10,.0f} MB anonymous, {share}")
     for name, row in document["speed"].items():
-        own, plain = row["load_weights"]["gb_per_second"], row["plain"]["gb_per_second"]
-        lines.append(f"  {name:<38}{own:>10.2f} GB/s, plain read {plain:.2f}, share {row['share']:.3f}")
+        rate, plain_rate = row["load_weights"]["gb_per_second"], row["plain"]["gb_per_second"]
+        lines.append(f"  {name:<38}{rate:>10.2f} GB/s, plain read {plain_rate:.2f}, share {row['share']:.3f}")
     return "\n".join(lines)
 
 

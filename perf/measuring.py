@@ -39,15 +39,15 @@ def opened(grow: str | None, drafts: Sequence[Any] | None = None, **options: Any
         options: options of every `LLM`.
     """
     embedded = Options(device="cpu")
-    with grown(embedded, grow, None, None) if grow else nullcontext((embedded, None)) as (found, _):
+    with grown(embedded, grow, None, None) if grow else nullcontext((embedded, None)) as (target, _):
         common: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16", "compile": True, "max_model_len": 1024}
-        common |= {"model": found.model, "drafts": found.drafts if drafts is None else drafts}
-        yield lambda **own: LLM(**common | options | own)
+        common |= {"model": target.model, "drafts": target.drafts if drafts is None else drafts}
+        yield lambda **overrides: LLM(**common | options | overrides)
 
 
 def count_differing(plain: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> tuple[int, int]:
     """Return the number of compared tokens and the number of differing ones; lengths must be equal."""
-    pairs = [pair for own in zip(plain, other, strict=True) for pair in zip(*own, strict=True)]
+    pairs = [pair for sequences in zip(plain, other, strict=True) for pair in zip(*sequences, strict=True)]
     return len(pairs), sum(a != b for a, b in pairs)
 
 
@@ -56,9 +56,9 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "least": min(values), "largest": max(values)}
 
 
-def speed_ups(plain: Sequence[float], own: Sequence[float]) -> dict[str, float]:
+def speed_ups(plain: Sequence[float], measured: Sequence[float]) -> dict[str, float]:
     """Return the spread of the ratios of paired seconds, the median as `speed_up`."""
-    ratios = spread([base / seconds for base, seconds in zip(plain, own, strict=True)])
+    ratios = spread([base / seconds for base, seconds in zip(plain, measured, strict=True)])
     return {"speed_up": ratios.pop("median")} | ratios
 
 

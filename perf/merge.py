@@ -49,15 +49,15 @@ def counting_passes(llm: LLM) -> Iterator[Counter[str]]:
         del ssms.propose
 
 
-def tau(tokens: np.ndarray, passes: np.ndarray, chosen: np.ndarray | slice = slice(None)) -> float:
+def tau(tokens: np.ndarray, passes: np.ndarray, selection: np.ndarray | slice = slice(None)) -> float:
     """Return the tokens per target pass over the chosen prompts."""
-    return float(tokens[chosen].sum() / passes[chosen].sum())
+    return float(tokens[selection].sum() / passes[selection].sum())
 
 
-def interval(tokens: np.ndarray, ours: np.ndarray, theirs: np.ndarray, chosen: np.ndarray) -> list[float]:
+def interval(tokens: np.ndarray, ours: np.ndarray, theirs: np.ndarray, selection: np.ndarray) -> list[float]:
     """Return the paired bootstrap 95 % interval, over prompts, of the difference of acceptance lengths."""
     rng = np.random.default_rng(0)
-    index = np.flatnonzero(chosen)
+    index = np.flatnonzero(selection)
     if not len(index):
         return [float("nan")] * 2
     picks = index[rng.integers(0, len(index), (RESAMPLES, len(index)))]
@@ -88,30 +88,35 @@ def main() -> None:
     llm = LLM(args.model, drafts=[*folders, *map(str, others)], max_model_len=1024, **options)
     tokenizer = llm.get_tokenizer()
     chat = has_chat_template(tokenizer)
-    chosen = choose(read_prompts(args.prompts_file or held_out_prompts(chat), chat), args.prompts, seed=0)
-    merged, one = (*ssms,), {"max_ssms": 1}
+    prompts = choose(read_prompts(args.prompts_file or held_out_prompts(chat), chat), args.prompts, seed=0)
+    merged, one_ssm = (*ssms,), {"max_ssms": 1}
     modes: dict[str, dict[str, Any]] = {name: {"sources": (name,)} for name in [*ssms, *(f.name for f in others)]}
-    modes |= {"SSMs merged": {"sources": merged}, "SSMs, one a round": {"sources": merged} | one}
+    modes |= {"SSMs merged": {"sources": merged}, "SSMs, one a round": {"sources": merged} | one_ssm}
     modes |= {"lookup": {"sources": ("lookup",)}, "SSMs and lookup": {"sources": (*merged, "lookup")}}
-    modes |= {"SSMs and lookup, one a round": {"sources": (*merged, "lookup")} | one}
-    texts = [{"prompt_token_ids": encode_prompt(tokenizer, prompt.content)} for prompt in chosen]
+    modes |= {"SSMs and lookup, one a round": {"sources": (*merged, "lookup")} | one_ssm}
+    texts = [{"prompt_token_ids": encode_prompt(tokenizer, prompt.content)} for prompt in prompts]
     params = SamplingParams(max_tokens=args.max_tokens, temperature=0.0, ignore_eos=True)
     plain = [output.outputs[0].token_ids for output in llm.generate(texts, params, spec="off")]
-    kinds = np.array([prompt.kind for prompt in chosen])
-    tokens = np.array([len(own) for own in plain])
-    lively = np.array([distinct_share(own) > LOOPING for own in plain])
+    kinds = np.array([prompt.kind for prompt in prompts])
+    tokens = np.array([len(token_ids) for token_ids in plain])
+    lively = np.array([distinct_share(token_ids) > LOOPING for token_ids in plain])
     passes: dict[tuple[int, str], np.ndarray] = {}
     rows, differing = [], 0
     for nodes in args.nodes:
         for mode, options in modes.items():
             with counting_passes(llm) as counted:
                 outputs = llm.generate(texts, params, spec=SpecConfig(nodes=nodes, **options))
-            differing += sum(o.outputs[0].token_ids != own for o, own in zip(outputs, plain, strict=True))
-            own = passes[nodes, mode] = np.array([output.metrics.target_passes for output in outputs])
+            differing += sum(o.outputs[0].token_ids != token_ids for o, token_ids in zip(outputs, plain, strict=True))
+            counts = passes[nodes, mode] = np.array([output.metrics.target_passes for output in outputs])
             unique = sum((Counter(output.metrics.accepted_only_by_source) for output in outputs), Counter[str]())
-            row = {"nodes": nodes, "mode": mode, "tau": tau(tokens, own), "tau_not_looping": tau(tokens, own, lively)}
-            row |= {f"tau_{kind}": tau(tokens, own, kinds == kind) for kind in sorted(set(kinds))}
-            row["draft_passes_per_round"] = counted["passes"] / int(own.sum())
+            row = {
+                "nodes": nodes,
+                "mode": mode,
+                "tau": tau(tokens, counts),
+                "tau_not_looping": tau(tokens, counts, lively),
+            }
+            row |= {f"tau_{kind}": tau(tokens, counts, kinds == kind) for kind in sorted(set(kinds))}
+            row["draft_passes_per_round"] = counted["passes"] / int(counts.sum())
             row["accepted_only_by_source"] = dict(unique)
             rows.append(row)
             print(
@@ -132,7 +137,7 @@ def main() -> None:
         "kinds": dict(Counter(kinds.tolist())),
         "max_tokens": args.max_tokens,
         "not_looping": int(lively.sum()),
-        "distinct_4grams": float(np.mean([distinct_share(own) for own in plain])),
+        "distinct_4grams": float(np.mean([distinct_share(token_ids) for token_ids in plain])),
         "batch": args.batch,
         "dtype": str(llm.config.dtype).removeprefix("torch."),
         "device": str(llm.config.device),
@@ -150,16 +155,16 @@ def compare(
     """Compare merged modes with every single SSM, overall and by kind, and with and without lookup."""
     everything = np.ones(len(tokens), dtype=bool)
 
-    def claim(ours: str, theirs: str, over: str, chosen: np.ndarray) -> dict[str, Any]:
+    def claim(ours: str, theirs: str, over: str, selection: np.ndarray) -> dict[str, Any]:
         a, b = passes[nodes, ours], passes[nodes, theirs]
         return {
             "nodes": nodes,
             "ours": ours,
             "theirs": theirs,
             "over": over,
-            "difference": tau(tokens, a, chosen) - tau(tokens, b, chosen),
-            "ratio": tau(tokens, a, chosen) / tau(tokens, b, chosen),
-            "interval": interval(tokens, a, b, chosen),
+            "difference": tau(tokens, a, selection) - tau(tokens, b, selection),
+            "ratio": tau(tokens, a, selection) / tau(tokens, b, selection),
+            "interval": interval(tokens, a, b, selection),
         }
 
     singles = [mode for n, mode in passes if n == nodes and ("SSM" not in mode and mode != "lookup")]
@@ -167,7 +172,7 @@ def compare(
         for single in singles:
             yield claim(ours, single, "all", everything)
         for kind in sorted(set(kinds)):
-            best = max(ssms, key=lambda name, own=kinds == kind: tau(tokens, passes[nodes, name], own))
+            best = max(ssms, key=lambda name, selection=kinds == kind: tau(tokens, passes[nodes, name], selection))
             yield claim(ours, best, f"{kind} (its best)", kinds == kind)
     for theirs in ("SSMs merged", "lookup"):
         yield claim("SSMs and lookup", theirs, "all", everything)

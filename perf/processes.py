@@ -60,13 +60,13 @@ def run(
 ) -> dict[str, Figures]:
     """Run sections, within their shares of the time, then what they had no time for, and return all rows."""
     began = time.monotonic()
-    end, until, left = began + seconds - CLOSING, began, []
+    end, until, pending = began + seconds - CLOSING, began, []
     for section in sections:
         until += section.seconds * seconds / 400
         job = Job(section, make, file, tuple(only), few, min(until, end), end)
         if not _run_section(job):
-            left.append(job)
-    for job in left:
+            pending.append(job)
+    for job in pending:
         if time.monotonic() < end:
             _run_section(job._replace(until=end))
     rows = rows_of(file)
@@ -94,16 +94,16 @@ def _run_section(job: Job) -> bool:
     running: dict[Any, tuple[int, int]] = {}
 
     def start(share: int) -> None:
-        known = len(rows_of(job.file))
+        num_rows = len(rows_of(job.file))
         process = context.Process(target=_work, args=(job, share))
         process.start()
-        running[process] = share, known
+        running[process] = share, num_rows
 
     for share in range(count):
         start(share)
     while running:
         wait([process.sentinel for process in running], max(job.end + 2 * GRACE - time.monotonic(), 0.0))
-        for process, (share, known) in list(running.items()):
+        for process, (share, num_rows) in list(running.items()):
             if process.is_alive() and time.monotonic() < job.end + 2 * GRACE:
                 continue
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -114,7 +114,7 @@ def _run_section(job: Job) -> bool:
             if process.exitcode in (0, 3):
                 continue
             print(f"a process of {job.section.steps.__name__} ended with {process.exitcode}", flush=True)
-            if time.monotonic() < job.end and len(rows_of(job.file)) > known:
+            if time.monotonic() < job.end and len(rows_of(job.file)) > num_rows:
                 start(share)
     return complete
 
@@ -132,8 +132,8 @@ def _work(job: Job, share: int) -> None:
     signal.signal(signal.SIGALRM, late)
     torch.set_grad_enabled(False)
     rows, kinds, parent = rows_of(job.file), Counter[Any](), multiprocessing.parent_process()
-    given = job.make(rows)
-    for i, (name, limit, measure) in enumerate(job.section.steps(given)):
+    bench = job.make(rows)
+    for i, (name, limit, measure) in enumerate(job.section.steps(bench)):
         kind = (measure.func, *measure.keywords) if isinstance(measure, partial) else measure
         kinds[kind] += 1
         is_wanted = not job.only or name.startswith(("copy", *job.only))
@@ -147,7 +147,7 @@ def _work(job: Job, share: int) -> None:
         faulthandler.dump_traceback_later(limit + GRACE, exit=True, file=log)
         try:
             signal.setitimer(signal.ITIMER_REAL, limit)
-            figures = measure(given)
+            figures = measure(bench)
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()
             signal.setitimer(signal.ITIMER_REAL, 0)

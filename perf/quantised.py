@@ -80,22 +80,22 @@ def speed(folder: Path, compiled: bool, args: argparse.Namespace) -> list[dict[s
                 outputs = [llm.generate(text, params, spec=spec)[0] for text in texts]
                 seconds = sum(output.metrics.seconds - output.metrics.ttft for output in outputs)
                 tokens[nodes] = [output.outputs[0].token_ids for output in outputs]
-                generated = sum(len(own) for own in tokens[nodes])
+                generated = sum(len(token_ids) for token_ids in tokens[nodes])
                 tau[form, nodes] = generated / sum(output.metrics.target_passes for output in outputs)
                 if repeat:
                     rates.setdefault((form, nodes), []).append((generated - len(texts)) / seconds)
             differing[form] += measuring.count_differing(tokens["plain"], tokens["auto"])[1]
     rows = []
-    for (form, nodes), own in rates.items():
+    for (form, nodes), speeds in rates.items():
         base = rates[None, nodes]
-        ratios = [ours / theirs for ours, theirs in zip(own, base, strict=True)]
+        ratios = [ours / theirs for ours, theirs in zip(speeds, base, strict=True)]
         row = {
             "weights": name_of(form),
             "compile": compiled,
             "nodes": nodes,
-            "tokens_per_second": statistics.median(own),
-            "least": min(own),
-            "largest": max(own),
+            "tokens_per_second": statistics.median(speeds),
+            "least": min(speeds),
+            "largest": max(speeds),
             "over_bfloat16": statistics.median(ratios),
             "over_bfloat16_least": min(ratios),
             "over_bfloat16_largest": max(ratios),
@@ -152,17 +152,17 @@ def activations() -> list[dict[str, Any]]:
 
 def agreement(reference: LLM, engine: LLM, texts: list[list[int]]) -> dict[str, Any]:
     """Compare the logits of two engines: share of positions with the same argmax, mean KL(reference || engine)."""
-    same, divergence, count = 0, 0.0, 0
+    num_same, divergence, count = 0, 0.0, 0
     for tokens in texts:
         p, q = logits_of(reference, tokens).log_softmax(-1), logits_of(engine, tokens).log_softmax(-1)
-        same += int((p.argmax(-1) == q.argmax(-1)).sum())
+        num_same += int((p.argmax(-1) == q.argmax(-1)).sum())
         divergence += float((p.exp() * (p - q)).sum())
         count += len(tokens)
     frozen, base = engine.stats()["frozen"], reference.stats()["frozen"]["dtype"]
     row = {"weights": frozen["quantization"], "dtype": frozen["dtype"], "positions": count}
-    row |= {"same_top_1": same / count, "kl_nats": divergence / count}
+    row |= {"same_top_1": num_same / count, "kl_nats": divergence / count}
     print(
-        f"{row['weights']}, {row['dtype']}: top-1 as in {base} at {same / count:.2%} of {count} "
+        f"{row['weights']}, {row['dtype']}: top-1 as in {base} at {num_same / count:.2%} of {count} "
         f"positions, KL {divergence / count:.5f} nats",
         flush=True,
     )

@@ -56,12 +56,12 @@ def verified_by_all(rng: np.random.Generator) -> Iterator[dict[int, dict[str, li
                 rows[node] = self.target_probs(logits[node], tokens, ancestors)
             return rows[node]
 
-        own = lengths.setdefault(self.noise.seed, {name: [] for name in RULES[:3]})
-        chosen, oracle = tree.as_deterministic(), RandomOracle(rng)
+        seed_lengths = lengths.setdefault(self.noise.seed, {name: [] for name in RULES[:3]})
+        deterministic, oracle = tree.as_deterministic(), RandomOracle(rng)
         for _ in range(REPEATS):
             for name in RULES[:3]:  # "rejection" of one-hot draft distributions is the naive rule
-                how = ("rejection", chosen) if name == "naive" else (name, tree)
-                own[name].append(len(verify_drawn(*how, target, oracle).path))
+                how = ("rejection", deterministic) if name == "naive" else (name, tree)
+                seed_lengths[name].append(len(verify_drawn(*how, target, oracle).path))
         return original(self, rule, tree, logits, tokens)
 
     with mock.patch.object(Sampler, "verify_drawn", verify):
@@ -81,10 +81,10 @@ class Counted:
 
 def by_prompt(outputs: Sequence[RequestOutput], seeds: int) -> Counted:
     """Sum over the seeds of each prompt, whose outputs are adjacent."""
-    each = [outputs[i : i + seeds] for i in range(0, len(outputs), seeds)]
+    groups = [outputs[i : i + seeds] for i in range(0, len(outputs), seeds)]
     return Counted(
-        [sum(output.metrics.generated_tokens for output in own) for own in each],
-        [sum(output.metrics.target_passes for output in own) for own in each],
+        [sum(output.metrics.generated_tokens for output in group) for group in groups],
+        [sum(output.metrics.target_passes for output in group) for group in groups],
     )
 
 
@@ -92,7 +92,7 @@ def figures(counted: dict[str, Counted]) -> dict[str, Any]:
     """Return acceptance lengths and their differences, with bootstrap intervals over prompts."""
     count = len(next(iter(counted.values())).tokens)
     picks = np.random.default_rng(0).integers(0, count, (RESAMPLES, count))
-    resampled = {rule: own.tau(picks) for rule, own in counted.items()}
+    resampled = {rule: counts.tau(picks) for rule, counts in counted.items()}
 
     def row(value: float, values: np.ndarray) -> dict[str, Any]:
         return {"value": float(value), "interval": np.percentile(values, [2.5, 97.5]).tolist()}
@@ -102,12 +102,15 @@ def figures(counted: dict[str, Counted]) -> dict[str, Any]:
         for ours, theirs in PAIRS
         if ours in counted and theirs in counted
     }
-    return {"tau": {rule: row(own.tau(), resampled[rule]) for rule, own in counted.items()}, "difference": differences}
+    return {
+        "tau": {rule: row(counts.tau(), resampled[rule]) for rule, counts in counted.items()},
+        "difference": differences,
+    }
 
 
-def show(title: str, found: dict[str, Any]) -> None:
+def show(title: str, results: dict[str, Any]) -> None:
     print(title)
-    for kind, rows in found.items():
+    for kind, rows in results.items():
         for name, row in rows.items():
             low, high = row["interval"]
             sign = "+" if kind == "difference" else ""
@@ -129,9 +132,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
-    chosen = choose(read_prompts(measuring.HELDOUT), args.prompts, seed=0)
+    prompts = choose(read_prompts(measuring.HELDOUT), args.prompts, seed=0)
     llm = LLM(dtype=args.dtype, compile=args.compile, max_num_seqs=args.batch)
-    texts = [prompt.content for prompt in chosen for _ in range(args.seeds)]
+    texts = [prompt.content for prompt in prompts for _ in range(args.seeds)]
     params = [
         SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, ignore_eos=True, seed=FIRST_SEED + i)
         for i in range(len(texts))
@@ -141,25 +144,25 @@ def main() -> None:
         spec = SpecConfig(branching=args.branching, verification=rule, draws=draws, sources=("ssm",))
         return llm.generate(texts, params, spec=spec)
 
-    own, same = {}, {}
+    separate, same_trees = {}, {}
     shown = tqdm(total=len(DRAWS) + len(RULES), leave=False, desc="runs", disable=not sys.stderr.isatty())
     for draws in DRAWS:
         with verified_by_all(np.random.default_rng(0)) as lengths:
             outputs = run("rejection", draws)
         counted = {}
         for rule in RULES[:3]:
-            each = [lengths[output.metrics.seed][rule] for output in outputs]
-            joined = [[*itertools.chain(*each[i : i + args.seeds])] for i in range(0, len(each), args.seeds)]
-            counted[rule] = Counted([sum(some) for some in joined], [len(some) for some in joined])
-        same[draws] = figures(counted)
+            runs = [lengths[output.metrics.seed][rule] for output in outputs]
+            joined = [[*itertools.chain(*runs[i : i + args.seeds])] for i in range(0, len(runs), args.seeds)]
+            counted[rule] = Counted([sum(group) for group in joined], [len(group) for group in joined])
+        same_trees[draws] = figures(counted)
         shown.update()
     for rule in RULES:
-        own[rule] = by_prompt(run(rule), args.seeds)
+        separate[rule] = by_prompt(run(rule), args.seeds)
         shown.update()
     shown.close()
     document = {
         "setup": {
-            "prompts": len(chosen),
+            "prompts": len(prompts),
             "seeds": args.seeds,
             "max_tokens": args.max_tokens,
             "branching": args.branching,
@@ -172,11 +175,11 @@ def main() -> None:
             "repeats_on_the_same_trees": REPEATS,
             "sources": list(llm.engine.sources.ssms.names),
         },
-        "same_trees": same,
-        "own_runs": figures(own),
+        "same_trees": same_trees,
+        "own_runs": figures(separate),
     }
-    for draws, found in same.items():
-        show(f"on the same trees, {draws}", found)
+    for draws, results in same_trees.items():
+        show(f"on the same trees, {draws}", results)
     show("separate runs, cross-source", document["own_runs"])
     print(", ".join(f"{name} {value}" for name, value in document["setup"].items()))
     measuring.write_json(args.json, document)

@@ -75,7 +75,7 @@ def held_out(count: int) -> list[Any]:
 
 def measure(llm: LLM, form: str, temperature: float, args: argparse.Namespace) -> dict[str, Any]:
     """Measure one constraint: speed and tokens per pass by mode, and tokens that differ from plain decoding."""
-    each = [
+    sampling = [
         SamplingParams(max_tokens=args.max_tokens, structured_outputs=FORMS[form], temperature=temperature, seed=seed)
         for seed in range(args.prompts)
     ]
@@ -86,25 +86,25 @@ def measure(llm: LLM, form: str, temperature: float, args: argparse.Namespace) -
     for repeat in range(args.repeats + 1):  # the first warms up
         for way, spec in WAYS.items():
             with unaware() if "unaware" in way else nullcontext():
-                outputs = [llm.generate(p, params, spec)[0] for p, params in zip(prompts, each, strict=True)]
+                outputs = [llm.generate(p, params, spec)[0] for p, params in zip(prompts, sampling, strict=True)]
             tokens[way] = [output.outputs[0].token_ids for output in outputs]
             finished = sum(output.outputs[0].finish_reason == "stop" for output in outputs)
             if repeat:
                 passes[way] += sum(output.metrics.target_passes for output in outputs)
                 seconds[way].append(sum(output.metrics.seconds for output in outputs))
             if way != "plain":
-                found = measuring.count_differing(tokens["plain"], tokens[way])
-                compared, differing = compared + found[0], differing + found[1]
+                counts = measuring.count_differing(tokens["plain"], tokens[way])
+                compared, differing = compared + counts[0], differing + counts[1]
     generated = sum(map(len, tokens["plain"]))
     rate = generated / statistics.median(seconds["plain"])
     print(f"{form}, T={temperature}: plain {rate:.1f} tokens/s; {differing} of {compared} tokens differ", flush=True)
     ways = {}
     for way in WAYS:
-        own = ways[way] = measuring.speed_ups(seconds["plain"], seconds[way])
-        own["acceptance_length"] = args.repeats * generated / passes[way]
+        gain = ways[way] = measuring.speed_ups(seconds["plain"], seconds[way])
+        gain["acceptance_length"] = args.repeats * generated / passes[way]
         print(
-            f"  {way:17} {own['speed_up']:.2f} ({own['least']:.2f} to {own['largest']:.2f}), "
-            f"{own['acceptance_length']:.2f} a pass"
+            f"  {way:17} {gain['speed_up']:.2f} ({gain['least']:.2f} to {gain['largest']:.2f}), "
+            f"{gain['acceptance_length']:.2f} a pass"
         )
     return {
         "form": form,

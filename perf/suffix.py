@@ -47,8 +47,8 @@ def workloads(prompts: list[list[int]], max_tokens: int) -> dict[str, list[Job]]
 def held_out(llm: LLM, count: int) -> list[list[int]]:
     """Return held-out prompts of every kind."""
     read = read_prompts(measuring.HELDOUT)
-    chosen = read[:: max(len(read) // count, 1)][:count]
-    return [llm.get_tokenizer().encode(prompt.content) for prompt in chosen]
+    prompts = read[:: max(len(read) // count, 1)][:count]
+    return [llm.get_tokenizer().encode(prompt.content) for prompt in prompts]
 
 
 def run(llm: LLM, jobs: list[Job], spec: str | None) -> tuple[float, list[list[int]], int, Counter[str]]:
@@ -59,7 +59,7 @@ def run(llm: LLM, jobs: list[Job], spec: str | None) -> tuple[float, list[list[i
     outputs = [llm.generate([prompt], params, spec)[0] for prompt, params in jobs]
     seconds = time.perf_counter() - began
     for output in outputs:
-        tokens += [one.token_ids for one in output.outputs]
+        tokens += [completion.token_ids for completion in output.outputs]
         passes += output.metrics.target_passes
         accepted.update(output.metrics.accepted_by_source)
     return seconds, tokens, passes, accepted
@@ -78,8 +78,8 @@ def measure(engines: dict[str, LLM], jobs: list[Job], repeats: int) -> dict[str,
             if way == "plain":
                 plain = tokens
             else:
-                found = measuring.count_differing(plain, tokens)
-                compared, differing = compared + found[0], differing + found[1]
+                counts = measuring.count_differing(plain, tokens)
+                compared, differing = compared + counts[0], differing + counts[1]
             if repeat:
                 seconds[way].append(took)
                 passes[way] += own_passes
@@ -113,9 +113,9 @@ def main() -> None:
             rows[name] = row = measure(engines, jobs, args.repeats)
             print(f"{name}: plain {row['plain_tokens_per_second']:.1f} tokens/s; ", end="")
             print(f"{row['tokens_that_differ']} of {row['tokens_compared']} tokens differ", flush=True)
-            for way, own in row["ways"].items():
-                print(f"  {way:18} {own['speed_up']:.2f} ({own['least']:.2f} to {own['largest']:.2f}), ", end="")
-                print(f"{own['acceptance_length']:.2f} a pass")
+            for way, gain in row["ways"].items():
+                print(f"  {way:18} {gain['speed_up']:.2f} ({gain['least']:.2f} to {gain['largest']:.2f}), ", end="")
+                print(f"{gain['acceptance_length']:.2f} a pass")
     setup = measuring.setup(
         args, "threads", "prompts", "max_tokens", "repeats", drafts=not args.no_drafts, remembered=REMEMBERED
     )

@@ -201,7 +201,7 @@ def sample_of(tokens: list[list[int]], passes: list[int], seconds: float = 1.0, 
         nodes=rounds,
         accepted=Counter({0: rounds}),
         rounds=rounds,
-        parts=parts,
+        stages=parts,
     )
 
 

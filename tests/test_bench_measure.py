@@ -69,9 +69,9 @@ def test_the_profile_of_rounds_that_fail() -> None:
         llm.generate(random_prompts([5]), greedy(6), spec=SpecConfig(nodes=8))
         raise ZeroDivisionError
     assert Noise.row is row
-    assert list(profile.parts) == list(MEANING) and profile.prefill_seconds > 0
-    assert all((seconds > 0) == (part != "noise") for part, seconds in profile.parts.items()), "greedy has no noise"
-    assert sum(profile.parts.values()) + profile.prefill_seconds <= time.perf_counter() - began
+    assert list(profile.stages) == list(MEANING) and profile.prefill_seconds > 0
+    assert all((seconds > 0) == (part != "noise") for part, seconds in profile.stages.items()), "greedy has no noise"
+    assert sum(profile.stages.values()) + profile.prefill_seconds <= time.perf_counter() - began
 
 
 def test_every_batch_is_decoded_by_every_mode_in_turn() -> None:
@@ -80,7 +80,7 @@ def test_every_batch_is_decoded_by_every_mode_in_turn() -> None:
     def mode(name: str) -> Run:
         def run(prompts: Sequence[list[int]], seeds: Sequence[int]) -> Sample:
             ran.append((name, len(prompts)))
-            return Sample(tokens=list(prompts), decoded=len(prompts), nodes=1, parts={"draft": 1.0})
+            return Sample(tokens=list(prompts), decoded=len(prompts), nodes=1, stages={"draft": 1.0})
 
         return run
 
@@ -90,7 +90,8 @@ def test_every_batch_is_decoded_by_every_mode_in_turn() -> None:
     assert orders == ["abc", "bca", "cab", "abc"]
     assert {name: len(each) for name, each in samples.items()} == dict.fromkeys("abc", 2)
     for sample in samples["b"]:
-        assert sample.tokens == [[1], [2], [3]] and (sample.decoded, sample.nodes, sample.parts) == (3, 2, {"draft": 2})
+        assert sample.tokens == [[1], [2], [3]]
+        assert (sample.decoded, sample.nodes, sample.stages) == (3, 2, {"draft": 2})
 
 
 def test_transformers_reads_gguf_targets_and_reduced_drafts(tmp_path: Path) -> None:

@@ -148,10 +148,10 @@ def test_the_noise_has_its_own_part(rule: str) -> None:
         params = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.8, seed=1)
         llm.generate(random_prompts([5]), params, spec=SpecConfig(branching=(2, 1), verification=rule))
     assert dict(vars(Noise)) == before
-    assert list(profile.parts) == list(MEANING)
+    assert list(profile.stages) == list(MEANING)
     drawn = rule in RANDOM_DRAWS  # then only trees of one node ask for noise
-    assert all(seconds > 0 or (drawn and part == "noise") for part, seconds in profile.parts.items())
-    assert profile.prefill_seconds > 0 and all(seconds >= 0 for seconds in profile.parts.values())
+    assert all(seconds > 0 or (drawn and part == "noise") for part, seconds in profile.stages.items())
+    assert profile.prefill_seconds > 0 and all(seconds >= 0 for seconds in profile.stages.values())
 
 
 # --- the document
@@ -203,7 +203,7 @@ def test_a_planted_fault_is_counted(prompts: Path, lent_engine: None, monkeypatc
 def test_looping_is_judged_over_repeats() -> None:
     lively, looping = list(range(40)), [1, 2] * 20
     repeats = [sample_of(outputs, passes=[20, 20]) for outputs in ([lively, looping], [looping, looping])]
-    repeats = [replace(sample, parts=dict.fromkeys(MEANING, 1.0)) for sample in repeats]
+    repeats = [replace(sample, stages=dict.fromkeys(MEANING, 1.0)) for sample in repeats]
     mode = Mode("m", "m", {"nodes": 8}, keeps_tokens=False)
     figures = summarise(mode, repeats, repeats, [Prompt([1]), Prompt([2])], sampled=True)
     assert figures["acceptance_length_not_looping"] == 2.0 and figures["mismatches"] is None

@@ -13,7 +13,7 @@ from tests.quantized_checkpoints import needs_compiler
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 from treespec_kernels.cpu.compiled_plan import plan_compiled
 from treespec_kernels.cpu.cpu_library import find_compiler
-from treespec_kernels.cpu.decoder_cpu import Architecture, CompiledModel, LayerWeights, NormWeights
+from treespec_kernels.cpu.decoder_cpu import Architecture, CompiledLayerWeights, CompiledModel, NormWeights
 from treespec_kernels.cpu.decoder_library import build
 from treespec_kernels.tuning.testing import assert_close
 
@@ -62,7 +62,7 @@ cases = pytest.mark.parametrize(
 
 class Weights(NamedTuple):
     embed: Tensor
-    layers: list[LayerWeights]
+    layers: list[CompiledLayerWeights]
     head: Tensor
 
 
@@ -81,7 +81,7 @@ def random_weights(case: Case, layers: int) -> Weights:
         qkv = random((heads + 2 * case.kv_heads) * dim, HIDDEN, gain=1.5)
         o, gate_up = random(HIDDEN, heads * dim, gain=3.0), random(2 * HIDDEN, HIDDEN)
         matrices = (qkv, None, o, None, gate_up, None, down, None)  # each with its bias
-        parts.append(LayerWeights(ONES, ONES, None, None, None, *matrices, 0, case.window))
+        parts.append(CompiledLayerWeights(ONES, ONES, None, None, None, *matrices, 0, case.window))
     return Weights(embed, parts, random(VOCAB, HIDDEN))
 
 

@@ -49,7 +49,7 @@ class Batch(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("num_rows", "num_layers")),
         *(
             (name, ctypes.POINTER(ctypes.c_int64))
-            for name in ("tokens", "places", "slots", "tables", "direct", "starts", "counts")
+            for name in ("tokens", "learned_positions", "slots", "tables", "direct", "starts", "counts")
         ),
         *((name, ctypes.POINTER(ctypes.c_int64)) for name in ("pages", "paths", "positions")),
         *((name, ctypes.c_void_p) for name in ("rotation", "cache")),
@@ -93,9 +93,9 @@ class Ssm:
         at = batch.contents
         for row in range(at.num_rows):
             self.cache[at.slots[row]] = at.tokens[row]
-            places = min(at.positions[row], NUM_PLACES - 1)
-            if self.entries.num_places and at.places[row] != places:
-                self.errors.append(f"place {at.places[row]} at position {at.positions[row]}")
+            learned = min(at.positions[row], NUM_PLACES - 1)
+            if self.entries.num_learned_positions and at.learned_positions[row] != learned:
+                self.errors.append(f"learned position {at.learned_positions[row]} at position {at.positions[row]}")
         for row in range(at.num_rows):
             slots = [
                 at.pages[at.tables[row] + position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
@@ -289,7 +289,7 @@ def in_one_call(case: Case) -> Grown:
         [*itertools.accumulate(map(len, unread), initial=0)],
         reads=len(case.ssms) > 1,
         features=[None] * len(ssms),
-        given=[None] * len(ssms),
+        block_probs=[None] * len(ssms),
         sampling=case.sampling,
     )
     rule = case.rule

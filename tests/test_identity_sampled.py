@@ -77,7 +77,7 @@ def test_a_run_that_goes_on_finds_the_same_plain_tokens(tmp_path: Path) -> None:
 
 
 def test_differences_are_counted_and_placed() -> None:
-    prompts = [sampled().Prompt(i, [1]) for i in (4, 6)]
+    prompts = [sampled().IndexedPrompt(i, [1]) for i in (4, 6)]
     found = sampled().compare(prompts, [[1, 2, 3], [1, 2]], [[1, 2, 3], [1, 9, 4]])
     first = [{"prompt": 6, "position": 1}]
     assert found == {"differing_tokens": 2, "outputs_that_differ": 1, "first_differences": first}

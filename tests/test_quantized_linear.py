@@ -10,7 +10,7 @@ from tests.kernel_cases import environments
 from tests.libraries import LIBRARIES
 from tests.quantized_checkpoints import needs_compiler
 from treespec_kernels.cpu.cpu_library import find_compiler
-from treespec_kernels.cpu.decoder_library import PackedLinear, build
+from treespec_kernels.cpu.decoder_library import PanelLinear, build
 from treespec_kernels.linear.compiled_linear import CompiledLinear, quantized_linear
 from treespec_kernels.linear.linear import Linear
 from treespec_kernels.linear.quantized import QuantizedWeight, dequantized, integers, stacked
@@ -150,7 +150,7 @@ def test_what_does_not_fit_is_refused() -> None:
         (weight._replace(zero=weight.scale.double()), "zero points are torch.float64"),
     ):
         with pytest.raises(ValueError, match=message):
-            PackedLinear(library(torch.float32), bad, None)
+            PanelLinear(library(torch.float32), bad, None)
     with pytest.raises(ValueError, match=r"x has shape \[2, 95\]"):
         row_linear_ref(torch.zeros(2, 95), weight)
 

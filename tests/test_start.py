@@ -44,10 +44,10 @@ def test_a_rotation_is_the_same_whenever_it_is_asked_for() -> None:
     positions = np.array([0, 1, 63, 1023, 1024, 2047, 5000])
     scale = torch.full((10,), 1.5)
     rope = Rope(inv_freq, scale, 20)
-    whole = RotaryEmbedding(rope, torch.device("cpu")).at(positions)
+    whole = RotaryEmbedding(rope, torch.device("cpu")).lookup(positions)
     stepwise = RotaryEmbedding(rope, torch.device("cpu"))
-    rows = torch.cat([stepwise.at(positions[i : i + 1]) for i in range(len(positions))])
-    assert torch.equal(stepwise.at(positions), rows)
+    rows = torch.cat([stepwise.lookup(positions[i : i + 1]) for i in range(len(positions))])
+    assert torch.equal(stepwise.lookup(positions), rows)
     angle = torch.from_numpy(positions).double()[:, None] * inv_freq.double()
     for found in (whole, rows):
         torch.testing.assert_close(found[:, 0], (angle.cos() * 1.5).repeat(1, 2).float(), atol=1e-3, rtol=0)

@@ -174,15 +174,15 @@ def tree(x: float, y: float, accepted: Sequence[int]) -> Iterator[str]:
         edge = {"on": "edge on", "bonus": "edge on dash"}.get(kind, "edge")
         yield f'<path class="{edge}" d="M{x0:g} {y0:g}C{x0 + 6:g} {y0:g} {x1 - 6:g} {y1:g} {x1:g} {y1:g}"/>'
     for node, (column, row, word, _, kind) in enumerate(nodes):
-        left, up = x + 49 * column, y + 46 * row
-        yield f'<g class="{"root" if not node and not accepted else kind}">{box(left, up, 36, 34)}'
-        yield text(left + 18, up + 14, word, "token word", "middle")
+        box_x, box_y = x + 49 * column, y + 46 * row
+        yield f'<g class="{"root" if not node and not accepted else kind}">{box(box_x, box_y, 36, 34)}'
+        yield text(box_x + 18, box_y + 14, word, "token word", "middle")
         marks = PROPOSED_BY[node] if node < len(WORDS) else ()
         yield "".join(
-            mark(source, left + 18 + 11 * (i - (len(marks) - 1) / 2), up + 25) for i, source in enumerate(marks)
+            mark(source, box_x + 18 + 11 * (i - (len(marks) - 1) / 2), box_y + 25) for i, source in enumerate(marks)
         )
         if not marks:
-            yield text(left + 18, up + 28, "target" if node else "root", "small", "middle")
+            yield text(box_x + 18, box_y + 28, "target" if node else "root", "small", "middle")
         yield "</g>"
 
 
@@ -220,17 +220,17 @@ def emitted(x: float, y: float) -> Iterator[str]:
 
 def packages_svg() -> str:
     """Draw the packages in rows, from the entry points down to the libraries."""
-    shown = {part for row in PACKAGES.values() for name in row for part in name.split(", ")}
+    shown = {package for row in PACKAGES.values() for name in row for package in name.split(", ")}
     folders = {path.parent.name for path in (ROOT / "treespec").glob("*/__init__.py")}
     assert folders <= shown, f"not in the picture: {folders - shown}"
-    width, left, gap, shapes, y = 992, 116, 8, [], 20
+    width, margin, gap, shapes, y = 992, 116, 8, [], 20
     for row, names in PACKAGES.items():
         lines = max(about.count("\n") + 1 for about in names.values())
         height = 32 + 15 * lines
         shapes.append(text(20, y + height / 2 + 4, row, "dim bold"))
-        share = (width - left - 20 + gap) / len(names)
+        share = (width - margin - 20 + gap) / len(names)
         for i, (name, about) in enumerate(names.items()):
-            x = left + share * i
+            x = margin + share * i
             shapes += [box(x, y, share - gap, height), text(x + 10, y + 21, name, "bold")]
             shapes += [text(x + 10, y + 39 + 15 * j, line, "word dim") for j, line in enumerate(about.split("\n"))]
         y += height + 14

@@ -31,10 +31,10 @@ def documents() -> dict[Path, str]:
     """Return the text of every page, by path."""
     index, documents = [], {}
     for title, objects in sorted(PAGES.items(), key=lambda page: page[0].lower()):
-        blocks = [block for each in objects for block in describe(each, 1 if len(objects) == 1 else 2)]
+        blocks = [block for api_object in objects for block in describe(api_object, 1 if len(objects) == 1 else 2)]
         documents[FOLDER / f"{title}.md"] = "\n\n".join([f"# {title}"] * (len(objects) > 1) + blocks) + "\n"
         summary = docstring(definition(objects[0]))[0][0].partition(". ")[0].rstrip(".")
-        names = ", ".join(f"`{each.__name__}`" for each in objects)
+        names = ", ".join(f"`{api_object.__name__}`" for api_object in objects)
         index.append(f"- [{title}]({title}.md): {names if title == 'treespec.hf' else summary}")
     about = (
         "`python tools/write_api_docs.py` writes these pages from the docstrings. [Usage](../usage.md) has examples."
@@ -42,24 +42,26 @@ def documents() -> dict[Path, str]:
     return documents | {FOLDER / "README.md": "\n\n".join(["# API reference", about, "\n".join(index)]) + "\n"}
 
 
-def definition(thing: Any) -> Any:
+def definition(api_object: Any) -> Any:
     """Return the syntax tree of a class or function."""
-    return ast.parse(textwrap.dedent(inspect.getsource(thing))).body[0]
+    return ast.parse(textwrap.dedent(inspect.getsource(api_object))).body[0]
 
 
-def describe(thing: Any, level: int) -> Iterator[str]:
+def describe(api_object: Any, level: int) -> Iterator[str]:
     """Yield the blocks of a class and its public methods, or of a function."""
-    if inspect.isfunction(thing):
-        yield from describe_function(definition(thing), level)
+    if inspect.isfunction(api_object):
+        yield from describe_function(definition(api_object), level)
         return
-    classes = [definition(base) for base in thing.__mro__ if base.__module__.startswith("treespec")]
-    fields = [each for base in reversed(classes) for each in base.body if isinstance(each, ast.AnnAssign)]
-    methods = {each.name: each for base in reversed(classes) for each in base.body if isinstance(each, ast.FunctionDef)}
+    classes = [definition(base) for base in api_object.__mro__ if base.__module__.startswith("treespec")]
+    fields = [node for base in reversed(classes) for node in base.body if isinstance(node, ast.AnnAssign)]
+    methods = {node.name: node for base in reversed(classes) for node in base.body if isinstance(node, ast.FunctionDef)}
     constructor = methods.get("__init__")
-    yield f"{'#' * level} {thing.__name__}"
-    yield signature(thing.__name__, parameters(constructor.args) if constructor else [spell(each) for each in fields])
+    yield f"{'#' * level} {api_object.__name__}"
+    yield signature(
+        api_object.__name__, parameters(constructor.args) if constructor else [spell(node) for node in fields]
+    )
     yield from prose(classes)
-    for name in dict.fromkeys(each.name for base in classes for each in base.body if isinstance(each, ast.FunctionDef)):
+    for name in dict.fromkeys(node.name for base in classes for node in base.body if isinstance(node, ast.FunctionDef)):
         if not name.startswith("_"):
             yield from describe_function(methods[name], level + 1)
 
@@ -68,7 +70,7 @@ def describe_function(function: ast.FunctionDef, level: int) -> Iterator[str]:
     """Yield the blocks of a function, method or property."""
     yield f"{'#' * level} {function.name}"
     returns = spell(function.returns).strip('"')
-    if any(ast.unparse(each).endswith("property") for each in function.decorator_list):
+    if any(ast.unparse(decorator).endswith("property") for decorator in function.decorator_list):
         yield f"```python\n{function.name}: {returns}\n```"
     else:
         yield signature(function.name, parameters(function.args), returns)
@@ -96,7 +98,7 @@ def parameters(args: ast.arguments) -> list[str]:
 
 def spell(node: ast.AST | None, default: ast.AST | None = None) -> str:
     """Return the source of an annotation or a parameter, and of its default, with double quotes."""
-    text = "".join(ast.unparse(each) for each in [node] if each) + (f" = {ast.unparse(default)}" if default else "")
+    text = (ast.unparse(node) if node else "") + (f" = {ast.unparse(default)}" if default else "")
     return text.replace("'", '"')
 
 
@@ -104,9 +106,9 @@ def docstring(node: Any) -> tuple[list[str], dict[str, list[str]]]:
     """Return the paragraphs of a docstring, and the entries of its sections, such as "Args"."""
     paragraphs, sections = [], {}
     for block in (ast.get_docstring(node) or "").split("\n\n"):
-        title, _, rest = block.partition(":\n")
+        title, _, body = block.partition(":\n")
         if title in ("Args", "Attributes", "Returns", "Raises"):
-            sections[title] = [" ".join(entry.split()) for entry in re.split(r"\n(?=\S)", textwrap.dedent(rest))]
+            sections[title] = [" ".join(entry.split()) for entry in re.split(r"\n(?=\S)", textwrap.dedent(body))]
         else:
             paragraphs.append(" ".join(block.split()))
     return paragraphs, sections
@@ -114,17 +116,17 @@ def docstring(node: Any) -> tuple[list[str], dict[str, list[str]]]:
 
 def prose(nodes: Sequence[Any]) -> Iterator[str]:
     """Yield the blocks of a function's docstring, or of a class's with the parameters of its bases."""
-    paragraphs, own = docstring(nodes[0])
+    paragraphs, sections = docstring(nodes[0])
     yield from filter(None, paragraphs)
     for title, heading in {"Args": "parameter", "Attributes": "attribute"}.items():
         entries = [entry for node in reversed(nodes) for entry in docstring(node)[1].get(title, [])]
         rows = [entry.replace("|", "\\|").partition(": ") for entry in entries]
         if rows:
             yield "\n".join([f"| {heading} | |", "|---|---|", *(f"| `{name}` | {text} |" for name, _, text in rows)])
-    if "Returns" in own:
-        yield f"Returns: {' '.join(own['Returns'])}"
-    if "Raises" in own:
-        errors = [error for entry in own["Raises"] for error in re.split(r"(?<=\.) (?=[A-Z]\w*: )", entry)]
+    if "Returns" in sections:
+        yield f"Returns: {' '.join(sections['Returns'])}"
+    if "Raises" in sections:
+        errors = [error for entry in sections["Raises"] for error in re.split(r"(?<=\.) (?=[A-Z]\w*: )", entry)]
         yield "Raises:\n\n" + "\n".join(f"- {error}" for error in errors)
 
 

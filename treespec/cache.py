@@ -54,14 +54,14 @@ def store_features(pool: Tensor, page: Tensor, offset: Tensor, states: Tensor) -
 
     `page` and `offset` of the slots are int64 [num_rows].
     """
-    parts = states.view(len(states), pool.shape[0], 2, pool.shape[3], pool.shape[5])
-    pool[:, :, page, :, offset] = parts.to(pool.dtype)
+    halves = states.view(len(states), pool.shape[0], 2, pool.shape[3], pool.shape[5])
+    pool[:, :, page, :, offset] = halves.to(pool.dtype)
 
 
 def load_features(pool: Tensor, page: Tensor, offset: Tensor) -> Tensor:
     """Return what `store_features` wrote to these slots, [num_rows, number of layers, hidden_size]."""
-    parts = pool[:, :, page, :, offset]  # indexed dimensions come first
-    return parts.reshape(len(page), pool.shape[0], 2 * pool.shape[3] * pool.shape[5])
+    halves = pool[:, :, page, :, offset]  # indexed dimensions come first
+    return halves.reshape(len(page), pool.shape[0], 2 * pool.shape[3] * pool.shape[5])
 
 
 def pages_for(num_slots: int) -> int:
@@ -152,11 +152,11 @@ class KVCache:
         assert request_id not in self._held, f"{request_id} holds pages already"
         assert 0 <= count <= len(free), "admission checks can_reserve first"
         assert self._holders[shared].all(), "a shared page has no holder"
-        own = free[:count]
+        allocated = free[:count]
         runs = np.flatnonzero(free[count - 1 :] - free[: len(free) - count + 1] == count - 1) if count else NO_PAGES
         if len(runs):
-            own = free[runs[0] : runs[0] + count]
-        pages = np.concatenate((shared, own))
+            allocated = free[runs[0] : runs[0] + count]
+        pages = np.concatenate((shared, allocated))
         self._holders[pages] += 1
         self._held[request_id] = pages
         return pages
@@ -216,8 +216,8 @@ class KVCache:
             rows: by request.
             states: [num_rows, number of layers, hidden_size].
         """
-        slots = zip(*(own.slots for own in rows), strict=True)
-        page, offset = (torch.from_numpy(np.concatenate(part)).to(self.pools[-1].device) for part in slots)
+        slots = zip(*(request_rows.slots for request_rows in rows), strict=True)
+        page, offset = (torch.from_numpy(np.concatenate(column)).to(self.pools[-1].device) for column in slots)
         store_features(self.pools[-1], page, offset, states)
 
     def read_features(self, pages: np.ndarray, first: int, last: int) -> Tensor:
@@ -254,8 +254,8 @@ class KVCache:
             return
         device = self.pools[pool].device
         if device.type == "cpu":
-            own, bases = [pages[i] for i in moving], [context_lens[i] for i in moving]
-            kv_commit_cpu(self.pools[pool], own, bases, [paths[i] for i in moving])
+            moved_pages, bases = [pages[i] for i in moving], [context_lens[i] for i in moving]
+            kv_commit_cpu(self.pools[pool], moved_pages, bases, [paths[i] for i in moving])
             return
 
         def table(rows: list[np.ndarray]) -> Tensor:

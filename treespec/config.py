@@ -80,8 +80,8 @@ class SpecConfig:
     ) -> None:
         names = [field.name for field in fields(SpecConfig)]
         reject_unknown("SpecConfig", unknown, names)
-        given = (nodes, max_depth, policy, branching, verification, draws, sources, max_ssms)
-        for name, value in zip(names, given, strict=True):
+        values = (nodes, max_depth, policy, branching, verification, draws, sources, max_ssms)
+        for name, value in zip(names, values, strict=True):
             object.__setattr__(self, name, _plain(value))
         self._check()
 
@@ -167,17 +167,17 @@ class SpecConfig:
             ConfigError: a source is missing.
         """
         kinds = ("lookup", *(("suffix",) if remembers else ()), "grammar")
-        here = (*(("ssm", *names) if names else ()), *drafters, *kinds)
+        available = (*(("ssm", *names) if names else ()), *drafters, *kinds)
         for source in self.sources or ():
-            if source == "suffix" and source not in here:
+            if source == "suffix" and source not in available:
                 raise ConfigError(
                     f"sources={self.sources!r}: this engine does not store its outputs; use "
                     "LLM(suffix_tokens=262144), or another number of tokens to store"
                 )
-            if source not in here:
-                close = difflib.get_close_matches(source, here, n=1)
+            if source not in available:
+                close = difflib.get_close_matches(source, available, n=1)
                 hint = f"did you mean {close[0]!r}? " if close else ""
-                raise ConfigError(f"sources={self.sources!r}: {hint}this engine has {', '.join(map(repr, here))}")
+                raise ConfigError(f"sources={self.sources!r}: {hint}this engine has {', '.join(map(repr, available))}")
 
     @property
     def is_plain(self) -> bool:

@@ -69,22 +69,22 @@ class UnsupportedError(TreespecError, AttributeError):
     """A method of vLLM's `LLM` that treespec lacks. `hasattr` returns False for it."""
 
 
-def reject_unknown(kind: str, given: Iterable[str], valid: Collection[str]) -> None:
+def reject_unknown(kind: str, names: Iterable[str], valid: Collection[str]) -> None:
     """Raise `ConfigError` for names that are not in `valid`, suggesting the closest match.
 
     Args:
         kind: what the names belong to, such as "SpecConfig" or "LLM".
-        given: the user's keywords, or a one-element list with the chosen value.
+        names: the user's keywords, or a one-element list with the chosen value.
         valid: the accepted names.
     """
-    unknown = [name if isinstance(name, str) else repr(name) for name in given if name not in valid]
+    unknown = [name if isinstance(name, str) else repr(name) for name in names if name not in valid]
     if not unknown:
         return
-    parts = []
+    descriptions = []
     for name in unknown:
         nearest = get_close_matches(name, valid, n=1, cutoff=0.5)
-        parts.append(f"{name!r} (did you mean {nearest[0]!r}?)" if nearest else repr(name))
-    raise ConfigError(f"{kind}: unknown {', '.join(parts)}; valid: {', '.join(sorted(valid))}")
+        descriptions.append(f"{name!r} (did you mean {nearest[0]!r}?)" if nearest else repr(name))
+    raise ConfigError(f"{kind}: unknown {', '.join(descriptions)}; valid: {', '.join(sorted(valid))}")
 
 
 def describe_error(error: BaseException) -> str:

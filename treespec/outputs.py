@@ -44,10 +44,10 @@ class RequestMetrics:
         """Aggregate a prompt's samples: sums, the earliest `ttft` and the longest `seconds`."""
         passes, generated = sum(s.target_passes for s in samples), sum(s.num_generated for s in samples)
         accepted: Counter[str] = Counter()
-        alone: Counter[str] = Counter()
+        accepted_only: Counter[str] = Counter()
         for sample in samples:
             accepted.update(sample.accepted_by_source)
-            alone.update(sample.accepted_only_by_source)
+            accepted_only.update(sample.accepted_only_by_source)
         firsts = [s.first_token_at - s.arrival for s in samples if s.first_token_at is not None]
         return cls(
             target_passes=passes,
@@ -56,7 +56,7 @@ class RequestMetrics:
             acceptance_length=generated / passes if passes else 0.0,
             accepted_tokens=sum(s.accepted_tokens for s in samples),
             accepted_by_source=dict(accepted),
-            accepted_only_by_source=dict(alone),
+            accepted_only_by_source=dict(accepted_only),
             nodes_verified=sum(s.nodes_verified for s in samples),
             ttft=min(firsts, default=None),
             seconds=max((s.finished_at or time.perf_counter()) - s.arrival for s in samples),

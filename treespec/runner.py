@@ -85,10 +85,10 @@ class Runner:
         ]
         tokens = [t for r, n in zip(requests, counts, strict=True) for t in r.tokens[r.context_len : r.context_len + n]]
         hidden = self.run_pass(rows, np.array(tokens))
-        for request, count, part in zip(requests, counts, hidden.split(list(counts)), strict=True):
+        for request, count, states in zip(requests, counts, hidden.split(list(counts)), strict=True):
             if request.params.prompt_logprobs is not None:
                 try:
-                    self.score_prompt(request, part, request.params.prompt_logprobs)
+                    self.score_prompt(request, states, request.params.prompt_logprobs)
                 except RequestError as error:
                     request.error = str(error)
             request.context_len += count
@@ -127,14 +127,14 @@ class Runner:
         bounds = list(itertools.pairwise(np.cumsum([0] + [len(tree) for tree in trees]).tolist()))
         # A non-finite hidden state makes all of its logits non-finite, so one column suffices; samplers check the rows
         # they read.
-        best, chosen = logits[:, 0], None
+        best, choices = logits[:, 0], None
         if any(request.sampler is None for request in requests):
             best, tokens = self.target.best(logits)
-            chosen = tokens.cpu().numpy()
+            choices = tokens.cpu().numpy()
         finite = np.isfinite(best.float().cpu().numpy())
         return [
             Choices(
-                chosen[start:stop] if chosen is not None and request.sampler is None else None,
+                choices[start:stop] if choices is not None and request.sampler is None else None,
                 bool(finite[start:stop].all()),
                 logits[start:stop],
             )
@@ -166,6 +166,6 @@ class Runner:
         layout = self.target.plan(rows, pool)
         if features is None:
             return self.target.forward(ids, layout, pool)[: len(tokens)]
-        final, chosen = self.target.forward_with_states(ids, layout, pool, features.layers)
-        self.cache.write_features(rows, chosen[: len(tokens)])
+        final, streams = self.target.forward_with_states(ids, layout, pool, features.layers)
+        self.cache.write_features(rows, streams[: len(tokens)])
         return final[: len(tokens)]

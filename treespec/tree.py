@@ -90,11 +90,11 @@ class TokenTree:
             ValueError: lengths differ, or a parent does not precede its child.
         """
         count = len(tokens)
-        own = np.asarray(probs, dtype=np.float64)
-        own = np.full(count, own) if own.ndim == 0 else own
-        if not count == len(parents) == len(own) or not count:
+        estimates = np.asarray(probs, dtype=np.float64)
+        estimates = np.full(count, estimates) if estimates.ndim == 0 else estimates
+        if not count == len(parents) == len(estimates) or not count:
             raise ValueError(
-                f"{count} tokens, {len(parents)} parents and {len(own)} probs; lengths must be equal, root first"
+                f"{count} tokens, {len(parents)} parents and {len(estimates)} probs; lengths must be equal, root first"
             )
         depths = [0]
         for node in range(1, count):
@@ -103,7 +103,7 @@ class TokenTree:
             depths.append(depths[parents[node]] + 1)
         above, children = np.array([-1, *parents[1:]], dtype=np.int64), np.arange(1, count)
         draws = Draws(above[1:], children, np.zeros(count - 1, dtype=np.int64), np.ones(count - 1))
-        chances = np.append(1.0, own[1:])
+        chances = np.append(1.0, estimates[1:])
         return cls(np.array(tokens, dtype=np.int64), above, np.array(depths), chances, draws, (source,))
 
     def __len__(self) -> int:
@@ -269,12 +269,12 @@ def merge(trees: Sequence[TokenTree]) -> TokenTree:
     paths: dict[tuple[int, ...], float] = {(): 1.0}
     path_of = []
     for tree in trees:
-        own: list[tuple[int, ...]] = [()]
+        node_paths: list[tuple[int, ...]] = [()]
         for node in range(1, len(tree)):
-            path = (*own[tree.parents[node]], int(tree.tokens[node]))
-            own.append(path)
+            path = (*node_paths[tree.parents[node]], int(tree.tokens[node]))
+            node_paths.append(path)
             paths[path] = max(paths.get(path, 0.0), float(tree.probs[node]))
-        path_of.append(own)
+        path_of.append(node_paths)
     ordered = sorted(paths, key=len)  # stable: keeps the order of first draws within a depth
     index = {path: i for i, path in enumerate(ordered)}
     children = np.array([index[path_of[i][c]] for i, tree in enumerate(trees) for c in tree.draws.children], np.int64)
@@ -305,8 +305,8 @@ def _merge_draft_rows(trees: Sequence[TokenTree]) -> tuple[np.ndarray | None, tu
     rows, first = [], 0
     excluded: list[tuple[int, ...]] = []
     for tree in trees:
-        count, own = len(tree.draws.parents), tree.draws.rows
-        rows.append(np.full(count, -1) if own is None else np.where(own >= 0, own + first, -1))
+        count, index = len(tree.draws.parents), tree.draws.rows
+        rows.append(np.full(count, -1) if index is None else np.where(index >= 0, index + first, -1))
         excluded += [()] * count if tree.draws.excluded is None else tree.draws.excluded
         first += len(tree.draft_probs)
     return np.concatenate(rows), tuple(excluded)

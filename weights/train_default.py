@@ -82,7 +82,7 @@ class Build:
         self.pause = train.PauseRequest()
         name = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(name)
-        self.progress: dict[str, train.Progress] = {}
+        self.progress: dict[str, train.TrainingProgress] = {}
 
     def run(self) -> None:
         """Run all stages in order."""
@@ -197,21 +197,21 @@ class Build:
         kinds = [prompt.kind for prompt in prompts]
         figures = evaluate.agreement_report(target, students, ids, kinds, self.args.new_tokens)
         streams = {kind: data.Stream(self.work / f"heldout-{kind}.bin") for kind in s.kinds}
-        parts = self.progress.values()
+        stages = self.progress.values()
         trained = {
             "parameters": sum(parameter.numel() for parameter in target.parameters()),
             "held_out_loss": evaluate.held_out_losses(target, streams),
         }
-        if parts:
+        if stages:
             trained |= {
-                "steps": sum(part.step for part in parts),
-                "tokens": sum(part.tokens for part in parts),
-                "minutes": minutes_of(parts),
+                "steps": sum(stage.step for stage in stages),
+                "tokens": sum(stage.tokens for stage in stages),
+                "minutes": minutes_of(stages),
                 "window": s.window,
             }
         print("target", trained["held_out_loss"], flush=True)
         for kind, shares in {"all": figures["agreement"], **figures["agreement_by_kind"]}.items():
-            print(kind, {name: own["top1"] for name, own in shares.items()}, flush=True)
+            print(kind, {name: share["top1"] for name, share in shares.items()}, flush=True)
         threads = torch.get_num_threads()
         report = {
             "target": trained,
@@ -225,30 +225,30 @@ class Build:
             | {"python": platform.python_version()},
         }
         folders = {name: drafts / name for name in DRAFTS}
-        if parts:
+        if stages:
             folders["target"] = self.work / "target"
         export(self.args.out, folders, report, evaluate.prompts_as_json(prompts))
         print(f"exported to {self.args.out}", flush=True)
 
 
-def minutes_of(parts: Iterable[train.Progress]) -> float:
+def minutes_of(stages: Iterable[train.TrainingProgress]) -> float:
     """Return the minutes of training, without pauses."""
-    return round(sum(part.elapsed for part in parts) / 60, 1)
+    return round(sum(stage.elapsed for stage in stages) / 60, 1)
 
 
 def training_of(drafts: Path) -> dict[str, object]:
     """Return what a finished run of `treespec train` has in its folder about its settings and its training."""
     report = json.loads((drafts / "report.json").read_text())
-    lessons = train.Progress(**json.loads((drafts / "work" / "lessons.json").read_text()))
-    parts = [lessons, *(train.read_progress(path) for path in sorted((drafts / "work").glob("*.ckpt")))]
+    lessons = train.TrainingProgress(**json.loads((drafts / "work" / "lessons.json").read_text()))
+    stages = [lessons, *(train.read_progress(path) for path in sorted((drafts / "work").glob("*.ckpt")))]
     names = ("minutes", "tokens", "specialise", "layers", "hidden", "vocabulary", "seed")
     settings = {name: report["settings"][name] for name in names}
-    return {"settings": settings, "lesson_tokens": lessons.tokens, "minutes": minutes_of(parts)}
+    return {"settings": settings, "lesson_tokens": lessons.tokens, "minutes": minutes_of(stages)}
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    here = Path(__file__).resolve().parent
+    folder = Path(__file__).resolve().parent
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
@@ -256,7 +256,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--work", type=Path, default=cache / "treespec" / "train", help="folder of intermediate results"
     )
-    parser.add_argument("--out", type=Path, default=here / "treespec_weights" / "default", help="folder of the result")
+    parser.add_argument(
+        "--out", type=Path, default=folder / "treespec_weights" / "default", help="folder of the result"
+    )
     parser.add_argument("--resume", action="store_true", help="continue from the work folder")
     parser.add_argument("--target", type=Path, help="train SSMs for this target, and export only these")
     parser.add_argument("--target-minutes", type=float, default=80, help="training time of the target")

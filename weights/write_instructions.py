@@ -37,10 +37,13 @@ def main() -> None:
     documents = chain(data.installed_documents(), data.folder_documents(args.text_root))
     halves = data.select(documents, data.KINDS, args.held_out, everything, args.seed)
     for name, half, count in (("train", halves[0], args.per_kind), ("heldout", halves[1], args.heldout_per_kind)):
-        found = interleaved(instructions(half, name == "heldout", count, args.seed))
-        lines = [json.dumps({"prompt": each.text, "kind": each.kind, "package": each.package}) for each in found]
+        selected = interleaved(instructions(half, name == "heldout", count, args.seed))
+        lines = [
+            json.dumps({"prompt": instruction.text, "kind": instruction.kind, "package": instruction.package})
+            for instruction in selected
+        ]
         atomic_write_text(args.out / f"{name}.jsonl", "".join(line + "\n" for line in lines))
-        print(f"{name}: {len(found)} instructions, {dict(Counter(each.kind for each in found))}")
+        print(f"{name}: {len(selected)} instructions, {dict(Counter(instruction.kind for instruction in selected))}")
     texts = [json.dumps({"text": text, "kind": kind}) for kind, text in raw_texts(halves[0])]
     atomic_write_text(args.out / "texts.jsonl", "".join(line + "\n" for line in texts))
     print(f"texts: {len(texts)}, {sum(map(len, texts)) >> 20} MiB")

@@ -121,7 +121,7 @@ def test_layers_agree_with_the_cpu_decoder(num_heads: int, num_kv_heads: int, he
     weights = {name: weight.to(DEVICE) for name, weight in weights.items()}
     positions = torch.tensor([62, 63, 64, 65, 66, 67, 0, 0], dtype=torch.int32, device=DEVICE)
     slots = torch.tensor([190, 191, 64, 65, 66, 67, 192, 0], device=DEVICE)
-    rotation = decoder.rotations[0].at(np.arange(68)).to(DEVICE)
+    rotation = decoder.rotations[0].lookup(np.arange(68)).to(DEVICE)
     own_pool = torch.full_like(pool, float("nan"), device=DEVICE)
     stream = F.embedding(F.pad(tokens, (0, 1)).to(DEVICE), weights["embed"])
     normed = rms_norm(stream, weights["layers.0.attn_norm"], EPS)
@@ -167,7 +167,7 @@ def test_a_turn_has_the_bits_of_the_cpu_decoder() -> None:
     pages, offsets = rows.slots
     slots = torch.from_numpy(pages * PAGE_SIZE + offsets).to(DEVICE)
     positions = torch.from_numpy(rows.positions).int().to(DEVICE)
-    rotation = decoder.rotations[0].at(np.arange(80)).to(DEVICE)
+    rotation = decoder.rotations[0].lookup(np.arange(80)).to(DEVICE)
     qkv_rope(qkv.to(DEVICE), rotation, positions, slots, own_pool[0], q)
     assert torch.equal(q.cpu(), echo.queries[0])
     assert torch.equal(own_pool.cpu(), pool)

@@ -72,7 +72,7 @@ def test_passes(name: str, folders: dict[str, Path]) -> None:
         assert_close(decoder.logits(found.final), expected.logits[0], max_error=1e-4, rms_error=1e-4)
         for i, layer in enumerate((1, 0)):
             states = expected.hidden_states[layer][0]
-            assert_close(found.chosen[:, i], states, max_error=1e-4, rms_error=1e-4)
+            assert_close(found.streams[:, i], states, max_error=1e-4, rms_error=1e-4)
         tree = logits(tokens, rows_of_tree(PREFIX, pages))
         for depth, node in enumerate(path_to(PARENTS, 5)):
             alone = logits(tokens[node : node + 1], RequestRows.chain(PREFIX + depth, 1, pages))

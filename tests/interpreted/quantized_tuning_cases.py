@@ -24,7 +24,7 @@ from treespec_kernels.linear.row_linear import RowLinearConfig
 from treespec_kernels.ops import cases_of
 from treespec_kernels.ops.shapes import KernelShape, Setting
 from treespec_kernels.tuning import tuned
-from treespec_kernels.tuning.sweep import Problem, SweepLog, problems_of, tune
+from treespec_kernels.tuning.sweep import SweepLog, TuningProblem, problems_of, tune
 from treespec_kernels.tuning.tuned import KernelConfigs
 from treespec_weights import load_weights
 
@@ -84,7 +84,7 @@ def test_candidates_fit_the_groups(dtype: torch.dtype, form: WeightForm) -> None
 
 
 @pytest.fixture
-def problems() -> list[Problem]:
+def problems() -> list[TuningProblem]:
     """One quantised layer at one number of rows, with two configurations to choose from."""
     layer = cases_of(OP, setting(WeightForm(4, 32)))[0]
     return [(changed(layer, configs=lambda case: [SLOW, FAST]),)]
@@ -95,7 +95,7 @@ class Clock(PlannedClock):
         super().__init__({SLOW: 3.0, FAST: 1.0})
 
 
-def test_what_was_tuned_holds_for_its_form_alone(problems: list[Problem], tmp_path: Path) -> None:
+def test_what_was_tuned_holds_for_its_form_alone(problems: list[TuningProblem], tmp_path: Path) -> None:
     [found] = tune(problems, Clock(), SweepLog(tmp_path / "log", NAME))
     assert found.best is not None and found.best.config == FAST and not found.failed
     entry = found.entry(tuned.versions_of(NAME, OP), 1e9)
@@ -110,7 +110,7 @@ def test_what_was_tuned_holds_for_its_form_alone(problems: list[Problem], tmp_pa
     assert len(configs.tuned) == 1 and len(configs.fallbacks) == 6
 
 
-def test_a_wrong_kernel_is_refused_before_it_is_timed(problems: list[Problem], tmp_path: Path) -> None:
+def test_a_wrong_kernel_is_refused_before_it_is_timed(problems: list[TuningProblem], tmp_path: Path) -> None:
     [layer] = problems[0]
 
     def planted(*given: Any, config: Any, **named: Any) -> torch.Tensor:

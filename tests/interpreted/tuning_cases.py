@@ -24,7 +24,16 @@ from treespec_kernels.ops.op import Case
 from treespec_kernels.ops.shapes import KernelShape, Setting
 from treespec_kernels.tuning import sweep as tuning
 from treespec_kernels.tuning import tuned
-from treespec_kernels.tuning.sweep import Measurement, Problem, SweepLog, Tuned, TuningError, measure, problems_of, tune
+from treespec_kernels.tuning.sweep import (
+    Measurement,
+    SweepLog,
+    Tuned,
+    TuningError,
+    TuningProblem,
+    measure,
+    problems_of,
+    tune,
+)
 from treespec_weights import load_weights
 
 NAME = "A device"
@@ -59,7 +68,7 @@ def changed(case: Case, **changes: Any) -> Case:
 
 
 @pytest.fixture
-def problems() -> list[Problem]:
+def problems() -> list[TuningProblem]:
     """Tree attention of one small tree, with three configurations to choose from."""
     tree = cases_of("tree_attention", SETTING)[0]
     return [(changed(tree, configs=lambda case: [SLOW, FAST, EQUAL]),)]
@@ -69,10 +78,10 @@ def clock() -> PlannedClock:
     return PlannedClock({SLOW: 3.0, FAST: 1.0, EQUAL: 1.0})
 
 
-def test_the_fastest_is_kept(problems: list[Problem], tmp_path: Path) -> None:
+def test_the_fastest_is_kept(problems: list[TuningProblem], tmp_path: Path) -> None:
     timed = clock()
     [found] = tune(problems, timed, SweepLog(tmp_path / "log", NAME))
-    assert timed.timed == [SLOW, FAST, EQUAL] and found.left == 0 and found.failed == []
+    assert timed.timed == [SLOW, FAST, EQUAL] and found.unmeasured == 0 and found.failed == []
     assert found.best is not None and found.best.config == FAST
     entry = found.entry(tuned.versions_of(NAME, found.problem[0].op), 1e9)
     assert entry is not None and entry.config["block_n"] == 32 and "fixed_order_dot" not in entry.config
@@ -82,13 +91,13 @@ def test_the_fastest_is_kept(problems: list[Problem], tmp_path: Path) -> None:
     assert configs.get(found.problem[0].op, found.problem[0].key, SLOW) == FAST
 
 
-def test_a_default_that_is_as_fast_stays(problems: list[Problem], tmp_path: Path) -> None:
+def test_a_default_that_is_as_fast_stays(problems: list[TuningProblem], tmp_path: Path) -> None:
     planned = PlannedClock({SLOW: 1.0, FAST: 0.995, EQUAL: 2.0})
     [found] = tune(problems, planned, SweepLog(tmp_path / "log", NAME))
     assert found.best is not None and found.best.config == SLOW
 
 
-def planted(problems: list[Problem], change: Callable[[torch.Tensor], None]) -> list[Problem]:
+def planted(problems: list[TuningProblem], change: Callable[[torch.Tensor], None]) -> list[TuningProblem]:
     """The problem, with other results of `FAST`."""
     [tree] = problems[0]
     right = tree.entry.run
@@ -115,7 +124,7 @@ def last_bit_by_company(out: torch.Tensor) -> None:
     ("change", "said"), [(one_wrong, "max error"), (last_bit_by_company, "rows depend on other rows")]
 )
 def test_a_wrong_kernel_is_refused_before_it_is_timed(
-    problems: list[Problem], tmp_path: Path, change: Any, said: str
+    problems: list[TuningProblem], tmp_path: Path, change: Any, said: str
 ) -> None:
     timed = clock()
     [found] = tune(planted(problems, change), timed, SweepLog(tmp_path / "log", NAME))
@@ -124,7 +133,7 @@ def test_a_wrong_kernel_is_refused_before_it_is_timed(
     assert failed.config == FAST and said in str(failed.error)
 
 
-def test_a_kernel_that_cannot_run_has_failed(problems: list[Problem]) -> None:
+def test_a_kernel_that_cannot_run_has_failed(problems: list[TuningProblem]) -> None:
     def broken(out: torch.Tensor) -> None:
         raise RuntimeError("out of shared memory")
 
@@ -134,7 +143,7 @@ def test_a_kernel_that_cannot_run_has_failed(problems: list[Problem]) -> None:
     assert Tuned(problems[0], (found,), 2).entry({}, 1e9) is None
 
 
-def test_what_was_measured_is_not_measured_again(problems: list[Problem], tmp_path: Path) -> None:
+def test_what_was_measured_is_not_measured_again(problems: list[TuningProblem], tmp_path: Path) -> None:
     path = tmp_path / "log"
     times = iter([0.0] * 3 + [100.0] * 20)  # the budget ends while the first configuration is measured
 
@@ -144,12 +153,12 @@ def test_what_was_measured_is_not_measured_again(problems: list[Problem], tmp_pa
 
     with pytest.MonkeyPatch.context() as patch:
         [first] = hurried(patch)
-    assert [m.config for m in first.measurements] == [SLOW] and first.left == 2
+    assert [m.config for m in first.measurements] == [SLOW] and first.unmeasured == 2
     with path.open("a") as file:
         file.write('{"what": {"op": ')  # as a process that was killed leaves it
     timed = clock()
     [second] = tune(problems, timed, SweepLog(path, NAME))
-    assert timed.timed == [FAST, EQUAL] and second.left == 0
+    assert timed.timed == [FAST, EQUAL] and second.unmeasured == 0
     timed = clock()
     [third] = tune(problems, timed, SweepLog(path, NAME))
     assert timed.timed == [] and third.best == second.best
@@ -160,7 +169,7 @@ def test_what_was_measured_is_not_measured_again(problems: list[Problem], tmp_pa
 
 
 def test_a_change_of_the_kernels_is_measured_again(
-    problems: list[Problem], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    problems: list[TuningProblem], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tune(problems, clock(), SweepLog(tmp_path / "log", NAME))
     monkeypatch.setattr(tuned, "source_hash", lambda op: "another")
@@ -169,12 +178,12 @@ def test_a_change_of_the_kernels_is_measured_again(
     assert timed.timed == [SLOW, FAST, EQUAL]
 
 
-def test_a_budget_is_shared(problems: list[Problem], tmp_path: Path) -> None:
+def test_a_budget_is_shared(problems: list[TuningProblem], tmp_path: Path) -> None:
     [found] = tune(problems, clock(), SweepLog(tmp_path / "log", NAME), budget_seconds=-1.0)
-    assert found.left == 3 and found.best is None
+    assert found.unmeasured == 3 and found.best is None
 
 
-def test_a_broken_device_ends_the_sweep_and_is_remembered(problems: list[Problem], tmp_path: Path) -> None:
+def test_a_broken_device_ends_the_sweep_and_is_remembered(problems: list[TuningProblem], tmp_path: Path) -> None:
     problems = planted(problems, one_wrong)
     log = SweepLog(tmp_path / "log", NAME)
     with pytest.MonkeyPatch.context() as patch:
@@ -186,7 +195,7 @@ def test_a_broken_device_ends_the_sweep_and_is_remembered(problems: list[Problem
     assert timed.timed == [EQUAL] and [m.config for m in found.failed] == [FAST]
 
 
-def test_too_little_memory_is_no_configurations_fault(problems: list[Problem], tmp_path: Path) -> None:
+def test_too_little_memory_is_no_configurations_fault(problems: list[TuningProblem], tmp_path: Path) -> None:
     def full(out: torch.Tensor) -> None:
         raise torch.OutOfMemoryError("no memory")
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from treespec.adapter.packed import PackedLinear, pack
 from treespec.adapter.probe import Probe
-from treespec.adapter.route import Call, configs_of, routed, window_below
+from treespec.adapter.route import AttentionCall, configs_of, routed, window_below
 from treespec.adapter.row_attention import RowPlan, attend_rows
 from treespec.adapter.source import Source
 from treespec.adapter.trace import AdapterConfig, reference_attention, run, run_head, trace
@@ -58,7 +58,7 @@ class AdapterDecoder(Decoder):
         min_rows: minimum rows of a pass, by padding.
         multiple: pads the number of rows to a multiple. ATen's activations compute the SIMD tail of a tensor with other
             code; 16 rows of a width divisible by 4 have no tail.
-        known: the model's own vocabulary size, if the config was extended to a larger one; None = equal.
+        model_vocab: the model's own vocabulary size, if the config was extended to a larger one; None = equal.
         exact: whether experts are row-invariant.
     """
 
@@ -73,26 +73,26 @@ class AdapterDecoder(Decoder):
         longest: int,
         min_rows: int = 2,
         multiple: int = 1,
-        known: int | None = None,
+        model_vocab: int | None = None,
         exact: bool = True,
     ):
         shape, parameter = config.shape, next(model.parameters())
         self.config: AdapterConfig = config  # type: ignore[assignment]
         self.attention, self.min_rows, self.multiple, self.exact = attention, min_rows, multiple, exact
-        self._owned = model if config.source.given is None else None
+        self._owned = model if config.source.model_ref is None else None
         self.heads, self.kv_heads, self.head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
-        self.vocab_size, self.known = shape.vocab_size, shape.vocab_size if known is None else known
+        self.vocab_size, self.model_vocab = shape.vocab_size, shape.vocab_size if model_vocab is None else model_vocab
         self.dtype, self.device = parameter.dtype, parameter.device
         packed = any(isinstance(module, PackedLinear) for module in model.modules())
         self.linear: LinearImpl = "onednn" if packed else "torch"
         self._configs = configs_of(model)
-        found = [
+        windows = [
             None if sinks else window_below(mask, longest, self.device)
             for mask, sinks in zip(config.masks, config.sinks, strict=True)
         ]
-        self.windows = tuple(dict.fromkeys(window.size for window in found if window is not None))
+        self.windows = tuple(dict.fromkeys(window.size for window in windows if window is not None))
         # by layer, index into `AdapterPass.attention`; None = row by row
-        self.plans = tuple(None if window is None else self.windows.index(window.size) for window in found)
+        self.plans = tuple(None if window is None else self.windows.index(window.size) for window in windows)
         self._calls_per_layer, base = 0, model.get_submodule(config.base)
         self._longropes = [name for name, module in base.named_modules() if _is_longrope(module)]
         self._stack, self._num_kept, self._num_kept_calls = self._find_layer_list(base)
@@ -100,8 +100,8 @@ class AdapterDecoder(Decoder):
     @property
     def model(self) -> nn.Module:
         """The model. In-memory models are referenced weakly and belong to the caller."""
-        given = self.config.source.given
-        model = self._owned if given is None else given()
+        model_ref = self.config.source.model_ref
+        model = self._owned if model_ref is None else model_ref()
         assert model is not None, "the in-memory model was garbage-collected"
         return model
 
@@ -150,10 +150,10 @@ class AdapterDecoder(Decoder):
     def plan(self, requests: list[RequestRows], kv: Tensor) -> AdapterPass:  # type: ignore[override]
         """Plan a pass over the rows of `requests`, in order, over the KV pool `kv`."""
         positions = np.concatenate([rows.positions for rows in requests])
-        pages, offsets = (np.concatenate(parts) for parts in zip(*(rows.slots for rows in requests), strict=True))
+        pages, offsets = (np.concatenate(arrays) for arrays in zip(*(rows.slots for rows in requests), strict=True))
         wanted = max(self.min_rows, -(-len(positions) // self.multiple) * self.multiple)
         padding = np.zeros(wanted - len(positions), dtype=np.int64)  # slots of the null page, which is never read
-        positions, pages, offsets = (np.concatenate((part, padding)) for part in (positions, pages, offsets))
+        positions, pages, offsets = (np.concatenate((array, padding)) for array in (positions, pages, offsets))
         steps = np.arange(self.kv_heads) * PAGE_SIZE
         steps = np.concatenate((steps, steps + kv.shape[2] * self.kv_heads * PAGE_SIZE))  # K, then V
         # The self-test and cost measurements may exceed a model's learned positions; requests do not.
@@ -192,8 +192,8 @@ class AdapterDecoder(Decoder):
         """Run the model without its head."""
         if len(tokens) < layout.num_rows:
             tokens = F.pad(tokens, (0, layout.num_rows - len(tokens)))
-        if self.known < self.vocab_size:  # replacing tokens that a draft lacks only costs acceptance
-            tokens = tokens.clamp(max=self.known - 1)
+        if self.model_vocab < self.vocab_size:  # replacing tokens that a draft lacks only costs acceptance
+            tokens = tokens.clamp(max=self.model_vocab - 1)
         if self.model.training:
             raise ModelError(f"{self.config.folder} is in training mode, where dropout is random; call model.eval()")
         base = self._rotating(base, layout.long)
@@ -223,8 +223,8 @@ class AdapterDecoder(Decoder):
 
         def recorded(index: int, run_layer: Callable[..., Any], *args: Any, **options: Any) -> Any:
             if index in of:
-                given = args[0] if args else options["hidden_states"]
-                states[index] = given[0].clone()
+                hidden = args[0] if args else options["hidden_states"]
+                states[index] = hidden[0].clone()
             result = run_layer(*args, **options)
             if index == last and last + 1 in of:
                 states[last + 1] = (result if isinstance(result, Tensor) else result[0])[0].clone()
@@ -259,7 +259,7 @@ class AdapterDecoder(Decoder):
         for name in self._longropes:
             base, module = _copy(base, name)
             # Its own frequencies, because choosing factors changes them.
-            module._buffers = {key: None if own is None else own.clone() for key, own in module._buffers.items()}
+            module._buffers = {key: None if value is None else value.clone() for key, value in module._buffers.items()}
             module.forward = partial(rotated, module.forward)
         return base
 
@@ -273,9 +273,10 @@ class AdapterDecoder(Decoder):
         calls = self.config.shape.num_layers
         for name, stack in base.named_modules():
             if isinstance(stack, nn.ModuleList) and len(stack) > 1 and calls % len(stack) == 0:
-                own = calls // len(stack)
+                step = calls // len(stack)
                 kinds = [
-                    (type(each), shapes_of(each), self.plans[i * own : i * own + own]) for i, each in enumerate(stack)
+                    (type(layer), shapes_of(layer), self.plans[i * step : i * step + step])
+                    for i, layer in enumerate(stack)
                 ]
                 num_kept = max(kinds.index(kind) for kind in kinds) + 1
                 tokens = torch.zeros(2, dtype=torch.int64, device=self.device)
@@ -285,26 +286,26 @@ class AdapterDecoder(Decoder):
                         run(self._truncated(base), tokens, tokens)
                 except Exception:  # model code may need all layers and raise anything
                     continue
-                if route.calls == num_kept * own:
-                    self._calls_per_layer = own
+                if route.calls == num_kept * step:
+                    self._calls_per_layer = step
                     return name, num_kept, route.calls
         return None, 0, calls
 
-    def _attend_call(self, layout: AdapterPass, kv: Tensor, call: Call) -> Tensor:
+    def _attend_call(self, layout: AdapterPass, kv: Tensor, call: AttentionCall) -> Tensor:
         """Write the rows' keys and values to the cache, and attend; narrow heads are zero-padded."""
         width, cache = self.head_dim, kv[call.index]
-        q, k, v = (F.pad(part, (0, width - part.shape[2])) for part in (call.query, call.key, call.value))
+        q, k, v = (F.pad(tensor, (0, width - tensor.shape[2])) for tensor in (call.query, call.key, call.value))
         new = torch.cat((k, v), 1).to(cache.dtype)
         cache.view(-1, width).index_copy_(0, layout.slots.view(-1), new.view(-1, width))
         k_cache, v_cache = cache
         q = q.to(cache.dtype).contiguous()
-        place = self.plans[call.index]
-        if place is None:
+        plan_index = self.plans[call.index]
+        if plan_index is None:
             if not layout.rows:
                 layout.rows.append(RowPlan(layout.requests, self.device))
             out = attend_rows(q, k_cache, v_cache, layout.rows[0], call.mask, call.scale, call.softcap, call.sinks)
         else:
-            out = self.attention(q, k_cache, v_cache, layout.attention[place], call.scale, call.softcap)
+            out = self.attention(q, k_cache, v_cache, layout.attention[plan_index], call.scale, call.softcap)
         return out[..., : call.value.shape[2]]
 
     def logits(self, hidden: Tensor, rows: Sequence[int] | Tensor | None = None) -> Tensor:
@@ -317,7 +318,7 @@ class AdapterDecoder(Decoder):
             hidden = F.pad(hidden, (0, 0, 0, wanted - n))
         model = self.model
         logits = run_head(model, model.get_submodule(self.config.base), hidden, self.config.output)[:n]
-        return F.pad(logits, (0, self.vocab_size - self.known), value=-torch.inf)  # negative padding truncates
+        return F.pad(logits, (0, self.vocab_size - self.model_vocab), value=-torch.inf)  # negative padding truncates
 
 
 class UpcastDecoder(AdapterDecoder):
@@ -341,7 +342,7 @@ class UpcastDecoder(AdapterDecoder):
         with self._mode:
             return super().logits(hidden, rows)
 
-    def _attend_call(self, layout: AdapterPass, kv: Tensor, call: Call) -> Tensor:
+    def _attend_call(self, layout: AdapterPass, kv: Tensor, call: AttentionCall) -> Tensor:
         with self._mode.paused():
             return super()._attend_call(layout, kv, call)
 
@@ -355,11 +356,11 @@ def _shallow_copy(module: nn.Module) -> nn.Module:
 
 def _copy(base: nn.Module, name: str) -> tuple[nn.Module, nn.Module]:
     """Return a copy of a model of which a submodule can be changed, and this submodule."""
-    other = part = _shallow_copy(base)
-    for each in name.split("."):
-        part._modules[each] = _shallow_copy(part._modules[each])  # type: ignore[arg-type]
-        part = part._modules[each]  # type: ignore[assignment]
-    return other, part
+    other = parent = _shallow_copy(base)
+    for child in name.split("."):
+        parent._modules[child] = _shallow_copy(parent._modules[child])  # type: ignore[arg-type]
+        parent = parent._modules[child]  # type: ignore[assignment]
+    return other, parent
 
 
 def _is_longrope(module: nn.Module) -> bool:
@@ -370,7 +371,7 @@ def _is_longrope(module: nn.Module) -> bool:
 
 def shapes_of(layer: nn.Module) -> tuple[object, ...]:
     """Return the weight shapes of a layer, packed or not, to distinguish layers of one class."""
-    packed = tuple((each.out_features, each.in_features) for each in layer.modules() if isinstance(each, PackedLinear))
+    packed = tuple((m.out_features, m.in_features) for m in layer.modules() if isinstance(m, PackedLinear))
     return packed, tuple(tuple(parameter.shape) for parameter in layer.parameters())
 
 
@@ -393,7 +394,7 @@ def open_adapter(
     probe = Probe(source, config, model)
     wide = make_attention(attention, config.shape, torch.float32, device)
     probe.compare_structure(model, lambda mode: UpcastDecoder(config, model, wide, probe.longest, mode))
-    packed = packed and source.given is None and device.type == "cpu" and onednn_available(dtype)
+    packed = packed and source.model_ref is None and device.type == "cpu" and onednn_available(dtype)
     if packed:
         pack(model)
     op = make_attention(attention, config.shape, dtype, device)

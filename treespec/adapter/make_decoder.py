@@ -108,17 +108,17 @@ def find_exact_adapter(
         )
     # torch's matrix products are not row-invariant in float32 or on a GPU, so only a fixed number of rows can be exact.
     free = decoder.linear == "onednn" or (decoder.device.type == "cpu" and decoder.dtype == torch.bfloat16)
-    found: list[str] = []
+    differences: list[str] = []
     for attention in attentions:
         for min_rows, multiple in [*([(2, 1), (2, 16)] if free else []), (rows, 1)]:
             decoder = make(attention, min_rows, multiple)
-            found = differing(decoder)
-            if not found:
+            differences = differing(decoder)
+            if not differences:
                 return decoder, rows if min_rows == rows else None
             padded = f"multiples of {multiple}" if multiple > 1 else f"at least {min_rows}"
-            logger.info("%s, %s, passes of %s rows: %s", decoder.config.folder, attention, padded, found[0])
+            logger.info("%s, %s, passes of %s rows: %s", decoder.config.folder, attention, padded, differences[0])
     raise ExactnessError(
         f"{decoder.config.folder} run by transformers' code is not bit-identical to plain decoding, with "
         f"attention={decoder.attention.name!r}, {decoder.dtype}, {torch.get_num_threads()} threads, even with {rows} "
-        f"rows in every pass: {'; '.join(found[:3])}. Use exact=False to continue"
+        f"rows in every pass: {'; '.join(differences[:3])}. Use exact=False to continue"
     )

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from treespec.adapter.decoder import AdapterDecoder, AdapterPass
-from treespec.adapter.route import Call, configs_of, routed
+from treespec.adapter.route import AttentionCall, configs_of, routed
 from treespec.adapter.source import Source
 from treespec.adapter.trace import AdapterConfig, reference_attention
 from treespec.errors import ModelError, describe_error
@@ -59,7 +59,7 @@ class MtpForm:
         if count > 1:
             raise ModelError(f"drafts: {MTP!r}: {target.name} has {count} MTP layers; supported: one")
         place = target.hf_config.name_or_path
-        if target.given is not None and not (place and Path(place).is_dir()):
+        if target.model_ref is not None and not (place and Path(place).is_dir()):
             raise ModelError(
                 f"drafts: {MTP!r}: {target.name} does not hold its MTP layer, which is in its checkpoint; load the "
                 "model from a local folder, or give this folder to LLM"
@@ -103,9 +103,9 @@ def open_mtp(target: AdapterConfig, model: nn.Module) -> tuple[AdapterConfig, nn
             layer = layer.to(dtype).eval()
     except Exception as error:  # transformers may raise anything
         raise ModelError(f"{who}: transformers cannot load it: {describe_error(error)}") from error
-    calls: list[Call] = []
+    calls: list[AttentionCall] = []
 
-    def record(call: Call) -> Tensor:
+    def record(call: AttentionCall) -> Tensor:
         calls.append(call)
         return reference_attention(call)
 
@@ -140,20 +140,22 @@ def _run(layer: Any, tokens: Tensor, states: Tensor, positions: Tensor) -> Tenso
     from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
     config = layer.config
-    embedded, at = layer.embed_tokens(tokens)[None].to(states.dtype), positions[None]
+    embedded, position_ids = layer.embed_tokens(tokens)[None].to(states.dtype), positions[None]
     kind = (getattr(config, "layer_types", None) or ["full_attention"])[0]
     make_mask = create_sliding_window_causal_mask if kind == "sliding_attention" else create_causal_mask
     # A mask of ones, because without a mask transformers interprets jumps in positions as packed sequences.
     ones = torch.ones_like(tokens)[None]
     # Before transformers 5.24 the cache was named past_key_values.
     no_cache = {name: None for name in ("cache", "past_key_values") if name in inspect.signature(make_mask).parameters}
-    mask = make_mask(config=config, inputs_embeds=embedded, attention_mask=ones, position_ids=at, **no_cache)
+    mask = make_mask(config=config, inputs_embeds=embedded, attention_mask=ones, position_ids=position_ids, **no_cache)
     rotation = None
     if layer.rotary_emb is not None:
         rotation = layer.rotary_emb(
-            embedded, position_ids=at, **({"layer_type": kind} if getattr(layer, "has_per_layer_rope", False) else {})
+            embedded,
+            position_ids=position_ids,
+            **({"layer_type": kind} if getattr(layer, "has_per_layer_rope", False) else {}),
         )
-    options = {"position_embeddings": rotation, "position_ids": at, "attention_mask": mask, **no_cache}
+    options = {"position_embeddings": rotation, "position_ids": position_ids, "attention_mask": mask, **no_cache}
     out: Tensor = layer.layers[0](embedded, states[None], **options)[0]
     return layer.shared_post_norm(out) if layer.use_shared_post_norm else out
 

@@ -58,19 +58,19 @@ class Probe:
         self._source, self._config = source, config
         self._dtype, device = next(model.parameters()).dtype, next(model.parameters()).device
         vocab = config.shape.vocab_size
-        known = next((each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)), vocab)
+        num_embeddings = next((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), vocab)
         # Within longrope's short factors, because transformers computes every path with those of its own length.
         length, nodes = max(min(PROMPT, (source.short_context or source.max_positions) - 8), 1), len(PARENTS)
         rng = np.random.default_rng(0)
         # Two requests with different texts, so that attending to the other's keys is detected.
-        self._texts = [rng.integers(min(vocab, known), size=length + nodes) for _ in range(2)]
+        self._texts = [rng.integers(min(vocab, num_embeddings), size=length + nodes) for _ in range(2)]
         self.length, self.longest = length, length + nodes
         self._exact: Tensor | None = None  # [longest, vocab], from step 1
         try:
-            self._own = self._reference_logits(model, None, device)
+            self._expected = self._reference_logits(model, None, device)
         except Exception as error:  # model code may raise anything
             raise ModelError(f"{source.name} does not run: {describe_error(error)}") from error
-        if not bool(torch.isfinite(self._own).all()):
+        if not bool(torch.isfinite(self._expected).all()):
             raise ModelError(f"{source.name} computes NaN or infinity for random tokens")
 
     def compare_structure(self, model: nn.Module, make: Callable[[UpcastMode], Decoder]) -> None:
@@ -88,7 +88,7 @@ class Probe:
             mode = UpcastMode(dtype)
             try:
                 expected = self._reference_logits(model, mode, device)
-                found = self._adapter_logits(make(mode), torch.float32)
+                logits = self._adapter_logits(make(mode), torch.float32)
             except ModelError:
                 raise
             except Exception as error:  # kernels may support one dtype only; model code may raise anything
@@ -102,7 +102,7 @@ class Probe:
                     self._dtype,
                 )
                 return
-            worst = float(_distance(found, expected).max())
+            worst = float(_distance(logits, expected).max())
             if worst <= STRUCTURE_BOUND:
                 self._exact = expected
                 return
@@ -117,17 +117,17 @@ class Probe:
             ModelError: the logits differ too much, or the model's code fails on flattened rows.
         """
         try:
-            found = self._adapter_logits(decoder, cache_dtype)
+            logits = self._adapter_logits(decoder, cache_dtype)
         except ModelError:
             raise
         except Exception as error:  # model code may raise anything
             raise ModelError(f"{self._source.name} fails on flattened rows: {describe_error(error)}") from error
         bound = BOUNDS[self._dtype]
         if self._exact is None:
-            distance = float(_distance(found, self._own).max())
+            distance = float(_distance(logits, self._expected).max())
         else:
-            distance = _overall(found, self._exact)
-            bound = max(bound, NOISE_FACTOR * _overall(self._own, self._exact))
+            distance = _overall(logits, self._exact)
+            bound = max(bound, NOISE_FACTOR * _overall(self._expected, self._exact))
         if not distance <= bound:
             raise self._error(distance, bound, f"in {self._dtype}")
 
@@ -168,15 +168,15 @@ class Probe:
             logits = decoder.logits(hidden[: len(tokens)])[stop - start :]
             return logits if logits.dtype == torch.float64 else logits.float()
 
-        found = []
+        chunks = []
         for start, stop in pairwise(min(cut, self.length) for cut in CHUNKS):
             if start < stop:
                 rows = [RequestRows.chain(start, stop - start, pages, self.length) for pages in requests]
-                found.append(run(rows, start, stop))
+                chunks.append(run(rows, start, stop))
         nodes = np.arange(len(PARENTS))
         trees = [RequestRows(self.length, nodes, depths, visible, depths, pages, self.length) for pages in requests]
-        found.append(run(trees, self.length, self.longest))
-        return torch.cat(found)
+        chunks.append(run(trees, self.length, self.longest))
+        return torch.cat(chunks)
 
 
 def _topology() -> tuple[np.ndarray, np.ndarray]:
@@ -188,12 +188,12 @@ def _topology() -> tuple[np.ndarray, np.ndarray]:
     return depths, visible
 
 
-def _distance(found: Tensor, expected: Tensor) -> Tensor:
+def _distance(actual: Tensor, expected: Tensor) -> Tensor:
     """Return each row's RMS difference, relative to the standard deviation of its expected logits: [num_rows]."""
     spread = (expected - expected.mean(1, keepdim=True)).square().mean(1).sqrt()
-    return (found - expected).square().mean(1).sqrt() / spread.clamp(min=1e-12)
+    return (actual - expected).square().mean(1).sqrt() / spread.clamp(min=1e-12)
 
 
-def _overall(found: Tensor, expected: Tensor) -> float:
+def _overall(actual: Tensor, expected: Tensor) -> float:
     """Return the RMS of the rows' distances."""
-    return float(_distance(found, expected).square().mean().sqrt())
+    return float(_distance(actual, expected).square().mean().sqrt())

@@ -38,7 +38,7 @@ _WITHOUT_EFFECT = frozenset(
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class AttentionCall:
     """One attention call of a pass over flattened rows.
 
     Attributes:
@@ -61,7 +61,7 @@ class Call:
     sinks: Tensor | None
 
 
-Handler = Callable[[Call], Tensor]
+Handler = Callable[[AttentionCall], Tensor]
 """Maps a call to its attention output [num_rows, num_heads, value width], in any float dtype."""
 
 
@@ -70,7 +70,7 @@ class _Route:
     """Destination of a thread's attention calls: a handler, or a transformers attention by name."""
 
     handler: Handler | None
-    own: str | None = None
+    attention: str | None = None
     exact: bool = True  # experts are row-invariant
     calls: int = 0
     masks: dict[int, tuple[Tensor, MaskRule]] = field(default_factory=dict)  # by address of the mask placeholder
@@ -82,11 +82,11 @@ _route: ContextVar[_Route | None] = ContextVar("treespec_route", default=None)
 
 @dataclass
 class _PatchedConfig:
-    """A config set to `NAME` while routes exist, and its original names."""
+    """A config set to `NAME` while routes exist, and its original names of attention and experts."""
 
     config: Any
-    own: str | None
-    own_experts: str | None
+    attention: str | None
+    experts: str | None
     routes: int = 0
 
 
@@ -103,16 +103,16 @@ def _own_name(config: Any) -> str | None:
     """Return a config's attention name outside routes."""
     with _guard:
         patched = _patched.get(id(config))
-        own = config._attn_implementation_internal if patched is None else patched.own
-    return "eager" if own == NAME else own  # a config copied while its original was routed
+        name = config._attn_implementation_internal if patched is None else patched.attention
+    return "eager" if name == NAME else name  # a config copied while its original was routed
 
 
 def _eager(module: nn.Module) -> Callable[..., Any]:
     """Return the eager attention function from the Python module of a model's class."""
     for kind in type(module).__mro__:
-        found = getattr(sys.modules.get(kind.__module__), "eager_attention_forward", None)
-        if found is not None:
-            return found
+        eager = getattr(sys.modules.get(kind.__module__), "eager_attention_forward", None)
+        if eager is not None:
+            return eager
     raise ModelError(
         f"{type(module).__name__} has no eager_attention_forward in its module; call the model in one thread at a time"
     )
@@ -122,8 +122,8 @@ def _transformers_attention(name: str | None, module: nn.Module, *tensors: Tenso
     """Call the transformers attention function with this name."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    known = ALL_ATTENTION_FUNCTIONS.get(name) if name is not None and name != "eager" else None
-    return (_eager(module) if known is None else known)(module, *tensors, **options)
+    function = ALL_ATTENTION_FUNCTIONS.get(name) if name is not None and name != "eager" else None
+    return (_eager(module) if function is None else function)(module, *tensors, **options)
 
 
 def causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -152,10 +152,10 @@ def _attend(
     """
     route, kind = _route.get(), type(module).__name__
     if route is None or route.handler is None:
-        own = _own_name(module.config) if route is None else route.own
-        given = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux}
-        options |= {name: value for name, value in given.items() if value is not None}
-        return _transformers_attention(own, module, query, key, value, attention_mask, **options)
+        name = _own_name(module.config) if route is None else route.attention
+        arguments = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux}
+        options |= {name: value for name, value in arguments.items() if value is not None}
+        return _transformers_attention(name, module, query, key, value, attention_mask, **options)
     if options.get("is_causal") is False:
         raise ModelError(f"{kind} uses bidirectional attention, which is not supported")
     strange = [name for name, value in options.items() if value is not None and name not in _WITHOUT_EFFECT]
@@ -172,7 +172,7 @@ def _attend(
             raise ModelError(f"{kind} builds its own mask or bias, which is not supported")
         mask = placeholder[1]
     out = route.handler(
-        Call(
+        AttentionCall(
             route.calls,
             query[0].transpose(0, 1),
             key[0].transpose(0, 1),
@@ -204,8 +204,8 @@ def _make_mask_placeholder(
     if route is None or route.handler is None:
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-        own = _own_name(config) if route is None else route.own
-        make = ALL_MASK_ATTENTION_FUNCTIONS.get(own)
+        name = _own_name(config) if route is None else route.attention
+        make = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
         if make is None:  # attention without a mask function: no mask
             return None
         return make(
@@ -225,10 +225,10 @@ def _run_experts(module: Any, hidden: Tensor, experts: Tensor, weights: Tensor) 
 
     with _guard:
         patched = _patched.get(id(module.config))
-        own = module.config._experts_implementation_internal if patched is None else patched.own_experts
+        name = module.config._experts_implementation_internal if patched is None else patched.experts
     eager = type(module).forward.__wrapped__
-    own = "eager" if own == NAME else own  # a config copied while its original was routed
-    result: Tensor = ALL_EXPERTS_FUNCTIONS.get_interface(own, eager)(module, hidden, experts, weights)
+    name = "eager" if name == NAME else name  # a config copied while its original was routed
+    result: Tensor = ALL_EXPERTS_FUNCTIONS.get_interface(name, eager)(module, hidden, experts, weights)
     return result
 
 
@@ -245,18 +245,18 @@ def _register() -> None:
 
 def configs_of(model: nn.Module) -> list[Any]:
     """Return the unique configs of a model and its submodules."""
-    found: dict[int, Any] = {}
+    configs: dict[int, Any] = {}
 
     def add(config: Any) -> None:
-        if not hasattr(config, "_attn_implementation_internal") or id(config) in found:
+        if not hasattr(config, "_attn_implementation_internal") or id(config) in configs:
             return
-        found[id(config)] = config
+        configs[id(config)] = config
         for name in getattr(config, "sub_configs", {}):
             add(getattr(config, name, None))
 
     for module in model.modules():
         add(getattr(module, "config", None))
-    return list(found.values())
+    return list(configs.values())
 
 
 @contextmanager
@@ -264,33 +264,33 @@ def _activate(configs: list[Any], route: _Route) -> Iterator[_Route]:
     """Activate a route in this thread; the last route to end restores the configs."""
     _register()
     token = _route.set(route)
-    taken: list[Any] = []
+    activated: list[Any] = []
     try:
         with _guard:
             for config in configs:
                 names = config._attn_implementation_internal, config._experts_implementation_internal
                 patched = _patched.setdefault(id(config), _PatchedConfig(config, *names))
                 patched.routes += 1
-                taken.append(config)
+                activated.append(config)
                 config._attn_implementation_internal = config._experts_implementation_internal = NAME
         yield route
     finally:
         _route.reset(token)
         with _guard:
-            for config in taken:
+            for config in activated:
                 patched = _patched[id(config)]
                 patched.routes -= 1
                 if not patched.routes:
                     del _patched[id(config)]
                     if config._attn_implementation_internal == NAME:  # the owner may have changed it meanwhile
-                        config._attn_implementation_internal = patched.own
+                        config._attn_implementation_internal = patched.attention
                     if config._experts_implementation_internal == NAME:
-                        config._experts_implementation_internal = patched.own_experts
+                        config._experts_implementation_internal = patched.experts
 
 
 def implementation(configs: list[Any], name: str) -> AbstractContextManager[_Route]:
     """Use a transformers attention by name for the models of these configs, in this thread."""
-    return _activate(configs, _Route(None, own=name))
+    return _activate(configs, _Route(None, attention=name))
 
 
 def routed(configs: list[Any], handler: Handler, exact: bool = True) -> AbstractContextManager[_Route]:
@@ -309,8 +309,8 @@ def visible_keys(mask: MaskRule, queries: Tensor, keys: Tensor) -> Tensor:
         queries, keys: int64 positions.
     """
     nothing = torch.zeros((), dtype=torch.int64, device=queries.device)
-    found = mask(nothing, nothing, queries[:, None], keys[None, :])
-    return torch.as_tensor(found, dtype=torch.bool, device=queries.device).expand(len(queries), len(keys))
+    visible = mask(nothing, nothing, queries[:, None], keys[None, :])
+    return torch.as_tensor(visible, dtype=torch.bool, device=queries.device).expand(len(queries), len(keys))
 
 
 class Window(NamedTuple):
@@ -326,9 +326,11 @@ def window_below(mask: MaskRule, length: int, device: torch.device) -> Window | 
     """
     positions = torch.arange(length, device=device)
     size = int(visible_keys(mask, positions[-1:], positions).sum())
-    asked = torch.linspace(0, length - 1, min(64, length), device=device, dtype=torch.float32).long()
+    sampled = torch.linspace(0, length - 1, min(64, length), device=device, dtype=torch.float32).long()
     edge = torch.arange(size - 1, size + 2, device=device).clamp(0, length - 1)
-    for one in torch.unique(torch.cat((asked, edge))):
-        if not torch.equal(visible_keys(mask, one[None], positions)[0], (positions <= one) & (positions > one - size)):
+    for query in torch.unique(torch.cat((sampled, edge))):
+        if not torch.equal(
+            visible_keys(mask, query[None], positions)[0], (positions <= query) & (positions > query - size)
+        ):
             return None
     return Window(None if size == length else size)

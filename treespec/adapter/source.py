@@ -31,7 +31,7 @@ class Source:
     Attributes:
         folder: of the checkpoint, or a label for a model in memory.
         hf_config: transformers' config.
-        given: weak reference to a model in memory; None for a checkpoint.
+        model_ref: weak reference to a model in memory; None for a checkpoint.
         generation: non-default values of its generation config.
         max_positions: maximum context length.
         short_context: as in `ModelConfig`.
@@ -42,7 +42,7 @@ class Source:
 
     folder: Path
     hf_config: Any
-    given: "weakref.ref[nn.Module] | None"
+    model_ref: "weakref.ref[nn.Module] | None"
     generation: dict[str, Any]
     max_positions: int
     short_context: int
@@ -107,11 +107,11 @@ class Source:
             raise ModelError(f"{kind} is in training mode, where dropout is random; call model.eval() first")
         if getattr(model, "is_quantized", False):
             raise ModelError(f"{kind} is quantised, which the adapter does not support")
-        places = {parameter.device for parameter in model.parameters()}
-        if len(places) != 1:
-            raise ModelError(f"{kind} is spread over {sorted(map(str, places))}; the adapter needs one device")
-        given = getattr(model, "generation_config", None)
-        generation = {} if given is None else given.to_diff_dict()
+        devices = {parameter.device for parameter in model.parameters()}
+        if len(devices) != 1:
+            raise ModelError(f"{kind} is spread over {sorted(map(str, devices))}; the adapter needs one device")
+        generation_config = getattr(model, "generation_config", None)
+        generation = {} if generation_config is None else generation_config.to_diff_dict()
         return replace(cls._of(Path(f"in-memory {kind}"), model.config, model, generation), tokenizer=tokenizer)
 
     @classmethod
@@ -127,8 +127,8 @@ class Source:
         if stored not in _COMPUTED:
             raise ModelError(f"{folder}: dtype={stored!r}; supported: float32, bfloat16, float16")
         ends = end_tokens(folder, generation.get("eos_token_id", text.eos_token_id))
-        given = None if model is None else weakref.ref(model)
-        return cls(folder, config, given, generation, positions, _short_context(text, positions), stored, ends)
+        model_ref = None if model is None else weakref.ref(model)
+        return cls(folder, config, model_ref, generation, positions, _short_context(text, positions), stored, ends)
 
     def tokenizer_folder(self, new: Path) -> Path:
         """Return a folder with the model's tokenizer, or `folder` if there is none.
@@ -136,7 +136,7 @@ class Source:
         For a model in memory, the given tokenizer precedes that of the folder or hub id that it was loaded from. An
         object is saved to `new`.
         """
-        if self.given is None:
+        if self.model_ref is None:
             return self.folder
         if isinstance(self.tokenizer, str | os.PathLike):
             return resolve_folder(Path(self.tokenizer))
@@ -160,13 +160,13 @@ class Source:
                 transformers would randomly initialise or ignore.
             ModelError: transformers cannot load it; `dtype` or `device` differs from the in-memory model's.
         """
-        if self.given is not None:
-            model = self.given()
+        if self.model_ref is not None:
+            model = self.model_ref()
             assert model is not None, "the in-memory model was garbage-collected"
-            own = next(model.parameters()).device
-            if self.dtype != dtype or own.type != device.type:
+            place = next(model.parameters()).device
+            if self.dtype != dtype or place.type != device.type:
                 raise ModelError(
-                    f"{self.folder} is {self.dtype} on {own}, but {dtype} on {device} was requested; convert it first"
+                    f"{self.folder} is {self.dtype} on {place}, but {dtype} on {device} was requested; convert it first"
                 )
             return model
         checkpoint = Checkpoint.open(self.folder)  # rejects pickles and paths outside, which transformers would accept
@@ -243,9 +243,9 @@ def _check_kind(folder: Path, config: Any) -> None:
     kinds = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
     states = sorted(kind for kind in kinds if any(name in str(kind) for name in _STATES))
     if getattr(architecture, "_is_stateful", False) or states:
-        what = f" ({', '.join(states)})" if states else ""
+        names = f" ({', '.join(states)})" if states else ""
         raise ModelError(
-            f"{who}: {architecture.__name__} keeps a recurrent state{what}, which cannot be rolled back when a branch "
+            f"{who}: {architecture.__name__} keeps a recurrent state{names}, which cannot be rolled back when a branch "
             "of a token tree is rejected"
         )
 
@@ -253,11 +253,11 @@ def _check_kind(folder: Path, config: Any) -> None:
 def _short_context(config: Any, max_positions: int) -> int:
     """Return the length up to which longrope uses its short factors; 0 without longrope, or if nothing is longer."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    nested = [each for each in (parameters, *parameters.values()) if isinstance(each, dict)]
+    nested = [section for section in (parameters, *parameters.values()) if isinstance(section, dict)]
     limits = [
-        each.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
-        for each in nested
-        if each.get("rope_type") == "longrope"
+        section.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+        for section in nested
+        if section.get("rope_type") == "longrope"
     ]
     limit = min((int(limit) for limit in limits if limit), default=max_positions)
     return limit if limit < max_positions else 0

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from treespec.adapter.route import Call, MaskRule, configs_of, is_routed, routed, visible_keys
+from treespec.adapter.route import AttentionCall, MaskRule, configs_of, is_routed, routed, visible_keys
 from treespec.adapter.source import Source
 from treespec.errors import ModelError, describe_error
 from treespec_weights.rules import ModelShape
@@ -54,11 +54,11 @@ class AdapterConfig:
         return self.source.eos_token_ids
 
 
-def reference_attention(call: Call) -> Tensor:
+def reference_attention(call: AttentionCall) -> Tensor:
     """Attend over one sequence from position 0 on: reference implementation of a route handler."""
     rows = torch.arange(len(call.query), device=call.query.device)
     group = call.query.shape[1] // call.key.shape[1]
-    q, k, v = (part.float().transpose(0, 1) for part in (call.query, call.key, call.value))
+    q, k, v = (tensor.float().transpose(0, 1) for tensor in (call.query, call.key, call.value))
     scores = q @ k.repeat_interleave(group, 0).transpose(1, 2) * call.scale
     if call.softcap is not None:
         scores = torch.tanh(scores / call.softcap) * call.softcap
@@ -95,21 +95,21 @@ def run_head(model: nn.Module, base: nn.Module, hidden: Tensor, output: type) ->
     """
     me = threading.get_ident()
     with _head_runs:
-        own = base.__dict__.get("forward")
+        original = base.__dict__.get("forward")
 
-        def given(*inputs: Any, **options: Any) -> Any:
+        def patched(*inputs: Any, **options: Any) -> Any:
             if threading.get_ident() == me:
                 return output(last_hidden_state=hidden[None])
-            return type(base).forward(base, *inputs, **options) if own is None else own(*inputs, **options)
+            return type(base).forward(base, *inputs, **options) if original is None else original(*inputs, **options)
 
-        base.__dict__["forward"] = given
+        base.__dict__["forward"] = patched
         try:
             tokens = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
             return model(input_ids=tokens, use_cache=False, return_dict=True).logits[0]
         finally:
             del base.__dict__["forward"]
-            if own is not None:
-                base.__dict__["forward"] = own
+            if original is not None:
+                base.__dict__["forward"] = original
 
 
 @contextmanager
@@ -138,16 +138,16 @@ def trace(source: Source, model: nn.Module) -> AdapterConfig:
     Raises:
         ModelError: the model does not reach the registered attention, or is unsupported.
     """
-    calls: list[Call] = []
+    calls: list[AttentionCall] = []
 
-    def record(call: Call) -> Tensor:
+    def record(call: AttentionCall) -> Tensor:
         calls.append(call)
         return reference_attention(call)
 
     device = next(model.parameters()).device
     tokens = torch.arange(_TOKENS, device=device)
     try:
-        with torch.inference_mode(), routed(configs_of(model), record), _watched(model) as parts:
+        with torch.inference_mode(), routed(configs_of(model), record), _watched(model) as watched:
             logits = run(model, tokens, tokens).logits[0]
     except ModelError as error:
         raise ModelError(f"{source.name}: {error}") from error
@@ -158,9 +158,9 @@ def trace(source: Source, model: nn.Module) -> AdapterConfig:
             f"{source.name}: {type(model).__name__} does not use transformers' attention interface, so its keys "
             "cannot be kept for a token tree"
         )
-    if not parts:
+    if not watched:
         raise ModelError(f"{source.name}: {type(model).__name__} has no submodule that returns hidden states")
-    base, out = parts[-1]  # the outermost submodule, which the model's head code calls
+    base, out = watched[-1]  # the outermost submodule, which the model's head code calls
     heads = {(call.query.shape[1], call.key.shape[1]) for call in calls}
     if len(heads) != 1:
         raise ModelError(f"{source.name}: layers of {sorted(heads)} heads and KV heads; layers must agree")

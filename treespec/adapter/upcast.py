@@ -70,8 +70,8 @@ class UpcastMode(TorchDispatchMode):
         x, rows = self._wide(x), max(CHUNK // weight.shape[1], 1)
         out = x.new_empty(*x.shape[:-1], len(weight))
         for first in range(0, len(weight), rows):
-            part = self._wide(weight[first : first + rows])
-            out[..., first : first + rows] = x @ part.t()
+            chunk = self._wide(weight[first : first + rows])
+            out[..., first : first + rows] = x @ chunk.t()
         return out if bias is None else out + self._wide(bias)
 
     def _check_written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

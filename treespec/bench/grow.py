@@ -25,7 +25,7 @@ from treespec_weights.sizes import parse_size
 
 
 @dataclass(frozen=True)
-class Grown:
+class GrownTarget:
     """A grown target.
 
     Attributes:
@@ -51,7 +51,7 @@ class Grown:
 
 
 @contextmanager
-def grown(options: Options, size: str, vocab: int | None, keep: Path | None) -> Iterator[tuple[Options, Grown]]:
+def grown(options: Options, size: str, vocab: int | None, keep: Path | None) -> Iterator[tuple[Options, GrownTarget]]:
     """Grow the target; yield the options of the grown models and a description.
 
     Drafts are grown only if the vocabulary grows.
@@ -80,7 +80,7 @@ def grown(options: Options, size: str, vocab: int | None, keep: Path | None) -> 
         except OptionError as error:
             raise ConfigError(str(error)) from error
         name = "embedded target" if options.model is None else str(options.model)
-        yield replace(options, model=root / "target", drafts=folders), Grown(source, shape, name)
+        yield replace(options, model=root / "target", drafts=folders), GrownTarget(source, shape, name)
 
 
 def _grow_drafts(drafts: Sequence[tuple[str, Path]], root: Path, vocab: int, seed: int) -> list[str]:

@@ -30,7 +30,7 @@ class Sample:
         accepted_by_source: accepted drafted tokens by source.
         accepted: number of trees by accepted drafted tokens; empty if unknown.
         rounds: number of rounds; a round is one target pass of the whole batch.
-        parts: seconds of all rounds by part, as in `profile.MEANING`.
+        stages: seconds of all rounds by stage, as in `profile.MEANING`.
     """
 
     tokens: list[list[int]] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Sample:
     accepted_by_source: Counter[str] = field(default_factory=Counter)
     accepted: Counter[int] = field(default_factory=Counter)
     rounds: int = 0
-    parts: dict[str, float] = field(default_factory=dict)
+    stages: dict[str, float] = field(default_factory=dict)
 
     @property
     def seconds_per_token(self) -> float:
@@ -53,14 +53,14 @@ class Sample:
 
     def add(self, other: "Sample") -> None:
         """Add the same mode's measurements of further prompts."""
-        for each in fields(Sample):
-            mine, more = getattr(self, each.name), getattr(other, each.name)
-            if each.name == "parts":
-                self.parts = {part: mine.get(part, 0.0) + seconds for part, seconds in more.items()}
-            elif each.name == "nodes":
+        for member in fields(Sample):
+            mine, more = getattr(self, member.name), getattr(other, member.name)
+            if member.name == "stages":
+                self.stages = {stage: mine.get(stage, 0.0) + seconds for stage, seconds in more.items()}
+            elif member.name == "nodes":
                 self.nodes = None if more is None else (mine or 0) + more
             else:
-                setattr(self, each.name, mine + more)
+                setattr(self, member.name, mine + more)
 
 
 def run_ours(
@@ -104,7 +104,7 @@ def run_ours(
         sample.passes.append(metrics.target_passes)
         sample.nodes += metrics.nodes_verified
         sample.accepted_by_source.update(metrics.accepted_by_source)
-    sample.accepted, sample.rounds, sample.parts = profile.accepted, profile.rounds, profile.parts
+    sample.accepted, sample.rounds, sample.stages = profile.accepted, profile.rounds, profile.stages
     return sample
 
 
@@ -141,9 +141,9 @@ def interleave(
         for name in names:
             samples[name].append(Sample())
         for start in range(0, len(prompts), batch):
-            given = prompts[start : start + batch]
-            seeds = [sampling_seed(seed, repeat, prompt) for prompt in range(start, start + len(given))]
+            batch_prompts = prompts[start : start + batch]
+            seeds = [sampling_seed(seed, repeat, prompt) for prompt in range(start, start + len(batch_prompts))]
             for name in names[turn:] + names[:turn]:
-                samples[name][-1].add(runs[name](given, seeds))
+                samples[name][-1].add(runs[name](batch_prompts, seeds))
             turn = (turn + 1) % len(names)
     return samples

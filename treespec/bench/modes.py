@@ -112,7 +112,7 @@ def our_modes(
             deepest = max(SpecConfig().max_depth, k)
             chain = {"policy": "static", "branching": (1,) * k, "max_depth": deepest, "sources": ("ssm",)}
             modes.append(Mode(f"chain-k{k}", f"chain, K={k}", chain))
-    alone = [(name, name, (name,)) for name in ssms] if len(ssms) > 1 else []
+    singles = [(name, name, (name,)) for name in ssms] if len(ssms) > 1 else []
     merged = [("ssms", "all SSMs" if len(ssms) > 1 else ssms[0], ("ssm",))] if ssms else []
     if len(ssms) > 1:  # only the SSM with the largest mixture weight drafts: the drafting time of one SSM
         merged.append(("trusted", "one SSM a round", ("ssm",)))
@@ -121,14 +121,14 @@ def our_modes(
     if len(ssms) > 1:
         everything.append(("trusted-lookup", "one SSM a round + lookup", ("ssm", "lookup")))
     for count in nodes:
-        for name, label, sources in (*alone, *merged, *lookup, *everything):
+        for name, label, sources in (*singles, *merged, *lookup, *everything):
             options: dict[str, Any] = {"nodes": count, "sources": sources}
             options |= {"max_ssms": 1} if name.startswith("trusted") else {}
             modes.append(Mode(f"tree-{name}-n{count}", f"{label}, {count} nodes", options))
     valid = (*ssms, "ssm", "lookup", "suffix")
     for name in combinations:
         sources = tuple(name.split("+"))
-        if unknown := [each for each in sources if each not in valid]:
+        if unknown := [source for source in sources if source not in valid]:
             raise ConfigError(f"--combine {name}: unknown {', '.join(unknown)}; valid: {', '.join(valid)}, joined by +")
         for count in nodes:
             modes.append(Mode(f"tree-{name}-n{count}", f"{name}, {count} nodes", {"nodes": count, "sources": sources}))

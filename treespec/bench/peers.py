@@ -49,25 +49,25 @@ class Transformers:
                 took longer than the full run in all tries.
         """
         assert len(prompts) == 1 or not peer.batch_one_only, f"{peer.name} supports batch 1 only"
-        options, rest = self._options(peer), max_tokens - 1
+        options, num_further = self._options(peer), max_tokens - 1
         for _ in range(_TRIES):
             first, _ = self.generate(prompts, 1, options)
             self._passes = 0
-            total, made = self.generate(prompts, max_tokens, options)
-            if any(len(tokens) != max_tokens for tokens in made):
-                raise ModelError(f"{peer.name} made {list(map(len, made))} tokens instead of {max_tokens} each")
+            total, outputs = self.generate(prompts, max_tokens, options)
+            if any(len(tokens) != max_tokens for tokens in outputs):
+                raise ModelError(f"{peer.name} made {list(map(len, outputs))} tokens instead of {max_tokens} each")
             if (decode := total - first) > 0:
                 break
         else:
             raise ModelError(f"{peer.name}: one token took longer than {max_tokens}, {_TRIES} times; give more tokens")
         return Sample(
-            tokens=made,
+            tokens=outputs,
             decode_seconds=decode,
-            decoded=rest * len(made),
+            decoded=num_further * len(outputs),
             total_seconds=total,
-            ttft=[first] * len(made),
-            per_token=[decode / rest] * len(made),
-            passes=[self._passes] * len(made),
+            ttft=[first] * len(outputs),
+            per_token=[decode / num_further] * len(outputs),
+            passes=[self._passes] * len(outputs),
             rounds=self._passes,
         )
 
@@ -108,12 +108,13 @@ class Transformers:
             return {"prompt_lookup_num_tokens": peer.k}
         assert peer.draft is not None
         assistant = self._drafts[peer.draft]
-        own = assistant.generation_config
+        config = assistant.generation_config
         if peer.k is None:
-            own.num_assistant_tokens = own.num_assistant_tokens_schedule = own.assistant_confidence_threshold = None
+            config.num_assistant_tokens = config.num_assistant_tokens_schedule = None
+            config.assistant_confidence_threshold = None
         else:
-            own.num_assistant_tokens, own.num_assistant_tokens_schedule = peer.k, "constant"
-            own.assistant_confidence_threshold = 0.0
+            config.num_assistant_tokens, config.num_assistant_tokens_schedule = peer.k, "constant"
+            config.assistant_confidence_threshold = 0.0
         return {"assistant_model": assistant}
 
     def _count(self, module: object, args: object) -> None:
@@ -141,12 +142,12 @@ class _ExpandedHead(nn.Module):
     def __init__(self, head: nn.Module, target_ids: np.ndarray, size: int):
         super().__init__()
         self.head, self.size = head, size
-        self.known = torch.from_numpy(target_ids[target_ids >= 0])
+        self.token_ids = torch.from_numpy(target_ids[target_ids >= 0])
 
     def forward(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.head(hidden)[..., : len(self.known)]
+        logits: Tensor = self.head(hidden)[..., : len(self.token_ids)]
         expanded = logits.new_full((*logits.shape[:-1], self.size), -torch.inf)
-        expanded[..., self.known.to(logits.device)] = logits
+        expanded[..., self.token_ids.to(logits.device)] = logits
         return expanded
 
 

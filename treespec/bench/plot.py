@@ -32,10 +32,10 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
     axes = figure.subplots(
         len(runs), 2, squeeze=False, width_ratios=(8, max(depths, 3)), height_ratios=heights, sharey="row"
     )
-    for (left, right), run in zip(axes, runs, strict=True):
+    for (speeds, shares), run in zip(axes, runs, strict=True):
         modes = sorted(run["modes"], key=lambda mode: mode["speedup"])
-        _speed(left, modes, run["batch"])
-        _acceptance(right, modes, depths)
+        _speed(speeds, modes, run["batch"])
+        _acceptance(shares, modes, depths)
     grown = document["grown"]
     subject = f"grown to {grown['parameters'] / 1e6:.0f} M from {grown['of']}" if grown else document["model"]
     threads = f"{document['threads']} thread{'' if document['threads'] == 1 else 's'}"

@@ -27,14 +27,14 @@ class Profile:
     Attributes:
         rounds: engine steps with at least one verified tree.
         accepted: number of trees by accepted drafted tokens.
-        parts: seconds by part, as in `MEANING`; the sum is the time of all steps without prefill.
+        stages: seconds by stage, as in `MEANING`; the sum is the time of all steps without prefill.
         prefill_seconds: seconds of prefill, including the SSMs'.
     """
 
     def __init__(self) -> None:
         self.rounds = 0
         self.accepted: Counter[int] = Counter()
-        self.parts = dict.fromkeys(MEANING, 0.0)
+        self.stages = dict.fromkeys(MEANING, 0.0)
         self.prefill_seconds = 0.0
 
 
@@ -73,5 +73,5 @@ def profiled(engine: Engine) -> Iterator[Profile]:
         spent = {stage: seconds - before[stage] for stage, seconds in clock.seconds.items()}
         spent["draft"] += spent.pop("foreign") + spent.pop("search")
         profile.prefill_seconds = spent["prefill"]
-        profile.parts = {part: spent[part] for part in MEANING}
+        profile.stages = {stage: spent[stage] for stage in MEANING}
         profile.accepted, profile.rounds = stats.accepted_lengths - accepted, stats.rounds - rounds

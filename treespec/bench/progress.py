@@ -61,7 +61,7 @@ class Plan:
         return self.seconds[nearest, mode] / self.done[nearest, mode] * batch / nearest
 
 
-class Progress:
+class BenchProgress:
     """Progress callbacks of a benchmark; the base class ignores them."""
 
     def stage(self, text: str) -> None:

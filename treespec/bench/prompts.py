@@ -28,7 +28,7 @@ def choose(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:
     order = list(prompts)
     random.Random(seed).shuffle(order)
     kinds: dict[str | None, dict[str | None, list[Prompt]]] = {}
-    for prompt in sorted(order, key=lambda each: (each.kind or "", each.package or "")):  # stable
+    for prompt in sorted(order, key=lambda entry: (entry.kind or "", entry.package or "")):  # stable
         kinds.setdefault(prompt.kind, {}).setdefault(prompt.package, []).append(prompt)
     by_kind = [list(_round_robin(list(packages.values()))) for packages in kinds.values()]
     return list(_round_robin(by_kind))[:count]
@@ -37,4 +37,4 @@ def choose(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:
 def _round_robin(lists: Sequence[Sequence[Prompt]]) -> Iterator[Prompt]:
     """Yield the prompts of the lists in round-robin order."""
     for row in zip_longest(*lists):
-        yield from (each for each in row if each is not None)
+        yield from (prompt for prompt in row if prompt is not None)

@@ -114,7 +114,7 @@ def _mismatches(mode: Mode | Peer, samples: Sequence[Sample], plain: Sequence[Sa
     if isinstance(mode, Mode) and not mode.keeps_tokens:
         return None
     reference = plain if sampled else [plain[0]] * len(plain)
-    return max(mismatches(own.tokens, base.tokens) for own, base in zip(samples, reference, strict=True))
+    return max(mismatches(sample.tokens, base.tokens) for sample, base in zip(samples, reference, strict=True))
 
 
 def _engine_figures(samples: Sequence[Sample], plain: Sequence[Sample]) -> dict[str, Any]:
@@ -126,19 +126,19 @@ def _engine_figures(samples: Sequence[Sample], plain: Sequence[Sample]) -> dict[
         "accepted_by_source": dict(sources),
         "nodes_per_pass": sum(s.nodes or 0 for s in samples) / sum(sum(s.passes) for s in samples),
         "profile_ms": {
-            part: statistics.median(1000 * sample.parts[part] / sample.rounds for sample in samples)
-            for part in samples[0].parts
+            stage: statistics.median(1000 * sample.stages[stage] / sample.rounds for sample in samples)
+            for stage in samples[0].stages
         },
     }
-    for part in ("verify", "noise"):
-        figures[f"{part}_share"] = statistics.median(s.parts[part] / sum(s.parts.values()) for s in samples)
+    for stage in ("verify", "noise"):
+        figures[f"{stage}_share"] = statistics.median(s.stages[stage] / sum(s.stages.values()) for s in samples)
     if samples is plain:
         return figures
     ratios, shares, efficiencies = [], [], []
     for sample, base in zip(samples, plain, strict=True):
-        plain_pass = base.parts["forward"] / base.rounds
-        ratios.append(sample.parts["forward"] / sample.rounds / plain_pass)
-        shares.append(sample.parts["draft"] / sample.rounds / plain_pass)
+        plain_pass = base.stages["forward"] / base.rounds
+        ratios.append(sample.stages["forward"] / sample.rounds / plain_pass)
+        shares.append(sample.stages["draft"] / sample.rounds / plain_pass)
         gain = sample.decoded / sample.rounds / (base.decoded / base.rounds)  # equals the acceptance length at batch 1
         possible = gain / (ratios[-1] + shares[-1])
         efficiencies.append(base.seconds_per_token / sample.seconds_per_token / possible)
@@ -153,10 +153,10 @@ def _ratios(plain: Sequence[Sample], samples: Sequence[Sample], cost: Callable[[
     return [cost(base) / cost(sample) for base, sample in zip(plain, samples, strict=True)]
 
 
-def _tau(samples: Sequence[Sample], chosen: Sequence[int]) -> float | None:
+def _tau(samples: Sequence[Sample], indices: Sequence[int]) -> float | None:
     """Return the acceptance length, tokens per target pass, over the chosen prompts; None if there are none."""
-    tokens = sum(len(sample.tokens[i]) for sample in samples for i in chosen)
-    passes = sum(sample.passes[i] for sample in samples for i in chosen)
+    tokens = sum(len(sample.tokens[i]) for sample in samples for i in indices)
+    passes = sum(sample.passes[i] for sample in samples for i in indices)
     return tokens / passes if passes else None
 
 
@@ -173,7 +173,7 @@ def best(modes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         "lookup": [m for m in modes if m["mode"].startswith("hf-lookup-")],
     }
     return {
-        name: max(members, key=lambda each: each["output_throughput"])["mode"]
+        name: max(members, key=lambda mode: mode["output_throughput"])["mode"]
         for name, members in groups.items()
         if members
     }

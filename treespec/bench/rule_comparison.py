@@ -30,7 +30,7 @@ def default_branching(nodes: int) -> tuple[int, ...]:
     for shape in shapes:  # extended while iterating
         if len(shape) < _DEEPEST:
             longer = [(*shape, k) for k in range(1, (shape or (_WIDEST,))[-1] + 1)]
-            shapes += [each for each in longer if _size(each) <= nodes]
+            shapes += [candidate for candidate in longer if _size(candidate) <= nodes]
     return max(shapes[1:], key=lambda shape: (_size(shape), -sum(shape), len(shape), shape))
 
 
@@ -64,13 +64,13 @@ def rule_modes(rules: Sequence[str], branchings: Sequence[tuple[int, ...]], samp
     return modes
 
 
-def parse_rules(given: Sequence[str]) -> tuple[str, ...]:
+def parse_rules(values: Sequence[str]) -> tuple[str, ...]:
     """Parse rule names (comma-separated, repeated or "all") into unique rules in the order of `VERIFICATIONS`.
 
     Raises:
         ConfigError: an unknown rule.
     """
-    names = [name for value in given for name in value.split(",") if name]
+    names = [name for value in values for name in value.split(",") if name]
     for name in names:
         if name not in ("all", *VERIFICATIONS):
             raise ConfigError(f"--verification {name}: valid are {', '.join(VERIFICATIONS)}, or all")

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import transformers
 
-from treespec.bench.grow import Grown
+from treespec.bench.grow import GrownTarget
 from treespec.bench.measure import Run, Sample, interleave, run_ours
 from treespec.bench.modes import PLAIN, Mode, Peer, Selection, our_modes, peer_modes, select
 from treespec.bench.options import Options
 from treespec.bench.peers import Transformers
-from treespec.bench.progress import Plan, Progress
+from treespec.bench.progress import BenchProgress, Plan
 from treespec.bench.prompts import choose, held_out_prompts
 from treespec.bench.report import DEFINITIONS, best, comparisons, mismatches, summarise
 from treespec.bench.rule_comparison import default_branching, intervals, rule_modes
@@ -35,8 +35,8 @@ WHY_BATCH_ONE = "transformers' assisted decoding supports batch 1 only"
 
 def bench(
     options: Options,
-    grown: Grown | None = None,
-    progress: Progress | None = None,
+    grown: GrownTarget | None = None,
+    progress: BenchProgress | None = None,
 ) -> dict[str, Any]:
     """Run the benchmark and return the `--json` document.
 
@@ -48,7 +48,7 @@ def bench(
     Raises:
         ConfigError: an invalid mode, prompt file or value. Otherwise as in `LLM`.
     """
-    progress = progress or Progress()
+    progress = progress or BenchProgress()
     target = resolve_model(options.model)
     folders = dict(resolve_folders(options.model, options.drafts))
     selection = _selection(options, list(folders))
@@ -152,7 +152,7 @@ def _runs(
     return runs | {peer.name: theirs(peer) for peer in selection.peers if batch == 1 or not peer.batch_one_only}
 
 
-def _counted(run: Run, batch: int, mode: str, plan: Plan, progress: Progress) -> Run:
+def _counted(run: Run, batch: int, mode: str, plan: Plan, progress: BenchProgress) -> Run:
     """Return `run` wrapped to record its time in the plan."""
 
     def counted(prompts: Sequence[list[int]], seeds: Sequence[int]) -> Sample:
@@ -211,20 +211,20 @@ def _prompts(options: Options, llm: LLM) -> tuple[list[Prompt], list[list[int]],
     tokenizer, room = llm.get_tokenizer(), llm.config.max_model_len - options.max_tokens
     chat = has_chat_template(tokenizer)
     path = options.prompts or held_out_prompts(chat)
-    known = read_prompts(path, chat)
-    if tokenizer is None and not all(isinstance(each, int) for prompt in known for each in prompt.content):
+    prompts = read_prompts(path, chat)
+    if tokenizer is None and not all(isinstance(token, int) for prompt in prompts for token in prompt.content):
         raise ConfigError(f"{path} holds text, but the model has no tokenizer; give prompt_token_ids")
-    encoded = [prompt._replace(content=encode_prompt(tokenizer, prompt.content)) for prompt in known]
+    encoded = [prompt._replace(content=encode_prompt(tokenizer, prompt.content)) for prompt in prompts]
     fitting = [prompt for prompt in encoded if 0 < len(prompt.content) <= room]
     if not fitting:
         raise ConfigError(
             f"no prompt of {path} has room: {llm.config.max_model_len} positions without --max-tokens "
             f"{options.max_tokens} leave {room}"
         )
-    chosen = choose(fitting, options.samples, options.seed)
-    if len(chosen) < max(options.batches):
-        raise ConfigError(f"--batch {max(options.batches)}, but there are {len(chosen)} prompts; give more --samples")
-    return chosen, [encode_prompt(tokenizer, prompt.content) for prompt in chosen], len(encoded) - len(fitting)
+    selected = choose(fitting, options.samples, options.seed)
+    if len(selected) < max(options.batches):
+        raise ConfigError(f"--batch {max(options.batches)}, but there are {len(selected)} prompts; give more --samples")
+    return selected, [encode_prompt(tokenizer, prompt.content) for prompt in selected], len(encoded) - len(fitting)
 
 
 def _widest(specs: Any) -> SpecConfig:

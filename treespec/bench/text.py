@@ -57,20 +57,20 @@ def header(document: Mapping[str, Any]) -> str:
 
 def body(document: Mapping[str, Any], profile: bool) -> str:
     """Format the tables of every batch size, and the legend. `profile` adds the time by part."""
-    parts = []
+    blocks = []
     for run in document["runs"]:
         modes = run["modes"]
         title = f"batch {run['batch']}, {run['num_prompts']} prompts" + (", grown" if document["grown"] else "")
-        parts += [_speed(title, modes), *_comparisons(title, run), *_rules(title, run)]
+        blocks += [_speed(title, modes), *_comparisons(title, run), *_rules(title, run)]
         if run["peers_left_out"]:
-            parts.append(f"left out: {', '.join(run['peers_left_out'])}: {run['why_left_out']}")
-        parts.append(_acceptance(title, modes))
+            blocks.append(f"left out: {', '.join(run['peers_left_out'])}: {run['why_left_out']}")
+        blocks.append(_acceptance(title, modes))
         if profile:
-            parts.append(_profile(title, modes))
+            blocks.append(_profile(title, modes))
     memory = document["memory_mib"]
     used = ", ".join(f"{name.replace('_', ' ')} {mib:.0f} MiB" for name, mib in memory.items())
     legends = [LEGEND, RULES_LEGEND] if any(run["rules"] for run in document["runs"]) else [LEGEND]
-    return "\n\n".join([*parts, "\n".join(legends), f"memory  {used}"])
+    return "\n\n".join([*blocks, "\n".join(legends), f"memory  {used}"])
 
 
 def _sampling(document: Mapping[str, Any]) -> str:
@@ -105,12 +105,12 @@ def _comparisons(title: str, run: Mapping[str, Any]) -> list[str]:
     named = {run["best"].get("assisted"): " (the best K and draft)", run["best"].get("lookup"): " (the best K)"}
     rows = [
         (
-            labels[each["mode"]],
-            f"{each['times']:.2f}",
-            f"({each['times_min']:.2f}..{each['times_max']:.2f})",
-            labels[each["peer"]] + named.get(each["peer"], ""),
+            labels[row["mode"]],
+            f"{row['times']:.2f}",
+            f"({row['times_min']:.2f}..{row['times_max']:.2f})",
+            labels[row["peer"]] + named.get(row["peer"], ""),
         )
-        for each in run["comparisons"]
+        for row in run["comparisons"]
     ]
     width = max(len(row[-1]) for row in rows)
     return [table([(title, "times as fast", "", "as".ljust(width)), *((*r[:-1], r[-1].ljust(width)) for r in rows)])]
@@ -122,15 +122,15 @@ def _rules(title: str, run: Mapping[str, Any]) -> list[str]:
         return []
     modes = {mode["mode"]: mode for mode in run["modes"]}
     rows = [(f"{title}, by rule", "tokens per pass", "95 % interval", "ms per round", "verify", "noise")]
-    for each in run["rules"]["acceptance_lengths"]:
-        mode, (length, low, high) = modes[each["mode"]], each["acceptance_length"]
+    for entry in run["rules"]["acceptance_lengths"]:
+        mode, (length, low, high) = modes[entry["mode"]], entry["acceptance_length"]
         total = sum(mode["profile_ms"].values())
-        shares = (f"{mode[f'{part}_share']:.1%}" for part in ("verify", "noise"))
+        shares = (f"{mode[f'{stage}_share']:.1%}" for stage in ("verify", "noise"))
         rows.append((mode["label"], f"{length:.3f}", f"{low:.3f}..{high:.3f}", f"{total:.2f}", *shares))
     differences = [(f"{title}, differences", "tokens per pass", "95 % interval")]
-    for each in run["rules"]["differences"]:
-        difference, low, high = each["difference"]
-        label = f"{modes[each['mode']]['label']}, less {modes[each['minus']]['verification']}"
+    for entry in run["rules"]["differences"]:
+        difference, low, high = entry["difference"]
+        label = f"{modes[entry['mode']]['label']}, less {modes[entry['minus']]['verification']}"
         differences.append((label, f"{difference:+.3f}", f"{low:+.3f}..{high:+.3f}"))
     return [table(rows)] + ([table(differences)] if differences[1:] else [])
 
@@ -148,24 +148,24 @@ def _acceptance(title: str, modes: Sequence[Mapping[str, Any]]) -> str:
         lengths += [mode["acceptance_length_by_kind"].get(kind) for kind in kinds]
         cells = [f"{share:.0%}" for share in shares] + [""] * (deepest - len(shares))
         length = _number(mode["acceptance_length"], ".2f"), f"{low:.2f}..{high:.2f}"
-        rows.append((mode["label"], *length, *(_number(each, ".2f") for each in lengths), *cells))
+        rows.append((mode["label"], *length, *(_number(value, ".2f") for value in lengths), *cells))
     return table([head, *rows])
 
 
 def _profile(title: str, modes: Sequence[Mapping[str, Any]]) -> str:
     profiles = [mode["profile_ms"] for mode in modes if mode["profile_ms"] is not None]
-    meaning = {name: what for name, what in MEANING.items() if name != "noise" or any(own[name] for own in profiles)}
+    meaning = {name: text for name, text in MEANING.items() if name != "noise" or any(ms[name] for ms in profiles)}
     head = (f"{title}, ms per round", *meaning, "all", "pass ratio", "draft share")
     rows = []
     for mode in modes:
         if mode["profile_ms"] is None:
             continue
-        parts = mode["profile_ms"]
-        total = sum(parts.values())
-        cells = [f"{ms:.2f} {ms / total:4.0%}" for ms in map(parts.get, meaning)]
+        stages = mode["profile_ms"]
+        total = sum(stages.values())
+        cells = [f"{ms:.2f} {ms / total:4.0%}" for ms in map(stages.get, meaning)]
         ratios = (_number(mode["pass_ratio"], ".2f"), _number(mode["draft_share"], ".2f"))
         rows.append((mode["label"], *cells, f"{total:.2f}", *ratios))
-    legend = "; ".join(f"{name}: {what}" for name, what in meaning.items())
+    legend = "; ".join(f"{name}: {text}" for name, text in meaning.items())
     return "\n".join([table([head, *rows]), *textwrap.wrap(legend, 118)])
 
 

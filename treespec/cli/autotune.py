@@ -97,10 +97,10 @@ def autotune(
         raise typer.Exit(1 if report["failed"] else 0)
     where = resolve_device(device)
     used = {"--ops": ops, "--nodes": nodes, "--context": context, "--budget-seconds": budget_seconds, "--fresh": fresh}
-    of_kernels = [name for name, value in used.items() if value]
-    if where.type == "cpu" and not (of_kernels and is_interpreted()):
-        if of_kernels:
-            raise usage_error(f"{of_kernels[0]} is about kernels on a GPU, and torch finds none; --aot compiles them")
+    flags = [name for name, value in used.items() if value]
+    if where.type == "cpu" and not (flags and is_interpreted()):
+        if flags:
+            raise usage_error(f"{flags[0]} is about kernels on a GPU, and torch finds none; --aot compiles them")
         counts = curves.thread_counts()
         if threads is not None or len(counts) == 1:
             entries = [curves.measure_here(model, draft, "cpu", dtype, quantization, seconds, threads)]
@@ -112,16 +112,16 @@ def autotune(
         raise usage_error(f"--threads {threads} needs a CPU; use --device cpu")
     if computed is None and where.type == "cpu":
         computed = DTYPES["float32"]  # Triton's interpreter computes bfloat16 wrongly
-    chosen = kernels.names("--ops", ops, TUNABLE)
+    selected = kernels.names("--ops", ops, TUNABLE)
     settings = [
         replace(setting, nodes=nodes or 32, context=context or 2048)
         for setting in kernels.settings_of(model, draft, computed, quantization)
     ]
     with on_device(where):
-        found = kernels.tune_kernels(settings, where, chosen, budget_seconds or float("inf"), fresh)
-    document: dict[str, Any] = {"kernels": found}
+        tuned = kernels.tune_kernels(settings, where, selected, budget_seconds or float("inf"), fresh)
+    document: dict[str, Any] = {"kernels": tuned}
     if not as_json:
-        kernels.echo_tuned(found)
+        kernels.echo_tuned(tuned)
     if not ops and where.type == "cuda":
         document |= _curves([curves.measure_here(model, draft, device, dtype, quantization, seconds, None)])
     _print(document, as_json)

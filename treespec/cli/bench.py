@@ -24,7 +24,7 @@ from treespec.utils.interrupts import raise_on_interrupt
 
 if TYPE_CHECKING:
     from treespec.bench.options import Options
-    from treespec.bench.progress import Progress
+    from treespec.bench.progress import BenchProgress
 
 _SEVERAL = ("--k-values", "--nodes", "--batch", "--combine", "--only", "--verification", "--data")
 PICTURES = (".png", ".svg", ".pdf")
@@ -211,13 +211,13 @@ def bench(
     typer.echo(f"{header(document)}\n\n{body(document, profile)}")
 
 
-def integers(flag: str, given: Sequence[str] | None, default: tuple[int, ...], least: int = 1) -> tuple[int, ...]:
+def integers(flag: str, values: Sequence[str] | None, default: tuple[int, ...], least: int = 1) -> tuple[int, ...]:
     """Parse unique whole numbers, separated by spaces or commas."""
-    parts = [part for value in given or () for part in value.split(",") if part]
-    for part in parts:
-        if not part.isdecimal() or int(part) < least:
-            raise usage_error(f"{flag} {part}: valid: whole numbers from {least}, such as 3 5 7")
-    return tuple(dict.fromkeys(map(int, parts))) or default
+    words = [word for value in values or () for word in value.split(",") if word]
+    for word in words:
+        if not word.isdecimal() or int(word) < least:
+            raise usage_error(f"{flag} {word}: valid: whole numbers from {least}, such as 3 5 7")
+    return tuple(dict.fromkeys(map(int, words))) or default
 
 
 def _check_plot(path: Path) -> None:
@@ -246,17 +246,17 @@ PARTS = 20  # number of progress lines if stderr is not a terminal
 
 
 @contextmanager
-def _progress() -> Iterator["Progress"]:
+def _progress() -> Iterator["BenchProgress"]:
     """Show progress on stderr: a bar on a terminal, otherwise one line per twentieth of the runs."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
-    from treespec.bench.progress import Plan, Progress, duration
+    from treespec.bench.progress import BenchProgress, Plan, duration
 
     shows_bar = sys.stderr.isatty()
 
-    class Shown(Progress):
+    class Shown(BenchProgress):
         expected = False  # whether the expected duration was printed
-        part = 0
+        twentieth = 0
 
         def stage(self, text: str) -> None:
             bar.clear()
@@ -269,7 +269,7 @@ def _progress() -> Iterator["Progress"]:
 
         def ran(self, plan: Plan) -> None:
             bar.update(plan.num_done - bar.n)
-            part = plan.num_done * PARTS // plan.total
+            twentieth = plan.num_done * PARTS // plan.total
             if plan.is_measured and not self.expected:
                 self.expected = True
                 bar.clear()
@@ -279,10 +279,10 @@ def _progress() -> Iterator["Progress"]:
                     file=sys.stderr,
                     flush=True,
                 )
-            elif self.expected and part > self.part and not shows_bar:
-                left = f", about {duration(plan.seconds_left)} left" if plan.num_done < plan.total else ""
-                print(f"{plan.num_done} of {plan.total} runs done{left}", file=sys.stderr, flush=True)
-            self.part = part
+            elif self.expected and twentieth > self.twentieth and not shows_bar:
+                eta = f", about {duration(plan.seconds_left)} left" if plan.num_done < plan.total else ""
+                print(f"{plan.num_done} of {plan.total} runs done{eta}", file=sys.stderr, flush=True)
+            self.twentieth = twentieth
 
     with tqdm(desc="measuring", unit="run", leave=False, disable=not shows_bar) as bar:
         yield Shown()

@@ -75,7 +75,7 @@ def measure_in_children(
     options = ["--device", "cpu", "--dtype", dtype, "--seconds", str(seconds), "--json"]
     options += ["--model", model] if model is not None else []
     options += ["--quantization", quantization] if quantization is not None else []
-    options += [part for draft in drafts or () for part in ("--draft", draft)]
+    options += [argument for draft in drafts or () for argument in ("--draft", draft)]
     entries = []
     with tqdm(desc="measuring", total=len(counts), leave=False, disable=not sys.stderr.isatty()) as bar:
         for count in counts:
@@ -98,9 +98,9 @@ def _error_of(error: dict[str, str]) -> Exception:
     from treespec import errors
     from treespec.cli.group import UsageError
 
-    for known in (UsageError, getattr(errors, error["type"], None), getattr(builtins, error["type"], None)):
-        if known is not None and known.__name__ == error["type"]:
-            return known(error["message"])
+    for error_type in (UsageError, getattr(errors, error["type"], None), getattr(builtins, error["type"], None)):
+        if error_type is not None and error_type.__name__ == error["type"]:
+            return error_type(error["message"])
     return errors.TreespecError(error["message"])
 
 
@@ -132,8 +132,8 @@ def describe(entry: dict[str, Any]) -> str:
         took = f"{start:.2f} ms to start, {level:.2f} ms per level of one{further}"
         lines.append(f"drafts   {', '.join(models[1:])}: {took}")
     if entry["position_seconds"]:
-        one, row = (1e6 * entry[name] for name in ("position_seconds", "row_position_seconds"))
-        lines.append(f"context  {entry['context']}; per 1,000 more: {one:.2f} ms, plus {row:.2f} ms per further row")
+        first, row = (1e6 * entry[name] for name in ("position_seconds", "row_position_seconds"))
+        lines.append(f"context  {entry['context']}; per 1,000 more: {first:.2f} ms, plus {row:.2f} ms per further row")
     body = [(str(n), f"{ms:.2f}", f"{ms / times[0]:.2f}", f"{n / ms:.2f}") for n, ms in zip(rows, times, strict=True)]
     return "\n".join([*lines, "", table([("rows", "ms per pass", "relative", "rows per ms"), *body])])
 
@@ -143,8 +143,8 @@ def describe_threads(compared: dict[str, Any]) -> str:
     from treespec.startup.cost_measurement import DRAFT_LEVELS, ROUND_ROWS
 
     times = ", ".join(f"{_threads(int(number))}: {ms:.2f} ms" for number, ms in compared["round_ms"].items())
-    what = f"a round of {ROUND_ROWS} rows and {DRAFT_LEVELS} levels of drafting"
-    return f"{times}, best: {compared['best']} ({what})"
+    workload = f"a round of {ROUND_ROWS} rows and {DRAFT_LEVELS} levels of drafting"
+    return f"{times}, best: {compared['best']} ({workload})"
 
 
 def echo_curves(entries: Sequence[dict[str, Any]]) -> None:

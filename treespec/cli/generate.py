@@ -131,13 +131,13 @@ def generate(
         llm = load_llm(target.model, sources, "off" if no_spec else spec, device, dtype, compile, at_once, quantization)
     if not as_json:
         target.tell()
-    given: Any = as_messages(text, llm, template) if target.is_chat else encoded(text, llm)
-    shown = "" if target.is_chat else text if isinstance(given, str) else " ".join(map(str, given))
+    inputs: Any = as_messages(text, llm, template) if target.is_chat else encoded(text, llm)
+    shown = "" if target.is_chat else text if isinstance(inputs, str) else " ".join(map(str, inputs))
     if uses_colour(sys.stdout):
         shown = typer.style(shown, dim=True)
     if stream:
         typer.echo(shown, nl=False)
-    output = _decode(llm, given, params(seed), None, template, _print_chunk if stream else None)
+    output = _decode(llm, inputs, params(seed), None, template, _print_chunk if stream else None)
     if stream:
         typer.echo()
     elif not as_json:
@@ -147,7 +147,7 @@ def generate(
             typer.echo(shown + _text_or_ids(completion))
     difference = None
     if check:
-        plain = _decode(llm, given, params(output.metrics.seed), "off", template, None)
+        plain = _decode(llm, inputs, params(output.metrics.seed), "off", template, None)
         difference = first_of_outputs(output, plain)
     if as_json:
         print_json(_document(output, check, difference))
@@ -162,7 +162,7 @@ def generate(
     if check and not no_spec and not as_json:
 
         def seconds(spec: str | None) -> float:
-            again = _decode(llm, given, params(output.metrics.seed), spec, template, lambda chunk: None)
+            again = _decode(llm, inputs, params(output.metrics.seed), spec, template, lambda chunk: None)
             return again.metrics.seconds
 
         with status("measuring the speed-up"):
@@ -208,10 +208,10 @@ def first_difference(tokens: list[int], plain: list[int]) -> dict[str, int | Non
 
 def first_of_outputs(ours: "RequestOutput", plain: "RequestOutput") -> dict[str, Any] | None:
     """Return `first_difference` of the first differing output, with its index if there are several."""
-    for own, other in zip(ours.outputs, plain.outputs, strict=True):
-        found = first_difference(own.token_ids, other.token_ids)
-        if found is not None:
-            return ({"output": own.index} if len(ours.outputs) > 1 else {}) | found
+    for completion, plain_completion in zip(ours.outputs, plain.outputs, strict=True):
+        difference = first_difference(completion.token_ids, plain_completion.token_ids)
+        if difference is not None:
+            return ({"output": completion.index} if len(ours.outputs) > 1 else {}) | difference
     return None
 
 
@@ -262,8 +262,8 @@ def _document(output: "RequestOutput", check: bool, difference: dict[str, Any] |
     }
     if len(output.outputs) > 1:
         document["outputs"] = [
-            {"text": each.text, "token_ids": each.token_ids, "finish_reason": each.finish_reason}
-            for each in output.outputs
+            {"text": sample.text, "token_ids": sample.token_ids, "finish_reason": sample.finish_reason}
+            for sample in output.outputs
         ]
     if check:
         document["identical"] = difference is None
@@ -275,7 +275,7 @@ def _document(output: "RequestOutput", check: bool, difference: dict[str, Any] |
 def summary(output: "RequestOutput", sampled: bool) -> str:
     """Format the metrics, summed over outputs."""
     metrics = output.metrics
-    reasons = ", ".join(str(each.finish_reason) for each in output.outputs)
+    reasons = ", ".join(str(completion.finish_reason) for completion in output.outputs)
     tokens, passes = metrics.generated_tokens, metrics.target_passes
     lines = [
         "",
@@ -312,8 +312,8 @@ def _describe(difference: dict[str, Any], llm: "LLM") -> str:
         return f"token {token}" + (f" ({tokenizer.decode([token])!r})" if tokenizer is not None else "")
 
     ours, plain = name(difference["token"]), name(difference["plain_token"])
-    which = f"output {difference['output'] + 1}, position" if "output" in difference else "output position"
-    return f"{which} {difference['index']} (counted from 0) has {ours}, plain decoding {plain}"
+    where = f"output {difference['output'] + 1}, position" if "output" in difference else "output position"
+    return f"{where} {difference['index']} (counted from 0) has {ours}, plain decoding {plain}"
 
 
 def _count(number: int, noun: str) -> str:

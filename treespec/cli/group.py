@@ -22,10 +22,10 @@ def usage_error(message: str) -> Exception:
 
 def run_reporting(main: Callable[..., Any], args: Sequence[str] | None, **options: Any) -> NoReturn:
     """Run click's `main`, and report user errors as text or, with --json, as JSON."""
-    given = list(sys.argv[1:] if args is None else args)
-    as_json = "--json" in (given[: given.index("--")] if "--" in given else given)
+    argv = list(sys.argv[1:] if args is None else args)
+    as_json = "--json" in (argv[: argv.index("--")] if "--" in argv else argv)
     try:
-        code = main(given, **(options | {"standalone_mode": False}))
+        code = main(argv, **(options | {"standalone_mode": False}))
     except UsageError as error:
         _report("UsageError", error.format_message(), as_json)  # type: ignore[attr-defined]
         code = 2

@@ -84,19 +84,21 @@ def _forms(config: "ModelConfig", quantization: str | None) -> "list[WeightForm 
     if scheme is None or scheme.floating:  # fp8 is converted at load time
         return [None]
     matrices = quantizable(config.shape)
-    placements = [each for each in expected_tensors(config.shape, config.rules) if {*each.params} & {*matrices}]
-    names = [each.name if covered(scheme, each, config.rules) else None for each in placements]
-    found = dict.fromkeys(None if name is None else WeightForm(*scheme.form(name)) for name in names)
-    return sorted(found, key=lambda form: form is None)
+    placements = [
+        placement for placement in expected_tensors(config.shape, config.rules) if {*placement.params} & {*matrices}
+    ]
+    names = [placement.name if covered(scheme, placement, config.rules) else None for placement in placements]
+    forms = dict.fromkeys(None if name is None else WeightForm(*scheme.form(name)) for name in names)
+    return sorted(forms, key=lambda form: form is None)
 
 
-def names(flag: str, given: Sequence[str] | None, valid: Iterable[str]) -> list[str]:
+def names(flag: str, values: Sequence[str] | None, valid: Iterable[str]) -> list[str]:
     """Return the values of a repeated or comma-separated option; all valid ones if it is unused."""
     from treespec.errors import reject_unknown
 
-    chosen = [name for value in given or () for name in value.split(",")]
-    reject_unknown(flag, chosen, tuple(valid))
-    return list(dict.fromkeys(chosen or valid))
+    selected = [name for value in values or () for name in value.split(",")]
+    reject_unknown(flag, selected, tuple(valid))
+    return list(dict.fromkeys(selected or valid))
 
 
 # --- ahead of time
@@ -124,11 +126,11 @@ def echo_aot(report: dict[str, Any]) -> None:
     lines = [("kernel", "target", "compiled", "registers", "spills", "shared KB")]
     for target, rows in report["targets"].items():
         for kernel in dict.fromkeys(row["kernel"] for row in rows):
-            own = [row for row in rows if row["kernel"] == kernel]
+            kernel_rows = [row for row in rows if row["kernel"] == kernel]
             registers, spills, shared = (
-                max(row[name] for row in own) for name in ("registers", "spills", "shared_bytes")
+                max(row[name] for row in kernel_rows) for name in ("registers", "spills", "shared_bytes")
             )
-            lines.append((kernel, target, str(len(own)), str(registers), str(spills), f"{shared / 1024:.1f}"))
+            lines.append((kernel, target, str(len(kernel_rows)), str(registers), str(spills), f"{shared / 1024:.1f}"))
     typer.echo(table(lines))
     for failure in report["failed"]:
         typer.echo(f"failed: {failure['kernel']} for {failure['target']}, {failure['case']}: {failure['message']}")
@@ -156,7 +158,7 @@ def tune_kernels(
     name = torch.cuda.get_device_name(device) if on_gpu else "Triton interpreter"
     path, prefill = tuned.tuned_file(name), PREFILL_ROWS if on_gpu else 0
     try:
-        problems = sweep.problems_of((replace(each, device=device, prefill=prefill) for each in settings), ops)
+        problems = sweep.problems_of((replace(setting, device=device, prefill=prefill) for setting in settings), ops)
         for problem in problems:
             problem[0].candidates()  # validates dtypes and sizes before measuring
     except ValueError as error:
@@ -168,7 +170,7 @@ def tune_kernels(
     bandwidth = clock.copy_bandwidth()
     try:
         with _progress_bar("tuning") as show:
-            found = sweep.tune(problems, clock, log, budget_seconds=budget_seconds, jobs=jobs, advance=show)
+            outcomes = sweep.tune(problems, clock, log, budget_seconds=budget_seconds, jobs=jobs, advance=show)
     except sweep.TuningError as error:
         raise KernelError(str(error)) from error
     except torch.OutOfMemoryError as error:
@@ -176,14 +178,14 @@ def tune_kernels(
             f"the inputs do not fit into {name}'s free memory; use smaller --ops, --nodes, --context or an idle GPU"
         ) from error
     entries, results = [], []
-    for each in found:
-        first = each.problem[0]
-        failed = [{"config": asdict(failure.config), "message": failure.error} for failure in each.failed]
-        counts = {"measured": len(each.measurements) - len(failed), "left": each.left, "failed": failed}
-        if entry := each.entry(tuned.versions_of(name, first.op), bandwidth):
+    for outcome in outcomes:
+        first = outcome.problem[0]
+        failed = [{"config": asdict(failure.config), "message": failure.error} for failure in outcome.failed]
+        counts = {"measured": len(outcome.measurements) - len(failed), "left": outcome.unmeasured, "failed": failed}
+        if entry := outcome.entry(tuned.versions_of(name, first.op), bandwidth):
             entries.append(entry)
-        chosen = entry and asdict(entry)
-        results.append({"label": first.label, "default": asdict(first.default), "entry": chosen, **counts})
+        entry_fields = entry and asdict(entry)
+        results.append({"label": first.label, "default": asdict(first.default), "entry": entry_fields, **counts})
     tuned.save_entries(path, name, entries)
     return {
         "file": str(path),
@@ -210,12 +212,12 @@ def echo_tuned(document: dict[str, Any]) -> None:
             lines.append((f"{result['label']}, {load}", *shown, share, weight))
     typer.echo(f"\n{table(lines)}\n")
     for result in document["results"]:
-        chosen, failed = result["entry"] and result["entry"]["config"], result["failed"]
-        is_default = chosen and result["default"] | chosen == result["default"]
-        fields = ", ".join(f"{name} {value}" for name, value in (chosen or {}).items()) or "nothing measured"
+        config, failed = result["entry"] and result["entry"]["config"], result["failed"]
+        is_default = config and result["default"] | config == result["default"]
+        fields = ", ".join(f"{name} {value}" for name, value in (config or {}).items()) or "nothing measured"
         typer.echo(f"{result['label']}: {fields}{' (the default)' if is_default else ''}")
-        left = f", {result['left']} left; run again to continue" if result["left"] else ""
-        typer.echo(f"  {result['measured']} measured{f', {len(failed)} failed' if failed else ''}{left}")
+        unmeasured = f", {result['left']} left; run again to continue" if result["left"] else ""
+        typer.echo(f"  {result['measured']} measured{f', {len(failed)} failed' if failed else ''}{unmeasured}")
         for failure in failed[:LISTED]:
             typer.echo(f"  failed: {failure['config']}: {failure['message'].splitlines()[0]}")
     typer.echo(f"\nwritten in {document['file']}")

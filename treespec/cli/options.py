@@ -126,7 +126,7 @@ def _decoded(prompt: str) -> str:
     return prompt
 
 
-class Target(NamedTuple):
+class CommandTarget(NamedTuple):
     """The model of a command that generates text.
 
     Attributes:
@@ -145,7 +145,7 @@ class Target(NamedTuple):
             typer.echo(self.note, err=True)
 
 
-def choose_target(model: str | None, chat: bool | None) -> Target:
+def choose_target(model: str | None, chat: bool | None) -> CommandTarget:
     """Resolve the defaults of --model and --chat.
 
     SmolLM2 answers if it is installed, else the embedded model continues the prompt.
@@ -162,7 +162,7 @@ def choose_target(model: str | None, chat: bool | None) -> Target:
                 f"{smollm2.TITLE} is not installed ({missing}); the embedded model continues text, and does not "
                 "answer questions"
             )
-    return Target(model, model == smollm2.NAME if chat is None else chat, note)
+    return CommandTarget(model, model == smollm2.NAME if chat is None else chat, note)
 
 
 def encoded(prompt: str, llm: "LLM") -> str | list[int]:
@@ -210,16 +210,16 @@ def spec_config(
     """Build a SpecConfig from the given options."""
     from treespec.config import SpecConfig
 
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     if nodes is not None:
-        given["nodes"] = int(nodes) if re.fullmatch(r"[+-]?\d+", nodes) else nodes
+        values["nodes"] = int(nodes) if re.fullmatch(r"[+-]?\d+", nodes) else nodes
     if max_depth is not None:
-        given["max_depth"] = max_depth
+        values["max_depth"] = max_depth
     if branching is not None:
-        given["branching"] = parse_branching(branching)
+        values["branching"] = parse_branching(branching)
     if verification is not None:
-        given["verification"] = verification
-    return SpecConfig(**given)
+        values["verification"] = verification
+    return SpecConfig(**values)
 
 
 def load_llm(

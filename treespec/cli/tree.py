@@ -79,11 +79,11 @@ def tree(
     from treespec.drawing.recording import picture, record_rounds
     from treespec.errors import RequestError
 
-    given: Any = as_messages(text, llm) if target.is_chat else encoded(text, llm)
-    rounds = record_rounds(llm, given, number or FIRST_ROUNDS, None, temperature, seed)
+    inputs: Any = as_messages(text, llm) if target.is_chat else encoded(text, llm)
+    rounds = record_rounds(llm, inputs, number or FIRST_ROUNDS, None, temperature, seed)
     if number is not None and number > len(rounds):
         raise RequestError(f"--round {number}, but the output ended in round {len(rounds)}; valid: 1 to {len(rounds)}")
-    shown = rounds[number - 1] if number is not None else max(rounds, key=lambda each: each.accepted)
+    shown = rounds[number - 1] if number is not None else max(rounds, key=lambda record: record.accepted)
     drawn = picture(shown, llm.get_tokenizer())
     if svg is not None:
         svg.write_text(to_svg(drawn), encoding="utf-8")
@@ -98,10 +98,10 @@ def tree(
         typer.echo("no drafts: the tree is its root; add some with --draft", err=True)
 
 
-def _heading(shown: "RoundRecord", rounds: "list[RoundRecord]", chosen: bool) -> str:
-    if not chosen:
+def _heading(shown: "RoundRecord", rounds: "list[RoundRecord]", is_best: bool) -> str:
+    if not is_best:
         return f"round {shown.number}"
-    accepted = " ".join(str(each.accepted) for each in rounds)
+    accepted = " ".join(str(record.accepted) for record in rounds)
     return f"round {shown.number}, the best of the first {len(rounds)}: they accepted {accepted} drafted tokens"
 
 

@@ -32,12 +32,12 @@ def record_rounds(
     most = count * (deepest + 1)  # so that max_tokens truncates no tree
     params = SamplingParams(max_tokens=most, temperature=temperature, seed=seed)
     with watch(llm.engine) as rounds:
-        own: list[RoundRecord] = []
+        request_rounds: list[RoundRecord] = []
         for chunk in llm.stream(prompt, params, spec):
-            own = [each for each in rounds if each.request_id == chunk.request_id]
-            if len(own) >= count:
+            request_rounds = [record for record in rounds if record.request_id == chunk.request_id]
+            if len(request_rounds) >= count:
                 break
-    return own
+    return request_rounds
 
 
 @contextmanager
@@ -48,21 +48,21 @@ def watch(engine: Engine) -> Iterator[list[RoundRecord]]:
         yield rounds
 
 
-def picture(each: RoundRecord, tokenizer: Any) -> RoundPicture:
+def picture(record: RoundRecord, tokenizer: Any) -> RoundPicture:
     """Convert a round to a picture.
 
     A node's text is the text that it adds to the text before it, or [id] without a tokenizer.
     """
-    tree, before = each.tree, each.context[-_WINDOW:]
+    tree, before = record.tree, record.context[-_WINDOW:]
     paths = [tree.tokens[tree.path_to(node)].tolist() for node in range(len(tree))]
-    context = each.context[-_CONTEXT:]
+    context = record.context[-_CONTEXT:]
     return RoundPicture(
         tokens=[_last_text([*before, *path], tokenizer) for path in paths],
         parents=tree.parents.tolist(),
         sources=[tree.sources_of(node) for node in range(len(tree))],
         probs=[None, *tree.probs[1:].tolist()],
-        path=each.path.tolist(),
-        bonus=None if each.bonus is None else _last_text([*before, *paths[each.path[-1]], each.bonus], tokenizer),
+        path=record.path.tolist(),
+        bonus=None if record.bonus is None else _last_text([*before, *paths[record.path[-1]], record.bonus], tokenizer),
         context="".join(f"[{t}]" for t in context) if tokenizer is None else tokenizer.decode(context),
     )
 

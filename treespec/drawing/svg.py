@@ -55,21 +55,21 @@ def layout(picture: RoundPicture) -> list[Box]:
     outlines: list[list[tuple[float, float]]] = [[] for _ in children]  # first and last row by depth, own row = 0
     for node in reversed(range(len(children))):
         below: list[tuple[float, float]] = []
-        places: dict[int, float] = {}
+        offsets: dict[int, float] = {}
         for child in children[node]:
             gaps = [
                 last + (COUSIN_ROWS if i else 1) - first
                 for i, ((_, last), (first, _)) in enumerate(zip(below, outlines[child], strict=False))
             ]
-            places[child] = max(gaps, default=0.0)
-            moved = [(first + places[child], last + places[child]) for first, last in outlines[child]]
-            both = [(old[0], new[1]) for old, new in zip(below, moved, strict=False)]
-            below = both + below[len(moved) :] + moved[len(below) :]
-        if places:
-            ends = places[children[node][0]] + places[children[node][-1]]
-            own = places[ahead[node]] if node in ahead else ends / 2
-            shift = [places[i] - own if i in places else row for i, row in enumerate(shift)]
-            below = [(first - own, last - own) for first, last in below]
+            offsets[child] = max(gaps, default=0.0)
+            moved = [(first + offsets[child], last + offsets[child]) for first, last in outlines[child]]
+            overlap = [(old[0], new[1]) for old, new in zip(below, moved, strict=False)]
+            below = overlap + below[len(moved) :] + moved[len(below) :]
+        if offsets:
+            ends = offsets[children[node][0]] + offsets[children[node][-1]]
+            centre = offsets[ahead[node]] if node in ahead else ends / 2
+            shift = [offsets[i] - centre if i in offsets else row for i, row in enumerate(shift)]
+            below = [(first - centre, last - centre) for first, last in below]
         outlines[node] = [(0.0, 0.0), *below]
     rows = [0.0] * len(children)
     for node, siblings in enumerate(children):
@@ -148,15 +148,15 @@ def _edge(parent: Box, child: Box, kind: str) -> str:
 
 
 def _node(box: Box, kind: str, token: str, about: str, prob: str = "", sources: Sequence[int] = ()) -> str:
-    left, right, below = box.x + PADDING, box.x + box.width - PADDING, box.y + 28.5
+    x_left, x_right, below = box.x + PADDING, box.x + box.width - PADDING, box.y + 28.5
     note = {"root": "root", "bonus": "target"}.get(kind, "")
     return (
         f'<g class="{kind}"><title>{escape(visible(token))}: {escape(about)}</title>'
         f'<rect class="box" x="{box.x:.1f}" y="{box.y:.1f}" width="{box.width:.1f}" height="{box.height}" rx="6"/>'
-        f'<text class="token" x="{left:.1f}" y="{box.y + 16:.1f}">{escape(label(token))}</text>'
-        + "".join(mark(source, left + 4 + MARK * i, below) for i, source in enumerate(sources))
-        + f'<text class="small" x="{left:.1f}" y="{below + 3.5:.1f}">{note}</text>' * bool(note)
-        + f'<text class="small" x="{right:.1f}" y="{below + 3.5:.1f}" text-anchor="end">{escape(prob)}</text>'
+        f'<text class="token" x="{x_left:.1f}" y="{box.y + 16:.1f}">{escape(label(token))}</text>'
+        + "".join(mark(source, x_left + 4 + MARK * i, below) for i, source in enumerate(sources))
+        + f'<text class="small" x="{x_left:.1f}" y="{below + 3.5:.1f}">{note}</text>' * bool(note)
+        + f'<text class="small" x="{x_right:.1f}" y="{below + 3.5:.1f}" text-anchor="end">{escape(prob)}</text>'
         * bool(prob)
         + "</g>"
     )
@@ -175,14 +175,14 @@ def mark(source: int, x: float, y: float) -> str:
 
 def _legend(names: list[str], room: float) -> tuple[str, float]:
     """Return the legend of sources and numbers, wrapped at `room` pixels, and its height."""
-    parts, x, y = [], 0.0, 0
+    elements, x, y = [], 0.0, 0
     labels = [clip(visible(name), MAX_TOKEN_CELLS) for name in names]
     for source, text in enumerate([*labels, "numbers: draft probability"] if names else []):
-        own = source < len(names)
-        width = cells(text) * CELL + 18 * own
+        is_source = source < len(names)
+        width = cells(text) * CELL + 18 * is_source
         if x and x + width > room:
             x, y = 0.0, y + 22
-        parts.append(mark(source, x + 5, y + 8) if own else "")
-        parts.append(f'<text class="dim" x="{x + 16 * own:.1f}" y="{y + 12.5:.1f}">{escape(text)}</text>')
+        elements.append(mark(source, x + 5, y + 8) if is_source else "")
+        elements.append(f'<text class="dim" x="{x + 16 * is_source:.1f}" y="{y + 12.5:.1f}">{escape(text)}</text>')
         x += width + 20
-    return "".join(parts), y + 16.0
+    return "".join(elements), y + 16.0

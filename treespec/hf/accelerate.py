@@ -80,8 +80,8 @@ class _Generate:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        own = inspect.signature(type(self._model).generate)  # type: ignore[attr-defined]
-        return own.replace(parameters=list(own.parameters.values())[1:])
+        signature = inspect.signature(type(self._model).generate)  # type: ignore[attr-defined]
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Generate":
         """Bind the copy to the copied model, with the same drafts."""
@@ -90,44 +90,44 @@ class _Generate:
         return other
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        model, own = self._model, type(self._model).generate  # type: ignore[attr-defined]
-        named = list(inspect.signature(own).parameters)[1:]
-        given = dict(zip(named, args, strict=False)) | kwargs
-        if len(args) > len(named) or given.keys() & set(named[: len(args)]) & kwargs.keys():
-            return own(model, *args, **kwargs)  # raises the right TypeError
-        custom = given.pop("custom_generate", None)
+        model, method = self._model, type(self._model).generate  # type: ignore[attr-defined]
+        named = list(inspect.signature(method).parameters)[1:]
+        arguments = dict(zip(named, args, strict=False)) | kwargs
+        if len(args) > len(named) or arguments.keys() & set(named[: len(args)]) & kwargs.keys():
+            return method(model, *args, **kwargs)  # raises the right TypeError
+        custom = arguments.pop("custom_generate", None)
         if custom is not None and custom is not generate:
             logger.info("generate(custom_generate=%r): left to transformers, without treespec", custom)
-            return own(model, *args, **kwargs)
-        streamer = given.pop("streamer", None)
+            return method(model, *args, **kwargs)
+        streamer = arguments.pop("streamer", None)
         if streamer is None:
-            streamer = given.pop("token_streamer", None)
+            streamer = arguments.pop("token_streamer", None)
         with StreamerGuard(check_streamer("streamer", streamer)) as ending:
-            options = self._options | {name: given.pop(name) for name in self._options if name in given}
-            options["drafts"] = self._drafts(options["drafts"], given)
+            options = self._options | {name: arguments.pop(name) for name in self._options if name in arguments}
+            options["drafts"] = self._drafts(options["drafts"], arguments)
             if any(isinstance(draft, tuple) for draft in options["drafts"] or ()):
-                given.setdefault("target_tokenizer", given.get("tokenizer"))
-            _announce_hints(given)
-            _check_unsupported(given)
-            self._read_stop_strings(given)
-            return own(model, custom_generate=generate, token_streamer=ending.streamer, **options, **given)
+                arguments.setdefault("target_tokenizer", arguments.get("tokenizer"))
+            _announce_hints(arguments)
+            _check_unsupported(arguments)
+            self._read_stop_strings(arguments)
+            return method(model, custom_generate=generate, token_streamer=ending.streamer, **options, **arguments)
 
-    def _drafts(self, drafts: Sequence[Any] | None, given: dict[str, Any]) -> list[Any] | None:
+    def _drafts(self, drafts: Sequence[Any] | None, arguments: dict[str, Any]) -> list[Any] | None:
         """Return the drafts of a call, including its assistant model."""
         check_drafts(drafts)
-        assistant, tokenizer = given.pop("assistant_model", None), given.pop("assistant_tokenizer", None)
+        assistant, tokenizer = arguments.pop("assistant_model", None), arguments.pop("assistant_tokenizer", None)
         if assistant is None:
             return None if drafts is None else list(drafts)
         others = [draft for draft in drafts or () if draft is not assistant]
         return [*others, assistant if tokenizer is None else (assistant, tokenizer)]
 
-    def _read_stop_strings(self, given: dict[str, Any]) -> None:
+    def _read_stop_strings(self, arguments: dict[str, Any]) -> None:
         """Convert `stop_strings` and `tokenizer` to a stopping criterion.
 
         transformers does not pass the tokenizer to custom loops.
         """
-        tokenizer, config = given.pop("tokenizer", None), given.get("generation_config")
-        strings = given.pop("stop_strings", None)
+        tokenizer, config = arguments.pop("tokenizer", None), arguments.get("generation_config")
+        strings = arguments.pop("stop_strings", None)
         default = getattr(self._model, "generation_config", None)
         if strings is None and config is not None:
             strings = config.stop_strings
@@ -143,26 +143,26 @@ class _Generate:
         from transformers import StoppingCriteriaList, StopStringCriteria
 
         if config is not None and config.stop_strings is not None:
-            given["generation_config"] = config = copy.deepcopy(config)
+            arguments["generation_config"] = config = copy.deepcopy(config)
             config.stop_strings = None
-        own = StopStringCriteria(tokenizer=tokenizer, stop_strings=strings)
-        given["stopping_criteria"] = StoppingCriteriaList([*(given.get("stopping_criteria") or ()), own])
+        criterion = StopStringCriteria(tokenizer=tokenizer, stop_strings=strings)
+        arguments["stopping_criteria"] = StoppingCriteriaList([*(arguments.get("stopping_criteria") or ()), criterion])
 
 
-def _announce_hints(given: dict[str, Any]) -> None:
+def _announce_hints(arguments: dict[str, Any]) -> None:
     """Drop arguments that change no token, and log them."""
-    hints = {name: given.pop(name) for name in _HINTS if given.get(name) is not None}
+    hints = {name: arguments.pop(name) for name in _HINTS if arguments.get(name) is not None}
     if hints:
         named = ", ".join(f"{name}={value!r}" for name, value in hints.items())
         logger.info("generate(%s): no effect; the planner chooses the draft sizes", named)
 
 
-def _check_unsupported(given: dict[str, Any]) -> None:
+def _check_unsupported(arguments: dict[str, Any]) -> None:
     """Reject arguments that transformers would not pass to `treespec.hf.generate`."""
-    if given.pop("synced_gpus", None):
+    if arguments.pop("synced_gpus", None):
         raise ConfigError("synced_gpus=True: treespec runs a model on one GPU; omit it")
-    config = given.get("generation_config")
-    if given.get("token_healing") or getattr(config, "token_healing", False):
+    config = arguments.get("generation_config")
+    if arguments.get("token_healing") or getattr(config, "token_healing", False):
         raise ConfigError("token_healing=True changes the prompt; omit it")
-    if given.get("cache_implementation") == "paged":
+    if arguments.get("cache_implementation") == "paged":
         raise ConfigError("cache_implementation='paged' is transformers' continuous batching; omit it")

@@ -103,8 +103,8 @@ def check_config(config: Any, processors: list[Any], criteria: list[Any], rows: 
     for kind in kinds:
         if kind in _STATEFUL or (rows > 1 and kind in _OF_ONE_ROW):
             raise ConfigError(f"{kind} cannot be evaluated per node of a token tree; omit it")
-    ends_alone = any(hasattr(each, "eos_token_id") for each in criteria)
-    others = [type(each).__name__ for each in criteria if type(each).__name__ != "MaxLengthCriteria"]
+    ends_alone = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+    others = [type(criterion).__name__ for criterion in criteria if type(criterion).__name__ != "MaxLengthCriteria"]
     if rows > 1 and others and not ends_alone:
         raise ConfigError(
             f"{', '.join(others)} with {rows} rows and no eos_token_id: transformers continues rows that have "
@@ -123,13 +123,13 @@ def read_prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> Prompts:
         RequestError: an empty row, or right padding.
         ConfigError: an unsupported argument.
     """
-    left = dict(model_kwargs)
-    mask, positions = left.pop("attention_mask", None), left.pop("position_ids", None)
+    remaining = dict(model_kwargs)
+    mask, positions = remaining.pop("attention_mask", None), remaining.pop("position_ids", None)
     for name in ("past_key_values", "cache"):  # transformers has renamed it in 5.24
-        cache = left.pop(name, None)
+        cache = remaining.pop(name, None)
         if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()):
             raise ConfigError("past_key_values: the engine uses its own cache; pass the whole prompt as input_ids")
-    strange = sorted(name for name, value in left.items() if value is not None and name not in _PREPARED)
+    strange = sorted(name for name, value in remaining.items() if value is not None and name not in _PREPARED)
     if strange:
         raise ConfigError(
             f"{', '.join(strange)}: not supported by treespec.hf.generate; valid: input_ids, attention_mask, drafts, "

@@ -77,10 +77,10 @@ def engine_for(
         ConfigError, ModelError, DraftError, ExactnessError: as in `LLM`.
         RequestError: the cache of one row does not fit into memory.
     """
-    parts = [part for draft in drafts for part in (draft if isinstance(draft, tuple) else (draft,))]
+    components = [component for draft in drafts for component in (draft if isinstance(draft, tuple) else (draft,))]
     key = (
-        tuple(_tensors(part) if isinstance(part, nn.Module) else part for part in parts),
-        tuple(weakref.ref(part) for part in parts if isinstance(part, nn.Module)),
+        tuple(_tensors(component) if isinstance(component, nn.Module) else component for component in components),
+        tuple(weakref.ref(component) for component in components if isinstance(component, nn.Module)),
         tokenizer,
         exact,
         spec.max_nodes > AUTO_NODES and spec.max_nodes,
@@ -91,14 +91,16 @@ def engine_for(
         engines = _engines.setdefault(model, _Engines())
     with engines.lock:
         # Drop unusable engines first, to free their memory.
-        engines.entries = [each for each in engines.entries if each.tensors == tensors and None not in _drafts_of(each)]
-        for place, each in enumerate(engines.entries):
-            config = each.llm.config
-            if each.key == key and length <= config.max_model_len and rows <= config.max_num_seqs:
-                engines.entries.append(engines.entries.pop(place))
-                return each.llm
+        engines.entries = [
+            entry for entry in engines.entries if entry.tensors == tensors and None not in _drafts_of(entry)
+        ]
+        for index, entry in enumerate(engines.entries):
+            config = entry.llm.config
+            if entry.key == key and length <= config.max_model_len and rows <= config.max_num_seqs:
+                engines.entries.append(engines.entries.pop(index))
+                return entry.llm
         room = room_for(length, most_positions)
-        others = [each for each in engines.entries if each.key != key or not _replaced_by(each.llm, rows, room)]
+        others = [entry for entry in engines.entries if entry.key != key or not _replaced_by(entry.llm, rows, room)]
         engines.entries = others[len(others) - MAX_ENGINES + 1 :] if len(others) >= MAX_ENGINES else others
         llm = _build(model, drafts, spec, exact, rows, length, most_positions, tokenizer, engines.entries)
         engines.entries.append(_Entry(tensors, key, llm))

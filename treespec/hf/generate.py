@@ -195,10 +195,12 @@ def _output(prompts: Prompts, rows: Sequence[Row], config: Any) -> Any:
         return sequences
     from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-    def gathered(which: int) -> tuple[Tensor, ...]:
+    def gathered(i: int) -> tuple[Tensor, ...]:
         """Return [rows, vocab] per step. Finished rows repeat their last one."""
-        found = [row.recorded() for row in rows]
-        return tuple(torch.stack([own[min(step, len(own) - 1)][which] for own in found]) for step in range(steps))
+        records = [row.recorded() for row in rows]
+        return tuple(
+            torch.stack([record[min(step, len(record) - 1)][i] for record in records]) for step in range(steps)
+        )
 
     return GenerateDecoderOnlyOutput(
         sequences=sequences,

@@ -38,9 +38,9 @@ def last_metrics(model: nn.Module) -> GenerateMetrics | None:
 def record_metrics(model: nn.Module, rows: Sequence[Row]) -> None:
     """Record the metrics of a finished call."""
     total = RequestMetrics.of(rows)
-    found = GenerateMetrics(
+    metrics = GenerateMetrics(
         **{field.name: getattr(total, field.name) for field in fields(RequestMetrics)},
         rows=tuple(RequestMetrics.of([row]) for row in rows),
     )
     with _guard:
-        _metrics[model] = found
+        _metrics[model] = metrics

@@ -21,7 +21,7 @@ from treespec.utils.torch_state import outside_code
 
 def processors_of_row(processors: Sequence[Any], row: int) -> list[Any]:
     """Restrict processors to one row. Batch-aware processors are copied and sliced."""
-    found = []
+    restricted = []
     for processor in processors:
         ignored = getattr(processor, "prompt_ignore_length", None)
         if isinstance(ignored, Tensor):
@@ -31,19 +31,19 @@ def processors_of_row(processors: Sequence[Any], row: int) -> list[Any]:
             allowed = partial(_allowed, processor._prefix_allowed_tokens_fn, row)
             processor = copy.copy(processor)
             processor._prefix_allowed_tokens_fn = allowed
-        found.append(processor)
-    return found
+        restricted.append(processor)
+    return restricted
 
 
 def with_delayed_start(criteria: Sequence[Any], seconds: float) -> list[Any]:
     """Return the criteria, with copies of time criteria started `seconds` later."""
-    found = []
+    delayed = []
     for criterion in criteria:
         if hasattr(criterion, "max_time") and hasattr(criterion, "initial_timestamp"):
             criterion = copy.copy(criterion)
             criterion.initial_timestamp += seconds
-        found.append(criterion)
-    return found
+        delayed.append(criterion)
+    return delayed
 
 
 def _allowed(function: Any, row: int, _: int, ids: Tensor) -> Any:
@@ -72,14 +72,14 @@ class ProcessorScoring:
             return self._scores(logits, [*tokens, *ancestors])
 
     def _scores(self, logits: Tensor, tokens: list[int]) -> Tensor:
-        own = torch.tensor(tokens, dtype=torch.int64, device=logits.device)
-        ids = torch.cat((self._padding.to(logits.device), own))[None]
+        sequence = torch.tensor(tokens, dtype=torch.int64, device=logits.device)
+        ids = torch.cat((self._padding.to(logits.device), sequence))[None]
         raw = logits.to(torch.float32, copy=True)
-        given = raw[None].clone()
-        found = call_processor("a logits processor", lambda: self._processors(ids, given), len(raw), logits.device)
+        batch = raw[None].clone()
+        scores = call_processor("a logits processor", lambda: self._processors(ids, batch), len(raw), logits.device)
         if self.records is not None:
-            self.records[len(tokens)] = raw, found  # later paths overwrite it
-        return found
+            self.records[len(tokens)] = raw, scores  # later paths overwrite it
+        return scores
 
 
 @dataclass(eq=False)
@@ -127,8 +127,8 @@ class Row(Request):
 
     def scores_until(self, more: int) -> tuple[Tensor, ...] | None:
         """Return the [1, vocab] scores of the tokens so far and `more` upcoming ones, or None unless requested."""
-        found = self.recorded(more) if self.keeps_scores else None
-        return None if found is None else tuple(scores[None] for _, scores in found)
+        records = self.recorded(more) if self.keeps_scores else None
+        return None if records is None else tuple(scores[None] for _, scores in records)
 
     def recorded(self, more: int = 0) -> list[tuple[Tensor, Tensor]]:
         """Return logits and scores, [vocab] each, of the output tokens and `more` upcoming ones."""

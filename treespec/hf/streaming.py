@@ -60,16 +60,16 @@ class RowStreamer:
 
     def due(self) -> list[list[int]]:
         """Return the steps that all unfinished rows have reached and that are not streamed yet."""
-        found: list[list[int]] = []
+        due: list[list[int]] = []
         while True:
             step = self._steps
             open_rows = [row for row in self._rows if row.ended is None]
             if any(row.num_generated <= step for row in open_rows) or all(
                 row.num_generated <= step for row in self._rows
             ):
-                return found
+                return due
             tokens = [row.output_token_ids[step] if step < row.num_generated else self._pad for row in self._rows]
-            found.append(tokens)
+            due.append(tokens)
             self._steps += 1
 
     def put(self, steps: list[list[int]]) -> None:

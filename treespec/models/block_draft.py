@@ -122,10 +122,10 @@ class BlockDraft(DecoderWrapper, ABC):
         Returns:
             The outputs of the roots and masks, as those of `forward_block`.
         """
-        counts = [len(each.tokens) + self.block - 1 for each in unread]
-        starts = [each.start - self.offset for each in unread]
+        counts = [len(request.tokens) + self.block - 1 for request in unread]
+        starts = [request.start - self.offset for request in unread]
         chains = zip(starts, counts, unread, strict=True)
-        rows = [RequestRows.chain(at, n, each.pages, each.max_len) for at, n, each in chains]
+        rows = [RequestRows.chain(start, n, request.pages, request.max_len) for start, n, request in chains]
         final = self.decoder.forward_stream(stream, self.decoder.plan(rows, kv), kv).final
         scored = np.concatenate([np.arange(end - self.block, end) for end in np.cumsum(counts)])
         return final[torch.from_numpy(scored).to(final.device)]
@@ -133,17 +133,17 @@ class BlockDraft(DecoderWrapper, ABC):
     def _committed(self, unread: Sequence[Unread]) -> tuple[list[RequestRows], Tensor]:
         """Return the rows of the unread committed tokens, and these tokens, int64 [num_rows]."""
         chains = [
-            RequestRows.chain(each.start - self.offset, len(each.tokens) - 1, each.pages, each.max_len)
-            for each in unread
+            RequestRows.chain(request.start - self.offset, len(request.tokens) - 1, request.pages, request.max_len)
+            for request in unread
         ]
-        tokens = [token for each in unread for token in each.tokens[:-1]]
+        tokens = [token for request in unread for token in request.tokens[:-1]]
         ids = torch.tensor(tokens, dtype=torch.int64, device=self.device)
         return [chain for chain in chains if chain.num_rows], ids
 
 
-def _with_masks(parts: Sequence[Tensor], mask: Tensor, count: int) -> Tensor:
+def _with_masks(groups: Sequence[Tensor], mask: Tensor, count: int) -> Tensor:
     """Concatenate the rows of some requests, each followed by `count` rows `mask`."""
-    return torch.cat([rows for part in parts for rows in (part, mask.expand(count, *mask.shape))])
+    return torch.cat([rows for group in groups for rows in (group, mask.expand(count, *mask.shape))])
 
 
 class MarkovBias:
@@ -245,15 +245,15 @@ class DFlashDraft(BlockDraft):
         chains, _ = self._committed(unread)
         if not chains:
             return
-        states = torch.cat([each.states for each in unread if each.states is not None])
+        states = torch.cat([request.states for request in unread if request.states is not None])
         rows = states[:, self.columns].to(self.dtype).flatten(1)
         context = F.rms_norm(self._fc(rows), self._state_norm.shape, self._state_norm, self.config.norm_eps)
         self.decoder.write_context(context, self.decoder.plan(chains, kv), kv)
 
     def forward_block(self, unread: Sequence[Unread], kv: Tensor) -> Tensor:
         self.read(unread, kv)
-        rows = [RequestRows(each.root, *self._tree, each.pages, each.max_len) for each in unread]
-        roots = torch.tensor([each.tokens[-1] for each in unread], dtype=torch.int64, device=self.device)
+        rows = [RequestRows(request.root, *self._tree, request.pages, request.max_len) for request in unread]
+        roots = torch.tensor([request.tokens[-1] for request in unread], dtype=torch.int64, device=self.device)
         inputs = _with_masks(self._embed(roots).split(1), self._mask, self._rows - 1)
         final = self.decoder.forward_stream(StreamInput(inputs, None), self.decoder.plan(rows, kv), kv).final
         blocks = final[: len(inputs)].view(len(unread), self._rows, -1)
@@ -281,9 +281,9 @@ class ParallelDraft(BlockDraft):
             self.decoder.forward(tokens, self.decoder.plan(chains, kv), kv)
 
     def forward_block(self, unread: Sequence[Unread], kv: Tensor) -> Tensor:
-        tokens = [torch.tensor(each.tokens, dtype=torch.int64, device=self.device) for each in unread]
-        parts = [F.embedding(own, self.decoder.embed) * self.decoder.embed_scale for own in tokens]
-        return self._chain_blocks(unread, kv, StreamInput(_with_masks(parts, self._mask, self.block - 1), None))
+        tokens = [torch.tensor(request.tokens, dtype=torch.int64, device=self.device) for request in unread]
+        embedded = [F.embedding(ids, self.decoder.embed) * self.decoder.embed_scale for ids in tokens]
+        return self._chain_blocks(unread, kv, StreamInput(_with_masks(embedded, self._mask, self.block - 1), None))
 
 
 class ParallelEagle(BlockDraft):
@@ -312,16 +312,16 @@ class ParallelEagle(BlockDraft):
     def read(self, unread: Sequence[Unread], kv: Tensor) -> None:
         chains, tokens = self._committed(unread)
         if chains:
-            features = torch.cat([part[:-1] for part in self._features(unread)])
+            features = torch.cat([rows[:-1] for rows in self._features(unread)])
             self._head.forward_features(tokens, features, self.decoder.plan(chains, kv), kv)
 
     def forward_block(self, unread: Sequence[Unread], kv: Tensor) -> Tensor:
-        ids = [torch.tensor(each.tokens, dtype=torch.int64, device=self.device) for each in unread]
+        ids = [torch.tensor(request.tokens, dtype=torch.int64, device=self.device) for request in unread]
         tokens = _with_masks(ids, self._mask_token, self.block - 1)
         features = _with_masks(self._features(unread), self._mask_feature, self.block - 1)
         return self._chain_blocks(unread, kv, StreamInput(*self._head.pairs(tokens, features)))
 
     def _features(self, unread: Sequence[Unread]) -> tuple[Tensor, ...]:
         """Return the features before the tokens of each request, [num tokens, hidden_size] each."""
-        states = torch.cat([each.states for each in unread if each.states is not None])
-        return self._head.features_of(states).split([len(each.tokens) for each in unread])
+        states = torch.cat([request.states for request in unread if request.states is not None])
+        return self._head.features_of(states).split([len(request.tokens) for request in unread])

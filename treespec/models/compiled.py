@@ -25,8 +25,8 @@ from treespec_kernels.cpu.compiled_plan import CompiledPlan, plan_compiled
 from treespec_kernels.cpu.cpu_library import CompileError, build_together, find_compiler
 from treespec_kernels.cpu.decoder_cpu import (
     Architecture,
+    CompiledLayerWeights,
     CompiledModel,
-    LayerWeights,
     NormWeights,
     PassEntries,
     unsupported_reason,
@@ -169,19 +169,19 @@ class CompiledDecoder(Decoder):
         return self._joined
 
     def forward(self, tokens: Tensor, layout: Pass, kv: Tensor, num_layers: int | None = None) -> Tensor:
-        own = kv[:num_layers]
-        return self.model.forward(tokens, layout.attention, layout.rotation, own, len(own), layout.positions)
+        layer_kv = kv[:num_layers]
+        return self.model.forward(tokens, layout.attention, layout.rotation, layer_kv, len(layer_kv), layout.positions)
 
     def _forward_with_states(
         self, tokens: Tensor, layout: Pass, kv: Tensor, of: Sequence[int], stream: StreamInput | None
     ) -> HiddenStates:
-        chosen = torch.empty(len(tokens), len(of), self.model.hidden_size, dtype=self.dtype, device="cpu")
-        parts = (*((None, None) if stream is None else stream), chosen, of)
+        streams = torch.empty(len(tokens), len(of), self.model.hidden_size, dtype=self.dtype, device="cpu")
+        arguments = (*((None, None) if stream is None else stream), streams, of)
         plan, rotation = layout.attention, layout.rotation
-        final = self.model.forward(tokens, plan, rotation, kv, None, layout.positions, *parts)
+        final = self.model.forward(tokens, plan, rotation, kv, None, layout.positions, *arguments)
         if (normed := self.config.shape.num_layers + 1) in of:
-            chosen[:, of.index(normed)] = final
-        return HiddenStates(final, chosen)
+            streams[:, of.index(normed)] = final
+        return HiddenStates(final, streams)
 
     def write_context(self, rows: Tensor, layout: Pass, kv: Tensor) -> None:
         self.model.write_context(rows.contiguous(), layout.attention, layout.rotation, kv)
@@ -202,32 +202,32 @@ class CompiledDecoder(Decoder):
         return self._finish_logits(logits)
 
 
-def _take_layer(weights: dict[str, Tensor], i: int, config: ModelConfig) -> LayerWeights:
+def _take_layer(weights: dict[str, Tensor], i: int, config: ModelConfig) -> CompiledLayerWeights:
     """Pop one layer's weights from the model's weights."""
-    at, shape, kind = f"layers.{i}.", config.shape, config.layers[i]
+    prefix, shape, kind = f"layers.{i}.", config.shape, config.layers[i]
 
     def bias(*names: str) -> Tensor | None:
-        parts = [weights.pop(f"{at}{name}_bias", None) for name in names]
-        present = [part for part in parts if part is not None]
+        biases = [weights.pop(f"{prefix}{name}_bias", None) for name in names]
+        present = [tensor for tensor in biases if tensor is not None]
         return torch.cat(present) if present else None
 
     def post_norm(name: str) -> NormWeights | None:
-        return _take_norm(weights, f"{at}{name}") if shape.post_norms else None
+        return _take_norm(weights, f"{prefix}{name}") if shape.post_norms else None
 
     up = ("gate", "up") if shape.gated else ("up",)
-    return LayerWeights(
-        _take_norm(weights, f"{at}attn_norm"),
-        _take_norm(weights, f"{at}mlp_norm"),
+    return CompiledLayerWeights(
+        _take_norm(weights, f"{prefix}attn_norm"),
+        _take_norm(weights, f"{prefix}mlp_norm"),
         post_norm("attn_post_norm"),
         post_norm("mlp_post_norm"),
-        take_head_norm(weights, at, shape.num_heads, shape.num_kv_heads),
-        take_projection(weights, at, ("q", "k", "v")) if f"{at}q" in weights else None,
+        take_head_norm(weights, prefix, shape.num_heads, shape.num_kv_heads),
+        take_projection(weights, prefix, ("q", "k", "v")) if f"{prefix}q" in weights else None,
         bias("q", "k", "v"),
-        take_projection(weights, at, ("o",)),
+        take_projection(weights, prefix, ("o",)),
         bias("o"),
-        take_projection(weights, at, up),
+        take_projection(weights, prefix, up),
         bias(*up),
-        take_projection(weights, at, ("down",)),
+        take_projection(weights, prefix, ("down",)),
         bias("down"),
         kind.rope,
         kind.window,

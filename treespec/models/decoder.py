@@ -100,11 +100,11 @@ class StreamInput(NamedTuple):
 class HiddenStates(NamedTuple):
     """Hidden states of a pass.
 
-    `final`: after the final norm, [num_rows, hidden_size]. `chosen`: [num_rows, num layers, hidden_size].
+    `final`: after the final norm, [num_rows, hidden_size]. `streams`: [num_rows, num layers, hidden_size].
     """
 
     final: Tensor
-    chosen: Tensor
+    streams: Tensor
 
 
 def record_states(
@@ -132,8 +132,8 @@ def _quantization(weights: dict[str, Tensor]) -> str | None:
         if name.endswith("_scale"):
             weight = QuantizedWeight(weights[name.removesuffix("_scale")], scale)
             groups.setdefault(weight.bits, set()).update({weight.group} if scale.shape[1] > 1 else ())
-    parts = [f"int{bits}" + (f" groups of {min(sizes)}" if sizes else "") for bits, sizes in sorted(groups.items())]
-    return ", ".join(parts) or None
+    forms = [f"int{bits}" + (f" groups of {min(sizes)}" if sizes else "") for bits, sizes in sorted(groups.items())]
+    return ", ".join(forms) or None
 
 
 class Decoder:
@@ -265,11 +265,11 @@ class Decoder:
             positions, (pages, offsets) = self._positions(requests[0]), requests[0].slots
         else:
             positions = np.concatenate([self._positions(rows) for rows in requests])
-            pages, offsets = (np.concatenate(parts) for parts in zip(*(rows.slots for rows in requests), strict=True))
+            pages, offsets = (np.concatenate(arrays) for arrays in zip(*(rows.slots for rows in requests), strict=True))
         missing = self.min_rows - len(positions)
         if missing > 0:  # padding rows write to the null page and are never read
             nothing = np.zeros(missing, dtype=np.int64)
-            positions, pages, offsets = (np.concatenate((part, nothing)) for part in (positions, pages, offsets))
+            positions, pages, offsets = (np.concatenate((array, nothing)) for array in (positions, pages, offsets))
         first = pages * (self.kv_heads * PAGE_SIZE) + offsets  # of KV head 0 in a layer's pool viewed as [-1, D]
         steps = np.arange(self.kv_heads) * PAGE_SIZE
         steps = np.concatenate((steps, steps + kv.shape[2] * self.kv_heads * PAGE_SIZE))  # K, then V
@@ -288,7 +288,7 @@ class Decoder:
 
     def _rotation_at(self, positions: np.ndarray) -> Tensor:
         """Return cos and signed sin of every rope, fp32 [num_rows, 2 * number of ropes, head_dim]."""
-        ropes = [rotation.at(positions) for rotation in self.rotations]
+        ropes = [rotation.lookup(positions) for rotation in self.rotations]
         if not ropes:
             return torch.empty(len(positions), 0, 0, dtype=torch.float32, device=self.device)
         return ropes[0] if len(ropes) == 1 else torch.cat(ropes, 1)
@@ -335,7 +335,7 @@ class Decoder:
         return self._forward_with_states(tokens, layout, kv, of, None)
 
     def forward_stream(self, stream: StreamInput, layout: Pass, kv: Tensor) -> HiddenStates:
-        """Run a pass that begins with a given residual stream; `chosen` is the stream after the last layer."""
+        """Run a pass that begins with a given residual stream; `streams` is the stream after the last layer."""
         tokens = torch.empty(len(stream.rows), dtype=torch.int64, device=self.device)
         return self._forward_with_states(tokens, layout, kv, [self.config.shape.num_layers], stream)
 
@@ -350,7 +350,7 @@ class Decoder:
     def _forward_with_states(
         self, tokens: Tensor, layout: Pass, kv: Tensor, of: Sequence[int], stream: StreamInput | None
     ) -> HiddenStates:
-        forward = partial(self._forward, tokens, layout, kv, None, given=stream)
+        forward = partial(self._forward, tokens, layout, kv, None, start=stream)
         return record_states(of, self.config.shape.num_layers, lambda states: forward(states=states))
 
     def check_states(self, of: Sequence[int]) -> None:
@@ -374,15 +374,15 @@ class Decoder:
         kv: Tensor,
         num_layers: int | None,
         states: dict[int, Tensor | None],
-        given: StreamInput | None = None,
+        start: StreamInput | None = None,
     ) -> Tensor:
-        """Run the pass, from `given` if there is one, and store residual streams at the keys of `states`."""
+        """Run the pass, from `start` if there is one, and store residual streams at the keys of `states`."""
         missing, qkv = layout.num_rows - len(tokens), None
-        if given is None:
+        if start is None:
             x = self._embed(F.pad(tokens, (0, missing)) if missing else tokens, layout)
         else:
-            x = F.pad(given.rows, (0, 0, 0, missing))
-            qkv = None if given.qkv is None else F.pad(given.qkv, (0, 0, 0, missing))
+            x = F.pad(start.rows, (0, 0, 0, missing))
+            qkv = None if start.qkv is None else F.pad(start.qkv, (0, 0, 0, missing))
         rotation = layout.rotation.split(1, 1)
         stream = self._stream(x, self.config.norm_eps)
         for i, (layer, cache) in enumerate(zip(self.layers[:num_layers], kv, strict=False)):
@@ -421,20 +421,20 @@ class Decoder:
         if qkv is None:
             assert layer.qkv is not None
             qkv = layer.qkv(stream.norm(layer.attn_norm))
-        part = self._attend(layer, qkv, rotation, layout, cache)
+        update = self._attend(layer, qkv, rotation, layout, cache)
         if layer.attn_post_norm is not None:
-            part = stream.norm_of(part, layer.attn_post_norm)
+            update = stream.norm_of(update, layer.attn_post_norm)
         if self.config.parallel:  # parallel block: the MLP does not see the attention output
             h = stream.norm(layer.mlp_norm)
-            stream.x.add_(part)
+            stream.x.add_(update)
         else:
-            stream.x.add_(part)
+            stream.x.add_(update)
             h = stream.norm(layer.mlp_norm)
-        part = (layer.up if layer.gate is None else layer.gate).activated(h, self.config.activation)
-        part = layer.down(part if layer.gate is None else part.mul_(layer.up(h)))
+        update = (layer.up if layer.gate is None else layer.gate).activated(h, self.config.activation)
+        update = layer.down(update if layer.gate is None else update.mul_(layer.up(h)))
         if layer.mlp_post_norm is not None:
-            part = stream.norm_of(part, layer.mlp_post_norm)
-        stream.x.add_(part)
+            update = stream.norm_of(update, layer.mlp_post_norm)
+        stream.x.add_(update)
 
     def _attend(self, layer: Layer, qkv: Tensor, rotation: tuple[Tensor, ...], layout: Pass, cache: Tensor) -> Tensor:
         """Run the attention block on the projections of all rows, including its output projection."""

@@ -126,9 +126,9 @@ class Eagle3Head(FeatureHead):
         return self._fc(states.reshape(len(states), -1))
 
     def forward_features(self, tokens: Tensor, features: Tensor, layout: Pass, kv: Tensor) -> tuple[Tensor, Tensor]:
-        final, chosen = self.decoder.forward_stream(StreamInput(*self.pairs(tokens, features)), layout, kv)
+        final, streams = self.decoder.forward_stream(StreamInput(*self.pairs(tokens, features)), layout, kv)
         final = final[: len(tokens)]
-        return final, final if self.form.norm_output else chosen[: len(tokens), 0]
+        return final, final if self.form.norm_output else streams[: len(tokens), 0]
 
     @property
     def entries(self) -> PassEntries | None:
@@ -159,7 +159,7 @@ class EagleHead(FeatureHead):
 
     def forward_features(self, tokens: Tensor, features: Tensor, layout: Pass, kv: Tensor) -> tuple[Tensor, Tensor]:
         stream = StreamInput(*self._pairs(tokens, features))
-        output = self.decoder.forward_stream(stream, layout, kv).chosen[: len(tokens), 0]
+        output = self.decoder.forward_stream(stream, layout, kv).streams[: len(tokens), 0]
         return output, output
 
 

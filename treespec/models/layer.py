@@ -62,8 +62,8 @@ class Layer:
         library: CDLL | None,
     ):
         def take(*names: str) -> Tensor | None:
-            parts = [weights.pop(f"layers.{i}.{name}", None) for name in names]
-            present = [part for part in parts if part is not None]
+            tensors = [weights.pop(f"layers.{i}.{name}", None) for name in names]
+            present = [tensor for tensor in tensors if tensor is not None]
             return (torch.cat(present) if len(present) > 1 else present[0]) if present else None
 
         def linear(*names: str) -> Linear | CompiledLinear:
@@ -86,7 +86,7 @@ class Layer:
 
     @property
     def nbytes(self) -> int:
-        parts = (
+        components = (
             self.attn_norm,
             self.mlp_norm,
             self.attn_post_norm,
@@ -98,4 +98,4 @@ class Layer:
             self.up,
             self.down,
         )
-        return sum(part.nbytes for part in parts if part is not None)
+        return sum(component.nbytes for component in components if component is not None)

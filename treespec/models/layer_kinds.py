@@ -32,8 +32,8 @@ class Rope(NamedTuple):
     @property
     def key(self) -> tuple[object, ...]:
         """Hashable key, equal for equal ropes."""
-        own = tuple(self.inv_freq.tolist()), tuple(self.scale.tolist()), self.rotary_dim
-        return own if self.short is None else (*own, self.short.key, self.short_context)
+        key = tuple(self.inv_freq.tolist()), tuple(self.scale.tolist()), self.rotary_dim
+        return key if self.short is None else (*key, self.short.key, self.short_context)
 
     @property
     def head_order(self) -> Tensor | None:
@@ -86,21 +86,21 @@ def read_layers(
         window = None  # no context exceeds it
     windows = {FULL: None, SLIDING: window}
     if not rules.rotary:
-        return (), tuple(LayerKind(0, windows[each]) for each in kinds)
-    found = config.rope_parameters
-    nested = FULL in found or SLIDING in found
+        return (), tuple(LayerKind(0, windows[layer_kind]) for layer_kind in kinds)
+    rope_parameters = config.rope_parameters
+    nested = FULL in rope_parameters or SLIDING in rope_parameters
     ropes: list[Rope] = []
     index: dict[str, int] = {}
-    for each in dict.fromkeys(kinds):
-        own = found.get(each) if nested else found
-        if not isinstance(own, dict):
-            raise ModelError(f"{folder}: rope_parameters={found!r} have no entry for {each!r}")
+    for layer_kind in dict.fromkeys(kinds):
+        section = rope_parameters.get(layer_kind) if nested else rope_parameters
+        if not isinstance(section, dict):
+            raise ModelError(f"{folder}: rope_parameters={rope_parameters!r} have no entry for {layer_kind!r}")
         if nested or not ropes:
-            ropes.append(_rope(folder, config, own, each if nested else None, shape.head_dim, length))
-        index[each] = len(ropes) - 1
+            ropes.append(_rope(folder, config, section, layer_kind if nested else None, shape.head_dim, length))
+        index[layer_kind] = len(ropes) - 1
     short = max(rope.short_context for rope in ropes)  # tables have the same rows
     ropes = [rope if rope.short_context == short else rope._replace(short=rope, short_context=short) for rope in ropes]
-    return tuple(ropes), tuple(LayerKind(index[each], windows[each]) for each in kinds)
+    return tuple(ropes), tuple(LayerKind(index[layer_kind], windows[layer_kind]) for layer_kind in kinds)
 
 
 def _resolved(folder: Path, raw: dict[str, Any]) -> Any:

@@ -22,8 +22,8 @@ def prepare(config: ModelConfig, weights: dict[str, Tensor]) -> None:
     for i, kind in enumerate(config.layers):
         order = config.ropes[kind.rope].head_order if config.ropes else None
         if order is not None:
-            for name, part in itertools.product(("q", "k"), ("", "_scale", "_zero", "_bias", "_norm")):
-                key = f"layers.{i}.{name}{part}"
+            for name, suffix in itertools.product(("q", "k"), ("", "_scale", "_zero", "_bias", "_norm")):
+                key = f"layers.{i}.{name}{suffix}"
                 if key in weights:
                     weights[key] = _reordered(weights[key], order)
 

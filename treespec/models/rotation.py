@@ -22,16 +22,16 @@ class RotaryEmbedding:
         self._rope, self._device = rope, device
         self._table = self._rows(rope.short or rope, 0, rope.short_context)
 
-    def at(self, rows: np.ndarray) -> Tensor:
+    def lookup(self, rows: np.ndarray) -> Tensor:
         """Return cos and signed sin in rows of the table, fp32 [num_rows, 2, head_dim]."""
         table = self.table(int(rows.max()) + 1)
         return table[torch.from_numpy(rows).to(table.device)]
 
     def table(self, num_positions: int) -> Tensor:
         """Return the table of at least positions 0 to `num_positions` - 1, fp32 [>= num_positions, 2, head_dim]."""
-        known = len(self._table) - self._rope.short_context
-        if num_positions > known:
-            more = self._rows(self._rope, known, max(num_positions, 2 * known, 1024))
+        covered = len(self._table) - self._rope.short_context
+        if num_positions > covered:
+            more = self._rows(self._rope, covered, max(num_positions, 2 * covered, 1024))
             self._table = torch.cat((self._table, more))
         return self._table
 

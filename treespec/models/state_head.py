@@ -154,8 +154,8 @@ class MlpSpeculator(StateHead):
 
     @property
     def nbytes(self) -> int:
-        parts = [part for step in self._steps for part in step]
-        return super().nbytes + sum({id(part): part.nbytes for part in parts}.values())
+        tensors = [tensor for step in self._steps for tensor in step]
+        return super().nbytes + sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
 
     def forward_features(self, tokens: Tensor, features: Tensor, layout: Pass, kv: Tensor) -> tuple[Tensor, Tensor]:
         step = self._steps[self._depth]

@@ -47,7 +47,7 @@ class TritonPass(Pass):
     positions: Tensor  # int32 [num_rows]
 
 
-class _Norm(NamedTuple):
+class _FusedNorm(NamedTuple):
     """Weights of a norm, [G, hidden_size] each. `post` is the post-norm of the preceding block."""
 
     weight: Tensor
@@ -116,16 +116,16 @@ class PassKernels:
 
         Layers of equal shape and configuration are computed by the same binaries, and are compared once.
         """
-        known: dict[object, RowLinearConfig] = {}
+        proved: dict[object, RowLinearConfig] = {}
 
         def prove(layer: LayerWeights, name: str, config: RowLinearConfig) -> RowLinearConfig:
             weight = getattr(layer, name)
             form = (weight.bits, weight.group) if isinstance(weight, QuantizedWeight) else None
             key = (name, tuple(weight.shape), form, config)
-            if key not in known:
-                what = f"{name} of shape {list(weight.shape)}"
-                known[key] = proven(config, lambda tiled: self._some_rows(layer, name, tiled, config), what)
-            return known[key]
+            if key not in proved:
+                label = f"{name} of shape {list(weight.shape)}"
+                proved[key] = proven(config, lambda tiled: self._some_rows(layer, name, tiled, config), label)
+            return proved[key]
 
         self._linear = [
             {name: prove(layer, name, config) for name, config in linear.items()}
@@ -186,24 +186,24 @@ class PassKernels:
         kv: Tensor,
         num_layers: int | None = None,
         states: dict[int, Tensor | None] | None = None,
-        given: StreamInput | None = None,
+        start: StreamInput | None = None,
     ) -> Tensor:
         """Write the rows' K/V to their slots and return hidden states after the final norm, [G * rows, hidden_size].
 
         Args:
-            tokens: int64 [G * rows], with g * vocab_size added for model g; not read with `given`.
+            tokens: int64 [G * rows], with g * vocab_size added for model g; not read with `start`.
             layout: plan of these rows.
             kv: pool of all G models, [num_layers, 2, num_pages, num_kv_heads, PAGE_SIZE, head_dim].
             num_layers: number of layers to run; None = all.
             states: receives the residual stream at its keys, as in `Decoder.forward_with_states`.
-            given: residual stream that the pass begins with.
+            start: residual stream that the pass begins with.
         """
         weights, states = self.weights, states if states is not None else {}
         layers = self._layers[:num_layers]
-        tables, qkv = layout.rotation.unbind(), None if given is None else given.qkv
-        stream = self._embed(tokens, layout) if given is None else given.rows.clone()  # passes add to it in place
-        norms = [_Norm(layer.attn_norm, layer.attn_norm_bias) for layer in layers]
-        norms.append(_Norm(weights.final_norm, weights.final_norm_bias))
+        tables, qkv = layout.rotation.unbind(), None if start is None else start.qkv
+        stream = self._embed(tokens, layout) if start is None else start.rows.clone()  # passes add to it in place
+        norms = [_FusedNorm(layer.attn_norm, layer.attn_norm_bias) for layer in layers]
+        norms.append(_FusedNorm(weights.final_norm, weights.final_norm_bias))
         h = stream if qkv is not None else self._norm(stream, norms[0])
         each_layer = zip(layers, self._linear, kv, self._kinds, norms[1:], strict=False)
         for i, (layer, linear, cache, (rope, window), norm) in enumerate(each_layer):
@@ -212,7 +212,7 @@ class PassKernels:
             product = self._partials(h, layer.qkv, linear["qkv"]) if i or qkv is None else qkv
             table, plan = tables[rope] if tables else None, layout.attention[window]
             mixed = self._attend(layer, product, layout, cache, table, plan)
-            inner = _Norm(layer.mlp_norm, layer.mlp_norm_bias, layer.attn_post_norm)
+            inner = _FusedNorm(layer.mlp_norm, layer.mlp_norm_bias, layer.attn_post_norm)
             if self.config.parallel:  # parallel block: the MLP does not see the attention output
                 h = self._norm(stream, inner)
                 self._linear_rows(mixed, layer.o, linear["o"], stream, bias=layer.o_bias)
@@ -227,11 +227,11 @@ class PassKernels:
 
     def select_layers(self, layers: Sequence[int], windows: tuple[int | None, ...]) -> "PassKernels":
         """Return the kernels of a subset of the layers, with other windows."""
-        chosen = copy.copy(self)
-        chosen.weights = replace(self.weights, layers=tuple(self.weights.layers[i] for i in layers))
-        chosen.windows, chosen._kinds = windows, [self._kinds[i] for i in layers]
-        chosen._layers, chosen._linear = [self._layers[i] for i in layers], [self._linear[i] for i in layers]
-        return chosen
+        subset = copy.copy(self)
+        subset.weights = replace(self.weights, layers=tuple(self.weights.layers[i] for i in layers))
+        subset.windows, subset._kinds = windows, [self._kinds[i] for i in layers]
+        subset._layers, subset._linear = [self._layers[i] for i in layers], [self._linear[i] for i in layers]
+        return subset
 
     def logits(self, hidden: Tensor) -> LmHead:
         """Compute the logits of rows of `hidden`, [G * rows, hidden_size], and the maximum of each vocabulary block."""
@@ -250,7 +250,7 @@ class PassKernels:
             stream.add_(F.embedding((positions + self._first_positions).flatten(), self.weights.positions))
         return stream
 
-    def _norm(self, x: Tensor, norm: _Norm, stream: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    def _norm(self, x: Tensor, norm: _FusedNorm, stream: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         """Return the norm of x; with a stream, add x and bias, or their post-norm, to it in place, and norm it."""
         return rms_norm_triton(
             x,
@@ -310,7 +310,7 @@ class PassKernels:
         return x if groups == 1 else x.view(groups, len(x) // groups, -1)
 
     def _squeezed(self, weight: Any) -> Any:
-        return map_tensors(lambda part: part[0], weight) if self.weights.groups == 1 else weight
+        return map_tensors(lambda tensor: tensor[0], weight) if self.weights.groups == 1 else weight
 
 
 class TritonDecoder(Decoder):
@@ -367,7 +367,7 @@ class TritonDecoder(Decoder):
 
     def plan(self, requests: list[RequestRows], kv: Tensor) -> TritonPass:
         positions = np.concatenate([self._positions(rows) for rows in requests])
-        pages, offsets = (np.concatenate(parts) for parts in zip(*(rows.slots for rows in requests), strict=True))
+        pages, offsets = (np.concatenate(arrays) for arrays in zip(*(rows.slots for rows in requests), strict=True))
 
         def uploaded(values: np.ndarray, dtype: torch.dtype) -> Tensor:
             return torch.from_numpy(values).to(self.device, dtype)
@@ -387,10 +387,10 @@ class TritonDecoder(Decoder):
         kv: Tensor,
         num_layers: int | None,
         states: dict[int, Tensor | None],
-        given: StreamInput | None = None,
+        start: StreamInput | None = None,
     ) -> Tensor:
         assert isinstance(layout, TritonPass) and len(tokens) == layout.num_rows
-        return self.kernels.hidden(tokens.to(self.device), layout, kv, num_layers, states, given)
+        return self.kernels.hidden(tokens.to(self.device), layout, kv, num_layers, states, start)
 
     def logits(self, hidden: Tensor, rows: Sequence[int] | Tensor | None = None) -> Tensor:
         if rows is not None:

@@ -23,7 +23,7 @@ def _aligned(tensor: Tensor) -> Tensor:
 def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     """Apply `change` to a tensor or to each tensor of a quantised weight; None stays None."""
     if isinstance(value, QuantizedWeight):
-        return QuantizedWeight(*(map_tensors(change, part) for part in value))
+        return QuantizedWeight(*(map_tensors(change, tensor) for tensor in value))
     return None if value is None else change(value)
 
 
@@ -55,8 +55,8 @@ class LayerWeights:
     def tensors(self) -> list[Tensor]:
         """Return all tensors of the layer."""
         values = [getattr(self, field.name) for field in fields(self)]
-        parts = [part for value in values for part in (value if isinstance(value, QuantizedWeight) else (value,))]
-        return [part for part in parts if part is not None]
+        tensors = [tensor for value in values for tensor in (value if isinstance(value, QuantizedWeight) else (value,))]
+        return [tensor for tensor in tensors if tensor is not None]
 
     def map(self, change: Callable[[Any], Any]) -> "LayerWeights":
         """Return the layer with every weight changed, quantised ones as a whole."""
@@ -66,7 +66,7 @@ class LayerWeights:
 
     def select(self, group: int) -> "LayerWeights":
         """Return views of one of the models, with G = 1."""
-        return self.map(lambda value: map_tensors(lambda part: _aligned(part[group : group + 1]), value))
+        return self.map(lambda value: map_tensors(lambda tensor: _aligned(tensor[group : group + 1]), value))
 
     @classmethod
     def take(cls, weights: dict[str, Tensor], i: int) -> Self:
@@ -81,24 +81,24 @@ class LayerWeights:
         def taken(name: str) -> Any:
             if name in projections:
                 return take_projection(weights, prefix, projections[name])
-            parts = [weights.pop(prefix + part, None) for part in biases.get(name, (name,))]
-            present = [part for part in parts if part is not None]
+            tensors = [weights.pop(prefix + key, None) for key in biases.get(name, (name,))]
+            present = [tensor for tensor in tensors if tensor is not None]
             return torch.cat(present) if present else None
 
         values = {field.name: taken(field.name) for field in fields(cls)}
-        return cls(**{name: map_tensors(lambda part: _aligned(part)[None], value) for name, value in values.items()})
+        return cls(**{name: map_tensors(lambda x: _aligned(x)[None], value) for name, value in values.items()})
 
     @classmethod
     def stack(cls, layers: Sequence["LayerWeights"]) -> Self:
         """Stack the same layer of several models."""
-        parts: list[Any] = []
+        weights: list[Any] = []
         for field in fields(cls):
             values = [getattr(layer, field.name) for layer in layers]
             if isinstance(values[0], QuantizedWeight):
-                parts.append(stacked(values, dim=0))
+                weights.append(stacked(values, dim=0))
             else:
-                parts.append(None if values[0] is None else torch.cat(values))
-        return cls(*parts)
+                weights.append(None if values[0] is None else torch.cat(values))
+        return cls(*weights)
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,17 +129,18 @@ class ModelWeights:
     def nbytes(self) -> int:
         """Bytes in memory. A tied head counts once."""
         tied = self.head.data_ptr() == self.embed.data_ptr()
-        parts = [self.embed, self.final_norm, *([] if tied else [self.head])]
-        parts += [part for part in (self.final_norm_bias, self.positions) if part is not None]
-        return sum(part.nbytes for part in [*parts, *(each for layer in self.layers for each in layer.tensors())])
+        tensors = [self.embed, self.final_norm, *([] if tied else [self.head])]
+        tensors += [tensor for tensor in (self.final_norm_bias, self.positions) if tensor is not None]
+        tensors += [tensor for layer in self.layers for tensor in layer.tensors()]
+        return sum(tensor.nbytes for tensor in tensors)
 
     def select(self, group: int) -> "ModelWeights":
         """Return views of one of the models, with G = 1."""
 
-        def part(rows: Tensor | None) -> Tensor | None:
+        def group_rows(rows: Tensor | None) -> Tensor | None:
             return None if rows is None else rows.view(self.groups, -1, rows.shape[1])[group]
 
-        bias, embed = self.final_norm_bias, part(self.embed)
+        bias, embed = self.final_norm_bias, group_rows(self.embed)
         assert embed is not None
         return ModelWeights(
             embed,
@@ -147,7 +148,7 @@ class ModelWeights:
             _aligned(self.final_norm[group : group + 1]),
             None if bias is None else _aligned(bias[group : group + 1]),
             _aligned(self.head[group : group + 1]),
-            part(self.positions),
+            group_rows(self.positions),
         )
 
     @classmethod

@@ -93,7 +93,7 @@ class RoundShapes(NamedTuple):
 
     def fitting(self, nodes: int) -> int:
         """Return the rows of the smallest graph with room for `nodes` nodes, or of the largest graph."""
-        return next((each for each in self.nodes if each >= nodes), self.nodes[-1])
+        return next((size for size in self.nodes if size >= nodes), self.nodes[-1])
 
 
 class ScoredTree(Protocol):
@@ -137,9 +137,9 @@ class TreeYield:
         """
         columns = self.shapes.nodes.index(nodes) + 1
         observed = np.mean([self._value_sums(tree, levels, columns) for tree in trees], axis=0)
-        part = np.s_[:levels, :columns]
-        self._seen[part] += 1
-        self.promised[part] += np.maximum(EMA, 1 / self._seen[part]) * (observed - self.promised[part])
+        region = np.s_[:levels, :columns]
+        self._seen[region] += 1
+        self.promised[region] += np.maximum(EMA, 1 / self._seen[region]) * (observed - self.promised[region])
         # Expected tokens never decrease with more levels or nodes.
         self.promised = np.maximum.accumulate(np.maximum.accumulate(self.promised, 0), 1)
 

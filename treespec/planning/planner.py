@@ -184,9 +184,9 @@ class Planner:
                 # A request repays the reading of its own prompt by the time that drafting is expected to save.
                 repays = unread is None or unread(request) <= time_left * (gain - 1)
                 levels = levels if drafts[i] and repays and not state.ssms.pause_left else 0
-            trust, left = (min_trust, time_left) if spec.is_adaptive else (0.0, math.inf)
+            trust, budget = (min_trust, time_left) if spec.is_adaptive else (0.0, math.inf)
             plans.append(
-                DraftPlan(depth, levels, spec.max_nodes, spec.branching, spec.is_adaptive, trust, spec.max_ssms, left)
+                DraftPlan(depth, levels, spec.max_nodes, spec.branching, spec.is_adaptive, trust, spec.max_ssms, budget)
             )
         self.round.asks_sources = any(plan.max_depth for plan in plans)
         if adaptive and not any(plan.max_depth or plan.levels for plan in plans):
@@ -222,13 +222,13 @@ class Planner:
             elif depth:
                 levels = max(levels, min(depth, spec.max_nodes - 1))
         drafts = adaptive_depth and not self._state.ssms.pause_left
-        chosen = self._best_shape(tree_yield, adaptive_depth) if drafts else (0, 1)
+        shape = self._best_shape(tree_yield, adaptive_depth) if drafts else (0, 1)
         self.round.adaptive_depth = adaptive_depth
-        levels = max(levels, chosen[0])
+        levels = max(levels, shape[0])
         plans = []
         for request, depth in zip(requests, limits, strict=True):
             adaptive = request.spec.is_adaptive
-            nodes = chosen[1] if adaptive else request.spec.max_nodes
+            nodes = shape[1] if adaptive else request.spec.max_nodes
             depth = min(depth, levels, nodes - 1)
             plans.append(DraftPlan(depth, depth, nodes, adaptive=adaptive) if depth > 0 else PLAIN)
         self.round.asks_sources = any(plan.levels for plan in plans)
@@ -273,9 +273,9 @@ class Planner:
         if count == 1:
             return [1.0]
         own_share = 1 - self.costs.one_row(count - 1) / self.costs.one_row(count)
-        left = [r.tokens_left * (r.target_passes + SPEED_PRIOR) / (r.num_generated + SPEED_PRIOR) for r in requests]
-        last = max(left)
-        return [own_share + (1 - own_share) * (each / last) ** 2 for each in left]
+        passes = [r.tokens_left * (r.target_passes + SPEED_PRIOR) / (r.num_generated + SPEED_PRIOR) for r in requests]
+        last = max(passes)
+        return [own_share + (1 - own_share) * (n / last) ** 2 for n in passes]
 
     @property
     def least_value(self) -> float:

@@ -248,8 +248,8 @@ class RoundCosts:
 
     def host(self, work: HostWork) -> float:
         """Return the host's seconds per request; work that was not measured yet takes as long as the quickest."""
-        known = self._hosts.get(work)
-        return known.value if known else min((each.value for each in self._hosts.values()), default=0.0)
+        measured = self._hosts.get(work)
+        return measured.value if measured else min((average.value for average in self._hosts.values()), default=0.0)
 
     def draft(self, drafted: Drafted) -> float:
         """Return the seconds of a round's drafting, without reading prompts."""
@@ -288,11 +288,11 @@ class RoundCosts:
     def _modelled(self, rows: Any, by_rows: Any, maximum: Callable[[Any, float], Any]) -> tuple[Any, Any]:
         """Return what `_size_and_seconds` does, of one number of rows or of an array."""
         count, context = self.batch
-        one, further = self.one_row(count), rows - count
-        own = by_rows[rows] - by_rows[count] + further * (context * self.curve.row_position_seconds)
-        extra = maximum(own, 0.0)
-        size = extra + further * (MIN_ROW_SHARE * one)
-        return size, one + maximum(extra + self._rows.excess * size, 0.0)
+        one_row, further = self.one_row(count), rows - count
+        difference = by_rows[rows] - by_rows[count] + further * (context * self.curve.row_position_seconds)
+        extra = maximum(difference, 0.0)
+        size = extra + further * (MIN_ROW_SHARE * one_row)
+        return size, one_row + maximum(extra + self._rows.excess * size, 0.0)
 
     def _extend(self, rows: int) -> None:
         if rows >= len(self._listed):

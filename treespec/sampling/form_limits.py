@@ -51,16 +51,16 @@ def check_form(form: StructuredOutputsParams) -> None:
         _check_schema(json.loads(form.json))
 
 
-def check_length(what: str, length: int, most: int, remedy: str) -> None:
+def check_length(label: str, length: int, most: int, remedy: str) -> None:
     """Raise RequestError if a text is longer than `most` characters."""
     if length > most:
-        raise RequestError(f"structured_outputs: {what} has {length} characters, the limit is {most}; {remedy}")
+        raise RequestError(f"structured_outputs: {label} has {length} characters, the limit is {most}; {remedy}")
 
 
-def check_regex(what: str, regex: str) -> None:
+def check_regex(label: str, regex: str) -> None:
     """Raise RequestError if a regex is too long or has too many optional or repeated parts."""
-    check_length(what, len(regex), MAX_TEXT, "use choice for a list of words, or a shorter regex")
-    _check_parts(what, len(_OPTIONAL.findall(regex)))
+    check_length(label, len(regex), MAX_TEXT, "use choice for a list of words, or a shorter regex")
+    _check_parts(label, len(_OPTIONAL.findall(regex)))
 
 
 def check_lark(grammar: str) -> None:
@@ -72,21 +72,21 @@ def check_lark(grammar: str) -> None:
         RequestError: names the rule or terminal, its size and the limit.
     """
     _check_multiples([*map(_number, _MULTIPLE_OF.findall(grammar))], combined=True)
-    found = list(_DEFINITION.finditer(grammar))
-    starts = [*(match.start() for match in found), len(grammar)]
-    bodies = {match[1]: grammar[match.end() : end] for match, end in zip(found, starts[1:], strict=True)}
-    parts = {name: len(_OPTIONAL_IN_LARK.findall(body)) for name, body in bodies.items()}
+    definitions = list(_DEFINITION.finditer(grammar))
+    starts = [*(match.start() for match in definitions), len(grammar)]
+    bodies = {match[1]: grammar[match.end() : end] for match, end in zip(definitions, starts[1:], strict=True)}
+    part_counts = {name: len(_OPTIONAL_IN_LARK.findall(body)) for name, body in bodies.items()}
     sizes = {name: len(body) for name, body in bodies.items()}
-    named = {name: [each for each in _TERMINAL.findall(body) if each in bodies] for name, body in bodies.items()}
+    named = {name: [term for term in _TERMINAL.findall(body) if term in bodies] for name, body in bodies.items()}
     for name in _inner_first(named):
         if name.isupper():
-            parts[name] += sum(parts[each] for each in named[name])
-            sizes[name] += sum(sizes[each] for each in named[name])
-            what = f"terminal {name} of grammar, with the terminals that it names,"
-            check_length(what, sizes[name], MAX_GRAMMAR, "use rules, whose names are in lower case")
-            _check_parts(what, parts[name])
+            part_counts[name] += sum(part_counts[term] for term in named[name])
+            sizes[name] += sum(sizes[term] for term in named[name])
+            label = f"terminal {name} of grammar, with the terminals that it names,"
+            check_length(label, sizes[name], MAX_GRAMMAR, "use rules, whose names are in lower case")
+            _check_parts(label, part_counts[name])
         else:
-            _check_parts(f"rule {name} of grammar", parts[name])
+            _check_parts(f"rule {name} of grammar", part_counts[name])
 
 
 def _inner_first(named: dict[str, list[str]]) -> list[str]:
@@ -101,21 +101,21 @@ def _inner_first(named: dict[str, list[str]]) -> list[str]:
                 order.setdefault(stack.pop())
             else:
                 entered.add(name)
-                stack += [each for each in named[name] if each not in entered]
+                stack += [reference for reference in named[name] if reference not in entered]
     return list(order)
 
 
-def _check_parts(what: str, parts: int) -> None:
-    if parts > MAX_PARTS:
+def _check_parts(label: str, count: int) -> None:
+    if count > MAX_PARTS:
         raise RequestError(
-            f"structured_outputs: {what} has {parts} optional or repeated parts, the limit is {MAX_PARTS}; repeat a "
+            f"structured_outputs: {label} has {count} optional or repeated parts, the limit is {MAX_PARTS}; repeat a "
             "group, as in (...){0,100}, instead of writing it out"
         )
 
 
 def _check_schema(schema: Any) -> None:
     """Reject a JSON schema with oversized patterns, texts or multiples."""
-    parts = patterns = 0
+    num_parts = patterns = 0
     multiples: list[Decimal] = []
     combined = False
     for key, value in _entries(schema):
@@ -123,15 +123,15 @@ def _check_schema(schema: Any) -> None:
         if isinstance(value, str):
             check_length("a text in json", len(value), MAX_TEXT, "give a shorter one")
         if key == "pattern" and isinstance(value, str):
-            parts += len(_OPTIONAL.findall(value))
+            num_parts += len(_OPTIONAL.findall(value))
         elif key == "patternProperties" and isinstance(value, dict):
             patterns += len(value)
-            parts += sum(len(_OPTIONAL.findall(each)) for each in value)
+            num_parts += sum(len(_OPTIONAL.findall(pattern)) for pattern in value)
         elif key == "multipleOf" and isinstance(value, int | float):
             multiples.append(_number(str(value)))
         elif key is not None:
             check_length("a name in json", len(key), MAX_TEXT, "give a shorter one")
-    _check_parts("json, in its patterns,", parts)
+    _check_parts("json, in its patterns,", num_parts)
     if patterns > MAX_PATTERN_PROPERTIES:
         raise RequestError(
             f"structured_outputs: json has {patterns} patternProperties, the limit is {MAX_PATTERN_PROPERTIES}; join "
@@ -145,11 +145,11 @@ def _entries(schema: Any) -> Iterator[tuple[str | None, Any]]:
     stack = [schema]
     while stack:
         value = stack.pop()
-        pairs = value.items() if isinstance(value, dict) else ((None, each) for each in value)
-        for key, each in pairs:
-            yield key, each
-            if isinstance(each, dict | list):
-                stack.append(each)
+        pairs = value.items() if isinstance(value, dict) else ((None, element) for element in value)
+        for key, entry in pairs:
+            yield key, entry
+            if isinstance(entry, dict | list):
+                stack.append(entry)
 
 
 def _number(text: str) -> Decimal:

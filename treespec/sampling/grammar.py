@@ -43,7 +43,7 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, end_tokens: Sequence[int], device: torch.device):
-        self._own, self._vocab_size, self._device = tokenizer, vocab_size, device
+        self._user_tokenizer, self._vocab_size, self._device = tokenizer, vocab_size, device
         self._end_tokens = [token for token in end_tokens if token < vocab_size]
         self._tokenizer: LLTokenizer | None = None
         self._parsers: OrderedDict[StructuredOutputsParams, LLMatcher] = OrderedDict()
@@ -77,7 +77,7 @@ class Grammars:
         for text in (form.json, form.regex, *(form.choice or ()), form.grammar, form.whitespace_pattern):
             check_text(text or "")
         if self._tokenizer is None:
-            self._tokenizer = read_tokenizer(self._own, self._vocab_size, self._end_tokens)
+            self._tokenizer = read_tokenizer(self._user_tokenizer, self._vocab_size, self._end_tokens)
         check_form(form)
         try:
             source = _source(form)

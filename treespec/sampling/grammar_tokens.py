@@ -25,9 +25,9 @@ def read_tokenizer(tokenizer: Any, vocab_size: int, end_tokens: Sequence[int]) -
 
     fast = getattr(tokenizer, "backend_tokenizer", tokenizer)
     if not isinstance(fast, Tokenizer):
-        what = "none" if tokenizer is None else type(tokenizer).__name__
+        kind = "none" if tokenizer is None else type(tokenizer).__name__
         raise RequestError(
-            f"structured_outputs need a fast tokenizer, one with a tokenizer.json; the model's is {what}"
+            f"structured_outputs need a fast tokenizer, one with a tokenizer.json; the model's is {kind}"
         )
     if not end_tokens:
         raise RequestError("structured_outputs end with an end token, and the model has none")
@@ -36,10 +36,10 @@ def read_tokenizer(tokenizer: Any, vocab_size: int, end_tokens: Sequence[int]) -
     fast.no_truncation()
     size = max(vocab_size, fast.get_vocab_size(with_added_tokens=True))
     try:
-        own = LLTokenizer(fast.to_str(), n_vocab=size, eos_token=list(end_tokens))
+        base = LLTokenizer(fast.to_str(), n_vocab=size, eos_token=list(end_tokens))
     except ValueError as error:
         raise RequestError(f"structured_outputs: llguidance cannot read the model's tokenizer: {error}") from None
-    wrapper = _PlainTextTokenizer(own, vocab_size, end_tokens)
+    wrapper = _PlainTextTokenizer(base, vocab_size, end_tokens)
     wrapper.plain = LLTokenizer(TokenizerWrapper(wrapper), eos_token=list(end_tokens))
     return wrapper.plain
 
@@ -61,16 +61,16 @@ class _PlainTextTokenizer:
     bos_token_id = None
     plain: "LLTokenizer"
 
-    def __init__(self, own: "LLTokenizer", vocab_size: int, end_tokens: Sequence[int]):
-        self.eos_token_id, self._own = end_tokens[0], own
-        self.tokens = [own.decode_bytes([token]) for token in range(vocab_size)]
+    def __init__(self, base: "LLTokenizer", vocab_size: int, end_tokens: Sequence[int]):
+        self.eos_token_id, self._base = end_tokens[0], base
+        self.tokens = [base.decode_bytes([token]) for token in range(vocab_size)]
         without_text = [token for token, text in enumerate(self.tokens) if text == b"<[%d]>" % token]
-        special = {*filter(own.is_special_token, range(vocab_size)), *without_text, *end_tokens}
+        special = {*filter(base.is_special_token, range(vocab_size)), *without_text, *end_tokens}
         self.special_token_ids = sorted(special)
         self._ordinary = frozenset(range(vocab_size)) - special
 
     def __call__(self, text: str) -> list[int]:
-        tokens = self._own.tokenize_str(text)
+        tokens = self._base.tokenize_str(text)
         return tokens if self._ordinary.issuperset(tokens) else self._longest(text)
 
     def _longest(self, text: str) -> list[int]:

@@ -28,65 +28,65 @@ class LogprobRows(NamedTuple):
     """Log-probabilities of the chosen token and of the most likely tokens of each row.
 
     Attributes:
-        own: float32 [num_rows], log-probabilities of the chosen tokens.
+        token_logprobs: float32 [num_rows], log-probabilities of the chosen tokens.
         ranks: int64 [num_rows], ranks of the chosen tokens.
         tokens: int64 [num_rows, count], the most likely tokens, best first; ties prefer lower ids.
         values: float32 [num_rows, count], their log-probabilities.
     """
 
-    own: Tensor
+    token_logprobs: Tensor
     ranks: Tensor
     tokens: Tensor
     values: Tensor
 
     @classmethod
-    def of(cls, logits: Tensor, chosen: Tensor, count: int) -> "LogprobRows":
+    def of(cls, logits: Tensor, token_ids: Tensor, count: int) -> "LogprobRows":
         """Compute the rows. All shapes are known in advance, so that CUDA graphs can capture it.
 
         Args:
             logits: [num_rows, vocab], finite or -inf.
-            chosen: int64 [num_rows].
+            token_ids: int64 [num_rows].
             count: at most the vocabulary size.
         """
-        raw, own = logits.float(), chosen[:, None]
+        raw, index = logits.float(), token_ids[:, None]
         logprobs = torch.log_softmax(raw, 1)
         columns = torch.arange(raw.shape[1], dtype=torch.int64, device=raw.device)
         if not count:
-            score = raw.gather(1, own)
-            ranks = 1 + ((raw > score) | ((raw == score) & (columns < own))).sum(1)
-            return cls(logprobs.gather(1, own)[:, 0], ranks, own[:, :0], raw[:, :0])
+            score = raw.gather(1, index)
+            ranks = 1 + ((raw > score) | ((raw == score) & (columns < index))).sum(1)
+            return cls(logprobs.gather(1, index)[:, 0], ranks, index[:, :0], raw[:, :0])
         keys = _ordered(raw, columns)
-        ranks, best = 1 + (keys > keys.gather(1, own)).sum(1), topk_rows(keys, count)[1]
-        return cls(logprobs.gather(1, own)[:, 0], ranks, best, logprobs.gather(1, best))
+        ranks, best = 1 + (keys > keys.gather(1, index)).sum(1), topk_rows(keys, count)[1]
+        return cls(logprobs.gather(1, index)[:, 0], ranks, best, logprobs.gather(1, best))
 
     def packed(self) -> Tensor:
         """Return the rows as int32 [num_rows, 2 + 2 * count], for one copy to the host; see `unpacked`."""
-        own, values = self.own.view(torch.int32), self.values.contiguous().view(torch.int32)
-        return torch.cat((own[:, None], self.ranks[:, None].int(), self.tokens.int(), values), 1)
+        token_logprobs, values = self.token_logprobs.view(torch.int32), self.values.contiguous().view(torch.int32)
+        return torch.cat((token_logprobs[:, None], self.ranks[:, None].int(), self.tokens.int(), values), 1)
 
     @classmethod
     def unpacked(cls, packed: np.ndarray) -> "LogprobRows":
         """Return rows from the result of `packed`."""
         rows = torch.from_numpy(packed)
         count = packed.shape[1] // 2 - 1
-        own, values = rows[:, :1].view(torch.float32)[:, 0], rows[:, 2 + count :].view(torch.float32)
-        return cls(own, rows[:, 1].long(), rows[:, 2 : 2 + count].long(), values)
+        token_logprobs, values = rows[:, :1].view(torch.float32)[:, 0], rows[:, 2 + count :].view(torch.float32)
+        return cls(token_logprobs, rows[:, 1].long(), rows[:, 2 : 2 + count].long(), values)
 
-    def named(self, chosen: Sequence[int], count: int) -> list[dict[int, Logprob]]:
+    def named(self, token_ids: Sequence[int], count: int) -> list[dict[int, Logprob]]:
         """Return the log-probabilities by token: of the chosen one, and then of the `count` most likely ones.
 
         Args:
-            chosen: the chosen token of each row.
+            token_ids: the chosen token of each row.
             count: at most the number of tokens of each row.
         """
-        found = []
-        rows = zip(chosen, *(each.tolist() for each in self), strict=True)
-        for token, own, rank, tokens, values in rows:
-            entry = {token: Logprob(own, rank)}
-            for place, (other, value) in enumerate(zip(tokens[:count], values[:count], strict=True), 1):
-                entry.setdefault(other, Logprob(value, place))
-            found.append(entry)
-        return found
+        entries = []
+        rows = zip(token_ids, *(column.tolist() for column in self), strict=True)
+        for token, logprob, rank, tokens, values in rows:
+            entry = {token: Logprob(logprob, rank)}
+            for top_rank, (other, value) in enumerate(zip(tokens[:count], values[:count], strict=True), 1):
+                entry.setdefault(other, Logprob(value, top_rank))
+            entries.append(entry)
+        return entries
 
 
 def logprobs_of(logits: Tensor, tokens: Sequence[int], count: int) -> list[dict[int, Logprob]]:
@@ -97,12 +97,12 @@ def logprobs_of(logits: Tensor, tokens: Sequence[int], count: int) -> list[dict[
         tokens: the chosen token of each row, first in its result.
         count: number of most likely tokens, at most the vocabulary size.
     """
-    found = list[dict[int, Logprob]]()
+    entries = list[dict[int, Logprob]]()
     for start in range(0, len(tokens), _ROWS):
-        part = slice(start, start + _ROWS)
-        chosen = torch.tensor(tokens[part], dtype=torch.int64, device=logits.device)
-        found += LogprobRows.of(logits[part], chosen, count).named(tokens[part], count)
-    return found
+        chunk = slice(start, start + _ROWS)
+        token_ids = torch.tensor(tokens[chunk], dtype=torch.int64, device=logits.device)
+        entries += LogprobRows.of(logits[chunk], token_ids, count).named(tokens[chunk], count)
+    return entries
 
 
 def _ordered(raw: Tensor, columns: Tensor) -> Tensor:

@@ -61,5 +61,5 @@ class Noise:
 
     def forget(self, position: int) -> None:
         """Drop the rows before a position."""
-        for known in [known for known in self._rows if known < position]:
-            del self._rows[known]
+        for old in [old for old in self._rows if old < position]:
+            del self._rows[old]

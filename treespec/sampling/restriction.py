@@ -79,10 +79,10 @@ class Restriction:
             fits &= self._fits(self.grammar, tree, tokens)
         if fits.all():
             return tree
-        own, parents = fits.tolist(), tree.parents.tolist()
-        for node in range(1, len(own)):
-            own[node] = own[node] and own[parents[node]]
-        return tree.keep(np.flatnonzero(own))
+        reachable, parents = fits.tolist(), tree.parents.tolist()
+        for node in range(1, len(reachable)):
+            reachable[node] = reachable[node] and reachable[parents[node]]
+        return tree.keep(np.flatnonzero(reachable))
 
     def _fits(self, grammar: Grammar, tree: TokenTree, tokens: Sequence[int]) -> np.ndarray:
         """Return the nodes whose paths the grammar accepts, queried at the leaves: bool [num_nodes]."""

@@ -119,23 +119,23 @@ class Sampler:
 
         Logits without other transforms are passed unmodified, as in captured rounds.
         """
-        alone = not self.params.transforms_logits and not self.params.truncates
-        scores = logits if alone else self.transforms.scores(logits, tokens, ancestors)
+        unmodified = not self.params.transforms_logits and not self.params.truncates
+        scores = logits if unmodified else self.transforms.scores(logits, tokens, ancestors)
         seed, sample = (np.uint64(word).astype(np.int64).item() for word in self.key)
 
         def row(value: float, dtype: torch.dtype) -> Tensor:
             return torch.full((1,), value, dtype=dtype, device=self._device)
 
-        chosen = coupled_choice_triton(
+        choice = coupled_choice_triton(
             scores[None],
-            row(self.temperature if alone else float(self.temperature > 0), torch.float32),
+            row(self.temperature if unmodified else float(self.temperature > 0), torch.float32),
             row(seed, torch.int64),
             row(sample, torch.int64),
             row(position, torch.int64),
         )
-        if not bool(chosen.finite):
+        if not bool(choice.finite):
             self._check(float(self.transforms.scores(logits, tokens, ancestors).max()), logits, position)
-        return int(chosen.tokens)
+        return int(choice.tokens)
 
     def target_probs(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int]) -> np.ndarray:
         """Return the target's probabilities, float32 [vocab].

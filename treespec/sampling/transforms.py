@@ -61,7 +61,7 @@ class Transforms:
         self.restriction: Restriction | None = None
         if grammar is not None or params.allowed_token_ids is not None:
             self.restriction = Restriction(params.allowed_token_ids, grammar, vocab_size, device)
-        self._row, self._known = TransformRow.of(params, num_prompt, vocab_size), 0
+        self._row, self._num_counted = TransformRow.of(params, num_prompt, vocab_size), 0
         biases = bias_row(params, vocab_size)[None] if has_state(params) else np.zeros((0, vocab_size), np.float32)
         self._biases = torch.from_numpy(biases).to(device)
         self._counts = torch.zeros_like(self._biases, dtype=torch.int32)
@@ -89,8 +89,8 @@ class Transforms:
         position, (numbers, (top_k, least_position)) = len(tokens) + len(ancestors), self._row
         if self._by_kernel:
             positions = torch.tensor([position], dtype=torch.int64, device=self._device)
-            of_row = self._numbers, self._options, self._ends, positions, self._padded(ancestors)
-            inputs = TransformInputs(*of_row, self._biases, self._counts)
+            row_inputs = self._numbers, self._options, self._ends, positions, self._padded(ancestors)
+            inputs = TransformInputs(*row_inputs, self._biases, self._counts)
             return logit_transforms_triton(logits[None], inputs, self.params.truncates)[0]
         scores = logits.float()
         if self._grammar is not None:
@@ -108,12 +108,12 @@ class Transforms:
 
     def _count(self, tokens: Sequence[int]) -> None:
         """Add the tokens since the last call to the counts."""
-        if not self._known:
+        if not self._num_counted:
             self._counts.copy_(torch.from_numpy(count_row(tokens, self._num_prompt, self._vocab_size))[None])
-        elif self._known < len(tokens):
-            new = torch.tensor(tokens[self._known :], dtype=torch.int64, device=self._device)
+        elif self._num_counted < len(tokens):
+            new = torch.tensor(tokens[self._num_counted :], dtype=torch.int64, device=self._device)
             self._counts[0].index_add_(0, new, torch.ones_like(new, dtype=torch.int32))
-        self._known = len(tokens)
+        self._num_counted = len(tokens)
 
     def _padded(self, tokens: Sequence[int]) -> Tensor:
         """Return tokens as int32 [1, n], padded with -1."""
@@ -150,10 +150,10 @@ def _process(processor: object, scores: Tensor, tokens: Sequence[int], ancestors
     """Apply a Hugging Face logits processor."""
     with outside_code():
         ids = torch.tensor([[*tokens, *ancestors]], dtype=torch.int64, device=scores.device)
-        given = scores[None].clone()
+        batch = scores[None].clone()
         return call_processor(
             f"logits processor {_name_of(processor)}",
-            lambda: processor(ids, given),  # type: ignore[operator]
+            lambda: processor(ids, batch),  # type: ignore[operator]
             len(scores),
             scores.device,
         )

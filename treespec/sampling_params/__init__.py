@@ -122,12 +122,12 @@ class SamplingParams:
         prompt_logprobs: int | None = None,
         **vllm_options: Unpack[ParamsOptions],
     ) -> None:
-        given = locals()
+        values = locals()
         unknown = without_absent("SamplingParams", vllm_options, PARAMS)
-        names = [each.name for each in fields(SamplingParams)]
+        names = [parameter.name for parameter in fields(SamplingParams)]
         reject_unknown("SamplingParams", unknown, names)
         for name in names:
-            setattr(self, name, given[name])
+            setattr(self, name, values[name])
         self._check_together()
 
     if not TYPE_CHECKING:  # with this method a type checker would accept any attribute
@@ -136,15 +136,15 @@ class SamplingParams:
             if name in PARAMS:
                 without_absent("SamplingParams", {name: value}, PARAMS)
                 return
-            reject_unknown("SamplingParams", [name], [each.name for each in fields(SamplingParams)])
+            reject_unknown("SamplingParams", [name], [parameter.name for parameter in fields(SamplingParams)])
             object.__setattr__(self, name, checked(name, value))
 
     def clone(self) -> Self:
         """A copy; logits processors are shared."""
-        made = object.__new__(type(self))
-        for each in fields(self):
-            setattr(made, each.name, getattr(self, each.name))
-        return made
+        params = object.__new__(type(self))
+        for parameter in fields(self):
+            setattr(params, parameter.name, getattr(self, parameter.name))
+        return params
 
     def snapshot(self) -> Self:
         """A validated copy for a request.
@@ -152,9 +152,9 @@ class SamplingParams:
         Raises:
             ConfigError: contradictory fields.
         """
-        made = self.clone()
-        made._check_together()
-        return made
+        params = self.clone()
+        params._check_together()
+        return params
 
     def _check_together(self) -> None:
         """Raise ConfigError for contradictory fields; checked late, as fields may be set one by one."""

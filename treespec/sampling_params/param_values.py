@@ -69,10 +69,10 @@ def _stop(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _stop_token_ids(name: str, value: Any) -> tuple[int, ...]:
-    given = _sequence(name, value, "a list of token ids")
-    ids = [number for token in given if (number := as_int(token, 0)) is not None]
-    if len(ids) < len(given):
-        raise ConfigError(f"{name}={given!r}; valid: token ids")
+    tokens = _sequence(name, value, "a list of token ids")
+    ids = [number for token in tokens if (number := as_int(token, 0)) is not None]
+    if len(ids) < len(tokens):
+        raise ConfigError(f"{name}={tokens!r}; valid: token ids")
     return tuple(ids)
 
 
@@ -100,9 +100,9 @@ def _logit_bias(name: str, value: Any) -> dict[int, float] | None:
 def _allowed_token_ids(name: str, value: Any) -> tuple[int, ...] | None:
     if value is None:
         return None
-    given = _sequence(name, value, "None or a list of token ids")
-    ids = [number for token in given if (number := as_int(token, 0)) is not None]
-    if not ids or len(ids) < len(given):
+    tokens = _sequence(name, value, "None or a list of token ids")
+    ids = [number for token in tokens if (number := as_int(token, 0)) is not None]
+    if not ids or len(ids) < len(tokens):
         raise ConfigError(f"{name}={value!r}; valid: at least one token id, or None for all")
     return tuple(ids)
 

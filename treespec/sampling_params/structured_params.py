@@ -57,16 +57,16 @@ class StructuredOutputsParams:
         options = locals()
         if structural_tag is not None:
             raise ConfigError("StructuredOutputsParams: structural_tag is not supported; use grammar")
-        names = [each.name for each in fields(StructuredOutputsParams)]
+        names = [field.name for field in fields(StructuredOutputsParams)]
         reject_unknown("StructuredOutputsParams", unknown, names)
         for name in names:
             object.__setattr__(self, name, options[name])
         if self.json_object is False:  # equivalent to None
             object.__setattr__(self, "json_object", None)
-        given = [name for name in _FORMS if getattr(self, name) is not None]
-        if len(given) != 1:
+        forms = [name for name in _FORMS if getattr(self, name) is not None]
+        if len(forms) != 1:
             raise ConfigError(
-                f"structured_outputs has {' and '.join(given) or 'no constraint'}; give one of {', '.join(_FORMS)}"
+                f"structured_outputs has {' and '.join(forms) or 'no constraint'}; give one of {', '.join(_FORMS)}"
             )
         self._check()
 
@@ -143,13 +143,13 @@ def closed_schema(schema: Any) -> Any:
         schema: result of `json.loads`; not modified.
     """
     if isinstance(schema, list):
-        return [closed_schema(each) for each in schema]
+        return [closed_schema(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     closed = {}
     for key, value in schema.items():
         if key in _MAPS and isinstance(value, dict):  # user-defined names, possibly schema keywords such as "items"
-            closed[key] = {name: closed_schema(each) for name, each in value.items()}
+            closed[key] = {name: closed_schema(subschema) for name, subschema in value.items()}
         else:
             closed[key] = value if key in _VALUES else closed_schema(value)
     names_some = any(isinstance(schema.get(key), dict) for key in ("properties", "patternProperties"))

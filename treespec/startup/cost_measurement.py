@@ -183,9 +183,9 @@ def _long_request(runner: Runner, pages_taken: int) -> Request | None:
 def with_positions(curve: CostCurve, times: dict[Any, float], context: int) -> CostCurve:
     """Return the curve with the marginal costs of a committed position, from passes at `context` positions."""
     further = context - curve.context
-    one = max(times["1 far"] - float(curve.verify(1)), 0.0) / further
+    one_row = max(times["1 far"] - float(curve.verify(1)), 0.0) / further
     rows = max(times[f"{LONG_ROWS} far"] - float(curve.verify(LONG_ROWS)), 0.0) / further
-    return replace(curve, position_seconds=one, row_position_seconds=max(rows - one, 0.0) / (LONG_ROWS - 1))
+    return replace(curve, position_seconds=one_row, row_position_seconds=max(rows - one_row, 0.0) / (LONG_ROWS - 1))
 
 
 def with_drafting(curve: CostCurve, times: dict[Any, float], ssms: int, requests: Sequence[Request]) -> CostCurve:
@@ -312,7 +312,7 @@ def save(curve: CostCurve, key: dict[str, Any], folder: Path | None = None, name
     path.parent.mkdir(parents=True, exist_ok=True)
     entry = {"key": key, "names": list(names), **asdict(curve)}
     with shared_work(path.with_suffix(".lock"), "store its cost curve", _WRITE_LOCK_TIMEOUT):
-        entries = [each for each in load_all(folder) if each["key"] != key]
+        entries = [stored for stored in load_all(folder) if stored["key"] != key]
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
         temporary.write_text(json.dumps([*entries, entry][-_MAX_STORED:], indent=1))
         os.replace(temporary, path)
@@ -361,9 +361,9 @@ def round_seconds(curve: CostCurve) -> float:
 
 def by_threads(key: dict[str, Any], folder: Path | None = None) -> dict[int, float]:
     """Return `round_seconds` by number of threads, ascending, of the stored curves that equal `key` in all else."""
-    found = {
+    seconds_by_threads = {
         entry["key"]["threads"]: round_seconds(curve_of(entry))
         for entry in load_all(folder)
         if entry["key"] | {"threads": 0} == key | {"threads": 0}
     }
-    return dict(sorted(found.items()))
+    return dict(sorted(seconds_by_threads.items()))

@@ -34,12 +34,12 @@ def resolve_quantization(quantization: str | None, target: ModelConfig | Source,
     Raises:
         ConfigError: an unknown name, a checkpoint that is already quantised, or sizes that no group size divides.
     """
-    own = None if isinstance(target, Source) or target.quantization is None else target.quantization
+    stored = None if isinstance(target, Source) or target.quantization is None else target.quantization
     if quantization == "gguf" and target.folder.is_file():
         quantization = None
     elif isinstance(quantization, str) and (method := quantization.removesuffix("_marlin")) in METHODS:
-        if own is None or own.method != method:
-            where = "this one is not quantised" if own is None else f"this one is {own.name}"
+        if stored is None or stored.method != method:
+            where = "this one is not quantised" if stored is None else f"this one is {stored.name}"
             raise ConfigError(
                 f"quantization={quantization!r}: leave it out; a checkpoint's own quantisation is read from its config "
                 f"({where}), and 'int8' or 'int4' quantises while loading"
@@ -108,7 +108,7 @@ def weight_bytes(config: ModelConfig | AdapterConfig, dtype: torch.dtype, quanti
         forms = [(size, form) for size in quantizable(config.shape).values()]
     elif scheme is not None and not scheme.floating:
         placements = expected_tensors(config.shape, config.rules)
-        forms = [(each.shape, scheme.form(each.name)) for each in placements if covered(scheme, each, config.rules)]
+        forms = [(p.shape, scheme.form(p.name)) for p in placements if covered(scheme, p, config.rules)]
     for size, (bits, group, has_zero) in forms:
         count = math.prod(size)
         factors = (2 if has_zero else 1) * (count // (group or size[1]))

@@ -73,8 +73,8 @@ class Conversation(NamedTuple):
             if unread:
                 _warn_unread_tools(str(self.chat_template or tokenizer.chat_template))
 
-    def turn_end(self, tokenizer: UserTokenizer, known: Collection[int]) -> tuple[int, ...]:
-        """Return the token with which the template ends an assistant's turn, or () if that is a `known` end token.
+    def turn_end(self, tokenizer: UserTokenizer, end_tokens: Collection[int]) -> tuple[int, ...]:
+        """Return the token with which the template ends an assistant's turn, or () if it is one of `end_tokens`.
 
         It is in the first word with added tokens after the answer of a rendered conversation. Some templates write the
         end of a text after the end of the turn, in another line.
@@ -88,7 +88,7 @@ class Conversation(NamedTuple):
         added = getattr(tokenizer.own, "added_tokens_decoder", {})
         for word in text.partition(_ANSWER)[2].split():
             if ends := [token for token in tokenizer.encode(word, special=False) if token in added]:
-                return () if not {*ends}.isdisjoint(known) else (ends[0],)
+                return () if not {*ends}.isdisjoint(end_tokens) else (ends[0],)
         return ()
 
 
@@ -112,22 +112,22 @@ def _to_template_format(message: Message) -> Message:
     """
     changed, content = dict(message), message.get("content")
     if isinstance(content, list | tuple):
-        changed["content"] = [{"type": "text", "text": _text_of(part)} for part in content] or ""
+        changed["content"] = [{"type": "text", "text": _text_of(content_part)} for content_part in content] or ""
     if isinstance(message.get("tool_calls"), list | tuple):
         changed["tool_calls"] = [_parse_arguments(call) for call in message["tool_calls"]]
     return changed
 
 
-def _as_parts(parts: list[Any]) -> Any:
-    return parts
+def _as_parts(content: list[Any]) -> Any:
+    return content
 
 
-def _as_text(parts: list[Any]) -> Any:
-    return "\n".join(part["text"] for part in parts)
+def _as_text(content: list[Any]) -> Any:
+    return "\n".join(item["text"] for item in content)
 
 
-def _as_one_part(parts: list[Any]) -> Any:
-    return [{**parts[0], "text": _as_text(parts)}]
+def _as_one_part(content: list[Any]) -> Any:
+    return [{**content[0], "text": _as_text(content)}]
 
 
 def _readable(messages: Sequence[Message], apply: Callable[[Sequence[Message]], Any]) -> Sequence[Message]:
@@ -136,12 +136,12 @@ def _readable(messages: Sequence[Message], apply: Callable[[Sequence[Message]], 
     What a template reads may depend on the role and the position: text, parts, or the first part. It reads a form if
     rendering a probe shows the probe's texts, but not an additional key of its parts, which printed lists would show.
     """
-    own, parts, probes = {}, {}, {}
+    original, contents, probes = {}, {}, {}
     for i, message in enumerate(messages):
         if isinstance(content := message.get("content"), str | list) and content:
-            own[i] = _as_text if isinstance(content, str) else _as_parts
-            parts[i] = [{"type": "text", "text": content}] if isinstance(content, str) else content
-            probes[i] = [{**part, "text": f"probe{i}.{j}.", f"key{i}.": ""} for j, part in enumerate(parts[i])]
+            original[i] = _as_text if isinstance(content, str) else _as_parts
+            contents[i] = [{"type": "text", "text": content}] if isinstance(content, str) else content
+            probes[i] = [{**item, "text": f"probe{i}.{j}.", f"key{i}.": ""} for j, item in enumerate(contents[i])]
 
     def fill(forms: Mapping[int, Any], contents: Mapping[int, list[Any]]) -> list[Message]:
         return [
@@ -154,21 +154,21 @@ def _readable(messages: Sequence[Message], apply: Callable[[Sequence[Message]], 
             text = apply(fill(forms, probes))
         except Exception:  # templates may raise anything
             return set(forms)
-        return {i for i in forms if f"key{i}." in text or any(part["text"] not in text for part in probes[i])}
+        return {i for i in forms if f"key{i}." in text or any(item["text"] not in text for item in probes[i])}
 
-    missing = unread(own)
-    forms = own | dict.fromkeys(missing, _as_text)
+    missing = unread(original)
+    forms = original | dict.fromkeys(missing, _as_text)
     for i in missing:
-        known = (own[i], _as_text, _as_one_part)
-        forms[i] = next((form for form in known if i not in unread({**forms, i: form})), _as_text)
-    return fill(forms, parts)
+        candidates = (original[i], _as_text, _as_one_part)
+        forms[i] = next((form for form in candidates if i not in unread({**forms, i: form})), _as_text)
+    return fill(forms, contents)
 
 
-def _text_of(part: Any) -> str:
+def _text_of(content: Any) -> str:
     """Return the text of a content part."""
-    text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
+    text = content.get("text") if isinstance(content, Mapping) and content.get("type") == "text" else content
     if not isinstance(text, str):
-        raise RequestError(f"content part {safe_repr(part)}; valid: a text or {{'type': 'text', 'text': '...'}}")
+        raise RequestError(f"content part {safe_repr(content)}; valid: a text or {{'type': 'text', 'text': '...'}}")
     return text
 
 
@@ -214,15 +214,15 @@ def conversations(
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise ConfigError(f"messages={safe_repr(messages)}; valid: a list of messages, or a list of such lists")
     several = bool(messages) and not isinstance(messages[0], Mapping)
-    each = list(messages) if several else [messages]
-    for one in each:
-        if not isinstance(one, Sequence) or isinstance(one, str | bytes):
-            raise ConfigError(f"messages: {safe_repr(one)} is not a list of messages")
+    chats = list(messages) if several else [messages]
+    for chat in chats:
+        if not isinstance(chat, Sequence) or isinstance(chat, str | bytes):
+            raise ConfigError(f"messages: {safe_repr(chat)} is not a list of messages")
     return [
         Conversation(
-            one, chat_template, add_generation_prompt, continue_final_message, tools, dict(template_kwargs or {})
+            chat, chat_template, add_generation_prompt, continue_final_message, tools, dict(template_kwargs or {})
         )
-        for one in each
+        for chat in chats
     ]
 
 
@@ -242,28 +242,28 @@ def streamed(
             `conversations`.
     """
     if _holds_messages(prompt):
-        found = conversations(
+        chats = conversations(
             tokenizer, prompt, chat_template, add_generation_prompt, continue_final_message, tools, template_kwargs
         )
-        if len(found) > 1:
+        if len(chats) > 1:
             raise ConfigError(
-                f"stream takes one conversation, and {len(found)} were given; stream each by itself (threads may share "
+                f"stream takes one conversation, and {len(chats)} were given; stream each by itself (threads may share "
                 "an LLM), or use chat"
             )
-        return found[0]
-    given = {
+        return chats[0]
+    options = {
         "chat_template": chat_template is not None,
         "add_generation_prompt": add_generation_prompt is not True,
         "continue_final_message": continue_final_message is not False,
         "tools": tools is not None,
         "chat_template_kwargs": template_kwargs is not None,
     }
-    if names := [name for name, is_given in given.items() if is_given]:
+    if names := [name for name, is_given in options.items() if is_given]:
         raise ConfigError(
             f"stream: {', '.join(names)} without a conversation; give a list of messages, such as "
             "[{'role': 'user', 'content': '...'}], or leave it out"
         )
-    if isinstance(prompt, list | tuple) and any(isinstance(each, str | Mapping) for each in prompt):
+    if isinstance(prompt, list | tuple) and any(isinstance(item, str | Mapping) for item in prompt):
         raise ConfigError(
             f"stream takes one prompt, and {str(prompt)[:60]} is a list of {len(prompt)}; stream each by itself "
             "(threads may share an LLM), or use generate"
@@ -277,5 +277,5 @@ def _holds_messages(prompt: Any) -> bool:
         return False
     first = prompt[0]
     if isinstance(first, Mapping):
-        return not any(isinstance(each, Mapping) and each.keys() & {"prompt", "prompt_token_ids"} for each in prompt)
-    return isinstance(first, list | tuple) and any(isinstance(each, Mapping) for each in first)
+        return not any(isinstance(entry, Mapping) and entry.keys() & {"prompt", "prompt_token_ids"} for entry in prompt)
+    return isinstance(first, list | tuple) and any(isinstance(entry, Mapping) for entry in first)

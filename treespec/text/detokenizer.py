@@ -57,18 +57,18 @@ class Detokenizer:
 
     def _append(self, token: int) -> str:
         """Append a token to the window. Returns the complete characters that it adds."""
-        known = self._whole_characters(self._decoded)
+        previous = self._whole_characters(self._decoded)
         decoded = self._decode([*self._window, token])
         if decoded and decoded == self._decoded and not self._decode([token]):
             return ""  # tokens without text must not fill the window, or the next word would be decoded as the first
-        if not decoded.startswith(known):
-            self._window, decoded, known = [], self._decode([token]), ""
+        if not decoded.startswith(previous):
+            self._window, decoded, previous = [], self._decode([token]), ""
         self._window.append(token)
         self._decoded, self._shows = decoded, True
         whole = self._whole_characters(decoded)
         if len(whole) == len(decoded) and len(self._window) >= 2 * _WINDOW:
             self._shorten()
-        return whole[len(known) :]
+        return whole[len(previous) :]
 
     def _end_of(self, prompt: Sequence[int]) -> list[int]:
         """Return the end of the prompt, long enough that its text begins with a complete character."""
@@ -110,14 +110,14 @@ class Detokenizer:
         """Append a piece and cut the text at the first stop string, or the longest if several start there."""
         searched = len(self.text)
         self.text += piece
-        found = []
+        matches = []
         for stop in self._stop if self._may_stop else ():
-            at = self.text.find(stop, max(searched - len(stop) + 1, 0))
-            if at >= 0:
-                found.append((at, -len(stop), stop))
-        if found:
-            at, _, stop = min(found)
-            self.text = self.text[: at + len(stop) if self._include_stop else at]
+            start = self.text.find(stop, max(searched - len(stop) + 1, 0))
+            if start >= 0:
+                matches.append((start, -len(stop), stop))
+        if matches:
+            start, _, stop = min(matches)
+            self.text = self.text[: start + len(stop) if self._include_stop else start]
             self.stopped_by = stop
 
     def _held_back(self) -> int:

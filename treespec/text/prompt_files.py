@@ -87,7 +87,7 @@ def _prompt(entry: Any, where: str, chat: bool) -> Prompt:
         content = content[0] if isinstance(content, list) and content else None
     kinds = {"messages": dict, "prompt_token_ids": int}
     if name in kinds:
-        valid = isinstance(content, list) and all(type(each) is kinds[name] for each in content)
+        valid = isinstance(content, list) and all(type(element) is kinds[name] for element in content)
     else:
         valid = isinstance(content, str)
     if not valid or not content:

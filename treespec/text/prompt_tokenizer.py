@@ -53,17 +53,17 @@ def _load_folder(tokenizer: Any, source: str, shown: str) -> Any:
     # AutoTokenizer imports the model's config first, which takes 3 s.
     kind = PreTrainedTokenizerFast if _is_fast_only(source) else AutoTokenizer
     try:
-        found = kind.from_pretrained(source, local_files_only=True)
+        loaded = kind.from_pretrained(source, local_files_only=True)
     except Exception as error:  # parsers may raise anything for damaged files: KeyError, TypeError, a plain Exception
         raise ConfigError(
             f"the tokenizer files of {shown} cannot be read ({describe_error(error)}); repair or remove them, "
             "or give LLM(tokenizer=...)"
         ) from error
-    if isinstance(warned := getattr(found, "deprecation_warnings", None), dict):
+    if isinstance(warned := getattr(loaded, "deprecation_warnings", None), dict):
         warned["sequence-length-is-longer-than-the-specified-maximum"] = (
             True  # treespec raises an error for such prompts
         )
-    return found
+    return loaded
 
 
 def check_sentencepiece(folder: str | os.PathLike[str]) -> None:
@@ -97,18 +97,18 @@ class UserTokenizer:
         ConfigError: it fails to encode and decode a test letter.
     """
 
-    def __init__(self, own: Any):
-        self.own = own
-        if not all(callable(getattr(own, name, None)) for name in ("encode", "decode")):
+    def __init__(self, base: Any):
+        self.own = base
+        if not all(callable(getattr(base, name, None)) for name in ("encode", "decode")):
             raise ConfigError(
-                f"tokenizer={safe_repr(own)}; valid: a folder, or an object with encode(text) and decode(token_ids)"
+                f"tokenizer={safe_repr(base)}; valid: a folder, or an object with encode(text) and decode(token_ids)"
             )
-        self._encode, self._decode = own.encode, own.decode
+        self._encode, self._decode = base.encode, base.decode
         self._adds = _takes(self._encode, "add_special_tokens")
         self._skips = _takes(self._decode, "skip_special_tokens")
-        if getattr(own, "clean_up_tokenization_spaces", False) and _takes(own.decode, "clean_up_tokenization_spaces"):
-            self._decode = partial(own.decode, clean_up_tokenization_spaces=False)
-        eos = as_int(getattr(own, "eos_token_id", None), 0)
+        if getattr(base, "clean_up_tokenization_spaces", False) and _takes(base.decode, "clean_up_tokenization_spaces"):
+            self._decode = partial(base.decode, clean_up_tokenization_spaces=False)
+        eos = as_int(getattr(base, "eos_token_id", None), 0)
         self.eos_token_ids = () if eos is None else (eos,)
         self._try("a")
 
@@ -134,13 +134,13 @@ class UserTokenizer:
         """
         check_text(text)
         try:
-            found = self._encode(text, **({"add_special_tokens": special} if self._adds else {}))
-            ids = to_python(getattr(found, "ids", found))
+            encoding = self._encode(text, **({"add_special_tokens": special} if self._adds else {}))
+            ids = to_python(getattr(encoding, "ids", encoding))
             tokens = [as_int(token, 0) for token in ids] if isinstance(ids, list | tuple) else [None]
         except Exception as error:  # user tokenizers may raise anything
             raise RequestError(f"the tokenizer rejects {text[:40]!r}: {describe_error(error)}") from error
         if None in tokens:
-            raise RequestError(f"the tokenizer made {safe_repr(found)} of {text[:40]!r}; valid: a list of token ids")
+            raise RequestError(f"the tokenizer made {safe_repr(encoding)} of {text[:40]!r}; valid: a list of token ids")
         return [token for token in tokens if token is not None]
 
     def decode(self, tokens: list[int], skip_special: bool = False) -> str:
@@ -185,11 +185,11 @@ class Tokenization:
         if not isinstance(options, Mapping):
             raise ConfigError(f"tokenization_kwargs={options!r}; valid: None or a dict")
         reject_unknown("tokenization_kwargs", options, ("add_special_tokens", "truncate_prompt_tokens"))
-        given, special = options.get("truncate_prompt_tokens"), options.get("add_special_tokens")
-        count = None if given is None else as_int(given, -1)
-        if given is not None and (count is None or count == 0 or count > max_model_len):
+        limit, special = options.get("truncate_prompt_tokens"), options.get("add_special_tokens")
+        count = None if limit is None else as_int(limit, -1)
+        if limit is not None and (count is None or count == 0 or count > max_model_len):
             raise ConfigError(
-                f"truncate_prompt_tokens={given!r}; valid: None, 1 to max_model_len={max_model_len}, or -1 for as many "
+                f"truncate_prompt_tokens={limit!r}; valid: None, 1 to max_model_len={max_model_len}, or -1 for as many "
                 "as the context holds"
             )
         if special is not None and not isinstance(special, bool):
@@ -232,4 +232,4 @@ def _takes(function: Callable[..., Any], option: str) -> bool:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a builtin without signature
         return False
-    return any(each.name == option or each.kind is each.VAR_KEYWORD for each in parameters)
+    return any(parameter.name == option or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)

@@ -17,7 +17,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     apply_rotary_pos_emb,
 )
 
-from treespec.training.distillation import Batch, Curriculum, distillation_losses
+from treespec.training.distillation import Curriculum, LessonBatch, distillation_losses
 from treespec.training.eagle3 import head_config, head_layers
 from treespec.training.loop import StepLoss, mixed_precision
 from treespec.training.target_states import TargetStates
@@ -46,23 +46,23 @@ class Roots(NamedTuple):
 
     def targets(self, depth: int) -> tuple[Tensor, Tensor]:
         """Return the targets of a depth below the roots: which roots have one, bool [rows, roots], and indices."""
-        places = self.positions - self.begins[:, None] + depth - 1
-        found = places < self.counts[:, None]
-        return found, (self.first[:, None] + places)[found]
+        offsets = self.positions - self.begins[:, None] + depth - 1
+        valid = offsets < self.counts[:, None]
+        return valid, (self.first[:, None] + offsets)[valid]
 
 
-def draw_roots(batch: Batch, count: int, seed: tuple[int, ...]) -> Roots:
+def draw_roots(batch: LessonBatch, count: int, seed: tuple[int, ...]) -> Roots:
     """Draw up to `count` roots of each lesson of a batch."""
-    generator, rows = np.random.default_rng(seed), batch.places[:, 0].cpu().numpy()
+    generator, rows = np.random.default_rng(seed), batch.positions[:, 0].cpu().numpy()
     counts = np.bincount(rows, minlength=len(batch.tokens))
     first = np.concatenate(([0], np.cumsum(counts)[:-1]))
-    begins = batch.places[:, 1].cpu().numpy()[first]
+    begins = batch.positions[:, 1].cpu().numpy()[first]
     positions = [begin + np.sort(generator.permutation(n)[:count]) for begin, n in zip(begins, counts, strict=True)]
-    padded = np.stack([np.resize(own, count) for own in positions])
-    return Roots(*(torch.from_numpy(part).to(batch.tokens.device) for part in (padded, first, counts, begins)))
+    padded = np.stack([np.resize(drawn, count) for drawn in positions])
+    return Roots(*(torch.from_numpy(array).to(batch.tokens.device) for array in (padded, first, counts, begins)))
 
 
-class _Attention(nn.Module):
+class _BlockAttention(nn.Module):
     """Attention of blocks to the committed tokens before their roots, and to themselves in both directions."""
 
     def __init__(self, config: Qwen3Config):
@@ -86,7 +86,7 @@ class _Attention(nn.Module):
         q = self.q_norm(self._heads(self.q_proj(x))).transpose(1, 2)
         k = self.k_norm(self._heads(self.k_proj(read))).transpose(1, 2)
         v = self._heads(self.v_proj(read)).transpose(1, 2)
-        (q, _), (_, k) = (apply_rotary_pos_emb(part, part, *own) for part, own in zip((q, k), rotations, strict=True))
+        (q, _), (_, k) = (apply_rotary_pos_emb(t, t, *rotation) for t, rotation in zip((q, k), rotations, strict=True))
         out = F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, visible, enable_gqa=True)
         attended: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
         return attended
@@ -95,7 +95,7 @@ class _Attention(nn.Module):
         return x.unflatten(2, (-1, self.head_dim))
 
 
-class _Layer(nn.Module):
+class _BlockLayer(nn.Module):
     """A decoder layer over the rows of blocks."""
 
     def __init__(self, config: Qwen3Config):
@@ -103,7 +103,7 @@ class _Layer(nn.Module):
         self.input_layernorm, self.post_attention_layernorm = (
             Qwen3RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(2)
         )
-        self.self_attn, self.mlp = _Attention(config), Qwen3MLP(config)
+        self.self_attn, self.mlp = _BlockAttention(config), Qwen3MLP(config)
 
     def forward(self, x: Tensor, context: Tensor, rotations: tuple[Any, Any], visible: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), context, rotations, visible)
@@ -130,7 +130,7 @@ class DFlashModule(nn.Module):
         self.register_buffer("embed", embed.detach(), persistent=False)
         self.fc = nn.Linear(num_states * embed.shape[1], config.hidden_size, bias=False)
         self.hidden_norm, self.norm = (Qwen3RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(2))
-        self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(_BlockLayer(config) for _ in range(config.num_hidden_layers))
         self.lm_head = nn.Linear(config.hidden_size, rows, bias=False)
         self._rotary = Qwen3RotaryEmbedding(config)
 
@@ -152,14 +152,14 @@ class DFlashModule(nn.Module):
         ids[:, :, 0] = tokens.gather(1, roots)
         steps = torch.arange(BLOCK, dtype=torch.int64, device=tokens.device)
         positions = torch.arange(length, dtype=torch.int64, device=tokens.device)
-        places = (roots[:, :, None] + steps).flatten(1)
+        row_positions = (roots[:, :, None] + steps).flatten(1)
         before = positions[None, None] < roots[:, :, None].expand(-1, -1, BLOCK).reshape(batch, -1, 1)
         block = torch.arange(count, dtype=torch.int64, device=tokens.device).repeat_interleave(BLOCK)
-        same = (block[:, None] == block[None]).expand(batch, -1, -1)
-        visible = torch.cat((before, same), 2)[:, None]
+        same_block = (block[:, None] == block[None]).expand(batch, -1, -1)
+        visible = torch.cat((before, same_block), 2)[:, None]
         x = F.embedding(ids.flatten(1), self.embed).to(context.dtype)
-        both = torch.cat((positions.expand(batch, -1), places), 1)
-        rotations = self._rotary(x, places), self._rotary(x, both)
+        key_positions = torch.cat((positions.expand(batch, -1), row_positions), 1)
+        rotations = self._rotary(x, row_positions), self._rotary(x, key_positions)
         for layer in self.layers:
             x = layer(x, context, rotations, visible)
         normed: Tensor = self.norm(x)
@@ -185,20 +185,20 @@ def make_dflash(target: Any, target_ids: np.ndarray, num_states: int) -> DFlashM
         vocab_size=target.config.vocab_size,
         tie_word_embeddings=False,
     )
-    decoder, known = target.get_decoder(), torch.from_numpy(target_ids[:-1])
-    draft = DFlashModule(config, target.get_input_embeddings().weight, num_states, mask_token_of(target), len(known))
+    decoder, vocab = target.get_decoder(), torch.from_numpy(target_ids[:-1])
+    draft = DFlashModule(config, target.get_input_embeddings().weight, num_states, mask_token_of(target), len(vocab))
     with torch.no_grad():
         nn.init.zeros_(draft.fc.weight)[:, -config.hidden_size :].fill_diagonal_(1.0)
-        draft.lm_head.weight.copy_(target.get_output_embeddings().weight[known.to(draft.embed.device)])
+        draft.lm_head.weight.copy_(target.get_output_embeddings().weight[vocab.to(draft.embed.device)])
         draft.norm.weight.copy_(decoder.norm.weight)
         last = decoder.layers[-len(draft.layers) :]
         draft.hidden_norm.weight.copy_(last[0].input_layernorm.weight)
-        own: Any
-        for own, layer in zip(draft.layers, last, strict=True):
-            own.load_state_dict(layer.state_dict(), strict=False)
+        draft_layer: Any
+        for draft_layer, layer in zip(draft.layers, last, strict=True):
+            draft_layer.load_state_dict(layer.state_dict(), strict=False)
             if hasattr(layer.self_attn, "q_norm"):
                 continue
-            new, old, gain = own.self_attn, layer.self_attn, layer.input_layernorm.weight.float()
+            new, old, gain = draft_layer.self_attn, layer.self_attn, layer.input_layernorm.weight.float()
             for norm, projection in ((new.q_norm, old.q_proj), (new.k_norm, old.k_proj)):
                 # The expected size of this projection of normalised rows, which the head norm would otherwise remove.
                 norm.weight.fill_(float((projection.weight.float() * gain).square().sum(1).mean().sqrt()))
@@ -222,17 +222,19 @@ def dflash_loss(draft: DFlashModule, curriculum: Curriculum, states: TargetState
         with mixed_precision(batch.inputs.device):
             hidden = draft(states.of(batch), batch.tokens, roots.positions)
         for depth in range(1, BLOCK):
-            logits, part = logits_of(draft, hidden, batch, roots, depth)
-            own = float(np.exp(-(depth - 1) / DECAY))
-            total = total + own * distillation_losses(logits, part).sum()
-            weight += own * len(logits)
+            logits, targets = logits_of(draft, hidden, batch, roots, depth)
+            depth_weight = float(np.exp(-(depth - 1) / DECAY))
+            total = total + depth_weight * distillation_losses(logits, targets).sum()
+            weight += depth_weight * len(logits)
             if depth == 1:
-                hits += float((logits.detach().argmax(1) == part.ids[:, 0]).sum())
+                hits += float((logits.detach().argmax(1) == targets.ids[:, 0]).sum())
                 count += len(logits)
     return StepLoss(total / weight, count, hits / count)
 
 
-def logits_of(draft: DFlashModule, hidden: Tensor, batch: Batch, roots: Roots, depth: int) -> tuple[Tensor, Batch]:
+def logits_of(
+    draft: DFlashModule, hidden: Tensor, batch: LessonBatch, roots: Roots, depth: int
+) -> tuple[Tensor, LessonBatch]:
     """Return a depth's logits, float32 [targets, rows], and the batch of these targets.
 
     Args:
@@ -241,11 +243,11 @@ def logits_of(draft: DFlashModule, hidden: Tensor, batch: Batch, roots: Roots, d
         batch, roots: the lessons, and the blocks' roots.
         depth: of the predicted tokens.
     """
-    found, index = roots.targets(depth)
+    valid, index = roots.targets(depth)
     with mixed_precision(batch.inputs.device):
-        logits = draft.lm_head(hidden[:, :, depth][found]).float()
-    return logits, Batch(
-        batch.lessons, batch.tokens, batch.inputs, batch.places[index], batch.ids[index], batch.probs[index]
+        logits = draft.lm_head(hidden[:, :, depth][valid]).float()
+    return logits, LessonBatch(
+        batch.lessons, batch.tokens, batch.inputs, batch.positions[index], batch.ids[index], batch.probs[index]
     )
 
 
@@ -259,8 +261,8 @@ def dflash_agreement(draft: DFlashModule, curriculum: Curriculum, states: Target
         roots = draw_roots(batch, EVALUATED_ROOTS, (curriculum.seed, 6, start))
         with mixed_precision(batch.inputs.device):
             hidden = draft(states.of(batch), batch.tokens, roots.positions)
-        logits, part = logits_of(draft, hidden, batch, roots, 1)
-        hits += int((logits.argmax(1) == part.ids[:, 0]).sum())
+        logits, targets = logits_of(draft, hidden, batch, roots, 1)
+        hits += int((logits.argmax(1) == targets.ids[:, 0]).sum())
         count += len(logits)
     return hits / count
 

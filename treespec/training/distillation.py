@@ -19,14 +19,14 @@ ARGMAX_SHARE = 0.3  # weight of the cross-entropy to the target's most likely to
 
 
 @dataclass(frozen=True)
-class Batch:
+class LessonBatch:
     """Lessons as rows, padded at the end.
 
     Attributes:
         lessons: int64 [rows], their indices.
         tokens: int64 [rows, length], of the target.
         inputs: int64 [rows, length], draft rows of the tokens.
-        places: int64 [targets, 2], row and position that predict each target.
+        positions: int64 [targets, 2], row and position that predict each target.
         ids: int64 [targets, TOP], draft rows of the target's most likely tokens; the last row for those it lacks.
         probs: float32 [targets, TOP], their probabilities, 0 for those it lacks.
     """
@@ -34,7 +34,7 @@ class Batch:
     lessons: np.ndarray
     tokens: Tensor
     inputs: Tensor
-    places: Tensor
+    positions: Tensor
     ids: Tensor
     probs: Tensor
 
@@ -79,29 +79,29 @@ class Curriculum:
         result.odds = odds
         return result
 
-    def batches(self, step: int) -> list[Batch]:
+    def batches(self, step: int) -> list[LessonBatch]:
         """Return a step's lessons in batches of similar length, which have little padding."""
-        chosen = np.random.default_rng((self.seed, 2, step)).choice(len(self.lessons), self.count, p=self.odds)
-        ordered = chosen[np.argsort(np.diff(self.lessons.starts)[chosen], kind="stable")]
-        return [self.of(part) for part in np.array_split(ordered, -(-len(ordered) // BATCH_ROWS))]
+        drawn = np.random.default_rng((self.seed, 2, step)).choice(len(self.lessons), self.count, p=self.odds)
+        ordered = drawn[np.argsort(np.diff(self.lessons.starts)[drawn], kind="stable")]
+        return [self.of(group) for group in np.array_split(ordered, -(-len(ordered) // BATCH_ROWS))]
 
-    def of(self, chosen: Sequence[int] | np.ndarray) -> Batch:
+    def of(self, indices: Sequence[int] | np.ndarray) -> LessonBatch:
         """Return these lessons as a batch; long prompts lose their beginning."""
-        lessons, windows, places, targets = self.lessons, [], [], []
-        for row, i in enumerate(chosen):
+        lessons, windows, positions, targets = self.lessons, [], [], []
+        for row, i in enumerate(indices):
             length, start = int(self.window_lengths[i]), int(lessons.starts[i] + self._cuts[i])
             first = int(lessons.firsts[i] - self._cuts[i])
             count = length + 1 - first
             windows.append(lessons.tokens[start : start + length])
-            places.append(np.stack((np.full(count, row), first - 1 + np.arange(count)), 1))
+            positions.append(np.stack((np.full(count, row), first - 1 + np.arange(count)), 1))
             targets.append(self._targets[i] + np.arange(count))
         tokens = np.zeros((len(windows), max(map(len, windows))), dtype=np.int64)
         inputs = np.zeros_like(tokens)
         for row, window in enumerate(windows):
             tokens[row, : len(window)], inputs[row, : len(window)] = window, self._rows[window]
         index = np.concatenate(targets)
-        arrays = tokens, inputs, np.concatenate(places), self._ids[index], self._probs[index]
-        return Batch(np.asarray(chosen), *(torch.from_numpy(array).to(self.device) for array in arrays))
+        arrays = tokens, inputs, np.concatenate(positions), self._ids[index], self._probs[index]
+        return LessonBatch(np.asarray(indices), *(torch.from_numpy(array).to(self.device) for array in arrays))
 
     def loss(self, model: nn.Module, step: int) -> StepLoss:
         """Return the loss of a step's lessons, over all target positions."""
@@ -111,25 +111,25 @@ class Curriculum:
             logits = logits_at(model, batch)
             total = total + distillation_losses(logits, batch).sum()
             hits = hits + (logits.detach().argmax(1) == batch.ids[:, 0]).sum()
-            count += len(batch.places)
+            count += len(batch.positions)
         return StepLoss(total / count, count, float(hits) / count)
 
 
-def logits_at(model: Any, batch: Batch) -> Tensor:
+def logits_at(model: Any, batch: LessonBatch) -> Tensor:
     """Return the draft's logits at the target positions, float32 [targets, rows], the row of other tokens left out."""
     with mixed_precision(batch.inputs.device):
         hidden = model.get_decoder()(input_ids=batch.inputs, use_cache=False).last_hidden_state
-        logits: Tensor = model.get_output_embeddings()(hidden[batch.places[:, 0], batch.places[:, 1]])
+        logits: Tensor = model.get_output_embeddings()(hidden[batch.positions[:, 0], batch.positions[:, 1]])
     return logits[:, :-1].float()
 
 
-def distillation_losses(logits: Tensor, batch: Batch) -> Tensor:
+def distillation_losses(logits: Tensor, batch: LessonBatch) -> Tensor:
     """Return the loss of each target position, [targets], from `logits_at`.
 
     Cross-entropy to the target's distribution, restricted to the draft's vocabulary, and to its most likely token.
     """
-    known = batch.ids.clamp(max=logits.shape[1] - 1)
-    logprobs = logits.gather(1, known) - logits.logsumexp(1, keepdim=True)
+    top_ids = batch.ids.clamp(max=logits.shape[1] - 1)
+    logprobs = logits.gather(1, top_ids) - logits.logsumexp(1, keepdim=True)
     soft = -(batch.probs * logprobs).sum(1)
     hard = -logprobs[:, 0] * (batch.ids[:, 0] < logits.shape[1])
     return (1 - ARGMAX_SHARE) * soft + ARGMAX_SHARE * hard
@@ -150,7 +150,7 @@ class Fit:
 
 @torch.inference_mode()
 def evaluate(
-    model: nn.Module, curriculum: Curriculum, logits: Callable[[Any, Batch], Tensor] = logits_at, size: int = 16
+    model: nn.Module, curriculum: Curriculum, logits: Callable[[Any, LessonBatch], Tensor] = logits_at, size: int = 16
 ) -> Fit:
     """Evaluate a draft on all lessons of a curriculum.
 
@@ -164,7 +164,7 @@ def evaluate(
     hits, missed, count = [], list[np.ndarray](), len(curriculum.lessons)
     for start in range(0, count, size):
         batch = curriculum.of(range(start, min(start + size, count)))
-        rows, first = batch.places[:, 0].cpu().numpy(), batch.ids[:, 0].cpu().numpy()
+        rows, first = batch.positions[:, 0].cpu().numpy(), batch.ids[:, 0].cpu().numpy()
         hit = logits(model, batch).argmax(1).cpu().numpy() == first
         hits.append(hit)
         missed += [first[~hit & (rows == row)] for row in range(len(batch.inputs))]

@@ -27,16 +27,16 @@ def choose_vocabulary(lessons: Lessons, target_size: int, ends: tuple[int, ...],
     counts = np.zeros(target_size)
     np.add.at(counts, lessons.top_ids.ravel(), np.exp(lessons.top_logprobs.astype(np.float32)).ravel())
     sequences = np.repeat(np.arange(len(lessons)), np.diff(lessons.starts))
-    place = np.arange(len(lessons.tokens)) - lessons.starts[sequences]
-    is_prompt = place < lessons.firsts[sequences]
+    position = np.arange(len(lessons.tokens)) - lessons.starts[sequences]
+    is_prompt = position < lessons.firsts[sequences]
     np.add.at(counts, lessons.tokens[is_prompt], PROMPT_WEIGHT)
     counts[list(ends)] = 0.0
     order = np.argsort(-counts, kind="stable")
     size = int(np.searchsorted(np.cumsum(counts[order]), COVERAGE * counts.sum())) + 1
     room = min(most - 1, target_size)
-    known = min(-(-(size + len(ends)) // MULTIPLE) * MULTIPLE, room // MULTIPLE * MULTIPLE or room)
-    chosen = [*ends, *order[~np.isin(order, ends)][: known - len(ends)]]
-    return np.concatenate([np.sort(chosen), [-1]])
+    num_known = min(-(-(size + len(ends)) // MULTIPLE) * MULTIPLE, room // MULTIPLE * MULTIPLE or room)
+    token_ids = [*ends, *order[~np.isin(order, ends)][: num_known - len(ends)]]
+    return np.concatenate([np.sort(token_ids), [-1]])
 
 
 def rows_of_tokens(target_ids: np.ndarray, target_size: int) -> np.ndarray:

@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from treespec.errors import ModelError
-from treespec.training.distillation import Batch, Curriculum, distillation_losses, evaluate
+from treespec.training.distillation import Curriculum, LessonBatch, distillation_losses, evaluate
 from treespec.training.loop import StepLoss, mixed_precision
 from treespec.training.target_states import TargetStates
 
@@ -58,7 +58,7 @@ def head_config(target: PreTrainedConfig, rows: int) -> LlamaConfig:
     )
 
 
-class _Attention(nn.Module):
+class _PairAttention(nn.Module):
     """Attention of a head's layer, whose queries, keys and values are projections of an embedding and a feature."""
 
     def __init__(self, config: LlamaConfig):
@@ -92,7 +92,7 @@ class _Attention(nn.Module):
         kept.append((k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)))
         depth, scale, pairs = len(kept) - 1, self.head_dim**-0.5, x.shape[1]
         above = [
-            tuple(F.pad(each, (0, 0, depth - d, 0))[:, :, :pairs] for each in kept[d]) for d in range(1, depth + 1)
+            tuple(F.pad(tensor, (0, 0, depth - d, 0))[:, :, :pairs] for tensor in kept[d]) for d in range(1, depth + 1)
         ]
         keys, values = kept[0]
         hidden = torch.ones(pairs, pairs, dtype=torch.bool, device=x.device).triu(1 - depth)
@@ -106,7 +106,7 @@ class _Attention(nn.Module):
         return attended
 
 
-class _Layer(nn.Module):
+class _PairLayer(nn.Module):
     """A head's decoder layer; the residual stream begins with the feature."""
 
     def __init__(self, config: LlamaConfig):
@@ -114,7 +114,7 @@ class _Layer(nn.Module):
         self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = (
             LlamaRMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(3)
         )
-        self.self_attn, self.mlp = _Attention(config), LlamaMLP(config)
+        self.self_attn, self.mlp = _PairAttention(config), LlamaMLP(config)
 
     def forward(
         self, embedded: Tensor, features: Tensor, rotation: tuple[Tensor, Tensor], kept: list[tuple[Tensor, Tensor]]
@@ -125,7 +125,7 @@ class _Layer(nn.Module):
         return result
 
 
-class Eagle3Head(nn.Module):
+class Eagle3Module(nn.Module):
     """A draft head: a decoder layer over a token's embedding and the *feature* of the token before it, a pair.
 
     The feature after a verified token is a projection of the target's hidden states; after a drafted one it is the
@@ -145,7 +145,7 @@ class Eagle3Head(nn.Module):
         self.config = config
         self.register_buffer("embed", embed.detach(), persistent=False)
         self.fc = nn.Linear(num_states * embed.shape[1], hidden, bias=False)
-        self.midlayer, self.norm = _Layer(config), LlamaRMSNorm(hidden, config.rms_norm_eps)
+        self.midlayer, self.norm = _PairLayer(config), LlamaRMSNorm(hidden, config.rms_norm_eps)
         self.lm_head = nn.Linear(hidden, config.vocab_size, bias=False)
         self._rotary = LlamaRotaryEmbedding(config)
 
@@ -171,7 +171,7 @@ class Eagle3Head(nn.Module):
             features = F.pad(out, (0, 0, 1, 0))[:, :-1]
 
 
-def make_head(target: Any, target_ids: np.ndarray, num_states: int) -> Eagle3Head:
+def make_head(target: Any, target_ids: np.ndarray, num_states: int) -> Eagle3Module:
     """Return an untrained head with the target's final norm and its head's rows, in float32.
 
     Its feature begins as the last state that it reads.
@@ -182,54 +182,56 @@ def make_head(target: Any, target_ids: np.ndarray, num_states: int) -> Eagle3Hea
         num_states: layers of the target that the head reads.
     """
     config = head_config(target.config, len(target_ids) - 1)
-    head = Eagle3Head(config, target.get_input_embeddings().weight, num_states)
-    known = torch.from_numpy(target_ids[:-1]).to(head.embed.device)
+    head = Eagle3Module(config, target.get_input_embeddings().weight, num_states)
+    token_ids = torch.from_numpy(target_ids[:-1]).to(head.embed.device)
     with torch.no_grad():
         for parameter in head.parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=0.02)
         head.fc.weight.zero_()
         head.fc.weight[:, -config.hidden_size :].fill_diagonal_(1.0)
-        head.lm_head.weight.copy_(target.get_output_embeddings().weight[known])
+        head.lm_head.weight.copy_(target.get_output_embeddings().weight[token_ids])
         head.norm.weight.copy_(target.get_decoder().norm.weight)
     return head
 
 
-def logits_of(head: Eagle3Head, batch: Batch, states: TargetStates, depths: int) -> Iterator[tuple[Tensor, Batch]]:
+def logits_of(
+    head: Eagle3Module, batch: LessonBatch, states: TargetStates, depths: int
+) -> Iterator[tuple[Tensor, LessonBatch]]:
     """Yield a head's logits, float32 [targets, rows], and the batch of these targets, by depth."""
-    pairs = batch.places[:, 1] - 1
+    pairs = batch.positions[:, 1] - 1
     read = states.of(batch)[:, :-1]
     with mixed_precision(batch.inputs.device):
         for depth, hidden in enumerate(head(read, batch.tokens, depths)):
-            found = pairs >= depth
-            rows, at = batch.places[found, 0], pairs[found]
-            part = replace(batch, places=batch.places[found], ids=batch.ids[found], probs=batch.probs[found])
-            yield head.lm_head(hidden[rows, at]).float(), part
+            valid = pairs >= depth
+            rows, columns = batch.positions[valid, 0], pairs[valid]
+            targets = replace(batch, positions=batch.positions[valid], ids=batch.ids[valid], probs=batch.probs[valid])
+            yield head.lm_head(hidden[rows, columns]).float(), targets
 
 
-def head_loss(head: Eagle3Head, curriculum: Curriculum, states: TargetStates, step: int) -> StepLoss:
+def head_loss(head: Eagle3Module, curriculum: Curriculum, states: TargetStates, step: int) -> StepLoss:
     """Return the loss of a step's lessons, the mean over the depths' positions, each weighted by its depth."""
     total, weight, hits, count = torch.zeros(1, dtype=torch.float32, device=curriculum.device)[0], 0.0, 0.0, 0
     for batch in curriculum.batches(step):
-        for depth, (logits, part) in enumerate(logits_of(head, batch, states, DEPTHS)):
-            total = total + DECAY**depth * distillation_losses(logits, part).sum()
-            weight += DECAY**depth * len(part.places)
+        for depth, (logits, targets) in enumerate(logits_of(head, batch, states, DEPTHS)):
+            total = total + DECAY**depth * distillation_losses(logits, targets).sum()
+            weight += DECAY**depth * len(targets.positions)
             if depth == 0:
-                hits += float((logits.detach().argmax(1) == part.ids[:, 0]).sum())
-                count += len(part.places)
+                hits += float((logits.detach().argmax(1) == targets.ids[:, 0]).sum())
+                count += len(targets.positions)
     return StepLoss(total / weight, count, hits / count)
 
 
-def head_agreement(head: Eagle3Head, curriculum: Curriculum, states: TargetStates) -> float:
+def head_agreement(head: Eagle3Module, curriculum: Curriculum, states: TargetStates) -> float:
     """Return the share of the lessons' target tokens that a head predicts after verified ones."""
 
-    def logits(model: Any, batch: Batch) -> Tensor:
+    def logits(model: Any, batch: LessonBatch) -> Tensor:
         return next(logits_of(model, batch, states, 1))[0]
 
     return float(evaluate(head, curriculum, logits).hits.mean())
 
 
-def write_head(head: Eagle3Head, folder: Path, target_ids: np.ndarray, target: PreTrainedConfig) -> None:
+def write_head(head: Eagle3Module, folder: Path, target_ids: np.ndarray, target: PreTrainedConfig) -> None:
     """Write a head in SpecForge's layout, in bfloat16.
 
     Args:

@@ -68,24 +68,24 @@ class Lessons:
         return cls.concatenate(shards)
 
     @classmethod
-    def concatenate(cls, parts: Sequence["Lessons"]) -> "Lessons":
+    def concatenate(cls, shards: Sequence["Lessons"]) -> "Lessons":
         """Concatenate lessons."""
-        lengths = np.concatenate([np.diff(part.starts) for part in parts])
-        joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in cls.__dataclass_fields__}
+        lengths = np.concatenate([np.diff(shard.starts) for shard in shards])
+        joined = {name: np.concatenate([getattr(shard, name) for shard in shards]) for name in cls.__dataclass_fields__}
         return cls(**joined | {"starts": np.concatenate([[0], np.cumsum(lengths)])})
 
-    def select(self, chosen: np.ndarray) -> "Lessons":
+    def select(self, indices: np.ndarray) -> "Lessons":
         """Return the sequences with these indices."""
         targets = self.targets
-        pieces = [slice(self.starts[i], self.starts[i + 1]) for i in chosen]
-        rows = [slice(targets[i], targets[i + 1]) for i in chosen]
+        pieces = [slice(self.starts[i], self.starts[i + 1]) for i in indices]
+        rows = [slice(targets[i], targets[i + 1]) for i in indices]
         return Lessons(
             np.concatenate([self.tokens[piece] for piece in pieces]),
             np.concatenate([[0], np.cumsum([piece.stop - piece.start for piece in pieces])]),
-            self.firsts[chosen],
+            self.firsts[indices],
             np.concatenate([self.top_ids[row] for row in rows]),
             np.concatenate([self.top_logprobs[row] for row in rows]),
-            self.groups[chosen],
+            self.groups[indices],
         )
 
 
@@ -119,17 +119,17 @@ class LessonWriter:
         repeat, with other beginnings and seeds and the two ways exchanged.
         """
         rng = np.random.default_rng((self.seed, 1, number))
-        repeats, places = np.divmod(np.arange(PER_SHARD) + number * PER_SHARD, len(self.prompts))
-        chosen = [self.prompts[i] for i in self._order[places]]
-        tokens = [self._encode(prompt, rng) for prompt in chosen]
+        repeats, indices = np.divmod(np.arange(PER_SHARD) + number * PER_SHARD, len(self.prompts))
+        prompts = [self.prompts[i] for i in self._order[indices]]
+        tokens = [self._encode(prompt, rng) for prompt in prompts]
         common: dict[str, Any] = {"max_tokens": self.max_tokens, "logprobs": TOP, "detokenize": False}
-        own = self.llm.get_default_sampling_params().temperature or 0.7
+        temperature = self.llm.get_default_sampling_params().temperature or 0.7
         params = [
-            SamplingParams(temperature=own if sampled else 0.0, seed=int(rng.integers(2**31)), **common)
-            for sampled in (places + repeats) % 2
+            SamplingParams(temperature=temperature if sampled else 0.0, seed=int(rng.integers(2**31)), **common)
+            for sampled in (indices + repeats) % 2
         ]
-        outputs = self.llm.generate([{"prompt_token_ids": each} for each in tokens], params, spec="off")
-        lessons = _collect(outputs, [prompt.group for prompt in chosen])
+        outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in tokens], params, spec="off")
+        lessons = _collect(outputs, [prompt.group for prompt in prompts])
         lessons.save(shard_path(self.folder, number))
         return int(lessons.generated.sum())
 

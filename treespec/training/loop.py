@@ -89,7 +89,7 @@ class Budget:
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     """Counters of a checkpoint: optimizer steps, tokens trained on, seconds of training without pauses."""
 
     step: int = 0
@@ -113,7 +113,7 @@ def optimizers_for(model: nn.Module) -> list[torch.optim.Optimizer]:
     ends = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     ends.append(model.get_output_embeddings())  # type: ignore[operator]
     embeddings = list({id(end.weight): end.weight for end in ends}.values())  # one if they are tied
-    matrices = [p for p in model.parameters() if p.ndim == 2 and all(p is not each for each in embeddings)]
+    matrices = [p for p in model.parameters() if p.ndim == 2 and all(p is not embedding for embedding in embeddings)]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": embeddings, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     return [
@@ -127,7 +127,9 @@ def mixed_precision(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=not is_slow(torch.bfloat16, device))
 
 
-def save_checkpoint(path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], progress: Progress) -> None:
+def save_checkpoint(
+    path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], progress: TrainingProgress
+) -> None:
     """Write all state of a resumable run.
 
     Windows and noise depend only on (seed, step), so the checkpoint has no generator state.
@@ -141,18 +143,18 @@ def save_checkpoint(path: Path, model: nn.Module, optimizers: list[torch.optim.O
         torch.save(state, temporary)
 
 
-def load_checkpoint(path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Progress:
+def load_checkpoint(path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> TrainingProgress:
     """Load a checkpoint written by `save_checkpoint` into model and optimizers."""
     state = torch.load(path, map_location="cpu", weights_only=True)
     model.load_state_dict(state["model"])
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(saved)
-    return Progress(**state["progress"])
+    return TrainingProgress(**state["progress"])
 
 
-def read_progress(path: Path) -> Progress:
+def read_progress(path: Path) -> TrainingProgress:
     """Read the progress of a checkpoint."""
-    return Progress(**torch.load(path, map_location="cpu", weights_only=True, mmap=True)["progress"])
+    return TrainingProgress(**torch.load(path, map_location="cpu", weights_only=True, mmap=True)["progress"])
 
 
 def train(
@@ -164,7 +166,7 @@ def train(
     checkpoint: Path,
     pause: PauseRequest,
     held_out: Callable[[nn.Module], float] | None = None,
-) -> Progress:
+) -> TrainingProgress:
     """Train until the budget is spent, from `checkpoint` if it exists.
 
     Args:
@@ -181,7 +183,7 @@ def train(
         Paused: a signal arrived; the checkpoint holds the state after the last complete step.
     """
     optimizers = optimizers_for(model)
-    progress = load_checkpoint(checkpoint, model, optimizers) if checkpoint.exists() else Progress()
+    progress = load_checkpoint(checkpoint, model, optimizers) if checkpoint.exists() else TrainingProgress()
     model.train()
     log = ProgressLog(name, progress, budget)
     last_save = time.monotonic()
@@ -226,18 +228,18 @@ class ProgressLog:
         held_out: latest agreement on held-out data; None if there is none.
     """
 
-    def __init__(self, name: str, progress: Progress, budget: Budget | None = None) -> None:
+    def __init__(self, name: str, progress: TrainingProgress, budget: Budget | None = None) -> None:
         self.name, self.budget = name, budget
         self.held_out: float | None = None
         self.bar = tqdm(total=1000, desc=name, disable=not sys.stderr.isatty(), bar_format="{l_bar}{bar}{postfix}")
         self._begin(progress)
 
-    def _begin(self, progress: Progress) -> None:
+    def _begin(self, progress: TrainingProgress) -> None:
         """Start a new interval."""
         self.since, self.tokens = time.monotonic(), progress.tokens
         self.losses, self.agreements = list[float](), list[float]()
 
-    def update(self, done: float, progress: Progress, loss: StepLoss | None = None) -> None:
+    def update(self, done: float, progress: TrainingProgress, loss: StepLoss | None = None) -> None:
         """Add one step's figures, and print them if the interval has passed."""
         if loss is not None:
             self.losses.append(loss.mean.item())
@@ -251,9 +253,9 @@ class ProgressLog:
                 figures.append(f"{name} {sum(values) / len(values):.3f}")
         if self.held_out is not None:
             figures.append(f"on held-out lessons {self.held_out:.3f}")
-        left = None if self.budget is None else self.budget.seconds_left(done, progress.elapsed)
-        if left is not None:
-            figures.append(f"{left / 60:.1f} min left")
+        seconds_left = None if self.budget is None else self.budget.seconds_left(done, progress.elapsed)
+        if seconds_left is not None:
+            figures.append(f"{seconds_left / 60:.1f} min left")
         if self.bar.disable:
             print(time.strftime("%H:%M:%S"), f"{self.name}: {done:.1%},", ", ".join(figures), flush=True)
         else:

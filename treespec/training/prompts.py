@@ -36,26 +36,26 @@ def read_training_prompts(paths: Sequence[Path], chat: bool) -> list[TrainingPro
     Raises:
         ConfigError: an invalid entry, or no text in any file. OSError: a path does not exist.
     """
-    found: list[TrainingPrompt] = []
+    prompts: list[TrainingPrompt] = []
     skipped = 0
     for root in paths:
         if not root.exists():
             raise FileNotFoundError(f"{root} does not exist; give files or folders with text")
-        for path in sorted(each for each in root.rglob("*") if each.is_file()) if root.is_dir() else [root]:
-            parts = path.relative_to(root).parts if root.is_dir() else ()
-            group = parts[0] if len(parts) > 1 else path.stem
-            before = len(found)
+        for path in sorted(file for file in root.rglob("*") if file.is_file()) if root.is_dir() else [root]:
+            folders = path.relative_to(root).parts if root.is_dir() else ()
+            group = folders[0] if len(folders) > 1 else path.stem
+            before = len(prompts)
             if path.suffix in LISTS:
-                for each in read_prompts(path, chat):
-                    cut = list(_passages(each.content)) if isinstance(each.content, str) else [each.content]
-                    found += [TrainingPrompt(part, each.kind or group) for part in cut]
+                for entry in read_prompts(path, chat):
+                    cut = list(_passages(entry.content)) if isinstance(entry.content, str) else [entry.content]
+                    prompts += [TrainingPrompt(passage, entry.kind or group) for passage in cut]
             else:
-                found += [TrainingPrompt(part, group) for part in _passages(_read_text(path))]
-            skipped += len(found) == before
-    if not found:
+                prompts += [TrainingPrompt(passage, group) for passage in _passages(_read_text(path))]
+            skipped += len(prompts) == before
+    if not prompts:
         names = ", ".join(map(str, paths))
         raise ConfigError(f"--data {names}: {skipped} files, none with text; give UTF-8 texts, or JSON lines; {VALID}")
-    return found
+    return prompts
 
 
 def _read_text(path: Path) -> str:

@@ -114,9 +114,9 @@ def measure_drafts(
         speeds, ratios, accepted, lookup_alone = [], [], 0, 0
         for _ in range(REPEATS):
             _, plain, tokens = decode("off")
-            outputs, seconds, own = decode(SpecConfig())
+            outputs, seconds, drafted = decode(SpecConfig())
             total = sum(map(len, tokens))
-            differing += sum(a != b for a, b in zip(own, tokens, strict=True))
+            differing += sum(a != b for a, b in zip(drafted, tokens, strict=True))
             rates.append(total / plain)
             speeds.append(total / seconds)
             ratios.append(plain / seconds)

@@ -24,7 +24,7 @@ from treespec.training.eagle3 import head_config, head_layers
 from treespec.training.files import replacing, write_json
 from treespec.training.head_kinds import HEAD_KINDS
 from treespec.training.lessons import Lessons, LessonWriter, shard_path
-from treespec.training.loop import Budget, Paused, PauseRequest, Progress, ProgressLog, StepLoss, train
+from treespec.training.loop import Budget, Paused, PauseRequest, ProgressLog, StepLoss, TrainingProgress, train
 from treespec.training.prompts import read_training_prompts
 from treespec.training.report import TrainingReport, measure_drafts
 from treespec.training.settings import LEAST_ROWS, TrainingSettings
@@ -105,19 +105,19 @@ class TrainingRun:
             Paused: a stop was requested; the drafts trained so far are written to `out`.
         """
         lessons = self.make_lessons()
-        held = held_out(len(lessons), self.settings.seed)
+        is_held_out = held_out(len(lessons), self.settings.seed)
         target_ids, shape = self.choose_shape(lessons)
         if self.settings.head is not None:
-            return self.train_head(lessons, held, target_ids)
-        self._watched = self.curriculum(lessons.select(np.flatnonzero(held)[:WATCHED]), target_ids)
-        curriculum = self.curriculum(lessons.select(np.flatnonzero(~held)), target_ids)
+            return self.train_head(lessons, is_held_out, target_ids)
+        self._watched = self.curriculum(lessons.select(np.flatnonzero(is_held_out)[:WATCHED]), target_ids)
+        curriculum = self.curriculum(lessons.select(np.flatnonzero(~is_held_out)), target_ids)
         try:
             generalist = self.train_generalist(curriculum, self.read_texts(target_ids), target_ids, shape)
             students = self.train_specialists(curriculum, generalist, shape)
         except Paused:
             self.export(self._trained, target_ids)
             raise
-        return self.finish(students, lessons.select(np.flatnonzero(held)), target_ids)
+        return self.finish(students, lessons.select(np.flatnonzero(is_held_out)), target_ids)
 
     def earlier_lessons(self, out: Path) -> Lessons:
         """Return the lessons of another run; if `tokens` is given, as many shards as have that many tokens.
@@ -125,10 +125,10 @@ class TrainingRun:
         Raises:
             ConfigError: there are none, or they are of another vocabulary.
         """
-        folder, shards, found = out / "work" / "lessons", list[Lessons](), 0
-        while shard_path(folder, len(shards)).exists() and found < (self.settings.tokens or math.inf):
+        folder, shards, num_tokens = out / "work" / "lessons", list[Lessons](), 0
+        while shard_path(folder, len(shards)).exists() and num_tokens < (self.settings.tokens or math.inf):
             shards.append(Lessons.load([shard_path(folder, len(shards))]))
-            found += int(shards[-1].generated.sum())
+            num_tokens += int(shards[-1].generated.sum())
         if not shards:
             raise ConfigError(f"{out} has no lessons; give the output folder of an earlier run")
         lessons = Lessons.concatenate(shards)
@@ -146,7 +146,7 @@ class TrainingRun:
         if settings.lessons is not None:
             return self.earlier_lessons(Path(settings.lessons))
         state = self.work / "lessons.json"
-        progress = Progress(**json.loads(state.read_text())) if state.exists() else Progress()
+        progress = TrainingProgress(**json.loads(state.read_text())) if state.exists() else TrainingProgress()
 
         budget = Budget(LESSON_SHARE * (settings.minutes or 0.0))
 
@@ -196,16 +196,16 @@ class TrainingRun:
                 layers, hidden = choose_size(self.target, write, config, settings.layers, settings.hidden, self.options)
             else:
                 layers, hidden = 1, None
-            known = len(target_ids) - 1
+            rows = len(target_ids) - 1
             if settings.head is None:
                 width = hidden or config.hidden_size
-                logger.info("drafts of %d layers, width %d, %d of %d tokens", layers, width, known, self.target_size)
+                logger.info("drafts of %d layers, width %d, %d of %d tokens", layers, width, rows, self.target_size)
             else:
-                logger.info("%s head of %d of %d tokens", settings.head, known, self.target_size)
+                logger.info("%s head of %d of %d tokens", settings.head, rows, self.target_size)
             with replacing(file) as temporary, temporary.open("wb") as opened:
                 np.savez(opened, target_ids=target_ids, layers=layers, hidden=hidden or 0)
-        with np.load(file) as found:
-            target_ids, layers, hidden = found["target_ids"], int(found["layers"]), int(found["hidden"]) or None
+        with np.load(file) as arrays:
+            target_ids, layers, hidden = arrays["target_ids"], int(arrays["layers"]), int(arrays["hidden"]) or None
         return target_ids, StudentShape(layers, len(target_ids), hidden)
 
     @property
@@ -263,8 +263,8 @@ class TrainingRun:
     def _budget(self, share: float, lessons: Lessons) -> Budget:
         """Return the budget of a stage with this share of the training."""
         if self.settings.minutes is not None:
-            own = 1.0 if self.settings.lessons is not None else 1 - LESSON_SHARE
-            return Budget(self.settings.minutes * own * share)
+            fraction = 1.0 if self.settings.lessons is not None else 1 - LESSON_SHARE
+            return Budget(self.settings.minutes * fraction * share)
         drafts = self.settings.ssms if self.settings.head is None else 1
         steps = EPOCHS * drafts * int(lessons.generated.sum()) / STEP_TOKENS
         return Budget(0.0, max(round(steps * share), 4))
@@ -304,7 +304,7 @@ class TrainingRun:
         budget: Budget,
         rate: float,
         texts: Texts | None = None,
-    ) -> Progress:
+    ) -> TrainingProgress:
         def loss(model: Any, step: int, done: float) -> StepLoss:
             if texts is not None and texts.is_text_step(step, done):
                 return texts.loss(model, step)
@@ -329,39 +329,39 @@ class TrainingRun:
             odds["generalist-2"] = curriculum.odds
         budget = self._budget((1 - GENERALIST_SHARE) / len(odds), curriculum.lessons)
         students: list[Any] = []
-        for name, own in odds.items():
+        for name, lesson_odds in odds.items():
             student = type(generalist)(generalist.config).to(self.device)
             student.load_state_dict(generalist.state_dict())
             students.append(student)
             self._trained = students
-            self._train(name, student, curriculum.with_odds(own), budget, PEAK_RATE / 2)
+            self._train(name, student, curriculum.with_odds(lesson_odds), budget, PEAK_RATE / 2)
         return students
 
-    def train_head(self, lessons: Lessons, held: np.ndarray, target_ids: np.ndarray) -> TrainingReport:
+    def train_head(self, lessons: Lessons, is_held_out: np.ndarray, target_ids: np.ndarray) -> TrainingReport:
         """Train a draft head on all lessons, write it to `out`, measure it, and write the report."""
         name, target = str(self.settings.head), self.target_model
         torch.manual_seed(self.settings.seed)
         kind, layers = HEAD_KINDS[name], head_layers(target.config.num_hidden_layers)
         head = kind.make(target, target_ids, len(layers)).to(self.device)
 
-        def part(chosen: np.ndarray, label: str) -> tuple[Curriculum, TargetStates]:
-            curriculum = self.curriculum(lessons.select(chosen), target_ids)
+        def subset(indices: np.ndarray, label: str) -> tuple[Curriculum, TargetStates]:
+            curriculum = self.curriculum(lessons.select(indices), target_ids)
             return curriculum, TargetStates(target, layers, curriculum, self.work / f"states-{label}.bin")
 
-        unknown = np.flatnonzero(held)
-        known, states = part(np.flatnonzero(~held), "train")
-        watched, evaluated = part(unknown[:WATCHED], "watched"), part(unknown, "held-out")
+        unknown = np.flatnonzero(is_held_out)
+        training, states = subset(np.flatnonzero(~is_held_out), "train")
+        watched, evaluated = subset(unknown[:WATCHED], "watched"), subset(unknown, "held-out")
 
         def export() -> None:
             with replacing(self.out / name) as temporary:
                 kind.write(head, temporary, target_ids, target.config)
 
-        checkpoint, budget = self.work / f"{name}.ckpt", self._budget(1.0, known.lessons)
+        checkpoint, budget = self.work / f"{name}.ckpt", self._budget(1.0, training.lessons)
         try:
             train(
                 name,
                 head,
-                lambda _, step, done: kind.loss(head, known, states, step),
+                lambda _, step, done: kind.loss(head, training, states, step),
                 budget,
                 PEAK_RATE,
                 checkpoint,
@@ -372,10 +372,10 @@ class TrainingRun:
             export()
             raise
         export()
-        found = {name: kind.agreement(head, *evaluated)}
-        for each in (states, watched[1], evaluated[1]):
-            each.close()
-        return self._report([name], evaluated[0].lessons, found)
+        agreement = {name: kind.agreement(head, *evaluated)}
+        for target_states in (states, watched[1], evaluated[1]):
+            target_states.close()
+        return self._report([name], evaluated[0].lessons, agreement)
 
     def _clusters(self, curriculum: Curriculum, generalist: Any, rows: int) -> np.ndarray:
         if self.settings.specialise == "folders":
@@ -392,20 +392,20 @@ class TrainingRun:
         stored: np.ndarray = np.load(file)
         return stored
 
-    def finish(self, students: Sequence[Any], held: Lessons, target_ids: np.ndarray) -> TrainingReport:
+    def finish(self, students: Sequence[Any], lessons: Lessons, target_ids: np.ndarray) -> TrainingReport:
         """Write the drafts in the order in which they help most, measure them, and write the report."""
         self.pause.check()
-        curriculum = self.curriculum(held, target_ids)
+        curriculum = self.curriculum(lessons, target_ids)
         hits = [evaluate(student, curriculum).hits for student in students]
         count = self.settings.ssms
         order = [*by_benefit(hits[:count]), *range(count, len(hits))]
         names = self.export([students[i] for i in order], target_ids)
         agreement = {name: float(hits[i].mean()) for name, i in zip(names, order, strict=True)}
-        return self._report(names[:count], held, agreement)
+        return self._report(names[:count], lessons, agreement)
 
-    def _report(self, names: Sequence[str], held: Lessons, agreement: dict[str, float]) -> TrainingReport:
+    def _report(self, names: Sequence[str], lessons: Lessons, agreement: dict[str, float]) -> TrainingReport:
         """Measure the drafts of `out` on held-out prompts, and write the report."""
-        prompts = [held.tokens[a : a + n].tolist() for a, n in zip(held.starts[:-1], held.firsts, strict=True)]
+        prompts = [lessons.tokens[a : a + n].tolist() for a, n in zip(lessons.starts[:-1], lessons.firsts, strict=True)]
         prompts = prompts[:: max(len(prompts) // REPORT_PROMPTS, 1)][:REPORT_PROMPTS]
         folders = [self.out / name for name in names]
         target = self.target
@@ -425,18 +425,18 @@ class TrainingRun:
 
 def held_out(count: int, seed: int) -> np.ndarray:
     """Return which lessons are held out, bool [count]: `HELD_OUT` of them, at least two if there are four."""
-    chosen = np.random.default_rng((seed, 4)).permutation(count)[: max(round(HELD_OUT * count), min(2, count // 2))]
-    return np.isin(np.arange(count), chosen)
+    indices = np.random.default_rng((seed, 4)).permutation(count)[: max(round(HELD_OUT * count), min(2, count // 2))]
+    return np.isin(np.arange(count), indices)
 
 
-def by_benefit(found: Sequence[np.ndarray]) -> list[int]:
+def by_benefit(hits: Sequence[np.ndarray]) -> list[int]:
     """Order drafts greedily by the positions that they add to those hit by the drafts before them."""
     order: list[int] = []
-    covered = np.zeros_like(found[0])
-    while len(order) < len(found):
-        rest = [i for i in range(len(found)) if i not in order]
-        best = max(rest, key=lambda i: int((found[i] & ~covered).sum()))
-        covered |= found[best]
+    covered = np.zeros_like(hits[0])
+    while len(order) < len(hits):
+        remaining = [i for i in range(len(hits)) if i not in order]
+        best = max(remaining, key=lambda i: int((hits[i] & ~covered).sum()))
+        covered |= hits[best]
         order.append(best)
     return order
 

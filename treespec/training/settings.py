@@ -77,10 +77,10 @@ class TrainingSettings:
             raise ConfigError(f"max_tokens={self.max_tokens}; valid: at least 2")
         if self.head not in (None, *HEADS):
             raise ConfigError(f"head={self.head!r}; valid: {', '.join(map(repr, HEADS))}")
-        others = {each.name: each.default for each in fields(self) if each.name in OF_SSMS}
-        given = [name for name, default in others.items() if getattr(self, name) != default]
-        if self.head is not None and given:
-            raise ConfigError(f"{given[0]} is for SSMs; leave it out to train a head")
+        others = {option.name: option.default for option in fields(self) if option.name in OF_SSMS}
+        changed = [name for name, default in others.items() if getattr(self, name) != default]
+        if self.head is not None and changed:
+            raise ConfigError(f"{changed[0]} is for SSMs; leave it out to train a head")
         if self.start is not None and (self.layers, self.hidden, self.vocabulary) != (None, None, None):
             raise ConfigError("a start has its own layers, width and vocabulary; leave them out")
         if self.hidden is not None and (self.hidden < WIDTH_STEP or self.hidden % WIDTH_STEP):

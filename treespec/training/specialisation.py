@@ -29,27 +29,27 @@ def cluster_errors(missed: Sequence[np.ndarray], rows: int, count: int, seed: in
         count: clusters.
         seed: of the starts.
     """
-    found = np.zeros((len(missed), rows), dtype=np.float32)
+    vectors = np.zeros((len(missed), rows), dtype=np.float32)
     for i, tokens in enumerate(missed):
-        np.add.at(found[i], tokens, 1.0)
-    weight = np.log((1 + len(missed)) / (1 + (found > 0).sum(0)))
-    found = np.log1p(found) * weight
-    found /= np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1e-9)
-    runs = [_k_means(found, count, np.random.default_rng((seed, 3, run))) for run in range(RESTARTS)]
+        np.add.at(vectors[i], tokens, 1.0)
+    weight = np.log((1 + len(missed)) / (1 + (vectors > 0).sum(0)))
+    vectors = np.log1p(vectors) * weight
+    vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-9)
+    runs = [_k_means(vectors, count, np.random.default_rng((seed, 3, run))) for run in range(RESTARTS)]
     return max(runs, key=lambda run: run[1])[0]
 
 
-def _k_means(found: np.ndarray, count: int, rng: np.random.Generator) -> tuple[np.ndarray, float]:
+def _k_means(vectors: np.ndarray, count: int, rng: np.random.Generator) -> tuple[np.ndarray, float]:
     """Cluster unit vectors; returns the owners and their summed similarity to the centres."""
-    centres = found[rng.integers(len(found), size=1)]
+    centres = vectors[rng.integers(len(vectors), size=1)]
     while len(centres) < count:
-        far = np.maximum(1 - (found @ centres.T).max(1), 1e-9) ** 2
-        centres = np.concatenate((centres, found[rng.choice(len(found), 1, p=far / far.sum())]))
+        far = np.maximum(1 - (vectors @ centres.T).max(1), 1e-9) ** 2
+        centres = np.concatenate((centres, vectors[rng.choice(len(vectors), 1, p=far / far.sum())]))
     for _ in range(ITERATIONS):
-        owners = balanced_owners(-(found @ centres.T))
-        centres = np.stack([found[owners == i].mean(0) for i in range(count)])
+        owners = balanced_owners(-(vectors @ centres.T))
+        centres = np.stack([vectors[owners == i].mean(0) for i in range(count)])
         centres /= np.maximum(np.linalg.norm(centres, axis=1, keepdims=True), 1e-9)
-    return owners, float((found @ centres.T)[np.arange(len(found)), owners].sum())
+    return owners, float((vectors @ centres.T)[np.arange(len(vectors)), owners].sum())
 
 
 def balanced_owners(costs: np.ndarray) -> np.ndarray:
@@ -72,7 +72,7 @@ def balanced_owners(costs: np.ndarray) -> np.ndarray:
 
 def odds_of(owners: np.ndarray, specialist: int) -> np.ndarray:
     """Return the probability of drawing each lesson for a specialist."""
-    own = owners == specialist
+    is_own = owners == specialist
     odds = np.full(len(owners), (1 - OWN_SHARE) / len(owners))
-    odds[own] += OWN_SHARE / max(int(own.sum()), 1)
+    odds[is_own] += OWN_SHARE / max(int(is_own.sum()), 1)
     return odds / odds.sum()

@@ -85,11 +85,11 @@ def make_student(target: Any, shape: StudentShape, target_ids: np.ndarray, ends:
     source = target.state_dict()
     embedding = target.get_input_embeddings().weight
     head = target.get_output_embeddings().weight
-    known = torch.from_numpy(target_ids[:-1]).to(embedding.device)
+    token_ids = torch.from_numpy(target_ids[:-1]).to(embedding.device)
     ends_of = {id(student.get_output_embeddings().weight): head, id(student.get_input_embeddings().weight): embedding}
     for name, parameter in student.named_parameters():
         if (rows_of := ends_of.get(id(parameter))) is not None:
-            new = torch.cat((rows_of[known], rows_of.mean(0, keepdim=True))).float()
+            new = torch.cat((rows_of[token_ids], rows_of.mean(0, keepdim=True))).float()
             if new.shape[1] > parameter.shape[1]:
                 exact = new.double()
                 components = torch.linalg.eigh(exact.T @ exact)[1].flip(1)  # largest first

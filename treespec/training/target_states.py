@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from treespec.startup.device import is_slow
-from treespec.training.distillation import Batch, Curriculum
+from treespec.training.distillation import Curriculum, LessonBatch
 
 MOST_BYTES = 32 << 30  # of states that are kept
 DISK_SHARE = 0.5  # of the free disk, at most
@@ -34,30 +34,30 @@ class TargetStates:
         self.layers = list(layers)
         width = len(layers) * target.config.hidden_size
         self._ends = np.cumsum(curriculum.window_lengths)
-        self._known = np.zeros(len(self._ends), dtype=bool)
+        self._is_stored = np.zeros(len(self._ends), dtype=bool)
         size = 2 * width * int(self._ends[-1])
         self._file = file
         self._kept: np.memmap[Any, Any] | None = None
         if size <= min(MOST_BYTES, DISK_SHARE * shutil.disk_usage(file.parent).free):
             self._kept = np.memmap(file, np.int16, "w+", shape=(int(self._ends[-1]), width))
 
-    def of(self, batch: Batch) -> Tensor:
+    def of(self, batch: LessonBatch) -> Tensor:
         """Return the states at a batch's tokens, bfloat16 [rows, length, layers * hidden]."""
-        if self._kept is not None and self._known[batch.lessons].all():
+        if self._kept is not None and self._is_stored[batch.lessons].all():
             states = torch.zeros(*batch.tokens.shape, self._kept.shape[1], dtype=torch.int16, device="cpu")
             for row, lesson in enumerate(batch.lessons):
                 kept = self._kept[self._slice(lesson)]
                 states[row, : len(kept)] = torch.from_numpy(np.array(kept))
             return states.view(torch.bfloat16).to(batch.tokens.device)
         with torch.no_grad():
-            found = self.decoder(input_ids=batch.tokens, use_cache=False, output_hidden_states=True).hidden_states
-            computed = torch.cat([found[layer] for layer in self.layers], 2).to(torch.bfloat16)
+            outputs = self.decoder(input_ids=batch.tokens, use_cache=False, output_hidden_states=True).hidden_states
+            computed = torch.cat([outputs[layer] for layer in self.layers], 2).to(torch.bfloat16)
         if self._kept is not None:
             values = computed.cpu().contiguous().view(torch.int16).numpy()
             for row, lesson in enumerate(batch.lessons):
                 place = self._slice(lesson)
                 self._kept[place] = values[row, : place.stop - place.start]
-            self._known[batch.lessons] = True
+            self._is_stored[batch.lessons] = True
         return computed
 
     def close(self) -> None:

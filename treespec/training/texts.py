@@ -29,12 +29,12 @@ def tokenize_texts(paths: Sequence[Path], tokenizer: Any) -> np.ndarray:
     Raises:
         ConfigError: less text than one window. OSError: a path does not exist.
     """
-    passages = [each.content for each in read_training_prompts(paths, chat=True) if isinstance(each.content, str)]
-    parts = [np.zeros(0, dtype=np.int32)]
+    passages = [entry.content for entry in read_training_prompts(paths, chat=True) if isinstance(entry.content, str)]
+    token_arrays = [np.zeros(0, dtype=np.int32)]
     for start in range(0, len(passages), BATCH):
         encoded = tokenizer(passages[start : start + BATCH], add_special_tokens=False)["input_ids"]
-        parts.append(np.fromiter((token for each in encoded for token in each), dtype=np.int32))
-    tokens = np.concatenate(parts)
+        token_arrays.append(np.fromiter((token for ids in encoded for token in ids), dtype=np.int32))
+    tokens = np.concatenate(token_arrays)
     if len(tokens) <= WINDOW:
         names = ", ".join(map(str, paths))
         raise ConfigError(f"--texts {names}: {len(tokens)} tokens of raw text; give at least {WINDOW + 1}")
@@ -66,9 +66,9 @@ class Texts:
         starts = np.random.default_rng((self.seed, 5, step)).integers(len(self._rows) - WINDOW, size=ROWS)
         windows = torch.from_numpy(np.stack([self._rows[a : a + WINDOW + 1] for a in starts])).long().to(self.device)
         following = windows[:, 1:].flatten()
-        known = (following != self.other).nonzero()[:, 0]
+        in_vocabulary = (following != self.other).nonzero()[:, 0]
         with mixed_precision(self.device):
             hidden = model.get_decoder()(input_ids=windows[:, :-1], use_cache=False).last_hidden_state
-            logits = model.get_output_embeddings()(hidden.flatten(0, 1)[known])[:, :-1].float()
-        total = F.cross_entropy(logits, following[known], reduction="sum")
-        return StepLoss(total / max(len(known), 1), len(known))
+            logits = model.get_output_embeddings()(hidden.flatten(0, 1)[in_vocabulary])[:, :-1].float()
+        total = F.cross_entropy(logits, following[in_vocabulary], reduction="sum")
+        return StepLoss(total / max(len(in_vocabulary), 1), len(in_vocabulary))

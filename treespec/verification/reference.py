@@ -65,9 +65,9 @@ def verify_tree(
         return _naive(tokens, parents, target_probs, oracle)
     if rule == "rejection":
         return _rejection(tokens, below, target_probs, oracle)
-    found = _traversal(0, 1.0, tokens, below, target_probs, oracle)
-    assert found is not None, "the root is accepted with probability 1"
-    return found
+    result = _traversal(0, 1.0, tokens, below, target_probs, oracle)
+    assert result is not None, "the root is accepted with probability 1"
+    return result
 
 
 def _naive(
@@ -116,19 +116,19 @@ def _traversal(
     probs = target_probs[node]
     for child, q in below[node]:
         x = tokens[child]
-        found = None
+        result = None
         chance = min(1.0, accept * probs[x] / q[x])
         if chance > 0:
-            found = _traversal(child, chance, tokens, below, target_probs, oracle)
+            result = _traversal(child, chance, tokens, below, target_probs, oracle)
         residual = np.maximum(accept * probs - q, 0.0)
         residual[x] = 0.0
-        left = residual.sum()
-        if found is None and chance > 0 and accept == 1 and not left > 0:  # same limit as in `_rejection`
-            found = _traversal(child, 1.0, tokens, below, target_probs, oracle)
-        if found is not None:
-            return [node, *found[0]], found[1]
-        if left > 0:
-            accept, probs = left / (left + (1.0 - accept)), residual / left
+        mass = residual.sum()
+        if result is None and chance > 0 and accept == 1 and not mass > 0:  # same limit as in `_rejection`
+            result = _traversal(child, 1.0, tokens, below, target_probs, oracle)
+        if result is not None:
+            return [node, *result[0]], result[1]
+        if mass > 0:
+            accept, probs = mass / (mass + (1.0 - accept)), residual / mass
         elif accept < 1:
             return None
     return ([node], oracle.choose(probs)) if oracle.flip(accept) else None

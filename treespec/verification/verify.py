@@ -175,9 +175,9 @@ class Residual:
         probs, mass = self.without(draw.token) if draw.row is None else self._minus(draw, draw.row)
         if not mass > 0 and self.accept == 1:
             return False
-        left = self.accept * mass / self.mass
+        remaining = self.accept * mass / self.mass
         self.probs, self.mass, self._borrowed = probs, mass, False
-        self.accept = left / (left + (1.0 - self.accept))  # 1 stays exactly 1
+        self.accept = remaining / (remaining + (1.0 - self.accept))  # 1 stays exactly 1
         return True
 
     def _minus(self, draw: Draw, row: np.ndarray) -> tuple[np.ndarray, float]:
@@ -190,10 +190,10 @@ class Residual:
         if draw.excluded:
             taken[draw.excluded] = 0.0
         np.minimum(self.probs, taken, out=taken)  # maximum(difference, 0) is three times slower
-        left = np.subtract(self.probs, taken, out=taken)
-        left[draw.token] = 0.0  # 0 up to rounding
-        self._summed = float(np.add.reduce(left))
-        return left, self._summed
+        difference = np.subtract(self.probs, taken, out=taken)
+        difference[draw.token] = 0.0  # 0 up to rounding
+        self._summed = float(np.add.reduce(difference))
+        return difference, self._summed
 
     def without(self, token: int) -> tuple[np.ndarray, float]:
         """Return the distribution with one token's probability set to 0, and its sum."""
@@ -213,16 +213,16 @@ def _rejection(below: Sequence[Sequence[Draw]], target: TargetProbs, oracle: Ora
         if probs is None:
             assert token is not None, "the root has a distribution"
             return Verified(np.array(path[:-1], dtype=np.int64), token)
-        left = Residual(probs)
+        residual = Residual(probs)
         for draw in below[path[-1]]:
-            chance = left.chance(draw)
+            chance = residual.chance(draw)
             accepted = chance > 0 and oracle.flip(chance)
-            if accepted or (not left.reject(draw) and chance > 0):
+            if accepted or (not residual.reject(draw) and chance > 0):
                 path.append(draw.child)
                 token = draw.token
                 break
         else:  # all children were rejected and have no residual mass
-            return Verified(np.array(path, dtype=np.int64), oracle.choose(left.probs))
+            return Verified(np.array(path, dtype=np.int64), oracle.choose(residual.probs))
 
 
 def _traversal(below: Sequence[Sequence[Draw]], target: TargetProbs, oracle: Oracle) -> Verified:
@@ -238,19 +238,19 @@ def _traversal(below: Sequence[Sequence[Draw]], target: TargetProbs, oracle: Ora
             return ([], token) if not below[node] or oracle.flip(accept) else None
         if not below[node]:
             return [node], oracle.choose(probs)
-        left = Residual(probs, accept)
+        residual = Residual(probs, accept)
         for draw in below[node]:
-            chance = left.chance(draw)
-            found = visit(draw.child, chance, draw.token) if chance > 0 else None
-            if found is None and not left.reject(draw) and chance > 0:
-                found = visit(draw.child, 1.0, draw.token)
-            if found is not None:
-                found[0].append(node)
-                return found
-            if left.accept == 0:
+            chance = residual.chance(draw)
+            result = visit(draw.child, chance, draw.token) if chance > 0 else None
+            if result is None and not residual.reject(draw) and chance > 0:
+                result = visit(draw.child, 1.0, draw.token)
+            if result is not None:
+                result[0].append(node)
+                return result
+            if residual.accept == 0:
                 return None
-        return ([node], oracle.choose(left.probs)) if oracle.flip(left.accept) else None
+        return ([node], oracle.choose(residual.probs)) if oracle.flip(residual.accept) else None
 
-    found = visit(0, 1.0)
-    assert found is not None, "the root is accepted with probability 1"
-    return Verified(np.array(found[0][::-1], dtype=np.int64), found[1])
+    result = visit(0, 1.0)
+    assert result is not None, "the root is accepted with probability 1"
+    return Verified(np.array(result[0][::-1], dtype=np.int64), result[1])

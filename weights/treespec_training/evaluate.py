@@ -23,7 +23,7 @@ TOPS = (1, 2, 4)
 
 
 @dataclass(frozen=True)
-class Prompt:
+class HeldOutPrompt:
     """A prompt: whole lines of a held-out document, without the last line end."""
 
     text: str
@@ -31,13 +31,13 @@ class Prompt:
     kind: str
 
 
-def cut_prompts(documents: Sequence[Document], tokenizer: Tokenizer, count: int, seed: int) -> list[Prompt]:
+def cut_prompts(documents: Sequence[Document], tokenizer: Tokenizer, count: int, seed: int) -> list[HeldOutPrompt]:
     """Cut `count` prompts of 48 to 160 tokens at line starts, spread evenly over (package, kind)."""
     groups: dict[tuple[str, str], list[Document]] = {}
     for document in documents:
         groups.setdefault((document.package, document.kind), []).append(document)
     rng = random.Random(seed)
-    prompts: dict[str, Prompt] = {}
+    prompts: dict[str, HeldOutPrompt] = {}
     for attempt in range(50 * count):
         if len(prompts) == count or not groups:
             break
@@ -51,11 +51,11 @@ def cut_prompts(documents: Sequence[Document], tokenizer: Tokenizer, count: int,
             length = len(tokenizer.encode(text).ids)
         whole = end > start and lines[start].strip() and lines[end - 1].strip()
         if whole and PROMPT_TOKENS[0] <= length <= PROMPT_TOKENS[1] and len(text) < 700:
-            prompts.setdefault(text, Prompt(text, package, kind))
+            prompts.setdefault(text, HeldOutPrompt(text, package, kind))
     return list(prompts.values())
 
 
-def prompts_as_json(prompts: Sequence[Prompt]) -> list[dict[str, str]]:
+def prompts_as_json(prompts: Sequence[HeldOutPrompt]) -> list[dict[str, str]]:
     """Convert prompts for `heldout_prompts.json`."""
     return [asdict(prompt) for prompt in prompts]
 
@@ -66,9 +66,9 @@ def held_out_loss(model: LlamaForCausalLM, stream: Stream, windows: int = 96, le
     length = min(length, len(stream.tokens) - 1)
     losses = []
     device = next(model.parameters()).device
-    for part in torch.from_numpy(stream.evenly_spaced(windows, length)).to(device).split(8):
-        logits = model(input_ids=part[:, :-1], use_cache=False).logits
-        losses.append(F.cross_entropy(logits.float().flatten(0, 1), part[:, 1:].flatten(), reduction="none"))
+    for batch in torch.from_numpy(stream.evenly_spaced(windows, length)).to(device).split(8):
+        logits = model(input_ids=batch[:, :-1], use_cache=False).logits
+        losses.append(F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten(), reduction="none"))
     return torch.cat(losses).mean().item()
 
 
@@ -94,44 +94,44 @@ def greedy_continuations(target: LlamaForCausalLM, prompts: Sequence[list[int]],
 
 
 @dataclass(frozen=True)
-class Draft:
+class RankedDraft:
     """A draft of `treespec train`.
 
     Attributes:
         model: a transformers model.
         rows: int64 [target's vocabulary], the draft's row of each token.
-        known: number of tokens that it can propose; unknown ones have a row from `known` on.
+        num_tokens: number of tokens that it can propose; unknown ones have a row from `num_tokens` on.
     """
 
     model: LlamaForCausalLM
     rows: np.ndarray
-    known: int
+    num_tokens: int
 
 
-def open_draft(folder: Path, target_size: int) -> Draft:
+def open_draft(folder: Path, target_size: int) -> RankedDraft:
     """Open a draft in float32."""
     model = open_model(folder, torch.float32)
     target_ids = read_draft_vocabulary(folder, model.config.vocab_size, target_size)
     if target_ids is None:
-        return Draft(model, np.arange(target_size), target_size)
-    return Draft(model, rows_of_tokens(target_ids, target_size), len(target_ids) - 1)
+        return RankedDraft(model, np.arange(target_size), target_size)
+    return RankedDraft(model, rows_of_tokens(target_ids, target_size), len(target_ids) - 1)
 
 
 @torch.inference_mode()
-def ranks(draft: Draft, sequences: Sequence[Tensor], prompt_lengths: Sequence[int]) -> list[Tensor]:
+def ranks(draft: RankedDraft, sequences: Sequence[Tensor], prompt_lengths: Sequence[int]) -> list[Tensor]:
     """Rank every token of the continuations by the draft's probabilities, teacher-forced.
 
     Returns int64 [new tokens] for each sequence; rank 0 is the most probable token, and tokens that the draft does not
     know come last.
     """
-    rows, known = torch.from_numpy(draft.rows), draft.known
+    rows, num_tokens = torch.from_numpy(draft.rows), draft.num_tokens
     results = []
     for sequence, length in zip(sequences, prompt_lengths, strict=True):
-        own = rows[sequence.cpu()]
-        logits = draft.model(input_ids=own[None, :-1], use_cache=False).logits[0, length - 1 :, :known]
-        targets = own[length:, None]
-        chosen = logits.gather(-1, targets.clamp(max=known - 1))
-        results.append(torch.where(targets[:, 0] < known, (logits > chosen).sum(-1), known))
+        ids = rows[sequence.cpu()]
+        logits = draft.model(input_ids=ids[None, :-1], use_cache=False).logits[0, length - 1 :, :num_tokens]
+        targets = ids[length:, None]
+        scores = logits.gather(-1, targets.clamp(max=num_tokens - 1))
+        results.append(torch.where(targets[:, 0] < num_tokens, (logits > scores).sum(-1), num_tokens))
     return results
 
 
@@ -154,11 +154,11 @@ def agreement(ranks_per_draft: dict[str, Tensor]) -> dict[str, dict[str, float]]
         ranks_per_draft: name -> int64 [positions], the same positions for every draft.
     """
     stacked = torch.stack(list(ranks_per_draft.values()))
-    alone = (stacked == 0) & ((stacked == 0).sum(0) == 1)
+    unique_hits = (stacked == 0) & ((stacked == 0).sum(0) == 1)
     rows = {**ranks_per_draft, "union": stacked.amin(0)}
     shares = {name: {f"top{top}": _share(rank < top) for top in TOPS} for name, rank in rows.items()}
-    for name, own in zip(ranks_per_draft, alone, strict=True):
-        shares[name]["only"] = _share(own)
+    for name, hits in zip(ranks_per_draft, unique_hits, strict=True):
+        shares[name]["only"] = _share(hits)
     return shares
 
 
@@ -168,7 +168,7 @@ def _share(hits: Tensor) -> float:
 
 def agreement_report(
     target: LlamaForCausalLM,
-    drafts: dict[str, Draft],
+    drafts: dict[str, RankedDraft],
     prompts: Sequence[list[int]],
     kinds: Sequence[str],
     new_tokens: int,
@@ -179,15 +179,15 @@ def agreement_report(
     """
     sequences = greedy_continuations(target, prompts, new_tokens)
     lengths = [len(prompt) for prompt in prompts]
-    found = {name: ranks(draft, sequences, lengths) for name, draft in drafts.items()}
+    draft_ranks = {name: ranks(draft, sequences, lengths) for name, draft in drafts.items()}
 
-    def over(chosen: Sequence[int]) -> dict[str, dict[str, float]]:
-        return agreement({name: torch.cat([own[i] for i in chosen]) for name, own in found.items()})
+    def over(indices: Sequence[int]) -> dict[str, dict[str, float]]:
+        return agreement({name: torch.cat([rows[i] for i in indices]) for name, rows in draft_ranks.items()})
 
-    by_kind = {kind: [i for i, own in enumerate(kinds) if own == kind] for kind in dict.fromkeys(kinds)}
+    by_kind = {kind: [i for i, prompt_kind in enumerate(kinds) if prompt_kind == kind] for kind in dict.fromkeys(kinds)}
     return {
         "agreement": over(range(len(prompts))),
-        "agreement_by_kind": {kind: over(chosen) for kind, chosen in by_kind.items()},
+        "agreement_by_kind": {kind: over(indices) for kind, indices in by_kind.items()},
         "prompts": len(prompts),
         "new_tokens": new_tokens,
         "distinct_4grams": round(distinct_4grams(sequences, lengths), 4),

@@ -50,7 +50,7 @@ def _paragraphs(document: Document) -> Iterator[str]:
         texts = re.split(r"\n\s*\n", document.text)
     elif document.kind == "code":
         nodes = [node for node in ast.walk(syntax_tree(document)) if isinstance(node, ast.Module | ast.ClassDef)]
-        texts = [part for node in nodes for part in re.split(r"\n\s*\n", ast.get_docstring(node) or "")]
+        texts = [paragraph for node in nodes for paragraph in re.split(r"\n\s*\n", ast.get_docstring(node) or "")]
     else:
         return
     for text in texts:
@@ -90,16 +90,16 @@ def _tasks(document: Document) -> Iterator[str]:
     for node in _functions(document):
         sentence = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split()).split(". ")[0].rstrip(".")
         if SENTENCE_WORDS[0] <= len(sentence.split()) <= SENTENCE_WORDS[1] and sentence.isprintable():
-            first, _, rest = sentence.partition(" ")
+            first, _, remainder = sentence.partition(" ")
             # "Returns" and the like are no imperatives.
             if first.isalpha() and not first.endswith("s") and first.lower() not in ("test", "no"):
-                yield f"{first.lower()} {rest}"
+                yield f"{first.lower()} {remainder}"
 
 
 def _topics(document: Document) -> Iterator[str]:
     """Yield the headings of documentation."""
-    for found in HEADING.finditer(document.text if document.kind == "prose" else ""):
-        title = (found[1] or found[2]).strip()
+    for heading in HEADING.finditer(document.text if document.kind == "prose" else ""):
+        title = (heading[1] or heading[2]).strip()
         if HEADING_WORDS[0] <= len(title.split()) <= HEADING_WORDS[1]:
             package = re.sub(r"-\d.*", "", document.package)  # without a source distribution's version
             yield f'"{title}" ({package})'
@@ -217,25 +217,25 @@ def instructions(documents: Iterable[Document], held_out: bool, per_kind: int, s
         packages: dict[str, list[Iterator[str]]] = {}
         for document in documents:
             packages.setdefault(document.package.split(".")[0], []).append(texts(document))
-        queues = [(package, itertools.chain.from_iterable(own)) for package, own in packages.items()]
-        written, known = 0, set[str]()
+        queues = [(package, itertools.chain.from_iterable(iterators)) for package, iterators in packages.items()]
+        written, used = 0, set[str]()
         while queues and written < per_kind:
             package, queue = queues.pop(0)
             if (text := next(queue, None)) is None:
                 continue
             queues.append((package, queue))
-            if text not in known:
-                known.add(text)
+            if text not in used:
+                used.add(text)
                 phrasing = rng.choice(unseen if held_out else seen)
                 result.append(Instruction(kind, package, phrasing.replace("{}", text)))
                 written += 1
     return result
 
 
-def interleaved(found: Sequence[Instruction]) -> list[Instruction]:
+def interleaved(unordered: Sequence[Instruction]) -> list[Instruction]:
     """Order instructions so that kinds alternate."""
     kinds: dict[str, list[Instruction]] = {}
-    for instruction in found:
+    for instruction in unordered:
         kinds.setdefault(instruction.kind, []).append(instruction)
     rounds = itertools.zip_longest(*kinds.values())
-    return [instruction for some in rounds for instruction in some if instruction is not None]
+    return [instruction for row in rounds for instruction in row if instruction is not None]

@@ -13,8 +13,8 @@ def docstrings(document: Document) -> str:
     """Return the docstrings of a Python file as one text; empty if the file cannot be parsed."""
     documented = ast.Module | ast.ClassDef | ast.FunctionDef
     nodes = [node for node in ast.walk(syntax_tree(document)) if isinstance(node, documented)]
-    found = [ast.get_docstring(node) or "" for node in nodes]
-    return "\n\n".join(text for text in found if len(text) >= LEAST_DOCSTRING)
+    texts = [ast.get_docstring(node) or "" for node in nodes]
+    return "\n\n".join(text for text in texts if len(text) >= LEAST_DOCSTRING)
 
 
 def raw_texts(documents: Sequence[Document]) -> Iterator[tuple[str, str]]:

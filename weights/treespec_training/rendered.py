@@ -44,13 +44,13 @@ def rendered(document: Document) -> Iterator[Document]:
 
 def page_of(name: str, module: ast.Module) -> str:
     """Return the docstrings of a module, its classes and functions, under headings, as in a manual."""
-    parts = []
+    sections = []
     for path, node in _definitions(module):
         text = ast.get_docstring(node)
         if text and len(text) >= MIN_DOCSTRING:
             heading = ".".join((name, *path)) if path else name
-            parts.append(f"{heading}\n{('-' if path else '=') * len(heading)}\n\n{text.strip()}\n")
-    return "\n".join(parts)
+            sections.append(f"{heading}\n{('-' if path else '=') * len(heading)}\n\n{text.strip()}\n")
+    return "\n".join(sections)
 
 
 def _definitions(module: ast.Module) -> Iterator[tuple[tuple[str, ...], Any]]:

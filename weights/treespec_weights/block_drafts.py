@@ -125,11 +125,11 @@ class BlockWeights(NamedTuple):
     def num_parameters(self) -> int:
         """Number of values that a pass reads: without embeddings."""
         tied = self.mask is not None and "lm_head" not in self.decoder
-        parts = [tensor for name, tensor in self.decoder.items() if tied or name != "embed"]
-        parts += [part for part in (self.fc, self.state_norm) if part is not None]
+        tensors = [tensor for name, tensor in self.decoder.items() if tied or name != "embed"]
+        tensors += [tensor for tensor in (self.fc, self.state_norm) if tensor is not None]
         if self.markov is not None:
-            parts += [self.markov.out, *(self.markov.gate or ())]
-        return sum(part.numel() for part in parts)
+            tensors += [self.markov.out, *(self.markov.gate or ())]
+        return sum(tensor.numel() for tensor in tensors)
 
 
 def dflash_form(folder: Path, raw: Mapping[str, Any]) -> BlockForm:
@@ -139,22 +139,22 @@ def dflash_form(folder: Path, raw: Mapping[str, Any]) -> BlockForm:
         CheckpointConfigError: a value is missing or invalid, or a layer has a sliding window.
     """
     nested = raw.get("dflash_config")
-    own = {**raw, **nested} if isinstance(nested, dict) else dict(raw)
-    by_input = isinstance(own.get("transformer_layer_config"), dict)  # speculators; the others number outputs
+    values = {**raw, **nested} if isinstance(nested, dict) else dict(raw)
+    by_input = isinstance(values.get("transformer_layer_config"), dict)  # speculators; the others number outputs
     key = "aux_hidden_state_layer_ids" if by_input else "target_layer_ids"
-    layers = own.get(key)
-    if not (isinstance(layers, list) and layers and all(type(each) is int for each in layers)):
+    layers = values.get(key)
+    if not (isinstance(layers, list) and layers and all(type(layer) is int for layer in layers)):
         raise config_error(folder, key, f"{layers!r}; expected a list of the target's layers")
     for name, least in (("block_size", 2), ("mask_token_id", 0)):
-        if type(own.get(name)) is not int or own[name] < least:
-            raise config_error(folder, name, f"{own.get(name)!r}; expected an int, at least {least}")
-    given = {**raw, "model_type": "qwen3"} if raw.get("model_type") == _TRANSFORMERS else raw
-    config, rules = layers_of(folder, given)
+        if type(values.get(name)) is not int or values[name] < least:
+            raise config_error(folder, name, f"{values.get(name)!r}; expected an int, at least {least}")
+    base_config = {**raw, "model_type": "qwen3"} if raw.get("model_type") == _TRANSFORMERS else raw
+    config, rules = layers_of(folder, base_config)
     if "sliding_attention" in (config.get("layer_types") or ()):
         raise config_error(folder, "layer_types", "DFlash drafts with sliding windows are not supported")
-    is_dspark, rank, bias = own.get("speculators_model_type") == "dspark", 0, "vanilla"
+    is_dspark, rank, bias = values.get("speculators_model_type") == "dspark", 0, "vanilla"
     if is_dspark:
-        rank, bias = own.get("markov_rank", 256), own.get("markov_head_type", "vanilla")
+        rank, bias = values.get("markov_rank", 256), values.get("markov_head_type", "vanilla")
         if type(rank) is not int or rank < 0 or bias not in ("vanilla", "gated"):
             reason = f"{bias!r} of rank {rank!r}; supported: vanilla and gated, of a rank from 0 on"
             raise config_error(folder, "markov_head_type", reason)
@@ -164,9 +164,9 @@ def dflash_form(folder: Path, raw: Mapping[str, Any]) -> BlockForm:
         tuple(layer if by_input else layer + 1 for layer in layers),
         config,
         rules,
-        own["block_size"],
-        own["mask_token_id"],
-        bool(own.get("sample_from_anchor", is_dspark)),
+        values["block_size"],
+        values["mask_token_id"],
+        bool(values.get("sample_from_anchor", is_dspark)),
         not by_input,
         rank,
         bias == "gated",
@@ -199,39 +199,39 @@ def load_block(
     """
     if form.kind == "pard":
         return _load_pard(form, shape, dtype, device), None
-    hidden, found = shape.hidden_size, DraftTensors(form.folder, dtype, device)
-    count, fc, head = len(form.layers), found.raw("fc.weight"), found.raw("lm_head.weight")
+    hidden, tensors = shape.hidden_size, DraftTensors(form.folder, dtype, device)
+    count, fc, head = len(form.layers), tensors.raw("fc.weight"), tensors.raw("lm_head.weight")
     if fc is not None and fc.shape[1] != count * target_hidden:
         reason = (
             f"the draft reads {fc.shape[1]} values per token, {count} layers of the target have {target_hidden} each"
         )
-        found.problems.append(
+        tensors.problems.append(
             Problem("shape", "'fc.weight'", f"{reason}; use a draft that was trained for this target")
         )
-        found.check()
-    if hidden != target_hidden and (head is None or own_embedding(found, shape) is None):
+        tensors.check()
+    if hidden != target_hidden and (head is None or own_embedding(tensors, shape) is None):
         reason = f"{hidden}, the target has {target_hidden}, whose embeddings and vocabulary head the draft uses"
         raise config_error(form.folder, "hidden_size", reason)
     tokens = None
     if head is not None:
-        stored = {name: found.raw(name) for name in ("d2t", "t2d")}
+        stored = {name: tensors.raw(name) for name in ("d2t", "t2d")}
         tokens = head_tokens(form.folder, stored, len(head), shape.vocab_size)
     decoder = {"embed": torch.zeros(1, hidden, dtype=dtype, device=device)}
     for placement in expected_tensors(shape, form.rules):
         name, [(param, size)] = canonical(placement.name), placement.params.items()
         if param == "lm_head":
             if head is not None:
-                decoder[param] = found.take(name, len(head), hidden)
+                decoder[param] = tensors.take(name, len(head), hidden)
         elif param != "embed":
-            decoder[param] = found.take(name, *size)
+            decoder[param] = tensors.take(name, *size)
     weights = BlockWeights(
         decoder,
-        found.take("fc.weight", hidden, count * target_hidden),
-        found.take("hidden_norm.weight", hidden),
-        own_embedding(found, shape),
-        markov=_markov(form, found, shape, shape.vocab_size if head is None else len(head)),
+        tensors.take("fc.weight", hidden, count * target_hidden),
+        tensors.take("hidden_norm.weight", hidden),
+        own_embedding(tensors, shape),
+        markov=_markov(form, tensors, shape, shape.vocab_size if head is None else len(head)),
     )
-    found.check()
+    tensors.check()
     if not form.mask_token < shape.vocab_size:
         reason = f"{form.mask_token}, and the vocabulary has {shape.vocab_size} tokens"
         raise config_error(form.folder, "mask_token_id", reason)
@@ -244,17 +244,17 @@ def load_block(
     return weights, tokens
 
 
-def _markov(form: BlockForm, found: DraftTensors, shape: ModelShape, rows: int) -> MarkovWeights | None:
+def _markov(form: BlockForm, tensors: DraftTensors, shape: ModelShape, rows: int) -> MarkovWeights | None:
     """Return the weights of a DSpark draft's bias, or None; `rows`: of its vocabulary head."""
     if not (rank := form.markov_rank):
         return None
     gate = None
     if form.gated:
-        weight = found.take("markov_head.gate_proj.weight", rank, shape.hidden_size + rank)
-        gate = weight, found.take("markov_head.gate_proj.bias", rank)
+        weight = tensors.take("markov_head.gate_proj.weight", rank, shape.hidden_size + rank)
+        gate = weight, tensors.take("markov_head.gate_proj.bias", rank)
     return MarkovWeights(
-        found.take("markov_head.markov_w1.weight", shape.vocab_size, rank),
-        found.take("markov_head.markov_w2.weight", rows, rank),
+        tensors.take("markov_head.markov_w1.weight", shape.vocab_size, rank),
+        tensors.take("markov_head.markov_w2.weight", rows, rank),
         gate,
     )
 
@@ -263,11 +263,11 @@ def _load_pard(
     form: BlockForm, shape: ModelShape, dtype: torch.dtype | None, device: torch.device | str
 ) -> BlockWeights:
     """Load a PARD draft, whose vocabulary starts with the target's. `shape.vocab_size` is the target's."""
-    own = ModelShape.from_hf(form.config, form.rules, form.folder)
-    if own.vocab_size < shape.vocab_size:
-        reason = f"{own.vocab_size}, and the target has {shape.vocab_size} tokens; use a draft for this target"
+    draft_shape = ModelShape.from_hf(form.config, form.rules, form.folder)
+    if draft_shape.vocab_size < shape.vocab_size:
+        reason = f"{draft_shape.vocab_size}, and the target has {shape.vocab_size} tokens; use a draft for this target"
         raise config_error(form.folder, "vocab_size", reason)
-    decoder = load_weights(form.folder, own, form.rules, dtype, device)
+    decoder = load_weights(form.folder, draft_shape, form.rules, dtype, device)
     embed = decoder["embed"]
     for name in decoder.keys() & {"embed", "lm_head"}:
         decoder[name] = decoder[name][: shape.vocab_size]

@@ -92,24 +92,26 @@ class Checkpoint:
             try:
                 path = file_inside(root, file)
                 handle = safe_open(path, "pt")
-                found = {name: _info(handle, file, name) for name in handle.offset_keys()}
+                infos = {name: _info(handle, file, name) for name in handle.offset_keys()}
             except CheckpointError as error:
                 problems += error.problems
                 continue
             except (SafetensorError, OSError, ValueError) as error:
                 problems.append(Problem("file", repr(file), f"not a valid safetensors file: {error}"))
                 continue
-            tensors |= found
+            tensors |= infos
             handles[file] = handle
             files[file] = path.stat().st_size
-            for name in found:
+            for name in infos:
                 holders.setdefault(name, []).append(file)
         if not tensors and not problems:
             problems.append(Problem("file", repr(SINGLE), "holds no tensor"))
         problems += _disagreements(placement, holders, files)
         if problems:
             raise CheckpointError(root, problems)
-        return cls(root, tensors, files, handles, {name: at for name, at in placement.items() if name not in tensors})
+        return cls(
+            root, tensors, files, handles, {name: shard for name, shard in placement.items() if name not in tensors}
+        )
 
     def names(self) -> KeysView[str]:
         """Return the names of all tensors."""

@@ -31,22 +31,24 @@ from treespec_weights.verify import verify_checkpoint
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
-class Commands(TyperGroup):
+class WeightCommands(TyperGroup):
     """A command group that prints usage errors as JSON if `--json` is given."""
 
-    def main(self, args: Sequence[str] | None = None, *rest: Any, standalone_mode: bool = True, **options: Any) -> Any:
-        given = list(sys.argv[1:] if args is None else args)
-        as_json = "--json" in (given[: given.index("--")] if "--" in given else given)
+    def main(
+        self, args: Sequence[str] | None = None, *arguments: Any, standalone_mode: bool = True, **options: Any
+    ) -> Any:
+        argv = list(sys.argv[1:] if args is None else args)
+        as_json = "--json" in (argv[: argv.index("--")] if "--" in argv else argv)
         if not standalone_mode or not as_json:
-            return super().main(given, *rest, standalone_mode=standalone_mode, **options)
+            return super().main(argv, *arguments, standalone_mode=standalone_mode, **options)
         try:
-            sys.exit(super().main(given, *rest, standalone_mode=False, **options) or 0)
+            sys.exit(super().main(argv, *arguments, standalone_mode=False, **options) or 0)
         except UsageError as error:
             _print_json(_error("UsageError", error.format_message()))  # type: ignore[attr-defined]
             sys.exit(2)
 
 
-app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(cls=WeightCommands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 Folder = Annotated[
     Path, typer.Argument(help="A folder of config.json and safetensors, or a GGUF file.", show_default=False)

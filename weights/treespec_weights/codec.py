@@ -59,7 +59,7 @@ class Codec:
             raw = raw | {"truncation": None, "padding": None}
             whole = Tokenizer.from_str(json.dumps(raw))
             inner = Tokenizer.from_str(json.dumps(_without_prefix(raw)))
-            first, plain = (whole.encode("a", add_special_tokens=each) for each in (True, False))
+            first, plain = (whole.encode("a", add_special_tokens=special) for special in (True, False))
         except BaseException as error:  # tokenizers raises plain Exceptions, and its Rust panics are BaseExceptions
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
@@ -67,7 +67,7 @@ class Codec:
             raise CheckpointError(folder, [Problem("tokenizer", repr(TOKENIZER), message)]) from error
         by_id = {id: token for token, id in whole.get_vocab(with_added_tokens=True).items()}
         added = whole.get_added_tokens_decoder()
-        byte_level = any(_mentions(raw.get(part), "ByteLevel") for part in ("pre_tokenizer", "decoder"))
+        byte_level = any(_mentions(raw.get(key), "ByteLevel") for key in ("pre_tokenizer", "decoder"))
         table = byte_characters() if byte_level else None
         if (last := max(by_id, default=-1)) > MAX_ID:
             message = f"{by_id[last]!r} has the id {last}; valid: up to {MAX_ID:,}"
@@ -111,11 +111,11 @@ class Codec:
 
     def ids_of_bytes(self) -> dict[bytes, int]:
         """Return the token of each byte string. Regular tokens take precedence over byte tokens, then lower ids."""
-        found: dict[bytes, int] = {}
+        ids: dict[bytes, int] = {}
         for id, data in enumerate(self.tokens):
             if data:
-                found.setdefault(data, id)
-        return found | {bytes([byte]): id for byte, id in self.byte_ids.items()}
+                ids.setdefault(data, id)
+        return ids | {bytes([byte]): id for byte, id in self.byte_ids.items()}
 
 
 def _converted(folder: Path) -> dict[str, Any]:
@@ -133,32 +133,32 @@ def _converted(folder: Path) -> dict[str, Any]:
         raise CheckpointError(folder, [Problem("tokenizer", repr(TOKENIZER), message)]) from error
 
 
-def _mentions(part: Any, kind: str) -> bool:
-    """Return whether a part of tokenizer.json has this type, or contains a part of this type."""
-    if isinstance(part, dict):
-        return part.get("type") == kind or any(_mentions(value, kind) for value in part.values())
-    return isinstance(part, list) and any(_mentions(value, kind) for value in part)
+def _mentions(component: Any, kind: str) -> bool:
+    """Return whether a component of tokenizer.json has this type, or contains one of this type."""
+    if isinstance(component, dict):
+        return component.get("type") == kind or any(_mentions(value, kind) for value in component.values())
+    return isinstance(component, list) and any(_mentions(value, kind) for value in component)
 
 
 def _without_prefix(raw: dict[str, Any]) -> dict[str, Any]:
     """Modify tokenizer.json to prepend nothing, so that the middle of a text can be encoded."""
 
-    def changed(part: Any) -> Any:
-        if isinstance(part, list):
-            return [each for each in map(changed, part) if each is not None]
-        if not isinstance(part, dict):
-            return part
-        if part.get("type") == "Prepend":
+    def changed(component: Any) -> Any:
+        if isinstance(component, list):
+            return [child for child in map(changed, component) if child is not None]
+        if not isinstance(component, dict):
+            return component
+        if component.get("type") == "Prepend":
             return None
-        part = {key: changed(value) for key, value in part.items()}
-        if part.get("type") in ("ByteLevel", "Metaspace") and "add_prefix_space" in part:
-            part["add_prefix_space"] = False
-        if part.get("type") == "Metaspace":
-            part["prepend_scheme"] = "never"
-        return part
+        component = {key: changed(value) for key, value in component.items()}
+        if component.get("type") in ("ByteLevel", "Metaspace") and "add_prefix_space" in component:
+            component["add_prefix_space"] = False
+        if component.get("type") == "Metaspace":
+            component["prepend_scheme"] = "never"
+        return component
 
-    parts = {name: changed(raw.get(name)) for name in ("normalizer", "pre_tokenizer")}
-    return raw | parts | {"post_processor": None}
+    components = {name: changed(raw.get(name)) for name in ("normalizer", "pre_tokenizer")}
+    return raw | components | {"post_processor": None}
 
 
 def byte_characters() -> dict[str, int]:

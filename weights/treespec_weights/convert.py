@@ -56,7 +56,7 @@ STATE = "conversion.json"  # identifies an unfinished conversion
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class Step(NamedTuple):
+class ConversionStep(NamedTuple):
     """Conversion of the sources of one result tensor.
 
     Attributes:
@@ -83,8 +83,8 @@ class Step(NamedTuple):
         else:
             params: dict[str, Tensor] = {}
             for source, scheme in zip(self.sources, self.schemes, strict=True):
-                held = source.unpack(read(source, scheme))
-                params |= {name: held[name] for name in self.target.params if name in held}
+                unpacked = source.unpack(read(source, scheme))
+                params |= {name: unpacked[name] for name in self.target.params if name in unpacked}
             tensor = self.target.pack(params)
         try:
             return transform.apply(self.target, tensor)
@@ -205,7 +205,7 @@ def as_folder(path: Path, dtype: torch.dtype) -> Iterator[Path]:
 
 def plan_steps(
     checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules, written_as: FamilyRules, transform: Transform
-) -> list[Step]:
+) -> list[ConversionStep]:
     """Return the steps of a conversion, layer by layer.
 
     Raises CheckpointError if the checkpoint does not match its config, or if tensors of several dtypes would be fused.
@@ -218,7 +218,7 @@ def plan_steps(
         raise CheckpointError(checkpoint.folder, problems)
     stored = None if checkpoint.folder.is_file() else stored_scheme(checkpoint)  # a GGUF file's tensors are dequantised
     named = rules.for_names(checkpoint.names())
-    order = {param: at for at, param in enumerate(shape.parameters())}
+    order = {param: index for index, param in enumerate(shape.parameters())}
     holder = {param: placement for placement in placements for param in placement.params}
     targets = placements if written_as is rules else expected_tensors(shape, written_as)
     steps = []
@@ -231,9 +231,9 @@ def plan_steps(
         }
         outputs = [tuple(transform.outputs(target, dtype)) for dtype in dtypes]
         if len(set(outputs)) > 1:
-            found = ", ".join(f"{name!r} is {str(dtype).removeprefix('torch.')}" for dtype, name in dtypes.items())
-            problems.append(Problem("dtype", repr(target.name), f"of several dtypes ({found}); pass --dtype"))
-        steps.append(Step(target, sources, schemes, outputs[0]))
+            listing = ", ".join(f"{name!r} is {str(dtype).removeprefix('torch.')}" for dtype, name in dtypes.items())
+            problems.append(Problem("dtype", repr(target.name), f"of several dtypes ({listing}); pass --dtype"))
+        steps.append(ConversionStep(target, sources, schemes, outputs[0]))
     if problems:
         raise CheckpointError(checkpoint.folder, problems)
     return steps
@@ -243,7 +243,7 @@ def _write_shards(
     checkpoint: Checkpoint,
     partial: Path,
     shards: Sequence[Shard],
-    steps: Sequence[Step],
+    steps: Sequence[ConversionStep],
     transform: Transform,
     on_bytes: Callable[[int, int], None] | None,
 ) -> list[str]:
@@ -256,12 +256,12 @@ def _write_shards(
     advance = progress(on_bytes, total, done)
     for shard in shards:
         if shard.file not in resumed:
-            own = [by_output[output] for output in shard.outputs if output in by_output]
-            write_shard(partial, shard, _tensors(own, checkpoint, transform), advance)
+            shard_steps = [by_output[output] for output in shard.outputs if output in by_output]
+            write_shard(partial, shard, _tensors(shard_steps, checkpoint, transform), advance)
     return resumed
 
 
-def _tensors(steps: Sequence[Step], checkpoint: Checkpoint, transform: Transform) -> Iterator[Tensor]:
+def _tensors(steps: Sequence[ConversionStep], checkpoint: Checkpoint, transform: Transform) -> Iterator[Tensor]:
     for step in steps:
         yield from step.tensors(checkpoint, transform)
 
@@ -302,13 +302,13 @@ def _check_state(partial: Path, state: dict[str, Any]) -> None:
     if partial.is_symlink() or not partial.is_dir():
         raise OptionError(f"--resume: no interrupted conversion at {str(partial)!r}; omit the option")
     try:
-        found = read_json(resolve_folder(partial), STATE)
+        saved = read_json(resolve_folder(partial), STATE)
     except CheckpointError as error:
         raise OptionError(f"--resume: {error}; delete the folder") from error
-    if not isinstance(found, dict) or found.keys() != state.keys():
+    if not isinstance(saved, dict) or saved.keys() != state.keys():
         raise OptionError(f"--resume: {str(partial / STATE)!r} is not from a conversion; delete the folder")
     for key, reason in (("source", "another source"), ("files", "changed source files"), ("plan", "other options")):
-        if found[key] != json.loads(json.dumps(state[key])):
+        if saved[key] != json.loads(json.dumps(state[key])):
             raise OptionError(f"--resume: the conversion in {str(partial)!r} has {reason}; delete the folder")
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from treespec_weights.verify import Verification
 
-Row = tuple[str, ...]
+TableRow = tuple[str, ...]
 
 
 def describe(report: dict[str, Any]) -> str:
@@ -47,7 +47,7 @@ def describe(report: dict[str, Any]) -> str:
         facts.append(("unsupported", report["unsupported_because"]))
     blocks = [str(report["folder"]), _table([("  " + key, value) for key, value in facts])]
     blocks.append(_table(_memory_rows(report), right=(1, 2, 3)))
-    tensors: list[Row] = [("  tensor", "count", "dtype", "shape", "each")]
+    tensors: list[TableRow] = [("  tensor", "count", "dtype", "shape", "each")]
     tensors += [
         ("  " + _printable(row["name"]), str(row["count"]), row["dtype"], _dims(row["shape"]), _size(row["bytes"]))
         for row in report["tensors"]
@@ -58,25 +58,25 @@ def describe(report: dict[str, Any]) -> str:
     return "\n\n".join(blocks)
 
 
-def _made_of(shape: dict[str, Any], parts: dict[str, Any]) -> str:
-    norm = {"rms": "RMSNorm", "rms_plus_one": "RMSNorm (1 + w)", "layer": "LayerNorm"}[parts["norm"]]
+def _made_of(shape: dict[str, Any], traits: dict[str, Any]) -> str:
+    norm = {"rms": "RMSNorm", "rms_plus_one": "RMSNorm (1 + w)", "layer": "LayerNorm"}[traits["norm"]]
     if shape["qk_norm"]:
         norm += ", also of heads"
     if shape["post_norms"]:
         norm += ", also after attention and MLP"
-    found = [norm, _printable(str(parts["activation"])) + ("" if shape["gated"] else ", no gate")]
-    if type(parts["window"]) is int:
-        found.append(f"windows of {parts['window']:,} positions")
-    if parts["parallel"] is True:
-        found.append("parallel attention and MLP")
+    features = [norm, _printable(str(traits["activation"])) + ("" if shape["gated"] else ", no gate")]
+    if type(traits["window"]) is int:
+        features.append(f"windows of {traits['window']:,} positions")
+    if traits["parallel"] is True:
+        features.append("parallel attention and MLP")
     if shape["learned_positions"]:
-        found.append(f"{shape['learned_positions']:,} learned positions")
-    return "; ".join(found)
+        features.append(f"{shape['learned_positions']:,} learned positions")
+    return "; ".join(features)
 
 
-def _memory_rows(report: dict[str, Any]) -> list[Row]:
+def _memory_rows(report: dict[str, Any]) -> list[TableRow]:
     context = report["context"]
-    rows: list[Row] = [("  memory", "weights", "KV per token", f"KV at {context:,}" if context else "")]
+    rows: list[TableRow] = [("  memory", "weights", "KV per token", f"KV at {context:,}" if context else "")]
     for dtype, memory in report["memory"].items():
         kv = memory["kv_bytes_per_token"]
         full = _size(kv * context) if kv and context else ""
@@ -84,9 +84,9 @@ def _memory_rows(report: dict[str, Any]) -> list[Row]:
     return rows
 
 
-def _draft_rows(drafts: list[dict[str, Any]]) -> list[Row]:
+def _draft_rows(drafts: list[dict[str, Any]]) -> list[TableRow]:
     words = {True: "same", False: "differs", None: "unknown"}
-    rows: list[Row] = [("  draft", "parameters", "of target", "vocab size", "tokenizer", "hidden size", "")]
+    rows: list[TableRow] = [("  draft", "parameters", "of target", "vocab size", "tokenizer", "hidden size", "")]
     for draft in drafts:
         rows.append(
             (
@@ -116,8 +116,8 @@ def describe_verification(folder: Path, result: Verification) -> str:
     width = max(len(check.name) for check in result.checks)
     for check in result.checks:
         mark = "FAIL" if check.problems else "ok" if check.done else "-"
-        found = _count(check.problems, "problem") if check.problems else check.detail
-        lines.append(f"  {mark:<4}  {check.name:<{width}}  {found}")
+        outcome = _count(check.problems, "problem") if check.problems else check.detail
+        lines.append(f"  {mark:<4}  {check.name:<{width}}  {outcome}")
         lines += [f"        {'':<{width}}  {problem}" for problem in check.problems]
     lines.append("no problems" if result.ok else _count(result.problems, "problem"))
     return "\n".join(lines)
@@ -136,18 +136,18 @@ def describe_conversion(report: dict[str, Any]) -> str:
 
 def describe_timing(report: dict[str, Any]) -> str:
     """Format the report of `time_loading` as text for a terminal."""
-    rows: list[Row] = [("  ", "seconds", "GB/s")]
+    rows: list[TableRow] = [("  ", "seconds", "GB/s")]
     for key, name in (("load_weights", "load_weights"), ("plain", "plain read")):
         rows.append((f"  {name}", f"{report[key]['median']:.3f}", f"{report[key]['gb_per_second']:.2f}"))
-    what = f"{_size(report['bytes'])} to {report['device']}"
-    what += f" as {report['dtype']}" if report["dtype"] else ", as stored"
-    what += ", from the disk" if report["cold"] else ", from the page cache"
-    head = f"{report['folder']}\n\n  {what}; median of {report['repeats']}\n\n"
+    summary = f"{_size(report['bytes'])} to {report['device']}"
+    summary += f" as {report['dtype']}" if report["dtype"] else ", as stored"
+    summary += ", from the disk" if report["cold"] else ", from the page cache"
+    head = f"{report['folder']}\n\n  {summary}; median of {report['repeats']}\n\n"
     return head + _table(rows, right=(1, 2)) + f"\n\n  {report['share']:.1%} of the plain read's speed"
 
 
-def _count(things: Sized, noun: str) -> str:
-    return f"{len(things):,} {noun}{'s' * (len(things) != 1)}"
+def _count(items: Sized, noun: str) -> str:
+    return f"{len(items):,} {noun}{'s' * (len(items) != 1)}"
 
 
 def _printable(name: str) -> str:
@@ -169,12 +169,12 @@ def _dims(shape: list[int]) -> str:
     return " x ".join(f"{dim:,}" for dim in shape) or "scalar"
 
 
-def _table(rows: list[Row], right: tuple[int, ...] = ()) -> str:
+def _table(rows: list[TableRow], right: tuple[int, ...] = ()) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(
-            cell.rjust(width) if at in right else cell.ljust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
     )

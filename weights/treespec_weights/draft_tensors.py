@@ -163,6 +163,6 @@ def head_tokens(folder: Path, stored: Mapping[str, Tensor | None], rows: int, ta
     return tokens
 
 
-def own_embedding(found: DraftTensors, shape: ModelShape) -> Tensor | None:
+def own_embedding(tensors: DraftTensors, shape: ModelShape) -> Tensor | None:
     name = "embed_tokens.weight"
-    return found.take(name, shape.vocab_size, shape.hidden_size) if name in found else None
+    return tensors.take(name, shape.vocab_size, shape.hidden_size) if name in tensors else None

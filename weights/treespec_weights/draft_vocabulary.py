@@ -52,8 +52,8 @@ def read_draft_vocabulary(folder: Path, rows: int, target_size: int) -> np.ndarr
         raise problem(
             f"maps to a vocabulary of {size} tokens, the target has {target_size}; use it with its own target"
         )
-    own = ids[:-1] if len(ids) and ids[-1] == -1 else ids
-    if len(ids) != rows or not len(own) or own[0] < 0 or own[-1] >= target_size or (np.diff(own) <= 0).any():
+    named = ids[:-1] if len(ids) and ids[-1] == -1 else ids
+    if len(ids) != rows or not len(named) or named[0] < 0 or named[-1] >= target_size or (np.diff(named) <= 0).any():
         raise problem(
             f"{len(ids)} ids for {rows} rows; valid: one per row, ascending from 0 to {target_size - 1}, with an "
             "optional last -1 for all other tokens"
@@ -66,8 +66,8 @@ def expand_embedding(rows: Tensor, target_ids: np.ndarray, target_size: int) -> 
 
     Tokens without a row get the row of id -1, or the mean of all rows.
     """
-    known = target_ids[target_ids >= 0]
-    other = rows[-1:] if len(known) < len(target_ids) else rows.float().mean(0, keepdim=True).to(rows.dtype)
+    token_ids = target_ids[target_ids >= 0]
+    other = rows[-1:] if len(token_ids) < len(target_ids) else rows.float().mean(0, keepdim=True).to(rows.dtype)
     result = other.expand(target_size, -1).clone()
-    result[torch.from_numpy(known).to(rows.device)] = rows[: len(known)]
+    result[torch.from_numpy(token_ids).to(rows.device)] = rows[: len(token_ids)]
     return result

@@ -179,9 +179,9 @@ class _Growth:
         return ratio
 
     def tensor(
-        self, name: str, size: tuple[int, ...], own: Tensor | None, dtype: torch.dtype, generator: torch.Generator
+        self, name: str, size: tuple[int, ...], old: Tensor | None, dtype: torch.dtype, generator: torch.Generator
     ) -> Tensor:
-        """Return a parameter of the new shape. `own` is the old one, or None in an added layer."""
+        """Return a parameter of the new shape. `old` is the original, or None in an added layer."""
         kind = name.rpartition(".")[2]
         if kind in _TO_RESIDUAL:
             tensor = torch.zeros(size, dtype=dtype, device="cpu")
@@ -189,9 +189,9 @@ class _Growth:
             spread = size[1] ** -0.5 if len(size) > 1 else 0.1
             tensor = torch.empty(size, dtype=dtype, device=generator.device)
             tensor = tensor.normal_(float(kind in _NORMS), spread, generator=generator).cpu()
-        if own is not None:
+        if old is not None:
             scale = self.ratio**-0.5 if kind in _NORMS else 1.0
-            tensor[tuple(slice(n) for n in own.shape)] = own * scale
+            tensor[tuple(slice(n) for n in old.shape)] = old * scale
         if self.new.vocab_size > self.old.vocab_size:
             self._suppress_added_tokens(kind, tensor)
         return tensor

@@ -165,12 +165,12 @@ def read_head(folder: Path | str) -> DraftForm | None:
     names = [*named, *(raw.get(key) for key in ("speculators_model_type", "model_type"))]
     names += [key for key in ("dflash_config", "medusa_num_heads") if key in raw]
     lowered = [name.lower() for name in names if isinstance(name, str)]
-    other = next((kind for part, kind in _OTHER_KINDS.items() if any(part in name for name in lowered)), None)
+    other = next((kind for marker, kind in _OTHER_KINDS.items() if any(marker in name for name in lowered)), None)
     if other is not None:
         problem = Problem("config", repr(CONFIG), f"{other}, which is not supported; supported: {SUPPORTED}")
         raise UnsupportedModelError(root, [problem])
     dflash = ("dflash", "dspark", "muse_glimmer_assistant")
-    is_dflash = any(part in name for name in lowered for part in dflash)
+    is_dflash = any(marker in name for name in lowered for marker in dflash)
     is_eagle3 = any("eagle3" in name or "peagle" in name for name in lowered) or "draft_vocab_size" in raw
     is_medusa = any("medusa" in name for name in lowered)
     is_speculator = any("mlp_speculator" in name or "mlpspeculator" in name for name in lowered)
@@ -206,7 +206,7 @@ def _eagle3_form(folder: Path, raw: Mapping[str, Any]) -> HeadForm:
     if isinstance(nested, dict):
         layers = nested.get("eagle_aux_hidden_state_layer_ids") if layers is None else layers
         raw = {**raw, **nested}
-    if layers is not None and not (isinstance(layers, list) and layers and all(type(each) is int for each in layers)):
+    if layers is not None and not (isinstance(layers, list) and layers and all(type(layer) is int for layer in layers)):
         raise config_error(folder, "eagle_aux_hidden_state_layer_ids", f"{layers!r}; expected a list of layer numbers")
     # Some published configs of other layouts give the target's number of layers.
     num_layers = None if "transformer_layer_config" in raw else 1
@@ -258,10 +258,10 @@ def load_head(
     Raises:
         CheckpointError: with all missing and misshaped tensors; a head of another target.
     """
-    hidden, found = shape.hidden_size, DraftTensors(form.folder, dtype, device)
+    hidden, tensors = shape.hidden_size, DraftTensors(form.folder, dtype, device)
     if form.kind == "eagle":
-        return _load_eagle(form, shape, target_hidden, found), None
-    if (fc := found.raw("fc.weight")) is not None and fc.shape[1] != num_states * target_hidden:
+        return _load_eagle(form, shape, target_hidden, tensors), None
+    if (fc := tensors.raw("fc.weight")) is not None and fc.shape[1] != num_states * target_hidden:
         raise CheckpointError(
             form.folder,
             [
@@ -273,27 +273,27 @@ def load_head(
                 )
             ],
         )
-    head = found.raw("lm_head.weight")
+    head = tensors.raw("lm_head.weight")
     rows = shape.vocab_size if head is None else len(head)
-    tokens = head_tokens(form.folder, {name: found.raw(name) for name in ("d2t", "t2d")}, rows, shape.vocab_size)
+    tokens = head_tokens(form.folder, {name: tensors.raw(name) for name in ("d2t", "t2d")}, rows, shape.vocab_size)
     decoder = {"embed": torch.zeros(1, hidden, dtype=dtype, device=device)}
     for placement in expected_tensors(shape, form.rules):
         name, [(param, size)] = canonical(placement.name), placement.params.items()
         if param == "embed" or param in _first_projections():
             continue
-        decoder[param] = found.take(name, *((rows, hidden) if param == "lm_head" else size))
-    decoder["layers.0.attn_norm"] = found.take(f"{FIRST_LAYER}hidden_norm.weight", hidden)
+        decoder[param] = tensors.take(name, *((rows, hidden) if param == "lm_head" else size))
+    decoder["layers.0.attn_norm"] = tensors.take(f"{FIRST_LAYER}hidden_norm.weight", hidden)
     weights = HeadWeights(
         decoder,
-        (found.take("fc.weight", hidden, num_states * target_hidden), _bias(found, "fc", hidden)),
-        _qkv(found, shape, 2 * hidden),
-        found.take(f"{FIRST_LAYER}input_layernorm.weight", hidden),
+        (tensors.take("fc.weight", hidden, num_states * target_hidden), _bias(tensors, "fc", hidden)),
+        _qkv(tensors, shape, 2 * hidden),
+        tensors.take(f"{FIRST_LAYER}input_layernorm.weight", hidden),
         decoder["layers.0.attn_norm"],
-        _state_norms(found, num_states, target_hidden),
-        own_embedding(found, shape),
-        _mask_states(form, found, num_states, target_hidden),
+        _state_norms(tensors, num_states, target_hidden),
+        own_embedding(tensors, shape),
+        _mask_states(form, tensors, num_states, target_hidden),
     )
-    found.check()
+    tensors.check()
     if form.mask_token >= shape.vocab_size:
         reason = f"{form.mask_token}, and the target has {shape.vocab_size} tokens"
         raise config_error(form.folder, "mask_token_id", reason)
@@ -303,59 +303,60 @@ def load_head(
     return weights, tokens
 
 
-def _load_eagle(form: HeadForm, shape: ModelShape, target_hidden: int, found: DraftTensors) -> HeadWeights:
+def _load_eagle(form: HeadForm, shape: ModelShape, target_hidden: int, tensors: DraftTensors) -> HeadWeights:
     """Load an EAGLE-1 head, which has the target's hidden size and vocabulary. Arguments as in `load_head`."""
     hidden = shape.hidden_size
     for key, size in (("hidden_size", target_hidden), ("vocab_size", shape.vocab_size)):
-        if (own := form.config.get(key, size)) != size:
-            reason = f"{own}, the target has {size}; use a head that was trained for this target"
+        if (value := form.config.get(key, size)) != size:
+            reason = f"{value}, the target has {size}; use a head that was trained for this target"
             raise config_error(form.folder, key, reason)
-    ones = torch.ones(hidden, dtype=found.dtype, device=found.device)
-    decoder = {"embed": torch.zeros(1, hidden, dtype=found.dtype, device=found.device), "final_norm": ones}
+    ones = torch.ones(hidden, dtype=tensors.dtype, device=tensors.device)
+    decoder = {"embed": torch.zeros(1, hidden, dtype=tensors.dtype, device=tensors.device), "final_norm": ones}
     decoder["layers.0.attn_norm"] = ones.clone()
     for placement in expected_tensors(shape, form.rules):
         name, [(param, size)] = canonical(placement.name), placement.params.items()
         if param not in (*decoder, "lm_head", *_first_projections()):
-            decoder[param] = found.take(name, *size)
-    fc = found.take("fc.weight", hidden, 2 * hidden), _bias(found, "fc", hidden)
-    weights = HeadWeights(decoder, fc, _qkv(found, shape, hidden), None, None, None, own_embedding(found, shape))
-    found.check()
+            decoder[param] = tensors.take(name, *size)
+    fc = tensors.take("fc.weight", hidden, 2 * hidden), _bias(tensors, "fc", hidden)
+    weights = HeadWeights(decoder, fc, _qkv(tensors, shape, hidden), None, None, None, own_embedding(tensors, shape))
+    tensors.check()
     return weights
 
 
 def _first_projections() -> tuple[str, ...]:
-    return tuple(f"layers.0.{name}{part}" for name in "qkv" for part in ("", "_bias"))
+    return tuple(f"layers.0.{name}{suffix}" for name in "qkv" for suffix in ("", "_bias"))
 
 
-def _qkv(found: DraftTensors, shape: ModelShape, width: int) -> tuple[Tensor, Tensor | None]:
+def _qkv(tensors: DraftTensors, shape: ModelShape, width: int) -> tuple[Tensor, Tensor | None]:
     """Return the first layer's projections of inputs of this width."""
     sizes = [heads * shape.head_dim for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)]
-    parts = [
-        found.take(f"{FIRST_LAYER}{name}.weight", size, width) for name, size in zip(_LAYER_TENSORS, sizes, strict=True)
+    weights = [
+        tensors.take(f"{FIRST_LAYER}{name}.weight", size, width)
+        for name, size in zip(_LAYER_TENSORS, sizes, strict=True)
     ]
     bias = None
-    if shape.attention_bias or f"{FIRST_LAYER}{_LAYER_TENSORS[0]}.bias" in found:
+    if shape.attention_bias or f"{FIRST_LAYER}{_LAYER_TENSORS[0]}.bias" in tensors:
         bias = torch.cat(
-            [found.take(f"{FIRST_LAYER}{name}.bias", size) for name, size in zip(_LAYER_TENSORS, sizes, strict=True)]
+            [tensors.take(f"{FIRST_LAYER}{name}.bias", size) for name, size in zip(_LAYER_TENSORS, sizes, strict=True)]
         )
-    return torch.cat([part for part in parts if part.dim() == 2] or parts), bias
+    return torch.cat([weight for weight in weights if weight.dim() == 2] or weights), bias
 
 
-def _bias(found: DraftTensors, name: str, size: int) -> Tensor | None:
-    return found.take(f"{name}.bias", size) if f"{name}.bias" in found else None
+def _bias(tensors: DraftTensors, name: str, size: int) -> Tensor | None:
+    return tensors.take(f"{name}.bias", size) if f"{name}.bias" in tensors else None
 
 
-def _mask_states(form: HeadForm, found: DraftTensors, num_states: int, target_hidden: int) -> Tensor | None:
+def _mask_states(form: HeadForm, tensors: DraftTensors, num_states: int, target_hidden: int) -> Tensor | None:
     if not form.block:
         return None
-    return found.take("mask_hidden", 1, 1, num_states * target_hidden).view(-1, target_hidden)
+    return tensors.take("mask_hidden", 1, 1, num_states * target_hidden).view(-1, target_hidden)
 
 
-def _state_norms(found: DraftTensors, num_states: int, target_hidden: int) -> Tensor | None:
-    if "input_norm.weight" in found:
-        return found.take("input_norm.weight", num_states * target_hidden)[None]
-    if "fc_norm.0.weight" in found:
-        return torch.stack([found.take(f"fc_norm.{i}.weight", target_hidden) for i in range(num_states)])
+def _state_norms(tensors: DraftTensors, num_states: int, target_hidden: int) -> Tensor | None:
+    if "input_norm.weight" in tensors:
+        return tensors.take("input_norm.weight", num_states * target_hidden)[None]
+    if "fc_norm.0.weight" in tensors:
+        return torch.stack([tensors.take(f"fc_norm.{i}.weight", target_hidden) for i in range(num_states)])
     return None
 
 
@@ -378,8 +379,8 @@ def compare_head(target: dict[str, Any], form: DraftForm) -> dict[str, Any]:
         except CheckpointError as error:
             reason = "; ".join(map(str, error.problems))
         else:
-            known, parameters = size if tokens is None else len(tokens), weights.num_parameters
-            connection = f"{form.name}, {form.describe(layers)}; proposes {known:,} of {size:,} tokens"
+            num_tokens, parameters = size if tokens is None else len(tokens), weights.num_parameters
+            connection = f"{form.name}, {form.describe(layers)}; proposes {num_tokens:,} of {size:,} tokens"
     return {
         "folder": str(form.folder),
         "family": form.name,
@@ -401,7 +402,7 @@ def _load_stored(
     if isinstance(form, StateForm):
         return *load_state_head(form, hidden, vocab_size, None, "cpu"), True
     shape = replace(ModelShape.from_hf(form.config, form.rules, form.folder), vocab_size=vocab_size)
-    same = shape.hidden_size == hidden
+    same_hidden = shape.hidden_size == hidden
     if isinstance(form, BlockForm):
-        return *load_block(form, shape, hidden, None, "cpu"), same
-    return *load_head(form, shape, num_states, hidden, None, "cpu"), same
+        return *load_block(form, shape, hidden, None, "cpu"), same_hidden
+    return *load_head(form, shape, num_states, hidden, None, "cpu"), same_hidden

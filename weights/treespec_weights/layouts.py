@@ -69,13 +69,13 @@ def family_named(name: str) -> FamilyRules:
 
 
 def translate_config(
-    folder: Path, config: Mapping[str, Any], shape: ModelShape, own: FamilyRules, other: FamilyRules
+    folder: Path, config: Mapping[str, Any], shape: ModelShape, family: FamilyRules, other: FamilyRules
 ) -> dict[str, Any]:
     """Return the config.json of the same model in the family `other`.
 
     Args:
         folder: of the checkpoint, for messages.
-        config: its parsed config.json, with `shape` read from it, of the family `own`.
+        config: its parsed config.json, with `shape` read from it, of `family`.
 
     Raises:
         UnsupportedModelError: lists everything that the other family cannot express.
@@ -85,18 +85,18 @@ def translate_config(
         Problem(
             "config",
             "'model_type'",
-            f"{own.model_type} and {other.model_type} compute differently: {field.name} "
-            f"is {getattr(own, field.name)!r} and {getattr(other, field.name)!r}",
+            f"{family.model_type} and {other.model_type} compute differently: {field.name} "
+            f"is {getattr(family, field.name)!r} and {getattr(other, field.name)!r}",
         )
         for field in fields(FamilyRules)
-        if field.name not in _NAMING_FIELDS and getattr(own, field.name) != getattr(other, field.name)
+        if field.name not in _NAMING_FIELDS and getattr(family, field.name) != getattr(other, field.name)
     ]
     problems += _unmatched_parameters(shape, other)
     if problems:
         raise UnsupportedModelError(folder, problems)
     before, after = _with_defaults(folder, config), _with_defaults(folder, {"model_type": other.model_type})
     sizes = {key: getattr(shape, name) for name, key in other.config_keys.items()}
-    translated = sizes | _translated_values(folder, before, after, own, other)
+    translated = sizes | _translated_values(folder, before, after, family, other)
     result = _with_defaults(folder, translated | {"model_type": other.model_type})
     result["architectures"] = [_architecture(other.model_type)]
     if changed := [key for key, value in translated.items() if not _values_match(value, result.get(key))]:
@@ -105,7 +105,7 @@ def translate_config(
         )
         raise UnsupportedModelError(folder, [Problem("config", repr(changed[0]), message)])
     if ModelShape.from_hf(result, other, folder) != shape:
-        message = f"a {other.model_type} model of these sizes has other parameters than a {own.model_type} one"
+        message = f"a {other.model_type} model of these sizes has other parameters than a {family.model_type} one"
         raise UnsupportedModelError(folder, [Problem("config", "'model_type'", message)])
     return result
 
@@ -118,17 +118,17 @@ def _unmatched_parameters(shape: ModelShape, other: FamilyRules) -> list[Problem
         if field.name not in other.config_keys and field.default is not MISSING
     }
     places = {param for rule in other.tensors for param in rule.params}
-    own = dict.fromkeys(_pattern(name) for name in shape.parameters())
-    theirs = dict.fromkeys(_pattern(name) for name in replace(shape, **fixed).parameters())
+    model_names = dict.fromkeys(_pattern(name) for name in shape.parameters())
+    family_names = dict.fromkeys(_pattern(name) for name in replace(shape, **fixed).parameters())
     problems = [
         Problem("unexpected", repr(name), f"a {other.model_type} model has no such parameter")
-        for name in own
-        if name not in theirs or name not in places
+        for name in model_names
+        if name not in family_names or name not in places
     ]
     problems += [
         Problem("missing", repr(name), f"a {other.model_type} model has this parameter, and the checkpoint does not")
-        for name in theirs
-        if name not in own
+        for name in family_names
+        if name not in model_names
     ]
     if not problems:
         problems = [
@@ -142,14 +142,14 @@ def _unmatched_parameters(shape: ModelShape, other: FamilyRules) -> list[Problem
 
 
 def _pattern(parameter: str) -> str:
-    return ".".join("{i}" if part.isdecimal() else part for part in parameter.split("."))
+    return ".".join("{i}" if component.isdecimal() else component for component in parameter.split("."))
 
 
 def _translated_values(
-    folder: Path, before: dict[str, Any], after: dict[str, Any], own: FamilyRules, other: FamilyRules
+    folder: Path, before: dict[str, Any], after: dict[str, Any], family: FamilyRules, other: FamilyRules
 ) -> dict[str, Any]:
     """Return all values but the sizes. Raises UnsupportedModelError if the other family cannot express them."""
-    spelt = {*own.config_keys.values(), *other.config_keys.values()}
+    spelt = {*family.config_keys.values(), *other.config_keys.values()}
     result: dict[str, Any] = {}
     problems = []
     for key, value in before.items():
@@ -160,12 +160,12 @@ def _translated_values(
         elif key not in _WITHOUT_EFFECT and value not in _ABSENT:
             message = f"{value!r} cannot be expressed in the config of a {other.model_type} model"
             problems.append(Problem("config", repr(key), message))
-    rope, known = before.get("rope_parameters"), after.get("rope_parameters")
-    if isinstance(rope, dict) and isinstance(known, dict):
-        if rope.get("partial_rotary_factor", 1.0) != 1.0 and "partial_rotary_factor" not in known:
+    rope, other_rope = before.get("rope_parameters"), after.get("rope_parameters")
+    if isinstance(rope, dict) and isinstance(other_rope, dict):
+        if rope.get("partial_rotary_factor", 1.0) != 1.0 and "partial_rotary_factor" not in other_rope:
             message = f"{rope['partial_rotary_factor']!r}, but a {other.model_type} model rotates whole heads"
             problems.append(Problem("config", "'partial_rotary_factor'", message))
-        result["rope_parameters"] = {k: v for k, v in rope.items() if k != "partial_rotary_factor" or k in known}
+        result["rope_parameters"] = {k: v for k, v in rope.items() if k != "partial_rotary_factor" or k in other_rope}
         if rope.get("rope_type", "default") != "default" and "original_max_position_embeddings" in before:
             if "original_max_position_embeddings" not in after:
                 message = (

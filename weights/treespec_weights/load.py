@@ -15,9 +15,9 @@ from treespec_weights.errors import CheckpointError, Problem
 from treespec_weights.families import LLAMA
 from treespec_weights.gguf.blocks import FORMS, read_blocks
 from treespec_weights.quant_config import scheme_of
-from treespec_weights.quant_schemes import Part, QuantScheme
+from treespec_weights.quant_schemes import QuantScheme, StoredTensor
 from treespec_weights.quantize import BITS, Quantized, dequantize, group_of, quantize
-from treespec_weights.rules import FamilyRules, ModelShape, Shape, TensorRule
+from treespec_weights.rules import FamilyRules, ModelShape, TensorRule, TensorShape
 
 CHUNK = 1 << 19  # values cast at a time
 DTYPES = tuple(TORCH_DTYPES[name] for name in LOADABLE)
@@ -28,11 +28,11 @@ class Placement(NamedTuple):
 
     name: str
     rule: TensorRule
-    params: dict[str, Shape]
+    params: dict[str, TensorShape]
     heads: int  # groups of a "per_head" tensor
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> TensorShape:
         """Expected shape of the tensor in the file."""
         first = next(iter(self.params.values()))
         stacked = (sum(shape[0] for shape in self.params.values()), *first[1:])
@@ -50,19 +50,19 @@ class Placement(NamedTuple):
         sizes = [shape[0] for shape in self.params.values()]
         if self.rule.layout == "per_head":
             per_head = tensor.unflatten(0, (self.heads, -1)).split([size // self.heads for size in sizes], dim=1)
-            parts = [part.flatten(0, 1) for part in per_head]
+            blocks = [block.flatten(0, 1) for block in per_head]
         else:
-            parts = list(tensor.split(sizes))
-        return {name: part.contiguous() for name, part in zip(self.params, parts, strict=True)}
+            blocks = list(tensor.split(sizes))
+        return {name: block.contiguous() for name, block in zip(self.params, blocks, strict=True)}
 
     def pack(self, params: dict[str, Tensor]) -> Tensor:
         """Combine parameters into the checkpoint tensor, the inverse of `unpack`. A single parameter is not copied."""
-        parts = [params[name] for name in self.params]
+        blocks = [params[name] for name in self.params]
         if self.rule.layout == "per_head":
-            parts = [part.unflatten(0, (self.heads, -1)) for part in parts]
-            tensor = torch.cat(parts, dim=1).flatten(0, 1)
+            blocks = [block.unflatten(0, (self.heads, -1)) for block in blocks]
+            tensor = torch.cat(blocks, dim=1).flatten(0, 1)
         else:
-            tensor = torch.cat(parts) if len(parts) > 1 else parts[0]
+            tensor = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
         return tensor.t().contiguous() if self.rule.layout == "transposed" and tensor.dim() == 2 else tensor
 
 
@@ -115,11 +115,11 @@ def load_weights(
         raise CheckpointError(checkpoint.folder, problems)
     checkpoint.log_absent()
     head = _head_blocks(checkpoint, shape, rules) if head_blocks else None
-    parts = {} if head is None else _parts("lm_head", head)
-    loaded = {name: part.to(device) for name, part in parts.items()}
+    head_params = {} if head is None else _params_of("lm_head", head)
+    loaded = {name: value.to(device) for name, value in head_params.items()}
     overflows = []
-    at = {name: i for i, name in enumerate(checkpoint.tensors)}  # tensors renamed by the scheme come last
-    for placement in sorted(placements, key=lambda placement: at.get(placement.name, len(at))):
+    order = {name: i for i, name in enumerate(checkpoint.tensors)}  # tensors renamed by the scheme come last
+    for placement in sorted(placements, key=lambda placement: order.get(placement.name, len(order))):
         if head is not None and "lm_head" in placement.params:
             continue
         if scheme is not None and covered(scheme, placement, rules):
@@ -129,7 +129,7 @@ def load_weights(
         if bits is not None and any(param in matrices for param in placement.params):
             for param, matrix in placement.unpack(stored.to(device)).items():
                 try:
-                    loaded |= _parts(param, quantize(matrix, bits, group))
+                    loaded |= _params_of(param, quantize(matrix, bits, group))
                 except ValueError as error:
                     raise CheckpointError(
                         checkpoint.folder, [Problem("value", repr(placement.name), str(error))]
@@ -142,11 +142,11 @@ def load_weights(
     if overflows:
         raise CheckpointError(checkpoint.folder, overflows)
     names = dict.fromkeys((*shape.parameters(), "lm_head"))
-    ordered = (name + part for name in names for part in ("", "_scale", "_zero"))
+    ordered = (name + suffix for name in names for suffix in ("", "_scale", "_zero"))
     return {name: loaded[name] for name in ordered if name in loaded}
 
 
-def quantizable(shape: ModelShape) -> dict[str, Shape]:
+def quantizable(shape: ModelShape) -> dict[str, TensorShape]:
     """Return the parameters that quantisation applies to: the layers' matrices, without embedding, head and norms."""
     return {name: size for name, size in shape.parameters().items() if name.startswith("layers.") and len(size) == 2}
 
@@ -182,7 +182,7 @@ def _head_blocks(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) 
     return read_blocks(kind, checkpoint.stored(name)) if kind in FORMS else None
 
 
-def _parts(param: str, quantized: Quantized) -> dict[str, Tensor]:
+def _params_of(param: str, quantized: Quantized) -> dict[str, Tensor]:
     values, scale, zero = quantized
     return {param: values, f"{param}_scale": scale} | ({} if zero is None else {f"{param}_zero": zero})
 
@@ -194,19 +194,19 @@ def _read_quantized(
 
     Scales and zero points are per row, so they unpack like the weights.
     """
-    found = _stored_matrix(checkpoint, scheme, placement, dtype)
-    tensors = {"": found} if isinstance(found, Tensor) else _parts("", found)
+    matrix = _stored_matrix(checkpoint, scheme, placement, dtype)
+    tensors = {"": matrix} if isinstance(matrix, Tensor) else _params_of("", matrix)
     return {
-        param + part: rows.to(device)  # type: ignore[call-overload]
-        for part, tensor in tensors.items()
+        param + suffix: rows.to(device)  # type: ignore[call-overload]
+        for suffix, tensor in tensors.items()
         for param, rows in placement.unpack(tensor).items()
     }
 
 
 def read_dequantized(checkpoint: Checkpoint, scheme: QuantScheme, placement: Placement) -> Tensor:
     """Read a quantised matrix as fp32 [out, in]. Raises CheckpointError for unsupported values."""
-    found = _stored_matrix(checkpoint, scheme, placement, torch.float32)
-    return found if isinstance(found, Tensor) else dequantize(found)
+    matrix = _stored_matrix(checkpoint, scheme, placement, torch.float32)
+    return matrix if isinstance(matrix, Tensor) else dequantize(matrix)
 
 
 def _stored_matrix(
@@ -214,8 +214,8 @@ def _stored_matrix(
 ) -> Quantized | Tensor:
     """Read a quantised matrix; `dtype` is that of an fp8 one."""
 
-    def get(part: str) -> Tensor | None:
-        return checkpoint.stored(part) if part in checkpoint.tensors else None
+    def get(name: str) -> Tensor | None:
+        return checkpoint.stored(name) if name in checkpoint.tensors else None
 
     try:
         return scheme.read(placement.name, *placement.shape, get, dtype)
@@ -232,27 +232,29 @@ def match(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> tupl
     """
     rules = _rules_of(checkpoint, shape, rules)
     placements, scheme = expected_tensors(shape, rules), stored_scheme(checkpoint)
-    expected: dict[str, Part] = {}
+    expected: dict[str, StoredTensor] = {}
     problems = []
     for placement in placements:
         if scheme is None or not covered(scheme, placement, rules):
-            expected[placement.name] = Part((placement.shape,), checkpoint.loadable)
+            expected[placement.name] = StoredTensor((placement.shape,), checkpoint.loadable)
             continue
         try:
             if placement.rule.layout == "transposed":
                 raise ValueError("quantised weights that are stored transposed are not supported")
-            expected |= scheme.parts(placement.name, *placement.shape)
+            expected |= scheme.stored_tensors(placement.name, *placement.shape)
         except ValueError as error:
             problems.append(Problem("shape", repr(placement.name), str(error)))
     if shape.tied and rules.tied_copy in checkpoint.tensors:
-        expected[rules.tied_copy] = Part(((shape.vocab_size, shape.hidden_size),), checkpoint.loadable, optional=True)
+        expected[rules.tied_copy] = StoredTensor(
+            ((shape.vocab_size, shape.hidden_size),), checkpoint.loadable, optional=True
+        )
     for name, rows in _extra_biases(checkpoint, placements, rules).items():
-        expected[name] = Part(((rows,),), LOADABLE, optional=True)
+        expected[name] = StoredTensor(((rows,),), LOADABLE, optional=True)
     ignored = ignored_names(shape, rules)
     problems += [
-        checkpoint.missing(name, f"missing; expected {list(part.shapes[0])}")
-        for name, part in expected.items()
-        if name not in checkpoint.tensors and (not part.optional or name in checkpoint.absent)
+        checkpoint.missing(name, f"missing; expected {list(tensor.shapes[0])}")
+        for name, tensor in expected.items()
+        if name not in checkpoint.tensors and (not tensor.optional or name in checkpoint.absent)
     ]
     for name, info in checkpoint.tensors.items():
         if name in ignored:
@@ -288,10 +290,10 @@ def _extra_biases(checkpoint: Checkpoint, placements: Sequence[Placement], rules
     scheme = stored_scheme(checkpoint)
     if scheme is None or scheme.method != "gptq":
         return {}
-    own = {placement.name for placement in placements}
+    weight_names = {placement.name for placement in placements}
     matrices = [placement for placement in placements if covered(scheme, placement, rules)]
-    names = {f"{each.name.removesuffix('weight')}bias": each.shape[0] for each in matrices}
-    return {name: rows for name, rows in names.items() if name not in own and name in checkpoint.tensors}
+    names = {f"{placement.name.removesuffix('weight')}bias": placement.shape[0] for placement in matrices}
+    return {name: rows for name, rows in names.items() if name not in weight_names and name in checkpoint.tensors}
 
 
 def extra_bias_problems(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> list[Problem]:
@@ -333,19 +335,19 @@ def expected_tensors(shape: ModelShape, rules: FamilyRules) -> list[Placement]:
         for i in range(shape.num_layers) if "{i}" in rule.name else [0]:
             params = [param.replace("{i}", str(i)) for param in rule.params]
             if all(param in parameters for param in params):
-                held = {param: parameters[param] for param in params}
-                placements.append(Placement(rule.name.replace("{i}", str(i)), rule, held, shape.num_kv_heads))
+                shapes = {param: parameters[param] for param in params}
+                placements.append(Placement(rule.name.replace("{i}", str(i)), rule, shapes, shape.num_kv_heads))
     covered = [param for placement in placements for param in placement.params]
     assert sorted(covered) == sorted(parameters), f"rules of {rules.model_type!r} do not cover the decoder"
     return placements
 
 
 def _unexpected_reason(name: str, shape: ModelShape, rules: FamilyRules) -> str:
-    known = {rule.name for rule in rules.tensors} | set(rules.ignored)
-    parts = name.split(".")
-    for at, part in enumerate(parts):
-        if part.isdecimal() and ".".join([*parts[:at], "{i}", *parts[at + 1 :]]) in known:
-            beyond = len(part) > 5 or part != str(int(part)) or int(part) >= shape.num_layers
+    rule_names = {rule.name for rule in rules.tensors} | set(rules.ignored)
+    components = name.split(".")
+    for i, component in enumerate(components):
+        if component.isdecimal() and ".".join([*components[:i], "{i}", *components[i + 1 :]]) in rule_names:
+            beyond = len(component) > 5 or component != str(int(component)) or int(component) >= shape.num_layers
             num_layers = f"{rules.config_keys['num_layers']!r} is {shape.num_layers}"
             kind = "bias" if name.endswith("bias") else "tensor"
             return num_layers if beyond else f"the config says that the model has no such {kind}"
@@ -362,9 +364,9 @@ def cast(stored: Tensor, dtype: torch.dtype | None, device: torch.device | str =
     if torch.device(device).type == "cpu":
         result = torch.empty_like(stored, dtype=dtype, memory_format=torch.contiguous_format)
         extremes = []  # per chunk, while it is in cache: over the whole tensor this took a quarter of the cast's time
-        for part, target in zip(stored.flatten().split(CHUNK), result.flatten().split(CHUNK), strict=True):
-            extremes += part.aminmax()
-            target.copy_(part)
+        for chunk, target in zip(stored.flatten().split(CHUNK), result.flatten().split(CHUNK), strict=True):
+            extremes += chunk.aminmax()
+            target.copy_(chunk)
         least, greatest = (value.item() for value in torch.stack(extremes).aminmax())
     else:
         result = stored.to(device=device, dtype=dtype)

@@ -36,7 +36,7 @@ class Form(NamedTuple):
     has_zero: bool
 
 
-class Part(NamedTuple):
+class StoredTensor(NamedTuple):
     """Valid shapes and dtypes of one of the tensors that store a quantised weight."""
 
     shapes: tuple[tuple[int, ...], ...]
@@ -97,7 +97,7 @@ class QuantScheme:
         """Return the form of the weight `name`, which the scheme covers; not for fp8, which is dequantised."""
         return Form(self.bits, self.group, not (self.symmetric or self.centred))
 
-    def parts(self, name: str, out: int, inputs: int) -> dict[str, Part]:
+    def stored_tensors(self, name: str, out: int, inputs: int) -> dict[str, StoredTensor]:
         """Return the tensors that store the weight `name` of shape [out, inputs], by name.
 
         Raises ValueError if the scheme does not fit this shape.
@@ -119,34 +119,39 @@ class QuantScheme:
                 shapes: tuple[tuple[int, ...], ...] = ((-(-out // self.block[0]), -(-inputs // self.block[1])),)
             else:
                 shapes = ((), (1,), (out,), (out, 1))
-            return {name: Part(((out, inputs),), ("F8_E4M3",)), scale: Part(shapes, (*_FLOATS, "F8_E8M0"))}
+            return {
+                name: StoredTensor(((out, inputs),), ("F8_E4M3",)),
+                scale: StoredTensor(shapes, (*_FLOATS, "F8_E8M0")),
+            }
         if self.method == "gptq":
             return {
-                f"{stem}qweight": Part(((words, out),), ("I32",)),
-                f"{stem}qzeros": Part(((groups, out // per_word),), ("I32",)),
-                f"{stem}scales": Part(((groups, out),), _FLOATS),
-                f"{stem}g_idx": Part(((inputs,),), ("I32",), optional=True),
+                f"{stem}qweight": StoredTensor(((words, out),), ("I32",)),
+                f"{stem}qzeros": StoredTensor(((groups, out // per_word),), ("I32",)),
+                f"{stem}scales": StoredTensor(((groups, out),), _FLOATS),
+                f"{stem}g_idx": StoredTensor(((inputs,),), ("I32",), optional=True),
             }
         if self.method == "awq":
             return {
-                f"{stem}qweight": Part(((inputs, words),), ("I32",)),
-                f"{stem}qzeros": Part(((groups, words),), ("I32",), optional=self.symmetric),
-                f"{stem}scales": Part(((groups, out),), _FLOATS),
+                f"{stem}qweight": StoredTensor(((inputs, words),), ("I32",)),
+                f"{stem}qzeros": StoredTensor(((groups, words),), ("I32",), optional=self.symmetric),
+                f"{stem}scales": StoredTensor(((groups, out),), _FLOATS),
             }
         scales = ((out, groups), (out,), (1,), ()) if self.group is None else ((out, groups),)
         if self.packed:
             packed_zeros = (-(-out // per_word), groups)
             return {
-                f"{name}_packed": Part(((out, words),), ("I32",)),
-                f"{name}_scale": Part(scales, _FLOATS),
-                f"{name}_shape": Part(((2,),), ("I64", "I32"), optional=True),
-                f"{name}_zero_point": Part((packed_zeros, (out, groups)), ("I32", "I8"), optional=self.symmetric),
-                f"{name}_g_idx": Part(((inputs,),), ("I32",), optional=True),
+                f"{name}_packed": StoredTensor(((out, words),), ("I32",)),
+                f"{name}_scale": StoredTensor(scales, _FLOATS),
+                f"{name}_shape": StoredTensor(((2,),), ("I64", "I32"), optional=True),
+                f"{name}_zero_point": StoredTensor(
+                    (packed_zeros, (out, groups)), ("I32", "I8"), optional=self.symmetric
+                ),
+                f"{name}_g_idx": StoredTensor(((inputs,),), ("I32",), optional=True),
             }
         return {
-            name: Part(((out, inputs),), ("I8",)),
-            f"{name}_scale": Part(scales, _FLOATS),
-            f"{name}_zero_point": Part(scales, ("I8",), optional=self.symmetric),
+            name: StoredTensor(((out, inputs),), ("I8",)),
+            f"{name}_scale": StoredTensor(scales, _FLOATS),
+            f"{name}_zero_point": StoredTensor(scales, ("I8",), optional=self.symmetric),
         }
 
     def read(
@@ -155,36 +160,39 @@ class QuantScheme:
         """Read the weight `name` of shape [out, inputs].
 
         Args:
-            get: returns a tensor of `parts` by name, or None if an optional one is missing.
+            get: returns a tensor of `stored_tensors` by name, or None if an optional one is missing.
             dtype: dtype of an fp8 weight; None for the scale's dtype if it is a 16- or 32-bit float, else bfloat16.
 
         Raises:
             ValueError: unsupported values, such as groups that do not follow the input order.
         """
-        tensors = {part.removeprefix(name.removesuffix("weight")): get(part) for part in self.parts(name, out, inputs)}
-        held = {part: tensor for part, tensor in tensors.items() if tensor is not None}
+        tensors = {
+            stored_name.removeprefix(name.removesuffix("weight")): get(stored_name)
+            for stored_name in self.stored_tensors(name, out, inputs)
+        }
+        present = {key: tensor for key, tensor in tensors.items() if tensor is not None}
         group = self.group or inputs
-        for part in ("g_idx", "weight_g_idx"):
-            _check_order(held.get(part), group)
+        for key in ("g_idx", "weight_g_idx"):
+            _check_order(present.get(key), group)
         if self.floating:
-            return self._read_fp8(held, out, inputs, dtype)
+            return self._read_fp8(present, out, inputs, dtype)
         if self.method == "gptq":
-            q = _words(held["qweight"].t().contiguous(), self.bits)
-            zero = _words(held["qzeros"], self.bits).t().to(torch.int16) + int(self.zero_minus_one)
-            return _from_unsigned(q, held["scales"].t().contiguous(), zero, self.bits)
+            q = _words(present["qweight"].t().contiguous(), self.bits)
+            zero = _words(present["qzeros"], self.bits).t().to(torch.int16) + int(self.zero_minus_one)
+            return _from_unsigned(q, present["scales"].t().contiguous(), zero, self.bits)
         if self.method == "awq":
-            q = _awq(held["qweight"]).t()
+            q = _awq(present["qweight"]).t()
             zero = (
-                _awq(held["qzeros"]).t()
-                if "qzeros" in held
+                _awq(present["qzeros"]).t()
+                if "qzeros" in present
                 else torch.full((out, inputs // group), 8, dtype=torch.int64, device="cpu")
             )
-            return _from_unsigned(q, held["scales"].t().contiguous(), zero, self.bits)
+            return _from_unsigned(q, present["scales"].t().contiguous(), zero, self.bits)
         middle = 1 << (self.bits - 1)
-        scale = held["weight_scale"].reshape(-1, inputs // group).expand(out, -1).contiguous()
-        if "weight_shape" in held and held["weight_shape"].tolist() != [out, inputs]:
-            raise ValueError(f"weight_shape says {held['weight_shape'].tolist()}, expected {[out, inputs]}")
-        zero = held.get("weight_zero_point")
+        scale = present["weight_scale"].reshape(-1, inputs // group).expand(out, -1).contiguous()
+        if "weight_shape" in present and present["weight_shape"].tolist() != [out, inputs]:
+            raise ValueError(f"weight_shape says {present['weight_shape'].tolist()}, expected {[out, inputs]}")
+        zero = present.get("weight_zero_point")
         in_words = zero is not None and zero.dtype == torch.int32
         if zero is not None and self.packed and len(zero) != (-(-out * self.bits // 32) if in_words else out):
             raise ValueError(
@@ -196,14 +204,14 @@ class QuantScheme:
         elif zero is not None:
             zero = zero.reshape(-1, inputs // group).expand(out, -1).to(torch.int16) + middle
         if not self.packed:
-            return _from_unsigned(held["weight"].view(torch.uint8) ^ 128, scale, zero, self.bits)
-        words = held["weight_packed"].contiguous().view(torch.uint8)  # rows are whole words
+            return _from_unsigned(present["weight"].view(torch.uint8) ^ 128, scale, zero, self.bits)
+        words = present["weight_packed"].contiguous().view(torch.uint8)  # rows are whole words
         _, _, shift = _from_unsigned(words[:, :0], scale, zero, self.bits)
         return Quantized(words if self.bits == 4 else (words ^ 128).view(torch.int8), scale, shift)
 
-    def _read_fp8(self, held: Mapping[str, Tensor], out: int, inputs: int, dtype: torch.dtype | None) -> Tensor:
-        weight = held["weight"].float()
-        [scale] = [tensor for part, tensor in held.items() if part != "weight"]
+    def _read_fp8(self, present: Mapping[str, Tensor], out: int, inputs: int, dtype: torch.dtype | None) -> Tensor:
+        weight = present["weight"].float()
+        [scale] = [tensor for key, tensor in present.items() if key != "weight"]
         if dtype is None:
             dtype = scale.dtype if scale.dtype in (torch.float16, torch.bfloat16, torch.float32) else torch.bfloat16
         factors = scale.float()

@@ -73,8 +73,8 @@ def quantize(weight: Tensor, bits: int, group: int | None = None) -> Quantized:
     group = group or in_features
     if in_features % group or (bits == 4 and group % 2):
         raise ValueError(f"{in_features} inputs are not whole groups of {group}; use a group that divides them")
-    parts = [_quantize(rows, bits, group) for rows in weight.split(max(1, _CHUNK // in_features))]
-    values, scale = (torch.cat(column) for column in zip(*parts, strict=True))
+    chunks = [_quantize(rows, bits, group) for rows in weight.split(max(1, _CHUNK // in_features))]
+    values, scale = (torch.cat(column) for column in zip(*chunks, strict=True))
     return Quantized(packed(values) if bits == 4 else values, scale)
 
 

@@ -14,7 +14,7 @@ from treespec_weights.errors import CheckpointConfigError, Problem
 MAX_DIMENSION = 2**31 - 1
 MAX_LAYERS = 10_000
 
-Shape = tuple[int, ...]
+TensorShape = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,15 +38,15 @@ class ModelShape:
     gated: bool = True  # the MLP has a gate
     learned_positions: int = 0  # rows of the position embedding; 0 for none
 
-    def parameters(self) -> dict[str, Shape]:
+    def parameters(self) -> dict[str, TensorShape]:
         """Return decoder parameter names and shapes, in order. A tied head is not a separate parameter."""
         hidden, inter = self.hidden_size, self.intermediate_size
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
 
-        def norm(name: str) -> dict[str, Shape]:
+        def norm(name: str) -> dict[str, TensorShape]:
             return {name: (hidden,)} | ({f"{name}_bias": (hidden,)} if self.norm_bias else {})
 
-        layer: dict[str, Shape] = norm("attn_norm") | {"q": (q, hidden), "k": (kv, hidden), "v": (kv, hidden)}
+        layer: dict[str, TensorShape] = norm("attn_norm") | {"q": (q, hidden), "k": (kv, hidden), "v": (kv, hidden)}
         if self.attention_bias:
             layer |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)}
         if self.qk_norm:
@@ -64,7 +64,7 @@ class ModelShape:
             layer |= ({"gate_bias": (inter,)} if self.gated else {}) | {"up_bias": (inter,), "down_bias": (hidden,)}
         if self.post_norms:
             layer |= norm("mlp_post_norm")
-        result: dict[str, Shape] = {"embed": (self.vocab_size, hidden)}
+        result: dict[str, TensorShape] = {"embed": (self.vocab_size, hidden)}
         if self.learned_positions:
             result |= {"positions": (self.learned_positions, hidden)}
         for i in range(self.num_layers):

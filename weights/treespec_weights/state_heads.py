@@ -53,7 +53,7 @@ class StateForm:
         return (num_layers + 1,)
 
 
-class Step(NamedTuple):
+class DepthWeights(NamedTuple):
     """Weights of one depth; tensors that depths share are the same objects.
 
     Attributes:
@@ -73,17 +73,17 @@ class Step(NamedTuple):
 class StateWeights(NamedTuple):
     """Weights of a head without attention, by depth, in the compute dtype."""
 
-    steps: list[Step]
+    steps: list[DepthWeights]
 
     @property
     def num_parameters(self) -> int:
         """Number of values that a draft of all depths reads: without embeddings."""
-        found = 0
+        total = 0
         for step in self.steps:
-            layers = [part for layer in step.layers for part in layer]
-            parts = [step.head, *layers, step.project, step.gain, step.shift]
-            found += sum(part.numel() for part in parts if part is not None)
-        return found
+            layers = [tensor for layer in step.layers for tensor in layer]
+            tensors = [step.head, *layers, step.project, step.gain, step.shift]
+            total += sum(tensor.numel() for tensor in tensors if tensor is not None)
+        return total
 
 
 def medusa_form(folder: Path, raw: Mapping[str, Any]) -> StateForm:
@@ -125,12 +125,12 @@ def load_state_head(
     Raises:
         CheckpointError: with all missing and misshaped tensors; a head of another target.
     """
-    found = _Renamed(form, dtype, device)
+    tensors = _Renamed(form, dtype, device)
     if form.kind == "mlp_speculator":
-        weights, tokens = _load_speculator(form, target_hidden, vocab_size, found), None
+        weights, tokens = _load_speculator(form, target_hidden, vocab_size, tensors), None
     else:
-        weights, tokens = _load_medusa(form, target_hidden, vocab_size, found)
-    found.check()
+        weights, tokens = _load_medusa(form, target_hidden, vocab_size, tensors)
+    tensors.check()
     return weights, tokens
 
 
@@ -145,9 +145,11 @@ class _Renamed(DraftTensors):
     @staticmethod
     def _rename(form: StateForm, name: str) -> str:
         name = re.sub(r"^(medusa_heads?|speculator)\.", "", name)
-        if form.kind == "medusa" and (found := re.fullmatch(r"(\d+)\.(\d+)\.(?:linear\.)?(weight|bias)", name)):
-            head, at, kind = found.groups()
-            return f"lm_heads.{head}.{kind}" if int(at) == form.num_layers else f"blocks.{head}.layers.{at}.{kind}"
+        if form.kind == "medusa" and (match := re.fullmatch(r"(\d+)\.(\d+)\.(?:linear\.)?(weight|bias)", name)):
+            head, layer, kind = match.groups()
+            return (
+                f"lm_heads.{head}.{kind}" if int(layer) == form.num_layers else f"blocks.{head}.layers.{layer}.{kind}"
+            )
         return name
 
     def narrow_heads(self, tokens: np.ndarray, vocab_size: int) -> None:
@@ -157,7 +159,7 @@ class _Renamed(DraftTensors):
             if name.startswith("lm_heads.") and len(tensor) == vocab_size:
                 self._stored[name] = tensor[rows]
 
-    def of_depth(self, pattern: str, depth: int, *shape: int) -> Tensor:
+    def take_depth(self, pattern: str, depth: int, *shape: int) -> Tensor:
         """Return a depth's tensor; if depths share weights, that of the last depth up to it that is stored."""
         while self._shared and depth and pattern.format(depth) not in self:
             depth -= 1
@@ -168,40 +170,40 @@ class _Renamed(DraftTensors):
 
 
 def _load_medusa(
-    form: StateForm, hidden: int, vocab_size: int, found: _Renamed
+    form: StateForm, hidden: int, vocab_size: int, tensors: _Renamed
 ) -> tuple[StateWeights, np.ndarray | None]:
-    tokens, stored = None, found.raw("token_map")
+    tokens, stored = None, tensors.raw("token_map")
     rows = vocab_size
     if stored is not None:
         tokens = stored.to(torch.int64).numpy()
         if (np.diff(tokens) <= 0).any() or not 0 <= tokens[0] <= tokens[-1] < vocab_size:
             reason = f"{len(tokens)} tokens; expected distinct ones of the target's {vocab_size}, ascending"
-            found.problems.append(Problem("value", "'token_map'", reason))
-            found.check()
+            tensors.problems.append(Problem("value", "'token_map'", reason))
+            tensors.check()
         rows = len(tokens)
-        found.narrow_heads(tokens, vocab_size)
+        tensors.narrow_heads(tokens, vocab_size)
     steps = []
     for depth in range(form.depths):
         layers = []
         for i in range(form.num_layers):
-            weight = found.take(f"blocks.{depth}.layers.{i}.weight", hidden, hidden)
+            weight = tensors.take(f"blocks.{depth}.layers.{i}.weight", hidden, hidden)
             bias = f"blocks.{depth}.layers.{i}.bias"
-            layers.append((weight, found.take(bias, hidden) if bias in found else None))
-        steps.append(Step(found.of_depth("lm_heads.{}.weight", depth, rows, hidden), tuple(layers)))
+            layers.append((weight, tensors.take(bias, hidden) if bias in tensors else None))
+        steps.append(DepthWeights(tensors.take_depth("lm_heads.{}.weight", depth, rows, hidden), tuple(layers)))
     return StateWeights(steps), tokens
 
 
-def _load_speculator(form: StateForm, hidden: int, vocab_size: int, found: _Renamed) -> StateWeights:
+def _load_speculator(form: StateForm, hidden: int, vocab_size: int, tensors: _Renamed) -> StateWeights:
     inner, steps = form.inner_size or hidden, []
     for depth in range(form.depths):
         steps.append(
-            Step(
-                found.of_depth("head.{}.weight", depth, vocab_size, inner),
+            DepthWeights(
+                tensors.take_depth("head.{}.weight", depth, vocab_size, inner),
                 (),
-                found.of_depth("emb.{}.weight", depth, vocab_size, inner),
-                found.of_depth("proj.{}.weight", depth, inner, inner if depth else hidden),
-                found.of_depth("ln.{}.weight", depth, inner),
-                found.of_depth("ln.{}.bias", depth, inner),
+                tensors.take_depth("emb.{}.weight", depth, vocab_size, inner),
+                tensors.take_depth("proj.{}.weight", depth, inner, inner if depth else hidden),
+                tensors.take_depth("ln.{}.weight", depth, inner),
+                tensors.take_depth("ln.{}.bias", depth, inner),
             )
         )
     return StateWeights(steps)

@@ -64,8 +64,8 @@ def time_loading(
 
     def plain() -> None:
         # Keep the whole result, as a loader does: reusing freed memory would be faster.
-        held = [tensor.to(dtype) for file in files for tensor in load_file(file, device=str(device)).values()]
-        touch(held)
+        tensors = [tensor.to(dtype) for file in files for tensor in load_file(file, device=str(device)).values()]
+        touch(tensors)
 
     def ours() -> None:
         touch(load_weights(root, shape, rules, dtype, device).values())
@@ -82,7 +82,10 @@ def time_loading(
                 seconds[name].append(time.perf_counter() - start)
         if on_repeat:
             on_repeat(repeat + 2, repeats + 1)
-    shares = [plain / own for plain, own in zip(seconds["plain"], seconds["load_weights"], strict=True)]
+    shares = [
+        plain_seconds / load_seconds
+        for plain_seconds, load_seconds in zip(seconds["plain"], seconds["load_weights"], strict=True)
+    ]
     return {
         "folder": str(folder),
         "bytes": size,

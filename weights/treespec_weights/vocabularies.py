@@ -95,8 +95,12 @@ def connect(target: Path, target_size: int, draft: Path, draft_size: int) -> Con
     present = [folder for folder in (target, draft) if has_tokenizer(folder)]
     if len(present) < 2:
         return _without_files(alike, present, target_size, draft_size)
-    own, other = read_vocabulary(target), read_vocabulary(draft)
-    if own is not None and other is not None and own.sha256 == other.sha256:
+    target_vocabulary, draft_vocabulary = read_vocabulary(target), read_vocabulary(draft)
+    if (
+        target_vocabulary is not None
+        and draft_vocabulary is not None
+        and target_vocabulary.sha256 == draft_vocabulary.sha256
+    ):
         return Connection(alike)
     codecs = Codec.read(target), Codec.read(draft)
     if not _conflicts(*codecs):
@@ -125,8 +129,11 @@ def _without_files(alike: Kind, present: list[Path], target_size: int, draft_siz
 def _conflicts(target: Codec, draft: Codec) -> bool:
     """Return whether some id has different meanings for target and draft."""
     names = [{id: name.encode() for name, id in codec.controls.items()} for codec in (target, draft)]
-    for id, (own, other) in enumerate(zip(target.tokens, draft.tokens, strict=False)):
-        meanings = [data if data is not None else name.get(id) for data, name in zip((own, other), names, strict=True)]
+    for id, (target_token, draft_token) in enumerate(zip(target.tokens, draft.tokens, strict=False)):
+        meanings = [
+            data if data is not None else name.get(id)
+            for data, name in zip((target_token, draft_token), names, strict=True)
+        ]
         if None not in meanings and meanings[0] != meanings[1]:
             return True
     return False
@@ -134,20 +141,20 @@ def _conflicts(target: Codec, draft: Codec) -> bool:
 
 def intersection(target: Codec, draft: Codec, target_size: int, draft_size: int) -> np.ndarray:
     """Return the draft's id of each of the target's tokens, or -1: int64 [target_size]."""
-    known = draft.ids_of_bytes()
-    found = np.full(target_size, -1, dtype=np.int64)
+    draft_ids = draft.ids_of_bytes()
+    ids = np.full(target_size, -1, dtype=np.int64)
     for data, id in target.ids_of_bytes().items():
         if id < target_size:
-            found[id] = known.get(data, -1)
+            ids[id] = draft_ids.get(data, -1)
     for name, id in target.controls.items():
         if id < target_size:
-            found[id] = draft.controls.get(name, -1)
-    found[found >= draft_size] = -1
-    return found
+            ids[id] = draft.controls.get(name, -1)
+    ids[ids >= draft_size] = -1
+    return ids
 
 
 def share_of_tokens(target: Codec, draft: Codec) -> float:
     """Return the fraction of the draft's tokens of `SAMPLE` that the target also has."""
     written = [draft.tokens[id] for id in draft.encode(SAMPLE)]
-    known = target.ids_of_bytes()
-    return sum(data in known for data in written) / max(len(written), 1)
+    target_ids = target.ids_of_bytes()
+    return sum(data in target_ids for data in written) / max(len(written), 1)

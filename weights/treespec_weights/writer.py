@@ -71,12 +71,12 @@ def plan_shards(groups: Iterable[Sequence[Output]], shard_bytes: int) -> list[Sh
     shards: list[list[Output]] = [[]]
     size = 0
     for group in groups:
-        own = sum(output.nbytes for output in group)
-        if shards[-1] and size + own > shard_bytes:
+        group_bytes = sum(output.nbytes for output in group)
+        if shards[-1] and size + group_bytes > shard_bytes:
             shards.append([])
             size = 0
         shards[-1] += group
-        size += own
+        size += group_bytes
     if len(shards) == 1:
         return [Shard(SINGLE, tuple(shards[0]))]
     return [
@@ -112,11 +112,11 @@ def write_shard(
     Raises:
         WriteError: the file cannot be written. No partial file is left.
     """
-    path, part = folder / shard.file, folder / f"{shard.file}.part"
-    part.unlink(missing_ok=True)  # left by a killed process
+    path, temporary = folder / shard.file, folder / f"{shard.file}.part"
+    temporary.unlink(missing_ok=True)  # left by a killed process
     name = ""
     try:
-        with part.open("xb") as file:
+        with temporary.open("xb") as file:
             encoded, header = shard.encoded(), shard.header()
             file.write(encoded)
             following = iter(tensors)
@@ -130,13 +130,15 @@ def write_shard(
             name = ""
             file.flush()
             os.fsync(file.fileno())
-        _read_back(part, shard)
-        part.replace(path)
+        _read_back(temporary, shard)
+        temporary.replace(path)
     except OSError as error:
-        what = f"tensor {name!r} cannot be written" if name else "cannot be written"
-        raise WriteError(folder, [Problem("file", repr(shard.file), f"{what}: {error.strerror or error}")]) from error
+        problem = f"tensor {name!r} cannot be written" if name else "cannot be written"
+        raise WriteError(
+            folder, [Problem("file", repr(shard.file), f"{problem}: {error.strerror or error}")]
+        ) from error
     finally:
-        part.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def is_written(folder: Path, shard: Shard) -> bool:
@@ -179,8 +181,8 @@ def _read_back(path: Path, shard: Shard) -> None:
     """Raise OSError if safetensors does not read the expected tensors from a file."""
     try:
         with safe_open(path, "pt") as file:
-            found = {n: (file.get_slice(n).get_dtype(), tuple(file.get_slice(n).get_shape())) for n in file.keys()}
+            outputs = {n: (file.get_slice(n).get_dtype(), tuple(file.get_slice(n).get_shape())) for n in file.keys()}
     except SafetensorError as error:
         raise OSError(f"it reads back as {error}") from error
-    if found != {output.name: (output.dtype, output.shape) for output in shard.outputs}:
+    if outputs != {output.name: (output.dtype, output.shape) for output in shard.outputs}:
         raise OSError("it reads back with other tensors")

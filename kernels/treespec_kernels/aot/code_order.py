@@ -38,7 +38,7 @@ class OrderError(RuntimeError):
     """Raised if a kernel may access memory too early, or give a row other bits than another tile of it."""
 
 
-class Instruction(NamedTuple):
+class AssemblyInstruction(NamedTuple):
     """One instruction; `predicate` is empty or like "@!%p1"."""
 
     predicate: str
@@ -49,10 +49,10 @@ class Instruction(NamedTuple):
 class Code(NamedTuple):
     """Instructions of a kernel, and the instruction index of each label (PTX) or address (SASS)."""
 
-    instructions: list[Instruction]
+    instructions: list[AssemblyInstruction]
     places: dict[str, int]
 
-    def targets(self, instruction: Instruction) -> list[int]:
+    def targets(self, instruction: AssemblyInstruction) -> list[int]:
         """Return the indices of the instructions whose label or address is an operand."""
         words = re.findall(r"[\w$]+", instruction.operands)
         return [self.places[word] for word in words if word in self.places]
@@ -89,7 +89,7 @@ def _read(lines: Iterator[re.Match[str]]) -> Code:
         if line["place"]:
             code.places[line["place"]] = code.places[f"0x{line['place']}"] = len(code.instructions)
         if line["opcode"]:
-            code.instructions.append(Instruction(line["predicate"] or "", line["opcode"], line["operands"]))
+            code.instructions.append(AssemblyInstruction(line["predicate"] or "", line["opcode"], line["operands"]))
     return code
 
 

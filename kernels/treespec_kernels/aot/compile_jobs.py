@@ -19,8 +19,8 @@ def num_processes(tasks: int) -> int:
     """Return the number of processes to start: at most one per core, per GiB of free memory, and per 8 tasks."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = Path("/proc/meminfo")
-    found = re.search(r"MemAvailable:\s+(\d+)", memory.read_text() if memory.exists() else "")
-    return max(1, min(cores, int(found[1]) >> 20 if found else cores, -(-tasks // _LEAST_TASKS)))
+    available = re.search(r"MemAvailable:\s+(\d+)", memory.read_text() if memory.exists() else "")
+    return max(1, min(cores, int(available[1]) >> 20 if available else cores, -(-tasks // _LEAST_TASKS)))
 
 
 def run_in_processes(
@@ -38,21 +38,21 @@ def run_in_processes(
         for index, task in enumerate(tasks):
             finished(index, work(task))
         return
-    left, context = dict(enumerate(tasks)), multiprocessing.get_context("spawn")
-    while left:
+    remaining, context = dict(enumerate(tasks)), multiprocessing.get_context("spawn")
+    while remaining:
         # Ctrl-C goes to all processes; this one handles it, and does not wait for hundreds of kernels.
         ignore = (signal.SIGINT, signal.SIG_IGN)
         pool = ProcessPoolExecutor(processes, mp_context=context, initializer=signal.signal, initargs=ignore)
         try:
-            futures = {pool.submit(work, task): index for index, task in left.items()}
+            futures = {pool.submit(work, task): index for index, task in remaining.items()}
             for future in as_completed(futures):
                 result = future.result()
-                del left[futures[future]]
+                del remaining[futures[future]]
                 finished(futures[future], result)
         except BrokenProcessPool:
             if processes == 1:  # tasks run in order, so the first remaining one killed the process
-                index = next(iter(left))
-                del left[index]
+                index = next(iter(remaining))
+                del remaining[index]
                 finished(index, None)
             processes = max(1, processes // 2)
         finally:

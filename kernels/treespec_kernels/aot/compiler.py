@@ -63,15 +63,15 @@ def compile_launch(target: str, launch: Launch) -> CompiledKernel:
     return CompiledKernel(counts["REG"], spills, shared, products, fences, prefetches)
 
 
-def cuobjdump(cubin: bytes, what: str) -> str:
-    """Return the output of NVIDIA's `cuobjdump` for a binary with the option `what`."""
+def cuobjdump(cubin: bytes, option: str) -> str:
+    """Return the output of NVIDIA's `cuobjdump` for a binary, with this option."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([tool, what, file.name], capture_output=True, text=True, check=True).stdout
+        return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def compile_report(
@@ -98,23 +98,23 @@ def compile_report(
     Raises:
         ValueError: a target or op is unknown, triton is not installed, or TRITON_INTERPRET is set.
     """
-    asked = [
+    requests = [
         (target, launch, (target, repr(launch.binary), repr(launch.first and launch.first.binary)))
         for target, shape, op in itertools.product(targets, list(shapes), list(only))
         for launch in launches_of(op, shape, target)
     ]
-    tasks = {key: (target, launch) for target, launch, key in asked}  # shapes share kernels
+    tasks = {key: (target, launch) for target, launch, key in requests}  # shapes share kernels
     keys = list(tasks)
     compiled: dict[Any, CompiledKernel | str] = {}
 
-    def finished(place: int, result: CompiledKernel | str | None) -> None:
-        compiled[keys[place]] = result or "the compiler process died"
+    def finished(index: int, result: CompiledKernel | str | None) -> None:
+        compiled[keys[index]] = result or "the compiler process died"
         advance(len(compiled), len(tasks))
 
     advance(0, len(tasks))
     run_in_processes(_compile_task, list(tasks.values()), jobs or num_processes(len(tasks)), finished)
     report: dict[str, Any] = {"targets": {target: [] for target in targets}, "failed": []}
-    for target, launch, key in asked:
+    for target, launch, key in requests:
         row = {"kernel": launch.kernel, "case": launch.case, "config": launch.constants | launch.options}
         result, message = compiled[key], None
         if isinstance(result, str):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from treespec_kernels.aot.code_order import OrderError
 
 
-class Step(NamedTuple):
+class MatrixStep(NamedTuple):
     """A matrix instruction: its opcode, and the first row and feature that it reads in the block of each operand."""
 
     opcode: str
@@ -33,7 +33,7 @@ _FLOAT = re.compile(
 _OFFSET = (1 << 14) - 1  # bits of a descriptor's start address, in units of 16 bytes
 
 
-def k_order(ptx: str, constants: Mapping[str, Any]) -> list[list[Step]]:
+def k_order(ptx: str, constants: Mapping[str, Any]) -> list[list[MatrixStep]]:
     """Return the matrix instructions of every block product in a kernel, in program order.
 
     Args:
@@ -43,25 +43,25 @@ def k_order(ptx: str, constants: Mapping[str, Any]) -> list[list[Step]]:
     Raises:
         OrderError: the kernel has no `wgmma`, or one that may discard the sum before it.
     """
-    products: dict[tuple[str, str], list[Step]] = {}
+    products: dict[tuple[str, str], list[MatrixStep]] = {}
     values: dict[str, tuple[str, int]] = {}  # register: the register that it was computed from, and the added constant
     always = set()  # predicates that are true
     for line in ptx.splitlines():
-        if found := re.match(r"\s*mov\.pred\s+(%p\d+), -1;", line):
-            always.add(found[1])
-        elif found := _WGMMA.search(line):
-            opcode, x, weight, accumulates, scales = found.groups()
+        if match := re.match(r"\s*mov\.pred\s+(%p\d+), -1;", line):
+            always.add(match[1])
+        elif match := _WGMMA.search(line):
+            opcode, x, weight, accumulates, scales = match.groups()
             if accumulates not in always:
                 raise OrderError(f"{opcode} accumulates only where {accumulates} is set")
             (x, x_offset), (weight, weight_offset) = values.get(x, (x, 0)), values.get(weight, (weight, 0))
-            step = Step(
+            step = MatrixStep(
                 f"{opcode} {scales}",
-                _place(x_offset, constants["BLOCK_M"], constants["BLOCK_K"]),
-                _place(weight_offset, constants["BLOCK_N"], constants["BLOCK_K"]),
+                _coordinates(x_offset, constants["BLOCK_M"], constants["BLOCK_K"]),
+                _coordinates(weight_offset, constants["BLOCK_N"], constants["BLOCK_K"]),
             )
             products.setdefault((x, weight), []).append(step)
-        elif found := _MOVED.search(line):
-            register, source, added = found[1], found[2], found[3] or "0"
+        elif match := _MOVED.search(line):
+            register, source, added = match[1], match[2], match[3] or "0"
             origin, offset = values.get(source, (source, 0))
             is_constant = added.lstrip("-").isdigit()  # a sum of two registers is an origin of its own
             values[register] = (origin, (offset + int(added)) & _OFFSET) if is_constant else (f"{source}+{added}", 0)
@@ -70,14 +70,14 @@ def k_order(ptx: str, constants: Mapping[str, Any]) -> list[list[Step]]:
     return list(products.values())
 
 
-def _place(offset: int, rows: int, block_k: int) -> tuple[int, int]:
+def _coordinates(offset: int, rows: int, block_k: int) -> tuple[int, int]:
     """Return the row and the feature at an offset in a block of `rows` rows in shared memory.
 
     Rows of at most 128 bytes follow each other; wider blocks lie in memory as several blocks of 128 bytes.
     """
     units = min(block_k * 2, 128) // 16  # of 8 features
-    part, rest = divmod(offset, rows * units)
-    return rest // units, (part * units + rest % units) * 8
+    block, remainder = divmod(offset, rows * units)
+    return remainder // units, (block * units + remainder % units) * 8
 
 
 def float_operations(ptx: str) -> Counter[str]:
@@ -91,7 +91,11 @@ def check_same_order(ptx: str, constants: Mapping[str, Any], first: str, first_c
     name, other = (f"{c['BLOCK_M']} x {c['BLOCK_N']}" for c in (constants, first_constants))
     if order != expected:
         raise OrderError(f"a tile of {name} multiplies by {order}, and one of {other} by {expected}")
-    found, wanted = float_operations(ptx), float_operations(first)
-    if found != wanted:
-        differing = {op: (found[op], wanted[op]) for op in sorted(found | wanted) if found[op] != wanted[op]}
+    operations, first_operations = float_operations(ptx), float_operations(first)
+    if operations != first_operations:
+        differing = {
+            op: (operations[op], first_operations[op])
+            for op in sorted(operations | first_operations)
+            if operations[op] != first_operations[op]
+        }
         raise OrderError(f"tiles of {name} and {other} compute other numbers of operations per thread: {differing}")

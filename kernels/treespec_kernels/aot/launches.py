@@ -149,11 +149,11 @@ def launches_of_case(case: Case, config: Any, **options: Any) -> Iterator[Launch
     tiles = [config.with_tile(tile) for tile in config.tiles] if getattr(config, "larger", ()) else [config]
     firsts: list[Launch] = []
     for tile in tiles:
-        made = recorded(partial(case.run, tile, **options))
-        for launch, first in zip(made, firsts or made, strict=True):
+        tile_launches = recorded(partial(case.run, tile, **options))
+        for launch, first in zip(tile_launches, firsts or tile_launches, strict=True):
             is_larger = launch.constants.get("BLOCK_M") != first.constants.get("BLOCK_M")
             yield replace(launch, case=f"{case.label}; {case.load}", first=first if is_larger else None)
-        firsts = firsts or made
+        firsts = firsts or tile_launches
 
 
 def recorded(call: Callable[[], Any]) -> list[Launch]:

@@ -69,11 +69,11 @@ def kv_commit_cpu(
     """
     cells = kv_cache.view(_INTEGER_OF_SIZE[kv_cache.element_size()]).numpy()
     page_size = kv_cache.shape[4]
-    for own, base, path in zip(pages, context_lens, paths, strict=True):
+    for request_pages, base, path in zip(pages, context_lens, paths, strict=True):
         for step in np.flatnonzero(path != np.arange(len(path))).tolist():
             source, target = base + int(path[step]), base + step
-            moved = cells[:, :, own[source // page_size], :, source % page_size]
-            cells[:, :, own[target // page_size], :, target % page_size] = moved
+            moved = cells[:, :, request_pages[source // page_size], :, source % page_size]
+            cells[:, :, request_pages[target // page_size], :, target % page_size] = moved
 
 
 def kv_commit_triton(

@@ -36,10 +36,10 @@ def _store_items(items, index, m_items, request, slot_row, m_lo, m_hi, key_lo, k
 def _load_rows(depths, row_slots, row, m_row, context_len, width, max_context, num_slots):
     """Return (depth, slot, exists). Padding and rows that exceed the buffers or the page table do not exist."""
     depth = tl.load(depths + row, mask=m_row, other=-1)
-    own = tl.load(row_slots + row, mask=m_row, other=0)
-    slot = context_len + own
+    row_slot = tl.load(row_slots + row, mask=m_row, other=0)
+    slot = context_len + row_slot
     depth = tl.where(context_len <= max_context, depth, -1)
-    exists = (depth >= 0) & (depth < width) & (own >= 0) & (slot < num_slots)
+    exists = (depth >= 0) & (depth < width) & (row_slot >= 0) & (slot < num_slots)
     return depth, slot, exists
 
 

@@ -153,15 +153,15 @@ def _check(
 ) -> None:
     dtype, (q_weight, k_weight) = q_out.dtype, (None, None) if norm is None else norm[:2]
     heads = q_out.shape[1] + 2 * kv_layer.shape[2] if q_out.dim() == 3 and kv_layer.dim() == 5 else 0
-    held = torch.float32 if q_weight is not None and q_weight.dtype == torch.float32 else dtype
+    norm_dtype = torch.float32 if q_weight is not None and q_weight.dtype == torch.float32 else dtype
     check_arguments(
         {"width": heads * q_out.shape[-1]},
         q_out=(q_out, "[rows num_heads head_dim+]", FLOAT_TYPES),
         kv_layer=(kv_layer, "2 num_pages num_kv_heads page_size head_dim", dtype),
         qkv=(qkv, "(splits+) rows width", torch.float32 if qkv.dim() == 3 else dtype),
         bias=(bias, "[(groups+) width]", dtype),
-        q_weight=(q_weight, "[(norm_groups+) head_dim]", held),
-        k_weight=(k_weight, "[(norm_groups) head_dim]", held),
+        q_weight=(q_weight, "[(norm_groups+) head_dim]", norm_dtype),
+        k_weight=(k_weight, "[(norm_groups) head_dim]", norm_dtype),
         rotation=(rotation, "[max_positions 2 head_dim]", torch.float32),
         positions=(positions, "rows", torch.int32),
         slots=(slots, "rows", torch.int64),

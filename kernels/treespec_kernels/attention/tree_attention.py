@@ -109,8 +109,10 @@ def tree_attention_triton(
     """
     _check(q, k_cache, v_cache, row_request, context_lens, page_table, depths, ancestors, score_cap, out)
     planned = plan.num_heads, plan.num_kv_heads, plan.head_dim, plan.dtype, plan.window, plan.capacity.rows
-    asked = q.shape[1], k_cache.shape[1], q.shape[2], q.dtype, window, len(q)
-    assert planned == asked, f"the plan is for (heads, KV heads, head_dim, dtype, window, rows) {planned}, not {asked}"
+    actual = q.shape[1], k_cache.shape[1], q.shape[2], q.dtype, window, len(q)
+    assert planned == actual, (
+        f"the plan is for (heads, KV heads, head_dim, dtype, window, rows) {planned}, not {actual}"
+    )
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     kernels, config = load_kernels("attention.tree_attention", q), plan.config
     num_rows, num_heads, head_dim = q.shape

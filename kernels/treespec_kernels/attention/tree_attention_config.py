@@ -104,8 +104,8 @@ class TreeAttentionConfig(TileConfig):
                 *((64, 64, num_warps, 2) for num_warps in (4, 8)),
                 *((128, 64, 8, num_stages) for num_stages in (2, 3)),
             ]
-        found = [replace(default, partition=replace(default.partition, short=short)) for short in (256, 128, 512)]
-        return list(dict.fromkeys([*found, *(cls(*tile, default.partition) for tile in tiles)]))
+        configs = [replace(default, partition=replace(default.partition, short=short)) for short in (256, 128, 512)]
+        return list(dict.fromkeys([*configs, *(cls(*tile, default.partition) for tile in tiles)]))
 
 
 def check_supported(dtype: torch.dtype, head_dim: int) -> None:

@@ -33,9 +33,9 @@ from treespec_kernels.attention.tree_attention_cpu_plan import (
     MAX_CHAIN,
     ROW_MULTIPLE,
     AttentionMode,
-    Block,
     CpuAttentionPlan,
     Gather,
+    RowBlock,
     plan_tree_attention_cpu,
 )
 from treespec_kernels.attention.tree_batch import PAGE_SIZE
@@ -132,11 +132,11 @@ def _padded_rows(rows: int, kv_heads: int, head_dim: int) -> int:
     return -(-max(rows, _least_rows(head_dim, torch.get_num_threads())) // step) * step
 
 
-def _workspace(block: Block, heads: int, kv_heads: int, head_dim: int) -> _Workspace:
+def _workspace(block: RowBlock, heads: int, kv_heads: int, head_dim: int) -> _Workspace:
     rows, group, full = block.last_row - block.first_row, heads // kv_heads, block.num_full
     num_tiles, m = full + block.num_tail, rows * group
     padded = _padded_rows(m, kv_heads, head_dim)
-    alone = full if block.slot_order else num_tiles
+    num_ordered = full if block.slot_order else num_tiles
     num_parts = full + len(block.position_tiles) if block.slot_order else num_tiles
 
     def fp32(*size: int) -> Tensor:
@@ -155,11 +155,11 @@ def _workspace(block: Block, heads: int, kv_heads: int, head_dim: int) -> _Works
         scores_flat=scores.view(-1, padded, PAGE_SIZE),
         masked=scores[-len(block.hidden) :, :, :m].view(-1, kv_heads, rows, group, PAGE_SIZE),
         peak=fp32(1, kv_heads, padded, 1),
-        ones=_ones()[:, :PAGE_SIZE].expand(alone * kv_heads, -1, -1),
+        ones=_ones()[:, :PAGE_SIZE].expand(num_ordered * kv_heads, -1, -1),
         summed=summed,
-        summed_flat=summed[:alone].view(-1, padded, head_dim),
+        summed_flat=summed[:num_ordered].view(-1, padded, head_dim),
         mass=mass,
-        mass_flat=mass[:alone].view(-1, padded, 16),
+        mass_flat=mass[:num_ordered].view(-1, padded, 16),
         total=total,
         value=total[:, :m].view(kv_heads, rows, group, head_dim).transpose(0, 1),
         total_mass=total_mass,
@@ -171,7 +171,7 @@ def _attend_packed(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    block: Block,
+    block: RowBlock,
     work: _Workspace,
     scale: float,
     cap: float | None,
@@ -179,8 +179,8 @@ def _attend_packed(
 ) -> None:
     k, v = k_cache[block.pages], v_cache[block.pages]  # [num_tiles, Hkv, PAGE_SIZE, D], a view if pages are consecutive
     _, kv_heads, _, head_dim = k.shape
-    own = slice(block.first_row, block.last_row)
-    q_rows = q[own].view(work.value.shape).transpose(0, 1)
+    rows = slice(block.first_row, block.last_row)
+    q_rows = q[rows].view(work.value.shape).transpose(0, 1)
     torch.mul(q_rows.expand(work.q.shape), scale, out=work.q)
     torch.bmm(work.q_flat, k.view(-1, PAGE_SIZE, head_dim).transpose(1, 2), out=work.scores_flat)
     if cap is not None:
@@ -189,37 +189,37 @@ def _attend_packed(
     torch.amax(work.scores, (0, 3), keepdim=True, out=work.peak)
     work.scores.sub_(work.peak).exp_()  # the weights
 
-    alone = len(work.summed_flat)  # tiles whose slots are in position order, times KV heads
-    if alone:
-        weights = work.scores_flat[:alone]
-        torch.bmm(weights, v.view(-1, PAGE_SIZE, head_dim)[:alone], out=work.summed_flat)
+    num_ordered = len(work.summed_flat)  # tiles whose slots are in position order, times KV heads
+    if num_ordered:
+        weights = work.scores_flat[:num_ordered]
+        torch.bmm(weights, v.view(-1, PAGE_SIZE, head_dim)[:num_ordered], out=work.summed_flat)
         torch.bmm(weights, work.ones, out=work.mass_flat)
     if block.slot_order:
         columns, full = block.num_tail * PAGE_SIZE, block.num_full
         w_tail = work.scores[full:].permute(1, 2, 0, 3).reshape(kv_heads, -1, columns)
         v_tail = v[full:].permute(1, 0, 2, 3).reshape(kv_heads, columns, head_dim)
         ones = _ones()[:, :columns].expand(kv_heads, -1, -1)
-        for part, in_tile in enumerate(block.position_tiles, start=full):
+        for i, in_tile in enumerate(block.position_tiles, start=full):
             w_tile = w_tail * in_tile
-            torch.bmm(w_tile, v_tail, out=work.summed[part])
-            torch.bmm(w_tile, ones, out=work.mass[part])
+            torch.bmm(w_tile, v_tail, out=work.summed[i])
+            torch.bmm(w_tile, ones, out=work.mass[i])
     add_tiles(work.summed, block.windowed, work.total)
     add_tiles(work.mass, block.windowed, work.total_mass)
-    torch.div(work.value, work.divisor, out=out[own].view(work.value.shape))
+    torch.div(work.value, work.divisor, out=out[rows].view(work.value.shape))
 
 
 def _cap_scores(scores: Tensor, cap: float) -> None:
     scores.div_(cap).tanh_().mul_(cap)  # row-invariant: torch computes tanh in whole vectors, without a scalar tail
 
 
-def add_tiles(parts: Tensor, windowed: bool, total: Tensor) -> None:
+def add_tiles(tile_sums: Tensor, windowed: bool, total: Tensor) -> None:
     """Sum over the first dimension; with a window, one part at a time, so that leading zeros change nothing."""
     if not windowed:
-        torch.sum(parts, 0, out=total)
+        torch.sum(tile_sums, 0, out=total)
         return
-    total.copy_(parts[0])
-    for part in parts[1:]:
-        total.add_(part)
+    total.copy_(tile_sums[0])
+    for tile_sum in tile_sums[1:]:
+        total.add_(tile_sum)
 
 
 def _attend_gathered(

@@ -21,7 +21,7 @@ ROW_MULTIPLE = 4  # number of rows of a product is a multiple of this
 _SCORE_BYTES = 16 << 20  # per block of rows: the scores of a long prefill chunk should fit in the last-level cache
 
 
-class Block(NamedTuple):
+class RowBlock(NamedTuple):
     """Consecutive rows of one request, with the tiles that they attend to."""
 
     first_row: int  # rows [first_row, last_row) of the pass
@@ -50,7 +50,7 @@ class CpuAttentionPlan:
     """Work of one pass, shared by its layers. `num_rows` does not count padding."""
 
     num_rows: int
-    blocks: tuple[Block | Gather, ...]
+    blocks: tuple[RowBlock | Gather, ...]
     workspaces: dict[int, Any] = field(default_factory=dict)  # by block, created by the first layer
 
 
@@ -71,7 +71,7 @@ def plan_tree_attention_cpu(
 
     With `window`, a row at position p attends to the positions of its path above p - window; None for all.
     """
-    blocks: list[Block | Gather] = []
+    blocks: list[RowBlock | Gather] = []
     first = 0
     for rows in requests:
         tail_slots = rows.context_len % PAGE_SIZE + rows.num_slots
@@ -90,7 +90,7 @@ def _first_tile(position: int, window: int | None) -> int:
     return 0 if window is None else max(position - window + 1, 0) // PAGE_SIZE
 
 
-def _plan_chain(rows: RequestRows, first: int, num_heads: int, window: int | None) -> list[Block]:
+def _plan_chain(rows: RequestRows, first: int, num_heads: int, window: int | None) -> list[RowBlock]:
     """Plan a chain, whose slots are its positions, so that tiles are independent. Cuts long chains into row blocks."""
     blocks = []
     num_tiles = (rows.context_len + rows.num_rows - 1) // PAGE_SIZE + 1 - _first_tile(rows.context_len, window)
@@ -107,7 +107,7 @@ def _plan_chain(rows: RequestRows, first: int, num_heads: int, window: int | Non
         mask = torch.from_numpy(hidden.reshape(stop - start, tiles - masked, PAGE_SIZE)).transpose(0, 1)
         whole = max(full - begin, 0)
         blocks.append(
-            Block(
+            RowBlock(
                 first + start,
                 first + stop,
                 _page_index(rows.pages[begin:tiles]),
@@ -122,7 +122,7 @@ def _plan_chain(rows: RequestRows, first: int, num_heads: int, window: int | Non
     return blocks
 
 
-def _plan_packed_tree(rows: RequestRows, first: int, window: int | None) -> Block:
+def _plan_packed_tree(rows: RequestRows, first: int, window: int | None) -> RowBlock:
     full = rows.context_len // PAGE_SIZE
     begin = min(_first_tile(int(rows.positions.min()), window), full)
     tail = (rows.context_len + rows.num_slots - 1) // PAGE_SIZE + 1 - full
@@ -130,7 +130,7 @@ def _plan_packed_tree(rows: RequestRows, first: int, window: int | None) -> Bloc
     masked = full if window is None else begin  # the first tile with a mask
     tiles = full + tail - masked
     hidden = rows.hidden_mask(tiles * PAGE_SIZE, masked * PAGE_SIZE)
-    parts: tuple[Tensor, ...] = ()
+    position_tiles: tuple[Tensor, ...] = ()
     if tail > 1 or window is not None:
         position = np.arange(masked * PAGE_SIZE, (full + tail) * PAGE_SIZE)  # of each slot; -1 for unused slots
         start = rows.context_len - masked * PAGE_SIZE
@@ -140,11 +140,11 @@ def _plan_packed_tree(rows: RequestRows, first: int, window: int | None) -> Bloc
             hidden |= position[None, :] <= rows.positions[:, None] - window
         if tail > 1:
             in_tile = position[(full - masked) * PAGE_SIZE :] // PAGE_SIZE
-            parts = tuple(
+            position_tiles = tuple(
                 torch.from_numpy((in_tile == tile).astype(np.float32)) for tile in range(full, int(in_tile.max()) + 1)
             )
     mask = torch.from_numpy(hidden.reshape(rows.num_rows, tiles, PAGE_SIZE)).transpose(0, 1)[:, None, :, None, :]
-    return Block(
+    return RowBlock(
         first,
         first + rows.num_rows,
         _page_index(rows.pages[begin : full + tail]),
@@ -152,7 +152,7 @@ def _plan_packed_tree(rows: RequestRows, first: int, window: int | None) -> Bloc
         tail,
         mask,
         tail > 1,
-        parts,
+        position_tiles,
         window is not None,
     )
 
@@ -162,8 +162,8 @@ def _plan_gathered(rows: RequestRows, first: int, window: int | None) -> Gather:
     begin, end = _first_tile(int(last.min()), window), int(last.max()) // PAGE_SIZE + 1
     columns = np.arange(end * PAGE_SIZE)
     logical = np.repeat(columns[None, :], rows.num_rows, axis=0)
-    own = rows.context_len + rows.ancestors
-    logical[:, rows.context_len : rows.context_len + own.shape[1]] = own[:, : len(columns) - rows.context_len]
+    paths = rows.context_len + rows.ancestors
+    logical[:, rows.context_len : rows.context_len + paths.shape[1]] = paths[:, : len(columns) - rows.context_len]
     logical, columns = logical[:, begin * PAGE_SIZE :], columns[begin * PAGE_SIZE :]
     hidden = columns[None, :] > last[:, None]
     if window is not None:

@@ -143,16 +143,16 @@ class TreeAttentionPlan:
         """
         group = group_of(self.num_heads, self.num_kv_heads)
         work = _work_items(context_lens, rows_per_request, depths, chains, group, self.config, self.window)
-        if any(needed > held for needed, held in zip(work.capacity, self.capacity, strict=True)):
+        if any(size > limit for size, limit in zip(work.capacity, self.capacity, strict=True)):
             raise ValueError(f"the pass needs {work.capacity} and the plan holds {self.capacity}; plan with more")
         self.packed_items[: len(work.packed)].copy_(torch.from_numpy(work.packed))
         self.node_items[: len(work.node)].copy_(torch.from_numpy(work.node))
         self.num_packed_items.fill_(len(work.packed))
         self.num_node_items.fill_(len(work.node))
         for name in ("first_partial", "first_segment", "num_segments"):
-            held, values = getattr(self, name), getattr(work, name)
-            held[: len(values)].copy_(torch.from_numpy(values))
-            held[len(values) :].zero_()
+            buffer, values = getattr(self, name), getattr(work, name)
+            buffer[: len(values)].copy_(torch.from_numpy(values))
+            buffer[len(values) :].zero_()
 
 
 def plan_tree_attention(
@@ -267,22 +267,24 @@ def _work_items(
 
     # Packed items: M tiles over all rows of a request. A chain's tile extends to its last position.
     first_m = (np.cumsum(num_rows_of) - num_rows_of) * group
-    of_tile, i_tile = _enumerate((num_rows_of * group + config.block_m - 1) // config.block_m)
-    m_lo = first_m[of_tile] + i_tile * config.block_m
-    m_hi = np.minimum(m_lo + config.block_m, first_m[of_tile] + num_rows_of[of_tile] * group)
+    tile_request, i_tile = _enumerate((num_rows_of * group + config.block_m - 1) // config.block_m)
+    m_lo = first_m[tile_request] + i_tile * config.block_m
+    m_hi = np.minimum(m_lo + config.block_m, first_m[tile_request] + num_rows_of[tile_request] * group)
     first_row, last_row = m_lo // group, (m_hi - 1) // group
     spans = np.stack([first_row, last_row + 1], axis=1).ravel()
     key_lo = np.minimum.reduceat(np.append(start_tile, 0), spans)[::2]  # rows of a tile are unordered
     root_tile = lengths // config.block_n * config.block_n
-    key_hi = np.where(chain[of_tile], np.maximum.reduceat(np.append(position, 0), spans)[::2] + 1, root_tile[of_tile])
-    packed = _cut(of_tile, last_row, m_lo, m_hi, key_lo, key_hi, np.zeros_like(key_lo), config)
+    key_hi = np.where(
+        chain[tile_request], np.maximum.reduceat(np.append(position, 0), spans)[::2] + 1, root_tile[tile_request]
+    )
+    packed = _cut(tile_request, last_row, m_lo, m_hi, key_lo, key_hi, np.zeros_like(key_lo), config)
     # M tiles of one segment are adjacent, so that all but the first read its keys from L2.
     packed = packed[np.argsort(packed[:, ITEM_FIELDS.index("segment")], kind="stable")]
 
     # Node items: every row of a tree, from the root's tile on. A group of more than block_m heads has several M tiles.
     tree_rows = np.flatnonzero(~chain[request])
-    of_row, i_tile = _enumerate(np.full(len(tree_rows), (group + config.block_m - 1) // config.block_m))
-    row = tree_rows[of_row]
+    tree_row, i_tile = _enumerate(np.full(len(tree_rows), (group + config.block_m - 1) // config.block_m))
+    row = tree_rows[tree_row]
     m_lo = row * group + i_tile * config.block_m
     m_hi = np.minimum(m_lo + config.block_m, (row + 1) * group)
     key_lo = np.maximum(root_tile[request[row]], start_tile[row])

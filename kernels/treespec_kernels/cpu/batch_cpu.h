@@ -4,7 +4,8 @@ extern "C" {
 
 struct Batch {
     int64_t num_rows, num_layers;
-    const int64_t *tokens, *places;  // [num_rows]; places: rows of Model::positions
+    const int64_t* tokens;             // [num_rows]
+    const int64_t* learned_positions;  // [num_rows], rows of Model::positions
     const int64_t *slots;            // [num_rows], page * PAGE + offset of the row's own K and V
     const int64_t *tables, *direct;  // [num_rows]: start of the request's pages; positions read through these pages
     const int64_t *starts, *counts;  // [num_rows]: start and number of the slots of the other positions in `paths`

@@ -39,27 +39,27 @@ def plan_compiled(
     for request in requests:
         page, offset = request.slots
         slots.append(page * PAGE_SIZE + offset)
-        part = np.zeros((4, request.num_rows), dtype=np.int64)
-        part[0] = first_page
+        row_table = np.zeros((4, request.num_rows), dtype=np.int64)
+        row_table[0] = first_page
         if request.is_chain:
-            part[1] = request.positions + 1
+            row_table[1] = request.positions + 1
         else:
             logical = request.context_len + request.ancestors  # [num_rows, max depth + 1], padded
             width = logical.shape[1]
-            part[1] = request.context_len
-            part[2] = first_path + width * np.arange(request.num_rows)
-            part[3] = request.path_lengths
+            row_table[1] = request.context_len
+            row_table[2] = first_path + width * np.arange(request.num_rows)
+            row_table[3] = request.path_lengths
             paths.append((request.pages[logical // PAGE_SIZE] * PAGE_SIZE + logical % PAGE_SIZE).reshape(-1))
             first_path += logical.size
-        rows.append(part)
+        rows.append(row_table)
         pages.append(request.pages)
         first_page += len(request.pages)
 
-    def join(parts: list[np.ndarray]) -> Tensor:
-        whole = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1) if parts else np.zeros(1, np.int64)
-        return torch.from_numpy(np.ascontiguousarray(whole, dtype=np.int64))
+    def join(arrays: list[np.ndarray]) -> Tensor:
+        joined = arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=-1) if arrays else np.zeros(1, np.int64)
+        return torch.from_numpy(np.ascontiguousarray(joined, dtype=np.int64))
 
     positions = join([request.positions + first_rotation(request.max_len) for request in requests])
     return CompiledPlan(
-        sum(part.shape[1] for part in rows), join(slots), join(rows), join(pages), join(paths), positions
+        sum(row_table.shape[1] for row_table in rows), join(slots), join(rows), join(pages), join(paths), positions
     )

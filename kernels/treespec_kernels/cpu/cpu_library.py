@@ -147,7 +147,9 @@ def _declare(library: ctypes.CDLL, text: str) -> ctypes.CDLL:
     """Declare the arguments and results of the functions `treespec_*` that a source defines."""
     for result, name, parameters in re.findall(r"^(void|int64_t) (treespec_\w+)\(([^)]*)\)", text, re.M):
         function = getattr(library, name)
-        function.argtypes = [ctypes.c_void_p if "*" in part else ctypes.c_int64 for part in parameters.split(",")]
+        function.argtypes = [
+            ctypes.c_void_p if "*" in parameter else ctypes.c_int64 for parameter in parameters.split(",")
+        ]
         function.restype = _NUMBERS.get(result)
     return library
 

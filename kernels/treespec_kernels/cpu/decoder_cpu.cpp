@@ -154,7 +154,7 @@ class Pass {
         for (int64_t r = 0; r < n; r++)
             for (int64_t i = 0; i < hidden; i++) {
                 float value = to_float(model.embed[batch.tokens[r] * hidden + i]) * model.embed_scale;
-                if (model.positions) value += to_float(model.positions[batch.places[r] * hidden + i]);
+                if (model.positions) value += to_float(model.positions[batch.learned_positions[r] * hidden + i]);
                 x[r * hidden + i] = value;
             }
     }
@@ -306,15 +306,15 @@ void treespec_pairs(const Pairing* pairing, const int64_t* tokens, const scalar*
     const int64_t hidden = pairing->hidden;
     pairs.resize(num_rows * 2 * hidden), row.resize(hidden);
     for (int64_t r = 0; r < num_rows; r++) {
-        const scalar* parts[] = {pairing->embed + tokens[r] * hidden, features + r * hidden};
+        const scalar* pair[] = {pairing->embed + tokens[r] * hidden, features + r * hidden};
         for (int64_t half = 0; half < 2; half++) {
             scalar* to = pairs.data() + (2 * r + half) * hidden;
-            for (int64_t i = 0; i < hidden; i++) row[i] = to_float(parts[half][i]);
+            for (int64_t i = 0; i < hidden; i++) row[i] = to_float(pair[half][i]);
             const Moments of = moments(row.data(), hidden, pairing->eps, false);
             const Norm& norm = half ? pairing->feature_norm : pairing->embed_norm;
             for (int64_t i = 0; i < hidden; i += LANES) store(to + i, normed(row.data(), of, norm, i));
         }
-        const scalar* feature = pairing->residual_after_norm ? pairs.data() + (2 * r + 1) * hidden : parts[1];
+        const scalar* feature = pairing->residual_after_norm ? pairs.data() + (2 * r + 1) * hidden : pair[1];
         std::copy_n(feature, hidden, inputs + r * hidden);
     }
     linear(*pairing->qkv, pairs.data(), num_rows, qkv, ROUND, int(threads));
@@ -335,8 +335,8 @@ void treespec_probs(const Linear* layer, const scalar* x, int64_t num_rows, floa
 void treespec_best(const scalar* logits, int64_t num_rows, int64_t width, float* values, int64_t* tokens,
                    int64_t threads) {
     parallel(int(threads), num_rows, [&](int64_t r) {
-        const Largest found = largest(logits + r * width, width);
-        values[r] = found.value, tokens[r] = found.at;
+        const Largest best = largest(logits + r * width, width);
+        values[r] = best.value, tokens[r] = best.index;
     });
 }
 

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from treespec_kernels.cpu.compiled_plan import CompiledPlan
-from treespec_kernels.cpu.decoder_library import DTYPES, STRUCTS, PackedLinear
+from treespec_kernels.cpu.decoder_library import DTYPES, STRUCTS, PanelLinear
 from treespec_kernels.cpu.huge_pages import HugePages
 from treespec_kernels.linear.quantized import QuantizedWeight
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # in the order of the C++ enum
 
 _LANES = 16
-_Norm, _Layer, _Linear = STRUCTS["Norm"], STRUCTS["Layer"], STRUCTS["Linear"]
+_NormStruct, _LayerStruct, _LinearStruct = STRUCTS["Norm"], STRUCTS["Layer"], STRUCTS["Linear"]
 
 
 class NormWeights(NamedTuple):
@@ -31,7 +31,7 @@ class NormWeights(NamedTuple):
     bias: Tensor | None = None
 
 
-class LayerWeights(NamedTuple):
+class CompiledLayerWeights(NamedTuple):
     """Weights of one layer. Projections are [out_features, in_features], in the model's dtype or quantised.
 
     Attributes:
@@ -90,7 +90,7 @@ class PassEntries(NamedTuple):
     Attributes:
         forward, probs: addresses of the functions.
         model, head: addresses of their first arguments.
-        num_places: number of learned positions, or 0.
+        num_learned_positions: number of learned positions, or 0.
         hidden_bytes: size of one row's hidden state.
         threads: number of threads of a pass.
         pairs, pairing, qkv_bytes, norm_output: of a draft head, from `PairInputs`; 0 for an SSM.
@@ -102,7 +102,7 @@ class PassEntries(NamedTuple):
     probs: int
     model: int
     head: int
-    num_places: int
+    num_learned_positions: int
     hidden_bytes: int
     threads: int
     pairs: int = 0
@@ -139,13 +139,13 @@ class PairInputs:
     ):
         assert embed.is_contiguous()
         self._library, self._threads, self._embed = library, num_threads, embed
-        self._qkv = PackedLinear(library, *qkv, integer)
+        self._qkv = PanelLinear(library, *qkv, integer)
         self._norms = [norm.float().contiguous() for norm in (embed_norm, feature_norm)]
         self.nbytes = sum(tensor.nbytes for tensor in self._qkv.held)
         self._pairing = STRUCTS["Pairing"](
             ctypes.addressof(self._qkv.struct),
             embed.data_ptr(),
-            *(_Norm(norm.data_ptr()) for norm in self._norms),
+            *(_NormStruct(norm.data_ptr()) for norm in self._norms),
             embed.shape[1],
             residual_after_norm,
             eps,
@@ -209,7 +209,7 @@ class CompiledModel:
         architecture: Architecture,
         embed: Tensor,
         positions: Tensor | None,
-        layers: Sequence[LayerWeights],
+        layers: Sequence[CompiledLayerWeights],
         final_norm: NormWeights,
         head: Tensor | QuantizedWeight,
         num_threads: int,
@@ -218,13 +218,13 @@ class CompiledModel:
         self._library, self._threads, self.num_ropes = library, num_threads, architecture.num_ropes
         self._integer = integer
         self._memory = HugePages()
-        self._num_places = 0 if positions is None else len(positions)
+        self._num_learned_positions = 0 if positions is None else len(positions)
         # Keeps the tensors alive whose addresses are in the structs.
         self._held: list[Tensor] = [embed] if positions is None else [embed, positions]
         self.dtype, self.vocab_size, self.hidden_size = embed.dtype, head.shape[0], embed.shape[1]
-        self._layers = (_Layer * len(layers))(
+        self._layers = (_LayerStruct * len(layers))(
             *(
-                _Layer(
+                _LayerStruct(
                     self._norm(layer.attn_norm),
                     self._norm(layer.mlp_norm),
                     self._norm(layer.attn_post_norm),
@@ -267,7 +267,7 @@ class CompiledModel:
     def keep(self, layers: Sequence[int], windows: Sequence[int | None]) -> "CompiledModel":
         """Return a model of only these layers, with these windows, that shares the weights."""
         model = copy.copy(self)
-        model._layers = (_Layer * len(layers))(*(self._layers[i] for i in layers))
+        model._layers = (_LayerStruct * len(layers))(*(self._layers[i] for i in layers))
         for layer, window in zip(model._layers, windows, strict=True):
             layer.window = window or 0
         model._model = STRUCTS["Model"].from_buffer_copy(self._model)
@@ -288,12 +288,12 @@ class CompiledModel:
         return None if tensor is None else self._hold(tensor.float().contiguous().clone())
 
     def _norm(self, norm: NormWeights | None) -> ctypes.Structure:
-        return _Norm() if norm is None else _Norm(self._floats(norm.weight), self._floats(norm.bias))
+        return _NormStruct() if norm is None else _NormStruct(self._floats(norm.weight), self._floats(norm.bias))
 
     def _linear(self, weight: Tensor | QuantizedWeight | None, bias: Tensor | None) -> ctypes.Structure:
         if weight is None:
-            return _Linear()
-        packed = PackedLinear(self._library, weight, bias, self._integer, self._memory)
+            return _LinearStruct()
+        packed = PanelLinear(self._library, weight, bias, self._integer, self._memory)
         self._held += packed.held
         return packed.struct
 
@@ -304,7 +304,7 @@ class CompiledModel:
         rotation: Tensor,
         kv: Tensor,
         num_layers: int | None = None,
-        places: Tensor | None = None,
+        learned_positions: Tensor | None = None,
         inputs: Tensor | None = None,
         qkv: Tensor | None = None,
         states: Tensor | None = None,
@@ -318,7 +318,7 @@ class CompiledModel:
             rotation: fp32 [positions, 2 * num_ropes, head_dim], cos and signed sin of each rope, contiguous.
             kv: [num_layers, 2, num_pages, num_kv_heads, PAGE_SIZE, head_dim] in the model's dtype, contiguous.
             num_layers: number of layers to run; None for all.
-            places: int64 [num_rows], indices into the learned positions.
+            learned_positions: int64 [num_rows], indices into the learned position embeddings.
             inputs: [num_rows, hidden_size], the residual stream before the first layer; None for the embeddings.
             qkv: [num_rows, (num_heads + 2 * num_kv_heads) * head_dim], the first layer's projections; None for
                 those of `inputs`.
@@ -333,17 +333,19 @@ class CompiledModel:
         assert tokens.dtype == torch.int64 and tokens.is_contiguous() and len(tokens) == plan.num_rows
         layers = len(self._layers) if num_layers is None else num_layers
         assert qkv is None or inputs is not None
-        for given in (inputs, qkv, states):
-            assert given is None or (given.is_contiguous() and given.dtype == self.dtype and len(given) == len(tokens))
+        for tensor in (inputs, qkv, states):
+            assert tensor is None or (
+                tensor.is_contiguous() and tensor.dtype == self.dtype and len(tensor) == len(tokens)
+            )
         out = torch.empty(plan.num_rows, self.hidden_size, dtype=self.dtype, device="cpu")
-        chosen = (ctypes.c_int64 * len(state_layers))(*state_layers)
+        layer_indices = (ctypes.c_int64 * len(state_layers))(*state_layers)
         batch = self._batch(plan, rotation, kv, layers)
-        batch.tokens, batch.places = tokens.data_ptr(), None if places is None else places.data_ptr()
-        batch.out = out.data_ptr()
+        batch.tokens, batch.out = tokens.data_ptr(), out.data_ptr()
+        batch.learned_positions = None if learned_positions is None else learned_positions.data_ptr()
         batch.inputs, batch.qkv, batch.states = (
-            None if given is None else given.data_ptr() for given in (inputs, qkv, states)
+            None if tensor is None else tensor.data_ptr() for tensor in (inputs, qkv, states)
         )
-        batch.state_layers, batch.num_states = ctypes.addressof(chosen), len(state_layers)
+        batch.state_layers, batch.num_states = ctypes.addressof(layer_indices), len(state_layers)
         self._library.treespec_forward(ctypes.byref(self._model), ctypes.byref(batch))
         return out
 
@@ -413,7 +415,7 @@ class CompiledModel:
             probs,
             ctypes.addressof(self._model),
             ctypes.addressof(self._head),
-            self._num_places,
+            self._num_learned_positions,
             self.hidden_size * self.dtype.itemsize,
             self._threads,
         )

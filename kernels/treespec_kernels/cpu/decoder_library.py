@@ -62,7 +62,7 @@ def in_panels(tensor: Tensor) -> Tensor:
     return padded.view(-1, _PANEL, groups).transpose(1, 2).contiguous()
 
 
-class PackedLinear:
+class PanelLinear:
     """Linear layer in the library's layout. `struct` has addresses of the tensors in `held`.
 
     Args:

@@ -20,7 +20,7 @@ struct Draft {  // an SSM or another draft; `forward`, `probs` and `pairs` are f
     const void *model, *head;
     const float* rotation;
     void* cache;
-    int64_t num_layers, num_pages, num_places, hidden_bytes, threads;  // num_places: learned positions, or 0
+    int64_t num_layers, num_pages, num_learned_positions, hidden_bytes, threads;
     int64_t ssm, width;     // width: columns of the probabilities
     const int64_t* tokens;  // tokens of the columns, as in SsmProbs
     // Of a draft head; `pairs` is null for an SSM. norm_output: what it passes on is normalised. features: [rows of the
@@ -30,9 +30,9 @@ struct Draft {  // an SSM or another draft; `forward`, `probs` and `pairs` are f
     const void* pairing;
     int64_t qkv_bytes, norm_output;
     const char* features;
-    // Of a block draft, which runs no pass: the probabilities by tree and depth, [num_trees, given_depths, width].
-    const float* given;
-    int64_t given_depths;
+    // Of a block draft, which runs no pass: the probabilities by tree and depth, [num_trees, block_depths, width].
+    const float* block_probs;
+    int64_t block_depths;
     // Outputs. out: [num_rows, width], the probabilities after the `num_read` committed tokens that the SSM read, if
     // they are wanted, and then of the nodes that it scored, level by level.
     float* out;
@@ -84,30 +84,30 @@ bool place(Placing& p) {
 // Slots of the nodes for the drafts with one offset: 0 for SSMs; 1 for draft heads, whose rows have the slot of the
 // position before their token's.
 class Places {
-    Placing own;
+    Placing level;
     std::vector<int64_t> context, num_slots, row_of_slot, above, placed;
 
   public:
     Places(const Placing& from, int64_t trees, int64_t offset)
-        : own(from), context(from.context, from.context + trees), num_slots(from.num_slots, from.num_slots + trees),
+        : level(from), context(from.context, from.context + trees), num_slots(from.num_slots, from.num_slots + trees),
           row_of_slot(from.row_of_slot, from.row_of_slot + trees) {
         for (int64_t& positions : context) positions -= offset;
-        own.context = context.data(), own.num_slots = num_slots.data(), own.row_of_slot = row_of_slot.data();
+        level.context = context.data(), level.num_slots = num_slots.data(), level.row_of_slot = row_of_slot.data();
     }
     Places(Places&&) = default;
 
     // Assigns slots to the nodes of the frontier, of this depth; returns false if there is no page for a node.
     bool extend(const Growth& g, int64_t depth) {
         above.swap(placed);
-        if (depth > 1) own.paths_above = above.data() + 6 * own.num_rows;
+        if (depth > 1) level.paths_above = above.data() + 6 * level.num_rows;
         placed.resize(g.num_rows * (depth + 7));
-        own.num_rows = g.num_rows, own.depth = depth, own.owners = g.row_owners, own.above = g.row_above;
-        own.slots = placed.data(), own.positions = own.slots + g.num_rows;
-        own.rows = own.positions + g.num_rows, own.paths = own.rows + 4 * g.num_rows;
-        return place(own);
+        level.num_rows = g.num_rows, level.depth = depth, level.owners = g.row_owners, level.above = g.row_above;
+        level.slots = placed.data(), level.positions = level.slots + g.num_rows;
+        level.rows = level.positions + g.num_rows, level.paths = level.rows + 4 * g.num_rows;
+        return place(level);
     }
 
-    const Placing& get() const { return own; }
+    const Placing& get() const { return level; }
 };
 
 // What a draft head passes on from the nodes that it scored.
@@ -119,11 +119,11 @@ struct Passed {
 // Runs a draft's pass over `batch`, and appends the probabilities after its last `scored` rows to its outputs. features:
 // of the rows, for a draft head.
 void run_pass(Draft& draft, Batch batch, int64_t scored, int64_t trees, const char* features, Passed& passed) {
-    std::vector<int64_t> places;
-    if (draft.num_places) {
+    std::vector<int64_t> learned;
+    if (draft.num_learned_positions) {
         for (int64_t i = 0; i < batch.num_rows; i++)
-            places.push_back(std::min(batch.positions[i], draft.num_places - 1));
-        batch.places = places.data();
+            learned.push_back(std::min(batch.positions[i], draft.num_learned_positions - 1));
+        batch.learned_positions = learned.data();
     }
     static thread_local std::vector<char> hidden, inputs, qkv, states;
     const int64_t bytes = batch.num_rows * draft.hidden_bytes, skipped = (batch.num_rows - scored) * draft.hidden_bytes;
@@ -142,8 +142,8 @@ void run_pass(Draft& draft, Batch batch, int64_t scored, int64_t trees, const ch
     draft.forward(draft.model, &batch);
     draft.probs(draft.head, hidden.data() + skipped, scored, draft.out + draft.num_rows * draft.width, draft.threads);
     if (draft.pairs) {
-        const std::vector<char>& found = draft.norm_output ? hidden : states;
-        passed.features.insert(passed.features.end(), found.begin() + skipped, found.begin() + bytes);
+        const std::vector<char>& outputs = draft.norm_output ? hidden : states;
+        passed.features.insert(passed.features.end(), outputs.begin() + skipped, outputs.begin() + bytes);
     }
     draft.num_rows += scored, draft.passes++, draft.tree_passes += trees;
 }
@@ -167,17 +167,17 @@ void score_roots(const Growth& g, const Placing& p, const Levels& levels, Draft&
     const int64_t offset = draft.pairs ? 1 : 0;
     std::vector<int64_t> trees, positions;
     for (int64_t row : rows)
-        for (int64_t at = valid[g.row_owners[row]]; at < p.context[g.row_owners[row]]; at++)
-            trees.push_back(g.row_owners[row]), positions.push_back(at);
+        for (int64_t position = valid[g.row_owners[row]]; position < p.context[g.row_owners[row]]; position++)
+            trees.push_back(g.row_owners[row]), positions.push_back(position);
     const int64_t num_read = positions.size();
     for (int64_t row : rows) trees.push_back(g.row_owners[row]), positions.push_back(p.context[g.row_owners[row]]);
     const int64_t n = positions.size();
     std::vector<int64_t> tokens, slots, tables, direct, zeros(n);
     for (int64_t i = 0; i < n; i++) {
-        const int64_t tree = trees[i], at = positions[i];
-        tokens.push_back(levels.tokens[levels.first_token[tree + 1] - 1 - (p.context[tree] - at)]);
-        slots.push_back(slot_at(p, tree, at - offset));
-        tables.push_back(p.first_page[tree]), direct.push_back(at + 1 - offset);
+        const int64_t tree = trees[i], position = positions[i];
+        tokens.push_back(levels.tokens[levels.first_token[tree + 1] - 1 - (p.context[tree] - position)]);
+        slots.push_back(slot_at(p, tree, position - offset));
+        tables.push_back(p.first_page[tree]), direct.push_back(position + 1 - offset);
         positions[i] += first_rotations[tree] - offset;
     }
     Batch batch{};
@@ -198,15 +198,15 @@ void score(const Growth& g, const Placing& p, Draft& draft, const int64_t* first
     batch.num_rows = n, batch.tokens = g.row_tokens, batch.slots = p.slots, batch.tables = p.rows;
     batch.direct = p.rows + all, batch.starts = p.rows + 2 * all, batch.counts = p.rows + 3 * all;
     batch.pages = p.pages, batch.paths = p.paths;
-    std::vector<int64_t> own, positions;
+    std::vector<int64_t> gathered, positions;
     for (int64_t i : rows) positions.push_back(p.positions[i] + first_rotations[g.row_owners[i]]);
     batch.positions = positions.data();
-    own.reserve(6 * n);
+    gathered.reserve(6 * n);
     if (n < all)
-        for (const int64_t** part : {&batch.tokens, &batch.slots, &batch.tables, &batch.direct, &batch.starts,
-                                     &batch.counts}) {
-            for (int64_t i : rows) own.push_back((*part)[i]);
-            *part = own.data() + own.size() - n;
+        for (const int64_t** column : {&batch.tokens, &batch.slots, &batch.tables, &batch.direct, &batch.starts,
+                                       &batch.counts}) {
+            for (int64_t i : rows) gathered.push_back((*column)[i]);
+            *column = gathered.data() + gathered.size() - n;
         }
     std::vector<char> features;
     for (int64_t i = 0; draft.pairs && i < n; i++) {
@@ -219,9 +219,9 @@ void score(const Growth& g, const Placing& p, Draft& draft, const int64_t* first
 }
 
 // Scores the nodes of `rows` by what a block draft predicts of their depth.
-void score_given(const Growth& g, Draft& draft, const std::vector<int64_t>& rows, int64_t trees, int64_t depth) {
+void score_block(const Growth& g, Draft& draft, const std::vector<int64_t>& rows, int64_t trees, int64_t depth) {
     for (int64_t row : rows)
-        std::copy_n(draft.given + (g.row_owners[row] * draft.given_depths + depth) * draft.width, draft.width,
+        std::copy_n(draft.block_probs + (g.row_owners[row] * draft.block_depths + depth) * draft.width, draft.width,
                     draft.out + draft.num_rows++ * draft.width);
     draft.passes++, draft.tree_passes += trees;
 }
@@ -230,18 +230,18 @@ void score_given(const Growth& g, Draft& draft, const std::vector<int64_t>& rows
 // without any other. weights: [num_trees, num_ssms], replaces those of `g`.
 std::vector<uint8_t> end_drafts(Growth& g, const Draft* drafts, int64_t num_drafts, int64_t num_trees, int64_t depth,
                                 std::vector<float>& weights) {
-    std::vector<float> left(num_trees * g.num_ssms);
+    std::vector<float> shares(num_trees * g.num_ssms);
     std::vector<uint8_t> stops(num_trees);
     for (int64_t tree = 0; tree < num_trees; tree++) {
         const int64_t first = tree * g.num_ssms;
         double sum = 0.0;
         for (int64_t i = 0; i < num_drafts; i++)
-            if (!drafts[i].given || depth < drafts[i].given_depths)
-                sum += left[first + drafts[i].ssm] = g.weights[first + drafts[i].ssm];
-        for (int64_t i = 0; i < g.num_ssms; i++) left[first + i] = float(left[first + i] / std::max(sum, 1e-9));
+            if (!drafts[i].block_probs || depth < drafts[i].block_depths)
+                sum += shares[first + drafts[i].ssm] = g.weights[first + drafts[i].ssm];
+        for (int64_t i = 0; i < g.num_ssms; i++) shares[first + i] = float(shares[first + i] / std::max(sum, 1e-9));
         stops[tree] = sum == 0.0;
     }
-    weights.swap(left), g.weights = weights.data();
+    weights.swap(shares), g.weights = weights.data();
     return stops;
 }
 

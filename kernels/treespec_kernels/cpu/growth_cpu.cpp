@@ -110,9 +110,9 @@ class Top {
         if (!(value < INFINITY)) broken = true;
         if (!(value > bound())) return;
         if (int64_t(values.size()) == wanted) values.pop_back(), ids.pop_back();
-        size_t at = values.size();
-        while (at && values[at - 1] < value) at--;
-        values.insert(values.begin() + at, value), ids.insert(ids.begin() + at, id);
+        size_t i = values.size();
+        while (i && values[i - 1] < value) i--;
+        values.insert(values.begin() + i, value), ids.insert(ids.begin() + i, id);
     }
 };
 
@@ -140,11 +140,11 @@ class Level {
         std::vector<int64_t> tokens;
         bool has_mixture = false;
         for (int64_t l = 0; l < g.num_scored; l++) {
-            const int64_t at = probs_row[l * g.num_rows + row];
-            const SsmProbs& own = g.ssm_probs[l];
-            tops.emplace_back(own.probs + std::max<int64_t>(at, 0) * own.width, at < 0 ? 0 : own.width, g.children);
+            const int64_t i = probs_row[l * g.num_rows + row];
+            const SsmProbs& ssm = g.ssm_probs[l];
+            tops.emplace_back(ssm.probs + std::max<int64_t>(i, 0) * ssm.width, i < 0 ? 0 : ssm.width, g.children);
             Top& top = tops.back();
-            if (const int64_t* columns = own.row_tokens ? own.row_tokens + at * own.width : own.tokens)
+            if (const int64_t* columns = ssm.row_tokens ? ssm.row_tokens + i * ssm.width : ssm.tokens)
                 for (int64_t& id : top.ids) id = columns[id];
             if (top.broken) g.broken[row] = 1, top.ids.clear();  // drop the proposals of an SSM that overflowed
             tokens.insert(tokens.end(), top.ids.begin(), top.ids.end());
@@ -389,8 +389,8 @@ int64_t treespec_draft(Growth* growth, Placing* placing, Draft* drafts, int64_t 
     int64_t& depth = levels->num_levels = 0;
     for (; g.num_rows; depth++) {
         const int64_t rows = g.num_rows;
-        for (Places& own : places)
-            if (depth && !own.extend(g, depth)) return 0;
+        for (Places& offset_places : places)
+            if (depth && !offset_places.extend(g, depth)) return 0;
         g.depth = depth, g.next_width = levels->widths[depth];
         g.branching = levels->branching + depth * levels->num_trees, g.children = 0;
         for (int64_t i = 0; i < rows; i++) {
@@ -398,25 +398,26 @@ int64_t treespec_draft(Growth* growth, Placing* placing, Draft* drafts, int64_t 
             g.children = std::max(g.children, children ? children : levels->max_children);
         }
         std::vector<SsmProbs> ssm_probs;
-        std::vector<std::vector<int64_t>> own_rows(num_drafts);
+        std::vector<std::vector<int64_t>> scored(num_drafts);
         std::vector<Choices> choices(num_drafts);
         for (int64_t i = 0; i < num_drafts; i++) {
             Draft& draft = drafts[i];
             int64_t trees;
             if (!depth) draft.num_read = draft.num_rows = draft.passes = draft.tree_passes = 0;
-            std::tie(own_rows[i], trees) = scored_rows(g, levels->active + i * levels->num_trees);
-            const int64_t count = own_rows[i].size();
-            if (!count || (draft.given && depth >= draft.given_depths)) continue;
+            std::tie(scored[i], trees) = scored_rows(g, levels->active + i * levels->num_trees);
+            const int64_t count = scored[i].size();
+            if (!count || (draft.block_probs && depth >= draft.block_depths)) continue;
             const int64_t* valid = levels->valid + i * levels->num_trees;
             const int64_t* first = levels->first_rotations + i * levels->num_trees;
-            if (draft.given) score_given(g, draft, own_rows[i], trees, depth);
-            else if (depth) score(g, places[draft.pairs ? 1 : 0].get(), draft, first, own_rows[i], trees, passed[i]);
-            else score_roots(g, *placing, *levels, draft, valid, first, own_rows[i], passed[i]);
-            const int64_t* at = count < rows ? own_rows[i].data() : nullptr;
+            if (draft.block_probs) score_block(g, draft, scored[i], trees, depth);
+            else if (depth) score(g, places[draft.pairs ? 1 : 0].get(), draft, first, scored[i], trees, passed[i]);
+            else score_roots(g, *placing, *levels, draft, valid, first, scored[i], passed[i]);
+            const int64_t* subset = count < rows ? scored[i].data() : nullptr;
             const float* probs = draft.out + (draft.num_rows - count) * draft.width;
             if (levels->sampling)
-                ssm_probs.push_back(choices[i].predict(g, *placing, *levels->sampling, draft, own_rows[i], at, probs));
-            else ssm_probs.push_back({probs, at, draft.tokens, count, draft.ssm, draft.width, nullptr});
+                ssm_probs.push_back(
+                    choices[i].predict(g, *placing, *levels->sampling, draft, scored[i], subset, probs));
+            else ssm_probs.push_back({probs, subset, draft.tokens, count, draft.ssm, draft.width, nullptr});
         }
         g.ssm_probs = ssm_probs.data(), g.num_scored = ssm_probs.size();
         const int64_t nodes = Level(g).run();
@@ -424,7 +425,7 @@ int64_t treespec_draft(Growth* growth, Placing* placing, Draft* drafts, int64_t 
         levels->rows[depth] = rows, levels->nodes[depth] = nodes;
         advance(g);
         if (rule && g.num_rows) stop_unprofitable(g, *rule, last_open_mass, nodes);
-        const auto ends = [&](const Draft& draft) { return draft.given && draft.given_depths == depth + 1; };
+        const auto ends = [&](const Draft& draft) { return draft.block_probs && draft.block_depths == depth + 1; };
         if (g.num_rows && std::any_of(drafts, drafts + num_drafts, ends))
             remove(g, end_drafts(g, drafts, num_drafts, levels->num_trees, depth + 1, weights));
         skip(g, nodes, rows);

@@ -39,12 +39,12 @@ def growth_library(compiler: tuple[str, ...], folder: Path) -> ctypes.CDLL:
     return compile_library(compiler, _SOURCES, (), folder)
 
 
-def _packed(*parts: Sequence[int]) -> tuple[ctypes.Array[ctypes.c_int64], list[int]]:
-    """Return all numbers in one array, and the address of each part: an array's address takes a microsecond."""
-    numbers = [*chain(*parts)]
+def _packed(*sequences: Sequence[int]) -> tuple[ctypes.Array[ctypes.c_int64], list[int]]:
+    """Return all numbers in one array, and the address of each sequence: an array's address takes a microsecond."""
+    numbers = [*chain(*sequences)]
     array = (ctypes.c_int64 * len(numbers))(*numbers)
-    at = ctypes.addressof(array)
-    return array, [at + 8 * first for first in accumulate(map(len, parts[:-1]), initial=0)]
+    address = ctypes.addressof(array)
+    return array, [address + 8 * first for first in accumulate(map(len, sequences[:-1]), initial=0)]
 
 
 class Grown(NamedTuple):
@@ -120,7 +120,7 @@ class Drafted(NamedTuple):
             first += count
 
 
-class _Results(NamedTuple):
+class _GrowthOutputs(NamedTuple):
     """Outputs of a call, with room for all nodes and all nodes to expand.
 
     Attributes:
@@ -165,7 +165,7 @@ class TreeGrowth:
         count, most = len(nodes), max(nodes)
         starts = [*accumulate(map(len, end_tokens), initial=0)]
         slots, values = [0] * count, [1] * count  # numbers of them; the root has a value
-        ints, at = _packed(max_depths, nodes, [*chain(*end_tokens)], starts, slots, values)
+        ints, addresses = _packed(max_depths, nodes, [*chain(*end_tokens)], starts, slots, values)
         floats = np.zeros((1 + most, count), dtype=np.float32)  # least value, and best values [num_trees, most]
         floats[1:].reshape(count, most)[:, 0] = 1.0
         self._library, self._num_ssms, self._width = library, num_ssms, seeds[0].shape[1]
@@ -174,12 +174,12 @@ class TreeGrowth:
         self._growth = _STRUCTS["Growth"](
             num_ssms=num_ssms,
             most_nodes=most,
-            max_depths=at[0],
-            nodes=at[1],
-            end_tokens=at[2],
-            end_starts=at[3],
-            num_slots=at[4],
-            num_values=at[5],
+            max_depths=addresses[0],
+            nodes=addresses[1],
+            end_tokens=addresses[2],
+            end_starts=addresses[3],
+            num_slots=addresses[4],
+            num_values=addresses[5],
             least=(least := address_of(floats, np.float32)),
             best=least + 4 * count,
             seed_width=self._width,
@@ -214,28 +214,28 @@ class TreeGrowth:
             children: maximum number of proposals of one SSM per node.
         """
         rows, g = len(frontier.nodes), self._growth
-        own = (_STRUCTS["SsmProbs"] * len(ssm_probs))(
+        structs = (_STRUCTS["SsmProbs"] * len(ssm_probs))(
             *(
                 (
                     address_of(probs, np.float32),
-                    None if len(at) == rows else address_of(at),
+                    None if len(scored) == rows else address_of(scored),
                     None if tokens is None else address_of(tokens),
-                    len(at),
+                    len(scored),
                     ssm,
                     probs.shape[1],
                 )
-                for ssm, at, probs, tokens in ssm_probs
+                for ssm, scored, probs, tokens in ssm_probs
             )
         )
-        g.num_scored, g.ssm_probs = len(ssm_probs), ctypes.addressof(own)
+        g.num_scored, g.ssm_probs = len(ssm_probs), ctypes.addressof(structs)
         if weights is not self._weights:
             self._weights, g.weights = weights, address_of(weights, np.float32)
         g.depth, g.size, g.children, g.branching = depth, size, children, address_of(branching)
         g.next_width = frontier_width(depth + 1, self._max_frontier)
         room = rows * (len(ssm_probs) * children + self._width)
         if frontier is not self._frontier:  # otherwise the last call has set its addresses
-            parts = frontier.nodes, frontier.tokens, frontier.owners, frontier.seeds, frontier.above
-            g.row_nodes, g.row_tokens, g.row_owners, g.row_seeds, g.row_above = map(address_of, parts)
+            columns = frontier.nodes, frontier.tokens, frontier.owners, frontier.seeds, frontier.above
+            g.row_nodes, g.row_tokens, g.row_owners, g.row_seeds, g.row_above = map(address_of, columns)
             g.row_values = address_of(frontier.values, np.float32)
         results = self._begin(rows, room, room)
         count = self._library.treespec_grow(ctypes.byref(g))
@@ -269,8 +269,8 @@ class TreeGrowth:
         g, places, (nodes, expanded), levels = self._growth, passes.places, room, len(branching)
         results = self._begin(len(frontier.nodes), nodes, expanded)
         adaptive = () if stop is None else stop.adaptive
-        ints, at = _packed(
-            *(part.tolist() for part in frontier[:5]),
+        ints, addresses = _packed(
+            *(column.tolist() for column in frontier[:5]),
             passes.tokens,
             passes.first_token,
             [*chain(*passes.active)],
@@ -281,10 +281,12 @@ class TreeGrowth:
             adaptive,
             [0] * (2 * levels),
         )
-        g.row_nodes, g.row_tokens, g.row_owners, g.row_seeds, g.row_above = at[:5]
+        g.row_nodes, g.row_tokens, g.row_owners, g.row_seeds, g.row_above = addresses[:5]
         g.row_values, g.weights = address_of(frontier.values, np.float32), address_of(weights, np.float32)
         g.size = len(branching[0])
-        grown = _STRUCTS["Levels"](g.size, children, passes.reads, *at[5:12], 0, at[13], at[13] + 8 * levels)
+        grown = _STRUCTS["Levels"](
+            g.size, children, passes.reads, *addresses[5:12], 0, addresses[13], addresses[13] + 8 * levels
+        )
         if passes.sampling is not None:
             temperatures = (ctypes.c_double * g.size)(*passes.sampling.temperatures)
             keys = _packed(*passes.sampling[1:])
@@ -292,15 +294,15 @@ class TreeGrowth:
             grown.sampling = ctypes.addressof(sampling)
         drafts, rows = passes.models.drafts, passes.num_unread + expanded
         scores = [np.empty((rows, draft.width), dtype=np.float32) for draft in drafts]
-        for draft, own, features, given in zip(drafts, scores, passes.features, passes.given, strict=True):
-            draft.out = address_of(own, np.float32)
+        for draft, probs, features, block in zip(drafts, scores, passes.features, passes.block_probs, strict=True):
+            draft.out = address_of(probs, np.float32)
             draft.features = None if features is None else features.data_ptr()
-            draft.given = None if given is None else address_of(given, np.float32)
-            draft.given_depths = 0 if given is None else given.shape[1]
+            draft.block_probs = None if block is None else address_of(block, np.float32)
+            draft.block_depths = 0 if block is None else block.shape[1]
         rule = None
         if stop is not None:
             token_weights = (ctypes.c_double * len(adaptive))(*stop.token_weights)
-            rule = _STRUCTS["Rule"](*stop[:4], at[12], ctypes.addressof(token_weights))
+            rule = _STRUCTS["Rule"](*stop[:4], addresses[12], ctypes.addressof(token_weights))
         placed = self._library.treespec_draft(
             ctypes.byref(g),
             ctypes.byref(places.placing),
@@ -319,34 +321,34 @@ class TreeGrowth:
             np.concatenate([frontier.nodes, results.expanded[0, :below]]),
             np.concatenate([frontier.owners, results.expanded[2, :below]]),
             results.flags[nodes * self._num_ssms :][: sum(level_rows)],
-            [own[: draft.num_rows] for own, draft in zip(scores, drafts, strict=True)],
+            [probs[: draft.num_rows] for probs, draft in zip(scores, drafts, strict=True)],
         )
 
-    def _begin(self, rows: int, nodes: int, expanded: int) -> _Results:
+    def _begin(self, rows: int, nodes: int, expanded: int) -> _GrowthOutputs:
         """Set the frontier's number of rows, and allocate outputs for numbers of nodes and of nodes to expand."""
         g, ssms = self._growth, self._num_ssms
         ints = np.empty(4 * nodes + 5 * expanded, dtype=np.int64)
         floats = np.empty(expanded + (2 + ssms) * nodes, dtype=np.float32)
         flags = np.empty(nodes * ssms + expanded, dtype=bool)
         g.num_rows = rows
-        at = address_of(ints)
-        g.tokens, g.parents, g.owners, g.seeds = range(at, at + 32 * nodes, 8 * nodes)
-        at += 32 * nodes
+        address = address_of(ints)
+        g.tokens, g.parents, g.owners, g.seeds = range(address, address + 32 * nodes, 8 * nodes)
+        address += 32 * nodes
         g.next_nodes, g.next_tokens, g.next_owners, g.next_seeds, g.next_above = range(
-            at, at + 40 * expanded, 8 * expanded
+            address, address + 40 * expanded, 8 * expanded
         )
-        g.next_values = at = address_of(floats, np.float32)
-        at += 4 * expanded
-        g.probs, g.values, g.draft_probs = range(at, at + 12 * nodes, 4 * nodes)
+        g.next_values = address = address_of(floats, np.float32)
+        address += 4 * expanded
+        g.probs, g.values, g.draft_probs = range(address, address + 12 * nodes, 4 * nodes)
         g.proposed = address_of(flags, np.bool_)
         g.broken = g.proposed + nodes * ssms
         # Kept alive, since the library has addresses of them.
-        self._results = _Results(
+        self._results = _GrowthOutputs(
             ints[: 4 * nodes].reshape(4, nodes), ints[4 * nodes :].reshape(5, expanded), floats, flags
         )
         return self._results
 
-    def _level(self, results: _Results, size: int) -> Level:
+    def _level(self, results: _GrowthOutputs, size: int) -> Level:
         """Return the first `size` nodes of the outputs."""
         ssms, (_, room) = self._num_ssms, results.nodes.shape
         floats = results.floats[results.expanded.shape[1] :]
@@ -375,13 +377,13 @@ class TreePlaces:
         self._paths: Tensor | None = None  # of the newest level
         # Per tree: context length, number of slots in use, and a row minus its slot.
         first_page = [*accumulate(map(len, pages), initial=0)]
-        self._held, at = _packed(context_lens, [1] * count, [0] * count, first_page)
+        self._held, addresses = _packed(context_lens, [1] * count, [0] * count, first_page)
         self.placing = _STRUCTS["Placing"](
             page_size=PAGE_SIZE,
-            context=at[0],
-            num_slots=at[1],
-            row_of_slot=at[2],
-            first_page=at[3],
+            context=addresses[0],
+            num_slots=addresses[1],
+            row_of_slot=addresses[2],
+            first_page=addresses[3],
             pages=address_of(self._pages),
         )
 
@@ -395,11 +397,11 @@ class TreePlaces:
         count, p = len(owners), self.placing
         p.num_rows, p.depth, p.owners, p.above = count, depth, address_of(owners), address_of(above)
         results = torch.empty(count * (depth + 7), dtype=torch.int64, device="cpu")
-        at, step = results.data_ptr(), 8 * count
-        p.slots, p.positions = at, at + step
-        p.rows, p.paths = at + 2 * step, at + 6 * step
-        found = self._library.treespec_place(ctypes.byref(p))
-        assert found, NO_PAGE
+        address, step = results.data_ptr(), 8 * count
+        p.slots, p.positions = address, address + step
+        p.rows, p.paths = address + 2 * step, address + 6 * step
+        placed = self._library.treespec_place(ctypes.byref(p))
+        assert placed, NO_PAGE
         self._paths = results[6 * count :]
         p.paths_above = p.paths
         return CompiledPlan(
@@ -437,24 +439,24 @@ class DraftModels:
         pools: Sequence[Tensor],
         tokens: Sequence[np.ndarray | int],
     ):
-        assert all(part.is_contiguous() for part in (*rotations, *pools))
+        assert all(tensor.is_contiguous() for tensor in (*rotations, *pools))
         self.library, self._held = library, (rotations, pools, tokens)
         self.num_positions = min((len(rotation) for rotation in rotations if rotation.numel()), default=sys.maxsize)
         self.drafts = (_STRUCTS["Draft"] * len(ssms))(
             *(
                 _STRUCTS["Draft"](
-                    *own[:4],
+                    *entry[:4],
                     rotation.data_ptr(),
                     pool.data_ptr(),
                     len(pool),
                     pool.shape[2],
-                    *own[4:7],
+                    *entry[4:7],
                     ssm,
-                    known if isinstance(known, int) else len(known),
-                    None if isinstance(known, int) else address_of(known),
-                    *own[7:],
+                    vocabulary if isinstance(vocabulary, int) else len(vocabulary),
+                    None if isinstance(vocabulary, int) else address_of(vocabulary),
+                    *entry[7:],
                 )
-                for ssm, own, rotation, pool, known in zip(ssms, entries, rotations, pools, tokens, strict=True)
+                for ssm, entry, rotation, pool, vocabulary in zip(ssms, entries, rotations, pools, tokens, strict=True)
             )
         )
 
@@ -473,8 +475,8 @@ class DraftPasses(NamedTuple):
         reads: whether to return the probabilities after the committed tokens that are read.
         features: by SSM, what a draft head reads in its first pass, [num_rows, hidden_size] in its dtype: first for the
             committed tokens, tree by tree, then for the roots; None for an SSM.
-        given: by SSM, the probabilities of a block draft, which runs no pass, by tree and depth, float32 [num_trees,
-            depths, width], without temperature and noise; None for others.
+        block_probs: by SSM, the probabilities of a block draft, which runs no pass, by tree and depth, float32
+            [num_trees, depths, width], without temperature and noise; None for others.
         sampling: how the targets choose; None if all of them choose the most likely token.
     """
 
@@ -487,7 +489,7 @@ class DraftPasses(NamedTuple):
     first_token: Sequence[int]
     reads: bool
     features: Sequence[Tensor | None]
-    given: Sequence[np.ndarray | None]
+    block_probs: Sequence[np.ndarray | None]
     sampling: DraftSampling | None
 
     @property

@@ -46,8 +46,8 @@ struct History {  // ring buffer of the last `capacity` tokens; token number s, 
 struct Search {
     const double* prior;  // [PLACES, LENGTHS]
     double prior_trials, global_trials;
-    const Counts *common, *own;  // counts of all requests and of this one; own: null for no counts
-    const int64_t* tokens;       // [length]
+    const Counts *common, *counts;  // of all requests, and of this one (null: none)
+    const int64_t* tokens;          // [length]
     int64_t length, depth;
     double least;
     int64_t looks_up;  // whether to search the text itself
@@ -94,38 +94,38 @@ struct Match {
 
 double rate(const Search& s, int64_t place, int64_t length) {
     const double common = s.common->rate(place, length, s.prior[place * LENGTHS + length], s.prior_trials);
-    return s.own ? s.own->rate(place, length, common, s.global_trials) : common;
+    return s.counts ? s.counts->rate(place, length, common, s.global_trials) : common;
 }
 
 // Inserts a match into the `most` longest ones, after earlier matches of the same length; returns their number.
-int64_t keep(Match* best, int64_t found, int64_t most, Match match) {
-    if (found == most && match.length <= best[found - 1].length) return found;
-    int64_t at = found < most ? found++ : found - 1;
-    for (; at && best[at - 1].length < match.length; at--) best[at] = best[at - 1];
-    best[at] = match;
-    return found;
+int64_t keep(Match* best, int64_t count, int64_t most, Match match) {
+    if (count == most && match.length <= best[count - 1].length) return count;
+    int64_t i = count < most ? count++ : count - 1;
+    for (; i && best[i - 1].length < match.length; i--) best[i] = best[i - 1];
+    best[i] = match;
+    return count;
 }
 
 // Finds the longest matches in the text, the most recent first among equally long ones; returns their number.
 int64_t find(const Search& s, Match* best) {
     const int64_t last = s.length - 1, longest = std::min<int64_t>(MAX_MATCH, last);
-    int64_t found = 0;
+    int64_t count = 0;
     for (int64_t end = last - 1; end >= 0; end--) {
         if (s.tokens[end] != s.tokens[last]) continue;
         int64_t length = 1;
         while (length < longest && length <= end && s.tokens[end - length] == s.tokens[last - length]) length++;
-        found = keep(best, found, MATCHES, {end, length});
-        if (found == MATCHES && best[found - 1].length == longest) break;
+        count = keep(best, count, MATCHES, {end, length});
+        if (count == MATCHES && best[count - 1].length == longest) break;
     }
-    return found;
+    return count;
 }
 
 // Finds the longest matches in the history, among the latest STEPS occurrences of the text's last LONG tokens, or of
 // its last SHORT ones if there are none.
 int64_t find_past(const Search& s, Match* best) {
     History& h = *s.history;
-    int64_t found = 0;
-    for (int order = 1; order >= 0 && !found; order--) {
+    int64_t count = 0;
+    for (int order = 1; order >= 0 && !count; order--) {
         const int64_t least = ORDERS[order], longest = std::min<int64_t>(MAX_MATCH, s.length);
         if (s.length < least) continue;
         uint64_t hash = 0;
@@ -138,10 +138,10 @@ int64_t find_past(const Search& s, Match* best) {
             if (length < least) continue;  // a hash collision, or the start of the match was overwritten
             steps++;
             if (h.owners[h.at(number)] == s.owner || !h.next(number)) continue;
-            found = keep(best, found, PAST_MATCHES, {number, length});
+            count = keep(best, count, PAST_MATCHES, {number, length});
         }
     }
-    return found;
+    return count;
 }
 
 struct Node {
@@ -152,24 +152,24 @@ struct Node {
 struct Trie {
     const Search& s;
     Match matches[BOTH];
-    int64_t own, count;   // number of matches in the text, and in text and history
-    int64_t place[BOTH];  // token number that a match in the history has reached
-    int64_t at[BOTH];     // node that each match has reached; -1: the match has ended
+    int64_t num_text, count;  // number of matches in the text, and in text and history
+    int64_t number[BOTH];     // token number that a match in the history has reached
+    int64_t reached[BOTH];    // node that each match has reached; -1: the match has ended
     std::vector<Node>& nodes;
 
     // Adds one level: first the nodes with the matches that propose them, then their probabilities.
     void grow(int64_t level) {
         const int64_t first = nodes.size(), last = s.length - 1;
         for (int64_t m = 0; m < count; m++) {
-            if (at[m] < 0) continue;
-            const int64_t above = at[m];
+            if (reached[m] < 0) continue;
+            const int64_t above = reached[m];
             int64_t token;
-            if (m < own) {  // a continuation that reaches the end of the text repeats from the match
+            if (m < num_text) {  // a continuation that reaches the end of the text repeats from the match
                 token = s.tokens[matches[m].end + 1 + level % (last - matches[m].end)];
-            } else if ((place[m] = s.history->next(place[m]))) {
-                token = s.history->tokens[s.history->at(place[m])];
+            } else if ((number[m] = s.history->next(number[m]))) {
+                token = s.history->tokens[s.history->at(number[m])];
             } else {
-                at[m] = -1;
+                reached[m] = -1;
                 continue;
             }
             int64_t node = first, siblings = 0;
@@ -181,13 +181,13 @@ struct Trie {
             if (node == static_cast<int64_t>(nodes.size()))
                 nodes.push_back({token, above, level + 1, {-1, -1}, {-1, -1}, 0, 0.0, 0.0});
             Node& child = nodes[node];
-            const bool past = m >= own;
+            const bool past = m >= num_text;
             child.votes += past;
             if (child.lengths[past] < 0) {
                 child.lengths[past] = std::min<int64_t>(matches[m].length + level, MAX_MATCH);
                 if (!past) child.places[0] = std::min<int64_t>(siblings, OWN_PLACES - 1);
             }
-            at[m] = node;
+            reached[m] = node;
         }
         for (size_t node = first; node < nodes.size(); node++) {
             Node& child = nodes[node];
@@ -216,13 +216,13 @@ struct Trie {
 
 int64_t search(const Search& s) {
     static thread_local std::vector<Node> nodes;
-    static thread_local std::vector<int64_t> order, place;
+    static thread_local std::vector<int64_t> order, rank;
     nodes.clear();
     Trie trie{s, {}, 0, 0, {}, {}, nodes};
-    trie.own = s.looks_up ? find(s, trie.matches) : 0;
-    trie.count = trie.own + (s.history ? find_past(s, trie.matches + trie.own) : 0);
+    trie.num_text = s.looks_up ? find(s, trie.matches) : 0;
+    trie.count = trie.num_text + (s.history ? find_past(s, trie.matches + trie.num_text) : 0);
     if (!trie.count) return 0;
-    for (int64_t m = trie.own; m < trie.count; m++) trie.place[m] = trie.matches[m].end;
+    for (int64_t m = trie.num_text; m < trie.count; m++) trie.number[m] = trie.matches[m].end;
     nodes.push_back({s.tokens[s.length - 1], -1, 0, {0, 0}, {0, 0}, 0, 1.0, 1.0});
     for (int64_t level = 0; level < s.depth; level++) {
         trie.grow(level);
@@ -232,13 +232,13 @@ int64_t search(const Search& s) {
             if (best < s.least) return 0;
         }
     }
-    order.resize(nodes.size()), place.resize(nodes.size());
+    order.resize(nodes.size()), rank.resize(nodes.size());
     std::iota(order.begin(), order.end(), 0);
     std::stable_sort(order.begin(), order.end(), [](int64_t a, int64_t b) { return nodes[a].value > nodes[b].value; });
     for (size_t i = 0; i < order.size(); i++) {
         const Node& node = nodes[order[i]];
-        place[order[i]] = i;
-        s.node_tokens[i] = node.token, s.parents[i] = i ? place[node.parent] : -1, s.depths[i] = node.depth;
+        rank[order[i]] = i;
+        s.node_tokens[i] = node.token, s.parents[i] = i ? rank[node.parent] : -1, s.depths[i] = node.depth;
         s.probs[i] = node.prob, s.values[i] = node.value;
         for (int source = 0; source < 2; source++)
             s.places[source][i] = node.places[source], s.lengths[source][i] = node.lengths[source];
@@ -262,7 +262,7 @@ int64_t treespec_lookup(const Search* s) { return search(*s); }
 // Counts the children of every node of an accepted path as proposed, and those on the path as accepted. places and
 // lengths: [2, nodes], -1 where the source did not propose the node.
 void treespec_lookup_count(const int64_t* parents, const int64_t* places, const int64_t* lengths, int64_t nodes,
-                           const int64_t* path, int64_t path_length, Counts* common, Counts* own) {
+                           const int64_t* path, int64_t path_length, Counts* common, Counts* request_counts) {
     std::vector<uint8_t> on_path(nodes, 0);
     for (int64_t i = 0; i < path_length; i++) on_path[path[i]] = 1;
     int64_t trials[PLACES][LENGTHS] = {}, hits[PLACES][LENGTHS] = {};
@@ -274,7 +274,7 @@ void treespec_lookup_count(const int64_t* parents, const int64_t* places, const 
             hits[places[cell]][lengths[cell]] += on_path[node];
         }
     }
-    for (Counts* counts : {common, own})
+    for (Counts* counts : {common, request_counts})
         for (int64_t place = 0; place < PLACES; place++)
             for (int64_t length = 0; length < LENGTHS; length++) {
                 counts->trials[place][length] += trials[place][length];

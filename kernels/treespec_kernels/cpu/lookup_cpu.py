@@ -120,7 +120,7 @@ class LookupSearch:
         self._make_room(0)
 
     def search(
-        self, tokens: int, length: int, depth: int, own: int | None, least: float, looks_up: bool, owner: int | None
+        self, tokens: int, length: int, depth: int, counts: int | None, least: float, looks_up: bool, owner: int | None
     ) -> Found | None:
         """Return the tree of continuations of the longest matches, or None.
 
@@ -130,7 +130,7 @@ class LookupSearch:
             tokens: address of the text, int64 [length].
             length: length of the text, at least 1.
             depth: depth of the tree, at least 1.
-            own: address of the counts of this text, as `common`; None for no counts.
+            counts: address of the counts of this text, as `common`; None for no counts.
             least: minimum probability of the root's most probable child.
             looks_up: whether to search the text itself.
             owner: request whose own tokens in the history are skipped; None to not search the history.
@@ -139,7 +139,7 @@ class LookupSearch:
         if most > self._ints.shape[1]:
             self._make_room(most)
         search = self._search
-        search.tokens, search.length, search.depth, search.own, search.least = tokens, length, depth, own, least
+        search.tokens, search.length, search.depth, search.counts, search.least = tokens, length, depth, counts, least
         search.looks_up, search.history, search.owner = looks_up, None, 0
         if owner is not None:
             search.history, search.owner = self._history, owner
@@ -149,24 +149,24 @@ class LookupSearch:
         ints = self._ints[:, :count].copy()
         return Found(*ints[:3], ints[3:5], ints[5:], *self._floats[:, :count].copy())
 
-    def count(self, found: Found, path: np.ndarray, own: np.ndarray) -> None:
+    def count(self, tree: Found, path: np.ndarray, counts: np.ndarray) -> None:
         """Count the children of every node of `path` as proposed, and those on the path as accepted.
 
         Args:
-            found: the verified tree.
+            tree: the verified tree.
             path: accepted path, int64 [length] node indices.
-            own: counts of the request, updated like `common` and of the same shape.
+            counts: those of the request, updated like `common` and of the same shape.
         """
-        parents, row = address_of(found.parents), found.parents.nbytes  # parents, places, lengths share an array
+        parents, row = address_of(tree.parents), tree.parents.nbytes  # parents, places, lengths share an array
         self._library.treespec_lookup_count(
             parents,
             parents + 2 * row,
             parents + 4 * row,
-            len(found.parents),
+            len(tree.parents),
             address_of(path),
             len(path),
             self._search.common,
-            address_of(own, np.float64),
+            address_of(counts, np.float64),
         )
 
     def _make_room(self, nodes: int) -> None:

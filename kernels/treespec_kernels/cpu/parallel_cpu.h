@@ -87,22 +87,22 @@ class Team {
     std::vector<std::unique_ptr<Member>> members;
     void (*body)(const void*, int64_t) = nullptr;
     const void* context = nullptr;
-    alignas(64) std::atomic<int64_t> left{0};  // indices that are not done
+    alignas(64) std::atomic<int64_t> remaining{0};  // indices that are not done
     Gate finished;
 
     static uint64_t packed(uint64_t first, uint64_t last) { return last << 32 | first; }
 
     // Takes the first index of a thread's own range, or the last one of another thread's.
-    static bool take(Member& member, bool own, int64_t& index) {
+    static bool take(Member& member, bool from_front, int64_t& index) {
         uint64_t range = member.range.load(std::memory_order_relaxed);
         for (;;) {
             const uint32_t first = uint32_t(range), last = uint32_t(range >> 32);
             if (first >= last) return false;
-            index = own ? first : last - 1;
-            const uint64_t rest = own ? packed(first + 1, last) : packed(first, last - 1);
+            index = from_front ? first : last - 1;
+            const uint64_t next = from_front ? packed(first + 1, last) : packed(first, last - 1);
             // Acquire, so that `body` and `context` are those of the index's loop, which cannot end before the index is
             // done.
-            if (member.range.compare_exchange_weak(range, rest, std::memory_order_acquire, std::memory_order_relaxed))
+            if (member.range.compare_exchange_weak(range, next, std::memory_order_acquire, std::memory_order_relaxed))
                 return true;
         }
     }
@@ -113,7 +113,7 @@ class Team {
             Member& member = *members[(self + i) % members.size()];
             for (; take(member, i == 0, index); done++) body(context, index);
         }
-        if (done && left.fetch_sub(done) == done) finished.open();
+        if (done && remaining.fetch_sub(done) == done) finished.open();
     }
 
     void serve(size_t self) {
@@ -140,7 +140,7 @@ class Team {
     void run(int64_t count, void (*of)(const void*, int64_t), const void* with) {
         const int64_t sharing = std::min<int64_t>(size(), count);
         body = of, context = with;
-        left.store(count, std::memory_order_relaxed);
+        remaining.store(count, std::memory_order_relaxed);
         for (int64_t i = 0; i < sharing; i++)
             members[i]->range.store(packed(count * i / sharing, count * (i + 1) / sharing), std::memory_order_release);
         for (int64_t i = 1; i < sharing; i++) {
@@ -148,7 +148,7 @@ class Team {
             members[i]->gate.open();
         }
         work(0);
-        finished.wait([&] { return !left.load(); }, LATE);
+        finished.wait([&] { return !remaining.load(); }, LATE);
     }
 };
 
@@ -169,7 +169,7 @@ class Teams {
         Lease() {  // a forked process has no workers, so it drops all teams
             static const int registered = pthread_atfork(
                 [] { shared().mutex.lock(); }, [] { shared().mutex.unlock(); },
-                [] { own().team = nullptr, shared().idle.clear(), shared().mutex.unlock(); });
+                [] { thread_lease().team = nullptr, shared().idle.clear(), shared().mutex.unlock(); });
             (void)registered;
         }
         ~Lease() { end(); }
@@ -182,7 +182,7 @@ class Teams {
         }
     };
 
-    static Lease& own() {
+    static Lease& thread_lease() {
         static thread_local Lease lease;
         return lease;
     }
@@ -190,16 +190,16 @@ class Teams {
     Team* take(int threads) {
         std::lock_guard<std::mutex> lock(mutex);
         const auto fits = [&](Team* team) { return team->size() == threads; };
-        const auto found = std::find_if(idle.begin(), idle.end(), fits);
-        if (found == idle.end()) return new Team(threads);
-        Team* team = *found;
-        idle.erase(found);
+        const auto fitting = std::find_if(idle.begin(), idle.end(), fits);
+        if (fitting == idle.end()) return new Team(threads);
+        Team* team = *fitting;
+        idle.erase(fitting);
         return team;
     }
 
   public:
     static Team& of_this_thread(int threads) {
-        Lease& lease = own();
+        Lease& lease = thread_lease();
         if (!lease.team || lease.team->size() != threads) {
             lease.end();
             lease.team = shared().take(threads);

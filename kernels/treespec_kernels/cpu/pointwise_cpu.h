@@ -58,7 +58,7 @@ void rotate(const float* x, const float* rotation, float* out) {
     }
 }
 
-struct Largest { float value; int64_t at; };
+struct Largest { float value; int64_t index; };
 
 // Returns the largest value of a row and its first index; NaN and index 0 if any value is NaN. Four independent chains
 // hide the latency of the comparisons.
@@ -73,8 +73,8 @@ Largest largest(const T* row, int64_t width) {
             most[j] = x > most[j] ? x : most[j], broken |= x != x;
         }
     float value = -INFINITY;
-    for (const vec& each : most)
-        for (int64_t j = 0; j < LANES; j++) value = std::max(value, each[j]);
+    for (const vec& chain : most)
+        for (int64_t j = 0; j < LANES; j++) value = std::max(value, chain[j]);
     bool undefined = any(broken);
     for (; i < width; i++) {
         const float x = to_float(row[i]);
@@ -82,9 +82,9 @@ Largest largest(const T* row, int64_t width) {
     }
     if (undefined) return {NAN, 0};
     for (i = 0; i + 4 * LANES <= width; i += 4 * LANES) {
-        ivec found = {};
-        for (int64_t j = 0; j < 4; j++) found |= widen(row + i + LANES * j) == value;
-        if (any(found)) break;
+        ivec equal = {};
+        for (int64_t j = 0; j < 4; j++) equal |= widen(row + i + LANES * j) == value;
+        if (any(equal)) break;
     }
     while (to_float(row[i]) != value) i++;
     return {value, i};

@@ -285,8 +285,8 @@ void quantized_linear(const Linear& layer, const scalar* x, int64_t rows, void* 
 inline uint8_t stored(const uint8_t* values, int64_t outputs, int64_t inputs, int64_t bits, int64_t output,
                       int64_t input) {
     if (output >= outputs) return bits == 8 ? 0 : 8;
-    const int64_t at = output * inputs + input;
-    return bits == 8 ? values[at] : values[at / 2] >> at % 2 * 4 & 15;
+    const int64_t i = output * inputs + input;
+    return bits == 8 ? values[i] : values[i / 2] >> i % 2 * 4 & 15;
 }
 
 void pack(const uint8_t* values, int64_t outputs, int64_t inputs, int64_t bits, uint8_t* out) {

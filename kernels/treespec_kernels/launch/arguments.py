@@ -10,11 +10,11 @@ import torch
 Argument = tuple[torch.Tensor | None, str, "torch.dtype | tuple[torch.dtype, ...]"]
 
 
-def check_arguments(known: Mapping[str, int] | None = None, /, **arguments: Argument) -> dict[str, int]:
+def check_arguments(fixed: Mapping[str, int] | None = None, /, **arguments: Argument) -> dict[str, int]:
     """Check shapes, dtypes and devices, and return the sizes by name. Values are never read, so this does not sync.
 
     Args:
-        known: sizes that are given, by name.
+        fixed: sizes known in advance, by name.
         arguments: by name, a tensor (None if absent), its shape and its valid dtypes. A shape consists of numbers,
             names, which stand for one size in all shapes, and "_" for any size. A name with "+" must not be 0. A first
             name in parentheses may be absent: "(groups) rows in+". The last dimension must be contiguous, and the whole
@@ -23,20 +23,20 @@ def check_arguments(known: Mapping[str, int] | None = None, /, **arguments: Argu
     Raises:
         ValueError: a tensor does not fit, or is on another device than the first.
     """
-    sizes = dict(known or {})
+    sizes = dict(fixed or {})
     first, device = "", None
     for name, (tensor, shape, dtypes) in arguments.items():
         if tensor is None:
             continue
         optional, tokens = _parsed(shape)
         size = tensor.shape
-        own = tokens[1:] if optional and len(size) == len(tokens) - 1 else tokens
-        fits = len(size) == len(own)
-        for (token, number, is_positive), n in zip(own, size, strict=False) if fits else ():
+        dims = tokens[1:] if optional and len(size) == len(tokens) - 1 else tokens
+        fits = len(size) == len(dims)
+        for (token, number, is_positive), n in zip(dims, size, strict=False) if fits else ():
             expected = sizes.setdefault(token, n) if number is None and token != "_" else number
             fits = fits and (expected is None or n == expected) and (n > 0 or not is_positive)
         if not fits:
-            raise ValueError(f"{name} has shape {list(size)}; expected {_described(own, sizes)}")
+            raise ValueError(f"{name} has shape {list(size)}; expected {_described(dims, sizes)}")
         valid = dtypes if isinstance(dtypes, tuple) else (dtypes,)
         if tensor.dtype not in valid:
             raise ValueError(f"{name} has dtype {tensor.dtype}; convert it to {' or '.join(map(str, valid))}")

@@ -66,4 +66,4 @@ def row_strides(tensor: torch.Tensor | None) -> tuple[int, int]:
 def is_aligned(multiple: int, *tensors: torch.Tensor) -> bool:
     """Return whether all rows and groups start at multiples of `multiple` bytes."""
     starts = ((t.data_ptr(), *(stride * t.element_size() for stride in row_strides(t))) for t in tensors)
-    return all(start % multiple == 0 for of_tensor in starts for start in of_tensor)
+    return all(start % multiple == 0 for tensor_starts in starts for start in tensor_starts)

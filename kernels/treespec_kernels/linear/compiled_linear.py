@@ -13,7 +13,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from treespec_kernels.cpu.decoder_library import PackedLinear
+from treespec_kernels.cpu.decoder_library import PanelLinear
 from treespec_kernels.linear.activations import ACTIVATIONS
 from treespec_kernels.linear.linear import Linear, LinearImpl
 from treespec_kernels.linear.quantized import QuantizedWeight, dequantized
@@ -41,7 +41,7 @@ class CompiledLinear:
         integer: bool = False,
     ):
         self._library, self._dtype, self._threads = library, dtype, num_threads
-        self._packed = PackedLinear(library, weight, bias, integer)
+        self._packed = PanelLinear(library, weight, bias, integer)
         self.out_features, self.in_features = weight.shape
         self.nbytes = sum(tensor.nbytes for tensor in self._packed.held)
 

@@ -86,7 +86,7 @@ class Linear:
         if self._rows_per_call is None or len(x) <= self._rows_per_call:
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, name, [], algorithm)
         out = x.new_empty(len(x), self.out_features)
-        parts = -(-len(x) // self._rows_per_call)  # of nearly equal size, so that none has a single row
-        for rows, to in zip(x.tensor_split(parts), out.tensor_split(parts), strict=True):
+        num_calls = -(-len(x) // self._rows_per_call)  # of nearly equal size, so that none has a single row
+        for rows, to in zip(x.tensor_split(num_calls), out.tensor_split(num_calls), strict=True):
             to.copy_(torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, name, [], algorithm))
         return out

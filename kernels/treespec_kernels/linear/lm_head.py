@@ -112,9 +112,9 @@ class LmHeadConfig(RowTiledConfig):
             tiles += [(32, 128, 64, 4, 4), (16, 128, 64, 4, 5), (16, 128, 128, 4, 3)]
             tiles += [(128, 128, 64, 8, 3)]
         default = cls.default(dtype, vocab_size, hidden_size, target)
-        found = [default, *(cls(*tile) for tile in tiles)]
-        found += [replace(default, larger=larger) for larger in fewer_stages(default.larger)]
-        return list(dict.fromkeys(found))
+        configs = [default, *(cls(*tile) for tile in tiles)]
+        configs += [replace(default, larger=larger) for larger in fewer_stages(default.larger)]
+        return list(dict.fromkeys(configs))
 
 
 _LARGE_VOCAB = 1 << 15  # tokens; from this size on, tiles of 128 tokens give at least 256 programs

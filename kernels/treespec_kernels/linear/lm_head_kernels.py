@@ -16,9 +16,9 @@ def summary(values):
 
     The sum uses 0 in place of an infinite maximum, since -inf - -inf is NaN.
     """
-    best, at = tl.max(values, axis=1, return_indices=True, return_indices_tie_break_left=True)
+    best, index = tl.max(values, axis=1, return_indices=True, return_indices_tie_break_left=True)
     shift = tl.where((best > float("-inf")) & (best < float("inf")), best, 0.0)
-    return best, at, tl.sum(tl.exp(values - shift[:, None]), axis=1)
+    return best, index, tl.sum(tl.exp(values - shift[:, None]), axis=1)
 
 
 # The number of rows is not specialised, so that all passes share one binary.
@@ -84,9 +84,9 @@ def project_to_vocab(
     values = b_logits.to(tl.float32)
     values = tl.where(values == values, values, float("inf"))  # NaN to +inf, since comparisons would drop NaN
     values = tl.where(m_n[None, :], values, float("-inf"))
-    best, at, b_sums = summary(values)
+    best, index, b_sums = summary(values)
     o_stats = row * tl.num_programs(1) + i_block
     tl.store(best_values + o_stats, best, mask=m_m)
-    tl.store(best_tokens + o_stats, i_block * BLOCK_N + at, mask=m_m)
+    tl.store(best_tokens + o_stats, i_block * BLOCK_N + index, mask=m_m)
     tl.store(sums + o_stats, b_sums, mask=m_m)
     tl.store(logits + row[:, None] * stride_logits + o_n[None, :], b_logits, mask=m_m[:, None] & m_n[None, :])

@@ -115,15 +115,18 @@ def dequantized(weight: QuantizedWeight) -> Tensor:
     return (q * weight.scale.float().unsqueeze(-1)).flatten(-2)
 
 
-def stacked(parts: Sequence[QuantizedWeight], dim: int = -2) -> QuantizedWeight:
+def stacked(weights: Sequence[QuantizedWeight], dim: int = -2) -> QuantizedWeight:
     """Concatenate weights, by default along their outputs.
 
     Their bits and groups must be equal. If any weight has zero points, the others get zeros; if any zero points are
     float32, all are converted to float32.
     """
     zero = None
-    if any(part.zero is not None for part in parts):
-        zeros = [torch.zeros_like(part.scale, dtype=torch.int8) if part.zero is None else part.zero for part in parts]
+    if any(weight.zero is not None for weight in weights):
+        zeros = [
+            torch.zeros_like(weight.scale, dtype=torch.int8) if weight.zero is None else weight.zero
+            for weight in weights
+        ]
         zero = torch.cat(zeros, dim)
-    values, scales = [part.values for part in parts], [part.scale for part in parts]
+    values, scales = [weight.values for weight in weights], [weight.scale for weight in weights]
     return QuantizedWeight(torch.cat(values, dim), torch.cat(scales, dim), zero)

@@ -57,7 +57,7 @@ def quantized_candidates(
         tiles = [(64, 32, 4), (64, 64, 4), (64, 128, 8), (32, 64, 4), (16, 64, 4), (16, 128, 8), (128, 64, 8)]
         blocks = (32, 64, 128)
     dividing = [block_k for block_k in blocks if group == in_features or group % block_k == 0]
-    found = [quantized_default(dtype, out_features, in_features, group, bits, target)]
+    configs = [quantized_default(dtype, out_features, in_features, group, bits, target)]
     for (block_m, block_n, num_warps), block_k in itertools.product(tiles, dividing[-2:]):
         num_tiles, num_blocks = -(-out_features // block_n), -(-in_features // block_k)
         stage_bytes = block_m * block_k * dtype.itemsize + block_n * block_k * bits // 8
@@ -66,13 +66,13 @@ def quantized_candidates(
             widened = block_n * block_k * dtype.itemsize  # upper bound of the layout conversion before the product
             num_stages = min(8, (shared_bytes(target or "sm_90") // residents - widened) // stage_bytes)
             if num_stages >= 3:
-                found.append(RowLinearConfig(block_m, block_n, block_k, split_k, num_warps, num_stages))
-    first = found[0]
+                configs.append(RowLinearConfig(block_m, block_n, block_k, split_k, num_warps, num_stages))
+    first = configs[0]
     tile = (first.block_m, first.block_n, first.block_k, first.num_warps)
     blocks = -(-in_features // first.block_k // first.split_k)
     # Of 256 rows, tiles of int4 weights spilled.
-    found.append(replace(first, larger=larger_tiles(target, dtype, tile, blocks, most_rows=128)))
-    return list(dict.fromkeys(found))
+    configs.append(replace(first, larger=larger_tiles(target, dtype, tile, blocks, most_rows=128)))
+    return list(dict.fromkeys(configs))
 
 
 def multiply_quantized_triton(

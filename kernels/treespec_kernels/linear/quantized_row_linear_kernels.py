@@ -80,9 +80,9 @@ def multiply_quantized(
         if IN_FEATURES % BLOCK_K == 0:
             b_q = tl.load(p_values, eviction_policy="evict_first")
         else:
-            left = IN_FEATURES - i_block * BLOCK_K
-            m_x = m_x & (tl.arange(0, BLOCK_K) < left)[None, :]
-            b_q = tl.load(p_values, mask=(tl.arange(0, BYTES) * PER_BYTE < left)[None, :], other=0)
+            remaining = IN_FEATURES - i_block * BLOCK_K
+            m_x = m_x & (tl.arange(0, BLOCK_K) < remaining)[None, :]
+            b_q = tl.load(p_values, mask=(tl.arange(0, BYTES) * PER_BYTE < remaining)[None, :], other=0)
         b_x = tl.load(p_x, mask=m_x, other=0.0)
         if BITS == 4:
             b_pair = tl.join((b_q & 15).to(tl.int8), (b_q >> 4).to(tl.int8))  # the earlier input in the low bits

@@ -93,8 +93,8 @@ class RowLinearConfig(RowTiledConfig):
         num_stages = 6 if is_alone else 4
         if not is_float32:
             room = 144 << 10 if is_alone and shared_bytes(target) > 144 << 10 else 96 << 10
-            held = room // ((block_m + block_n) * block_k * dtype.itemsize)
-            num_stages = min(8, held, 2 + -(-in_features // block_k // split_k))
+            fitting = room // ((block_m + block_n) * block_k * dtype.itemsize)
+            num_stages = min(8, fitting, 2 + -(-in_features // block_k // split_k))
         if target is not None and target.startswith("gfx"):
             num_stages = min(num_stages, AMD_STAGES)
         # With 4 warps, gate and up accumulators in tensor memory spill.
@@ -129,7 +129,7 @@ class RowLinearConfig(RowTiledConfig):
                 (16, 128, 64, 4),
                 (128, 128, 64, 8),
             ]
-        found = [default]
+        configs = [default]
         for block_m, block_n, block_k, num_warps in tiles:
             num_tiles = -(-out_features // block_n)
             num_blocks = -(-in_features // block_k)
@@ -139,9 +139,9 @@ class RowLinearConfig(RowTiledConfig):
                 num_stages = min(8, shared_bytes(target or "sm_90") // residents // stage_bytes)
                 if num_stages >= 3:
                     config = cls(block_m, block_n, block_k, nearest, num_warps, num_stages)
-                    found.append(config._tiled(dtype, out_features, in_features, silu_gate, target))
-        found += [replace(default, larger=larger) for larger in fewer_stages(default.larger)]
-        return list(dict.fromkeys(found))
+                    configs.append(config._tiled(dtype, out_features, in_features, silu_gate, target))
+        configs += [replace(default, larger=larger) for larger in fewer_stages(default.larger)]
+        return list(dict.fromkeys(configs))
 
     def _tiled(
         self, dtype: torch.dtype, out_features: int, in_features: int, silu_gate: bool, target: str | None

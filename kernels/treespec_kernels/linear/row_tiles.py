@@ -31,7 +31,7 @@ ROWS_PER_WARP = 16  # of a `wgmma`, which has 64 rows per warp group
 ORDERED = ("sm_90",)
 
 
-ConfigT = TypeVar("ConfigT", bound="RowTiledConfig")
+TiledConfigT = TypeVar("TiledConfigT", bound="RowTiledConfig")
 
 
 class RowTile(NamedTuple):
@@ -69,7 +69,7 @@ class RowTiledConfig(TileConfig):
                 raise ValueError(f"larger has {tile.num_stages} stages for {tile.block_m} rows; use 1 or more")
             block_m = tile.block_m
 
-    def with_tile(self: ConfigT, tile: RowTile) -> ConfigT:
+    def with_tile(self: TiledConfigT, tile: RowTile) -> TiledConfigT:
         """Return the configuration with one tile for every number of rows."""
         return replace(self, **tile._asdict(), larger=())  # type: ignore[type-var]
 
@@ -77,7 +77,7 @@ class RowTiledConfig(TileConfig):
     def tiles(self) -> tuple[RowTile, ...]:
         return (RowTile(self.block_m, self.num_warps, self.num_stages), *self.larger)
 
-    def for_rows(self: ConfigT, num_rows: int, num_columns: int) -> ConfigT:
+    def for_rows(self: TiledConfigT, num_rows: int, num_columns: int) -> TiledConfigT:
         """Return the configuration with the tile that is the fastest for a number of rows.
 
         Args:
@@ -132,31 +132,31 @@ def larger_tiles(
     # With 8 warps for 64 rows, or 256 columns, warp groups share rows, and larger tiles divide them otherwise.
     if target not in ORDERED or dtype.itemsize != 2 or (block_m, num_warps) != (64, 4) or block_n > 128:
         return ()
-    found = []
+    tiles = []
     for rows in (128, 256):
         room = shared_bytes(target) // (residents if rows == 128 else 1)
         num_stages = min(8, room * 7 // 8 // ((rows + block_n) * block_k * dtype.itemsize), 2 + num_blocks)
         if num_stages >= 3 and rows <= most_rows:
-            found.append(RowTile(rows, rows // ROWS_PER_WARP, num_stages))
-    return tuple(found)
+            tiles.append(RowTile(rows, rows // ROWS_PER_WARP, num_stages))
+    return tuple(tiles)
 
 
 def fewer_stages(tiles: tuple[RowTile, ...]) -> list[tuple[RowTile, ...]]:
     """Return the tiles with fewer stages each, to tune over: with less memory, more programs are resident."""
     return [
-        tuple(tile._replace(num_stages=num_stages) if tile is chosen else tile for tile in tiles)
-        for chosen in tiles
-        for num_stages in range(3, chosen.num_stages)
+        tuple(tile._replace(num_stages=num_stages) if tile is varied else tile for tile in tiles)
+        for varied in tiles
+        for num_stages in range(3, varied.num_stages)
     ]
 
 
-def proven(config: ConfigT, run: Callable[[ConfigT], tuple[torch.Tensor, ...]], what: str) -> ConfigT:
+def proven(config: TiledConfigT, run: Callable[[TiledConfigT], tuple[torch.Tensor, ...]], layer: str) -> TiledConfigT:
     """Return the configuration with the larger tiles that have the bits of the first one on this device.
 
     Args:
         config: a `RowTiledConfig`.
         run: computes the same rows with a configuration of one tile: more than those of the largest tile.
-        what: names the layer in the warning about a tile whose bits differ.
+        layer: names the layer in the warning about a tile whose bits differ.
     """
     if not config.larger:
         return config
@@ -165,12 +165,12 @@ def proven(config: ConfigT, run: Callable[[ConfigT], tuple[torch.Tensor, ...]], 
     kept = []
     for tile in larger:
         results = run(config.with_tile(tile))
-        if all(torch.equal(_bits(one), _bits(other)) for one, other in zip(results, expected, strict=True)):
+        if all(torch.equal(_bits(result), _bits(base)) for result, base in zip(results, expected, strict=True)):
             kept.append(tile)
         else:
             logger.warning(
                 "%s: tiles of %d rows do not have the bits of tiles of %d here; not using them",
-                what,
+                layer,
                 tile.block_m,
                 first.block_m,
             )

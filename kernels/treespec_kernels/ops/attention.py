@@ -206,8 +206,8 @@ def _rope_cases(op: Op, setting: Setting) -> list[Case]:
 
 def _rope_rows(inputs: Inputs, results: Results) -> Results:
     slots, cache = inputs.arguments["slots"], inputs.arguments["kv_layer"]
-    own = cache[:, slots // cache.shape[3], :, slots % cache.shape[3]]  # [rows, 2, num_kv_heads, head_dim]
-    return {"q_out": results["q_out"], "kv_layer": own}
+    written = cache[:, slots // cache.shape[3], :, slots % cache.shape[3]]  # [rows, 2, num_kv_heads, head_dim]
+    return {"q_out": results["q_out"], "kv_layer": written}
 
 
 QKV_ROPE = Op(

@@ -195,13 +195,13 @@ def _norm_inputs(setting: Setting, rows: int, splits: int, biased: bool, generat
     dtype = torch.float32 if shape.norm == "rms_plus_one" else setting.dtype
     weights = ["weight", *["shift"] * (shape.norm == "layer"), *["post_weight"] * (shape.post_norms and splits > 0)]
     arguments = {name: setting.random(generator, hidden).to(dtype) for name in weights}
-    rest = {"eps": EPS, "kind": shape.norm}
+    options = {"eps": EPS, "kind": shape.norm}
     if not splits:
-        return Inputs({"x": setting.random(generator, rows, hidden), **arguments, **rest})
+        return Inputs({"x": setting.random(generator, rows, hidden), **arguments, **options})
     if biased:
         arguments["bias"] = setting.random(generator, hidden)
     sums = setting.random_fp32(generator, splits, rows, hidden).mul_(1e-3)
-    return Inputs({"x": sums, "residual": setting.random(generator, rows, hidden), **arguments, **rest})
+    return Inputs({"x": sums, "residual": setting.random(generator, rows, hidden), **arguments, **options})
 
 
 def _norm_cases(op: Op, setting: Setting) -> list[Case]:

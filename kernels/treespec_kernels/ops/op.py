@@ -182,13 +182,13 @@ class Case:
         if self.entry.compare is not None:
             self.entry.compare(whole, self.expected, config)
         else:
-            for (name, own), expected in zip(whole.items(), self.expected.values(), strict=True):
+            for (name, result), expected in zip(whole.items(), self.expected.values(), strict=True):
                 if self.entry.exact or not expected.is_floating_point():
-                    equal(own, expected, name)
+                    equal(result, expected, name)
                 else:
-                    near(own, expected)
-        for index, (company, alone) in enumerate(self._row_pairs(self.entry.by_row(inputs, whole), config)):
-            differing = (bits(company) != bits(alone)).sum() if company.shape == alone.shape else company.numel()
+                    near(result, expected)
+        for index, (batched, single) in enumerate(self._row_pairs(self.entry.by_row(inputs, whole), config)):
+            differing = (bits(batched) != bits(single)).sum() if batched.shape == single.shape else batched.numel()
             assert not differing, f"rows depend on other rows: {differing} values differ in case {index}"
 
     def fresh(self) -> Inputs:
@@ -212,11 +212,11 @@ class Case:
             subsets += [rows[::-1], more]
         subsets = [subset for i, subset in enumerate(subsets) if subset not in (rows, *subsets[:i])]
         tiled = [config.with_tile(tile) for tile in getattr(config, "larger", ())]
-        for index, own in [*((subset, config) for subset in subsets), *((more, other) for other in tiled)]:
-            some = entry.rows_of(self.fresh(), index)
-            results = entry.by_row(some, self.results(some, own))
-            for company, alone in zip(whole.values(), results.values(), strict=True):
-                yield _select(index, entry.row_dim, company), alone
+        for index, variant in [*((subset, config) for subset in subsets), *((more, other) for other in tiled)]:
+            inputs = entry.rows_of(self.fresh(), index)
+            results = entry.by_row(inputs, self.results(inputs, variant))
+            for batched, single in zip(whole.values(), results.values(), strict=True):
+                yield _select(index, entry.row_dim, batched), single
 
 
 def _select(index: list[int], dim: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -230,29 +230,29 @@ def interpretable(config: Any) -> Any:
     return config
 
 
-def _parts(value: Any) -> dict[Any, Any]:
+def _members_of(value: Any) -> dict[Any, Any]:
     """Return the parts of a tuple or dataclass by name or index; empty for other values."""
     if isinstance(value, tuple):
         return dict(zip(getattr(value, "_fields", range(len(value))), value, strict=True))
     is_parted = dataclasses.is_dataclass(value)
-    return {part.name: getattr(value, part.name) for part in dataclasses.fields(value)} if is_parted else {}
+    return {member.name: getattr(value, member.name) for member in dataclasses.fields(value)} if is_parted else {}
 
 
 def mapped(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """Apply a function to every tensor of a value: a tensor, or a tuple or dataclass of values."""
     if isinstance(value, torch.Tensor):
         return function(value)
-    parts = {name: mapped(function, part) for name, part in _parts(value).items()}
+    members = {name: mapped(function, member) for name, member in _members_of(value).items()}
     if type(value) is tuple:
-        return tuple(parts.values())
-    return type(value)(**parts) if parts else value
+        return tuple(members.values())
+    return type(value)(**members) if members else value
 
 
 def named_tensors(value: Any, name: str) -> dict[str, torch.Tensor]:
     """Return every tensor of a value, with a name like "stats.sums"."""
     if isinstance(value, torch.Tensor):
         return {name: value}
-    named = [named_tensors(part, f"{name}.{key}") for key, part in _parts(value).items()]
+    named = [named_tensors(member, f"{name}.{key}") for key, member in _members_of(value).items()]
     return {label: tensor for tensors in named for label, tensor in tensors.items()}
 
 
@@ -267,12 +267,12 @@ def near(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert_close(actual, expected, max_error=max_error, rms_error=rms_error)
 
 
-def equal(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+def equal(actual: torch.Tensor, expected: torch.Tensor, name: str) -> None:
     """Raise AssertionError if any element differs; equal NaNs do not."""
-    assert actual.shape == expected.shape, f"{what} has shape {list(actual.shape)}, expected {list(expected.shape)}"
+    assert actual.shape == expected.shape, f"{name} has shape {list(actual.shape)}, expected {list(expected.shape)}"
     wrong = ((actual != expected) & (bits(actual) != bits(expected))).nonzero()
     if len(wrong):
-        at = tuple(wrong[0].tolist())
+        i = tuple(wrong[0].tolist())
         raise AssertionError(
-            f"{what} differs at {len(wrong)} places, first {at}: {actual[at].item()}, expected {expected[at].item()}"
+            f"{name} differs at {len(wrong)} places, first {i}: {actual[i].item()}, expected {expected[i].item()}"
         )

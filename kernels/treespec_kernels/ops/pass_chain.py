@@ -25,7 +25,7 @@ LAYERS = 4
 REPLAYS = 50  # runs of the check, with all memory poisoned between them
 
 
-class Chain:
+class PassChain:
     """Some layers of a Llama and its LM head, over one random tree for each stacked model.
 
     All layers share one set of weights, and buffers, so that kernels overwrite memory that others have just read.
@@ -126,7 +126,7 @@ def _check(case: Case, config: Any) -> None:
 
     All memory is poisoned between runs, so that a kernel that reads too early does not find the previous results.
     """
-    chain: Chain = case.inputs[0].arguments["chain"]
+    chain: PassChain = case.inputs[0].arguments["chain"]
     if case.expected is None:
         chain.poison()
         case.expected = {name: tensor.clone() for name, tensor in case.run(LaunchConfig()).items()}
@@ -140,7 +140,7 @@ def _check(case: Case, config: Any) -> None:
 
 
 def _poison_and_compare(case: Case, run: Callable[[], object]) -> None:
-    chain: Chain = case.inputs[0].arguments["chain"]
+    chain: PassChain = case.inputs[0].arguments["chain"]
     chain.poison()
     run()
     for index, (actual, expected) in enumerate(zip(chain.results, case.expected.values(), strict=True)):
@@ -164,7 +164,7 @@ def _cases(op: Op, setting: Setting) -> list[Case]:
         moved = LAYERS * sum(layer.bytes for layer in layers.values()) + head
 
         def make(generator: torch.Generator) -> Inputs:
-            return Inputs({"chain": Chain(setting, nodes, layers, generator)})
+            return Inputs({"chain": PassChain(setting, nodes, layers, generator)})
 
         return Case(op, setting, key, load, make, moved, weight)
 

@@ -77,13 +77,13 @@ def _topk_cases(op: Op, setting: Setting) -> Iterator[Case]:
     """Yield cases with and without noise, of draft passes, and of the smallest and largest k."""
     k, nodes = min(K, setting.shape.vocab_size), setting.nodes
     for noisy in (False, True):
-        what = f"temperature {0.8 if noisy else 0:g}"
+        label = f"temperature {0.8 if noisy else 0:g}"
         for rows in dict.fromkeys((1, nodes)):
             complete = partial(_topk_arguments, setting, k, noisy)
-            yield _case(op, setting, rows, f"rows {rows}, {what}", complete, k=k)
+            yield _case(op, setting, rows, f"rows {rows}, {label}", complete, k=k)
         for other in (1, min(MAX_K, setting.shape.vocab_size)):
             complete = partial(_topk_arguments, setting, other, noisy)
-            yield _case(op, setting, nodes, f"rows {nodes}, {what}, k {other}", complete, 0.0, k=k)
+            yield _case(op, setting, nodes, f"rows {nodes}, {label}, k {other}", complete, 0.0, k=k)
 
 
 def _torch_topk(inputs: Inputs) -> Any:

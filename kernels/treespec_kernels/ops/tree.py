@@ -79,12 +79,12 @@ def _grow(
     root_tokens: torch.Tensor,
     tokens: torch.Tensor,
     probs: torch.Tensor,
-    **rest: Any,
+    **options: Any,
 ) -> None:
     """Start the round and merge every level."""
     root(forest, root_tokens)
     for level_tokens, level_probs in zip(tokens, probs, strict=True):
-        merge(forest, level_tokens, level_probs, **rest)
+        merge(forest, level_tokens, level_probs, **options)
 
 
 grow_ref = partial(_grow, tree_root_ref, tree_merge_ref)

@@ -39,10 +39,10 @@ def gumbel(x):
     because libdevice's log1p does not run in the interpreter.
     """
     w = tl.minimum((x.to(tl.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
-    rest = 1.0 - w
-    rounded = 1.0 - rest
+    complement = 1.0 - w
+    rounded = 1.0 - complement
     is_tiny = rounded == 0.0
-    minus_log = tl.where(is_tiny, w, -tl.log(rest) * (w / tl.where(is_tiny, 1.0, rounded)))
+    minus_log = tl.where(is_tiny, w, -tl.log(complement) * (w / tl.where(is_tiny, 1.0, rounded)))
     return -tl.log(minus_log)
 
 
@@ -82,10 +82,10 @@ def choose_in_blocks(
     o_philox = i_block * (BLOCK_V // 8) + tl.arange(0, BLOCK_V // 8)
     values = coupled_values(plain, o_philox, row, temperatures, seeds, samples, positions)
     values = tl.where(m_v, values, float("-inf"))
-    value, at = tl.max(values, axis=0, return_indices=True, return_indices_tie_break_left=True)
+    value, index = tl.max(values, axis=0, return_indices=True, return_indices_tie_break_left=True)
     o_best = row * tl.num_programs(1) + i_block
     tl.store(best_values + o_best, value)
-    tl.store(best_tokens + o_best, i_block * BLOCK_V + at)
+    tl.store(best_tokens + o_best, i_block * BLOCK_V + index)
 
 
 @triton.jit

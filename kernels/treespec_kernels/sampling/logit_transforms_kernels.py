@@ -58,12 +58,12 @@ def transform_scores(
     frequency = tl.load(numbers + request * 6 + 4)
     presence = tl.load(numbers + request * 6 + 5)
     if (slot >= 0) & ((repetition != 1.0) | (frequency != 0.0) | (presence != 0.0)):
-        known = tl.load(counts + slot.to(tl.int64) * VOCAB + o_v, mask=m_v, other=0)
-        written = known & (IN_PROMPT - 1)
+        count = tl.load(counts + slot.to(tl.int64) * VOCAB + o_v, mask=m_v, other=0)
+        written = count & (IN_PROMPT - 1)
         for i in tl.static_range(WIDTH):
             written += (o_v == tl.load(paths + row * WIDTH + i)).to(tl.int32)
         repeated = tl.where(values > 0, tl.div_rn(values, repetition), values * repetition)
-        values = tl.where((known != 0) | (written > 0), repeated, values)
+        values = tl.where((count != 0) | (written > 0), repeated, values)
         penalised = values - written.to(tl.float32) * frequency - presence
         values = tl.where(written > 0, penalised, values)
     temperature = tl.load(numbers + request * 6)
@@ -167,25 +167,25 @@ def truncate_scores(
             b_top = tl.maximum(b_top, tl.where(values == values, values, float("inf")))
         top = tl.max(b_top, axis=0)
 
-        p_found = candidates + row * BLOCK
-        found = tl.full([], 0, dtype=tl.int32)
+        p_near = candidates + row * BLOCK
+        num_near = tl.full([], 0, dtype=tl.int32)
         b_mass, b_near = tl.zeros([BLOCK], dtype=tl.float32), tl.zeros([BLOCK], dtype=tl.float32)
         for start in range(0, VOCAB, BLOCK):
             o_v = start + tl.arange(0, BLOCK)
             values = tl.load(p_row + o_v, mask=o_v < VOCAB, other=float("-inf"))
             mass = tl.where(o_v < VOCAB, tl.exp(values - top), 0.0)
             is_near = (o_v < VOCAB) & (values >= top - MARGIN)
-            place = found + tl.cumsum(is_near.to(tl.int32), axis=0) - 1
-            tl.store(p_found + place, values, mask=is_near & (place < BLOCK))
-            found += tl.sum(is_near.to(tl.int32), axis=0)
+            o_near = num_near + tl.cumsum(is_near.to(tl.int32), axis=0) - 1
+            tl.store(p_near + o_near, values, mask=is_near & (o_near < BLOCK))
+            num_near += tl.sum(is_near.to(tl.int32), axis=0)
             b_mass += mass
             b_near += tl.where(is_near, mass, 0.0)
         tl.debug_barrier()  # other threads than those that stored the candidates load them
         total, near = tl.sum(b_mass, axis=0), tl.sum(b_near, axis=0)
         p_from, size = p_row, tl.full([], VOCAB, dtype=tl.int32)
         least = tl.full([], _NO_KEY, dtype=tl.int64)
-        if (found <= BLOCK) & ((has_top_k & (top_k <= found)) | ((top_k <= 0) & (near >= top_p * total))):
-            p_from, size = p_found, found
+        if (num_near <= BLOCK) & ((has_top_k & (top_k <= num_near)) | ((top_k <= 0) & (near >= top_p * total))):
+            p_from, size = p_near, num_near
             least = _keys(top - MARGIN).to(tl.int64)
         highest = _keys(top).to(tl.int64)
         first_equal = tl.full([], VOCAB, dtype=tl.int32)  # the first tokens with the least key are kept

@@ -75,12 +75,12 @@ def summarise_blocks(
     p_row = logits + row * stride_logits
     values = _values(p_row, row, o_v, o_philox, o_v < VOCAB, temperatures, seeds, samples, positions, NOISY)
     values = tl.where(o_v < VOCAB, values, float("-inf"))
-    best, at, b_sums = summary(tl.reshape(values, [SPAN // BLOCK, BLOCK]))
+    best, index, b_sums = summary(tl.reshape(values, [SPAN // BLOCK, BLOCK]))
     o_b = i_span * (SPAN // BLOCK) + tl.arange(0, SPAN // BLOCK)
     m_b = o_b < num_blocks
     o_stats = row * num_blocks + o_b
     tl.store(best_values + o_stats, best, mask=m_b)
-    tl.store(best_tokens + o_stats, o_b * BLOCK + at, mask=m_b)
+    tl.store(best_tokens + o_stats, o_b * BLOCK + index, mask=m_b)
     tl.store(sums + o_stats, b_sums, mask=m_b)
 
 

@@ -55,4 +55,4 @@ class Frontier(NamedTuple):
             return {int(self.owners[0]): slice(0, len(self.owners))}
         starts = [0, *(np.flatnonzero(self.owners[1:] != self.owners[:-1]) + 1).tolist()]
         bounds = pairwise([*starts, len(self.owners)])
-        return {owner: slice(*own) for owner, own in zip(self.owners[starts].tolist(), bounds, strict=True)}
+        return {owner: slice(*bound) for owner, bound in zip(self.owners[starts].tolist(), bounds, strict=True)}

@@ -59,28 +59,28 @@ def tree_merge_ref(
     seeds = [tensor.cpu().numpy() for tensor in proposed]
     for request, ends in enumerate(end_tokens.tolist()):
         if state["levels"][request] < forest.max_depth:
-            own = {name: array[request : request + 1] for name, array in state.items()}
+            request_state = {name: array[request : request + 1] for name, array in state.items()}
             trees = ProposedTrees(*(array[request] for array in seeds))
             with np.errstate(all="ignore"):  # invalid shares are dropped, and sums above 1 clamped
-                _merge_one(own, ssm_tokens[:, request], ssm_probs[:, request], weight[request], ends, trees)
+                _merge_one(request_state, ssm_tokens[:, request], ssm_probs[:, request], weight[request], ends, trees)
     for name, array in state.items():
         getattr(forest, name).copy_(torch.from_numpy(array))
 
 
 def _merge_one(
-    own: dict[str, Any], ssm_tokens: Any, ssm_probs: Any, weight: Any, ends: list[int], proposed: ProposedTrees
+    state: dict[str, Any], ssm_tokens: Any, ssm_probs: Any, weight: Any, ends: list[int], proposed: ProposedTrees
 ) -> None:
-    """Merge the proposals of one request; every array of `own` has a first dimension of 1."""
-    _, max_depth, candidates = own["cand_tokens"].shape
+    """Merge the proposals of one request; every array of `state` has a first dimension of 1."""
+    _, max_depth, candidates = state["cand_tokens"].shape
     num_ssms, width, proposals = ssm_tokens.shape
-    level = int(own["levels"][0])
-    frontier, old_ancestors = own["frontier"][0].copy(), own["frontier_ancestors"][0].copy()
+    level = int(state["levels"][0])
+    frontier, old_ancestors = state["frontier"][0].copy(), state["frontier_ancestors"][0].copy()
     for name in ("tokens", "parents", "values", "masks", "slots"):
-        own[f"cand_{name}"][0, level] = DeviceForest.FORMS[f"cand_{name}"][1]
+        state[f"cand_{name}"][0, level] = DeviceForest.FORMS[f"cand_{name}"][1]
     shares = weight[:, None, None] * ssm_probs
     valid = (ssm_tokens >= 0) & (shares >= 0) & (shares < np.inf) & (frontier >= 0)[:, None]
     seed_of = np.full(candidates, -2)
-    for f, place in enumerate(own["frontier_seeds"][0].tolist()):
+    for f, seed_parent in enumerate(state["frontier_seeds"][0].tolist()):
         first: dict[int, int] = {}
         total: dict[int, np.float32] = {}
         masks: dict[int, int] = {}
@@ -94,7 +94,7 @@ def _merge_one(
                 total[token] = total.get(token, np.float32(0)) + share
                 masks[token] = masks.get(token, 0) | 1 << ssm
         has_mixture = bool(total)
-        children = np.flatnonzero((proposed.tokens >= 0) & (proposed.parents == place)).tolist()
+        children = np.flatnonzero((proposed.tokens >= 0) & (proposed.parents == seed_parent)).tolist()
         seeds = {int(proposed.tokens[child]): child for child in reversed(children)}
         for c, child in enumerate(children[:proposals]):
             first.setdefault(int(proposed.tokens[child]), (f * (num_ssms + 1) + num_ssms) * proposals + c)
@@ -106,30 +106,30 @@ def _merge_one(
                 scaled = proposed.ratios[seed] * prior
                 prob = scaled / (scaled + (np.float32(1) - prior)) if has_mixture else proposed.probs[seed]
                 masks[token] = masks.get(token, 0) | 1 << SEED_BIT
-                seed_of[number], own["seed_cands"][0, seed] = seed, level * candidates + number
-            own["cand_tokens"][0, level, number] = token
-            own["cand_parents"][0, level, number] = -1 if frontier[f] == max_depth * candidates else frontier[f]
-            own["cand_values"][0, level, number] = own["frontier_values"][0, f] * prob
-            own["cand_masks"][0, level, number] = masks[token]
+                seed_of[number], state["seed_cands"][0, seed] = seed, level * candidates + number
+            state["cand_tokens"][0, level, number] = token
+            state["cand_parents"][0, level, number] = -1 if frontier[f] == max_depth * candidates else frontier[f]
+            state["cand_values"][0, level, number] = state["frontier_values"][0, f] * prob
+            state["cand_masks"][0, level, number] = masks[token]
 
-    level_tokens, values = own["cand_tokens"][0, level], own["cand_values"][0, level]
+    level_tokens, values = state["cand_tokens"][0, level], state["cand_values"][0, level]
     expandable = [n for n in range(candidates) if values[n] > 0 and level_tokens[n] not in ends]
     best = sorted(expandable, key=lambda n: (-values[n], n))[: frontier_width(level + 1, width)]
     for name, (_, empty) in DeviceForest.FORMS.items():
         if name.startswith("frontier"):
-            own[name][0] = empty
+            state[name][0] = empty
     for i, number in enumerate(best):
         slot = 1 + level * width + i
-        own["cand_slots"][0, level, number] = slot
-        own["frontier"][0, i] = level * candidates + number
-        own["frontier_tokens"][0, i] = level_tokens[number]
-        own["frontier_values"][0, i] = values[number]
-        own["frontier_depths"][0, i] = level + 1
-        own["frontier_slots"][0, i] = slot
-        own["frontier_seeds"][0, i] = seed_of[number]
-        own["frontier_ancestors"][0, i] = old_ancestors[number // ((num_ssms + 1) * proposals)]
-        own["frontier_ancestors"][0, i, level + 1 :] = slot
-    own["levels"][0] = level + 1
+        state["cand_slots"][0, level, number] = slot
+        state["frontier"][0, i] = level * candidates + number
+        state["frontier_tokens"][0, i] = level_tokens[number]
+        state["frontier_values"][0, i] = values[number]
+        state["frontier_depths"][0, i] = level + 1
+        state["frontier_slots"][0, i] = slot
+        state["frontier_seeds"][0, i] = seed_of[number]
+        state["frontier_ancestors"][0, i] = old_ancestors[number // ((num_ssms + 1) * proposals)]
+        state["frontier_ancestors"][0, i, level + 1 :] = slot
+    state["levels"][0] = level + 1
 
 
 def tree_merge_triton(

@@ -62,7 +62,7 @@ def tree_select_ref(
         flat = {name: array[request].ravel() for name, array in state.items()}
         count = forest.candidates
         candidates = {
-            i: _Candidate(
+            i: _TreeCandidate(
                 *(flat[f"cand_{name}"][i] for name in ("tokens", "parents", "values", "masks", "slots")), i // count + 1
             )
             for i in range(level * count)
@@ -73,29 +73,29 @@ def tree_select_ref(
         )
         allowed = [
             i
-            for i, own in candidates.items()
-            if own.depth <= min(deepest, out.max_depth) and own.value >= np.float32(least)
+            for i, candidate in candidates.items()
+            if candidate.depth <= min(deepest, out.max_depth) and candidate.value >= np.float32(least)
         ]
-        chosen = sorted(sorted(allowed, key=lambda i: (-candidates[i].value, i))[: most - 1])
-        node_of = {index: node for node, index in enumerate([-1, *chosen])}
-        candidates[-1] = _Candidate(token, -1, np.float32(1), 0, 0, 0)
+        selected = sorted(sorted(allowed, key=lambda i: (-candidates[i].value, i))[: most - 1])
+        node_of = {index: node for node, index in enumerate([-1, *selected])}
+        candidates[-1] = _TreeCandidate(token, -1, np.float32(1), 0, 0, 0)
         trees.num_nodes[request] = len(node_of)
         for index, node in node_of.items():
-            own = candidates[index]
-            parent = node_of[int(own.parent)] if node else -1
-            trees.tokens[request, node], trees.parents[request, node] = int(own.token), parent
-            trees.depths[request, node] = own.depth
+            candidate = candidates[index]
+            parent = node_of[int(candidate.parent)] if node else -1
+            trees.tokens[request, node], trees.parents[request, node] = int(candidate.token), parent
+            trees.depths[request, node] = candidate.depth
             if node:
-                trees.ancestors[request, node, : own.depth] = trees.ancestors[request, parent, : own.depth]
-            trees.masks[request, node], trees.values[request, node] = int(own.mask), float(own.value)
+                trees.ancestors[request, node, : candidate.depth] = trees.ancestors[request, parent, : candidate.depth]
+            trees.masks[request, node], trees.values[request, node] = int(candidate.mask), float(candidate.value)
             # No draft has computed the last frontier, so its nodes have no K/V.
-            trees.slots[request, node] = int(own.slot) if own.depth < level else -1
+            trees.slots[request, node] = int(candidate.slot) if candidate.depth < level else -1
     for written, tensor in zip(out.tensors.values(), trees.tensors.values(), strict=True):
         written.copy_(tensor)
     return out
 
 
-class _Candidate(NamedTuple):
+class _TreeCandidate(NamedTuple):
     token: int
     parent: int
     value: np.float32
@@ -105,20 +105,20 @@ class _Candidate(NamedTuple):
 
 
 def _unreached(
-    reached: np.ndarray, proposed: ProposedTrees, candidates: dict[int, _Candidate], forest: DeviceForest
-) -> dict[int, _Candidate]:
+    reached: np.ndarray, proposed: ProposedTrees, candidates: dict[int, _TreeCandidate], forest: DeviceForest
+) -> dict[int, _TreeCandidate]:
     """Return the seeds that growth has not reached, by flat index."""
     first = forest.max_depth * forest.candidates
-    found: dict[int, _Candidate] = {}
+    unreached: dict[int, _TreeCandidate] = {}
     index_of = {-1: -1} | {s: int(i) if i >= 0 else first + s for s, i in enumerate(reached)}
     for s in np.flatnonzero((proposed.tokens >= 0) & (reached < 0)).tolist():
         parent = index_of[int(proposed.parents[s])]
-        above = found.get(parent) or candidates.get(parent)
+        above = unreached.get(parent) or candidates.get(parent)
         value, depth = (above.value, above.depth) if above is not None else (np.float32(1), 0)
-        found[first + s] = _Candidate(
+        unreached[first + s] = _TreeCandidate(
             proposed.tokens[s], parent, value * proposed.probs[s], 1 << SEED_BIT, -1, depth + 1
         )
-    return found
+    return unreached
 
 
 def tree_select_triton(

@@ -86,28 +86,28 @@ def select_nodes(
     value = tl.where(is_extra, left_value, value)
     is_allowed = (m_q | is_extra) & is_busy & (value >= 0) & (value >= least)
 
-    # The bits of non-negative floats compare like the floats, and values are at most 1, so 30 bits suffice. `at`
+    # The bits of non-negative floats compare like the floats, and values are at most 1, so 30 bits suffice. `threshold`
     # becomes the largest number with at least `room` eligible candidates at or above it, or 0 if there are fewer
     # candidates. Each iteration determines two bits from three counts, which share one reduction.
     room = tl.maximum(tl.minimum(tl.load(wanted + request), MAX_NODES) - 1, 0).to(tl.int64)
     bits = tl.where(is_allowed, value.to(tl.int32, bitcast=True), -1)
-    at = tl.zeros((), tl.int32)
+    threshold = tl.zeros((), tl.int32)
     for i in range(15):
         step = tl.full((), 1, tl.int32) << (28 - 2 * i)
-        ones = (bits >= at + step).to(tl.int64)
-        ones += (bits >= at + 2 * step).to(tl.int64) << 20
-        ones += (bits >= at + 3 * step).to(tl.int64) << 40
+        ones = (bits >= threshold + step).to(tl.int64)
+        ones += (bits >= threshold + 2 * step).to(tl.int64) << 20
+        ones += (bits >= threshold + 3 * step).to(tl.int64) << 40
         counts = tl.sum(ones, axis=0)
         digit = ((counts & 0xFFFFF) >= room).to(tl.int32)
         digit += (((counts >> 20) & 0xFFFFF) >= room).to(tl.int32)
         digit += ((counts >> 40) >= room).to(tl.int32)
-        at += digit * step
+        threshold += digit * step
 
-    # Select all candidates above `at`, then the first ones equal to it while there is room.
-    above = bits > at
-    equal = bits == at
-    left = room - tl.sum(above.to(tl.int32), axis=0)
-    is_taken = above | (equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= left))
+    # Select all candidates above `threshold`, then the first ones equal to it while there is room.
+    above = bits > threshold
+    equal = bits == threshold
+    remaining = room - tl.sum(above.to(tl.int32), axis=0)
+    is_taken = above | (equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= remaining))
     node = tl.cumsum(is_taken.to(tl.int32), axis=0)  # the root is node 0
     size = tl.where(is_busy, tl.max(node, axis=0) + 1, 0)
 

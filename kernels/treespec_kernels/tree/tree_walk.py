@@ -66,14 +66,14 @@ def tree_walk_ref(trees: DeviceTrees, choices: Tensor, finite: Tensor, *, out: W
     out = _checked(trees, choices, finite, out)
     walk = Walk.allocate(trees.num_requests, max_depth=trees.max_depth)
     host = {name: getattr(trees, name).tolist() for name in ("tokens", "parents", "num_nodes", "slots")}
-    chosen, is_finite = choices.tolist(), finite.tolist()
+    next_tokens, is_finite = choices.tolist(), finite.tolist()
     for request, size in enumerate(host["num_nodes"]):
         if size == 0 or not all(is_finite[request][:size]):
             continue
         node, length, slots = 0, 0, 0
         while node is not None:
             walk.paths[request, length] = node
-            walk.tokens[request, length] = chosen[request][node]
+            walk.tokens[request, length] = next_tokens[request][node]
             if host["slots"][request][node] >= 0:
                 walk.slots[request, length] = host["slots"][request][node]
                 slots += 1
@@ -83,7 +83,7 @@ def tree_walk_ref(trees: DeviceTrees, choices: Tensor, finite: Tensor, *, out: W
                     child
                     for child in range(1, size)
                     if host["parents"][request][child] == node
-                    and host["tokens"][request][child] == chosen[request][node]
+                    and host["tokens"][request][child] == next_tokens[request][node]
                 ),
                 None,
             )

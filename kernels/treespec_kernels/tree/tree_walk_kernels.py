@@ -58,10 +58,10 @@ def walk_down(
     path_len = tl.max(tl.where(on_path, depth + 1, 0), axis=0)
     slot = tl.load(tree_slots + p_n, mask=on_path, other=-1)
     slot_len = tl.max(tl.where(on_path & (slot >= 0), depth + 1, 0), axis=0)
-    chosen = tl.load(p_choices + o_n, mask=on_path, other=0)
+    choice = tl.load(p_choices + o_n, mask=on_path, other=0)
     p_out = request * WIDTH + depth
     tl.store(paths + p_out, o_n, mask=on_path)
-    tl.store(tokens + p_out, chosen.to(tl.int32), mask=on_path)
+    tl.store(tokens + p_out, choice.to(tl.int32), mask=on_path)
     tl.store(slots + p_out, slot, mask=on_path & (slot >= 0))
     tl.store(path_lens + request, path_len)
     tl.store(slot_lens + request, slot_len)

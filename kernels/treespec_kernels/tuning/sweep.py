@@ -29,7 +29,7 @@ from treespec_kernels.tuning.tuned import TunedEntry, versions_of
 
 MARGIN = 0.01  # relative speed-up over the default that a configuration needs to replace it
 
-Problem = tuple[Case, ...]
+TuningProblem = tuple[Case, ...]
 """Cases of one op and key, which are tuned together."""
 
 
@@ -48,11 +48,11 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Tuned:
-    """Measurements of one problem. `left` is the number of configurations not measured within the time budget."""
+    """Measurements of one problem. `unmeasured` is the number of configurations not measured within the time budget."""
 
-    problem: Problem
+    problem: TuningProblem
     measurements: tuple[Measurement, ...]
-    left: int
+    unmeasured: int
 
     def mean(self, measurement: Measurement) -> float:
         """Return the mean of the seconds of the cases, by their weights."""
@@ -101,34 +101,34 @@ class SweepLog:
 
     def __init__(self, path: Path, device_name: str):
         self.path, self.device_name = path, device_name
-        self._known: dict[str, tuple[dict[str, float], str | None]] = {}
+        self._stored: dict[str, tuple[dict[str, float], str | None]] = {}
         for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
             with suppress(ValueError):
-                what, *known = json.loads(line)
-                self._known[what] = known
+                key, *values = json.loads(line)
+                self._stored[key] = values
 
-    def find(self, problem: Problem, config: Any) -> Measurement | None:
-        known = self._known.get(self._what(problem, config))
-        return known and Measurement(config, *known)
+    def find(self, problem: TuningProblem, config: Any) -> Measurement | None:
+        stored = self._stored.get(self._key(problem, config))
+        return stored and Measurement(config, *stored)
 
-    def append(self, problem: Problem, measurement: Measurement) -> None:
-        what = self._what(problem, measurement.config)
-        self._known[what] = measurement.seconds, measurement.error
+    def append(self, problem: TuningProblem, measurement: Measurement) -> None:
+        key = self._key(problem, measurement.config)
+        self._stored[key] = measurement.seconds, measurement.error
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:  # a truncated line ends where this one begins
-            file.write(f"\n{json.dumps([what, measurement.seconds, measurement.error])}\n")
+            file.write(f"\n{json.dumps([key, measurement.seconds, measurement.error])}\n")
 
     def forget(self) -> None:
         """Delete the log."""
-        self._known = {}
+        self._stored = {}
         self.path.unlink(missing_ok=True)
 
-    def _what(self, problem: Problem, config: Any) -> str:
+    def _key(self, problem: TuningProblem, config: Any) -> str:
         first, loads = problem[0], [case.load for case in problem]
         return json.dumps([first.label, loads, asdict(config), versions_of(self.device_name, first.op)])
 
 
-def problems_of(settings: Iterable[Setting], ops: Iterable[str] = TUNABLE) -> list[Problem]:
+def problems_of(settings: Iterable[Setting], ops: Iterable[str] = TUNABLE) -> list[TuningProblem]:
     """Group the timed cases of ops by op and key, in order of first occurrence; a repeated load counts once."""
     ops, grouped = tuple(ops), dict[str, dict[str, Case]]()
     for case in (case for setting in settings for op in ops for case in cases_of(op, setting) if case.weight):
@@ -137,7 +137,7 @@ def problems_of(settings: Iterable[Setting], ops: Iterable[str] = TUNABLE) -> li
 
 
 def tune(
-    problems: Sequence[Problem],
+    problems: Sequence[TuningProblem],
     clock: Clock,
     log: SweepLog,
     *,
@@ -162,39 +162,39 @@ def tune(
     """
     end, results = time.monotonic() + budget_seconds, []
     configs_of = [problem[0].candidates() for problem in problems]
-    known_of = [
-        {config: known for config in configs if (known := log.find(problem, config))}
+    measured_of = [
+        {config: measurement for config in configs if (measurement := log.find(problem, config))}
         for problem, configs in zip(problems, configs_of, strict=True)
     ]
-    done, total = sum(map(len, known_of)), sum(map(len, configs_of))
+    done, total = sum(map(len, measured_of)), sum(map(len, configs_of))
     if jobs:
         advance("compiling", done, total)
-        pending_of = [[c for c in configs if c not in k] for configs, k in zip(configs_of, known_of, strict=True)]
+        pending_of = [[c for c in configs if c not in k] for configs, k in zip(configs_of, measured_of, strict=True)]
         precompile(problems, pending_of, jobs, end - budget_seconds / 2)
-    for index, (problem, configs, known) in enumerate(zip(problems, configs_of, known_of, strict=True)):
+    for index, (problem, configs, measured) in enumerate(zip(problems, configs_of, measured_of, strict=True)):
         now, label = time.monotonic(), problem[0].label
         deadline = now + (end - now) / (len(problems) - index)
         advance(label, done, total)
         try:
-            for config in (config for config in configs if config not in known):
+            for config in (config for config in configs if config not in measured):
                 if time.monotonic() >= deadline:
                     break
-                known[config] = found = measure(problem, config, clock)
-                log.append(problem, found)
-                if found.error and not works(clock.device):  # it would fail all others too
-                    error = found.error.splitlines()[0]
+                measured[config] = measurement = measure(problem, config, clock)
+                log.append(problem, measurement)
+                if measurement.error and not works(clock.device):  # it would fail all others too
+                    error = measurement.error.splitlines()[0]
                     raise TuningError(f"{label}, {config} broke the device ({error}); run again to continue without it")
                 done += 1
                 advance(label, done, total)
         finally:
             for case in problem:
                 case.release()
-        measured = tuple(known[config] for config in configs if config in known)
-        results.append(Tuned(problem, measured, len(configs) - len(measured)))
+        measurements = tuple(measured[config] for config in configs if config in measured)
+        results.append(Tuned(problem, measurements, len(configs) - len(measurements)))
     return results
 
 
-def measure(problem: Problem, config: Any, clock: Clock) -> Measurement:
+def measure(problem: TuningProblem, config: Any, clock: Clock) -> Measurement:
     """Check a configuration on every case of a problem, then time it on each."""
     try:
         for case in problem:
@@ -211,7 +211,9 @@ def measure(problem: Problem, config: Any, clock: Clock) -> Measurement:
     return Measurement(config, seconds)
 
 
-def precompile(problems: Sequence[Problem], pending_of: Sequence[Sequence[Any]], jobs: int, deadline: float) -> None:
+def precompile(
+    problems: Sequence[TuningProblem], pending_of: Sequence[Sequence[Any]], jobs: int, deadline: float
+) -> None:
     """Compile configurations in other processes until the deadline, which fills Triton's cache.
 
     What fails or is left is compiled when it is measured. Every problem's first configurations come first.

@@ -44,9 +44,9 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, *, max_error: flo
     raise AssertionError(f"{bounds}, worst at {place}: {actual[place]:.6g}, expected {expected[place]:.6g}")
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether tensors of one dtype are bit-identical: equal NaNs are, +0 and -0 are not."""
-    return torch.equal(bits(one), bits(other))
+    return torch.equal(bits(tensor), bits(other))
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -134,7 +134,9 @@ def tree_attention_inputs(
         values = normal(len(slots), 2, num_kv_heads, head_dim).to(dtype)
         kv_cache[page_table[request, slots // page_size].long(), :, :, slots % page_size] = values
     kv_cache = kv_cache.to(device)
-    paths = [path_to(parents, node) for parents, chosen in zip(trees, nodes, strict=True) for node in chosen]
+    paths = [
+        path_to(parents, node) for parents, request_nodes in zip(trees, nodes, strict=True) for node in request_nodes
+    ]
     depths = [len(path) - 1 for path in paths]
     # Padding refers to a slot that contains NaN.
     ancestors = [path + [max_nodes] * (max(depths) - depth) for path, depth in zip(paths, depths, strict=True)]
@@ -144,7 +146,7 @@ def tree_attention_inputs(
         k_cache=kv_cache[:, 0],
         v_cache=kv_cache[:, 1],
         rows={
-            "row_request": integers([request for request, chosen in enumerate(nodes) for _ in chosen]),
+            "row_request": integers([request for request, request_nodes in enumerate(nodes) for _ in request_nodes]),
             "context_lens": integers(list(context_lens)),
             "page_table": page_table.to(device),
             "depths": integers(depths),

@@ -70,8 +70,8 @@ def label_of(op: str, key: Key) -> str:
         name: str(value).removeprefix("torch.") if isinstance(value, torch.dtype | str) else int(value)
         for name, value in sorted(key.items())
     }
-    parts = [str(values.pop("dtype"))] if "dtype" in values else []
-    return f"{op} " + ", ".join([*parts, *(f"{name} {value}" for name, value in values.items())])
+    words = [str(values.pop("dtype"))] if "dtype" in values else []
+    return f"{op} " + ", ".join([*words, *(f"{name} {value}" for name, value in values.items())])
 
 
 class KernelConfigs:
@@ -129,12 +129,12 @@ class KernelConfigs:
     def describe(self) -> str:
         """Return a log line with the number of tuned shapes, their file, the fallbacks, and the stale entries."""
         total = len(self.tuned) + len(self.fallbacks)
-        parts = [f"{len(self.tuned)} of {total} kernel shapes tuned" + (f" ({self.file})" if self.file else "")]
+        sentences = [f"{len(self.tuned)} of {total} kernel shapes tuned" + (f" ({self.file})" if self.file else "")]
         if self.fallbacks:
-            parts.append(f"defaults for {'; '.join(self.fallbacks)}")
+            sentences.append(f"defaults for {'; '.join(self.fallbacks)}")
         if self.stale:
-            parts.append(f"stale: {'; '.join(self.stale)}")
-        return ". ".join(parts)
+            sentences.append(f"stale: {'; '.join(self.stale)}")
+        return ". ".join(sentences)
 
 
 def config_of(values: Mapping[str, Any], like: ConfigT) -> ConfigT:
@@ -143,12 +143,12 @@ def config_of(values: Mapping[str, Any], like: ConfigT) -> ConfigT:
     Raises:
         TypeError, ValueError: a field is unknown, or a value invalid.
     """
-    given = dict(values)
-    for each in dataclasses.fields(like):  # type: ignore[arg-type]
-        part = getattr(like, each.name)
-        if dataclasses.is_dataclass(part) and isinstance(given.get(each.name), dict):
-            given[each.name] = config_of(given[each.name], part)
-    return dataclasses.replace(like, **given)  # type: ignore[type-var]
+    changes = dict(values)
+    for field in dataclasses.fields(like):  # type: ignore[arg-type]
+        current = getattr(like, field.name)
+        if dataclasses.is_dataclass(current) and isinstance(changes.get(field.name), dict):
+            changes[field.name] = config_of(changes[field.name], current)
+    return dataclasses.replace(like, **changes)  # type: ignore[type-var]
 
 
 def versions_of(device_name: str, op: str) -> dict[str, str]:

@@ -250,7 +250,7 @@ class SsmDrafter:
             stop = StopRule(rule.calibration, rule.level_cost, rule.marginal_cost, rule.least_value, adaptive, weights)
         drafted = forest.draft(passes, [state.weights for state in states], stop)
         parts = list(drafted.parts())
-        for draft, scores, given in zip(passes.models.drafts, drafted.scores, passes.given, strict=True):
+        for draft, scores, block_probs in zip(passes.models.drafts, drafted.scores, passes.block_probs, strict=True):
             ssm, first = draft.ssm, 0
             found = Rows(scores, head=self.models[ssm].head_vocabulary)
             self._counts.passes += draft.passes
@@ -261,7 +261,7 @@ class SsmDrafter:
                     continue
                 start = min(int(state.valid[ssm]), request.context_len)
                 state.valid[ssm] = request.context_len
-                if passes.reads and start < request.context_len and given is None:
+                if passes.reads and start < request.context_len and block_probs is None:
                     last = first + request.context_len - start
                     probs = found.probs_of(np.arange(first, last), request.tokens[start + 1 :])
                     state.trust.observe(ssm, start + 1, probs)

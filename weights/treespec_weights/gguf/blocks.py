@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from treespec_weights.quant_schemes import Form, Part, QuantScheme
+from treespec_weights.quant_schemes import Form, QuantScheme, StoredTensor
 from treespec_weights.quantize import Quantized
 
 BLOCK = 32  # values that share a scale
@@ -49,8 +49,8 @@ class GgufScheme(QuantScheme):
     def form(self, name: str) -> Form:
         return FORMS[self._type_of[name]]
 
-    def parts(self, name: str, out: int, inputs: int) -> dict[str, Part]:
-        return {name: Part(((out, inputs),), (self._type_of[name],))}
+    def stored_tensors(self, name: str, out: int, inputs: int) -> dict[str, StoredTensor]:
+        return {name: StoredTensor(((out, inputs),), (self._type_of[name],))}
 
     def read(
         self, name: str, out: int, inputs: int, get: Callable[[str], Tensor | None], dtype: torch.dtype | None

@@ -81,7 +81,7 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
 
     def natural(key: str, default: int | None = None) -> int:
         value = file.value(key)
-        if isinstance(value, list) and value and all(each == value[0] for each in value):
+        if isinstance(value, list) and value and all(entry == value[0] for entry in value):
             value = value[0]  # one entry per layer
         value = default if value is None else value
         if type(value) is not int or value < 1:
@@ -202,7 +202,7 @@ def _positions(file: GgufFile, config: Mapping[str, Any], problems: list[Problem
     factor = 1.0 if kind == "none" else _positive(file, key, None if kind in ("linear", "yarn") else 1.0, problems)
     magnitude = _positive(file, "rope.scaling.attn_factor", 1.0, problems)
     frequencies, short, long = factors = [_factors(file, name) for name in FACTORS]
-    lengths = {len(each) for each in factors if each is not None} - {half}
+    lengths = {len(values) for values in factors if values is not None} - {half}
     original = file.value("rope.scaling.original_context_length")
     if lengths or (short is None) != (long is None) or (kind == "longrope" and short is None):
         message = f"expected {' and '.join(FACTORS[1:])}, or {FACTORS[0]}, with half of {rotated!r} values"
@@ -224,8 +224,8 @@ def _positions(file: GgufFile, config: Mapping[str, Any], problems: list[Problem
         original = original if type(original) is int and original > 0 else longest
         rope |= {
             "rope_type": "longrope",
-            "short_factor": [factor * each for each in frequencies or short or ones],
-            "long_factor": [factor * each for each in frequencies or long or ones],
+            "short_factor": [factor * value for value in frequencies or short or ones],
+            "long_factor": [factor * value for value in frequencies or long or ones],
             "attention_factor": magnitude,
             "original_max_position_embeddings": original,
             "factor": longest / original,
@@ -240,9 +240,9 @@ def _positions(file: GgufFile, config: Mapping[str, Any], problems: list[Problem
             problems.append(Problem("config", repr(f"{arch}.rope.scaling.attn_factor"), message))
         theta = _positive(file, "rope.freq_base_swa", 10000.0, problems)
         rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": theta}}
-    known = {*_ROPE_KEYS, *_ROPE_FACTORS, *(("rope.freq_base_swa",) if arch == "gemma3" else ())}
-    own = {key.removeprefix(f"{arch}."): value for key, value in file.metadata.items()}
-    if unknown := [f"{key}={own[key]!r}" for key in own if key.startswith("rope.") and key not in known]:
+    read_keys = {*_ROPE_KEYS, *_ROPE_FACTORS, *(("rope.freq_base_swa",) if arch == "gemma3" else ())}
+    metadata = {key.removeprefix(f"{arch}."): value for key, value in file.metadata.items()}
+    if unknown := [f"{key}={metadata[key]!r}" for key in metadata if key.startswith("rope.") and key not in read_keys]:
         _warn_ignored(file.path, ", ".join(unknown))
     return keys | {"rope_parameters": rope}
 

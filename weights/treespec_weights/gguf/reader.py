@@ -88,7 +88,7 @@ def read_gguf(path: Path) -> GgufFile:
     if named is None or int(named["count"]) != count:
         message = f"a part of a model split into {count} files, which must be named NAME-00001-of-{count:05}.gguf"
         raise CheckpointError(path, [Problem("file", repr(path.name), message)])
-    names = [f"{named['stem']}-{part:05}-of-{count:05}.gguf" for part in range(1, count + 1)]
+    names = [f"{named['stem']}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
     if int(named["part"]) != 1:
         message = f"part {int(named['part'])} of {count}; give the first one, {names[0]!r}"
         raise CheckpointError(path, [Problem("file", repr(path.name), message)])
@@ -97,12 +97,12 @@ def read_gguf(path: Path) -> GgufFile:
         raise CheckpointError(path, [Problem("file", repr(path.name), message)])
     tensors, files = dict(first.tensors), dict(first.files)
     for name in names[1:]:
-        part = _read_part(path.parent / name)
-        if twice := tensors.keys() & part.tensors.keys():
+        split = _read_part(path.parent / name)
+        if twice := tensors.keys() & split.tensors.keys():
             message = f"holds {min(twice)!r}, which another part holds too"
             raise CheckpointError(path, [Problem("file", repr(name), message)])
-        tensors |= part.tensors
-        files |= part.files
+        tensors |= split.tensors
+        files |= split.files
     return GgufFile(path, first.metadata, tensors, files)
 
 
@@ -154,7 +154,7 @@ def _parse(cursor: "_Cursor", path: Path, ggml: ModuleType) -> GgufFile:
     alignment = metadata.get("general.alignment", ggml.GGUF_DEFAULT_ALIGNMENT)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
         raise ValueError(f"general.alignment is {alignment!r}; a power of two is valid")
-    start, tensors = -(-cursor.at // alignment) * alignment, {}
+    start, tensors = -(-cursor.offset // alignment) * alignment, {}
     for name, (shape, kind, offset) in entries.items():
         tensors[name] = _entry(ggml, path.name, name, shape, kind, start + offset)
         if (end := start + offset + tensors[name].nbytes) > cursor.size:
@@ -168,27 +168,27 @@ def _parse(cursor: "_Cursor", path: Path, ggml: ModuleType) -> GgufFile:
 def _entry(ggml: ModuleType, file: str, name: str, shape: tuple[int, ...], kind: int, offset: int) -> GgufTensor:
     """Return a tensor's entry. A type unknown to the package gguf is named "type N" and has no bytes."""
     try:
-        known = ggml.GGMLQuantizationType(kind)
+        quant_type = ggml.GGMLQuantizationType(kind)
     except ValueError:
         return GgufTensor(file, f"type {kind}", shape, offset, 0)
-    values, nbytes = ggml.GGML_QUANT_SIZES[known]
+    values, nbytes = ggml.GGML_QUANT_SIZES[quant_type]
     if (row := shape[-1] if shape else 1) % values:
-        raise ValueError(f"the tensor {name!r} has rows of {row} values; {known.name} needs multiples of {values}")
-    return GgufTensor(file, known.name, shape, offset, math.prod(shape) // values * nbytes)
+        raise ValueError(f"the tensor {name!r} has rows of {row} values; {quant_type.name} needs multiples of {values}")
+    return GgufTensor(file, quant_type.name, shape, offset, math.prod(shape) // values * nbytes)
 
 
 class _Cursor:
     """Sequential reader of header values. Methods raise ValueError past the end of the file."""
 
     def __init__(self, data: mmap.mmap) -> None:
-        self.data, self.at, self.size = data, 0, len(data)
+        self.data, self.offset, self.size = data, 0, len(data)
 
     def take(self, count: int) -> bytes:
         """Return the next bytes."""
-        end = self.at + count
+        end = self.offset + count
         if end > self.size:
             raise ValueError(f"truncated: its header goes beyond the file's {self.size:,} bytes; download it again")
-        start, self.at = self.at, end
+        start, self.offset = self.offset, end
         return self.data[start:end]
 
     def number(self, code: str) -> Any:

@@ -50,9 +50,9 @@ def hf_names(file: GgufFile) -> dict[str, str]:
     names = {}
     for name in file.tensors:
         if name not in FACTORS:
-            found = [rules[params] for params in _parameters(name) if params in rules]
+            matches = [rules[params] for params in _parameters(name) if params in rules]
             layer = _layer(name)
-            names[found[0].replace("{i}", layer) if found else name] = name
+            names[matches[0].replace("{i}", layer) if matches else name] = name
     return names
 
 
@@ -83,12 +83,12 @@ def block_types(file: GgufFile) -> dict[str, str]:
         if layer and len(tensor.shape) == 2 and (params := _parameters(name)):
             param = params[-1][0].rpartition(".")[2]
             products.setdefault((layer, _PRODUCTS.get(param, param)), {})[hf_name] = tensor.type
-    held: dict[str, str] = {}
+    matrix_types: dict[str, str] = {}
     for types in products.values():
         bits = {FORMS[kind].bits if kind in FORMS else None for kind in types.values()}
         if len(bits) == 1 and None not in bits:
-            held |= types
-    return held
+            matrix_types |= types
+    return matrix_types
 
 
 def head_type(file: GgufFile) -> tuple[str, str] | None:
@@ -117,12 +117,12 @@ def describe_storage(path: Path, dtype: torch.dtype, head_blocks: bool = False) 
         if len(shape) == 2:
             form = f"int{FORMS[kind].bits} in groups of {BLOCK}" if hf_name in blocks else str(dtype)[len("torch.") :]
             counts[kind, form] += 1
-    parts = [
+    descriptions = [
         f"{count} {kind} {'matrix' if count == 1 else 'matrices'} as {form}" for (kind, form), count in counts.items()
     ]
     if head is not None and head[0] not in blocks:
-        parts.append(f"the tied head beside its embedding as int{FORMS[head[1]].bits} in groups of {BLOCK}")
-    return f"{path.name}: holding {', '.join(parts)}"
+        descriptions.append(f"the tied head beside its embedding as int{FORMS[head[1]].bits} in groups of {BLOCK}")
+    return f"{path.name}: holding {', '.join(descriptions)}"
 
 
 class GgufTensors:
@@ -185,8 +185,8 @@ class GgufTensors:
 def _can_dequantize(ggml: ModuleType, kind: str) -> bool:
     """Return whether the package gguf can dequantise a block type."""
     try:
-        known = ggml.GGMLQuantizationType[kind]
-        ggml.quants.dequantize(np.zeros(ggml.GGML_QUANT_SIZES[known][1], np.uint8), known)
+        quant_type = ggml.GGMLQuantizationType[kind]
+        ggml.quants.dequantize(np.zeros(ggml.GGML_QUANT_SIZES[quant_type][1], np.uint8), quant_type)
     except (KeyError, NotImplementedError):
         return False
     return True

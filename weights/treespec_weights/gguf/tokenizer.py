@@ -222,11 +222,11 @@ def _add_special_tokens(tokenizer: Any, file: GgufFile, tokens: Sequence[str], t
 
     is_bpe = file.metadata["tokenizer.ggml.model"] == "gpt2"
     kinds = list(zip(tokens, types, strict=True))
-    own = [token for token, kind in kinds if kind == _USER_DEFINED]
+    user_defined = [token for token, kind in kinds if kind == _USER_DEFINED]
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t, k in kinds if k == _CONTROL])
-    spelled = own if is_bpe else [_spelled(file, token) for token in own]
+    spelled = user_defined if is_bpe else [_spelled(file, token) for token in user_defined]
     # Respelled tokens must be matched after the normalizer has replaced spaces.
-    tokenizer.add_tokens([AddedToken(s, normalized=s != token) for s, token in zip(spelled, own, strict=True)])
+    tokenizer.add_tokens([AddedToken(s, normalized=s != token) for s, token in zip(spelled, user_defined, strict=True)])
     defaults = {"bos": _rule(file).adds_bos if is_bpe else True, "eos": False}
     ends = {}
     for name, default in defaults.items():
@@ -235,10 +235,10 @@ def _add_special_tokens(tokenizer: Any, file: GgufFile, tokens: Sequence[str], t
             ends[name] = (tokens[id], id)
     if ends:
         start, end = (ends[name][0] if name in ends else None for name in ("bos", "eos"))
-        parts = [[*([start] if start else []), f"${sequence}", *([end] if end else [])] for sequence in "AB"]
+        templates = [[*([start] if start else []), f"${sequence}", *([end] if end else [])] for sequence in "AB"]
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=parts[0],
-            pair=[*parts[0], *(f"{part}:1" for part in parts[1])],
+            single=templates[0],
+            pair=[*templates[0], *(f"{piece}:1" for piece in templates[1])],
             special_tokens=list(dict.fromkeys(ends.values())),
         )
 
@@ -246,7 +246,7 @@ def _add_special_tokens(tokenizer: Any, file: GgufFile, tokens: Sequence[str], t
 def _strings(file: GgufFile, name: str) -> list[str]:
     """Return a list of strings of the tokenizer's metadata. Raises CheckpointError if it is missing or malformed."""
     value = file.metadata.get(f"tokenizer.ggml.{name}")
-    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         message = f"{'missing' if value is None else 'not a list of strings'}: the file is incomplete; {_REMEDY}"
         raise _refuse(file, f"tokenizer.ggml.{name}", message)
     return value

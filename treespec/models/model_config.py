@@ -72,22 +72,9 @@ class ModelConfig:
     def compute_key(self) -> tuple[object, ...]:
         """Key shared by models that differ only in their weights."""
         rules, ropes = self.rules, tuple(rope.key for rope in self.ropes)
-        return (
-            self.shape,
-            rules.norm,
-            rules.extra_positions,
-            self.norm_eps,
-            self.activation,
-            self.parallel,
-            self.query_scale,
-            self.score_cap,
-            self.logit_cap,
-            self.embed_scale,
-            ropes,
-            self.layers,
-            self.quantization,
-            self.head_rows,
-        )
+        components = rules.norm, rules.extra_positions, self.norm_eps, self.activation, self.parallel
+        scales = self.query_scale, self.score_cap, self.logit_cap, self.embed_scale
+        return self.shape, *components, *scales, ropes, self.layers, self.quantization, self.head_rows
 
     @classmethod
     def from_hf(cls, folder: str | Path, max_model_len: int | None = None) -> "ModelConfig":
@@ -131,6 +118,7 @@ class ModelConfig:
         dtype = _DTYPES.get(stored) if isinstance(stored, str) else None
         if dtype is None:
             raise ModelError(f"{folder}: dtype={stored!r}; supported: {', '.join(_DTYPES)}")
+        ends = read_generation_config(folder).get("eos_token_id", raw.get("eos_token_id"))
         return cls(
             folder=folder,
             rules=rules,
@@ -146,9 +134,7 @@ class ModelConfig:
             layers=layers,
             max_positions=max_positions,
             dtype=dtype,
-            eos_token_ids=end_tokens(
-                folder, read_generation_config(folder).get("eos_token_id", raw.get("eos_token_id"))
-            ),
+            eos_token_ids=end_tokens(folder, ends),
             quantization=scheme_of(raw, folder),
         )
 

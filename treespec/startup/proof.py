@@ -27,10 +27,7 @@ from treespec.sampling_params import SamplingParams
 
 logger = logging.getLogger("treespec")
 
-_PROMPTS = (
-    60,
-    3,
-)  # lengths in tokens; the first prompt repeats, so that lookup proposes; outputs cross a page boundary
+_PROMPTS = (60, 3)  # lengths in tokens; the first repeats, so that lookup proposes; outputs cross a page boundary
 _PERIOD = 16  # tokens after which a prompt repeats
 _NODES = 16  # tree size, unless the largest of the rounds is smaller
 _TEMPERATURES = (0.0, 0.8)
@@ -109,10 +106,7 @@ def _differing(host: Engine, captured: Engine, nodes: int, max_tokens: int, seed
 
 
 def _decode(
-    engine: Engine,
-    prompts: Sequence[Sequence[int]],
-    params: SamplingParams,
-    spec: SpecConfig,
+    engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams, spec: SpecConfig
 ) -> list[tuple[list[int], str | None]]:
     """Return the output tokens and the finish reason of each prompt's request."""
     target, requests = engine.runner.target, []

@@ -9,10 +9,8 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     The first column is left-aligned, others right-aligned; the first row is the header.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
+    lines = [
+        [cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))]
         for row in rows
-    )
+    ]
+    return "\n".join("  ".join(cells).rstrip() for cells in lines)

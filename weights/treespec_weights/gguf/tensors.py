@@ -91,37 +91,27 @@ def block_types(file: GgufFile) -> dict[str, str]:
     return matrix_types
 
 
-def head_type(file: GgufFile) -> tuple[str, str] | None:
-    """Return the Hugging Face name and block type of the head, or of the embedding that it is tied to.
-
-    None if its blocks do not fit the kernels' layouts.
-    """
-    stored = "output.weight" if "output.weight" in file.tensors else "token_embd.weight"
-    kind = file.tensors[stored].type
-    return next((name, kind) for name, tensor in hf_names(file).items() if tensor == stored) if kind in FORMS else None
-
-
 def describe_storage(path: Path, dtype: torch.dtype, head_blocks: bool = False) -> str:
     """Return a log line with the number of matrices by type and by the form in memory of a model in `dtype`.
 
     `head_blocks`: as in `load_weights`.
     """
     file = read_gguf(path)
-    blocks = block_types(file)
-    head = head_type(file) if head_blocks else None
-    if head is not None and "output.weight" in file.tensors:
-        blocks[head[0]] = head[1]
+    blocks, untied = block_types(file), "output.weight" in file.tensors
+    head_kind = file.tensors["output.weight" if untied else "token_embd.weight"].type
+    head_blocks = head_blocks and head_kind in FORMS
     counts: Counter[tuple[str, str]] = Counter()
     for hf_name, name in hf_names(file).items():
-        kind, shape, *_ = (tensor := file.tensors[name]).type, tensor.shape
+        kind, shape = file.tensors[name].type, file.tensors[name].shape
         if len(shape) == 2:
-            form = f"int{FORMS[kind].bits} in groups of {BLOCK}" if hf_name in blocks else str(dtype)[len("torch.") :]
+            in_blocks = hf_name in blocks or (head_blocks and name == "output.weight")
+            form = f"int{FORMS[kind].bits} in groups of {BLOCK}" if in_blocks else str(dtype)[len("torch.") :]
             counts[kind, form] += 1
     descriptions = [
         f"{count} {kind} {'matrix' if count == 1 else 'matrices'} as {form}" for (kind, form), count in counts.items()
     ]
-    if head is not None and head[0] not in blocks:
-        descriptions.append(f"the tied head beside its embedding as int{FORMS[head[1]].bits} in groups of {BLOCK}")
+    if head_blocks and not untied:
+        descriptions.append(f"the tied head beside its embedding as int{FORMS[head_kind].bits} in groups of {BLOCK}")
     return f"{path.name}: holding {', '.join(descriptions)}"
 
 

@@ -76,7 +76,7 @@ def test_tokens_are_those_of_plain_decoding(engine: AsyncLLM, llm: LLM, kind: st
         SamplingParams(max_tokens=16, temperature=0.9, seed=3, n=2, logprobs=2, output_kind=kind),
         SamplingParams(max_tokens=24, temperature=0.7, seed=4, stop=["e"], repetition_penalty=1.2, output_kind=kind),
     ]
-    work = [(prompt, param) for prompt in PROMPTS for param in params]
+    work = [(prompt, param) for prompt in PROMPTS[:2] for param in params]
     expected = [llm.generate(prompt, param, "off")[0] for prompt, param in work]  # type: ignore[list-item]
 
     async def together() -> list[list[RequestOutput]]:

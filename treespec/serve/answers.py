@@ -144,7 +144,7 @@ class ChatAnswer(Answer):
         return Choice.model_construct(index=index, message=message, logprobs=self._logprobs(completion), **extra)
 
     def _part(self, index: int, completion: CompletionOutput, extra: dict[str, Any]) -> BaseModel:
-        role = {} if index in self._begun else {"role": "assistant"}
+        role: dict[str, Any] = {} if index in self._begun else {"role": "assistant"}
         self._begun.add(index)
         delta = ChoiceDelta.model_construct(**role, content=completion.text or "")
         return ChunkChoice.model_construct(index=index, delta=delta, logprobs=self._logprobs(completion), **extra)

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from time import time
 from typing import Any, TypeVar
@@ -263,7 +263,7 @@ def create_app(engine: AsyncLLM, options: ServerOptions) -> FastAPI:
     """Return the application. The engine remains the caller's to shut down."""
     server = Server(engine, options)
     app = FastAPI(title="treespec", version=__version__, docs_url=None, redoc_url=None)
-    routes = {
+    routes: dict[str, tuple[str, Callable[..., Any]]] = {
         "/v1/completions": ("POST", server.completions),
         "/v1/chat/completions": ("POST", server.chat),
         "/v1/models": ("GET", server.models),

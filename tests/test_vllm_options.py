@@ -121,7 +121,7 @@ def test_no_text_is_made() -> None:
         SamplingParams(detokenize=None)
 
 
-# --- options that only vLLM has
+# --- vLLM's enum of outputs, and options that only vLLM has
 
 
 class OutputKind(Enum):
@@ -132,12 +132,16 @@ class OutputKind(Enum):
     FINAL_ONLY = 2
 
 
+def test_output_kinds() -> None:
+    for kind in OutputKind:
+        assert SamplingParams(output_kind=kind).output_kind.name == kind.name  # type: ignore[arg-type]
+        assert SamplingParams(output_kind=kind.name).output_kind.name == kind.name
+    for wrong in (1, "delta", [], True):
+        with pytest.raises(ConfigError, match=r"output_kind=.*; valid: 'CUMULATIVE', 'DELTA', 'FINAL_ONLY'"):
+            SamplingParams(output_kind=wrong)  # type: ignore[arg-type]
+
+
 PARAMS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
-    "output_kind": (
-        (OutputKind.CUMULATIVE, OutputKind.FINAL_ONLY),
-        (OutputKind.DELTA, 1),
-        "generate returns finished outputs",
-    ),
     "guided_decoding": ((None,), ({"regex": "a+"},), "use SamplingParams(structured_outputs="),
     "extra_args": ((None, {}), ({"a": 1},), "give a logits processor its arguments"),
     "spaces_between_special_tokens": ((True,), (False, 1), "leave it out where special tokens are skipped"),
@@ -147,6 +151,7 @@ PARAMS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
     "logprob_token_ids": ((None, []), ([1],), "use logprobs=-1"),
     "thinking_token_budget": ((None, -1), (9,), "use max_tokens"),
 }
+
 CALLS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
     "prompt_token_ids": ((None,), ([[1, 2]],), "give the ids as prompts"),
     "lora_request": ((None, [None, None]), ("adapter", [None, object()]), "merge the adapter into the model"),

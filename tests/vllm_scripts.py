@@ -189,6 +189,43 @@ assert outputs[0].outputs[0].text in ("Positive", "Negative")
 """
     ),
     "llm_engine_example": Script("RESET = None\n" + _STEPS, ("--model", "MODEL", "--max-num-seqs", "2")),
+    "async_llm_streaming": Script(
+        """
+import asyncio
+
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+
+prompts = ["def add(", "x = 1"]
+params = SamplingParams(max_tokens=8, temperature=0.8, top_p=0.95, seed=42, output_kind=RequestOutputKind.DELTA)
+
+
+async def stream_response(engine, prompt, request_id):
+    pieces = []
+    async for output in engine.generate(request_id=request_id, prompt=prompt, sampling_params=params):
+        pieces += [completion.text for completion in output.outputs]
+        if output.finished:
+            break
+    last = params.clone()
+    last.output_kind = RequestOutputKind.FINAL_ONLY
+    (whole,) = [output async for output in engine.generate(prompt, last, f"{request_id}-again")]
+    assert whole.outputs[0].text == "".join(pieces)
+    return whole
+
+
+async def main():
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=MODEL, enforce_eager=True))
+    try:
+        return [await stream_response(engine, prompt, f"stream-{i}") for i, prompt in enumerate(prompts, 1)]
+    finally:
+        engine.shutdown()
+
+
+outputs = asyncio.run(main())
+"""
+    ),
     "reset_kv": Script("RESET = 3\n" + _STEPS, ("--model", "MODEL")),
     "run_one_batch": Script(
         """
@@ -372,9 +409,6 @@ from vllm import LLM
 LLM(model=MODEL, enable_prompt_embeds=True)
 """,
         answer="enable_prompt_embeds=True is not supported; prompts are text or token ids",
-    ),
-    "async_llm_streaming": Script(
-        "from vllm.v1.engine.async_llm import AsyncLLM\n", answer=r"treespec has no AsyncLLM; LLM\.stream yields"
     ),
     "data_parallel": Script(
         "from vllm import LLM\nLLM(model=MODEL, tensor_parallel_size=2)\n",

@@ -37,6 +37,7 @@ ACCEPTED, BONUS = (0, 1, 3), "on"
 PACKAGES: dict[str, dict[str, str]] = {  # by row: name and purpose
     "entry points": {
         "cli": "the commands",
+        "serve": "OpenAI's API\nover HTTP",
         "frontend, llm.py": "the Python API,\nvLLM's names",
         "hf": "inside transformers'\ngenerate",
         "training": "trains drafts",

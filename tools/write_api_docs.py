@@ -13,6 +13,7 @@ from typing import Any
 
 import treespec
 import treespec.hf
+from treespec.frontend.async_llm import RequestStream
 from treespec.outputs import RequestMetrics, StreamChunk
 from treespec.training.settings import TrainingSettings
 
@@ -20,11 +21,13 @@ FOLDER = Path(__file__).resolve().parents[1] / "docs" / "api"
 PAGES: dict[str, list[Any]] = {
     **{name: [getattr(treespec, name)] for name in treespec.__all__ if name != "__version__"},
     "RequestMetrics": [RequestMetrics],
+    "RequestStream": [RequestStream],
     "StreamChunk": [StreamChunk],
     "train_drafts": [treespec.train_drafts, TrainingSettings],
     "treespec.hf": [getattr(treespec.hf, name) for name in treespec.hf.__all__],
 }
 WIDTH = 100  # of a signature on one line
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def documents() -> dict[Path, str]:
@@ -54,26 +57,27 @@ def describe(api_object: Any, level: int) -> Iterator[str]:
         return
     classes = [definition(base) for base in api_object.__mro__ if base.__module__.startswith("treespec")]
     fields = [node for base in reversed(classes) for node in base.body if isinstance(node, ast.AnnAssign)]
-    methods = {node.name: node for base in reversed(classes) for node in base.body if isinstance(node, ast.FunctionDef)}
+    methods = {node.name: node for base in reversed(classes) for node in base.body if isinstance(node, FUNCTIONS)}
     constructor = methods.get("__init__")
     yield f"{'#' * level} {api_object.__name__}"
     yield signature(
         api_object.__name__, parameters(constructor.args) if constructor else [spell(node) for node in fields]
     )
     yield from prose(classes)
-    for name in dict.fromkeys(node.name for base in classes for node in base.body if isinstance(node, ast.FunctionDef)):
+    for name in dict.fromkeys(node.name for base in classes for node in base.body if isinstance(node, FUNCTIONS)):
         if not name.startswith("_"):
             yield from describe_function(methods[name], level + 1)
 
 
-def describe_function(function: ast.FunctionDef, level: int) -> Iterator[str]:
+def describe_function(function: ast.FunctionDef | ast.AsyncFunctionDef, level: int) -> Iterator[str]:
     """Yield the blocks of a function, method or property."""
     yield f"{'#' * level} {function.name}"
     returns = spell(function.returns).strip('"')
     if any(ast.unparse(decorator).endswith("property") for decorator in function.decorator_list):
         yield f"```python\n{function.name}: {returns}\n```"
     else:
-        yield signature(function.name, parameters(function.args), returns)
+        name = "async " * isinstance(function, ast.AsyncFunctionDef) + function.name
+        yield signature(name, parameters(function.args), returns)
     yield from prose([function])
 
 

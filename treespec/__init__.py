@@ -6,6 +6,7 @@ from treespec.version import __version__
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "Drafter",
     "EngineArgs",
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from treespec.config import SpecConfig
     from treespec.drafters.base import Drafter
     from treespec.executors.round_record import RoundRecord
+    from treespec.frontend.async_llm import AsyncLLM
     from treespec.frontend.engine_args import EngineArgs, FlexibleArgumentParser
     from treespec.inputs import TextPrompt, TokensPrompt
     from treespec.llm import LLM
@@ -38,6 +40,9 @@ if TYPE_CHECKING:
     from treespec.tree import TokenTree
 
 _MODULES = {
+    "AsyncEngineArgs": "treespec.frontend.engine_args",
+    "AsyncLLM": "treespec.frontend.async_llm",
+    "AsyncLLMEngine": "treespec.frontend.async_llm",
     "CompletionOutput": "treespec.outputs",
     "Drafter": "treespec.drafters.base",
     "EngineArgs": "treespec.frontend.engine_args",
@@ -55,12 +60,8 @@ _MODULES = {
     "train_drafts": "treespec.training.run",
 }
 
-_ASYNC = "LLM.stream yields each round's tokens and is thread-safe"
 _POOLING = "LLM generates text; use transformers for embedding, classification and reward models"
 _VLLM_ONLY = {
-    "AsyncEngineArgs": _ASYNC,
-    "AsyncLLM": _ASYNC,
-    "AsyncLLMEngine": _ASYNC,
     "BeamSearchParams": "sample n outputs with logprobs=0 and rank them by cumulative_logprob",
     "LoRARequest": "merge the adapter into the model (merge_and_unload of peft)",
     "ModelRegistry": "add a family as README says, or use backend='transformers'",

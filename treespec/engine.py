@@ -207,7 +207,9 @@ class Engine:
                 if each.read is not None:
                     self.sources.ssms.score(request, each.read)
                 self.sources.ssms.learn(request, each.tree, path, each.bonus)
-            request.count_accepted([each.tree.sources_of(node) for node in path[1 : 1 + len(tokens)].tolist()])
+            accepted = [each.tree.sources_of(node) for node in path[1 : 1 + len(tokens)].tolist()]
+            request.count_accepted(accepted)
+            self.stats.count_draft(each.tree, accepted)
         counts = [len(tokens) for tokens in emitted]
         if execution.planner is not None:
             requests, trees = [each.request for each in execution.verified], [each.tree for each in execution.verified]

@@ -21,7 +21,7 @@ from treespec.executors.round_record import ObserverHandle, RoundObserver
 from treespec.frontend.engine_args import translate_options
 from treespec.frontend.generation_defaults import check_generation_config, default_sampling_params
 from treespec.frontend.progress import Progress
-from treespec.frontend.requests import Prompt, RequestFactory, as_list, log_rejected, no_text
+from treespec.frontend.requests import Prompt, RequestFactory, UnreadSamples, as_list, log_rejected
 from treespec.frontend.round_loop import RoundLoop
 from treespec.frontend.vllm_methods import VllmMethods
 from treespec.frontend.vllm_options import CALLS, ENGINE, CallOptions, VllmEngineOptions
@@ -336,26 +336,16 @@ class LLM(VllmMethods):
             samples = self._requests([prompt], sampling_params, spec, tokenization_kwargs, stream=True)[0]
         if isinstance(samples, RequestOutput):
             raise RequestError(samples.error)
-        emitted, open_samples = [0] * len(samples), set(samples)
+        unread = UnreadSamples(samples)
         for request in self._rounds.run(samples):
-            if request not in open_samples:
+            if request not in unread:
                 continue  # another thread's round ended it before its last chunk
             with self._rounds.lock:  # tokens and text of the same round
-                tokens = request.output_token_ids[emitted[request.sample] :]
-                emitted[request.sample] += len(tokens)
-                if request.error is not None:
-                    raise request.exception
-                if request.finished and request.detokenizer is not None:
-                    request.detokenizer.flush()
-                text = no_text(request.params)
-                if request.detokenizer is not None:
-                    text = request.detokenizer.release(request.finished)
-                if request.finished:
-                    open_samples.remove(request)
+                _, tokens, text = unread.take(request)
                 # Several samples may end in one round; only the last chunk has the whole output.
-                final = None if open_samples else self._request_factory.output(samples)
+                final = None if unread else self._request_factory.output(samples)
                 chunk = StreamChunk(request.output_id, text, tokens, request.finish_reason, final, request.sample)
-            if tokens or text or request not in open_samples:
+            if tokens or text or request not in unread:
                 yield chunk
 
     def abort(self, request_id: str) -> None:
@@ -433,6 +423,19 @@ class LLM(VllmMethods):
         stream: bool = False,
     ) -> list[list[Request] | RequestOutput]:
         """Return for each prompt its samples, or, if it is invalid, its finished output with the error."""
+        entries = self._new_requests(prompts, params, spec, tokenization, stream)
+        self.engine.stats.add_rejected(sum(isinstance(entry, RequestOutput) for entry in entries))
+        return entries
+
+    def _new_requests(
+        self,
+        prompts: list[Any],
+        params: Any,
+        spec: SpecConfig | str | None,
+        tokenization: Mapping[str, Any] | None,
+        stream: bool,
+    ) -> list[list[Request] | RequestOutput]:
+        """Like `_requests`, but counts nothing, so that a thread may call it while another runs a round."""
         if params is None:
             params = self._default_params
         each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
@@ -452,9 +455,7 @@ class LLM(VllmMethods):
                 "SpecConfig to LLM"
             )
         how, make = Tokenization.resolve(tokenization, self.config.max_model_len), self._request_factory.requests
-        entries = [make(prompt, one, resolved, stream, how) for prompt, one in zip(prompts, each, strict=True)]
-        self.engine.stats.add_rejected(sum(isinstance(entry, RequestOutput) for entry in entries))
-        return entries
+        return [make(prompt, one, resolved, stream, how) for prompt, one in zip(prompts, each, strict=True)]
 
 
 def refuse_unknown(method: Callable[..., Any], given: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ from treespec.frontend.vllm_options import CallOptions
 from treespec.llm import LLM, refuse_unknown
 from treespec.outputs import RequestOutput
 from treespec.request import Request
-from treespec.sampling_params import SamplingParams
+from treespec.sampling_params import RequestOutputKind, SamplingParams
 
 
 class LLMEngine:
@@ -48,6 +48,8 @@ class LLMEngine:
             RequestError: the request cannot be served.
         """
         refuse_unknown(LLMEngine.add_request, vllm_options)
+        if params is not None and params.output_kind is RequestOutputKind.DELTA:
+            raise ConfigError("output_kind='DELTA': LLMEngine.step returns all tokens so far; use AsyncLLM")
         if request_id in self._open:
             raise ConfigError(f"request_id={request_id!r} is in use; give another one")
         llm = self.llm

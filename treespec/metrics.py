@@ -1,10 +1,36 @@
 """Engine-wide counters."""
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from treespec.request import Request
+
+if TYPE_CHECKING:
+    from treespec.executors.execution import VerifiedTree
+
+WHOLE_TREE = "tree"
+
+
+@dataclass
+class DraftCounts:
+    """What a source drafted in all rounds.
+
+    Attributes:
+        num_drafts: trees with a node of it.
+        num_tokens: these nodes.
+        accepted: entry i is the number of accepted nodes at depth i + 1.
+    """
+
+    num_drafts: int = 0
+    num_tokens: int = 0
+    accepted: list[int] = field(default_factory=list)
+
+    def accept(self, depth: int) -> None:
+        """Count an accepted node."""
+        self.accepted += [0] * (depth - len(self.accepted))
+        self.accepted[depth - 1] += 1
 
 
 @dataclass
@@ -12,7 +38,8 @@ class Stats:
     """Counters since the engine was built.
 
     A request, including a rejected one, is counted when it ends. `rounds` and `accepted_lengths` (number of verified
-    trees by accepted drafted tokens) are updated in every round.
+    trees by accepted drafted tokens) are updated in every round, as is `drafts`: by source, and of whole trees under
+    `WHOLE_TREE`.
     """
 
     requests: int = 0
@@ -24,6 +51,7 @@ class Stats:
     accepted_tokens: int = 0
     nodes_verified: int = 0
     accepted_lengths: Counter[int] = field(default_factory=Counter)
+    drafts: dict[str, DraftCounts] = field(default_factory=lambda: defaultdict(DraftCounts))
     accepted_by_source: Counter[str] = field(default_factory=Counter)
     accepted_only_by_source: Counter[str] = field(default_factory=Counter)
 
@@ -31,6 +59,18 @@ class Stats:
         """Count prompts rejected before they became requests."""
         self.requests += count
         self.failed_requests += count
+
+    def count_draft(self, tree: "VerifiedTree", accepted: Sequence[tuple[str, ...]]) -> None:
+        """Count the verified tree of a request, and the sources of its accepted nodes, by depth."""
+        drafted = len(tree) - 1
+        if not drafted:
+            return
+        for source, count in ((WHOLE_TREE, drafted), *tree.drafted_by_source().items()):
+            self.drafts[source].num_drafts += 1
+            self.drafts[source].num_tokens += count
+        for depth, sources in enumerate(accepted, start=1):
+            for source in (WHOLE_TREE, *sources):
+                self.drafts[source].accept(depth)
 
     def add_finished(self, request: Request) -> None:
         """Add a finished request's counters."""

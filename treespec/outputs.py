@@ -1,9 +1,10 @@
 """Request outputs: completions, metrics and stream chunks."""
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from treespec.request import FinishReason, Request
 from treespec.sampling.logprobs import Logprob
@@ -21,7 +22,9 @@ class RequestMetrics:
         accepted_tokens: drafted tokens that were accepted; the target alone chose the other generated tokens.
         accepted_by_source: accepted drafted tokens by source; a token that two sources proposed counts for both.
         accepted_only_by_source: the same, for tokens that only this source proposed.
+        accepted_lengths: entry i is the number of target passes that accepted i drafted tokens.
         nodes_verified: rows of target passes, roots included.
+        queued: seconds from arrival to the start of prefill.
         ttft: seconds from arrival to the first token.
         seconds: seconds from arrival to the end.
         seed: RNG seed, generated if a sampled request has none; None for a greedy request without one.
@@ -34,20 +37,24 @@ class RequestMetrics:
     accepted_tokens: int
     accepted_by_source: dict[str, int]
     accepted_only_by_source: dict[str, int]
+    accepted_lengths: list[int]
     nodes_verified: int
+    queued: float | None
     ttft: float | None
     seconds: float
     seed: int | None
 
     @classmethod
     def of(cls, samples: Sequence[Request]) -> "RequestMetrics":
-        """Aggregate a prompt's samples: sums, the earliest `ttft` and the longest `seconds`."""
+        """Aggregate a prompt's samples: sums, the earliest `queued` and `ttft` and the longest `seconds`."""
         passes, generated = sum(s.target_passes for s in samples), sum(s.num_generated for s in samples)
         accepted: Counter[str] = Counter()
         accepted_only: Counter[str] = Counter()
         for sample in samples:
             accepted.update(sample.accepted_by_source)
             accepted_only.update(sample.accepted_only_by_source)
+        lengths = itertools.zip_longest(*(s.accepted_lengths for s in samples), fillvalue=0)
+        starts = [s.admitted_at - s.arrival for s in samples if s.admitted_at is not None]
         firsts = [s.first_token_at - s.arrival for s in samples if s.first_token_at is not None]
         return cls(
             target_passes=passes,
@@ -57,7 +64,9 @@ class RequestMetrics:
             accepted_tokens=sum(s.accepted_tokens for s in samples),
             accepted_by_source=dict(accepted),
             accepted_only_by_source=dict(accepted_only),
+            accepted_lengths=[sum(counts) for counts in lengths],
             nodes_verified=sum(s.nodes_verified for s in samples),
+            queued=min(starts, default=None),
             ttft=min(firsts, default=None),
             seconds=max((s.finished_at or time.perf_counter()) - s.arrival for s in samples),
             seed=samples[0].seed,
@@ -70,7 +79,8 @@ class CompletionOutput:
     without a tokenizer and empty with detokenize=False.
 
     `logprobs` maps, per position, the chosen and the most likely token ids to their log-probabilities;
-    `cumulative_logprob` is the sum over the chosen tokens. Both are None without `SamplingParams.logprobs`.
+    `cumulative_logprob` is the sum over the chosen tokens. Both are None without `SamplingParams.logprobs`. `metrics`
+    are those of this completion alone, once it has finished.
     """
 
     index: int
@@ -80,6 +90,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
+    metrics: RequestMetrics | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,7 @@ class Request:
     error: str | None = None
     failure: TreespecError | None = None  # the exception behind `error`, if kept
     arrival: float = field(default_factory=time.perf_counter)
+    admitted_at: float | None = None
     first_token_at: float | None = None
     finished_at: float | None = None
     poisoned: bool = False  # a draft computed NaN: zero its slots before the pages are reused
@@ -104,6 +105,7 @@ class Request:
     nodes_verified: int = 0
     num_rounds: int = 0
     accepted_tokens: int = 0
+    accepted_lengths: list[int] = field(default_factory=list)  # [i]: rounds that accepted i drafted tokens
     accepted_by_source: dict[str, int] = field(default_factory=dict)
     accepted_only_by_source: dict[str, int] = field(default_factory=dict)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
@@ -233,7 +235,10 @@ class Request:
 
     def count_accepted(self, sources_of_nodes: Sequence[tuple[str, ...]]) -> None:
         """Count accepted drafted tokens, and attribute them to the sources that proposed them."""
-        self.accepted_tokens += len(sources_of_nodes)
+        accepted = len(sources_of_nodes)
+        self.accepted_tokens += accepted
+        self.accepted_lengths += [0] * (accepted + 1 - len(self.accepted_lengths))
+        self.accepted_lengths[accepted] += 1
         for sources in sources_of_nodes:
             for source in sources:
                 self.accepted_by_source[source] = self.accepted_by_source.get(source, 0) + 1

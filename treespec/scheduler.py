@@ -135,6 +135,7 @@ class Scheduler:
         shared = shared_pages(request)
         request.pages = self.cache.reserve(request.request_id, self.slots_needed(request), shared)
         self.running.append(request)
+        request.admitted_at = time.perf_counter()
         group, prefix = request.group, request.num_prompt - 1
         if group is None:
             return

@@ -136,6 +136,11 @@ class TokenTree:
         drawn = self.draws.sources[self.draws.children == node]
         return tuple(dict.fromkeys(self.source_names[source] for source in drawn))
 
+    def drafted_by_source(self) -> dict[str, int]:
+        """Return the number of proposals of each source, which are its nodes unless it draws with replacement."""
+        counts = np.bincount(self.draws.sources, minlength=len(self.source_names)).tolist()
+        return {name: count for name, count in zip(self.source_names, counts, strict=True) if count}
+
     def token_tree(self) -> "TokenTree":
         """Return self; part of the interface of verified trees."""
         return self

@@ -1,4 +1,4 @@
-"""Command line interface: `treespec generate | bench | tree | train | weights | autotune`.
+"""Command line interface: `treespec generate | serve | bench | tree | train | weights | autotune`.
 
 Commands import torch lazily, so that `treespec --help` is fast.
 """
@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from treespec.cli import autotune, bench, generate, train, tree
+from treespec.cli import autotune, bench, generate, serve, train, tree
 from treespec.cli.group import Commands
 from treespec.utils.interrupts import raise_on_interrupt
 from treespec.version import __version__
@@ -18,6 +18,7 @@ _PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_int
 
 app = typer.Typer(cls=Commands, add_completion=False, pretty_exceptions_enable=False)
 app.command()(generate.generate)
+app.command()(serve.serve)
 app.command(cls=bench.SeveralValues)(bench.bench)
 app.command()(tree.tree)
 app.command(cls=bench.SeveralValues)(train.train)

@@ -45,6 +45,8 @@ class VerifiedTree(Protocol):
 
     def sources_of(self, node: int) -> tuple[str, ...]: ...
 
+    def drafted_by_source(self) -> dict[str, int]: ...
+
     def token_tree(self) -> TokenTree:
         """Return the tree with the sources of every node."""
 

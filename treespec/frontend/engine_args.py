@@ -113,6 +113,9 @@ class EngineArgs(EngineOptions):
         return cls(**{each.name: getattr(args, each.name) for each in fields(cls) if hasattr(args, each.name)})
 
 
+AsyncEngineArgs = EngineArgs  # vLLM's name for `AsyncLLM`
+
+
 def translate_options(options: EngineOptions, enforce_eager: Any, speculative_config: Any) -> EngineOptions:
     """Return the options changed as two arguments of vLLM request.
 

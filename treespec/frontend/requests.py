@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from numbers import Integral
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -33,6 +33,62 @@ Prompt = str | Sequence[int] | np.ndarray | torch.Tensor | TextPrompt | TokensPr
 # every bad word is tokenized twice.
 _MOST_TEXTS = {"stop": (1000, 100_000), "bad_words": (5000, 200_000)}
 _PROMPT_KEYS = ("prompt", "prompt_token_ids")
+
+
+class NewTokens(NamedTuple):
+    """What a request has generated since it was last read.
+
+    Attributes:
+        start: number of output tokens before these.
+        token_ids, text: may be empty; text also lags behind the tokens.
+    """
+
+    start: int
+    token_ids: list[int]
+    text: str | None
+
+
+class UnreadSamples:
+    """The samples of a prompt that a stream has not read to their end.
+
+    Holds positions in the requests' outputs, not copies, so that what a slow reader misses takes no memory.
+
+    Args:
+        samples: created with `stream=True`.
+    """
+
+    def __init__(self, samples: Sequence[Request]):
+        self._read = dict.fromkeys(samples, 0)  # number of tokens taken
+
+    def __bool__(self) -> bool:
+        return bool(self._read)
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._read
+
+    def changed(self) -> list[Request]:
+        """Return the samples with new tokens, and those that have ended."""
+        return [request for request, read in self._read.items() if request.finished or request.num_generated > read]
+
+    def take(self, request: Request) -> NewTokens:
+        """Take what is new; a request that has finished is then read to its end. No round may run meanwhile.
+
+        Raises:
+            TreespecError: the request has failed.
+        """
+        if request.error is not None:
+            raise request.exception
+        start = self._read[request]
+        tokens = request.tokens[request.num_prompt + start :]
+        self._read[request] += len(tokens)
+        text = no_text(request.params)
+        if request.detokenizer is not None:
+            if request.finished:
+                request.detokenizer.flush()
+            text = request.detokenizer.release(request.finished)
+        if request.finished:
+            del self._read[request]
+        return NewTokens(start, tokens, text)
 
 
 @dataclass(frozen=True)
@@ -217,14 +273,17 @@ class RequestFactory:
         decode = partial(self.tokenizer.decode, skip_special=params.skip_special_tokens)
         return Detokenizer(decode, prompt, params.stop, params.include_stop_str_in_output)
 
-    def output(self, samples: Sequence[Request], finished: bool = True) -> RequestOutput:
-        """Return the output of a prompt's samples, finished or not."""
+    def output(
+        self, samples: Sequence[Request], finished: bool = True, deltas: list[CompletionOutput] | None = None
+    ) -> RequestOutput:
+        """Return the output of a prompt's samples, finished or not. `deltas` replace the whole completions."""
         first, prompt_logprobs = samples[0], None
         try:
-            prompt_logprobs = self._prompt_logprobs(samples)
+            if deltas is None or finished:
+                prompt_logprobs = self._prompt_logprobs(samples)
         except RequestError as error:
             _fail(first, error)
-        completions = [self._completion(sample) for sample in samples]
+        completions = [self._completion(sample) for sample in samples] if deltas is None else deltas
         return RequestOutput(
             first.output_id,
             first.prompt,
@@ -249,7 +308,12 @@ class RequestFactory:
         except RequestError as error:  # the tokenizer cannot decode the tokens; return them without text
             _fail(request, error)
             return CompletionOutput(
-                request.sample, None, request.output_token_ids, request.finish_reason, request.stop_reason
+                request.sample,
+                None,
+                request.output_token_ids,
+                request.finish_reason,
+                request.stop_reason,
+                metrics=metrics_of(request),
             )
 
     def _text_and_logprobs(self, request: Request) -> CompletionOutput:
@@ -267,7 +331,31 @@ class RequestFactory:
             logprobs = self._named(request.logprobs, request.params)
             total = sum(found[token].logprob for found, token in zip(logprobs, tokens, strict=True))
         return CompletionOutput(
-            request.sample, text, tokens, request.finish_reason, request.stop_reason, logprobs, total
+            request.sample,
+            text,
+            tokens,
+            request.finish_reason,
+            request.stop_reason,
+            logprobs,
+            total,
+            metrics_of(request),
+        )
+
+    def delta(self, request: Request, new: NewTokens) -> CompletionOutput:
+        """Return what `UnreadSamples.take` took of a request. `cumulative_logprob` is that of these tokens."""
+        logprobs, total = None, None
+        if request.params.logprobs is not None:
+            logprobs = self._named(request.logprobs[new.start : new.start + len(new.token_ids)], request.params)
+            total = sum(entry[token].logprob for entry, token in zip(logprobs, new.token_ids, strict=True))
+        return CompletionOutput(
+            request.sample,
+            new.text,
+            new.token_ids,
+            request.finish_reason,
+            request.stop_reason,
+            logprobs,
+            total,
+            metrics_of(request),
         )
 
     def _named(self, positions: Sequence[_Position], params: SamplingParams) -> list[_Position]:
@@ -295,6 +383,11 @@ def _fail(request: Request, error: RequestError) -> None:
     """Mark a finished request as failed and keep its first error. A running request is marked when it ends."""
     if request.finished:
         request.finish_reason, request.error = "error", request.error or str(error)
+
+
+def metrics_of(request: Request) -> RequestMetrics | None:
+    """Return the metrics of one sample, or None before it has finished."""
+    return RequestMetrics.of([request]) if request.finished else None
 
 
 def no_text(params: SamplingParams) -> str | None:

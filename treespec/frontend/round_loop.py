@@ -41,7 +41,6 @@ class RoundLoop:
         """
         self.check_threads()
         open_requests = dict.fromkeys(requests, 0)  # request -> number of tokens yielded
-        caller = object()
 
         def changed() -> list[Request]:
             """Return requests that have ended or have new tokens, by a round of any thread or by an abort."""
@@ -57,19 +56,30 @@ class RoundLoop:
                 for request in requests:
                     self._engine.scheduler.add(request)
             while open_requests:
-                self._waiting.add(caller)
-                with self.lock:
-                    self._waiting.discard(caller)
+                with self.turn():
                     found = changed()
                     if not found:
                         self.step()
                         found = changed()
                 yield from found
-                self._yield_lock()
+                self.yield_lock()
         finally:  # also after Ctrl-C, an error, or a caller that stops iterating
-            self._waiting.discard(caller)
             with self.lock:
                 self.end(requests)
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Hold the lock. `yield_lock` of other threads gives way to a thread that waits for it."""
+        caller = object()
+        self._waiting.add(caller)
+        try:
+            self.lock.acquire()
+        finally:  # also after Ctrl-C
+            self._waiting.discard(caller)
+        try:
+            yield
+        finally:
+            self.lock.release()
 
     def step(self) -> None:
         """Run one round. The caller holds the lock.
@@ -102,7 +112,7 @@ class RoundLoop:
     @contextmanager
     def between(self) -> Iterator[None]:
         """Hold the lock, after the engine has learned from the last round."""
-        with self.lock:
+        with self.turn():
             self._engine.learn()
             yield
 
@@ -124,7 +134,7 @@ class RoundLoop:
                 f"call torch.set_num_threads({tested}), or build a new LLM"
             )
 
-    def _yield_lock(self) -> None:
+    def yield_lock(self) -> None:
         """Let a waiting thread take the lock, which this thread would otherwise take again immediately."""
         waiting = len(self._waiting)
         for _ in range(20 if waiting else 0):  # 1 ms at most

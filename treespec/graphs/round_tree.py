@@ -62,6 +62,17 @@ class RoundTree:
         seed = self._place_in_proposed(node)
         return own if seed is None else (*own, *(n for n in self.proposed.sources_of(seed) if n not in own))
 
+    def drafted_by_source(self) -> dict[str, int]:
+        """Return the number of nodes that each source proposed."""
+        bits = self.nodes[3, 1 : len(self)]
+        counts = {name: int(np.count_nonzero(bits >> i & 1)) for i, name in enumerate(self.names)}
+        seeds = () if self.proposed is None else np.flatnonzero(bits >> SEED_BIT & 1).tolist()
+        for node in seeds:
+            for name in self.sources_of(node + 1):
+                if name not in self.names:
+                    counts[name] = counts.get(name, 0) + 1
+        return {name: count for name, count in counts.items() if count}
+
     def token_tree(self) -> TokenTree:
         """Return the equivalent `TokenTree`, with the sources of every node."""
         above = self.values[self.parents[1:]]

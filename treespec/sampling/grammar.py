@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _KEPT = 64  # compiled constraints kept for later requests (LRU)
 SECONDS = 5  # CPU time limit for compiling a constraint; within `form_limits` it takes less than 1 s
 _STACK = 256 << 20  # bytes, committed on first use; nested rules take 15 KB each
+_stack_size = threading.Lock()  # of the size for new threads, which is one for all
 
 
 class Grammars:
@@ -47,6 +48,7 @@ class Grammars:
         self._end_tokens = [token for token in end_tokens if token < vocab_size]
         self._tokenizer: LLTokenizer | None = None
         self._parsers: OrderedDict[StructuredOutputsParams, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()  # of `_parsers`: `AsyncLLM` creates requests while another thread runs rounds
 
     def grammar(self, form: StructuredOutputsParams, num_prompt: int) -> "Grammar":
         """Create the grammar state of a request with `num_prompt` prompt tokens.
@@ -54,17 +56,24 @@ class Grammars:
         Raises:
             RequestError: llguidance is missing or cannot compile the constraint, or the tokenizer is unsupported.
         """
-        parser = self._parsers[form] if form in self._parsers else self._new_parser(form)
-        self._parsers.move_to_end(form)
+        with self._lock:
+            parser = self._parsers.get(form)
+            if parser is not None:
+                self._parsers.move_to_end(form)
+        if parser is None:
+            parser = self._new_parser(form)
         renew = partial(self._new_parser, form)
         return Grammar(parser, renew, num_prompt, self._end_tokens, self._vocab_size, self._device)
 
     def _new_parser(self, form: StructuredOutputsParams) -> "LLMatcher":
         """Compile a fresh parser and cache it."""
-        self._parsers[form] = self.parse(form)
-        if len(self._parsers) > _KEPT:
-            self._parsers.popitem(last=False)
-        return self._parsers[form]
+        parser = self.parse(form)
+        with self._lock:
+            self._parsers[form] = parser
+            self._parsers.move_to_end(form)
+            if len(self._parsers) > _KEPT:
+                self._parsers.popitem(last=False)
+        return parser
 
     def parse(self, form: StructuredOutputsParams) -> "LLMatcher":
         """Compile a constraint. Raises RequestError if it is invalid or takes too long."""
@@ -113,11 +122,12 @@ def _run_with_large_stack(call: Callable[[], "LLMatcher"], form: str) -> "LLMatc
         except BaseException as error:
             result.set_exception(error)
 
-    usual = threading.stack_size(_STACK)
-    try:
-        threading.Thread(target=run, name="treespec-grammar", daemon=True).start()
-    finally:
-        threading.stack_size(usual)
+    with _stack_size:
+        usual = threading.stack_size(_STACK)
+        try:
+            threading.Thread(target=run, name="treespec-grammar", daemon=True).start()
+        finally:
+            threading.stack_size(usual)
     spent = clocks.get()
     while True:
         try:

@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from enum import Enum
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from treespec.errors import ConfigError, reject_unknown
-from treespec.sampling_params.param_values import LEAST_TEMPERATURE, checked
+from treespec.sampling_params.param_values import LEAST_TEMPERATURE, RequestOutputKind, checked
 from treespec.sampling_params.structured_params import StructuredOutputsParams
 from treespec.sampling_params.vllm_options import PARAMS, ParamsOptions, without_absent
 
@@ -60,6 +59,8 @@ class SamplingParams:
             the untransformed logits.
         prompt_logprobs: the same for prompt tokens except the first, in `RequestOutput.prompt_logprobs`. Bit-identical
             to the `logprobs` of decoding the token, unless `LLM(exact=False)`.
+        output_kind: what the outputs of `AsyncLLM.generate` hold: everything so far ("CUMULATIVE"), what is new
+            ("DELTA"), or everything, once, at the end ("FINAL_ONLY"). A `RequestOutputKind` or its name.
 
     NumPy scalars are converted. vLLM's other options are accepted at their default values, otherwise rejected with the
     alternative.
@@ -92,6 +93,7 @@ class SamplingParams:
     logits_processors: Sequence[Any]
     logprobs: int | None
     prompt_logprobs: int | None
+    output_kind: RequestOutputKind = field(compare=False)  # how outputs are read, not what they are
 
     def __init__(
         self,
@@ -120,6 +122,7 @@ class SamplingParams:
         logits_processors: Sequence[Any] | None = None,
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
+        output_kind: RequestOutputKind | str = RequestOutputKind.CUMULATIVE,
         **vllm_options: Unpack[ParamsOptions],
     ) -> None:
         values = locals()
@@ -188,12 +191,3 @@ class SamplingParams:
     def is_argmax(self) -> bool:
         """Whether the output is the argmax of the untransformed logits."""
         return self.temperature == 0 and not self.transforms_logits
-
-
-class RequestOutputKind(Enum):
-    """vLLM's values of `SamplingParams(output_kind=...)`. `generate` returns finished outputs, as `CUMULATIVE` and
-    `FINAL_ONLY` do; `DELTA` is rejected in favour of `LLM.stream`."""
-
-    CUMULATIVE = 0
-    DELTA = 1
-    FINAL_ONLY = 2

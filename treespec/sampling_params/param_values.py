@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 from treespec.errors import ConfigError, safe_repr
@@ -14,6 +15,14 @@ logger = logging.getLogger("treespec")
 LEAST_TEMPERATURE = 1e-4  # lower values may overflow logits / temperature
 MAX_SEED = 2**64 - 1
 MAX_SAMPLES = 16384  # per prompt, as in vLLM
+
+
+class RequestOutputKind(Enum):
+    """vLLM's values of `SamplingParams(output_kind=...)`, which `AsyncLLM` reads."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
 
 
 def checked(name: str, value: Any) -> Any:
@@ -115,6 +124,14 @@ def _logits_processors(name: str, value: Any) -> tuple[Any, ...]:
     return processors
 
 
+def _output_kind(name: str, value: Any) -> RequestOutputKind:
+    kinds = RequestOutputKind.__members__
+    kind = "CUMULATIVE" if value is None else getattr(value, "name", value)  # vLLM's enum has the same names
+    if not isinstance(kind, str) or kind not in kinds:
+        raise ConfigError(f"{name}={safe_repr(value)}; valid: {', '.join(map(repr, kinds))}")
+    return kinds[kind]
+
+
 _OTHERS: dict[str, Callable[[str, Any], Any]] = {
     "stop": _stop,
     "stop_token_ids": _stop_token_ids,
@@ -122,6 +139,7 @@ _OTHERS: dict[str, Callable[[str, Any], Any]] = {
     "logit_bias": _logit_bias,
     "allowed_token_ids": _allowed_token_ids,
     "logits_processors": _logits_processors,
+    "output_kind": _output_kind,
     "structured_outputs": lambda _, value: StructuredOutputsParams.of(value),
 }
 _BOOLS = ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens")

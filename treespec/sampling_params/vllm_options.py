@@ -43,13 +43,6 @@ class ParamsOptions(TypedDict, total=False):
     flat_logprobs: Annotated[bool, Absent((False,), "logprobs come as a list of dicts: omit it")]
     guided_decoding: Annotated[Any, GRAMMAR]
     logprob_token_ids: Annotated[list[int] | None, Absent((None,), "use logprobs=-1, which returns all tokens")]
-    output_kind: Annotated[
-        Any,
-        Absent(
-            (None, "CUMULATIVE", "FINAL_ONLY"),
-            "generate returns finished outputs; use stream for the new tokens of each round",
-        ),
-    ]
     prompt_logprob_start: Annotated[int | None, Absent((None,), "use prompt_logprobs, and slice its result")]
     prompt_logprob_token_ids: Annotated[Any, Absent((None,), "use prompt_logprobs=-1, which returns all tokens")]
     repetition_detection: Annotated[Any, Absent((None,), "use repetition_penalty, or stop reading a stream")]

@@ -1,0 +1,38 @@
+"""A live server on the loopback interface, in a thread of the test process."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+
+from treespec import AsyncLLM, SamplingParams
+from treespec.serve.app import ServerOptions, create_app
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+NAME = "speaking"
+
+
+@contextmanager
+def serving(engine: AsyncLLM, **options: Any) -> Iterator[str]:
+    """Serve on a free port while the block runs; its address."""
+    defaults = {"model_names": [NAME, "other"], "defaults": SamplingParams(max_tokens=None), "chat_template": TEMPLATE}
+    app = create_app(engine, ServerOptions(**(defaults | options)))  # type: ignore[arg-type]
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        end = time.monotonic() + 60
+        while not server.started:
+            assert thread.is_alive() and time.monotonic() < end
+            time.sleep(0.01)
+        host, port = server.servers[0].sockets[0].getsockname()
+        yield f"http://{host}:{port}"
+    finally:
+        server.should_exit = True
+        thread.join()

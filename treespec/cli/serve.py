@@ -1,0 +1,189 @@
+"""`treespec serve`: an OpenAI-compatible server."""
+
+import json
+import logging
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from treespec.cli.group import usage_error
+from treespec.cli.options import (
+    Compile,
+    Device,
+    Drafts,
+    Dtype,
+    Nodes,
+    Quantization,
+    choose_target,
+    read_template,
+    spec_config,
+    status,
+)
+from treespec.utils.interrupts import raise_on_interrupt
+
+if TYPE_CHECKING:
+    from treespec.llm import LLM
+    from treespec.sampling_params import SamplingParams
+
+GRACE = 5  # seconds that running requests get to end after Ctrl-C or SIGTERM
+_METHODS = ("ngram", "draft_model", "suffix")
+
+logger = logging.getLogger("treespec")
+
+
+def serve(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="The target: a Hugging Face folder, GGUF file, hub id, smollm2 or embedded. Default: smollm2 if it is "
+            "installed, else embedded.",
+            show_default=False,
+        ),
+    ] = None,
+    draft: Drafts = None,
+    host: Annotated[str, typer.Option("--host", help="Interface to listen on; 0.0.0.0 is all of them.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", help="0 is any free one.", min=0, max=65535)] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            "--api-key",
+            metavar="KEY",
+            envvar="TREESPEC_API_KEY",
+            help="Key that clients must send. On the command line, other users of the machine see it.",
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--served-model-name", metavar="NAME", help="Name of the model for clients; repeatable. Default: MODEL."
+        ),
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option("--max-model-len", metavar="N", help="Positions of the longest request.")
+    ] = None,
+    max_num_seqs: Annotated[
+        int, typer.Option("--max-num-seqs", metavar="N", help="Requests decoded at once.", min=1)
+    ] = 8,
+    nodes: Nodes = None,
+    no_spec: Annotated[bool, typer.Option("--no-spec", help="Plain decoding, unless a request asks for more.")] = False,
+    speculative_config: Annotated[
+        str | None,
+        typer.Option(
+            "--speculative-config",
+            metavar="JSON",
+            help="vLLM's keys method (ngram, suffix, draft_model), model and num_speculative_tokens.",
+        ),
+    ] = None,
+    suffix_tokens: Annotated[
+        int, typer.Option("--suffix-tokens", metavar="N", help="Output tokens to remember for the source suffix.")
+    ] = 0,
+    tokenizer: Annotated[str | None, typer.Option("--tokenizer", metavar="F", help="Default: the model's.")] = None,
+    chat_template: Annotated[
+        str | None,
+        typer.Option("--chat-template", metavar="F", help="Jinja file that replaces the model's chat template."),
+    ] = None,
+    generation_config: Annotated[
+        str,
+        typer.Option(
+            "--generation-config", help="Defaults of requests: auto (the model's file), treespec, vllm or a folder."
+        ),
+    ] = "auto",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    compile: Compile = None,
+    quantization: Quantization = None,
+    max_body_bytes: Annotated[int, typer.Option("--max-body-bytes", metavar="N", help="Largest request.", min=1)] = 4
+    << 20,
+) -> None:
+    """Serve the model on an HTTP port with OpenAI's API.
+
+    POST /v1/chat/completions, /v1/completions, /tokenize, /detokenize; GET /v1/models, /health, /version, /metrics.
+    """
+    try:
+        import uvicorn
+
+        from treespec.serve.app import ServerOptions, create_app
+    except ModuleNotFoundError as error:
+        raise usage_error(f"serve needs the package {error.name}; install treespec with its extra: [serve]") from error
+    from treespec.frontend.async_llm import AsyncLLM
+    from treespec.frontend.engine_args import EngineArgs
+    from treespec.serve.errors import LOOPBACK
+
+    config = {} if speculative_config is None else parse_speculative_config(speculative_config)
+    if num_tokens := config.pop("num_speculative_tokens", None):
+        if nodes is not None:
+            raise usage_error("--nodes and num_speculative_tokens both set the size of drafts; give one of them")
+        nodes = str(num_tokens + 1)
+    if no_spec and (nodes is not None or config):
+        raise usage_error("--no-spec is plain decoding; drop it, or drop --nodes and --speculative-config")
+    template = None if chat_template is None else read_template(chat_template)
+    target = choose_target(model, None)
+    target.tell()
+    raise_on_interrupt()
+    args = EngineArgs(
+        model=target.model,
+        drafts=draft,
+        spec="off" if no_spec else spec_config(nodes, None, None),
+        tokenizer=tokenizer,
+        device=device,
+        dtype=dtype,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        compile="auto" if compile is None else compile,
+        generation_config=generation_config,
+        quantization=quantization,
+        suffix_tokens=suffix_tokens,
+        speculative_config=config or None,
+    )
+    with status("loading"):
+        engine = AsyncLLM.from_engine_args(args)
+    only_loopback = host in LOOPBACK
+    options = ServerOptions(
+        model_names=served_model_name or [target.model or "embedded"],
+        defaults=default_params(engine.llm, generation_config),
+        chat_template=template,
+        api_key=api_key or None,
+        max_body_bytes=max_body_bytes,
+        only_loopback=only_loopback,
+    )
+    if not only_loopback and options.api_key is None:
+        logger.warning("anybody who reaches port %d of %s may use the model: there is no --api-key", port, host)
+    with engine:
+        uvicorn.run(create_app(engine, options), host=host, port=port, timeout_graceful_shutdown=GRACE)
+
+
+def parse_speculative_config(text: str) -> dict[str, Any]:
+    """Parse `--speculative-config`. Raises UsageError for keys and methods that treespec does not have."""
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise usage_error(f"--speculative-config is not JSON: {error}") from None
+    keys = ("method", "model", "num_speculative_tokens")
+    if not isinstance(config, dict) or (unknown := config.keys() - keys):
+        what = f"unknown {', '.join(sorted(unknown))}" if isinstance(config, dict) else "not an object"
+        raise usage_error(f"--speculative-config: {what}; keys: {', '.join(keys)}")
+    config = {name: value for name, value in config.items() if value is not None}
+    if "method" in config and config["method"] not in _METHODS:
+        raise usage_error(
+            f"--speculative-config: method {config['method']!r}; valid: {', '.join(_METHODS)}. Heads such as EAGLE are "
+            "drafts, with method draft_model"
+        )
+    number = config.get("num_speculative_tokens", 1)
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise usage_error(f"--speculative-config: num_speculative_tokens={number!r}; valid: an int of at least 1")
+    return config
+
+
+def default_params(llm: "LLM", generation_config: str) -> "SamplingParams":
+    """Return the sampling parameters of requests that give none.
+
+    Where the model's file says nothing, they are OpenAI's: temperature 1, and as many tokens as the context holds.
+    """
+    from treespec.sampling_params import SamplingParams
+
+    params, unset = llm.get_default_sampling_params(), SamplingParams()
+    if generation_config != "treespec" and params.temperature == unset.temperature:
+        params.temperature = 1.0
+    if params.max_tokens == unset.max_tokens:
+        params.max_tokens = None
+    return params

@@ -1,0 +1,340 @@
+"""vLLM's `AsyncLLM` interface: the requests of asyncio programs share the rounds of one thread."""
+
+import asyncio
+import atexit
+import logging
+import threading
+from collections import defaultdict, deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+from treespec.config import SpecConfig
+from treespec.errors import ConfigError, RequestError, TreespecError
+from treespec.frontend.engine_args import EngineArgs
+from treespec.frontend.requests import Prompt, UnreadSamples
+from treespec.frontend.vllm_options import CallOptions
+from treespec.llm import LLM, refuse_unknown
+from treespec.outputs import RequestOutput
+from treespec.request import Request
+from treespec.sampling_params import RequestOutputKind, SamplingParams
+
+logger = logging.getLogger("treespec")
+
+
+_Output = asyncio.Future[RequestOutput | None]  # None says that the request has ended: the reader makes the output
+_Result = tuple[_Output, RequestOutput | TreespecError | None]
+_Results = dict[asyncio.AbstractEventLoop, list[_Result]]
+
+
+class RequestStream(AsyncIterator[RequestOutput]):
+    """The outputs of one request of an `AsyncLLM`, for one reader.
+
+    The next output is made when the reader asks for it, and holds all that the rounds until then have added: a slow
+    reader delays no round, and outputs do not pile up.
+    """
+
+    def __init__(self, engine: "AsyncLLM", request_id: str, samples: list[Request]):
+        self.request_id = request_id
+        self._engine, self._samples = engine, samples
+        self._kind = samples[0].params.output_kind
+        self._unread = UnreadSamples(samples)
+        self._lock = threading.Lock()  # of the two below, which the reader and the thread of the rounds hand over
+        self._waiting: tuple[asyncio.AbstractEventLoop, _Output] | None = None
+        self._has_ended = False  # no round changes the samples any more
+        self._is_exhausted = False
+
+    async def __anext__(self) -> RequestOutput:
+        """Return the next output.
+
+        Raises:
+            RequestError, DraftError: the request has failed.
+        """
+        if self._is_exhausted:
+            raise StopAsyncIteration
+        loop = asyncio.get_running_loop()
+        output: _Output = loop.create_future()
+        with self._lock:
+            if self._has_ended:
+                output.set_result(None)
+            else:
+                self._waiting = loop, output
+        if not output.done():
+            self._engine._wake.set()
+        new = await output
+        if new is not None:
+            return new
+        self._is_exhausted = True
+        if self._kind is RequestOutputKind.FINAL_ONLY:  # decodes all tokens now
+            return await asyncio.to_thread(self._take)
+        return self._take()
+
+    def close(self) -> None:
+        """End the request and free its pages, after the round that is running. Idempotent."""
+        self._is_exhausted = True
+        if not self._has_ended:
+            with suppress(ConfigError):  # a shutdown ends it
+                self._engine._submit(partial(self._engine.llm._rounds.end, self._samples))
+
+    def _is_running(self) -> bool:
+        return any(not sample.finished for sample in self._samples)
+
+    def _hand_over(self, results: _Results) -> None:
+        """Add what is new for a waiting reader to `results`. Called between rounds."""
+        ends = not self._is_running()
+        if not ends and (self._waiting is None or not self._has_news()):
+            return
+        with self._lock:
+            waiting, self._waiting, self._has_ended = self._waiting, None, ends
+        if waiting is None:
+            return
+        loop, output = waiting
+        new: RequestOutput | TreespecError | None = None
+        if not ends:
+            if self._samples[0].params.logprobs is not None:
+                self._engine.llm.engine.learn()  # those of a round that overlaps with the next one
+            try:
+                new = self._take()
+            except TreespecError as error:
+                new = error
+        results[loop].append((output, new))
+
+    def _has_news(self) -> bool:
+        return self._kind is not RequestOutputKind.FINAL_ONLY and bool(self._unread.changed())
+
+    def _take(self) -> RequestOutput:
+        """Return the output that the kind asks for.
+
+        Raises:
+            RequestError, DraftError: a sample has failed.
+        """
+        factory, ends = self._engine.llm._request_factory, not self._is_running()
+        if self._kind is RequestOutputKind.DELTA:
+            new = [factory.delta(sample, self._unread.take(sample)) for sample in self._unread.changed()]
+            return factory.output(self._samples, ends, new)
+        if self._kind is RequestOutputKind.CUMULATIVE:
+            for sample in self._unread.changed():
+                self._unread.take(sample)
+        output = factory.output(self._samples, ends)
+        if output.error is not None:
+            raise next((s.exception for s in self._samples if s.failure is not None), RequestError(output.error))
+        return output
+
+
+class AsyncLLM:
+    """Runs the engine of an `LLM` for asyncio programs, in one thread, while there are requests.
+
+    Requests join and leave between rounds. What a request generates depends on no other request.
+
+    `with AsyncLLM(llm) as engine:` shuts it down at the end.
+
+    Args:
+        llm: the LLM whose engine to run. It remains usable: requests of other threads share the rounds.
+    """
+
+    def __init__(self, llm: LLM):
+        self.llm = llm
+        self._streams: dict[int, RequestStream] = {}  # by id(): those with running requests or a waiting reader
+        self._calls: deque[tuple[Callable[[], object], Future[None]]] = deque()  # to make between rounds
+        self._wake = threading.Event()
+        self._lock = threading.Lock()  # of `_is_closed`
+        self._is_closed = False
+        # One thread creates requests, so that seeds are drawn in the order of arrival, while another runs rounds.
+        self._creator = ThreadPoolExecutor(1, "treespec-requests")
+        self._thread = threading.Thread(target=self._run, name="treespec-rounds", daemon=True)
+        self._thread.start()
+        atexit.register(self.shutdown)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """Build an engine from its arguments."""
+        return cls(LLM.from_engine_args(engine_args))
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        spec: SpecConfig | str | dict[str, Any] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        **vllm_options: Unpack[CallOptions],
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Generate for one prompt and yield outputs as rounds add to them. Leaving the loop ends the request.
+
+        `SamplingParams.output_kind` states what an output holds. A reader that asks rarely gets fewer and larger ones.
+
+        Args:
+            prompt, sampling_params, spec, tokenization_kwargs: as of `LLM.generate`, for one prompt.
+            request_id: for `abort` and the outputs; None is a new one.
+
+        Raises:
+            ConfigError: an unknown keyword, or the engine is shut down.
+            RequestError, DraftError: the request is invalid, or fails later.
+        """
+        refuse_unknown(AsyncLLM.generate, vllm_options)
+        stream = await self.add_request(
+            request_id, prompt, sampling_params, spec=spec, tokenization_kwargs=tokenization_kwargs
+        )
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            stream.close()
+
+    async def add_request(
+        self,
+        request_id: str | None,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        spec: SpecConfig | str | dict[str, Any] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        **vllm_options: Unpack[CallOptions],
+    ) -> RequestStream:
+        """Add a request to the next round and return its outputs, to be read with `async for`.
+
+        Arguments and errors are those of `generate`. `close()` of the result ends the request; it runs to its end,
+        even if nobody reads it, unless that is called.
+        """
+        refuse_unknown(AsyncLLM.add_request, vllm_options)
+        self.llm._rounds.check_threads()
+        create = partial(self._create, prompt, params, spec, tokenization_kwargs)
+        if self._is_closed:
+            raise ConfigError("this AsyncLLM is shut down; build another one")
+        samples = await asyncio.get_running_loop().run_in_executor(self._creator, create)
+        if request_id is not None:
+            for sample in samples:
+                sample.output_id = request_id
+        stream = RequestStream(self, samples[0].output_id, samples)
+        self._submit(partial(self._admit, stream, samples))
+        return stream
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests and free their pages, after the round that is running. Unknown ids are ignored."""
+        names = {request_id} if isinstance(request_id, str) else {*request_id}
+        await asyncio.wrap_future(self._submit(partial(self._abort, names)))
+
+    async def get_tokenizer(self) -> Any:
+        """Return the tokenizer, or None."""
+        return self.llm.get_tokenizer()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread of the rounds serves requests."""
+        return self._thread.is_alive()
+
+    def get_num_unfinished_requests(self) -> int:
+        """Return the number of requests that have not ended."""
+        return len(self._streams)
+
+    def shutdown(self) -> None:
+        """Abort all requests, and end the threads. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+        self._wake.set()
+        self._thread.join()
+        self._creator.shutdown(cancel_futures=True)
+        atexit.unregister(self.shutdown)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _create(self, prompt: Any, params: Any, spec: Any, tokenization: Mapping[str, Any] | None) -> list[Request]:
+        """Return the samples of a prompt. Raises RequestError if it is invalid."""
+        stream = getattr(params, "output_kind", None) is not RequestOutputKind.FINAL_ONLY
+        (samples,) = self.llm._new_requests([prompt], params, spec, tokenization, stream)
+        if isinstance(samples, RequestOutput):
+            self._submit(partial(self.llm.engine.stats.add_rejected, 1))
+            raise RequestError(samples.error)
+        return samples
+
+    def _admit(self, stream: RequestStream, samples: list[Request]) -> None:
+        self._streams[id(stream)] = stream
+        for sample in samples:
+            self.llm.engine.scheduler.add(sample)
+
+    def _abort(self, names: set[str]) -> None:
+        for stream in self._streams.values():
+            if stream.request_id in names:
+                self.llm._rounds.end(stream._samples)
+
+    def _submit(self, call: Callable[[], object]) -> Future[None]:
+        """Make a call between rounds.
+
+        Raises:
+            ConfigError: the engine is shut down.
+        """
+        made: Future[None] = Future()
+        with self._lock:
+            if self._is_closed:
+                raise ConfigError("this AsyncLLM is shut down; build another one")
+            self._calls.append((call, made))
+        self._wake.set()
+        return made
+
+    def _run(self) -> None:
+        """Run rounds until `shutdown`."""
+        rounds = self.llm._rounds
+        try:
+            while not self._is_closed:
+                if not self._streams:
+                    self._wake.wait()
+                self._wake.clear()
+                with rounds.turn():
+                    self._make_calls()
+                    self._hand_over()
+                    if self._streams:
+                        try:
+                            rounds.step()
+                        except Exception:  # the requests of the round have ended; others go on
+                            logger.exception("a round broke off")
+                        self._hand_over()
+                rounds.yield_lock()
+        finally:
+            with self._lock:
+                self._is_closed = True
+            with rounds.turn():
+                self._make_calls()
+                for stream in self._streams.values():
+                    rounds.end(stream._samples)
+                self._hand_over()
+
+    def _make_calls(self) -> None:
+        while self._calls:
+            call, made = self._calls.popleft()
+            call()
+            made.set_result(None)
+
+    def _hand_over(self) -> None:
+        """Give every waiting reader what is new, and forget the requests that have ended."""
+        results: _Results = defaultdict(list)
+        for key, stream in list(self._streams.items()):
+            stream._hand_over(results)
+            if stream._has_ended:
+                del self._streams[key]
+        for loop, outputs in results.items():  # one call for all, as it wakes the loop by a write to a socket
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(_resolve, outputs)
+
+
+AsyncLLMEngine = AsyncLLM  # vLLM's older name
+
+
+def _resolve(outputs: list[_Result]) -> None:
+    """Set the futures of the readers that have not left."""
+    for output, new in outputs:
+        if output.done():
+            continue
+        if isinstance(new, TreespecError):
+            output.set_exception(new)
+        else:
+            output.set_result(new)

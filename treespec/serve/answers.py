@@ -1,0 +1,192 @@
+"""Responses in OpenAI's form, whole and as chunks of a stream."""
+
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from openai.types import Completion, CompletionChoice, CompletionUsage
+from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage, ChatCompletionTokenLogprob
+from openai.types.chat.chat_completion import Choice, ChoiceLogprobs
+from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
+from openai.types.chat.chat_completion_chunk import ChoiceDelta
+from openai.types.chat.chat_completion_token_logprob import TopLogprob
+from openai.types.completion_choice import Logprobs
+from pydantic import BaseModel
+
+from treespec.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from treespec.sampling.logprobs import Logprob
+from treespec.serve.protocol import GenerationBody
+
+
+class Answer:
+    """Builds the response to one request.
+
+    Fields of vLLM and treespec are extra ones of the objects of `openai`.
+
+    Args:
+        body: the request.
+        model: name of the model, as the client knows it.
+    """
+
+    prefix: str
+    whole: type[BaseModel]
+    chunk: type[BaseModel]
+    whole_object: str
+    chunk_object: str
+
+    def __init__(self, body: GenerationBody, model: str):
+        self._body = body
+        self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._usage: dict[int, tuple[int, int]] = {}  # prompt and generated tokens of each prompt
+
+    @property
+    def request_id(self) -> str:
+        return str(self._head["id"])
+
+    def response(self, outputs: Sequence[RequestOutput]) -> str:
+        """Return the whole response as JSON, from the finished output of each prompt."""
+        choices = []
+        for place, output in enumerate(outputs):
+            self._count(place, output)
+            choices += [self._whole(*self._parts(place, output, completion)) for completion in output.outputs]
+        return _json(self.whole, **self._head, object=self.whole_object, choices=choices, usage=self._total())
+
+    def chunks(self, place: int, output: RequestOutput) -> Iterator[str]:
+        """Return the events of new output of a prompt, as JSON."""
+        if output.finished:
+            self._count(place, output)
+        for completion in output.outputs:
+            choice = self._part(*self._parts(place, output, completion))
+            usage = {"usage": None} if self._body.includes_usage else {}
+            yield _json(self.chunk, **self._head, object=self.chunk_object, choices=[choice], **usage)
+
+    def usage_chunk(self) -> str:
+        """Return the last event of a stream with usage, as JSON."""
+        return _json(self.chunk, **self._head, object=self.chunk_object, choices=[], usage=self._total())
+
+    def _whole(self, index: int, completion: CompletionOutput, extra: dict[str, Any]) -> BaseModel:
+        raise NotImplementedError
+
+    def _part(self, index: int, completion: CompletionOutput, extra: dict[str, Any]) -> BaseModel:
+        raise NotImplementedError
+
+    def _count(self, place: int, output: RequestOutput) -> None:
+        self._usage[place] = len(output.prompt_token_ids), output.metrics.generated_tokens
+
+    def _total(self) -> CompletionUsage:
+        prompt, generated = map(sum, zip(*self._usage.values(), strict=True))
+        return CompletionUsage(prompt_tokens=prompt, completion_tokens=generated, total_tokens=prompt + generated)
+
+    def _parts(
+        self, place: int, output: RequestOutput, completion: CompletionOutput
+    ) -> tuple[int, CompletionOutput, dict[str, Any]]:
+        """Return the index of a choice, its completion, and the fields that both endpoints share."""
+        extra: dict[str, Any] = {"finish_reason": completion.finish_reason}
+        if completion.finish_reason is not None:
+            extra["stop_reason"] = completion.stop_reason
+        if self._body.return_token_ids:
+            extra["token_ids"] = completion.token_ids
+            if not self._body.stream or output.finished:
+                extra["prompt_token_ids"] = output.prompt_token_ids
+        if self._body.speculative_decoding_stats and completion.metrics is not None:
+            extra["speculative_decoding_stats"] = draft_stats(completion.metrics)
+        return place * (self._body.n or 1) + completion.index, completion, extra
+
+
+class _StreamedChoice(CompletionChoice):
+    """A part of a choice, which has no reason to end yet."""
+
+    finish_reason: Any = None
+
+
+class CompletionAnswer(Answer):
+    """The response of `/v1/completions`."""
+
+    prefix, whole, chunk = "cmpl", Completion, Completion
+    whole_object = chunk_object = "text_completion"
+
+    def __init__(self, body: GenerationBody, model: str):
+        super().__init__(body, model)
+        self._shown: dict[int, int] = {}  # number of characters of tokens, by choice
+
+    def _whole(self, index: int, completion: CompletionOutput, extra: dict[str, Any]) -> BaseModel:
+        logprobs = None
+        if completion.logprobs is not None:
+            logprobs = self._logprobs(index, completion.token_ids, completion.logprobs)
+        return _StreamedChoice(index=index, text=completion.text or "", logprobs=logprobs, **extra)
+
+    _part = _whole
+
+    def _logprobs(self, index: int, tokens: list[int], positions: list[dict[int, Logprob]]) -> Logprobs:
+        texts = [_text(token, entry[token]) for token, entry in zip(tokens, positions, strict=True)]
+        offsets = [self._shown.get(index, 0)]
+        for text in texts:
+            offsets.append(offsets[-1] + len(text))
+        self._shown[index] = offsets.pop()
+        return Logprobs(
+            text_offset=offsets,
+            token_logprobs=[entry[token].logprob for token, entry in zip(tokens, positions, strict=True)],
+            tokens=texts,
+            top_logprobs=[{_text(t, logprob): logprob.logprob for t, logprob in entry.items()} for entry in positions],
+        )
+
+
+class ChatAnswer(Answer):
+    """The response of `/v1/chat/completions`."""
+
+    prefix, whole, chunk = "chatcmpl", ChatCompletion, ChatCompletionChunk
+    whole_object, chunk_object = "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, body: GenerationBody, model: str):
+        super().__init__(body, model)
+        self._begun: set[int] = set()  # choices whose role was sent
+
+    def _whole(self, index: int, completion: CompletionOutput, extra: dict[str, Any]) -> BaseModel:
+        message = ChatCompletionMessage(role="assistant", content=completion.text or "", refusal=None)
+        return Choice(index=index, message=message, logprobs=self._logprobs(completion), **extra)
+
+    def _part(self, index: int, completion: CompletionOutput, extra: dict[str, Any]) -> BaseModel:
+        role: dict[str, Any] = {} if index in self._begun else {"role": "assistant"}
+        self._begun.add(index)
+        delta = ChoiceDelta(**role, content=completion.text or "")
+        return ChunkChoice(index=index, delta=delta, logprobs=self._logprobs(completion), **extra)
+
+    def _logprobs(self, completion: CompletionOutput) -> ChoiceLogprobs | None:
+        if completion.logprobs is None:
+            return None
+        content = []
+        for token, entry in zip(completion.token_ids, completion.logprobs, strict=True):
+            most = self._body.num_logprobs or 0
+            best = sorted((logprob.rank, t, logprob) for t, logprob in entry.items() if logprob.rank <= most)
+            top = [TopLogprob(**_named(t, logprob)) for _, t, logprob in best]
+            content.append(ChatCompletionTokenLogprob(**_named(token, entry[token]), top_logprobs=top))
+        return ChoiceLogprobs(content=content, refusal=None)
+
+
+def draft_stats(metrics: RequestMetrics) -> dict[str, Any]:
+    """Return vLLM's statistics of speculative decoding of one completion."""
+    drafted = metrics.nodes_verified - metrics.target_passes
+    return {
+        "mean_acceptance_length": metrics.acceptance_length,
+        "draft_acceptance_rate": metrics.accepted_tokens / drafted if drafted else 0.0,
+        "acceptance_histogram": metrics.accepted_lengths,
+        "num_spec_steps": metrics.target_passes,
+        "num_accepted_draft_tokens": metrics.accepted_tokens,
+        "num_draft_tokens": drafted,
+        "accepted_by_source": metrics.accepted_by_source,
+    }
+
+
+def _text(token: int, logprob: Logprob) -> str:
+    """Return the text of a token, or, without a tokenizer, its id as vLLM writes it."""
+    return f"token_id:{token}" if logprob.decoded_token is None else logprob.decoded_token
+
+
+def _named(token: int, logprob: Logprob) -> dict[str, Any]:
+    text = _text(token, logprob)
+    return {"token": text, "logprob": logprob.logprob, "bytes": list(text.encode())}
+
+
+def _json(kind: type[BaseModel], **values: Any) -> str:
+    return kind(**values).model_dump_json(exclude_unset=True, warnings=False)

@@ -1,0 +1,120 @@
+"""Errors in OpenAI's form, and the checks of a request before its body is read."""
+
+import hmac
+import re
+from typing import Any
+
+from fastapi import HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_LONGEST = 2000  # characters of a message, which may quote the request
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class ServerError(Exception):
+    """A failure that is not the client's."""
+
+    def __init__(self, message: str, status: int = 500):
+        super().__init__(message)
+        self.status = status
+
+
+def error_document(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """Return the body of an error."""
+    kinds = {401: "authentication_error", 404: "not_found_error"}
+    kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    text = message[:_LONGEST].encode(errors="backslashreplace").decode()  # it may quote a lone surrogate
+    return {"error": {"message": text, "type": kind, "param": param, "code": code}}
+
+
+def error_response(message: str, status: int, param: str | None = None, code: str | None = None) -> JSONResponse:
+    """Return an error."""
+    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
+    return JSONResponse(error_document(message, status, param, code), status, headers)
+
+
+async def on_invalid_body(request: Request, error: Exception) -> JSONResponse:
+    """Answer a body that is no JSON, or whose fields have wrong types."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    path = [str(part) for part in first["loc"] if part != "body"]
+    if first["type"] == "json_invalid":
+        return error_response(f"the body is not JSON: {first['ctx']['error']}", 400)
+    return error_response(f"{'.'.join(path) or 'body'}: {first['msg']}", 400, path[0] if path else None)
+
+
+async def on_user_error(request: Request, error: Exception) -> JSONResponse:
+    """Answer a request that the engine refuses."""
+    return error_response(str(error), 400)
+
+
+async def on_http_error(request: Request, error: Exception) -> JSONResponse:
+    """Answer an unknown path or method, or a body that is too large."""
+    assert isinstance(error, StarletteHTTPException)
+    return error_response(f"{request.method} {request.url.path[:100]}: {error.detail}", error.status_code)
+
+
+async def on_server_error(request: Request, error: Exception) -> JSONResponse:
+    """Answer a request that failed later."""
+    if isinstance(error, ServerError):
+        return error_response(str(error), error.status)
+    return error_response("an internal error, which the server's log describes", 500)
+
+
+class Guard:
+    """Middleware that refuses requests without the API key, to other hosts, or with too large bodies.
+
+    Args:
+        app: the application.
+        api_key: required of every request but `/health`; None = none.
+        max_body_bytes: of a request.
+        only_loopback: without a key, refuse names other than those of the loopback interface in `Host`, so that no web
+            page reaches the server by a name that it has pointed to 127.0.0.1.
+    """
+
+    def __init__(self, app: ASGIApp, api_key: str | None, max_body_bytes: int, only_loopback: bool):
+        self._app, self._key, self._max_body_bytes = app, api_key, max_body_bytes
+        self._only_loopback = only_loopback and api_key is None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        refusal = self._refuse(Headers(scope=scope), scope["path"])
+        if refusal is not None:
+            await refusal(scope, receive, send)
+            return
+        received = 0
+
+        async def receive_limited() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self._max_body_bytes:
+                raise HTTPException(413, self._too_large)
+            return message
+
+        await self._app(scope, receive_limited, send)
+
+    def _refuse(self, headers: Headers, path: str) -> JSONResponse | None:
+        if self._key is not None and path != "/health":
+            scheme, _, key = headers.get("authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not hmac.compare_digest(key.encode(), self._key.encode()):
+                return error_response(
+                    "missing or wrong API key: Authorization: Bearer KEY", 401, code="invalid_api_key"
+                )
+        host = re.sub(r":\d+$", "", headers.get("host", "").lower()).strip("[]")
+        if self._only_loopback and host not in LOOPBACK:
+            return error_response(f"Host {host[:60]!r}: this server answers {', '.join(LOOPBACK)}", 403)
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > self._max_body_bytes:
+            return error_response(self._too_large, 413)
+        return None
+
+    @property
+    def _too_large(self) -> str:
+        return f"the body has more than {self._max_body_bytes} bytes"

@@ -1,0 +1,113 @@
+"""Prometheus metrics: vLLM's names with the prefix `treespec:`."""
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import Counter as PrometheusCounter
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from treespec.engine import Engine
+from treespec.metrics import WHOLE_TREE
+from treespec.outputs import RequestOutput
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
+_TIMES = {
+    "time_to_first_token_seconds": "Seconds from arrival to the first token.",
+    "request_time_per_output_token_seconds": "Seconds from the first token to the last, per token after the first.",
+    "request_queue_time_seconds": "Seconds from arrival to the start of prefill.",
+    "e2e_request_latency_seconds": "Seconds from arrival to the end.",
+}
+
+
+class ServerMetrics:
+    """Metrics of one server.
+
+    Args:
+        engine: whose counters are read at every scrape.
+        model: value of the label `model_name`.
+    """
+
+    def __init__(self, engine: Engine, model: str):
+        self.registry = CollectorRegistry()
+        self.registry.register(_EngineCollector(engine, model))
+        registry, labels = self.registry, ["model_name"]
+        self._times = [
+            Histogram(f"treespec:{name}", text, labels, buckets=_SECONDS, registry=registry).labels(model)
+            for name, text in _TIMES.items()
+        ]
+        self._ends = PrometheusCounter(
+            "treespec:request_success", "Finished choices.", [*labels, "finished_reason"], registry=registry
+        )
+        self._model = model
+
+    def observe(self, output: RequestOutput) -> None:
+        """Count a finished request that was read to its end."""
+        metrics = output.metrics
+        between = None
+        if metrics.ttft is not None and metrics.generated_tokens > len(output.outputs):
+            samples = len(output.outputs)
+            between = (metrics.seconds - metrics.ttft) * samples / (metrics.generated_tokens - samples)
+        for histogram, seconds in zip(
+            self._times, (metrics.ttft, between, metrics.queued, metrics.seconds), strict=True
+        ):
+            if seconds is not None:
+                histogram.observe(seconds)
+        for completion in output.outputs:
+            self._ends.labels(self._model, str(completion.finish_reason)).inc()
+
+
+class _EngineCollector(Collector):
+    """Reads an engine's counters while it runs: each is one number, which a round replaces."""
+
+    def __init__(self, engine: Engine, model: str):
+        self._engine, self._model = engine, model
+
+    def collect(self) -> Iterator[Metric]:
+        stats, scheduler, cache = self._engine.stats, self._engine.scheduler, self._engine.cache
+        gauges = {
+            "num_requests_running": ("Requests that decode or prefill.", len(scheduler.running)),
+            "num_requests_waiting": ("Requests in the queue.", len(scheduler.waiting)),
+            "kv_cache_usage_perc": (
+                "Share of the cache's pages that are in use.",
+                1 - cache.num_free / cache.num_pages,
+            ),
+        }
+        for name, (text, value) in gauges.items():
+            gauge = GaugeMetricFamily(f"treespec:{name}", text, labels=["model_name"])
+            gauge.add_metric([self._model], value)
+            yield gauge
+        passes = sum(list(stats.accepted_lengths.values()))
+        drafts = dict(stats.drafts)
+        whole = drafts.get(WHOLE_TREE)
+        counts = {
+            "prefill_tokens": ("Prompt tokens computed, of finished requests.", stats.prefill_tokens),
+            "generation_tokens": ("Tokens generated, of finished requests.", stats.generated_tokens),
+            "target_passes": ("Target passes, counted for each request in them.", passes),
+            "nodes_verified": ("Rows of target passes.", passes + (whole.num_tokens if whole else 0)),
+            "failed_requests": ("Requests that were refused or failed.", stats.failed_requests),
+        }
+        for name, (text, value) in counts.items():
+            counter = CounterMetricFamily(f"treespec:{name}", text, labels=["model_name"])
+            counter.add_metric([self._model], value)
+            yield counter
+        labels = ["model_name", "source"]
+        by_source = f"By source; {WHOLE_TREE!r} is the merged tree, whose nodes may have several sources."
+        trees = CounterMetricFamily("treespec:spec_decode_num_drafts", f"Trees with drafts. {by_source}", labels=labels)
+        nodes = CounterMetricFamily("treespec:spec_decode_num_draft_tokens", f"Nodes. {by_source}", labels=labels)
+        accepted = CounterMetricFamily(
+            "treespec:spec_decode_num_accepted_tokens", f"Accepted nodes. {by_source}", labels=labels
+        )
+        places = CounterMetricFamily(
+            "treespec:spec_decode_num_accepted_tokens_per_pos",
+            f"Accepted nodes by depth, from 0. {by_source}",
+            labels=[*labels, "position"],
+        )
+        for source, draft in drafts.items():
+            depths = list(draft.accepted)
+            trees.add_metric([self._model, source], draft.num_drafts)
+            nodes.add_metric([self._model, source], draft.num_tokens)
+            accepted.add_metric([self._model, source], sum(depths))
+            for position, count in enumerate(depths):
+                places.add_metric([self._model, source, str(position)], count)
+        yield from (trees, nodes, accepted, places)

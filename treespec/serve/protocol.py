@@ -1,0 +1,248 @@
+"""Bodies of requests: OpenAI's fields, vLLM's further ones and `speculation`, and their translation."""
+
+from dataclasses import fields
+from typing import Annotated, Any, Literal
+
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase as OpenAIChat
+from openai.types.completion_create_params import CompletionCreateParamsBase as OpenAICompletion
+from pydantic import BaseModel, ConfigDict, FailFast, Field
+from typing_extensions import TypeAliasType
+
+from treespec.errors import ConfigError, RequestError, reject_unknown
+from treespec.sampling_params import RequestOutputKind, SamplingParams
+
+MOST_CHOICES = 1024  # of one request: prompts times n
+MOST_MESSAGES = 1024  # templates that read no contents are rendered once for each
+MOST_LOGPROBS = 20  # OpenAI's and vLLM's limit
+
+_Unsupported = dict[str, tuple[tuple[Any, ...], str]]  # by field: values that ask for nothing, and what to do instead
+_TOOLS = "the server does not parse tool calls yet; describe functions in a message, and give response_format a schema"
+_TEXT_ONLY = "the model reads and writes text"
+_UNSUPPORTED_CHAT: _Unsupported = {
+    "tools": ((None, []), _TOOLS),
+    "tool_choice": ((None, "none", "auto"), _TOOLS),
+    "functions": ((None, []), _TOOLS),
+    "function_call": ((None, "none", "auto"), _TOOLS),
+    "audio": ((None,), _TEXT_ONLY),
+    "modalities": ((None, ["text"]), _TEXT_ONLY),
+    "moderation": ((None,), "omit it"),
+    "web_search_options": ((None,), "put search results into a message"),
+}
+_UNSUPPORTED_COMPLETION: _Unsupported = {
+    "best_of": ((None, 1), "ask for n choices with logprobs, and choose"),
+    "echo": ((None, False), "prepend the prompt to the text"),
+    "suffix": ((None, ""), "put it into the prompt, as the model was trained to read it"),
+}
+
+# An error in each of a million items would be a million errors.
+Texts = TypeAliasType("Texts", Annotated[list[str], FailFast()])
+TokenIds = TypeAliasType("TokenIds", Annotated[list[int], FailFast()])
+TokenIdLists = TypeAliasType("TokenIdLists", Annotated[list[TokenIds], FailFast()])
+Messages = TypeAliasType("Messages", Annotated[list[dict[str, Any]], FailFast(), Field(max_length=MOST_MESSAGES)])
+
+
+class StreamOptions(BaseModel):
+    """OpenAI's `stream_options`; obfuscation of the lengths of events is not supported, and ignored."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class JsonSchema(BaseModel):
+    """OpenAI's named schema. Outputs always match it, as with `strict`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    name: str
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """OpenAI's `response_format`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def structured_outputs(self) -> dict[str, Any] | None:
+        """Return the keywords of `StructuredOutputsParams`; None for text."""
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ConfigError("response_format: json_schema goes with type 'json_schema', and only with it")
+        if self.json_schema is not None:
+            return {"json": self.json_schema.schema_}
+        return {"json_object": True} if self.type == "json_object" else None
+
+
+class GenerationBody(BaseModel):
+    """Fields of both endpoints. A field that is null or missing has the server's default."""
+
+    model_config = ConfigDict(extra="allow", strict=True)  # `check_names` refuses unknown names
+    model: str | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: str | Texts | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    # vLLM's
+    top_k: int | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    bad_words: Texts | None = None
+    allowed_token_ids: TokenIds | None = None
+    structured_outputs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    return_token_ids: bool | None = None
+    # treespec's
+    speculation: Literal["off"] | dict[str, Any] | None = None
+    speculative_decoding_stats: bool | None = None
+
+    def check(self) -> None:
+        """Raise ConfigError for unknown or unsupported fields, and for contradictions."""
+        raise NotImplementedError
+
+    def _check(self, endpoint: str, openai: type, unsupported: _Unsupported) -> None:
+        extra = self.model_extra or {}
+        for name, (neutral, instead) in unsupported.items():
+            if extra.get(name) not in neutral:
+                raise ConfigError(f"{endpoint}: {name} is not supported; {instead}")
+        unknown = [name[:60] for name in extra if name not in openai.__annotations__]  # others change no token
+        reject_unknown(endpoint, unknown[:3], [*type(self).model_fields, *openai.__annotations__])
+        if self.stream_options is not None and not self.stream:
+            raise ConfigError("stream_options go with stream=true")
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with a chunk of usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Number of most likely tokens per position, or None for no log-probabilities."""
+        raise NotImplementedError
+
+    def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
+        """Return the parameters of the request.
+
+        Raises:
+            ConfigError: a value out of range, or contradictory ones.
+        """
+        params = defaults.clone()
+        for name in _PARAMS:
+            value = getattr(self, name, None)
+            if value is not None:
+                setattr(params, name, value)
+        if self.logit_bias is not None:
+            params.logit_bias = {_as_token(token): bias for token, bias in self.logit_bias.items()}
+        params.logprobs = self.num_logprobs
+        form = None if self.response_format is None else self.response_format.structured_outputs()
+        if form is not None and self.structured_outputs is not None:
+            raise ConfigError("response_format and structured_outputs both constrain the output; give one of them")
+        if form is not None:
+            params.structured_outputs = form  # type: ignore[assignment]  # converted when set
+        params.output_kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
+        return params
+
+    def tokenization(self) -> dict[str, Any]:
+        """Return the `tokenization_kwargs` of the request."""
+        options = {"truncate_prompt_tokens": self.truncate_prompt_tokens, "add_special_tokens": self.add_special_tokens}
+        return {name: value for name, value in options.items() if value is not None}
+
+
+_PARAMS = {field.name for field in fields(SamplingParams)} & {*GenerationBody.model_fields} - {"logit_bias", "logprobs"}
+
+
+class CompletionBody(GenerationBody):
+    """Body of `/v1/completions`."""
+
+    prompt: str | Texts | TokenIds | TokenIdLists
+    max_tokens: int | None = 16  # OpenAI's default
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+
+    def check(self) -> None:
+        self._check("/v1/completions", OpenAICompletion, _UNSUPPORTED_COMPLETION)
+        if len(self.prompts()) * (self.n or 1) > MOST_CHOICES:
+            raise ConfigError(
+                f"{len(self.prompts())} prompts with n={self.n or 1}; valid: at most {MOST_CHOICES} choices"
+            )
+
+    def prompts(self) -> list[Any]:
+        """Return the prompts: texts, or lists of token ids."""
+        several = isinstance(self.prompt, list) and not any(isinstance(item, int) for item in self.prompt)
+        if self.prompt == []:
+            raise RequestError("prompt=[]: give at least one")
+        return list(self.prompt) if several else [self.prompt]
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+
+class ChatBody(GenerationBody):
+    """Body of `/v1/chat/completions`."""
+
+    messages: Messages
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    # vLLM's
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        self._check("/v1/chat/completions", OpenAIChat, _UNSUPPORTED_CHAT)
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ConfigError("top_logprobs goes with logprobs=true")
+
+    def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
+        params = super().sampling_params(defaults)
+        if self.max_completion_tokens is not None:
+            params.max_tokens = self.max_completion_tokens
+        return params
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class TokenizeBody(BaseModel):
+    """Body of vLLM's `/tokenize`: a text, or the messages of a conversation."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(BaseModel):
+    """Body of vLLM's `/detokenize`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    model: str | None = None
+    tokens: TokenIds
+
+
+def _as_token(key: str) -> int:
+    if not key.isascii() or not key.isdecimal():
+        raise ConfigError(f"logit_bias: {key[:40]!r} is no token id")
+    return int(key)

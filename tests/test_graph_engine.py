@@ -404,6 +404,9 @@ def test_seeds_of_both_sources_keep_their_names() -> None:
     # to 7, as the history needs three, and 9 and 10; then four behind 202, from the text alone, and four from both.
     assert metrics.accepted_only_by_source == {"lookup": 8 + 4, "suffix": 6}
     assert metrics.accepted_by_source == {"lookup": 12 + 4, "suffix": 6 + 4}
+    stats = llm.engine.stats
+    for source, count in stats.accepted_by_source.items():
+        assert count == sum(stats.drafts[source].accepted) <= stats.drafts[source].num_tokens
 
 
 @pytest.mark.parametrize(

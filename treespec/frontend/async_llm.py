@@ -4,7 +4,7 @@ import asyncio
 import atexit
 import logging
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -26,6 +26,11 @@ from treespec.sampling_params import SamplingParams
 logger = logging.getLogger("treespec")
 
 
+_Output = asyncio.Future[RequestOutput | None]  # None says that the request has ended: the reader makes the output
+_Result = tuple[_Output, RequestOutput | TreespecError | None]
+_Results = dict[asyncio.AbstractEventLoop, list[_Result]]
+
+
 class RequestStream(AsyncIterator[RequestOutput]):
     """The outputs of one request of an `AsyncLLM`, for one reader.
 
@@ -39,7 +44,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
         self._kind = samples[0].params.output_kind
         self._unread = UnreadSamples(samples)
         self._lock = threading.Lock()  # of the two below, which the reader and the thread of the rounds hand over
-        self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Future[RequestOutput | None]] | None = None
+        self._waiting: tuple[asyncio.AbstractEventLoop, _Output] | None = None
         self._has_ended = False  # no round changes the samples any more
         self._is_exhausted = False
 
@@ -52,7 +57,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
         if self._is_exhausted:
             raise StopAsyncIteration
         loop = asyncio.get_running_loop()
-        output: asyncio.Future[RequestOutput | None] = loop.create_future()
+        output: _Output = loop.create_future()
         with self._lock:
             if self._has_ended:
                 output.set_result(None)
@@ -78,27 +83,25 @@ class RequestStream(AsyncIterator[RequestOutput]):
     def _is_running(self) -> bool:
         return any(not sample.finished for sample in self._samples)
 
-    def _hand_over(self) -> None:
-        """Give a waiting reader what is new. Called between rounds."""
+    def _hand_over(self, results: _Results) -> None:
+        """Add what is new for a waiting reader to `results`. Called between rounds."""
         ends = not self._is_running()
         if not ends and (self._waiting is None or not self._has_news()):
             return
         with self._lock:
             waiting, self._waiting, self._has_ended = self._waiting, None, ends
-        if waiting is not None:
-            loop, output = waiting
-            new: RequestOutput | TreespecError | None = None
-            if not ends:
-                if self._samples[0].params.logprobs is not None:
-                    self._engine.llm.engine.learn()  # those of a round that overlaps with the next one
-                try:
-                    new = self._take()
-                except TreespecError as error:
-                    new = error
+        if waiting is None:
+            return
+        loop, output = waiting
+        new: RequestOutput | TreespecError | None = None
+        if not ends:
+            if self._samples[0].params.logprobs is not None:
+                self._engine.llm.engine.learn()  # those of a round that overlaps with the next one
             try:
-                loop.call_soon_threadsafe(_resolve, output, new)
-            except RuntimeError:  # the loop is closed
-                self.close()
+                new = self._take()
+            except TreespecError as error:
+                new = error
+        results[loop].append((output, new))
 
     def _has_news(self) -> bool:
         return self._kind is not RequestOutputKind.FINAL_ONLY and bool(self._unread.changed())
@@ -314,20 +317,25 @@ class AsyncLLM:
 
     def _hand_over(self) -> None:
         """Give every waiting reader what is new, and forget the requests that have ended."""
+        results: _Results = defaultdict(list)
         for key, stream in list(self._streams.items()):
-            stream._hand_over()
+            stream._hand_over(results)
             if stream._has_ended:
                 del self._streams[key]
+        for loop, outputs in results.items():  # one call for all, as it wakes the loop by a write to a socket
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(_resolve, outputs)
 
 
 AsyncLLMEngine = AsyncLLM  # vLLM's older name
 
 
-def _resolve(output: "asyncio.Future[RequestOutput | None]", new: RequestOutput | Exception | None) -> None:
-    """Set a reader's future, unless it has left."""
-    if output.done():
-        return
-    if isinstance(new, Exception):
-        output.set_exception(new)
-    else:
-        output.set_result(new)
+def _resolve(outputs: list[_Result]) -> None:
+    """Set the futures of the readers that have not left."""
+    for output, new in outputs:
+        if output.done():
+            continue
+        if isinstance(new, TreespecError):
+            output.set_exception(new)
+        else:
+            output.set_result(new)

@@ -22,8 +22,7 @@ from treespec.serve.protocol import GenerationBody
 class Answer:
     """Builds the response to one request.
 
-    Objects of `openai` are made without validation: streamed choices have no finish_reason yet, and the fields that
-    are vLLM's and treespec's are not OpenAI's.
+    Fields of vLLM and treespec are extra ones of the objects of `openai`.
 
     Args:
         body: the request.
@@ -77,9 +76,7 @@ class Answer:
 
     def _total(self) -> CompletionUsage:
         prompt, generated = map(sum, zip(*self._usage.values(), strict=True))
-        return CompletionUsage.model_construct(
-            prompt_tokens=prompt, completion_tokens=generated, total_tokens=prompt + generated
-        )
+        return CompletionUsage(prompt_tokens=prompt, completion_tokens=generated, total_tokens=prompt + generated)
 
     def _parts(
         self, place: int, output: RequestOutput, completion: CompletionOutput
@@ -97,6 +94,12 @@ class Answer:
         return place * (self._body.n or 1) + completion.index, completion, extra
 
 
+class _StreamedChoice(CompletionChoice):
+    """A part of a choice, which has no reason to end yet."""
+
+    finish_reason: Any = None
+
+
 class CompletionAnswer(Answer):
     """The response of `/v1/completions`."""
 
@@ -111,7 +114,7 @@ class CompletionAnswer(Answer):
         logprobs = None
         if completion.logprobs is not None:
             logprobs = self._logprobs(index, completion.token_ids, completion.logprobs)
-        return CompletionChoice.model_construct(index=index, text=completion.text or "", logprobs=logprobs, **extra)
+        return _StreamedChoice(index=index, text=completion.text or "", logprobs=logprobs, **extra)
 
     _part = _whole
 
@@ -121,7 +124,7 @@ class CompletionAnswer(Answer):
         for text in texts:
             offsets.append(offsets[-1] + len(text))
         self._shown[index] = offsets.pop()
-        return Logprobs.model_construct(
+        return Logprobs(
             text_offset=offsets,
             token_logprobs=[entry[token].logprob for token, entry in zip(tokens, positions, strict=True)],
             tokens=texts,
@@ -140,14 +143,14 @@ class ChatAnswer(Answer):
         self._begun: set[int] = set()  # choices whose role was sent
 
     def _whole(self, index: int, completion: CompletionOutput, extra: dict[str, Any]) -> BaseModel:
-        message = ChatCompletionMessage.model_construct(role="assistant", content=completion.text or "", refusal=None)
-        return Choice.model_construct(index=index, message=message, logprobs=self._logprobs(completion), **extra)
+        message = ChatCompletionMessage(role="assistant", content=completion.text or "", refusal=None)
+        return Choice(index=index, message=message, logprobs=self._logprobs(completion), **extra)
 
     def _part(self, index: int, completion: CompletionOutput, extra: dict[str, Any]) -> BaseModel:
         role: dict[str, Any] = {} if index in self._begun else {"role": "assistant"}
         self._begun.add(index)
-        delta = ChoiceDelta.model_construct(**role, content=completion.text or "")
-        return ChunkChoice.model_construct(index=index, delta=delta, logprobs=self._logprobs(completion), **extra)
+        delta = ChoiceDelta(**role, content=completion.text or "")
+        return ChunkChoice(index=index, delta=delta, logprobs=self._logprobs(completion), **extra)
 
     def _logprobs(self, completion: CompletionOutput) -> ChoiceLogprobs | None:
         if completion.logprobs is None:
@@ -156,9 +159,9 @@ class ChatAnswer(Answer):
         for token, entry in zip(completion.token_ids, completion.logprobs, strict=True):
             most = self._body.num_logprobs or 0
             best = sorted((logprob.rank, t, logprob) for t, logprob in entry.items() if logprob.rank <= most)
-            top = [TopLogprob.model_construct(**_named(t, logprob)) for _, t, logprob in best]
-            content.append(ChatCompletionTokenLogprob.model_construct(**_named(token, entry[token]), top_logprobs=top))
-        return ChoiceLogprobs.model_construct(content=content, refusal=None)
+            top = [TopLogprob(**_named(t, logprob)) for _, t, logprob in best]
+            content.append(ChatCompletionTokenLogprob(**_named(token, entry[token]), top_logprobs=top))
+        return ChoiceLogprobs(content=content, refusal=None)
 
 
 def draft_stats(metrics: RequestMetrics) -> dict[str, Any]:
@@ -186,4 +189,4 @@ def _named(token: int, logprob: Logprob) -> dict[str, Any]:
 
 
 def _json(kind: type[BaseModel], **values: Any) -> str:
-    return kind.model_construct(**values).model_dump_json(exclude_unset=True, warnings=False)
+    return kind(**values).model_dump_json(exclude_unset=True, warnings=False)

@@ -139,6 +139,12 @@ class Server:
 
     async def _merged(self, streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
         """Yield the outputs of all streams as they come, each with the place of its stream."""
+        if len(streams) == 1:  # without the tasks of several
+            while True:
+                output = await self._next(streams[0])
+                yield 0, output
+                if output.finished:
+                    return
         reading = {asyncio.ensure_future(self._next(stream)): place for place, stream in enumerate(streams)}
         try:
             while reading:

@@ -381,12 +381,13 @@ def test_ctrl_c_while_libraries_are_compiled(models: Models, tmp_path: Path) -> 
 
 
 def test_only_what_works_is_offered() -> None:
-    for arguments in (["serve"], ["serve", "--anything", "x"]):
+    for arguments in (["server"], ["server", "--anything", "x"]):
         message = run(*arguments, "--json", code=2).document["error"]["message"]
-        assert "'serve'" in message and message.endswith("Valid: generate, bench, tree, train, autotune, weights")
-    assert "serve" not in run("--help").stdout
+        assert "'server'" in message and message.endswith(
+            "Valid: generate, serve, bench, tree, train, autotune, weights"
+        )
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert extras.keys() == {"test", "structured", "sentencepiece", "gguf", "perf"}
+    assert extras.keys() == {"test", "serve", "structured", "sentencepiece", "gguf", "perf"}
 
 
 def test_unknown_commands_and_the_weights(models: Models) -> None:

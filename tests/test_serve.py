@@ -248,7 +248,10 @@ def test_a_chat(client: OpenAI, llm: LLM) -> None:
         assert [(top.token, top.logprob) for top in position.top_logprobs] == [
             (e.decoded_token, e.logprob) for e in best
         ]
-    chunks = [*client.chat.completions.create(**arguments, max_tokens=20, stream=True)]
+    chunks = [*client.chat.completions.create(**arguments, max_tokens=20, stream=True, logprobs=True, top_logprobs=2)]
+    parts = [chunk.choices[0].logprobs for chunk in chunks]
+    positions = [position for part in parts if part is not None for position in part.content or ()]
+    assert positions == choice.logprobs.content
     assert [chunk.choices[0].delta.role for chunk in chunks] == ["assistant"] + [None] * (len(chunks) - 1)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == completion.text
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + [

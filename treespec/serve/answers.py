@@ -10,6 +10,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletio
 from openai.types.chat.chat_completion import Choice, ChoiceLogprobs
 from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
 from openai.types.chat.chat_completion_chunk import ChoiceDelta
+from openai.types.chat.chat_completion_chunk import ChoiceLogprobs as ChunkLogprobs
 from openai.types.chat.chat_completion_token_logprob import TopLogprob
 from openai.types.completion_choice import Logprobs
 from pydantic import BaseModel
@@ -144,15 +145,19 @@ class ChatAnswer(Answer):
 
     def _whole(self, index: int, completion: CompletionOutput, extra: dict[str, Any]) -> BaseModel:
         message = ChatCompletionMessage(role="assistant", content=completion.text or "", refusal=None)
-        return Choice(index=index, message=message, logprobs=self._logprobs(completion), **extra)
+        content = self._logprobs(completion)
+        logprobs = None if content is None else ChoiceLogprobs(content=content)
+        return Choice(index=index, message=message, logprobs=logprobs, **extra)
 
     def _part(self, index: int, completion: CompletionOutput, extra: dict[str, Any]) -> BaseModel:
         role: dict[str, Any] = {} if index in self._begun else {"role": "assistant"}
         self._begun.add(index)
         delta = ChoiceDelta(**role, content=completion.text or "")
-        return ChunkChoice(index=index, delta=delta, logprobs=self._logprobs(completion), **extra)
+        content = self._logprobs(completion)
+        logprobs = None if content is None else ChunkLogprobs(content=content)
+        return ChunkChoice(index=index, delta=delta, logprobs=logprobs, **extra)
 
-    def _logprobs(self, completion: CompletionOutput) -> ChoiceLogprobs | None:
+    def _logprobs(self, completion: CompletionOutput) -> list[ChatCompletionTokenLogprob] | None:
         if completion.logprobs is None:
             return None
         content = []
@@ -161,7 +166,7 @@ class ChatAnswer(Answer):
             best = sorted((logprob.rank, t, logprob) for t, logprob in entry.items() if logprob.rank <= most)
             top = [TopLogprob(**_named(t, logprob)) for _, t, logprob in best]
             content.append(ChatCompletionTokenLogprob(**_named(token, entry[token]), top_logprobs=top))
-        return ChoiceLogprobs(content=content, refusal=None)
+        return content
 
 
 def draft_stats(metrics: RequestMetrics) -> dict[str, Any]:

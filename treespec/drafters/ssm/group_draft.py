@@ -130,7 +130,7 @@ class CallInputs:
     """
 
     features: Tensor | None = None
-    given: np.ndarray | None = None
+    block_probs: np.ndarray | None = None
     reads: bool = True
 
 
@@ -246,9 +246,9 @@ class BlockedDraft(GroupDraft):
         roots = [(request, start, root + 1) for request, start, root in chains]
         blocks = score_blocks(self.model, self.cache, self.pool, roots, plain=True)
         probs = [block.rows.probs for block in blocks if block.rows is not None]
-        given = np.zeros((num_trees, *probs[0].shape), dtype=np.float32)
-        given[trees] = probs
-        return CallInputs(given=given, reads=False)
+        block_probs = np.zeros((num_trees, *probs[0].shape), dtype=np.float32)
+        block_probs[trees] = probs
+        return CallInputs(block_probs=block_probs, reads=False)
 
 
 def group_draft(ssm: int, model: GroupModel, cache: KVCache, is_compared: bool) -> GroupDraft:

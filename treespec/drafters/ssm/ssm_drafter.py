@@ -227,7 +227,7 @@ class SsmDrafter:
             starts,
             len(self.models) > 1,
             [draft_inputs.features for draft_inputs in inputs],
-            [draft_inputs.given for draft_inputs in inputs],
+            [draft_inputs.block_probs for draft_inputs in inputs],
             _sampling_of(requests),
         )
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import treespec
 import treespec.hf
-from treespec.frontend.async_llm import RequestStream
+from treespec.async_llm import RequestStream
 from treespec.outputs import RequestMetrics, StreamChunk
 from treespec.training.settings import TrainingSettings
 

@@ -25,10 +25,10 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from treespec.async_llm import AsyncLLM
     from treespec.config import SpecConfig
     from treespec.drafters.base import Drafter
     from treespec.executors.round_record import RoundRecord
-    from treespec.frontend.async_llm import AsyncLLM
     from treespec.frontend.engine_args import EngineArgs, FlexibleArgumentParser
     from treespec.inputs import TextPrompt, TokensPrompt
     from treespec.llm import LLM
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "AsyncEngineArgs": "treespec.frontend.engine_args",
-    "AsyncLLM": "treespec.frontend.async_llm",
-    "AsyncLLMEngine": "treespec.frontend.async_llm",
+    "AsyncLLM": "treespec.async_llm",
+    "AsyncLLMEngine": "treespec.async_llm",
     "CompletionOutput": "treespec.outputs",
     "Drafter": "treespec.drafters.base",
     "EngineArgs": "treespec.frontend.engine_args",

@@ -105,7 +105,7 @@ def serve(
         from treespec.serve.app import ServerOptions, create_app
     except ModuleNotFoundError as error:
         raise usage_error(f"serve needs the package {error.name}; install treespec with its extra: [serve]") from error
-    from treespec.frontend.async_llm import AsyncLLM
+    from treespec.async_llm import AsyncLLM
     from treespec.frontend.engine_args import EngineArgs
     from treespec.serve.errors import LOOPBACK
 

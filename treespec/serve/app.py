@@ -17,8 +17,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from treespec import __version__
+from treespec.async_llm import AsyncLLM, RequestStream
 from treespec.errors import ConfigError, RequestError, TreespecError
-from treespec.frontend.async_llm import AsyncLLM, RequestStream
 from treespec.outputs import RequestOutput
 from treespec.sampling_params import SamplingParams
 from treespec.serve.answers import Answer, ChatAnswer, CompletionAnswer

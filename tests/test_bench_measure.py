@@ -63,12 +63,12 @@ def test_acceptance_of_an_oracle() -> None:
 
 
 def test_the_profile_of_rounds_that_fail() -> None:
-    llm, row = tiny_llm(), Noise.row
+    llm, choose = tiny_llm(), Noise.choose
     began = time.perf_counter()
     with pytest.raises(ZeroDivisionError), profiled(llm.engine) as profile:
         llm.generate(random_prompts([5]), greedy(6), spec=SpecConfig(nodes=8))
         raise ZeroDivisionError
-    assert Noise.row is row
+    assert Noise.choose is choose
     assert list(profile.stages) == list(MEANING) and profile.prefill_seconds > 0
     assert all((seconds > 0) == (part != "noise") for part, seconds in profile.stages.items()), "greedy has no noise"
     assert sum(profile.stages.values()) + profile.prefill_seconds <= time.perf_counter() - began

@@ -141,10 +141,10 @@ def test_a_stage_inside_another_is_counted_once(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("rule", VERIFICATIONS)
 def test_the_noise_has_its_own_part(rule: str) -> None:
-    llm, row = tiny_llm(), Noise.row
+    llm, choose = tiny_llm(), Noise.choose
     before = dict(vars(Noise))
     with profiled(llm.engine) as profile:
-        assert Noise.row is not row
+        assert Noise.choose is not choose
         params = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.8, seed=1)
         llm.generate(random_prompts([5]), params, spec=SpecConfig(branching=(2, 1), verification=rule))
     assert dict(vars(Noise)) == before

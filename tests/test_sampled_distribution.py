@@ -258,8 +258,9 @@ def shared_noise(patch: Patch) -> None:
 
 
 def same_noise_at_every_position(patch: Patch) -> None:
-    row = sampler.Noise.row
+    row, choose = sampler.Noise.row, sampler.Noise.choose
     patch.setattr(sampler.Noise, "row", lambda self, position: row(self, 0))
+    patch.setattr(sampler.Noise, "choose", lambda self, scores, position: choose(self, scores, 0))
 
 
 def cross(rule: str) -> SpecConfig:

@@ -53,8 +53,12 @@ def noise_of(position_of: Callable[[int, Sequence[int], Sequence[int]], int]) ->
     choose = Sampler.choose
 
     def altered(self: Sampler, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int] = ()) -> int:
-        row = self.noise.row
-        with mock.patch.object(self.noise, "row", lambda position: row(position_of(position, tokens, ancestors))):
+        draw = self.noise.choose
+
+        def elsewhere(scores: np.ndarray, position: int) -> tuple[int, float]:
+            return draw(scores, position_of(position, tokens, ancestors))
+
+        with mock.patch.object(self.noise, "choose", elsewhere):
             return choose(self, logits, tokens, ancestors)
 
     return lambda patch: patch.setattr(Sampler, "choose", altered)
@@ -68,7 +72,12 @@ def noise_of_one_generator(patch: Patch) -> None:
         generator = generators.setdefault(id(self), np.random.default_rng([self.seed, self.sample]))
         return generator.gumbel(size=self.vocab_size).astype(np.float32)
 
+    def choose(self: Noise, scores: np.ndarray, position: int) -> tuple[int, float]:
+        sums = scores + self.row(position)
+        return int(sums.argmax()), float(sums.max())
+
     patch.setattr(Noise, "row", row)
+    patch.setattr(Noise, "choose", choose)
 
 
 NOISES: dict[str, Callable[[Patch], None]] = {

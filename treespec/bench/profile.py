@@ -52,24 +52,25 @@ def acceptance_by_depth_of(accepted: Counter[int]) -> list[float]:
 def profiled(engine: Engine) -> Iterator[Profile]:
     """Profile an engine while the context is open. Enter and leave the context between rounds.
 
-    The yielded profile is filled when the context closes. Drawing of noise is timed by patching `Noise.row`.
+    The yielded profile is filled when the context closes. The target's choices with noise are timed by patching
+    `Noise.choose`.
     """
-    profile, clock, stats, row = Profile(), engine.clock, engine.stats, Noise.row
+    profile, clock, stats, choose = Profile(), engine.clock, engine.stats, Noise.choose
 
-    def timed_row(noise: Noise, position: int) -> np.ndarray:
+    def timed(noise: Noise, scores: np.ndarray, position: int) -> tuple[int, float]:
         stage = clock.enter("noise")
         try:
-            return row(noise, position)
+            return choose(noise, scores, position)
         finally:
             clock.enter(stage)
 
     clock.seconds.setdefault("noise", 0.0)
     before, accepted, rounds = dict(clock.seconds), stats.accepted_lengths.copy(), stats.rounds
-    Noise.row = timed_row  # type: ignore[method-assign, assignment]
+    Noise.choose = timed  # type: ignore[method-assign, assignment]
     try:
         yield profile
     finally:
-        Noise.row = row  # type: ignore[method-assign]
+        Noise.choose = choose  # type: ignore[method-assign]
         spent = {stage: seconds - before[stage] for stage, seconds in clock.seconds.items()}
         spent["draft"] += spent.pop("foreign") + spent.pop("search")
         profile.prefill_seconds = spent["prefill"]

@@ -14,7 +14,7 @@ from treespec.models.head_vocabulary import HeadVocabulary
 from treespec.request import Request
 from treespec_kernels.attention.tree_batch import RequestRows
 
-NO_FEATURES = torch.empty(0)
+NO_FEATURES = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 class Rows(NamedTuple):

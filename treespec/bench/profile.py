@@ -14,7 +14,7 @@ MEANING = {
     "merge": "plan, merge and cut the trees",
     "forward": "the target pass; in captured rounds also verification and commit",
     "verify": "from logits to the accepted path",
-    "noise": "draw sampling noise, shared by drafts and target",
+    "noise": "choose the target's tokens with noise",
     "commit": "emit tokens, compact the caches",
     "update": "release finished requests",
     "host": "everything else",

@@ -2,13 +2,13 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
 
-from treespec import AsyncLLM, SamplingParams
+from treespec import LLM, AsyncLLM, SamplingParams
 from treespec.serve.app import ServerOptions, create_app
 
 TEMPLATE = (
@@ -16,6 +16,20 @@ TEMPLATE = (
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 NAME = "speaking"
+PATIENCE = 60  # seconds
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def assert_all_pages_are_back(llm: LLM) -> None:
+    wait_until(lambda: llm.engine.scheduler.is_idle)
+    with llm.between_rounds():
+        llm.engine.check_integrity()  # an idle engine holds no pages
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """`AsyncLLM`: plain decoding's tokens whatever else runs, streams that wait for their readers, and free pages."""
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -9,12 +8,12 @@ from unittest import mock
 import pytest
 
 from tests.models import greedy, random_prompts
+from tests.serving import PATIENCE, assert_all_pages_are_back, wait_until
 from tests.speech import speaking_llm
 from treespec import LLM, AsyncLLM, RequestOutput, SamplingParams, SpecConfig
 from treespec.errors import ConfigError, RequestError
 
 PROMPTS = ["def add(", "import os", [5, 6, 7], "x = 1\ny = 2"]
-PATIENCE = 60  # seconds
 
 
 @pytest.fixture(scope="module")
@@ -31,16 +30,7 @@ def engine(llm: LLM) -> Iterator[AsyncLLM]:
 @pytest.fixture(autouse=True)
 def gives_all_pages_back(llm: LLM) -> Iterator[None]:
     yield
-    wait_until(lambda: llm.engine.scheduler.is_idle)
-    with llm.between_rounds():
-        llm.engine.check_integrity()  # an idle engine holds no pages
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
+    assert_all_pages_are_back(llm)
 
 
 def run(work: Awaitable[Any]) -> Any:

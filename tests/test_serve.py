@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx2
@@ -18,13 +18,12 @@ from openai import AsyncOpenAI, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.commands import ROOT, run
-from tests.serving import NAME, TEMPLATE, serving
+from tests.serving import NAME, PATIENCE, TEMPLATE, assert_all_pages_are_back, serving, wait_until
 from tests.speech import speaking_llm
 from treespec import LLM, AsyncLLM, RequestOutput, SamplingParams
 
 MESSAGES: list[Any] = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "def add("}]
 SYSTEM = [{**MESSAGES[0], "role": "system"}, MESSAGES[1]]
-PATIENCE = 60  # seconds
 
 
 @pytest.fixture(scope="module")
@@ -53,16 +52,7 @@ def client(url: str) -> Iterator[OpenAI]:
 @pytest.fixture(autouse=True)
 def gives_all_pages_back(llm: LLM) -> Iterator[None]:
     yield
-    wait_until(lambda: llm.engine.scheduler.is_idle)
-    with llm.between_rounds():
-        llm.engine.check_integrity()  # an idle engine holds no pages
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
+    assert_all_pages_are_back(llm)
 
 
 # --- tokens

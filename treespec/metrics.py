@@ -14,7 +14,7 @@ WHOLE_TREE = "tree"
 
 
 @dataclass
-class DraftCounts:
+class SourceCounts:
     """What a source drafted in all rounds.
 
     Attributes:
@@ -51,7 +51,7 @@ class Stats:
     accepted_tokens: int = 0
     nodes_verified: int = 0
     accepted_lengths: Counter[int] = field(default_factory=Counter)
-    drafts: dict[str, DraftCounts] = field(default_factory=lambda: defaultdict(DraftCounts))
+    drafts: dict[str, SourceCounts] = field(default_factory=lambda: defaultdict(SourceCounts))
     accepted_by_source: Counter[str] = field(default_factory=Counter)
     accepted_only_by_source: Counter[str] = field(default_factory=Counter)
 

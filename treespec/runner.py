@@ -148,6 +148,7 @@ class Runner:
         return self._launch_logits(requests, trees)
 
     def _launch_logits(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> Tensor:
+        """Return `logits` from kernels that are launched one by one."""
         rows = [tree_rows(request, tree) for request, tree in zip(requests, trees, strict=True)]
         return self.target.logits(self.run_pass(rows, np.concatenate([tree.tokens for tree in trees])))
 

@@ -83,16 +83,16 @@ class PassValue:
     The calibration is a running estimate of accepted per expected tokens.
 
     Args:
-        planner: provides the engine's tokens per second.
+        prices: of the engine's planner.
     """
 
-    def __init__(self, planner: Prices):
-        self._planner = planner
+    def __init__(self, prices: Prices):
+        self._prices = prices
         self._calibration, self._seconds, self._passes = 1.0, 0.0, 0
 
     def pays(self, expected: float) -> bool:
         """Return whether a pass with this many expected tokens, before calibration, pays."""
-        return self._calibration * expected > self._planner.rate * self._seconds
+        return self._calibration * expected > self._prices.rate * self._seconds
 
     @contextmanager
     def timed(self, counts: bool = True) -> Iterator[None]:
@@ -140,7 +140,7 @@ class ForeignDrafter(ABC):
         translation: between the tokenizers.
         capacity: maximum tokens of a request, in the draft's tokens; longer ones are not drafted for.
         scratch: slots after them, for trees.
-        planner: of the engine.
+        prices: of the engine's planner.
     """
 
     def __init__(
@@ -151,11 +151,11 @@ class ForeignDrafter(ABC):
         translation: Translation,
         capacity: int,
         scratch: int,
-        planner: Prices,
+        prices: Prices,
     ):
         self.name, self.model, self.cache, self.translation = name, model, cache, translation
-        self.capacity, self.scratch, self.planner = capacity, scratch, planner
-        self.pass_value = PassValue(planner)
+        self.capacity, self.scratch, self.prices = capacity, scratch, prices
+        self.pass_value = PassValue(prices)
         self._states: dict[str, ForeignState] = {}
         self._fallback = next((t for t in model.config.eos_token_ids if t < model.vocab_size), 0)
 

@@ -39,7 +39,7 @@ class TranslatedDrafter(ForeignDrafter):
     they are drawn from the draft's distribution if `draws_for` returns True.
 
     Args:
-        name, model, cache, translation, capacity, scratch, planner: as in `ForeignDrafter`.
+        name, model, cache, translation, capacity, scratch, prices: as in `ForeignDrafter`.
         draws_for: whether this source draws at random for a request. At most one source may, because random draws
             cannot be cut to a node budget. The result must depend on the request only, not on drawn tokens.
     """
@@ -52,10 +52,10 @@ class TranslatedDrafter(ForeignDrafter):
         translation: Translation,
         capacity: int,
         scratch: int,
-        planner: Prices,
+        prices: Prices,
         draws_for: DrawsFor = lambda request: True,
     ):
-        super().__init__(name, model, cache, translation, capacity, scratch, planner)
+        super().__init__(name, model, cache, translation, capacity, scratch, prices)
         self._draws_for = draws_for
         to_draft = torch.from_numpy(translation.to_draft).to(model.device)
         self._columns, self._masked = to_draft.clamp(min=0), to_draft < 0
@@ -120,7 +120,7 @@ class TranslatedDrafter(ForeignDrafter):
             return Forest(roots(requests), shapes, 1, SeedEvidence())
         oracles = [self._oracle(request) for request in requests]
         fills = [not request.spec.is_adaptive for request in requests]
-        least = self.planner.least_value
+        least = self.prices.least_value
         min_values = [1 / r.spec.max_nodes if fill else least for r, fill in zip(requests, fills, strict=True)]
         modes = [request.spec.draws for request in requests]
         return DrawnForest(roots(requests), shapes, oracles, modes, min_values, fills, FRONTIER, MAX_EXPANDED)

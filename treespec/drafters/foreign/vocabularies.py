@@ -135,7 +135,7 @@ def foreign_drafters(
     length: int,
     scratch: int,
     max_num_seqs: int,
-    planner: Prices,
+    prices: Prices,
     ssms: SsmDrafter | None,
     has_others: bool,
 ) -> list[ForeignDrafter]:
@@ -149,7 +149,7 @@ def foreign_drafters(
         length: positions of the longest request.
         scratch: additional slots per request, for trees.
         max_num_seqs: maximum number of concurrent requests.
-        planner: of the engine.
+        prices: of the engine's planner.
         ssms: the SSM group, or None.
         has_others: whether the engine has custom drafters, which may draw at random too.
     """
@@ -173,7 +173,7 @@ def foreign_drafters(
         cache = KVCache([draft.config.shape], max_num_seqs * pages_for(room), cache_dtype, model.device)
         ends = (target.eos_token_ids, draft.config.eos_token_ids)
         translation = Translation(*codecs, target.shape.vocab_size, draft.known, ends)
-        parts = (draft.name, model, cache, translation, draft.capacity(length), scratch, planner)
+        parts = (draft.name, model, cache, translation, draft.capacity(length), scratch, prices)
         if draft.connection.kind == "translated":
             found.append(TranslatedDrafter(*parts, partial(draws_for, draft.name)))
         else:

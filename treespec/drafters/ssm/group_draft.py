@@ -1,6 +1,6 @@
 """Drafts of the SSM group: what each of them reads, and how it scores roots and levels.
 
-A `StepDraft` scores the nodes of every level in a pass; a `BlockedDraft` predicts all depths in one pass at the root.
+A `StepDraft` scores the nodes of every level in a pass; a `OnePassDraft` predicts all depths in one pass at the root.
 """
 
 from abc import ABC, abstractmethod
@@ -111,7 +111,7 @@ class GroupDraft(ABC):
         """
 
     @abstractmethod
-    def begin_call(self, chains: Sequence[Chain], trees: Sequence[int], num_trees: int) -> "CallInputs":
+    def call_inputs(self, chains: Sequence[Chain], trees: Sequence[int], num_trees: int) -> "CallInputs":
         """Return what the compiled call that grows all levels needs of this draft.
 
         Args:
@@ -196,7 +196,7 @@ class StepDraft(GroupDraft):
             states[tree].scores[self.ssm].append(scores.select(part))
         return SsmProbs(self.ssm, rows, scores.probs, scores.tokens)
 
-    def begin_call(self, chains: Sequence[Chain], trees: Sequence[int], num_trees: int) -> CallInputs:
+    def call_inputs(self, chains: Sequence[Chain], trees: Sequence[int], num_trees: int) -> CallInputs:
         if not self.model.columns:
             return CallInputs()
         # First the features before the committed tokens, tree by tree, then those before the roots.
@@ -206,7 +206,7 @@ class StepDraft(GroupDraft):
         return CallInputs(self.model.features_of(torch.cat(states)))
 
 
-class BlockedDraft(GroupDraft):
+class OnePassDraft(GroupDraft):
     """A block draft, whose pass at the root predicts the tokens of several depths."""
 
     def __init__(self, ssm: int, model: BlockDraft, cache: KVCache, is_compared: bool):
@@ -242,7 +242,7 @@ class BlockedDraft(GroupDraft):
         most = max(map(forest.children_at, slices)) if isinstance(forest, Forest) else None
         return level_probs(self.ssm, scored, differ, most)
 
-    def begin_call(self, chains: Sequence[Chain], trees: Sequence[int], num_trees: int) -> CallInputs:
+    def call_inputs(self, chains: Sequence[Chain], trees: Sequence[int], num_trees: int) -> CallInputs:
         roots = [(request, start, root + 1) for request, start, root in chains]
         blocks = score_blocks(self.model, self.cache, self.pool, roots, plain=True)
         probs = [block.rows.probs for block in blocks if block.rows is not None]
@@ -254,5 +254,5 @@ class BlockedDraft(GroupDraft):
 def group_draft(ssm: int, model: GroupModel, cache: KVCache, is_compared: bool) -> GroupDraft:
     """Return a model as a draft of the group; arguments as of `GroupDraft`."""
     if isinstance(model, BlockDraft):
-        return BlockedDraft(ssm, model, cache, is_compared)
+        return OnePassDraft(ssm, model, cache, is_compared)
     return StepDraft(ssm, model, cache, is_compared)

@@ -208,7 +208,7 @@ class SsmDrafter:
         inputs: list[CallInputs] = []
         for ssm in ssms:
             chains = [(requests[owner], int(valid[owner][ssm]), requests[owner].context_len) for owner in trees[ssm]]
-            inputs.append(self._drafts[ssm].begin_call(chains, trees[ssm], len(requests)))
+            inputs.append(self._drafts[ssm].call_inputs(chains, trees[ssm], len(requests)))
             if not inputs[-1].reads:
                 for owner in trees[ssm]:
                     valid[owner][ssm] = requests[owner].context_len

@@ -12,9 +12,11 @@ from tests.models import open_llm, random_prompts, tiny, tiny_llm
 from tests.sharing import Driven, assert_clean, departures, drive, few_pages, guarded, part_ways, samples
 from tests.test_poison import POISON, poisoned
 from treespec import LLM, SpecConfig
-from treespec.cache import KVCache, pages_for
+from treespec.cache import NO_PAGES, KVCache, pages_for
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
+from treespec.prefix_cache import Prefix
 from treespec.request import Request
+from treespec.scheduler import NO_LENGTHS, Scheduler
 from treespec.tree import TokenTree
 
 LENGTHS = (1, 2, 63, 64, 65, 130)
@@ -250,9 +252,9 @@ def forgets_the_trust(self: SsmDrafter, requests: Any) -> None:
         self._state(request).trust.__post_init__()
 
 
-def shares_the_tail(request: Request) -> Any:
+def shares_the_tail(scheduler: Scheduler, request: Request) -> Prefix:
     leader = request.group.leader if request.group is not None else None
-    return torch.empty(0, dtype=torch.int64).numpy() if leader is None else leader.pages[: pages_for(99)]
+    return Prefix(NO_PAGES if leader is None else leader.pages[: pages_for(99)], NO_LENGTHS)
 
 
 FAULTS: dict[str, tuple[Any, str, Any]] = {
@@ -273,7 +275,7 @@ def test_a_planted_fault_is_seen(fault: str) -> None:
             pool.normal_()  # what a slot holds that nobody wrote
     with Patch.context() as patch:
         if fault == "the tail page is shared":
-            patch.setattr("treespec.scheduler.shared_pages", shares_the_tail)
+            patch.setattr("treespec.scheduler.Scheduler._shared", shares_the_tail)
         elif fault != "none":
             patch.setattr(*FAULTS[fault])
         with nullcontext() if fault == "none" else pytest.raises((AssertionError, IndexError)):

@@ -164,7 +164,6 @@ ENGINE: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...], str]]
     "tensor_parallel_size": ((1, None), (), (2, True), "a model runs on one device"),
     "gpu_memory_utilization": ((0.9, None), (0.5, 1), ("x", True), "max_num_seqs and max_model_len bound the memory"),
     "trust_remote_code": ((False, True), (), ("yes",), "use True or False"),
-    "enable_prefix_caching": ((None, False), (True,), (1,), "only the n samples of one prompt share its cache"),
     "swap_space": ((4, 0.0), (8,), ("8",), "max_num_seqs and max_model_len bound the memory"),
     "cpu_offload_gb": ((0, 0.0), (), (4,), "use quantization='int8' or 'int4'"),
     "limit_mm_per_prompt": (({},), ({"image": 1},), ("x",), "prompts are text or token ids"),

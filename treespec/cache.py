@@ -4,7 +4,8 @@ A request holds the same pages in every pool, so all models share one slot table
 position j for committed tokens and scratch space for the token tree after them. Page 0 is the null page: padding rows
 write to it.
 
-Samples of one prompt share its full pages. A page with several holders is never written.
+Samples of one prompt share its full pages, and so do requests with a common prefix (prefix_cache.py). The target never
+writes to a page with several holders; a draft that catches up may, with the values that are there already.
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treespec.prefix_cache import PrefixCache
 from treespec.utils.memory import lazy_zeros
 from treespec_kernels.attention.kv_commit import kv_commit_cpu, kv_commit_triton
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
@@ -83,7 +85,10 @@ class KVCache:
     Attributes:
         pools: by model, [num_layers, 2, num_pages + 1, num_kv_heads, PAGE_SIZE, head_dim]; the features' pool is last.
         stacked: by stack, the same with the pages of its models concatenated.
+        prefixes: contents of pages that later requests may share; None without prefix caching.
     """
+
+    prefixes: PrefixCache | None = None
 
     def __init__(
         self,
@@ -135,9 +140,9 @@ class KVCache:
         """Reference count of each page, int64 like `pages`. A page with more than one holder must not be written."""
         return self._holders[pages]
 
-    def can_reserve(self, num_slots: int, num_shared: int = 0) -> bool:
-        """Whether enough pages are free for `num_slots` slots, `num_shared` of them shared."""
-        return pages_for(num_slots) - num_shared <= self.num_free
+    def can_reserve(self, num_slots: int, shared: np.ndarray = NO_PAGES) -> bool:
+        """Whether enough pages are free for `num_slots` slots beside these shared pages."""
+        return pages_for(num_slots) - int(np.count_nonzero(self._holders[shared])) <= self.num_free
 
     def reserve(self, request_id: str, num_slots: int, shared: np.ndarray = NO_PAGES) -> np.ndarray:
         """Allocate a request's pages, int64 [pages_for(num_slots)]; contiguous if such a run is free.
@@ -145,19 +150,24 @@ class KVCache:
         Args:
             request_id: the holder.
             num_slots: required slots.
-            shared: int64, pages of another holder, used read-only as the first pages.
+            shared: int64, pages of another holder or of `prefixes`, used read-only as the first pages.
         """
         count = pages_for(num_slots) - len(shared)
+        self._holders[shared] += 1
         free = 1 + np.flatnonzero(self._holders[1:] == 0)
         assert request_id not in self._held, f"{request_id} holds pages already"
         assert 0 <= count <= len(free), "admission checks can_reserve first"
-        assert self._holders[shared].all(), "a shared page has no holder"
+        if self.prefixes is not None:
+            free = np.sort(self.prefixes.oldest_first(free)[: max(count, self.prefixes.num_empty(free))])
         allocated = free[:count]
         runs = np.flatnonzero(free[count - 1 :] - free[: len(free) - count + 1] == count - 1) if count else NO_PAGES
         if len(runs):
             allocated = free[runs[0] : runs[0] + count]
+        if self.prefixes is not None:
+            self.prefixes.touch(shared)
+            self.prefixes.forget(allocated)
+        self._holders[allocated] += 1
         pages = np.concatenate((shared, allocated))
-        self._holders[pages] += 1
         self._held[request_id] = pages
         return pages
 
@@ -169,6 +179,8 @@ class KVCache:
         pages = self._held.pop(request_id)
         self._holders[pages] -= 1
         self._dirty[pages] |= scrub
+        if scrub and self.prefixes is not None:
+            self.prefixes.forget(pages)
         stale = pages[(self._holders[pages] == 0) & self._dirty[pages]]
         if len(stale):
             self.scrub(stale)

@@ -241,6 +241,8 @@ class Engine:
                     logger.error("%s; the request had its whole output", failure, exc_info=failure.__cause__)
             elif failure is not None:
                 self.finish(request, "error", failure)
+            elif request.num_rounds == 1 and not request.poisoned:
+                self.scheduler.cache_prefix(request)
 
     def finish(self, request: Request, reason: FinishReason, error: str | TreespecError | None = None) -> None:
         """End a request and free its resources, even if a drafter fails to release it."""
@@ -249,6 +251,8 @@ class Engine:
         self.learn()
         if isinstance(error, TreespecError):
             request.failure, error = error, str(error)
+        if self.sources.ssms is not None:
+            request.draft_lengths = self.sources.ssms.lengths(request)
         with ExitStack() as releases:
             for source in self.sources:
                 releases.callback(call_release, source, request)

@@ -38,6 +38,7 @@ class EngineOptions:
         quantization: quantisation of the target's layers at load time: "int8", "int4" or None.
         draft_quantization: quantisation of the drafts at load time: "int8", None, or "auto".
         activations: "model", the dtype of passes, or "int8" before products with quantised weights.
+        enable_prefix_caching: share the KV cache of common prefixes between requests.
         suffix_tokens: number of output tokens stored for the source "suffix".
         tokenizer: of a target in memory, by which drafts are connected; None is that of the folder it was loaded from.
     """
@@ -59,6 +60,7 @@ class EngineOptions:
     quantization: str | None = None
     draft_quantization: str | None = "auto"
     activations: str = "model"
+    enable_prefix_caching: bool = False
     suffix_tokens: int = 0
     tokenizer: Any = None
 
@@ -94,7 +96,7 @@ class EngineOptions:
             raise ConfigError(f'draft_quantization={self.draft_quantization!r}; valid: "auto", "int8" or None')
         if self.activations not in ("model", "int8"):
             raise ConfigError(f'activations={self.activations!r}; valid: "model" or "int8"')
-        for name in ("exact", "cuda_graphs"):
+        for name in ("exact", "cuda_graphs", "enable_prefix_caching"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r}; valid: True or False")
         if model is not None and not isinstance(model, str | os.PathLike | nn.Module):

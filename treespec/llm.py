@@ -89,6 +89,8 @@ class LLM(VllmMethods):
         activations: "int8" quantises the activations of the target before products with quantised weights, per row and
             group of inputs, as llama.cpp does: faster for several rows on CPUs with VNNI, and less accurate
             (docs/benchmarks.md). "model" keeps them in the model's dtype.
+        enable_prefix_caching: keep the KV cache of finished requests in pages that are not needed otherwise, so that
+            requests with the same first tokens (in pages of 64) compute only the rest. Changes no token.
         suffix_tokens: number of recent tokens to remember, rounded up to a power of two, for the source "suffix", which
             proposes what followed the same tokens in earlier outputs and prompts. Takes 64 bytes per token (several
             hundred without a C++ compiler). It changes the speed, not the tokens (under "rejection" and "traversal",
@@ -127,6 +129,7 @@ class LLM(VllmMethods):
         quantization: str | None = None,
         draft_quantization: str | None = "auto",
         activations: str = "model",
+        enable_prefix_caching: bool = False,
         suffix_tokens: int = 0,
         seed: int | None = None,
         **vllm_options: Unpack[VllmEngineOptions],
@@ -152,6 +155,7 @@ class LLM(VllmMethods):
             quantization=quantization,
             draft_quantization=draft_quantization,
             activations=activations,
+            enable_prefix_caching=enable_prefix_caching,
             suffix_tokens=suffix_tokens,
             tokenizer=tokenizer,
         )
@@ -390,6 +394,16 @@ class LLM(VllmMethods):
         """Raise ConfigError if `spec.sources` names a source that this engine lacks."""
         models = tuple(self._built.connections)
         spec.check_sources(models, self._built.memory["suffix"] > 0, self.draft_names[len(models) :])
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forget all cached prefixes, as after `enable_prefix_caching` at the start. Return True.
+
+        Running requests keep the pages that they share; the arguments are vLLM's.
+        """
+        with self.between_rounds():
+            if (prefixes := self.engine.cache.prefixes) is not None:
+                prefixes.clear()
+        return True
 
     def add_round_observer(self, observer: RoundObserver) -> ObserverHandle:
         """Call `observer(record)` with a `RoundRecord` for every request of every round.

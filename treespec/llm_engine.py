@@ -98,5 +98,5 @@ class LLMEngine:
         return len(self._open)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Return True, because there is no prefix cache to reset."""
+        """As `LLM.reset_prefix_cache`."""
         return self.llm.reset_prefix_cache(reset_running_requests, reset_connector)

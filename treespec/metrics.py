@@ -47,6 +47,7 @@ class Stats:
     rounds: int = 0
     target_passes: int = 0
     prefill_tokens: int = 0
+    cached_tokens: int = 0
     generated_tokens: int = 0
     accepted_tokens: int = 0
     nodes_verified: int = 0
@@ -78,7 +79,8 @@ class Stats:
         self.failed_requests += request.finish_reason == "error"
         self.target_passes += request.target_passes
         if request.prefill_passes:  # skip samples whose prompt another one prefilled
-            self.prefill_tokens += min(request.context_len, request.num_prompt - 1)
+            self.prefill_tokens += min(request.context_len, request.num_prompt - 1) - request.num_cached
+        self.cached_tokens += request.num_cached
         self.generated_tokens += request.num_generated
         self.accepted_tokens += request.accepted_tokens
         self.nodes_verified += request.nodes_verified
@@ -99,6 +101,7 @@ class Stats:
             "rounds": self.rounds,
             "target_passes": self.target_passes,
             "prefill_tokens": self.prefill_tokens,
+            "cached_tokens": self.cached_tokens,
             "generated_tokens": self.generated_tokens,
             "accepted_tokens": self.accepted_tokens,
             "nodes_verified": self.nodes_verified,

@@ -17,6 +17,7 @@ class RequestMetrics:
     Attributes:
         target_passes: tree passes, without prefill.
         prefill_passes: passes over the prompt (all but its last token).
+        cached_tokens: prompt tokens whose KV cache was that of earlier requests.
         generated_tokens: tokens emitted.
         acceptance_length: generated_tokens / target_passes, bonus tokens included; 1.0 for plain decoding.
         accepted_tokens: drafted tokens that were accepted; the target alone chose the other generated tokens.
@@ -32,6 +33,7 @@ class RequestMetrics:
 
     target_passes: int
     prefill_passes: int
+    cached_tokens: int
     generated_tokens: int
     acceptance_length: float
     accepted_tokens: int
@@ -59,6 +61,7 @@ class RequestMetrics:
         return cls(
             target_passes=passes,
             prefill_passes=sum(s.prefill_passes for s in samples),
+            cached_tokens=sum(s.num_cached for s in samples),
             generated_tokens=generated,
             acceptance_length=generated / passes if passes else 0.0,
             accepted_tokens=sum(s.accepted_tokens for s in samples),

@@ -89,6 +89,9 @@ class Request:
     tokens: list[int] = field(init=False)
     context_len: int = 0
     pages: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    page_keys: list[bytes] = field(default_factory=list)  # of the prompt's full pages, see `prefix_cache`
+    num_cached: int = 0  # prompt tokens whose K/V another request computed
+    draft_lengths: np.ndarray = field(default_factory=lambda: np.zeros(1, dtype=np.int64))  # as in `Prefix`
     ended: FinishReason | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -176,7 +179,7 @@ class Request:
     def has_verified_prompt(self) -> bool:
         """Whether the pages hold the whole prompt and a token, of this sample or of the one that computed it, has shown
         it to be finite."""
-        return bool(self.num_generated or (self.context_len and not self.prefill_passes))
+        return bool(self.num_generated or (self.context_len and not self.prefill_passes and not self.needs_prefill))
 
     @property
     def finished(self) -> bool:

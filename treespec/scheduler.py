@@ -9,10 +9,13 @@ import numpy as np
 
 from treespec.cache import NO_PAGES, KVCache
 from treespec.outputs import FinishReason
+from treespec.prefix_cache import Prefix, page_keys
 from treespec.request import PromptGroup, Request
 from treespec_kernels.attention.tree_batch import PAGE_SIZE
 
 logger = logging.getLogger("treespec")
+
+NO_LENGTHS = np.zeros(1, dtype=np.int64)
 
 
 class Batch(NamedTuple):
@@ -62,6 +65,8 @@ class Scheduler:
                 assert same, differs
             group.waiting += 1
         self.waiting.append(request)
+        if self.cache.prefixes is not None and request.params.prompt_logprobs is None:
+            request.page_keys = page_keys(request.prompt_token_ids, self._salt(request))
         if self._is_long(request) and request.num_prompt <= self._short_context and not self._has_noted_factors:
             self._has_noted_factors = True
             logger.warning(
@@ -76,6 +81,9 @@ class Scheduler:
     def _is_long(self, request: Request) -> bool:
         """Whether the target computes a request with longrope's long factors."""
         return request.max_len > self._short_context
+
+    def _salt(self, request: Request) -> bytes:
+        return b"long" if self._is_long(request) else b""
 
     def slots_needed(self, request: Request) -> int:
         """Maximum number of slots of a request, tree included."""
@@ -95,8 +103,7 @@ class Scheduler:
                 break
             else:
                 del self.waiting[place]
-                self._admit(request)
-                if request.context_len:
+                if self._admit(request):
                     forked.append(request)
         prefill, counts, budget = [], [], self.prefill_chunk
         for request in self.running:
@@ -121,7 +128,7 @@ class Scheduler:
     def _has_room(self, request: Request) -> bool:
         """Whether the request's pages are free. An idle engine first reclaims the prompt pages that later groups keep;
         their next sample prefills the prompt again."""
-        needed, shared = self.slots_needed(request), len(shared_pages(request))
+        needed, shared = self.slots_needed(request), self._shared(request).pages
         if not self.running:
             for other in reversed(self.waiting):
                 if self.cache.can_reserve(needed, shared):
@@ -130,27 +137,54 @@ class Scheduler:
                     self._drop(other.group)
         return self.cache.can_reserve(needed, shared)
 
-    def _admit(self, request: Request) -> None:
-        """Reserve a request's pages, reusing the prompt if its group has it in the cache."""
-        shared = shared_pages(request)
+    def _shared(self, request: Request) -> Prefix:
+        """Return the pages that a waiting request would share: of its group, or else of a cached prefix.
+
+        Of a group, the full prompt pages of its leader, or all pages that it keeps.
+        """
+        group, prefixes = request.group, self.cache.prefixes
+        if group is not None and group.kept is not None:
+            return Prefix(group.kept, NO_LENGTHS)
+        if group is not None and group.leader is not None:
+            return Prefix(group.leader.pages[: (request.num_prompt - 1) // PAGE_SIZE], NO_LENGTHS)
+        if prefixes is None:
+            return Prefix(NO_PAGES, NO_LENGTHS)
+        # The last token is left to decoding, and the leader of a group prefills at least one for the drafts.
+        most = (request.num_prompt - 1 - (group is not None)) // PAGE_SIZE
+        return prefixes.find(request.page_keys[: max(most, 0)])
+
+    def _admit(self, request: Request) -> bool:
+        """Reserve a request's pages, reusing what is in the cache. Return whether its group has the whole prompt."""
+        shared, draft_lengths = self._shared(request)
         request.pages = self.cache.reserve(request.request_id, self.slots_needed(request), shared)
         self.running.append(request)
         request.admitted_at = time.perf_counter()
         group, prefix = request.group, request.num_prompt - 1
-        if group is None:
-            return
-        group.waiting -= 1
-        leader = group.leader
+        leader = None if group is None else group.leader
+        if group is not None:
+            group.waiting -= 1
+            group.leader = leader or request
         if leader is None:
-            group.leader = request
-            if group.kept is not None:
+            if group is not None and group.kept is not None:
                 self._drop(group)
                 request.context_len = prefix
-            return
+                return prefix > 0
+            request.context_len = request.num_cached = PAGE_SIZE * len(shared)
+            request.draft_lengths = draft_lengths
+            return False
         if prefix % PAGE_SIZE:
             tail = len(shared)
             self.cache.copy_slots(leader.pages[tail], request.pages[tail], prefix % PAGE_SIZE)
         request.context_len, request.poisoned = prefix, leader.poisoned
+        return prefix > 0
+
+    def cache_prefix(self, request: Request) -> None:
+        """Let later requests share a request's full pages of committed positions, all of which are finite."""
+        if self.cache.prefixes is None:
+            return
+        count = request.context_len // PAGE_SIZE
+        keys = page_keys(request.tokens[: count * PAGE_SIZE], self._salt(request))
+        self.cache.prefixes.insert(keys, request.pages[:count], request.draft_lengths)
 
     def _drop(self, group: PromptGroup) -> None:
         """Release the prompt pages that a group keeps."""
@@ -176,6 +210,8 @@ class Scheduler:
             self.running.remove(request)
             # A request that did not end by its own tokens may have left unchecked NaN in its pages.
             unchecked = request.poisoned or request.runs_ahead or reason not in ("stop", "length")
+            if not unchecked:
+                self.cache_prefix(request)
             self._leave(request, scrub=unchecked)
         elif request in self.waiting:
             self.waiting.remove(request)
@@ -199,13 +235,3 @@ class Scheduler:
             assert group.waiting == sum(other.group is group for other in self.waiting), group.group_id
             assert (group.leader in running) == bool(running), f"{group.group_id} has no leader, or one that ended"
             assert group.kept is None or (group.waiting and not running), f"{group.group_id} keeps pages without need"
-
-
-def shared_pages(request: Request) -> np.ndarray:
-    """Pages that a waiting request would share: the full prompt pages of its leader, or all pages kept by the group."""
-    group, prefix = request.group, request.num_prompt - 1
-    if group is None:
-        return NO_PAGES
-    if group.kept is not None:
-        return group.kept
-    return NO_PAGES if group.leader is None else group.leader.pages[: prefix // PAGE_SIZE]

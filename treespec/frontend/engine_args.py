@@ -48,7 +48,6 @@ class EngineArgs(EngineOptions):
     download_dir: str | None = None
     enable_chunked_prefill: bool | None = None
     enable_lora: bool | None = None
-    enable_prefix_caching: bool | None = None
     enable_prompt_embeds: bool | None = None
     enable_sleep_mode: bool | None = None
     enforce_eager: bool | None = None

@@ -22,10 +22,6 @@ class VllmMethods:
         """Return the totals of `stats` as vLLM's metrics."""
         return as_metrics(self.engine)
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Return True, because there is no prefix cache to reset."""
-        return True
-
     if not TYPE_CHECKING:  # type checkers would accept any attribute
 
         def __getattr__(self, name: str) -> Any:

@@ -65,9 +65,6 @@ class VllmEngineOptions(TypedDict, total=False):
         bool | None, Absent((True,), "prompts are computed prefill_chunk tokens at a time", _FLAG)
     ]
     enable_lora: Annotated[bool | None, Absent((False,), _LORA.instead)]
-    enable_prefix_caching: Annotated[
-        bool | None, Absent((False,), "only the n samples of one prompt share its cache", _FLAG)
-    ]
     enable_prompt_embeds: Annotated[
         bool | None, Absent((False,), "prompts are text or token ids: encode them with the tokenizer")
     ]

@@ -20,6 +20,7 @@ from treespec.graphs.capture import Rounds, captured_rounds, runs_on_device
 from treespec.graphs.graph_executor import GraphExecutor
 from treespec.models.group_model import GroupModel
 from treespec.planning.planner import Planner
+from treespec.prefix_cache import PrefixCache
 from treespec.runner import Runner
 from treespec.scheduler import Scheduler
 from treespec.startup.built import Built
@@ -66,6 +67,8 @@ def assemble(resolved: Resolved, plan: MemoryPlan) -> Built:
     engine, rounds = _make_engine(
         Engine(runner, scheduler, sources, host), _capture(resolved, plan, runner, ssms), config
     )
+    if resolved.options.enable_prefix_caching:  # from now on, so that measurements and proofs compute their prompts
+        target.cache.prefixes = PrefixCache(plan.num_pages + 1, 0 if ssms is None else len(ssms.models))
     return Built(
         engine=engine,
         config=config,

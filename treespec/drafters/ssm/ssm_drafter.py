@@ -323,6 +323,11 @@ class SsmDrafter:
         if seed is not None and len(seed) > 1 and not request.draws_at_random:
             self.evidence.observe(tree, seed, path, bonus)
 
+    def lengths(self, request: Request) -> np.ndarray:
+        """Return the number of leading positions with K/V in each SSM's pool."""
+        state = self._states.get(request.request_id)
+        return request.draft_lengths if state is None else state.valid
+
     def release(self, request: Request) -> None:
         """Release a request's state."""
         self._states.pop(request.request_id, None)
@@ -425,7 +430,8 @@ class SsmDrafter:
     def _state(self, request: Request) -> SsmState:
         if request.request_id not in self._states:
             count, first = len(self.models), np.array([model.offset for model in self.models])
-            state = SsmState(Trust(count), first, np.full(count, MIN_LAG), np.zeros(count))
+            valid = np.maximum(first, request.draft_lengths)
+            state = SsmState(Trust(count), valid, np.full(count, MIN_LAG), np.zeros(count))
             self._states[request.request_id] = state
             self._catch_up_policy.begin_request()
         return self._states[request.request_id]

@@ -1,0 +1,102 @@
+"""Prefix caching: pages of committed positions, found by the tokens that they hold."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from treespec_kernels.attention.tree_batch import PAGE_SIZE
+
+
+class Prefix(NamedTuple):
+    """Cached pages of a prompt's first positions.
+
+    Attributes:
+        pages: int64 [num_pages].
+        draft_lengths: int64 [num_drafts], leading positions with K/V in each draft's pool too.
+    """
+
+    pages: np.ndarray
+    draft_lengths: np.ndarray
+
+
+def page_keys(tokens: Sequence[int], salt: bytes = b"") -> list[bytes]:
+    """Return a key for each full page of tokens: a hash of all tokens up to its end.
+
+    Args:
+        tokens: from position 0.
+        salt: what else the K/V depends on.
+    """
+    keys, key = list[bytes](), salt
+    whole = np.array(tokens[: len(tokens) // PAGE_SIZE * PAGE_SIZE], dtype=np.int64)
+    for page in whole.reshape(-1, PAGE_SIZE):
+        key = hashlib.sha256(key + page.tobytes()).digest()
+        keys.append(key)
+    return keys
+
+
+class PrefixCache:
+    """Contents of pages of a `KVCache`: of pages that requests hold, and of free pages until they are allocated again.
+
+    Args:
+        num_pages: of the KV cache, the null page included.
+        num_drafts: drafts with a pool in it.
+    """
+
+    def __init__(self, num_pages: int, num_drafts: int):
+        self._page_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+        self._has_draft = np.zeros((num_drafts, num_pages), dtype=bool)  # whether a draft has K/V of a whole page
+        self._last_use = np.zeros(num_pages, dtype=np.int64)  # 0: the page holds nothing
+        self._clock = 0
+
+    def find(self, keys: Sequence[bytes]) -> Prefix:
+        """Return the longest cached prefix of the pages with these keys."""
+        pages = []
+        for key in keys:
+            if (page := self._page_of.get(key)) is None:
+                break
+            pages.append(page)
+        found = np.array(pages, dtype=np.int64)
+        leading = np.logical_and.accumulate(self._has_draft[:, found], axis=1).sum(axis=1)
+        return Prefix(found, PAGE_SIZE * leading)
+
+    def insert(self, keys: Sequence[bytes], pages: np.ndarray, draft_lengths: np.ndarray) -> None:
+        """Enter a request's leading pages; of pages with equal contents, the first one stays.
+
+        Args:
+            keys, pages: by page.
+            draft_lengths: as in `Prefix`.
+        """
+        for i, (key, page) in enumerate(zip(keys, pages.tolist(), strict=True)):
+            page = self._page_of.setdefault(key, page)
+            if page not in self._key_of:
+                self._key_of[page], self._last_use[page] = key, 1
+            self._has_draft[:, page] |= draft_lengths >= (i + 1) * PAGE_SIZE
+        self.touch(np.array([self._page_of[key] for key in keys], dtype=np.int64))
+
+    def touch(self, pages: np.ndarray) -> None:
+        """Mark those of a request's leading pages that are cached as used; the last of them is replaced first."""
+        pages = pages[self._last_use[pages] > 0]
+        self._clock += len(pages)
+        self._last_use[pages] = 1 + self._clock - np.arange(len(pages))
+
+    def forget(self, pages: np.ndarray) -> None:
+        """Remove pages whose contents change."""
+        for page in pages[self._last_use[pages] > 0].tolist():
+            del self._page_of[self._key_of.pop(page)]
+        self._last_use[pages] = 0
+        self._has_draft[:, pages] = False
+
+    def clear(self) -> None:
+        """Remove all pages."""
+        self.forget(np.array(list(self._key_of), dtype=np.int64))
+
+    def num_empty(self, pages: np.ndarray) -> int:
+        """Number of these pages that hold nothing."""
+        return int(np.count_nonzero(self._last_use[pages] == 0))
+
+    def oldest_first(self, pages: np.ndarray) -> np.ndarray:
+        """Sort pages by their last use; those that hold nothing come first, in ascending order."""
+        return pages[np.argsort(self._last_use[pages], kind="stable")]

@@ -1,6 +1,7 @@
 """`treespec bench`: measure the speed against plain decoding and transformers."""
 
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -139,6 +140,25 @@ def bench(
         int,
         typer.Option("--seed", metavar="S", help="RNG seed of prompt selection, sampling and grown weights."),
     ] = 0,
+    server: Annotated[
+        str | None,
+        typer.Option(
+            "--server",
+            metavar="URL",
+            help="Instead, send the prompts to this OpenAI-compatible server and measure latency and throughput, as "
+            "vLLM's bench serve. The key is $OPENAI_API_KEY.",
+        ),
+    ] = None,
+    request_rate: Annotated[
+        float | None,
+        typer.Option(
+            "--request-rate", metavar="R", help="With --server: Poisson arrivals per second. Default: all at once."
+        ),
+    ] = None,
+    max_concurrency: Annotated[
+        int | None,
+        typer.Option("--max-concurrency", metavar="N", min=1, help="With --server: requests in flight."),
+    ] = None,
     profile: Annotated[bool, typer.Option("--profile", help="Print the time of a round by part.")] = False,
     plot: Annotated[
         Path | None,
@@ -152,6 +172,39 @@ def bench(
     All modes use the same weights, prompts and dtype; every batch is decoded by every mode in turn. Prefill is reported
     separately. With --verification: compares verification rules at a temperature, on a fixed tree drafted by SSMs only.
     """
+    if server is not None:
+        others = {
+            "--draft": draft,
+            "--k-values": k_values,
+            "--nodes": nodes,
+            "--combine": combine,
+            "--batch": batch,
+            "--verification": verification,
+            "--only": only,
+            "--grow": grow,
+            "--plot": plot,
+            "--threads": threads,
+        }
+        if refused := [flag for flag, value in others.items() if value is not None]:
+            raise usage_error(f"{', '.join(refused)}: the server decides on it; drop it, or drop --server")
+        rate = math.inf if request_rate is None else request_rate
+        if not rate > 0:
+            raise usage_error(f"--request-rate {request_rate}: valid: requests per second, above 0")
+        load = {
+            "url": server,
+            "model": model,
+            "prompts": prompts,
+            "num_prompts": samples,
+            "max_tokens": max_tokens,
+            "temperature": temperature or 0.0,
+            "request_rate": rate,
+            "max_concurrency": max_concurrency,
+            "seed": seed,
+        }
+        _bench_server(load, out, as_json)
+        return
+    if (request_rate, max_concurrency) != (None, None):
+        raise usage_error("--request-rate and --max-concurrency go with --server URL")
     if branching is not None and (not verification or nodes):
         raise usage_error("--branching needs --verification and replaces --nodes")
     if (grow_vocab, keep) != (None, None) and grow is None:
@@ -209,6 +262,20 @@ def bench(
     from treespec.bench.text import body, header
 
     typer.echo(f"{header(document)}\n\n{body(document, profile)}")
+
+
+def _bench_server(load: dict[str, Any], out: Path | None, as_json: bool) -> None:
+    try:
+        from treespec.bench.server import Load, bench_server, table
+    except ModuleNotFoundError as error:
+        raise usage_error(
+            f"--server needs the package {error.name}; install treespec with its extra: [serve]"
+        ) from error
+    raise_on_interrupt()
+    document = bench_server(Load(**load))
+    if out is not None:
+        out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print_json(document) if as_json else typer.echo(table(document))
 
 
 def integers(flag: str, values: Sequence[str] | None, default: tuple[int, ...], least: int = 1) -> tuple[int, ...]:

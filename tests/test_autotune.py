@@ -192,19 +192,19 @@ def test_the_engine_says_that_other_threads_are_faster(caplog: pytest.LogCapture
 
 def test_kernels_are_compiled_for_a_target_without_a_gpu() -> None:
     pytest.importorskip("triton")
-    options = ["--aot", "sm_90", "--ops", "coupled_choice", "--dtype", "float16"]
+    options = ["--aot", "sm_90", "--ops", "kv_commit", "--dtype", "float16"]
     child = program("-m", "treespec", "autotune", *options, "--json", TRITON_INTERPRET=None)
     assert child.returncode == 0, child.stderr
     report = json.loads(child.stdout)
     assert report.keys() == {"targets", "failed"} and report["failed"] == []
-    assert {row["kernel"] for row in report["targets"]["sm_90"]} == {"choose_in_blocks", "choose_of_blocks"}
-    assert {row["case"].split(",")[0] for row in report["targets"]["sm_90"]} == {"coupled_choice float16"}
+    assert {row["kernel"] for row in report["targets"]["sm_90"]} == {"move_path"}
+    assert {row["case"].split(",")[0] for row in report["targets"]["sm_90"]} == {"kv_commit float16"}
     child = program("kernels/autotune.py", *options, TRITON_INTERPRET=None, PYTHONPATH=".:kernels:weights")
     assert child.returncode == 0, child.stderr
     assert child.stderr.startswith("compiling 3 kernels for sm_90")
     head, *lines = child.stdout.splitlines()
     assert head.split() == ["kernel", "target", "compiled", "registers", "spills", "shared", "KB"]
-    assert [line.split()[:2] for line in lines] == [["choose_in_blocks", "sm_90"], ["choose_of_blocks", "sm_90"]]
+    assert [line.split()[:2] for line in lines] == [["move_path", "sm_90"]]
 
 
 def test_processes_change_no_result() -> None:
@@ -216,7 +216,7 @@ from treespec_kernels.ops.shapes import default_shapes
 if __name__ == "__main__":
     steps = []
     def report(jobs):
-        return aot.compile_report(["sm_90"], default_shapes([torch.float16]), ["coupled_choice", "kv_commit"], jobs,
+        return aot.compile_report(["sm_90"], default_shapes([torch.float16]), ["rms_norm", "kv_commit"], jobs,
                                   advance=lambda done, total: steps.append((done, total)))
     serial, parallel = report(1), report(2)
     print(json.dumps([serial == parallel, serial["failed"], steps]))
@@ -344,7 +344,7 @@ def test_whether_launches_are_programmatic_is_shown(pdl: bool, said: str) -> Non
             ["--aot", "sm_91"],
             ["'sm_91' (did you mean 'sm_90'?)", "valid: gfx942, sm_100, sm_120, sm_80, sm_86, sm_89, sm_90"],
         ),
-        (["--aot", "sm_90", "--ops", "tree_atention"], ["did you mean 'tree_attention'?", "coupled_choice"]),
+        (["--aot", "sm_90", "--ops", "tree_atention"], ["did you mean 'tree_attention'?", "kv_commit"]),
         (["--aot", "sm_90", "--dtype", "float6"], ["'float6' (did you mean 'float16'?)", "bfloat16"]),
         (["--nodes", "8"], ["--nodes is about kernels on a GPU", "--aot compiles them"]),
         (["--fresh"], ["--fresh is about kernels on a GPU"]),

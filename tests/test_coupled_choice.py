@@ -1,5 +1,4 @@
-"""Coupled choice: the noise's integers, the distribution of the specification, and the cases of each
-implementation."""
+"""Coupled choice: the noise's integers and logarithms, and the distribution of the specification."""
 
 import numpy as np
 import pytest
@@ -7,21 +6,15 @@ import torch
 
 from tests.child import run_cases
 from tests.kernel_cases import environments
-from treespec_kernels.sampling.coupled_choice import (
-    coupled_choice_ref,
-    gumbel_integers_ref,
-    gumbel_ref,
-)
+from treespec_kernels.sampling.coupled_choice import RowNoise, gumbel_integers_ref, gumbel_ref
+from treespec_kernels.sampling.row_topk import row_topk_ref
 
 WORD = 2**64 - 1
 
 
-@environments("TREESPEC_COUPLED_CHOICE")
+@environments()
 def test_cases(environment: dict[str, str]) -> None:
-    names = ["coupled_choice_cases.py"]
-    if "TRITON_INTERPRET" in environment:
-        names.append("coupled_noise_cases.py")
-    run_cases(names, environment)
+    run_cases("coupled_noise_cases.py", environment)
 
 
 def philox4x64_10(counter: tuple[int, ...], key: tuple[int, ...]) -> list[int]:
@@ -97,12 +90,12 @@ def test_the_distribution_is_softmax_of_scores_over_temperature(varied: str) -> 
     scores = torch.tensor([0.3, -1.2, 1.1, 0.0, -0.4, 0.9])
     fixed = {"seeds": 12345, "samples": 1, "positions": 77}
     keys = {name: torch.full((rows,), value) for name, value in fixed.items()} | {varied: torch.arange(rows)}
-    chosen = coupled_choice_ref(scores.expand(rows, -1), torch.full((rows,), temperature), **keys)
+    chosen = row_topk_ref(scores.expand(rows, -1), 1, RowNoise(torch.full((rows,), temperature), **keys))
     assert chosen.finite.all()
     probs = (scores.double() / temperature).softmax(0)
     pairs = chosen.tokens.view(-1, 2)
     for tokens, expected in (
-        (chosen.tokens, probs * rows),
+        (chosen.tokens[:, 0], probs * rows),
         (pairs[:, 0] * 6 + pairs[:, 1], (probs[:, None] * probs).flatten() * len(pairs)),
     ):
         assert expected.min() > 5

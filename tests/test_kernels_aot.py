@@ -19,8 +19,6 @@ REGISTER_BOUND = {
     "attend_items": 224,
     "combine_segments": 144,
     "move_path": 64,
-    "choose_in_blocks": 64,
-    "choose_of_blocks": 32,
     "project_to_vocab": 192,
     "multiply_rows": 192,
     "add_splits": 64,
@@ -153,7 +151,7 @@ def test_what_does_not_compile_or_spills_has_failed(tmp_path: Path) -> None:
         "            Launch(__name__, 'greedy', {'a': out, 'out': out, 'BLOCK': 64}, options)]\n"
         "aot.launches_of = planted\n"
         "shapes = default_shapes()[:2]\n"
-        "print(json.dumps(aot.compile_report(['sm_90'], shapes, ['coupled_choice'], jobs=1)))\n"
+        "print(json.dumps(aot.compile_report(['sm_90'], shapes, ['kv_commit'], jobs=1)))\n"
     )
     file = tmp_path / "planted.py"  # Triton reads the source of a kernel from its file
     file.write_text(script)
@@ -170,7 +168,7 @@ def test_what_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     shape = default_shapes()[0]
     with pytest.raises(ValueError, match="aot: target 'sm_89x' is not known; use one of sm_80,"):
         launches_of("row_linear", shape, "sm_89x")
-    with pytest.raises(ValueError, match="aot: op 'softmax' has no kernels; use one of coupled_choice,"):
+    with pytest.raises(ValueError, match="aot: op 'softmax' has no kernels; use one of kv_commit,"):
         launches_of("softmax", shape, "sm_90")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(ValueError, match="aot: TRITON_INTERPRET is set"):

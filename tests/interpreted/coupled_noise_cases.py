@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from treespec_kernels.sampling.coupled_choice import gumbel_integers_ref
-from treespec_kernels.sampling.coupled_choice_kernels import gumbel, gumbel_integers
+from treespec_kernels.sampling.coupled_values import gumbel, gumbel_integers
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 BLOCK = 256

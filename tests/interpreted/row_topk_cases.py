@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from treespec_kernels.linear.lm_head import block_stats_ref
-from treespec_kernels.sampling.coupled_choice import coupled_choice_ref, coupled_choice_triton, gumbel_integers_ref
+from treespec_kernels.sampling.coupled_choice import RowNoise, gumbel_integers_ref
 from treespec_kernels.sampling.row_topk import BLOCK, RowTopk, row_topk_ref, row_topk_triton
 
 TRITON = os.environ["TREESPEC_ROW_TOPK"] == "triton"
@@ -30,16 +30,18 @@ def random_logits(rows: int, vocab: int, dtype: torch.dtype = torch.float32, see
     return logits.to(DEVICE, dtype)[:, 16 : 16 + vocab]
 
 
-def noise_of(rows: int, seed: int = 0) -> dict[str, torch.Tensor]:
-    """A third of the temperatures is 0."""
+def noise_of(rows: int, seed: int = 0, temperature: float | None = None) -> RowNoise:
+    """Of the given temperature, or of several, of which a third is 0."""
     generator = torch.Generator().manual_seed(seed)
-    keys = {
-        "temperatures": torch.tensor([1.0, 0.0, 0.5, 0.8, 0.0, 1.3])[torch.arange(rows) % 6],
-        "seeds": torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator),
-        "samples": torch.arange(rows) // 2,
-        "positions": torch.randint(2**17, (rows,), generator=generator),
-    }
-    return {name: tensor.to(DEVICE) for name, tensor in keys.items()}
+    noise = RowNoise(
+        torch.tensor([1.0, 0.0, 0.5, 0.8, 0.0, 1.3])[torch.arange(rows) % 6],
+        torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator),
+        torch.arange(rows) // 2,
+        torch.randint(2**17, (rows,), generator=generator),
+    )
+    if temperature is not None:
+        noise.temperatures.fill_(temperature)
+    return RowNoise(*(tensor.to(DEVICE) for tensor in noise))
 
 
 def topk(logits: torch.Tensor, k: int, **arguments: Any) -> RowTopk:
@@ -81,10 +83,10 @@ def test_the_best_with_noise(vocab: int, k: int) -> None:
     """Against float64; where two values are that close, logarithms may differ in their last bits."""
     rows = 6
     logits, noise = random_logits(rows, vocab, DTYPES[k % 3], seed=k), noise_of(rows, seed=vocab)
-    top = topk(logits, k, **noise)
-    keys = [noise[name].cpu().numpy() for name in ("seeds", "samples", "positions")]
+    top = topk(logits, k, noise=noise)
+    keys = [key.cpu().numpy() for key in noise[1:]]
     w = np.minimum((gumbel_integers_ref(*keys, vocab) + 0.5) * 2.0**-32, 1 - 2.0**-24)
-    values, temperatures = logits.double().cpu().numpy(), noise["temperatures"].double().cpu().numpy()
+    values, temperatures = logits.double().cpu().numpy(), noise.temperatures.double().cpu().numpy()
     drawn = temperatures != 0
     values[drawn] = values[drawn] / temperatures[drawn, None] - np.log(-np.log1p(-w[drawn]))
     expected = best_first(values, k)
@@ -100,27 +102,49 @@ def test_the_best_with_noise(vocab: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
-def test_one_with_noise_is_the_coupled_choice(vocab: int) -> None:
+def test_the_first_with_noise_is_that_of_any_k(vocab: int) -> None:
     rows = 12 if INTERPRETED else 1000
-    coupled_choice = coupled_choice_triton if TRITON else coupled_choice_ref
     logits, noise = random_logits(rows, vocab, DTYPES[vocab % 3]), noise_of(rows)
     logits[3, vocab // 2], logits[4, vocab // 2], logits[9], logits[10] = NAN, INF, -INF, -INF
-    chosen = coupled_choice(logits, *noise.values())
-    for k in (1, *range(3, min(vocab, 3) + 1)):
-        top = topk(logits, k, **noise)
-        assert torch.equal(top.tokens[:, 0].long(), chosen.tokens.cpu())
-        assert torch.equal(top.finite, chosen.finite.cpu())
+    one, some = topk(logits, 1, noise=noise), topk(logits, min(vocab, 3), noise=noise)
+    assert torch.equal(one.tokens[:, 0], some.tokens[:, 0]) and torch.equal(one.finite, some.finite)
+
+
+def test_a_token_is_chosen_alike_in_every_batch_and_padding() -> None:
+    logits, noise = random_logits(8, 1000), noise_of(8)
+    tokens = topk(logits, 1, noise=noise).tokens
+    for row in range(8):
+        alone = RowNoise(*(tensor[row : row + 1] for tensor in noise))
+        assert topk(logits[row : row + 1], 1, noise=alone).tokens == tokens[row]
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    permuted = topk(logits[order], 1, noise=RowNoise(*(tensor[order] for tensor in noise)))
+    assert torch.equal(permuted.tokens, tokens[order.cpu()])
+    for padding in (1, 24, 1100):
+        padded = topk(torch.nn.functional.pad(logits, (0, padding), value=-INF), 1, noise=noise)
+        assert torch.equal(padded.tokens, tokens) and padded.finite.all()
+
+
+def test_every_number_of_the_key_matters() -> None:
+    """With equal logits the choice is the noise's alone: it changes with each number, and with nothing else."""
+    rows = 6
+    zeros, flat = torch.zeros(rows, dtype=torch.int64, device=DEVICE), torch.zeros(rows, 4099, device=DEVICE)
+    noise = RowNoise(torch.ones(rows, device=DEVICE), zeros, zeros, zeros)
+    assert len(set(topk(flat, 1, noise=noise).tokens.flatten().tolist())) == 1
+    large = torch.tensor([0, 1, 2**32, 2**32 + 1, 2**62, -1], device=DEVICE)
+    for name in ("seeds", "samples", "positions"):
+        varied = topk(flat, 1, noise=noise._replace(**{name: large}))
+        assert len(set(varied.tokens.flatten().tolist())) == rows
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
 def test_one_without_a_temperature_is_argmax(vocab: int) -> None:
     logits = random_logits(3, vocab)
-    noise = noise_of(3) | {"temperatures": torch.zeros(3, device=DEVICE)}
+    noise = noise_of(3, temperature=0.0)
     plain = topk(logits, 1)
     assert torch.equal(plain.tokens[:, 0].long(), logits.cpu().argmax(dim=1))
-    assert equal(topk(logits, 1, **noise), plain)
+    assert equal(topk(logits, 1, noise=noise), plain)
     many = min(vocab, 16)
-    assert equal(topk(logits, many, **noise), topk(logits, many))
+    assert equal(topk(logits, many, noise=noise), topk(logits, many))
 
 
 def test_equal_values_go_by_rising_token() -> None:
@@ -155,12 +179,12 @@ def test_negative_values_are_in_order() -> None:
 @pytest.mark.parametrize("temperature", [None, 0.0, 0.9])
 def test_masked_tokens_come_last_and_in_order(temperature: float | None, k: int) -> None:
     vocab = 3 * BLOCK + 7
-    noise = {} if temperature is None else noise_of(4) | {"temperatures": torch.full((4,), temperature, device=DEVICE)}
+    noise = None if temperature is None else noise_of(4, temperature=temperature)
     logits = torch.full((4, vocab), -INF, device=DEVICE)
     logits[0, [BLOCK + 1, 2 * BLOCK]] = torch.tensor([50.0, 0.0], device=DEVICE)
     logits[1, vocab - 1] = 0.0
     logits[2, 1] = 0.0
-    top = topk(logits, k, **noise)
+    top = topk(logits, k, noise=noise)
     expected = [[BLOCK + 1, 2 * BLOCK, 0], [vocab - 1, 0, 1], [1, 0, 2], [0, 1, 2]]
     assert top.tokens.tolist() == [tokens[:k] for tokens in expected]
     assert top.finite.tolist() == [True, True, True, False]
@@ -172,15 +196,15 @@ def test_masked_tokens_come_last_and_in_order(temperature: float | None, k: int)
 @pytest.mark.parametrize("temperature", [None, 0.0, 0.9])
 def test_nan_and_infinity_are_reported(temperature: float | None, k: int, dtype: torch.dtype) -> None:
     vocab = BLOCK + 30
-    noise = {} if temperature is None else noise_of(6) | {"temperatures": torch.full((6,), temperature, device=DEVICE)}
+    noise = None if temperature is None else noise_of(6, temperature=temperature)
     logits = random_logits(6, vocab, dtype)
-    clean = topk(logits, k, **noise)
+    clean = topk(logits, k, noise=noise)
     logits[0, 3] = NAN
     logits[1, vocab - 1] = NAN
     logits[2, [5, BLOCK + 9]] = torch.tensor([INF, NAN], device=DEVICE, dtype=dtype)
     logits[3, :] = NAN
     logits[4, BLOCK + 1] = INF
-    top = topk(logits, k, **noise)
+    top = topk(logits, k, noise=noise)
     assert top.tokens[:5, 0].tolist() == [3, vocab - 1, 5, 0, BLOCK + 1]
     assert top.finite.tolist() == [False] * 5 + [True]
     assert (top.lse[:5] == INF).all() and (top.values[:5, 0] == INF).all()
@@ -190,8 +214,8 @@ def test_nan_and_infinity_are_reported(temperature: float | None, k: int, dtype:
 
 
 def test_a_temperature_that_is_no_number_is_reported() -> None:
-    noise = noise_of(2) | {"temperatures": torch.tensor([NAN, 1.0], device=DEVICE)}
-    assert topk(random_logits(2, 100), 2, **noise).finite.tolist() == [False, True]
+    noise = noise_of(2)._replace(temperatures=torch.tensor([NAN, 1.0], device=DEVICE))
+    assert topk(random_logits(2, 100), 2, noise=noise).finite.tolist() == [False, True]
 
 
 @pytest.mark.skipif(not TRITON, reason="about the kernels")

@@ -111,10 +111,10 @@ class DraftStage:
             )  # a copy, except for one request
 
         positions = inputs["context_lens"].long() + 1 + self.forest.level.long()
-        noise: dict[str, Any] = {"stats": stats}
+        options: dict[str, Any] = {"stats": stats}
         if sampled:
-            noise = inputs.noise(inputs["draft_temperatures"], by_row, by_row(positions))
-        best = row_topk_triton(logits, self.children, **noise)
+            options = {"noise": inputs.noise(inputs["draft_temperatures"], by_row, by_row(positions))}
+        best = row_topk_triton(logits, self.children, **options)
         shape = (groups, b, rows, self.children)
         self._tokens[ssms, :, :rows] = best.tokens.view(shape)
         self._probs[ssms, :, :rows] = (best.values - best.lse[:, None]).exp().view(shape)

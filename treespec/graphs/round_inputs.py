@@ -11,6 +11,7 @@ from torch import Tensor
 from treespec.graphs.sampling_state import RequestTransforms
 from treespec.planning.learning import RoundShapes
 from treespec.tree import TokenTree
+from treespec_kernels.sampling.coupled_choice import RowNoise
 from treespec_kernels.tree.device_trees import ProposedTrees
 from treespec_kernels.tree.growth_limits import SEEDS
 
@@ -201,16 +202,15 @@ class RoundInputs(DeviceInputs):
         self.num_ssms = num_ssms
         self._rng_seeds = self.host["rng_seeds"].view(np.uint64)
 
-    def noise(self, temperatures: Tensor, by_row: Callable[[Tensor], Tensor], positions: Tensor) -> dict[str, Any]:
-        """Return the noise arguments of `row_topk_triton`, one entry per row.
+    def noise(self, temperatures: Tensor, by_row: Callable[[Tensor], Tensor], positions: Tensor) -> RowNoise:
+        """Return the noise of `row_topk_triton`, one entry per row.
 
         Args:
             temperatures: float32 [B].
             by_row: expands a field from requests to rows.
             positions: int64 [rows], positions of the sampled tokens.
         """
-        own = {"seeds": by_row(self["rng_seeds"]), "samples": by_row(self["samples"])}
-        return own | {"temperatures": by_row(temperatures), "positions": positions}
+        return RowNoise(by_row(temperatures), by_row(self["rng_seeds"]), by_row(self["samples"]), positions)
 
     @property
     def proposed(self) -> ProposedTrees:

@@ -151,7 +151,7 @@ class VerifyStage:
             logits, options = self._transformed(head.logits, trees, target.positions, kind.truncates), {}
             temperatures = (temperatures > 0).float()  # the scores are divided by them
         if kind.sampled:
-            options = inputs.noise(temperatures, by_row, target.positions.long() + 1)
+            options = {"noise": inputs.noise(temperatures, by_row, target.positions.long() + 1)}
         chosen = row_topk_triton(logits, 1, **options)
         walk = self._walk
         tree_walk_triton(trees, chosen.tokens.view(b, nodes), chosen.finite.view(b, nodes), out=walk)

@@ -20,7 +20,8 @@ from treespec.tree import TokenTree
 from treespec.utils.torch_state import one_thread
 from treespec.verification.oracle import RandomOracle
 from treespec.verification.verify import RANDOM_DRAWS, Verified, verify_drawn
-from treespec_kernels.sampling.coupled_choice import coupled_choice_triton
+from treespec_kernels.sampling.coupled_choice import RowNoise
+from treespec_kernels.sampling.row_topk import row_topk_triton
 
 _VERIFY_STREAM, _DRAFT_STREAM = 1 << 32, 2 << 32  # added to the sample index in the generator's key
 
@@ -126,13 +127,9 @@ class Sampler:
         def row(value: float, dtype: torch.dtype) -> Tensor:
             return torch.full((1,), value, dtype=dtype, device=self._device)
 
-        choice = coupled_choice_triton(
-            scores[None],
-            row(self.temperature if unmodified else float(self.temperature > 0), torch.float32),
-            row(seed, torch.int64),
-            row(sample, torch.int64),
-            row(position, torch.int64),
-        )
+        temperature = self.temperature if unmodified else float(self.temperature > 0)
+        keys = (row(value, torch.int64) for value in (seed, sample, position))
+        choice = row_topk_triton(scores[None], 1, RowNoise(row(temperature, torch.float32), *keys))
         if not bool(choice.finite):
             self._check(float(self.transforms.scores(logits, tokens, ancestors).max()), logits, position)
         return int(choice.tokens)

@@ -1,4 +1,4 @@
-"""Entries of the sampling ops: coupled choice, row top-k and logit transforms."""
+"""Entries of the sampling ops: row top-k and logit transforms."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from treespec_kernels.ops.linear import key_of
 from treespec_kernels.ops.op import Case, Inputs, Op
 from treespec_kernels.ops.shapes import Setting
-from treespec_kernels.sampling.coupled_choice import coupled_choice_ref, coupled_choice_triton
+from treespec_kernels.sampling.coupled_choice import RowNoise
 from treespec_kernels.sampling.logit_transforms import (
     IN_PROMPT,
     TransformInputs,
@@ -23,12 +23,11 @@ from treespec_kernels.sampling.row_topk import MAX_K, row_topk_ref, row_topk_tri
 K = 4  # of the timed top-k
 
 
-def _noise(setting: Setting, rows: int) -> dict[str, torch.Tensor]:
-    """Return the temperature 0.8 and the seeds of the noise of consecutive positions."""
+def _noise(setting: Setting, rows: int) -> RowNoise:
+    """Return the temperature 0.8 and the keys of the noise of consecutive positions."""
     positions = torch.arange(rows, device=setting.device)
     temperatures = torch.full((rows,), 0.8, device=setting.device, dtype=torch.float32)
-    seeds = {"seeds": torch.full_like(positions, 7), "samples": torch.zeros_like(positions)}
-    return {"temperatures": temperatures, **seeds, "positions": positions}
+    return RowNoise(temperatures, torch.full_like(positions, 7), torch.zeros_like(positions), positions)
 
 
 def _case(
@@ -50,27 +49,8 @@ def _case(
     return Case(op, setting, key_of(setting, vocab_size=vocab, **key), load, make, moved, weight, rows)
 
 
-def _choice_cases(op: Op, setting: Setting) -> list[Case]:
-    def complete(scores: torch.Tensor) -> dict[str, Any]:
-        return {"scores": scores, **_noise(setting, len(scores))}
-
-    return [_case(op, setting, rows, f"rows {rows}", complete) for rows in dict.fromkeys((1, setting.nodes))]
-
-
-_ROWS = dict.fromkeys(("temperatures", "seeds", "samples", "positions"), 0)
-
-COUPLED_CHOICE = Op(
-    "coupled_choice",
-    coupled_choice_ref,
-    coupled_choice_triton,
-    _choice_cases,
-    rows={"scores": 0} | _ROWS,
-    exact=True,
-)
-
-
 def _topk_arguments(setting: Setting, k: int, noisy: bool, logits: torch.Tensor) -> dict[str, Any]:
-    return {"logits": logits, "k": k} | (_noise(setting, len(logits)) if noisy else {})
+    return {"logits": logits, "k": k} | ({"noise": _noise(setting, len(logits))} if noisy else {})
 
 
 def _topk_cases(op: Op, setting: Setting) -> Iterator[Case]:
@@ -98,7 +78,7 @@ ROW_TOPK = Op(
     row_topk_ref,
     row_topk_triton,
     _topk_cases,
-    rows={"logits": 0} | _ROWS,
+    rows={"logits": 0, "noise": 0},
     baselines={"torch topk and logsumexp": _torch_topk},
 )
 
@@ -132,4 +112,4 @@ def _transform_cases(op: Op, setting: Setting) -> list[Case]:
 
 LOGIT_TRANSFORMS = Op("logit_transforms", logit_transforms_ref, logit_transforms_triton, _transform_cases, exact=True)
 
-OPS = (COUPLED_CHOICE, ROW_TOPK, LOGIT_TRANSFORMS)
+OPS = (ROW_TOPK, LOGIT_TRANSFORMS)

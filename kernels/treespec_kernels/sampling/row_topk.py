@@ -2,7 +2,7 @@
 
 A token's value is its logit. In a row whose temperature is not 0, it is logit / temperature + Gumbel noise of the row's
 (seed, sample, position), as defined by `coupled_choice`. Tokens are ordered by descending value, then ascending token;
-+0 and -0 are equal, and a NaN counts as +inf. So k = 1 equals `coupled_choice`, and argmax without a temperature. With
++0 and -0 are equal, and a NaN counts as +inf. So k = 1 is the coupled choice, and argmax without a temperature. With
 noise, the k best tokens are a sample without replacement (Kool et al., 2019).
 
 The k best tokens are in the k blocks of the vocabulary with the best maxima, since the best token of each of these
@@ -17,9 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from treespec_kernels.launch.arguments import check_arguments
+from treespec_kernels.launch.rows import FLOAT_TYPES
 from treespec_kernels.launch.triton_launch import block_of, load_kernels
 from treespec_kernels.linear.lm_head import BlockStats, check_block_stats
-from treespec_kernels.sampling.coupled_choice import check_coupled_choice, coupled_values_ref
+from treespec_kernels.sampling.coupled_choice import RowNoise, coupled_values_ref
 
 MAX_K = 16
 BLOCK = 128  # tokens per block; a vocabulary of 128 k has 1,002 blocks, of which at most 2,048 tokens are compared
@@ -45,104 +47,71 @@ class RowTopk(NamedTuple):
     finite: Tensor
 
 
-def row_topk_ref(
-    logits: Tensor,
-    k: int,
-    *,
-    temperatures: Tensor | None = None,
-    seeds: Tensor | None = None,
-    samples: Tensor | None = None,
-    positions: Tensor | None = None,
-) -> RowTopk:
+def row_topk_ref(logits: Tensor, k: int, noise: RowNoise | None = None) -> RowTopk:
     """Return the k best tokens by a stable sort of every row (reference: eager torch, fp32).
 
     Args:
         logits: [rows, vocab] float32, bfloat16 or float16; -inf is masked.
         k: 1 to 16, at most vocab.
-        temperatures: [rows] float32, >= 0; at 0 the value is the logit. None for no noise.
-        seeds, samples, positions: [rows] int64, only with temperatures; as in `coupled_choice_ref`.
+        noise: temperatures, and keys of the noise; None for temperature 0.
     """
-    _check(logits, k, temperatures, seeds, samples, positions)
-    if temperatures is None or seeds is None or samples is None or positions is None:
+    if noise is None:
         values = logits.float().masked_fill(logits.isnan(), float("inf"))
     else:
-        values = coupled_values_ref(logits, temperatures, seeds, samples, positions).to(logits.device)
+        values = coupled_values_ref(logits, noise).to(logits.device)
     ordered, tokens = values.sort(dim=1, descending=True, stable=True)
     lse = values.logsumexp(dim=1)
     return RowTopk(tokens[:, :k].int(), ordered[:, :k].contiguous(), lse, ordered[:, 0].isfinite())
 
 
 def row_topk_triton(
-    logits: Tensor,
-    k: int,
-    *,
-    stats: BlockStats | None = None,
-    temperatures: Tensor | None = None,
-    seeds: Tensor | None = None,
-    samples: Tensor | None = None,
-    positions: Tensor | None = None,
+    logits: Tensor, k: int, noise: RowNoise | None = None, *, stats: BlockStats | None = None
 ) -> RowTopk:
     """Compute `row_topk_ref` on a GPU, in two launches, or one with `stats`, and without a host sync.
 
     Args:
-        logits, k, temperatures, seeds, samples, positions: as in `row_topk_ref`.
-        stats: summary of these logits, as from `lm_head_triton`; only without temperatures.
+        logits, k, noise: as in `row_topk_ref`.
+        stats: summary of these logits, as from `lm_head_triton`; only without noise.
     """
-    noise = temperatures, seeds, samples, positions
-    _check(logits, k, *noise)
-    assert stats is None or temperatures is None, "stats are of the logits without noise"
+    check_arguments(logits=(logits, "rows vocab+", FLOAT_TYPES), **(noise.arguments if noise is not None else {}))
+    assert 1 <= k <= min(MAX_K, logits.shape[1]), f"k is {k}, the vocabulary's size {logits.shape[1]}"
+    assert stats is None or noise is None, "stats are of the logits without noise"
     rows, vocab = logits.shape
     block, num_blocks = BLOCK, -(-vocab // BLOCK)
     if stats is not None:  # whose number of blocks determines their size, a power of two
         num_blocks = stats.values.shape[1]
         block = next(size for size in _BLOCKS if -(-vocab // size) == num_blocks)
         check_block_stats(stats, logits, num_blocks)
+    device, num_read = logits.device, min(k, num_blocks)
+    top = RowTopk(
+        torch.empty(rows, k, dtype=torch.int32, device=device),
+        torch.empty(rows, k, dtype=torch.float32, device=device),
+        torch.empty(rows, dtype=torch.float32, device=device),
+        torch.empty(rows, dtype=torch.bool, device=device),
+    )
     # All arithmetic is in float32; the interpreter also widens bfloat16 correctly.
-    values = torch.empty(rows, k, dtype=torch.float32, device=logits.device)
-    kernels = load_kernels("sampling.row_topk", values)
-    tokens = torch.empty(rows, k, dtype=torch.int32, device=logits.device)
-    lse = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    finite = torch.empty(rows, dtype=torch.bool, device=logits.device)
+    kernels = load_kernels("sampling.row_topk", top.values)
+    constants = {"NOISY": noise is not None, "VOCAB": vocab, "BLOCK": block, "enable_fp_fusion": False}
+    keys = (None,) * 4 if noise is None else noise
     if stats is None:
-        stats = BlockStats.empty(rows, num_blocks, logits.device)
-        kernels.summarise_blocks[(rows, -(-vocab // SPAN))](
-            logits,
-            *noise,
-            *stats,
-            logits.stride(0),
-            NOISY=temperatures is not None,
-            VOCAB=vocab,
-            BLOCK=block,
-            SPAN=SPAN,
-            num_warps=SUMMARY_WARPS,
-            enable_fp_fusion=False,
+        stats = BlockStats.empty(rows, num_blocks, device)
+        grid = (rows, -(-vocab // SPAN))
+        kernels.summarise_blocks[grid](
+            logits, *keys, *stats, logits.stride(0), SPAN=SPAN, num_warps=SUMMARY_WARPS, **constants
         )
-    num_read = min(k, num_blocks)
     kernels.select_of_blocks[(rows,)](
         logits,
-        *noise,
+        *keys,
         *stats,
-        tokens,
-        values,
-        lse,
-        finite,
+        *top,
         logits.stride(0),
-        NOISY=temperatures is not None,
-        num_warps=SELECT_WARPS,
-        enable_fp_fusion=False,
-        VOCAB=vocab,
-        BLOCK=block,
         NUM_BLOCKS=num_blocks,
         NUM_READ=num_read,
         K=k,
         BLOCK_B=block_of(num_blocks),
         BLOCK_R=block_of(num_read),
         BLOCK_K=block_of(k),
+        num_warps=SELECT_WARPS,
+        **constants,
     )
-    return RowTopk(tokens, values, lse, finite)
-
-
-def _check(logits: Tensor, k: int, *noise: Tensor | None) -> None:
-    check_coupled_choice(logits, *noise)
-    assert 1 <= k <= min(MAX_K, logits.shape[1]), f"k is {k}, the vocabulary's size {logits.shape[1]}"
-    assert len({tensor is None for tensor in noise}) == 1, "the noise needs all of its arguments"
+    return top

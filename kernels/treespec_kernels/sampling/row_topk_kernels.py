@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from treespec_kernels.linear.lm_head_kernels import summary
-from treespec_kernels.sampling.coupled_choice_kernels import coupled_values
+from treespec_kernels.sampling.coupled_values import coupled_values
 
 _TAKEN = tl.constexpr(-(2**63))  # below the key of every number, -inf included
 

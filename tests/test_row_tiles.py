@@ -48,7 +48,7 @@ def test_other_targets_and_layers_have_one_tile() -> None:
         assert LmHeadConfig.default(torch.bfloat16, 128256, 4096, target).larger == ()
     assert RowLinearConfig.default(torch.float32, 4096, 4096, target="sm_90").larger == ()
     assert LmHeadConfig.default(torch.float32, 128256, 4096, "sm_90").larger == ()
-    assert quantized_default(torch.bfloat16, 4096, 4096, 128, 4, "sm_90").larger == ()
+    assert quantized_default(torch.bfloat16, 4096, 4096, 128, "sm_90").larger == ()
     # A layer that is not split has an epilogue, which has no registers left with 16 warps.
     unsplit = RowLinearConfig.default(torch.bfloat16, 24576, 6144, target="sm_90")
     assert [tile.block_m for tile in unsplit.larger] == [128]
@@ -74,7 +74,7 @@ def test_tuning_varies_the_stages_of_larger_tiles(dtype: torch.dtype) -> None:
         first = default.tiles[0]
         varied = [config for config in candidates if config.with_tile(first) == default.with_tile(first)]
         assert {tile.num_stages for config in varied for tile in config.larger if tile.block_m == 128} == {3, 4, 5, 6}
-    quantised = quantized_candidates(dtype, 4096, 4096, 128, 4, "sm_90")
+    quantised = quantized_candidates(dtype, 4096, 4096, 128, "sm_90")
     assert any(config.larger for config in quantised) and not quantised[0].larger
 
 
@@ -136,7 +136,7 @@ for launch in (*layer, *aot.launches_of("lm_head", large, "sm_90")):
 options, arguments = layer[1].options, layer[1].arguments
 wrong = {
     "warps": ("sm_90", replace(layer[1], options=options | {"num_warps": 4, "num_stages": 3})),
-    "operations": ("sm_90", replace(layer[1], arguments=arguments | {"HAS_BIAS": True})),
+    "operations": ("sm_90", replace(layer[1], arguments=arguments | {"bias": arguments["x"]})),
     "columns": ("sm_90", replace(layer[1], arguments=arguments | {"BLOCK_N": 64})),
     "sm_80": ("sm_80", replace(layer[1], options=options | {"num_stages": 3})),
 }

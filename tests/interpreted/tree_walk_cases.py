@@ -55,7 +55,7 @@ def walk(trees: DeviceTrees, choices: torch.Tensor, finite: torch.Tensor) -> Wal
     out = Walk.allocate(trees.num_requests, max_depth=trees.max_depth, device=DEVICE)
     poison(out)
     assert tree_walk(trees, choices.to(DEVICE), finite.to(DEVICE), out=out) is out
-    return Walk(*(tensor.cpu() for tensor in out))
+    return Walk(*(tensor.cpu() for tensor in out.tensors.values()))
 
 
 def assert_walks(
@@ -168,4 +168,4 @@ def test_a_real_size() -> None:
 def test_a_walk_is_allocated_where_none_is_given() -> None:
     trees = device_trees([tree_of([-1], 3, random.Random(0))], 1, 0)
     walked = tree_walk(trees, torch.tensor([[7]], device=DEVICE), torch.ones(1, 1, dtype=torch.bool, device=DEVICE))
-    assert [tensor.tolist() for tensor in walked] == [[[0]], [1], [[7]], [[0]], [1]]
+    assert [tensor.tolist() for tensor in walked.tensors.values()] == [[[0]], [1], [[7]], [[0]], [1]]

@@ -168,7 +168,7 @@ class PassKernels:
         if isinstance(weight, QuantizedWeight):
             op, group, bits = "quantized_row_linear", weight.group, weight.bits
             key |= {"bits": bits, "group": group, "zero": int(weight.zero is not None)}
-            default = quantized_default(self.dtype, out_features, in_features, group, bits, target)
+            default = quantized_default(self.dtype, out_features, in_features, group, target)
             block_k = min(default.block_k, 64)
         else:
             op, silu_gate, block_k = "row_linear", name == "gate_up" and self.config.shape.gated, 64

@@ -66,8 +66,8 @@ class Launch:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Constexpr arguments, which have capital letters."""
-        return {name: value for name, value in self.arguments.items() if name.isupper()}
+        """Constexpr arguments, which have capital letters, and absent tensors and numbers, which are None."""
+        return {name: value for name, value in self.arguments.items() if name.isupper() or value is None}
 
     @property
     def binary(self) -> Launch:

@@ -38,7 +38,6 @@ def kv_commit_ref(kv_cache: Tensor, page_table: Tensor, context_lens: Tensor, pa
     Sources and destinations of a request overlap: on path 0, 2, 3 slot 2 is the source of step 1 and the destination of
     step 2. Indexing gathers all sources into new memory before the first write, and destinations are distinct.
     """
-    _check(kv_cache, page_table, context_lens, paths, path_lens)
     page_size = kv_cache.shape[4]
     step_of_column = torch.arange(paths.shape[1], device=paths.device)
     moved = (step_of_column < path_lens[:, None]) & (paths != step_of_column)
@@ -80,7 +79,13 @@ def kv_commit_triton(
     kv_cache: Tensor, page_table: Tensor, context_lens: Tensor, paths: Tensor, path_lens: Tensor
 ) -> None:
     """Commit accepted paths as `kv_commit_ref`, on a GPU in one launch and without a host sync."""
-    _check(kv_cache, page_table, context_lens, paths, path_lens)
+    check_arguments(
+        kv_cache=(kv_cache, "num_layers 2 num_pages num_kv_heads page_size head_dim", kv_cache.dtype),
+        page_table=(page_table, "num_requests max_pages", torch.int32),
+        context_lens=(context_lens, "num_requests", torch.int32),
+        paths=(paths, "num_requests max_path", torch.int32),
+        path_lens=(path_lens, "num_requests", torch.int32),
+    )
     # Copy as integers, which keeps NaN payloads and works for every dtype in the interpreter.
     integers = kv_cache.view(_INTEGER_OF_SIZE[kv_cache.element_size()])
     kernels = load_kernels("attention.kv_commit", integers)
@@ -103,14 +108,4 @@ def kv_commit_triton(
         BLOCK_D=block_of_head_dim(head_dim),
         num_warps=NUM_WARPS,
         enable_fp_fusion=False,
-    )
-
-
-def _check(kv_cache: Tensor, page_table: Tensor, context_lens: Tensor, paths: Tensor, path_lens: Tensor) -> None:
-    check_arguments(
-        kv_cache=(kv_cache, "num_layers 2 num_pages num_kv_heads page_size head_dim", kv_cache.dtype),
-        page_table=(page_table, "num_requests max_pages", torch.int32),
-        context_lens=(context_lens, "num_requests", torch.int32),
-        paths=(paths, "num_requests max_path", torch.int32),
-        path_lens=(path_lens, "num_requests", torch.int32),
     )

@@ -43,61 +43,6 @@ def _load_rows(depths, row_slots, row, m_row, context_len, width, max_context, n
     return depth, slot, exists
 
 
-@triton.jit
-def _cut_tile(
-    packed_items,
-    depths,
-    row_slots,
-    request,
-    i_tile,
-    context_len,
-    num_requests,
-    num_rows,
-    width,
-    max_context,
-    num_slots,
-    num_tiles,
-    num_segments,
-    window,
-    CHAIN: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SHORT: tl.constexpr,
-    LONG: tl.constexpr,
-    LONG_FROM: tl.constexpr,
-    ROWS_OF_TILE: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
-    """Write the packed items of one M tile of a request, one per segment."""
-    first_row = request * num_rows
-    first = i_tile * BLOCK_M // GROUP
-    m_end = tl.minimum((i_tile + 1) * BLOCK_M, num_rows * GROUP)
-    o_r = first + tl.arange(0, ROWS_OF_TILE)
-    m_r = o_r < (m_end + GROUP - 1) // GROUP
-    depth, _, exists = _load_rows(depths, row_slots, first_row + o_r, m_r, context_len, width, max_context, num_slots)
-    last = tl.max(tl.where(exists, o_r, first), axis=0)
-    # A tile without rows gets a start past every end.
-    start = tl.min(tl.where(exists, tl.maximum(context_len + depth - window + 1, 0), 1 << 30), axis=0)
-    if CHAIN:
-        key_hi = tl.max(tl.where(exists, context_len + depth + 1, 0), axis=0)
-    else:
-        key_hi = context_len // BLOCK_N * BLOCK_N
-    key_lo = start // BLOCK_N * BLOCK_N
-    first_segment = _segment_of(key_lo, SHORT, LONG, LONG_FROM)
-    for k in range(0, num_segments, BLOCK_S):
-        o_k = k + tl.arange(0, BLOCK_S)
-        segment = first_segment + o_k
-        lo = tl.maximum(key_lo, _start_of(segment, SHORT, LONG, LONG_FROM))
-        hi = tl.minimum(key_hi, _start_of(segment + 1, SHORT, LONG, LONG_FROM))
-        # M tiles of one segment are adjacent, so that all but the first read its keys from L2.
-        index = (o_k * num_requests + request) * num_tiles + i_tile
-        m_lo = first_row * GROUP + i_tile * BLOCK_M
-        m_hi = first_row * GROUP + m_end
-        m_k = o_k < num_segments
-        _store_items(packed_items, index, m_k, request, first_row + last, m_lo, m_hi, lo, hi, segment, 0)
-
-
 # Sizes of the batch and the tree are not specialised, so that all layouts share one binary.
 @triton.jit(
     do_not_specialize=[
@@ -153,31 +98,35 @@ def lay_out_pass(
     i_part = tl.program_id(1)
     context_len = tl.load(context_lens + request)
     if i_part < num_tiles:
-        _cut_tile(
-            packed_items,
-            depths,
-            row_slots,
-            request,
-            i_part,
-            context_len,
-            num_requests,
-            num_rows,
-            width,
-            max_context,
-            num_slots,
-            num_tiles,
-            num_packed_segments,
-            window,
-            CHAIN,
-            GROUP,
-            BLOCK_M,
-            BLOCK_N,
-            SHORT,
-            LONG,
-            LONG_FROM,
-            ROWS_OF_TILE,
-            BLOCK_S,
+        # The packed items of one M tile, one per segment.
+        first_row = request * num_rows
+        first = i_part * BLOCK_M // GROUP
+        m_end = tl.minimum((i_part + 1) * BLOCK_M, num_rows * GROUP)
+        o_r = first + tl.arange(0, ROWS_OF_TILE)
+        m_r = o_r < (m_end + GROUP - 1) // GROUP
+        depth, _, exists = _load_rows(
+            depths, row_slots, first_row + o_r, m_r, context_len, width, max_context, num_slots
         )
+        last = tl.max(tl.where(exists, o_r, first), axis=0)
+        # A tile without rows gets a start past every end.
+        start = tl.min(tl.where(exists, tl.maximum(context_len + depth - window + 1, 0), 1 << 30), axis=0)
+        if CHAIN:
+            key_hi = tl.max(tl.where(exists, context_len + depth + 1, 0), axis=0)
+        else:
+            key_hi = context_len // BLOCK_N * BLOCK_N
+        key_lo = start // BLOCK_N * BLOCK_N
+        first_segment = _segment_of(key_lo, SHORT, LONG, LONG_FROM)
+        for k in range(0, num_packed_segments, BLOCK_S):
+            o_k = k + tl.arange(0, BLOCK_S)
+            segment = first_segment + o_k
+            lo = tl.maximum(key_lo, _start_of(segment, SHORT, LONG, LONG_FROM))
+            hi = tl.minimum(key_hi, _start_of(segment + 1, SHORT, LONG, LONG_FROM))
+            # M tiles of one segment are adjacent, so that all but the first read its keys from L2.
+            index = (o_k * num_requests + request) * num_tiles + i_part
+            m_lo = first_row * GROUP + i_part * BLOCK_M
+            m_hi = first_row * GROUP + m_end
+            m_k = o_k < num_packed_segments
+            _store_items(packed_items, index, m_k, request, first_row + last, m_lo, m_hi, lo, hi, segment, 0)
     else:
         o_r = (i_part - num_tiles) * BLOCK_R + tl.arange(0, BLOCK_R)
         m_r = o_r < num_rows

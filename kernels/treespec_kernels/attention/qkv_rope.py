@@ -15,13 +15,7 @@ import torch
 from torch import Tensor
 
 from treespec_kernels.launch.arguments import check_arguments
-from treespec_kernels.launch.rows import (
-    FLOAT_TYPES,
-    by_row,
-    rows_per_group,
-    split_rows,
-    sum_of_splits,
-)
+from treespec_kernels.launch.rows import FLOAT_TYPES, by_row, rows_per_group, split_rows, sum_of_splits
 from treespec_kernels.launch.triton_launch import block_of, launch_options, load_kernels
 
 TILE = 512  # elements per program: 12 programs per row of an 8B model
@@ -62,7 +56,6 @@ def qkv_rope_ref(
             applies to rows / groups consecutive rows.
         norm: norm of each head of Q and K, applied after the bias.
     """
-    _check(qkv, rotation, positions, slots, kv_layer, q_out, bias, norm)
     num_rows, num_heads, head_dim = q_out.shape
     num_kv_heads, page_size = kv_layer.shape[2:4]
     total = sum_of_splits(qkv)
@@ -103,54 +96,6 @@ def qkv_rope_triton(
     All tensors must be contiguous, except that `kv_layer` may have any outer strides, and splits any distance. Slots
     and positions are read on the device and not checked. `pdl`: see `launch_options`.
     """
-    _check(qkv, rotation, positions, slots, kv_layer, q_out, bias, norm)
-    kernels = load_kernels("attention.qkv_rope", q_out)
-    q_weight, k_weight = (None, None) if norm is None else (norm.q_weight, norm.k_weight)
-    num_rows, num_heads, head_dim = q_out.shape
-    num_kv_heads, page_size = kv_layer.shape[2:4]
-    block_d = block_of(head_dim // 2)
-    block_h = max(TILE // (2 * block_d), 1)
-    kernels.rotate_and_write[(num_rows, -(-(num_heads + 2 * num_kv_heads) // block_h))](
-        qkv,
-        qkv if bias is None else bias,
-        qkv if q_weight is None else q_weight,
-        qkv if k_weight is None else k_weight,
-        qkv if rotation is None else rotation,
-        positions,
-        slots,
-        kv_layer,
-        q_out,
-        0.0 if norm is None else float(norm.eps),
-        split_rows(qkv),
-        rows_per_group(bias, num_rows),
-        rows_per_group(q_weight, num_rows),
-        *kv_layer.stride()[:4],
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        PAGE_SIZE=page_size,
-        NUM_SPLITS=qkv.shape[0] if qkv.dim() == 3 else 1,
-        HAS_BIAS=bias is not None,
-        HAS_NORM=norm is not None,
-        ROTATES=rotation is not None,
-        BLOCK_H=block_h,
-        BLOCK_D=block_d,
-        num_warps=NUM_WARPS,
-        enable_fp_fusion=False,
-        **launch_options(pdl),
-    )
-
-
-def _check(
-    qkv: Tensor,
-    rotation: Tensor | None,
-    positions: Tensor,
-    slots: Tensor,
-    kv_layer: Tensor,
-    q_out: Tensor,
-    bias: Tensor | None,
-    norm: HeadNorm | None,
-) -> None:
     dtype, (q_weight, k_weight) = q_out.dtype, (None, None) if norm is None else norm[:2]
     heads = q_out.shape[1] + 2 * kv_layer.shape[2] if q_out.dim() == 3 and kv_layer.dim() == 5 else 0
     norm_dtype = torch.float32 if q_weight is not None and q_weight.dtype == torch.float32 else dtype
@@ -166,4 +111,26 @@ def _check(
         positions=(positions, "rows", torch.int32),
         slots=(slots, "rows", torch.int64),
     )
-    assert q_out.shape[2] % 2 == 0, "the head dimension must be even"
+    num_rows, num_heads, head_dim = q_out.shape
+    assert head_dim % 2 == 0, "the head dimension must be even"
+    kernels = load_kernels("attention.qkv_rope", q_out)
+    block_d = block_of(head_dim // 2)
+    block_h = max(TILE // (2 * block_d), 1)
+    kernels.rotate_and_write[(num_rows, -(-heads // block_h))](
+        *(qkv, bias, q_weight, k_weight, rotation, positions, slots, kv_layer, q_out),
+        None if norm is None else float(norm.eps),
+        split_rows(qkv),
+        rows_per_group(bias, num_rows),
+        rows_per_group(q_weight, num_rows),
+        *kv_layer.stride()[:4],
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=kv_layer.shape[2],
+        HEAD_DIM=head_dim,
+        PAGE_SIZE=kv_layer.shape[3],
+        NUM_SPLITS=qkv.shape[0] if qkv.dim() == 3 else 1,
+        BLOCK_H=block_h,
+        BLOCK_D=block_d,
+        num_warps=NUM_WARPS,
+        enable_fp_fusion=False,
+        **launch_options(pdl),
+    )

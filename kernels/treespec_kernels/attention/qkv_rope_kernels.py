@@ -9,14 +9,14 @@ from treespec_kernels.launch.predecessors import wait_for_predecessors
 
 
 @triton.jit
-def _half(p_qkv, p_bias, m_half, stride_split, NUM_SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr):
+def _half(p_qkv, bias, o_bias, m_half, stride_split, NUM_SPLITS: tl.constexpr):
     """Load one half of each head in fp32: the sum of the splits in order, plus the bias."""
     b_half = tl.load(p_qkv, mask=m_half, other=0.0).to(tl.float32)
     for _ in tl.static_range(1, NUM_SPLITS):
         p_qkv += stride_split
         b_half += tl.load(p_qkv, mask=m_half, other=0.0)
-    if HAS_BIAS:
-        b_half += tl.load(p_bias, mask=m_half, other=0.0).to(tl.float32)
+    if bias is not None:
+        b_half += tl.load(bias + o_bias, mask=m_half, other=0.0).to(tl.float32)
     return b_half
 
 
@@ -24,7 +24,7 @@ def _half(p_qkv, p_bias, m_half, stride_split, NUM_SPLITS: tl.constexpr, HAS_BIA
 @triton.jit(do_not_specialize=["num_split_rows", "num_bias_rows", "num_norm_rows"])
 def rotate_and_write(
     qkv,  # [rows, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM], or fp32 partials [NUM_SPLITS, num_split_rows, ..]
-    bias,  # [groups, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM]
+    bias,  # [groups, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM]; this and the next three may be None
     q_weight,  # [groups, HEAD_DIM]
     k_weight,
     rotation,  # [max_positions, 2, HEAD_DIM] fp32
@@ -45,9 +45,6 @@ def rotate_and_write(
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    ROTATES: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
@@ -65,18 +62,18 @@ def rotate_and_write(
     o_half = o_h[:, None] * HEAD_DIM + o_d[None, :]
 
     slot = tl.load(slots + row)
-    if ROTATES:
+    if rotation is not None:
         position = tl.load(positions + row).to(tl.int64)
     p_qkv = qkv + row * WIDTH + o_half
-    p_bias = bias + i_row // num_bias_rows * WIDTH + o_half
+    o_bias = i_row // num_bias_rows * WIDTH + o_half
     stride_split = num_split_rows.to(tl.int64) * WIDTH
-    b_0 = _half(p_qkv, p_bias, m_half, stride_split, NUM_SPLITS, HAS_BIAS)
-    b_1 = _half(p_qkv + HALF, p_bias + HALF, m_half, stride_split, NUM_SPLITS, HAS_BIAS)
+    b_0 = _half(p_qkv, bias, o_bias, m_half, stride_split, NUM_SPLITS)
+    b_1 = _half(p_qkv + HALF, bias, o_bias + HALF, m_half, stride_split, NUM_SPLITS)
 
     # V bypasses the rotation by a select: an angle of 0 would turn an infinity into NaN (inf * sin 0).
     m_turned = (o_h < NUM_HEADS + NUM_KV_HEADS)[:, None]
     is_q = (o_h < NUM_HEADS)[:, None]
-    if HAS_NORM:
+    if q_weight is not None:
         mean_square = tl.sum(b_0 * b_0 + b_1 * b_1, axis=1) / HEAD_DIM
         b_scale = tl.rsqrt(mean_square + eps)[:, None]
         o_weight = i_row // num_norm_rows * HEAD_DIM + tl.broadcast_to(o_d[None, :], (BLOCK_H, BLOCK_D))
@@ -86,7 +83,7 @@ def rotate_and_write(
         b_factor_1 = tl.load(p_weight + HALF, mask=m_weight, other=0.0).to(tl.float32)
         b_0 = tl.where(m_turned, b_0 * b_scale * b_factor_0, b_0)
         b_1 = tl.where(m_turned, b_1 * b_scale * b_factor_1, b_1)
-    if ROTATES:
+    if rotation is not None:
         # Every head loads the angles from L1, because a broadcast would go through shared memory.
         o_angle = position * (2 * HEAD_DIM) + o_d[None, :]
         p_cos = rotation + tl.broadcast_to(o_angle, (BLOCK_H, BLOCK_D))

@@ -16,38 +16,6 @@ from treespec_kernels.linear.dot import dot
 
 
 @triton.jit
-def attend_tile(
-    b_q,
-    b_k,
-    b_v,
-    m_scores,
-    scale_log2,
-    score_cap,
-    b_max,
-    b_sum,
-    b_acc,
-    HAS_CAP: tl.constexpr,
-    FIXED_ORDER_DOT: tl.constexpr,
-):
-    """Return the softmax state (maximum in units of log2, sum, accumulator) after one more tile of keys and values."""
-    BLOCK_M: tl.constexpr = b_q.shape[0]
-    BLOCK_N: tl.constexpr = b_k.shape[0]
-    b_scores = dot(b_q, tl.trans(b_k), tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32), FIXED_ORDER_DOT)
-    b_scores *= scale_log2
-    if HAS_CAP:
-        b_scores = soft_cap(b_scores, score_cap)
-    b_scores = tl.where(m_scores, b_scores, float("-inf"))
-    b_new_max = tl.maximum(b_max, tl.max(b_scores, axis=1))
-    # -inf minus -inf is NaN, so a row without keys so far subtracts 0. A fully masked tile changes nothing.
-    b_shift = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
-    b_weights = tl.exp2(b_scores - b_shift[:, None])
-    b_decay = tl.exp2(b_max - b_shift)
-    b_sum = b_sum * b_decay + tl.sum(b_weights, axis=1)
-    b_acc = dot(b_weights.to(b_v.dtype), b_v, b_acc * b_decay[:, None], FIXED_ORDER_DOT)
-    return b_new_max, b_sum, b_acc
-
-
-@triton.jit
 def find_partials(
     p_item,
     first_partial,
@@ -105,8 +73,8 @@ def attend_items(
     depths,
     ancestors,
     scale_log2,
-    window,
-    score_cap,  # in units of log2
+    window,  # or None
+    score_cap,  # in units of log2, or None
     stride_q_row,
     stride_q_head,
     stride_k_page,
@@ -124,8 +92,6 @@ def attend_items(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr,
     FIXED_ORDER_DOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -184,11 +150,21 @@ def attend_items(
         page, offset = find_slots(p_ancestors, p_pages, context_len, tile + BLOCK_N, key_hi, PAGE_SIZE, BLOCK_N)
 
         m_scores = m_n[None, :] & (o_n[None, :] <= position[:, None])
-        if HAS_WINDOW:
+        if window is not None:
             m_scores = m_scores & (o_n[None, :] > position[:, None] - window)
-        b_max, b_sum, b_acc = attend_tile(
-            b_q, b_k, b_v, m_scores, scale_log2, score_cap, b_max, b_sum, b_acc, HAS_CAP, FIXED_ORDER_DOT
-        )
+        b_scores = dot(b_q, tl.trans(b_k), tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32), FIXED_ORDER_DOT)
+        b_scores *= scale_log2
+        if score_cap is not None:
+            b_scores = soft_cap(b_scores, score_cap)
+        b_scores = tl.where(m_scores, b_scores, float("-inf"))
+        b_new_max = tl.maximum(b_max, tl.max(b_scores, axis=1))
+        # -inf minus -inf is NaN, so a row without keys so far subtracts 0. A fully masked tile changes nothing.
+        b_shift = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
+        b_weights = tl.exp2(b_scores - b_shift[:, None])
+        b_decay = tl.exp2(b_max - b_shift)
+        b_sum = b_sum * b_decay + tl.sum(b_weights, axis=1)
+        b_acc = dot(b_weights.to(b_v.dtype), b_v, b_acc * b_decay[:, None], FIXED_ORDER_DOT)
+        b_max = b_new_max
 
     # Recompute, to not keep the indices in registers across the loop.
     partial, m_partial = find_partials(

@@ -145,7 +145,6 @@ def lm_head_ref(
     Returns:
         LmHead with groups * rows rows.
     """
-    _check(x, weight, logit_cap)
     vocab, hidden = weight.shape[-2:]
     config = config or LmHeadConfig.default(x.dtype, vocab, hidden, target_of(x.device))
     logits = x.float() @ weight.float().mT
@@ -171,7 +170,14 @@ def lm_head_triton(
         stats: output as from `BlockStats.empty`; None allocates it.
         pdl: see `launch_options`.
     """
-    _check(x, weight, logit_cap, logits)
+    assert logit_cap is None or logit_cap > 0
+    prefix = "groups " * (x.dim() == 3)
+    check_arguments(
+        {"all_rows": x.shape[:-1].numel()},
+        x=(x, f"{prefix}rows hidden+", FLOAT_TYPES),
+        weight=(weight, f"{prefix}vocab+ hidden", x.dtype),
+        logits=(logits, "all_rows vocab", x.dtype),
+    )
     kernels = load_kernels("linear.lm_head", x)
     vocab, hidden = weight.shape[-2:]
     config = config or LmHeadConfig.default(x.dtype, vocab, hidden, target_of(x.device))
@@ -187,11 +193,8 @@ def lm_head_triton(
     check_block_stats(stats, logits, num_blocks)
     config = config.for_rows(num_rows, num_blocks * groups)
     kernels.project_to_vocab[(-(-num_rows // config.block_m), num_blocks, groups)](
-        x,
-        weight,
-        logits,
-        *stats,
-        logit_cap or 0.0,
+        *(x, weight, logits, *stats),
+        logit_cap,
         num_rows,
         grouped_x.stride(1),
         grouped_weight.stride(0),
@@ -199,7 +202,6 @@ def lm_head_triton(
         logits.stride(0),
         VOCAB=vocab,
         HIDDEN=hidden,
-        HAS_CAP=logit_cap is not None,
         **config.constants,
         **config.options,
         **launch_options(pdl),
@@ -215,15 +217,4 @@ def check_block_stats(stats: BlockStats, logits: Tensor, num_blocks: int) -> Non
         values=(stats.values, "[rows num_blocks]", torch.float32),
         tokens=(stats.tokens, "[rows num_blocks]", torch.int32),
         sums=(stats.sums, "[rows num_blocks]", torch.float32),
-    )
-
-
-def _check(x: Tensor, weight: Tensor, logit_cap: float | None, logits: Tensor | None = None) -> None:
-    assert logit_cap is None or logit_cap > 0
-    groups = "groups " * (x.dim() == 3)
-    check_arguments(
-        {"all_rows": x.shape[:-1].numel()},
-        x=(x, f"{groups}rows hidden+", FLOAT_TYPES),
-        weight=(weight, f"{groups}vocab+ hidden", x.dtype),
-        logits=(logits, "all_rows vocab", x.dtype),
     )

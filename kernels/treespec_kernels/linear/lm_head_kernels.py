@@ -38,7 +38,6 @@ def project_to_vocab(
     stride_logits,
     VOCAB: tl.constexpr,
     HIDDEN: tl.constexpr,
-    HAS_CAP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -78,7 +77,7 @@ def project_to_vocab(
             b_weight = tl.load(p_weight + k, mask=m_k, other=0.0)
         b_acc = dot(b_x, tl.trans(b_weight), b_acc, FIXED_ORDER_DOT)
 
-    if HAS_CAP:
+    if logit_cap is not None:
         b_acc = soft_cap(b_acc, logit_cap)
     b_logits = b_acc.to(logits.dtype.element_ty)
     values = b_logits.to(tl.float32)

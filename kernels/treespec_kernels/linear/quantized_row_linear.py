@@ -19,7 +19,7 @@ from treespec_kernels.linear.row_tiles import larger_tiles
 
 
 def quantized_default(
-    dtype: torch.dtype, out_features: int, in_features: int, group: int, bits: int, target: str | None = None
+    dtype: torch.dtype, out_features: int, in_features: int, group: int, target: str | None = None
 ) -> RowLinearConfig:
     """Return the shipped configuration: that of a dense layer, with blocks of K that divide the groups.
 
@@ -30,7 +30,6 @@ def quantized_default(
         dtype: dtype of x.
         out_features, in_features: shape of the weight.
         group: number of inputs that share a scale.
-        bits: 8 or 4.
         target: from `target_of`.
     """
     plain = RowLinearConfig.default(dtype, out_features, in_features, target=target)
@@ -49,7 +48,7 @@ def quantized_candidates(
 ) -> list[RowLinearConfig]:
     """Return configurations to tune over, the default first, that fit the target's shared memory (None: of sm_90).
 
-    Arguments as in `quantized_default`.
+    Arguments as in `quantized_default`; bits: 8 or 4.
     """
     if dtype == torch.float32:
         tiles, blocks = [(16, 16, 4), (16, 32, 4), (16, 64, 8)], (32, 64)
@@ -57,7 +56,7 @@ def quantized_candidates(
         tiles = [(64, 32, 4), (64, 64, 4), (64, 128, 8), (32, 64, 4), (16, 64, 4), (16, 128, 8), (128, 64, 8)]
         blocks = (32, 64, 128)
     dividing = [block_k for block_k in blocks if group == in_features or group % block_k == 0]
-    configs = [quantized_default(dtype, out_features, in_features, group, bits, target)]
+    configs = [quantized_default(dtype, out_features, in_features, group, target)]
     for (block_m, block_n, num_warps), block_k in itertools.product(tiles, dividing[-2:]):
         num_tiles, num_blocks = -(-out_features // block_n), -(-in_features // block_k)
         stage_bytes = block_m * block_k * dtype.itemsize + block_n * block_k * bits // 8
@@ -103,15 +102,12 @@ def multiply_quantized_triton(
     config = config.for_rows(num_rows, tiles * num_groups * config.split_k)
     kernels.multiply_quantized[(-(-num_rows // config.block_m), tiles, num_groups * config.split_k)](
         x,
-        weight.values,
-        weight.scale,
-        weight.values if weight.zero is None else weight.zero,  # never read without zero points
+        *weight,
         partials,
         num_rows,
         *row_strides(x),
         BITS=weight.bits,
         GROUP=weight.group,
-        HAS_ZERO=weight.zero is not None,
         OUT_FEATURES=weight.out_features,
         IN_FEATURES=weight.in_features,
         BYTES_X=bytes_x,

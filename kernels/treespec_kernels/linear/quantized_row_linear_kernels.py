@@ -20,14 +20,13 @@ def multiply_quantized(
     x,  # [groups, num_rows, IN_FEATURES]
     values,  # [groups, OUT_FEATURES, IN_FEATURES] int8; with 4 BITS packed in pairs, uint8 of IN_FEATURES / 2
     scale,  # [groups, OUT_FEATURES, IN_FEATURES / GROUP]
-    zero,  # as scale, int8 or fp32
+    zero,  # as scale, int8 or fp32; or None
     out,  # [SPLIT_K, groups, num_rows, OUT_FEATURES] fp32
     num_rows,
     stride_x_group,
     stride_x_row,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,  # inputs that share a scale: all of them, or a multiple of BLOCK_K
-    HAS_ZERO: tl.constexpr,
     OUT_FEATURES: tl.constexpr,
     IN_FEATURES: tl.constexpr,
     BYTES_X: tl.constexpr,  # alignment of every row of x
@@ -88,7 +87,7 @@ def multiply_quantized(
             b_pair = tl.join((b_q & 15).to(tl.int8), (b_q >> 4).to(tl.int8))  # the earlier input in the low bits
             b_q = tl.reshape(b_pair, [BLOCK_N, BLOCK_K]) - 8
         o_scale = o_row * GROUPS + i_block * BLOCK_K // GROUP
-        if HAS_ZERO:
+        if zero is not None:
             b_zero = tl.load(zero + o_scale)
             if zero.dtype.element_ty == tl.int8:
                 b_weight = (b_q.to(tl.int16) - b_zero.to(tl.int16)[:, None]).to(x.dtype.element_ty)

@@ -18,13 +18,7 @@ import torch
 from torch import Tensor
 
 from treespec_kernels.launch.arguments import check_arguments
-from treespec_kernels.launch.rows import (
-    FLOAT_TYPES,
-    by_row,
-    rows_per_group,
-    split_rows,
-    sum_of_splits,
-)
+from treespec_kernels.launch.rows import FLOAT_TYPES, by_row, rows_per_group, split_rows, sum_of_splits
 from treespec_kernels.launch.triton_launch import block_of, launch_options, load_kernels
 
 NormKind = Literal["rms", "rms_plus_one", "layer"]
@@ -58,7 +52,6 @@ def rms_norm_ref(
     Returns:
         [rows, hidden] in the dtype.
     """
-    _check(x, weight, residual, bias, kind, shift, post_weight)
     num_rows = x.shape[-2]
     total = sum_of_splits(x)
     if bias is not None:
@@ -108,54 +101,9 @@ def rms_norm_triton(
     depend neither on the number of rows nor on its index. `pdl`: see `launch_options`.
     """
     num_rows, hidden = x.shape[-2:]
-    if out is None:
-        out = torch.empty(num_rows, hidden, dtype=_dtype_of(x, weight, residual, kind), device=x.device)
-    _check(x, weight, residual, bias, kind, shift, post_weight, out)
-    tensors = (x, weight, residual, bias, shift, post_weight, out)
-    assert hidden % 2 or all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors), "misaligned rows"
-    kernels = load_kernels("linear.rms_norm", out)
-    block = block_of(hidden, 32)
-    kernels.norm_rows[(num_rows,)](
-        x,
-        weight,
-        out if residual is None else residual,
-        weight if bias is None else bias,
-        weight if shift is None else shift,
-        weight if post_weight is None else post_weight,
-        out,
-        float(eps),
-        split_rows(x),
-        rows_per_group(weight, num_rows),
-        rows_per_group(bias, num_rows),
-        HIDDEN=hidden,
-        NUM_SPLITS=x.shape[0] if x.dim() == 3 else 1,
-        HAS_RESIDUAL=residual is not None,
-        HAS_BIAS=bias is not None,
-        HAS_POST=post_weight is not None,
-        CENTRED=kind == "layer",
-        HAS_SHIFT=shift is not None,
-        BLOCK_H=block,
-        # 4 elements per thread, because a pass has few rows and each program needs many loads in flight; but at most 16
-        # warps, AMD's maximum per block.
-        num_warps=min(max(block // 128, 1), 16),
-        enable_fp_fusion=False,
-        **launch_options(pdl),
-    )
-    return out
-
-
-def _check(
-    x: Tensor,
-    weight: Tensor,
-    residual: Tensor | None,
-    bias: Tensor | None,
-    kind: NormKind,
-    shift: Tensor | None,
-    post_weight: Tensor | None,
-    out: Tensor | None = None,
-) -> None:
-    assert kind in get_args(NormKind), kind
     dtype: Any = _dtype_of(x, weight, residual, kind)
+    if out is None:
+        out = torch.empty(num_rows, hidden, dtype=dtype, device=x.device)
     dtype = dtype if dtype in FLOAT_TYPES else FLOAT_TYPES
     check_arguments(
         weight=(weight, "[(groups+) hidden+]", torch.float32 if kind == "rms_plus_one" else FLOAT_TYPES),
@@ -166,4 +114,24 @@ def _check(
         post_weight=(post_weight, "[(groups) hidden]", weight.dtype),
         out=(out, "[rows hidden]", dtype),
     )
+    assert kind in get_args(NormKind), kind
     assert residual is not None or (x.dim() == 2 and bias is None and post_weight is None), "added to no residual"
+    tensors = (x, weight, residual, bias, shift, post_weight, out)
+    assert hidden % 2 or all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors), "misaligned rows"
+    kernels = load_kernels("linear.rms_norm", out)
+    block = block_of(hidden, 32)
+    kernels.norm_rows[(num_rows,)](
+        *tensors,
+        float(eps),
+        split_rows(x),
+        rows_per_group(weight, num_rows),
+        rows_per_group(bias, num_rows),
+        HIDDEN=hidden,
+        NUM_SPLITS=x.shape[0] if x.dim() == 3 else 1,
+        CENTRED=kind == "layer",
+        BLOCK_H=block,
+        num_warps=min(max(block // 128, 1), 16),
+        enable_fp_fusion=False,
+        **launch_options(pdl),
+    )
+    return out

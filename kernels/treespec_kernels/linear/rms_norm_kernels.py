@@ -20,11 +20,11 @@ def _centred(b_x, m_h, HIDDEN: tl.constexpr, CENTRED: tl.constexpr):
 @triton.jit(do_not_specialize=["num_split_rows", "num_weight_rows", "num_bias_rows"])
 def norm_rows(
     x,  # [rows, HIDDEN], or fp32 partials [NUM_SPLITS, num_split_rows, HIDDEN]
-    weight,  # [groups, HIDDEN], as bias
-    residual,  # [rows, HIDDEN]
-    bias,
-    shift,  # as weight
-    post_weight,  # as weight
+    weight,  # [groups, HIDDEN]
+    residual,  # [rows, HIDDEN]; this and the next three may be None
+    bias,  # [groups, HIDDEN], as shift and post_weight
+    shift,
+    post_weight,
     out,  # [rows, HIDDEN]
     eps,
     num_split_rows,  # distance of splits in rows
@@ -32,11 +32,7 @@ def norm_rows(
     num_bias_rows,  # consecutive rows that share a row of bias
     HIDDEN: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_POST: tl.constexpr,
     CENTRED: tl.constexpr,
-    HAS_SHIFT: tl.constexpr,
     BLOCK_H: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -53,22 +49,22 @@ def norm_rows(
     o_row = row * HIDDEN + o_h
     o_weight = i_row // num_weight_rows * HIDDEN + o_h
     b_weight = tl.load(weight + o_weight, mask=m_h, other=0.0)
-    if HAS_SHIFT:
+    if shift is not None:
         b_shift = tl.load(shift + o_weight, mask=m_h, other=0.0)
-    if HAS_POST:
+    if post_weight is not None:
         b_post = tl.load(post_weight + o_weight, mask=m_h, other=0.0)
     b_x = tl.load(x + o_row, mask=m_h, other=0.0).to(tl.float32)
     p_x = x + o_row
     for _ in tl.static_range(1, NUM_SPLITS):
         p_x += num_split_rows.to(tl.int64) * HIDDEN
         b_x += tl.load(p_x, mask=m_h, other=0.0)
-    if HAS_BIAS:
+    if bias is not None:
         b_x += tl.load(bias + i_row // num_bias_rows * HIDDEN + o_h, mask=m_h, other=0.0).to(tl.float32)
-    if HAS_POST:
+    if post_weight is not None:
         b_x = _centred(b_x, m_h, HIDDEN, CENTRED)
         post_square = tl.sum(b_x * b_x, axis=0) / HIDDEN
         b_x = b_x * tl.rsqrt(post_square + eps) * b_post.to(tl.float32)
-    if HAS_RESIDUAL:
+    if residual is not None:
         b_sum = tl.load(residual + o_row, mask=m_h, other=0.0).to(tl.float32) + b_x
         b_sum = b_sum.to(residual.dtype.element_ty)
         b_x = b_sum.to(tl.float32)
@@ -76,9 +72,9 @@ def norm_rows(
     mean_square = tl.sum(b_x * b_x, axis=0) / HIDDEN
     # Other threads than those that loaded the tensors may store them below.
     tl.debug_barrier()
-    if HAS_RESIDUAL:
+    if residual is not None:
         tl.store(residual + o_row, b_sum, mask=m_h)
     b_out = b_x * tl.rsqrt(mean_square + eps) * b_weight.to(tl.float32)
-    if HAS_SHIFT:
+    if shift is not None:
         b_out += b_shift.to(tl.float32)
     tl.store(out + o_row, b_out.to(out.dtype.element_ty), mask=m_h)

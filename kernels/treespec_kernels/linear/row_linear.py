@@ -51,7 +51,6 @@ def row_linear_ref(
         [rows, features], or [groups, rows, features], in x's dtype; features is out_features, or half of it with
         silu_gate.
     """
-    _check(x, weight, bias, residual, silu_gate)
     y = x.float() @ (dequantized(weight) if isinstance(weight, QuantizedWeight) else weight.float()).mT
     y = _activate(y, bias, silu_gate, activation)
     if residual is not None:
@@ -65,7 +64,7 @@ def _activate(y: Tensor, bias: Tensor | None, silu_gate: bool, activation: str |
         y = y + bias.float().unsqueeze(-2)
     if silu_gate:
         gate, up = y.chunk(2, dim=-1)
-        return (gate / (1 + torch.exp(-gate)) if activation is None else ACTIVATIONS[activation](gate)) * up
+        return ACTIVATIONS[activation or "silu"](gate) * up
     return y if activation is None else ACTIVATIONS[activation](y)
 
 
@@ -102,18 +101,19 @@ def row_linear_triton(
     _check(x, weight, bias, residual, silu_gate, out)
     assert x.is_meta or not x.numel() or out.data_ptr() != x.data_ptr(), "out is memory of x"
     config = config or _default_config(x, weight, silu_gate)
+    epilogue = _Epilogue.of(out, bias, residual, silu_gate, activation)
     if config.split_k == 1 and not isinstance(weight, QuantizedWeight):
-        _multiply(x, weight, config, _Epilogue.of(x, bias, residual, out, silu_gate, activation), False, pdl)
-        return out
-    partials = row_linear_partials_triton(x, weight, config=config, workspace=workspace, pdl=pdl)
-    _add_splits(partials, _Epilogue.of(out, bias, residual, out, silu_gate, activation), pdl)
+        _multiply(x, weight, config, epilogue, False, pdl)
+    else:
+        partials = row_linear_partials_triton(x, weight, config=config, workspace=workspace, pdl=pdl)
+        _add_splits(partials, epilogue, pdl)
     return out
 
 
 def _default_config(x: Tensor, weight: Tensor | QuantizedWeight, silu_gate: bool) -> RowLinearConfig:
     (out_features, in_features), target = weight.shape[-2:], target_of(x.device)
     if isinstance(weight, QuantizedWeight):
-        return quantized_default(x.dtype, out_features, in_features, weight.group, weight.bits, target)
+        return quantized_default(x.dtype, out_features, in_features, weight.group, target)
     return RowLinearConfig.default(x.dtype, out_features, in_features, silu_gate, target)
 
 
@@ -131,7 +131,6 @@ def activated_ref(
     Returns:
         [rows, features], or [groups, rows, features], in the dtype of product, with features as in `row_linear_ref`.
     """
-    _check_product(product, bias)
     return _activate(product.float(), bias, silu_gate, activation).to(product.dtype)
 
 
@@ -139,10 +138,14 @@ def activated_triton(
     product: Tensor, *, bias: Tensor | None = None, silu_gate: bool = False, activation: str | None = None
 ) -> Tensor:
     """Compute `activated_ref` on a GPU in one launch."""
-    _check_product(product, bias)
+    groups = "groups " * (product.dim() == 3)
+    check_arguments(
+        product=(product, f"[{groups}rows out_features]", FLOAT_TYPES),
+        bias=(bias, f"{groups}out_features", product.dtype),
+    )
     out_features = product.shape[-1]
     out = product.new_empty(*product.shape[:-1], out_features // (1 + silu_gate))
-    epilogue = _Epilogue.of(out, bias, None, out, silu_gate, activation)
+    epilogue = _Epilogue.of(out, bias, None, silu_gate, activation)
     _add_splits(product.view(1, -1, out_features), epilogue, False)
     return out
 
@@ -172,29 +175,21 @@ def row_linear_partials_triton(
     if isinstance(weight, QuantizedWeight):
         multiply_quantized_triton(x, weight, config, partials, pdl)
     else:
-        _multiply(x, weight, config, _Epilogue.of(x, None, None, partials, False, None), True, pdl)
+        _multiply(x, weight, config, _Epilogue.of(partials, None, None, False, None), True, pdl)
     return partials
 
 
 class _Epilogue(NamedTuple):
     """Arguments of both kernels: bias, residual and out, their strides, and constants."""
 
-    tensors: tuple[Tensor, Tensor, Tensor]
+    tensors: tuple[Tensor | None, Tensor | None, Tensor]
     strides: tuple[int, ...]
     constants: dict[str, Any]
 
     @classmethod
     def of(
-        cls,
-        absent: Tensor,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        out: Tensor,
-        silu_gate: bool,
-        activation: str | None,
+        cls, out: Tensor, bias: Tensor | None, residual: Tensor | None, silu_gate: bool, activation: str | None
     ) -> _Epilogue:
-        """Describe an epilogue. `absent`, of the same dtype, is passed for an absent tensor and never read."""
-        tensors = (absent if bias is None else bias, absent if residual is None else residual, out)
         bytes_out = alignment(out.element_size(), out.shape[-1])
         assert is_aligned(bytes_out, out) and (residual is None or is_aligned(bytes_out, residual)), "misaligned rows"
         assert activation is None or activation in ACTIVATIONS, activation
@@ -202,11 +197,9 @@ class _Epilogue(NamedTuple):
             "BYTES_OUT": bytes_out,
             "SILU_GATE": silu_gate,
             "ACTIVATION": activation or ("silu" if silu_gate else "none"),
-            "HAS_BIAS": bias is not None,
-            "HAS_RESIDUAL": residual is not None,
         }
         stride_bias = 0 if bias is None else group_stride(bias, 2)
-        return cls(tensors, (stride_bias, *row_strides(residual), *row_strides(out)), constants)
+        return cls((bias, residual, out), (stride_bias, *row_strides(residual), *row_strides(out)), constants)
 
 
 def _multiply(x: Tensor, weight: Tensor, config: RowLinearConfig, to: _Epilogue, partials: bool, pdl: bool) -> None:
@@ -257,14 +250,6 @@ def _add_splits(partials: Tensor, to: _Epilogue, pdl: bool) -> None:
         num_warps=REDUCE_WARPS,
         enable_fp_fusion=False,
         **launch_options(pdl),
-    )
-
-
-def _check_product(product: Tensor, bias: Tensor | None) -> None:
-    groups = "groups " * (product.dim() == 3)
-    check_arguments(
-        product=(product, f"[{groups}rows out_features]", FLOAT_TYPES),
-        bias=(bias, f"{groups}out_features", product.dtype),
     )
 
 

@@ -25,8 +25,8 @@ _RUNTIME = (
 def multiply_rows(
     x,  # [groups, num_rows, IN_FEATURES]
     weight,  # [groups, OUT_FEATURES, IN_FEATURES]
-    bias,  # [groups, OUT_FEATURES]
-    residual,  # [groups, num_rows, FEATURES]: OUT_FEATURES, or half of them with SILU_GATE
+    bias,  # [groups, OUT_FEATURES], or None
+    residual,  # [groups, num_rows, FEATURES]: OUT_FEATURES, or half of them with SILU_GATE; or None
     out,  # as residual; with PARTIALS [SPLIT_K, groups, num_rows, OUT_FEATURES] fp32
     num_rows,
     stride_x_group,
@@ -46,8 +46,6 @@ def multiply_rows(
     PARTIALS: tl.constexpr,
     SILU_GATE: tl.constexpr,
     ACTIVATION: tl.constexpr,  # of the gate, or of the sum without a gate
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -120,14 +118,14 @@ def multiply_rows(
         o_tile = (tl.arange(0, BLOCK_M) * OUT_FEATURES)[:, None] + o_column[None, :]
         tl.store(tl.multiple_of(p_tile + o_tile, [BYTES_OUT, BYTES_OUT]), b_acc, mask=m_out)
     else:
-        if HAS_BIAS:
+        if bias is not None:
             b_acc += tl.load(bias + i_group * stride_bias_group + o_n).to(tl.float32)[None, :]
         if SILU_GATE:
             b_gate, b_up = tl.split(tl.reshape(b_acc, [BLOCK_M, BLOCK_F, 2]))
             b_y = activate(b_gate, ACTIVATION) * b_up
         else:
             b_y = activate(b_acc, ACTIVATION)
-        if HAS_RESIDUAL:
+        if residual is not None:
             o_residual = i_group * stride_residual_group + o_m.to(tl.int64) * stride_residual_row
             p_residual = tl.multiple_of(residual + o_residual[:, None] + o_f[None, :], [BYTES_OUT, BYTES_OUT])
             b_y += tl.load(p_residual, mask=m_out, other=0.0).to(tl.float32)
@@ -150,8 +148,8 @@ def sum_of_splits(p_row, m_f, stride_split, SPLIT_K: tl.constexpr):
 @triton.jit(do_not_specialize=_RUNTIME)
 def add_splits(
     partials,  # [SPLIT_K, groups, num_rows, OUT_FEATURES] fp32, or one product in the dtype of out
-    bias,  # [groups, OUT_FEATURES]
-    residual,  # [groups, num_rows, FEATURES]: OUT_FEATURES, or half of them with SILU_GATE
+    bias,  # [groups, OUT_FEATURES], or None
+    residual,  # [groups, num_rows, FEATURES]: OUT_FEATURES, or half of them with SILU_GATE; or None
     out,  # as residual
     num_rows,
     stride_bias_group,
@@ -165,8 +163,6 @@ def add_splits(
     SPLIT_K: tl.constexpr,
     SILU_GATE: tl.constexpr,
     ACTIVATION: tl.constexpr,  # of the gate, or of the sum without a gate
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
     BLOCK_F: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -179,18 +175,18 @@ def add_splits(
     m_f = o_f < FEATURES
     p_row = tl.multiple_of(partials + i_row * OUT_FEATURES + o_f, BYTES_PARTIAL)
     stride_split = tl.num_programs(0).to(tl.int64) * OUT_FEATURES
-    p_bias = bias + group * stride_bias_group + o_f
+    o_bias = group * stride_bias_group + o_f
     b_y = sum_of_splits(p_row, m_f, stride_split, SPLIT_K)
-    if HAS_BIAS:
-        b_y += tl.load(p_bias, mask=m_f, other=0.0).to(tl.float32)
+    if bias is not None:
+        b_y += tl.load(bias + o_bias, mask=m_f, other=0.0).to(tl.float32)
     if SILU_GATE:
         b_up = sum_of_splits(p_row + FEATURES, m_f, stride_split, SPLIT_K)
-        if HAS_BIAS:
-            b_up += tl.load(p_bias + FEATURES, mask=m_f, other=0.0).to(tl.float32)
+        if bias is not None:
+            b_up += tl.load(bias + o_bias + FEATURES, mask=m_f, other=0.0).to(tl.float32)
         b_y = activate(b_y, ACTIVATION) * b_up
     else:
         b_y = activate(b_y, ACTIVATION)
-    if HAS_RESIDUAL:
+    if residual is not None:
         p_residual = residual + group * stride_residual_group + row * stride_residual_row + o_f
         b_y += tl.load(tl.multiple_of(p_residual, BYTES_OUT), mask=m_f, other=0.0).to(tl.float32)
         # out may be residual, and another thread may store an element than the one that loaded it.

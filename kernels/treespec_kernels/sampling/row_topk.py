@@ -91,7 +91,7 @@ def row_topk_triton(
     )
     # All arithmetic is in float32; the interpreter also widens bfloat16 correctly.
     kernels = load_kernels("sampling.row_topk", top.values)
-    constants = {"NOISY": noise is not None, "VOCAB": vocab, "BLOCK": block, "enable_fp_fusion": False}
+    constants = {"VOCAB": vocab, "BLOCK": block, "enable_fp_fusion": False}
     keys = (None,) * 4 if noise is None else noise
     if stats is None:
         stats = BlockStats.empty(rows, num_blocks, device)

@@ -40,10 +40,10 @@ def _value_of(keys):
 
 
 @triton.jit
-def _values(logits, row, o_v, o_philox, m_v, temperatures, seeds, samples, positions, NOISY: tl.constexpr):
+def _values(logits, row, o_v, o_philox, m_v, temperatures, seeds, samples, positions):
     """Return float32 values of the tokens o_v of a row, +inf for NaN; o_philox is o_v // 8 along the last dimension."""
     values = tl.load(logits + o_v, mask=m_v, other=0.0).to(tl.float32)
-    if NOISY:
+    if temperatures is not None:
         values = coupled_values(values, o_philox, row, temperatures, seeds, samples, positions)
     else:
         values = tl.where(values == values, values, float("inf"))
@@ -53,7 +53,7 @@ def _values(logits, row, o_v, o_philox, m_v, temperatures, seeds, samples, posit
 @triton.jit
 def summarise_blocks(
     logits,  # [rows, VOCAB]
-    temperatures,  # [rows] fp32; this and the next three only if NOISY
+    temperatures,  # [rows] fp32; this and the next three may be None
     seeds,  # [rows] int64, as samples and positions
     samples,
     positions,
@@ -61,7 +61,6 @@ def summarise_blocks(
     best_tokens,  # int32
     sums,
     stride_logits,
-    NOISY: tl.constexpr,
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
     SPAN: tl.constexpr,
@@ -73,7 +72,7 @@ def summarise_blocks(
     o_v = i_span * SPAN + tl.arange(0, SPAN)
     o_philox = i_span * (SPAN // 8) + tl.arange(0, SPAN // 8)
     p_row = logits + row * stride_logits
-    values = _values(p_row, row, o_v, o_philox, o_v < VOCAB, temperatures, seeds, samples, positions, NOISY)
+    values = _values(p_row, row, o_v, o_philox, o_v < VOCAB, temperatures, seeds, samples, positions)
     values = tl.where(o_v < VOCAB, values, float("-inf"))
     best, index, b_sums = summary(tl.reshape(values, [SPAN // BLOCK, BLOCK]))
     o_b = i_span * (SPAN // BLOCK) + tl.arange(0, SPAN // BLOCK)
@@ -87,7 +86,7 @@ def summarise_blocks(
 @triton.jit
 def select_of_blocks(
     logits,  # [rows, VOCAB]
-    temperatures,  # [rows] fp32; this and the next three only if NOISY
+    temperatures,  # [rows] fp32; this and the next three may be None
     seeds,  # [rows] int64, as samples and positions
     samples,
     positions,
@@ -99,7 +98,6 @@ def select_of_blocks(
     lse,  # [rows] fp32
     finite,  # [rows] bool
     stride_logits,
-    NOISY: tl.constexpr,
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
@@ -138,7 +136,7 @@ def select_of_blocks(
         o_philox = b_blocks[:, None] * (BLOCK // 8) + tl.arange(0, BLOCK // 8)[None, :]
         m_v = (o_r < NUM_READ)[:, None] & (o_v < VOCAB)
         p_row = logits + row * stride_logits
-        b_values = _values(p_row, row, o_v, o_philox, m_v, temperatures, seeds, samples, positions, NOISY)
+        b_values = _values(p_row, row, o_v, o_philox, m_v, temperatures, seeds, samples, positions)
         candidates = tl.where(m_v, _keys(b_values, o_v), _TAKEN)
         o_k = tl.arange(0, BLOCK_K)
         b_keys = tl.zeros([BLOCK_K], dtype=tl.int64)

@@ -12,10 +12,8 @@ the tree is level + 1, so a parent's flat index is always smaller. Seeds that gr
 seed s has flat index D * P + s.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Self
+from typing import Annotated, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -53,12 +51,16 @@ class ProposedTrees(NamedTuple):
 class DeviceState:
     """Base of dataclasses of contiguous tensors on a device, which are checked when they are created.
 
+    Their order is that of the kernels' arguments. Tensors named "values" are float32, and the others int32.
+
     Attributes:
-        FORMS: by name, a tensor's shape as in `check_arguments`, and the value of all its entries at first. Tensors
-            named "values" are float32, and the others int32. The order is that of the kernels' arguments.
+        FORMS: by name, a tensor's shape as in `check_arguments`, and the value of all its entries at first.
     """
 
     FORMS: ClassVar[dict[str, tuple[str, float]]]
+
+    def __init_subclass__(cls) -> None:
+        cls.FORMS = {name: declared.__metadata__ for name, declared in cls.__annotations__.items()}
 
     def __post_init__(self) -> None:
         check_arguments(**{n: (t, f"[{self.FORMS[n][0]}]", _dtype_of(n)) for n, t in self.tensors.items()})
@@ -85,58 +87,27 @@ class DeviceForest(DeviceState):
     """Growing trees of a batch: allocated by `allocate`, started by `tree_root`, grown by `tree_merge`.
 
     A candidate entry is empty if there is no proposal, or if an earlier one at the same node has the same token.
-
-    Args:
-        cand_tokens: [B, D, P] int32; -1 if empty.
-        cand_parents: [B, D, P] int32, flat index of the parent; -1 for the root, and if empty.
-        cand_values: [B, D, P] float32, product of probabilities along the path; -inf if empty.
-        cand_masks: [B, D, P] int32, bit g: proposed by SSM g; bit `SEED_BIT`: a seed; 0 if empty.
-        cand_slots: [B, D, P] int32, the drafts' scratch slot; -1 for a candidate that is not expanded.
-        frontier: [B, F] int32, flat index of each frontier node, best value first; D * P for the root; -1 if empty.
-        frontier_tokens: [B, F] int32; 0, a valid token, if empty.
-        frontier_values: [B, F] float32; 0 if empty.
-        frontier_depths: [B, F] int32; -1 if empty.
-        frontier_slots: [B, F] int32, scratch slots: 0 for the root, 1 + (level - 1) * F + i for node i of a later
-            level; 0 if empty.
-        frontier_seeds: [B, F] int32, index of the node among the seeds; -1 for the root, -2 for no seed.
-        frontier_ancestors: [B, F, D + 1] int32, scratch slots of a node's ancestors by depth, its own last and then
-            repeated; 0 if empty.
-        seed_cands: [B, S] int32, flat index of each seed's candidate; -1 for a seed that growth did not reach.
-        levels: [B] int32, number of levels grown, equal for all requests. Each request has its own copy, because a
-            program must not read a number that another request's program of the same launch increments.
     """
 
-    FORMS = {  # noqa: RUF012  never changed
-        "cand_tokens": ("B+ D+ P+", -1),
-        "cand_parents": ("B D P", -1),
-        "cand_values": ("B D P", -torch.inf),
-        "cand_masks": ("B D P", 0),
-        "cand_slots": ("B D P", -1),
-        "frontier": ("B F+", -1),
-        "frontier_tokens": ("B F", 0),
-        "frontier_values": ("B F", 0),
-        "frontier_depths": ("B F", -1),
-        "frontier_slots": ("B F", 0),
-        "frontier_seeds": ("B F", -2),
-        "frontier_ancestors": ("B F W", 0),
-        "seed_cands": ("B S", -1),
-        "levels": ("B", 0),
-    }
-
-    cand_tokens: Tensor
-    cand_parents: Tensor
-    cand_values: Tensor
-    cand_masks: Tensor
-    cand_slots: Tensor
-    frontier: Tensor
-    frontier_tokens: Tensor
-    frontier_values: Tensor
-    frontier_depths: Tensor
-    frontier_slots: Tensor
-    frontier_seeds: Tensor
-    frontier_ancestors: Tensor
-    seed_cands: Tensor
-    levels: Tensor
+    cand_tokens: Annotated[Tensor, "B+ D+ P+", -1]  # -1 if empty
+    cand_parents: Annotated[Tensor, "B D P", -1]  # flat index of the parent; -1 for the root, and if empty
+    cand_values: Annotated[Tensor, "B D P", -torch.inf]  # product of probabilities along the path; -inf if empty
+    cand_masks: Annotated[Tensor, "B D P", 0]  # bit g: proposed by SSM g; bit `SEED_BIT`: a seed; 0 if empty
+    cand_slots: Annotated[Tensor, "B D P", -1]  # the drafts' scratch slot; -1 for a candidate that is not expanded
+    # Flat index of each frontier node, best value first; D * P for the root; -1 if empty.
+    frontier: Annotated[Tensor, "B F+", -1]
+    frontier_tokens: Annotated[Tensor, "B F", 0]  # 0, a valid token, if empty
+    frontier_values: Annotated[Tensor, "B F", 0]  # 0 if empty
+    frontier_depths: Annotated[Tensor, "B F", -1]  # -1 if empty
+    # Scratch slots: 0 for the root, 1 + (level - 1) * F + i for node i of a later level; 0 if empty.
+    frontier_slots: Annotated[Tensor, "B F", 0]
+    frontier_seeds: Annotated[Tensor, "B F", -2]  # index of the node among the seeds; -1 for the root, -2 for no seed
+    # Scratch slots of a node's ancestors by depth, its own last and then repeated; W is D + 1. 0 if empty.
+    frontier_ancestors: Annotated[Tensor, "B F W", 0]
+    seed_cands: Annotated[Tensor, "B S", -1]  # flat index of each seed's candidate; -1 if growth did not reach the seed
+    # Number of levels grown, equal for all requests. Each request has its own copy, because a program must not read a
+    # number that another request's program of the same launch increments.
+    levels: Annotated[Tensor, "B", 0]
 
     @classmethod
     def allocate(
@@ -149,7 +120,7 @@ class DeviceForest(DeviceState):
         max_depth: int,
         seeds: int = SEEDS,
         device: torch.device | str = "cpu",
-    ) -> DeviceForest:
+    ) -> Self:
         """Allocate an idle forest from the sizes B, F, G, C, D and S, in this order."""
         candidates = frontier * (num_ssms + 1) * proposals
         assert num_ssms <= MAX_SSMS and max_depth * candidates + seeds <= MAX_CANDIDATES
@@ -191,42 +162,20 @@ class DeviceTrees(DeviceState):
     """Trees of a batch that the target scores. Node 0 is the root; parents precede their children.
 
     Nodes from `num_nodes[b]` on are padding, with depth -1.
-
-    Args:
-        tokens: [B, N] int32; 0, a valid token, for padding.
-        parents: [B, N] int32; -1 for the root and for padding.
-        depths: [B, N] int32; -1 for padding.
-        ancestors: [B, N, D + 1] int32, node indices by depth, its own last and then repeated; padding has its own.
-        num_nodes: [B] int32; 0 for an idle request.
-        masks: [B, N] int32, bit g: proposed by SSM g; bit `SEED_BIT`: a seed; 0 for the root and padding.
-        values: [B, N] float32, estimated probability that the node is accepted: 1 for the root, 0 for padding.
-        slots: [B, N] int32, the drafts' scratch slot of the node's K/V; -1 for a node that no draft has computed.
     """
 
-    FORMS = {  # noqa: RUF012  never changed
-        "tokens": ("B N", 0),
-        "parents": ("B N", -1),
-        "depths": ("B N", -1),
-        "ancestors": ("B+ N+ W+", 0),
-        "num_nodes": ("B", 0),
-        "masks": ("B N", 0),
-        "values": ("B N", 0),
-        "slots": ("B N", -1),
-    }
-
-    tokens: Tensor
-    parents: Tensor
-    depths: Tensor
-    ancestors: Tensor
-    num_nodes: Tensor
-    masks: Tensor
-    values: Tensor
-    slots: Tensor
+    tokens: Annotated[Tensor, "B N", 0]  # 0, a valid token, for padding
+    parents: Annotated[Tensor, "B N", -1]  # -1 for the root and for padding
+    depths: Annotated[Tensor, "B N", -1]  # -1 for padding
+    # Node indices by depth, its own last and then repeated; W is D + 1. Padding has its own.
+    ancestors: Annotated[Tensor, "B+ N+ W+", 0]
+    num_nodes: Annotated[Tensor, "B", 0]  # 0 for an idle request
+    masks: Annotated[Tensor, "B N", 0]  # bit g: proposed by SSM g; bit `SEED_BIT`: a seed; 0 for the root and padding
+    values: Annotated[Tensor, "B N", 0]  # estimated probability of the node's acceptance: 1 for the root, 0 for padding
+    slots: Annotated[Tensor, "B N", -1]  # the drafts' scratch slot of K/V; -1 for a node that no draft has computed
 
     @classmethod
-    def allocate(
-        cls, num_requests: int, *, nodes: int, max_depth: int, device: torch.device | str = "cpu"
-    ) -> DeviceTrees:
+    def allocate(cls, num_requests: int, *, nodes: int, max_depth: int, device: torch.device | str = "cpu") -> Self:
         """Allocate trees without nodes from the sizes B, N and D, in this order."""
         trees = cls._allocate(device, B=num_requests, N=nodes, W=max_depth + 1)
         trees.ancestors.copy_(torch.arange(nodes, dtype=torch.int32, device=device)[None, :, None])

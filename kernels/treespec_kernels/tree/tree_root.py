@@ -24,7 +24,6 @@ def tree_root_ref(forest: DeviceForest, root_tokens: Tensor) -> None:
         forest: changed in place.
         root_tokens: [B] int32, the last committed token of each request; negative for an idle request.
     """
-    _check(forest, root_tokens)
     for name, tensor in forest.tensors.items():
         tensor.fill_(forest.FORMS[name][1])
     busy = root_tokens >= 0
@@ -37,7 +36,7 @@ def tree_root_ref(forest: DeviceForest, root_tokens: Tensor) -> None:
 
 def tree_root_triton(forest: DeviceForest, root_tokens: Tensor) -> None:
     """Compute `tree_root_ref` on a GPU, in one launch and without a host sync."""
-    _check(forest, root_tokens)
+    check_arguments(levels=(forest.levels, "B", torch.int32), root_tokens=(root_tokens, "B", torch.int32))
     kernels = load_kernels("tree.tree_root", root_tokens)
     candidates = forest.max_depth * forest.candidates
     kernels.start_round[(forest.num_requests, -(-candidates // BLOCK_Q))](
@@ -54,7 +53,3 @@ def tree_root_triton(forest: DeviceForest, root_tokens: Tensor) -> None:
         num_warps=NUM_WARPS,
         enable_fp_fusion=False,
     )
-
-
-def _check(forest: DeviceForest, root_tokens: Tensor) -> None:
-    check_arguments(levels=(forest.levels, "B", torch.int32), root_tokens=(root_tokens, "B", torch.int32))

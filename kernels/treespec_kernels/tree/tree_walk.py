@@ -8,50 +8,31 @@ A request emits nothing (length 0) if it is idle, or if the logits of any of its
 of its results can be trusted.
 """
 
-from __future__ import annotations
-
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Annotated, Self
 
 import torch
 from torch import Tensor
 
 from treespec_kernels.launch.arguments import check_arguments
 from treespec_kernels.launch.triton_launch import block_of, load_kernels
-from treespec_kernels.tree.device_trees import DeviceTrees
+from treespec_kernels.tree.device_trees import DeviceState, DeviceTrees
 
 
-class Walk(NamedTuple):
-    """Accepted paths of one target pass.
+@dataclass(frozen=True)
+class Walk(DeviceState):
+    """Accepted paths of one target pass."""
 
-    Args:
-        paths: [B, D + 1] int32, accepted node indices, root first; padded with 0.
-        path_lens: [B] int32, number of nodes of the path, root included, which is the number of emitted tokens.
-        tokens: [B, D + 1] int32, accepted tokens, then the bonus token; padded with -1.
-        slots: [B, D + 1] int32, the drafts' scratch slots of the path's nodes; padded with 0 from `slot_lens` on.
-        slot_lens: [B] int32, number of nodes of the path, from the root on, whose K/V the drafts have computed.
-    """
-
-    paths: Tensor
-    path_lens: Tensor
-    tokens: Tensor
-    slots: Tensor
-    slot_lens: Tensor
+    paths: Annotated[Tensor, "B+ W+", 0]  # accepted node indices, root first; padded with 0
+    path_lens: Annotated[Tensor, "B", 0]  # number of nodes of the path, root included, and so of emitted tokens
+    tokens: Annotated[Tensor, "B W", -1]  # accepted tokens, then the bonus token; padded with -1
+    slots: Annotated[Tensor, "B W", 0]  # the drafts' scratch slots of the path's nodes; padded with 0
+    slot_lens: Annotated[Tensor, "B", 0]  # number of nodes of the path, from the root on, whose K/V the drafts have
 
     @classmethod
-    def allocate(cls, num_requests: int, *, max_depth: int, device: torch.device | str = "cpu") -> Walk:
-        """Allocate paths of length 0 from the sizes B and D, in this order."""
-        shape = (num_requests, max_depth + 1)
-
-        def filled(shape: tuple[int, ...], value: int) -> Tensor:
-            return torch.full(shape, value, dtype=torch.int32, device=device)
-
-        return cls(
-            paths=filled(shape, 0),
-            path_lens=filled(shape[:1], 0),
-            tokens=filled(shape, -1),
-            slots=filled(shape, 0),
-            slot_lens=filled(shape[:1], 0),
-        )
+    def allocate(cls, num_requests: int, *, max_depth: int, device: torch.device | str = "cpu") -> Self:
+        """Allocate paths of length 0 from the sizes B and D; W is D + 1."""
+        return cls._allocate(device, B=num_requests, W=max_depth + 1)
 
 
 def tree_walk_ref(trees: DeviceTrees, choices: Tensor, finite: Tensor, *, out: Walk | None = None) -> Walk:
@@ -88,8 +69,8 @@ def tree_walk_ref(trees: DeviceTrees, choices: Tensor, finite: Tensor, *, out: W
                 None,
             )
         walk.path_lens[request], walk.slot_lens[request] = length, slots
-    for written, tensor in zip(walk, out, strict=True):
-        tensor.copy_(written)
+    for name, written in walk.tensors.items():
+        out.tensors[name].copy_(written)
     return out
 
 
@@ -106,7 +87,7 @@ def tree_walk_triton(trees: DeviceTrees, choices: Tensor, finite: Tensor, *, out
         trees.slots,
         choices,
         finite,
-        *out,
+        *out.tensors.values(),
         choices.stride(0),
         finite.stride(0),
         MAX_DEPTH=trees.max_depth,
@@ -123,11 +104,10 @@ def _checked(trees: DeviceTrees, choices: Tensor, finite: Tensor, out: Walk | No
     """Check the arguments, and return `out` or a new walk."""
     if out is None:
         out = Walk.allocate(trees.num_requests, max_depth=trees.max_depth, device=trees.ancestors.device)
-    written = out._asdict().items()
     check_arguments(
-        ancestors=(trees.ancestors, "B N width", torch.int32),
+        ancestors=(trees.ancestors, "B N W", torch.int32),
         choices=(choices, "B N", (torch.int32, torch.int64)),
         finite=(finite, "B N", torch.bool),
-        **{name: (tensor, "[B]" if name.endswith("lens") else "[B width]", torch.int32) for name, tensor in written},
+        paths=(out.paths, "B W", torch.int32),
     )
     return out

@@ -7,7 +7,7 @@ import torch
 from tests.child import run_cases
 from tests.kernel_cases import environments
 from treespec_kernels.attention.tree_attention import (
-    PlanCapacity,
+    AttentionShape,
     SegmentPartition,
     TreeAttentionConfig,
     plan_tree_attention,
@@ -18,7 +18,7 @@ from treespec_kernels.launch.triton_launch import target_of
 from treespec_kernels.tuning.testing import assert_close, path_to, tree_attention_inputs, tree_parents
 
 SMALL = TreeAttentionConfig(16, 16, 4, 2, SegmentPartition(short=32, long=64, long_from=64))
-MODEL = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 16, "dtype": torch.float32, "device": "cpu"}
+SHAPE = AttentionShape(8, 2, 16, torch.float32)
 
 
 @environments()
@@ -31,7 +31,7 @@ def test_cases(cases: str, environment: dict[str, str]) -> None:
 def test_ref_is_masked_softmax_attention(kind: str) -> None:
     """The specification itself, against scaled_dot_product_attention over the whole cache under a dense tree mask."""
     parents = tree_parents(kind, 9, torch.Generator().manual_seed(1))
-    inputs = tree_attention_inputs([37], [parents], num_heads=4, num_kv_heads=2, head_dim=24, dtype=torch.float32)
+    inputs = tree_attention_inputs([37], [parents], AttentionShape(4, 2, 24, torch.float32))
     slots = torch.arange(37 + 9)
     pages = inputs.rows["page_table"][0, slots // 64].long()
     keys, values = (cache[pages, :, slots % 64].transpose(0, 1) for cache in (inputs.k_cache, inputs.v_cache))
@@ -59,7 +59,7 @@ def test_partition_borders() -> None:
 @pytest.mark.parametrize("chains", [None, [False, True, False]])
 def test_items_cover_every_key_of_every_row_once(chains: list[bool] | None) -> None:
     lengths, depths = [70, 15, 0], [0, 1, 1, 2, 0, 1, 2, 0]
-    plan = plan_tree_attention(lengths, [4, 3, 1], depths, **MODEL, config=SMALL, chains=chains)
+    plan = plan_tree_attention(lengths, [4, 3, 1], depths, SHAPE, device="cpu", config=SMALL, chains=chains)
     group = 4
     request_of_row = [0, 0, 0, 0, 1, 1, 1, 2]
     seen: dict[int, list[int]] = {m: [] for m in range(len(depths) * group)}
@@ -82,11 +82,11 @@ def test_items_cover_every_key_of_every_row_once(chains: list[bool] | None) -> N
 
 def test_the_plan_refuses_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match="2 context_lens, 1 rows_per_request"):
-        plan_tree_attention([3, 4], [1], [0], **MODEL)
+        plan_tree_attention([3, 4], [1], [0], SHAPE, device="cpu")
     with pytest.raises(ValueError, match="depths holds -1"):
-        plan_tree_attention([3], [1], [-1], **MODEL)
+        plan_tree_attention([3], [1], [-1], SHAPE, device="cpu")
     with pytest.raises(ValueError, match=r"depths \[0, 2, 1\] of a chain must ascend"):
-        plan_tree_attention([3], [3], [0, 2, 1], **MODEL, chains=[True])
+        plan_tree_attention([3], [3], [0, 2, 1], SHAPE, device="cpu", chains=[True])
     with pytest.raises(ValueError, match="block_n is 24"):
         TreeAttentionConfig(16, 24, 4, 2)
     with pytest.raises(ValueError, match="not a multiple of block_n 64"):
@@ -96,12 +96,9 @@ def test_the_plan_refuses_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match="head_dim 512 is not supported; use 1 to 256"):
         TreeAttentionConfig.default(torch.float16, 512)
     with pytest.raises(ValueError, match="head_dim 512 is not supported; use 1 to 256"):
-        plan_tree_attention([3], [1], [0], **(MODEL | {"head_dim": 512}), config=SMALL)
+        plan_tree_attention([3], [1], [0], SHAPE._replace(head_dim=512), device="cpu", config=SMALL)
     with pytest.raises(ValueError, match="window is 0; it must be 1 or more, or None for all positions"):
-        plan_tree_attention([3], [1], [0], **MODEL, window=0)
-    plan = plan_tree_attention([3], [2], [0, 1], **MODEL, capacity=PlanCapacity(2, 2, 2, 2))
-    with pytest.raises(ValueError, match="plan with more"):
-        plan.refill([3], [3], [0, 1, 1])
+        plan_tree_attention([3], [1], [0], SHAPE._replace(window=0), device="cpu")
 
 
 @pytest.mark.parametrize("target", [None, "sm_80", "sm_89", "sm_90", "sm_100", "gfx942"])
@@ -118,8 +115,8 @@ def test_a_cpu_is_no_target() -> None:
 
 
 def test_the_op_refuses_what_does_not_fit() -> None:
-    inputs = tree_attention_inputs([5], [[-1, 0]], num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
-    plan = plan_tree_attention(**inputs.plan, **(MODEL | {"num_heads": 4}))
+    inputs = tree_attention_inputs([5], [[-1, 0]], shape := AttentionShape(4, 2, 16, torch.float32))
+    plan = plan_tree_attention(**inputs.plan, shape=shape, device="cpu")
 
     fitting = {"q": inputs.q, "k_cache": inputs.k_cache, "v_cache": inputs.v_cache, "plan": plan} | inputs.rows
     strided = inputs.v_cache.repeat_interleave(2, dim=-1)[..., ::2]

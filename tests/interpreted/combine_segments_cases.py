@@ -9,7 +9,7 @@ import torch
 
 from tests.interpreted.common import DEVICE, assert_near, each_dtype
 from treespec_kernels.attention.tree_attention_kernels import combine_segments
-from treespec_kernels.launch.triton_launch import block_of_head_dim, launch_options
+from treespec_kernels.launch.triton_launch import block_of, launch_options
 
 HEADS = 3
 BOUNDS = {torch.float32: (2e-6, 5e-7), torch.float16: (1e-2, 1e-3), torch.bfloat16: (8e-2, 8e-3)}
@@ -76,7 +76,7 @@ def combine(
         *out.stride()[:2],
         NUM_HEADS=HEADS,
         HEAD_DIM=head_dim,
-        BLOCK_D=block_of_head_dim(head_dim),
+        BLOCK_D=block_of(head_dim, 16),
         num_warps=1,
         enable_fp_fusion=False,
         **launch_options(False),

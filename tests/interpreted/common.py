@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from treespec_kernels.attention.tree_attention import TreeAttentionConfig, TreeAttentionPlan, plan_tree_attention
+from treespec_kernels.attention.tree_attention import (
+    AttentionShape,
+    TreeAttentionConfig,
+    TreeAttentionPlan,
+    plan_tree_attention,
+)
 from treespec_kernels.tuning.testing import TreeAttentionInputs, assert_close, tree_attention_inputs
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -44,22 +49,15 @@ def attention_inputs(
     **options: Any,
 ) -> TreeAttentionInputs:
     """`tree_attention_inputs` on the device, small where nothing else is said."""
-    shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "dtype": dtype}
-    return tree_attention_inputs(lengths, trees, **shape, device=DEVICE, **options)
+    shape = AttentionShape(num_heads, num_kv_heads, head_dim, dtype)
+    return tree_attention_inputs(lengths, trees, shape, device=DEVICE, **options)
 
 
 def poisoned_plan(inputs: TreeAttentionInputs, config: TreeAttentionConfig, **options: Any) -> TreeAttentionPlan:
     """The plan of a pass, with NaN in its buffers of partial results."""
-    plan = plan_tree_attention(
-        **inputs.plan,
-        num_heads=inputs.q.shape[1],
-        num_kv_heads=inputs.k_cache.shape[1],
-        head_dim=inputs.q.shape[2],
-        dtype=inputs.q.dtype,
-        device=inputs.q.device,
-        config=config,
-        **options,
-    )
-    for partial in (plan.partial_acc, plan.partial_max, plan.partial_sum):
+    (_, num_heads, head_dim), dtype = inputs.q.shape, inputs.q.dtype
+    shape = AttentionShape(num_heads, inputs.k_cache.shape[1], head_dim, dtype, inputs.rows.get("window"))
+    plan = plan_tree_attention(**inputs.plan, shape=shape, device=inputs.q.device, config=config, **options)
+    for partial in plan.partials:
         partial.fill_(NAN)
     return plan

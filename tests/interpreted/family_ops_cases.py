@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from tests.interpreted.common import INTERPRETED, assert_near, device_of, each_dtype
 from treespec_kernels.attention.qkv_rope import HeadNorm, qkv_rope_ref, qkv_rope_triton
 from treespec_kernels.attention.tree_attention import (
+    AttentionShape,
     TreeAttentionConfig,
     plan_tree_attention,
     tree_attention_ref,
@@ -206,8 +207,8 @@ SMALL = TreeAttentionConfig(16, 16, 4, 2, SegmentPartition(32, 64, 64), fixed_or
 @pytest.mark.parametrize("window", [None, 19])
 def test_capped_scores(window: int | None, dtype: torch.dtype) -> None:
     """The specification by its definition; the kernel by the specification."""
-    shape = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "dtype": dtype, "device": DEVICE}
-    inputs = tree_attention_inputs([37], [PARENTS], **shape, seed=3)
+    shape = AttentionShape(2, 1, 16, dtype, window)
+    inputs = tree_attention_inputs([37], [PARENTS], shape, device=DEVICE, seed=3)
     caches, rows = (inputs.k_cache, inputs.v_cache), inputs.rows | {"scale": 0.7, "window": window}
     expected = tree_attention_ref(inputs.q, *caches, **rows, score_cap=1.5)
     if IMPLEMENTATION == "ref":
@@ -219,6 +220,5 @@ def test_capped_scores(window: int | None, dtype: torch.dtype) -> None:
         weights = (1.5 * torch.tanh(scores / 1.5)).softmax(-1)
         close(expected[0], torch.einsum("hn,nhd->hd", weights, values.repeat_interleave(2, 1)))
         return
-    made: dict[str, Any] = shape | {"config": SMALL}
-    plan = plan_tree_attention(**inputs.plan, **made, window=window)
+    plan = plan_tree_attention(**inputs.plan, shape=shape, device=DEVICE, config=SMALL)
     close(tree_attention_triton(inputs.q, *caches, **rows, score_cap=1.5, plan=plan), expected)

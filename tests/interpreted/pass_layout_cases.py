@@ -10,6 +10,7 @@ import torch
 from tests.interpreted.common import DEVICE, INTERPRETED, NAN
 from treespec_kernels.attention.pass_layout import DeviceLayout, pass_layout_ref
 from treespec_kernels.attention.tree_attention import (
+    AttentionShape,
     SegmentPartition,
     TreeAttentionConfig,
     plan_tree_attention,
@@ -45,9 +46,9 @@ class Padded:
         seed: int = 0,
     ) -> None:
         choose = random.Random(seed)
-        shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "dtype": dtype}
+        shape = AttentionShape(num_heads, num_kv_heads, head_dim, dtype)
         self.inputs = inputs = tree_attention_inputs(
-            lengths, trees, nodes=nodes, **shape, device=DEVICE, page_size=PAGE, seed=seed
+            lengths, trees, shape, nodes=nodes, device=DEVICE, page_size=PAGE, seed=seed
         )
         num_requests = len(lengths)
         places = [
@@ -81,9 +82,8 @@ class Padded:
         """The rows by the host's plan; padding is 0."""
         inputs: TreeAttentionInputs = self.inputs
         chains = [chain] * len(self.context_lens)
-        plan = plan_tree_attention(
-            **inputs.plan, **self.shape, device=DEVICE, config=config, chains=chains, window=window
-        )
+        shape = self.shape._replace(window=window)
+        plan = plan_tree_attention(**inputs.plan, shape=shape, device=DEVICE, config=config, chains=chains)
         rows = inputs.rows | {"window": window}
         out = torch.zeros_like(self.q)
         out[self.rows] = tree_attention_triton(inputs.q, inputs.k_cache, inputs.v_cache, **rows, plan=plan)
@@ -94,7 +94,7 @@ class Padded:
         plan = layout.plan
         for buffer in (plan.packed_items, plan.node_items, plan.first_segment, plan.num_segments):
             buffer.fill_(-77)
-        for buffer in (plan.partial_acc, plan.partial_max, plan.partial_sum):
+        for buffer in plan.partials:
             buffer.fill_(NAN)
         layout.positions.fill_(-77)
         layout.slots.fill_(-77)
@@ -108,13 +108,20 @@ class Padded:
             self.q, self.inputs.k_cache, self.inputs.v_cache, **arguments, scale=scale, out=out
         )
 
-    def layout(self, config: TreeAttentionConfig, chain: bool, max_context: int, **options: object) -> DeviceLayout:
+    def layout(
+        self,
+        config: TreeAttentionConfig,
+        chain: bool,
+        max_context: int,
+        window: int | None = None,
+        **options: object,
+    ) -> DeviceLayout:
         return DeviceLayout.allocate(
             *self.depths.shape,
             self.ancestors.shape[2],
+            self.shape._replace(window=window),
             chain=chain,
             max_context=max_context,
-            **self.shape,
             device=DEVICE,
             config=config,
             page_size=PAGE,
@@ -160,7 +167,7 @@ def test_chains_around_borders(first: int, partition: SegmentPartition) -> None:
     trees = [list(range(-1, 8))] * 6
     padded = Padded(BORDERS[first::3], trees, [list(range(n)) for n in counts], 9, 9, strewn=False)
     layout = padded.layout(replace(SMALL, partition=partition), True, max(BORDERS))
-    assert layout.plan.capacity.node_items == 0
+    assert len(layout.plan.node_items) == 0
     assert_same(padded, layout, given=first == 0)
 
 

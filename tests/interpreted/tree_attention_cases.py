@@ -9,7 +9,6 @@ import torch
 
 from tests.interpreted.common import DEVICE, INTERPRETED, assert_near, attention_inputs, each_dtype, poisoned_plan
 from treespec_kernels.attention.tree_attention import (
-    PlanCapacity,
     SegmentPartition,
     TreeAttentionConfig,
     tree_attention_ref,
@@ -30,7 +29,7 @@ def exact(config: TreeAttentionConfig) -> TreeAttentionConfig:
 
 def attend(inputs: TreeAttentionInputs, config: TreeAttentionConfig, **options: Any) -> torch.Tensor:
     out = torch.full_like(inputs.q, float("nan"))
-    plan = poisoned_plan(inputs, config, window=inputs.rows.get("window"), **options)
+    plan = poisoned_plan(inputs, config, **options)
     assert tree_attention_triton(inputs.q, inputs.k_cache, inputs.v_cache, **inputs.rows, plan=plan, out=out) is out
     return out
 
@@ -194,22 +193,18 @@ def test_what_lies_before_the_window_is_not_read() -> None:
 
 
 @each_dtype
-def test_a_plan_is_refilled_and_padding_rows_become_zero(dtype: torch.dtype) -> None:
-    large = attention_inputs([70, 20], trees("random star", [9, 3]), dtype=dtype, page_size=16)
-    plan = poisoned_plan(large, SMALL, capacity=PlanCapacity(rows=12, packed_items=20, node_items=40, partials=80))
-    small = attention_inputs([33, 0], trees("random chain", [5, 2]), dtype=dtype, page_size=16)
-    for inputs in (large, small):
-        plan.refill(**inputs.plan)
-        num_rows = len(inputs.q)
-        padding = 12 - num_rows
-        q = torch.cat([inputs.q, torch.full_like(inputs.q[:1], float("nan")).repeat(padding, 1, 1)])
-        rows = inputs.rows | {
-            name: torch.cat([inputs.rows[name], inputs.rows[name][:1].expand(padding, *inputs.rows[name].shape[1:])])
-            for name in ("row_request", "depths", "ancestors")
-        }
-        out = tree_attention_triton(q, inputs.k_cache, inputs.v_cache, **rows, plan=plan)
-        assert torch.equal(out[:num_rows], attend(inputs, SMALL))
-        assert torch.equal(out[num_rows:], torch.zeros_like(out[num_rows:]))
+def test_padding_rows_become_zero(dtype: torch.dtype) -> None:
+    inputs = attention_inputs([33, 0], trees("random chain", [5, 2]), dtype=dtype, page_size=16)
+    num_rows, padding = len(inputs.q), 5
+    plan = poisoned_plan(inputs, SMALL, num_rows=num_rows + padding)
+    q = torch.cat([inputs.q, torch.full_like(inputs.q[:1], float("nan")).repeat(padding, 1, 1)])
+    rows = inputs.rows | {
+        name: torch.cat([inputs.rows[name], inputs.rows[name][:1].expand(padding, *inputs.rows[name].shape[1:])])
+        for name in ("row_request", "depths", "ancestors")
+    }
+    out = tree_attention_triton(q, inputs.k_cache, inputs.v_cache, **rows, plan=plan)
+    assert torch.equal(out[:num_rows], attend(inputs, SMALL))
+    assert torch.equal(out[num_rows:], torch.zeros_like(out[num_rows:]))
 
 
 def test_a_nan_of_its_own_request_reaches_only_the_rows_that_see_it() -> None:

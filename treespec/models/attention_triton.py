@@ -9,7 +9,7 @@ from torch import Tensor
 
 from treespec.errors import KernelError
 from treespec_kernels.attention.tree_attention import (
-    PlanCapacity,
+    AttentionShape,
     TreeAttentionConfig,
     plan_tree_attention,
     tree_attention_triton,
@@ -47,7 +47,7 @@ class TritonAttention:
                 f"attention='triton' needs a GPU, the device is {device}; use attention='auto', or set "
                 "TRITON_INTERPRET=1 to run the kernels in Triton's interpreter"
             )
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.shape = AttentionShape(num_heads, num_kv_heads, head_dim, dtype)
         self.cache_dtype, self.device = dtype, device
         # The interpreter computes dot with BLAS, whose bits depend on the number of rows.
         default = replace(TreeAttentionConfig.default(dtype, head_dim, target_of(device)), fixed_order_dot=interpreted)
@@ -61,21 +61,9 @@ class TritonAttention:
         lengths = [rows.context_len for rows in requests]
         depths = np.concatenate([rows.path_lengths - 1 for rows in requests])
         counts = [rows.num_rows for rows in requests]
-        arguments: dict[str, Any] = {
-            "num_heads": self.num_heads,
-            "num_kv_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "dtype": self.cache_dtype,
-            "device": self.device,
-            "chains": [rows.is_chain for rows in requests],
-            "window": window,
-            "config": self.config,
-        }
-        plan = plan_tree_attention(lengths, counts, depths.tolist(), **arguments)
-        if num_rows > len(depths):
-            capacity = plan.capacity
-            padded = PlanCapacity(num_rows, capacity.packed_items, capacity.node_items, capacity.partials)
-            plan = plan_tree_attention(lengths, counts, depths.tolist(), capacity=padded, **arguments)
+        chains, shape = [rows.is_chain for rows in requests], self.shape._replace(window=window)
+        placed: dict[str, Any] = {"device": self.device, "config": self.config, "num_rows": num_rows}
+        plan = plan_tree_attention(lengths, counts, depths.tolist(), shape, chains=chains, **placed)
         table = np.zeros((len(requests), max(len(rows.pages) for rows in requests)), dtype=np.int32)
         for i, rows in enumerate(requests):
             table[i, : len(rows.pages)] = rows.pages

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from treespec_kernels.launch.arguments import check_arguments
-from treespec_kernels.launch.triton_launch import block_of_head_dim, load_kernels
+from treespec_kernels.launch.triton_launch import block_of, load_kernels
 
 BLOCK_J = 16  # path steps per block of loads; most paths fit in one block
 NUM_WARPS = 4
@@ -92,12 +92,7 @@ def kv_commit_triton(
     num_layers, _, _, num_kv_heads, page_size, head_dim = kv_cache.shape
     num_requests, max_path = paths.shape
     kernels.move_path[(num_layers * 2 * num_kv_heads, num_requests)](
-        integers,
-        page_table,
-        context_lens,
-        paths,
-        path_lens,
-        max_path,
+        *(integers, page_table, context_lens, paths, path_lens, max_path),
         *kv_cache.stride()[:5],
         page_table.stride(0),
         paths.stride(0),
@@ -105,7 +100,7 @@ def kv_commit_triton(
         HEAD_DIM=head_dim,
         PAGE_SIZE=page_size,
         BLOCK_J=BLOCK_J,
-        BLOCK_D=block_of_head_dim(head_dim),
+        BLOCK_D=block_of(head_dim, 16),
         num_warps=NUM_WARPS,
         enable_fp_fusion=False,
     )

@@ -15,14 +15,14 @@ the same positions into the same tiles and segments.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from treespec_kernels.attention.tree_attention_config import TreeAttentionConfig
-from treespec_kernels.attention.tree_attention_plan import PlanCapacity, TreeAttentionPlan, check_window, group_of
+from treespec_kernels.attention.tree_attention_plan import ITEM_FIELDS, AttentionShape, Partials, TreeAttentionPlan
 from treespec_kernels.launch.arguments import check_arguments
 from treespec_kernels.launch.triton_launch import load_kernels, target_of
 
@@ -100,15 +100,11 @@ class DeviceLayout:
         num_requests: int,
         rows_per_request: int,
         width: int,
+        shape: AttentionShape,
         *,
         chain: bool,
         max_context: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
         device: torch.device | str,
-        window: int | None = None,
         config: TreeAttentionConfig | None = None,
         page_size: int = 64,
         keeps_partials: bool = True,
@@ -118,17 +114,17 @@ class DeviceLayout:
         Args:
             num_requests, rows_per_request: shape of the pass, idle requests and padding rows included.
             width: number of columns of `ancestors`, above every depth; for a chain usually rows_per_request.
+            shape, device, config: as in `plan_tree_attention`.
             chain: whether the passes are chains.
             max_context: maximum number of committed positions of a request. Partial results use
                 num_rows * segments * num_heads * (head_dim + 2) * 4 bytes, and every launch has programs for all
                 segments, so use a separate layout for graphs of short contexts.
-            num_heads, num_kv_heads, head_dim, dtype, device, window, config: as in `plan_tree_attention`.
             page_size: slots per page of the cache.
             keeps_partials: whether the layout owns the memory of partial results; False allocates it for each pass, so
                 that captured graphs share it.
 
         Raises:
-            ValueError: a size is not positive, or num_heads is no multiple of num_kv_heads.
+            ValueError: a size is not positive, or as `AttentionShape.check`.
         """
         sizes = {"num_requests": num_requests, "rows_per_request": rows_per_request, "width": width}
         sizes["page_size"] = page_size
@@ -137,32 +133,19 @@ class DeviceLayout:
                 raise ValueError(f"{name} is {size}; it must be 1 or more")
         if max_context < 0:
             raise ValueError(f"max_context is {max_context}; it must not be negative")
-        check_window(window)
-        config = config or TreeAttentionConfig.default(dtype, head_dim, target_of(device))
-        group = group_of(num_heads, num_kv_heads)
+        shape.check()
+        config = config or TreeAttentionConfig.default(shape.dtype, shape.head_dim, target_of(device))
         num_rows = num_requests * rows_per_request
-        bounds = _segment_bounds(config, rows_per_request, width, chain, max_context, group, window)
-        node_items = 0 if chain else bounds.node * num_rows * -(-group // config.block_m)
-        capacity = PlanCapacity(
-            num_rows,
-            bounds.packed * num_requests * -(-rows_per_request * group // config.block_m),
-            node_items,
-            num_rows * bounds.row,
-        )
-        plan = TreeAttentionPlan.allocate(
-            capacity if keeps_partials else capacity._replace(partials=0),
-            config,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            dtype=dtype,
-            device=device,
-            window=window,
-        )
-        plan.num_packed_items.fill_(capacity.packed_items)
-        plan.num_node_items.fill_(capacity.node_items)
-        plan.first_partial.copy_(torch.arange(num_rows, device=device) * bounds.row)
-        requests = torch.arange(num_requests, dtype=torch.int32, device=device)
+        bounds = _segment_bounds(config, rows_per_request, width, chain, max_context, shape)
+        num_packed = bounds.packed * num_requests * -(-rows_per_request * shape.group // config.block_m)
+        num_node = 0 if chain else bounds.node * num_rows * -(-shape.group // config.block_m)
+
+        def integers(*size: int) -> torch.Tensor:
+            return torch.empty(size, dtype=torch.int32, device=device)
+
+        def numbers(count: int) -> torch.Tensor:
+            return torch.arange(count, dtype=torch.int32, device=device)
+
         return cls(
             num_requests=num_requests,
             rows_per_request=rows_per_request,
@@ -170,13 +153,22 @@ class DeviceLayout:
             chain=chain,
             max_context=max_context,
             page_size=page_size,
-            positions=torch.zeros(num_rows, dtype=torch.int32, device=device),
+            positions=integers(num_rows).zero_(),
             slots=torch.zeros(num_rows, dtype=torch.int64, device=device),
-            row_request=requests.repeat_interleave(rows_per_request),
-            chain_slots=torch.arange(rows_per_request, dtype=torch.int32, device=device).repeat(num_requests, 1),
-            chain_ancestors=torch.arange(width, dtype=torch.int32, device=device).expand(num_rows, -1),
-            plan=plan,
-            num_partials=capacity.partials,
+            row_request=numbers(num_requests).repeat_interleave(rows_per_request),
+            chain_slots=numbers(rows_per_request).repeat(num_requests, 1),
+            chain_ancestors=numbers(width).expand(num_rows, -1),
+            plan=TreeAttentionPlan(
+                config,
+                shape,
+                packed_items=integers(num_packed, len(ITEM_FIELDS)),
+                node_items=integers(num_node, len(ITEM_FIELDS)),
+                first_partial=numbers(num_rows) * bounds.row,
+                first_segment=integers(num_rows),
+                num_segments=integers(num_rows),
+                partials=Partials.allocate(num_rows * bounds.row if keeps_partials else 0, shape, device),
+            ),
+            num_partials=num_rows * bounds.row,
             keeps_partials=keeps_partials,
         )
 
@@ -217,22 +209,14 @@ class DeviceLayout:
             ancestors=(ancestors, "[num_requests rows_per_request width]", torch.int32),
         )
         kernels = load_kernels("attention.pass_layout", context_lens)
-        plan, config = self.plan, self.plan.config
-        group = plan.num_heads // plan.num_kv_heads
+        plan, config, shape = self.plan, self.plan.config, self.plan.shape
+        group = shape.group
         num_tiles = -(-self.rows_per_request * group // config.block_m)
         tiles_of_group = -(-group // config.block_m)
         row_blocks = -(-self.rows_per_request // BLOCK_R)
         kernels.lay_out_pass[(self.num_requests, num_tiles + row_blocks)](
-            context_lens,
-            page_table,
-            depths,
-            row_slots,
-            self.positions,
-            self.slots,
-            plan.first_segment,
-            plan.num_segments,
-            plan.packed_items,
-            plan.node_items,
+            *(context_lens, page_table, depths, row_slots, self.positions, self.slots),
+            *(plan.first_segment, plan.num_segments, plan.packed_items, plan.node_items),
             self.num_requests,
             self.rows_per_request,
             self.width,
@@ -241,7 +225,7 @@ class DeviceLayout:
             num_tiles,
             len(plan.packed_items) // (self.num_requests * num_tiles),
             len(plan.node_items) // (self.num_rows * tiles_of_group),
-            _NO_BOUND if plan.window is None else plan.window,
+            _NO_BOUND if shape.window is None else shape.window,
             page_table.stride(0),
             CHAIN=self.chain,
             GROUP=group,
@@ -259,9 +243,10 @@ class DeviceLayout:
             enable_fp_fusion=False,
         )
         seen = self.chain_ancestors if ancestors is None else ancestors.view(self.num_rows, self.width)
-        used = plan if self.keeps_partials else plan.with_partials(self.num_partials)
+        if not self.keeps_partials:
+            plan = replace(plan, partials=Partials.allocate(self.num_partials, shape, context_lens.device))
         tables = {"row_request": self.row_request, "context_lens": context_lens, "page_table": page_table}
-        return {**tables, "depths": depths.view(-1), "ancestors": seen, "window": plan.window, "plan": used}
+        return {**tables, "depths": depths.view(-1), "ancestors": seen, "window": shape.window, "plan": plan}
 
 
 def rows_of_tile(config: TreeAttentionConfig, group: int) -> int:
@@ -287,8 +272,7 @@ def _segment_bounds(
     width: int,
     chain: bool,
     max_context: int,
-    group: int,
-    window: int | None,
+    shape: AttentionShape,
 ) -> _SegmentBounds:
     """Return the maximum number of segments that the keys of an M tile, a node or a row can span."""
     last_position = max_context + width - 1
@@ -306,8 +290,9 @@ def _segment_bounds(
 
     packed = up_to(last_position if chain else max(max_context - 1, 0))
     row = up_to(last_position)
-    if window is not None:
+    if shape.window is not None:
         # A tile starts up to block_n - 1 positions before the window of its first row.
-        span = config.block_n + window - 1 + (min(rows_per_request, rows_of_tile(config, group)) if chain else 0)
-        packed, row = min(packed, touched(span, config.block_n)), touched(window, 1)
+        span = config.block_n + shape.window - 1
+        span += min(rows_per_request, rows_of_tile(config, shape.group)) if chain else 0
+        packed, row = min(packed, touched(span, config.block_n)), touched(shape.window, 1)
     return _SegmentBounds(packed, touched(config.block_n + width - 1, config.block_n), row)

@@ -15,12 +15,11 @@ import torch
 
 from treespec_kernels.attention.tree_attention_config import SegmentPartition as SegmentPartition
 from treespec_kernels.attention.tree_attention_config import TreeAttentionConfig as TreeAttentionConfig
-from treespec_kernels.attention.tree_attention_plan import PlanCapacity as PlanCapacity
+from treespec_kernels.attention.tree_attention_plan import AttentionShape as AttentionShape
 from treespec_kernels.attention.tree_attention_plan import TreeAttentionPlan as TreeAttentionPlan
-from treespec_kernels.attention.tree_attention_plan import check_window, group_of
 from treespec_kernels.attention.tree_attention_plan import plan_tree_attention as plan_tree_attention
 from treespec_kernels.launch.arguments import check_arguments
-from treespec_kernels.launch.triton_launch import block_of_head_dim, launch_options, load_kernels
+from treespec_kernels.launch.triton_launch import block_of, launch_options, load_kernels
 from treespec_kernels.linear.activations import soft_cap
 
 
@@ -55,12 +54,7 @@ def tree_attention_ref(
 
     Returns:
         [num_rows, num_heads, head_dim] in q's dtype.
-
-    Raises:
-        ValueError: a shape, dtype or device does not match, or the window is empty.
     """
-    _check(q, k_cache, v_cache, row_request, context_lens, page_table, depths, ancestors, score_cap)
-    check_window(window)
     page_size, group = k_cache.shape[2], q.shape[1] // k_cache.shape[1]
     out = torch.empty_like(q)
     for row, request in enumerate(row_request.tolist()):
@@ -97,9 +91,8 @@ def tree_attention_triton(
     """Compute tree attention on a GPU, in at most three launches; the first two run the same compiled kernel.
 
     Arguments are as in `tree_attention_ref`; the last dimension of q, caches and out must be contiguous. `plan` is from
-    `plan_tree_attention` for the same context_lens, rows and depths, with a row capacity equal to q's rows. Rows of q
-    after the planned ones (padding of a captured graph) become 0. With `out`, nothing is allocated. `pdl`: see
-    `launch_options`.
+    `plan_tree_attention` for the same context_lens, rows and depths; its padding rows become 0. With `out`, nothing is
+    allocated. `pdl`: see `launch_options`.
 
     The bits of a row depend only on its q, on the keys and values of its path by absolute position, and on
     `plan.config`. They do not depend on other rows, the order of the tree, the batch or the position of the root.
@@ -107,88 +100,8 @@ def tree_attention_triton(
     Raises:
         ValueError: a shape, dtype, stride or device does not match, or triton cannot run on the tensors.
     """
-    _check(q, k_cache, v_cache, row_request, context_lens, page_table, depths, ancestors, score_cap, out)
-    planned = plan.num_heads, plan.num_kv_heads, plan.head_dim, plan.dtype, plan.window, plan.capacity.rows
-    actual = q.shape[1], k_cache.shape[1], q.shape[2], q.dtype, window, len(q)
-    assert planned == actual, (
-        f"the plan is for (heads, KV heads, head_dim, dtype, window, rows) {planned}, not {actual}"
-    )
-    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-    kernels, config = load_kernels("attention.tree_attention", q), plan.config
-    num_rows, num_heads, head_dim = q.shape
-    if num_rows == 0:
-        return out
-    num_kv_heads, block_d = k_cache.shape[1], block_of_head_dim(head_dim)
-    for items, num_items in ((plan.packed_items, plan.num_packed_items), (plan.node_items, plan.num_node_items)):
-        if len(items) == 0:
-            continue
-        kernels.attend_items[(len(items), num_kv_heads)](
-            q,
-            k_cache,
-            v_cache,
-            plan.partial_acc,
-            plan.partial_max,
-            plan.partial_sum,
-            items,
-            num_items,
-            plan.first_partial,
-            plan.first_segment,
-            plan.num_segments,
-            page_table,
-            context_lens,
-            depths,
-            ancestors,
-            scale * math.log2(math.e),
-            plan.window or 0,
-            (score_cap or 0.0) * math.log2(math.e),
-            *q.stride()[:2],
-            *k_cache.stride()[:3],
-            *v_cache.stride()[:3],
-            page_table.stride(0),
-            ancestors.stride(0),
-            NUM_HEADS=num_heads,
-            GROUP=num_heads // num_kv_heads,
-            HEAD_DIM=head_dim,
-            PAGE_SIZE=k_cache.shape[2],
-            BLOCK_D=block_d,
-            HAS_WINDOW=plan.window is not None,
-            HAS_CAP=score_cap is not None,
-            **config.constants,
-            **config.options,
-            **launch_options(pdl),
-        )
-    kernels.combine_segments[(num_rows, num_heads)](
-        plan.partial_acc,
-        plan.partial_max,
-        plan.partial_sum,
-        plan.first_partial,
-        plan.num_segments,
-        out,
-        *out.stride()[:2],
-        NUM_HEADS=num_heads,
-        HEAD_DIM=head_dim,
-        BLOCK_D=block_d,
-        num_warps=1,
-        enable_fp_fusion=False,
-        **launch_options(pdl),
-    )
-    return out
-
-
-def _check(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    row_request: torch.Tensor,
-    context_lens: torch.Tensor,
-    page_table: torch.Tensor,
-    depths: torch.Tensor,
-    ancestors: torch.Tensor,
-    score_cap: float | None,
-    out: torch.Tensor | None = None,
-) -> None:
     rows, cache = "num_rows num_heads head_dim", "num_pages num_kv_heads page_size head_dim"
-    sizes = check_arguments(
+    check_arguments(
         q=(q, rows, q.dtype),
         k_cache=(k_cache, cache, q.dtype),
         v_cache=(v_cache, cache, q.dtype),
@@ -199,5 +112,41 @@ def _check(
         ancestors=(ancestors, "num_rows width+", torch.int32),
         out=(out, rows, q.dtype),
     )
-    group_of(sizes["num_heads"], sizes["num_kv_heads"])
+    num_rows, num_heads, head_dim = q.shape
+    shape = AttentionShape(num_heads, k_cache.shape[1], head_dim, q.dtype, window)
+    shape.check()
+    assert plan.shape == shape and len(plan.first_partial) == num_rows, f"the plan is for {plan.shape}, not {shape}"
     assert score_cap is None or score_cap > 0, f"score_cap is {score_cap}"
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    kernels, config = load_kernels("attention.tree_attention", q), plan.config
+    if num_rows == 0:
+        return out
+    block_d, log2_e = block_of(head_dim, 16), math.log2(math.e)
+    tables = page_table, context_lens, depths, ancestors
+    factors = scale * log2_e, window, None if score_cap is None else score_cap * log2_e
+    strides = *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], page_table.stride(0), ancestors.stride(0)
+    segments = plan.first_partial, plan.first_segment, plan.num_segments
+    for items in (plan.packed_items, plan.node_items):
+        if len(items) == 0:
+            continue
+        kernels.attend_items[(len(items), shape.num_kv_heads)](
+            *(q, k_cache, v_cache, *plan.partials, items, *segments, *tables, *factors, *strides),
+            NUM_HEADS=num_heads,
+            GROUP=shape.group,
+            HEAD_DIM=head_dim,
+            PAGE_SIZE=k_cache.shape[2],
+            BLOCK_D=block_d,
+            **config.constants,
+            **config.options,
+            **launch_options(pdl),
+        )
+    kernels.combine_segments[(num_rows, num_heads)](
+        *(*plan.partials, plan.first_partial, plan.num_segments, out, *out.stride()[:2]),
+        NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_D=block_d,
+        num_warps=1,
+        enable_fp_fusion=False,
+        **launch_options(pdl),
+    )
+    return out

@@ -64,7 +64,6 @@ def attend_items(
     partial_max,  # [num_partials, NUM_HEADS] fp32, log2
     partial_sum,
     items,  # [capacity, 8] int32: request, slot_row, m_lo, m_hi, key_lo, key_hi, segment, continues
-    num_items,  # [1] int32
     first_partial,  # [num_rows] int32, as the next two
     first_segment,
     num_segments,
@@ -96,13 +95,11 @@ def attend_items(
     PDL: tl.constexpr,
 ):
     wait_for_predecessors(PDL)
-    i_item = tl.program_id(0)
     i_kv_head = tl.program_id(1).to(tl.int64)
-    p_item = items + i_item.to(tl.int64) * 8
+    p_item = items + tl.program_id(0).to(tl.int64) * 8
     key_lo = tl.load(p_item + 4)
     key_hi = tl.load(p_item + 5)
-    # Items of a device layout may be empty; those past the count of a host plan are uninitialised.
-    if (i_item >= tl.load(num_items)) | (key_lo >= key_hi):
+    if key_lo >= key_hi:  # an empty item of a device layout
         return
     request = tl.load(p_item).to(tl.int64)
     slot_row = tl.load(p_item + 1).to(tl.int64)

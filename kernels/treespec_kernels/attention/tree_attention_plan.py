@@ -17,7 +17,7 @@ any of its rows reads. Positions before a row's own window are masked; a fully m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -30,145 +30,71 @@ from treespec_kernels.launch.triton_launch import target_of
 ITEM_FIELDS = ("request", "slot_row", "m_lo", "m_hi", "key_lo", "key_hi", "segment", "continues")
 
 
-class PlanCapacity(NamedTuple):
-    """Buffer sizes of a plan that is refilled for a captured CUDA graph."""
+class AttentionShape(NamedTuple):
+    """Sizes of tree attention.
 
-    rows: int
-    packed_items: int
-    node_items: int
-    partials: int
-
-
-@dataclass(frozen=True)
-class TreeAttentionPlan:
-    """Work items of a pass on the device, and buffers of partial results that every layer overwrites.
-
-    Launch grids have the size of the buffers, and programs past the device-side counts exit at once, so `refill` can
-    change the pass of a captured graph.
+    Args:
+        num_heads, num_kv_heads, head_dim, dtype: of the model.
+        window: number of positions that a row reads, its own included; None for all.
     """
 
-    config: TreeAttentionConfig
     num_heads: int
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
-    window: int | None  # positions that a row reads, its own included; None for all
-    packed_items: torch.Tensor  # [capacity.packed_items, 8] int32, columns ITEM_FIELDS
-    num_packed_items: torch.Tensor  # [1] int32
-    node_items: torch.Tensor  # [capacity.node_items, 8] int32
-    num_node_items: torch.Tensor  # [1] int32
-    first_partial: torch.Tensor  # [capacity.rows] int32, index of a row's first partial
-    first_segment: torch.Tensor  # [capacity.rows] int32, first segment that a row reads
-    num_segments: torch.Tensor  # [capacity.rows] int32, number of segments that a row reads; 0 for padding
-    partial_acc: torch.Tensor  # [capacity.partials, num_heads, head_dim] float32, not normalised
-    partial_max: torch.Tensor  # [capacity.partials, num_heads] float32, in units of log2
-    partial_sum: torch.Tensor  # [capacity.partials, num_heads] float32
+    window: int | None = None
 
     @property
-    def capacity(self) -> PlanCapacity:
-        return PlanCapacity(
-            len(self.first_partial), len(self.packed_items), len(self.node_items), len(self.partial_max)
-        )
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    def check(self) -> None:
+        """Raise ValueError for an unsupported dtype or head_dim, a group that is no integer, or an empty window."""
+        check_supported(self.dtype, self.head_dim)
+        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise ValueError(f"{self.num_heads} query heads are not a multiple of {self.num_kv_heads} KV heads")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window is {self.window}; it must be 1 or more, or None for all positions")
+
+
+class Partials(NamedTuple):
+    """Results of segments, not normalised, which every layer overwrites."""
+
+    acc: torch.Tensor  # [num_partials, num_heads, head_dim] float32
+    max: torch.Tensor  # [num_partials, num_heads] float32, in units of log2
+    sum: torch.Tensor  # [num_partials, num_heads] float32
 
     @classmethod
-    def allocate(
-        cls,
-        capacity: PlanCapacity,
-        config: TreeAttentionConfig,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        window: int | None,
-    ) -> TreeAttentionPlan:
-        """Allocate uninitialised buffers of these sizes; arguments as in `plan_tree_attention`.
+    def allocate(cls, count: int, shape: AttentionShape, device: torch.device | str) -> Partials:
+        sizes = (count, shape.num_heads, shape.head_dim), (count, shape.num_heads), (count, shape.num_heads)
+        return cls(*(torch.empty(size, dtype=torch.float32, device=device) for size in sizes))
 
-        Raises:
-            ValueError: the dtype or head_dim is not supported, num_heads is no multiple of num_kv_heads, or the window
-                is empty.
-        """
-        check_supported(dtype, head_dim)
-        group_of(num_heads, num_kv_heads)
-        check_window(window)
 
-        def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
+@dataclass(frozen=True)
+class TreeAttentionPlan:
+    """Work items of a pass on the device, and buffers of partial results. Items without keys may be among them."""
 
-        return cls(
-            config=config,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            dtype=dtype,
-            window=window,
-            packed_items=empty(capacity.packed_items, len(ITEM_FIELDS)),
-            num_packed_items=empty(1),
-            node_items=empty(capacity.node_items, len(ITEM_FIELDS)),
-            num_node_items=empty(1),
-            first_partial=empty(capacity.rows),
-            first_segment=empty(capacity.rows),
-            num_segments=empty(capacity.rows),
-            partial_acc=empty(capacity.partials, num_heads, head_dim, dtype=torch.float32),
-            partial_max=empty(capacity.partials, num_heads, dtype=torch.float32),
-            partial_sum=empty(capacity.partials, num_heads, dtype=torch.float32),
-        )
-
-    def with_partials(self, count: int) -> TreeAttentionPlan:
-        """Return this plan with new buffers for `count` partial results."""
-
-        def empty(*shape: int) -> torch.Tensor:
-            return torch.empty(shape, dtype=torch.float32, device=self.partial_acc.device)
-
-        heads = self.num_heads
-        return replace(
-            self,
-            partial_acc=empty(count, heads, self.head_dim),
-            partial_max=empty(count, heads),
-            partial_sum=empty(count, heads),
-        )
-
-    def refill(
-        self,
-        context_lens: Sequence[int],
-        rows_per_request: Sequence[int],
-        depths: Sequence[int],
-        chains: Sequence[bool] | None = None,
-    ) -> None:
-        """Plan another pass into the same buffers; arguments as in `plan_tree_attention`.
-
-        Raises:
-            ValueError: the pass exceeds the capacity.
-        """
-        group = group_of(self.num_heads, self.num_kv_heads)
-        work = _work_items(context_lens, rows_per_request, depths, chains, group, self.config, self.window)
-        if any(size > limit for size, limit in zip(work.capacity, self.capacity, strict=True)):
-            raise ValueError(f"the pass needs {work.capacity} and the plan holds {self.capacity}; plan with more")
-        self.packed_items[: len(work.packed)].copy_(torch.from_numpy(work.packed))
-        self.node_items[: len(work.node)].copy_(torch.from_numpy(work.node))
-        self.num_packed_items.fill_(len(work.packed))
-        self.num_node_items.fill_(len(work.node))
-        for name in ("first_partial", "first_segment", "num_segments"):
-            buffer, values = getattr(self, name), getattr(work, name)
-            buffer[: len(values)].copy_(torch.from_numpy(values))
-            buffer[len(values) :].zero_()
+    config: TreeAttentionConfig
+    shape: AttentionShape
+    packed_items: torch.Tensor  # [num_packed, 8] int32, columns ITEM_FIELDS
+    node_items: torch.Tensor  # [num_node, 8] int32
+    first_partial: torch.Tensor  # [num_rows] int32, index of a row's first partial
+    first_segment: torch.Tensor  # [num_rows] int32, first segment that a row reads
+    num_segments: torch.Tensor  # [num_rows] int32, number of segments that a row reads; 0 for padding
+    partials: Partials
 
 
 def plan_tree_attention(
     context_lens: Sequence[int],
     rows_per_request: Sequence[int],
     depths: Sequence[int],
+    shape: AttentionShape,
     *,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
     device: torch.device | str,
     chains: Sequence[bool] | None = None,
-    window: int | None = None,
     config: TreeAttentionConfig | None = None,
-    capacity: PlanCapacity | None = None,
+    num_rows: int | None = None,
 ) -> TreeAttentionPlan:
     """Build the work items of one pass.
 
@@ -176,57 +102,28 @@ def plan_tree_attention(
         context_lens: number of committed positions L of each request.
         rows_per_request: number of rows of each request, in row order; may be 0.
         depths: depth of each row.
-        num_heads, num_kv_heads, head_dim, dtype: of the model; they choose the default configuration.
+        shape: sizes of the attention.
         device: where the attention runs.
         chains: per request, whether every row is an ancestor of the next one (a prefill chunk). Such rows share all
             keys and need no gathering. None marks only requests of one row. Affects speed, not bits.
-        window: number of positions that a row reads, its own included; None for all.
         config: None for `TreeAttentionConfig.default` of the device.
-        capacity: buffer sizes; None for the sizes of this pass.
+        num_rows: number of rows of the pass, of which those after the planned ones are padding; None for no padding.
 
     Raises:
-        ValueError: lengths are inconsistent, values are negative, or the depths of a chain do not ascend.
+        ValueError: lengths are inconsistent, values are negative, the depths of a chain do not ascend, or as
+            `AttentionShape.check`.
     """
-    config = config or TreeAttentionConfig.default(dtype, head_dim, target_of(device))
-    if capacity is None:
-        check_window(window)
-        group = group_of(num_heads, num_kv_heads)
-        work = _work_items(context_lens, rows_per_request, depths, chains, group, config, window)
-        capacity = work.capacity
-    plan = TreeAttentionPlan.allocate(
-        capacity,
+    shape.check()
+    config = config or TreeAttentionConfig.default(shape.dtype, shape.head_dim, target_of(device))
+    packed, node, *by_row = _work_items(context_lens, rows_per_request, depths, chains, shape, config)
+    padding = 0 if num_rows is None else num_rows - len(depths)
+    arrays = packed, node, *(np.pad(values, (0, padding)) for values in by_row)
+    return TreeAttentionPlan(
         config,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        dtype=dtype,
-        device=device,
-        window=window,
+        shape,
+        *(torch.from_numpy(array.astype(np.int32)).to(device) for array in arrays),
+        partials=Partials.allocate(int(by_row[2].sum()), shape, device),
     )
-    plan.refill(context_lens, rows_per_request, depths, chains)
-    return plan
-
-
-def group_of(num_heads: int, num_kv_heads: int) -> int:
-    """Return the number of query heads per KV head. Raises ValueError if it is no integer."""
-    if num_kv_heads < 1 or num_heads % num_kv_heads:
-        raise ValueError(f"{num_heads} query heads are not a multiple of {num_kv_heads} KV heads")
-    return num_heads // num_kv_heads
-
-
-def check_window(window: int | None) -> None:
-    """Raise ValueError for a window below 1."""
-    if window is not None and window < 1:
-        raise ValueError(f"window is {window}; it must be 1 or more, or None for all positions")
-
-
-class _WorkItems(NamedTuple):
-    packed: np.ndarray  # [num_packed, 8] int32
-    node: np.ndarray  # [num_node, 8] int32
-    first_partial: np.ndarray  # [num_rows] int32, as the next two
-    first_segment: np.ndarray
-    num_segments: np.ndarray
-    capacity: PlanCapacity
 
 
 def _work_items(
@@ -234,11 +131,15 @@ def _work_items(
     rows_per_request: Sequence[int],
     depths: Sequence[int],
     chains: Sequence[bool] | None,
-    group: int,
+    shape: AttentionShape,
     config: TreeAttentionConfig,
-    window: int | None,
-) -> _WorkItems:
-    """Compute the work items, vectorised because a pass may have thousands of them."""
+) -> tuple[np.ndarray, ...]:
+    """Compute the work items and each row's numbers, vectorised because a pass may have thousands of items.
+
+    Returns:
+        packed and node items, [num_items, 8], then first_partial, first_segment and num_segments, [num_rows].
+    """
+    group, window = shape.group, shape.window
     lengths, num_rows_of, depth = (np.array(x, dtype=np.int64) for x in (context_lens, rows_per_request, depths))
     if len(lengths) != len(num_rows_of) or num_rows_of.sum() != len(depth):
         raise ValueError(
@@ -291,10 +192,7 @@ def _work_items(
     # A row whose window starts at the root's tile or later has no packed item to continue.
     shared = start[row] < root_tile[request[row]]
     node = _cut(request[row], row, m_lo, m_hi, key_lo, position[row] + 1, shared, config)
-
-    capacity = PlanCapacity(len(depth), len(packed), len(node), int(num_segments.sum()))
-    arrays = (packed, node, first_partial, first_segment, num_segments)
-    return _WorkItems(*(array.astype(np.int32) for array in arrays), capacity)
+    return packed, node, first_partial, first_segment, num_segments
 
 
 def _enumerate(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

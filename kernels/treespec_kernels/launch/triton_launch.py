@@ -25,11 +25,6 @@ def block_of(size: int, least: int = 1) -> int:
     return max(least, 1 << (size - 1).bit_length())
 
 
-def block_of_head_dim(head_dim: int) -> int:
-    """Return the power of two, 16 or more, that a kernel pads `head_dim` to."""
-    return block_of(head_dim, 16)
-
-
 def is_interpreted() -> bool:
     """Return whether Triton's kernels run in its interpreter, on a CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"

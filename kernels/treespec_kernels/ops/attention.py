@@ -45,10 +45,11 @@ def _attention_inputs(
     host = torch.Generator().manual_seed(seed)
     trees = [tree_parents("random", nodes, host) for _ in range(requests)]
     lengths = [setting.context + 5 * i for i in range(requests)]
-    inputs = tree_attention_inputs(lengths, trees, **setting.shape.attention, device=setting.device, seed=seed)
+    shape = setting.shape.attention._replace(window=window)
+    inputs = tree_attention_inputs(lengths, trees, shape, device=setting.device, seed=seed)
     arguments = {"q": inputs.q, "k_cache": inputs.k_cache, "v_cache": inputs.v_cache, **inputs.rows}
     arguments |= {"score_cap": setting.shape.cap, "window": window}
-    return Inputs(arguments, inputs.plan | setting.shape.attention | {"window": window})
+    return Inputs(arguments, inputs.plan | {"shape": shape})
 
 
 def _attention_cases(op: Op, setting: Setting) -> list[Case]:
@@ -70,7 +71,7 @@ def _attention_cases(op: Op, setting: Setting) -> list[Case]:
 
 
 def _key(setting: Setting) -> dict[str, Any]:
-    return key_of(setting, head_dim=setting.shape.head_dim, group=setting.shape.group)
+    return key_of(setting, head_dim=setting.shape.head_dim, group=setting.shape.attention.group)
 
 
 def _candidates(case: Case) -> Sequence[TreeAttentionConfig]:
@@ -129,19 +130,14 @@ def _layout_inputs(setting: Setting, requests: int, kind: str, generator: torch.
         "row_slots": integers([list(range(nodes))] * requests),
         "ancestors": integers([[path + path[-1:] * (nodes - len(path)) for path in tree] for tree in paths]),
     }
-    host_sizes = {"max_context": setting.context, "chain": kind == "chain", **setting.shape.attention}
+    host_sizes = {"max_context": setting.context, "chain": kind == "chain", "shape": setting.shape.attention}
     return Inputs(arguments, host_sizes)
 
 
 def _layout(inputs: Inputs, config: Any) -> dict[str, Any]:
     depths = inputs.arguments["depths"]
-    layout = DeviceLayout.allocate(
-        *(*depths.shape, depths.shape[1]),
-        **inputs.host,
-        device=depths.device,
-        config=config,
-    )
-    return {"layout": layout}
+    sizes = *depths.shape, depths.shape[1]
+    return {"layout": DeviceLayout.allocate(*sizes, **inputs.host, device=depths.device, config=config)}
 
 
 def _lay_out(layout: DeviceLayout, **arguments: torch.Tensor) -> PassPlaces:

@@ -47,10 +47,10 @@ class PassChain:
         seed = generator.initial_seed()
         host = torch.Generator().manual_seed(seed)
         trees = [tree_parents("random", nodes, host) for _ in range(groups)]
-        inputs = tree_attention_inputs([setting.context] * groups, trees, **shape.attention, device=device, seed=seed)
+        inputs = tree_attention_inputs([setting.context] * groups, trees, shape.attention, device=device, seed=seed)
         attention = interpretable(TreeAttentionConfig.default(setting.dtype, head_dim, setting.target))
         self.attention = inputs.rows
-        self.plan = plan_tree_attention(**inputs.plan, **shape.attention, device=device, config=attention)
+        self.plan = plan_tree_attention(**inputs.plan, shape=shape.attention, device=device, config=attention)
         self.rotation = setting.random_fp32(generator, setting.context + nodes, 2, head_dim)
         self.positions = setting.context + inputs.rows["depths"]
         slots = setting.context + torch.arange(nodes, device=device).repeat(groups)
@@ -68,11 +68,8 @@ class PassChain:
 
     def poison(self) -> None:
         """Fill the buffers that a run writes before it reads them with values that no result has."""
-        plan = self.plan
-        for tensor in (
-            *(self.stream, self.normed, self.partials, self.q, self.mixed, self.inner, self.logits, *self.stats),
-            *(plan.partial_acc, plan.partial_max, plan.partial_sum),
-        ):
+        rows = self.stream, self.normed, self.partials, self.q, self.mixed, self.inner, self.logits
+        for tensor in (*rows, *self.stats, *self.plan.partials):
             tensor.fill_(torch.nan if tensor.is_floating_point() else -1)
         self.kv_layer[:, self.pages, :, self.offsets] = torch.nan
 

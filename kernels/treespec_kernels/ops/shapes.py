@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from treespec_kernels.attention.tree_attention_plan import AttentionShape
 from treespec_kernels.launch.triton_launch import target_of
 from treespec_kernels.linear.quantized import WeightForm
 from treespec_kernels.linear.rms_norm import NormKind
@@ -73,15 +74,8 @@ class KernelShape:
         )
 
     @property
-    def group(self) -> int:
-        """Query heads per KV head."""
-        return self.num_heads // self.num_kv_heads
-
-    @property
-    def attention(self) -> dict[str, Any]:
-        """Sizes of tree attention, as keyword arguments of its plans and layouts."""
-        names = ("num_heads", "num_kv_heads", "head_dim", "dtype")
-        return {name: getattr(self, name) for name in names}
+    def attention(self) -> AttentionShape:
+        return AttentionShape(self.num_heads, self.num_kv_heads, self.head_dim, self.dtype)
 
     @property
     def biased(self) -> bool:

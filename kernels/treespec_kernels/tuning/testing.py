@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from treespec_kernels.attention.tree_attention_plan import AttentionShape
+
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, *, max_error: float, rms_error: float) -> None:
     """Assert that tensors are close, with errors relative to the RMS of `expected`.
@@ -101,12 +103,9 @@ class TreeAttentionInputs:
 def tree_attention_inputs(
     context_lens: Sequence[int],
     trees: Sequence[Sequence[int]],
+    shape: AttentionShape,
     *,
     nodes: Sequence[Sequence[int]] | None = None,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
     device: torch.device | str = "cpu",
     page_size: int = 64,
     seed: int = 0,
@@ -116,11 +115,13 @@ def tree_attention_inputs(
     Args:
         context_lens: number of committed positions of each request.
         trees: parents of each request's nodes.
+        shape: sizes of the attention.
         nodes: nodes of each request that are rows of the pass; None for all.
-        num_heads, num_kv_heads, head_dim, dtype, device: of the attention.
+        device: of the tensors.
         page_size: slots per page.
         seed: of the random numbers.
     """
+    num_heads, num_kv_heads, head_dim, dtype, _ = shape
     generator = torch.Generator().manual_seed(seed)
     normal = partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")
     nodes = [range(len(parents)) for parents in trees] if nodes is None else nodes

@@ -10,8 +10,6 @@ proxy, so on every path from the completion of such a write to a wgmma there mus
 one does not fail: a product occasionally reads old operands (triton #9610).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Runs compile tasks in several processes, since compilation is CPU-bound and holds the GIL."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import re

@@ -5,8 +5,6 @@ interpreted kernels cannot be compiled. Triton caches what it compiles, so the n
 changed.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 import subprocess

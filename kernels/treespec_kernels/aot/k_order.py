@@ -6,8 +6,6 @@ sm_90: `wgmma` takes its operands from shared memory through descriptors, and th
 follow from the constants added to the descriptor of the block. Instructions of other targets are not decoded.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Mapping

@@ -1,14 +1,12 @@
 """Launches of kernels: recorded without a GPU, and compiled for a target as Triton's launcher specialises them."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -50,10 +48,10 @@ class Launch:
     arguments: dict[str, Any]
     options: dict[str, Any]
     case: str = ""
-    first: Launch | None = None
+    first: "Launch | None" = None
 
     @classmethod
-    def of(cls, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launch:
+    def of(cls, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
         """Describe a call of a `triton.jit` function, interpreted or not."""
         named = dict(zip(function.arg_names, args, strict=False)) | kwargs
         options = {name: named.pop(name) for name in OPTIONS if name in named}
@@ -70,7 +68,7 @@ class Launch:
         return {name: value for name, value in self.arguments.items() if name.isupper() or value is None}
 
     @property
-    def binary(self) -> Launch:
+    def binary(self) -> Self:
         """The launch with numbers that stand for all those that Triton compiles alike: 1, multiples of 16, others."""
         loose = {parameter.name for parameter in self.function.params if parameter.do_not_specialize}
 

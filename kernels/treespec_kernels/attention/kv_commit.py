@@ -5,8 +5,6 @@ tree in logical slot L + i. After: the K/V of node `paths[b, j]` are in logical 
 a path of length 0 or 1 moves nothing. Slots after the path are unchanged; the caller tracks the new length.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

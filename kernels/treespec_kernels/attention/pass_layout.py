@@ -13,10 +13,8 @@ programs exit at once. Results are bit-identical to those of `plan_tree_attentio
 the same positions into the same tiles and segments.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -108,7 +106,7 @@ class DeviceLayout:
         config: TreeAttentionConfig | None = None,
         page_size: int = 64,
         keeps_partials: bool = True,
-    ) -> DeviceLayout:
+    ) -> Self:
         """Allocate a layout for passes of this shape.
 
         Args:

@@ -7,8 +7,6 @@ is in fp32, without fused multiply-adds, and results are rounded to the dtype on
 An optional RMSNorm per head of Q and K comes first (Qwen 3, Gemma 3). Models with learned positions skip the rotation.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

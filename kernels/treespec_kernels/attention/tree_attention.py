@@ -7,8 +7,6 @@ its key at absolute position L + j is that of its ancestor at depth j, in logica
 decoding is one row of depth 0 with ancestors [[0]]; a prefill chunk is a chain.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,8 +1,7 @@
 """Configuration of tree attention: the partition of positions into segments, and the tiles."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 import numpy as np
 import torch
@@ -50,7 +49,7 @@ class TreeAttentionConfig(TileConfig):
                 raise ValueError(f"{name} of {self.partition} is not a multiple of block_n {self.block_n}")
 
     @classmethod
-    def default(cls, dtype: torch.dtype, head_dim: int, target: str | None = None) -> TreeAttentionConfig:
+    def default(cls, dtype: torch.dtype, head_dim: int, target: str | None = None) -> Self:
         """Return the shipped configuration, which does not spill, with or without a window.
 
         M = 64 is one `wgmma` on sm_90: 16 nodes of a group of 4 heads per tile. float32 has no exact matrix instruction
@@ -78,7 +77,7 @@ class TreeAttentionConfig(TileConfig):
         return cls(block_m=64, block_n=32, num_warps=8, num_stages=3 if shared_bytes(target) >= 100 << 10 else 2)
 
     @classmethod
-    def _default_of_amd(cls, dtype: torch.dtype, head_dim: int) -> TreeAttentionConfig:
+    def _default_of_amd(cls, dtype: torch.dtype, head_dim: int) -> Self:
         """Return a configuration with smaller tiles: gfx942 has 64 KiB of shared memory and 64 threads per warp."""
         if dtype == torch.float32:
             return cls(block_m=16, block_n=16, num_warps=4, num_stages=2)
@@ -89,7 +88,7 @@ class TreeAttentionConfig(TileConfig):
         return cls(block_m=32, block_n=32, num_warps=4, num_stages=2)
 
     @classmethod
-    def candidates(cls, dtype: torch.dtype, head_dim: int, target: str | None = None) -> list[TreeAttentionConfig]:
+    def candidates(cls, dtype: torch.dtype, head_dim: int, target: str | None = None) -> list[Self]:
         """Return the configurations to tune over, the default first.
 
         They vary the tiles with the shipped partition, and the segment length. Arguments and errors as in `default`.

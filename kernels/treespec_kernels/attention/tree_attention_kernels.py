@@ -5,8 +5,6 @@ block sizes, warps and the shape of every dot are equal, so a position contribut
 node item to a packed item. `combine_segments` then combines a row's segments from left to right. There are no atomics.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -14,11 +14,9 @@ With a sliding window, a row at position p reads positions p - window + 1 .. p. 
 any of its rows reads. Positions before a row's own window are masked; a fully masked tile changes nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -66,7 +64,7 @@ class Partials(NamedTuple):
     sum: torch.Tensor  # [num_partials, num_heads] float32
 
     @classmethod
-    def allocate(cls, count: int, shape: AttentionShape, device: torch.device | str) -> Partials:
+    def allocate(cls, count: int, shape: AttentionShape, device: torch.device | str) -> Self:
         sizes = (count, shape.num_heads, shape.head_dim), (count, shape.num_heads), (count, shape.num_heads)
         return cls(*(torch.empty(size, dtype=torch.float32, device=device) for size in sizes))
 

@@ -1,7 +1,5 @@
 """File lock for work that one process does while other processes wait for its result."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager

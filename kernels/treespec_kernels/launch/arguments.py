@@ -1,7 +1,5 @@
 """The check of an op's tensors: one table of shapes, layouts and dtypes for each op."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import lru_cache
 

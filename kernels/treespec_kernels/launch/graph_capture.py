@@ -11,12 +11,10 @@ This module works around three limitations of `torch.cuda.graph`:
   fails for the rest of the process; and the default CUDA generator raises on every draw.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -31,7 +29,7 @@ class GraphMemory(NamedTuple):
     stream: torch.cuda.Stream
 
     @classmethod
-    def of(cls, device: torch.device) -> GraphMemory:
+    def of(cls, device: torch.device) -> Self:
         return cls(torch.cuda.graph_pool_handle(), torch.cuda.Stream(device))
 
 

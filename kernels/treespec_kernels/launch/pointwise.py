@@ -3,8 +3,6 @@
 tanh is computed with an exponential, because it has no exact instruction and is missing in the interpreter.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

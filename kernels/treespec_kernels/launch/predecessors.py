@@ -26,8 +26,6 @@ program of this kernel holds its own allocation, and proceed when these programs
 checks the order in the machine code of every configuration that is compiled ahead of time.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -4,8 +4,6 @@ Models of equal shape run stacked: a parameter then has a leading dimension of g
 divided evenly among the groups, in order.
 """
 
-from __future__ import annotations
-
 import torch
 
 FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -4,8 +4,6 @@ The environment variable `TREESPEC_OFF` lists the features to turn off, such as 
 read at every launch; captured graphs keep what was set at their capture. Results have the same bits.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Base class of the configurations of kernels with matrix products."""
 
-from __future__ import annotations
-
 from typing import Any
 
 _CONSTANTS = ("block_m", "block_n", "block_k", "split_k", "fixed_order_dot")

@@ -3,8 +3,6 @@
 A Triton implementation that cannot run raises; it never falls back to another implementation.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os

@@ -6,8 +6,6 @@ oneDNN's dense product 1.5 ms; in float32 both took more than 100 ms. Without a 
 dequantised to the model's dtype.
 """
 
-from __future__ import annotations
-
 import ctypes
 
 import torch

@@ -1,7 +1,5 @@
 """Matrix product of the kernels. Needs triton."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import triton

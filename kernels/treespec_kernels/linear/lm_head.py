@@ -8,10 +8,8 @@ The weight is read once for up to `block_m` rows. A row's bits do not depend on 
 the same for every number of rows (`row_tiles`), and one program sums over all of K. Retuning may change bits.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -37,7 +35,7 @@ class BlockStats(NamedTuple):
     sums: Tensor
 
     @classmethod
-    def empty(cls, num_rows: int, num_blocks: int, device: torch.device | str) -> BlockStats:
+    def empty(cls, num_rows: int, num_blocks: int, device: torch.device | str) -> Self:
         """Allocate the summary of `num_rows` rows; num_blocks = ceil(vocab / block_n)."""
         values, sums = (torch.empty(num_rows, num_blocks, dtype=torch.float32, device=device) for _ in range(2))
         return cls(values, torch.empty(num_rows, num_blocks, dtype=torch.int32, device=device), sums)
@@ -70,7 +68,7 @@ class LmHeadConfig(RowTiledConfig):
     larger: tuple[RowTile, ...] = ()
 
     @classmethod
-    def default(cls, dtype: torch.dtype, vocab_size: int, hidden_size: int, target: str | None = None) -> LmHeadConfig:
+    def default(cls, dtype: torch.dtype, vocab_size: int, hidden_size: int, target: str | None = None) -> Self:
         """Return the shipped configuration.
 
         M = 64 is one `wgmma` on sm_90, and 64 rows read the weight once. With the 227 KB of sm_90, two programs of four
@@ -93,9 +91,7 @@ class LmHeadConfig(RowTiledConfig):
         return cls(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=num_stages, larger=larger)
 
     @classmethod
-    def candidates(
-        cls, dtype: torch.dtype, vocab_size: int, hidden_size: int, target: str | None = None
-    ) -> list[LmHeadConfig]:
+    def candidates(cls, dtype: torch.dtype, vocab_size: int, hidden_size: int, target: str | None = None) -> list[Self]:
         """Return the configurations to tune over, the default first. Arguments as in `default`."""
         tiles: list[tuple[int, int, int, int, int]]
         if dtype == torch.float32:

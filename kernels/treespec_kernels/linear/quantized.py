@@ -5,8 +5,6 @@ Only weights are quantised: activations stay in the model's dtype, integers conv
 The dtype of the values gives the format: int8 is one weight, uint8 two 4-bit weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ The kernel writes the fp32 sums of every split of K, even of a single split. `ad
 activation and residual.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ As in `row_linear_kernels`, no argument is specialised, so a weight and a config
 sum runs over the same blocks of K in the same order, independent of the row's index.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -10,8 +10,6 @@ There are three kinds: "rms"; "rms_plus_one", whose weights are 1 + w in fp32 (G
 residual (Gemma 2).
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal, get_args
 
 import torch

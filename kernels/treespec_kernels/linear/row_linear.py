@@ -7,9 +7,7 @@ K into parts that are summed separately and then added in order. A group is one 
 weights are stacked.
 """
 
-from __future__ import annotations
-
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -189,7 +187,7 @@ class _Epilogue(NamedTuple):
     @classmethod
     def of(
         cls, out: Tensor, bias: Tensor | None, residual: Tensor | None, silu_gate: bool, activation: str | None
-    ) -> _Epilogue:
+    ) -> Self:
         bytes_out = alignment(out.element_size(), out.shape[-1])
         assert is_aligned(bytes_out, out) and (residual is None or is_aligned(bytes_out, residual)), "misaligned rows"
         assert activation is None or activation in ACTIVATIONS, activation

@@ -1,8 +1,7 @@
 """Configurations of row-invariant linear layers: tiles, splits of K, and launch options."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 
@@ -48,7 +47,7 @@ class RowLinearConfig(RowTiledConfig):
         in_features: int,
         silu_gate: bool = False,
         target: str | None = None,
-    ) -> RowLinearConfig:
+    ) -> Self:
         """Return the shipped configuration, within 12 % of the best of a sweep for every layer of 8B on an H200.
 
         A layer is bound by reading its weight once. Programs should therefore not read more bytes than that from L2,
@@ -110,7 +109,7 @@ class RowLinearConfig(RowTiledConfig):
         in_features: int,
         silu_gate: bool = False,
         target: str | None = None,
-    ) -> list[RowLinearConfig]:
+    ) -> list[Self]:
         """Return configurations to tune over, the default first, that fit the target's shared memory (None: of sm_90).
 
         Arguments as in `default`.
@@ -145,7 +144,7 @@ class RowLinearConfig(RowTiledConfig):
 
     def _tiled(
         self, dtype: torch.dtype, out_features: int, in_features: int, silu_gate: bool, target: str | None
-    ) -> RowLinearConfig:
+    ) -> Self:
         """Return the configuration with larger tiles, where the target has them."""
         is_alone = -(-out_features // self.block_n) * self.split_k <= MULTIPROCESSORS
         larger = larger_tiles(

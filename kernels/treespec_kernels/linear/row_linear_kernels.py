@@ -6,8 +6,6 @@ alignments are constants that follow from the weight. In this binary, a row's su
 same order with the same instruction for every place in a tile, and the rows of a tile never mix.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

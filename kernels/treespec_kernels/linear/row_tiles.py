@@ -6,8 +6,6 @@ the same features in the same order (`aot/k_order.py` checks this in compiled co
 the bits are equal.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from dataclasses import replace

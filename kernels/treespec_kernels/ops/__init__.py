@@ -3,8 +3,6 @@
 An op's entry is in the file of its family: `linear`, `attention`, `pass_chain`, `sampling` or `tree`.
 """
 
-from __future__ import annotations
-
 from treespec_kernels.ops import attention, linear, pass_chain, sampling, tree
 from treespec_kernels.ops.op import Case, Op
 from treespec_kernels.ops.shapes import Setting

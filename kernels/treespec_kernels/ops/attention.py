@@ -1,7 +1,5 @@
 """Entries of the attention ops: tree attention, pass layout, QKV with RoPE, and KV commit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Entries of the linear layers, dense and quantised, of the norms and of the LM head."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial

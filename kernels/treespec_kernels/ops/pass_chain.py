@@ -1,7 +1,5 @@
 """Entry of programmatic dependent launch (`launch/predecessors.py`): the kernels of a pass, with and without PDL."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial

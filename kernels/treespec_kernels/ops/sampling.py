@@ -1,7 +1,5 @@
 """Entries of the sampling ops: row top-k and logit transforms."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Model shapes, and settings in which ops are checked, timed and compiled."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Entries of the tree ops: root and levels of every tree of a batch, their selection, and their verification."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

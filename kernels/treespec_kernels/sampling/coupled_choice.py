@@ -12,8 +12,6 @@ choose differently when the two best values are that close. Within one implement
 token's value does not depend on the batch, the row or the vocabulary, and a maximum does not depend on order.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The coupled choice's noise and values in Triton. Needs triton."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

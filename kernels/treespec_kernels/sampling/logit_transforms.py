@@ -4,8 +4,6 @@ In this order, which is that of `SamplingParams`. Rows belong to requests, `node
 scores depend neither on the other rows nor on their number.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -5,8 +5,6 @@ top-k, top-p and min-p. Sums of a row run over the same blocks of the vocabulary
 rows. There are no atomics.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

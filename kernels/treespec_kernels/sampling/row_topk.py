@@ -10,8 +10,6 @@ blocks precedes every token of another block. The first launch therefore summari
 them.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -5,8 +5,6 @@
 same function of the row and the token, so choices depend neither on the batch nor on the blocks. There are no atomics.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

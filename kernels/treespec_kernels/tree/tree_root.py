@@ -4,8 +4,6 @@ The root of request b has token `root_tokens[b]`, value 1, depth 0 and scratch s
 request, whose frontier is empty. The candidates of the previous round are cleared.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -13,8 +13,6 @@ are at most 1 and rounding is monotonic, and its flat index and depth are smalle
 eligible, and the parent of a node among the N - 1 best is among them, ties included.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

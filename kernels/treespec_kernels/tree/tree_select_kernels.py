@@ -1,7 +1,5 @@
 """Triton kernel of the tree select. Needs triton."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

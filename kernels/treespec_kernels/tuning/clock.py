@@ -1,7 +1,5 @@
 """Times calls and measures copy bandwidth on an otherwise idle device."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ log immediately, so that a sweep that was interrupted or ran out of its budget c
 weighted mean time of the cases of one key.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """Helpers of tests and autotuning: `assert_close`, and inputs whose unused cache slots are poisoned with NaN."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial

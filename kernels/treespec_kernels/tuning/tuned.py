@@ -4,8 +4,6 @@ Files are named by the device rather than its architecture, which an H100 and an
 versions that it was measured with, and stale entries are skipped. The version of torch is informational.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -18,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 
@@ -92,7 +90,7 @@ class KernelConfigs:
         self._entries = {entry.label: entry for entry in entries}
 
     @classmethod
-    def load(cls, device: torch.device | str, *, name: str | None = None, folder: Path | None = None) -> KernelConfigs:
+    def load(cls, device: torch.device | str, *, name: str | None = None, folder: Path | None = None) -> Self:
         """Load the entries for a device. An unreadable file is skipped with a warning; `describe` lists stale entries.
 
         Args:

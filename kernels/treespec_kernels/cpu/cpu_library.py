@@ -182,7 +182,13 @@ def compile_library(
             folder.mkdir(parents=True, exist_ok=True)
             scratch = tempfile.TemporaryDirectory(dir=folder)
         except OSError as error:
-            return _declare(_compile_uncached(build, name, error), texts[0])
+            logger.warning(
+                "cannot cache compiled libraries (%s), so every start compiles them; set XDG_CACHE_HOME to a writable "
+                "folder",
+                error,
+            )
+            with tempfile.TemporaryDirectory() as temporary:
+                return compile_library(compiler, sources, defines, Path(temporary))
         with scratch, shared_work(folder / f"{name}.lock", f"compile {sources[0].stem}", _PATIENCE):
             path = _cached(folder, name)
             if path is None:
@@ -192,7 +198,11 @@ def compile_library(
                 _run([*build, str(built)])
                 path = folder / f"{name}-{_digest(built)}.so"
                 os.replace(built, path)
-    return _declare(_load(path), texts[0])
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise CompileError(f"{path} does not load: {error}") from error
+    return _declare(library, texts[0])
 
 
 def build_together(builds: Sequence[Callable[[], object]]) -> None:
@@ -214,25 +224,6 @@ def _cores() -> Sequence[int]:
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return range(os.cpu_count() or 1)
-
-
-def _compile_uncached(build: Sequence[str], name: str, reason: OSError) -> ctypes.CDLL:
-    """Compile and load a library in a temporary folder, which is deleted afterwards."""
-    logger.warning(
-        "cannot cache compiled libraries (%s), so every start compiles them; set XDG_CACHE_HOME to a writable folder",
-        reason,
-    )
-    with tempfile.TemporaryDirectory() as scratch:
-        built = Path(scratch) / f"{name}.so"
-        _run([*build, str(built)])
-        return _load(built)
-
-
-def _load(path: Path) -> ctypes.CDLL:
-    try:
-        return ctypes.CDLL(str(path))
-    except OSError as error:
-        raise CompileError(f"{path} does not load: {error}") from error
 
 
 def _cached(folder: Path, name: str) -> Path | None:

@@ -118,9 +118,10 @@ struct Model {
     const Layer* layers;
     const scalar *embed, *positions;  // [vocab, hidden]; learned positions [positions, hidden], or null
     Norm final_norm;
-    int64_t hidden, heads, kv_heads, mlp, threads;
-    int64_t activation, layer_norm, parallel, ropes;  // RMSNorm unless layer_norm; ropes: number of ropes
-    float eps, scale, embed_scale, score_cap;         // scale: factor on scores; score_cap 0: no cap
+    int64_t hidden, mlp, threads;
+    // As in `Architecture` (decoder_cpu.py); a score_cap of 0 is none.
+    int64_t num_heads, num_kv_heads, activation, layer_norm, parallel, num_ropes;
+    float norm_eps, query_scale, embed_scale, score_cap;
 };
 
 }  // extern "C"
@@ -162,7 +163,7 @@ class Pass {
     void norm(const Norm& norm, scalar* out) const {
         for (int64_t r = 0; r < n; r++) {
             const float* row = x + r * hidden;
-            const Moments of = moments(row, hidden, model.eps, model.layer_norm);
+            const Moments of = moments(row, hidden, model.norm_eps, model.layer_norm);
             for (int64_t i = 0; i < hidden; i += LANES) store(out + r * hidden + i, normed(row, of, norm, i));
         }
     }
@@ -174,7 +175,7 @@ class Pass {
         for (int64_t r = 0; r < n; r++) {
             const float* row = y + r * hidden;
             float* to = x + r * hidden;
-            const Moments of = moments(row, hidden, model.eps, model.layer_norm);
+            const Moments of = moments(row, hidden, model.norm_eps, model.layer_norm);
             for (int64_t i = 0; i < hidden; i += LANES) store(to + i, load<vec>(to + i) + normed(row, of, norm, i));
         }
     }
@@ -184,13 +185,14 @@ class Pass {
         float rotated[HEAD_DIM];
         for (int64_t i = 0; i < heads + kv_heads; i++) {
             float* head = y + r * width + i * HEAD_DIM;
-            if (layer.head_norm) norm_head(head, layer.head_norm + i * HEAD_DIM, model.eps);
-            if (model.ropes) {
-                rotate(head, batch.rotation + (batch.positions[r] * model.ropes + layer.rope) * 2 * HEAD_DIM, rotated);
+            if (layer.head_norm) norm_head(head, layer.head_norm + i * HEAD_DIM, model.norm_eps);
+            if (model.num_ropes) {
+                const int64_t angle = batch.positions[r] * model.num_ropes + layer.rope;
+                rotate(head, batch.rotation + angle * 2 * HEAD_DIM, rotated);
                 std::memcpy(head, rotated, sizeof rotated);
             }
             if (i < heads)
-                for (int64_t j = 0; j < HEAD_DIM; j += LANES) store(head + j, load<vec>(head + j) * model.scale);
+                for (int64_t j = 0; j < HEAD_DIM; j += LANES) store(head + j, load<vec>(head + j) * model.query_scale);
         }
         const int64_t slot = batch.slots[r], first = (slot / PAGE * kv_heads * PAGE + slot % PAGE) * HEAD_DIM;
         for (int64_t i = 0; i < kv_heads; i++) {
@@ -246,8 +248,8 @@ class Pass {
 
   public:
     Pass(const Model& model, const Batch& batch)
-        : model(model), batch(batch), n(batch.num_rows), hidden(model.hidden), heads(model.heads),
-          kv_heads(model.kv_heads), mlp(model.mlp), width((heads + 2 * kv_heads) * HEAD_DIM),
+        : model(model), batch(batch), n(batch.num_rows), hidden(model.hidden), heads(model.num_heads),
+          kv_heads(model.num_kv_heads), mlp(model.mlp), width((heads + 2 * kv_heads) * HEAD_DIM),
           pool(batch.num_pages * kv_heads * PAGE * HEAD_DIM),
           threads(int(model.threads)), block(std::max<int64_t>(1, std::min<int64_t>(16, n * kv_heads / threads))) {
         stream.resize(n * hidden);

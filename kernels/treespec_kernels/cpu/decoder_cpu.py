@@ -21,6 +21,7 @@ from treespec_kernels.linear.quantized import QuantizedWeight
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # in the order of the C++ enum
 
 _LANES = 16
+_NORMS, _LINEARS = ("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm"), ("qkv", "o", "gate_up", "down")
 _NormStruct, _LayerStruct, _LinearStruct = STRUCTS["Norm"], STRUCTS["Layer"], STRUCTS["Linear"]
 
 
@@ -141,7 +142,7 @@ class PairInputs:
         self._library, self._threads, self._embed = library, num_threads, embed
         self._qkv = PanelLinear(library, *qkv, integer)
         self._norms = [norm.float().contiguous() for norm in (embed_norm, feature_norm)]
-        self.nbytes = sum(tensor.nbytes for tensor in self._qkv.held)
+        self.nbytes = self._qkv.nbytes
         self._pairing = STRUCTS["Pairing"](
             ctypes.addressof(self._qkv.struct),
             embed.data_ptr(),
@@ -161,7 +162,7 @@ class PairInputs:
         features, tokens = features.contiguous(), tokens.contiguous()
         assert features.dtype == self._embed.dtype and features.shape == (len(tokens), self._embed.shape[1])
         inputs = torch.empty_like(features)
-        qkv = torch.empty(len(tokens), self._qkv.outputs, dtype=features.dtype, device="cpu")
+        qkv = torch.empty(len(tokens), self._qkv.out_features, dtype=features.dtype, device="cpu")
         self._library.treespec_pairs(
             ctypes.byref(self._pairing),
             tokens.data_ptr(),
@@ -182,7 +183,7 @@ class PairInputs:
         """
         pairs = ctypes.cast(self._library.treespec_pairs, ctypes.c_void_p).value
         assert pairs
-        qkv_bytes = self._qkv.outputs * self._embed.itemsize
+        qkv_bytes = self._qkv.out_features * self._embed.itemsize
         return entries._replace(
             pairs=pairs, pairing=ctypes.addressof(self._pairing), qkv_bytes=qkv_bytes, norm_output=norm_output
         )
@@ -222,43 +223,17 @@ class CompiledModel:
         # Keeps the tensors alive whose addresses are in the structs.
         self._held: list[Tensor] = [embed] if positions is None else [embed, positions]
         self.dtype, self.vocab_size, self.hidden_size = embed.dtype, head.shape[0], embed.shape[1]
-        self._layers = (_LayerStruct * len(layers))(
-            *(
-                _LayerStruct(
-                    self._norm(layer.attn_norm),
-                    self._norm(layer.mlp_norm),
-                    self._norm(layer.attn_post_norm),
-                    self._norm(layer.mlp_post_norm),
-                    self._floats(layer.head_norm),
-                    self._linear(layer.qkv, layer.qkv_bias),
-                    self._linear(layer.o, layer.o_bias),
-                    self._linear(layer.gate_up, layer.gate_up_bias),
-                    self._linear(layer.down, layer.down_bias),
-                    layer.rope,
-                    layer.window or 0,
-                )
-                for layer in layers
-            )
-        )
-        a = architecture
+        self._layers = (_LayerStruct * len(layers))(*map(self._layer, layers))
+        numbers = architecture._asdict() | {"activation": ACTIVATIONS.index(architecture.activation)}
         self._model = STRUCTS["Model"](
-            ctypes.addressof(self._layers),
-            embed.data_ptr(),
-            None if positions is None else positions.data_ptr(),
-            self._norm(final_norm),
-            self.hidden_size,
-            a.num_heads,
-            a.num_kv_heads,
-            self._layers[0].down.inputs,
-            num_threads,
-            ACTIVATIONS.index(a.activation),
-            a.layer_norm,
-            a.parallel,
-            a.num_ropes,
-            a.norm_eps,
-            a.query_scale,
-            a.embed_scale,
-            a.score_cap or 0.0,
+            layers=ctypes.addressof(self._layers),
+            embed=embed.data_ptr(),
+            positions=None if positions is None else positions.data_ptr(),
+            final_norm=self._norm(final_norm),
+            hidden=self.hidden_size,
+            mlp=self._layers[0].down.inputs,
+            threads=num_threads,
+            **(numbers | {"score_cap": architecture.score_cap or 0.0}),
         )
         self._head = self._linear(head, None)
         # For passes run by another library; None if the library cannot compute `probs` in one call.
@@ -280,12 +255,17 @@ class CompiledModel:
         """Size of all weights in memory, in bytes."""
         return sum(tensor.nbytes for tensor in self._held)
 
-    def _hold(self, tensor: Tensor) -> int:
-        self._held.append(tensor)
-        return tensor.data_ptr()
+    def _layer(self, layer: CompiledLayerWeights) -> ctypes.Structure:
+        norms = {name: self._norm(getattr(layer, name)) for name in _NORMS}
+        linears = {name: self._linear(getattr(layer, name), getattr(layer, f"{name}_bias")) for name in _LINEARS}
+        head_norm = self._floats(layer.head_norm)
+        return _LayerStruct(**norms, **linears, head_norm=head_norm, rope=layer.rope, window=layer.window or 0)
 
     def _floats(self, tensor: Tensor | None) -> int | None:
-        return None if tensor is None else self._hold(tensor.float().contiguous().clone())
+        if tensor is None:
+            return None
+        self._held.append(tensor.float().contiguous().clone())
+        return self._held[-1].data_ptr()
 
     def _norm(self, norm: NormWeights | None) -> ctypes.Structure:
         return _NormStruct() if norm is None else _NormStruct(self._floats(norm.weight), self._floats(norm.bias))

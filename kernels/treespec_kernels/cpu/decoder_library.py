@@ -83,34 +83,38 @@ class PanelLinear:
         memory: HugePages | None = None,
     ):
         self.held: list[Tensor] = []
-        self.outputs, self.inputs = weight.shape
+        self.out_features, self.in_features = weight.shape
         bits, group, scale, zero = 0, 0, None, None
         integer = integer and isinstance(weight, QuantizedWeight) and weight.group % 16 == 0
         if isinstance(weight, QuantizedWeight):
             weight.check()
             bits, group = weight.bits, weight.group
             values = weight.values.contiguous()
-            panels = -(-self.outputs // _PANEL)
-            packed = torch.empty(panels * _PANEL * self.inputs * bits // 8, dtype=torch.uint8, device="cpu")
-            library.treespec_pack(values.data_ptr(), self.outputs, self.inputs, bits, integer, packed.data_ptr())
+            sizes = self.out_features, self.in_features, bits
+            rows = -(-self.out_features // _PANEL) * _PANEL
+            packed = torch.empty(rows * self.in_features * bits // 8, dtype=torch.uint8, device="cpu")
+            library.treespec_pack(values.data_ptr(), *sizes, integer, packed.data_ptr())
             scale = self._hold(in_panels(weight.scale))
             zero = None if weight.zero is None else self._hold(in_panels(weight.zero))
         else:
             packed = pack(weight)
         if memory is not None:
             packed = memory.place(packed)
-        padded = None if bias is None else torch.nn.functional.pad(bias.float(), (0, -self.outputs % _PANEL))
         self.struct = STRUCTS["Linear"](
             weight=self._hold(packed),
-            bias=None if padded is None else self._hold(padded.contiguous().clone()),
-            inputs=self.inputs,
-            outputs=self.outputs,
+            bias=None if bias is None else self._hold(in_panels(bias[:, None]).clone()),
+            inputs=self.in_features,
+            outputs=self.out_features,
             bits=bits,
             group=group,
             integer=integer,
             scale=scale,
             zero=zero,
         )
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.held)
 
     def _hold(self, tensor: Tensor) -> int:
         self.held.append(tensor)

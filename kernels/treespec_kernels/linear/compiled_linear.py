@@ -17,7 +17,7 @@ from treespec_kernels.linear.linear import Linear, LinearImpl
 from treespec_kernels.linear.quantized import QuantizedWeight, dequantized
 
 
-class CompiledLinear:
+class CompiledLinear(PanelLinear):
     """Linear layer with the interface of `Linear`; a row's bits do not depend on the number of rows.
 
     Args:
@@ -38,19 +38,15 @@ class CompiledLinear:
         num_threads: int,
         integer: bool = False,
     ):
+        super().__init__(library, weight, bias, integer)
         self._library, self._dtype, self._threads = library, dtype, num_threads
-        self._packed = PanelLinear(library, weight, bias, integer)
-        self.out_features, self.in_features = weight.shape
-        self.nbytes = sum(tensor.nbytes for tensor in self._packed.held)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Apply the layer to x [num_rows, in_features]; returns [num_rows, out_features]."""
         assert x.dtype == self._dtype and x.shape[1] == self.in_features
         x = x.contiguous()
         out = torch.empty(len(x), self.out_features, dtype=self._dtype, device="cpu")
-        self._library.treespec_linear(
-            ctypes.byref(self._packed.struct), x.data_ptr(), len(x), out.data_ptr(), self._threads
-        )
+        self._library.treespec_linear(ctypes.byref(self.struct), x.data_ptr(), len(x), out.data_ptr(), self._threads)
         return out
 
     def activated(self, x: Tensor, activation: str) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from treespec_kernels.launch.switches import is_on
 from treespec_kernels.launch.tile_config import TileConfig
 from treespec_kernels.launch.triton_launch import shared_bytes
+from treespec_kernels.tuning.testing import same_bits
 
 logger = logging.getLogger("treespec")
 
@@ -163,7 +164,7 @@ def proven(config: TiledConfigT, run: Callable[[TiledConfigT], tuple[torch.Tenso
     kept = []
     for tile in larger:
         results = run(config.with_tile(tile))
-        if all(torch.equal(_bits(result), _bits(base)) for result, base in zip(results, expected, strict=True)):
+        if all(map(same_bits, results, expected)):
             kept.append(tile)
         else:
             logger.warning(
@@ -173,8 +174,3 @@ def proven(config: TiledConfigT, run: Callable[[TiledConfigT], tuple[torch.Tenso
                 first.block_m,
             )
     return replace(config, larger=tuple(kept))  # type: ignore[type-var]
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bits of a tensor as integers."""
-    return tensor.contiguous().view(torch.int16 if tensor.element_size() == 2 else torch.int32)

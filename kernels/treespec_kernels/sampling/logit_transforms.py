@@ -54,7 +54,8 @@ def logit_transforms_ref(logits: Tensor, inputs: TransformInputs) -> Tensor:
     Returns:
         float32 [rows, vocab]: log-probabilities up to a constant, -inf for excluded tokens. NaN stays.
     """
-    nodes, scores = _check(logits, inputs), torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    nodes = len(logits) // len(inputs.numbers)  # rows of a request
+    scores = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     for row, values in enumerate(logits.float()):
         request, path = row // nodes, inputs.paths[row]
         temperature, top_p, log_min_p, *penalties = inputs.numbers[request].tolist()
@@ -166,44 +167,6 @@ def logit_transforms_triton(logits: Tensor, inputs: TransformInputs, truncates: 
         logits, inputs: as in `logit_transforms_ref`.
         truncates: False skips the launch for top-k, top-p and min-p if no request has them.
     """
-    nodes = _check(logits, inputs)
-    # All arithmetic is in float32; the interpreter also widens bfloat16 correctly.
-    rows, vocab = logits.shape
-    scores = torch.empty(rows, vocab, dtype=torch.float32, device=logits.device)
-    kernels = load_kernels("sampling.logit_transforms", scores)
-    sizes = {"NODES": nodes, "VOCAB": vocab}
-    block = min(block_of(vocab), SCORE_BLOCK)
-    kernels.transform_scores[(rows, -(-vocab // block))](
-        logits,
-        *inputs,
-        scores,
-        logits.stride(0),
-        NUM_ENDS=inputs.end_tokens.shape[1],
-        WIDTH=inputs.paths.shape[1],
-        IN_PROMPT=IN_PROMPT,
-        BLOCK=block,
-        num_warps=SCORE_WARPS,
-        enable_fp_fusion=False,
-        **sizes,
-    )
-    if truncates:
-        block = min(block_of(vocab), BLOCK)
-        kernels.truncate_scores[(rows,)](
-            inputs.numbers,
-            inputs.options,
-            scores,
-            torch.empty(rows, block, dtype=torch.float32, device=logits.device),
-            BLOCK=block,
-            MARGIN=MARGIN,
-            num_warps=NUM_WARPS,
-            enable_fp_fusion=False,
-            **sizes,
-        )
-    return scores
-
-
-def _check(logits: Tensor, inputs: TransformInputs) -> int:
-    """Check the arguments, and return the rows per request."""
     sizes = check_arguments(
         logits=(logits, "rows vocab+", FLOAT_TYPES),
         numbers=(inputs.numbers, "[requests+ 6]", torch.float32),
@@ -215,4 +178,34 @@ def _check(logits: Tensor, inputs: TransformInputs) -> int:
         counts=(inputs.counts, "[slots vocab]", torch.int32),
     )
     assert sizes["rows"] % sizes["requests"] == 0, f"{sizes['rows']} rows of {sizes['requests']} requests"
-    return sizes["rows"] // sizes["requests"]
+    # All arithmetic is in float32; the interpreter also widens bfloat16 correctly.
+    rows, vocab = logits.shape
+    scores = torch.empty(rows, vocab, dtype=torch.float32, device=logits.device)
+    kernels = load_kernels("sampling.logit_transforms", scores)
+    constants = {"NODES": rows // sizes["requests"], "VOCAB": vocab, "enable_fp_fusion": False}
+    block = min(block_of(vocab), SCORE_BLOCK)
+    kernels.transform_scores[(rows, -(-vocab // block))](
+        logits,
+        *inputs,
+        scores,
+        logits.stride(0),
+        NUM_ENDS=inputs.end_tokens.shape[1],
+        WIDTH=inputs.paths.shape[1],
+        IN_PROMPT=IN_PROMPT,
+        BLOCK=block,
+        num_warps=SCORE_WARPS,
+        **constants,
+    )
+    if truncates:
+        block = min(block_of(vocab), BLOCK)
+        kernels.truncate_scores[(rows,)](
+            inputs.numbers,
+            inputs.options,
+            scores,
+            torch.empty(rows, block, dtype=torch.float32, device=logits.device),
+            BLOCK=block,
+            MARGIN=MARGIN,
+            num_warps=NUM_WARPS,
+            **constants,
+        )
+    return scores

@@ -14,8 +14,8 @@ from treespec_kernels.cpu.decoder_library import PanelLinear, build
 from treespec_kernels.linear.compiled_linear import CompiledLinear, quantized_linear
 from treespec_kernels.linear.linear import Linear
 from treespec_kernels.linear.quantized import QuantizedWeight, dequantized, integers, stacked
-from treespec_kernels.linear.quantized_row_linear import quantized_default
 from treespec_kernels.linear.row_linear import row_linear_ref
+from treespec_kernels.linear.row_linear_config import quantized_default
 from treespec_kernels.ops.shapes import AOT_FORMS
 from treespec_kernels.tuning.testing import assert_close
 from treespec_weights.quantize import Quantized, dequantize, quantize

@@ -14,8 +14,8 @@ from treespec_kernels.aot.k_order import check_same_order, float_operations, k_o
 from treespec_kernels.launch.switches import without
 from treespec_kernels.launch.triton_launch import shared_bytes
 from treespec_kernels.linear.lm_head import LmHeadConfig
-from treespec_kernels.linear.quantized_row_linear import quantized_candidates, quantized_default
 from treespec_kernels.linear.row_linear import RowLinearConfig
+from treespec_kernels.linear.row_linear_config import quantized_candidates, quantized_default
 from treespec_kernels.linear.row_tiles import MULTIPROCESSORS, RowTile, RowTiledConfig, cycles
 from treespec_kernels.tuning.tuned import config_of
 

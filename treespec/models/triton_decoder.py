@@ -24,7 +24,6 @@ from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 from treespec_kernels.launch.triton_launch import LaunchConfig, is_interpreted, takes_pdl, target_of
 from treespec_kernels.linear.lm_head import LmHead, LmHeadConfig, lm_head_triton
 from treespec_kernels.linear.quantized import QuantizedWeight
-from treespec_kernels.linear.quantized_row_linear import quantized_default
 from treespec_kernels.linear.rms_norm import rms_norm_triton
 from treespec_kernels.linear.row_linear import (
     RowLinearConfig,
@@ -32,6 +31,7 @@ from treespec_kernels.linear.row_linear import (
     row_linear_partials_triton,
     row_linear_triton,
 )
+from treespec_kernels.linear.row_linear_config import quantized_default
 from treespec_kernels.linear.row_tiles import RowTile, proven
 from treespec_kernels.tuning.tuned import KernelConfigs
 

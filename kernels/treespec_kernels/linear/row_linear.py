@@ -17,8 +17,8 @@ from treespec_kernels.launch.rows import FLOAT_TYPES, alignment, group_stride, i
 from treespec_kernels.launch.triton_launch import launch_options, load_kernels, target_of
 from treespec_kernels.linear.activations import ACTIVATIONS
 from treespec_kernels.linear.quantized import QuantizedWeight, dequantized
-from treespec_kernels.linear.quantized_row_linear import multiply_quantized_triton, quantized_default
 from treespec_kernels.linear.row_linear_config import RowLinearConfig as RowLinearConfig
+from treespec_kernels.linear.row_linear_config import quantized_default
 
 REDUCE_BLOCK = 256  # features per program of `add_splits`: 16 programs for one row of 4,096
 REDUCE_WARPS = 2  # 16 bytes of each split per thread
@@ -170,10 +170,7 @@ def row_linear_partials_triton(
         workspace = torch.empty(size, dtype=torch.float32, device=x.device)
     assert workspace.dtype == torch.float32 and workspace.numel() >= size and workspace.data_ptr() % 16 == 0
     partials = workspace[:size].view(config.split_k, num_rows, out_features)
-    if isinstance(weight, QuantizedWeight):
-        multiply_quantized_triton(x, weight, config, partials, pdl)
-    else:
-        _multiply(x, weight, config, _Epilogue.of(partials, None, None, False, None), True, pdl)
+    _multiply(x, weight, config, _Epilogue.of(partials, None, None, False, None), True, pdl)
     return partials
 
 
@@ -200,18 +197,41 @@ class _Epilogue(NamedTuple):
         return cls((bias, residual, out), (stride_bias, *row_strides(residual), *row_strides(out)), constants)
 
 
-def _multiply(x: Tensor, weight: Tensor, config: RowLinearConfig, to: _Epilogue, partials: bool, pdl: bool) -> None:
-    """Multiply, and either apply the epilogue or write the partial sums."""
-    num_groups = weight.shape[0] if weight.dim() == 3 else 1
+def _multiply(
+    x: Tensor, weight: Tensor | QuantizedWeight, config: RowLinearConfig, to: _Epilogue, partials: bool, pdl: bool
+) -> None:
+    """Multiply, and either apply the epilogue or write the partial sums; with a quantised weight always the latter."""
+    num_rows, num_groups = x.shape[-2], weight.shape[0] if len(weight.shape) == 3 else 1
     out_features, in_features = weight.shape[-2:]
+    tiles = -(-out_features // config.block_n)
+    config = config.for_rows(num_rows, tiles * num_groups * config.split_k)
+    grid = (-(-num_rows // config.block_m), tiles, num_groups * config.split_k)
+    constants = {"OUT_FEATURES": out_features, "IN_FEATURES": in_features, **config.constants, **config.options}
+    constants |= launch_options(pdl)
+    if isinstance(weight, QuantizedWeight):
+        assert weight.group == in_features or weight.group % config.block_k == 0, "blocks of K must divide groups"
+        bytes_in = alignment(x.element_size(), in_features)
+        assert is_aligned(bytes_in, x) and all(
+            tensor is None or (tensor.is_contiguous() and tensor.data_ptr() % 16 == 0) for tensor in weight
+        )
+        load_kernels("linear.quantized_row_linear", x).multiply_quantized[grid](
+            x,
+            *weight,
+            to.tensors[2],
+            num_rows,
+            *row_strides(x),
+            BITS=weight.bits,
+            GROUP=weight.group,
+            BYTES_X=bytes_in,
+            BYTES_VALUES=alignment(1, weight.values.shape[-1]),
+            BYTES_OUT=to.constants["BYTES_OUT"],
+            **constants,
+        )
+        return
     stride_group, stride_weight = row_strides(weight)
     bytes_in = alignment(x.element_size(), in_features, stride_weight, stride_group)
     assert is_aligned(bytes_in, x, weight), "misaligned rows"
-    kernels = load_kernels("linear.row_linear", x)
-    num_rows = x.shape[-2]
-    tiles = -(-out_features // config.block_n)
-    config = config.for_rows(num_rows, tiles * num_groups * config.split_k)
-    kernels.multiply_rows[(-(-num_rows // config.block_m), tiles, num_groups * config.split_k)](
+    load_kernels("linear.row_linear", x).multiply_rows[grid](
         x,
         weight,
         *to.tensors,
@@ -222,12 +242,8 @@ def _multiply(x: Tensor, weight: Tensor, config: RowLinearConfig, to: _Epilogue,
         **to.constants,
         PARTIALS=partials,
         STRIDE_WEIGHT=stride_weight,
-        OUT_FEATURES=out_features,
-        IN_FEATURES=in_features,
         BYTES_IN=bytes_in,
-        **config.constants,
-        **config.options,
-        **launch_options(pdl),
+        **constants,
     )
 
 

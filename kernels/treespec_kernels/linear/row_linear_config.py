@@ -1,5 +1,7 @@
 """Configurations of row-invariant linear layers: tiles, splits of K, and launch options."""
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -129,16 +131,10 @@ class RowLinearConfig(RowTiledConfig):
                 (128, 128, 64, 8),
             ]
         configs = [default]
-        for block_m, block_n, block_k, num_warps in tiles:
-            num_tiles = -(-out_features // block_n)
-            num_blocks = -(-in_features // block_k)
-            stage_bytes = (block_m + block_n) * block_k * dtype.itemsize
-            for residents in (1, 2, 3):  # resident programs per multiprocessor, which determine splits and stages
-                nearest = max(1, min(round(residents * MULTIPROCESSORS / num_tiles), num_blocks // 2))
-                num_stages = min(8, shared_bytes(target or "sm_90") // residents // stage_bytes)
-                if num_stages >= 3:
-                    config = cls(block_m, block_n, block_k, nearest, num_warps, num_stages)
-                    configs.append(config._tiled(dtype, out_features, in_features, silu_gate, target))
+        for tile in tiles:
+            stage_bytes = (tile[0] + tile[1]) * tile[2] * dtype.itemsize
+            for config in _resident(tile, out_features, in_features, target, stage_bytes):
+                configs.append(config._tiled(dtype, out_features, in_features, silu_gate, target))
         configs += [replace(default, larger=larger) for larger in fewer_stages(default.larger)]
         return list(dict.fromkeys(configs))
 
@@ -160,3 +156,73 @@ class RowLinearConfig(RowTiledConfig):
     def workspace_size(self, num_rows: int, out_features: int) -> int:
         """Return the number of float32 elements of the partial sums of `num_rows` rows (of all groups)."""
         return self.split_k * num_rows * out_features
+
+
+def _resident(
+    tile: tuple[int, int, int, int],
+    out_features: int,
+    in_features: int,
+    target: str | None,
+    stage_bytes: int,
+    spare_bytes: int = 0,
+) -> Iterator[RowLinearConfig]:
+    """Yield configurations of a tile for 1 to 3 programs per multiprocessor, which determine splits and stages."""
+    block_m, block_n, block_k, num_warps = tile
+    num_tiles, num_blocks = -(-out_features // block_n), -(-in_features // block_k)
+    for residents in (1, 2, 3):
+        split_k = max(1, min(round(residents * MULTIPROCESSORS / num_tiles), num_blocks // 2))
+        num_stages = min(8, (shared_bytes(target or "sm_90") // residents - spare_bytes) // stage_bytes)
+        if num_stages >= 3:
+            yield RowLinearConfig(block_m, block_n, block_k, split_k, num_warps, num_stages)
+
+
+def quantized_default(
+    dtype: torch.dtype, out_features: int, in_features: int, group: int, target: str | None = None
+) -> RowLinearConfig:
+    """Return the shipped configuration: that of a dense layer, with blocks of K that divide the groups.
+
+    Dequantised weights are in registers between their load and the product, so tiles have at most 64 outputs, or 32 in
+    float32, where 64 outputs used 253 of 255 registers on NVIDIA.
+
+    Args:
+        dtype: dtype of x.
+        out_features, in_features: shape of the weight.
+        group: number of inputs that share a scale.
+        target: from `target_of`.
+    """
+    plain = RowLinearConfig.default(dtype, out_features, in_features, target=target)
+    block_n = min(plain.block_n, 32 if dtype == torch.float32 else 64)
+    tiles = -(-out_features // block_n)
+    block_k = plain.block_k
+    while group != in_features and group % block_k:
+        block_k //= 2
+    max_split = max(1, min(8, in_features // (4 * block_k)))
+    split_k = 1 if out_features * in_features <= 1 << 20 else min(-(-120 // tiles), max_split)
+    return replace(plain, block_n=block_n, block_k=block_k, split_k=split_k, larger=())
+
+
+def quantized_candidates(
+    dtype: torch.dtype, out_features: int, in_features: int, group: int, bits: int, target: str | None = None
+) -> list[RowLinearConfig]:
+    """Return configurations to tune over, the default first, that fit the target's shared memory (None: of sm_90).
+
+    Arguments as in `quantized_default`; bits: 8 or 4.
+    """
+    if dtype == torch.float32:
+        tiles, blocks = [(16, 16, 4), (16, 32, 4), (16, 64, 8)], (32, 64)
+    else:
+        tiles = [(64, 32, 4), (64, 64, 4), (64, 128, 8), (32, 64, 4), (16, 64, 4), (16, 128, 8), (128, 64, 8)]
+        blocks = (32, 64, 128)
+    dividing = [block_k for block_k in blocks if group == in_features or group % block_k == 0]
+    configs = [quantized_default(dtype, out_features, in_features, group, target)]
+    for (block_m, block_n, num_warps), block_k in itertools.product(tiles, dividing[-2:]):
+        stage_bytes = block_m * block_k * dtype.itemsize + block_n * block_k * bits // 8
+        widened = block_n * block_k * dtype.itemsize  # upper bound of the layout conversion before the product
+        tile = block_m, block_n, block_k, num_warps
+        configs += _resident(tile, out_features, in_features, target, stage_bytes, widened)
+    first = configs[0]
+    tile = (first.block_m, first.block_n, first.block_k, first.num_warps)
+    blocks = -(-in_features // first.block_k // first.split_k)
+    # Of 256 rows, tiles of int4 weights spilled.
+    configs.append(replace(first, larger=larger_tiles(target, dtype, tile, blocks, most_rows=128)))
+    return list(dict.fromkeys(configs))

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 
 from treespec_kernels.linear.lm_head import LmHeadConfig, block_stats_ref, lm_head_ref, lm_head_triton
 from treespec_kernels.linear.quantized import QuantizedWeight
-from treespec_kernels.linear.quantized_row_linear import quantized_candidates
 from treespec_kernels.linear.rms_norm import rms_norm_ref, rms_norm_triton
 from treespec_kernels.linear.row_linear import (
     RowLinearConfig,
@@ -20,6 +19,7 @@ from treespec_kernels.linear.row_linear import (
     row_linear_ref,
     row_linear_triton,
 )
+from treespec_kernels.linear.row_linear_config import quantized_candidates
 from treespec_kernels.ops.op import Case, Inputs, Op, Results, equal, near
 from treespec_kernels.ops.shapes import LinearLayer, Setting
 

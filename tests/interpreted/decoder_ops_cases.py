@@ -16,7 +16,7 @@ from treespec.models.layer_kinds import LayerKind, Rope
 from treespec.models.model_config import ModelConfig
 from treespec_kernels.attention.qkv_rope import qkv_rope_ref, qkv_rope_triton
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
-from treespec_kernels.linear.rms_norm import rms_norm_ref, rms_norm_triton
+from treespec_kernels.linear.rms_norm import Norm, rms_norm_ref, rms_norm_triton
 from treespec_kernels.tuning.testing import assert_close
 from treespec_weights import LLAMA
 
@@ -124,7 +124,7 @@ def test_layers_agree_with_the_cpu_decoder(num_heads: int, num_kv_heads: int, he
     rotation = decoder.rotations[0].lookup(np.arange(68)).to(DEVICE)
     own_pool = torch.full_like(pool, float("nan"), device=DEVICE)
     stream = F.embedding(F.pad(tokens, (0, 1)).to(DEVICE), weights["embed"])
-    normed = rms_norm(stream, weights["layers.0.attn_norm"], EPS)
+    normed = rms_norm(stream, Norm(weights["layers.0.attn_norm"], EPS))
     for i in range(LAYERS):
         own = {name.split(".")[2]: w for name, w in weights.items() if name.startswith(f"layers.{i}.")}
         biases = {name: own.get(f"{name}_bias") for name in ("o", "down")}
@@ -135,11 +135,11 @@ def test_layers_agree_with_the_cpu_decoder(num_heads: int, num_kv_heads: int, he
         assert_close(q.cpu(), echo.queries[i], max_error=2e-5, rms_error=2e-6)
         # As a layer split over its inputs would hand them on.
         halves = (q.view(8, -1) @ own["o"].T).repeat(2, 1, 1) / 2
-        normed = rms_norm(halves, own["mlp_norm"], EPS, residual=stream, bias=biases["o"])
+        normed = rms_norm(halves, Norm(own["mlp_norm"], EPS), residual=stream, bias=biases["o"])
         gate, up = (F.linear(normed, own[name], own.get(f"{name}_bias")) for name in ("gate", "up"))
         down = (F.silu(gate) * up) @ own["down"].T
         following = weights["final_norm"] if i + 1 == LAYERS else weights[f"layers.{i + 1}.attn_norm"]
-        normed = rms_norm(down, following, EPS, residual=stream, bias=biases["down"])
+        normed = rms_norm(down, Norm(following, EPS), residual=stream, bias=biases["down"])
     assert_close(normed.cpu(), expected, max_error=2e-5, rms_error=2e-6)
 
     own_pool = own_pool.cpu()

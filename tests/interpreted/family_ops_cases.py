@@ -20,7 +20,7 @@ from treespec_kernels.attention.tree_attention import (
 from treespec_kernels.attention.tree_attention_config import SegmentPartition
 from treespec_kernels.linear.activations import ACTIVATIONS
 from treespec_kernels.linear.lm_head import BlockStats, LmHeadConfig, block_stats_ref, lm_head_ref, lm_head_triton
-from treespec_kernels.linear.rms_norm import rms_norm_ref, rms_norm_triton
+from treespec_kernels.linear.rms_norm import Norm, rms_norm_ref, rms_norm_triton
 from treespec_kernels.linear.row_linear import RowLinearConfig, row_linear_ref, row_linear_triton
 from treespec_kernels.tuning.testing import tree_attention_inputs, tree_parents
 
@@ -55,9 +55,9 @@ def norm_options(hidden: int, kind: str, dtype: torch.dtype, groups: int = 1) ->
     return options
 
 
-def normed(x: torch.Tensor, residual: torch.Tensor, **options: Any) -> torch.Tensor:
+def normed(x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
     op = rms_norm_ref if IMPLEMENTATION == "ref" else rms_norm_triton
-    return op(x, options.pop("weight"), EPS, residual=residual, **options)
+    return op(x, Norm(eps=EPS, **options), residual=residual, bias=bias)
 
 
 @each_dtype

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.interpreted.common import NAN, assert_near, device_of, each_dtype
-from treespec_kernels.linear.rms_norm import rms_norm_ref, rms_norm_triton
+from treespec_kernels.linear.rms_norm import Norm, rms_norm_ref, rms_norm_triton
 
 IMPLEMENTATION = os.environ["TREESPEC_RMS_NORM"]
 DEVICE = device_of(IMPLEMENTATION)
@@ -70,9 +70,10 @@ def random_inputs(
 
 
 def norm(inputs: Inputs, out: torch.Tensor | None = None) -> torch.Tensor:
+    options = {"residual": inputs.residual, "bias": inputs.bias}
     if IMPLEMENTATION == "ref":
-        return rms_norm_ref(inputs.x, inputs.weight, EPS, residual=inputs.residual, bias=inputs.bias)
-    return rms_norm_triton(inputs.x, inputs.weight, EPS, residual=inputs.residual, bias=inputs.bias, out=out)
+        return rms_norm_ref(inputs.x, Norm(inputs.weight, EPS), **options)
+    return rms_norm_triton(inputs.x, Norm(inputs.weight, EPS), **options, out=out)
 
 
 def parameter_of(parameter: torch.Tensor, row: int, rows: int) -> torch.Tensor:

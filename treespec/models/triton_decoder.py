@@ -8,7 +8,8 @@ weights and embeddings depend on the model of a row.
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 from treespec_kernels.launch.triton_launch import LaunchConfig, is_interpreted, takes_pdl, target_of
 from treespec_kernels.linear.lm_head import LmHead, LmHeadConfig, lm_head_triton
 from treespec_kernels.linear.quantized import QuantizedWeight
-from treespec_kernels.linear.rms_norm import rms_norm_triton
+from treespec_kernels.linear.rms_norm import Norm, rms_norm_triton
 from treespec_kernels.linear.row_linear import (
     RowLinearConfig,
     activated_triton,
@@ -45,14 +46,6 @@ class TritonPass(Pass):
     """
 
     positions: Tensor  # int32 [num_rows]
-
-
-class _FusedNorm(NamedTuple):
-    """Weights of a norm, [G, hidden_size] each. `post` is the post-norm of the preceding block."""
-
-    weight: Tensor
-    shift: Tensor | None
-    post: Tensor | None = None
 
 
 class PassKernels:
@@ -202,8 +195,9 @@ class PassKernels:
         layers = self._layers[:num_layers]
         tables, qkv = layout.rotation.unbind(), None if start is None else start.qkv
         stream = self._embed(tokens, layout) if start is None else start.rows.clone()  # passes add to it in place
-        norms = [_FusedNorm(layer.attn_norm, layer.attn_norm_bias) for layer in layers]
-        norms.append(_FusedNorm(weights.final_norm, weights.final_norm_bias))
+        fused = partial(Norm, eps=self.config.norm_eps, kind=self.config.rules.norm)
+        norms = [fused(layer.attn_norm, shift=layer.attn_norm_bias) for layer in layers]
+        norms.append(fused(weights.final_norm, shift=weights.final_norm_bias))
         h = stream if qkv is not None else self._norm(stream, norms[0])
         each_layer = zip(layers, self._linear, kv, self._kinds, norms[1:], strict=False)
         for i, (layer, linear, cache, (rope, window), norm) in enumerate(each_layer):
@@ -212,14 +206,14 @@ class PassKernels:
             product = self._partials(h, layer.qkv, linear["qkv"]) if i or qkv is None else qkv
             table, plan = tables[rope] if tables else None, layout.attention[window]
             mixed = self._attend(layer, product, layout, cache, table, plan)
-            inner = _FusedNorm(layer.mlp_norm, layer.mlp_norm_bias, layer.attn_post_norm)
+            inner = fused(layer.mlp_norm, shift=layer.mlp_norm_bias, post_weight=layer.attn_post_norm)
             if self.config.parallel:  # parallel block: the MLP does not see the attention output
                 h = self._norm(stream, inner)
                 self._linear_rows(mixed, layer.o, linear["o"], stream, bias=layer.o_bias)
             else:
                 h = self._norm(self._partials(mixed, layer.o, linear["o"]), inner, stream, layer.o_bias)
             mixed = self._activated(h, layer, linear["gate_up"])
-            last = norm._replace(post=layer.mlp_post_norm)
+            last = norm._replace(post_weight=layer.mlp_post_norm)
             h = self._norm(self._partials(mixed, layer.down, linear["down"]), last, stream, layer.down_bias)
         if len(layers) in states:
             states[len(layers)] = stream.clone()
@@ -250,19 +244,9 @@ class PassKernels:
             stream.add_(F.embedding((positions + self._first_positions).flatten(), self.weights.positions))
         return stream
 
-    def _norm(self, x: Tensor, norm: _FusedNorm, stream: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    def _norm(self, x: Tensor, norm: Norm, stream: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         """Return the norm of x; with a stream, add x and bias, or their post-norm, to it in place, and norm it."""
-        return rms_norm_triton(
-            x,
-            norm.weight,
-            self.config.norm_eps,
-            residual=stream,
-            bias=bias,
-            kind=self.config.rules.norm,
-            shift=norm.shift,
-            post_weight=norm.post,
-            pdl=self.pdl,
-        )
+        return rms_norm_triton(x, norm, residual=stream, bias=bias, pdl=self.pdl)
 
     def _attend(
         self, layer: LayerWeights, qkv: Tensor, layout: TritonPass, cache: Tensor, table: Tensor | None, plan: Any

@@ -10,7 +10,7 @@ There are three kinds: "rms"; "rms_plus_one", whose weights are 1 + w in fp32 (G
 residual (Gemma 2).
 """
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -22,30 +22,45 @@ from treespec_kernels.launch.triton_launch import block_of, launch_options, load
 NormKind = Literal["rms", "rms_plus_one", "layer"]
 
 
-def rms_norm_ref(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    *,
-    residual: Tensor | None = None,
-    bias: Tensor | None = None,
-    kind: NormKind = "rms",
-    shift: Tensor | None = None,
-    post_weight: Tensor | None = None,
-) -> Tensor:
+class Norm(NamedTuple):
+    """Parameters of a norm, [hidden] or [groups, hidden]; with groups, each applies to rows / groups consecutive rows.
+
+    Args:
+        weight: in the dtype, for "rms_plus_one" in float32.
+        eps: added to the mean of squares.
+        kind: kind of norm.
+        shift: like weight, added to the result (LayerNorm's bias); None for no shift.
+        post_weight: like weight, for the post norm of what is added to the residual; None for no post norm.
+    """
+
+    weight: Tensor
+    eps: float
+    kind: NormKind = "rms"
+    shift: Tensor | None = None
+    post_weight: Tensor | None = None
+
+    def scaled(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Normalise fp32 rows and multiply them by a weight."""
+        if self.kind == "layer":
+            x = x - x.mean(dim=1, keepdim=True)
+        return x * torch.rsqrt(x.square().mean(dim=1, keepdim=True) + self.eps) * by_row(weight, len(x))
+
+    def dtype_of(self, x: Tensor, residual: Tensor | None) -> torch.dtype:
+        """Return the dtype of the residual stream and of the result."""
+        if self.kind != "rms_plus_one":
+            return self.weight.dtype
+        return (x if residual is None else residual).dtype
+
+
+def rms_norm_ref(x: Tensor, norm: Norm, *, residual: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
     """Normalise rows, after adding x to the residual if there is one (reference: eager torch in fp32, any device).
 
     Args:
         x: [rows, hidden] in the dtype (float32, bfloat16 or float16), or, with a residual, partial sums fp32
             [splits, rows, hidden].
-        weight: [hidden] or [groups, hidden] in the dtype, for "rms_plus_one" in float32; with groups, each applies to
-            rows / groups consecutive rows.
-        eps: added to the mean of squares.
+        norm: the norm.
         residual: [rows, hidden] in the dtype; x (and bias) are added to it in place.
         bias: [hidden] or [groups, hidden] in the dtype, added to x; only with a residual.
-        kind: kind of norm.
-        shift: like weight, added to the result (LayerNorm's bias); None for no shift.
-        post_weight: like weight, for the post norm of x (and bias); only with a residual.
 
     Returns:
         [rows, hidden] in the dtype.
@@ -54,40 +69,23 @@ def rms_norm_ref(
     total = sum_of_splits(x)
     if bias is not None:
         total = total + by_row(bias, num_rows)
-    if post_weight is not None:
-        total = _normed(total, post_weight, eps, kind)
+    if norm.post_weight is not None:
+        total = norm.scaled(total, norm.post_weight)
     if residual is not None:
         residual.copy_(residual.float() + total)
         total = residual.float()
-    normed = _normed(total, weight, eps, kind)
-    if shift is not None:
-        normed = normed + by_row(shift, num_rows)
-    return normed.to(_dtype_of(x, weight, residual, kind))
-
-
-def _normed(x: Tensor, weight: Tensor, eps: float, kind: NormKind) -> Tensor:
-    if kind == "layer":
-        x = x - x.mean(dim=1, keepdim=True)
-    return x * torch.rsqrt(x.square().mean(dim=1, keepdim=True) + eps) * by_row(weight, len(x))
-
-
-def _dtype_of(x: Tensor, weight: Tensor, residual: Tensor | None, kind: str) -> torch.dtype:
-    """Return the dtype of the residual stream and of the result."""
-    if kind != "rms_plus_one":
-        return weight.dtype
-    return (x if residual is None else residual).dtype
+    normed = norm.scaled(total, norm.weight)
+    if norm.shift is not None:
+        normed = normed + by_row(norm.shift, num_rows)
+    return normed.to(norm.dtype_of(x, residual))
 
 
 def rms_norm_triton(
     x: Tensor,
-    weight: Tensor,
-    eps: float,
+    norm: Norm,
     *,
     residual: Tensor | None = None,
     bias: Tensor | None = None,
-    kind: NormKind = "rms",
-    shift: Tensor | None = None,
-    post_weight: Tensor | None = None,
     out: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
@@ -99,7 +97,8 @@ def rms_norm_triton(
     depend neither on the number of rows nor on its index. `pdl`: see `launch_options`.
     """
     num_rows, hidden = x.shape[-2:]
-    dtype: Any = _dtype_of(x, weight, residual, kind)
+    weight, eps, kind, shift, post_weight = norm
+    dtype: Any = norm.dtype_of(x, residual)
     if out is None:
         out = torch.empty(num_rows, hidden, dtype=dtype, device=x.device)
     dtype = dtype if dtype in FLOAT_TYPES else FLOAT_TYPES

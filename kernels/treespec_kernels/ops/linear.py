@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from treespec_kernels.linear.lm_head import LmHeadConfig, block_stats_ref, lm_head_ref, lm_head_triton
 from treespec_kernels.linear.quantized import QuantizedWeight
-from treespec_kernels.linear.rms_norm import rms_norm_ref, rms_norm_triton
+from treespec_kernels.linear.rms_norm import Norm, rms_norm_ref, rms_norm_triton
 from treespec_kernels.linear.row_linear import (
     RowLinearConfig,
     activated_ref,
@@ -191,15 +191,15 @@ def _norm_inputs(setting: Setting, rows: int, splits: int, biased: bool, generat
     """
     shape, hidden = setting.shape, setting.shape.hidden_size
     dtype = torch.float32 if shape.norm == "rms_plus_one" else setting.dtype
-    weights = ["weight", *["shift"] * (shape.norm == "layer"), *["post_weight"] * (shape.post_norms and splits > 0)]
-    arguments = {name: setting.random(generator, hidden).to(dtype) for name in weights}
-    options = {"eps": EPS, "kind": shape.norm}
+    names = ["weight", *["shift"] * (shape.norm == "layer"), *["post_weight"] * (shape.post_norms and splits > 0)]
+    weights = {name: setting.random(generator, hidden).to(dtype) for name in names}
+    arguments: dict[str, Any] = {"norm": Norm(**weights, eps=EPS, kind=shape.norm)}
     if not splits:
-        return Inputs({"x": setting.random(generator, rows, hidden), **arguments, **options})
+        return Inputs({"x": setting.random(generator, rows, hidden), **arguments})
     if biased:
         arguments["bias"] = setting.random(generator, hidden)
     sums = setting.random_fp32(generator, splits, rows, hidden).mul_(1e-3)
-    return Inputs({"x": sums, "residual": setting.random(generator, rows, hidden), **arguments, **options})
+    return Inputs({"x": sums, "residual": setting.random(generator, rows, hidden), **arguments})
 
 
 def _norm_cases(op: Op, setting: Setting) -> list[Case]:
@@ -221,8 +221,9 @@ def _norm_cases(op: Op, setting: Setting) -> list[Case]:
 
 
 def _torch_norm(inputs: Inputs) -> torch.Tensor:
-    x, weight, residual = (inputs.arguments[name] for name in ("x", "weight", "residual"))
-    return F.rms_norm((residual + x.sum(0)).to(residual.dtype), residual.shape[1:], weight.to(residual.dtype), EPS)
+    x, norm, residual = (inputs.arguments[name] for name in ("x", "norm", "residual"))
+    weight = norm.weight.to(residual.dtype)
+    return F.rms_norm((residual + x.sum(0)).to(residual.dtype), residual.shape[1:], weight, EPS)
 
 
 RMS_NORM = Op(

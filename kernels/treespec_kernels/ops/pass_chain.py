@@ -12,7 +12,7 @@ from treespec_kernels.attention.tree_attention import TreeAttentionConfig, plan_
 from treespec_kernels.launch.graph_capture import GraphMemory, capture_replay
 from treespec_kernels.launch.triton_launch import LaunchConfig, is_interpreted, takes_pdl
 from treespec_kernels.linear.lm_head import BlockStats, LmHeadConfig, lm_head_triton
-from treespec_kernels.linear.rms_norm import rms_norm_triton
+from treespec_kernels.linear.rms_norm import Norm, rms_norm_triton
 from treespec_kernels.linear.row_linear import row_linear_partials_triton, row_linear_triton
 from treespec_kernels.ops.linear import EPS, PLAIN, QUANTIZED_ROW_LINEAR, ROW_LINEAR, key_of, layer_case, random_weight
 from treespec_kernels.ops.op import Case, Inputs, Op, interpretable
@@ -37,7 +37,7 @@ class PassChain:
         self.configs = {name: case.default for name, case in layers.items()}
         self.weights = {layer.name: random_weight(setting, layer, generator) for layer in shape.linear_layers}
         self.start = setting.random(generator, rows, hidden)  # the residual stream before the first layer
-        self.norm = setting.random(generator, *setting.stack, hidden)
+        self.norm = Norm(setting.random(generator, *setting.stack, hidden), EPS)
         self.head = setting.random(generator, *setting.stack, shape.vocab_size, hidden, scale=hidden**-0.5)
         self.head_config = LmHeadConfig.default(setting.dtype, shape.vocab_size, hidden, setting.target)
         if is_interpreted():
@@ -80,7 +80,7 @@ class PassChain:
         """Run the passes' kernels, and return `results`."""
         cache, shape = self.kv_layer, self.setting.shape
         self.stream.copy_(self.start)  # the first launch follows a copy
-        rms_norm_triton(self.stream, self.norm, EPS, out=self.normed, pdl=pdl)
+        rms_norm_triton(self.stream, self.norm, out=self.normed, pdl=pdl)
         for _ in range(LAYERS):
             qkv = self._partials("qkv", self.normed, pdl)
             qkv_rope_triton(qkv, self.rotation, self.positions, self.slots, cache, self.q, pdl=pdl)
@@ -109,7 +109,7 @@ class PassChain:
     def _add(self, name: str, x: torch.Tensor, pdl: bool) -> None:
         """Add a layer's product to the residual stream, and normalise the sum."""
         product = self._partials(name, x, pdl)
-        rms_norm_triton(product, self.norm, EPS, residual=self.stream, out=self.normed, pdl=pdl)
+        rms_norm_triton(product, self.norm, residual=self.stream, out=self.normed, pdl=pdl)
 
     def _grouped(self, x: torch.Tensor) -> torch.Tensor:
         """View [groups * rows, n] as [groups, rows, n]; unchanged for one model."""

@@ -84,8 +84,7 @@ class DeviceLayout:
     chain_slots: torch.Tensor  # [num_requests, rows_per_request] int32; row i of a chain has tree slot i
     chain_ancestors: torch.Tensor  # [num_rows, width] int32, earlier rows of a chain; a view of one row of memory
     plan: TreeAttentionPlan
-    num_partials: int
-    keeps_partials: bool
+    partials_per_pass: int  # partial results to allocate for every pass; 0 if the plan keeps them
 
     @property
     def num_rows(self) -> int:
@@ -166,8 +165,7 @@ class DeviceLayout:
                 num_segments=integers(num_rows),
                 partials=Partials.allocate(num_rows * bounds.row if keeps_partials else 0, shape, device),
             ),
-            num_partials=num_rows * bounds.row,
-            keeps_partials=keeps_partials,
+            partials_per_pass=0 if keeps_partials else num_rows * bounds.row,
         )
 
     def fill(
@@ -241,8 +239,8 @@ class DeviceLayout:
             enable_fp_fusion=False,
         )
         seen = self.chain_ancestors if ancestors is None else ancestors.view(self.num_rows, self.width)
-        if not self.keeps_partials:
-            plan = replace(plan, partials=Partials.allocate(self.num_partials, shape, context_lens.device))
+        if self.partials_per_pass:
+            plan = replace(plan, partials=Partials.allocate(self.partials_per_pass, shape, context_lens.device))
         tables = {"row_request": self.row_request, "context_lens": context_lens, "page_table": page_table}
         return {**tables, "depths": depths.view(-1), "ancestors": seen, "window": shape.window, "plan": plan}
 

@@ -42,20 +42,13 @@ def _load_rows(depths, row_slots, row, m_row, context_len, width, max_context, n
 
 
 # Sizes of the batch and the tree are not specialised, so that all layouts share one binary.
-@triton.jit(
-    do_not_specialize=[
-        "num_requests",
-        "num_rows",
-        "width",
-        "max_context",
-        "num_slots",
-        "num_tiles",
-        "num_packed_segments",
-        "num_node_segments",
-        "window",
-        "stride_page_table",
-    ]
-)
+_SIZES = (
+    "num_requests num_rows width max_context num_slots num_tiles num_packed_segments num_node_segments window "
+    "stride_page_table"
+).split()
+
+
+@triton.jit(do_not_specialize=_SIZES)
 def lay_out_pass(
     context_lens,  # [num_requests] int32
     page_table,  # [num_requests, num_slots / PAGE_SIZE] int32

@@ -8,7 +8,7 @@ small model is bound by call overhead: 25 torch calls per layer at 1 to 15 us ea
 import copy
 import ctypes
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -181,12 +181,9 @@ class PairInputs:
             entries: of the layers.
             norm_output: the feature of a drafted token is the output after the final norm.
         """
-        pairs = ctypes.cast(self._library.treespec_pairs, ctypes.c_void_p).value
-        assert pairs
+        pairs, pairing = _address_of(self._library.treespec_pairs), ctypes.addressof(self._pairing)
         qkv_bytes = self._qkv.out_features * self._embed.itemsize
-        return entries._replace(
-            pairs=pairs, pairing=ctypes.addressof(self._pairing), qkv_bytes=qkv_bytes, norm_output=norm_output
-        )
+        return entries._replace(pairs=pairs, pairing=pairing, qkv_bytes=qkv_bytes, norm_output=norm_output)
 
 
 class CompiledModel:
@@ -236,8 +233,6 @@ class CompiledModel:
             **(numbers | {"score_cap": architecture.score_cap or 0.0}),
         )
         self._head = self._linear(head, None)
-        # For passes run by another library; None if the library cannot compute `probs` in one call.
-        self.entries = self._find_entries()
 
     def keep(self, layers: Sequence[int], windows: Sequence[int | None]) -> "CompiledModel":
         """Return a model of only these layers, with these windows, that shares the weights."""
@@ -247,7 +242,6 @@ class CompiledModel:
             layer.window = window or 0
         model._model = STRUCTS["Model"].from_buffer_copy(self._model)
         model._model.layers = ctypes.addressof(model._layers)
-        model.entries = model._find_entries()
         return model
 
     @property
@@ -382,23 +376,15 @@ class CompiledModel:
         )
         return values, tokens
 
-    def _find_entries(self) -> PassEntries | None:
+    @property
+    def entries(self) -> PassEntries | None:
+        """For passes run by another library; None if this one cannot compute `probs` in one call."""
         if self.vocab_size % _LANES:
             return None
-        library = self._library
-        forward, probs = (
-            ctypes.cast(entry, ctypes.c_void_p).value for entry in (library.treespec_forward, library.treespec_probs)
-        )
-        assert forward and probs
-        return PassEntries(
-            forward,
-            probs,
-            ctypes.addressof(self._model),
-            ctypes.addressof(self._head),
-            self._num_learned_positions,
-            self.hidden_size * self.dtype.itemsize,
-            self._threads,
-        )
+        functions = map(_address_of, (self._library.treespec_forward, self._library.treespec_probs))
+        structs = map(ctypes.addressof, (self._model, self._head))
+        hidden_bytes = self.hidden_size * self.dtype.itemsize
+        return PassEntries(*functions, *structs, self._num_learned_positions, hidden_bytes, self._threads)
 
     def probs(self, hidden: Tensor) -> Tensor:
         """Return the softmax of fp32 logits, fp32 [num_rows, vocab_size], of hidden [num_rows, hidden_size]."""
@@ -412,6 +398,12 @@ class CompiledModel:
         assert hidden.dtype == self.dtype and hidden.shape[1] == self.hidden_size
         hidden = hidden.contiguous()
         entry(ctypes.byref(self._head), hidden.data_ptr(), len(hidden), out.data_ptr(), self._threads)
+
+
+def _address_of(function: Any) -> int:
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert address
+    return address
 
 
 def unsupported_reason(hidden: int, mlp: int, head_dim: int, dtype: torch.dtype) -> str | None:

@@ -43,7 +43,6 @@ def test_a_tuned_configuration_is_found_by_its_key(tmp_path: Path) -> None:
     given = {"dtype": torch.bfloat16, "group": 4, "head_dim": 128}
     expected = TreeAttentionConfig(32, 64, 4, 2, SegmentPartition(128, 1024, 8192))
     assert configs.get("tree_attention", given, DEFAULT) == expected
-    assert configs.get("tree_attention", KEY, replace(DEFAULT, fixed_order_dot=True)).fixed_order_dot
     for other in (KEY | {"head_dim": 64}, KEY | {"dtype": "float16"}, {"dtype": "bfloat16", "head_dim": 128}):
         assert configs.get("tree_attention", other, DEFAULT) is DEFAULT
     assert configs.get("lm_head", KEY, DEFAULT) is DEFAULT

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.interpreted.common import INTERPRETED, assert_near, device_of, each_dtype
+from tests.interpreted.common import assert_near, device_of, each_dtype
 from treespec_kernels.attention.qkv_rope import HeadNorm, qkv_rope_ref, qkv_rope_triton
 from treespec_kernels.attention.tree_attention import (
     AttentionShape,
@@ -176,7 +176,7 @@ def test_activations(activation: str, gated: bool, dtype: torch.dtype) -> None:
         close(row_linear_ref(x, weight, **options), expected)
         return
     for split_k in (1, 2):
-        config = RowLinearConfig(16, 32, 32, split_k, 4, 2, fixed_order_dot=INTERPRETED)
+        config = RowLinearConfig(16, 32, 32, split_k, 4, 2)
         out = row_linear_triton(x, weight, **options, config=config)
         close(out, expected)
         assert torch.equal(row_linear_triton(x[2:], weight, **options, config=config)[0], out[2])
@@ -188,7 +188,7 @@ def test_activations(activation: str, gated: bool, dtype: torch.dtype) -> None:
 @each_dtype
 def test_capped_logits(dtype: torch.dtype) -> None:
     x, weight = normal(3, 48, dtype=dtype), normal(70, 48, dtype=dtype)
-    config = LmHeadConfig(16, 32, 32, 4, 2, fixed_order_dot=INTERPRETED)
+    config = LmHeadConfig(16, 32, 32, 4, 2)
     op = lm_head_ref if IMPLEMENTATION == "ref" else lm_head_triton
     head = op(x, weight, config=config, logit_cap=4.0)
     expected = 4.0 * torch.tanh(x.double() @ weight.double().T / 4.0)
@@ -200,7 +200,7 @@ def test_capped_logits(dtype: torch.dtype) -> None:
 
 
 PARENTS = tree_parents("random", 4, torch.Generator().manual_seed(1))
-SMALL = TreeAttentionConfig(16, 16, 4, 2, SegmentPartition(32, 64, 64), fixed_order_dot=True)
+SMALL = TreeAttentionConfig(16, 16, 4, 2, SegmentPartition(32, 64, 64))
 
 
 @each_dtype

@@ -22,7 +22,7 @@ from treespec_kernels.tuning.testing import assert_close
 pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 ERRORS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}  # one rounding of the largest logit
 
-SMALL = LmHeadConfig(block_m=16, block_n=16, block_k=16, num_warps=4, num_stages=2, fixed_order_dot=INTERPRETED)
+SMALL = LmHeadConfig(block_m=16, block_n=16, block_k=16, num_warps=4, num_stages=2)
 WIDE = replace(SMALL, block_n=512, block_k=32)
 
 
@@ -81,7 +81,7 @@ def test_groups_are_heads_of_their_own(groups: int, dtype: torch.dtype) -> None:
 
 @each_dtype
 def test_a_row_has_the_same_bits_in_every_tile(dtype: torch.dtype) -> None:
-    config = LmHeadConfig(64, 32, 32, 4, 2, fixed_order_dot=INTERPRETED, larger=((128, 8, 2),))
+    config = LmHeadConfig(64, 32, 32, 4, 2, larger=((128, 8, 2),))
     x, weight = inputs(300, 70, 40, dtype)
     expected = project(x, weight, config.with_tile(config.tiles[0]))
     for rows in (1, 63, 64, 65, 127, 128, 129, 255, 256, 300):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.interpreted.common import DEVICE, INTERPRETED, NAN
+from tests.interpreted.common import DEVICE, NAN
 from treespec_kernels.attention.pass_layout import DeviceLayout, pass_layout_ref
 from treespec_kernels.attention.tree_attention import (
     AttentionShape,
@@ -23,7 +23,7 @@ PAGE = 16
 # Segments [0, 32), [32, 64), [64, 128), [128, 192) ... in tiles of 16 positions: every border lies near. Segments of
 # one tile, and long ones that are shorter than the short ones.
 PARTITIONS = [SegmentPartition(32, 64, 64), SegmentPartition(16, 48, 32), SegmentPartition(64, 32, 128)]
-SMALL = TreeAttentionConfig(16, 16, 4, 2, PARTITIONS[0], fixed_order_dot=INTERPRETED)
+SMALL = TreeAttentionConfig(16, 16, 4, 2, PARTITIONS[0])
 GARBAGE = 1 << 20  # a tree slot in no page table: to read it is an error
 
 

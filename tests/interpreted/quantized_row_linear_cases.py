@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.interpreted.common import DEVICE, INTERPRETED, assert_near, each_dtype
+from tests.interpreted.common import DEVICE, assert_near, each_dtype
 from treespec_kernels.linear.quantized import QuantizedWeight
 from treespec_kernels.linear.row_linear import (
     RowLinearConfig,
@@ -15,7 +15,7 @@ from treespec_kernels.linear.row_linear import (
 )
 from treespec_kernels.tuning.testing import assert_close
 
-SMALL = RowLinearConfig(16, 32, 32, split_k=1, num_warps=4, num_stages=2, fixed_order_dot=INTERPRETED)
+SMALL = RowLinearConfig(16, 32, 32, split_k=1, num_warps=4, num_stages=2)
 # bits, inputs, groups of inputs, whether there are zero points
 each_form = pytest.mark.parametrize(
     "bits, inputs, groups, has_zero",

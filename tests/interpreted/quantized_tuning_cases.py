@@ -31,7 +31,7 @@ from treespec_weights import load_weights
 torch.set_num_threads(1)
 CPU, OP = torch.device("cpu"), "quantized_row_linear"
 SETTING = Setting(KernelShape(torch.float32, 16, 4, 2, 64, 96, 100), CPU, nodes=3, context=20, requests=2)
-SLOW, FAST = (RowLinearConfig(16, size, 32, 2, 4, 2, fixed_order_dot=True) for size in (16, 32))
+SLOW, FAST = (RowLinearConfig(16, size, 32, 2, 4, 2) for size in (16, 32))
 SMALL = {"num_hidden_layers": 2, "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64}
 
 

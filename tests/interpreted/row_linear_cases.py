@@ -22,11 +22,9 @@ from treespec_kernels.tuning.testing import assert_close
 pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 # In the interpreter a dot is BLAS, whose bits follow the shape of the whole product and its memory.
-SMALL = RowLinearConfig(16, 32, 32, split_k=1, num_warps=4, num_stages=2, fixed_order_dot=INTERPRETED)
+SMALL = RowLinearConfig(16, 32, 32, split_k=1, num_warps=4, num_stages=2)
 
-TILED = RowLinearConfig(
-    64, 32, 32, 1, num_warps=4, num_stages=2, fixed_order_dot=INTERPRETED, larger=((128, 8, 2), (256, 16, 2))
-)
+TILED = RowLinearConfig(64, 32, 32, 1, num_warps=4, num_stages=2, larger=((128, 8, 2), (256, 16, 2)))
 
 
 class Layer(NamedTuple):

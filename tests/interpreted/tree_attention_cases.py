@@ -1,7 +1,6 @@
 """Cases of tree_attention_triton, run by tests/test_tree_attention_triton.py: in Triton's interpreter in a process of
 its own, and on a GPU where there is one. Not collected by name, because triton is interpreted or not per process."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,11 +19,6 @@ from treespec_kernels.tuning.testing import TreeAttentionInputs, path_to, scatte
 SMALL = TreeAttentionConfig(
     block_m=16, block_n=16, num_warps=4, num_stages=2, partition=SegmentPartition(short=32, long=64, long_from=64)
 )
-
-
-def exact(config: TreeAttentionConfig) -> TreeAttentionConfig:
-    """In the interpreter a dot is BLAS, whose bits follow the shape of the whole product and its memory."""
-    return replace(config, fixed_order_dot=INTERPRETED)
 
 
 def attend(inputs: TreeAttentionInputs, config: TreeAttentionConfig, **options: Any) -> torch.Tensor:
@@ -148,13 +142,13 @@ def test_a_tree_node_has_the_bits_of_plain_decoding(
     lengths = [int(length) for _, _, length in parts]
     parents = trees(" ".join(kind for kind, _, _ in parts), [int(n) for _, n, _ in parts])
     inputs = attention_inputs(lengths, parents, num_heads, num_kv_heads, head_dim, dtype, page_size=16)
-    assert_bits_of_plain_decoding(inputs, parents, exact(SMALL))
+    assert_bits_of_plain_decoding(inputs, parents, SMALL)
 
 
 @each_dtype
 def test_bits_do_not_follow_the_batch_the_rows_or_the_chain_flag(dtype: torch.dtype) -> None:
     inputs = attention_inputs([45, 30], trees("random chain", [11, 19]), 4, 2, 32, dtype, page_size=16)
-    config = exact(SMALL)
+    config = SMALL
     out = attend(inputs, config)
     assert torch.equal(attend(inputs, config, chains=[False, True]), out)
 
@@ -177,19 +171,19 @@ def test_windows(window: int) -> None:
     inputs = attention_inputs([64, 30, 79, 3], parents, num_heads=4, num_kv_heads=2)
     inputs.rows["window"] = window
     assert_matches_ref(inputs, SMALL)
-    out = attend(inputs, exact(SMALL))
-    assert torch.equal(attend(inputs, exact(SMALL), chains=[False, True, False, False]), out)
+    out = attend(inputs, SMALL)
+    assert torch.equal(attend(inputs, SMALL, chains=[False, True, False, False]), out)
     if window in (2, 17):
-        assert_bits_of_plain_decoding(inputs, parents, exact(SMALL))
+        assert_bits_of_plain_decoding(inputs, parents, SMALL)
 
 
 def test_what_lies_before_the_window_is_not_read() -> None:
     inputs = attention_inputs([200], trees("random", [5]))
     inputs.rows["window"] = 20
-    out = attend(inputs, exact(SMALL))
+    out = attend(inputs, SMALL)
     for cache in (inputs.k_cache, inputs.v_cache):
         cache[inputs.rows["page_table"][0, :2].long()] = float("nan")
-    assert torch.equal(attend(inputs, exact(SMALL)), out)
+    assert torch.equal(attend(inputs, SMALL), out)
 
 
 @each_dtype
@@ -209,10 +203,10 @@ def test_padding_rows_become_zero(dtype: torch.dtype) -> None:
 
 def test_a_nan_of_its_own_request_reaches_only_the_rows_that_see_it() -> None:
     inputs = attention_inputs([17, 5], trees("star random", [3, 4]), page_size=16)
-    clean = attend(inputs, exact(SMALL))
+    clean = attend(inputs, SMALL)
     slot = 17 + 2
     inputs.v_cache[int(inputs.rows["page_table"][0, slot // 16]), :, slot % 16] = float("nan")
-    out = attend(inputs, exact(SMALL))
+    out = attend(inputs, SMALL)
     assert out[2].isnan().all()
     others = [0, 1, 3, 4, 5, 6]
     assert torch.equal(out[others], clean[others])

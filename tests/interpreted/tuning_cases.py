@@ -39,7 +39,7 @@ from treespec_weights import load_weights
 NAME = "A device"
 SHAPE = KernelShape(torch.float32, 16, 4, 2, 32, 48, 100)
 SETTING = Setting(SHAPE, torch.device("cpu"), nodes=3, context=20, requests=2, layers=2)
-SLOW, FAST, EQUAL = (TreeAttentionConfig(16, size, 4, 2, fixed_order_dot=True) for size in (16, 32, 64))
+SLOW, FAST, EQUAL = (TreeAttentionConfig(16, size, 4, 2) for size in (16, 32, 64))
 
 
 class PlannedClock:
@@ -84,7 +84,7 @@ def test_the_fastest_is_kept(problems: list[TuningProblem], tmp_path: Path) -> N
     assert timed.timed == [SLOW, FAST, EQUAL] and found.unmeasured == 0 and found.failed == []
     assert found.best is not None and found.best.config == FAST
     entry = found.entry(tuned.versions_of(NAME, found.problem[0].op), 1e9)
-    assert entry is not None and entry.config["block_n"] == 32 and "fixed_order_dot" not in entry.config
+    assert entry is not None and entry.config["block_n"] == 32
     assert (entry.microseconds, entry.default_microseconds) == (1e6, 3e6)
     tuned.save_entries(tmp_path / "a-device.json", NAME, [entry])
     configs = tuned.KernelConfigs.load("cuda", name=NAME, folder=tmp_path)
@@ -104,7 +104,7 @@ def planted(problems: list[TuningProblem], change: Callable[[torch.Tensor], None
 
     def run(*given: Any, plan: Any, **named: Any) -> torch.Tensor:
         out = right(*given, plan=plan, **named)
-        if replace(plan.config, fixed_order_dot=True) == FAST:
+        if plan.config == FAST:
             change(out)
         return out
 

@@ -16,10 +16,10 @@ import torch
 from treespec_kernels.aot.launches import Launch, Pointer
 
 
-def argument(name: str, value: Any) -> Any:
+def argument(value: Any) -> Any:
     if isinstance(value, Pointer) and value.dtype == torch.float16:
         return replace(value, dtype=torch.bfloat16)
-    return False if name == "FIXED_ORDER_DOT" else value  # the interpreter's stand-in for a matrix instruction
+    return value
 
 
 def main(path: str, target: str) -> None:
@@ -27,7 +27,7 @@ def main(path: str, target: str) -> None:
     failed = []
     for launch in launches:
         try:
-            replace(launch, arguments={n: argument(n, v) for n, v in launch.arguments.items()}).compile(target)
+            replace(launch, arguments={n: argument(v) for n, v in launch.arguments.items()}).compile(target)
         except Exception as error:
             failed.append([repr(launch), f"{type(error).__name__}: {error}"])
     print(json.dumps({"compiled": len(launches) - len(failed), "failed": failed}))

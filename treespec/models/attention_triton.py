@@ -1,6 +1,5 @@
 """Triton backend of tree attention."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -41,17 +40,14 @@ class TritonAttention:
         device: torch.device,
         configs: KernelConfigs | None = None,
     ):
-        interpreted = is_interpreted()
-        if device.type != "cuda" and not interpreted:
+        if device.type != "cuda" and not is_interpreted():
             raise KernelError(
                 f"attention='triton' needs a GPU, the device is {device}; use attention='auto', or set "
                 "TRITON_INTERPRET=1 to run the kernels in Triton's interpreter"
             )
         self.shape = AttentionShape(num_heads, num_kv_heads, head_dim, dtype)
         self.cache_dtype, self.device = dtype, device
-        # The interpreter computes dot with BLAS, whose bits depend on the number of rows.
-        default = replace(TreeAttentionConfig.default(dtype, head_dim, target_of(device)), fixed_order_dot=interpreted)
-        self.config = default
+        self.config = default = TreeAttentionConfig.default(dtype, head_dim, target_of(device))
         if configs is not None:
             group = num_heads // num_kv_heads
             self.config = configs.get("tree_attention", {"dtype": dtype, "head_dim": head_dim, "group": group}, default)

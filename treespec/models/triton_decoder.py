@@ -96,7 +96,7 @@ class PassKernels:
         key = self._key() | {"vocab_size": vocab, "hidden_size": hidden}
         default = LmHeadConfig.default(self.dtype, vocab, hidden, target_of(weights.head.device))
         if is_interpreted():  # the interpreter computes dot with BLAS, whose time grows with the block size
-            default = replace(default, block_m=16, block_n=64, block_k=64, fixed_order_dot=True, larger=())
+            default = replace(default, block_m=16, block_n=64, block_k=64, larger=())
         self._head = configs.get("lm_head", key, default)
         can_overlap = takes_pdl(weights.embed.device)
         launch = configs.get("programmatic_launch", self._key() | {"hidden_size": hidden}, LaunchConfig(can_overlap))
@@ -169,7 +169,7 @@ class PassKernels:
             default = RowLinearConfig.default(self.dtype, out_features, in_features, silu_gate, target)
         if is_interpreted():
             sizes = {"block_m": 16, "block_n": 64, "block_k": block_k, "split_k": min(default.split_k, 2)}
-            default = replace(default, **sizes, fixed_order_dot=True, larger=())
+            default = replace(default, **sizes, larger=())
         return configs.get(op, key, default)
 
     def hidden(

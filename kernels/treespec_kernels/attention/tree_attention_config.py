@@ -40,7 +40,6 @@ class TreeAttentionConfig(TileConfig):
     num_warps: int
     num_stages: int
     partition: SegmentPartition = field(default_factory=SegmentPartition)
-    fixed_order_dot: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

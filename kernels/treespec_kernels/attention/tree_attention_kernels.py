@@ -89,7 +89,6 @@ def attend_items(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    FIXED_ORDER_DOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_predecessors(PDL)
@@ -147,7 +146,7 @@ def attend_items(
         m_scores = m_n[None, :] & (o_n[None, :] <= position[:, None])
         if window is not None:
             m_scores = m_scores & (o_n[None, :] > position[:, None] - window)
-        b_scores = dot(b_q, tl.trans(b_k), tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32), FIXED_ORDER_DOT)
+        b_scores = dot(b_q, tl.trans(b_k), tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32))
         b_scores *= scale_log2
         if score_cap is not None:
             b_scores = soft_cap(b_scores, score_cap)
@@ -158,7 +157,7 @@ def attend_items(
         b_weights = tl.exp2(b_scores - b_shift[:, None])
         b_decay = tl.exp2(b_max - b_shift)
         b_sum = b_sum * b_decay + tl.sum(b_weights, axis=1)
-        b_acc = dot(b_weights.to(b_v.dtype), b_v, b_acc * b_decay[:, None], FIXED_ORDER_DOT)
+        b_acc = dot(b_weights.to(b_v.dtype), b_v, b_acc * b_decay[:, None])
         b_max = b_new_max
 
     # Recompute, to not keep the indices in registers across the loop.

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-_CONSTANTS = ("block_m", "block_n", "block_k", "split_k", "fixed_order_dot")
+_CONSTANTS = ("block_m", "block_n", "block_k", "split_k")
 
 
 class TileConfig:
@@ -14,12 +14,10 @@ class TileConfig:
     Attributes:
         block_m, block_n, block_k: tile sizes, powers of two.
         num_warps, num_stages: launch options.
-        fixed_order_dot: for tests in the interpreter, whose dot calls BLAS and is not row-invariant.
     """
 
     num_warps: int
     num_stages: int
-    fixed_order_dot: bool
 
     def __post_init__(self) -> None:
         for name, size in vars(self).items():
@@ -27,7 +25,7 @@ class TileConfig:
                 raise ValueError(f"{name} is {size}; it must be a power of two, 16 or more")
 
     @property
-    def constants(self) -> dict[str, int | bool]:
+    def constants(self) -> dict[str, int]:
         """The kernel's constexpr arguments that are fields of the configuration: `BLOCK_M` is `block_m`."""
         return {name.upper(): getattr(self, name) for name in _CONSTANTS if hasattr(self, name)}
 

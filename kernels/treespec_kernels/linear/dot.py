@@ -5,7 +5,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from treespec_kernels.launch.triton_launch import emits_proxy_fences
+from treespec_kernels.launch.triton_launch import emits_proxy_fences, is_interpreted
 
 
 def lacks_proxy_fence(_semantic: Any = None) -> tl.constexpr:
@@ -22,13 +22,16 @@ def lacks_proxy_fence(_semantic: Any = None) -> tl.constexpr:
 lacks_proxy_fence.__triton_builtin__ = True  # type: ignore[attr-defined]
 
 
+_INTERPRETED = tl.constexpr(is_interpreted())
+
+
 @triton.jit
-def dot(a, b, acc, FIXED_ORDER: tl.constexpr):
+def dot(a, b, acc):
     """Return acc + a @ b in fp32.
 
-    `FIXED_ORDER` sums every element in the same order, for the interpreter, whose dot calls BLAS.
+    The interpreter's dot calls BLAS, which is not row-invariant, so every element is summed in the same order there.
     """
-    if FIXED_ORDER:
+    if _INTERPRETED:
         product = a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :]
         acc += tl.sum(product, axis=1)
     else:

@@ -64,7 +64,6 @@ class LmHeadConfig(RowTiledConfig):
     block_k: int
     num_warps: int
     num_stages: int
-    fixed_order_dot: bool = False
     larger: tuple[RowTile, ...] = ()
 
     @classmethod

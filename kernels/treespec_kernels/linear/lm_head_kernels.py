@@ -39,7 +39,6 @@ def project_to_vocab(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    FIXED_ORDER_DOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program owns one tile of rows and one block of tokens, over all of K.
@@ -73,7 +72,7 @@ def project_to_vocab(
             m_k = (k + o_k < HIDDEN)[None, :]
             b_x = tl.load(p_x + k, mask=m_m[:, None] & m_k, other=0.0)
             b_weight = tl.load(p_weight + k, mask=m_k, other=0.0)
-        b_acc = dot(b_x, tl.trans(b_weight), b_acc, FIXED_ORDER_DOT)
+        b_acc = dot(b_x, tl.trans(b_weight), b_acc)
 
     if logit_cap is not None:
         b_acc = soft_cap(b_acc, logit_cap)

@@ -34,7 +34,6 @@ def multiply_quantized(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    FIXED_ORDER_DOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program owns BLOCK_M rows, BLOCK_N outputs and one split of K.
@@ -94,10 +93,10 @@ def multiply_quantized(
         else:
             b_weight = b_q.to(x.dtype.element_ty)
         if GROUPS == 1:
-            b_acc = dot(b_x, tl.trans(b_weight), b_acc, FIXED_ORDER_DOT)
+            b_acc = dot(b_x, tl.trans(b_weight), b_acc)
         else:
             b_none = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-            b_part = dot(b_x, tl.trans(b_weight), b_none, FIXED_ORDER_DOT)
+            b_part = dot(b_x, tl.trans(b_weight), b_none)
             b_acc += b_part * tl.load(scale + o_scale).to(tl.float32)[None, :]
         p_x += BLOCK_K
         p_values += BYTES

@@ -32,7 +32,6 @@ class RowLinearConfig(RowTiledConfig):
     split_k: int
     num_warps: int
     num_stages: int
-    fixed_order_dot: bool = False
     larger: tuple[RowTile, ...] = ()
 
     def __post_init__(self) -> None:

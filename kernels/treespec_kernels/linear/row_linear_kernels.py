@@ -47,7 +47,6 @@ def multiply_rows(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    FIXED_ORDER_DOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program owns BLOCK_M rows, BLOCK_N rows of the weight and one split of K.
@@ -95,7 +94,7 @@ def multiply_rows(
         b_x = tl.load(p_x, mask=m_m[:, None], other=0.0)
         # A pass reads the weight once, so it should not evict activations and partial sums from L2.
         b_weight = tl.load(p_weight, eviction_policy="evict_first")
-        b_acc = dot(b_x, tl.trans(b_weight), b_acc, FIXED_ORDER_DOT)
+        b_acc = dot(b_x, tl.trans(b_weight), b_acc)
         p_x += BLOCK_K
         p_weight += BLOCK_K
     if BLOCKS > FULL_BLOCKS:
@@ -103,7 +102,7 @@ def multiply_rows(
             m_k = FULL_BLOCKS * BLOCK_K + tl.arange(0, BLOCK_K) < IN_FEATURES
             b_x = tl.load(p_x, mask=m_m[:, None] & m_k[None, :], other=0.0)
             b_weight = tl.load(p_weight, mask=m_k[None, :], other=0.0)
-            b_acc = dot(b_x, tl.trans(b_weight), b_acc, FIXED_ORDER_DOT)
+            b_acc = dot(b_x, tl.trans(b_weight), b_acc)
 
     o_f = i_n * BLOCK_F + tl.arange(0, BLOCK_F)
     m_out = m_m[:, None]

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from treespec_kernels.launch.triton_launch import is_interpreted
 from treespec_kernels.ops.shapes import Setting
 from treespec_kernels.tuning.testing import assert_close, bits
 from treespec_kernels.tuning.tuned import label_of
@@ -135,7 +134,7 @@ class Case:
 
     def candidates(self) -> list[Any]:
         """Return the configurations to tune over, the default first; [None] for an op without configurations."""
-        return [interpretable(config) for config in self.entry.configs(self)]
+        return list(self.entry.configs(self))
 
     @property
     def default(self) -> Any:
@@ -221,13 +220,6 @@ class Case:
 
 def _select(index: list[int], dim: int, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.index_select(dim, torch.tensor(index, dtype=torch.int64, device=tensor.device))
-
-
-def interpretable(config: Any) -> Any:
-    """Return a configuration for Triton's interpreter, whose dot calls BLAS and is not row-invariant, in its place."""
-    if is_interpreted() and hasattr(config, "fixed_order_dot"):
-        return dataclasses.replace(config, fixed_order_dot=True)
-    return config
 
 
 def _members_of(value: Any) -> dict[Any, Any]:

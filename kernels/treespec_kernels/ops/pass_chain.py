@@ -15,7 +15,7 @@ from treespec_kernels.linear.lm_head import BlockStats, LmHeadConfig, lm_head_tr
 from treespec_kernels.linear.rms_norm import Norm, rms_norm_triton
 from treespec_kernels.linear.row_linear import row_linear_partials_triton, row_linear_triton
 from treespec_kernels.ops.linear import EPS, PLAIN, QUANTIZED_ROW_LINEAR, ROW_LINEAR, key_of, layer_case, random_weight
-from treespec_kernels.ops.op import Case, Inputs, Op, interpretable
+from treespec_kernels.ops.op import Case, Inputs, Op
 from treespec_kernels.ops.shapes import PAGE_SIZE, Setting
 from treespec_kernels.tuning.testing import same_bits, tree_attention_inputs, tree_parents
 
@@ -41,12 +41,12 @@ class PassChain:
         self.head = setting.random(generator, *setting.stack, shape.vocab_size, hidden, scale=hidden**-0.5)
         self.head_config = LmHeadConfig.default(setting.dtype, shape.vocab_size, hidden, setting.target)
         if is_interpreted():
-            self.head_config = replace(self.head_config, block_m=16, block_n=64, block_k=64, fixed_order_dot=True)
+            self.head_config = replace(self.head_config, block_m=16, block_n=64, block_k=64)
         seed = generator.initial_seed()
         host = torch.Generator().manual_seed(seed)
         trees = [tree_parents("random", nodes, host) for _ in range(groups)]
         inputs = tree_attention_inputs([setting.context] * groups, trees, shape.attention, device=device, seed=seed)
-        attention = interpretable(TreeAttentionConfig.default(setting.dtype, head_dim, setting.target))
+        attention = TreeAttentionConfig.default(setting.dtype, head_dim, setting.target)
         self.attention = inputs.rows
         self.plan = plan_tree_attention(**inputs.plan, shape=shape.attention, device=device, config=attention)
         self.rotation = setting.random_fp32(generator, setting.context + nodes, 2, head_dim)

@@ -89,9 +89,8 @@ class Tuned:
             }
             for case in self.problem
         }
-        config = {name: value for name, value in asdict(best.config).items() if name != "fixed_order_dot"}
         means, now = (1e6 * self.mean(best), 1e6 * self.mean(shipped)), datetime.now(UTC).isoformat(timespec="seconds")
-        return TunedEntry(first.op, first.key, config, *means, loads, versions, now)
+        return TunedEntry(first.op, first.key, asdict(best.config), *means, loads, versions, now)
 
 
 class SweepLog:

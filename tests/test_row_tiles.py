@@ -74,7 +74,7 @@ def test_tuning_varies_the_stages_of_larger_tiles(dtype: torch.dtype) -> None:
         first = default.tiles[0]
         varied = [config for config in candidates if config.with_tile(first) == default.with_tile(first)]
         assert {tile.num_stages for config in varied for tile in config.larger if tile.block_m == 128} == {3, 4, 5, 6}
-    quantised = quantized_candidates(dtype, 4096, 4096, 128, "sm_90")
+    quantised = quantized_candidates(dtype, 4096, 4096, 128, 4, "sm_90")
     assert any(config.larger for config in quantised) and not quantised[0].larger
 
 

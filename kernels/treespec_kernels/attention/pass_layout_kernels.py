@@ -106,10 +106,10 @@ def lay_out_pass(
         else:
             key_hi = context_len // BLOCK_N * BLOCK_N
         key_lo = start // BLOCK_N * BLOCK_N
-        first_segment = _segment_of(key_lo, SHORT, LONG, LONG_FROM)
+        segment_of_tile = _segment_of(key_lo, SHORT, LONG, LONG_FROM)
         for k in range(0, num_packed_segments, BLOCK_S):
             o_k = k + tl.arange(0, BLOCK_S)
-            segment = first_segment + o_k
+            segment = segment_of_tile + o_k
             lo = tl.maximum(key_lo, _start_of(segment, SHORT, LONG, LONG_FROM))
             hi = tl.minimum(key_hi, _start_of(segment + 1, SHORT, LONG, LONG_FROM))
             # M tiles of one segment are adjacent, so that all but the first read its keys from L2.
@@ -118,35 +118,36 @@ def lay_out_pass(
             m_hi = first_row * GROUP + m_end
             m_k = o_k < num_packed_segments
             _store_items(packed_items, index, m_k, request, first_row + last, m_lo, m_hi, lo, hi, segment, 0)
-    else:
-        o_r = (i_part - num_tiles) * BLOCK_R + tl.arange(0, BLOCK_R)
-        m_r = o_r < num_rows
-        row = request * num_rows + o_r
-        depth, slot, exists = _load_rows(depths, row_slots, row, m_r, context_len, width, max_context, num_slots)
-        position = context_len + depth
-        page = tl.load(page_table + request.to(tl.int64) * stride_page_table + slot // PAGE_SIZE, mask=exists, other=0)
-        own_slot = page.to(tl.int64) * PAGE_SIZE + slot % PAGE_SIZE
-        tl.store(positions + row, tl.where(exists, position, 0), mask=m_r)
-        tl.store(slots + row, tl.where(exists, own_slot, 0), mask=m_r)
-        start = tl.maximum(position - window + 1, 0)
-        start_segment = _segment_of(start, SHORT, LONG, LONG_FROM)
-        count = _segment_of(position, SHORT, LONG, LONG_FROM) + 1 - start_segment
-        tl.store(first_segment + row, start_segment, mask=m_r)
-        tl.store(num_segments + row, tl.where(exists, count, 0), mask=m_r)
-        if not CHAIN:
-            root_tile = context_len // BLOCK_N * BLOCK_N
-            key_lo = tl.maximum(root_tile, start // BLOCK_N * BLOCK_N)
-            first_of_row = _segment_of(key_lo, SHORT, LONG, LONG_FROM)
-            for k in range(num_node_segments):
-                segment = first_of_row + k
-                begin = _start_of(segment, SHORT, LONG, LONG_FROM)
-                lo = tl.maximum(key_lo, begin)
-                hi = tl.minimum(position + 1, _start_of(segment + 1, SHORT, LONG, LONG_FROM))
-                hi = tl.where(exists, hi, 0)
-                # A row whose window starts at the root's tile or later has no packed item to continue.
-                continues = ((lo > begin) & (start < root_tile)).to(tl.int32)
-                for tile in tl.static_range(TILES_OF_GROUP):
-                    index = (k * num_requests * num_rows + row) * TILES_OF_GROUP + tile
-                    m_lo = row * GROUP + tile * BLOCK_M
-                    m_hi = tl.minimum(m_lo + BLOCK_M, (row + 1) * GROUP)
-                    _store_items(node_items, index, m_r, request, row, m_lo, m_hi, lo, hi, segment, continues)
+        return
+
+    o_r = (i_part - num_tiles) * BLOCK_R + tl.arange(0, BLOCK_R)
+    m_r = o_r < num_rows
+    row = request * num_rows + o_r
+    depth, slot, exists = _load_rows(depths, row_slots, row, m_r, context_len, width, max_context, num_slots)
+    position = context_len + depth
+    page = tl.load(page_table + request.to(tl.int64) * stride_page_table + slot // PAGE_SIZE, mask=exists, other=0)
+    own_slot = page.to(tl.int64) * PAGE_SIZE + slot % PAGE_SIZE
+    tl.store(positions + row, tl.where(exists, position, 0), mask=m_r)
+    tl.store(slots + row, tl.where(exists, own_slot, 0), mask=m_r)
+    start = tl.maximum(position - window + 1, 0)
+    start_segment = _segment_of(start, SHORT, LONG, LONG_FROM)
+    count = _segment_of(position, SHORT, LONG, LONG_FROM) + 1 - start_segment
+    tl.store(first_segment + row, start_segment, mask=m_r)
+    tl.store(num_segments + row, tl.where(exists, count, 0), mask=m_r)
+    if not CHAIN:
+        root_tile = context_len // BLOCK_N * BLOCK_N
+        key_lo = tl.maximum(root_tile, start // BLOCK_N * BLOCK_N)
+        first_of_row = _segment_of(key_lo, SHORT, LONG, LONG_FROM)
+        for k in range(num_node_segments):
+            segment = first_of_row + k
+            begin = _start_of(segment, SHORT, LONG, LONG_FROM)
+            lo = tl.maximum(key_lo, begin)
+            hi = tl.minimum(position + 1, _start_of(segment + 1, SHORT, LONG, LONG_FROM))
+            hi = tl.where(exists, hi, 0)
+            # A row whose window starts at the root's tile or later has no packed item to continue.
+            continues = ((lo > begin) & (start < root_tile)).to(tl.int32)
+            for tile in tl.static_range(TILES_OF_GROUP):
+                index = (k * num_requests * num_rows + row) * TILES_OF_GROUP + tile
+                m_lo = row * GROUP + tile * BLOCK_M
+                m_hi = tl.minimum(m_lo + BLOCK_M, (row + 1) * GROUP)
+                _store_items(node_items, index, m_r, request, row, m_lo, m_hi, lo, hi, segment, continues)

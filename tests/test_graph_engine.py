@@ -14,7 +14,7 @@ import torch
 from tests.child import run_cases
 from tests.models import greedy, open_llm, random_prompts, tiny, tokens_of
 from treespec import LLM, LLMEngine, SamplingParams, SpecConfig
-from treespec.drafters.ssm.ssm_drafter import SsmDrafter
+from treespec.drafters.ssm.captured_ssms import CapturedSsms
 from treespec.executors.execution import follow
 from treespec.graphs.graph_executor import GraphExecutor
 from treespec.graphs.round_inputs import Proposal, RoundInput, RoundLimits
@@ -159,9 +159,9 @@ def test_ssms_read_each_token_once() -> None:
 def test_what_ssms_have_missed_is_not_charged_to_a_round() -> None:
     """They read a prompt once, and the planner would take drafting to be as slow as that."""
     llm, rounds, prompts, _ = scripted(1)
-    catch_up, slow, took = SsmDrafter.catch_up, [], []
+    catch_up, slow, took = CapturedSsms.catch_up, [], []
 
-    def slowly(ssms: SsmDrafter, requests: Sequence[Request], width: int) -> bool:
+    def slowly(ssms: CapturedSsms, requests: Sequence[Request], width: int) -> bool:
         if missed := catch_up(ssms, requests, width):
             slow.append(requests)
             time.sleep(0.5)
@@ -170,7 +170,7 @@ def test_what_ssms_have_missed_is_not_charged_to_a_round() -> None:
     def observe(planner: Planner, requests: Any, trees: Any, emitted: Any, seconds: RoundSeconds, *rest: Any) -> None:
         took.append(sum(seconds) - seconds.read)
 
-    with mock.patch.object(SsmDrafter, "catch_up", slowly), mock.patch.object(Planner, "observe", observe):
+    with mock.patch.object(CapturedSsms, "catch_up", slowly), mock.patch.object(Planner, "observe", observe):
         llm.generate(prompts[1:], greedy(6), spec=SpecConfig(sources=("ssm",)))
     assert rounds.seen and len(slow) == 1 and max(took) < 0.5
 

@@ -204,8 +204,8 @@ class Engine:
             request.nodes_verified += len(each.tree)
             self.stats.accepted_lengths[min(len(path) - 1, len(tokens))] += 1  # a stop may cut the path
             if self.sources.ssms is not None:
-                if each.read is not None:
-                    self.sources.ssms.score(request, each.read)
+                if each.score_ssms is not None:
+                    each.score_ssms()
                 self.sources.ssms.learn(request, each.tree, path, each.bonus)
             accepted = [each.tree.sources_of(node) for node in path[1 : 1 + len(tokens)].tolist()]
             request.count_accepted(accepted)

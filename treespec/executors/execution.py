@@ -10,7 +10,6 @@ from torch import Tensor
 
 from treespec.draft_plan import NOTHING_DRAFTED, Drafted
 from treespec.drafters.calls import Committing, Failures
-from treespec.drafters.ssm.ssm_state import ReadTokens
 from treespec.planning.planner import PlannedRound, Planner
 from treespec.planning.round_costs import RoundSeconds
 from treespec.request import Request
@@ -62,7 +61,7 @@ class VerifiedRequest(NamedTuple):
         path_logits: target logits at the path's nodes, [1 + accepted, vocab]; None if the request asks for no
             log-probabilities, or if they are computed already.
         logprobs: log-probabilities at the path's nodes, as `LogprobRows.packed` returns them; None as above.
-        read: tokens that the SSMs read in a captured round and are not scored on yet; None if there are none.
+        score_ssms: scores the SSMs on tokens that they read in a captured round; None if they read none.
     """
 
     request: Request
@@ -71,7 +70,7 @@ class VerifiedRequest(NamedTuple):
     tokens: list[int]
     path_logits: Tensor | None = None
     logprobs: np.ndarray | None = None
-    read: ReadTokens | None = None
+    score_ssms: Callable[[], None] | None = None
 
     @property
     def bonus(self) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 from treespec.draft_plan import Drafted, DraftPlan
 from treespec.drafters.calls import may_draft
 from treespec.drafters.draft_sources import DraftSources
+from treespec.drafters.ssm.captured_ssms import CapturedSsms
 from treespec.executors.execution import Execution, StageClock, VerifiedRequest
 from treespec.graphs.batch_round import BatchRound
 from treespec.graphs.capture import Rounds
@@ -59,6 +60,7 @@ class GraphExecutor:
 
     def __init__(self, runner: Runner, sources: DraftSources, rounds: Rounds, max_model_len: int):
         self.runner, self.sources, self.rounds, self.max_model_len = runner, sources, rounds, max_model_len
+        self.ssms = None if sources.ssms is None else CapturedSsms(sources.ssms)
         self._launched: _Launched | None = None
         self._steady, self._last = 0, list[Request]()  # the last round's requests, and how many rounds had just them
         self._waited: float | None = None  # when the last round's results came, if `launch` follows in the same step
@@ -102,8 +104,7 @@ class GraphExecutor:
         if drafting := [request for request, plan in zip(requests, plans, strict=True) if plan.levels]:
             clock.enter("draft")
             read = self._catch_up(drafting)
-            ssms = self.sources.ssms
-            if ssms is None or not any(map(ssms.may_draft, drafting)):
+            if (ssms := self.sources.ssms) is None or not any(map(ssms.may_draft, drafting)):
                 clock.enter("search")  # otherwise the search runs beside the first level, as a part of it
                 if not any(search()):
                     plans, drafting = [PLAIN] * len(requests), []
@@ -192,7 +193,7 @@ class GraphExecutor:
         Returns:
             Seconds spent; 0 if there was nothing to read.
         """
-        ssms, began = self.sources.ssms, time.perf_counter()
+        ssms, began = self.ssms, time.perf_counter()
         if ssms is None or not requests or not ssms.catch_up(requests, self.rounds.limits.width):
             return 0.0
         self.runner.wait()
@@ -216,11 +217,11 @@ class GraphExecutor:
         plan: DraftPlan,
         transforms: RequestTransforms | None,
     ) -> RoundInput:
-        sampler, spec, ssms = request.sampler, request.spec, self.sources.ssms
+        sampler, spec, captured = request.sampler, request.spec, self.ssms
         temperature = sampler.temperature if sampler is not None else 0.0
         weights, new = np.zeros(0), request.tokens[-1:]
-        if ssms is not None and plan.levels and ssms.may_draft(request):
-            weights, new = ssms.round_weights(request), request.tokens[ssms.first_unread(request) :]
+        if captured is not None and plan.levels and captured.ssms.may_draft(request):
+            weights, new = captured.weights(request), request.tokens[captured.first_unread(request) :]
         return RoundInput(
             request.context_len,
             new,
@@ -260,9 +261,10 @@ class GraphExecutor:
             self.runner.cache.scrub_slots(0, request.pages, request.context_len, nodes)
             execution.undecided.append(request)
             return
-        ssms, read = self.sources.ssms, None
-        if ssms is not None and plan.levels:
-            read = ssms.end_round(request, result.read_probs, proposed if ssms.may_draft(request) else None)
+        captured, score_ssms = self.ssms, None
+        if captured is not None and plan.levels:
+            seed = proposed if captured.ssms.may_draft(request) else None
+            score_ssms = captured.end_round(request, result.read_probs, seed)
         execution.verified.append(
-            VerifiedRequest(request, tree, result.path, result.tokens, None, result.logprobs, read)
+            VerifiedRequest(request, tree, result.path, result.tokens, None, result.logprobs, score_ssms)
         )

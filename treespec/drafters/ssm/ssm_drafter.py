@@ -24,7 +24,7 @@ from treespec.drafters.ssm.group_draft import CallInputs, DraftCounts, GroupDraf
 from treespec.drafters.ssm.level_scorer import CATCH_UP_CHUNK, LevelScorer
 from treespec.drafters.ssm.levels import DraftModelCache, levels_for, stop_unprofitable
 from treespec.drafters.ssm.scoring import Rows
-from treespec.drafters.ssm.ssm_state import ReadTokens, SsmState, open_mass
+from treespec.drafters.ssm.ssm_state import SsmState, open_mass
 from treespec.models.group_model import GroupModel
 from treespec.request import Request
 from treespec.tree import TokenTree
@@ -61,7 +61,7 @@ class SsmDrafter:
         self._catch_up_policy = CatchUpPolicy(len(models))
         self._by_sources: dict[tuple[str, ...] | None, list[int]] = {}
         self._draft_models = DraftModelCache(models, cache)
-        self._drafts = [group_draft(ssm, model, cache, len(models) > 1) for ssm, model in enumerate(models)]
+        self.drafts = [group_draft(ssm, model, cache, len(models) > 1) for ssm, model in enumerate(models)]
 
     def propose(
         self,
@@ -81,7 +81,7 @@ class SsmDrafter:
         if seeds is None:
             seeds = [TokenTree.root(request.tokens[-1]) for request in requests]
         self._counts = DraftCounts()
-        drafting = [p.levels > 0 and bool(self._allowed(r)) for r, p in zip(requests, plans, strict=True)]
+        drafting = [p.levels > 0 and bool(self.allowed(r)) for r, p in zip(requests, plans, strict=True)]
         asked = np.array([i for i, plan in enumerate(plans) if plan.adaptive and drafting[i]], dtype=np.int64)
         if len(asked):
             grows = rule.worth_a_level(asked, np.array([open_mass(seeds[i]) for i in asked]), None)
@@ -90,14 +90,14 @@ class SsmDrafter:
         if not any(drafting):
             self.drafted = Drafted(0, 0)
             return list(seeds)
-        self._select([(r, self._state(r), p) for r, p, drafts in zip(requests, plans, drafting, strict=True) if drafts])
+        self._select([(r, self.state(r), p) for r, p, drafts in zip(requests, plans, drafting, strict=True) if drafts])
         random = [request.draws_at_random for request in requests]
         trees, levels = list(seeds), 0
         for kind in (False, True):
             group = [i for i, own in enumerate(random) if own == kind]
             if not any(drafting[i] for i in group):
                 continue
-            states = [self._state(requests[i]) for i in group]
+            states = [self.state(requests[i]) for i in group]
             own = [requests[i] for i in group]
             shapes = [
                 Shape(plans[i].levels if drafting[i] else 0, plans[i].nodes, plans[i].branching, requests[i].end_tokens)
@@ -161,7 +161,7 @@ class SsmDrafter:
         active = {ssm for owner in forest.frontier.owners.tolist() for ssm in states[owner].active}
         levels = levels_for(self.models, active, self.cache, requests)
         trees = GrowingTrees(requests, states, forest, levels, self._counts)
-        scorer = LevelScorer(self._drafts, trees, self._read)
+        scorer = LevelScorer(self.drafts, trees, self.read)
         last_open_mass = forest.open_mass()
         while len(forest.frontier.nodes):
             if forest.depth and any(adaptive):
@@ -200,15 +200,15 @@ class SsmDrafter:
         trees = {ssm: [owner for owner in sorted(roots) if ssm in states[owner].active] for ssm in ssms}
         for ssm in ssms:
             behind = [requests[owner] for owner in trees[ssm]]
-            self._read(
-                self._drafts[ssm], [r for r in behind if r.context_len - self._state(r).valid[ssm] >= CATCH_UP_CHUNK]
+            self.read(
+                self.drafts[ssm], [r for r in behind if r.context_len - self.state(r).valid[ssm] >= CATCH_UP_CHUNK]
             )
         # The bonus token may be an expanded node with valid K/V, but the root is always scored again.
         valid = [np.minimum(state.valid, r.context_len) for r, state in zip(requests, states, strict=True)]
         inputs: list[CallInputs] = []
         for ssm in ssms:
             chains = [(requests[owner], int(valid[owner][ssm]), requests[owner].context_len) for owner in trees[ssm]]
-            inputs.append(self._drafts[ssm].call_inputs(chains, trees[ssm], len(requests)))
+            inputs.append(self.drafts[ssm].call_inputs(chains, trees[ssm], len(requests)))
             if not inputs[-1].reads:
                 for owner in trees[ssm]:
                     valid[owner][ssm] = requests[owner].context_len
@@ -273,11 +273,11 @@ class SsmDrafter:
 
     def prefill(self, requests: Sequence[Request]) -> None:
         """Compute the SSMs' K/V of all committed positions, and score the SSMs on these tokens."""
-        for draft in self._drafts:
-            self._read(draft, [request for request in requests if draft.ssm in self._allowed(request)])
+        for draft in self.drafts:
+            self.read(draft, [request for request in requests if draft.ssm in self.allowed(request)])
         for request in requests:
             if request.group is not None:
-                request.group.trust = self._state(request).trust.copy()
+                request.group.trust = self.state(request).trust.copy()
 
     def fork(self, requests: Sequence[Request]) -> None:
         """Initialise samples whose pages already hold the prompt's K/V, with the group's trust after the prompt.
@@ -289,7 +289,7 @@ class SsmDrafter:
             if request.spec.is_plain or request.group.without_ssms:
                 continue
             assert request.group.trust is not None, "the group's prompt is not prefilled"
-            state = self._state(request)
+            state = self.state(request)
             state.trust = request.group.trust.copy()
             state.valid = np.maximum(state.valid, request.num_prompt - 1)
 
@@ -334,100 +334,24 @@ class SsmDrafter:
 
     def assume_context(self, request: Request) -> None:
         """Mark the K/V of all committed positions as computed, for measurements that repeat an uncommitted round."""
-        self._state(request).valid[:] = request.context_len
+        self.state(request).valid[:] = request.context_len
 
     def unread(self, request: Request) -> int:
         """Return the committed tokens that the leading SSM must read before drafting, beyond its lag."""
-        return self._catch_up_policy.unread(self._state(request), self._allowed(request), request.context_len)
+        return self._catch_up_policy.unread(self.state(request), self.allowed(request), request.context_len)
 
     def may_draft(self, request: Request) -> bool:
         """Return whether any SSM may draft for a request."""
-        return bool(self._allowed(request))
-
-    def catch_up(self, requests: Sequence[Request], width: int) -> bool:
-        """Read the tokens that the SSMs missed, before a captured round.
-
-        With a draft head, the round does not read the first token, at whose position a head has no row.
-
-        Args:
-            requests: of the round.
-            width: number of last tokens that the round reads itself.
-
-        Returns:
-            Whether any SSM missed more than `width` tokens.
-        """
-        caught_up = True
-        for request in requests:
-            state, allowed = self._state(request), self._allowed(request)
-            if state.active != allowed:
-                state.active, state.next_weights, caught_up = allowed, None, False
-            caught_up = caught_up and state.read_to is not None and request.context_len < state.read_to + width
-        if caught_up:
-            return False
-        for request in requests:
-            self._state(request).read_to = None
-        missed = False
-        for ssm in range(len(self.models)):
-            behind = []
-            for request in requests:
-                state = self._state(request)
-                if ssm not in state.active:
-                    continue
-                unread, first_row = (
-                    request.context_len + 1 - state.valid[ssm],
-                    max(self.models[i].offset for i in state.active),
-                )
-                if unread > width or state.valid[ssm] < first_row:
-                    behind.append(request)
-                    state.next_weights = None
-            self._read(self._drafts[ssm], behind)
-            missed = missed or bool(behind)
-        return missed
-
-    def first_unread(self, request: Request) -> int:
-        """Return the first position that an active SSM has not read, at most the root's."""
-        state = self._state(request)
-        if state.read_to is None:
-            state.read_to = int(state.valid[state.active].min())
-        return min(state.read_to, request.context_len)
-
-    def round_weights(self, request: Request) -> np.ndarray:
-        """Return the mixture weights for a captured round: float64 [num_ssms], NaN for SSMs that do not draft."""
-        state = self._state(request)
-        if state.next_weights is None:
-            state.next_weights = state.round_weights(request.spec.max_ssms)
-        return state.next_weights
-
-    def end_round(self, request: Request, probs: np.ndarray, proposed: TokenTree | None) -> ReadTokens:
-        """Update a request's state after a captured round, in which the SSMs read all of `request.tokens`.
-
-        Args:
-            request: of the round, before its tokens grow.
-            probs: float32 [num_ssms, n], each SSM's probabilities of the last n tokens.
-            proposed: the round's seed tree, or None.
-
-        Returns:
-            What `score` takes.
-        """
-        state, end = self._state(request), len(request.tokens)
-        state.valid[state.active] = state.read_to = end
-        state.slot_of_node, state.accepted, state.seed = None, None, proposed
-        return ReadTokens(state.active, end - probs.shape[1], probs)
-
-    def score(self, request: Request, read: ReadTokens) -> None:
-        """Score the SSMs on tokens that they read in a captured round, and weigh them for the next one."""
-        state = self._state(request)
-        for ssm in read.ssms:
-            state.trust.observe(ssm, read.first, read.probs[ssm])
-        state.next_weights = state.round_weights(request.spec.max_ssms) if state.active else None
+        return bool(self.allowed(request))
 
     def weights(self, request: Request) -> dict[str, float]:
         """Return the mixture weights of a running request by SSM name; sum 1."""
-        allowed = self._allowed(request)
-        trust = self._state(request).trust.weights(allowed)
+        allowed = self.allowed(request)
+        trust = self.state(request).trust.weights(allowed)
         return {self.names[ssm]: float(weight) for ssm, weight in zip(allowed, trust, strict=True)}
 
-    def _state(self, request: Request) -> SsmState:
+    def state(self, request: Request) -> SsmState:
+        """Return a request's state, a new one at first."""
         if request.request_id not in self._states:
             count, first = len(self.models), np.array([model.offset for model in self.models])
             valid = np.maximum(first, request.draft_lengths)
@@ -436,7 +360,7 @@ class SsmDrafter:
             self._catch_up_policy.begin_request()
         return self._states[request.request_id]
 
-    def _allowed(self, request: Request) -> list[int]:
+    def allowed(self, request: Request) -> list[int]:
         """Return the SSMs that may draft for a request, ascending. Heads need a token that the target has read."""
         if request.group is not None and request.group.without_ssms:
             return []
@@ -455,15 +379,15 @@ class SsmDrafter:
             self._score_accepted(request, state)
         lagging: dict[int, list[Request]] = {}
         for request, state, plan in rows:
-            allowed = self._allowed(request)
+            allowed = self.allowed(request)
             for ssm in self._catch_up_policy.readers(state, allowed, request.context_len, plan.time_left):
                 lagging.setdefault(ssm, []).append(request)
         for ssm in sorted(lagging):
-            self._read(self._drafts[ssm], lagging[ssm])
+            self.read(self.drafts[ssm], lagging[ssm])
         self._catch_up_policy.learn()
         for request, state, plan in rows:
             behind = (request.context_len - state.valid).tolist()
-            candidates = [ssm for ssm in self._allowed(request) if behind[ssm] < state.max_lags[ssm]]
+            candidates = [ssm for ssm in self.allowed(request) if behind[ssm] < state.max_lags[ssm]]
             weights = state.trust.weights(candidates)
             order = np.argsort(-weights, kind="stable")[: plan.max_ssms]
             selected = order[(weights[order] > plan.min_trust) | (order == order[0])]
@@ -482,11 +406,11 @@ class SsmDrafter:
             probs = state.token_probs(ssm, kept[: len(following)], following)
             state.trust.observe(ssm, root + 1, probs)
 
-    def _read(self, draft: GroupDraft, requests: Sequence[Request]) -> None:
+    def read(self, draft: GroupDraft, requests: Sequence[Request]) -> None:
         """Compute a draft's K/V of all committed positions of these requests, and score it on the tokens read."""
         began, ssm = time.perf_counter(), draft.ssm
-        while behind := [r for r in requests if self._state(r).valid[ssm] < r.context_len]:
-            starts = [int(self._state(r).valid[ssm]) for r in behind]
+        while behind := [r for r in requests if self.state(r).valid[ssm] < r.context_len]:
+            starts = [int(self.state(r).valid[ssm]) for r in behind]
             stops = [min(start + CATCH_UP_CHUNK, r.context_len) for start, r in zip(starts, behind, strict=True)]
             chains = list(zip(behind, starts, stops, strict=True))
             # Only positions within the trust window, and none for a single draft, which needs no weights.
@@ -497,7 +421,7 @@ class SsmDrafter:
             scores = draft.read(chains, counts)
             first = 0
             for (request, start, stop), count in zip(chains, counts, strict=True):
-                state = self._state(request)
+                state = self.state(request)
                 state.valid[ssm] = stop
                 self._counts.read_tokens += stop - start
                 if scores is not None:

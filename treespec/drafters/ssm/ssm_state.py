@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,18 +35,17 @@ def grown_masks(masks: np.ndarray, above: np.ndarray) -> np.ndarray:
     return grown
 
 
-class ReadTokens(NamedTuple):
-    """Tokens that SSMs read in a captured round.
+@dataclass
+class CapturedState:
+    """A request's state between captured rounds.
 
     Attributes:
-        ssms: the SSMs, ascending.
-        first: position of the first token.
-        probs: float32 [num_ssms, num_tokens], each SSM's probabilities of the tokens; NaN where it computed NaN.
+        weights: float64 [num_ssms], mixture weights of the next round; None if not computed.
+        read_to: number of leading positions with K/V of all active SSMs; None if not known.
     """
 
-    ssms: Sequence[int]
-    first: int
-    probs: np.ndarray
+    weights: np.ndarray | None = None
+    read_to: int | None = None
 
 
 @dataclass
@@ -65,9 +63,8 @@ class SsmState:
         slot_of_node: int64 [num_nodes], slots of the proposed tree's nodes, -1 if not expanded; None without a tree.
         seed: the seeds that the tree was grown over; None without a tree.
         oracle: randomness of draws.
+        captured: what only captured rounds need.
         accepted: (position of the root, slots of the accepted path), until the SSMs are scored on the path.
-        next_weights: float64 [num_ssms], mixture weights of the next captured round; None if not computed.
-        read_to: number of leading positions with K/V of all active SSMs, after a captured round; None if not known.
     """
 
     trust: Trust
@@ -81,21 +78,11 @@ class SsmState:
     seed: TokenTree | None = None
     oracle: RandomOracle | None = None
     accepted: tuple[int, np.ndarray] | None = None
-    next_weights: np.ndarray | None = None
-    read_to: int | None = None
+    captured: CapturedState = field(default_factory=CapturedState)
 
     def begin_tree(self) -> None:
         """Discard the scores of the last tree."""
         self.scores, self.blocks = {ssm: [] for ssm in self.active}, {}
-
-    def round_weights(self, max_ssms: int | None) -> np.ndarray:
-        """Return the mixture weights of at most `max_ssms` active SSMs: float64 [num_ssms], NaN for the others."""
-        trust = self.trust.weights(self.active)
-        if max_ssms is not None:
-            trust[np.argsort(-trust, kind="stable")[max_ssms:]] = 0.0
-        weights = np.full(len(self.valid), np.nan)
-        weights[self.active] = np.where(trust > 0, trust / trust.sum(), np.nan)
-        return weights
 
     def token_probs(self, ssm: int, slots: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
         """Return an SSM's probability of one token after each of some slots, without temperature and noise.

@@ -11,7 +11,6 @@ seed. They affect what is drafted, never what is emitted.
 """
 
 import math
-from typing import Protocol
 
 import numpy as np
 
@@ -24,19 +23,6 @@ MEMORY = 4000.0  # time constant of the exponential decay, in observed seeds
 _MIN_PROB, _MAX_PROB = 1e-4, 0.999  # a seed's probability is clipped to this range
 _SLOPE_RANGE = 0.0, 2.0  # not negative, so that the ratio does not fall as a seed's probability rises
 _BIAS_RANGE = -4.0, 6.0
-
-
-class GrownTree(Protocol):
-    """The parts of a verified tree that `SeedEvidence` reads; arrays as in `TokenTree`."""
-
-    @property
-    def tokens(self) -> np.ndarray: ...
-
-    @property
-    def parents(self) -> np.ndarray: ...
-
-    @property
-    def values(self) -> np.ndarray: ...
 
 
 class SeedEvidence:
@@ -52,7 +38,7 @@ class SeedEvidence:
         own = np.minimum(np.maximum(probs.astype(np.float64), _MIN_PROB), _MAX_PROB)  # `np.clip` takes 5 us longer
         return np.exp(self.bias + self.slope * np.log(own / (1 - own))).astype(np.float32)
 
-    def observe(self, tree: GrownTree, seed: TokenTree, path: np.ndarray, bonus: int) -> None:
+    def observe(self, tree: TokenTree, seed: TokenTree, path: np.ndarray, bonus: int) -> None:
         """Update bias and slope from one verified tree.
 
         Args:

@@ -113,7 +113,8 @@ def captured_rounds(
     before = _reserved(target.device)
     contexts = [context for context in CONTEXTS if context < max_model_len] + [max_model_len]
     sampling = SamplingState(max_num_seqs, target.vocab_size, target.device, limits.width)
-    parts = model, stacks, graph_memory, features, sampling
+    evidence = None if ssms is None else ssms.evidence
+    parts = model, stacks, graph_memory, features, sampling, evidence
     sizes = batch_sizes(max_num_seqs)
     rounds = {
         size: [BatchRound(size, replace(limits, max_context=context), *parts) for context in contexts] for size in sizes

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treespec.drafters.evidence import SeedEvidence
 from treespec.graphs.sampling_state import RequestTransforms
 from treespec.planning.learning import RoundShapes
 from treespec.tree import TokenTree
@@ -77,18 +78,6 @@ class RoundInput(NamedTuple):
     least_value: float
     max_len: int
     transforms: RequestTransforms | None = None
-
-
-class Proposal(NamedTuple):
-    """Proposals of sources without a model for one request.
-
-    Attributes:
-        tree: at most 1 + SEEDS nodes, over the request's last token.
-        ratios: float32 [num_nodes], evidence ratios of the nodes.
-    """
-
-    tree: TokenTree
-    ratios: np.ndarray
 
 
 _ALIGNMENT = 64  # bytes of every field's address; Triton would recompile kernels for less than 16
@@ -253,16 +242,21 @@ class RoundInputs(DeviceInputs):
             self.host["transform_options"][i] = (transforms.slot, *transforms.row.options)
             self.host["counted_tokens"][i, : len(transforms.new_tokens)] = transforms.new_tokens
 
-    def propose(self, proposals: Sequence[Proposal | None]) -> None:
-        """Upload the proposals of sources without a model for the batch of the last `fill`."""
-        if not any(proposals):
+    def propose(self, seeds: Sequence[TokenTree | None], evidence: SeedEvidence | None) -> None:
+        """Upload what sources without a model proposed for the batch of the last `fill`.
+
+        Args:
+            seeds: by request, at most 1 + SEEDS nodes over its last token; None for nothing.
+            evidence: evidence ratios of the seeds; None for 1.
+        """
+        if not any(seeds):
             return
-        for i, proposal in enumerate(proposals):
-            if proposal is not None:
-                tree, below = proposal.tree, len(proposal.tree) - 1
+        for i, seed in enumerate(seeds):
+            if seed is not None:
+                below = len(seed) - 1
                 assert below <= SEEDS, "the proposed tree exceeds SEEDS nodes"
-                self.host["proposed_tokens"][i, :below] = tree.tokens[1:]
-                self.host["proposed_parents"][i, :below] = tree.parents[1:] - 1
-                self.host["proposed_probs"][i, :below] = tree.probs[1:]
-                self.host["proposed_ratios"][i, :below] = proposal.ratios[1:]
+                self.host["proposed_tokens"][i, :below] = seed.tokens[1:]
+                self.host["proposed_parents"][i, :below] = seed.parents[1:] - 1
+                self.host["proposed_probs"][i, :below] = seed.probs[1:]
+                self.host["proposed_ratios"][i, :below] = 1 if evidence is None else evidence.ratios(seed.probs[1:])
         self.upload("proposed_tokens", "proposed_ratios")

@@ -14,10 +14,11 @@ from treespec.graphs.sampling_state import SamplingState
 from treespec.graphs.stack_passes import ModelStack
 from treespec.graphs.tree_pass import TreePass
 from treespec.sampling.logprobs import LogprobRows
+from treespec.tree import Draws, TokenTree, join_seed
 from treespec_kernels.attention.kv_commit import kv_commit_triton
 from treespec_kernels.sampling.logit_transforms import TransformInputs, logit_transforms_triton
 from treespec_kernels.sampling.row_topk import row_topk_triton
-from treespec_kernels.tree.device_trees import DeviceTrees
+from treespec_kernels.tree.device_trees import SEED_BIT, DeviceTrees
 from treespec_kernels.tree.tree_select import tree_select_triton
 from treespec_kernels.tree.tree_walk import Walk, tree_walk_triton
 
@@ -26,7 +27,8 @@ class RoundResult(NamedTuple):
     """Result of a captured round for one request.
 
     Attributes:
-        nodes: int32 [5, num_rows], the verified tree as `RoundTree` reads it.
+        rows: int32 [5, num_rows], the verified tree: tokens; parents, -1 for the root; depths, -1 after the last node;
+            bit masks of the sources as in `DeviceTrees`; and the bits of the float32 values.
         path: int64 [1 + accepted], the accepted nodes, root first. Empty if the target computed NaN or infinity, in
             which case nothing is committed.
         tokens: the accepted drafted tokens, then the target's own.
@@ -34,11 +36,39 @@ class RoundResult(NamedTuple):
         logprobs: log-probabilities at the path's nodes, as `LogprobRows.packed` returns them; None if not computed.
     """
 
-    nodes: np.ndarray
+    rows: np.ndarray
     path: np.ndarray
     tokens: list[int]
     read_probs: np.ndarray
     logprobs: np.ndarray | None = None
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes of the verified tree."""
+        return int(np.count_nonzero(self.rows[2] >= 0))
+
+    def tree(self, names: Sequence[str], seed: TokenTree | None) -> TokenTree:
+        """Return the verified tree. The device keeps no probabilities of single sources, so those of SSMs are NaN.
+
+        Args:
+            names: of the SSMs.
+            seed: what sources without a model proposed. The device does not distinguish these sources.
+        """
+        tokens, parents, depths, masks = self.rows[:4, : self.num_nodes].astype(np.int64)
+        values = self.rows[4, : len(tokens)].view(np.float32).astype(np.float64)
+        above = values[parents[1:]]
+        probs = np.append(1.0, np.minimum(np.divide(values[1:], above, where=above > 0, out=0 * above), 1.0))
+        children, sources = np.nonzero(masks[:, None] >> np.arange(len(names)) & 1)
+        draws = Draws(parents[children], children, sources, np.full(len(children), np.nan))
+        tree = TokenTree(tokens, parents, depths, probs, draws, tuple(names)).with_values(values)
+        if seed is None:
+            return tree
+        below = dict(zip(zip(seed.parents.tolist(), seed.tokens.tolist(), strict=True), range(len(seed)), strict=True))
+        seed_of_node = np.full(len(tree), -1)
+        seed_of_node[0] = 0
+        for node in np.flatnonzero(masks >> SEED_BIT & 1).tolist():  # its parent is the root or another seed
+            seed_of_node[node] = below.get((int(seed_of_node[parents[node]]), int(tokens[node])), -1)
+        return join_seed(tree, seed, seed_of_node, complete=False)
 
 
 class RoundKind(NamedTuple):

@@ -38,7 +38,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from treespec.draft_plan import COVERAGE, NOTHING_DRAFTED, Drafted, DraftPlan, LevelRule
-from treespec.planning.learning import MARGIN, Calibration, RoundShapes, ScoredTree, SpeculationBackoff, TreeYield
+from treespec.planning.learning import MARGIN, Calibration, RoundShapes, SpeculationBackoff, TreeYield
 from treespec.planning.round_costs import CostCurve, CostedBatch, RoundCosts, RoundSeconds
 from treespec.request import Request
 from treespec.tree import TokenTree
@@ -350,7 +350,7 @@ class Planner:
     def observe(
         self,
         requests: Sequence[Request],
-        trees: Sequence[ScoredTree],
+        trees: Sequence[TokenTree],
         emitted: Sequence[int],
         seconds: RoundSeconds | None = None,
         drafted: Drafted = NOTHING_DRAFTED,
@@ -388,7 +388,7 @@ class Planner:
     def _learn_gain(
         self,
         requests: Sequence[Request],
-        trees: Sequence[ScoredTree],
+        trees: Sequence[TokenTree],
         emitted: Sequence[int],
         drafted: Drafted,
         rows: int,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from treespec.drafters.evidence import SeedEvidence
-from treespec.tree import Draws, TokenTree
+from treespec.tree import Draws, TokenTree, join_seed
 from treespec_kernels.sampling.logit_transforms import topk_rows
 from treespec_kernels.tree.growth_limits import CHILDREN, FRONTIER, MAX_MIXTURE, MIN_MIXTURE, SEEDS, frontier_width
 from treespec_kernels.tree.tree_levels import Frontier, Level
@@ -352,7 +352,7 @@ class Forest:
         seed = self.seeds.trees[owner]
         if len(seed) > 1:
             complete = not self.shapes[owner].branching or not self.slots[owner]
-            tree = _join(tree, seed, nodes.seeds - self.seeds.first[owner], complete)
+            tree = join_seed(tree, seed, nodes.seeds - self.seeds.first[owner], complete)
             slot_of_node = np.concatenate([slot_of_node, np.full(len(tree) - count, -1)])
         return tree, slot_of_node
 
@@ -365,44 +365,3 @@ def top_tokens(probs: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     for row in np.flatnonzero((probs == smallest).sum(1) > (values == smallest).sum(1)):
         tokens[row] = np.argsort(-probs[row], kind="stable")[: tokens.shape[1]]
     return values, np.take_along_axis(tokens, np.lexsort((tokens, -values)), 1)
-
-
-def _join(tree: TokenTree, seed: TokenTree, seed_of_node: np.ndarray, complete: bool) -> TokenTree:
-    """Append the seed's draws to a tree, and its missing nodes if `complete`.
-
-    Parents precede their children in the result, but nodes are not sorted by depth.
-
-    Args:
-        tree: grown over the seed.
-        seed: nodes proposed by other sources.
-        seed_of_node: int64 [num_nodes], the seed node of each node of `tree`, negative for none.
-        complete: whether to append nodes of the seed that the tree lacks.
-    """
-    node_of_seed = np.full(len(seed), -1)
-    known = np.flatnonzero(seed_of_node >= 0)
-    node_of_seed[seed_of_node[known]] = known
-    rest = np.flatnonzero(node_of_seed < 0) if complete else np.empty(0, dtype=np.int64)
-    node_of_seed[rest] = len(tree) + np.arange(len(rest))
-    drawn = np.flatnonzero(node_of_seed[seed.draws.children] >= 0)
-    own = seed.draws
-    names = tree.source_names + tuple(name for name in seed.source_names if name not in tree.source_names)
-    index = np.array([names.index(name) for name in seed.source_names], dtype=np.int64)
-    draws = Draws(
-        np.concatenate([tree.draws.parents, node_of_seed[own.parents[drawn]]]),
-        np.concatenate([tree.draws.children, node_of_seed[own.children[drawn]]]),
-        np.concatenate([tree.draws.sources, index[own.sources[drawn]]]),
-        np.concatenate([tree.draws.probs, own.probs[drawn]]),
-    )
-    probs, above = seed.probs[rest].astype(np.float32), node_of_seed[seed.parents[rest]]
-    values = [*tree.values.astype(np.float32)]
-    for prob, parent in zip(probs, above.tolist(), strict=True):
-        values.append(values[parent] * prob)
-    joined = TokenTree(
-        np.concatenate([tree.tokens, seed.tokens[rest]]),
-        np.concatenate([tree.parents, above]),
-        np.concatenate([tree.depths, seed.depths[rest]]),
-        np.concatenate([tree.probs, probs]),
-        draws,
-        names,
-    )
-    return joined.with_values(np.array(values, dtype=np.float64))

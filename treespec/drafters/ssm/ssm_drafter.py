@@ -15,7 +15,7 @@ import numpy as np
 
 from treespec.cache import KVCache
 from treespec.draft_plan import Drafted, DraftPlan, LevelRule
-from treespec.drafters.evidence import GrownTree, SeedEvidence
+from treespec.drafters.evidence import SeedEvidence
 from treespec.drafters.ssm.catch_up import MIN_LAG, CatchUpPolicy
 from treespec.drafters.ssm.compiled_forest import CompiledForest
 from treespec.drafters.ssm.drawn_forest import DrawnForest
@@ -315,7 +315,7 @@ class SsmDrafter:
             for state, request, kept in own:
                 state.valid[ssm] = request.context_len + len(kept)
 
-    def learn(self, request: Request, tree: GrownTree, path: np.ndarray, bonus: int) -> None:
+    def learn(self, request: Request, tree: TokenTree, path: np.ndarray, bonus: int) -> None:
         """Update the evidence ratios from a verified tree; arguments as in `SeedEvidence.observe`."""
         if (state := self._states.get(request.request_id)) is None:
             return

@@ -2,10 +2,10 @@
 
 import itertools
 import logging
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import NamedTuple
+from functools import partial
 
 import torch
 
@@ -26,20 +26,6 @@ from treespec.scheduler import Batch, Scheduler
 from treespec.utils.torch_state import one_thread
 
 logger = logging.getLogger("treespec")
-
-
-class _Committed(NamedTuple):
-    """A round whose tokens are emitted.
-
-    Attributes:
-        execution: its result.
-        emitted: the emitted tokens, by verified request.
-        seconds: its duration, without foreign drafts.
-    """
-
-    execution: Execution
-    emitted: Sequence[list[int]]
-    seconds: RoundSeconds
 
 
 class Engine:
@@ -73,7 +59,7 @@ class Engine:
         self.observers = RoundObservers()
         self.clock = StageClock()
         self._failures: Failures = {}  # drafter failures of this round, by request
-        self._unlearned: _Committed | None = None  # the last round, if `learn` has not learned from it
+        self._lessons = deque[Callable[[], None]]()  # what `learn` learns, from committed rounds
 
     def step(self) -> list[Request]:
         """Run one round. Return its requests; finished ones have a `finish_reason`."""
@@ -173,30 +159,32 @@ class Engine:
         self.clock.enter("commit")
         seconds, other = self.clock.since(began, execution.drafted.read_seconds)
         seconds = execution.seconds or seconds
-        committed = _Committed(execution, emitted, seconds)
         if overlaps:
-            self._unlearned = committed
-            return
-        self._learn_from(committed)
+            self._lessons.append(partial(self._notify_sources, execution, emitted))
+        self._lessons.append(partial(self._learn_from, execution, emitted, seconds))
+        if not overlaps:
+            self.learn()
         if self.observers:
             for each, tokens in zip(execution.verified, emitted, strict=True):
                 self.observers.notify(RoundRecord.of(each, len(tokens), seconds, other))
 
     def learn(self) -> None:
-        """Learn from the last captured round, if that was left for later.
+        """Learn from all rounds that were not learned from yet.
 
         Captured rounds leave it for the time when the device computes the next one. What is drafted then depends on the
         rounds before the last.
         """
-        if self._unlearned is None:
-            return
-        committed, self._unlearned = self._unlearned, None
-        self._notify_sources(committed.execution, committed.emitted)
-        self._learn_from(committed)
+        while self._lessons:
+            self._lessons.popleft()()
 
-    def _learn_from(self, committed: _Committed) -> None:
-        """Update log-probabilities, counters, evidence, the SSMs' weights and the planner from a round."""
-        execution, emitted = committed.execution, committed.emitted
+    def _learn_from(self, execution: Execution, emitted: Sequence[list[int]], seconds: RoundSeconds) -> None:
+        """Update log-probabilities, counters, evidence, the SSMs' weights and the planner from a round.
+
+        Args:
+            execution: result of the round.
+            emitted: its emitted tokens, by verified request.
+            seconds: its duration, without foreign drafts.
+        """
         if any(each.path_logits is not None or each.logprobs is not None for each in execution.verified):
             _add_logprobs(execution.verified, emitted)
         for each, tokens in zip(execution.verified, emitted, strict=True):
@@ -214,7 +202,7 @@ class Engine:
         if execution.planner is not None:
             requests, trees = [each.request for each in execution.verified], [each.tree for each in execution.verified]
             drafted, rows, planned = execution.drafted, execution.rows, execution.planned
-            execution.planner.observe(requests, trees, counts, committed.seconds, drafted, rows, planned)
+            execution.planner.observe(requests, trees, counts, seconds, drafted, rows, planned)
 
     def _notify_sources(self, execution: Execution, emitted: Sequence[list[int]]) -> None:
         """Tell the sources which of their proposals were accepted."""

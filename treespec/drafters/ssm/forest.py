@@ -1,13 +1,14 @@
-"""Deterministic growth of a batch's token trees, level by level, with numpy.
+"""Deterministic growth of a batch's token trees, level by level.
 
-The specification is treespec_kernels/tree/tree_merge.py; nodes and values are bit-identical to it, with two additions:
-static branching, and early removal of nodes that cannot be among a tree's best, which changes no selected tree.
+The specification is treespec_kernels/tree/tree_merge.py, whose `merge_children` merges proposals here too. Growth on
+the host adds static branching, and removes nodes early that cannot be among a tree's best, which changes no selected
+tree.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,10 +16,11 @@ import torch
 from treespec.drafters.evidence import SeedEvidence
 from treespec.tree import Draws, TokenTree, join_seed
 from treespec_kernels.sampling.logit_transforms import topk_rows
-from treespec_kernels.tree.growth_limits import CHILDREN, FRONTIER, MAX_MIXTURE, MIN_MIXTURE, SEEDS, frontier_width
+from treespec_kernels.tree.growth_limits import CHILDREN, FRONTIER, SEEDS, frontier_width
 from treespec_kernels.tree.tree_levels import Frontier, Level
+from treespec_kernels.tree.tree_merge import merge_children
 
-_ONE = np.float32(1)
+_ZERO, _NOT_PROPOSED = np.float32(0), np.float32(np.nan)
 
 
 class SsmProbs(NamedTuple):
@@ -35,24 +37,6 @@ class SsmProbs(NamedTuple):
     rows: np.ndarray
     probs: np.ndarray
     tokens: np.ndarray | None = None
-
-
-class _Candidates(NamedTuple):
-    """Proposed children of each row of the frontier.
-
-    Attributes:
-        tokens: int64 [num_rows, width], -1 for no candidate and for repeated tokens of a row.
-        draft_probs: float32 [num_ssms, num_rows, width], each SSM's probability where it proposes the token.
-        proposed: bool [num_ssms, num_rows, width].
-        probs: float32 [num_rows, width], merged probability.
-        seeds: int64 [num_rows, width], index of the seed with the same path, -1 for none.
-    """
-
-    tokens: np.ndarray
-    draft_probs: np.ndarray
-    proposed: np.ndarray
-    probs: np.ndarray
-    seeds: np.ndarray
 
 
 class _Seeds:
@@ -162,88 +146,62 @@ class Forest:
         Returns:
             bool [frontier rows], True where an SSM's top probabilities are not finite.
         """
-        at = self.frontier
-        found, broken = self._candidates(ssm_probs, np.array(weights, dtype=np.float32)[at.owners])
-        values, valid = at.values[:, None] * found.probs, found.tokens >= 0
-        parts = at.parts()
-        slots = np.empty(len(at.nodes), dtype=np.int64)  # the rows take the next slots of their trees
-        for owner, part in parts.items():
-            first, count = self._num_slots[owner], part.stop - part.start
-            slots[part] = np.arange(first, first + count)
-            self._num_slots[owner] += count
-            self.slots[owner].append(at.nodes[part])
-            self._keep(owner, values[part], valid[part], found.seeds[part])
-        rows, columns = np.nonzero(valid)
-        level = Level(
-            found.tokens[rows, columns],
-            at.nodes[rows],
-            at.owners[rows],
-            found.seeds[rows, columns],
-            found.probs[rows, columns],
-            values[rows, columns],
-            found.proposed[:, rows, columns].T,
-            found.draft_probs[:, rows, columns].T,
-        )
-        self._levels.append(level)
-        self._level_nodes.append(len(rows))
-        edges = np.searchsorted(rows, [*(part.start for part in parts.values()), len(at.nodes)]).tolist()
-        expanded = []
-        for owner, (begin, end) in zip(parts, pairwise(edges), strict=True):
-            self._values[owner].append(level.values[begin:end])
-            expanded.append(begin + self._expanded(owner, level.tokens[begin:end], level.values[begin:end]))
-        chosen = np.concatenate(expanded)
-        self.frontier = Frontier(
-            self._size + chosen,
-            level.tokens[chosen],
-            level.owners[chosen],
-            level.seeds[chosen],
-            slots[rows[chosen]],
-            level.values[chosen],
-        )
-        self._size += len(rows)
+        frontier, levels, frontiers = self.frontier, list[Level](), list[Frontier]()
+        proposals, broken = self._proposals(ssm_probs)
+        mixture = np.array(weights, dtype=np.float32)
+        for owner, part in frontier.parts().items():
+            rows, level = self._children(owner, part, proposals, mixture[owner])
+            kept = self._kept(owner, rows, level)
+            rows, level = rows[kept], Level(*(column[kept] for column in level))
+            slots = self._num_slots[owner] + rows - part.start  # the rows take the next slots of their tree
+            self._num_slots[owner] += part.stop - part.start
+            self.slots[owner].append(frontier.nodes[part])
+            self._values[owner].append(level.values)
+            best = self._expanded(owner, level)
+            columns = level.tokens, level.owners, level.seeds, slots, level.values
+            frontiers.append(Frontier(self._size + best, *(column[best] for column in columns)))
+            self._size += len(rows)
+            levels.append(level)
+        self._levels.append(Level(*map(np.concatenate, zip(*levels, strict=True))))
+        self._level_nodes.append(len(self._levels[-1].tokens))
+        self.frontier = Frontier(*map(np.concatenate, zip(*frontiers, strict=True)))
         return broken
 
-    def _candidates(self, ssm_probs: Sequence[SsmProbs], weights: np.ndarray) -> tuple[_Candidates, np.ndarray]:
-        """Merge the proposals of SSMs and seeds; also return the broken rows, bool [num_rows].
-
-        Args:
-            ssm_probs: as in `extend`.
-            weights: float32 [num_rows, num_ssms].
-        """
-        at, seeds = self.frontier, self.seeds
-        count, widest = len(at.nodes), max(self.children_at(owner) for owner in at.owners.tolist())
-        below = seeds.children[at.seeds]
-        seed_tokens = np.where(below >= 0, seeds.tokens[below], -1)
-        top_probs = np.zeros((self.num_ssms, count, widest), np.float32)
-        proposals, broken = [], np.zeros(count, dtype=bool)
-        for ssm, rows, probs, known in ssm_probs:
+    def _proposals(self, ssm_probs: Sequence[SsmProbs]) -> tuple[list[dict[int, dict[int, np.float32]]], np.ndarray]:
+        """Return the probabilities that SSMs propose, by frontier row, SSM and token, and the broken rows."""
+        frontier = self.frontier
+        widest = max(self.children_at(owner) for owner in frontier.owners.tolist())
+        proposals: list[dict[int, dict[int, np.float32]]] = [{} for _ in frontier.nodes]
+        broken = np.zeros(len(frontier.nodes), dtype=bool)
+        for ssm, rows, probs, vocabulary in ssm_probs:
             values, columns = top_tokens(probs, widest)
-            columns = columns if known is None else known[columns]
+            tokens = (columns if vocabulary is None else vocabulary[columns]).tolist()
             finite = np.isfinite(values).all(1)  # top-k sorts NaN first
             broken[rows[~finite]] = True
-            own = np.full((count, widest), -1)
-            own[rows, : columns.shape[1]] = np.where(finite[:, None], columns, -1)
-            top_probs[ssm, rows, : columns.shape[1]] = np.where(finite[:, None], values, 0)
-            proposals.append((ssm, own))
-        tokens = np.concatenate([*(own for _, own in proposals), seed_tokens[:, : self.max_children]], axis=1)
-        mixture, has_mixture = np.zeros(tokens.shape, dtype=np.float32), np.zeros((count, 1), dtype=bool)
-        proposed = np.zeros((self.num_ssms, *tokens.shape), dtype=bool)
-        draft_probs = np.zeros(proposed.shape, dtype=np.float32)
-        for ssm, own in proposals:
-            same = (tokens[:, :, None] == own[:, None, :]) & (own >= 0)[:, None, :]
-            proposed[ssm] = same.any(2)
-            draft_probs[ssm] = np.where(same, top_probs[ssm][:, None, :], 0).max(2)
-            mixture += weights[:, ssm, None] * draft_probs[ssm]
-            has_mixture |= (own >= 0).any(1, keepdims=True)
-        mixture = np.minimum(mixture, _ONE)
-        same = (tokens[:, :, None] == seed_tokens[:, None, :]) & (below >= 0)[:, None, :]
-        node = np.where(same.any(2), np.take_along_axis(below, same.argmax(2), 1), -1)
-        prior = np.clip(mixture, MIN_MIXTURE, MAX_MIXTURE)
-        scaled = seeds.ratios[node] * prior
-        posterior = np.where(has_mixture, scaled / (scaled + (_ONE - prior)), seeds.probs[node])
-        repeats = np.tril(tokens[:, :, None] == tokens[:, None, :], -1).any(2)
-        tokens = np.where(repeats, -1, tokens)
-        return _Candidates(tokens, draft_probs, proposed, np.where(node >= 0, posterior, mixture), node), broken
+            for i in np.flatnonzero(finite):
+                proposals[rows[i]][ssm] = dict(zip(tokens[i], values[i], strict=True))
+        return proposals, broken
+
+    def _children(
+        self, owner: int, part: slice, proposals: Sequence[dict[int, dict[int, np.float32]]], weights: np.ndarray
+    ) -> tuple[np.ndarray, Level]:
+        """Merge the proposals of SSMs and seeds below one tree's part of the frontier; return rows and nodes."""
+        frontier, seeds, nodes, draft_probs = self.frontier, self.seeds, list[Any](), list[list[np.float32]]()
+        for row in range(part.start, part.stop):
+            probs_of = proposals[row]
+            shares = [{token: weights[ssm] * prob for token, prob in probs.items()} for ssm, probs in probs_of.items()]
+            children = seeds.children[frontier.seeds[row]]
+            below = {int(seeds.tokens[seed]): seed for seed in children[children >= 0].tolist()}
+            merged = merge_children(shares, below, self.max_children, seeds.probs, seeds.ratios)
+            for token, (prob, seed) in merged.items():
+                nodes.append((row, token, frontier.nodes[row], seed, prob, frontier.values[row] * prob))
+                draft_probs.append([probs_of.get(ssm, {}).get(token, _NOT_PROPOSED) for ssm in range(self.num_ssms)])
+        rows, tokens, parents, seed_nodes = (np.array([node[i] for node in nodes], dtype=np.int64) for i in range(4))
+        probs, values = (np.array([node[i] for node in nodes], dtype=np.float32) for i in (4, 5))
+        by_ssm = np.array(draft_probs, dtype=np.float32).reshape(len(nodes), self.num_ssms)
+        proposed, owners = ~np.isnan(by_ssm), np.full(len(nodes), owner)
+        by_ssm = np.where(proposed, by_ssm, _ZERO)
+        return rows, Level(tokens, parents, owners, seed_nodes, probs, values, proposed, by_ssm)
 
     def paths(self) -> list[list[int]]:
         """Return the path of each frontier row: the tokens from the root (exclusive) to the node."""
@@ -260,37 +218,39 @@ class Forest:
         branching = self.shapes[owner].branching
         return branching[min(self.depth, len(branching) - 1)] if branching else self.max_children
 
-    def _keep(self, owner: int, values: np.ndarray, valid: np.ndarray, seeds: np.ndarray) -> None:
-        """Clear `valid` for the new nodes of one tree that are not kept, in place.
+    def _kept(self, owner: int, rows: np.ndarray, level: Level) -> np.ndarray:
+        """Return which new nodes of one tree are kept: bool [num_nodes].
 
         Static branching keeps a fixed number of children per node, otherwise nodes that may be among the tree's best.
 
         Args:
             owner: index of the tree.
-            values, valid, seeds: [num_rows, width], of its candidates.
+            rows: int64 [num_nodes], ascending, frontier rows of the parents.
+            level: the nodes.
         """
-        shape = self.shapes[owner]
+        shape, values = self.shapes[owner], level.values
         if shape.branching:
-            ranks = np.argsort(np.argsort(np.where(valid, -values, 1.0), axis=1, kind="stable"), axis=1)
-            valid &= ranks < self.children_at(owner)
-            return
-        all_values = np.concatenate([*self._values[owner], values[valid]])
-        if len(all_values) > shape.nodes:
-            self._min_values[owner] = np.partition(all_values, -shape.nodes)[-shape.nodes]
-            # Seeds are always kept: `finish` adds missing seeds with their own probability, a different value.
-            valid &= (values >= self._min_values[owner]) | (seeds >= 0)
+            ranks = np.empty(len(rows), dtype=np.int64)
+            ranks[np.lexsort((-values, rows))] = np.arange(len(rows)) - np.searchsorted(rows, rows)
+            return ranks < self.children_at(owner)
+        all_values = np.concatenate([*self._values[owner], values])
+        if len(all_values) <= shape.nodes:
+            return np.ones(len(rows), dtype=bool)
+        self._min_values[owner] = np.partition(all_values, -shape.nodes)[-shape.nodes]
+        # Seeds are always kept: `finish` adds missing seeds with their own probability, a different value.
+        return (values >= self._min_values[owner]) | (level.seeds >= 0)
 
-    def _expanded(self, owner: int, tokens: np.ndarray, values: np.ndarray) -> np.ndarray:
+    def _expanded(self, owner: int, level: Level) -> np.ndarray:
         """Select the nodes to expand next among one tree's newest nodes; indices, best first without branching."""
-        shape = self.shapes[owner]
-        if self.depth >= shape.max_depth:
+        shape, depth, values = self.shapes[owner], self.depth + 1, level.values
+        if depth >= shape.max_depth:
             return np.empty(0, dtype=np.int64)
-        growable = ~np.isin(tokens, shape.end_tokens)
+        growable = ~np.isin(level.tokens, shape.end_tokens)
         if shape.branching:
             return np.flatnonzero(growable)
         growable &= (values > 0) & (values >= self._min_values[owner])
         order = np.argsort(-values, kind="stable")
-        return order[growable[order]][: frontier_width(self.depth, self.max_frontier)]
+        return order[growable[order]][: frontier_width(depth, self.max_frontier)]
 
     def stop(self, owners: np.ndarray) -> None:
         """Remove trees from the frontier; owners: bool [num_trees]."""

@@ -26,10 +26,10 @@ from treespec_kernels.attention.tree_batch import PAGE_SIZE
 from treespec_kernels.cpu.cpu_library import find_compiler
 from treespec_kernels.cpu.decoder_cpu import PassEntries
 from treespec_kernels.cpu.growth_cpu import (
-    Drafted,
+    CallPasses,
     DraftModels,
-    DraftPasses,
     DraftSampling,
+    GrownLevels,
     StopRule,
     TreePlaces,
     growth_library,
@@ -279,7 +279,7 @@ def in_one_call(case: Case) -> Grown:
         [torch.zeros(LAYERS, 2, 1, 1)] * len(ssms),
         [case.ssms[i].columns for i in ssms],
     )
-    passes = DraftPasses(
+    passes = CallPasses(
         models,
         TreePlaces(library, contexts, pages),
         case.active[:, ssms].T.tolist(),
@@ -370,6 +370,6 @@ def test_drafts_of_sampling_requests_predict_the_choice_with_its_noise(part: int
 def test_parts_of_the_scored_nodes() -> None:
     """By level, or the whole of it if there is only one tree."""
     owners = np.array([0, 2, 0, 0, 2, 2, 2])
-    drafted = Drafted(None, [], [2, 3, 2], owners, owners, owners > 5, [])  # type: ignore[arg-type]
+    drafted = GrownLevels(None, [], [2, 3, 2], owners, owners, owners > 5, [])  # type: ignore[arg-type]
     assert list(drafted.parts()) == [(0, 1), (2, 1), (0, 2), (2, 1), (2, 2)]
     assert list(drafted._replace(row_owners=np.full(7, 3)).parts()) == [(3, 7)]

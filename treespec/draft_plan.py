@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -47,25 +47,30 @@ class Prices(Protocol):
         """Minimum value at which a node pays for its row of the target pass."""
 
 
-class Drafted(NamedTuple):
+@dataclass
+class Drafted:
     """Amount of work that the SSMs did in a round.
 
     Attributes:
         levels: draft levels.
-        passes: draft passes, one per level and SSM.
+        passes: draft passes, one per level and SSM; a block draft's levels count, too.
         request_passes: draft passes times the requests in each.
         read_tokens: committed tokens that SSMs had not read yet and read first, summed over the SSMs.
         read_seconds: time of reading them.
     """
 
-    levels: int
-    passes: int
+    levels: int = 0
+    passes: int = 0
     request_passes: int = 0
     read_tokens: int = 0
     read_seconds: float = 0.0
 
+    def add_pass(self, requests: int) -> None:
+        """Count a draft pass over trees of this many requests."""
+        self.passes, self.request_passes = self.passes + 1, self.request_passes + requests
 
-NOTHING_DRAFTED = Drafted(0, 0)
+
+NOTHING_DRAFTED = Drafted()
 
 
 @dataclass(frozen=True)

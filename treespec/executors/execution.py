@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from treespec.draft_plan import NOTHING_DRAFTED, Drafted
+from treespec.draft_plan import Drafted
 from treespec.drafters.calls import Committing, Failures
 from treespec.planning.planner import PlannedRound, Planner
 from treespec.planning.round_costs import RoundSeconds
@@ -123,7 +123,7 @@ class Execution:
     planner: Planner | None = None
     planned: PlannedRound | None = None
     overlaps: bool = False
-    drafted: Drafted = NOTHING_DRAFTED
+    drafted: Drafted = field(default_factory=Drafted)
     rows: int | None = None
     seconds: RoundSeconds | None = None
 

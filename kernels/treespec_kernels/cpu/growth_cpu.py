@@ -47,14 +47,6 @@ def _packed(*sequences: Sequence[int]) -> tuple[ctypes.Array[ctypes.c_int64], li
     return array, [address + 8 * first for first in accumulate(map(len, sequences[:-1]), initial=0)]
 
 
-class Grown(NamedTuple):
-    """A new level, the next frontier, and bool [num_rows]: rows where an SSM's probabilities are not finite."""
-
-    level: Level
-    frontier: Frontier
-    broken: np.ndarray
-
-
 class StopRule(NamedTuple):
     """Ends trees between levels; the decision is that of `LevelRule` in treespec/draft_plan.py.
 
@@ -87,7 +79,7 @@ class DraftSampling(NamedTuple):
     samples: Sequence[int]
 
 
-class Drafted(NamedTuple):
+class GrownLevels(NamedTuple):
     """All levels below the roots.
 
     Attributes:
@@ -96,7 +88,7 @@ class Drafted(NamedTuple):
         row_nodes, row_owners: int64 [num_rows], scored nodes and their trees, by level.
         broken: bool [num_rows], whether an SSM's probabilities are not finite.
         scores: by SSM of the passes, float32 [num_rows, width]: probabilities without temperature and noise, after the
-            committed tokens that it read, if `DraftPasses.reads`, and then after the nodes that it scored, by level.
+            committed tokens that it read, if `CallPasses.reads`, and then after the nodes that it scored, by level.
     """
 
     nodes: Level
@@ -118,22 +110,6 @@ class Drafted(NamedTuple):
             level, sizes = np.unique(owners[first : first + count], return_counts=True)
             yield from zip(level.tolist(), sizes.tolist(), strict=True)
             first += count
-
-
-class _GrowthOutputs(NamedTuple):
-    """Outputs of a call, with room for all nodes and all nodes to expand.
-
-    Attributes:
-        nodes: int64 [4, nodes].
-        expanded: int64 [5, expanded].
-        floats: float32 [expanded + (2 + num_ssms) * nodes].
-        flags: bool [nodes * num_ssms + expanded].
-    """
-
-    nodes: np.ndarray
-    expanded: np.ndarray
-    floats: np.ndarray
-    flags: np.ndarray
 
 
 class TreeGrowth:
@@ -201,7 +177,7 @@ class TreeGrowth:
         weights: np.ndarray,
         branching: np.ndarray,
         children: int,
-    ) -> Grown:
+    ) -> tuple[Level, Frontier, np.ndarray]:
         """Grow one level from the SSMs' probabilities.
 
         Args:
@@ -212,6 +188,9 @@ class TreeGrowth:
             weights: mixture weights, float32 [num_trees, num_ssms].
             branching: int64 [num_trees], number of children per node; 0 to select by value.
             children: maximum number of proposals of one SSM per node.
+
+        Returns:
+            The new level, the next frontier, and bool [num_rows]: rows where an SSM's probabilities are not finite.
         """
         rows, g = len(frontier.nodes), self._growth
         structs = (_STRUCTS["SsmProbs"] * len(ssm_probs))(
@@ -237,24 +216,24 @@ class TreeGrowth:
             columns = frontier.nodes, frontier.tokens, frontier.owners, frontier.seeds, frontier.above
             g.row_nodes, g.row_tokens, g.row_owners, g.row_seeds, g.row_above = map(address_of, columns)
             g.row_values = address_of(frontier.values, np.float32)
-        results = self._begin(rows, room, room)
+        level, expanded, broken = self._begin(rows, room, room)
         count = self._library.treespec_grow(ctypes.byref(g))
         # Set the next frontier as input of the next call.
         g.row_nodes, g.row_tokens, g.row_owners = g.next_nodes, g.next_tokens, g.next_owners
         g.row_seeds, g.row_above, g.row_values = g.next_seeds, g.next_above, g.next_values
-        self._frontier = Frontier(*results.expanded[:, : g.num_next], results.floats[: g.num_next])
-        return Grown(self._level(results, count), self._frontier, results.flags[room * self._num_ssms :][:rows])
+        self._frontier = expanded.select(slice(g.num_next))
+        return level.select(slice(count)), self._frontier, broken[:rows]
 
     def draft(
         self,
         frontier: Frontier,
-        passes: "DraftPasses",
+        passes: "CallPasses",
         weights: np.ndarray,
         branching: Sequence[Sequence[int]],
         children: int,
         room: tuple[int, int],
         stop: StopRule | None,
-    ) -> Drafted:
+    ) -> GrownLevels:
         """Run the SSMs' passes and grow all levels. Call it once, instead of `extend`.
 
         Args:
@@ -266,8 +245,8 @@ class TreeGrowth:
             room: maximum number of nodes, and of nodes to expand, without the roots and with them.
             stop: ends trees early; None to grow all levels.
         """
-        g, places, (nodes, expanded), levels = self._growth, passes.places, room, len(branching)
-        results = self._begin(len(frontier.nodes), nodes, expanded)
+        g, places, levels = self._growth, passes.places, len(branching)
+        level, expanded, broken = self._begin(len(frontier.nodes), *room)
         adaptive = () if stop is None else stop.adaptive
         ints, addresses = _packed(
             *(column.tolist() for column in frontier[:5]),
@@ -292,7 +271,7 @@ class TreeGrowth:
             keys = _packed(*passes.sampling[1:])
             sampling = _STRUCTS["Sampling"](ctypes.addressof(temperatures), *keys[1])
             grown.sampling = ctypes.addressof(sampling)
-        drafts, rows = passes.models.drafts, passes.num_unread + expanded
+        drafts, rows = passes.models.drafts, passes.num_unread + room[1]
         scores = [np.empty((rows, draft.width), dtype=np.float32) for draft in drafts]
         for draft, probs, features, block in zip(drafts, scores, passes.features, passes.block_probs, strict=True):
             draft.out = address_of(probs, np.float32)
@@ -314,18 +293,18 @@ class TreeGrowth:
         assert placed, NO_PAGE
         level_rows, level_nodes = (ints[-first:][: grown.num_levels] for first in (2 * levels, levels))
         below = sum(level_rows) - level_rows[0]
-        return Drafted(
-            self._level(results, sum(level_nodes)),
+        return GrownLevels(
+            level.select(slice(sum(level_nodes))),
             level_nodes,
             level_rows,
-            np.concatenate([frontier.nodes, results.expanded[0, :below]]),
-            np.concatenate([frontier.owners, results.expanded[2, :below]]),
-            results.flags[nodes * self._num_ssms :][: sum(level_rows)],
+            np.concatenate([frontier.nodes, expanded.nodes[:below]]),
+            np.concatenate([frontier.owners, expanded.owners[:below]]),
+            broken[: sum(level_rows)],
             [probs[: draft.num_rows] for probs, draft in zip(scores, drafts, strict=True)],
         )
 
-    def _begin(self, rows: int, nodes: int, expanded: int) -> _GrowthOutputs:
-        """Set the frontier's number of rows, and allocate outputs for numbers of nodes and of nodes to expand."""
+    def _begin(self, rows: int, nodes: int, expanded: int) -> tuple[Level, Frontier, np.ndarray]:
+        """Set the frontier's number of rows, and allocate outputs: new nodes, nodes to expand, and broken rows."""
         g, ssms = self._growth, self._num_ssms
         ints = np.empty(4 * nodes + 5 * expanded, dtype=np.int64)
         floats = np.empty(expanded + (2 + ssms) * nodes, dtype=np.float32)
@@ -342,23 +321,12 @@ class TreeGrowth:
         g.probs, g.values, g.draft_probs = range(address, address + 12 * nodes, 4 * nodes)
         g.proposed = address_of(flags, np.bool_)
         g.broken = g.proposed + nodes * ssms
-        # Kept alive, since the library has addresses of them.
-        self._results = _GrowthOutputs(
-            ints[: 4 * nodes].reshape(4, nodes), ints[4 * nodes :].reshape(5, expanded), floats, flags
-        )
-        return self._results
-
-    def _level(self, results: _GrowthOutputs, size: int) -> Level:
-        """Return the first `size` nodes of the outputs."""
-        ssms, (_, room) = self._num_ssms, results.nodes.shape
-        floats = results.floats[results.expanded.shape[1] :]
-        return Level(
-            *results.nodes[:, :size],
-            floats[:size],
-            floats[room : room + size],
-            results.flags[: size * ssms].reshape(size, ssms),
-            floats[2 * room :][: size * ssms].reshape(size, ssms),
-        )
+        self._outputs = ints, floats, flags  # kept alive, since the library has addresses of them
+        probs, values = floats[expanded:][: 2 * nodes].reshape(2, nodes)
+        by_ssm = flags[: nodes * ssms].reshape(nodes, ssms), floats[expanded + 2 * nodes :].reshape(nodes, ssms)
+        level = Level(*ints[: 4 * nodes].reshape(4, nodes), probs, values, *by_ssm)
+        frontier = Frontier(*ints[4 * nodes :].reshape(5, expanded), floats[:expanded])
+        return level, frontier, flags[nodes * ssms :]
 
 
 class TreePlaces:
@@ -461,7 +429,7 @@ class DraftModels:
         )
 
 
-class DraftPasses(NamedTuple):
+class CallPasses(NamedTuple):
     """The SSMs' passes over a batch of trees.
 
     Attributes:

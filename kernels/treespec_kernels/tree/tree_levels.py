@@ -29,6 +29,10 @@ class Level(NamedTuple):
     proposed: np.ndarray
     draft_probs: np.ndarray
 
+    def select(self, nodes: np.ndarray | slice) -> "Level":
+        """Return some of the nodes."""
+        return Level(*(column[nodes] for column in self))
+
 
 class Frontier(NamedTuple):
     """Nodes to score, grouped by tree; [num_rows] each, int64 except values.
@@ -48,6 +52,10 @@ class Frontier(NamedTuple):
     seeds: np.ndarray
     above: np.ndarray
     values: np.ndarray
+
+    def select(self, rows: np.ndarray | slice) -> "Frontier":
+        """Return some of the nodes."""
+        return Frontier(*(column[rows] for column in self))
 
     def parts(self) -> dict[int, slice]:
         """Return the slice of rows of each tree that has any, by tree index."""

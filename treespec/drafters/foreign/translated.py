@@ -27,7 +27,6 @@ from treespec.tree import TokenTree
 from treespec.verification.oracle import RandomOracle
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.tree.growth_limits import FRONTIER, MAX_EXPANDED
-from treespec_kernels.tree.tree_levels import Frontier
 
 _ONE = np.ones(1)
 
@@ -151,7 +150,7 @@ class TranslatedDrafter(ForeignDrafter):
                 states[owner].poisoned = True
             # Static trees may have children of probability 0, including tokens that the draft lacks.
             known = self.translation.to_draft[forest.frontier.tokens] >= 0
-            forest.frontier = Frontier(*(part[known] for part in forest.frontier))
+            forest.frontier = forest.frontier.select(known)
 
     def _stop_unprofitable(
         self, forest: Forest | DrawnForest, adaptive: np.ndarray, last_open_mass: np.ndarray

@@ -9,7 +9,7 @@ import numpy as np
 from treespec.drafters.evidence import SeedEvidence
 from treespec.drafters.ssm.forest import Forest, Shape, SsmProbs
 from treespec.tree import TokenTree
-from treespec_kernels.cpu.growth_cpu import Drafted, DraftPasses, StopRule, TreeGrowth
+from treespec_kernels.cpu.growth_cpu import CallPasses, GrownLevels, StopRule, TreeGrowth
 from treespec_kernels.tree.growth_limits import CHILDREN, FRONTIER, level_widths
 from treespec_kernels.tree.tree_levels import Frontier, Level
 
@@ -49,11 +49,12 @@ class CompiledForest(Forest):
             self.slots[owner].append(at.nodes[part])
         branching = np.array(self._branching(self.depth))
         widest = max(self.children_at(owner) for owner in parts)
-        grown = self._growth.extend(at, self._size, self.depth, ssm_probs, self._mix(weights), branching, widest)
-        self._append(grown.level, [len(grown.level.tokens)], grown.frontier)
-        return grown.broken
+        mixture = self._mix(weights)
+        level, frontier, broken = self._growth.extend(at, self._size, self.depth, ssm_probs, mixture, branching, widest)
+        self._append(level, [len(level.tokens)], frontier)
+        return broken
 
-    def draft(self, passes: DraftPasses, weights: Sequence[np.ndarray], stop: StopRule | None) -> Drafted:
+    def draft(self, passes: CallPasses, weights: Sequence[np.ndarray], stop: StopRule | None) -> GrownLevels:
         """Run the SSMs' passes and extend the trees from their roots by all levels, in one call.
 
         Args:
@@ -66,7 +67,7 @@ class CompiledForest(Forest):
         drafted = self._growth.draft(at, passes, self._mix(weights), branching, self.max_children, self.room, stop)
         for owner in at.owners.tolist():
             self.slots[owner].append(drafted.row_nodes[drafted.row_owners == owner])
-        self._append(drafted.nodes, drafted.level_nodes, Frontier(*(part[:0] for part in at)))
+        self._append(drafted.nodes, drafted.level_nodes, at.select(slice(0)))
         return drafted
 
     @cached_property

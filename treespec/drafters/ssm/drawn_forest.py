@@ -302,7 +302,7 @@ class DrawnForest:
     def stop(self, owners: np.ndarray) -> None:
         """Remove trees from the frontier; owners: bool [num_trees]."""
         remaining = ~owners[self.frontier.owners]
-        self.frontier = Frontier(*(part[remaining] for part in self.frontier))
+        self.frontier = self.frontier.select(remaining)
 
     def open_mass(self) -> np.ndarray:
         """Return the probability that each tree's frontier is reached: float64 [num_trees]."""

@@ -152,7 +152,7 @@ class Forest:
         for owner, part in frontier.parts().items():
             rows, level = self._children(owner, part, proposals, mixture[owner])
             kept = self._kept(owner, rows, level)
-            rows, level = rows[kept], Level(*(column[kept] for column in level))
+            rows, level = rows[kept], level.select(kept)
             slots = self._num_slots[owner] + rows - part.start  # the rows take the next slots of their tree
             self._num_slots[owner] += part.stop - part.start
             self.slots[owner].append(frontier.nodes[part])
@@ -256,7 +256,7 @@ class Forest:
         """Remove trees from the frontier; owners: bool [num_trees]."""
         if owners.any():
             remaining = ~owners[self.frontier.owners]
-            self.frontier = Frontier(*(part[remaining] for part in self.frontier))
+            self.frontier = self.frontier.select(remaining)
 
     def open_mass(self) -> np.ndarray:
         """Return the open mass of each tree: float64 [num_trees].
@@ -298,7 +298,7 @@ class Forest:
         expanded = np.concatenate(self.slots[owner]) if self.slots[owner] else np.empty(0, dtype=np.int64)
         if len(self.shapes) > 1:
             own = np.flatnonzero(nodes.owners == owner)
-            nodes, depths, expanded = Level(*(part[own] for part in nodes)), depths[own], np.searchsorted(own, expanded)
+            nodes, depths, expanded = nodes.select(own), depths[own], np.searchsorted(own, expanded)
             nodes.parents[1:] = np.searchsorted(own, nodes.parents[1:])
         count = len(nodes.tokens)
         slot_of_node = np.full(count, -1)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from treespec.cache import KVCache
+from treespec.draft_plan import Drafted
 from treespec.drafters.ssm.blocks import level_probs, score_blocks, unread_of
 from treespec.drafters.ssm.drawn_forest import DrawnForest
 from treespec.drafters.ssm.forest import Forest, SsmProbs
@@ -26,20 +27,6 @@ from treespec.request import Request
 
 
 @dataclass
-class DraftCounts:
-    """Work of a round; see `Drafted`. A block draft's levels count as passes, too."""
-
-    passes: int = 0
-    request_passes: int = 0
-    read_tokens: int = 0
-    read_seconds: float = 0.0
-
-    def add(self, requests: int) -> None:
-        """Count a draft pass over trees of this many requests."""
-        self.passes, self.request_passes = self.passes + 1, self.request_passes + requests
-
-
-@dataclass
 class GrowingTrees:
     """The trees of a round that grow level by level.
 
@@ -47,7 +34,7 @@ class GrowingTrees:
         requests, states: of the trees.
         forest: the trees, roots only.
         levels: of the trees.
-        counts: of the round; updated.
+        drafted: work of the round; updated.
 
     Attributes:
         layouts: of the passes over the roots, shared by drafts with equal plan keys.
@@ -57,7 +44,7 @@ class GrowingTrees:
     states: Sequence[SsmState]
     forest: Forest | DrawnForest
     levels: Levels
-    counts: DraftCounts
+    drafted: Drafted
     layouts: dict[object, Pass] = field(default_factory=dict)
 
     def unread(self, ssm: int, tree: int) -> Chain:
@@ -123,7 +110,7 @@ class GroupDraft(ABC):
 
 @dataclass
 class CallInputs:
-    """A draft's inputs of the compiled call; attributes as in `DraftPasses`.
+    """A draft's inputs of the compiled call; attributes as in `CallPasses`.
 
     Attributes:
         reads: whether the call reads the unread tokens; otherwise they are read already.
@@ -163,7 +150,7 @@ class StepDraft(GroupDraft):
             for (request, _, stop), row in zip(chains, root_rows.tolist(), strict=True)
         ]
         scores = score_rows(self.model, self.pool, trees.layouts[key], tokens, features, scored, slices)
-        trees.counts.add(len(chains))
+        trees.drafted.add_pass(len(chains))
         roots = scores.select(root_rows)
         for i, (tree, (request, start, _), end) in enumerate(zip(owners, chains, last, strict=True)):
             state = trees.states[tree]
@@ -191,7 +178,7 @@ class StepDraft(GroupDraft):
         layout = trees.levels.plan(self.ssm, rows)
         tokens = frontier.tokens[rows]
         scores = score_rows(model, self.pool, layout, tokens, features, np.arange(len(rows)), scored)
-        trees.counts.add(len(slices))
+        trees.drafted.add_pass(len(slices))
         for tree, part in scored_slices.items():
             states[tree].scores[self.ssm].append(scores.select(part))
         return SsmProbs(self.ssm, rows, scores.probs, scores.tokens)
@@ -237,7 +224,7 @@ class OnePassDraft(GroupDraft):
             scores = state.blocks[self.ssm].at(self.model, trees.requests[tree], depth, tokens, paths[part])
             state.scores[self.ssm].append(scores)
             scored[tree] = rows, scores
-        trees.counts.add(len(slices))
+        trees.drafted.add_pass(len(slices))
         differ = self.model.uses_node_tokens or any(trees.requests[tree].restriction for tree in slices)
         most = max(map(forest.children_at, slices)) if isinstance(forest, Forest) else None
         return level_probs(self.ssm, scored, differ, most)

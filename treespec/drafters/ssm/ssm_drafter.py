@@ -20,7 +20,7 @@ from treespec.drafters.ssm.catch_up import MIN_LAG, CatchUpPolicy
 from treespec.drafters.ssm.compiled_forest import CompiledForest
 from treespec.drafters.ssm.drawn_forest import DrawnForest
 from treespec.drafters.ssm.forest import Forest, Shape
-from treespec.drafters.ssm.group_draft import CallInputs, DraftCounts, GroupDraft, GrowingTrees, group_draft
+from treespec.drafters.ssm.group_draft import CallInputs, GroupDraft, GrowingTrees, group_draft
 from treespec.drafters.ssm.level_scorer import CATCH_UP_CHUNK, LevelScorer
 from treespec.drafters.ssm.levels import DraftModelCache, levels_for, stop_unprofitable
 from treespec.drafters.ssm.scoring import Rows
@@ -30,7 +30,7 @@ from treespec.request import Request
 from treespec.tree import TokenTree
 from treespec.trust import WINDOW, Trust
 from treespec.verification.oracle import RandomOracle
-from treespec_kernels.cpu.growth_cpu import DraftPasses, DraftSampling, StopRule, TreePlaces
+from treespec_kernels.cpu.growth_cpu import CallPasses, DraftSampling, StopRule, TreePlaces
 from treespec_kernels.tree.growth_limits import FRONTIER, MAX_EXPANDED
 
 NULL_PAGE = np.zeros(1, dtype=np.int64)
@@ -55,8 +55,7 @@ class SsmDrafter:
     def __init__(self, models: Sequence[GroupModel], names: Sequence[str], cache: KVCache):
         self.models, self.names, self.cache = list(models), tuple(names), cache
         self.evidence = SeedEvidence()
-        self.drafted = Drafted(0, 0)
-        self._counts = DraftCounts()
+        self.drafted = Drafted()
         self._states: dict[str, SsmState] = {}
         self._catch_up_policy = CatchUpPolicy(len(models))
         self._by_sources: dict[tuple[str, ...] | None, list[int]] = {}
@@ -80,7 +79,7 @@ class SsmDrafter:
         """
         if seeds is None:
             seeds = [TokenTree.root(request.tokens[-1]) for request in requests]
-        self._counts = DraftCounts()
+        self.drafted = Drafted()
         drafting = [p.levels > 0 and bool(self.allowed(r)) for r, p in zip(requests, plans, strict=True)]
         asked = np.array([i for i, plan in enumerate(plans) if plan.adaptive and drafting[i]], dtype=np.int64)
         if len(asked):
@@ -88,11 +87,10 @@ class SsmDrafter:
             for i in asked[~grows]:
                 drafting[i] = False
         if not any(drafting):
-            self.drafted = Drafted(0, 0)
             return list(seeds)
         self._select([(r, self.state(r), p) for r, p, drafts in zip(requests, plans, drafting, strict=True) if drafts])
         random = [request.draws_at_random for request in requests]
-        trees, levels = list(seeds), 0
+        trees = list(seeds)
         for kind in (False, True):
             group = [i for i, own in enumerate(random) if own == kind]
             if not any(drafting[i] for i in group):
@@ -105,12 +103,10 @@ class SsmDrafter:
             ]
             forest = self._forest(own, states, [plans[i] for i in group], shapes, [seeds[i] for i in group], rule)
             self._grow(own, states, forest, group, [plans[i].adaptive for i in group], rule)
-            levels += forest.depth
+            self.drafted.levels += forest.depth
             for i, state, (tree, slot_of_node) in zip(group, states, forest.finish(self.names), strict=True):
                 state.slot_of_node, state.seed = (slot_of_node, seeds[i]) if drafting[i] else (None, None)
                 trees[i] = tree
-        work = self._counts
-        self.drafted = Drafted(levels, work.passes, work.request_passes, work.read_tokens, work.read_seconds)
         return trees
 
     def _forest(
@@ -160,7 +156,7 @@ class SsmDrafter:
             return
         active = {ssm for owner in forest.frontier.owners.tolist() for ssm in states[owner].active}
         levels = levels_for(self.models, active, self.cache, requests)
-        trees = GrowingTrees(requests, states, forest, levels, self._counts)
+        trees = GrowingTrees(requests, states, forest, levels, self.drafted)
         scorer = LevelScorer(self.drafts, trees, self.read)
         last_open_mass = forest.open_mass()
         while len(forest.frontier.nodes):
@@ -184,7 +180,7 @@ class SsmDrafter:
 
     def _compiled_passes(
         self, requests: Sequence[Request], states: Sequence[SsmState], forest: CompiledForest
-    ) -> DraftPasses | None:
+    ) -> CallPasses | None:
         """Return the passes of all levels for one compiled call, after reading all but the last unread tokens.
 
         None with restricted requests, models without entry points, or too much memory for probabilities.
@@ -217,7 +213,7 @@ class SsmDrafter:
             unread = [int(valid[owner][ssm]) for ssm in ssms if owner in trees[ssm]]
             tokens += request.tokens[min(unread, default=request.context_len) :]
             starts.append(len(tokens))
-        return DraftPasses(
+        return CallPasses(
             models,
             TreePlaces(models.library, [r.context_len for r in requests], [r.pages for r in requests]),
             [[owner in trees[ssm] for owner in range(len(requests))] for ssm in ssms],
@@ -236,7 +232,7 @@ class SsmDrafter:
         requests: Sequence[Request],
         states: Sequence[SsmState],
         forest: CompiledForest,
-        passes: DraftPasses,
+        passes: CallPasses,
         places: Sequence[int],
         adaptive: Sequence[bool],
         rule: LevelRule,
@@ -253,8 +249,8 @@ class SsmDrafter:
         for draft, scores, block_probs in zip(passes.models.drafts, drafted.scores, passes.block_probs, strict=True):
             ssm, first = draft.ssm, 0
             found = Rows(scores, head=self.models[ssm].head_vocabulary)
-            self._counts.passes += draft.passes
-            self._counts.request_passes += draft.tree_passes
+            self.drafted.passes += draft.passes
+            self.drafted.request_passes += draft.tree_passes
             for owner in roots:
                 request, state = requests[owner], states[owner]
                 if ssm not in state.active:
@@ -423,13 +419,13 @@ class SsmDrafter:
             for (request, start, stop), count in zip(chains, counts, strict=True):
                 state = self.state(request)
                 state.valid[ssm] = stop
-                self._counts.read_tokens += stop - start
+                self.drafted.read_tokens += stop - start
                 if scores is not None:
                     following = request.tokens[stop - count + 1 : stop + 1]
                     probs = scores.probs_of(np.arange(first, first + count), following)
                     state.trust.observe(ssm, stop - count + 1, probs)
                     first += count
-        self._counts.read_seconds += time.perf_counter() - began
+        self.drafted.read_seconds += time.perf_counter() - began
 
 
 def _sampling_of(requests: Sequence[Request]) -> DraftSampling | None:

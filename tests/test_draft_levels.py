@@ -17,7 +17,6 @@ from tests.libraries import LIBRARIES
 from tests.models import assert_same_tree
 from tests.quantized_checkpoints import needs_compiler
 from tests.test_forest import EVIDENCE, VOCAB, random_case
-from treespec.draft_plan import LevelRule
 from treespec.drafters.ssm.compiled_forest import CompiledForest
 from treespec.drafters.ssm.forest import Forest, Shape, SsmProbs
 from treespec.drafters.ssm.levels import stop_unprofitable
@@ -30,11 +29,11 @@ from treespec_kernels.cpu.growth_cpu import (
     DraftModels,
     DraftSampling,
     GrownLevels,
-    StopRule,
     TreePlaces,
     growth_library,
 )
 from treespec_kernels.sampling.coupled_choice import gumbel_integers_of_row
+from treespec_kernels.tree.level_rule import LevelRule
 
 pytestmark = needs_compiler
 
@@ -178,9 +177,9 @@ class Case:
         )
 
     @property
-    def places(self) -> np.ndarray:
+    def places(self) -> list[int]:
         """The trees' requests in a batch that has others too."""
-        return np.arange(len(self.seeds)) + 2
+        return list(range(2, len(self.seeds) + 2))
 
     def sampled(self) -> "Case":
         """The case with requests that sample, some with and some without the target's noise.
@@ -231,10 +230,10 @@ def by_levels(case: Case) -> Grown:
     forest = case.forest(Forest)
     scores: list[list[tuple[int, np.ndarray]]] = [[] for _ in case.ssms]
     counts, broken = [(0, 0)] * len(case.ssms), []
-    last_open_mass = forest.open_mass()
+    last_open_mass, rule = forest.open_mass(), case.rule.select(case.places)
     while len(forest.frontier.nodes):
         if forest.depth and case.adaptive.any():
-            last_open_mass = stop_unprofitable(forest, case.places, case.adaptive, case.rule, last_open_mass)
+            last_open_mass = stop_unprofitable(forest, case.adaptive, rule, last_open_mass)
             if not len(forest.frontier.nodes):
                 break
         owners, said = forest.frontier.owners, []
@@ -292,11 +291,8 @@ def in_one_call(case: Case) -> Grown:
         block_probs=[None] * len(ssms),
         sampling=case.sampling,
     )
-    rule = case.rule
-    weights = [rule.token_weights[place] for place in case.places]
-    numbers = rule.calibration, rule.level_cost, rule.marginal_cost, rule.least_value
-    stop = StopRule(*numbers, case.adaptive.tolist(), weights) if case.adaptive.any() else None
-    drafted = forest.draft(passes, case.weights, stop) if len(roots) else None
+    rule, adaptive = case.rule.select(case.places), case.adaptive.tolist() if case.adaptive.any() else ()
+    drafted = forest.draft(passes, case.weights, rule, adaptive) if len(roots) else None
     scores: list[list[tuple[int, np.ndarray]]] = [[] for _ in case.ssms]
     counts = [(0, 0)] * len(case.ssms)
     for draft, i in zip(models.drafts, ssms, strict=True):

@@ -22,7 +22,8 @@ from treespec_kernels.attention.tree_batch import PAGE_SIZE
 from treespec_kernels.cpu.compiled_plan import CompiledPlan
 from treespec_kernels.cpu.cpu_library import address_of, compile_library, read_structs
 from treespec_kernels.cpu.decoder_cpu import PassEntries
-from treespec_kernels.tree.growth_limits import frontier_width
+from treespec_kernels.tree.growth_limits import MAX_MIXTURE, MIN_MIXTURE, frontier_width
+from treespec_kernels.tree.level_rule import LevelRule
 from treespec_kernels.tree.tree_levels import Frontier, Level
 
 NO_PAGE = "a tree has no page for its nodes"
@@ -36,7 +37,8 @@ _STRUCTS = read_structs(*_SOURCES)
 @functools.cache
 def growth_library(compiler: tuple[str, ...], folder: Path) -> ctypes.CDLL:
     """Load or compile the library; arguments and errors as in `compile_library`."""
-    return compile_library(compiler, _SOURCES, (), folder)
+    bounds = f"-DMIN_MIXTURE={MIN_MIXTURE}f", f"-DMAX_MIXTURE={MAX_MIXTURE}f"
+    return compile_library(compiler, _SOURCES, bounds, folder)
 
 
 def _packed(*sequences: Sequence[int]) -> tuple[ctypes.Array[ctypes.c_int64], list[int]]:
@@ -45,23 +47,6 @@ def _packed(*sequences: Sequence[int]) -> tuple[ctypes.Array[ctypes.c_int64], li
     array = (ctypes.c_int64 * len(numbers))(*numbers)
     address = ctypes.addressof(array)
     return array, [address + 8 * first for first in accumulate(map(len, sequences[:-1]), initial=0)]
-
-
-class StopRule(NamedTuple):
-    """Ends trees between levels; the decision is that of `LevelRule` in treespec/draft_plan.py.
-
-    Attributes:
-        calibration, level_cost, marginal_cost, least_value: as in `LevelRule`.
-        adaptive: by tree, whether the rule decides on it.
-        token_weights: by tree, weight of a token.
-    """
-
-    calibration: float
-    level_cost: float
-    marginal_cost: float
-    least_value: float
-    adaptive: Sequence[bool]
-    token_weights: Sequence[float]
 
 
 class DraftSampling(NamedTuple):
@@ -232,7 +217,8 @@ class TreeGrowth:
         branching: Sequence[Sequence[int]],
         children: int,
         room: tuple[int, int],
-        stop: StopRule | None,
+        rule: LevelRule,
+        adaptive: Sequence[bool],
     ) -> GrownLevels:
         """Run the SSMs' passes and grow all levels. Call it once, instead of `extend`.
 
@@ -243,11 +229,11 @@ class TreeGrowth:
             branching: by level and tree, number of children per node; 0 to select by value.
             children: maximum number of proposals of one SSM per node that are selected by value.
             room: maximum number of nodes, and of nodes to expand, without the roots and with them.
-            stop: ends trees early; None to grow all levels.
+            rule: ends adaptive trees early.
+            adaptive: by tree; empty if no tree is adaptive.
         """
         g, places, levels = self._growth, passes.places, len(branching)
         level, expanded, broken = self._begin(len(frontier.nodes), *room)
-        adaptive = () if stop is None else stop.adaptive
         ints, addresses = _packed(
             *(column.tolist() for column in frontier[:5]),
             passes.tokens,
@@ -278,17 +264,16 @@ class TreeGrowth:
             draft.features = None if features is None else features.data_ptr()
             draft.block_probs = None if block is None else address_of(block, np.float32)
             draft.block_depths = 0 if block is None else block.shape[1]
-        rule = None
-        if stop is not None:
-            token_weights = (ctypes.c_double * len(adaptive))(*stop.token_weights)
-            rule = _STRUCTS["Rule"](*stop[:4], addresses[12], ctypes.addressof(token_weights))
+        numbers = rule.calibration, rule.level_cost, rule.marginal_cost, rule.least_value
+        weights_of_trees = (ctypes.c_double * len(adaptive))(*rule.token_weights[: len(adaptive)])
+        stop = _STRUCTS["Rule"](*numbers, addresses[12], ctypes.addressof(weights_of_trees))
         placed = self._library.treespec_draft(
             ctypes.byref(g),
             ctypes.byref(places.placing),
             drafts,
             len(drafts),
             ctypes.byref(grown),
-            None if rule is None else ctypes.byref(rule),
+            ctypes.byref(stop) if adaptive else None,
         )
         assert placed, NO_PAGE
         level_rows, level_nodes = (ints[-first:][: grown.num_levels] for first in (2 * levels, levels))

@@ -9,8 +9,9 @@ import numpy as np
 from treespec.drafters.evidence import SeedEvidence
 from treespec.drafters.ssm.forest import Forest, Shape, SsmProbs
 from treespec.tree import TokenTree
-from treespec_kernels.cpu.growth_cpu import CallPasses, GrownLevels, StopRule, TreeGrowth
+from treespec_kernels.cpu.growth_cpu import CallPasses, GrownLevels, TreeGrowth
 from treespec_kernels.tree.growth_limits import CHILDREN, FRONTIER, level_widths
+from treespec_kernels.tree.level_rule import LevelRule
 from treespec_kernels.tree.tree_levels import Frontier, Level
 
 
@@ -54,17 +55,21 @@ class CompiledForest(Forest):
         self._append(level, [len(level.tokens)], frontier)
         return broken
 
-    def draft(self, passes: CallPasses, weights: Sequence[np.ndarray], stop: StopRule | None) -> GrownLevels:
+    def draft(
+        self, passes: CallPasses, weights: Sequence[np.ndarray], rule: LevelRule, adaptive: Sequence[bool]
+    ) -> GrownLevels:
         """Run the SSMs' passes and extend the trees from their roots by all levels, in one call.
 
         Args:
             passes: the SSMs' passes.
             weights: as in `extend`.
-            stop: ends trees early; None to grow all levels.
+            rule: ends adaptive trees early.
+            adaptive: by tree; empty if no tree is adaptive.
         """
         at, depth = self.frontier, max(shape.max_depth for shape in self.shapes)
         branching = [self._branching(level) for level in range(depth)]
-        drafted = self._growth.draft(at, passes, self._mix(weights), branching, self.max_children, self.room, stop)
+        limits = branching, self.max_children, self.room
+        drafted = self._growth.draft(at, passes, self._mix(weights), *limits, rule, adaptive)
         for owner in at.owners.tolist():
             self.slots[owner].append(drafted.row_nodes[drafted.row_owners == owner])
         self._append(drafted.nodes, drafted.level_nodes, at.select(slice(0)))

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from treespec.cache import KVCache
-from treespec.draft_plan import LevelRule
 from treespec.drafters.ssm.drawn_forest import DrawnForest
 from treespec.drafters.ssm.forest import Forest, Frontier
 from treespec.drafters.ssm.ssm_state import grown_masks
@@ -20,6 +19,7 @@ from treespec.request import Request
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.cpu.compiled_plan import CompiledPlan
 from treespec_kernels.cpu.growth_cpu import DraftModels, TreePlaces
+from treespec_kernels.tree.level_rule import LevelRule
 
 
 class Levels(Protocol):
@@ -176,7 +176,6 @@ class DraftModelCache:
 
 def stop_unprofitable(
     forest: Forest | DrawnForest,
-    places: np.ndarray,
     adaptive: np.ndarray,
     rule: LevelRule,
     last_open_mass: np.ndarray,
@@ -185,7 +184,6 @@ def stop_unprofitable(
 
     Args:
         forest: the trees.
-        places: int64 [num_trees], indices in the batch.
         adaptive: bool [num_trees], whether `rule` chooses the tree's depth.
         rule: decides whether another level pays.
         last_open_mass: float64 [num_trees], the open mass before the newest level.
@@ -199,6 +197,6 @@ def stop_unprofitable(
     reached = forest.level_mass(rule.least_value)[growing] / np.maximum(last_open_mass[growing], 1e-9)
     if len(growing):
         stops = np.zeros(len(adaptive), dtype=bool)
-        stops[growing] = ~rule.worth_a_level(places[growing], current[growing], reached)
+        stops[growing] = ~rule.worth_a_level(growing, current[growing], reached)
         forest.stop(stops)
     return current

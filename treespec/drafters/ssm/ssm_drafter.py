@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from treespec.cache import KVCache
-from treespec.draft_plan import Drafted, DraftPlan, LevelRule
+from treespec.draft_plan import Drafted, DraftPlan
 from treespec.drafters.evidence import SeedEvidence
 from treespec.drafters.ssm.catch_up import MIN_LAG, CatchUpPolicy
 from treespec.drafters.ssm.compiled_forest import CompiledForest
@@ -30,8 +30,9 @@ from treespec.request import Request
 from treespec.tree import TokenTree
 from treespec.trust import WINDOW, Trust
 from treespec.verification.oracle import RandomOracle
-from treespec_kernels.cpu.growth_cpu import CallPasses, DraftSampling, StopRule, TreePlaces
+from treespec_kernels.cpu.growth_cpu import CallPasses, DraftSampling, TreePlaces
 from treespec_kernels.tree.growth_limits import FRONTIER, MAX_EXPANDED
+from treespec_kernels.tree.level_rule import LevelRule
 
 NULL_PAGE = np.zeros(1, dtype=np.int64)
 MAX_SCORES = 1 << 27  # maximum probabilities of one SSM that a compiled call has room for
@@ -102,7 +103,8 @@ class SsmDrafter:
                 for i in group
             ]
             forest = self._forest(own, states, [plans[i] for i in group], shapes, [seeds[i] for i in group], rule)
-            self._grow(own, states, forest, group, [plans[i].adaptive for i in group], rule)
+            adaptive = [plans[i].adaptive for i in group]
+            self._grow(own, states, forest, adaptive, rule.select(group))
             self.drafted.levels += forest.depth
             for i, state, (tree, slot_of_node) in zip(group, states, forest.finish(self.names), strict=True):
                 state.slot_of_node, state.seed = (slot_of_node, seeds[i]) if drafting[i] else (None, None)
@@ -138,7 +140,6 @@ class SsmDrafter:
         requests: Sequence[Request],
         states: Sequence[SsmState],
         forest: Forest | DrawnForest,
-        places: Sequence[int],
         adaptive: Sequence[bool],
         rule: LevelRule,
     ) -> None:
@@ -147,12 +148,11 @@ class SsmDrafter:
         Args:
             requests, states: of the trees.
             forest: the trees, roots only.
-            places: indices of these requests in the batch.
             adaptive: by tree, whether its depth is chosen by `rule`.
             rule: decides whether another level pays.
         """
         if isinstance(forest, CompiledForest) and (passes := self._compiled_passes(requests, states, forest)):
-            self._draft_compiled(requests, states, forest, passes, places, adaptive, rule)
+            self._draft_compiled(requests, states, forest, passes, adaptive, rule)
             return
         active = {ssm for owner in forest.frontier.owners.tolist() for ssm in states[owner].active}
         levels = levels_for(self.models, active, self.cache, requests)
@@ -161,7 +161,7 @@ class SsmDrafter:
         last_open_mass = forest.open_mass()
         while len(forest.frontier.nodes):
             if forest.depth and any(adaptive):
-                last_open_mass = stop_unprofitable(forest, np.array(places), np.array(adaptive), rule, last_open_mass)
+                last_open_mass = stop_unprofitable(forest, np.array(adaptive), rule, last_open_mass)
                 if not len(forest.frontier.nodes):
                     break
             weights, owners = scorer.weights(), forest.frontier.owners
@@ -233,18 +233,15 @@ class SsmDrafter:
         states: Sequence[SsmState],
         forest: CompiledForest,
         passes: CallPasses,
-        places: Sequence[int],
         adaptive: Sequence[bool],
         rule: LevelRule,
     ) -> None:
         """Score and extend the trees by all levels in one compiled call; arguments as in `_grow`."""
-        roots, stop = forest.frontier.owners.tolist(), None
+        roots = forest.frontier.owners.tolist()
         for owner in roots:
             states[owner].begin_tree()
-        if any(adaptive):
-            weights = [rule.token_weights[place] for place in places]
-            stop = StopRule(rule.calibration, rule.level_cost, rule.marginal_cost, rule.least_value, adaptive, weights)
-        drafted = forest.draft(passes, [state.weights for state in states], stop)
+        weights = [state.weights for state in states]
+        drafted = forest.draft(passes, weights, rule, adaptive if any(adaptive) else ())
         parts = list(drafted.parts())
         for draft, scores, block_probs in zip(passes.models.drafts, drafted.scores, passes.block_probs, strict=True):
             ssm, first = draft.ssm, 0

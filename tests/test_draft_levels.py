@@ -17,8 +17,7 @@ from tests.libraries import LIBRARIES
 from tests.models import assert_same_tree
 from tests.quantized_checkpoints import needs_compiler
 from tests.test_forest import EVIDENCE, VOCAB, random_case
-from treespec.drafters.ssm.compiled_forest import CompiledForest
-from treespec.drafters.ssm.forest import Forest, Shape, SsmProbs
+from treespec.drafters.ssm.forest import CompiledForest, Forest, Shape, SsmProbs
 from treespec.drafters.ssm.levels import stop_unprofitable
 from treespec.tree import TokenTree
 from treespec_kernels.attention.tree_batch import PAGE_SIZE

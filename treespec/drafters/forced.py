@@ -1,9 +1,7 @@
 """Draft source of grammar-forced tokens: a chain of nodes with probability 1."""
 
-import numpy as np
-
 from treespec.request import Request
-from treespec.tree import Draws, TokenTree
+from treespec.tree import TokenTree
 
 
 def forced_tree(request: Request, max_depth: int) -> TokenTree:
@@ -16,8 +14,4 @@ def forced_tree(request: Request, max_depth: int) -> TokenTree:
     if grammar is None or max_depth < 1 or not request.spec.allows("grammar", "grammar"):
         return TokenTree.root(root)
     forced = grammar.forced(request.tokens)[:max_depth]
-    if not forced:
-        return TokenTree.root(root)
-    nodes = np.arange(1 + len(forced))
-    draws = Draws(nodes[:-1], nodes[1:], np.zeros(len(forced), dtype=np.int64), np.ones(len(forced)))
-    return TokenTree(np.array([root, *forced]), nodes - 1, nodes, np.ones(len(nodes)), draws, ("grammar",))
+    return TokenTree.from_parents([root, *forced], range(-1, len(forced)), 1.0, "grammar")

@@ -12,7 +12,7 @@ import torch
 
 from treespec.drafters.foreign.foreign_drafter import ForeignDrafter, ForeignState, roots
 from treespec.request import Request
-from treespec.tree import Draws, TokenTree
+from treespec.tree import TokenTree
 from treespec_kernels.attention.tree_batch import RequestRows
 
 DRAFT_TOKENS_PER_TOKEN = 2  # maximum number of generated draft tokens per token of the chain
@@ -135,17 +135,7 @@ class TextDrafter(ForeignDrafter):
         if generation.end is not None and len(tokens) < generation.depth:
             tokens, probs = [*tokens, generation.end], [*probs, generation.probs[-1]]
         stop = next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))
-        if not stop:
-            return TokenTree.root(root)
-        steps = np.arange(stop + 1)
-        return TokenTree(
-            np.array([root, *tokens[:stop]]),
-            steps - 1,
-            steps,
-            np.array([1.0, *probs[:stop]]),
-            Draws(steps[:-1], steps[1:], np.zeros(stop, dtype=np.int64), np.ones(stop)),
-            (self.name,),
-        )
+        return TokenTree.from_parents([root, *tokens[:stop]], range(-1, stop), [1.0, *probs[:stop]], self.name)
 
     def _probs(self, generation: _Generation, tokens: Sequence[int]) -> list[float]:
         """Return the probability of each target token: the product over the draft tokens that start within it."""

@@ -17,9 +17,8 @@ from treespec.cache import KVCache
 from treespec.draft_plan import Drafted, DraftPlan
 from treespec.drafters.evidence import SeedEvidence
 from treespec.drafters.ssm.catch_up import MIN_LAG, CatchUpPolicy
-from treespec.drafters.ssm.compiled_forest import CompiledForest
 from treespec.drafters.ssm.drawn_forest import DrawnForest
-from treespec.drafters.ssm.forest import Forest, Shape
+from treespec.drafters.ssm.forest import CompiledForest, Forest, Shape
 from treespec.drafters.ssm.group_draft import CallInputs, GroupDraft, GrowingTrees, group_draft
 from treespec.drafters.ssm.level_scorer import CATCH_UP_CHUNK, LevelScorer
 from treespec.drafters.ssm.levels import DraftModelCache, levels_for, stop_unprofitable

@@ -17,7 +17,7 @@ from tests.libraries import LIBRARIES
 from tests.models import assert_same_tree
 from tests.quantized_checkpoints import needs_compiler
 from tests.test_forest import EVIDENCE, VOCAB, random_case
-from treespec.drafters.ssm.forest import CompiledForest, Forest, Shape, SsmProbs
+from treespec.drafters.ssm.forest import CompiledForest, Forest, SsmProbs, TreeLimits
 from treespec.drafters.ssm.levels import stop_unprofitable
 from treespec.tree import TokenTree
 from treespec_kernels.attention.tree_batch import PAGE_SIZE
@@ -116,7 +116,7 @@ class Case:
 
     rng: np.random.Generator
     seeds: list[TokenTree]
-    shapes: list[Shape]
+    shapes: list[TreeLimits]
     ssms: list[Ssm]
     active: np.ndarray
     weights: list[np.ndarray]
@@ -366,5 +366,5 @@ def test_parts_of_the_scored_nodes() -> None:
     """By level, or the whole of it if there is only one tree."""
     owners = np.array([0, 2, 0, 0, 2, 2, 2])
     drafted = GrownLevels(None, [], [2, 3, 2], owners, owners, owners > 5, [])  # type: ignore[arg-type]
-    assert list(drafted.parts()) == [(0, 1), (2, 1), (0, 2), (2, 1), (2, 2)]
-    assert list(drafted._replace(row_owners=np.full(7, 3)).parts()) == [(3, 7)]
+    assert list(drafted.runs()) == [(0, 1), (2, 1), (0, 2), (2, 1), (2, 2)]
+    assert list(drafted._replace(row_owners=np.full(7, 3)).runs()) == [(3, 7)]

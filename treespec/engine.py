@@ -67,16 +67,16 @@ class Engine:
         batch = self.scheduler.next()
         self.clock.enter("prefill")
         self.prefill(batch)
-        left = batch.decode
+        remaining = batch.decode
         for executor in self.executors:
-            served = [request for request in left if executor.serves(request)]
+            served = [request for request in remaining if executor.serves(request)]
             if not served:
                 continue
             self.clock.enter("host")
             began = self.clock.mark()
             execution = executor.run(served, bool(self.scheduler.waiting), self.clock, self.learn)
             self.commit(execution, began)
-            left = [request for request in left if request not in served or request in execution.undecided]
+            remaining = [request for request in remaining if request not in served or request in execution.undecided]
         self.clock.enter("update")
         self.update(batch.decode)
         self._launch_next()
@@ -134,7 +134,7 @@ class Engine:
         """Return whether the executor expects SSMs to pay at the batch size that the queue will fill."""
         scheduler = self.scheduler
         together = [*scheduler.running, *itertools.islice(scheduler.waiting, scheduler.max_num_seqs)]
-        executor = next(each for each in self.executors if each.serves(request))
+        executor = next(executor for executor in self.executors if executor.serves(request))
         return executor.expects_ssms(together[: scheduler.max_num_seqs])
 
     def commit(self, execution: Execution, began: tuple[float, ...]) -> None:
@@ -147,12 +147,12 @@ class Engine:
         self._failures |= execution.failures
         for request, error in execution.failed:
             self.finish(request, "error", error)
-        emitted = [each.request.accept(each.tokens) for each in execution.verified]
+        emitted = [result.request.accept(result.tokens) for result in execution.verified]
         overlaps = execution.overlaps and not self.observers
         if not overlaps:
             self._notify_sources(execution, emitted)
-        for each, tokens in zip(execution.verified, emitted, strict=True):
-            request = each.request
+        for result, tokens in zip(execution.verified, emitted, strict=True):
+            request = result.request
             request.tokens.extend(tokens)
             request.context_len += len(tokens)
             request.num_rounds += 1
@@ -165,8 +165,8 @@ class Engine:
         if not overlaps:
             self.learn()
         if self.observers:
-            for each, tokens in zip(execution.verified, emitted, strict=True):
-                self.observers.notify(RoundRecord.of(each, len(tokens), seconds, other))
+            for result, tokens in zip(execution.verified, emitted, strict=True):
+                self.observers.notify(RoundRecord.of(result, len(tokens), seconds, other))
 
     def learn(self) -> None:
         """Learn from all rounds that were not learned from yet.
@@ -185,22 +185,25 @@ class Engine:
             emitted: its emitted tokens, by verified request.
             seconds: its duration, without foreign drafts.
         """
-        if any(each.path_logits is not None or each.logprobs is not None for each in execution.verified):
+        if any(result.path_logits is not None or result.logprobs is not None for result in execution.verified):
             _add_logprobs(execution.verified, emitted)
-        for each, tokens in zip(execution.verified, emitted, strict=True):
-            request, path = each.request, each.path
-            request.nodes_verified += len(each.tree)
+        for result, tokens in zip(execution.verified, emitted, strict=True):
+            request, path = result.request, result.path
+            request.nodes_verified += len(result.tree)
             self.stats.accepted_lengths[min(len(path) - 1, len(tokens))] += 1  # a stop may cut the path
             if self.sources.ssms is not None:
-                if each.score_ssms is not None:
-                    each.score_ssms()
-                self.sources.ssms.learn(request, each.tree, path, each.bonus)
-            accepted = [each.tree.sources_of(node) for node in path[1 : 1 + len(tokens)].tolist()]
+                if result.score_ssms is not None:
+                    result.score_ssms()
+                self.sources.ssms.learn(request, result.tree, path, result.bonus)
+            accepted = [result.tree.sources_of(node) for node in path[1 : 1 + len(tokens)].tolist()]
             request.count_accepted(accepted)
-            self.stats.count_draft(each.tree, accepted)
+            self.stats.count_draft(result.tree, accepted)
         counts = [len(tokens) for tokens in emitted]
         if execution.planner is not None:
-            requests, trees = [each.request for each in execution.verified], [each.tree for each in execution.verified]
+            requests, trees = (
+                [result.request for result in execution.verified],
+                [result.tree for result in execution.verified],
+            )
             drafted, rows, planned = execution.drafted, execution.rows, execution.planned
             execution.planner.observe(requests, trees, counts, seconds, drafted, rows, planned)
 
@@ -208,9 +211,9 @@ class Engine:
         """Tell the sources which of their proposals were accepted."""
         for source, trees in execution.proposals:
             asked = [
-                (each.request, follow(trees[each.request.request_id], tokens))
-                for each, tokens in zip(execution.verified, emitted, strict=True)
-                if each.request.request_id in trees
+                (result.request, follow(trees[result.request.request_id], tokens))
+                for result, tokens in zip(execution.verified, emitted, strict=True)
+                if result.request.request_id in trees
             ]
             if asked:
                 self._failures |= call_commit(source, [r for r, _ in asked], [path for _, path in asked])
@@ -263,19 +266,19 @@ class Engine:
 def _add_logprobs(verified: Sequence[VerifiedRequest], emitted: Sequence[list[int]]) -> None:
     """Append the log-probabilities of emitted tokens to the requests that ask for them, together for equal counts."""
     asking = defaultdict[int, list[tuple[Request, torch.Tensor, list[int]]]](list)
-    for each, tokens in zip(verified, emitted, strict=True):
-        if (count := each.request.params.logprobs) is None:
+    for result, tokens in zip(verified, emitted, strict=True):
+        if (count := result.request.params.logprobs) is None:
             continue
-        if each.logprobs is not None:
-            each.request.logprobs += LogprobRows.unpacked(each.logprobs[: len(tokens)]).named(tokens, count)
+        if result.logprobs is not None:
+            result.request.logprobs += LogprobRows.unpacked(result.logprobs[: len(tokens)]).named(tokens, count)
         else:
-            assert each.path_logits is not None
-            asking[count].append((each.request, each.path_logits[: len(tokens)], tokens))
+            assert result.path_logits is not None
+            asking[count].append((result.request, result.path_logits[: len(tokens)], tokens))
     for count, entries in asking.items():
-        chosen = [token for _, _, tokens in entries for token in tokens]
-        found = iter(logprobs_of(torch.cat([rows for _, rows, _ in entries]), chosen, count))
+        tokens_of_entries = [token for _, _, tokens in entries for token in tokens]
+        logprobs = iter(logprobs_of(torch.cat([rows for _, rows, _ in entries]), tokens_of_entries, count))
         for request, _, tokens in entries:
-            request.logprobs += itertools.islice(found, len(tokens))
+            request.logprobs += itertools.islice(logprobs, len(tokens))
 
 
 def _shares_ssms(request: Request) -> bool:

@@ -165,10 +165,10 @@ class CapturedExecutor(Executor, Protocol):
 
 def follow(tree: TokenTree, tokens: Sequence[int]) -> np.ndarray:
     """Return the path of `tree` that matches the longest prefix of `tokens`, int64 node indices, root first."""
-    path, parents, own = [0], tree.parents.tolist(), tree.tokens.tolist()
+    path, parents, node_tokens = [0], tree.parents.tolist(), tree.tokens.tolist()
     for node in range(1, len(tree)):  # parents precede their children
         if len(path) > len(tokens):
             break
-        if parents[node] == path[-1] and own[node] == tokens[len(path) - 1]:
+        if parents[node] == path[-1] and node_tokens[node] == tokens[len(path) - 1]:
             path.append(node)
     return np.array(path, dtype=np.int64)

@@ -47,9 +47,9 @@ class HostExecutor:
         clock.enter("verify")
         self.verify(scored, execution)
         clock.enter("commit")
-        pages = [each.request.pages for each in execution.verified]
-        lengths = [each.request.context_len for each in execution.verified]
-        self.runner.cache.commit_target(pages, lengths, [each.path for each in execution.verified])
+        pages = [verified.request.pages for verified in execution.verified]
+        lengths = [verified.request.context_len for verified in execution.verified]
+        self.runner.cache.commit_target(pages, lengths, [verified.path for verified in execution.verified])
         return execution
 
     def propose(
@@ -74,15 +74,15 @@ class HostExecutor:
             execution.proposals.append((drafter, trees))
         if lookup is not None:
             clock.enter("search")
-            found = lookup.propose(requests, depths, planner.least_value)
-            if any(len(tree) > 1 for tree in found):
-                execution.proposals.append((lookup, dict(zip(ids, found, strict=True))))
+            proposed = lookup.propose(requests, depths, planner.least_value)
+            if any(len(tree) > 1 for tree in proposed):
+                execution.proposals.append((lookup, dict(zip(ids, proposed, strict=True))))
         clock.enter("merge")
         merged = []
         for request, tree in zip(requests, forced, strict=True):
-            own = [trees[request.request_id] for _, trees in execution.proposals if request.request_id in trees]
+            proposed = [trees[request.request_id] for _, trees in execution.proposals if request.request_id in trees]
             try:
-                merged.append(merge_proposals(request, [tree, *own]))
+                merged.append(merge_proposals(request, [tree, *proposed]))
             except DraftError as error:
                 execution.failures.setdefault(request, error)
                 merged.append(tree)
@@ -166,7 +166,7 @@ def merge_proposals(request: Request, trees: Sequence[TokenTree]) -> TokenTree:
     tree = _pruned(request, merge(trees))
     if tree.draws.rows is None or len(tree) <= request.spec.max_nodes:
         return tree
-    tree = merge([each for each in trees if each.draws.rows is not None])
+    tree = merge([drawn for drawn in trees if drawn.draws.rows is not None])
     if len(tree) > request.spec.max_nodes:
         raise DraftError(
             f"{', '.join(tree.source_names)} drew {len(tree)} nodes at random for request {request.request_id}, none "

@@ -123,8 +123,8 @@ class BatchRound:
         """
         self._inputs.fill([])
         self._warms_up = True
-        for each in nodes:
-            self._launch(min(2, self.limits.max_depth), each, GREEDY)
+        for num_nodes in nodes:
+            self._launch(min(2, self.limits.max_depth), num_nodes, GREEDY)
         self._warms_up = False
         self._synchronize()
 
@@ -154,7 +154,7 @@ class BatchRound:
         kind = RoundKind(
             sampled=any(request.temperature for request in requests),
             transforms=bool(transforms),
-            truncates=any(each.truncates for each in transforms),
+            truncates=any(row.truncates for row in transforms),
             logprobs=logprobs,
         )
         following, self._following = self._following, None

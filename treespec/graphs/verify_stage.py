@@ -182,17 +182,19 @@ class VerifyStage:
             temperatures = (temperatures > 0).float()  # the scores are divided by them
         if kind.sampled:
             options = inputs.noise(temperatures, by_row, target.positions.long() + 1)
-        chosen = row_topk_triton(logits, 1, **options)
+        choices = row_topk_triton(logits, 1, **options)
         walk = self._walk
-        tree_walk_triton(trees, chosen.tokens.view(b, nodes), chosen.finite.view(b, nodes), out=walk)
+        tree_walk_triton(trees, choices.tokens.view(b, nodes), choices.finite.view(b, nodes), out=walk)
         for pool in (self.target.pool, *(() if self.features is None else (self.features.pool,))):
             kv_commit_triton(pool, inputs["pages"], inputs["context_lens"], walk.paths, walk.path_lens)
         if kind.logprobs:
             first_rows = nodes * torch.arange(b, dtype=torch.int64, device=inputs.device)[:, None]
             paths, tokens = (walk.paths.long() + first_rows).flatten(), walk.tokens.long().clamp(min=0).flatten()
-            parts = zip(paths.split(LOGPROB_ROWS), tokens.split(LOGPROB_ROWS), strict=True)
+            chunks = zip(paths.split(LOGPROB_ROWS), tokens.split(LOGPROB_ROWS), strict=True)
             count = min(MAX_LOGPROBS, head.logits.shape[1])
-            packed = torch.cat([LogprobRows.of(head.logits[rows], own, count).packed() for rows, own in parts])
+            packed = torch.cat(
+                [LogprobRows.of(head.logits[rows], chunk_tokens, count).packed() for rows, chunk_tokens in chunks]
+            )
             self._logprobs.copy_(packed.view(self._logprobs.shape), non_blocking=True)
         tree = trees.tokens, trees.parents, trees.depths, trees.masks, trees.values.view(torch.int32)
         rows = torch.cat((walk.path_lens[:, None], walk.tokens, walk.paths, *tree), 1)

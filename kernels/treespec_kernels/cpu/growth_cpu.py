@@ -84,7 +84,7 @@ class GrownLevels(NamedTuple):
     broken: np.ndarray
     scores: list[np.ndarray]
 
-    def parts(self) -> Iterator[tuple[int, int]]:
+    def runs(self) -> Iterator[tuple[int, int]]:
         """Return the trees and numbers of consecutive scored nodes of the same tree."""
         owners = self.row_owners
         if len(owners) and (owners == owners[0]).all():

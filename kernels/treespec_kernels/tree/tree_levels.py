@@ -57,7 +57,7 @@ class Frontier(NamedTuple):
         """Return some of the nodes."""
         return Frontier(*(column[rows] for column in self))
 
-    def parts(self) -> dict[int, slice]:
+    def slices(self) -> dict[int, slice]:
         """Return the slice of rows of each tree that has any, by tree index."""
         if len(self.owners) and self.owners[0] == self.owners[-1]:
             return {int(self.owners[0]): slice(0, len(self.owners))}

@@ -75,7 +75,7 @@ class _Seeds:
 
 
 @dataclass(frozen=True)
-class Shape:
+class TreeLimits:
     """Limits of one tree.
 
     Attributes:
@@ -96,7 +96,7 @@ class Forest:
 
     Args:
         seeds: by request, a tree with the same root. Trees that grow use its best `SEEDS` nodes.
-        shapes: by request.
+        limits: by request.
         num_ssms: number of SSMs.
         evidence: evidence ratios of the seeds.
         max_children: maximum number of proposals of one source at one node.
@@ -110,16 +110,16 @@ class Forest:
     def __init__(
         self,
         seeds: Sequence[TokenTree],
-        shapes: Sequence[Shape],
+        limits: Sequence[TreeLimits],
         num_ssms: int,
         evidence: SeedEvidence,
         max_children: int = CHILDREN,
         max_frontier: int = FRONTIER,
     ):
         count = len(seeds)
-        self.shapes, self.num_ssms = shapes, num_ssms
+        self.limits, self.num_ssms = limits, num_ssms
         self.max_children, self.max_frontier = max_children, max_frontier
-        used = [seed.best(1 + SEEDS) if shape.max_depth else seed for seed, shape in zip(seeds, shapes, strict=True)]
+        used = [seed.best(1 + SEEDS) if limit.max_depth else seed for seed, limit in zip(seeds, limits, strict=True)]
         self.seeds = _Seeds(used, evidence)
         roots, trees, one = self.seeds.first[:-1], np.arange(count), np.ones(count, dtype=np.float32)
         proposed = np.zeros((count, num_ssms), dtype=bool)
@@ -132,7 +132,7 @@ class Forest:
         self._min_values = np.zeros(count, dtype=np.float32)  # by tree, minimum value of its best `nodes` so far
         self._values: list[list[np.ndarray]] = [[one[:1]] for _ in seeds]  # by tree and level
         self.frontier = Frontier(trees, tokens, trees, roots, np.full(count, -1), one)
-        self.stop(np.array([not shape.max_depth for shape in shapes]))
+        self.stop(np.array([not limit.max_depth for limit in limits]))
 
     @property
     def depth(self) -> int:
@@ -153,7 +153,7 @@ class Forest:
         frontier, levels, frontiers = self.frontier, list[Level](), list[Frontier]()
         proposals, broken = self._proposals(ssm_probs)
         mixture = np.array(weights, dtype=np.float32)
-        for owner, part in frontier.parts().items():
+        for owner, part in frontier.slices().items():
             rows, level = self._children(owner, part, proposals, mixture[owner])
             kept = self._kept(owner, rows, level)
             rows, level = rows[kept], level.select(kept)
@@ -219,7 +219,7 @@ class Forest:
 
     def children_at(self, owner: int) -> int:
         """Return the maximum number of children of a frontier node of one tree."""
-        branching = self.shapes[owner].branching
+        branching = self.limits[owner].branching
         return branching[min(self.depth, len(branching) - 1)] if branching else self.max_children
 
     def _kept(self, owner: int, rows: np.ndarray, level: Level) -> np.ndarray:
@@ -232,25 +232,25 @@ class Forest:
             rows: int64 [num_nodes], ascending, frontier rows of the parents.
             level: the nodes.
         """
-        shape, values = self.shapes[owner], level.values
-        if shape.branching:
+        limit, values = self.limits[owner], level.values
+        if limit.branching:
             ranks = np.empty(len(rows), dtype=np.int64)
             ranks[np.lexsort((-values, rows))] = np.arange(len(rows)) - np.searchsorted(rows, rows)
             return ranks < self.children_at(owner)
         all_values = np.concatenate([*self._values[owner], values])
-        if len(all_values) <= shape.nodes:
+        if len(all_values) <= limit.nodes:
             return np.ones(len(rows), dtype=bool)
-        self._min_values[owner] = np.partition(all_values, -shape.nodes)[-shape.nodes]
+        self._min_values[owner] = np.partition(all_values, -limit.nodes)[-limit.nodes]
         # Seeds are always kept: `finish` adds missing seeds with their own probability, a different value.
         return (values >= self._min_values[owner]) | (level.seeds >= 0)
 
     def _expanded(self, owner: int, level: Level) -> np.ndarray:
         """Select the nodes to expand next among one tree's newest nodes; indices, best first without branching."""
-        shape, depth, values = self.shapes[owner], self.depth + 1, level.values
-        if depth >= shape.max_depth:
+        limit, depth, values = self.limits[owner], self.depth + 1, level.values
+        if depth >= limit.max_depth:
             return np.empty(0, dtype=np.int64)
-        growable = ~np.isin(level.tokens, shape.end_tokens)
-        if shape.branching:
+        growable = ~np.isin(level.tokens, limit.end_tokens)
+        if limit.branching:
             return np.flatnonzero(growable)
         growable &= (values > 0) & (values >= self._min_values[owner])
         order = np.argsort(-values, kind="stable")
@@ -267,11 +267,11 @@ class Forest:
 
         This is the probability that its frontier is reached and that the next token is not among the seeds.
         """
-        at, seeds = self.frontier, self.seeds
-        below = seeds.children[at.seeds]
+        frontier, seeds = self.frontier, self.seeds
+        below = seeds.children[frontier.seeds]
         covered = np.cumsum(seeds.probs[below] * (below >= 0), axis=1)[:, -1]  # unlike `sum`, in order
-        values = at.values * np.maximum(1 - covered, 0.0)
-        return np.bincount(at.owners, values, minlength=len(self.shapes))
+        values = frontier.values * np.maximum(1 - covered, 0.0)
+        return np.bincount(frontier.owners, values, minlength=len(self.limits))
 
     def level_mass(self, least: float) -> np.ndarray:
         """Return the probability that each tree's newest level is reached: float64 [num_trees].
@@ -280,7 +280,7 @@ class Forest:
         """
         level = self._levels[-1]
         counted = (level.values >= np.float32(least)) & (level.seeds < 0)
-        return np.bincount(level.owners[counted], level.values[counted], minlength=len(self.shapes))
+        return np.bincount(level.owners[counted], level.values[counted], minlength=len(self.limits))
 
     def finish(self, names: Sequence[str]) -> list[tuple[TokenTree, np.ndarray]]:
         """Build the trees, including seeds that were not reached.
@@ -291,19 +291,19 @@ class Forest:
         Returns:
             By request, the tree and each node's draft slot, -1 if it was not expanded.
         """
-        joined = Level(*(np.concatenate(parts) for parts in zip(*self._levels, strict=True)))
+        joined = Level(*(np.concatenate(columns) for columns in zip(*self._levels, strict=True)))
         depths = np.repeat(np.arange(len(self._level_nodes)), self._level_nodes)
-        return [self._finish(owner, joined, depths, names) for owner in range(len(self.shapes))]
+        return [self._finish(owner, joined, depths, names) for owner in range(len(self.limits))]
 
     def _finish(
         self, owner: int, nodes: Level, depths: np.ndarray, names: Sequence[str]
     ) -> tuple[TokenTree, np.ndarray]:
         """Build one tree from all levels of all trees."""
         expanded = np.concatenate(self.slots[owner]) if self.slots[owner] else np.empty(0, dtype=np.int64)
-        if len(self.shapes) > 1:
-            own = np.flatnonzero(nodes.owners == owner)
-            nodes, depths, expanded = nodes.select(own), depths[own], np.searchsorted(own, expanded)
-            nodes.parents[1:] = np.searchsorted(own, nodes.parents[1:])
+        if len(self.limits) > 1:
+            of_tree = np.flatnonzero(nodes.owners == owner)
+            nodes, depths, expanded = nodes.select(of_tree), depths[of_tree], np.searchsorted(of_tree, expanded)
+            nodes.parents[1:] = np.searchsorted(of_tree, nodes.parents[1:])
         count = len(nodes.tokens)
         slot_of_node = np.full(count, -1)
         slot_of_node[expanded] = np.arange(len(expanded))
@@ -315,7 +315,7 @@ class Forest:
         tree.with_values(nodes.values.astype(np.float64))
         seed = self.seeds.trees[owner]
         if len(seed) > 1:
-            complete = not self.shapes[owner].branching or not self.slots[owner]
+            complete = not self.limits[owner].branching or not self.slots[owner]
             tree = join_seed(tree, seed, nodes.seeds - self.seeds.first[owner], complete)
             slot_of_node = np.concatenate([slot_of_node, np.full(len(tree) - count, -1)])
         return tree, slot_of_node
@@ -327,22 +327,22 @@ class CompiledForest(Forest):
     def __init__(
         self,
         seeds: Sequence[TokenTree],
-        shapes: Sequence[Shape],
+        limits: Sequence[TreeLimits],
         num_ssms: int,
         evidence: SeedEvidence,
         library: ctypes.CDLL,
         max_children: int = CHILDREN,
         max_frontier: int = FRONTIER,
     ):
-        super().__init__(seeds, shapes, num_ssms, evidence, max_children, max_frontier)
-        own = self.seeds
+        super().__init__(seeds, limits, num_ssms, evidence, max_children, max_frontier)
+        seed_nodes = self.seeds
         self._growth = TreeGrowth(
             library,
             num_ssms,
-            [shape.max_depth for shape in shapes],
-            [max(shape.nodes, 1) for shape in shapes],
-            [s.end_tokens for s in shapes],
-            (own.children, own.tokens.astype(np.int64), own.probs, own.ratios),
+            [limit.max_depth for limit in limits],
+            [max(limit.nodes, 1) for limit in limits],
+            [s.end_tokens for s in limits],
+            (seed_nodes.children, seed_nodes.tokens.astype(np.int64), seed_nodes.probs, seed_nodes.ratios),
             max_children,
             max_frontier,
         )
@@ -350,14 +350,15 @@ class CompiledForest(Forest):
         self._mixture = np.empty(0)  # `_weights` as one float32 array
 
     def extend(self, ssm_probs: Sequence[SsmProbs], weights: Sequence[np.ndarray]) -> np.ndarray:
-        at = self.frontier
-        parts = at.parts()
-        for owner, part in parts.items():
-            self.slots[owner].append(at.nodes[part])
+        scored = self.frontier
+        slices = scored.slices()
+        for owner, part in slices.items():
+            self.slots[owner].append(scored.nodes[part])
         branching = np.array(self._branching(self.depth))
-        widest = max(self.children_at(owner) for owner in parts)
+        widest = max(self.children_at(owner) for owner in slices)
         mixture = self._mix(weights)
-        level, frontier, broken = self._growth.extend(at, self._size, self.depth, ssm_probs, mixture, branching, widest)
+        grown = self._growth.extend(scored, self._size, self.depth, ssm_probs, mixture, branching, widest)
+        level, frontier, broken = grown
         self._append(level, [len(level.tokens)], frontier)
         return broken
 
@@ -372,25 +373,25 @@ class CompiledForest(Forest):
             rule: ends adaptive trees early.
             adaptive: by tree; empty if no tree is adaptive.
         """
-        at, depth = self.frontier, max(shape.max_depth for shape in self.shapes)
+        roots, depth = self.frontier, max(limit.max_depth for limit in self.limits)
         branching = [self._branching(level) for level in range(depth)]
-        limits = branching, self.max_children, self.room
-        drafted = self._growth.draft(at, passes, self._mix(weights), *limits, rule, adaptive)
-        for owner in at.owners.tolist():
+        room = self.max_children, self.room
+        drafted = self._growth.draft(roots, passes, self._mix(weights), branching, *room, rule, adaptive)
+        for owner in roots.owners.tolist():
             self.slots[owner].append(drafted.row_nodes[drafted.row_owners == owner])
-        self._append(drafted.nodes, drafted.level_nodes, at.select(slice(0)))
+        self._append(drafted.nodes, drafted.level_nodes, roots.select(slice(0)))
         return drafted
 
     @cached_property
     def room(self) -> tuple[int, int]:
         """Maximum numbers of nodes, and of nodes to expand, that trees grow from their roots."""
-        widest = max([self.max_children, *(max(shape.branching) for shape in self.shapes if shape.branching)])
+        widest = max([self.max_children, *(max(limit.branching) for limit in self.limits if limit.branching)])
         nodes = expanded = 0
-        for shape in self.shapes:
-            widths = level_widths(shape.max_depth, shape.branching, self.max_frontier)
+        for limit in self.limits:
+            widths = level_widths(limit.max_depth, limit.branching, self.max_frontier)
             expanded += sum(widths)
             nodes += sum(widths) * (
-                max(shape.branching) if shape.branching else self.num_ssms * widest + self.seeds.width
+                max(limit.branching) if limit.branching else self.num_ssms * widest + self.seeds.width
             )
         return nodes, expanded
 
@@ -403,8 +404,8 @@ class CompiledForest(Forest):
 
     def _branching(self, depth: int) -> list[int]:
         """Return the static number of children per node of a depth, by tree; 0 = chosen by value."""
-        own = (shape.branching for shape in self.shapes)
-        return [each[min(depth, len(each) - 1)] if each else 0 for each in own]
+        branchings = (limit.branching for limit in self.limits)
+        return [children[min(depth, len(children) - 1)] if children else 0 for children in branchings]
 
     def _append(self, nodes: Level, level_nodes: Sequence[int], frontier: Frontier) -> None:
         """Append one or more levels, and set the frontier."""

@@ -32,11 +32,11 @@ class LevelScorer:
         if not depth:
             return self._score_roots()
         trees.levels.extend(frontier, depth)
-        parts = frontier.parts()
-        paths = trees.forest.paths() if any(trees.requests[tree].restriction for tree in parts) else []
+        slices_of_trees = frontier.slices()
+        paths = trees.forest.paths() if any(trees.requests[tree].restriction for tree in slices_of_trees) else []
         results: list[SsmProbs] = []
         for draft in self._drafts:
-            slices = {tree: part for tree, part in parts.items() if draft.ssm in trees.states[tree].active}
+            slices = {tree: part for tree, part in slices_of_trees.items() if draft.ssm in trees.states[tree].active}
             if slices and (draft.max_depth is None or depth < draft.max_depth):
                 results.append(draft.score_level(trees, slices, paths))
         return results

@@ -84,7 +84,7 @@ class PlannedLevels:
 
     def extend(self, frontier: Frontier, depth: int) -> None:
         self._rows, self._plans = {}, dict[object, Pass]()
-        for owner, part in frontier.parts().items():
+        for owner, part in frontier.slices().items():
             first, request = len(self._masks[owner]), self._requests[owner]
             grown = self._masks[owner] = grown_masks(self._masks[owner], frontier.above[part])
             depths = grown.sum(1) - 1
@@ -95,10 +95,10 @@ class PlannedLevels:
         self._row_owners = frontier.owners
 
     def plan(self, ssm: int, rows: np.ndarray) -> Pass:
-        own = np.unique(self._row_owners[rows]).tolist()
-        key = self._models[ssm].plan_key, tuple(own)
+        owners = np.unique(self._row_owners[rows]).tolist()
+        key = self._models[ssm].plan_key, tuple(owners)
         if key not in self._plans:
-            served = [self._rows[owner, self._models[ssm].offset] for owner in own]
+            served = [self._rows[owner, self._models[ssm].offset] for owner in owners]
             self._plans[key] = self._models[ssm].plan(served, self._cache.pools[1 + ssm])
         return self._plans[key]
 

@@ -18,7 +18,7 @@ from treespec.draft_plan import Drafted, DraftPlan
 from treespec.drafters.evidence import SeedEvidence
 from treespec.drafters.ssm.catch_up import MIN_LAG, CatchUpPolicy
 from treespec.drafters.ssm.drawn_forest import DrawnForest
-from treespec.drafters.ssm.forest import CompiledForest, Forest, Shape
+from treespec.drafters.ssm.forest import CompiledForest, Forest, TreeLimits
 from treespec.drafters.ssm.group_draft import CallInputs, GroupDraft, GrowingTrees, group_draft
 from treespec.drafters.ssm.level_scorer import CATCH_UP_CHUNK, LevelScorer
 from treespec.drafters.ssm.levels import DraftModelCache, levels_for, stop_unprofitable
@@ -92,18 +92,18 @@ class SsmDrafter:
         random = [request.draws_at_random for request in requests]
         trees = list(seeds)
         for kind in (False, True):
-            group = [i for i, own in enumerate(random) if own == kind]
+            group = [i for i, draws in enumerate(random) if draws == kind]
             if not any(drafting[i] for i in group):
                 continue
             states = [self.state(requests[i]) for i in group]
-            own = [requests[i] for i in group]
-            shapes = [
-                Shape(plans[i].levels if drafting[i] else 0, plans[i].nodes, plans[i].branching, requests[i].end_tokens)
-                for i in group
+            of_kind, plans_of_kind = [requests[i] for i in group], [plans[i] for i in group]
+            limits = [
+                TreeLimits(plan.levels * drafting[i], plan.nodes, plan.branching, requests[i].end_tokens)
+                for i, plan in zip(group, plans_of_kind, strict=True)
             ]
-            forest = self._forest(own, states, [plans[i] for i in group], shapes, [seeds[i] for i in group], rule)
-            adaptive = [plans[i].adaptive for i in group]
-            self._grow(own, states, forest, adaptive, rule.select(group))
+            forest = self._forest(of_kind, states, plans_of_kind, limits, [seeds[i] for i in group], rule)
+            adaptive = [plan.adaptive for plan in plans_of_kind]
+            self._grow(of_kind, states, forest, adaptive, rule.select(group))
             self.drafted.levels += forest.depth
             for i, state, (tree, slot_of_node) in zip(group, states, forest.finish(self.names), strict=True):
                 state.slot_of_node, state.seed = (slot_of_node, seeds[i]) if drafting[i] else (None, None)
@@ -115,15 +115,15 @@ class SsmDrafter:
         requests: Sequence[Request],
         states: Sequence[SsmState],
         plans: Sequence[DraftPlan],
-        shapes: Sequence[Shape],
+        limits: Sequence[TreeLimits],
         seeds: Sequence[TokenTree],
         rule: LevelRule,
     ) -> Forest | DrawnForest:
         """Create the trees with their roots only, for requests that all draw at random or all do not."""
         if not requests[0].draws_at_random:
-            parts = seeds, shapes, len(self.models), self.evidence
+            arguments = seeds, limits, len(self.models), self.evidence
             library = self.models[0].growth
-            return Forest(*parts) if library is None else CompiledForest(*parts, library)
+            return Forest(*arguments) if library is None else CompiledForest(*arguments, library)
         for request, state in zip(requests, states, strict=True):
             if state.oracle is None and request.sampler is not None:
                 state.oracle = RandomOracle(request.sampler.draft_generator())
@@ -132,7 +132,7 @@ class SsmDrafter:
         # With a fixed number of nodes n, about n draws have a value above 1 / n.
         min_values = [rule.least_value if plan.adaptive else 1 / plan.nodes for plan in plans]
         fills = [not plan.adaptive for plan in plans]
-        return DrawnForest(seeds, shapes, oracles, modes, min_values, fills, FRONTIER, MAX_EXPANDED)
+        return DrawnForest(seeds, limits, oracles, modes, min_values, fills, FRONTIER, MAX_EXPANDED)
 
     def _grow(
         self,
@@ -164,7 +164,7 @@ class SsmDrafter:
                 if not len(forest.frontier.nodes):
                     break
             weights, owners = scorer.weights(), forest.frontier.owners
-            if (ended := np.array([not own.any() for own in weights]))[owners].any():
+            if (ended := np.array([not of_tree.any() for of_tree in weights]))[owners].any():
                 forest.stop(ended)
                 continue
             broken = forest.extend(scorer.score(), weights)
@@ -188,7 +188,7 @@ class SsmDrafter:
             return None
         roots = set(forest.frontier.owners.tolist())
         ssms = tuple(sorted({ssm for owner in roots for ssm in states[owner].active}))
-        depth = max(shape.max_depth for shape in forest.shapes)
+        depth = max(limit.max_depth for limit in forest.limits)
         models = self._draft_models.get(ssms, max(r.context_len for r in requests) + 1 + depth)
         if models is None or forest.room[1] * max(draft.width for draft in models.drafts) > MAX_SCORES:
             return None
@@ -241,10 +241,10 @@ class SsmDrafter:
             states[owner].begin_tree()
         weights = [state.weights for state in states]
         drafted = forest.draft(passes, weights, rule, adaptive if any(adaptive) else ())
-        parts = list(drafted.parts())
+        runs = list(drafted.runs())
         for draft, scores, block_probs in zip(passes.models.drafts, drafted.scores, passes.block_probs, strict=True):
             ssm, first = draft.ssm, 0
-            found = Rows(scores, head=self.models[ssm].head_vocabulary)
+            rows = Rows(scores, head=self.models[ssm].head_vocabulary)
             self.drafted.passes += draft.passes
             self.drafted.request_passes += draft.tree_passes
             for owner in roots:
@@ -255,12 +255,12 @@ class SsmDrafter:
                 state.valid[ssm] = request.context_len
                 if passes.reads and start < request.context_len and block_probs is None:
                     last = first + request.context_len - start
-                    probs = found.probs_of(np.arange(first, last), request.tokens[start + 1 :])
+                    probs = rows.probs_of(np.arange(first, last), request.tokens[start + 1 :])
                     state.trust.observe(ssm, start + 1, probs)
                     first = last
-            for owner, count in parts:
+            for owner, count in runs:
                 if ssm in states[owner].active:
-                    states[owner].scores[ssm].append(found.select(slice(first, first := first + count)))
+                    states[owner].scores[ssm].append(rows.select(slice(first, first := first + count)))
         self._mark_broken(requests, drafted.row_owners[drafted.broken])
 
     def prefill(self, requests: Sequence[Request]) -> None:
@@ -301,10 +301,11 @@ class SsmDrafter:
                 state.slot_of_node, state.accepted = None, (request.context_len, kept)
                 moves.append((state, request, kept))
         for ssm, model in enumerate(self.models):
-            own = [(s, r, kept[: model.kept_nodes]) for s, r, kept in moves if ssm in s.active]
-            pages, lengths = [r.pages for _, r, _ in own], [r.context_len - model.offset for _, r, _ in own]
-            self.cache.commit(1 + ssm, pages, lengths, [kept for _, _, kept in own])
-            for state, request, kept in own:
+            moves_of_ssm = [(s, r, kept[: model.kept_nodes]) for s, r, kept in moves if ssm in s.active]
+            pages = [request.pages for _, request, _ in moves_of_ssm]
+            lengths = [request.context_len - model.offset for _, request, _ in moves_of_ssm]
+            self.cache.commit(1 + ssm, pages, lengths, [kept for _, _, kept in moves_of_ssm])
+            for state, request, kept in moves_of_ssm:
                 state.valid[ssm] = request.context_len + len(kept)
 
     def learn(self, request: Request, tree: TokenTree, path: np.ndarray, bonus: int) -> None:
@@ -359,8 +360,8 @@ class SsmDrafter:
         sources = request.spec.sources
         if sources not in self._by_sources:
             self._by_sources[sources] = [i for i, name in enumerate(self.names) if request.spec.allows("ssm", name)]
-        found = self._by_sources[sources]
-        return found if request.context_len else [ssm for ssm in found if not self.models[ssm].offset]
+        ssms = self._by_sources[sources]
+        return ssms if request.context_len else [ssm for ssm in ssms if not self.models[ssm].offset]
 
     def _select(self, rows: Sequence[tuple[Request, SsmState, DraftPlan]]) -> None:
         """Score the SSMs on newly verified tokens, and select the active SSMs of each request.

@@ -94,11 +94,11 @@ class SsmState:
             slots: int64, ascending.
             tokens: by slot.
         """
-        parts = self.scores[ssm]
-        slots = slots[: np.searchsorted(slots, sum(len(part.probs) for part in parts))]
+        scores = self.scores[ssm]
+        slots = slots[: np.searchsorted(slots, sum(len(part.probs) for part in scores))]
         probs = [np.empty(0, dtype=np.float32)]
         first = start = 0
-        for part in parts:
+        for part in scores:
             end = int(np.searchsorted(slots, first + len(part.probs)))
             if start < end:
                 probs.append(part.plain_probs_of(slots[start:end] - first, tokens[start:end]))
@@ -106,12 +106,12 @@ class SsmState:
         return np.concatenate(probs)
 
 
-def outputs_of(parts: Sequence[Rows], slots: np.ndarray) -> Tensor:
+def outputs_of(scores: Sequence[Rows], slots: np.ndarray) -> Tensor:
     """Return what a draft head passes on from some slots to their children, [len(slots), hidden_size].
 
     Args:
         parts: scores of all slots in order.
         slots: int64.
     """
-    found = torch.cat([part.outputs for part in parts if part.outputs is not None])
-    return found[torch.from_numpy(slots).to(found.device)]
+    outputs = torch.cat([part.outputs for part in scores if part.outputs is not None])
+    return outputs[torch.from_numpy(slots).to(outputs.device)]

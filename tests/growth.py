@@ -130,7 +130,6 @@ class Trie:
             + [[i] * (max_depth + 1) for i in range(len(paths), num_nodes)],
             "masks": [sum(1 << ssm for ssm in self.nodes[path].ssms) if path else 0 for path in paths] + [0] * padding,
             "values": [float(self.value(path)) for path in paths] + [0.0] * padding,
-            "slots": [self.slot(path) for path in paths] + [-1] * padding,
         }
 
 

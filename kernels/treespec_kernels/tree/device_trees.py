@@ -91,7 +91,6 @@ class DeviceForest(DeviceState):
         cand_parents: [B, D, P] int32, flat index of the parent; -1 for the root, and if empty.
         cand_values: [B, D, P] float32, product of probabilities along the path; -inf if empty.
         cand_masks: [B, D, P] int32, bit g: proposed by SSM g; bit `SEED_BIT`: a seed; 0 if empty.
-        cand_slots: [B, D, P] int32, the drafts' scratch slot; -1 for a candidate that is not expanded.
         frontier: [B, F] int32, flat index of each frontier node, best value first; D * P for the root; -1 if empty.
         frontier_tokens: [B, F] int32; 0, a valid token, if empty.
         frontier_values: [B, F] float32; 0 if empty.
@@ -111,7 +110,6 @@ class DeviceForest(DeviceState):
         "cand_parents": ("B D P", -1),
         "cand_values": ("B D P", -torch.inf),
         "cand_masks": ("B D P", 0),
-        "cand_slots": ("B D P", -1),
         "frontier": ("B F+", -1),
         "frontier_tokens": ("B F", 0),
         "frontier_values": ("B F", 0),
@@ -127,7 +125,6 @@ class DeviceForest(DeviceState):
     cand_parents: Tensor
     cand_values: Tensor
     cand_masks: Tensor
-    cand_slots: Tensor
     frontier: Tensor
     frontier_tokens: Tensor
     frontier_values: Tensor
@@ -200,7 +197,6 @@ class DeviceTrees(DeviceState):
         num_nodes: [B] int32; 0 for an idle request.
         masks: [B, N] int32, bit g: proposed by SSM g; bit `SEED_BIT`: a seed; 0 for the root and padding.
         values: [B, N] float32, estimated probability that the node is accepted: 1 for the root, 0 for padding.
-        slots: [B, N] int32, the drafts' scratch slot of the node's K/V; -1 for a node that no draft has computed.
     """
 
     FORMS = {  # noqa: RUF012  never changed
@@ -211,7 +207,6 @@ class DeviceTrees(DeviceState):
         "num_nodes": ("B", 0),
         "masks": ("B N", 0),
         "values": ("B N", 0),
-        "slots": ("B N", -1),
     }
 
     tokens: Tensor
@@ -221,7 +216,6 @@ class DeviceTrees(DeviceState):
     num_nodes: Tensor
     masks: Tensor
     values: Tensor
-    slots: Tensor
 
     @classmethod
     def allocate(

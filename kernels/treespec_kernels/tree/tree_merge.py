@@ -115,7 +115,7 @@ def _merge_one(
     num_ssms, width, proposals = ssm_tokens.shape
     level = int(state["levels"][0])
     frontier, old_ancestors = state["frontier"][0].copy(), state["frontier_ancestors"][0].copy()
-    for name in ("tokens", "parents", "values", "masks", "slots"):
+    for name in ("tokens", "parents", "values", "masks"):
         state[f"cand_{name}"][0, level] = DeviceForest.FORMS[f"cand_{name}"][1]
     shares = weight[:, None, None] * ssm_probs
     valid = (ssm_tokens >= 0) & (shares >= 0) & (shares < np.inf) & (frontier >= 0)[:, None]
@@ -151,7 +151,6 @@ def _merge_one(
             state[name][0] = empty
     for i, number in enumerate(best):
         slot = 1 + level * width + i
-        state["cand_slots"][0, level, number] = slot
         state["frontier"][0, i] = level * candidates + number
         state["frontier_tokens"][0, i] = level_tokens[number]
         state["frontier_values"][0, i] = values[number]

@@ -27,15 +27,11 @@ class Walk(NamedTuple):
         paths: [B, D + 1] int32, accepted node indices, root first; padded with 0.
         path_lens: [B] int32, number of nodes of the path, root included, which is the number of emitted tokens.
         tokens: [B, D + 1] int32, accepted tokens, then the bonus token; padded with -1.
-        slots: [B, D + 1] int32, the drafts' scratch slots of the path's nodes; padded with 0 from `slot_lens` on.
-        slot_lens: [B] int32, number of nodes of the path, from the root on, whose K/V the drafts have computed.
     """
 
     paths: Tensor
     path_lens: Tensor
     tokens: Tensor
-    slots: Tensor
-    slot_lens: Tensor
 
     @classmethod
     def allocate(cls, num_requests: int, *, max_depth: int, device: torch.device | str = "cpu") -> Walk:
@@ -45,13 +41,7 @@ class Walk(NamedTuple):
         def filled(shape: tuple[int, ...], value: int) -> Tensor:
             return torch.full(shape, value, dtype=torch.int32, device=device)
 
-        return cls(
-            paths=filled(shape, 0),
-            path_lens=filled(shape[:1], 0),
-            tokens=filled(shape, -1),
-            slots=filled(shape, 0),
-            slot_lens=filled(shape[:1], 0),
-        )
+        return cls(paths=filled(shape, 0), path_lens=filled(shape[:1], 0), tokens=filled(shape, -1))
 
 
 def tree_walk_ref(trees: DeviceTrees, choices: Tensor, finite: Tensor, *, out: Walk | None = None) -> Walk:
@@ -65,18 +55,15 @@ def tree_walk_ref(trees: DeviceTrees, choices: Tensor, finite: Tensor, *, out: W
     """
     out = _checked(trees, choices, finite, out)
     walk = Walk.allocate(trees.num_requests, max_depth=trees.max_depth)
-    host = {name: getattr(trees, name).tolist() for name in ("tokens", "parents", "num_nodes", "slots")}
+    host = {name: getattr(trees, name).tolist() for name in ("tokens", "parents", "num_nodes")}
     next_tokens, is_finite = choices.tolist(), finite.tolist()
     for request, size in enumerate(host["num_nodes"]):
         if size == 0 or not all(is_finite[request][:size]):
             continue
-        node, length, slots = 0, 0, 0
+        node, length = 0, 0
         while node is not None:
             walk.paths[request, length] = node
             walk.tokens[request, length] = next_tokens[request][node]
-            if host["slots"][request][node] >= 0:
-                walk.slots[request, length] = host["slots"][request][node]
-                slots += 1
             length += 1
             node = next(
                 (
@@ -87,7 +74,7 @@ def tree_walk_ref(trees: DeviceTrees, choices: Tensor, finite: Tensor, *, out: W
                 ),
                 None,
             )
-        walk.path_lens[request], walk.slot_lens[request] = length, slots
+        walk.path_lens[request] = length
     for written, tensor in zip(walk, out, strict=True):
         tensor.copy_(written)
     return out
@@ -103,7 +90,6 @@ def tree_walk_triton(trees: DeviceTrees, choices: Tensor, finite: Tensor, *, out
         trees.depths,
         trees.ancestors,
         trees.num_nodes,
-        trees.slots,
         choices,
         finite,
         *out,

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from treespec.draft_plan import DraftPlan
 from treespec.drafters.calls import call_propose
 from treespec.drafters.draft_sources import DraftSources
-from treespec.drafters.forced import forced_tree
 from treespec.drafters.foreign.foreign_drafter import ForeignDrafter
 from treespec.errors import DraftError, RequestError
 from treespec.executors.execution import Execution, StageClock, VerifiedRequest
@@ -178,3 +177,16 @@ def merge_proposals(request: Request, trees: Sequence[TokenTree]) -> TokenTree:
 def _pruned(request: Request, tree: TokenTree) -> TokenTree:
     """Return the tree without the nodes that the request's restriction forbids."""
     return tree if request.restriction is None else request.restriction.prune(tree, request.tokens)
+
+
+def forced_tree(request: Request, max_depth: int) -> TokenTree:
+    """Return a chain of the tokens that the request's grammar forces next, at most `max_depth` of them.
+
+    Return only the root if the request has no grammar, or its grammar allows several next tokens.
+    """
+    root = request.tokens[-1]
+    grammar = request.restriction.grammar if request.restriction is not None else None
+    if grammar is None or max_depth < 1 or not request.spec.allows("grammar", "grammar"):
+        return TokenTree.root(root)
+    forced = grammar.forced(request.tokens)[:max_depth]
+    return TokenTree.from_parents([root, *forced], range(-1, len(forced)), 1.0, "grammar")

@@ -19,8 +19,14 @@ from treespec.drafters.evidence import SeedEvidence
 from treespec.drafters.ssm.catch_up import MIN_LAG, CatchUpPolicy
 from treespec.drafters.ssm.drawn_forest import DrawnForest
 from treespec.drafters.ssm.forest import CompiledForest, Forest, TreeLimits
-from treespec.drafters.ssm.group_draft import CallInputs, GroupDraft, GrowingTrees, group_draft
-from treespec.drafters.ssm.level_scorer import CATCH_UP_CHUNK, LevelScorer
+from treespec.drafters.ssm.group_draft import (
+    CATCH_UP_CHUNK,
+    CallInputs,
+    GroupDraft,
+    GrowingTrees,
+    LevelScorer,
+    group_draft,
+)
 from treespec.drafters.ssm.levels import DraftModelCache, levels_for, stop_unprofitable
 from treespec.drafters.ssm.scoring import Rows
 from treespec.drafters.ssm.ssm_state import SsmState, open_mass
@@ -103,7 +109,7 @@ class SsmDrafter:
             ]
             forest = self._forest(of_kind, states, plans_of_kind, limits, [seeds[i] for i in group], rule)
             adaptive = [plan.adaptive for plan in plans_of_kind]
-            self._grow(of_kind, states, forest, adaptive, rule.select(group))
+            self._grow(GrowingTrees(of_kind, states, forest, adaptive, rule.select(group), self.drafted))
             self.drafted.levels += forest.depth
             for i, state, (tree, slot_of_node) in zip(group, states, forest.finish(self.names), strict=True):
                 state.slot_of_node, state.seed = (slot_of_node, seeds[i]) if drafting[i] else (None, None)
@@ -134,33 +140,19 @@ class SsmDrafter:
         fills = [not plan.adaptive for plan in plans]
         return DrawnForest(seeds, limits, oracles, modes, min_values, fills, FRONTIER, MAX_EXPANDED)
 
-    def _grow(
-        self,
-        requests: Sequence[Request],
-        states: Sequence[SsmState],
-        forest: Forest | DrawnForest,
-        adaptive: Sequence[bool],
-        rule: LevelRule,
-    ) -> None:
-        """Score and extend the trees, in one compiled call if possible, else level by level.
-
-        Args:
-            requests, states: of the trees.
-            forest: the trees, roots only.
-            adaptive: by tree, whether its depth is chosen by `rule`.
-            rule: decides whether another level pays.
-        """
-        if isinstance(forest, CompiledForest) and (passes := self._compiled_passes(requests, states, forest)):
-            self._draft_compiled(requests, states, forest, passes, adaptive, rule)
+    def _grow(self, trees: GrowingTrees) -> None:
+        """Score and extend trees, in one compiled call if possible, else level by level."""
+        forest, adaptive = trees.forest, np.array(trees.adaptive)
+        if isinstance(forest, CompiledForest) and (passes := self._compiled_passes(trees, forest)):
+            self._draft_compiled(trees, forest, passes)
             return
-        active = {ssm for owner in forest.frontier.owners.tolist() for ssm in states[owner].active}
-        levels = levels_for(self.models, active, self.cache, requests)
-        trees = GrowingTrees(requests, states, forest, levels, self.drafted)
+        active = {ssm for owner in forest.frontier.owners.tolist() for ssm in trees.states[owner].active}
+        trees.levels = levels_for(self.models, active, self.cache, trees.requests)
         scorer = LevelScorer(self.drafts, trees, self.read)
         last_open_mass = forest.open_mass()
         while len(forest.frontier.nodes):
-            if forest.depth and any(adaptive):
-                last_open_mass = stop_unprofitable(forest, np.array(adaptive), rule, last_open_mass)
+            if forest.depth and adaptive.any():
+                last_open_mass = stop_unprofitable(forest, adaptive, trees.rule, last_open_mass)
                 if not len(forest.frontier.nodes):
                     break
             weights, owners = scorer.weights(), forest.frontier.owners
@@ -168,7 +160,7 @@ class SsmDrafter:
                 forest.stop(ended)
                 continue
             broken = forest.extend(scorer.score(), weights)
-            self._mark_broken(requests, owners[broken])
+            self._mark_broken(trees.requests, owners[broken])
 
     def _mark_broken(self, requests: Sequence[Request], owners: np.ndarray) -> None:
         """Mark the requests, at these indices, of nodes whose probabilities are not finite."""
@@ -177,13 +169,12 @@ class SsmDrafter:
         if len(owners):  # padding rows of the pass may have written NaN to the null page
             self.cache.scrub(NULL_PAGE)
 
-    def _compiled_passes(
-        self, requests: Sequence[Request], states: Sequence[SsmState], forest: CompiledForest
-    ) -> CallPasses | None:
+    def _compiled_passes(self, trees: GrowingTrees, forest: CompiledForest) -> CallPasses | None:
         """Return the passes of all levels for one compiled call, after reading all but the last unread tokens.
 
         None with restricted requests, models without entry points, or too much memory for probabilities.
         """
+        requests, states = trees.requests, trees.states
         if any(request.restriction is not None for request in requests):
             return None
         roots = set(forest.frontier.owners.tolist())
@@ -192,9 +183,9 @@ class SsmDrafter:
         models = self._draft_models.get(ssms, max(r.context_len for r in requests) + 1 + depth)
         if models is None or forest.room[1] * max(draft.width for draft in models.drafts) > MAX_SCORES:
             return None
-        trees = {ssm: [owner for owner in sorted(roots) if ssm in states[owner].active] for ssm in ssms}
+        owners = {ssm: [owner for owner in sorted(roots) if ssm in states[owner].active] for ssm in ssms}
         for ssm in ssms:
-            behind = [requests[owner] for owner in trees[ssm]]
+            behind = [requests[owner] for owner in owners[ssm]]
             self.read(
                 self.drafts[ssm], [r for r in behind if r.context_len - self.state(r).valid[ssm] >= CATCH_UP_CHUNK]
             )
@@ -202,20 +193,20 @@ class SsmDrafter:
         valid = [np.minimum(state.valid, r.context_len) for r, state in zip(requests, states, strict=True)]
         inputs: list[CallInputs] = []
         for ssm in ssms:
-            chains = [(requests[owner], int(valid[owner][ssm]), requests[owner].context_len) for owner in trees[ssm]]
-            inputs.append(self.drafts[ssm].call_inputs(chains, trees[ssm], len(requests)))
+            chains = [(requests[owner], int(valid[owner][ssm]), requests[owner].context_len) for owner in owners[ssm]]
+            inputs.append(self.drafts[ssm].call_inputs(chains, owners[ssm], len(requests)))
             if not inputs[-1].reads:
-                for owner in trees[ssm]:
+                for owner in owners[ssm]:
                     valid[owner][ssm] = requests[owner].context_len
         tokens, starts = list[int](), [0]
         for owner, request in enumerate(requests):
-            unread = [int(valid[owner][ssm]) for ssm in ssms if owner in trees[ssm]]
+            unread = [int(valid[owner][ssm]) for ssm in ssms if owner in owners[ssm]]
             tokens += request.tokens[min(unread, default=request.context_len) :]
             starts.append(len(tokens))
         return CallPasses(
             models,
             TreePlaces(models.library, [r.context_len for r in requests], [r.pages for r in requests]),
-            [[owner in trees[ssm] for owner in range(len(requests))] for ssm in ssms],
+            [[owner in owners[ssm] for owner in range(len(requests))] for ssm in ssms],
             [[int(lengths[ssm]) for lengths in valid] for ssm in ssms],
             [[self.models[ssm].config.first_rotation(request.max_len) for request in requests] for ssm in ssms],
             tokens,
@@ -226,21 +217,14 @@ class SsmDrafter:
             _sampling_of(requests),
         )
 
-    def _draft_compiled(
-        self,
-        requests: Sequence[Request],
-        states: Sequence[SsmState],
-        forest: CompiledForest,
-        passes: CallPasses,
-        adaptive: Sequence[bool],
-        rule: LevelRule,
-    ) -> None:
-        """Score and extend the trees by all levels in one compiled call; arguments as in `_grow`."""
+    def _draft_compiled(self, trees: GrowingTrees, forest: CompiledForest, passes: CallPasses) -> None:
+        """Score and extend trees by all levels in one compiled call."""
+        requests, states, adaptive = trees.requests, trees.states, trees.adaptive
         roots = forest.frontier.owners.tolist()
         for owner in roots:
             states[owner].begin_tree()
         weights = [state.weights for state in states]
-        drafted = forest.draft(passes, weights, rule, adaptive if any(adaptive) else ())
+        drafted = forest.draft(passes, weights, trees.rule, adaptive if any(adaptive) else ())
         runs = list(drafted.runs())
         for draft, scores, block_probs in zip(passes.models.drafts, drafted.scores, passes.block_probs, strict=True):
             ssm, first = draft.ssm, 0

@@ -299,25 +299,25 @@ def merge(trees: Sequence[TokenTree]) -> TokenTree:
     )
 
 
-def join_seed(tree: TokenTree, seed: TokenTree, seed_of_node: np.ndarray, complete: bool) -> TokenTree:
-    """Append the draws of a seed to a tree that was grown over it, and the seed's missing nodes if `complete`.
+def join_seed_tree(tree: TokenTree, seed_tree: TokenTree, seed_of_node: np.ndarray, complete: bool) -> TokenTree:
+    """Append the draws of a seed tree to a tree that was grown over it, and its missing nodes if `complete`.
 
     Parents precede their children in the result, but nodes are not sorted by depth.
 
     Args:
         tree: without random draws.
-        seed: nodes proposed by other sources.
-        seed_of_node: int64 [num_nodes], the seed node of each node of `tree`, negative for none.
-        complete: whether to append nodes of the seed that the tree lacks.
+        seed_tree: nodes proposed by other sources, the seeds.
+        seed_of_node: int64 [num_nodes], the seed that each node of `tree` is, negative for none.
+        complete: whether to append seeds that the tree lacks.
     """
-    node_of_seed = np.full(len(seed), -1)
+    node_of_seed = np.full(len(seed_tree), -1)
     shared = np.flatnonzero(seed_of_node >= 0)
     node_of_seed[seed_of_node[shared]] = shared
     missing = np.flatnonzero(node_of_seed < 0) if complete else np.empty(0, dtype=np.int64)
     node_of_seed[missing] = len(tree) + np.arange(len(missing))
-    names = tree.source_names + tuple(name for name in seed.source_names if name not in tree.source_names)
-    index = np.array([names.index(name) for name in seed.source_names], dtype=np.int64)
-    first, second = tree.draws, seed.draws
+    names = tree.source_names + tuple(name for name in seed_tree.source_names if name not in tree.source_names)
+    index = np.array([names.index(name) for name in seed_tree.source_names], dtype=np.int64)
+    first, second = tree.draws, seed_tree.draws
     kept = np.flatnonzero(node_of_seed[second.children] >= 0)
     draws = Draws(
         np.concatenate([first.parents, node_of_seed[second.parents[kept]]]),
@@ -325,14 +325,14 @@ def join_seed(tree: TokenTree, seed: TokenTree, seed_of_node: np.ndarray, comple
         np.concatenate([first.sources, index[second.sources[kept]]]),
         np.concatenate([first.probs, second.probs[kept]]),
     )
-    probs, above = seed.probs[missing].astype(np.float32), node_of_seed[seed.parents[missing]]
+    probs, above = seed_tree.probs[missing].astype(np.float32), node_of_seed[seed_tree.parents[missing]]
     values = [*tree.values.astype(np.float32)]
     for prob, parent in zip(probs, above.tolist(), strict=True):
         values.append(values[parent] * prob)
     joined = TokenTree(
-        np.concatenate([tree.tokens, seed.tokens[missing]]),
+        np.concatenate([tree.tokens, seed_tree.tokens[missing]]),
         np.concatenate([tree.parents, above]),
-        np.concatenate([tree.depths, seed.depths[missing]]),
+        np.concatenate([tree.depths, seed_tree.depths[missing]]),
         np.concatenate([tree.probs, probs]),
         draws,
         names,

@@ -38,12 +38,12 @@ class SeedEvidence:
         clipped = np.minimum(np.maximum(probs.astype(np.float64), _MIN_PROB), _MAX_PROB)  # `np.clip` takes 5 us longer
         return np.exp(self.bias + self.slope * np.log(clipped / (1 - clipped))).astype(np.float32)
 
-    def observe(self, tree: TokenTree, seed: TokenTree, path: np.ndarray, bonus: int) -> None:
+    def observe(self, tree: TokenTree, seed_tree: TokenTree, path: np.ndarray, bonus: int) -> None:
         """Update bias and slope from one verified tree.
 
         Args:
             tree: the verified tree.
-            seed: the seeds that it was grown over, as a tree with the same root.
+            seed_tree: the seeds that it was grown over, with the same root.
             path: accepted nodes of `tree`, root first.
             bonus: the target's token after the path.
         """
@@ -51,12 +51,12 @@ class SeedEvidence:
         for node, token in zip(path.tolist(), verified, strict=True):
             below, accepted_child = np.flatnonzero(tree.parents == node), -1
             value = float(tree.values[node])
-            for child in np.flatnonzero(seed.parents == seed_node).tolist():
-                matching = below[tree.tokens[below] == seed.tokens[child]]
-                correct = int(seed.tokens[child]) == token
+            for child in np.flatnonzero(seed_tree.parents == seed_node).tolist():
+                matching = below[tree.tokens[below] == seed_tree.tokens[child]]
+                correct = int(seed_tree.tokens[child]) == token
                 if correct:
                     accepted_child = child
-                prob = float(seed.probs[child])
+                prob = float(seed_tree.probs[child])
                 # Without an SSM's estimate the node has the seed's own probability, which carries no information
                 # about the ratio.
                 merged = min(float(tree.values[matching[0]]) / value, 1.0) if len(matching) and value > 0 else prob

@@ -33,7 +33,7 @@ class _Launched(NamedTuple):
     """A round that the device computes.
 
     Attributes:
-        requests, plans, seeds: requests with their plans, and what sources without a model proposed.
+        requests, plans, seed_trees: requests with their plans, and what sources without a model proposed.
         batch, results: the captured round, and the function that waits for its results.
         execution: result of the round, without its requests.
         host_seconds: seconds that the device waited for the launch.
@@ -41,7 +41,7 @@ class _Launched(NamedTuple):
 
     requests: list[Request]
     plans: Sequence[DraftPlan]
-    seeds: Sequence[TokenTree | None]
+    seed_trees: Sequence[TokenTree | None]
     batch: BatchRound
     results: Callable[[], list[RoundResult]]
     execution: Execution
@@ -94,12 +94,12 @@ class GraphExecutor:
         plans = planner.draft_plans(requests, self.max_model_len, others_wait=others_wait)
         execution = Execution(planner=planner, planned=planner.round, overlaps=True)
         read = 0.0
-        seeds: list[TokenTree | None] = []
+        seed_trees: list[TokenTree | None] = []
 
         def search() -> list[TokenTree | None]:
-            if not seeds:
-                seeds.extend(self._search(requests, plans, execution))
-            return seeds
+            if not seed_trees:
+                seed_trees.extend(self._search(requests, plans, execution))
+            return seed_trees
 
         if drafting := [request for request, plan in zip(requests, plans, strict=True) if plan.levels]:
             clock.enter("draft")
@@ -117,13 +117,13 @@ class GraphExecutor:
         results = batch.launch(inputs, levels, nodes, logprobs, search if drafting else None)
         if batch.has_captured:
             execution.planner = None
-        if not seeds:
-            seeds.extend([None] * len(requests))
+        if not seed_trees:
+            seed_trees.extend([None] * len(requests))
         execution.drafted, execution.rows = Drafted(levels, levels, levels, read_seconds=read), nodes
         host = time.perf_counter() - (began if self._waited is None else self._waited) - read
         if batch.has_followed:  # the device did not wait, or waited between draft levels
             host = 0.0
-        self._launched = _Launched(list(requests), plans, seeds, batch, results, execution, host)
+        self._launched = _Launched(list(requests), plans, seed_trees, batch, results, execution, host)
 
     def run(
         self, requests: Sequence[Request], others_wait: bool, clock: StageClock, meanwhile: Callable[[], None]
@@ -147,11 +147,12 @@ class GraphExecutor:
         execution.seconds = RoundSeconds(draft, execution.drafted.read_seconds, forward, launched.host_seconds)
         waited = min((self._waited - began) / max(draft + forward, 1e-9), 1.0)  # the rest passed in other stages
         clock.move("merge", draft=waited * draft, forward=waited * forward)
-        for request, plan, seed, result in zip(launched.requests, launched.plans, launched.seeds, results, strict=True):
+        rows = zip(launched.requests, launched.plans, launched.seed_trees, results, strict=True)
+        for request, plan, seed_tree, result in rows:
             if request.finished:  # while the device computed it; the planner knows no such rounds
                 execution.planner = None
             else:
-                self._take(request, plan, seed, result, nodes, execution)
+                self._take(request, plan, seed_tree, result, nodes, execution)
         return execution
 
     def _launch_following(self, launched: _Launched, others_wait: bool) -> None:
@@ -204,10 +205,11 @@ class GraphExecutor:
         if (lookup := self.sources.lookup) is None:
             return [None] * len(requests)
         trees = lookup.propose(requests, [plan.max_depth for plan in plans], LEAST_VALUE)
-        seeds = [tree.best(1 + SEEDS) if len(tree) > 1 else None for tree in trees]
-        by_id = {request.request_id: tree for request, tree in zip(requests, seeds, strict=True) if tree is not None}
+        seed_trees = [tree.best(1 + SEEDS) if len(tree) > 1 else None for tree in trees]
+        rows = zip(requests, seed_trees, strict=True)
+        by_id = {request.request_id: tree for request, tree in rows if tree is not None}
         execution.proposals.append((lookup.proposed, by_id))
-        return seeds
+        return seed_trees
 
     def _input(
         self,
@@ -241,7 +243,7 @@ class GraphExecutor:
         self,
         request: Request,
         plan: DraftPlan,
-        seed: TokenTree | None,
+        seed_tree: TokenTree | None,
         result: RoundResult,
         nodes: int,
         execution: Execution,
@@ -254,9 +256,9 @@ class GraphExecutor:
             execution.undecided.append(request)
             return
         captured, score_ssms = self.ssms, None
-        build_tree = partial(result.tree, () if captured is None else captured.ssms.names, seed)
+        build_tree = partial(result.tree, () if captured is None else captured.ssms.names, seed_tree)
         if captured is not None and plan.levels:
-            grown_over = seed if captured.ssms.may_draft(request) else None
+            grown_over = seed_tree if captured.ssms.may_draft(request) else None
             score_ssms = captured.end_round(request, result.read_probs, grown_over)
         execution.verified.append(
             VerifiedRequest(request, result.path, result.tokens, build_tree, None, result.logprobs, score_ssms)

@@ -242,21 +242,21 @@ class RoundInputs(DeviceInputs):
             self.host["transform_options"][i] = (transforms.slot, *transforms.row.options)
             self.host["counted_tokens"][i, : len(transforms.new_tokens)] = transforms.new_tokens
 
-    def propose(self, seeds: Sequence[TokenTree | None], evidence: SeedEvidence | None) -> None:
+    def propose(self, seed_trees: Sequence[TokenTree | None], evidence: SeedEvidence | None) -> None:
         """Upload what sources without a model proposed for the batch of the last `fill`.
 
         Args:
-            seeds: by request, at most 1 + SEEDS nodes over its last token; None for nothing.
+            seed_trees: by request, at most 1 + SEEDS nodes over its last token; None for nothing.
             evidence: evidence ratios of the seeds; None for 1.
         """
-        if not any(seeds):
+        if not any(seed_trees):
             return
-        for i, seed in enumerate(seeds):
-            if seed is not None:
-                below = len(seed) - 1
-                assert below <= SEEDS, "the proposed tree exceeds SEEDS nodes"
-                self.host["proposed_tokens"][i, :below] = seed.tokens[1:]
-                self.host["proposed_parents"][i, :below] = seed.parents[1:] - 1
-                self.host["proposed_probs"][i, :below] = seed.probs[1:]
-                self.host["proposed_ratios"][i, :below] = 1 if evidence is None else evidence.ratios(seed.probs[1:])
+        for i, tree in enumerate(seed_trees):
+            if tree is not None:
+                below, probs = len(tree) - 1, tree.probs[1:]
+                assert below <= SEEDS, "the seed tree exceeds SEEDS nodes"
+                self.host["proposed_tokens"][i, :below] = tree.tokens[1:]
+                self.host["proposed_parents"][i, :below] = tree.parents[1:] - 1
+                self.host["proposed_probs"][i, :below] = probs
+                self.host["proposed_ratios"][i, :below] = 1 if evidence is None else evidence.ratios(probs)
         self.upload("proposed_tokens", "proposed_ratios")

@@ -14,7 +14,7 @@ from treespec.graphs.sampling_state import SamplingState
 from treespec.graphs.stack_passes import ModelStack
 from treespec.graphs.tree_pass import TreePass
 from treespec.sampling.logprobs import LogprobRows
-from treespec.tree import Draws, TokenTree, join_seed
+from treespec.tree import Draws, TokenTree, join_seed_tree
 from treespec_kernels.attention.kv_commit import kv_commit_triton
 from treespec_kernels.sampling.logit_transforms import TransformInputs, logit_transforms_triton
 from treespec_kernels.sampling.row_topk import row_topk_triton
@@ -47,12 +47,12 @@ class RoundResult(NamedTuple):
         """Number of nodes of the verified tree."""
         return int(np.count_nonzero(self.rows[2] >= 0))
 
-    def tree(self, names: Sequence[str], seed: TokenTree | None) -> TokenTree:
+    def tree(self, names: Sequence[str], seed_tree: TokenTree | None) -> TokenTree:
         """Return the verified tree. The device keeps no probabilities of single sources, so those of SSMs are NaN.
 
         Args:
             names: of the SSMs.
-            seed: what sources without a model proposed. The device does not distinguish these sources.
+            seed_tree: what sources without a model proposed. The device does not distinguish these sources.
         """
         tokens, parents, depths, masks = self.rows[:4, : self.num_nodes].astype(np.int64)
         values = self.rows[4, : len(tokens)].view(np.float32).astype(np.float64)
@@ -61,14 +61,15 @@ class RoundResult(NamedTuple):
         children, sources = np.nonzero(masks[:, None] >> np.arange(len(names)) & 1)
         draws = Draws(parents[children], children, sources, np.full(len(children), np.nan))
         tree = TokenTree(tokens, parents, depths, probs, draws, tuple(names)).with_values(values)
-        if seed is None:
+        if seed_tree is None:
             return tree
-        below = dict(zip(zip(seed.parents.tolist(), seed.tokens.tolist(), strict=True), range(len(seed)), strict=True))
+        edges = zip(seed_tree.parents.tolist(), seed_tree.tokens.tolist(), strict=True)
+        seeds = {edge: seed for seed, edge in enumerate(edges)}
         seed_of_node = np.full(len(tree), -1)
         seed_of_node[0] = 0
         for node in np.flatnonzero(masks >> SEED_BIT & 1).tolist():  # its parent is the root or another seed
-            seed_of_node[node] = below.get((int(seed_of_node[parents[node]]), int(tokens[node])), -1)
-        return join_seed(tree, seed, seed_of_node, complete=False)
+            seed_of_node[node] = seeds.get((int(seed_of_node[parents[node]]), int(tokens[node])), -1)
+        return join_seed_tree(tree, seed_tree, seed_of_node, complete=False)
 
 
 class RoundKind(NamedTuple):

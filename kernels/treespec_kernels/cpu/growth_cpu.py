@@ -55,12 +55,12 @@ class DraftSampling(NamedTuple):
     Attributes:
         temperatures: by tree; 0 for the most likely token.
         adds_noise: by tree, whether the drafts add the noise of the target (see sampling/coupled_choice.py).
-        seeds, samples: by tree, the key of the noise.
+        rng_seeds, samples: by tree, the key of the noise.
     """
 
     temperatures: Sequence[float]
     adds_noise: Sequence[bool]
-    seeds: Sequence[int]
+    rng_seeds: Sequence[int]
     samples: Sequence[int]
 
 

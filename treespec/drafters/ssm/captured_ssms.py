@@ -73,20 +73,20 @@ class CapturedSsms:
             captured.weights = self._weigh(request)
         return captured.weights
 
-    def end_round(self, request: Request, probs: np.ndarray, proposed: TokenTree | None) -> Callable[[], None]:
+    def end_round(self, request: Request, probs: np.ndarray, seed_tree: TokenTree | None) -> Callable[[], None]:
         """Update a request's state after a round, in which the SSMs read all of `request.tokens`.
 
         Args:
             request: of the round, before its tokens grow.
             probs: float32 [num_ssms, n], each SSM's probabilities of the last n tokens; NaN where it computed NaN.
-            proposed: the round's seed tree, or None.
+            seed_tree: the seeds that the round's tree was grown over, or None.
 
         Returns:
             Scores the SSMs on these tokens, and weighs them for the next round.
         """
         state, end = self.ssms.state(request), len(request.tokens)
         state.valid[state.active] = state.captured.read_to = end
-        state.slot_of_node, state.accepted, state.seed = None, None, proposed
+        state.slot_of_node, state.accepted, state.seed_tree = None, None, seed_tree
         return partial(self._score, request, state.active, end - probs.shape[1], probs)
 
     def _score(self, request: Request, ssms: Sequence[int], first: int, probs: np.ndarray) -> None:

@@ -46,7 +46,7 @@ class _Tree:
     """One tree under construction.
 
     Args:
-        seed: nodes proposed by other sources.
+        seed_tree: nodes proposed by other sources, the seeds.
         limit: limits of the tree.
         oracle: randomness of the draws.
         mode: as `SpecConfig.draws`.
@@ -55,10 +55,10 @@ class _Tree:
     """
 
     def __init__(
-        self, seed: TokenTree, limit: TreeLimits, oracle: RandomOracle, mode: str, min_value: float, fills: bool
+        self, seed_tree: TokenTree, limit: TreeLimits, oracle: RandomOracle, mode: str, min_value: float, fills: bool
     ):
         self.limit, self.oracle, self.mode, self.min_value, self.fills = limit, oracle, mode, min_value, fills
-        self.tokens, self.parents, self.depths = [int(seed.tokens[0])], [-1], [0]
+        self.tokens, self.parents, self.depths = [int(seed_tree.tokens[0])], [-1], [0]
         self.probs, self.values = [1.0], [1.0]
         self.child: dict[tuple[int, int], int] = {}
         self.draws: list[tuple[int, int, int, float, int, tuple[int, ...]]] = []
@@ -67,11 +67,11 @@ class _Tree:
         self.slot_of_node: dict[int, int] = {}
         # If anything is drawn, the best seeds take at most half of the nodes.
         max_seeds = (limit.nodes - 1) // (2 if limit.max_depth else 1)
-        seed = seed.as_deterministic()
-        best = np.lexsort((seed.depths, -seed.values))[: 1 + max_seeds]
-        kept = best if fills else best[seed.values[best] > min_value]
-        self.seed = seed if limit.branching else seed.keep(np.sort(kept))
-        self.room = limit.nodes - (0 if limit.branching else len(self.seed) - 1)
+        seed_tree = seed_tree.as_deterministic()
+        best = np.lexsort((seed_tree.depths, -seed_tree.values))[: 1 + max_seeds]
+        kept = best if fills else best[seed_tree.values[best] > min_value]
+        self.seed_tree = seed_tree if limit.branching else seed_tree.keep(np.sort(kept))
+        self.room = limit.nodes - (0 if limit.branching else len(self.seed_tree) - 1)
 
     def draw(self, node: _Node) -> int | None:
         """Draw a child of a scored node.
@@ -163,18 +163,19 @@ class _Tree:
         Returns:
             The tree, and int64 [num_nodes], each node's draft slot (-1 if it was not scored).
         """
-        names, seed = tuple(names), self.seed
-        sources = names + tuple(name for name in seed.source_names if name not in names)
+        names, seed_tree = tuple(names), self.seed_tree
+        sources = names + tuple(name for name in seed_tree.source_names if name not in names)
         node_of_seed = {0: 0}
+        draws = seed_tree.draws
         for parent, child, source in zip(
-            seed.draws.parents.tolist(), seed.draws.children.tolist(), seed.draws.sources.tolist(), strict=True
+            draws.parents.tolist(), draws.children.tolist(), draws.sources.tolist(), strict=True
         ):
-            above, token = node_of_seed.get(parent), int(seed.tokens[child])
+            above, token = node_of_seed.get(parent), int(seed_tree.tokens[child])
             if above is None or (self.limit.branching and (above, token) not in self.child):
                 continue
-            prob = float(seed.probs[child])
+            prob = float(seed_tree.probs[child])
             node = node_of_seed[child] = self._child(above, token, prob, prob * self.values[above])
-            self.draws.append((above, node, sources.index(seed.source_names[source]), 1.0, -1, ()))
+            self.draws.append((above, node, sources.index(seed_tree.source_names[source]), 1.0, -1, ()))
         parents, children, drawn_by, probs, rows, excluded = zip(*self.draws, strict=True) if self.draws else [()] * 6
         slots = np.full(len(self.tokens), -1)
         slots[list(self.slot_of_node)] = list(self.slot_of_node.values())
@@ -201,7 +202,7 @@ class DrawnForest:
     """Trees of random draws, one per request, grown level by level like `Forest`.
 
     Args:
-        seeds: by request, nodes proposed by other sources, which must not depend on the draws.
+        seed_trees: by request, nodes proposed by other sources, which must not depend on the draws.
         limits, oracles: by request.
         modes: by request, as `SpecConfig.draws`.
         min_values: by request, minimum value of a draw.
@@ -215,7 +216,7 @@ class DrawnForest:
 
     def __init__(
         self,
-        seeds: Sequence[TokenTree],
+        seed_trees: Sequence[TokenTree],
         limits: Sequence[TreeLimits],
         oracles: Sequence[RandomOracle],
         modes: Sequence[str],
@@ -224,7 +225,7 @@ class DrawnForest:
         max_frontier: int,
         max_slots: int,
     ):
-        rows = zip(seeds, limits, oracles, modes, min_values, fills, strict=True)
+        rows = zip(seed_trees, limits, oracles, modes, min_values, fills, strict=True)
         self._trees = [_Tree(*row) for row in rows]
         self._max_frontier, self._max_slots = max_frontier, max_slots
         self.depth = 0

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from treespec.drafters.evidence import SeedEvidence
-from treespec.tree import Draws, TokenTree, join_seed
+from treespec.tree import Draws, TokenTree, join_seed_tree
 from treespec_kernels.cpu.growth_cpu import CallPasses, GrownLevels, TreeGrowth
 from treespec_kernels.sampling.logit_transforms import topk_rows
 from treespec_kernels.tree.growth_limits import CHILDREN, FRONTIER, SEEDS, frontier_width, level_widths
@@ -43,7 +43,7 @@ class SsmProbs(NamedTuple):
     tokens: np.ndarray | None = None
 
 
-class _Seeds:
+class _SeedNodes:
     """The seed trees of a batch, concatenated: node i of tree t has index `first[t] + i`.
 
     Attributes:
@@ -67,11 +67,11 @@ class _Seeds:
         below = np.flatnonzero(parents >= 0)
         parents = parents + shift  # invalid for roots
         order = below[np.argsort(parents[below], kind="stable")]
-        ranked = parents[order]
-        place = np.arange(len(order)) - np.searchsorted(ranked, ranked)
-        self.width = int(place.max(initial=0)) + 1
+        above = parents[order]
+        rank = np.arange(len(order)) - np.searchsorted(above, above)
+        self.width = int(rank.max(initial=0)) + 1
         self.children = np.full((len(parents) + 1, self.width), -1)
-        self.children[ranked, place] = order
+        self.children[above, rank] = order
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Forest:
     """One growing tree per request, which merges the SSMs' proposals with those of other sources (the seeds).
 
     Args:
-        seeds: by request, a tree with the same root. Trees that grow use its best `SEEDS` nodes.
+        seed_trees: by request, nodes proposed by other sources. Trees that grow use the best `SEEDS` of them.
         limits: by request.
         num_ssms: number of SSMs.
         evidence: evidence ratios of the seeds.
@@ -109,28 +109,29 @@ class Forest:
 
     def __init__(
         self,
-        seeds: Sequence[TokenTree],
+        seed_trees: Sequence[TokenTree],
         limits: Sequence[TreeLimits],
         num_ssms: int,
         evidence: SeedEvidence,
         max_children: int = CHILDREN,
         max_frontier: int = FRONTIER,
     ):
-        count = len(seeds)
+        count = len(seed_trees)
         self.limits, self.num_ssms = limits, num_ssms
         self.max_children, self.max_frontier = max_children, max_frontier
-        used = [seed.best(1 + SEEDS) if limit.max_depth else seed for seed, limit in zip(seeds, limits, strict=True)]
-        self.seeds = _Seeds(used, evidence)
+        pairs = zip(seed_trees, limits, strict=True)
+        used = [tree.best(1 + SEEDS) if limit.max_depth else tree for tree, limit in pairs]
+        self.seeds = _SeedNodes(used, evidence)
         roots, trees, one = self.seeds.first[:-1], np.arange(count), np.ones(count, dtype=np.float32)
         proposed = np.zeros((count, num_ssms), dtype=bool)
         tokens = self.seeds.tokens[roots]
         draft_probs = np.zeros((count, num_ssms), dtype=np.float32)
         self._levels = [Level(tokens, np.full(count, -1), trees, roots, one, one, proposed, draft_probs)]
         self._size, self._level_nodes = count, [count]
-        self.slots: list[list[np.ndarray]] = [[] for _ in seeds]
+        self.slots: list[list[np.ndarray]] = [[] for _ in seed_trees]
         self._num_slots = np.zeros(count, dtype=np.int64)
         self._min_values = np.zeros(count, dtype=np.float32)  # by tree, minimum value of its best `nodes` so far
-        self._values: list[list[np.ndarray]] = [[one[:1]] for _ in seeds]  # by tree and level
+        self._values: list[list[np.ndarray]] = [[one[:1]] for _ in seed_trees]  # by tree and level
         self.frontier = Frontier(trees, tokens, trees, roots, np.full(count, -1), one)
         self.stop(np.array([not limit.max_depth for limit in limits]))
 
@@ -313,10 +314,10 @@ class Forest:
         probs = nodes.probs.astype(np.float64)
         tree = TokenTree(nodes.tokens, nodes.parents, depths, probs, draws, tuple(names))
         tree.with_values(nodes.values.astype(np.float64))
-        seed = self.seeds.trees[owner]
-        if len(seed) > 1:
+        seed_tree = self.seeds.trees[owner]
+        if len(seed_tree) > 1:
             complete = not self.limits[owner].branching or not self.slots[owner]
-            tree = join_seed(tree, seed, nodes.seeds - self.seeds.first[owner], complete)
+            tree = join_seed_tree(tree, seed_tree, nodes.seeds - self.seeds.first[owner], complete)
             slot_of_node = np.concatenate([slot_of_node, np.full(len(tree) - count, -1)])
         return tree, slot_of_node
 
@@ -326,7 +327,7 @@ class CompiledForest(Forest):
 
     def __init__(
         self,
-        seeds: Sequence[TokenTree],
+        seed_trees: Sequence[TokenTree],
         limits: Sequence[TreeLimits],
         num_ssms: int,
         evidence: SeedEvidence,
@@ -334,7 +335,7 @@ class CompiledForest(Forest):
         max_children: int = CHILDREN,
         max_frontier: int = FRONTIER,
     ):
-        super().__init__(seeds, limits, num_ssms, evidence, max_children, max_frontier)
+        super().__init__(seed_trees, limits, num_ssms, evidence, max_children, max_frontier)
         seed_nodes = self.seeds
         self._growth = TreeGrowth(
             library,

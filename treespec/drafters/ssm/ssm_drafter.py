@@ -73,7 +73,7 @@ class SsmDrafter:
         requests: Sequence[Request],
         plans: Sequence[DraftPlan],
         rule: LevelRule,
-        seeds: Sequence[TokenTree] | None = None,
+        seed_trees: Sequence[TokenTree] | None = None,
     ) -> list[TokenTree]:
         """Return one tree per request, rooted at its last token and merged with its seeds.
 
@@ -81,22 +81,22 @@ class SsmDrafter:
             requests: prefilled requests.
             plans: by request; with 0 levels, the result is the seed tree.
             rule: decides before each level whether the adaptive trees grow.
-            seeds: by request, proposals of other sources; None = none.
+            seed_trees: by request, proposals of other sources, the seeds; None = none.
         """
-        if seeds is None:
-            seeds = [TokenTree.root(request.tokens[-1]) for request in requests]
+        if seed_trees is None:
+            seed_trees = [TokenTree.root(request.tokens[-1]) for request in requests]
         self.drafted = Drafted()
         drafting = [p.levels > 0 and bool(self.allowed(r)) for r, p in zip(requests, plans, strict=True)]
         asked = np.array([i for i, plan in enumerate(plans) if plan.adaptive and drafting[i]], dtype=np.int64)
         if len(asked):
-            grows = rule.worth_a_level(asked, np.array([open_mass(seeds[i]) for i in asked]), None)
+            grows = rule.worth_a_level(asked, np.array([open_mass(seed_trees[i]) for i in asked]), None)
             for i in asked[~grows]:
                 drafting[i] = False
         if not any(drafting):
-            return list(seeds)
+            return list(seed_trees)
         self._select([(r, self.state(r), p) for r, p, drafts in zip(requests, plans, drafting, strict=True) if drafts])
         random = [request.draws_at_random for request in requests]
-        trees = list(seeds)
+        trees = list(seed_trees)
         for kind in (False, True):
             group = [i for i, draws in enumerate(random) if draws == kind]
             if not any(drafting[i] for i in group):
@@ -107,12 +107,12 @@ class SsmDrafter:
                 TreeLimits(plan.levels * drafting[i], plan.nodes, plan.branching, requests[i].end_tokens)
                 for i, plan in zip(group, plans_of_kind, strict=True)
             ]
-            forest = self._forest(of_kind, states, plans_of_kind, limits, [seeds[i] for i in group], rule)
+            forest = self._forest(of_kind, states, plans_of_kind, limits, [seed_trees[i] for i in group], rule)
             adaptive = [plan.adaptive for plan in plans_of_kind]
             self._grow(GrowingTrees(of_kind, states, forest, adaptive, rule.select(group), self.drafted))
             self.drafted.levels += forest.depth
             for i, state, (tree, slot_of_node) in zip(group, states, forest.finish(self.names), strict=True):
-                state.slot_of_node, state.seed = (slot_of_node, seeds[i]) if drafting[i] else (None, None)
+                state.slot_of_node, state.seed_tree = (slot_of_node, seed_trees[i]) if drafting[i] else (None, None)
                 trees[i] = tree
         return trees
 
@@ -122,12 +122,12 @@ class SsmDrafter:
         states: Sequence[SsmState],
         plans: Sequence[DraftPlan],
         limits: Sequence[TreeLimits],
-        seeds: Sequence[TokenTree],
+        seed_trees: Sequence[TokenTree],
         rule: LevelRule,
     ) -> Forest | DrawnForest:
         """Create the trees with their roots only, for requests that all draw at random or all do not."""
         if not requests[0].draws_at_random:
-            arguments = seeds, limits, len(self.models), self.evidence
+            arguments = seed_trees, limits, len(self.models), self.evidence
             library = self.models[0].growth
             return Forest(*arguments) if library is None else CompiledForest(*arguments, library)
         for request, state in zip(requests, states, strict=True):
@@ -138,7 +138,7 @@ class SsmDrafter:
         # With a fixed number of nodes n, about n draws have a value above 1 / n.
         min_values = [rule.least_value if plan.adaptive else 1 / plan.nodes for plan in plans]
         fills = [not plan.adaptive for plan in plans]
-        return DrawnForest(seeds, limits, oracles, modes, min_values, fills, FRONTIER, MAX_EXPANDED)
+        return DrawnForest(seed_trees, limits, oracles, modes, min_values, fills, FRONTIER, MAX_EXPANDED)
 
     def _grow(self, trees: GrowingTrees) -> None:
         """Score and extend trees, in one compiled call if possible, else level by level."""
@@ -296,9 +296,9 @@ class SsmDrafter:
         """Update the evidence ratios from a verified tree; arguments as in `SeedEvidence.observe`."""
         if (state := self._states.get(request.request_id)) is None:
             return
-        seed, state.seed = state.seed, None
-        if seed is not None and len(seed) > 1 and not request.draws_at_random:
-            self.evidence.observe(tree, seed, path, bonus)
+        seed_tree, state.seed_tree = state.seed_tree, None
+        if seed_tree is not None and len(seed_tree) > 1 and not request.draws_at_random:
+            self.evidence.observe(tree, seed_tree, path, bonus)
 
     def lengths(self, request: Request) -> np.ndarray:
         """Return the number of leading positions with K/V in each SSM's pool."""

@@ -14,9 +14,9 @@ from treespec.trust import Trust
 from treespec.verification.oracle import RandomOracle
 
 
-def open_mass(seed: TokenTree) -> float:
+def open_mass(seed_tree: TokenTree) -> float:
     """Return the probability that the next token is not among the seeds below the root."""
-    return max(1.0 - float(seed.probs[seed.parents == 0].sum()), 0.0) if len(seed) > 1 else 1.0
+    return max(1.0 - float(seed_tree.probs[seed_tree.parents == 0].sum()), 0.0) if len(seed_tree) > 1 else 1.0
 
 
 def grown_masks(masks: np.ndarray, above: np.ndarray) -> np.ndarray:
@@ -61,7 +61,7 @@ class SsmState:
         scores: by active SSM, the scores of the slots in order, in one or more parts.
         blocks: by active block draft, its predictions below the root.
         slot_of_node: int64 [num_nodes], slots of the proposed tree's nodes, -1 if not expanded; None without a tree.
-        seed: the seeds that the tree was grown over; None without a tree.
+        seed_tree: the seeds that the tree was grown over; None without a tree.
         oracle: randomness of draws.
         captured: what only captured rounds need.
         accepted: (position of the root, slots of the accepted path), until the SSMs are scored on the path.
@@ -75,7 +75,7 @@ class SsmState:
     scores: dict[int, list[Rows]] = field(default_factory=dict)
     blocks: dict[int, Block] = field(default_factory=dict)
     slot_of_node: np.ndarray | None = None
-    seed: TokenTree | None = None
+    seed_tree: TokenTree | None = None
     oracle: RandomOracle | None = None
     accepted: tuple[int, np.ndarray] | None = None
     captured: CapturedState = field(default_factory=CapturedState)

@@ -25,6 +25,7 @@ from treespec_kernels.cpu.cpu_library import find_compiler
 from treespec_kernels.cpu.decoder_cpu import PassEntries
 from treespec_kernels.cpu.growth_cpu import (
     CallPasses,
+    DraftInputs,
     DraftModels,
     DraftSampling,
     GrownLevels,
@@ -286,8 +287,7 @@ def in_one_call(case: Case) -> Grown:
         [*itertools.chain(*unread)],
         [*itertools.accumulate(map(len, unread), initial=0)],
         reads=len(case.ssms) > 1,
-        features=[None] * len(ssms),
-        block_probs=[None] * len(ssms),
+        inputs=[DraftInputs()] * len(ssms),
         sampling=case.sampling,
     )
     rule, adaptive = case.rule.select(case.places), case.adaptive.tolist() if case.adaptive.any() else ()

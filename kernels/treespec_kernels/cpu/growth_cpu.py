@@ -64,6 +64,20 @@ class DraftSampling(NamedTuple):
     samples: Sequence[int]
 
 
+class DraftInputs(NamedTuple):
+    """What a call that grows trees needs of one draft.
+
+    Attributes:
+        features: what a draft head reads in its first pass, [num_rows, hidden_size] in its dtype: first for the
+            committed tokens, tree by tree, then for the roots; None for an SSM.
+        block_probs: the probabilities of a block draft, which runs no pass and has read all tokens, by tree and depth,
+            float32 [num_trees, depths, width], without temperature and noise; None for others.
+    """
+
+    features: Tensor | None = None
+    block_probs: np.ndarray | None = None
+
+
 class GrownLevels(NamedTuple):
     """All levels below the roots.
 
@@ -259,7 +273,7 @@ class TreeGrowth:
             grown.sampling = ctypes.addressof(sampling)
         drafts, rows = passes.models.drafts, passes.num_unread + room[1]
         scores = [np.empty((rows, draft.width), dtype=np.float32) for draft in drafts]
-        for draft, probs, features, block in zip(drafts, scores, passes.features, passes.block_probs, strict=True):
+        for draft, probs, (features, block) in zip(drafts, scores, passes.inputs, strict=True):
             draft.out = address_of(probs, np.float32)
             draft.features = None if features is None else features.data_ptr()
             draft.block_probs = None if block is None else address_of(block, np.float32)
@@ -426,10 +440,7 @@ class CallPasses(NamedTuple):
         tokens: each tree's last committed tokens, from the first one that an SSM has not read to the root.
         first_token: start of each tree's part of `tokens`, and their number.
         reads: whether to return the probabilities after the committed tokens that are read.
-        features: by SSM, what a draft head reads in its first pass, [num_rows, hidden_size] in its dtype: first for the
-            committed tokens, tree by tree, then for the roots; None for an SSM.
-        block_probs: by SSM, the probabilities of a block draft, which runs no pass, by tree and depth, float32
-            [num_trees, depths, width], without temperature and noise; None for others.
+        inputs: by SSM.
         sampling: how the targets choose; None if all of them choose the most likely token.
     """
 
@@ -441,8 +452,7 @@ class CallPasses(NamedTuple):
     tokens: Sequence[int]
     first_token: Sequence[int]
     reads: bool
-    features: Sequence[Tensor | None]
-    block_probs: Sequence[np.ndarray | None]
+    inputs: Sequence[DraftInputs]
     sampling: DraftSampling | None
 
     @property

@@ -10,7 +10,6 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from treespec.cache import KVCache
 from treespec.draft_plan import Drafted
@@ -24,6 +23,7 @@ from treespec.models.block_draft import BlockDraft
 from treespec.models.decoder import Pass
 from treespec.models.group_model import GroupModel, StepModel
 from treespec.request import Request
+from treespec_kernels.cpu.growth_cpu import DraftInputs
 from treespec_kernels.tree.level_rule import LevelRule
 
 CATCH_UP_CHUNK = 256  # maximum committed tokens of a request per catch-up pass
@@ -105,7 +105,7 @@ class GroupDraft(ABC):
         """
 
     @abstractmethod
-    def call_inputs(self, chains: Sequence[Chain], trees: Sequence[int], num_trees: int) -> "CallInputs":
+    def call_inputs(self, chains: Sequence[Chain], trees: Sequence[int], num_trees: int) -> DraftInputs:
         """Return what the compiled call that grows all levels needs of this draft.
 
         Args:
@@ -113,19 +113,6 @@ class GroupDraft(ABC):
             trees: their indices.
             num_trees: number of all trees.
         """
-
-
-@dataclass
-class CallInputs:
-    """A draft's inputs of the compiled call; attributes as in `CallPasses`.
-
-    Attributes:
-        reads: whether the call reads the unread tokens; otherwise they are read already.
-    """
-
-    features: Tensor | None = None
-    block_probs: np.ndarray | None = None
-    reads: bool = True
 
 
 class StepDraft(GroupDraft):
@@ -190,14 +177,14 @@ class StepDraft(GroupDraft):
             states[tree].scores[self.ssm].append(scores.select(part))
         return SsmProbs(self.ssm, rows, scores.probs, scores.tokens)
 
-    def call_inputs(self, chains: Sequence[Chain], trees: Sequence[int], num_trees: int) -> CallInputs:
+    def call_inputs(self, chains: Sequence[Chain], trees: Sequence[int], num_trees: int) -> DraftInputs:
         if not self.model.columns:
-            return CallInputs()
+            return DraftInputs()
         # First the features before the committed tokens, tree by tree, then those before the roots.
         spans = [(request, start - 1, root - 1) for request, start, root in chains]
         spans += [(request, root - 1, root) for request, _, root in chains]
         states = [self.cache.read_features(request.pages, start, stop) for request, start, stop in spans]
-        return CallInputs(self.model.features_of(torch.cat(states)))
+        return DraftInputs(self.model.features_of(torch.cat(states)))
 
 
 class OnePassDraft(GroupDraft):
@@ -236,13 +223,13 @@ class OnePassDraft(GroupDraft):
         most = max(map(forest.children_at, slices)) if isinstance(forest, Forest) else None
         return level_probs(self.ssm, scored, differ, most)
 
-    def call_inputs(self, chains: Sequence[Chain], trees: Sequence[int], num_trees: int) -> CallInputs:
+    def call_inputs(self, chains: Sequence[Chain], trees: Sequence[int], num_trees: int) -> DraftInputs:
         roots = [(request, start, root + 1) for request, start, root in chains]
         blocks = score_blocks(self.model, self.cache, self.pool, roots, plain=True)
         probs = [block.rows.probs for block in blocks if block.rows is not None]
         block_probs = np.zeros((num_trees, *probs[0].shape), dtype=np.float32)
         block_probs[trees] = probs
-        return CallInputs(block_probs=block_probs, reads=False)
+        return DraftInputs(block_probs=block_probs)
 
 
 def group_draft(ssm: int, model: GroupModel, cache: KVCache, is_compared: bool) -> GroupDraft:

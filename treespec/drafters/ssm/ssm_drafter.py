@@ -19,14 +19,7 @@ from treespec.drafters.evidence import SeedEvidence
 from treespec.drafters.ssm.catch_up import MIN_LAG, CatchUpPolicy
 from treespec.drafters.ssm.drawn_forest import DrawnForest
 from treespec.drafters.ssm.forest import CompiledForest, Forest, TreeLimits
-from treespec.drafters.ssm.group_draft import (
-    CATCH_UP_CHUNK,
-    CallInputs,
-    GroupDraft,
-    GrowingTrees,
-    LevelScorer,
-    group_draft,
-)
+from treespec.drafters.ssm.group_draft import CATCH_UP_CHUNK, GroupDraft, GrowingTrees, LevelScorer, group_draft
 from treespec.drafters.ssm.levels import DraftModelCache, levels_for, stop_unprofitable
 from treespec.drafters.ssm.scoring import Rows
 from treespec.drafters.ssm.ssm_state import SsmState, open_mass
@@ -35,7 +28,7 @@ from treespec.request import Request
 from treespec.tree import TokenTree
 from treespec.trust import WINDOW, Trust
 from treespec.verification.oracle import RandomOracle
-from treespec_kernels.cpu.growth_cpu import CallPasses, DraftSampling, TreePlaces
+from treespec_kernels.cpu.growth_cpu import CallPasses, DraftInputs, DraftSampling, TreePlaces
 from treespec_kernels.tree.growth_limits import FRONTIER, MAX_EXPANDED
 from treespec_kernels.tree.level_rule import LevelRule
 
@@ -191,11 +184,11 @@ class SsmDrafter:
             )
         # The bonus token may be an expanded node with valid K/V, but the root is always scored again.
         valid = [np.minimum(state.valid, r.context_len) for r, state in zip(requests, states, strict=True)]
-        inputs: list[CallInputs] = []
+        inputs: list[DraftInputs] = []
         for ssm in ssms:
             chains = [(requests[owner], int(valid[owner][ssm]), requests[owner].context_len) for owner in owners[ssm]]
             inputs.append(self.drafts[ssm].call_inputs(chains, owners[ssm], len(requests)))
-            if not inputs[-1].reads:
+            if inputs[-1].block_probs is not None:
                 for owner in owners[ssm]:
                     valid[owner][ssm] = requests[owner].context_len
         tokens, starts = list[int](), [0]
@@ -212,8 +205,7 @@ class SsmDrafter:
             tokens,
             starts,
             len(self.models) > 1,
-            [draft_inputs.features for draft_inputs in inputs],
-            [draft_inputs.block_probs for draft_inputs in inputs],
+            inputs,
             _sampling_of(requests),
         )
 
@@ -226,7 +218,7 @@ class SsmDrafter:
         weights = [state.weights for state in states]
         drafted = forest.draft(passes, weights, trees.rule, adaptive if any(adaptive) else ())
         runs = list(drafted.runs())
-        for draft, scores, block_probs in zip(passes.models.drafts, drafted.scores, passes.block_probs, strict=True):
+        for draft, scores, inputs in zip(passes.models.drafts, drafted.scores, passes.inputs, strict=True):
             ssm, first = draft.ssm, 0
             rows = Rows(scores, head=self.models[ssm].head_vocabulary)
             self.drafted.passes += draft.passes
@@ -237,7 +229,7 @@ class SsmDrafter:
                     continue
                 start = min(int(state.valid[ssm]), request.context_len)
                 state.valid[ssm] = request.context_len
-                if passes.reads and start < request.context_len and block_probs is None:
+                if passes.reads and start < request.context_len and inputs.block_probs is None:
                     last = first + request.context_len - start
                     probs = rows.probs_of(np.arange(first, last), request.tokens[start + 1 :])
                     state.trust.observe(ssm, start + 1, probs)

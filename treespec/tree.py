@@ -141,6 +141,10 @@ class TokenTree:
         counts = np.bincount(self.draws.sources, minlength=len(self.source_names)).tolist()
         return {name: count for name, count in zip(self.source_names, counts, strict=True) if count}
 
+    def token_tree(self) -> "TokenTree":
+        """Return self: verified trees are token trees."""
+        return self
+
     def path_to(self, node: int) -> np.ndarray:
         """Return the nodes from the root to `node`: int64 [depth + 1]."""
         return np.flatnonzero(self.visible[node])

@@ -106,18 +106,18 @@ class DeviceInputs:
         idle: Mapping[str, Any],
     ):
         self.num_requests, self.limits, self.device = num_requests, limits, device
-        places: dict[str, tuple[int, torch.dtype, tuple[int, ...]]] = {}
+        layout: dict[str, tuple[int, torch.dtype, tuple[int, ...]]] = {}
         self._places: dict[str, tuple[int, int]] = {}  # first byte, and end
         size = 0
         for dtype, shapes in fields.items():
             for name, shape in shapes.items():
-                first, places[name] = size, (size, dtype, shape)
+                first, layout[name] = size, (size, dtype, shape)
                 size += -(-int(np.prod(shape)) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
                 self._places[name] = first, size
         host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda", device="cpu")
         self._host, self._device = host, torch.zeros(size, dtype=torch.uint8, device=device)
-        self.host = {name: _field(host, *part).numpy() for name, part in places.items()}
-        self._fields = {name: _field(self._device, *part) for name, part in places.items()}
+        self.host = {name: _field(host, *part).numpy() for name, part in layout.items()}
+        self._fields = {name: _field(self._device, *part) for name, part in layout.items()}
         for name, values in idle.items():
             self.host[name][:] = values
         self._bytes = host.numpy()

@@ -16,7 +16,7 @@ from treespec.draft_plan import Drafted
 from treespec.drafters.ssm.blocks import level_probs, score_blocks, unread_of
 from treespec.drafters.ssm.drawn_forest import DrawnForest
 from treespec.drafters.ssm.forest import Forest, SsmProbs
-from treespec.drafters.ssm.levels import Levels, NoLevels
+from treespec.drafters.ssm.levels import Levels
 from treespec.drafters.ssm.scoring import NO_FEATURES, Chain, Rows, ScoredSlice, inputs_of, rows_of, score_rows
 from treespec.drafters.ssm.ssm_state import SsmState, outputs_of
 from treespec.models.block_draft import BlockDraft
@@ -51,7 +51,7 @@ class GrowingTrees:
     adaptive: Sequence[bool]
     rule: LevelRule
     drafted: Drafted
-    levels: Levels = field(default_factory=NoLevels)
+    levels: Levels = field(init=False)
     layouts: dict[object, Pass] = field(default_factory=dict)
 
     def unread(self, ssm: int, tree: int) -> Chain:

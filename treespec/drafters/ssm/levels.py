@@ -49,22 +49,10 @@ def levels_for(
         requests: of the trees.
     """
     stepwise = [ssm for ssm in active if models[ssm].block is None]
-    if not stepwise:
-        return NoLevels()
     compiled = {ssm: decoder for ssm in stepwise if not models[ssm].offset and (decoder := models[ssm].compiled)}
-    if len(compiled) == len(stepwise):
+    if compiled and len(compiled) == len(stepwise):
         return CompiledLevels(compiled, requests)
     return PlannedLevels(models, cache, requests)
-
-
-class NoLevels:
-    """Levels of block drafts, which run no pass below the root."""
-
-    def extend(self, frontier: Frontier, depth: int) -> None:
-        pass
-
-    def plan(self, ssm: int, rows: np.ndarray) -> Pass:
-        raise AssertionError("a block draft has no pass over a level")
 
 
 class PlannedLevels:

@@ -140,7 +140,7 @@ class HostExecutor:
             else:
                 logits = None if request.params.logprobs is None else choices.logits[path.tolist()]
                 tokens = [*tree.tokens[path[1:]].tolist(), bonus]
-                execution.verified.append(VerifiedRequest(request, path, tokens, lambda tree=tree: tree, logits))
+                execution.verified.append(VerifiedRequest(request, path, tokens, tree.token_tree, logits))
 
 
 def _verify(request: Request, tree: TokenTree, choices: Choices) -> Verified:

@@ -236,8 +236,8 @@ class DrawnForest:
         """Build the frontier of the given nodes, by tree."""
         rows = [(self._trees[owner], owner, node) for owner, of_tree in enumerate(nodes) for node in of_tree]
         columns = [(n, t.tokens[n], owner, -1, t.slot_of_node.get(t.parents[n], -1)) for t, owner, n in rows]
-        ints = np.array(columns, dtype=np.int64).reshape(len(rows), 5).T
-        return Frontier(*ints, np.array([tree.values[node] for tree, _, node in rows]))
+        index, tokens, owners, seeds, above = np.array(columns, dtype=np.int64).reshape(len(rows), 5).T.copy()
+        return Frontier(index, tokens, owners, seeds, above, np.array([t.values[n] for t, _, n in rows]))
 
     def extend(self, ssm_probs: Sequence[SsmProbs], weights: Sequence[np.ndarray]) -> np.ndarray:
         """Draw the children of the frontier, and select the next frontier.

@@ -38,7 +38,7 @@ from treespec.bench.prompts import held_out_prompts
 from treespec.bench.run import commit
 from treespec.cache import KVCache
 from treespec.graphs.batch_round import BatchRound
-from treespec.graphs.round_inputs import Proposal, RoundInput, RoundLimits
+from treespec.graphs.round_inputs import RoundInput, RoundLimits
 from treespec.graphs.stack_passes import ModelStack
 from treespec.models.attention import make_attention
 from treespec.models.model_config import ModelConfig
@@ -291,7 +291,7 @@ def check_round(bench: Bench) -> Figures:
     drawing = 0.0, 0.0, 0, 0, np.zeros(0)
     round_input = RoundInput(context, [5], passes.pages, (), *drawing, depth, count, 0.0, context + PAGE_SIZE)
     for _ in range(2):  # the second is a replay
-        [result] = batch.launch([round_input], depth, count, search=lambda: [Proposal(tree, np.ones(count))])()
+        [result] = batch.launch([round_input], depth, count, search=lambda: [tree])()
         if differing or result.tokens != choices[1:]:
             raise AssertionError(f"{differing} rows differ; the round gave {result.tokens}, not {choices[1:]}")
     return {"rows": len(path), "tokens": len(result.tokens)}

@@ -12,7 +12,7 @@ import torch
 
 from tests.models import tree_of
 from treespec.drafters.evidence import SeedEvidence
-from treespec.drafters.ssm.forest import Forest, Shape, SsmProbs
+from treespec.drafters.ssm.forest import Forest, SsmProbs, TreeLimits
 from treespec.tree import TokenTree
 from treespec_kernels.tree.device_trees import SEED_BIT, DeviceForest, DeviceTrees, ProposedTrees
 from treespec_kernels.tree.growth_limits import frontier_width
@@ -130,7 +130,6 @@ class Trie:
             + [[i] * (max_depth + 1) for i in range(len(paths), num_nodes)],
             "masks": [sum(1 << ssm for ssm in self.nodes[path].ssms) if path else 0 for path in paths] + [0] * padding,
             "values": [float(self.value(path)) for path in paths] + [0.0] * padding,
-            "slots": [self.slot(path) for path in paths] + [-1] * padding,
         }
 
 
@@ -314,7 +313,7 @@ def growth_case(number: int) -> GrowthCase:
 def grown_on_host(case: GrowthCase, forest_type: Callable[..., Forest]) -> list[TokenTree]:
     """The best nodes of every tree that a `Forest` grows."""
     sizes, active = case.sizes, case.weights > 0
-    shapes = [Shape(sizes.depth, nodes, None, ends) for nodes, ends in zip(case.nodes, case.ends, strict=True)]
+    shapes = [TreeLimits(sizes.depth, nodes, None, ends) for nodes, ends in zip(case.nodes, case.ends, strict=True)]
     limits = {"max_children": sizes.proposals, "max_frontier": sizes.frontier}
     forest = forest_type(case.trees, shapes, sizes.ssms, case.evidence, **limits)
     while len(forest.frontier.nodes):

@@ -14,7 +14,7 @@ from treespec.request import Request
 from treespec.sampling_params import SamplingParams
 from treespec.tree import TokenTree
 from treespec_kernels.cpu.cpu_library import find_compiler
-from treespec_kernels.cpu.lookup_cpu import CompiledHistory, Found, lookup_library
+from treespec_kernels.cpu.lookup_cpu import CompiledHistory, LookupTree, lookup_library
 
 LOOKUP = SpecConfig(nodes=16, sources=("lookup",))
 PAST = SpecConfig(nodes=16, sources=("suffix",))
@@ -60,13 +60,13 @@ class Inside(NamedTuple):
 
     counts: Counts
     own: dict[str, Counts]
-    found: dict[str, Found]
+    found: dict[str, LookupTree]
     texts: dict[str, Any]
     prior: np.ndarray
 
 
 def inside(drafter: LookupDrafter) -> Inside:
-    return Inside(drafter._counts, drafter._own, drafter.proposed.found, drafter._texts, drafter._prior)
+    return Inside(drafter._counts, drafter._own, drafter.proposed.trees, drafter._texts, drafter._prior)
 
 
 def paths_of(tree: TokenTree) -> dict[tuple[int, ...], int]:

@@ -5,6 +5,7 @@ import math
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -54,7 +55,7 @@ def recorded(llm: LLM) -> Iterator[Recorded]:
     def propose(requests: Any, *args: Any) -> Any:
         proposed = original(requests, *args)
         found.trees.extend((tuple(request.tokens), tree) for request, tree in zip(requests, proposed, strict=True))
-        found.rounds.append((drafter.drafted[:4], [drafter.weights(request) for request in requests]))
+        found.rounds.append((astuple(drafter.drafted)[:4], [drafter.weights(request) for request in requests]))
         return proposed
 
     with mock.patch.object(drafter, "propose", propose):

@@ -17,24 +17,23 @@ from tests.libraries import LIBRARIES
 from tests.models import assert_same_tree
 from tests.quantized_checkpoints import needs_compiler
 from tests.test_forest import EVIDENCE, VOCAB, random_case
-from treespec.draft_plan import LevelRule
-from treespec.drafters.ssm.compiled_forest import CompiledForest
-from treespec.drafters.ssm.forest import Forest, Shape, SsmProbs
+from treespec.drafters.ssm.forest import CompiledForest, Forest, SsmProbs, TreeLimits
 from treespec.drafters.ssm.levels import stop_unprofitable
 from treespec.tree import TokenTree
 from treespec_kernels.attention.tree_batch import PAGE_SIZE
 from treespec_kernels.cpu.cpu_library import find_compiler
 from treespec_kernels.cpu.decoder_cpu import PassEntries
 from treespec_kernels.cpu.growth_cpu import (
-    Drafted,
+    CallPasses,
+    DraftInputs,
     DraftModels,
-    DraftPasses,
     DraftSampling,
-    StopRule,
+    GrownLevels,
     TreePlaces,
     growth_library,
 )
 from treespec_kernels.sampling.coupled_choice import gumbel_integers_of_row
+from treespec_kernels.tree.level_rule import LevelRule
 
 pytestmark = needs_compiler
 
@@ -118,7 +117,7 @@ class Case:
 
     rng: np.random.Generator
     seeds: list[TokenTree]
-    shapes: list[Shape]
+    shapes: list[TreeLimits]
     ssms: list[Ssm]
     active: np.ndarray
     weights: list[np.ndarray]
@@ -178,9 +177,9 @@ class Case:
         )
 
     @property
-    def places(self) -> np.ndarray:
+    def places(self) -> list[int]:
         """The trees' requests in a batch that has others too."""
-        return np.arange(len(self.seeds)) + 2
+        return list(range(2, len(self.seeds) + 2))
 
     def sampled(self) -> "Case":
         """The case with requests that sample, some with and some without the target's noise.
@@ -231,10 +230,10 @@ def by_levels(case: Case) -> Grown:
     forest = case.forest(Forest)
     scores: list[list[tuple[int, np.ndarray]]] = [[] for _ in case.ssms]
     counts, broken = [(0, 0)] * len(case.ssms), []
-    last_open_mass = forest.open_mass()
+    last_open_mass, rule = forest.open_mass(), case.rule.select(case.places)
     while len(forest.frontier.nodes):
         if forest.depth and case.adaptive.any():
-            last_open_mass = stop_unprofitable(forest, case.places, case.adaptive, case.rule, last_open_mass)
+            last_open_mass = stop_unprofitable(forest, case.adaptive, rule, last_open_mass)
             if not len(forest.frontier.nodes):
                 break
         owners, said = forest.frontier.owners, []
@@ -279,7 +278,7 @@ def in_one_call(case: Case) -> Grown:
         [torch.zeros(LAYERS, 2, 1, 1)] * len(ssms),
         [case.ssms[i].columns for i in ssms],
     )
-    passes = DraftPasses(
+    passes = CallPasses(
         models,
         TreePlaces(library, contexts, pages),
         case.active[:, ssms].T.tolist(),
@@ -288,15 +287,11 @@ def in_one_call(case: Case) -> Grown:
         [*itertools.chain(*unread)],
         [*itertools.accumulate(map(len, unread), initial=0)],
         reads=len(case.ssms) > 1,
-        features=[None] * len(ssms),
-        block_probs=[None] * len(ssms),
+        inputs=[DraftInputs()] * len(ssms),
         sampling=case.sampling,
     )
-    rule = case.rule
-    weights = [rule.token_weights[place] for place in case.places]
-    numbers = rule.calibration, rule.level_cost, rule.marginal_cost, rule.least_value
-    stop = StopRule(*numbers, case.adaptive.tolist(), weights) if case.adaptive.any() else None
-    drafted = forest.draft(passes, case.weights, stop) if len(roots) else None
+    rule, adaptive = case.rule.select(case.places), case.adaptive.tolist() if case.adaptive.any() else ()
+    drafted = forest.draft(passes, case.weights, rule, adaptive) if len(roots) else None
     scores: list[list[tuple[int, np.ndarray]]] = [[] for _ in case.ssms]
     counts = [(0, 0)] * len(case.ssms)
     for draft, i in zip(models.drafts, ssms, strict=True):
@@ -370,6 +365,6 @@ def test_drafts_of_sampling_requests_predict_the_choice_with_its_noise(part: int
 def test_parts_of_the_scored_nodes() -> None:
     """By level, or the whole of it if there is only one tree."""
     owners = np.array([0, 2, 0, 0, 2, 2, 2])
-    drafted = Drafted(None, [], [2, 3, 2], owners, owners, owners > 5, [])  # type: ignore[arg-type]
-    assert list(drafted.parts()) == [(0, 1), (2, 1), (0, 2), (2, 1), (2, 2)]
-    assert list(drafted._replace(row_owners=np.full(7, 3)).parts()) == [(3, 7)]
+    drafted = GrownLevels(None, [], [2, 3, 2], owners, owners, owners > 5, [])  # type: ignore[arg-type]
+    assert list(drafted.runs()) == [(0, 1), (2, 1), (0, 2), (2, 1), (2, 2)]
+    assert list(drafted._replace(row_owners=np.full(7, 3)).runs()) == [(3, 7)]

@@ -11,8 +11,7 @@ from tests.libraries import LIBRARIES
 from tests.models import assert_same_tree, tree_of
 from tests.quantized_checkpoints import needs_compiler
 from treespec.drafters.evidence import SeedEvidence
-from treespec.drafters.ssm.compiled_forest import CompiledForest
-from treespec.drafters.ssm.forest import Forest, Shape, SsmProbs
+from treespec.drafters.ssm.forest import CompiledForest, Forest, SsmProbs, TreeLimits
 from treespec.drafters.ssm.ssm_state import grown_masks
 from treespec.tree import TokenTree
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
@@ -57,12 +56,12 @@ FORESTS = pytest.mark.parametrize(
 
 def grow(forest: Forest, speaker: Speaker, weights: np.ndarray) -> list[list[Path]]:
     """Grow to the end; the expanded paths of each tree, by level."""
-    expanded: list[list[Path]] = [[] for _ in forest.shapes]
+    expanded: list[list[Path]] = [[] for _ in forest.limits]
     while len(forest.frontier.nodes):
         paths = [tuple(path) for path in forest.paths()]
         for owner, path in zip(forest.frontier.owners.tolist(), paths, strict=True):
             expanded[owner].append(path)
-        broken = forest.extend(speaker.says(paths), [weights] * len(forest.shapes))
+        broken = forest.extend(speaker.says(paths), [weights] * len(forest.limits))
         assert not broken.any()
     return expanded
 
@@ -107,7 +106,7 @@ def test_merge_against_a_dictionary(seed: int, kind: type[Forest]) -> None:
     hints: list[dict[Path, float]] = [{}, {(1,): 0.7, (2,): 0.2, (1, 3): 0.8, (1, 3, 5): 0.9, (1, 3, 5, 7): 0.9}]
     seeds = [TokenTree.root(3), tree_of(4, hints[1], "lookup")]
     nodes = int(rng.integers(4, 20))
-    shapes = [Shape(3, nodes, None, ()), Shape(3, nodes, None, (9,))]
+    shapes = [TreeLimits(3, nodes, None, ()), TreeLimits(3, nodes, None, (9,))]
     forest = kind(seeds, shapes, 2, EVIDENCE, max_children=width)
     expanded = grow(forest, speaker, weights)
     for owner, (tree, slot_of_node) in enumerate(forest.finish(NAMES)):
@@ -143,7 +142,7 @@ def test_merge_against_a_dictionary(seed: int, kind: type[Forest]) -> None:
 def test_static_trees_have_their_shape(branching: tuple[int, ...], kind: type[Forest]) -> None:
     """Seeds compete for the places of a fixed shape and add none."""
     hints = {(1,): 0.9, (1, 2): 0.9, (1, 2, 3): 0.9, (1, 2, 3, 4): 0.9}
-    shape = Shape(len(branching), 64, branching, ())
+    shape = TreeLimits(len(branching), 64, branching, ())
     forest = kind([tree_of(0, hints, "lookup")], [shape], 2, EVIDENCE, max_children=6)
     grow(forest, Speaker(5, 2), np.array([0.5, 0.5]))
     ((tree, _),) = forest.finish(NAMES)
@@ -156,7 +155,7 @@ def test_static_trees_have_their_shape(branching: tuple[int, ...], kind: type[Fo
 
 @FORESTS
 def test_limits_of_the_frontier(kind: type[Forest]) -> None:
-    forest = kind([TokenTree.root(1)], [Shape(99, 5000, None, ())], 2, EVIDENCE)
+    forest = kind([TokenTree.root(1)], [TreeLimits(99, 5000, None, ())], 2, EVIDENCE)
     expanded = grow(forest, Speaker(1, 2), np.array([0.5, 0.5]))
     by_depth = np.bincount([len(path) for path in expanded[0]])
     assert by_depth.tolist() == [1, *(frontier_width(depth) for depth in range(1, DEEPEST + 1))]
@@ -166,13 +165,13 @@ def test_limits_of_the_frontier(kind: type[Forest]) -> None:
 @FORESTS
 def test_a_tree_without_levels_is_its_seed(kind: type[Forest]) -> None:
     hints = {(1,): 0.5, (2,): 0.25, (1, 1): 0.5}
-    forest = kind([tree_of(8, hints, "lookup"), TokenTree.root(2)], [Shape(0, 16, None, ())] * 2, 2, EVIDENCE)
+    forest = kind([tree_of(8, hints, "lookup"), TokenTree.root(2)], [TreeLimits(0, 16, None, ())] * 2, 2, EVIDENCE)
     assert not len(forest.frontier.nodes)
     (seeded, slots), (root, _) = forest.finish(NAMES)
     assert paths_of(seeded) == [(), *sorted(hints, key=len)] and len(root) == 1 and (slots == -1).all()
 
 
-def random_case(rng: np.random.Generator) -> tuple[list[TokenTree], list[Shape], int]:
+def random_case(rng: np.random.Generator) -> tuple[list[TokenTree], list[TreeLimits], int]:
     """Seeds, shapes and how many SSMs."""
     seeds, shapes = [], []
     for _ in range(int(rng.integers(1, 5))):
@@ -185,7 +184,7 @@ def random_case(rng: np.random.Generator) -> tuple[list[TokenTree], list[Shape],
         seeds.append(tree_of(int(rng.integers(4)), hints, "lookup") if hints else TokenTree.root(3))
         branching = tuple(rng.integers(1, 4, int(rng.integers(1, 4))).tolist()) if rng.random() < 0.3 else None
         depth = len(branching) if branching else int(rng.integers(0, 6))
-        shapes.append(Shape(depth, int(rng.integers(1, 30)), branching, tuple(rng.integers(0, VOCAB, 2).tolist())))
+        shapes.append(TreeLimits(depth, int(rng.integers(1, 30)), branching, tuple(rng.integers(0, VOCAB, 2).tolist())))
     return seeds, shapes, int(rng.integers(1, 4))
 
 

@@ -14,16 +14,17 @@ import torch
 from tests.child import run_cases
 from tests.models import greedy, open_llm, random_prompts, tiny, tokens_of
 from treespec import LLM, LLMEngine, SamplingParams, SpecConfig
-from treespec.drafters.ssm.ssm_drafter import SsmDrafter
+from treespec.drafters.ssm.captured_ssms import CapturedSsms
 from treespec.executors.execution import follow
 from treespec.graphs.graph_executor import GraphExecutor
-from treespec.graphs.round_inputs import Proposal, RoundInput, RoundLimits
+from treespec.graphs.round_inputs import RoundInput, RoundLimits
 from treespec.graphs.sampling_state import SamplingState
 from treespec.graphs.verify_stage import RoundResult
 from treespec.planning.planner import Planner
 from treespec.planning.round_costs import CostCurve, RoundSeconds
 from treespec.request import Request
 from treespec.text.prompt_tokenizer import Tokenization
+from treespec.tree import TokenTree
 from treespec_kernels.tree.device_trees import SEED_BIT
 
 NODES = (1, 8)
@@ -45,7 +46,7 @@ class ScriptedRounds:
         curve = CostCurve(NODES, (1.0, 1.1), 0.1)
         self.planners = {2: Planner(curve, learns_seconds=False, shapes=self.limits.shapes)}
         self.seen: list[tuple[list[RoundInput], int, int]] = []
-        self.proposals: list[list[Proposal | None]] = []  # by round
+        self.proposals: list[list[TokenTree | None]] = []  # by round
         self.followed: list[int] = []  # numbers of the rounds behind which the next one was launched
 
     def size_for(self, num_requests: int) -> int:
@@ -61,7 +62,7 @@ class ScriptedRounds:
         levels: int,
         nodes: int,
         logprobs: bool,
-        search: Callable[[], Sequence[Proposal | None]] | None,
+        search: Callable[[], Sequence[TokenTree | None]] | None,
     ) -> Callable[[], list[RoundResult]]:
         proposals = [None] * len(requests) if search is None else list(search())
         self.proposals.append(proposals)
@@ -81,7 +82,7 @@ class ScriptedRounds:
     def seconds(self) -> tuple[float, float]:
         return 0.0, 0.0
 
-    def _result(self, request: RoundInput, proposal: Proposal | None, levels: int) -> RoundResult:
+    def _result(self, request: RoundInput, proposal: TokenTree | None, levels: int) -> RoundResult:
         read_probs = np.full((len(request.weights), len(request.new_tokens) - 1), 0.5, dtype=np.float32)
         if self.accepts is None:
             return chain([0, 0], 0, read_probs)._replace(path=np.zeros(0, dtype=np.int64))
@@ -106,11 +107,11 @@ def chain(tokens: Sequence[int], mask: int, read_probs: np.ndarray) -> RoundResu
 class SeededRounds(ScriptedRounds):
     """Rounds in which the SSMs say nothing: what is accepted is what the seeds have right."""
 
-    def _result(self, request: RoundInput, proposal: Proposal | None, levels: int) -> RoundResult:
+    def _result(self, request: RoundInput, proposal: TokenTree | None, levels: int) -> RoundResult:
         self.accepts = levels
         result = super()._result(request, proposal, levels)
-        text = [int(result.nodes[0, 0]), *result.tokens]
-        right = 0 if proposal is None else len(follow(proposal.tree, text[1:])) - 1
+        text = [int(result.rows[0, 0]), *result.tokens]
+        right = 0 if proposal is None else len(follow(proposal, text[1:])) - 1
         most = min(right, levels, request.max_depth)
         return chain(text[: most + 2], 1 << SEED_BIT, result.read_probs)
 
@@ -159,9 +160,9 @@ def test_ssms_read_each_token_once() -> None:
 def test_what_ssms_have_missed_is_not_charged_to_a_round() -> None:
     """They read a prompt once, and the planner would take drafting to be as slow as that."""
     llm, rounds, prompts, _ = scripted(1)
-    catch_up, slow, took = SsmDrafter.catch_up, [], []
+    catch_up, slow, took = CapturedSsms.catch_up, [], []
 
-    def slowly(ssms: SsmDrafter, requests: Sequence[Request], width: int) -> bool:
+    def slowly(ssms: CapturedSsms, requests: Sequence[Request], width: int) -> bool:
         if missed := catch_up(ssms, requests, width):
             slow.append(requests)
             time.sleep(0.5)
@@ -170,7 +171,7 @@ def test_what_ssms_have_missed_is_not_charged_to_a_round() -> None:
     def observe(planner: Planner, requests: Any, trees: Any, emitted: Any, seconds: RoundSeconds, *rest: Any) -> None:
         took.append(sum(seconds) - seconds.read)
 
-    with mock.patch.object(SsmDrafter, "catch_up", slowly), mock.patch.object(Planner, "observe", observe):
+    with mock.patch.object(CapturedSsms, "catch_up", slowly), mock.patch.object(Planner, "observe", observe):
         llm.generate(prompts[1:], greedy(6), spec=SpecConfig(sources=("ssm",)))
     assert rounds.seen and len(slow) == 1 and max(took) < 0.5
 
@@ -178,7 +179,7 @@ def test_what_ssms_have_missed_is_not_charged_to_a_round() -> None:
 class Weighed(ScriptedRounds):
     """Rounds in which the second SSM knows what it reads, and the first one does not."""
 
-    def _result(self, request: RoundInput, proposal: Proposal | None, levels: int) -> RoundResult:
+    def _result(self, request: RoundInput, proposal: TokenTree | None, levels: int) -> RoundResult:
         result = super()._result(request, proposal, levels)
         result.read_probs[:] = np.array([[0.02], [0.98]])[: len(result.read_probs)]
         return result
@@ -376,7 +377,7 @@ def test_seeds_and_silent_ssms() -> None:
     llm.generate(repeated, greedy(8), spec=SpecConfig(nodes=8, sources=("ssm-2", "lookup"), max_ssms=1))
     requests = [request for batch, _, _ in rounds.seen for request in batch]
     assert all(np.isnan(request.weights[0]) and request.weights[1] == 1.0 for request in requests[:-1])
-    assert any(proposal is not None and len(proposal.tree) > 1 for own in rounds.proposals for proposal in own)
+    assert any(proposal is not None and len(proposal) > 1 for own in rounds.proposals for proposal in own)
 
 
 def test_seeds_of_both_sources_keep_their_names() -> None:

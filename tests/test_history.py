@@ -26,9 +26,9 @@ from treespec.drafters.lookup.history import History
 from treespec.drafters.lookup.lookup_drafter import NAMES, PRIOR_TRIALS, PROMPT_TAIL, LookupDrafter
 from treespec.request import Request
 from treespec.tree import TokenTree
-from treespec_kernels.cpu.lookup_cpu import MAX_MATCH, OWN_PLACES, PAST_MATCHES, STEPS, Found
+from treespec_kernels.cpu.lookup_cpu import MAX_MATCH, PAST_MATCHES, STEPS, TEXT_CLASSES, LookupTree
 
-SOLE, UNANIMOUS, MAJORITY, PLURALITY, SECOND, LATER = range(OWN_PLACES, OWN_PLACES + 6)
+SOLE, UNANIMOUS, MAJORITY, PLURALITY, SECOND, LATER = range(TEXT_CLASSES, TEXT_CLASSES + 6)
 
 
 @pytest.fixture(params=WAYS)
@@ -193,7 +193,7 @@ def test_the_latest_matches_are_kept() -> None:
 
 def found_after(
     drafter: LookupDrafter, tokens: list[int], spec: SpecConfig = PAST, depth: int = 1
-) -> tuple[Request, TokenTree, Found]:
+) -> tuple[Request, TokenTree, LookupTree]:
     """A request of these tokens, its tree, and what was found for it."""
     request = request_of(tokens, spec)
     tree = propose(drafter, request, depth)
@@ -220,8 +220,8 @@ def test_places_by_votes(new: New, behind: list[int], places: dict[int, int]) ->
     for token in behind:
         write(drafter, [1, 2, 3, token])
     _, tree, found = found_after(drafter, [9, 1, 2, 3])
-    assert dict(zip(found.tokens[1:].tolist(), found.places[1, 1:].tolist(), strict=True)) == places
-    assert (found.places[0, 1:] == -1).all() and (found.lengths[0, 1:] == -1).all()
+    assert dict(zip(found.tokens[1:].tolist(), found.classes[1, 1:].tolist(), strict=True)) == places
+    assert (found.classes[0, 1:] == -1).all() and (found.lengths[0, 1:] == -1).all()
     assert (found.lengths[1, 1:] == 3).all()
     for node, prob in zip(found.tokens.tolist()[1:], tree.probs.tolist()[1:], strict=True):
         assert prob == PRIOR_TRIALS * inside(drafter).prior[places[node], 3] / PRIOR_TRIALS, "nothing was counted yet"
@@ -234,7 +234,7 @@ def test_votes_are_counted_at_each_node(new: New) -> None:
         write(drafter, [1, 2, 3, *tail])
     _, tree, found = found_after(drafter, [0, 1, 2, 3], depth=3)
     nodes = {path: node for path, node in paths_of(tree).items() if path}
-    places = {path: int(found.places[1, node]) for path, node in nodes.items()}
+    places = {path: int(found.classes[1, node]) for path, node in nodes.items()}
     assert places == {(7,): MAJORITY, (8,): SECOND, (7, 5): MAJORITY, (7, 6): SECOND, (8, 4): SOLE}
     assert {path: int(found.lengths[1, node]) for path, node in nodes.items()} == {p: 2 + len(p) for p in places}
 
@@ -247,7 +247,7 @@ def test_a_token_of_both_sources_has_the_larger_probability(new: New) -> None:
             write(drafter, [*past, 7, 20])
         _, tree, found = found_after(drafter, [*own, 7, 30, 4, 5, 0, 1, 2, 3], BOTH, depth=2)
         (seven,) = children_of(tree, 0)
-        assert tree.tokens[seven] == 7 and found.places[:, seven].tolist() == [0, UNANIMOUS]
+        assert tree.tokens[seven] == 7 and found.classes[:, seven].tolist() == [0, UNANIMOUS]
         both = inside(drafter).prior[[0, UNANIMOUS], found.lengths[:, seven]].tolist()
         assert tree.probs[seven] == pytest.approx(max(both)) and max(both) == both[larger] > min(both)
         assert tree.sources_of(seven) == NAMES == ("lookup", "suffix")
@@ -264,7 +264,7 @@ def test_places_in_the_text_do_not_count_those_in_the_history(new: New) -> None:
     for token in (7, 8, 8, 8):
         write(drafter, [1, 2, 3, token])
     _, tree, found = found_after(drafter, [1, 2, 3, 7, 1, 2, 3, 9, 1, 2, 3], BOTH)
-    places = {int(tree.tokens[node]): found.places[:, node].tolist() for node in children_of(tree, 0)}
+    places = {int(tree.tokens[node]): found.classes[:, node].tolist() for node in children_of(tree, 0)}
     assert places == {9: [0, -1], 7: [1, SECOND], 8: [-1, MAJORITY]}
 
 

@@ -10,7 +10,7 @@ from tests.quantized_checkpoints import needs_compiler
 from treespec import SpecConfig
 from treespec.drafters.lookup.lookup_drafter import DECAY_ROUNDS, SEARCH_WINDOW, LookupDrafter, find_matches
 from treespec.request import Request
-from treespec_kernels.cpu.lookup_cpu import MATCHES, MAX_MATCH, PLACES
+from treespec_kernels.cpu.lookup_cpu import CLASSES, MATCHES, MAX_MATCH
 
 
 @pytest.fixture(params=WAYS)
@@ -133,7 +133,7 @@ def test_every_guess_below_the_path_is_counted_once(new: New) -> None:
     assert counts.trials.sum() == tested and counts.hits.sum() == len(path) - 1
     drafter.commit([request], [path])
     assert counts.trials.sum() == tested, "a proposal is judged once"
-    assert counts.trials.shape == (PLACES, MAX_MATCH + 1)
+    assert counts.trials.shape == (CLASSES, MAX_MATCH + 1)
 
 
 def test_a_text_that_is_not_searched_is_not_converted(new: New) -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.exactness import differences, run
 from tests.models import greedy, make_draft, new_folder, open_llm, random_prompts, tiny, tree_of
 from treespec import LLM, SpecConfig
-from treespec.draft_plan import COVERAGE, Drafted, LevelRule
+from treespec.draft_plan import Drafted
 from treespec.drawing.recording import watch
 from treespec.planning.learning import CREDIT, RETRY_CREDIT
 from treespec.planning.planner import Planner
@@ -19,6 +19,7 @@ from treespec.planning.round_costs import CostCurve, RoundSeconds
 from treespec.request import Request
 from treespec.sampling_params import SamplingParams
 from treespec.tree import TokenTree
+from treespec_kernels.tree.level_rule import COVERAGE, LevelRule
 
 COST = CostCurve((1, 16, 64), (1e-3, 1.3e-3, 3e-3), draft_seconds=2e-4, ssm_seconds=1e-4)
 STARTING = dataclasses.replace(COST, draft_start_seconds=3e-4)

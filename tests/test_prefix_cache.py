@@ -98,14 +98,14 @@ def test_drafts_have_their_part_of_a_prefix() -> None:
     ssms = llm.engine.sources.ssms
     assert ssms is not None
     stem, read = random_prompts((150,))[0], []
-    original = ssms._read
+    original = ssms.read
 
     def noting(draft: Any, requests: Any) -> None:
-        before = ssms._counts.read_tokens
+        before = ssms.drafted.read_tokens
         original(draft, requests)
-        read.append(ssms._counts.read_tokens - before)
+        read.append(ssms.drafted.read_tokens - before)
 
-    ssms._read = noting  # type: ignore[method-assign]
+    ssms.read = noting  # type: ignore[method-assign]
     counts = []
     for last, options in ((1, "off"), (2, spec), (3, spec)):
         read.clear()

@@ -115,7 +115,7 @@ def test_a_context_says_the_same_text(codecs: dict[str, Codec], target: str, dra
             said = text_of(codecs[target], tokens[:at])
             said = b" " + said if adds and not had else said.removeprefix(b" ") if had and not adds else said
             assert text_of(codecs[draft], context.tokens) == said or (not said and context.tokens == [0])
-        assert context.known == len(tokens)
+        assert context.num_encoded == len(tokens)
         assert tuple(context.tokens[: len(own.draft.start)]) == own.draft.start
 
 

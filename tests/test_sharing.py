@@ -81,7 +81,7 @@ def test_a_prompt_is_not_read_where_ssms_are_not_expected_to_draft(chunk: int, m
     llm = open_llm(tiny()[0], tiny()[1], max_num_seqs=3, prefill_chunk=chunk)
     assert llm.engine.sources.ssms is not None
     read: list[list[Request]] = []
-    monkeypatch.setattr(llm.engine.sources.ssms, "_read", spy(llm.engine.sources.ssms._read, read))
+    monkeypatch.setattr(llm.engine.sources.ssms, "read", spy(llm.engine.sources.ssms.read, read))
     for expected, spec, drafts in ((False, SpecConfig(), False), (True, SpecConfig(), True), (False, NODES, True)):
         monkeypatch.setattr(llm.engine.host.planner, "expects_ssms", lambda requests, expected=expected: expected)
         read.clear()
@@ -249,7 +249,7 @@ original_copy, original_fork = KVCache.copy_slots, SsmDrafter.fork
 def forgets_the_trust(self: SsmDrafter, requests: Any) -> None:
     original_fork(self, requests)
     for request in requests:
-        self._state(request).trust.__post_init__()
+        self.state(request).trust.__post_init__()
 
 
 def shares_the_tail(scheduler: Scheduler, request: Request) -> Prefix:

@@ -1,13 +1,8 @@
-"""Draft plans, prices, drafting statistics, and the rule of levels: the interface between planner and drafters."""
+"""Draft plans, prices and drafting statistics: the interface between planner and drafters."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
-
-import numpy as np
-
-COVERAGE = 0.7  # share of its open mass that a draft level is expected to hold
+from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -47,80 +42,27 @@ class Prices(Protocol):
         """Minimum value at which a node pays for its row of the target pass."""
 
 
-class Drafted(NamedTuple):
+@dataclass
+class Drafted:
     """Amount of work that the SSMs did in a round.
 
     Attributes:
         levels: draft levels.
-        passes: draft passes, one per level and SSM.
+        passes: draft passes, one per level and SSM; a block draft's levels count, too.
         request_passes: draft passes times the requests in each.
         read_tokens: committed tokens that SSMs had not read yet and read first, summed over the SSMs.
         read_seconds: time of reading them.
     """
 
-    levels: int
-    passes: int
+    levels: int = 0
+    passes: int = 0
     request_passes: int = 0
     read_tokens: int = 0
     read_seconds: float = 0.0
 
+    def add_pass(self, requests: int) -> None:
+        """Count a draft pass over trees of this many requests."""
+        self.passes, self.request_passes = self.passes + 1, self.request_passes + requests
 
-NOTHING_DRAFTED = Drafted(0, 0)
 
-
-@dataclass(frozen=True)
-class LevelRule:
-    """The planner's decision whether another draft level pays, in the numbers of one round.
-
-    `growth_cpu.cpp` takes the same decisions between the levels of one call, so all sums are plain loops over doubles,
-    in the order of the trees. Expected tokens and costs have the same unit; the price of time converts the latter.
-
-    Attributes:
-        calibration: accepted tokens per token that node values predict.
-        token_weights: weight of a token, by request of the batch.
-        start_cost: cost of starting to draft.
-        level_cost: cost of a level of one tree.
-        marginal_cost: cost of a further tree in a level. All trees decided together: +4 %, see round_costs.py.
-        least_value: minimum value at which a node pays for its row of the target pass.
-    """
-
-    calibration: float
-    token_weights: Sequence[float]
-    start_cost: float
-    level_cost: float
-    marginal_cost: float
-    least_value: float
-
-    def worth_a_level(self, trees: np.ndarray, open_mass: np.ndarray, reached: np.ndarray | None) -> np.ndarray:
-        """Return which of these adaptive trees grow by another level, bool [num trees]. Called before each level.
-
-        The next level is expected to hold the same share of its open mass as the last one, and the first level
-        `COVERAGE` of it.
-
-        Args:
-            trees: int64 [num trees], indices of their requests in the batch.
-            open_mass: float64 [num trees], the probability that a tree's frontier is reached and no other source covers
-                the next token.
-            reached: float64 [num trees], the share of the last level's open mass that its nodes hold; None before the
-                first level.
-        """
-        shares = [COVERAGE] * len(trees) if reached is None else np.minimum(reached, 1.0).tolist()
-        rows = zip(open_mass.tolist(), shares, trees.tolist(), strict=True)
-        expected = [self.calibration * mass * share * self.token_weights[tree] for mass, share, tree in rows]
-        return np.array(self.pays(expected, begins=reached is None), dtype=bool)
-
-    def pays(self, expected: Sequence[float], begins: bool) -> list[bool]:
-        """Return which trees' next level is expected to gain more tokens than its time costs.
-
-        Uses lists because batches are small: one NumPy operation takes longer than a loop over them.
-
-        Args:
-            expected: accepted tokens expected from the level, weighted, by tree.
-            begins: whether this is the round's first level, which must also repay the start of drafting.
-        """
-        total, growing = 0.0, 0
-        for gain in expected:
-            if gain > self.marginal_cost:  # no `sum`: since Python 3.12 it compensates rounding
-                total, growing = total + gain, growing + 1
-        cost = self.level_cost + max(growing - 1, 0) * self.marginal_cost + (self.start_cost if begins else 0.0)
-        return [total > cost and gain > self.marginal_cost for gain in expected]
+NOTHING_DRAFTED = Drafted()

@@ -2,10 +2,10 @@
 
 import itertools
 import logging
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import NamedTuple
+from functools import partial
 
 import torch
 
@@ -26,20 +26,6 @@ from treespec.scheduler import Batch, Scheduler
 from treespec.utils.torch_state import one_thread
 
 logger = logging.getLogger("treespec")
-
-
-class _Committed(NamedTuple):
-    """A round whose tokens are emitted.
-
-    Attributes:
-        execution: its result.
-        emitted: the emitted tokens, by verified request.
-        seconds: its duration, without foreign drafts.
-    """
-
-    execution: Execution
-    emitted: Sequence[list[int]]
-    seconds: RoundSeconds
 
 
 class Engine:
@@ -73,7 +59,7 @@ class Engine:
         self.observers = RoundObservers()
         self.clock = StageClock()
         self._failures: Failures = {}  # drafter failures of this round, by request
-        self._unlearned: _Committed | None = None  # the last round, if `learn` has not learned from it
+        self._lessons = deque[Callable[[], None]]()  # what `learn` learns, from committed rounds
 
     def step(self) -> list[Request]:
         """Run one round. Return its requests; finished ones have a `finish_reason`."""
@@ -81,16 +67,16 @@ class Engine:
         batch = self.scheduler.next()
         self.clock.enter("prefill")
         self.prefill(batch)
-        left = batch.decode
+        remaining = batch.decode
         for executor in self.executors:
-            served = [request for request in left if executor.serves(request)]
+            served = [request for request in remaining if executor.serves(request)]
             if not served:
                 continue
             self.clock.enter("host")
             began = self.clock.mark()
             execution = executor.run(served, bool(self.scheduler.waiting), self.clock, self.learn)
             self.commit(execution, began)
-            left = [request for request in left if request not in served or request in execution.undecided]
+            remaining = [request for request in remaining if request not in served or request in execution.undecided]
         self.clock.enter("update")
         self.update(batch.decode)
         self._launch_next()
@@ -148,7 +134,7 @@ class Engine:
         """Return whether the executor expects SSMs to pay at the batch size that the queue will fill."""
         scheduler = self.scheduler
         together = [*scheduler.running, *itertools.islice(scheduler.waiting, scheduler.max_num_seqs)]
-        executor = next(each for each in self.executors if each.serves(request))
+        executor = next(executor for executor in self.executors if executor.serves(request))
         return executor.expects_ssms(together[: scheduler.max_num_seqs])
 
     def commit(self, execution: Execution, began: tuple[float, ...]) -> None:
@@ -161,68 +147,73 @@ class Engine:
         self._failures |= execution.failures
         for request, error in execution.failed:
             self.finish(request, "error", error)
-        emitted = [each.request.accept(each.tokens) for each in execution.verified]
+        emitted = [result.request.accept(result.tokens) for result in execution.verified]
         overlaps = execution.overlaps and not self.observers
         if not overlaps:
             self._notify_sources(execution, emitted)
-        for each, tokens in zip(execution.verified, emitted, strict=True):
-            request = each.request
+        for result, tokens in zip(execution.verified, emitted, strict=True):
+            request = result.request
             request.tokens.extend(tokens)
             request.context_len += len(tokens)
             request.num_rounds += 1
         self.clock.enter("commit")
         seconds, other = self.clock.since(began, execution.drafted.read_seconds)
         seconds = execution.seconds or seconds
-        committed = _Committed(execution, emitted, seconds)
         if overlaps:
-            self._unlearned = committed
-            return
-        self._learn_from(committed)
+            self._lessons.append(partial(self._notify_sources, execution, emitted))
+        self._lessons.append(partial(self._learn_from, execution, emitted, seconds))
+        if not overlaps:
+            self.learn()
         if self.observers:
-            for each, tokens in zip(execution.verified, emitted, strict=True):
-                self.observers.notify(RoundRecord.of(each, len(tokens), seconds, other))
+            for result, tokens in zip(execution.verified, emitted, strict=True):
+                self.observers.notify(RoundRecord.of(result, len(tokens), seconds, other))
 
     def learn(self) -> None:
-        """Learn from the last captured round, if that was left for later.
+        """Learn from all rounds that were not learned from yet.
 
         Captured rounds leave it for the time when the device computes the next one. What is drafted then depends on the
         rounds before the last.
         """
-        if self._unlearned is None:
-            return
-        committed, self._unlearned = self._unlearned, None
-        self._notify_sources(committed.execution, committed.emitted)
-        self._learn_from(committed)
+        while self._lessons:
+            self._lessons.popleft()()
 
-    def _learn_from(self, committed: _Committed) -> None:
-        """Update log-probabilities, counters, evidence, the SSMs' weights and the planner from a round."""
-        execution, emitted = committed.execution, committed.emitted
-        if any(each.path_logits is not None or each.logprobs is not None for each in execution.verified):
+    def _learn_from(self, execution: Execution, emitted: Sequence[list[int]], seconds: RoundSeconds) -> None:
+        """Update log-probabilities, counters, evidence, the SSMs' weights and the planner from a round.
+
+        Args:
+            execution: result of the round.
+            emitted: its emitted tokens, by verified request.
+            seconds: its duration, without foreign drafts.
+        """
+        if any(result.path_logits is not None or result.logprobs is not None for result in execution.verified):
             _add_logprobs(execution.verified, emitted)
-        for each, tokens in zip(execution.verified, emitted, strict=True):
-            request, path = each.request, each.path
-            request.nodes_verified += len(each.tree)
+        for result, tokens in zip(execution.verified, emitted, strict=True):
+            request, path = result.request, result.path
+            request.nodes_verified += len(result.tree)
             self.stats.accepted_lengths[min(len(path) - 1, len(tokens))] += 1  # a stop may cut the path
             if self.sources.ssms is not None:
-                if each.read is not None:
-                    self.sources.ssms.score(request, each.read)
-                self.sources.ssms.learn(request, each.tree, path, each.bonus)
-            accepted = [each.tree.sources_of(node) for node in path[1 : 1 + len(tokens)].tolist()]
+                if result.score_ssms is not None:
+                    result.score_ssms()
+                self.sources.ssms.learn(request, result.tree, path, result.bonus)
+            accepted = [result.tree.sources_of(node) for node in path[1 : 1 + len(tokens)].tolist()]
             request.count_accepted(accepted)
-            self.stats.count_draft(each.tree, accepted)
+            self.stats.count_draft(result.tree, accepted)
         counts = [len(tokens) for tokens in emitted]
         if execution.planner is not None:
-            requests, trees = [each.request for each in execution.verified], [each.tree for each in execution.verified]
+            requests, trees = (
+                [result.request for result in execution.verified],
+                [result.tree for result in execution.verified],
+            )
             drafted, rows, planned = execution.drafted, execution.rows, execution.planned
-            execution.planner.observe(requests, trees, counts, committed.seconds, drafted, rows, planned)
+            execution.planner.observe(requests, trees, counts, seconds, drafted, rows, planned)
 
     def _notify_sources(self, execution: Execution, emitted: Sequence[list[int]]) -> None:
         """Tell the sources which of their proposals were accepted."""
         for source, trees in execution.proposals:
             asked = [
-                (each.request, follow(trees[each.request.request_id], tokens))
-                for each, tokens in zip(execution.verified, emitted, strict=True)
-                if each.request.request_id in trees
+                (result.request, follow(trees[result.request.request_id], tokens))
+                for result, tokens in zip(execution.verified, emitted, strict=True)
+                if result.request.request_id in trees
             ]
             if asked:
                 self._failures |= call_commit(source, [r for r, _ in asked], [path for _, path in asked])
@@ -275,19 +266,19 @@ class Engine:
 def _add_logprobs(verified: Sequence[VerifiedRequest], emitted: Sequence[list[int]]) -> None:
     """Append the log-probabilities of emitted tokens to the requests that ask for them, together for equal counts."""
     asking = defaultdict[int, list[tuple[Request, torch.Tensor, list[int]]]](list)
-    for each, tokens in zip(verified, emitted, strict=True):
-        if (count := each.request.params.logprobs) is None:
+    for result, tokens in zip(verified, emitted, strict=True):
+        if (count := result.request.params.logprobs) is None:
             continue
-        if each.logprobs is not None:
-            each.request.logprobs += LogprobRows.unpacked(each.logprobs[: len(tokens)]).named(tokens, count)
+        if result.logprobs is not None:
+            result.request.logprobs += LogprobRows.unpacked(result.logprobs[: len(tokens)]).named(tokens, count)
         else:
-            assert each.path_logits is not None
-            asking[count].append((each.request, each.path_logits[: len(tokens)], tokens))
+            assert result.path_logits is not None
+            asking[count].append((result.request, result.path_logits[: len(tokens)], tokens))
     for count, entries in asking.items():
-        chosen = [token for _, _, tokens in entries for token in tokens]
-        found = iter(logprobs_of(torch.cat([rows for _, rows, _ in entries]), chosen, count))
+        tokens_of_entries = [token for _, _, tokens in entries for token in tokens]
+        logprobs = iter(logprobs_of(torch.cat([rows for _, rows, _ in entries]), tokens_of_entries, count))
         for request, _, tokens in entries:
-            request.logprobs += itertools.islice(found, len(tokens))
+            request.logprobs += itertools.islice(logprobs, len(tokens))
 
 
 def _shares_ssms(request: Request) -> bool:

@@ -3,12 +3,10 @@
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from treespec.request import Request
-
-if TYPE_CHECKING:
-    from treespec.executors.execution import VerifiedTree
+from treespec.tree import TokenTree
 
 WHOLE_TREE = "tree"
 
@@ -61,7 +59,7 @@ class Stats:
         self.requests += count
         self.failed_requests += count
 
-    def count_draft(self, tree: "VerifiedTree", accepted: Sequence[tuple[str, ...]]) -> None:
+    def count_draft(self, tree: TokenTree, accepted: Sequence[tuple[str, ...]]) -> None:
         """Count the verified tree of a request, and the sources of its accepted nodes, by depth."""
         drafted = len(tree) - 1
         if not drafted:

@@ -142,7 +142,7 @@ class TokenTree:
         return {name: count for name, count in zip(self.source_names, counts, strict=True) if count}
 
     def token_tree(self) -> "TokenTree":
-        """Return self; part of the interface of verified trees."""
+        """Return self: verified trees are token trees."""
         return self
 
     def path_to(self, node: int) -> np.ndarray:
@@ -301,6 +301,47 @@ def merge(trees: Sequence[TokenTree]) -> TokenTree:
         source_names=names,
         draft_probs=tuple(probs for tree in trees for probs in tree.draft_probs),
     )
+
+
+def join_seed_tree(tree: TokenTree, seed_tree: TokenTree, seed_of_node: np.ndarray, complete: bool) -> TokenTree:
+    """Append the draws of a seed tree to a tree that was grown over it, and its missing nodes if `complete`.
+
+    Parents precede their children in the result, but nodes are not sorted by depth.
+
+    Args:
+        tree: without random draws.
+        seed_tree: nodes proposed by other sources, the seeds.
+        seed_of_node: int64 [num_nodes], the seed that each node of `tree` is, negative for none.
+        complete: whether to append seeds that the tree lacks.
+    """
+    node_of_seed = np.full(len(seed_tree), -1)
+    shared = np.flatnonzero(seed_of_node >= 0)
+    node_of_seed[seed_of_node[shared]] = shared
+    missing = np.flatnonzero(node_of_seed < 0) if complete else np.empty(0, dtype=np.int64)
+    node_of_seed[missing] = len(tree) + np.arange(len(missing))
+    names = tree.source_names + tuple(name for name in seed_tree.source_names if name not in tree.source_names)
+    index = np.array([names.index(name) for name in seed_tree.source_names], dtype=np.int64)
+    first, second = tree.draws, seed_tree.draws
+    kept = np.flatnonzero(node_of_seed[second.children] >= 0)
+    draws = Draws(
+        np.concatenate([first.parents, node_of_seed[second.parents[kept]]]),
+        np.concatenate([first.children, node_of_seed[second.children[kept]]]),
+        np.concatenate([first.sources, index[second.sources[kept]]]),
+        np.concatenate([first.probs, second.probs[kept]]),
+    )
+    probs, above = seed_tree.probs[missing].astype(np.float32), node_of_seed[seed_tree.parents[missing]]
+    values = [*tree.values.astype(np.float32)]
+    for prob, parent in zip(probs, above.tolist(), strict=True):
+        values.append(values[parent] * prob)
+    joined = TokenTree(
+        np.concatenate([tree.tokens, seed_tree.tokens[missing]]),
+        np.concatenate([tree.parents, above]),
+        np.concatenate([tree.depths, seed_tree.depths[missing]]),
+        np.concatenate([tree.probs, probs]),
+        draws,
+        names,
+    )
+    return joined.with_values(np.array(values, dtype=np.float64))
 
 
 def _merge_draft_rows(trees: Sequence[TokenTree]) -> tuple[np.ndarray | None, tuple[tuple[int, ...], ...] | None]:

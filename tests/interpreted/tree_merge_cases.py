@@ -189,7 +189,6 @@ def test_equal_tokens_become_one_by_hand() -> None:
     assert forest.cand_parents[0, 0, :4].tolist() == [-1] * 4
     assert forest.frontier[0].tolist() == [0, 2, 1, -1]  # equal values: the first in order
     assert forest.frontier_tokens[0].tolist() == [7, 9, 8, 0]
-    assert forest.cand_slots[0, 0, :4].tolist() == [1, 3, 2, -1]
     assert forest.frontier_ancestors[0].tolist() == [[0, 1, 1], [0, 2, 2], [0, 3, 3], [0, 0, 0]]
 
 

@@ -36,7 +36,7 @@ def tree_of(parents: list[int], vocab: int, choose: random.Random) -> TokenTree:
 def device_trees(trees: list[TokenTree | None], nodes: int, max_depth: int) -> DeviceTrees:
     """The same on the device; None is idle. What padding may hold anything holds nonsense."""
     made = DeviceTrees.allocate(len(trees), nodes=nodes, max_depth=max_depth)
-    for tensor in (made.tokens, made.parents, made.slots):
+    for tensor in (made.tokens, made.parents):
         tensor.fill_(0)
     for request, tree in enumerate(trees):
         size = made.num_nodes[request] = 0 if tree is None else len(tree)
@@ -47,7 +47,6 @@ def device_trees(trees: list[TokenTree | None], nodes: int, max_depth: int) -> D
         for node in range(len(tree)):
             path = torch.from_numpy(tree.path_to(node))
             made.ancestors[request, node, : len(path)] = path
-        made.slots[request, :size] = torch.from_numpy(np.where(tree.depths < 3, 10 * np.arange(len(tree)), -1))
     return DeviceTrees(**{name: getattr(made, name).to(DEVICE) for name in made.__dataclass_fields__})
 
 
@@ -66,16 +65,14 @@ def assert_walks(
     for request, tree in enumerate(trees):
         length = int(walked.path_lens[request])
         path, emitted = walked.paths[request].tolist(), walked.tokens[request].tolist()
-        held, slots = int(walked.slot_lens[request]), walked.slots[request].tolist()
-        assert path[length:] == [0] * (max_depth + 1 - length) and slots[held:] == [0] * (max_depth + 1 - held)
+        assert path[length:] == [0] * (max_depth + 1 - length)
         assert emitted[length:] == [-1] * (max_depth + 1 - length)
         if tree is None or not finite[request, : len(tree)].all():
-            assert length == held == 0
+            assert length == 0
             continue
         verified = verify_greedy(tree, choices[request, : len(tree)].long().numpy())
         assert path[:length] == verified.path.tolist()
         assert emitted[:length] == [*tree.tokens[verified.path[1:]].tolist(), verified.bonus]
-        assert slots[:held] == [10 * node for node in path[: min(length, 3)]]
     return walked.path_lens.tolist()
 
 
@@ -168,4 +165,4 @@ def test_a_real_size() -> None:
 def test_a_walk_is_allocated_where_none_is_given() -> None:
     trees = device_trees([tree_of([-1], 3, random.Random(0))], 1, 0)
     walked = tree_walk(trees, torch.tensor([[7]], device=DEVICE), torch.ones(1, 1, dtype=torch.bool, device=DEVICE))
-    assert [tensor.tolist() for tensor in walked.tensors.values()] == [[[0]], [1], [[7]], [[0]], [1]]
+    assert [tensor.tolist() for tensor in walked.tensors.values()] == [[[0]], [1], [[7]]]

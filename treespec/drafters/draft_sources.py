@@ -23,5 +23,5 @@ class DraftSources:
     others: list[Drafter] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[Drafter | SsmDrafter]:
-        found: Sequence[Drafter | SsmDrafter | None] = (self.ssms, self.lookup, *self.others)
-        return (source for source in found if source is not None)
+        sources: Sequence[Drafter | SsmDrafter | None] = (self.ssms, self.lookup, *self.others)
+        return (source for source in sources if source is not None)

@@ -11,7 +11,6 @@ seed. They affect what is drafted, never what is emitted.
 """
 
 import math
-from typing import Protocol
 
 import numpy as np
 
@@ -26,19 +25,6 @@ _SLOPE_RANGE = 0.0, 2.0  # not negative, so that the ratio does not fall as a se
 _BIAS_RANGE = -4.0, 6.0
 
 
-class GrownTree(Protocol):
-    """The parts of a verified tree that `SeedEvidence` reads; arrays as in `TokenTree`."""
-
-    @property
-    def tokens(self) -> np.ndarray: ...
-
-    @property
-    def parents(self) -> np.ndarray: ...
-
-    @property
-    def values(self) -> np.ndarray: ...
-
-
 class SeedEvidence:
     """Online estimate of the seeds' evidence ratios, shared by all requests of an engine."""
 
@@ -49,47 +35,47 @@ class SeedEvidence:
 
     def ratios(self, probs: np.ndarray) -> np.ndarray:
         """Return the evidence ratios of seeds with these probabilities; float32, positive and finite."""
-        own = np.minimum(np.maximum(probs.astype(np.float64), _MIN_PROB), _MAX_PROB)  # `np.clip` takes 5 us longer
-        return np.exp(self.bias + self.slope * np.log(own / (1 - own))).astype(np.float32)
+        clipped = np.minimum(np.maximum(probs.astype(np.float64), _MIN_PROB), _MAX_PROB)  # `np.clip` takes 5 us longer
+        return np.exp(self.bias + self.slope * np.log(clipped / (1 - clipped))).astype(np.float32)
 
-    def observe(self, tree: GrownTree, seed: TokenTree, path: np.ndarray, bonus: int) -> None:
+    def observe(self, tree: TokenTree, seed_tree: TokenTree, path: np.ndarray, bonus: int) -> None:
         """Update bias and slope from one verified tree.
 
         Args:
             tree: the verified tree.
-            seed: the seeds that it was grown over, as a tree with the same root.
+            seed_tree: the seeds that it was grown over, with the same root.
             path: accepted nodes of `tree`, root first.
             bonus: the target's token after the path.
         """
-        seed_node, chosen = 0, [*tree.tokens[path[1:]].tolist(), bonus]
-        for node, token in zip(path.tolist(), chosen, strict=True):
+        seed_node, verified = 0, [*tree.tokens[path[1:]].tolist(), bonus]
+        for node, token in zip(path.tolist(), verified, strict=True):
             below, accepted_child = np.flatnonzero(tree.parents == node), -1
             value = float(tree.values[node])
-            for child in np.flatnonzero(seed.parents == seed_node).tolist():
-                matching = below[tree.tokens[below] == seed.tokens[child]]
-                correct = int(seed.tokens[child]) == token
+            for child in np.flatnonzero(seed_tree.parents == seed_node).tolist():
+                matching = below[tree.tokens[below] == seed_tree.tokens[child]]
+                correct = int(seed_tree.tokens[child]) == token
                 if correct:
                     accepted_child = child
-                own = float(seed.probs[child])
+                prob = float(seed_tree.probs[child])
                 # Without an SSM's estimate the node has the seed's own probability, which carries no information
                 # about the ratio.
-                merged = min(float(tree.values[matching[0]]) / value, 1.0) if len(matching) and value > 0 else own
-                if abs(merged - own) > 1e-6 * own:
-                    self._update(own, merged, correct)
+                merged = min(float(tree.values[matching[0]]) / value, 1.0) if len(matching) and value > 0 else prob
+                if abs(merged - prob) > 1e-6 * prob:
+                    self._update(prob, merged, correct)
             if accepted_child < 0:
                 return
             seed_node = accepted_child
 
-    def _update(self, own: float, merged: float, correct: bool) -> None:
+    def _update(self, prob: float, merged: float, correct: bool) -> None:
         """Take one Newton step with the diagonal of the Fisher information.
 
         Args:
-            own: the seed's own probability.
+            prob: the seed's own probability.
             merged: the probability that it had in the tree.
             correct: whether the target chose its token.
         """
-        own = min(max(own, _MIN_PROB), _MAX_PROB)
-        logit, variance, error = math.log(own / (1 - own)), merged * (1 - merged), correct - merged
+        prob = min(max(prob, _MIN_PROB), _MAX_PROB)
+        logit, variance, error = math.log(prob / (1 - prob)), merged * (1 - merged), correct - merged
         of_bias, of_slope = (information * (1 - 1 / MEMORY) for information in self._information)
         self._information = [of_bias + variance, of_slope + variance * logit**2]
         of_bias, of_slope = (max(information, 1.0) for information in self._information)

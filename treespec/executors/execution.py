@@ -3,14 +3,14 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
-from treespec.draft_plan import NOTHING_DRAFTED, Drafted
+from treespec.draft_plan import Drafted
 from treespec.drafters.calls import Committing, Failures
-from treespec.drafters.ssm.ssm_state import ReadTokens
 from treespec.planning.planner import PlannedRound, Planner
 from treespec.planning.round_costs import RoundSeconds
 from treespec.request import Request
@@ -19,59 +19,33 @@ from treespec.tree import TokenTree
 STAGES = ("idle", "host", "prefill", "draft", "foreign", "search", "merge", "forward", "verify", "commit", "update")
 
 
-class VerifiedTree(Protocol):
-    """The parts of a verified tree that the engine and the planner read.
-
-    Implemented by `TokenTree` and by `RoundTree`, which builds a `TokenTree` from device results on demand.
-    """
-
-    @property
-    def tokens(self) -> np.ndarray:
-        """int64 [num_nodes]."""
-
-    @property
-    def parents(self) -> np.ndarray:
-        """int64 [num_nodes], -1 for the root."""
-
-    @property
-    def values(self) -> np.ndarray:
-        """float [num_nodes], estimated acceptance probabilities."""
-
-    @property
-    def depths(self) -> np.ndarray:
-        """int64 [num_nodes]."""
-
-    def __len__(self) -> int: ...
-
-    def sources_of(self, node: int) -> tuple[str, ...]: ...
-
-    def drafted_by_source(self) -> dict[str, int]: ...
-
-    def token_tree(self) -> TokenTree:
-        """Return the tree with the sources of every node."""
-
-
-class VerifiedRequest(NamedTuple):
+@dataclass(eq=False)
+class VerifiedRequest:
     """One request of a round, after verification and before commit.
 
     Attributes:
         request: until commit, `tokens` and `context_len` are those before the round.
-        tree: the verified tree.
         path: int64 [1 + accepted], the accepted nodes, root first. The target's K/V are already compacted to it.
         tokens: the accepted drafted tokens, then the target's own.
+        build_tree: returns the verified tree; called once, by `tree`.
         path_logits: target logits at the path's nodes, [1 + accepted, vocab]; None if the request asks for no
             log-probabilities, or if they are computed already.
         logprobs: log-probabilities at the path's nodes, as `LogprobRows.packed` returns them; None as above.
-        read: tokens that the SSMs read in a captured round and are not scored on yet; None if there are none.
+        score_ssms: scores the SSMs on tokens that they read in a captured round; None if they read none.
     """
 
     request: Request
-    tree: VerifiedTree
     path: np.ndarray
     tokens: list[int]
+    build_tree: Callable[[], TokenTree]
     path_logits: Tensor | None = None
     logprobs: np.ndarray | None = None
-    read: ReadTokens | None = None
+    score_ssms: Callable[[], None] | None = None
+
+    @cached_property
+    def tree(self) -> TokenTree:
+        """The verified tree. That of a captured round is built when it is learned from."""
+        return self.build_tree()
 
     @property
     def bonus(self) -> int:
@@ -149,7 +123,7 @@ class Execution:
     planner: Planner | None = None
     planned: PlannedRound | None = None
     overlaps: bool = False
-    drafted: Drafted = NOTHING_DRAFTED
+    drafted: Drafted = field(default_factory=Drafted)
     rows: int | None = None
     seconds: RoundSeconds | None = None
 
@@ -191,10 +165,10 @@ class CapturedExecutor(Executor, Protocol):
 
 def follow(tree: TokenTree, tokens: Sequence[int]) -> np.ndarray:
     """Return the path of `tree` that matches the longest prefix of `tokens`, int64 node indices, root first."""
-    path, parents, own = [0], tree.parents.tolist(), tree.tokens.tolist()
+    path, parents, node_tokens = [0], tree.parents.tolist(), tree.tokens.tolist()
     for node in range(1, len(tree)):  # parents precede their children
         if len(path) > len(tokens):
             break
-        if parents[node] == path[-1] and own[node] == tokens[len(path) - 1]:
+        if parents[node] == path[-1] and node_tokens[node] == tokens[len(path) - 1]:
             path.append(node)
     return np.array(path, dtype=np.int64)

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from treespec.draft_plan import DraftPlan
 from treespec.drafters.calls import call_propose
 from treespec.drafters.draft_sources import DraftSources
-from treespec.drafters.forced import forced_tree
 from treespec.drafters.foreign.foreign_drafter import ForeignDrafter
 from treespec.errors import DraftError, RequestError
 from treespec.executors.execution import Execution, StageClock, VerifiedRequest
@@ -47,9 +46,9 @@ class HostExecutor:
         clock.enter("verify")
         self.verify(scored, execution)
         clock.enter("commit")
-        pages = [each.request.pages for each in execution.verified]
-        lengths = [each.request.context_len for each in execution.verified]
-        self.runner.cache.commit_target(pages, lengths, [each.path for each in execution.verified])
+        pages = [verified.request.pages for verified in execution.verified]
+        lengths = [verified.request.context_len for verified in execution.verified]
+        self.runner.cache.commit_target(pages, lengths, [verified.path for verified in execution.verified])
         return execution
 
     def propose(
@@ -74,15 +73,15 @@ class HostExecutor:
             execution.proposals.append((drafter, trees))
         if lookup is not None:
             clock.enter("search")
-            found = lookup.propose(requests, depths, planner.least_value)
-            if any(len(tree) > 1 for tree in found):
-                execution.proposals.append((lookup, dict(zip(ids, found, strict=True))))
+            proposed = lookup.propose(requests, depths, planner.least_value)
+            if any(len(tree) > 1 for tree in proposed):
+                execution.proposals.append((lookup, dict(zip(ids, proposed, strict=True))))
         clock.enter("merge")
         merged = []
         for request, tree in zip(requests, forced, strict=True):
-            own = [trees[request.request_id] for _, trees in execution.proposals if request.request_id in trees]
+            proposed = [trees[request.request_id] for _, trees in execution.proposals if request.request_id in trees]
             try:
-                merged.append(merge_proposals(request, [tree, *own]))
+                merged.append(merge_proposals(request, [tree, *proposed]))
             except DraftError as error:
                 execution.failures.setdefault(request, error)
                 merged.append(tree)
@@ -141,7 +140,7 @@ class HostExecutor:
             else:
                 logits = None if request.params.logprobs is None else choices.logits[path.tolist()]
                 tokens = [*tree.tokens[path[1:]].tolist(), bonus]
-                execution.verified.append(VerifiedRequest(request, tree, path, tokens, logits))
+                execution.verified.append(VerifiedRequest(request, path, tokens, tree.token_tree, logits))
 
 
 def _verify(request: Request, tree: TokenTree, choices: Choices) -> Verified:
@@ -166,7 +165,7 @@ def merge_proposals(request: Request, trees: Sequence[TokenTree]) -> TokenTree:
     tree = _pruned(request, merge(trees))
     if tree.draws.rows is None or len(tree) <= request.spec.max_nodes:
         return tree
-    tree = merge([each for each in trees if each.draws.rows is not None])
+    tree = merge([drawn for drawn in trees if drawn.draws.rows is not None])
     if len(tree) > request.spec.max_nodes:
         raise DraftError(
             f"{', '.join(tree.source_names)} drew {len(tree)} nodes at random for request {request.request_id}, none "
@@ -178,3 +177,16 @@ def merge_proposals(request: Request, trees: Sequence[TokenTree]) -> TokenTree:
 def _pruned(request: Request, tree: TokenTree) -> TokenTree:
     """Return the tree without the nodes that the request's restriction forbids."""
     return tree if request.restriction is None else request.restriction.prune(tree, request.tokens)
+
+
+def forced_tree(request: Request, max_depth: int) -> TokenTree:
+    """Return a chain of the tokens that the request's grammar forces next, at most `max_depth` of them.
+
+    Return only the root if the request has no grammar, or its grammar allows several next tokens.
+    """
+    root = request.tokens[-1]
+    grammar = request.restriction.grammar if request.restriction is not None else None
+    if grammar is None or max_depth < 1 or not request.spec.allows("grammar", "grammar"):
+        return TokenTree.root(root)
+    forced = grammar.forced(request.tokens)[:max_depth]
+    return TokenTree.from_parents([root, *forced], range(-1, len(forced)), 1.0, "grammar")

@@ -25,7 +25,7 @@ RoundObserver = Callable[["RoundRecord"], object]
 class RoundRecord:
     """One round of one request: the verified token tree and the accepted path.
 
-    Rounds replayed from CUDA graphs have NaN in `tree.draws.probs`: the device keeps only the mixture, `tree.probs`.
+    In rounds replayed from CUDA graphs, `tree.draws.probs` of SSMs are NaN: the device keeps the mixture, `tree.probs`.
 
     Attributes:
         request_id: as in `RequestOutput`.
@@ -95,7 +95,7 @@ class RoundRecord:
             request.output_id,
             request.num_rounds,
             request.tokens[: len(request.tokens) - emitted - 1],
-            verified.tree.token_tree(),
+            verified.tree,
             path if complete else path[: 1 + emitted],
             int(verified.bonus) if complete else None,
             request.sample,

@@ -27,12 +27,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from treespec.drafters.evidence import SeedEvidence
 from treespec.graphs.draft_passes import FeaturePool
 from treespec.graphs.draft_stage import DraftStage
-from treespec.graphs.round_inputs import Proposal, RoundInput, RoundInputs, RoundLimits
+from treespec.graphs.round_inputs import RoundInput, RoundInputs, RoundLimits
 from treespec.graphs.sampling_state import SamplingState
 from treespec.graphs.stack_passes import ModelStack
 from treespec.graphs.verify_stage import GREEDY, RoundKind, RoundResult, VerifyStage
+from treespec.tree import TokenTree
 from treespec_kernels.launch.graph_capture import GraphMemory, capture_replay
 
 logger = logging.getLogger("treespec")
@@ -74,6 +76,7 @@ class BatchRound:
             and results live in buffers outside. None = launch every kernel by itself.
         features: hidden states of the target that heads read; None without heads.
         sampling: what the logit transforms of running requests depend on; None for a state of its own.
+        evidence: evidence ratios of what sources without a model propose; None for 1.
 
     Attributes:
         has_captured: whether the last round ran launches for the first time and captured them, so that its time says
@@ -90,8 +93,10 @@ class BatchRound:
         graph_memory: GraphMemory | None = None,
         features: FeaturePool | None = None,
         sampling: SamplingState | None = None,
+        evidence: SeedEvidence | None = None,
     ):
         self.num_requests, self.limits, self._memory = num_requests, limits, graph_memory
+        self._evidence = evidence
         device = target.pool.device
         self._inputs = RoundInputs(num_requests, sum(stack.groups for stack in stacks), limits, device)
         vocab_size = target.kernels.weights.head.shape[1]
@@ -118,8 +123,8 @@ class BatchRound:
         """
         self._inputs.fill([])
         self._warms_up = True
-        for each in nodes:
-            self._launch(min(2, self.limits.max_depth), each, GREEDY)
+        for num_nodes in nodes:
+            self._launch(min(2, self.limits.max_depth), num_nodes, GREEDY)
         self._warms_up = False
         self._synchronize()
 
@@ -129,7 +134,7 @@ class BatchRound:
         levels: int,
         nodes: int,
         logprobs: bool = False,
-        search: Callable[[], Sequence[Proposal | None]] | None = None,
+        search: Callable[[], Sequence[TokenTree | None]] | None = None,
     ) -> Callable[[], list[RoundResult]]:
         """Launch one round. Returns a function that waits for the device and returns the results, by request.
 
@@ -140,8 +145,8 @@ class BatchRound:
             levels: draft levels; 0 = plain decoding.
             nodes: rows per request of the target pass, one of `limits.nodes`; a request may use fewer.
             logprobs: whether the results have log-probabilities.
-            search: returns the proposals of sources without a model, by request; called after the launch of the first
-                level, which does not need them. None if there are none.
+            search: returns what sources without a model propose, by request, as `RoundInputs.propose` takes it; called
+                after the launch of the first level, which does not need it. None if that is nothing.
         """
         assert len(requests) <= self.num_requests and nodes in self.limits.nodes, (len(requests), nodes)
         assert 0 <= levels <= self.limits.max_depth and (levels > 0) == (nodes > 1), (levels, nodes)
@@ -149,7 +154,7 @@ class BatchRound:
         kind = RoundKind(
             sampled=any(request.temperature for request in requests),
             transforms=bool(transforms),
-            truncates=any(each.truncates for each in transforms),
+            truncates=any(row.truncates for row in transforms),
             logprobs=logprobs,
         )
         following, self._following = self._following, None
@@ -163,7 +168,7 @@ class BatchRound:
             if not self.has_followed:
                 self._launch_first(levels, kind)
             if search is not None:
-                self._inputs.propose(search())
+                self._inputs.propose(search(), self._evidence)
             self._launch_rest(levels, nodes, kind, side)
 
         def results() -> list[RoundResult]:

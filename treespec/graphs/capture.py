@@ -75,7 +75,7 @@ class Rounds(NamedTuple):
 
     def round_for(self, size: int, context: int) -> BatchRound:
         """Return the round of a batch size for requests with up to `context` committed positions."""
-        return next(each for each in self.by_size[size] if each.limits.max_context >= context)
+        return next(batch for batch in self.by_size[size] if batch.limits.max_context >= context)
 
 
 def captured_rounds(
@@ -113,10 +113,12 @@ def captured_rounds(
     before = _reserved(target.device)
     contexts = [context for context in CONTEXTS if context < max_model_len] + [max_model_len]
     sampling = SamplingState(max_num_seqs, target.vocab_size, target.device, limits.width)
-    parts = model, stacks, graph_memory, features, sampling
+    evidence = None if ssms is None else ssms.evidence
+    arguments = model, stacks, graph_memory, features, sampling, evidence
     sizes = batch_sizes(max_num_seqs)
     rounds = {
-        size: [BatchRound(size, replace(limits, max_context=context), *parts) for context in contexts] for size in sizes
+        size: [BatchRound(size, replace(limits, max_context=context), *arguments) for context in contexts]
+        for size in sizes
     }
     if not is_interpreted():
         rounds[sizes[-1]][-1].warm_up(limits.nodes[-1:])  # the largest first: other graphs fit into its memory
@@ -164,9 +166,9 @@ def planned_bytes(
         partials = rows * segments * shape.num_heads * (shape.head_dim + 2) * 4
         widths = 4 * shape.hidden_size + 3 * shape.intermediate_size + 8 * shape.num_heads * shape.head_dim
         split = 8 * max(shape.hidden_size, 3 * shape.num_heads * shape.head_dim) * 4  # fp32 sums of split layers
-        each = rows * (widths * dtype.itemsize + split + shape.vocab_size * (dtype.itemsize + 1))
+        activations = rows * (widths * dtype.itemsize + split + shape.vocab_size * (dtype.itemsize + 1))
         tables = len(model.ropes) * (limits.max_context + model.short_context) * 2 * shape.head_dim * 4  # RoPE
-        needed += partials + each + tables
+        needed += partials + activations + tables
         if not i:  # transformed scores in float32, logits of passes that go step by step, and log-probabilities
             nodes = max_num_seqs * limits.nodes[-1]
             scored = nodes * 4 + min(nodes, MAX_ROWS) * dtype.itemsize + LOGPROB_ROWS * BYTES_PER_LOGIT
@@ -212,13 +214,13 @@ def _stacks(ssms: SsmDrafter | None, pools: Sequence[torch.Tensor], configs: Ker
         models = [model for model in ([head.decoder] if head else drafts) if isinstance(model, TritonDecoder)]
         assert len(models) == count
         attention, table = models[0].triton_attention, models[0].table
-        heads = [own for model in models if (own := model.head_vocabulary) is not None]
-        parts = stacked(models, configs), table, attention, pool, first, heads
+        heads = [vocabulary for model in models if (vocabulary := model.head_vocabulary) is not None]
+        arguments = stacked(models, configs), table, attention, pool, first, heads
         if head is None:
-            stacks.append(ModelStack(*parts))
+            stacks.append(ModelStack(*arguments))
         else:
             assert isinstance(head.vocabulary_head, TritonDecoder)
-            stacks.append(HeadStack(*parts, head.vocabulary_head.kernels, head=head))
+            stacks.append(HeadStack(*arguments, head.vocabulary_head.kernels, head=head))
         first += count
     return stacks
 

@@ -70,21 +70,21 @@ class DraftStage:
         last = (news - 1).clamp(min=0).long()
         following = tokens.roll(-1, 1).long()
         for stack, passes in zip(self.stacks, self._passes, strict=True):
-            groups, own = stack.groups, slice(stack.first, stack.first + stack.groups)
+            groups, ssms = stack.groups, slice(stack.first, stack.first + stack.groups)
             scores, stats = stack.logits(passes.read(tokens, first, depths))
             summary = row_topk_triton(scores, 1, stats=stats)
             logits = scores.view(groups, b, width, -1)
             seen = logits.gather(3, following.expand(groups, b, width)[..., None])[..., 0].float()
-            self.read_probs[own] = (seen - summary.lse.view(groups, b, width))[..., :-1].exp()
+            self.read_probs[ssms] = (seen - summary.lse.view(groups, b, width))[..., :-1].exp()
             roots = logits.gather(2, last[:, None, None].expand(groups, b, 1, logits.shape[3]))
-            self._propose(own, roots.view(groups * b, -1), None, 1, sampled)
+            self._propose(ssms, roots.view(groups * b, -1), None, 1, sampled)
 
     def next_level(self, sampled: bool) -> None:
         """Merge the last level, score the new frontier, and propose below it."""
         self.merge()
         for stack, passes in zip(self.stacks, self._passes, strict=True):
-            own = slice(stack.first, stack.first + stack.groups)
-            self._propose(own, *stack.logits(passes.score(self.forest)), FRONTIER, sampled)
+            ssms = slice(stack.first, stack.first + stack.groups)
+            self._propose(ssms, *stack.logits(passes.score(self.forest)), FRONTIER, sampled)
 
     def merge(self) -> None:
         """Merge the proposals below the frontier, those of sources without a model included."""

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -9,11 +10,11 @@ import numpy as np
 from treespec.draft_plan import Drafted, DraftPlan
 from treespec.drafters.calls import may_draft
 from treespec.drafters.draft_sources import DraftSources
+from treespec.drafters.ssm.captured_ssms import CapturedSsms
 from treespec.executors.execution import Execution, StageClock, VerifiedRequest
 from treespec.graphs.batch_round import BatchRound
 from treespec.graphs.capture import Rounds
-from treespec.graphs.round_inputs import MAX_ENDS, Proposal, RoundInput
-from treespec.graphs.round_tree import RoundTree
+from treespec.graphs.round_inputs import MAX_ENDS, RoundInput
 from treespec.graphs.sampling_state import RequestTransforms
 from treespec.graphs.verify_stage import MAX_LOGPROBS, RoundResult
 from treespec.planning.planner import PLAIN
@@ -32,7 +33,7 @@ class _Launched(NamedTuple):
     """A round that the device computes.
 
     Attributes:
-        requests, plans, searched: requests with their plans, and the proposals of sources without a model.
+        requests, plans, seed_trees: requests with their plans, and what sources without a model proposed.
         batch, results: the captured round, and the function that waits for its results.
         execution: result of the round, without its requests.
         host_seconds: seconds that the device waited for the launch.
@@ -40,7 +41,7 @@ class _Launched(NamedTuple):
 
     requests: list[Request]
     plans: Sequence[DraftPlan]
-    searched: Sequence[Proposal | None]
+    seed_trees: Sequence[TokenTree | None]
     batch: BatchRound
     results: Callable[[], list[RoundResult]]
     execution: Execution
@@ -59,6 +60,7 @@ class GraphExecutor:
 
     def __init__(self, runner: Runner, sources: DraftSources, rounds: Rounds, max_model_len: int):
         self.runner, self.sources, self.rounds, self.max_model_len = runner, sources, rounds, max_model_len
+        self.ssms = None if sources.ssms is None else CapturedSsms(sources.ssms)
         self._launched: _Launched | None = None
         self._steady, self._last = 0, list[Request]()  # the last round's requests, and how many rounds had just them
         self._waited: float | None = None  # when the last round's results came, if `launch` follows in the same step
@@ -92,18 +94,17 @@ class GraphExecutor:
         plans = planner.draft_plans(requests, self.max_model_len, others_wait=others_wait)
         execution = Execution(planner=planner, planned=planner.round, overlaps=True)
         read = 0.0
-        searched: list[Proposal | None] = []
+        seed_trees: list[TokenTree | None] = []
 
-        def search() -> list[Proposal | None]:
-            if not searched:
-                searched.extend(self._search(requests, plans, execution))
-            return searched
+        def search() -> list[TokenTree | None]:
+            if not seed_trees:
+                seed_trees.extend(self._search(requests, plans, execution))
+            return seed_trees
 
         if drafting := [request for request, plan in zip(requests, plans, strict=True) if plan.levels]:
             clock.enter("draft")
             read = self._catch_up(drafting)
-            ssms = self.sources.ssms
-            if ssms is None or not any(map(ssms.may_draft, drafting)):
+            if (ssms := self.sources.ssms) is None or not any(map(ssms.may_draft, drafting)):
                 clock.enter("search")  # otherwise the search runs beside the first level, as a part of it
                 if not any(search()):
                     plans, drafting = [PLAIN] * len(requests), []
@@ -116,13 +117,13 @@ class GraphExecutor:
         results = batch.launch(inputs, levels, nodes, logprobs, search if drafting else None)
         if batch.has_captured:
             execution.planner = None
-        if not searched:
-            searched.extend([None] * len(requests))
+        if not seed_trees:
+            seed_trees.extend([None] * len(requests))
         execution.drafted, execution.rows = Drafted(levels, levels, levels, read_seconds=read), nodes
         host = time.perf_counter() - (began if self._waited is None else self._waited) - read
         if batch.has_followed:  # the device did not wait, or waited between draft levels
             host = 0.0
-        self._launched = _Launched(list(requests), plans, searched, batch, results, execution, host)
+        self._launched = _Launched(list(requests), plans, seed_trees, batch, results, execution, host)
 
     def run(
         self, requests: Sequence[Request], others_wait: bool, clock: StageClock, meanwhile: Callable[[], None]
@@ -146,13 +147,12 @@ class GraphExecutor:
         execution.seconds = RoundSeconds(draft, execution.drafted.read_seconds, forward, launched.host_seconds)
         waited = min((self._waited - began) / max(draft + forward, 1e-9), 1.0)  # the rest passed in other stages
         clock.move("merge", draft=waited * draft, forward=waited * forward)
-        for request, plan, proposal, result in zip(
-            launched.requests, launched.plans, launched.searched, results, strict=True
-        ):
+        rows = zip(launched.requests, launched.plans, launched.seed_trees, results, strict=True)
+        for request, plan, seed_tree, result in rows:
             if request.finished:  # while the device computed it; the planner knows no such rounds
                 execution.planner = None
             else:
-                self._take(request, plan, proposal, result, nodes, execution)
+                self._take(request, plan, seed_tree, result, nodes, execution)
         return execution
 
     def _launch_following(self, launched: _Launched, others_wait: bool) -> None:
@@ -192,7 +192,7 @@ class GraphExecutor:
         Returns:
             Seconds spent; 0 if there was nothing to read.
         """
-        ssms, began = self.sources.ssms, time.perf_counter()
+        ssms, began = self.ssms, time.perf_counter()
         if ssms is None or not requests or not ssms.catch_up(requests, self.rounds.limits.width):
             return 0.0
         self.runner.wait()
@@ -200,15 +200,16 @@ class GraphExecutor:
 
     def _search(
         self, requests: Sequence[Request], plans: Sequence[DraftPlan], execution: Execution
-    ) -> list[Proposal | None]:
-        """Return the proposals of the model-free sources, None where there are none, and record them."""
+    ) -> list[TokenTree | None]:
+        """Return what the model-free sources propose, None where that is nothing, and record it."""
         if (lookup := self.sources.lookup) is None:
             return [None] * len(requests)
         trees = lookup.propose(requests, [plan.max_depth for plan in plans], LEAST_VALUE)
-        found = [tree.best(1 + SEEDS) if len(tree) > 1 else None for tree in trees]
-        by_id = {request.request_id: tree for request, tree in zip(requests, found, strict=True) if tree is not None}
+        seed_trees = [tree.best(1 + SEEDS) if len(tree) > 1 else None for tree in trees]
+        rows = zip(requests, seed_trees, strict=True)
+        by_id = {request.request_id: tree for request, tree in rows if tree is not None}
         execution.proposals.append((lookup.proposed, by_id))
-        return [None if tree is None else Proposal(tree, self._evidence_ratios(tree)) for tree in found]
+        return seed_trees
 
     def _input(
         self,
@@ -216,11 +217,11 @@ class GraphExecutor:
         plan: DraftPlan,
         transforms: RequestTransforms | None,
     ) -> RoundInput:
-        sampler, spec, ssms = request.sampler, request.spec, self.sources.ssms
+        sampler, spec, captured = request.sampler, request.spec, self.ssms
         temperature = sampler.temperature if sampler is not None else 0.0
         weights, new = np.zeros(0), request.tokens[-1:]
-        if ssms is not None and plan.levels and ssms.may_draft(request):
-            weights, new = ssms.round_weights(request), request.tokens[ssms.first_unread(request) :]
+        if captured is not None and plan.levels and captured.ssms.may_draft(request):
+            weights, new = captured.weights(request), request.tokens[captured.first_unread(request) :]
         return RoundInput(
             request.context_len,
             new,
@@ -238,31 +239,27 @@ class GraphExecutor:
             transforms,
         )
 
-    def _evidence_ratios(self, proposed: TokenTree) -> np.ndarray:
-        ssms = self.sources.ssms
-        return np.ones(len(proposed)) if ssms is None else ssms.evidence.ratios(proposed.probs)
-
     def _take(
         self,
         request: Request,
         plan: DraftPlan,
-        proposal: Proposal | None,
+        seed_tree: TokenTree | None,
         result: RoundResult,
         nodes: int,
         execution: Execution,
     ) -> None:
         """Record a request's result. If the target computed NaN or infinity, zero its slots and leave it undecided."""
-        proposed = None if proposal is None else proposal.tree
-        tree = RoundTree(result.nodes, () if self.sources.ssms is None else self.sources.ssms.names, proposed)
         request.target_passes += 1
         if not len(result.path):
-            request.nodes_verified += len(tree)
+            request.nodes_verified += result.num_nodes
             self.runner.cache.scrub_slots(0, request.pages, request.context_len, nodes)
             execution.undecided.append(request)
             return
-        ssms, read = self.sources.ssms, None
-        if ssms is not None and plan.levels:
-            read = ssms.end_round(request, result.read_probs, proposed if ssms.may_draft(request) else None)
+        captured, score_ssms = self.ssms, None
+        build_tree = partial(result.tree, () if captured is None else captured.ssms.names, seed_tree)
+        if captured is not None and plan.levels:
+            grown_over = seed_tree if captured.ssms.may_draft(request) else None
+            score_ssms = captured.end_round(request, result.read_probs, grown_over)
         execution.verified.append(
-            VerifiedRequest(request, tree, result.path, result.tokens, None, result.logprobs, read)
+            VerifiedRequest(request, result.path, result.tokens, build_tree, None, result.logprobs, score_ssms)
         )

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treespec.drafters.evidence import SeedEvidence
 from treespec.graphs.sampling_state import RequestTransforms
 from treespec.planning.learning import RoundShapes
 from treespec.tree import TokenTree
@@ -80,18 +81,6 @@ class RoundInput(NamedTuple):
     transforms: RequestTransforms | None = None
 
 
-class Proposal(NamedTuple):
-    """Proposals of sources without a model for one request.
-
-    Attributes:
-        tree: at most 1 + SEEDS nodes, over the request's last token.
-        ratios: float32 [num_nodes], evidence ratios of the nodes.
-    """
-
-    tree: TokenTree
-    ratios: np.ndarray
-
-
 _ALIGNMENT = 64  # bytes of every field's address; Triton would recompile kernels for less than 16
 
 
@@ -118,18 +107,18 @@ class DeviceInputs:
         idle: Mapping[str, Any],
     ):
         self.num_requests, self.limits, self.device = num_requests, limits, device
-        parts: dict[str, tuple[int, torch.dtype, tuple[int, ...]]] = {}
+        layout: dict[str, tuple[int, torch.dtype, tuple[int, ...]]] = {}
         self._places: dict[str, tuple[int, int]] = {}  # first byte, and end
         size = 0
         for dtype, shapes in fields.items():
             for name, shape in shapes.items():
-                first, parts[name] = size, (size, dtype, shape)
+                first, layout[name] = size, (size, dtype, shape)
                 size += -(-int(np.prod(shape)) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
                 self._places[name] = first, size
         host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda", device="cpu")
         self._host, self._device = host, torch.zeros(size, dtype=torch.uint8, device=device)
-        self.host = {name: _field(host, *part).numpy() for name, part in parts.items()}
-        self._fields = {name: _field(self._device, *part) for name, part in parts.items()}
+        self.host = {name: _field(host, *part).numpy() for name, part in layout.items()}
+        self._fields = {name: _field(self._device, *part) for name, part in layout.items()}
         for name, values in idle.items():
             self.host[name][:] = values
         self._bytes = host.numpy()
@@ -253,16 +242,21 @@ class RoundInputs(DeviceInputs):
             self.host["transform_options"][i] = (transforms.slot, *transforms.row.options)
             self.host["counted_tokens"][i, : len(transforms.new_tokens)] = transforms.new_tokens
 
-    def propose(self, proposals: Sequence[Proposal | None]) -> None:
-        """Upload the proposals of sources without a model for the batch of the last `fill`."""
-        if not any(proposals):
+    def propose(self, seed_trees: Sequence[TokenTree | None], evidence: SeedEvidence | None) -> None:
+        """Upload what sources without a model proposed for the batch of the last `fill`.
+
+        Args:
+            seed_trees: by request, at most 1 + SEEDS nodes over its last token; None for nothing.
+            evidence: evidence ratios of the seeds; None for 1.
+        """
+        if not any(seed_trees):
             return
-        for i, proposal in enumerate(proposals):
-            if proposal is not None:
-                tree, below = proposal.tree, len(proposal.tree) - 1
-                assert below <= SEEDS, "the proposed tree exceeds SEEDS nodes"
+        for i, tree in enumerate(seed_trees):
+            if tree is not None:
+                below, probs = len(tree) - 1, tree.probs[1:]
+                assert below <= SEEDS, "the seed tree exceeds SEEDS nodes"
                 self.host["proposed_tokens"][i, :below] = tree.tokens[1:]
                 self.host["proposed_parents"][i, :below] = tree.parents[1:] - 1
-                self.host["proposed_probs"][i, :below] = tree.probs[1:]
-                self.host["proposed_ratios"][i, :below] = proposal.ratios[1:]
+                self.host["proposed_probs"][i, :below] = probs
+                self.host["proposed_ratios"][i, :below] = 1 if evidence is None else evidence.ratios(probs)
         self.upload("proposed_tokens", "proposed_ratios")

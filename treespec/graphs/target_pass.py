@@ -25,7 +25,7 @@ logger = logging.getLogger("treespec")
 MAX_ROWS = 512  # of a captured pass: with more, launches take a small part of its time, and logits much memory
 
 
-class _Shape(NamedTuple):
+class _PassShape(NamedTuple):
     """Shape of a captured pass: maximum requests, nodes of each, and committed positions."""
 
     requests: int
@@ -66,7 +66,7 @@ class TargetPass:
         self._target, self._limits, self._sizes, self._contexts = target, limits, sizes, contexts
         self._memory, self._features, self._exact = memory, features, exact
         self.has_captured = False
-        self._graphs: dict[_Shape, _Graph] | None = {}  # None: graphs do not run here
+        self._graphs: dict[_PassShape, _Graph] | None = {}  # None: graphs do not run here
 
     @property
     def num_graphs(self) -> int:
@@ -90,7 +90,7 @@ class TargetPass:
             return self._first(shape, requests, trees, run)
         return graphs[shape].replay(requests, trees)
 
-    def _shape_of(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> _Shape | None:
+    def _shape_of(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> _PassShape | None:
         """Return the smallest shape with room for a pass; None if it is too large, or if graphs do not run here."""
         nodes = max(map(len, trees))
         if self._graphs is None or nodes > self._limits.nodes[-1]:
@@ -98,11 +98,11 @@ class TargetPass:
         if max(int(tree.depths.max()) for tree in trees) > self._limits.max_depth:
             return None
         context = max(request.context_len for request in requests)
-        size = next((each for each in self._sizes if each >= len(requests)), None)
-        longest = next((each for each in self._contexts if each >= context), None)
+        size = next((limit for limit in self._sizes if limit >= len(requests)), None)
+        longest = next((limit for limit in self._contexts if limit >= context), None)
         if size is None or longest is None:
             return None
-        shape = _Shape(size, self._limits.shapes.fitting(nodes), longest)
+        shape = _PassShape(size, self._limits.shapes.fitting(nodes), longest)
         return shape if size * shape.nodes <= MAX_ROWS else None
 
     @cached_property
@@ -112,22 +112,22 @@ class TargetPass:
         return torch.empty(rows, head.shape[1], dtype=self._target.kernels.dtype, device=head.device)
 
     def _first(
-        self, shape: _Shape, requests: Sequence[Request], trees: Sequence[TokenTree], run: Callable[[], Tensor]
+        self, shape: _PassShape, requests: Sequence[Request], trees: Sequence[TokenTree], run: Callable[[], Tensor]
     ) -> Tensor:
         """Run a pass without a graph, capture its shape, and compare both."""
         assert self._graphs is not None
         expected = run()
         try:
             graph = _Graph(shape, self._target, self._limits, self._memory, self._features, self._out)
-            found = graph.replay(requests, trees)
-            differs = self._exact and not torch.equal(found.view(torch.int16), expected.view(torch.int16))
+            replayed = graph.replay(requests, trees)
+            differs = self._exact and not torch.equal(replayed.view(torch.int16), expected.view(torch.int16))
         except Exception as error:  # any error of a driver or compiler on which these kernels have never run
             torch.cuda.synchronize(expected.device)  # raises if the device is lost, so that nothing can run
             logger.warning("target passes cannot be captured here; launching their kernels one by one", exc_info=error)
         else:
             if not differs:
                 self._graphs[shape] = graph
-                return found
+                return replayed
             logger.warning(
                 "a captured target pass of %s requests with %s nodes gives other bits; launching kernels one by one",
                 *shape[:2],
@@ -141,7 +141,7 @@ class _Graph:
 
     def __init__(
         self,
-        shape: _Shape,
+        shape: _PassShape,
         target: ModelStack,
         limits: RoundLimits,
         memory: GraphMemory,

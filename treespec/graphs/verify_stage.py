@@ -14,10 +14,11 @@ from treespec.graphs.sampling_state import SamplingState
 from treespec.graphs.stack_passes import ModelStack
 from treespec.graphs.tree_pass import TreePass
 from treespec.sampling.logprobs import LogprobRows
+from treespec.tree import Draws, TokenTree, join_seed_tree
 from treespec_kernels.attention.kv_commit import kv_commit_triton
 from treespec_kernels.sampling.logit_transforms import TransformInputs, logit_transforms_triton
 from treespec_kernels.sampling.row_topk import row_topk_triton
-from treespec_kernels.tree.device_trees import DeviceTrees
+from treespec_kernels.tree.device_trees import SEED_BIT, DeviceTrees
 from treespec_kernels.tree.tree_select import tree_select_triton
 from treespec_kernels.tree.tree_walk import Walk, tree_walk_triton
 
@@ -26,7 +27,8 @@ class RoundResult(NamedTuple):
     """Result of a captured round for one request.
 
     Attributes:
-        nodes: int32 [5, num_rows], the verified tree as `RoundTree` reads it.
+        rows: int32 [5, num_rows], the verified tree: tokens; parents, -1 for the root; depths, -1 after the last node;
+            bit masks of the sources as in `DeviceTrees`; and the bits of the float32 values.
         path: int64 [1 + accepted], the accepted nodes, root first. Empty if the target computed NaN or infinity, in
             which case nothing is committed.
         tokens: the accepted drafted tokens, then the target's own.
@@ -34,11 +36,40 @@ class RoundResult(NamedTuple):
         logprobs: log-probabilities at the path's nodes, as `LogprobRows.packed` returns them; None if not computed.
     """
 
-    nodes: np.ndarray
+    rows: np.ndarray
     path: np.ndarray
     tokens: list[int]
     read_probs: np.ndarray
     logprobs: np.ndarray | None = None
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes of the verified tree."""
+        return int(np.count_nonzero(self.rows[2] >= 0))
+
+    def tree(self, names: Sequence[str], seed_tree: TokenTree | None) -> TokenTree:
+        """Return the verified tree. The device keeps no probabilities of single sources, so those of SSMs are NaN.
+
+        Args:
+            names: of the SSMs.
+            seed_tree: what sources without a model proposed. The device does not distinguish these sources.
+        """
+        tokens, parents, depths, masks = self.rows[:4, : self.num_nodes].astype(np.int64)
+        values = self.rows[4, : len(tokens)].view(np.float32).astype(np.float64)
+        above = values[parents[1:]]
+        probs = np.append(1.0, np.minimum(np.divide(values[1:], above, where=above > 0, out=0 * above), 1.0))
+        children, sources = np.nonzero(masks[:, None] >> np.arange(len(names)) & 1)
+        draws = Draws(parents[children], children, sources, np.full(len(children), np.nan))
+        tree = TokenTree(tokens, parents, depths, probs, draws, tuple(names)).with_values(values)
+        if seed_tree is None:
+            return tree
+        edges = zip(seed_tree.parents.tolist(), seed_tree.tokens.tolist(), strict=True)
+        seeds = {edge: seed for seed, edge in enumerate(edges)}
+        seed_of_node = np.full(len(tree), -1)
+        seed_of_node[0] = 0
+        for node in np.flatnonzero(masks >> SEED_BIT & 1).tolist():  # its parent is the root or another seed
+            seed_of_node[node] = seeds.get((int(seed_of_node[parents[node]]), int(tokens[node])), -1)
+        return join_seed_tree(tree, seed_tree, seed_of_node, complete=False)
 
 
 class RoundKind(NamedTuple):
@@ -152,17 +183,19 @@ class VerifyStage:
             temperatures = (temperatures > 0).float()  # the scores are divided by them
         if kind.sampled:
             options = {"noise": inputs.noise(temperatures, by_row, target.positions.long() + 1)}
-        chosen = row_topk_triton(logits, 1, **options)
+        choices = row_topk_triton(logits, 1, **options)
         walk = self._walk
-        tree_walk_triton(trees, chosen.tokens.view(b, nodes), chosen.finite.view(b, nodes), out=walk)
+        tree_walk_triton(trees, choices.tokens.view(b, nodes), choices.finite.view(b, nodes), out=walk)
         for pool in (self.target.pool, *(() if self.features is None else (self.features.pool,))):
             kv_commit_triton(pool, inputs["pages"], inputs["context_lens"], walk.paths, walk.path_lens)
         if kind.logprobs:
             first_rows = nodes * torch.arange(b, dtype=torch.int64, device=inputs.device)[:, None]
             paths, tokens = (walk.paths.long() + first_rows).flatten(), walk.tokens.long().clamp(min=0).flatten()
-            parts = zip(paths.split(LOGPROB_ROWS), tokens.split(LOGPROB_ROWS), strict=True)
+            chunks = zip(paths.split(LOGPROB_ROWS), tokens.split(LOGPROB_ROWS), strict=True)
             count = min(MAX_LOGPROBS, head.logits.shape[1])
-            packed = torch.cat([LogprobRows.of(head.logits[rows], own, count).packed() for rows, own in parts])
+            packed = torch.cat(
+                [LogprobRows.of(head.logits[rows], chunk_tokens, count).packed() for rows, chunk_tokens in chunks]
+            )
             self._logprobs.copy_(packed.view(self._logprobs.shape), non_blocking=True)
         tree = trees.tokens, trees.parents, trees.depths, trees.masks, trees.values.view(torch.int32)
         rows = torch.cat((walk.path_lens[:, None], walk.tokens, walk.paths, *tree), 1)

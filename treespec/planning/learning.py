@@ -4,11 +4,12 @@ Percentages beside mechanisms: see round_costs.py.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from treespec.planning.round_costs import EMA
+from treespec.tree import TokenTree
 
 # Durations are in rounds of plain decoding, weights of running means apply to the newest round.
 PAUSE, MAX_PAUSE = 64, 1024  # of the first pause, and of the longest one (always 64: +2.3 %, useless drafts)
@@ -96,16 +97,6 @@ class RoundShapes(NamedTuple):
         return next((size for size in self.nodes if size >= nodes), self.nodes[-1])
 
 
-class ScoredTree(Protocol):
-    """A verified tree: float `values` [num_nodes] and int `depths` [num_nodes], root first."""
-
-    @property
-    def values(self) -> np.ndarray: ...
-
-    @property
-    def depths(self) -> np.ndarray: ...
-
-
 class TreeYield:
     """Expected accepted tokens of each tree shape, for rounds whose shape is chosen in advance.
 
@@ -128,7 +119,7 @@ class TreeYield:
         self.promised = self._most.copy()
         self._seen = np.zeros_like(self.promised)  # number of rounds that each shape was estimated from
 
-    def observe(self, levels: int, nodes: int, trees: Sequence[ScoredTree]) -> None:
+    def observe(self, levels: int, nodes: int, trees: Sequence[TokenTree]) -> None:
         """Update from a round's trees.
 
         Args:
@@ -147,7 +138,7 @@ class TreeYield:
         """Move every shape towards its maximum, so that shapes that promised little are tried again."""
         self.promised += EXPLORATION * (self._most - self.promised)
 
-    def _value_sums(self, tree: ScoredTree, levels: int, columns: int) -> np.ndarray:
+    def _value_sums(self, tree: TokenTree, levels: int, columns: int) -> np.ndarray:
         """Return the sums of one tree's best values within each smaller shape, float64 [levels, columns]."""
         order = 1 + np.argsort(-tree.values[1:], kind="stable")
         value, depth = tree.values[order], tree.depths[order]

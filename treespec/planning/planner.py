@@ -37,11 +37,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from treespec.draft_plan import COVERAGE, NOTHING_DRAFTED, Drafted, DraftPlan, LevelRule
-from treespec.planning.learning import MARGIN, Calibration, RoundShapes, ScoredTree, SpeculationBackoff, TreeYield
+from treespec.draft_plan import NOTHING_DRAFTED, Drafted, DraftPlan
+from treespec.planning.learning import MARGIN, Calibration, RoundShapes, SpeculationBackoff, TreeYield
 from treespec.planning.round_costs import CostCurve, CostedBatch, RoundCosts, RoundSeconds
 from treespec.request import Request
 from treespec.tree import TokenTree
+from treespec_kernels.tree.level_rule import COVERAGE, LevelRule
 
 PLAIN = DraftPlan(0, 0, 1)
 GAIN_EMA = 0.03  # weight of the newest round in running means of gains
@@ -350,7 +351,7 @@ class Planner:
     def observe(
         self,
         requests: Sequence[Request],
-        trees: Sequence[ScoredTree],
+        trees: Sequence[TokenTree],
         emitted: Sequence[int],
         seconds: RoundSeconds | None = None,
         drafted: Drafted = NOTHING_DRAFTED,
@@ -388,7 +389,7 @@ class Planner:
     def _learn_gain(
         self,
         requests: Sequence[Request],
-        trees: Sequence[ScoredTree],
+        trees: Sequence[TokenTree],
         emitted: Sequence[int],
         drafted: Drafted,
         rows: int,

@@ -253,7 +253,7 @@ class RoundCosts:
 
     def draft(self, drafted: Drafted) -> float:
         """Return the seconds of a round's drafting, without reading prompts."""
-        return self.curve.draft(*drafted[:3]) * self.draft_scale
+        return self.curve.draft(drafted.levels, drafted.passes, drafted.request_passes) * self.draft_scale
 
     def learn(self, seconds: RoundSeconds, rows: int, drafted: Drafted, drafting: bool) -> None:
         """Update the corrections with a round. Its parts are divided by the slowdown of its target pass.
@@ -272,7 +272,7 @@ class RoundCosts:
         slowdown = seconds.forward / self.verify(rows)
         work: HostWork = self._work(rows, drafted) if drafting else "plain"
         self._hosts.setdefault(work, RobustMean()).add(seconds.host / slowdown / self.batch.requests)
-        if modelled := self.curve.draft(*drafted[:3]):
+        if modelled := self.curve.draft(drafted.levels, drafted.passes, drafted.request_passes):
             error = seconds.draft / slowdown / modelled - self.draft_scale
             self.draft_scale += EMA * _clipped(error, CLIP * self.draft_scale)
 

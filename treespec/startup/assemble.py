@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import torch
 
+from treespec.cache import KVCache, pages_for
 from treespec.config import EngineConfig
 from treespec.drafters.draft_sources import DraftSources
 from treespec.drafters.foreign.foreign_drafter import ForeignDrafter
-from treespec.drafters.foreign.vocabularies import foreign_drafters
+from treespec.drafters.foreign.vocabularies import Draft, foreign_drafters
 from treespec.drafters.lookup.lookup_drafter import LookupDrafter
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 from treespec.engine import Engine
@@ -18,6 +19,7 @@ from treespec.errors import ExactnessError
 from treespec.executors.host_executor import HostExecutor
 from treespec.graphs.capture import Rounds, captured_rounds, runs_on_device
 from treespec.graphs.graph_executor import GraphExecutor
+from treespec.models.decoder import Decoder
 from treespec.models.group_model import GroupModel
 from treespec.planning.planner import Planner
 from treespec.prefix_cache import PrefixCache
@@ -132,17 +134,15 @@ def _load_foreign(
     resolved: Resolved, plan: MemoryPlan, planner: Planner, ssms: SsmDrafter | None
 ) -> list[ForeignDrafter]:
     """Load the drafts with another tokenizer than the target's."""
+
+    def load(draft: Draft, positions: int) -> tuple[Decoder, KVCache]:
+        model = resolved.loader.load_draft(draft, positions)
+        pages = resolved.options.max_num_seqs * pages_for(positions)
+        return model, KVCache([draft.config.shape], pages, plan.cache_dtype, model.device)
+
+    lengths = plan.max_model_len, plan.scratch
     return foreign_drafters(
-        resolved.foreign,
-        resolved.loader.load_draft,
-        resolved.target,
-        plan.cache_dtype,
-        plan.max_model_len,
-        plan.scratch,
-        resolved.options.max_num_seqs,
-        planner,
-        ssms,
-        has_others=bool(resolved.drafters),
+        resolved.foreign, load, resolved.target, *lengths, planner, ssms, has_others=bool(resolved.drafters)
     )
 
 

@@ -15,7 +15,7 @@ import torch
 
 from treespec.cache import pages_for
 from treespec.config import AUTO_NODES, SpecConfig
-from treespec.draft_plan import DraftPlan, LevelRule
+from treespec.draft_plan import DraftPlan
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 from treespec.errors import ConfigError
 from treespec.planning.round_costs import CostCurve
@@ -25,6 +25,7 @@ from treespec.sampling_params import SamplingParams
 from treespec.version import __version__
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 from treespec_kernels.cpu.file_lock import shared_work
+from treespec_kernels.tree.level_rule import LevelRule
 
 CONTEXT = 128  # committed positions of each request during the measurement
 LONG_CONTEXT = 2048  # committed positions at which the cost of a position is measured
@@ -227,7 +228,7 @@ def _synchronize(device: torch.device) -> None:
 def _draft(ssms: SsmDrafter, requests: Sequence[Request], max_ssms: int | None, levels: int = DRAFT_LEVELS) -> None:
     """Draft trees of `levels` levels with up to `max_ssms` SSMs, then reset their state to the committed context."""
     plans = [DraftPlan(levels, levels, 16, max_ssms=max_ssms)] * len(requests)
-    ssms.propose(requests, plans, LevelRule(1.0, (), 0.0, 0.0, 0.0, 0.0))  # unused: no tree is adaptive
+    ssms.propose(requests, plans, LevelRule(1.0, [1.0] * len(requests), 0.0, 0.0, 0.0, 0.0))
     for request in requests:
         ssms.release(request)
         ssms.assume_context(request)

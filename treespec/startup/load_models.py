@@ -137,7 +137,7 @@ class Loader:
 
     def load_draft(self, draft: Draft, positions: int) -> Decoder:
         """Load a draft model; its rows are not padded, because a draft's bits do not affect the output tokens."""
-        return self.load(draft.config, draft.known, positions, min_rows=2, draft=draft)
+        return self.load(draft.config, draft.vocab_size, positions, min_rows=2, draft=draft)
 
     def load_head(
         self, config: HeadConfig, target: Decoder, features: FeatureShape | None, positions: int

@@ -48,7 +48,7 @@ struct Growth {
     float* next_values;
 };
 
-struct Rule {  // `LevelRule` in treespec/draft_plan.py, which defines the attributes
+struct Rule {  // `LevelRule` in treespec_kernels/tree/level_rule.py, which defines the attributes
     double calibration, level_cost, marginal_cost, least_value;
     const int64_t* adaptive;      // [num_trees], whether the rule decides on the tree
     const double* token_weights;  // [num_trees]
@@ -121,8 +121,6 @@ struct Candidate {
     float prob, value;
     bool kept;
 };
-
-constexpr float MIN_MIXTURE = 0.05f, MAX_MIXTURE = 0.999f;
 
 class Level {
     Growth& g;

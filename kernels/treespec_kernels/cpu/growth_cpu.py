@@ -22,7 +22,8 @@ from treespec_kernels.attention.tree_batch import PAGE_SIZE
 from treespec_kernels.cpu.compiled_plan import CompiledPlan
 from treespec_kernels.cpu.cpu_library import address_of, compile_library, read_structs
 from treespec_kernels.cpu.decoder_cpu import PassEntries
-from treespec_kernels.tree.growth_limits import frontier_width
+from treespec_kernels.tree.growth_limits import MAX_MIXTURE, MIN_MIXTURE, frontier_width
+from treespec_kernels.tree.level_rule import LevelRule
 from treespec_kernels.tree.tree_levels import Frontier, Level
 
 NO_PAGE = "a tree has no page for its nodes"
@@ -36,7 +37,8 @@ _STRUCTS = read_structs(*_SOURCES)
 @functools.cache
 def growth_library(compiler: tuple[str, ...], folder: Path) -> ctypes.CDLL:
     """Load or compile the library; arguments and errors as in `compile_library`."""
-    return compile_library(compiler, _SOURCES, (), folder)
+    bounds = f"-DMIN_MIXTURE={MIN_MIXTURE}f", f"-DMAX_MIXTURE={MAX_MIXTURE}f"
+    return compile_library(compiler, _SOURCES, bounds, folder)
 
 
 def _packed(*sequences: Sequence[int]) -> tuple[ctypes.Array[ctypes.c_int64], list[int]]:
@@ -47,47 +49,36 @@ def _packed(*sequences: Sequence[int]) -> tuple[ctypes.Array[ctypes.c_int64], li
     return array, [address + 8 * first for first in accumulate(map(len, sequences[:-1]), initial=0)]
 
 
-class Grown(NamedTuple):
-    """A new level, the next frontier, and bool [num_rows]: rows where an SSM's probabilities are not finite."""
-
-    level: Level
-    frontier: Frontier
-    broken: np.ndarray
-
-
-class StopRule(NamedTuple):
-    """Ends trees between levels; the decision is that of `LevelRule` in treespec/draft_plan.py.
-
-    Attributes:
-        calibration, level_cost, marginal_cost, least_value: as in `LevelRule`.
-        adaptive: by tree, whether the rule decides on it.
-        token_weights: by tree, weight of a token.
-    """
-
-    calibration: float
-    level_cost: float
-    marginal_cost: float
-    least_value: float
-    adaptive: Sequence[bool]
-    token_weights: Sequence[float]
-
-
 class DraftSampling(NamedTuple):
     """How the targets of a batch's trees choose, for drafts that predict it.
 
     Attributes:
         temperatures: by tree; 0 for the most likely token.
         adds_noise: by tree, whether the drafts add the noise of the target (see sampling/coupled_choice.py).
-        seeds, samples: by tree, the key of the noise.
+        rng_seeds, samples: by tree, the key of the noise.
     """
 
     temperatures: Sequence[float]
     adds_noise: Sequence[bool]
-    seeds: Sequence[int]
+    rng_seeds: Sequence[int]
     samples: Sequence[int]
 
 
-class Drafted(NamedTuple):
+class DraftInputs(NamedTuple):
+    """What a call that grows trees needs of one draft.
+
+    Attributes:
+        features: what a draft head reads in its first pass, [num_rows, hidden_size] in its dtype: first for the
+            committed tokens, tree by tree, then for the roots; None for an SSM.
+        block_probs: the probabilities of a block draft, which runs no pass and has read all tokens, by tree and depth,
+            float32 [num_trees, depths, width], without temperature and noise; None for others.
+    """
+
+    features: Tensor | None = None
+    block_probs: np.ndarray | None = None
+
+
+class GrownLevels(NamedTuple):
     """All levels below the roots.
 
     Attributes:
@@ -96,7 +87,7 @@ class Drafted(NamedTuple):
         row_nodes, row_owners: int64 [num_rows], scored nodes and their trees, by level.
         broken: bool [num_rows], whether an SSM's probabilities are not finite.
         scores: by SSM of the passes, float32 [num_rows, width]: probabilities without temperature and noise, after the
-            committed tokens that it read, if `DraftPasses.reads`, and then after the nodes that it scored, by level.
+            committed tokens that it read, if `CallPasses.reads`, and then after the nodes that it scored, by level.
     """
 
     nodes: Level
@@ -107,7 +98,7 @@ class Drafted(NamedTuple):
     broken: np.ndarray
     scores: list[np.ndarray]
 
-    def parts(self) -> Iterator[tuple[int, int]]:
+    def runs(self) -> Iterator[tuple[int, int]]:
         """Return the trees and numbers of consecutive scored nodes of the same tree."""
         owners = self.row_owners
         if len(owners) and (owners == owners[0]).all():
@@ -118,22 +109,6 @@ class Drafted(NamedTuple):
             level, sizes = np.unique(owners[first : first + count], return_counts=True)
             yield from zip(level.tolist(), sizes.tolist(), strict=True)
             first += count
-
-
-class _GrowthOutputs(NamedTuple):
-    """Outputs of a call, with room for all nodes and all nodes to expand.
-
-    Attributes:
-        nodes: int64 [4, nodes].
-        expanded: int64 [5, expanded].
-        floats: float32 [expanded + (2 + num_ssms) * nodes].
-        flags: bool [nodes * num_ssms + expanded].
-    """
-
-    nodes: np.ndarray
-    expanded: np.ndarray
-    floats: np.ndarray
-    flags: np.ndarray
 
 
 class TreeGrowth:
@@ -201,7 +176,7 @@ class TreeGrowth:
         weights: np.ndarray,
         branching: np.ndarray,
         children: int,
-    ) -> Grown:
+    ) -> tuple[Level, Frontier, np.ndarray]:
         """Grow one level from the SSMs' probabilities.
 
         Args:
@@ -212,6 +187,9 @@ class TreeGrowth:
             weights: mixture weights, float32 [num_trees, num_ssms].
             branching: int64 [num_trees], number of children per node; 0 to select by value.
             children: maximum number of proposals of one SSM per node.
+
+        Returns:
+            The new level, the next frontier, and bool [num_rows]: rows where an SSM's probabilities are not finite.
         """
         rows, g = len(frontier.nodes), self._growth
         structs = (_STRUCTS["SsmProbs"] * len(ssm_probs))(
@@ -237,24 +215,25 @@ class TreeGrowth:
             columns = frontier.nodes, frontier.tokens, frontier.owners, frontier.seeds, frontier.above
             g.row_nodes, g.row_tokens, g.row_owners, g.row_seeds, g.row_above = map(address_of, columns)
             g.row_values = address_of(frontier.values, np.float32)
-        results = self._begin(rows, room, room)
+        level, expanded, broken = self._begin(rows, room, room)
         count = self._library.treespec_grow(ctypes.byref(g))
         # Set the next frontier as input of the next call.
         g.row_nodes, g.row_tokens, g.row_owners = g.next_nodes, g.next_tokens, g.next_owners
         g.row_seeds, g.row_above, g.row_values = g.next_seeds, g.next_above, g.next_values
-        self._frontier = Frontier(*results.expanded[:, : g.num_next], results.floats[: g.num_next])
-        return Grown(self._level(results, count), self._frontier, results.flags[room * self._num_ssms :][:rows])
+        self._frontier = expanded.select(slice(g.num_next))
+        return level.select(slice(count)), self._frontier, broken[:rows]
 
     def draft(
         self,
         frontier: Frontier,
-        passes: "DraftPasses",
+        passes: "CallPasses",
         weights: np.ndarray,
         branching: Sequence[Sequence[int]],
         children: int,
         room: tuple[int, int],
-        stop: StopRule | None,
-    ) -> Drafted:
+        rule: LevelRule,
+        adaptive: Sequence[bool],
+    ) -> GrownLevels:
         """Run the SSMs' passes and grow all levels. Call it once, instead of `extend`.
 
         Args:
@@ -264,11 +243,11 @@ class TreeGrowth:
             branching: by level and tree, number of children per node; 0 to select by value.
             children: maximum number of proposals of one SSM per node that are selected by value.
             room: maximum number of nodes, and of nodes to expand, without the roots and with them.
-            stop: ends trees early; None to grow all levels.
+            rule: ends adaptive trees early.
+            adaptive: by tree; empty if no tree is adaptive.
         """
-        g, places, (nodes, expanded), levels = self._growth, passes.places, room, len(branching)
-        results = self._begin(len(frontier.nodes), nodes, expanded)
-        adaptive = () if stop is None else stop.adaptive
+        g, places, levels = self._growth, passes.places, len(branching)
+        level, expanded, broken = self._begin(len(frontier.nodes), *room)
         ints, addresses = _packed(
             *(column.tolist() for column in frontier[:5]),
             passes.tokens,
@@ -292,40 +271,39 @@ class TreeGrowth:
             keys = _packed(*passes.sampling[1:])
             sampling = _STRUCTS["Sampling"](ctypes.addressof(temperatures), *keys[1])
             grown.sampling = ctypes.addressof(sampling)
-        drafts, rows = passes.models.drafts, passes.num_unread + expanded
+        drafts, rows = passes.models.drafts, passes.num_unread + room[1]
         scores = [np.empty((rows, draft.width), dtype=np.float32) for draft in drafts]
-        for draft, probs, features, block in zip(drafts, scores, passes.features, passes.block_probs, strict=True):
+        for draft, probs, (features, block) in zip(drafts, scores, passes.inputs, strict=True):
             draft.out = address_of(probs, np.float32)
             draft.features = None if features is None else features.data_ptr()
             draft.block_probs = None if block is None else address_of(block, np.float32)
             draft.block_depths = 0 if block is None else block.shape[1]
-        rule = None
-        if stop is not None:
-            token_weights = (ctypes.c_double * len(adaptive))(*stop.token_weights)
-            rule = _STRUCTS["Rule"](*stop[:4], addresses[12], ctypes.addressof(token_weights))
+        numbers = rule.calibration, rule.level_cost, rule.marginal_cost, rule.least_value
+        weights_of_trees = (ctypes.c_double * len(adaptive))(*rule.token_weights[: len(adaptive)])
+        stop = _STRUCTS["Rule"](*numbers, addresses[12], ctypes.addressof(weights_of_trees))
         placed = self._library.treespec_draft(
             ctypes.byref(g),
             ctypes.byref(places.placing),
             drafts,
             len(drafts),
             ctypes.byref(grown),
-            None if rule is None else ctypes.byref(rule),
+            ctypes.byref(stop) if adaptive else None,
         )
         assert placed, NO_PAGE
         level_rows, level_nodes = (ints[-first:][: grown.num_levels] for first in (2 * levels, levels))
         below = sum(level_rows) - level_rows[0]
-        return Drafted(
-            self._level(results, sum(level_nodes)),
+        return GrownLevels(
+            level.select(slice(sum(level_nodes))),
             level_nodes,
             level_rows,
-            np.concatenate([frontier.nodes, results.expanded[0, :below]]),
-            np.concatenate([frontier.owners, results.expanded[2, :below]]),
-            results.flags[nodes * self._num_ssms :][: sum(level_rows)],
+            np.concatenate([frontier.nodes, expanded.nodes[:below]]),
+            np.concatenate([frontier.owners, expanded.owners[:below]]),
+            broken[: sum(level_rows)],
             [probs[: draft.num_rows] for probs, draft in zip(scores, drafts, strict=True)],
         )
 
-    def _begin(self, rows: int, nodes: int, expanded: int) -> _GrowthOutputs:
-        """Set the frontier's number of rows, and allocate outputs for numbers of nodes and of nodes to expand."""
+    def _begin(self, rows: int, nodes: int, expanded: int) -> tuple[Level, Frontier, np.ndarray]:
+        """Set the frontier's number of rows, and allocate outputs: new nodes, nodes to expand, and broken rows."""
         g, ssms = self._growth, self._num_ssms
         ints = np.empty(4 * nodes + 5 * expanded, dtype=np.int64)
         floats = np.empty(expanded + (2 + ssms) * nodes, dtype=np.float32)
@@ -342,23 +320,12 @@ class TreeGrowth:
         g.probs, g.values, g.draft_probs = range(address, address + 12 * nodes, 4 * nodes)
         g.proposed = address_of(flags, np.bool_)
         g.broken = g.proposed + nodes * ssms
-        # Kept alive, since the library has addresses of them.
-        self._results = _GrowthOutputs(
-            ints[: 4 * nodes].reshape(4, nodes), ints[4 * nodes :].reshape(5, expanded), floats, flags
-        )
-        return self._results
-
-    def _level(self, results: _GrowthOutputs, size: int) -> Level:
-        """Return the first `size` nodes of the outputs."""
-        ssms, (_, room) = self._num_ssms, results.nodes.shape
-        floats = results.floats[results.expanded.shape[1] :]
-        return Level(
-            *results.nodes[:, :size],
-            floats[:size],
-            floats[room : room + size],
-            results.flags[: size * ssms].reshape(size, ssms),
-            floats[2 * room :][: size * ssms].reshape(size, ssms),
-        )
+        self._outputs = ints, floats, flags  # kept alive, since the library has addresses of them
+        probs, values = floats[expanded:][: 2 * nodes].reshape(2, nodes)
+        by_ssm = flags[: nodes * ssms].reshape(nodes, ssms), floats[expanded + 2 * nodes :].reshape(nodes, ssms)
+        level = Level(*ints[: 4 * nodes].reshape(4, nodes), probs, values, *by_ssm)
+        frontier = Frontier(*ints[4 * nodes :].reshape(5, expanded), floats[:expanded])
+        return level, frontier, flags[nodes * ssms :]
 
 
 class TreePlaces:
@@ -461,7 +428,7 @@ class DraftModels:
         )
 
 
-class DraftPasses(NamedTuple):
+class CallPasses(NamedTuple):
     """The SSMs' passes over a batch of trees.
 
     Attributes:
@@ -473,10 +440,7 @@ class DraftPasses(NamedTuple):
         tokens: each tree's last committed tokens, from the first one that an SSM has not read to the root.
         first_token: start of each tree's part of `tokens`, and their number.
         reads: whether to return the probabilities after the committed tokens that are read.
-        features: by SSM, what a draft head reads in its first pass, [num_rows, hidden_size] in its dtype: first for the
-            committed tokens, tree by tree, then for the roots; None for an SSM.
-        block_probs: by SSM, the probabilities of a block draft, which runs no pass, by tree and depth, float32
-            [num_trees, depths, width], without temperature and noise; None for others.
+        inputs: by SSM.
         sampling: how the targets choose; None if all of them choose the most likely token.
     """
 
@@ -488,8 +452,7 @@ class DraftPasses(NamedTuple):
     tokens: Sequence[int]
     first_token: Sequence[int]
     reads: bool
-    features: Sequence[Tensor | None]
-    block_probs: Sequence[np.ndarray | None]
+    inputs: Sequence[DraftInputs]
     sampling: DraftSampling | None
 
     @property

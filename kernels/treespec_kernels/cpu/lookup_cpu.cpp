@@ -2,7 +2,7 @@
 // tokens of other requests, and builds the tree of their continuations. The references are `search` in
 // treespec/drafters/lookup/lookup_drafter.py and `History` in treespec/drafters/lookup/history.py.
 //
-// MAX_MATCH, MATCHES, PLACES, OWN_PLACES, PAST_MATCHES, SHORT, LONG and STEPS are defined by lookup_cpu.py.
+// MAX_MATCH, MATCHES, CLASSES, TEXT_CLASSES, PAST_MATCHES, SHORT, LONG and STEPS are defined by lookup_cpu.py.
 
 #include <algorithm>
 #include <cstdint>
@@ -13,13 +13,13 @@ namespace {
 
 constexpr int64_t LENGTHS = MAX_MATCH + 1, BOTH = MATCHES + PAST_MATCHES;
 constexpr int64_t ORDERS[2] = {SHORT, LONG};
-enum Past { SOLE = OWN_PLACES, UNANIMOUS, MAJORITY, PLURALITY, SECOND, LATER };
+enum Past { SOLE = TEXT_CLASSES, UNANIMOUS, MAJORITY, PLURALITY, SECOND, LATER };
 
-struct Counts {  // numbers of proposed and of accepted tokens, [PLACES, LENGTHS] each
-    double trials[PLACES][LENGTHS], hits[PLACES][LENGTHS];
+struct Counts {  // numbers of proposed and of accepted tokens, [CLASSES, LENGTHS] each
+    double trials[CLASSES][LENGTHS], hits[CLASSES][LENGTHS];
 
-    double rate(int64_t place, int64_t length, double prior, double weight) const {
-        return (hits[place][length] + weight * prior) / (trials[place][length] + weight);
+    double rate(int64_t kind, int64_t length, double prior, double weight) const {
+        return (hits[kind][length] + weight * prior) / (trials[kind][length] + weight);
     }
 };
 
@@ -44,7 +44,7 @@ struct History {  // ring buffer of the last `capacity` tokens; token number s, 
 };
 
 struct Search {
-    const double* prior;  // [PLACES, LENGTHS]
+    const double* prior;  // [CLASSES, LENGTHS]
     double prior_trials, global_trials;
     const Counts *common, *counts;  // of all requests, and of this one (null: none)
     const int64_t* tokens;          // [length]
@@ -53,8 +53,8 @@ struct Search {
     int64_t looks_up;  // whether to search the text itself
     History* history;  // null: do not search a history
     int64_t owner;     // request whose own tokens in the history are skipped
-    // Outputs for at most BOTH * depth + 1 nodes. places and lengths have a row for the text and one for the history.
-    int64_t *node_tokens, *parents, *depths, *places[2], *lengths[2];
+    // Outputs for at most BOTH * depth + 1 nodes. classes and lengths have a row for the text and one for the history.
+    int64_t *node_tokens, *parents, *depths, *classes[2], *lengths[2];
     double *probs, *values;
 };
 
@@ -92,9 +92,9 @@ struct Match {
     int64_t end, length;  // end: a position in the text, or a number in the history
 };
 
-double rate(const Search& s, int64_t place, int64_t length) {
-    const double common = s.common->rate(place, length, s.prior[place * LENGTHS + length], s.prior_trials);
-    return s.counts ? s.counts->rate(place, length, common, s.global_trials) : common;
+double rate(const Search& s, int64_t kind, int64_t length) {
+    const double common = s.common->rate(kind, length, s.prior[kind * LENGTHS + length], s.prior_trials);
+    return s.counts ? s.counts->rate(kind, length, common, s.global_trials) : common;
 }
 
 // Inserts a match into the `most` longest ones, after earlier matches of the same length; returns their number.
@@ -145,7 +145,7 @@ int64_t find_past(const Search& s, Match* best) {
 }
 
 struct Node {
-    int64_t token, parent, depth, places[2], lengths[2], votes;
+    int64_t token, parent, depth, classes[2], lengths[2], votes;
     double prob, value;
 };
 
@@ -185,22 +185,22 @@ struct Trie {
             child.votes += past;
             if (child.lengths[past] < 0) {
                 child.lengths[past] = std::min<int64_t>(matches[m].length + level, MAX_MATCH);
-                if (!past) child.places[0] = std::min<int64_t>(siblings, OWN_PLACES - 1);
+                if (!past) child.classes[0] = std::min<int64_t>(siblings, TEXT_CLASSES - 1);
             }
             reached[m] = node;
         }
         for (size_t node = first; node < nodes.size(); node++) {
             Node& child = nodes[node];
-            if (child.votes) child.places[1] = past_place(node, first);
+            if (child.votes) child.classes[1] = past_class(node, first);
             for (int source = 0; source < 2; source++)
-                if (child.places[source] >= 0)
-                    child.prob = std::max(child.prob, rate(s, child.places[source], child.lengths[source]));
+                if (child.classes[source] >= 0)
+                    child.prob = std::max(child.prob, rate(s, child.classes[source], child.lengths[source]));
             child.value = child.prob * nodes[child.parent].value;
         }
     }
 
     // Returns the class of a candidate from the votes of the matches in the history.
-    int64_t past_place(int64_t node, int64_t first) const {
+    int64_t past_class(int64_t node, int64_t first) const {
         const int64_t votes = nodes[node].votes;
         int64_t total = 0, rank = 0;
         for (int64_t other = first; other < static_cast<int64_t>(nodes.size()); other++) {
@@ -241,7 +241,7 @@ int64_t search(const Search& s) {
         s.node_tokens[i] = node.token, s.parents[i] = i ? rank[node.parent] : -1, s.depths[i] = node.depth;
         s.probs[i] = node.prob, s.values[i] = node.value;
         for (int source = 0; source < 2; source++)
-            s.places[source][i] = node.places[source], s.lengths[source][i] = node.lengths[source];
+            s.classes[source][i] = node.classes[source], s.lengths[source][i] = node.lengths[source];
     }
     return nodes.size();
 }
@@ -259,26 +259,26 @@ int64_t treespec_history_add(History* h, int64_t owner, int64_t last, const int6
 // the root is less probable than `least`.
 int64_t treespec_lookup(const Search* s) { return search(*s); }
 
-// Counts the children of every node of an accepted path as proposed, and those on the path as accepted. places and
+// Counts the children of every node of an accepted path as proposed, and those on the path as accepted. classes and
 // lengths: [2, nodes], -1 where the source did not propose the node.
-void treespec_lookup_count(const int64_t* parents, const int64_t* places, const int64_t* lengths, int64_t nodes,
+void treespec_lookup_count(const int64_t* parents, const int64_t* classes, const int64_t* lengths, int64_t nodes,
                            const int64_t* path, int64_t path_length, Counts* common, Counts* request_counts) {
     std::vector<uint8_t> on_path(nodes, 0);
     for (int64_t i = 0; i < path_length; i++) on_path[path[i]] = 1;
-    int64_t trials[PLACES][LENGTHS] = {}, hits[PLACES][LENGTHS] = {};
+    int64_t trials[CLASSES][LENGTHS] = {}, hits[CLASSES][LENGTHS] = {};
     for (int64_t node = 1; node < nodes; node++) {
         if (!on_path[parents[node]]) continue;
         for (int64_t cell = node; cell < 2 * nodes; cell += nodes) {
-            if (places[cell] < 0) continue;
-            trials[places[cell]][lengths[cell]]++;
-            hits[places[cell]][lengths[cell]] += on_path[node];
+            if (classes[cell] < 0) continue;
+            trials[classes[cell]][lengths[cell]]++;
+            hits[classes[cell]][lengths[cell]] += on_path[node];
         }
     }
     for (Counts* counts : {common, request_counts})
-        for (int64_t place = 0; place < PLACES; place++)
+        for (int64_t kind = 0; kind < CLASSES; kind++)
             for (int64_t length = 0; length < LENGTHS; length++) {
-                counts->trials[place][length] += trials[place][length];
-                counts->hits[place][length] += hits[place][length];
+                counts->trials[kind][length] += trials[kind][length];
+                counts->hits[kind][length] += hits[kind][length];
             }
 }
 

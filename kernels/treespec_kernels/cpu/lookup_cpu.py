@@ -19,13 +19,13 @@ MATCHES, PAST_MATCHES = 6, 16  # maximum numbers of matches in the text and in t
 # Classes of candidates with separate acceptance counts. From the text: first, second, and later siblings. From the
 # history, by the votes of the matches: the only match; unanimous; most votes, with at least two thirds or with less;
 # second most votes; fewer votes.
-PLACES, OWN_PLACES = 9, 3
+CLASSES, TEXT_CLASSES = 9, 3
 ORDERS = SHORT, LONG = 3, 6  # minimum lengths of a match in the history; the longer is tried first
 BYTES_PER_TOKEN = 64  # of the history: eight int64 numbers
 STEPS = 64  # maximum number of occurrences in the history to check, latest first
 
 _SOURCE = Path(__file__).with_name("lookup_cpu.cpp")
-_INTS = ("node_tokens", "parents", "depths", "places_0", "places_1", "lengths_0", "lengths_1")
+_INTS = ("node_tokens", "parents", "depths", "classes_0", "classes_1", "lengths_0", "lengths_1")
 _FLOATS = ("probs", "values")
 
 
@@ -35,18 +35,18 @@ _STRUCTS = read_structs(_SOURCE)
 @functools.cache
 def lookup_library(compiler: tuple[str, ...], folder: Path) -> ctypes.CDLL:
     """Load or compile the library; arguments and errors as in `compile_library`."""
-    names = "MAX_MATCH MATCHES PLACES OWN_PLACES PAST_MATCHES SHORT LONG STEPS".split()
+    names = "MAX_MATCH MATCHES CLASSES TEXT_CLASSES PAST_MATCHES SHORT LONG STEPS".split()
     sizes = [f"-D{name}={globals()[name]}" for name in names]
     return compile_library(compiler, (_SOURCE,), sizes, folder)
 
 
-class Found(NamedTuple):
+class LookupTree(NamedTuple):
     """Tree of proposals in descending order of value; arrays [num_nodes].
 
     Attributes:
         tokens, parents, depths: int64, as in `TokenTree`.
-        places, lengths: int64 [2, num_nodes], class of each node and length of the match that it continues, in the text
-            and in the history; -1 if not proposed by this source. The root's are 0.
+        classes, lengths: int64 [2, num_nodes], class of each node and length of the match that it continues, in the
+            text and in the history; -1 if not proposed by this source. The root's are 0.
         probs: float64, acceptance probability of the node if its parent is accepted.
         values: float64, product of probs along the path.
     """
@@ -54,7 +54,7 @@ class Found(NamedTuple):
     tokens: np.ndarray
     parents: np.ndarray
     depths: np.ndarray
-    places: np.ndarray
+    classes: np.ndarray
     lengths: np.ndarray
     probs: np.ndarray
     values: np.ndarray
@@ -91,10 +91,10 @@ class LookupSearch:
 
     Args:
         library: from `lookup_library`.
-        prior: float64 [PLACES, MAX_MATCH + 1], prior acceptance probability.
+        prior: float64 [CLASSES, MAX_MATCH + 1], prior acceptance probability.
         prior_trials: pseudo-counts of the prior, added to the counts of all requests.
         global_trials: pseudo-counts of the rate over all requests, added to a request's own counts.
-        common: float64 [2, PLACES, MAX_MATCH + 1], proposed and accepted tokens of all requests.
+        common: float64 [2, CLASSES, MAX_MATCH + 1], proposed and accepted tokens of all requests.
         history: history to search in addition to each text, or None.
     """
 
@@ -107,7 +107,7 @@ class LookupSearch:
         common: np.ndarray,
         history: CompiledHistory | None,
     ):
-        assert prior.shape == common.shape[1:] == (PLACES, MAX_MATCH + 1) and prior.dtype == common.dtype == np.float64
+        assert prior.shape == common.shape[1:] == (CLASSES, MAX_MATCH + 1) and prior.dtype == common.dtype == np.float64
         self._library, self._held = library, (prior, common, history)
         self._history = None if history is None else history.address
         self._search = _STRUCTS["Search"](
@@ -121,7 +121,7 @@ class LookupSearch:
 
     def search(
         self, tokens: int, length: int, depth: int, counts: int | None, least: float, looks_up: bool, owner: int | None
-    ) -> Found | None:
+    ) -> LookupTree | None:
         """Return the tree of continuations of the longest matches, or None.
 
         None means that there is no match, or that no child of the root is probable enough.
@@ -147,9 +147,9 @@ class LookupSearch:
         if not count:
             return None
         ints = self._ints[:, :count].copy()
-        return Found(*ints[:3], ints[3:5], ints[5:], *self._floats[:, :count].copy())
+        return LookupTree(*ints[:3], ints[3:5], ints[5:], *self._floats[:, :count].copy())
 
-    def count(self, tree: Found, path: np.ndarray, counts: np.ndarray) -> None:
+    def count(self, tree: LookupTree, path: np.ndarray, counts: np.ndarray) -> None:
         """Count the children of every node of `path` as proposed, and those on the path as accepted.
 
         Args:
@@ -157,7 +157,7 @@ class LookupSearch:
             path: accepted path, int64 [length] node indices.
             counts: those of the request, updated like `common` and of the same shape.
         """
-        parents, row = address_of(tree.parents), tree.parents.nbytes  # parents, places, lengths share an array
+        parents, row = address_of(tree.parents), tree.parents.nbytes  # parents, classes, lengths share an array
         self._library.treespec_lookup_count(
             parents,
             parents + 2 * row,

@@ -93,7 +93,6 @@ class DeviceForest(DeviceState):
     cand_parents: Annotated[Tensor, "B D P", -1]  # flat index of the parent; -1 for the root, and if empty
     cand_values: Annotated[Tensor, "B D P", -torch.inf]  # product of probabilities along the path; -inf if empty
     cand_masks: Annotated[Tensor, "B D P", 0]  # bit g: proposed by SSM g; bit `SEED_BIT`: a seed; 0 if empty
-    cand_slots: Annotated[Tensor, "B D P", -1]  # the drafts' scratch slot; -1 for a candidate that is not expanded
     # Flat index of each frontier node, best value first; D * P for the root; -1 if empty.
     frontier: Annotated[Tensor, "B F+", -1]
     frontier_tokens: Annotated[Tensor, "B F", 0]  # 0, a valid token, if empty
@@ -172,7 +171,6 @@ class DeviceTrees(DeviceState):
     num_nodes: Annotated[Tensor, "B", 0]  # 0 for an idle request
     masks: Annotated[Tensor, "B N", 0]  # bit g: proposed by SSM g; bit `SEED_BIT`: a seed; 0 for the root and padding
     values: Annotated[Tensor, "B N", 0]  # estimated probability of the node's acceptance: 1 for the root, 0 for padding
-    slots: Annotated[Tensor, "B N", -1]  # the drafts' scratch slot of K/V; -1 for a node that no draft has computed
 
     @classmethod
     def allocate(cls, num_requests: int, *, nodes: int, max_depth: int, device: torch.device | str = "cpu") -> Self:

@@ -29,6 +29,10 @@ class Level(NamedTuple):
     proposed: np.ndarray
     draft_probs: np.ndarray
 
+    def select(self, nodes: np.ndarray | slice) -> "Level":
+        """Return some of the nodes."""
+        return Level(*(column[nodes] for column in self))
+
 
 class Frontier(NamedTuple):
     """Nodes to score, grouped by tree; [num_rows] each, int64 except values.
@@ -49,7 +53,11 @@ class Frontier(NamedTuple):
     above: np.ndarray
     values: np.ndarray
 
-    def parts(self) -> dict[int, slice]:
+    def select(self, rows: np.ndarray | slice) -> "Frontier":
+        """Return some of the nodes."""
+        return Frontier(*(column[rows] for column in self))
+
+    def slices(self) -> dict[int, slice]:
         """Return the slice of rows of each tree that has any, by tree index."""
         if len(self.owners) and self.owners[0] == self.owners[-1]:
             return {int(self.owners[0]): slice(0, len(self.owners))}

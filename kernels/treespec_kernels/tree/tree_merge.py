@@ -1,7 +1,7 @@
 """Tree merge: turns the proposals of SSMs and seeds for one level of every tree into candidates and the next frontier.
 
-This is the reference for growing trees; the implementations on the host (treespec/drafters/ssm/forest.py, growth_cpu)
-are bit-identical to it.
+This is the reference for growing trees. Growth on the host without a compiler (treespec/drafters/ssm/forest.py) merges
+with the same function, and growth_cpu is bit-identical to it.
 
 Proposals of the same token below one frontier node are merged: the first one, in the order of (source, proposal), is
 the candidate, and the others are dropped. The seeds are the last source. If a frontier node is the root or a seed (its
@@ -28,6 +28,8 @@ levels are grown already, nothing changes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -38,6 +40,44 @@ from treespec_kernels.launch.arguments import check_arguments
 from treespec_kernels.launch.triton_launch import block_of, load_kernels
 from treespec_kernels.tree.device_trees import SEED_BIT, DeviceForest, ProposedTrees
 from treespec_kernels.tree.growth_limits import MAX_MIXTURE, MIN_MIXTURE, frontier_width
+
+_ZERO, _ONE, _MIN_PRIOR, _MAX_PRIOR = map(np.float32, (0, 1, MIN_MIXTURE, MAX_MIXTURE))
+
+
+def merge_children(
+    shares: Sequence[Mapping[int, np.float32]],
+    seeds: Mapping[int, int],
+    most_seeds: int,
+    seed_probs: np.ndarray,
+    seed_ratios: np.ndarray,
+) -> dict[int, tuple[np.float32, int]]:
+    """Merge what SSMs and seeds propose below one node.
+
+    Args:
+        shares: by SSM, the shares of the tokens that it proposes, in order.
+        seeds: indices of the node's seeds by token, in order.
+        most_seeds: number of them that are proposed.
+        seed_probs, seed_ratios: float32, probabilities and evidence ratios of all seeds.
+
+    Returns:
+        By token, in the order of first proposals, its probability and the index of its seed, -1 for none.
+    """
+    merged: dict[int, tuple[np.float32, int]] = {}
+    has_mixture = any(shares)
+    for token in dict.fromkeys(chain(*shares, islice(seeds, most_seeds))):
+        prob = _ZERO
+        for of_ssm in shares:
+            if token in of_ssm:
+                prob = prob + of_ssm[token]
+        prob, seed = min(prob, _ONE), seeds.get(token, -1)
+        if seed >= 0 and has_mixture:
+            prior = min(max(prob, _MIN_PRIOR), _MAX_PRIOR)
+            scaled = seed_ratios[seed] * prior
+            prob = scaled / (scaled + (_ONE - prior))
+        elif seed >= 0:
+            prob = seed_probs[seed]
+        merged[token] = prob, seed
+    return merged
 
 
 def tree_merge_ref(
@@ -75,42 +115,33 @@ def _merge_one(
     num_ssms, width, proposals = ssm_tokens.shape
     level = int(state["levels"][0])
     frontier, old_ancestors = state["frontier"][0].copy(), state["frontier_ancestors"][0].copy()
-    for name in ("tokens", "parents", "values", "masks", "slots"):
+    for name in ("tokens", "parents", "values", "masks"):
         state[f"cand_{name}"][0, level] = DeviceForest.FORMS[f"cand_{name}"][1]
     shares = weight[:, None, None] * ssm_probs
     valid = (ssm_tokens >= 0) & (shares >= 0) & (shares < np.inf) & (frontier >= 0)[:, None]
     seed_of = np.full(candidates, -2)
     for f, seed_parent in enumerate(state["frontier_seeds"][0].tolist()):
-        first: dict[int, int] = {}
-        total: dict[int, np.float32] = {}
-        masks: dict[int, int] = {}
-        for ssm in range(num_ssms):
-            shares_of: dict[int, np.float32] = {}
+        first: dict[int, int] = {}  # number of a token's first proposal
+        shares_of: list[dict[int, np.float32]] = [{} for _ in range(num_ssms)]
+        for ssm, of_ssm in enumerate(shares_of):
             for c in np.flatnonzero(valid[ssm, f]).tolist():
                 token, share = int(ssm_tokens[ssm, f, c]), shares[ssm, f, c]
                 first.setdefault(token, (f * (num_ssms + 1) + ssm) * proposals + c)
-                shares_of[token] = max(shares_of.get(token, share), share)
-            for token, share in shares_of.items():
-                total[token] = total.get(token, np.float32(0)) + share
-                masks[token] = masks.get(token, 0) | 1 << ssm
-        has_mixture = bool(total)
+                of_ssm[token] = max(of_ssm.get(token, share), share)
         children = np.flatnonzero((proposed.tokens >= 0) & (proposed.parents == seed_parent)).tolist()
-        seeds = {int(proposed.tokens[child]): child for child in reversed(children)}
-        for c, child in enumerate(children[:proposals]):
-            first.setdefault(int(proposed.tokens[child]), (f * (num_ssms + 1) + num_ssms) * proposals + c)
-        for token, number in first.items():
-            prob = min(total.get(token, np.float32(0)), np.float32(1))
-            if token in seeds:
-                seed = seeds[token]
-                prior = min(max(prob, np.float32(MIN_MIXTURE)), np.float32(MAX_MIXTURE))
-                scaled = proposed.ratios[seed] * prior
-                prob = scaled / (scaled + (np.float32(1) - prior)) if has_mixture else proposed.probs[seed]
-                masks[token] = masks.get(token, 0) | 1 << SEED_BIT
+        seeds = {int(proposed.tokens[child]): child for child in children}
+        for c, token in enumerate(islice(seeds, proposals)):
+            first.setdefault(token, (f * (num_ssms + 1) + num_ssms) * proposals + c)
+        merged = merge_children(shares_of, seeds, proposals, proposed.probs, proposed.ratios)
+        for token, (prob, seed) in merged.items():
+            number, mask = first[token], sum(1 << ssm for ssm, of_ssm in enumerate(shares_of) if token in of_ssm)
+            if seed >= 0:
+                mask |= 1 << SEED_BIT
                 seed_of[number], state["seed_cands"][0, seed] = seed, level * candidates + number
             state["cand_tokens"][0, level, number] = token
             state["cand_parents"][0, level, number] = -1 if frontier[f] == max_depth * candidates else frontier[f]
             state["cand_values"][0, level, number] = state["frontier_values"][0, f] * prob
-            state["cand_masks"][0, level, number] = masks[token]
+            state["cand_masks"][0, level, number] = mask
 
     level_tokens, values = state["cand_tokens"][0, level], state["cand_values"][0, level]
     expandable = [n for n in range(candidates) if values[n] > 0 and level_tokens[n] not in ends]
@@ -120,7 +151,6 @@ def _merge_one(
             state[name][0] = empty
     for i, number in enumerate(best):
         slot = 1 + level * width + i
-        state["cand_slots"][0, level, number] = slot
         state["frontier"][0, i] = level * candidates + number
         state["frontier_tokens"][0, i] = level_tokens[number]
         state["frontier_values"][0, i] = values[number]

@@ -30,11 +30,10 @@ def merge_level(
     seed_parents,
     seed_probs,
     seed_ratios,
-    cand_tokens,  # [B, MAX_DEPTH, FRONTIER * (SSMS + 1) * PROPOSALS], as the next four
+    cand_tokens,  # [B, MAX_DEPTH, FRONTIER * (SSMS + 1) * PROPOSALS], as the next three
     cand_parents,
     cand_values,
     cand_masks,
-    cand_slots,
     frontier,  # [B, FRONTIER], as the next five
     frontier_tokens,
     frontier_values,
@@ -153,13 +152,11 @@ def merge_level(
     room = tl.where(level + 1 > DEEPEST, 0, tl.where(level + 1 > WIDE_DEPTH, NARROW_FRONTIER, FRONTIER))
     o_f = tl.arange(0, BLOCK_F)
     winners = tl.full((BLOCK_F,), -1, tl.int64)
-    slot = tl.full((BLOCK_P,), -1, tl.int32)
     first_slot = 1 + level * FRONTIER
     worse = keys
     for i in range(FRONTIER):
         best = tl.where(i < room, tl.max(worse, axis=0), -1)
         winners = tl.where(o_f == i, best, winners)
-        slot = tl.where((keys == best) & (keys >= 0), first_slot + i, slot)
         worse = tl.where(worse == best, -1, worse)
 
     # Compute the next frontier from its candidates and the frontier that it replaces.
@@ -186,7 +183,6 @@ def merge_level(
     tl.store(cand_parents + p_cand, tl.where(is_candidate, parent, -1), mask=m_p)
     tl.store(cand_values + p_cand, tl.where(is_candidate, value, float("-inf")), mask=m_p)
     tl.store(cand_masks + p_cand, tl.where(is_candidate, proposed_by, 0), mask=m_p)
-    tl.store(cand_slots + p_cand, slot, mask=m_p)
     tl.store(seed_cands + request * SEEDS + seed, level * CANDIDATES + o_p, mask=m_seed)
     p_f = request * FRONTIER + o_f
     tl.store(frontier + p_f, tl.where(m_next, level * CANDIDATES + number, -1), mask=m_f)

@@ -7,11 +7,10 @@ import triton.language as tl
 @triton.jit
 def start_round(
     root_tokens,  # [B]
-    cand_tokens,  # [B, CANDIDATES], as the next four
+    cand_tokens,  # [B, CANDIDATES], as the next three
     cand_parents,
     cand_values,
     cand_masks,
-    cand_slots,
     frontier,  # [B, FRONTIER], as the next five
     frontier_tokens,
     frontier_values,
@@ -41,7 +40,6 @@ def start_round(
     tl.store(cand_parents + p_q, none, mask=m_q)
     tl.store(cand_values + p_q, tl.full((BLOCK_Q,), float("-inf"), tl.float32), mask=m_q)
     tl.store(cand_masks + p_q, none + 1, mask=m_q)
-    tl.store(cand_slots + p_q, none, mask=m_q)
     if i_block == 0:
         token = tl.load(root_tokens + request)
         o_f = tl.arange(0, BLOCK_F)

@@ -61,7 +61,7 @@ def tree_select_ref(
         count = forest.candidates
         candidates = {
             i: _TreeCandidate(
-                *(flat[f"cand_{name}"][i] for name in ("tokens", "parents", "values", "masks", "slots")), i // count + 1
+                *(flat[f"cand_{name}"][i] for name in ("tokens", "parents", "values", "masks")), i // count + 1
             )
             for i in range(level * count)
             if flat["cand_values"][i] >= 0
@@ -76,7 +76,7 @@ def tree_select_ref(
         ]
         selected = sorted(sorted(allowed, key=lambda i: (-candidates[i].value, i))[: most - 1])
         node_of = {index: node for node, index in enumerate([-1, *selected])}
-        candidates[-1] = _TreeCandidate(token, -1, np.float32(1), 0, 0, 0)
+        candidates[-1] = _TreeCandidate(token, -1, np.float32(1), 0, 0)
         trees.num_nodes[request] = len(node_of)
         for index, node in node_of.items():
             candidate = candidates[index]
@@ -86,8 +86,6 @@ def tree_select_ref(
             if node:
                 trees.ancestors[request, node, : candidate.depth] = trees.ancestors[request, parent, : candidate.depth]
             trees.masks[request, node], trees.values[request, node] = int(candidate.mask), float(candidate.value)
-            # No draft has computed the last frontier, so its nodes have no K/V.
-            trees.slots[request, node] = int(candidate.slot) if candidate.depth < level else -1
     for written, tensor in zip(out.tensors.values(), trees.tensors.values(), strict=True):
         written.copy_(tensor)
     return out
@@ -98,7 +96,6 @@ class _TreeCandidate(NamedTuple):
     parent: int
     value: np.float32
     mask: int
-    slot: int
     depth: int
 
 
@@ -114,7 +111,7 @@ def _unreached(
         above = unreached.get(parent) or candidates.get(parent)
         value, depth = (above.value, above.depth) if above is not None else (np.float32(1), 0)
         unreached[first + s] = _TreeCandidate(
-            proposed.tokens[s], parent, value * proposed.probs[s], 1 << SEED_BIT, -1, depth + 1
+            proposed.tokens[s], parent, value * proposed.probs[s], 1 << SEED_BIT, depth + 1
         )
     return unreached
 
@@ -135,7 +132,7 @@ def tree_select_triton(
     max_depth, max_nodes = forest.max_depth, out.max_nodes
     block_q = block_of(max_depth * forest.candidates + forest.num_seeds)
     kernels.select_nodes[(forest.num_requests,)](
-        *list(forest.tensors.values())[:5],  # the candidates
+        *list(forest.tensors.values())[:4],  # the candidates
         forest.seed_cands,
         *proposed[:3],
         forest.levels,

@@ -10,11 +10,10 @@ SEED_MASK = tl.constexpr(1 << device_trees.SEED_BIT)
 
 @triton.jit
 def select_nodes(
-    cand_tokens,  # [B, MAX_DEPTH * CANDIDATES], as the next four
+    cand_tokens,  # [B, MAX_DEPTH * CANDIDATES], as the next three
     cand_parents,
     cand_values,
     cand_masks,
-    cand_slots,
     seed_cands,  # [B, SEEDS], as the next three
     seed_tokens,
     seed_parents,
@@ -24,14 +23,13 @@ def select_nodes(
     least_values,
     max_depths,
     wanted,
-    tree_tokens,  # [B, MAX_NODES], as parents, depths, masks, values and slots
+    tree_tokens,  # [B, MAX_NODES], as parents, depths, masks and values
     tree_parents,
     tree_depths,
     tree_ancestors,  # [B, MAX_NODES, MAX_DEPTH + 1]
     tree_sizes,  # [B]
     tree_masks,
     tree_values,
-    tree_slots,
     CANDIDATES: tl.constexpr,
     SEEDS: tl.constexpr,
     MAX_DEPTH: tl.constexpr,
@@ -128,8 +126,6 @@ def select_nodes(
     parent = tl.where(m_drafted, parent, -1)
     depth = tl.where(m_extra, tl.gather(seed_depth, i_seed, axis=0), cand // CANDIDATES + 1)
     depth = tl.where(m_drafted, depth, tl.where(is_root, 0, -1))
-    slot = tl.load(cand_slots + p_cand, mask=m_cand, other=-1)
-    slot = tl.where(is_root, 0, slot)
     m_n = o_n < MAX_NODES
     p_n = request * MAX_NODES + o_n
     node_token = tl.load(cand_tokens + p_cand, mask=m_cand, other=0)
@@ -142,7 +138,6 @@ def select_nodes(
     node_value = tl.load(cand_values + p_cand, mask=m_cand, other=0.0)
     node_value = tl.where(m_extra, tl.gather(seed_value, i_seed, axis=0), node_value)
     tl.store(tree_values + p_n, tl.where(is_root, 1.0, node_value), mask=m_n)
-    tl.store(tree_slots + p_n, tl.where(depth < level, slot, -1), mask=m_n)  # no draft has computed the last frontier
     tl.store(tree_sizes + request, size)
 
     # Ancestors: every node moves up to its parent once per level; padding stays.

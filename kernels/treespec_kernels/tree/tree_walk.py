@@ -26,8 +26,6 @@ class Walk(DeviceState):
     paths: Annotated[Tensor, "B+ W+", 0]  # accepted node indices, root first; padded with 0
     path_lens: Annotated[Tensor, "B", 0]  # number of nodes of the path, root included, and so of emitted tokens
     tokens: Annotated[Tensor, "B W", -1]  # accepted tokens, then the bonus token; padded with -1
-    slots: Annotated[Tensor, "B W", 0]  # the drafts' scratch slots of the path's nodes; padded with 0
-    slot_lens: Annotated[Tensor, "B", 0]  # number of nodes of the path, from the root on, whose K/V the drafts have
 
     @classmethod
     def allocate(cls, num_requests: int, *, max_depth: int, device: torch.device | str = "cpu") -> Self:
@@ -46,18 +44,15 @@ def tree_walk_ref(trees: DeviceTrees, choices: Tensor, finite: Tensor, *, out: W
     """
     out = _checked(trees, choices, finite, out)
     walk = Walk.allocate(trees.num_requests, max_depth=trees.max_depth)
-    host = {name: getattr(trees, name).tolist() for name in ("tokens", "parents", "num_nodes", "slots")}
+    host = {name: getattr(trees, name).tolist() for name in ("tokens", "parents", "num_nodes")}
     next_tokens, is_finite = choices.tolist(), finite.tolist()
     for request, size in enumerate(host["num_nodes"]):
         if size == 0 or not all(is_finite[request][:size]):
             continue
-        node, length, slots = 0, 0, 0
+        node, length = 0, 0
         while node is not None:
             walk.paths[request, length] = node
             walk.tokens[request, length] = next_tokens[request][node]
-            if host["slots"][request][node] >= 0:
-                walk.slots[request, length] = host["slots"][request][node]
-                slots += 1
             length += 1
             node = next(
                 (
@@ -68,7 +63,7 @@ def tree_walk_ref(trees: DeviceTrees, choices: Tensor, finite: Tensor, *, out: W
                 ),
                 None,
             )
-        walk.path_lens[request], walk.slot_lens[request] = length, slots
+        walk.path_lens[request] = length
     for name, written in walk.tensors.items():
         out.tensors[name].copy_(written)
     return out
@@ -84,7 +79,6 @@ def tree_walk_triton(trees: DeviceTrees, choices: Tensor, finite: Tensor, *, out
         trees.depths,
         trees.ancestors,
         trees.num_nodes,
-        trees.slots,
         choices,
         finite,
         *out.tensors.values(),

@@ -6,18 +6,15 @@ import triton.language as tl
 
 @triton.jit
 def walk_down(
-    tree_tokens,  # [B, MAX_NODES], as depths and slots
+    tree_tokens,  # [B, MAX_NODES], as depths
     tree_depths,
     tree_ancestors,  # [B, MAX_NODES, MAX_DEPTH + 1]
     tree_sizes,  # [B]
-    tree_slots,
     choices,  # [B, MAX_NODES] int32 or int64
     finite,  # [B, MAX_NODES] bool
-    paths,  # [B, MAX_DEPTH + 1], as tokens and slots
+    paths,  # [B, MAX_DEPTH + 1], as tokens
     path_lens,  # [B]
     tokens,
-    slots,
-    slot_lens,
     stride_choices,
     stride_finite,
     MAX_DEPTH: tl.constexpr,
@@ -54,19 +51,14 @@ def walk_down(
     on_path = m_n & (num_missed + num_broken == 0)
 
     path_len = tl.max(tl.where(on_path, depth + 1, 0), axis=0)
-    slot = tl.load(tree_slots + p_n, mask=on_path, other=-1)
-    slot_len = tl.max(tl.where(on_path & (slot >= 0), depth + 1, 0), axis=0)
     choice = tl.load(p_choices + o_n, mask=on_path, other=0)
     p_out = request * WIDTH + depth
     tl.store(paths + p_out, o_n, mask=on_path)
     tl.store(tokens + p_out, choice.to(tl.int32), mask=on_path)
-    tl.store(slots + p_out, slot, mask=on_path & (slot >= 0))
     tl.store(path_lens + request, path_len)
-    tl.store(slot_lens + request, slot_len)
 
     p_w = request * WIDTH + o_w
     m_beyond = (o_w >= path_len) & (o_w < WIDTH)
     zero = tl.zeros((BLOCK_W,), tl.int32)
     tl.store(paths + p_w, zero, mask=m_beyond)
     tl.store(tokens + p_w, zero - 1, mask=m_beyond)
-    tl.store(slots + p_w, zero, mask=(o_w >= slot_len) & (o_w < WIDTH))

@@ -12,7 +12,7 @@ import torch
 
 from treespec.drafters.foreign.foreign_drafter import ForeignDrafter, ForeignState, roots
 from treespec.request import Request
-from treespec.tree import Draws, TokenTree
+from treespec.tree import TokenTree
 from treespec_kernels.attention.tree_batch import RequestRows
 
 DRAFT_TOKENS_PER_TOKEN = 2  # maximum number of generated draft tokens per token of the chain
@@ -68,16 +68,16 @@ class TextDrafter(ForeignDrafter):
         generations = [_Generation(state, requests[i], max_depths[i]) for i, state in zip(indices, states, strict=True)]
         with self.pass_value.timed(all(state.is_timed for state in states)):
             self._append(generations, self._score_roots(states))
-        while running := [each for each in generations if not each.ended]:
-            if adaptive and not self.pass_value.pays(sum(each.value for each in running)):
+        while running := [generation for generation in generations if not generation.ended]:
+            if adaptive and not self.pass_value.pays(sum(generation.value for generation in running)):
                 break
             with self.pass_value.timed():
-                rows = [each.position_rows() for each in running]
-                self._append(running, self._forward(rows, [each.tokens[-1] for each in running], None))
-            for each in running:
-                each.state.ahead = each.tokens[:-1]
-        for i, each in zip(indices, generations, strict=True):
-            trees[i] = each.state.proposed = self._chain(each)
+                rows = [generation.position_rows() for generation in running]
+                self._append(running, self._forward(rows, [generation.tokens[-1] for generation in running], None))
+            for generation in running:
+                generation.state.ahead = generation.tokens[:-1]
+        for i, generation in zip(indices, generations, strict=True):
+            trees[i] = generation.state.proposed = self._chain(generation)
         return trees
 
     def commit(self, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> None:
@@ -94,21 +94,21 @@ class TextDrafter(ForeignDrafter):
     def _append(self, generations: Sequence[_Generation], logits: torch.Tensor) -> None:
         """Append the most likely token of each row of `logits`, and mark complete generations as ended."""
         best, tokens = torch.softmax(logits, -1).cpu().max(-1)
-        for each, prob, token in zip(generations, best.tolist(), tokens.tolist(), strict=True):
+        for generation, prob, token in zip(generations, best.tolist(), tokens.tolist(), strict=True):
             if not np.isfinite(prob):
-                each.ended = each.state.poisoned = True
+                generation.ended = generation.state.poisoned = True
                 continue
             text = self.translation.draft.tokens[token] if token < len(self.translation.draft.tokens) else None
             if text is None:
-                each.ended, each.end = True, self._end(each.request, token)
-                each.probs += [prob] if each.end is not None else []
+                generation.ended, generation.end = True, self._end(generation.request, token)
+                generation.probs += [prob] if generation.end is not None else []
                 continue
-            each.tokens.append(token)
-            each.probs.append(prob)
-            each.data += text
-            each.encoded = self._encode_text(each.data)
-            max_tokens = min(DRAFT_TOKENS_PER_TOKEN * each.depth + 2, self.scratch - 1)
-            each.ended = len(each.encoded) > each.depth or len(each.tokens) >= max_tokens
+            generation.tokens.append(token)
+            generation.probs.append(prob)
+            generation.data += text
+            generation.encoded = self._encode_text(generation.data)
+            max_tokens = min(DRAFT_TOKENS_PER_TOKEN * generation.depth + 2, self.scratch - 1)
+            generation.ended = len(generation.encoded) > generation.depth or len(generation.tokens) >= max_tokens
 
     def _end(self, request: Request, token: int) -> int | None:
         """Return the target's end token if `token` is an end token of the draft, otherwise None."""
@@ -135,23 +135,13 @@ class TextDrafter(ForeignDrafter):
         if generation.end is not None and len(tokens) < generation.depth:
             tokens, probs = [*tokens, generation.end], [*probs, generation.probs[-1]]
         stop = next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))
-        if not stop:
-            return TokenTree.root(root)
-        steps = np.arange(stop + 1)
-        return TokenTree(
-            np.array([root, *tokens[:stop]]),
-            steps - 1,
-            steps,
-            np.array([1.0, *probs[:stop]]),
-            Draws(steps[:-1], steps[1:], np.zeros(stop, dtype=np.int64), np.ones(stop)),
-            (self.name,),
-        )
+        return TokenTree.from_parents([root, *tokens[:stop]], range(-1, stop), [1.0, *probs[:stop]], self.name)
 
     def _probs(self, generation: _Generation, tokens: Sequence[int]) -> list[float]:
         """Return the probability of each target token: the product over the draft tokens that start within it."""
-        own, other = self.translation.draft.tokens, self.translation.texts
-        ends = [*accumulate(len(other[token] or b"") for token in tokens)]
-        starts = [0, *accumulate(len(own[token] or b"") for token in generation.tokens)][:-1]
+        draft_texts, texts = self.translation.draft.tokens, self.translation.texts
+        ends = [*accumulate(len(texts[token] or b"") for token in tokens)]
+        starts = [0, *accumulate(len(draft_texts[token] or b"") for token in generation.tokens)][:-1]
         containing = np.searchsorted(ends, starts, side="right")
         probs = np.ones(len(tokens) + 1)
         np.multiply.at(probs, np.minimum(containing, len(tokens)), generation.probs[: len(generation.tokens)])

@@ -65,7 +65,7 @@ class ForeignState:
     def update(self, tokens: Sequence[int]) -> None:
         """Append the target's new tokens, and invalidate the K/V of re-encoded positions."""
         context, before = self.context, len(self.context.tokens)
-        same = context.extend(tokens[context.known :])
+        same = context.extend(tokens[context.num_encoded :])
         if same < before or self.valid < before:
             self.valid = min(self.valid, same)
         else:
@@ -219,7 +219,7 @@ class ForeignDrafter(ABC):
             for state, start in zip(states, starts, strict=True)
         ]
         tokens = [t for state, start in zip(states, starts, strict=True) for t in state.context.tokens[start:]]
-        logits = self._forward(rows, tokens, np.cumsum([each.num_rows for each in rows]) - 1)
+        logits = self._forward(rows, tokens, np.cumsum([chain.num_rows for chain in rows]) - 1)
         for state in states:
             state.valid, state.masks = len(state.context.tokens), np.ones((1, 1), dtype=bool)
         return logits

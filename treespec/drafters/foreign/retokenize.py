@@ -41,18 +41,18 @@ class Translation:
     @cached_property
     def to_draft(self) -> np.ndarray:
         """int64 [target_size]: the draft's id of each target token, -1 if it has none."""
-        found = intersection(self.target, self.draft, self.target_size, self.draft_size)
-        own, other = self.ends
-        for id in own:
-            if id < self.target_size and found[id] < 0 and other and other[0] < self.draft_size:
-                found[id] = other[0]
-        return found
+        to_draft = intersection(self.target, self.draft, self.target_size, self.draft_size)
+        target_ends, other = self.ends
+        for id in target_ends:
+            if id < self.target_size and to_draft[id] < 0 and other and other[0] < self.draft_size:
+                to_draft[id] = other[0]
+        return to_draft
 
     @cached_property
     def texts(self) -> tuple[bytes | None, ...]:
         """By target id, the bytes that the token adds to the text; None for control tokens and padding."""
-        known = self.target.tokens[: self.target_size]
-        return (*known, *[None] * (self.target_size - len(known)))
+        texts = self.target.tokens[: self.target_size]
+        return (*texts, *[None] * (self.target_size - len(texts)))
 
     @cached_property
     def starts_word(self) -> np.ndarray:
@@ -99,13 +99,13 @@ class Context:
 
     Attributes:
         tokens: the draft's tokens.
-        known: number of target tokens that they encode.
+        num_encoded: number of target tokens that they encode.
     """
 
     def __init__(self, translation: Translation, fallback: int = 0):
         self.translation = translation
         self.tokens: list[int] = list(translation.draft.start)
-        self.known = 0
+        self.num_encoded = 0
         self._fallback = fallback
         self._word: list[int] = []  # the target's tokens of the open word
         self._num_closed = len(self.tokens)  # number of `tokens` before the open word
@@ -114,7 +114,7 @@ class Context:
         """Append the text's next target tokens; return the number of unchanged leading draft tokens."""
         before, first = self.tokens[self._num_closed :], self._num_closed
         translation = self.translation
-        started, self.known = self.known > 0, self.known + len(new)
+        started, self.num_encoded = self.num_encoded > 0, self.num_encoded + len(new)
         if not started:
             new = self._start(new)
         if len(new) > MAX_WORD:
@@ -138,12 +138,12 @@ class Context:
         """Return whether a token starts a new word after the open one."""
         if not self._word:
             return False
-        own, last = self.translation, self._word[-1]
-        if own.is_control[token] or own.is_control[last]:
+        translation, last = self.translation, self._word[-1]
+        if translation.is_control[token] or translation.is_control[last]:
             return True
-        if own.starts_word[token]:
-            return not own.ends_in_space[last]
-        return len(self._word) >= MAX_WORD and _starts_character(own.texts[token])
+        if translation.starts_word[token]:
+            return not translation.ends_in_space[last]
+        return len(self._word) >= MAX_WORD and _starts_character(translation.texts[token])
 
     def _close_word(self) -> None:
         """Close the open word."""
@@ -152,39 +152,39 @@ class Context:
 
     def _extend_vectorized(self, tokens: np.ndarray) -> None:
         """Append many tokens: words that map one to one in runs, and runs of the other words re-encoded as one text."""
-        own = self.translation
-        control = own.is_control[tokens]
-        starts = own.starts_word[tokens] | control
-        starts[1:] &= ~own.ends_in_space[tokens[:-1]] | control[1:]
+        translation = self.translation
+        control = translation.is_control[tokens]
+        starts = translation.starts_word[tokens] | control
+        starts[1:] &= ~translation.ends_in_space[tokens[:-1]] | control[1:]
         starts[1:] |= control[:-1]
         starts[0] = True
-        at = np.flatnonzero(starts)
-        known = np.logical_and.reduceat(own.to_draft[tokens] >= 0, at)
-        last = int(at[-1])
+        firsts = np.flatnonzero(starts)
+        mapped = np.logical_and.reduceat(translation.to_draft[tokens] >= 0, firsts)
+        last = int(firsts[-1])
         if len(tokens) - last > MAX_WORD:  # the last word is too long: keep its end open, from a character boundary
             candidates = range(len(tokens) - MAX_WORD, len(tokens))
-            last = next((i for i in candidates if _starts_character(own.texts[tokens[i]])), len(tokens))
+            last = next((i for i in candidates if _starts_character(translation.texts[tokens[i]])), len(tokens))
         del self.tokens[self._num_closed :]
-        edges = [0, *(np.flatnonzero(known[1:] != known[:-1]) + 1).tolist(), len(at)]
+        edges = [0, *(np.flatnonzero(mapped[1:] != mapped[:-1]) + 1).tolist(), len(firsts)]
         for begin, end in pairwise(edges):
-            stop = min(int(at[end]) if end < len(at) else len(tokens), last)
-            if at[begin] < stop:
-                self.tokens += own.encode(tokens[at[begin] : stop].tolist())
+            stop = min(int(firsts[end]) if end < len(firsts) else len(tokens), last)
+            if firsts[begin] < stop:
+                self.tokens += translation.encode(tokens[firsts[begin] : stop].tolist())
         self._num_closed, self._word = len(self.tokens), tokens[last:].tolist()
 
     def _start(self, new: Sequence[int]) -> Sequence[int]:
         """Translate the tokenizers' prefixes (control tokens, a space); return the tokens that remain to be added."""
-        own = self.translation
-        prefix = len(own.target.start)
-        if own.draft.start and tuple(new[:prefix]) == own.target.start:
+        translation = self.translation
+        prefix = len(translation.target.start)
+        if translation.draft.start and tuple(new[:prefix]) == translation.target.start:
             new = new[prefix:]
-        first = next((i for i, token in enumerate(new) if not own.is_control[token]), len(new))
-        if own.draft.spaces_first == own.target.spaces_first or first == len(new):
+        first = next((i for i, token in enumerate(new) if not translation.is_control[token]), len(new))
+        if translation.draft.spaces_first == translation.target.spaces_first or first == len(new):
             return new
-        last = next((i for i in range(first + 1, len(new)) if own.starts_word[new[i]]), len(new))
-        data = b"".join(own.texts[token] or b"" for token in new[first:last])
-        data = b" " + data if own.draft.spaces_first else data.removeprefix(b" ")
-        self.tokens += own.encode(new[:first]) + own.draft.encode_bytes(data)
+        last = next((i for i in range(first + 1, len(new)) if translation.starts_word[new[i]]), len(new))
+        data = b"".join(translation.texts[token] or b"" for token in new[first:last])
+        data = b" " + data if translation.draft.spaces_first else data.removeprefix(b" ")
+        self.tokens += translation.encode(new[:first]) + translation.draft.encode_bytes(data)
         self._num_closed = len(self.tokens)
         return new[last:]
 

@@ -19,7 +19,7 @@ from treespec.drafters.evidence import SeedEvidence
 from treespec.drafters.foreign.foreign_drafter import DrawsFor, ForeignDrafter, ForeignState, roots
 from treespec.drafters.foreign.retokenize import Translation
 from treespec.drafters.ssm.drawn_forest import DrawnForest
-from treespec.drafters.ssm.forest import Forest, Shape, SsmProbs
+from treespec.drafters.ssm.forest import Forest, SsmProbs, TreeLimits
 from treespec.drafters.ssm.ssm_state import grown_masks
 from treespec.models.decoder import Decoder
 from treespec.request import Request
@@ -27,7 +27,6 @@ from treespec.tree import TokenTree
 from treespec.verification.oracle import RandomOracle
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.tree.growth_limits import FRONTIER, MAX_EXPANDED
-from treespec_kernels.tree.tree_levels import Frontier
 
 _ONE = np.ones(1)
 
@@ -67,12 +66,12 @@ class TranslatedDrafter(ForeignDrafter):
         trees, indices = roots(requests), self._update_contexts(requests, max_depths)
         random = [requests[i].draws_at_random and self._draws_for(requests[i]) for i in indices]
         for kind in (False, True):
-            group = [i for i, own in zip(indices, random, strict=True) if own == kind]
-            own, states = [requests[i] for i in group], self._states_of(requests, group)
-            if not own or not self._first_level_pays(own):
+            group = [i for i, draws in zip(indices, random, strict=True) if draws == kind]
+            of_kind, states = [requests[i] for i in group], self._states_of(requests, group)
+            if not group or not self._first_level_pays(of_kind):
                 continue
-            forest = self._forest(own, [max_depths[i] for i in group], kind)
-            self._grow(own, forest)
+            forest = self._forest(of_kind, [max_depths[i] for i in group], kind)
+            self._grow(of_kind, forest)
             for i, state, (tree, slot_of_node) in zip(group, states, forest.finish((self.name,)), strict=True):
                 state.proposed, state.slot_of_node, trees[i] = tree, slot_of_node, tree
         return trees
@@ -112,18 +111,18 @@ class TranslatedDrafter(ForeignDrafter):
 
     def _forest(self, requests: Sequence[Request], depths: Sequence[int], random: bool) -> Forest | DrawnForest:
         """Create the trees with their roots only."""
-        shapes = [
-            Shape(depth, request.spec.max_nodes, request.spec.branching, request.end_tokens)
+        limits = [
+            TreeLimits(depth, request.spec.max_nodes, request.spec.branching, request.end_tokens)
             for request, depth in zip(requests, depths, strict=True)
         ]
         if not random:
-            return Forest(roots(requests), shapes, 1, SeedEvidence())
+            return Forest(roots(requests), limits, 1, SeedEvidence())
         oracles = [self._oracle(request) for request in requests]
         fills = [not request.spec.is_adaptive for request in requests]
         least = self.prices.least_value
         min_values = [1 / r.spec.max_nodes if fill else least for r, fill in zip(requests, fills, strict=True)]
         modes = [request.spec.draws for request in requests]
-        return DrawnForest(roots(requests), shapes, oracles, modes, min_values, fills, FRONTIER, MAX_EXPANDED)
+        return DrawnForest(roots(requests), limits, oracles, modes, min_values, fills, FRONTIER, MAX_EXPANDED)
 
     def _oracle(self, request: Request) -> RandomOracle:
         if request.request_id not in self._oracles:
@@ -150,8 +149,8 @@ class TranslatedDrafter(ForeignDrafter):
             for owner in owners[broken]:
                 states[owner].poisoned = True
             # Static trees may have children of probability 0, including tokens that the draft lacks.
-            known = self.translation.to_draft[forest.frontier.tokens] >= 0
-            forest.frontier = Frontier(*(part[known] for part in forest.frontier))
+            shared = self.translation.to_draft[forest.frontier.tokens] >= 0
+            forest.frontier = forest.frontier.select(shared)
 
     def _stop_unprofitable(
         self, forest: Forest | DrawnForest, adaptive: np.ndarray, last_open_mass: np.ndarray
@@ -180,18 +179,20 @@ class TranslatedDrafter(ForeignDrafter):
 
     def _score(self, states: Sequence[ForeignState], forest: Forest | DrawnForest) -> Tensor:
         """Return the logits after the frontier's nodes: float32 [num_rows, draft vocab]."""
-        at, rows = forest.frontier, []
-        owners, starts = np.unique(at.owners, return_index=True)
-        for owner, (begin, end) in zip(owners.tolist(), pairwise([*starts.tolist(), len(at.owners)]), strict=True):
+        frontier, rows = forest.frontier, []
+        owners, starts = np.unique(frontier.owners, return_index=True)
+        for owner, (begin, end) in zip(
+            owners.tolist(), pairwise([*starts.tolist(), len(frontier.owners)]), strict=True
+        ):
             state = states[owner]
             first = len(state.masks)
-            state.masks = grown_masks(state.masks, at.above[begin:end])
+            state.masks = grown_masks(state.masks, frontier.above[begin:end])
             depths = state.masks.sum(1) - 1
             nodes = np.arange(first, len(state.masks))
             root = len(state.context.tokens) - 1
             seen = depths[first:], state.masks[first:], depths
             rows.append(RequestRows(root, nodes, *seen, state.pages, state.max_len))
-        return self._forward(rows, self.translation.to_draft[at.tokens].tolist(), None)
+        return self._forward(rows, self.translation.to_draft[frontier.tokens].tolist(), None)
 
     def _probs(self, logits: Tensor, requests: Sequence[Request], forest: Forest | DrawnForest) -> Tensor:
         """Return next-token probabilities over the shared tokens: float32 [num_rows, target vocab], on the host.

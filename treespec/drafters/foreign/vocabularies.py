@@ -9,11 +9,10 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from treespec.adapter.trace import AdapterConfig
-from treespec.cache import KVCache, pages_for
+from treespec.cache import KVCache
 from treespec.draft_plan import Prices
 from treespec.drafters.foreign.by_text import TextDrafter
 from treespec.drafters.foreign.foreign_drafter import CAPACITY_FACTOR, ForeignDrafter
@@ -37,14 +36,15 @@ class Draft(NamedTuple):
         name: for attribution.
         config: with the target's vocabulary size if the draft joins the SSM group.
         connection: between the vocabularies.
-        known: size of the draft's own vocabulary.
-        target_ids: int64 [known], target token of each row of a reduced vocabulary, -1 for all others; None = own ids.
+        vocab_size: size of the draft's own vocabulary.
+        target_ids: int64 [vocab_size], target token of each row of a reduced vocabulary, -1 for all others; None = own
+            ids.
     """
 
     name: str
     config: ModelConfig | AdapterConfig
     connection: Connection
-    known: int
+    vocab_size: int
     target_ids: np.ndarray | None = None
 
     @property
@@ -72,22 +72,22 @@ def connect_drafts(
     connected = []
     size = target.shape.vocab_size
     for name, config in drafts:
-        known = config.shape.vocab_size
-        target_ids = read_draft_vocabulary(config.folder, known, size) if isinstance(config, ModelConfig) else None
+        draft_size = config.shape.vocab_size
+        target_ids = read_draft_vocabulary(config.folder, draft_size, size) if isinstance(config, ModelConfig) else None
         connection = _connect(target, config) if target_ids is None else REDUCED
         if connection.kind == "none":
             raise DraftError(
-                f"draft {name} ({config.folder}) has a vocabulary of {known} tokens, the target {target.folder} one of "
-                f"{size}, and {connection.reason}; put the tokenizer files of both into their folders, or give the "
-                "tokenizers of models in memory: LLM(model, drafts=[(draft, its tokenizer)], tokenizer=...), "
+                f"draft {name} ({config.folder}) has a vocabulary of {draft_size} tokens, the target {target.folder} "
+                f"one of {size}, and {connection.reason}; put the tokenizer files of both into their folders, or give "
+                "the tokenizers of models in memory: LLM(model, drafts=[(draft, its tokenizer)], tokenizer=...), "
                 "or generate(assistant_model=..., assistant_tokenizer=..., tokenizer=...) of an accelerated model"
             )
         logger.info("draft %s (%s): %s", name, config.folder, connection)
         if connection.kind in ("padded", "reduced"):
             config = replace(config, shape=replace(config.shape, vocab_size=size))
-            if isinstance(config, ModelConfig) and known < size:
-                config = replace(config, head_rows=known if target_ids is None else int((target_ids >= 0).sum()))
-        connected.append(Draft(name, config, connection, known, target_ids))
+            if isinstance(config, ModelConfig) and draft_size < size:
+                config = replace(config, head_rows=draft_size if target_ids is None else int((target_ids >= 0).sum()))
+        connected.append(Draft(name, config, connection, draft_size, target_ids))
     return connected
 
 
@@ -95,8 +95,8 @@ def _connect(target: ModelConfig | AdapterConfig, draft: ModelConfig | AdapterCo
     """Compare the tokenizers of target and draft. Those of models in memory are saved to files meanwhile."""
     with TemporaryDirectory(prefix="treespec-tokenizers-") as root:
         folders = [
-            each.folder if isinstance(each, ModelConfig) else each.source.tokenizer_folder(Path(root, name))
-            for name, each in (("target", target), ("draft", draft))
+            config.folder if isinstance(config, ModelConfig) else config.source.tokenizer_folder(Path(root, name))
+            for name, config in (("target", target), ("draft", draft))
         ]
         return connect(folders[0], target.shape.vocab_size, folders[1], draft.shape.vocab_size)
 
@@ -129,12 +129,10 @@ def fit_weights(weights: dict[str, Tensor], size: int, target_ids: np.ndarray | 
 
 def foreign_drafters(
     drafts: Sequence[Draft],
-    load: Callable[[Draft, int], Decoder],
+    load: Callable[[Draft, int], tuple[Decoder, KVCache]],
     target: ModelConfig | AdapterConfig,
-    cache_dtype: torch.dtype,
     length: int,
     scratch: int,
-    max_num_seqs: int,
     prices: Prices,
     ssms: SsmDrafter | None,
     has_others: bool,
@@ -143,17 +141,15 @@ def foreign_drafters(
 
     Args:
         drafts: the foreign drafts.
-        load: loads a draft's decoder for a number of positions.
+        load: loads a draft's decoder, with a cache for a number of positions of every concurrent request.
         target: config of the target.
-        cache_dtype: of their KV caches.
         length: positions of the longest request.
         scratch: additional slots per request, for trees.
-        max_num_seqs: maximum number of concurrent requests.
         prices: of the engine's planner.
         ssms: the SSM group, or None.
         has_others: whether the engine has custom drafters, which may draw at random too.
     """
-    found: list[ForeignDrafter] = []
+    drafters: list[ForeignDrafter] = []
 
     def draws_for(name: str, request: Request) -> bool:
         """Return whether a translated draft draws at random for a request.
@@ -163,19 +159,20 @@ def foreign_drafters(
         """
         if has_others or (ssms is not None and ssms.may_draft(request)):
             return False
-        translated = [each for each in found if isinstance(each, TranslatedDrafter) and each.allows(request)]
+        translated = [
+            drafter for drafter in drafters if isinstance(drafter, TranslatedDrafter) and drafter.allows(request)
+        ]
         return bool(translated) and translated[0].name == name
 
     for draft in sorted(drafts, key=lambda draft: draft.connection.kind == "text"):
-        codecs, room = draft.connection.codecs, draft.capacity(length) + scratch
+        codecs = draft.connection.codecs
         assert codecs is not None
-        model = load(draft, room)
-        cache = KVCache([draft.config.shape], max_num_seqs * pages_for(room), cache_dtype, model.device)
+        model, cache = load(draft, draft.capacity(length) + scratch)
         ends = (target.eos_token_ids, draft.config.eos_token_ids)
-        translation = Translation(*codecs, target.shape.vocab_size, draft.known, ends)
-        parts = (draft.name, model, cache, translation, draft.capacity(length), scratch, prices)
+        translation = Translation(*codecs, target.shape.vocab_size, draft.vocab_size, ends)
+        arguments = (draft.name, model, cache, translation, draft.capacity(length), scratch, prices)
         if draft.connection.kind == "translated":
-            found.append(TranslatedDrafter(*parts, partial(draws_for, draft.name)))
+            drafters.append(TranslatedDrafter(*arguments, partial(draws_for, draft.name)))
         else:
-            found.append(TextDrafter(*parts))
-    return found
+            drafters.append(TextDrafter(*arguments))
+    return drafters

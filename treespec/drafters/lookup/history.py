@@ -46,8 +46,8 @@ class History:
         for token in tokens.tolist():
             self._count += 1
             last = last if self._holds(last) else 0
-            place = self._count % self._capacity
-            self._tokens[place], self._owners[place], self._before[place], self._after[place] = token, owner, last, 0
+            index = self._count % self._capacity
+            self._tokens[index], self._owners[index], self._before[index], self._after[index] = token, owner, last, 0
             if last:
                 self._after[last % self._capacity] = self._count
             last = self._count
@@ -55,7 +55,7 @@ class History:
             for order in ORDERS:
                 if len(end) >= order:
                     latest, key = self._latest[order], tuple(end[:order])
-                    self._older[order][place] = latest.pop(key, 0)
+                    self._older[order][index] = latest.pop(key, 0)
                     latest[key] = last  # popped above: keeps the dict ordered by number, so the oldest is evicted first
         for latest in self._latest.values():
             while latest and not self._holds(next(iter(latest.values()))):
@@ -78,7 +78,7 @@ class History:
         """
         suffix = text[-MAX_MATCH:][::-1]
         for order in sorted(ORDERS, reverse=True):
-            found, steps = [], 0
+            matches, steps = [], 0
             number = self._latest[order].get(tuple(suffix[:order]), 0) if len(suffix) >= order else 0
             while self._holds(number) and steps < STEPS:
                 same = takewhile(lambda pair: pair[0] == pair[1], zip(suffix, self._backwards(number), strict=False))
@@ -86,10 +86,10 @@ class History:
                 if length >= order:  # otherwise a part of the n-gram was evicted
                     steps += 1
                     if self._owners[number % self._capacity] != owner and self._next(number):
-                        found.append((number, length))
+                        matches.append((number, length))
                 number = int(self._older[order][number % self._capacity])
-            if found:
-                return sorted(found, key=lambda match: -match[1])[:PAST_MATCHES]
+            if matches:
+                return sorted(matches, key=lambda match: -match[1])[:PAST_MATCHES]
         return []
 
     def following(self, number: int) -> Iterator[int]:

@@ -24,14 +24,14 @@ from treespec.tree import Draws, TokenTree
 from treespec_kernels.cpu.cpu_library import address_of
 from treespec_kernels.cpu.lookup_cpu import (
     BYTES_PER_TOKEN,
+    CLASSES,
     MATCHES,
     MAX_MATCH,
-    OWN_PLACES,
-    PLACES,
     SHORT,
+    TEXT_CLASSES,
     CompiledHistory,
-    Found,
     LookupSearch,
+    LookupTree,
 )
 
 NAMES = ("lookup", "suffix")
@@ -47,7 +47,7 @@ MIN_PROB = 0.02  # nothing is proposed if the best first token is less probable
 
 
 def _prior() -> np.ndarray:
-    """Return the prior acceptance probability of each class: float64 [PLACES, MAX_MATCH + 1].
+    """Return the prior acceptance probability of each class: float64 [CLASSES, MAX_MATCH + 1].
 
     The values for the history approximate acceptance rates measured over edited prompts and other seeds, with fixed
     trees of 24 nodes. A match of three tokens is weaker evidence in another text than in the request's own, and
@@ -55,23 +55,23 @@ def _prior() -> np.ndarray:
     """
     lengths = np.arange(MAX_MATCH + 1)
     first = 0.9 - 0.75 * 0.7**lengths
-    own = [first, 0.3 * (1 - first), 0.15 * (1 - first)]
+    in_text = [first, 0.3 * (1 - first), 0.15 * (1 - first)]
     longer = np.maximum(lengths - SHORT, 0)
     sole, unanimous, apart = 0.85 - 0.5 * 0.75**longer, 0.95 - 0.4 * 0.65**longer, 0.85**longer
     several = [0.55 - 0.3 * apart, 0.35 - 0.2 * apart, 0.25 - 0.17 * apart, np.full(len(lengths), 0.05)]
-    return np.stack([*own, sole, unanimous, *several])
+    return np.stack([*in_text, sole, unanimous, *several])
 
 
 class Counts:
-    """Proposed and accepted tokens by class; `trials` and `hits` are float64 [PLACES, MAX_MATCH + 1]."""
+    """Proposed and accepted tokens by class; `trials` and `hits` are float64 [CLASSES, MAX_MATCH + 1]."""
 
     def __init__(self) -> None:
-        self.cells = np.zeros((2, PLACES, MAX_MATCH + 1))
+        self.cells = np.zeros((2, CLASSES, MAX_MATCH + 1))
         self.trials, self.hits = self.cells
         self.address = address_of(self.cells, np.float64)
 
     def add(self, trials: np.ndarray, hits: np.ndarray) -> None:
-        """Add trials and hits; [PLACES, MAX_MATCH + 1] each."""
+        """Add trials and hits; [CLASSES, MAX_MATCH + 1] each."""
         self.trials += trials
         self.hits += hits
 
@@ -80,7 +80,7 @@ class Counts:
         self.cells *= DECAY
 
     def rates(self, prior: np.ndarray, weight: float) -> np.ndarray:
-        """Return acceptance rates [PLACES, MAX_MATCH + 1], with `prior` counted as `weight` pseudo-trials."""
+        """Return acceptance rates [CLASSES, MAX_MATCH + 1], with `prior` counted as `weight` pseudo-trials."""
         return (self.hits + weight * prior) / (self.trials + weight)
 
 
@@ -203,12 +203,12 @@ class LookupDrafter:
             self._remember(request)
         trees, self.proposed = [], LookupProposals(self)
         for request, depth in zip(requests, max_depths, strict=True):
-            found = self._search(request, depth, least_value) if depth else None
-            if found is None:
+            searched = self._search(request, depth, least_value) if depth else None
+            if searched is None:
                 trees.append(TokenTree.root(request.tokens[-1]))
             else:
-                self.proposed.found[request.request_id] = found
-                trees.append(_tree(found))
+                self.proposed.trees[request.request_id] = searched
+                trees.append(_tree(searched))
         return trees
 
     def _text(self, request: Request) -> _Text:
@@ -223,19 +223,19 @@ class LookupDrafter:
             text.update(request.tokens)
             text.add_to(self._history)
 
-    def _search(self, request: Request, depth: int, least_value: float) -> Found | None:
+    def _search(self, request: Request, depth: int, least_value: float) -> LookupTree | None:
         """Search continuations of a request's text; None without a match, or if this round's search is skipped."""
-        spec, own, text = request.spec, self._own.get(request.request_id), self._text(request)
+        spec, counts, text = request.spec, self._own.get(request.request_id), self._text(request)
         looks_up, owner = spec.allows("lookup", "lookup"), text.owner if spec.allows("suffix", "suffix") else None
         if not (looks_up or owner) or not text.should_search():
             return None
         text.update(request.tokens)
         min_prob = max(least_value if spec.is_adaptive else 0.0, MIN_PROB)
         if self._compiled is not None:
-            own_counts = None if own is None else own.address
+            own_counts = None if counts is None else counts.address
             return self._compiled.search(*text.window_address, depth, own_counts, min_prob, looks_up, owner)
         rates = self._counts.rates(self._prior, PRIOR_TRIALS)
-        rates = rates if own is None else own.rates(rates, GLOBAL_TRIALS)
+        rates = rates if counts is None else counts.rates(rates, GLOBAL_TRIALS)
         history = self._history if owner is not None and isinstance(self._history, History) else None
         return search(text.window, depth, rates, min_prob, looks_up, history, owner or 0)
 
@@ -243,17 +243,17 @@ class LookupDrafter:
         """Count trials and hits of the last proposals."""
         self.proposed.commit(requests, paths)
 
-    def count(self, request: Request, found: Found, path: np.ndarray) -> None:
+    def count(self, request: Request, tree: LookupTree, path: np.ndarray) -> None:
         """Count trials and hits among the children of every accepted node."""
         if len(path) > 1:
             self._texts[request.request_id].misses = 0
-        if (own := self._own.get(request.request_id)) is None:
-            own = self._own[request.request_id] = Counts()
+        if (request_counts := self._own.get(request.request_id)) is None:
+            request_counts = self._own[request.request_id] = Counts()
         if self._compiled is not None:
-            self._compiled.count(found, path, own.cells)
+            self._compiled.count(tree, path, request_counts.cells)
             return
-        for counts in (self._counts, own):
-            counts.add(*_count(found, path))
+        for counts in (self._counts, request_counts):
+            counts.add(*_count(tree, path))
 
     def release(self, request: Request) -> None:
         """Release a request's state, after adding its output to the history."""
@@ -261,7 +261,7 @@ class LookupDrafter:
             self._remember(request)
         self._own.pop(request.request_id, None)
         self._texts.pop(request.request_id, None)
-        self.proposed.found.pop(request.request_id, None)
+        self.proposed.trees.pop(request.request_id, None)
 
 
 class LookupProposals:
@@ -271,20 +271,20 @@ class LookupProposals:
         drafter: that proposed them.
 
     Attributes:
-        found: search results by request id.
+        trees: search results by request id.
     """
 
     name = LookupDrafter.name
 
     def __init__(self, drafter: LookupDrafter) -> None:
         self._drafter = drafter
-        self.found: dict[str, Found] = {}
+        self.trees: dict[str, LookupTree] = {}
 
     def commit(self, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> None:
         """Count trials and hits; arguments as in `Drafter.commit`."""
         for request, path in zip(requests, paths, strict=True):
-            if (found := self.found.pop(request.request_id, None)) is not None:
-                self._drafter.count(request, found, path)
+            if (tree := self.trees.pop(request.request_id, None)) is not None:
+                self._drafter.count(request, tree, path)
 
 
 def _begin(request: Request) -> int:
@@ -292,30 +292,30 @@ def _begin(request: Request) -> int:
     return max(request.num_prompt - PROMPT_TAIL, 0)
 
 
-def _tree(found: Found) -> TokenTree:
+def _tree(searched: LookupTree) -> TokenTree:
     """Convert search results to a token tree with the sources "lookup" and "suffix"."""
-    below, from_history = len(found.tokens) - 1, found.places[1, 1:] >= 0
+    below, from_history = len(searched.tokens) - 1, searched.classes[1, 1:] >= 0
     if not from_history.any():
-        draws = Draws(found.parents[1:], np.arange(1, below + 1), np.zeros(below, dtype=np.int64), np.ones(below))
-        tree = TokenTree(found.tokens, found.parents, found.depths, found.probs, draws, NAMES[:1])
+        draws = Draws(searched.parents[1:], np.arange(1, below + 1), np.zeros(below, dtype=np.int64), np.ones(below))
+        tree = TokenTree(searched.tokens, searched.parents, searched.depths, searched.probs, draws, NAMES[:1])
     else:
-        nodes = [1 + np.flatnonzero(own) for own in (found.places[0, 1:] >= 0, from_history)]
-        children, sources = np.concatenate(nodes), np.repeat([0, 1], [len(own) for own in nodes])
-        draws = Draws(found.parents[children], children, sources, np.ones(len(children)))
-        tree = TokenTree(found.tokens, found.parents, found.depths, found.probs, draws, NAMES)
-    return tree.with_values(found.values)
+        nodes = [1 + np.flatnonzero(proposed) for proposed in (searched.classes[0, 1:] >= 0, from_history)]
+        children, sources = np.concatenate(nodes), np.repeat([0, 1], [len(proposed) for proposed in nodes])
+        draws = Draws(searched.parents[children], children, sources, np.ones(len(children)))
+        tree = TokenTree(searched.tokens, searched.parents, searched.depths, searched.probs, draws, NAMES)
+    return tree.with_values(searched.values)
 
 
-def _count(found: Found, path: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return trials and hits among the children of the path's nodes; [PLACES, MAX_MATCH + 1] each."""
-    on_path = np.zeros(len(found.tokens), dtype=bool)
+def _count(tree: LookupTree, path: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return trials and hits among the children of the path's nodes; [CLASSES, MAX_MATCH + 1] each."""
+    on_path = np.zeros(len(tree.tokens), dtype=bool)
     on_path[path] = True
-    tested = 1 + np.flatnonzero(on_path[found.parents[1:]])
+    tested = 1 + np.flatnonzero(on_path[tree.parents[1:]])
 
     def cells(nodes: np.ndarray) -> np.ndarray:
-        places, lengths = found.places[:, nodes].ravel(), found.lengths[:, nodes].ravel()
-        flat = (places * (MAX_MATCH + 1) + lengths)[places >= 0]
-        return np.bincount(flat, minlength=PLACES * (MAX_MATCH + 1)).reshape(PLACES, MAX_MATCH + 1)
+        classes, lengths = tree.classes[:, nodes].ravel(), tree.lengths[:, nodes].ravel()
+        flat = (classes * (MAX_MATCH + 1) + lengths)[classes >= 0]
+        return np.bincount(flat, minlength=CLASSES * (MAX_MATCH + 1)).reshape(CLASSES, MAX_MATCH + 1)
 
     return cells(tested), cells(tested[on_path[tested]])
 
@@ -342,14 +342,14 @@ class _Candidate:
     """A node of a tree under construction.
 
     Attributes:
-        places, lengths: as in `Found`, in the text and in the history.
+        classes, lengths: as in `LookupTree`, in the text and in the history.
         votes: number of matches in the history that continue with this node.
     """
 
     token: int
     parent: int
     depth: int
-    places: list[int] = field(default_factory=lambda: [-1, -1])
+    classes: list[int] = field(default_factory=lambda: [-1, -1])
     lengths: list[int] = field(default_factory=lambda: [-1, -1])
     votes: int = 0
     prob: float = 1.0
@@ -364,13 +364,13 @@ def search(
     looks_up: bool = True,
     history: History | None = None,
     owner: int = 0,
-) -> Found | None:
+) -> LookupTree | None:
     """Build the tree of the best matches' continuations. Reference implementation of `LookupSearch.search`.
 
     Args:
         tokens: int64 [length].
         depth: maximum depth of the tree.
-        rates: float64 [PLACES, MAX_MATCH + 1], acceptance probability of each class.
+        rates: float64 [CLASSES, MAX_MATCH + 1], acceptance probability of each class.
         min_prob: minimum probability of the best first token.
         looks_up: whether to search `tokens` themselves.
         history: searched in addition, or None.
@@ -382,7 +382,7 @@ def search(
     text, table = tokens.tolist(), rates.tolist()
     continuations: list[tuple[list[int], int, bool]] = []  # tokens, length of the match, whether from the history
     if looks_up:
-        for end, length in zip(*(found.tolist() for found in find_matches(tokens)), strict=True):
+        for end, length in zip(*(columns.tolist() for columns in find_matches(tokens)), strict=True):
             period = len(text) - 1 - end  # a continuation beyond the end of the text repeats periodically
             continuations.append(([text[end + 1 + step % period] for step in range(depth)], length, False))
     if history is not None:
@@ -390,19 +390,19 @@ def search(
             continuations.append((list(islice(history.following(number), depth)), length, True))
     if not continuations:
         return None
-    candidates, at, first = [_Candidate(text[-1], -1, 0, [0, 0], [0, 0])], [0] * len(continuations), 1
+    candidates, reached, first = [_Candidate(text[-1], -1, 0, [0, 0], [0, 0])], [0] * len(continuations), 1
     for level in range(depth):
-        known: dict[tuple[int, int], int] = {}
+        nodes: dict[tuple[int, int], int] = {}
         num_siblings: Counter[int] = Counter()
         for match, (tail, length, in_history) in enumerate(continuations):
             if level >= len(tail):
                 continue
-            above = at[match]
-            at[match] = node = known.setdefault((above, tail[level]), len(candidates))
+            above = reached[match]
+            reached[match] = node = nodes.setdefault((above, tail[level]), len(candidates))
             if node == len(candidates):
                 candidates.append(_Candidate(tail[level], above, level + 1))
                 if not in_history:
-                    candidates[node].places[0] = min(num_siblings[above], OWN_PLACES - 1)
+                    candidates[node].classes[0] = min(num_siblings[above], TEXT_CLASSES - 1)
                 num_siblings[above] += 1
             candidate = candidates[node]
             candidate.votes += in_history
@@ -417,11 +417,11 @@ def search(
     index = np.argsort(order)
     parents, ranked = index[[candidate.parent for candidate in candidates]], [candidates[node] for node in order]
     parents[0] = -1
-    return Found(
+    return LookupTree(
         tokens=np.array([candidate.token for candidate in ranked]),
         parents=parents[order],
         depths=np.array([candidate.depth for candidate in ranked]),
-        places=np.array([candidate.places for candidate in ranked]).T,
+        classes=np.array([candidate.classes for candidate in ranked]).T,
         lengths=np.array([candidate.lengths for candidate in ranked]).T,
         probs=np.array([candidate.prob for candidate in ranked]),
         values=values[order],
@@ -440,17 +440,17 @@ def _estimate_probs(candidates: list[_Candidate], first: int, rates: list[list[f
     for siblings in by_parent.values():
         total = sum(candidate.votes for candidate in siblings)
         for rank, candidate in enumerate(sorted(siblings, key=lambda candidate: -candidate.votes)):
-            candidate.places[1] = _history_place(candidate.votes, total, rank)
+            candidate.classes[1] = _history_class(candidate.votes, total, rank)
     for candidate in candidates[first:]:
-        own = zip(candidate.places, candidate.lengths, strict=True)
-        candidate.prob = max(rates[place][length] for place, length in own if place >= 0)
+        columns = zip(candidate.classes, candidate.lengths, strict=True)
+        candidate.prob = max(rates[kind][length] for kind, length in columns if kind >= 0)
         candidate.value = candidate.prob * candidates[candidate.parent].value
 
 
-def _history_place(votes: int, total: int, rank: int) -> int:
-    """Return the class of a candidate from the history; see `PLACES`."""
+def _history_class(votes: int, total: int, rank: int) -> int:
+    """Return the class of a candidate from the history; see `CLASSES`."""
     if votes == total:
-        return OWN_PLACES + (total > 1)
+        return TEXT_CLASSES + (total > 1)
     if rank == 0:
-        return OWN_PLACES + (2 if 3 * votes >= 2 * total else 3)
-    return OWN_PLACES + min(3 + rank, 5)
+        return TEXT_CLASSES + (2 if 3 * votes >= 2 * total else 3)
+    return TEXT_CLASSES + min(3 + rank, 5)

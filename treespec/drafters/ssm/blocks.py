@@ -44,21 +44,21 @@ class Block(NamedTuple):
         count = len(tokens)
         if self.rows is None or request.restriction is not None:
             hidden = self.hidden[depth].expand(count, -1)
-            own = ScoredSlice(request, slice(0, count), request.context_len + 1 + depth, paths)
-            return draft_probs(model.for_tokens(tokens), hidden, [own])
+            scored_slice = ScoredSlice(request, slice(0, count), request.context_len + 1 + depth, paths)
+            return draft_probs(model.for_tokens(tokens), hidden, [scored_slice])
         row = self.rows.select(slice(depth, depth + 1))
         return row.select(np.zeros(count, dtype=np.int64))
 
 
 def unread_of(model: BlockDraft, cache: KVCache, chains: Sequence[Chain]) -> list[Unread]:
     """Return the unread tokens of some requests: the last position of a chain is the root's."""
-    found = []
+    unread = []
     for request, start, stop in chains:
         states = None
         if model.columns:
             states = cache.read_features(request.pages, start - model.offset, stop - 1)
-        found.append(Unread(request.tokens[start:stop], start, request.pages, states, request.max_len))
-    return found
+        unread.append(Unread(request.tokens[start:stop], start, request.pages, states, request.max_len))
+    return unread
 
 
 def score_blocks(
@@ -73,16 +73,16 @@ def score_blocks(
     """
     block, slices = model.block, []
     hidden = model.forward_block(unread_of(model, cache, chains), pool)
-    parts = [slice(i * block, (i + 1) * block) for i in range(len(chains))]
+    slices_of_roots = [slice(i * block, (i + 1) * block) for i in range(len(chains))]
     if model.uses_node_tokens:
-        return [Block(hidden[part], None) for part in parts]
+        return [Block(hidden[part], None) for part in slices_of_roots]
     for i, (request, _, _) in enumerate(chains):
         if not plain and request.is_sampled and request.restriction is None:
             for depth in range(block):
                 row = i * block + depth
                 slices.append(ScoredSlice(request, slice(row, row + 1), request.context_len + 1 + depth, [()]))
     rows = draft_probs(model, hidden, slices)
-    return [Block(hidden[part], rows.select(part)) for part in parts]
+    return [Block(hidden[part], rows.select(part)) for part in slices_of_roots]
 
 
 def level_probs(ssm: int, scored: Mapping[int, tuple[np.ndarray, Rows]], differ: bool, most: int | None) -> SsmProbs:
@@ -94,13 +94,13 @@ def level_probs(ssm: int, scored: Mapping[int, tuple[np.ndarray, Rows]], differ:
         differ: whether the rows of a tree may differ.
         most: number of the most likely tokens that matter in each row; None for all.
     """
-    rows, parts = [own for own, _ in scored.values()], [part for _, part in scored.values()]
-    if any(part.head is None for part in parts):  # restricted rows cover the vocabulary, others a reduced one
-        parts = [part.expanded() for part in parts]
-    tokens = parts[0].tokens
+    rows, scores = [of_tree for of_tree, _ in scored.values()], [part for _, part in scored.values()]
+    if any(part.head is None for part in scores):  # restricted rows cover the vocabulary, others a reduced one
+        scores = [part.expanded() for part in scores]
+    tokens = scores[0].tokens
     if differ or most is None:
-        return SsmProbs(ssm, np.concatenate(rows), np.concatenate([part.probs for part in parts]), tokens)
+        return SsmProbs(ssm, np.concatenate(rows), np.concatenate([part.probs for part in scores]), tokens)
     # Rows of a tree are equal: only the columns of their best tokens are repeated, not the vocabulary.
-    columns = np.unique(np.concatenate([top_tokens(part.probs[:1].copy(), most)[1][0] for part in parts]))
-    probs = [np.repeat(part.probs[:1, columns], len(own), 0) for own, part in zip(rows, parts, strict=True)]
+    columns = np.unique(np.concatenate([top_tokens(part.probs[:1].copy(), most)[1][0] for part in scores]))
+    probs = [np.repeat(part.probs[:1, columns], len(of_tree), 0) for of_tree, part in zip(rows, scores, strict=True)]
     return SsmProbs(ssm, np.concatenate(rows), np.concatenate(probs), columns if tokens is None else tokens[columns])

@@ -54,16 +54,16 @@ class CatchUpPolicy:
             context_len: number of its committed tokens.
             time_left: as in `DraftPlan`.
         """
-        leader, found = self.leader(state, allowed), []
+        leader, readers = self.leader(state, allowed), []
         affordable = SAVED_PER_NAT * self._advantage * time_left
         behind = (context_len - state.valid).tolist()
         for ssm in allowed:
             if behind[ssm] >= state.max_lags[ssm] and (ssm == leader or behind[ssm] <= affordable):
-                found.append(ssm)
+                readers.append(ssm)
                 state.max_lags[ssm] = min(2 * int(state.max_lags[ssm]), MAX_LAG)
                 if ssm != leader:
                     self._compared.append((state, leader, ssm))
-        return found
+        return readers
 
     def learn(self) -> None:
         """Update the running means from the SSMs that have just read beside a leader."""

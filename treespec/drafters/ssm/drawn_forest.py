@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from treespec.drafters.ssm.forest import Frontier, Shape, SsmProbs
+from treespec.drafters.ssm.forest import Frontier, SsmProbs, TreeLimits
 from treespec.tree import Draws, TokenTree
 from treespec.verification.oracle import RandomOracle
 
@@ -46,17 +46,19 @@ class _Tree:
     """One tree under construction.
 
     Args:
-        seed: nodes proposed by other sources.
-        shape: limits of the tree.
+        seed_tree: nodes proposed by other sources, the seeds.
+        limit: limits of the tree.
         oracle: randomness of the draws.
         mode: as `SpecConfig.draws`.
         min_value: minimum value of a draw.
         fills: whether to add draws in the end until the tree has its full number of nodes.
     """
 
-    def __init__(self, seed: TokenTree, shape: Shape, oracle: RandomOracle, mode: str, min_value: float, fills: bool):
-        self.shape, self.oracle, self.mode, self.min_value, self.fills = shape, oracle, mode, min_value, fills
-        self.tokens, self.parents, self.depths = [int(seed.tokens[0])], [-1], [0]
+    def __init__(
+        self, seed_tree: TokenTree, limit: TreeLimits, oracle: RandomOracle, mode: str, min_value: float, fills: bool
+    ):
+        self.limit, self.oracle, self.mode, self.min_value, self.fills = limit, oracle, mode, min_value, fills
+        self.tokens, self.parents, self.depths = [int(seed_tree.tokens[0])], [-1], [0]
         self.probs, self.values = [1.0], [1.0]
         self.child: dict[tuple[int, int], int] = {}
         self.draws: list[tuple[int, int, int, float, int, tuple[int, ...]]] = []
@@ -64,12 +66,12 @@ class _Tree:
         self.scored: list[_Node] = []
         self.slot_of_node: dict[int, int] = {}
         # If anything is drawn, the best seeds take at most half of the nodes.
-        max_seeds = (shape.nodes - 1) // (2 if shape.max_depth else 1)
-        seed = seed.as_deterministic()
-        best = np.lexsort((seed.depths, -seed.values))[: 1 + max_seeds]
-        kept = best if fills else best[seed.values[best] > min_value]
-        self.seed = seed if shape.branching else seed.keep(np.sort(kept))
-        self.room = shape.nodes - (0 if shape.branching else len(self.seed) - 1)
+        max_seeds = (limit.nodes - 1) // (2 if limit.max_depth else 1)
+        seed_tree = seed_tree.as_deterministic()
+        best = np.lexsort((seed_tree.depths, -seed_tree.values))[: 1 + max_seeds]
+        kept = best if fills else best[seed_tree.values[best] > min_value]
+        self.seed_tree = seed_tree if limit.branching else seed_tree.keep(np.sort(kept))
+        self.room = limit.nodes - (0 if limit.branching else len(self.seed_tree) - 1)
 
     def draw(self, node: _Node) -> int | None:
         """Draw a child of a scored node.
@@ -82,21 +84,21 @@ class _Tree:
             counts[ssm] += 1
         # Round-robin by descending weight: a first draw of another SSM adds more mass than a second one of the same.
         for ssm in sorted(node.distributions, key=lambda ssm: (counts[ssm], -node.weights[ssm])):
-            own, excluded = node.distributions[ssm], self._excluded(node, ssm)
+            distribution, excluded = node.distributions[ssm], self._excluded(node, ssm)
             if excluded:
-                own = own.copy()
-                own[list(excluded)] = 0.0
-            mass = float(own.sum(dtype=np.float64))
+                distribution = distribution.copy()
+                distribution[list(excluded)] = 0.0
+            mass = float(distribution.sum(dtype=np.float64))
             if mass < _MIN_MASS:
                 continue
-            token = self.oracle.choose(own)
+            token = self.oracle.choose(distribution)
             new = all(token != other for _, other in node.drawn)
             share = sum(float(node.weights[other] * node.distributions[other][token]) for other in node.distributions)
             child = self._child(node.index, token, share, share * self.values[node.index])
             if ssm not in node.rows:
                 node.rows[ssm] = len(self.distributions)
                 self.distributions.append(node.distributions[ssm])
-            self.draws.append((node.index, child, ssm, float(own[token]) / mass, node.rows[ssm], excluded))
+            self.draws.append((node.index, child, ssm, float(distribution[token]) / mass, node.rows[ssm], excluded))
             node.drawn.append((ssm, token))
             node.remaining -= share if new else 0.0
             node.repeats = 0 if new else node.repeats + 1
@@ -123,7 +125,7 @@ class _Tree:
 
     def grow(self, node: _Node) -> None:
         """Draw the children of a newly scored node: a static number, or while the next draw has the minimum value."""
-        branching = self.shape.branching
+        branching = self.limit.branching
         if branching:
             for _ in range(branching[min(self.depths[node.index], len(branching) - 1)]):
                 self.draw(node)
@@ -161,18 +163,19 @@ class _Tree:
         Returns:
             The tree, and int64 [num_nodes], each node's draft slot (-1 if it was not scored).
         """
-        names, seed = tuple(names), self.seed
-        sources = names + tuple(name for name in seed.source_names if name not in names)
+        names, seed_tree = tuple(names), self.seed_tree
+        sources = names + tuple(name for name in seed_tree.source_names if name not in names)
         node_of_seed = {0: 0}
+        draws = seed_tree.draws
         for parent, child, source in zip(
-            seed.draws.parents.tolist(), seed.draws.children.tolist(), seed.draws.sources.tolist(), strict=True
+            draws.parents.tolist(), draws.children.tolist(), draws.sources.tolist(), strict=True
         ):
-            above, token = node_of_seed.get(parent), int(seed.tokens[child])
-            if above is None or (self.shape.branching and (above, token) not in self.child):
+            above, token = node_of_seed.get(parent), int(seed_tree.tokens[child])
+            if above is None or (self.limit.branching and (above, token) not in self.child):
                 continue
-            prob = float(seed.probs[child])
+            prob = float(seed_tree.probs[child])
             node = node_of_seed[child] = self._child(above, token, prob, prob * self.values[above])
-            self.draws.append((above, node, sources.index(seed.source_names[source]), 1.0, -1, ()))
+            self.draws.append((above, node, sources.index(seed_tree.source_names[source]), 1.0, -1, ()))
         parents, children, drawn_by, probs, rows, excluded = zip(*self.draws, strict=True) if self.draws else [()] * 6
         slots = np.full(len(self.tokens), -1)
         slots[list(self.slot_of_node)] = list(self.slot_of_node.values())
@@ -199,8 +202,8 @@ class DrawnForest:
     """Trees of random draws, one per request, grown level by level like `Forest`.
 
     Args:
-        seeds: by request, nodes proposed by other sources, which must not depend on the draws.
-        shapes, oracles: by request.
+        seed_trees: by request, nodes proposed by other sources, which must not depend on the draws.
+        limits, oracles: by request.
         modes: by request, as `SpecConfig.draws`.
         min_values: by request, minimum value of a draw.
         fills: by request, whether to add draws in the end until the tree has its full number of nodes.
@@ -213,8 +216,8 @@ class DrawnForest:
 
     def __init__(
         self,
-        seeds: Sequence[TokenTree],
-        shapes: Sequence[Shape],
+        seed_trees: Sequence[TokenTree],
+        limits: Sequence[TreeLimits],
         oracles: Sequence[RandomOracle],
         modes: Sequence[str],
         min_values: Sequence[float],
@@ -222,25 +225,19 @@ class DrawnForest:
         max_frontier: int,
         max_slots: int,
     ):
-        self._trees = [_Tree(*parts) for parts in zip(seeds, shapes, oracles, modes, min_values, fills, strict=True)]
+        rows = zip(seed_trees, limits, oracles, modes, min_values, fills, strict=True)
+        self._trees = [_Tree(*row) for row in rows]
         self._max_frontier, self._max_slots = max_frontier, max_slots
         self.depth = 0
         self._level_mass = np.zeros(len(self._trees))
-        self.frontier = self._frontier([[0] if shape.max_depth else [] for shape in shapes])
+        self.frontier = self._frontier([[0] if limit.max_depth else [] for limit in limits])
 
     def _frontier(self, nodes: Sequence[Sequence[int]]) -> Frontier:
         """Build the frontier of the given nodes, by tree."""
-        rows = [(owner, node) for owner, own in enumerate(nodes) for node in own]
-        owners = np.array([owner for owner, _ in rows], dtype=np.int64)
-        index = np.array([node for _, node in rows], dtype=np.int64)
-        trees = [self._trees[owner] for owner, _ in rows]
-        tokens = np.array([tree.tokens[node] for tree, (_, node) in zip(trees, rows, strict=True)], dtype=np.int64)
-        above = np.array(
-            [tree.slot_of_node.get(tree.parents[node], -1) for tree, (_, node) in zip(trees, rows, strict=True)],
-            dtype=np.int64,
-        )
-        values = np.array([tree.values[node] for tree, (_, node) in zip(trees, rows, strict=True)])
-        return Frontier(index, tokens, owners, np.full(len(rows), -1), above, values)
+        rows = [(self._trees[owner], owner, node) for owner, of_tree in enumerate(nodes) for node in of_tree]
+        columns = [(n, t.tokens[n], owner, -1, t.slot_of_node.get(t.parents[n], -1)) for t, owner, n in rows]
+        index, tokens, owners, seeds, above = np.array(columns, dtype=np.int64).reshape(len(rows), 5).T.copy()
+        return Frontier(index, tokens, owners, seeds, above, np.array([t.values[n] for t, _, n in rows]))
 
     def extend(self, ssm_probs: Sequence[SsmProbs], weights: Sequence[np.ndarray]) -> np.ndarray:
         """Draw the children of the frontier, and select the next frontier.
@@ -252,27 +249,30 @@ class DrawnForest:
         Returns:
             bool [frontier rows], True where an SSM's distribution is not finite.
         """
-        at = self.frontier
-        by_row: list[dict[int, np.ndarray]] = [{} for _ in at.nodes]
-        broken = np.zeros(len(at.nodes), dtype=bool)
-        for ssm, rows, probs, known in ssm_probs:
-            assert known is None, "draws are from distributions over the whole vocabulary"
+        scored = self.frontier
+        by_row: list[dict[int, np.ndarray]] = [{} for _ in scored.nodes]
+        broken = np.zeros(len(scored.nodes), dtype=bool)
+        for ssm, rows, probs, vocabulary in ssm_probs:
+            assert vocabulary is None, "draws are from distributions over the whole vocabulary"
             finite = np.isfinite(probs).all(1)
             broken[rows[~finite]] = True
-            for row, own in zip(rows[finite].tolist(), probs[finite], strict=True):
-                by_row[row][ssm] = own
+            for row, distribution in zip(rows[finite].tolist(), probs[finite], strict=True):
+                by_row[row][ssm] = distribution
         first = [len(tree.tokens) for tree in self._trees]
-        order = np.argsort(-at.values, kind="stable").tolist()
-        nodes = {row: _Node(int(at.nodes[row]), weights[at.owners[row]], by_row[row]) for row in range(len(at.nodes))}
+        order = np.argsort(-scored.values, kind="stable").tolist()
+        nodes = {
+            row: _Node(int(scored.nodes[row]), weights[scored.owners[row]], by_row[row])
+            for row in range(len(scored.nodes))
+        }
         for row, node in nodes.items():  # slots are assigned in the order of the pass's rows
-            tree = self._trees[at.owners[row]]
+            tree = self._trees[scored.owners[row]]
             tree.slot_of_node[node.index] = len(tree.slot_of_node)
             tree.scored.append(node)
         for row in order:
-            self._trees[at.owners[row]].grow(nodes[row])
+            self._trees[scored.owners[row]].grow(nodes[row])
         self.depth += 1
         growing = np.zeros(len(self._trees), dtype=bool)
-        growing[at.owners] = True
+        growing[scored.owners] = True
         expanded = [
             self._expanded(tree, start) if grows else []
             for tree, start, grows in zip(self._trees, first, growing, strict=True)
@@ -290,10 +290,10 @@ class DrawnForest:
 
     def _expanded(self, tree: _Tree, start: int) -> list[int]:
         """Select the nodes to score next among a tree's nodes from `start` on, ascending."""
-        if self.depth >= tree.shape.max_depth:
+        if self.depth >= tree.limit.max_depth:
             return []
-        new = [node for node in range(start, len(tree.tokens)) if tree.tokens[node] not in tree.shape.end_tokens]
-        if tree.shape.branching:
+        new = [node for node in range(start, len(tree.tokens)) if tree.tokens[node] not in tree.limit.end_tokens]
+        if tree.limit.branching:
             return new
         new = [node for node in new if tree.values[node] > tree.min_value]
         room = max(min(self._max_frontier, self._max_slots - len(tree.slot_of_node)), 0)
@@ -302,7 +302,7 @@ class DrawnForest:
     def stop(self, owners: np.ndarray) -> None:
         """Remove trees from the frontier; owners: bool [num_trees]."""
         remaining = ~owners[self.frontier.owners]
-        self.frontier = Frontier(*(part[remaining] for part in self.frontier))
+        self.frontier = self.frontier.select(remaining)
 
     def open_mass(self) -> np.ndarray:
         """Return the probability that each tree's frontier is reached: float64 [num_trees]."""
@@ -322,6 +322,6 @@ class DrawnForest:
             By request, the tree and each node's draft slot, -1 if it was not scored.
         """
         for tree in self._trees:
-            if tree.fills and not tree.shape.branching:
+            if tree.fills and not tree.limit.branching:
                 tree.fill()
         return [tree.finish(names) for tree in self._trees]

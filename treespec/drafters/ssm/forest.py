@@ -1,24 +1,30 @@
-"""Deterministic growth of a batch's token trees, level by level, with numpy.
+"""Deterministic growth of a batch's token trees, level by level.
 
-The specification is treespec_kernels/tree/tree_merge.py; nodes and values are bit-identical to it, with two additions:
-static branching, and early removal of nodes that cannot be among a tree's best, which changes no selected tree.
+The specification is treespec_kernels/tree/tree_merge.py, whose `merge_children` merges proposals here too. Growth on
+the host adds static branching, and removes nodes early that cannot be among a tree's best, which changes no selected
+tree.
 """
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from typing import NamedTuple
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from treespec.drafters.evidence import SeedEvidence
-from treespec.tree import Draws, TokenTree
+from treespec.tree import Draws, TokenTree, join_seed_tree
+from treespec_kernels.cpu.growth_cpu import CallPasses, GrownLevels, TreeGrowth
 from treespec_kernels.sampling.logit_transforms import topk_rows
-from treespec_kernels.tree.growth_limits import CHILDREN, FRONTIER, MAX_MIXTURE, MIN_MIXTURE, SEEDS, frontier_width
+from treespec_kernels.tree.growth_limits import CHILDREN, FRONTIER, SEEDS, frontier_width, level_widths
+from treespec_kernels.tree.level_rule import LevelRule
 from treespec_kernels.tree.tree_levels import Frontier, Level
+from treespec_kernels.tree.tree_merge import merge_children
 
-_ONE = np.float32(1)
+_ZERO, _NOT_PROPOSED = np.float32(0), np.float32(np.nan)
 
 
 class SsmProbs(NamedTuple):
@@ -37,25 +43,7 @@ class SsmProbs(NamedTuple):
     tokens: np.ndarray | None = None
 
 
-class _Candidates(NamedTuple):
-    """Proposed children of each row of the frontier.
-
-    Attributes:
-        tokens: int64 [num_rows, width], -1 for no candidate and for repeated tokens of a row.
-        draft_probs: float32 [num_ssms, num_rows, width], each SSM's probability where it proposes the token.
-        proposed: bool [num_ssms, num_rows, width].
-        probs: float32 [num_rows, width], merged probability.
-        seeds: int64 [num_rows, width], index of the seed with the same path, -1 for none.
-    """
-
-    tokens: np.ndarray
-    draft_probs: np.ndarray
-    proposed: np.ndarray
-    probs: np.ndarray
-    seeds: np.ndarray
-
-
-class _Seeds:
+class _SeedNodes:
     """The seed trees of a batch, concatenated: node i of tree t has index `first[t] + i`.
 
     Attributes:
@@ -79,15 +67,15 @@ class _Seeds:
         below = np.flatnonzero(parents >= 0)
         parents = parents + shift  # invalid for roots
         order = below[np.argsort(parents[below], kind="stable")]
-        ranked = parents[order]
-        place = np.arange(len(order)) - np.searchsorted(ranked, ranked)
-        self.width = int(place.max(initial=0)) + 1
+        above = parents[order]
+        rank = np.arange(len(order)) - np.searchsorted(above, above)
+        self.width = int(rank.max(initial=0)) + 1
         self.children = np.full((len(parents) + 1, self.width), -1)
-        self.children[ranked, place] = order
+        self.children[above, rank] = order
 
 
 @dataclass(frozen=True)
-class Shape:
+class TreeLimits:
     """Limits of one tree.
 
     Attributes:
@@ -107,8 +95,8 @@ class Forest:
     """One growing tree per request, which merges the SSMs' proposals with those of other sources (the seeds).
 
     Args:
-        seeds: by request, a tree with the same root. Trees that grow use its best `SEEDS` nodes.
-        shapes: by request.
+        seed_trees: by request, nodes proposed by other sources. Trees that grow use the best `SEEDS` of them.
+        limits: by request.
         num_ssms: number of SSMs.
         evidence: evidence ratios of the seeds.
         max_children: maximum number of proposals of one source at one node.
@@ -121,30 +109,31 @@ class Forest:
 
     def __init__(
         self,
-        seeds: Sequence[TokenTree],
-        shapes: Sequence[Shape],
+        seed_trees: Sequence[TokenTree],
+        limits: Sequence[TreeLimits],
         num_ssms: int,
         evidence: SeedEvidence,
         max_children: int = CHILDREN,
         max_frontier: int = FRONTIER,
     ):
-        count = len(seeds)
-        self.shapes, self.num_ssms = shapes, num_ssms
+        count = len(seed_trees)
+        self.limits, self.num_ssms = limits, num_ssms
         self.max_children, self.max_frontier = max_children, max_frontier
-        used = [seed.best(1 + SEEDS) if shape.max_depth else seed for seed, shape in zip(seeds, shapes, strict=True)]
-        self.seeds = _Seeds(used, evidence)
+        pairs = zip(seed_trees, limits, strict=True)
+        used = [tree.best(1 + SEEDS) if limit.max_depth else tree for tree, limit in pairs]
+        self.seeds = _SeedNodes(used, evidence)
         roots, trees, one = self.seeds.first[:-1], np.arange(count), np.ones(count, dtype=np.float32)
         proposed = np.zeros((count, num_ssms), dtype=bool)
         tokens = self.seeds.tokens[roots]
         draft_probs = np.zeros((count, num_ssms), dtype=np.float32)
         self._levels = [Level(tokens, np.full(count, -1), trees, roots, one, one, proposed, draft_probs)]
         self._size, self._level_nodes = count, [count]
-        self.slots: list[list[np.ndarray]] = [[] for _ in seeds]
+        self.slots: list[list[np.ndarray]] = [[] for _ in seed_trees]
         self._num_slots = np.zeros(count, dtype=np.int64)
         self._min_values = np.zeros(count, dtype=np.float32)  # by tree, minimum value of its best `nodes` so far
-        self._values: list[list[np.ndarray]] = [[one[:1]] for _ in seeds]  # by tree and level
+        self._values: list[list[np.ndarray]] = [[one[:1]] for _ in seed_trees]  # by tree and level
         self.frontier = Frontier(trees, tokens, trees, roots, np.full(count, -1), one)
-        self.stop(np.array([not shape.max_depth for shape in shapes]))
+        self.stop(np.array([not limit.max_depth for limit in limits]))
 
     @property
     def depth(self) -> int:
@@ -162,88 +151,62 @@ class Forest:
         Returns:
             bool [frontier rows], True where an SSM's top probabilities are not finite.
         """
-        at = self.frontier
-        found, broken = self._candidates(ssm_probs, np.array(weights, dtype=np.float32)[at.owners])
-        values, valid = at.values[:, None] * found.probs, found.tokens >= 0
-        parts = at.parts()
-        slots = np.empty(len(at.nodes), dtype=np.int64)  # the rows take the next slots of their trees
-        for owner, part in parts.items():
-            first, count = self._num_slots[owner], part.stop - part.start
-            slots[part] = np.arange(first, first + count)
-            self._num_slots[owner] += count
-            self.slots[owner].append(at.nodes[part])
-            self._keep(owner, values[part], valid[part], found.seeds[part])
-        rows, columns = np.nonzero(valid)
-        level = Level(
-            found.tokens[rows, columns],
-            at.nodes[rows],
-            at.owners[rows],
-            found.seeds[rows, columns],
-            found.probs[rows, columns],
-            values[rows, columns],
-            found.proposed[:, rows, columns].T,
-            found.draft_probs[:, rows, columns].T,
-        )
-        self._levels.append(level)
-        self._level_nodes.append(len(rows))
-        edges = np.searchsorted(rows, [*(part.start for part in parts.values()), len(at.nodes)]).tolist()
-        expanded = []
-        for owner, (begin, end) in zip(parts, pairwise(edges), strict=True):
-            self._values[owner].append(level.values[begin:end])
-            expanded.append(begin + self._expanded(owner, level.tokens[begin:end], level.values[begin:end]))
-        chosen = np.concatenate(expanded)
-        self.frontier = Frontier(
-            self._size + chosen,
-            level.tokens[chosen],
-            level.owners[chosen],
-            level.seeds[chosen],
-            slots[rows[chosen]],
-            level.values[chosen],
-        )
-        self._size += len(rows)
+        frontier, levels, frontiers = self.frontier, list[Level](), list[Frontier]()
+        proposals, broken = self._proposals(ssm_probs)
+        mixture = np.array(weights, dtype=np.float32)
+        for owner, part in frontier.slices().items():
+            rows, level = self._children(owner, part, proposals, mixture[owner])
+            kept = self._kept(owner, rows, level)
+            rows, level = rows[kept], level.select(kept)
+            slots = self._num_slots[owner] + rows - part.start  # the rows take the next slots of their tree
+            self._num_slots[owner] += part.stop - part.start
+            self.slots[owner].append(frontier.nodes[part])
+            self._values[owner].append(level.values)
+            best = self._expanded(owner, level)
+            columns = level.tokens, level.owners, level.seeds, slots, level.values
+            frontiers.append(Frontier(self._size + best, *(column[best] for column in columns)))
+            self._size += len(rows)
+            levels.append(level)
+        self._levels.append(Level(*map(np.concatenate, zip(*levels, strict=True))))
+        self._level_nodes.append(len(self._levels[-1].tokens))
+        self.frontier = Frontier(*map(np.concatenate, zip(*frontiers, strict=True)))
         return broken
 
-    def _candidates(self, ssm_probs: Sequence[SsmProbs], weights: np.ndarray) -> tuple[_Candidates, np.ndarray]:
-        """Merge the proposals of SSMs and seeds; also return the broken rows, bool [num_rows].
-
-        Args:
-            ssm_probs: as in `extend`.
-            weights: float32 [num_rows, num_ssms].
-        """
-        at, seeds = self.frontier, self.seeds
-        count, widest = len(at.nodes), max(self.children_at(owner) for owner in at.owners.tolist())
-        below = seeds.children[at.seeds]
-        seed_tokens = np.where(below >= 0, seeds.tokens[below], -1)
-        top_probs = np.zeros((self.num_ssms, count, widest), np.float32)
-        proposals, broken = [], np.zeros(count, dtype=bool)
-        for ssm, rows, probs, known in ssm_probs:
+    def _proposals(self, ssm_probs: Sequence[SsmProbs]) -> tuple[list[dict[int, dict[int, np.float32]]], np.ndarray]:
+        """Return the probabilities that SSMs propose, by frontier row, SSM and token, and the broken rows."""
+        frontier = self.frontier
+        widest = max(self.children_at(owner) for owner in frontier.owners.tolist())
+        proposals: list[dict[int, dict[int, np.float32]]] = [{} for _ in frontier.nodes]
+        broken = np.zeros(len(frontier.nodes), dtype=bool)
+        for ssm, rows, probs, vocabulary in ssm_probs:
             values, columns = top_tokens(probs, widest)
-            columns = columns if known is None else known[columns]
+            tokens = (columns if vocabulary is None else vocabulary[columns]).tolist()
             finite = np.isfinite(values).all(1)  # top-k sorts NaN first
             broken[rows[~finite]] = True
-            own = np.full((count, widest), -1)
-            own[rows, : columns.shape[1]] = np.where(finite[:, None], columns, -1)
-            top_probs[ssm, rows, : columns.shape[1]] = np.where(finite[:, None], values, 0)
-            proposals.append((ssm, own))
-        tokens = np.concatenate([*(own for _, own in proposals), seed_tokens[:, : self.max_children]], axis=1)
-        mixture, has_mixture = np.zeros(tokens.shape, dtype=np.float32), np.zeros((count, 1), dtype=bool)
-        proposed = np.zeros((self.num_ssms, *tokens.shape), dtype=bool)
-        draft_probs = np.zeros(proposed.shape, dtype=np.float32)
-        for ssm, own in proposals:
-            same = (tokens[:, :, None] == own[:, None, :]) & (own >= 0)[:, None, :]
-            proposed[ssm] = same.any(2)
-            draft_probs[ssm] = np.where(same, top_probs[ssm][:, None, :], 0).max(2)
-            mixture += weights[:, ssm, None] * draft_probs[ssm]
-            has_mixture |= (own >= 0).any(1, keepdims=True)
-        mixture = np.minimum(mixture, _ONE)
-        same = (tokens[:, :, None] == seed_tokens[:, None, :]) & (below >= 0)[:, None, :]
-        node = np.where(same.any(2), np.take_along_axis(below, same.argmax(2), 1), -1)
-        prior = np.clip(mixture, MIN_MIXTURE, MAX_MIXTURE)
-        scaled = seeds.ratios[node] * prior
-        posterior = np.where(has_mixture, scaled / (scaled + (_ONE - prior)), seeds.probs[node])
-        repeats = np.tril(tokens[:, :, None] == tokens[:, None, :], -1).any(2)
-        tokens = np.where(repeats, -1, tokens)
-        return _Candidates(tokens, draft_probs, proposed, np.where(node >= 0, posterior, mixture), node), broken
+            for i in np.flatnonzero(finite):
+                proposals[rows[i]][ssm] = dict(zip(tokens[i], values[i], strict=True))
+        return proposals, broken
+
+    def _children(
+        self, owner: int, part: slice, proposals: Sequence[dict[int, dict[int, np.float32]]], weights: np.ndarray
+    ) -> tuple[np.ndarray, Level]:
+        """Merge the proposals of SSMs and seeds below one tree's part of the frontier; return rows and nodes."""
+        frontier, seeds, nodes, draft_probs = self.frontier, self.seeds, list[Any](), list[list[np.float32]]()
+        for row in range(part.start, part.stop):
+            probs_of = proposals[row]
+            shares = [{token: weights[ssm] * prob for token, prob in probs.items()} for ssm, probs in probs_of.items()]
+            children = seeds.children[frontier.seeds[row]]
+            below = {int(seeds.tokens[seed]): seed for seed in children[children >= 0].tolist()}
+            merged = merge_children(shares, below, self.max_children, seeds.probs, seeds.ratios)
+            for token, (prob, seed) in merged.items():
+                nodes.append((row, token, frontier.nodes[row], seed, prob, frontier.values[row] * prob))
+                draft_probs.append([probs_of.get(ssm, {}).get(token, _NOT_PROPOSED) for ssm in range(self.num_ssms)])
+        rows, tokens, parents, seed_nodes = (np.array([node[i] for node in nodes], dtype=np.int64) for i in range(4))
+        probs, values = (np.array([node[i] for node in nodes], dtype=np.float32) for i in (4, 5))
+        by_ssm = np.array(draft_probs, dtype=np.float32).reshape(len(nodes), self.num_ssms)
+        proposed, owners = ~np.isnan(by_ssm), np.full(len(nodes), owner)
+        by_ssm = np.where(proposed, by_ssm, _ZERO)
+        return rows, Level(tokens, parents, owners, seed_nodes, probs, values, proposed, by_ssm)
 
     def paths(self) -> list[list[int]]:
         """Return the path of each frontier row: the tokens from the root (exclusive) to the node."""
@@ -257,57 +220,59 @@ class Forest:
 
     def children_at(self, owner: int) -> int:
         """Return the maximum number of children of a frontier node of one tree."""
-        branching = self.shapes[owner].branching
+        branching = self.limits[owner].branching
         return branching[min(self.depth, len(branching) - 1)] if branching else self.max_children
 
-    def _keep(self, owner: int, values: np.ndarray, valid: np.ndarray, seeds: np.ndarray) -> None:
-        """Clear `valid` for the new nodes of one tree that are not kept, in place.
+    def _kept(self, owner: int, rows: np.ndarray, level: Level) -> np.ndarray:
+        """Return which new nodes of one tree are kept: bool [num_nodes].
 
         Static branching keeps a fixed number of children per node, otherwise nodes that may be among the tree's best.
 
         Args:
             owner: index of the tree.
-            values, valid, seeds: [num_rows, width], of its candidates.
+            rows: int64 [num_nodes], ascending, frontier rows of the parents.
+            level: the nodes.
         """
-        shape = self.shapes[owner]
-        if shape.branching:
-            ranks = np.argsort(np.argsort(np.where(valid, -values, 1.0), axis=1, kind="stable"), axis=1)
-            valid &= ranks < self.children_at(owner)
-            return
-        all_values = np.concatenate([*self._values[owner], values[valid]])
-        if len(all_values) > shape.nodes:
-            self._min_values[owner] = np.partition(all_values, -shape.nodes)[-shape.nodes]
-            # Seeds are always kept: `finish` adds missing seeds with their own probability, a different value.
-            valid &= (values >= self._min_values[owner]) | (seeds >= 0)
+        limit, values = self.limits[owner], level.values
+        if limit.branching:
+            ranks = np.empty(len(rows), dtype=np.int64)
+            ranks[np.lexsort((-values, rows))] = np.arange(len(rows)) - np.searchsorted(rows, rows)
+            return ranks < self.children_at(owner)
+        all_values = np.concatenate([*self._values[owner], values])
+        if len(all_values) <= limit.nodes:
+            return np.ones(len(rows), dtype=bool)
+        self._min_values[owner] = np.partition(all_values, -limit.nodes)[-limit.nodes]
+        # Seeds are always kept: `finish` adds missing seeds with their own probability, a different value.
+        return (values >= self._min_values[owner]) | (level.seeds >= 0)
 
-    def _expanded(self, owner: int, tokens: np.ndarray, values: np.ndarray) -> np.ndarray:
+    def _expanded(self, owner: int, level: Level) -> np.ndarray:
         """Select the nodes to expand next among one tree's newest nodes; indices, best first without branching."""
-        shape = self.shapes[owner]
-        if self.depth >= shape.max_depth:
+        limit, depth, values = self.limits[owner], self.depth + 1, level.values
+        if depth >= limit.max_depth:
             return np.empty(0, dtype=np.int64)
-        growable = ~np.isin(tokens, shape.end_tokens)
-        if shape.branching:
+        growable = ~np.isin(level.tokens, limit.end_tokens)
+        if limit.branching:
             return np.flatnonzero(growable)
         growable &= (values > 0) & (values >= self._min_values[owner])
         order = np.argsort(-values, kind="stable")
-        return order[growable[order]][: frontier_width(self.depth, self.max_frontier)]
+        return order[growable[order]][: frontier_width(depth, self.max_frontier)]
 
     def stop(self, owners: np.ndarray) -> None:
         """Remove trees from the frontier; owners: bool [num_trees]."""
         if owners.any():
             remaining = ~owners[self.frontier.owners]
-            self.frontier = Frontier(*(part[remaining] for part in self.frontier))
+            self.frontier = self.frontier.select(remaining)
 
     def open_mass(self) -> np.ndarray:
         """Return the open mass of each tree: float64 [num_trees].
 
         This is the probability that its frontier is reached and that the next token is not among the seeds.
         """
-        at, seeds = self.frontier, self.seeds
-        below = seeds.children[at.seeds]
+        frontier, seeds = self.frontier, self.seeds
+        below = seeds.children[frontier.seeds]
         covered = np.cumsum(seeds.probs[below] * (below >= 0), axis=1)[:, -1]  # unlike `sum`, in order
-        values = at.values * np.maximum(1 - covered, 0.0)
-        return np.bincount(at.owners, values, minlength=len(self.shapes))
+        values = frontier.values * np.maximum(1 - covered, 0.0)
+        return np.bincount(frontier.owners, values, minlength=len(self.limits))
 
     def level_mass(self, least: float) -> np.ndarray:
         """Return the probability that each tree's newest level is reached: float64 [num_trees].
@@ -316,7 +281,7 @@ class Forest:
         """
         level = self._levels[-1]
         counted = (level.values >= np.float32(least)) & (level.seeds < 0)
-        return np.bincount(level.owners[counted], level.values[counted], minlength=len(self.shapes))
+        return np.bincount(level.owners[counted], level.values[counted], minlength=len(self.limits))
 
     def finish(self, names: Sequence[str]) -> list[tuple[TokenTree, np.ndarray]]:
         """Build the trees, including seeds that were not reached.
@@ -327,19 +292,19 @@ class Forest:
         Returns:
             By request, the tree and each node's draft slot, -1 if it was not expanded.
         """
-        joined = Level(*(np.concatenate(parts) for parts in zip(*self._levels, strict=True)))
+        joined = Level(*(np.concatenate(columns) for columns in zip(*self._levels, strict=True)))
         depths = np.repeat(np.arange(len(self._level_nodes)), self._level_nodes)
-        return [self._finish(owner, joined, depths, names) for owner in range(len(self.shapes))]
+        return [self._finish(owner, joined, depths, names) for owner in range(len(self.limits))]
 
     def _finish(
         self, owner: int, nodes: Level, depths: np.ndarray, names: Sequence[str]
     ) -> tuple[TokenTree, np.ndarray]:
         """Build one tree from all levels of all trees."""
         expanded = np.concatenate(self.slots[owner]) if self.slots[owner] else np.empty(0, dtype=np.int64)
-        if len(self.shapes) > 1:
-            own = np.flatnonzero(nodes.owners == owner)
-            nodes, depths, expanded = Level(*(part[own] for part in nodes)), depths[own], np.searchsorted(own, expanded)
-            nodes.parents[1:] = np.searchsorted(own, nodes.parents[1:])
+        if len(self.limits) > 1:
+            of_tree = np.flatnonzero(nodes.owners == owner)
+            nodes, depths, expanded = nodes.select(of_tree), depths[of_tree], np.searchsorted(of_tree, expanded)
+            nodes.parents[1:] = np.searchsorted(of_tree, nodes.parents[1:])
         count = len(nodes.tokens)
         slot_of_node = np.full(count, -1)
         slot_of_node[expanded] = np.arange(len(expanded))
@@ -349,12 +314,106 @@ class Forest:
         probs = nodes.probs.astype(np.float64)
         tree = TokenTree(nodes.tokens, nodes.parents, depths, probs, draws, tuple(names))
         tree.with_values(nodes.values.astype(np.float64))
-        seed = self.seeds.trees[owner]
-        if len(seed) > 1:
-            complete = not self.shapes[owner].branching or not self.slots[owner]
-            tree = _join(tree, seed, nodes.seeds - self.seeds.first[owner], complete)
+        seed_tree = self.seeds.trees[owner]
+        if len(seed_tree) > 1:
+            complete = not self.limits[owner].branching or not self.slots[owner]
+            tree = join_seed_tree(tree, seed_tree, nodes.seeds - self.seeds.first[owner], complete)
             slot_of_node = np.concatenate([slot_of_node, np.full(len(tree) - count, -1)])
         return tree, slot_of_node
+
+
+class CompiledForest(Forest):
+    """`Forest` with compiled growth, by one C++ call per level, or for all levels; bit-identical."""
+
+    def __init__(
+        self,
+        seed_trees: Sequence[TokenTree],
+        limits: Sequence[TreeLimits],
+        num_ssms: int,
+        evidence: SeedEvidence,
+        library: ctypes.CDLL,
+        max_children: int = CHILDREN,
+        max_frontier: int = FRONTIER,
+    ):
+        super().__init__(seed_trees, limits, num_ssms, evidence, max_children, max_frontier)
+        seed_nodes = self.seeds
+        self._growth = TreeGrowth(
+            library,
+            num_ssms,
+            [limit.max_depth for limit in limits],
+            [max(limit.nodes, 1) for limit in limits],
+            [s.end_tokens for s in limits],
+            (seed_nodes.children, seed_nodes.tokens.astype(np.int64), seed_nodes.probs, seed_nodes.ratios),
+            max_children,
+            max_frontier,
+        )
+        self._weights: Sequence[np.ndarray] | None = None
+        self._mixture = np.empty(0)  # `_weights` as one float32 array
+
+    def extend(self, ssm_probs: Sequence[SsmProbs], weights: Sequence[np.ndarray]) -> np.ndarray:
+        scored = self.frontier
+        slices = scored.slices()
+        for owner, part in slices.items():
+            self.slots[owner].append(scored.nodes[part])
+        branching = np.array(self._branching(self.depth))
+        widest = max(self.children_at(owner) for owner in slices)
+        mixture = self._mix(weights)
+        grown = self._growth.extend(scored, self._size, self.depth, ssm_probs, mixture, branching, widest)
+        level, frontier, broken = grown
+        self._append(level, [len(level.tokens)], frontier)
+        return broken
+
+    def draft(
+        self, passes: CallPasses, weights: Sequence[np.ndarray], rule: LevelRule, adaptive: Sequence[bool]
+    ) -> GrownLevels:
+        """Run the SSMs' passes and extend the trees from their roots by all levels, in one call.
+
+        Args:
+            passes: the SSMs' passes.
+            weights: as in `extend`.
+            rule: ends adaptive trees early.
+            adaptive: by tree; empty if no tree is adaptive.
+        """
+        roots, depth = self.frontier, max(limit.max_depth for limit in self.limits)
+        branching = [self._branching(level) for level in range(depth)]
+        room = self.max_children, self.room
+        drafted = self._growth.draft(roots, passes, self._mix(weights), branching, *room, rule, adaptive)
+        for owner in roots.owners.tolist():
+            self.slots[owner].append(drafted.row_nodes[drafted.row_owners == owner])
+        self._append(drafted.nodes, drafted.level_nodes, roots.select(slice(0)))
+        return drafted
+
+    @cached_property
+    def room(self) -> tuple[int, int]:
+        """Maximum numbers of nodes, and of nodes to expand, that trees grow from their roots."""
+        widest = max([self.max_children, *(max(limit.branching) for limit in self.limits if limit.branching)])
+        nodes = expanded = 0
+        for limit in self.limits:
+            widths = level_widths(limit.max_depth, limit.branching, self.max_frontier)
+            expanded += sum(widths)
+            nodes += sum(widths) * (
+                max(limit.branching) if limit.branching else self.num_ssms * widest + self.seeds.width
+            )
+        return nodes, expanded
+
+    def _mix(self, weights: Sequence[np.ndarray]) -> np.ndarray:
+        """Return the mixture weights as one array: float32 [num_trees, num_ssms]."""
+        if self._weights is not weights:
+            self._weights, self._mixture = weights, np.array(weights, dtype=np.float32)
+            assert np.isfinite(self._mixture).all()
+        return self._mixture
+
+    def _branching(self, depth: int) -> list[int]:
+        """Return the static number of children per node of a depth, by tree; 0 = chosen by value."""
+        branchings = (limit.branching for limit in self.limits)
+        return [children[min(depth, len(children) - 1)] if children else 0 for children in branchings]
+
+    def _append(self, nodes: Level, level_nodes: Sequence[int], frontier: Frontier) -> None:
+        """Append one or more levels, and set the frontier."""
+        self._levels.append(nodes)
+        self._level_nodes += level_nodes
+        self._size += len(nodes.tokens)
+        self.frontier = frontier
 
 
 def top_tokens(probs: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -365,44 +424,3 @@ def top_tokens(probs: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     for row in np.flatnonzero((probs == smallest).sum(1) > (values == smallest).sum(1)):
         tokens[row] = np.argsort(-probs[row], kind="stable")[: tokens.shape[1]]
     return values, np.take_along_axis(tokens, np.lexsort((tokens, -values)), 1)
-
-
-def _join(tree: TokenTree, seed: TokenTree, seed_of_node: np.ndarray, complete: bool) -> TokenTree:
-    """Append the seed's draws to a tree, and its missing nodes if `complete`.
-
-    Parents precede their children in the result, but nodes are not sorted by depth.
-
-    Args:
-        tree: grown over the seed.
-        seed: nodes proposed by other sources.
-        seed_of_node: int64 [num_nodes], the seed node of each node of `tree`, negative for none.
-        complete: whether to append nodes of the seed that the tree lacks.
-    """
-    node_of_seed = np.full(len(seed), -1)
-    known = np.flatnonzero(seed_of_node >= 0)
-    node_of_seed[seed_of_node[known]] = known
-    rest = np.flatnonzero(node_of_seed < 0) if complete else np.empty(0, dtype=np.int64)
-    node_of_seed[rest] = len(tree) + np.arange(len(rest))
-    drawn = np.flatnonzero(node_of_seed[seed.draws.children] >= 0)
-    own = seed.draws
-    names = tree.source_names + tuple(name for name in seed.source_names if name not in tree.source_names)
-    index = np.array([names.index(name) for name in seed.source_names], dtype=np.int64)
-    draws = Draws(
-        np.concatenate([tree.draws.parents, node_of_seed[own.parents[drawn]]]),
-        np.concatenate([tree.draws.children, node_of_seed[own.children[drawn]]]),
-        np.concatenate([tree.draws.sources, index[own.sources[drawn]]]),
-        np.concatenate([tree.draws.probs, own.probs[drawn]]),
-    )
-    probs, above = seed.probs[rest].astype(np.float32), node_of_seed[seed.parents[rest]]
-    values = [*tree.values.astype(np.float32)]
-    for prob, parent in zip(probs, above.tolist(), strict=True):
-        values.append(values[parent] * prob)
-    joined = TokenTree(
-        np.concatenate([tree.tokens, seed.tokens[rest]]),
-        np.concatenate([tree.parents, above]),
-        np.concatenate([tree.depths, seed.depths[rest]]),
-        np.concatenate([tree.probs, probs]),
-        draws,
-        names,
-    )
-    return joined.with_values(np.array(values, dtype=np.float64))

@@ -4,15 +4,15 @@ A `StepDraft` scores the nodes of every level in a pass; a `OnePassDraft` predic
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from treespec.cache import KVCache
+from treespec.draft_plan import Drafted
 from treespec.drafters.ssm.blocks import level_probs, score_blocks, unread_of
 from treespec.drafters.ssm.drawn_forest import DrawnForest
 from treespec.drafters.ssm.forest import Forest, SsmProbs
@@ -23,41 +23,35 @@ from treespec.models.block_draft import BlockDraft
 from treespec.models.decoder import Pass
 from treespec.models.group_model import GroupModel, StepModel
 from treespec.request import Request
+from treespec_kernels.cpu.growth_cpu import DraftInputs
+from treespec_kernels.tree.level_rule import LevelRule
 
-
-@dataclass
-class DraftCounts:
-    """Work of a round; see `Drafted`. A block draft's levels count as passes, too."""
-
-    passes: int = 0
-    request_passes: int = 0
-    read_tokens: int = 0
-    read_seconds: float = 0.0
-
-    def add(self, requests: int) -> None:
-        """Count a draft pass over trees of this many requests."""
-        self.passes, self.request_passes = self.passes + 1, self.request_passes + requests
+CATCH_UP_CHUNK = 256  # maximum committed tokens of a request per catch-up pass
 
 
 @dataclass
 class GrowingTrees:
-    """The trees of a round that grow level by level.
+    """The trees of a round that grow.
 
     Args:
         requests, states: of the trees.
         forest: the trees, roots only.
-        levels: of the trees.
-        counts: of the round; updated.
+        adaptive: by tree, whether `rule` chooses its depth.
+        rule: decides whether another level pays.
+        drafted: work of the round; updated.
 
     Attributes:
+        levels: of the trees, if they grow level by level.
         layouts: of the passes over the roots, shared by drafts with equal plan keys.
     """
 
     requests: Sequence[Request]
     states: Sequence[SsmState]
     forest: Forest | DrawnForest
-    levels: Levels
-    counts: DraftCounts
+    adaptive: Sequence[bool]
+    rule: LevelRule
+    drafted: Drafted
+    levels: Levels = field(init=False)
     layouts: dict[object, Pass] = field(default_factory=dict)
 
     def unread(self, ssm: int, tree: int) -> Chain:
@@ -111,7 +105,7 @@ class GroupDraft(ABC):
         """
 
     @abstractmethod
-    def call_inputs(self, chains: Sequence[Chain], trees: Sequence[int], num_trees: int) -> "CallInputs":
+    def call_inputs(self, chains: Sequence[Chain], trees: Sequence[int], num_trees: int) -> DraftInputs:
         """Return what the compiled call that grows all levels needs of this draft.
 
         Args:
@@ -119,19 +113,6 @@ class GroupDraft(ABC):
             trees: their indices.
             num_trees: number of all trees.
         """
-
-
-@dataclass
-class CallInputs:
-    """A draft's inputs of the compiled call; attributes as in `DraftPasses`.
-
-    Attributes:
-        reads: whether the call reads the unread tokens; otherwise they are read already.
-    """
-
-    features: Tensor | None = None
-    block_probs: np.ndarray | None = None
-    reads: bool = True
 
 
 class StepDraft(GroupDraft):
@@ -163,7 +144,7 @@ class StepDraft(GroupDraft):
             for (request, _, stop), row in zip(chains, root_rows.tolist(), strict=True)
         ]
         scores = score_rows(self.model, self.pool, trees.layouts[key], tokens, features, scored, slices)
-        trees.counts.add(len(chains))
+        trees.drafted.add_pass(len(chains))
         roots = scores.select(root_rows)
         for i, (tree, (request, start, _), end) in enumerate(zip(owners, chains, last, strict=True)):
             state = trees.states[tree]
@@ -191,19 +172,19 @@ class StepDraft(GroupDraft):
         layout = trees.levels.plan(self.ssm, rows)
         tokens = frontier.tokens[rows]
         scores = score_rows(model, self.pool, layout, tokens, features, np.arange(len(rows)), scored)
-        trees.counts.add(len(slices))
+        trees.drafted.add_pass(len(slices))
         for tree, part in scored_slices.items():
             states[tree].scores[self.ssm].append(scores.select(part))
         return SsmProbs(self.ssm, rows, scores.probs, scores.tokens)
 
-    def call_inputs(self, chains: Sequence[Chain], trees: Sequence[int], num_trees: int) -> CallInputs:
+    def call_inputs(self, chains: Sequence[Chain], trees: Sequence[int], num_trees: int) -> DraftInputs:
         if not self.model.columns:
-            return CallInputs()
+            return DraftInputs()
         # First the features before the committed tokens, tree by tree, then those before the roots.
         spans = [(request, start - 1, root - 1) for request, start, root in chains]
         spans += [(request, root - 1, root) for request, _, root in chains]
         states = [self.cache.read_features(request.pages, start, stop) for request, start, stop in spans]
-        return CallInputs(self.model.features_of(torch.cat(states)))
+        return DraftInputs(self.model.features_of(torch.cat(states)))
 
 
 class OnePassDraft(GroupDraft):
@@ -237,18 +218,18 @@ class OnePassDraft(GroupDraft):
             scores = state.blocks[self.ssm].at(self.model, trees.requests[tree], depth, tokens, paths[part])
             state.scores[self.ssm].append(scores)
             scored[tree] = rows, scores
-        trees.counts.add(len(slices))
+        trees.drafted.add_pass(len(slices))
         differ = self.model.uses_node_tokens or any(trees.requests[tree].restriction for tree in slices)
         most = max(map(forest.children_at, slices)) if isinstance(forest, Forest) else None
         return level_probs(self.ssm, scored, differ, most)
 
-    def call_inputs(self, chains: Sequence[Chain], trees: Sequence[int], num_trees: int) -> CallInputs:
+    def call_inputs(self, chains: Sequence[Chain], trees: Sequence[int], num_trees: int) -> DraftInputs:
         roots = [(request, start, root + 1) for request, start, root in chains]
         blocks = score_blocks(self.model, self.cache, self.pool, roots, plain=True)
         probs = [block.rows.probs for block in blocks if block.rows is not None]
         block_probs = np.zeros((num_trees, *probs[0].shape), dtype=np.float32)
         block_probs[trees] = probs
-        return CallInputs(block_probs=block_probs, reads=False)
+        return DraftInputs(block_probs=block_probs)
 
 
 def group_draft(ssm: int, model: GroupModel, cache: KVCache, is_compared: bool) -> GroupDraft:
@@ -256,3 +237,59 @@ def group_draft(ssm: int, model: GroupModel, cache: KVCache, is_compared: bool) 
     if isinstance(model, BlockDraft):
         return OnePassDraft(ssm, model, cache, is_compared)
     return StepDraft(ssm, model, cache, is_compared)
+
+
+class LevelScorer:
+    """Scores the frontiers of one round's trees.
+
+    Args:
+        drafts: of the group.
+        trees: that grow.
+        read: reads the committed tokens of requests with a draft.
+    """
+
+    def __init__(
+        self, drafts: Sequence[GroupDraft], trees: GrowingTrees, read: Callable[[GroupDraft, Sequence[Request]], None]
+    ):
+        self._drafts, self._trees, self._read = drafts, trees, read
+        self._weights, self._weights_depth = [state.weights for state in trees.states], 0
+
+    def score(self) -> list[SsmProbs]:
+        """Score the frontier with each active draft."""
+        trees, frontier, depth = self._trees, self._trees.forest.frontier, self._trees.forest.depth
+        if not depth:
+            return self._score_roots()
+        trees.levels.extend(frontier, depth)
+        slices_of_trees = frontier.slices()
+        paths = trees.forest.paths() if any(trees.requests[tree].restriction for tree in slices_of_trees) else []
+        results: list[SsmProbs] = []
+        for draft in self._drafts:
+            slices = {tree: part for tree, part in slices_of_trees.items() if draft.ssm in trees.states[tree].active}
+            if slices and (draft.max_depth is None or depth < draft.max_depth):
+                results.append(draft.score_level(trees, slices, paths))
+        return results
+
+    def weights(self) -> list[np.ndarray]:
+        """Return the mixture weights of the drafts that score the frontier, by tree; sum 1, or 0 if there is none."""
+        depth = self._trees.forest.depth
+        ends = {draft.max_depth for draft in self._drafts}
+        if depth != self._weights_depth and depth in ends:  # the same list as long as the weights are the same
+            scores = np.array([draft.max_depth is None or depth < draft.max_depth for draft in self._drafts])
+            remaining = [state.weights * scores for state in self._trees.states]
+            self._weights = [weights / max(float(weights.sum()), 1e-9) for weights in remaining]
+            self._weights_depth = depth
+        return self._weights
+
+    def _score_roots(self) -> list[SsmProbs]:
+        """Score the roots with each active draft, in the same pass as the committed tokens that it missed."""
+        trees, owners = self._trees, self._trees.forest.frontier.owners.tolist()
+        for tree in owners:
+            trees.states[tree].begin_tree()
+        results: list[SsmProbs] = []
+        for draft in self._drafts:
+            rows = [row for row, tree in enumerate(owners) if draft.ssm in trees.states[tree].active]
+            if rows:
+                chains = [trees.unread(draft.ssm, owners[row]) for row in rows]
+                self._read(draft, [request for request, start, root in chains if root - 1 - start >= CATCH_UP_CHUNK])
+                results.append(draft.score_roots(trees, rows))
+        return results

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from treespec.cache import KVCache
-from treespec.draft_plan import LevelRule
 from treespec.drafters.ssm.drawn_forest import DrawnForest
 from treespec.drafters.ssm.forest import Forest, Frontier
 from treespec.drafters.ssm.ssm_state import grown_masks
@@ -20,6 +19,7 @@ from treespec.request import Request
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.cpu.compiled_plan import CompiledPlan
 from treespec_kernels.cpu.growth_cpu import DraftModels, TreePlaces
+from treespec_kernels.tree.level_rule import LevelRule
 
 
 class Levels(Protocol):
@@ -49,22 +49,10 @@ def levels_for(
         requests: of the trees.
     """
     stepwise = [ssm for ssm in active if models[ssm].block is None]
-    if not stepwise:
-        return NoLevels()
     compiled = {ssm: decoder for ssm in stepwise if not models[ssm].offset and (decoder := models[ssm].compiled)}
-    if len(compiled) == len(stepwise):
+    if compiled and len(compiled) == len(stepwise):
         return CompiledLevels(compiled, requests)
     return PlannedLevels(models, cache, requests)
-
-
-class NoLevels:
-    """Levels of block drafts, which run no pass below the root."""
-
-    def extend(self, frontier: Frontier, depth: int) -> None:
-        pass
-
-    def plan(self, ssm: int, rows: np.ndarray) -> Pass:
-        raise AssertionError("a block draft has no pass over a level")
 
 
 class PlannedLevels:
@@ -84,7 +72,7 @@ class PlannedLevels:
 
     def extend(self, frontier: Frontier, depth: int) -> None:
         self._rows, self._plans = {}, dict[object, Pass]()
-        for owner, part in frontier.parts().items():
+        for owner, part in frontier.slices().items():
             first, request = len(self._masks[owner]), self._requests[owner]
             grown = self._masks[owner] = grown_masks(self._masks[owner], frontier.above[part])
             depths = grown.sum(1) - 1
@@ -95,10 +83,10 @@ class PlannedLevels:
         self._row_owners = frontier.owners
 
     def plan(self, ssm: int, rows: np.ndarray) -> Pass:
-        own = np.unique(self._row_owners[rows]).tolist()
-        key = self._models[ssm].plan_key, tuple(own)
+        owners = np.unique(self._row_owners[rows]).tolist()
+        key = self._models[ssm].plan_key, tuple(owners)
         if key not in self._plans:
-            served = [self._rows[owner, self._models[ssm].offset] for owner in own]
+            served = [self._rows[owner, self._models[ssm].offset] for owner in owners]
             self._plans[key] = self._models[ssm].plan(served, self._cache.pools[1 + ssm])
         return self._plans[key]
 
@@ -176,7 +164,6 @@ class DraftModelCache:
 
 def stop_unprofitable(
     forest: Forest | DrawnForest,
-    places: np.ndarray,
     adaptive: np.ndarray,
     rule: LevelRule,
     last_open_mass: np.ndarray,
@@ -185,7 +172,6 @@ def stop_unprofitable(
 
     Args:
         forest: the trees.
-        places: int64 [num_trees], indices in the batch.
         adaptive: bool [num_trees], whether `rule` chooses the tree's depth.
         rule: decides whether another level pays.
         last_open_mass: float64 [num_trees], the open mass before the newest level.
@@ -199,6 +185,6 @@ def stop_unprofitable(
     reached = forest.level_mass(rule.least_value)[growing] / np.maximum(last_open_mass[growing], 1e-9)
     if len(growing):
         stops = np.zeros(len(adaptive), dtype=bool)
-        stops[growing] = ~rule.worth_a_level(places[growing], current[growing], reached)
+        stops[growing] = ~rule.worth_a_level(growing, current[growing], reached)
         forest.stop(stops)
     return current

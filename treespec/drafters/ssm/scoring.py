@@ -144,7 +144,7 @@ def draft_probs(
 ) -> Rows:
     """Score rows by their hidden states, [num_rows, hidden_size]; other arguments as in `score_rows` and `Rows`."""
     head = model.head_vocabulary
-    changed = [each for each in slices if each.is_changed]
+    changed = [scored_slice for scored_slice in slices if scored_slice.is_changed]
     if not changed:
         probs = model.probs(hidden).cpu().numpy()
         return Rows(probs, None, head, outputs)
@@ -154,7 +154,7 @@ def draft_probs(
         others[part] = False
         if request.restriction is not None:
             request.restriction.narrow(logits[part], request.tokens, paths)
-    sampled = [each for each in changed if each.request.is_sampled]
+    sampled = [scored_slice for scored_slice in changed if scored_slice.request.is_sampled]
     tempered = logits.clone() if sampled else logits
     for request, part, position, _ in sampled:
         assert request.sampler is not None
@@ -163,7 +163,7 @@ def draft_probs(
     # Rows of unmodified requests keep the bits that they have in a pass without modified ones. Compiled probabilities
     # differ from the softmax of logits, which are rounded to the model's dtype.
     if others.any():
-        own = model.probs(hidden[torch.from_numpy(others)])
-        result[torch.from_numpy(others)] = own if head is None else head.expand(own, 0.0)
+        probs_of_others = model.probs(hidden[torch.from_numpy(others)])
+        result[torch.from_numpy(others)] = probs_of_others if head is None else head.expand(probs_of_others, 0.0)
     probs = result.cpu().numpy()
     return Rows(probs, logits.cpu().numpy() if sampled else None, outputs=outputs)

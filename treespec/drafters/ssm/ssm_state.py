@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,9 +14,9 @@ from treespec.trust import Trust
 from treespec.verification.oracle import RandomOracle
 
 
-def open_mass(seed: TokenTree) -> float:
+def open_mass(seed_tree: TokenTree) -> float:
     """Return the probability that the next token is not among the seeds below the root."""
-    return max(1.0 - float(seed.probs[seed.parents == 0].sum()), 0.0) if len(seed) > 1 else 1.0
+    return max(1.0 - float(seed_tree.probs[seed_tree.parents == 0].sum()), 0.0) if len(seed_tree) > 1 else 1.0
 
 
 def grown_masks(masks: np.ndarray, above: np.ndarray) -> np.ndarray:
@@ -36,18 +35,17 @@ def grown_masks(masks: np.ndarray, above: np.ndarray) -> np.ndarray:
     return grown
 
 
-class ReadTokens(NamedTuple):
-    """Tokens that SSMs read in a captured round.
+@dataclass
+class CapturedState:
+    """A request's state between captured rounds.
 
     Attributes:
-        ssms: the SSMs, ascending.
-        first: position of the first token.
-        probs: float32 [num_ssms, num_tokens], each SSM's probabilities of the tokens; NaN where it computed NaN.
+        weights: float64 [num_ssms], mixture weights of the next round; None if not computed.
+        read_to: number of leading positions with K/V of all active SSMs; None if not known.
     """
 
-    ssms: Sequence[int]
-    first: int
-    probs: np.ndarray
+    weights: np.ndarray | None = None
+    read_to: int | None = None
 
 
 @dataclass
@@ -63,11 +61,10 @@ class SsmState:
         scores: by active SSM, the scores of the slots in order, in one or more parts.
         blocks: by active block draft, its predictions below the root.
         slot_of_node: int64 [num_nodes], slots of the proposed tree's nodes, -1 if not expanded; None without a tree.
-        seed: the seeds that the tree was grown over; None without a tree.
+        seed_tree: the seeds that the tree was grown over; None without a tree.
         oracle: randomness of draws.
+        captured: what only captured rounds need.
         accepted: (position of the root, slots of the accepted path), until the SSMs are scored on the path.
-        next_weights: float64 [num_ssms], mixture weights of the next captured round; None if not computed.
-        read_to: number of leading positions with K/V of all active SSMs, after a captured round; None if not known.
     """
 
     trust: Trust
@@ -78,24 +75,14 @@ class SsmState:
     scores: dict[int, list[Rows]] = field(default_factory=dict)
     blocks: dict[int, Block] = field(default_factory=dict)
     slot_of_node: np.ndarray | None = None
-    seed: TokenTree | None = None
+    seed_tree: TokenTree | None = None
     oracle: RandomOracle | None = None
     accepted: tuple[int, np.ndarray] | None = None
-    next_weights: np.ndarray | None = None
-    read_to: int | None = None
+    captured: CapturedState = field(default_factory=CapturedState)
 
     def begin_tree(self) -> None:
         """Discard the scores of the last tree."""
         self.scores, self.blocks = {ssm: [] for ssm in self.active}, {}
-
-    def round_weights(self, max_ssms: int | None) -> np.ndarray:
-        """Return the mixture weights of at most `max_ssms` active SSMs: float64 [num_ssms], NaN for the others."""
-        trust = self.trust.weights(self.active)
-        if max_ssms is not None:
-            trust[np.argsort(-trust, kind="stable")[max_ssms:]] = 0.0
-        weights = np.full(len(self.valid), np.nan)
-        weights[self.active] = np.where(trust > 0, trust / trust.sum(), np.nan)
-        return weights
 
     def token_probs(self, ssm: int, slots: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
         """Return an SSM's probability of one token after each of some slots, without temperature and noise.
@@ -107,11 +94,11 @@ class SsmState:
             slots: int64, ascending.
             tokens: by slot.
         """
-        parts = self.scores[ssm]
-        slots = slots[: np.searchsorted(slots, sum(len(part.probs) for part in parts))]
+        scores = self.scores[ssm]
+        slots = slots[: np.searchsorted(slots, sum(len(part.probs) for part in scores))]
         probs = [np.empty(0, dtype=np.float32)]
         first = start = 0
-        for part in parts:
+        for part in scores:
             end = int(np.searchsorted(slots, first + len(part.probs)))
             if start < end:
                 probs.append(part.plain_probs_of(slots[start:end] - first, tokens[start:end]))
@@ -119,12 +106,12 @@ class SsmState:
         return np.concatenate(probs)
 
 
-def outputs_of(parts: Sequence[Rows], slots: np.ndarray) -> Tensor:
+def outputs_of(scores: Sequence[Rows], slots: np.ndarray) -> Tensor:
     """Return what a draft head passes on from some slots to their children, [len(slots), hidden_size].
 
     Args:
         parts: scores of all slots in order.
         slots: int64.
     """
-    found = torch.cat([part.outputs for part in parts if part.outputs is not None])
-    return found[torch.from_numpy(slots).to(found.device)]
+    outputs = torch.cat([part.outputs for part in scores if part.outputs is not None])
+    return outputs[torch.from_numpy(slots).to(outputs.device)]

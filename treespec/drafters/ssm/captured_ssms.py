@@ -1,0 +1,107 @@
+"""The SSM group in captured rounds, which grow trees and read emitted tokens on the device."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+from treespec.drafters.ssm.ssm_drafter import SsmDrafter
+from treespec.request import Request
+from treespec.tree import TokenTree
+
+
+class CapturedSsms:
+    """The host's part of drafting in captured rounds: what the SSMs have read, and how they are weighed.
+
+    Args:
+        ssms: the group.
+    """
+
+    def __init__(self, ssms: SsmDrafter):
+        self.ssms = ssms
+
+    def catch_up(self, requests: Sequence[Request], width: int) -> bool:
+        """Read the tokens that the SSMs missed, before a round.
+
+        With a draft head, the round does not read the first token, at whose position a head has no row.
+
+        Args:
+            requests: of the round.
+            width: number of last tokens that the round reads itself.
+
+        Returns:
+            Whether any SSM missed more than `width` tokens.
+        """
+        caught_up = True
+        for request in requests:
+            state, allowed = self.ssms.state(request), self.ssms.allowed(request)
+            if state.active != allowed:
+                state.active, state.captured.weights, caught_up = allowed, None, False
+            read_to = state.captured.read_to
+            caught_up = caught_up and read_to is not None and request.context_len < read_to + width
+        if caught_up:
+            return False
+        for request in requests:
+            self.ssms.state(request).captured.read_to = None
+        missed = False
+        for draft in self.ssms.drafts:
+            behind = []
+            for request in requests:
+                state = self.ssms.state(request)
+                if draft.ssm not in state.active:
+                    continue
+                unread = request.context_len + 1 - state.valid[draft.ssm]
+                first_row = max(self.ssms.models[ssm].offset for ssm in state.active)
+                if unread > width or state.valid[draft.ssm] < first_row:
+                    behind.append(request)
+                    state.captured.weights = None
+            self.ssms.read(draft, behind)
+            missed = missed or bool(behind)
+        return missed
+
+    def first_unread(self, request: Request) -> int:
+        """Return the first position that an active SSM has not read, at most the root's."""
+        state = self.ssms.state(request)
+        if state.captured.read_to is None:
+            state.captured.read_to = int(state.valid[state.active].min())
+        return min(state.captured.read_to, request.context_len)
+
+    def weights(self, request: Request) -> np.ndarray:
+        """Return the mixture weights for a round: float64 [num_ssms], NaN for SSMs that do not draft."""
+        captured = self.ssms.state(request).captured
+        if captured.weights is None:
+            captured.weights = self._weigh(request)
+        return captured.weights
+
+    def end_round(self, request: Request, probs: np.ndarray, seed_tree: TokenTree | None) -> Callable[[], None]:
+        """Update a request's state after a round, in which the SSMs read all of `request.tokens`.
+
+        Args:
+            request: of the round, before its tokens grow.
+            probs: float32 [num_ssms, n], each SSM's probabilities of the last n tokens; NaN where it computed NaN.
+            seed_tree: the seeds that the round's tree was grown over, or None.
+
+        Returns:
+            Scores the SSMs on these tokens, and weighs them for the next round.
+        """
+        state, end = self.ssms.state(request), len(request.tokens)
+        state.valid[state.active] = state.captured.read_to = end
+        state.slot_of_node, state.accepted, state.seed_tree = None, None, seed_tree
+        return partial(self._score, request, state.active, end - probs.shape[1], probs)
+
+    def _score(self, request: Request, ssms: Sequence[int], first: int, probs: np.ndarray) -> None:
+        """Score SSMs by their probabilities of the tokens from position `first` on."""
+        state = self.ssms.state(request)
+        for ssm in ssms:
+            state.trust.observe(ssm, first, probs[ssm])
+        state.captured.weights = self._weigh(request) if state.active else None
+
+    def _weigh(self, request: Request) -> np.ndarray:
+        """Return the mixture weights of at most `max_ssms` active SSMs."""
+        state, most = self.ssms.state(request), request.spec.max_ssms
+        trust = state.trust.weights(state.active)
+        if most is not None:
+            trust[np.argsort(-trust, kind="stable")[most:]] = 0.0
+        weights = np.full(len(state.valid), np.nan)
+        weights[state.active] = np.where(trust > 0, trust / trust.sum(), np.nan)
+        return weights

@@ -20,7 +20,7 @@ from treespec import LLM
 from treespec.cli import curves
 from treespec.planning.round_costs import CostCurve
 from treespec.startup import cost_measurement as costs
-from treespec.startup.start_costs import warn_of_threads
+from treespec.startup.cost_measurement import warn_of_threads
 from treespec_kernels.aot import compiler as aot
 from treespec_kernels.aot.compile_jobs import run_in_processes
 from treespec_kernels.linear.quantized import WeightForm

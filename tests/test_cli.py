@@ -92,7 +92,7 @@ def loaded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
 
 def lend(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     for command in ("generate", "tree"):
-        monkeypatch.setattr(f"treespec.cli.{command}.load_llm", lambda *given: llm)
+        monkeypatch.setattr(f"treespec.cli.{command}.load_llm", lambda *_, **__: llm)
     measure_briefly(monkeypatch)
 
 

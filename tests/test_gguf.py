@@ -29,7 +29,7 @@ from tests.quantized_checkpoints import needs_compiler
 from treespec import LLM, SpecConfig
 from treespec.errors import ModelError
 from treespec.models.model_config import ModelConfig
-from treespec.startup.quantization import weight_bytes
+from treespec.startup.memory import weight_bytes
 from treespec_weights import (
     Checkpoint,
     CheckpointError,

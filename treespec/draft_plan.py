@@ -28,7 +28,7 @@ class DraftPlan:
     max_depth: int
     levels: int
     nodes: int
-    branching: tuple[int, ...] | None = None
+    branching: Sequence[int] | None = None
     adaptive: bool = False
     min_trust: float = 0.0
     max_ssms: int | None = None

@@ -99,7 +99,7 @@ class Shape:
 
     max_depth: int
     nodes: int
-    branching: tuple[int, ...] | None
+    branching: Sequence[int] | None
     end_tokens: tuple[int, ...]
 
 

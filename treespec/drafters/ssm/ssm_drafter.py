@@ -59,7 +59,7 @@ class SsmDrafter:
         self._counts = DraftCounts()
         self._states: dict[str, SsmState] = {}
         self._catch_up_policy = CatchUpPolicy(len(models))
-        self._by_sources: dict[tuple[str, ...] | None, list[int]] = {}
+        self._by_sources: dict[Sequence[str] | None, list[int]] = {}
         self._draft_models = DraftModelCache(models, cache)
         self._drafts = [group_draft(ssm, model, cache, len(models) > 1) for ssm, model in enumerate(models)]
 

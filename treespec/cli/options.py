@@ -137,10 +137,8 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
     if prompt is not None and file is not None:
         raise usage_error(f"both a PROMPT and --file {file} were given; drop one of them")
     if prompt is not None:
-        return _decoded(prompt)
+        return prompt
     piped = file is None or file == "-"
-    if piped and sys.stdin is None:
-        raise usage_error("no prompt: stdin is closed; give PROMPT or --file F, or pipe it in")
     if file is None and sys.stdin.isatty():
         raise usage_error("no prompt; give PROMPT or --file F, or pipe it in")
     data = sys.stdin.buffer.read() if piped else Path(os.path.expanduser(str(file))).read_bytes()
@@ -152,20 +150,6 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
     if not text:
         raise usage_error(f"the prompt from {source} is empty; give at least one token")
     return text
-
-
-def _decoded(prompt: str) -> str:
-    """Decode an argument's bytes as UTF-8 if the locale, such as C, could not decode them."""
-    try:
-        prompt.encode()
-    except UnicodeEncodeError:  # Python's surrogate escapes of undecodable bytes
-        try:
-            return os.fsencode(prompt).decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise usage_error(
-                f"the PROMPT is not UTF-8: {error.reason} at byte {error.start}: {prompt[:40]!r}"
-            ) from None
-    return prompt
 
 
 class CommandTarget(NamedTuple):

@@ -236,11 +236,11 @@ class RequestFactory:
                 )
         for text in params.stop or ():
             check_text(text)
-        counts = {"stop_token_ids": len(params.stop_token_ids or ())}
-        counts |= {"logprobs": params.logprobs or 0, "prompt_logprobs": params.prompt_logprobs or 0}
-        for name, number in counts.items():
-            if number > self.vocab_size:
-                raise RequestError(f"{name}={number}; the vocabulary has {self.vocab_size} tokens")
+        if (count := len(params.stop_token_ids or ())) > self.vocab_size:
+            raise RequestError(f"stop_token_ids: {count} ids; the vocabulary has {self.vocab_size} tokens")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > self.vocab_size:
+                raise RequestError(f"{name}={getattr(params, name)}; the vocabulary has {self.vocab_size} tokens")
         for name in ("logit_bias", "allowed_token_ids"):
             for token in getattr(params, name) or ():
                 if token >= self.vocab_size:

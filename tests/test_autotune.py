@@ -129,7 +129,7 @@ def test_curves_are_measured_with_quantised_layers(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(subprocess, "run", child)
     assert curves.measure_in_children([1, 2], None, None, "auto", "int8", 1.0) == [{}, {}]
 
-    def load(*given: Any, quantization: str | None) -> None:
+    def load(*given: Any, quantization: str | None, **options: Any) -> None:
         asked.append(quantization)
         raise FileNotFoundError("no model")
 

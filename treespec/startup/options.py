@@ -225,7 +225,7 @@ def resolve_quantization(quantization: str | None, target: ModelConfig | Source,
         ConfigError: an unknown name, a checkpoint that is already quantised, or sizes that no group size divides.
     """
     stored = None if isinstance(target, Source) else target.quantization
-    method = (quantization or "").removesuffix("_marlin")
+    method = str(quantization).removesuffix("_marlin")
     if (
         quantization is None
         or (quantization == "gguf" and target.folder.is_file())

@@ -13,6 +13,8 @@ from tests.scripts import run_script
 from treespec import LLM, EngineArgs, FlexibleArgumentParser, SamplingParams, SpecConfig, StructuredOutputsParams
 from treespec.engine_options import EngineOptions
 from treespec.errors import ConfigError
+from treespec.training.run import train_drafts
+from treespec.training.settings import TrainingSettings
 from treespec.utils.options import VLLM
 from treespec.vllm_options import absent_options
 
@@ -109,6 +111,9 @@ def test_signatures_are_in_step() -> None:
     stated = {each.name: each.default for each in dataclasses.fields(EngineOptions) if VLLM not in each.metadata}
     assert stated == LLM_DEFAULTS and list(stated) == list(LLM_DEFAULTS)
     assert not absent_options(EngineOptions).keys() & stated.keys()
+    assert inspect.signature(train_drafts).parameters == inspect.signature(TrainingSettings).parameters
+    with pytest.raises(ConfigError, match=r"train_drafts: unknown 'minute' \(did you mean 'minutes'\?\)"):
+        train_drafts("target", ["data"], "out", minute=3)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="positional"):
         SamplingParams(0.5)  # type: ignore[misc]
     with pytest.raises(ConfigError, match=r"unknown 'choices' \(did you mean 'choice'\?\)"):

@@ -90,7 +90,8 @@ def takes_options(
             _reject_unknown(function.__name__, keywords, options)
             return function(options(*values, **keywords))
 
-        call.__signature__ = _signature(options)  # type: ignore[attr-defined]
+        result = inspect.signature(function).return_annotation
+        call.__signature__ = _signature(options).replace(return_annotation=result)  # type: ignore[attr-defined]
         return call
 
     return decorate

@@ -43,7 +43,7 @@ from treespec.graphs.stack_passes import ModelStack
 from treespec.models.attention import make_attention
 from treespec.models.model_config import ModelConfig
 from treespec.models.triton_decoder import TritonDecoder
-from treespec.startup.plan_memory import GPU_PREFILL_CHUNKS
+from treespec.startup.memory import GPU_PREFILL_CHUNKS
 from treespec.text.prompt_files import read_prompts
 from treespec.tree import TokenTree
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows

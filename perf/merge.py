@@ -25,7 +25,7 @@ import torch
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.bench.prompts import choose, held_out_prompts
 from treespec.bench.report import LOOPING, distinct_share
-from treespec.startup.folders import resolve_folders
+from treespec.startup.options import resolve_folders
 from treespec.text.prompt_files import encode_prompt, has_chat_template, read_prompts
 
 RESAMPLES = 4000

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from treespec.startup.load_models import libraries_folder
+from treespec.startup.load import libraries_folder
 from treespec_kernels.cpu.cpu_library import INSTRUCTION_SETS, CompileError, find_compiler, instruction_flags
 
 LIBRARIES = libraries_folder()

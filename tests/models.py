@@ -175,7 +175,7 @@ def open_llm(model: Path, drafts: Iterable[Any] = (), prove: bool | None = False
     proof = {True: selftest.differing_rows, False: _differing_rows_once, None: lambda *_: []}[prove]
     with (
         mock.patch("treespec.startup.cost_measurement.load", lambda key: CURVE),
-        mock.patch("treespec.startup.target.differing_rows", proof),
+        mock.patch("treespec.startup.build.differing_rows", proof),
     ):
         llm = LLM(model, drafts=list(drafts), **({"device": "cpu", "max_model_len": 256, "compile": False} | options))
     llm.engine.host.planner.costs.learns = False  # what times of this machine would teach is luck

@@ -20,7 +20,7 @@ from treespec import LLM
 from treespec.cli import curves
 from treespec.planning.round_costs import CostCurve
 from treespec.startup import cost_measurement as costs
-from treespec.startup.start_costs import warn_of_threads
+from treespec.startup.cost_measurement import warn_of_threads
 from treespec_kernels.aot import compiler as aot
 from treespec_kernels.aot.compile_jobs import run_in_processes
 from treespec_kernels.linear.quantized import WeightForm
@@ -129,7 +129,7 @@ def test_curves_are_measured_with_quantised_layers(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(subprocess, "run", child)
     assert curves.measure_in_children([1, 2], None, None, "auto", "int8", 1.0) == [{}, {}]
 
-    def load(*given: Any, quantization: str | None) -> None:
+    def load(*given: Any, quantization: str | None, **options: Any) -> None:
         asked.append(quantization)
         raise FileNotFoundError("no model")
 

@@ -2,10 +2,7 @@
 
 import io
 import json
-import os
 import re
-import subprocess
-import sys
 import tomllib
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
@@ -92,7 +89,7 @@ def loaded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
 
 def lend(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     for command in ("generate", "tree"):
-        monkeypatch.setattr(f"treespec.cli.{command}.load_llm", lambda *given: llm)
+        monkeypatch.setattr(f"treespec.cli.{command}.load_llm", lambda *_, **__: llm)
     measure_briefly(monkeypatch)
 
 
@@ -510,27 +507,3 @@ def test_colour_only_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_tables_are_aligned() -> None:
     assert table([("name", "n"), ("a", "12")]) == "name   n\na     12"
-
-
-on_linux = pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="redirections of a Unix shell")
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        ("generate <&-", "no prompt: stdin is closed"),
-        ("generate --file - <&-", "no prompt: stdin is closed"),
-        ("generate x >&-", "stdout is closed; redirect it to a file or to /dev/null"),
-        ("nosuch 2>&-", ""),
-        pytest.param("nosuch --json >/dev/full", "error: No such command 'nosuch'", marks=on_linux),
-        (r"generate $(printf '\377')", "the PROMPT is not UTF-8: invalid start byte at byte 0"),
-        ("generate --file '~no-such-user/prompt'", "~no-such-user/prompt"),
-    ],
-)
-def test_streams_that_are_closed_or_full(command: str, message: str) -> None:
-    shell = f'"{sys.executable}" -m treespec {command}'
-    # Buffered, what could not be written is tried once more at the end.
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    done = subprocess.run(["sh", "-c", shell], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr

@@ -28,8 +28,8 @@ def asked(loaded: LLM, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What commands ask `load_llm` for; its speculation is used."""
     given: list[Any] = []
 
-    def load(model: Any, drafts: Any, spec: Any, *rest: Any) -> LLM:
-        given.append((drafts, spec, *rest))
+    def load(model: Any, drafts: Any, spec: Any, *rest: Any, **options: Any) -> LLM:
+        given.append((drafts, spec, *rest, options))
         monkeypatch.setattr(loaded, "spec", type(loaded.spec).resolve(spec, loaded.spec))
         return loaded
 

@@ -31,7 +31,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "options, error, words",
     [
-        ({"compile": 1}, ConfigError, 'compile=1; valid: True, False or "auto"'),
+        ({"compile": 1}, ConfigError, "compile=1; valid: True, False, 'auto'"),
         ({"attention": "cpu-packed"}, KernelError, "attention='cpu-packed'.*leave it at 'auto'"),
         ({"dtype": "float16"}, KernelError, "float16.*compile=False"),
     ],
@@ -175,7 +175,7 @@ def not_exact(*linear: str) -> Iterator[None]:
         return ["row 1 of 2 differs"] if decoder.linear in linear else []
 
     with (
-        mock.patch("treespec.startup.target.differing_rows", differing),
+        mock.patch("treespec.startup.build.differing_rows", differing),
         mock.patch("treespec.startup.cost_measurement.load", lambda key: CURVE),
     ):
         yield

@@ -167,7 +167,7 @@ def test_engines_that_start_together_measure_one_after_another(others: bool, cap
         return CURVE
 
     sizes = [1, 8 if others else 1]
-    patience = mock.patch("treespec.startup.start_costs.START_SECONDS", 100)
+    patience = mock.patch("treespec.startup.cost_measurement.START_SECONDS", 100)
     with mock.patch.object(costs, "measure", measure), patience, ThreadPoolExecutor(2) as threads:
         started = [threads.submit(start, max_num_seqs=size) for size in sizes]
         assert [each.result() for each in started] == [[1, 8]] * 2

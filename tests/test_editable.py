@@ -22,6 +22,7 @@ PACKAGES = {"treespec", "treespec_kernels", "treespec_weights"}
 # Line by line: a code of mypy, what is revealed, or nothing wrong.
 SCRIPT = """\
 from treespec import LLM, EngineArgs, LLMEngine, SamplingParams, SpecConfig, StructuredOutputsParams, TokensPrompt  # ok
+from treespec import train_drafts  # ok
 llm = LLM(model="x", max_num_seqs=4, gpu_memory_utilization=0.5, enforce_eager=True, seed=0)  # ok
 reveal_type(llm.generate("x"))  # list[treespec.outputs.RequestOutput]
 params = llm.get_default_sampling_params()  # ok
@@ -35,8 +36,10 @@ LLM(max_num_seq=4)  # call-arg
 SamplingParams(max_token=4)  # call-arg
 SamplingParams(0.5)  # call-arg
 SamplingParams(max_tokens="4")  # arg-type
-StructuredOutputsParams(choices=["a"])  # arg-type
-SpecConfig(node=4)  # arg-type
+StructuredOutputsParams(choices=["a"])  # call-arg
+SpecConfig(node=4)  # call-arg
+LLM(max_num_seqs="4")  # arg-type
+train_drafts("target", ["data"], "out", minute=3)  # call-arg
 EngineArgs(modell="x")  # call-arg
 llm.generate("x", use_tdqm=True)  # call-arg
 llm.genrate("x")  # attr-defined

@@ -29,7 +29,7 @@ from tests.quantized_checkpoints import needs_compiler
 from treespec import LLM, SpecConfig
 from treespec.errors import ModelError
 from treespec.models.model_config import ModelConfig
-from treespec.startup.quantization import weight_bytes
+from treespec.startup.memory import weight_bytes
 from treespec_weights import (
     Checkpoint,
     CheckpointError,
@@ -646,7 +646,7 @@ def test_the_command_line(tmp_path: Path) -> None:
         result = runner.invoke(app, arguments)
         assert result.exit_code == 0, result.output
     assert "usable" in runner.invoke(app, ["inspect", path, "--draft", path]).output
-    with mock.patch("treespec.cli.generate.load_llm", lambda model, *rest: open_llm(Path(model))):
+    with mock.patch("treespec.cli.generate.load_llm", lambda model, *_, **__: open_llm(Path(model))):
         result = runner.invoke(treespec.cli.app, ["generate", "3 4 5", "--model", path, "--max-tokens", "4", "--json"])
     assert result.exit_code == 0 and len(json.loads(result.stdout)["token_ids"]) == 4
 

@@ -27,7 +27,7 @@ from tests.architectures import VOCAB, make_model
 from tests.models import add_noise
 from tests.tokenizers_made import letters
 from treespec import LLM, SamplingParams, SpecConfig
-from treespec.errors import ConfigError, DraftError, ModelError, RequestError
+from treespec.errors import ConfigError, DraftError, ModelError
 
 PAD = 2
 TREES = SpecConfig(nodes=16)
@@ -241,14 +241,11 @@ def test_hints_are_announced_and_change_nothing(accelerated: Any, caplog: pytest
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "beams": ({"num_beams": 2}, ConfigError, "beam_search"),
     "token healing": ({"token_healing": True}, ConfigError, "token_healing"),
     "several GPUs": ({"synced_gpus": True}, ConfigError, "synced_gpus"),
     "continuous batching": ({"cache_implementation": "paged"}, ConfigError, "paged"),
     "an unknown argument": ({"strange": 3}, ValueError, "strange"),
     "a streamer that is none": ({"streamer": print}, ConfigError, "streamer=.*put and end"),
-    "drafts of text": ({"drafts": "lookup"}, ConfigError, "valid: a list"),
-    "a long text": ({"max_new_tokens": 300}, RequestError, "256 positions"),
 }
 
 
@@ -264,8 +261,6 @@ def test_what_cannot_be_accelerated(model: Any) -> None:
         treespec.hf.accelerate(make_model("stablelm").train())
     with pytest.raises(ModelError, match="not a transformers model"):
         treespec.hf.accelerate(torch.nn.Linear(2, 2))
-    with pytest.raises(ConfigError, match="valid: a list"):
-        treespec.hf.accelerate(model, drafts="lookup")
     other = make_model("stablelm")
     other.generate = print
     with pytest.raises(ConfigError, match=r"model\.generate was replaced"):

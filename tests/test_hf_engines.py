@@ -92,7 +92,7 @@ def test_where_memory_is_short(model: Any) -> None:
     page = 64 * 2 * 4 * model.config.num_hidden_layers * model.config.hidden_size
 
     def given(pages: int) -> Any:
-        return mock.patch("treespec.startup.plan_memory.free_memory", lambda device: pages * page)
+        return mock.patch("treespec.startup.memory.free_memory", lambda device: pages * page)
 
     with given(8):
         assert torch.equal(by_trees(model, prompt(4)), plainly(model, prompt(4)))

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from tests.models import make_llama
 from treespec.errors import CheckpointError, ModelError
-from treespec.startup.folders import resolve_model
+from treespec.startup.options import resolve_model
 from treespec_weights import HubError, OptionError, fetch, is_hub_id
 from treespec_weights.cli import app
 from treespec_weights.hub import ALLOWED, IGNORED

@@ -19,7 +19,7 @@ from treespec.errors import ConfigError, ModelError
 from treespec.models.model_config import ModelConfig
 from treespec.models.triton_weights import ModelWeights
 from treespec.startup.cost_measurement import cost_key
-from treespec.startup.quantization import weight_bytes
+from treespec.startup.memory import weight_bytes
 from treespec_kernels.cpu.cpu_library import CompileError
 from treespec_kernels.linear.compiled_linear import CompiledLinear
 from treespec_kernels.linear.quantized import QuantizedWeight, dequantized
@@ -86,7 +86,7 @@ def test_drafts_that_are_not_quantised() -> None:
     assert {model.quantization for model in eager.engine.sources.ssms.models} == {None}
     with pytest.raises(ConfigError, match="draft_quantization='int8' is for compiled passes on a CPU"):
         open_llm(target, drafts, compile=False, draft_quantization="int8")
-    with pytest.raises(ConfigError, match='draft_quantization=\'int4\'; valid: "auto", "int8" or None'):
+    with pytest.raises(ConfigError, match="draft_quantization='int4'; valid: 'auto', 'int8', None"):
         open_llm(target, drafts, draft_quantization="int4")
 
 
@@ -108,7 +108,7 @@ def test_int8_activations_that_cannot_be() -> None:
     target, drafts = tiny(torch.bfloat16)
     with pytest.raises(ConfigError, match="activations='int8' is for compiled passes on a CPU"):
         open_llm(target, drafts, compile=False, quantization="int8", activations="int8")
-    with pytest.raises(ConfigError, match=r'activations=\'int4\'; valid: "model" or "int8"'):
+    with pytest.raises(ConfigError, match="activations='int4'; valid: 'model', 'int8'"):
         open_llm(target, drafts, activations="int4")
 
 
@@ -137,7 +137,7 @@ def test_a_draft_that_cannot_be_quantised(tmp_path: Path) -> None:
 def test_the_embedded_models_keep_their_tokens(quantization: str, compile: bool) -> None:
     with (
         mock.patch("treespec.startup.cost_measurement.load", return_value=None),
-        mock.patch("treespec.startup.start_costs.START_SECONDS", 0.05),
+        mock.patch("treespec.startup.cost_measurement.START_SECONDS", 0.05),
     ):
         llm = LLM(device="cpu", max_num_seqs=3, max_model_len=256, quantization=quantization, compile=compile)
     prompts = ["def fibonacci(n):", "The weather in the mountains", "import numpy as np\n\ndef mean(x):"]
@@ -191,7 +191,7 @@ def test_what_the_engine_says() -> None:
 
 def test_without_a_compiler_it_says_so_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     target, drafts = tiny(torch.float32)
-    failing = mock.patch("treespec.startup.quantization.find_compiler", side_effect=CompileError("no C++ compiler"))
+    failing = mock.patch("treespec.startup.load.find_compiler", side_effect=CompileError("no C++ compiler"))
     with failing, caplog.at_level(logging.WARNING, "treespec"):
         llm = open_llm(target, drafts, quantization="int4", prove=True)
     assert "quantised weights are held as torch.float32" in caplog.text

@@ -11,9 +11,12 @@ import pytest
 from tests.models import greedy, tiny_llm
 from tests.scripts import run_script
 from treespec import LLM, EngineArgs, FlexibleArgumentParser, SamplingParams, SpecConfig, StructuredOutputsParams
+from treespec.engine_options import EngineOptions
 from treespec.errors import ConfigError
-from treespec.frontend import vllm_options
-from treespec.sampling_params import vllm_options as sampling_options
+from treespec.training.run import train_drafts
+from treespec.training.settings import TrainingSettings
+from treespec.utils.options import VLLM
+from treespec.vllm_options import absent_options
 
 LLM_DEFAULTS = {name: each.default for name, each in list(inspect.signature(LLM).parameters.items())[:-1]}
 
@@ -103,17 +106,14 @@ def test_signatures_are_in_step() -> None:
     """What `inspect` and type checkers see is what is accepted."""
     for kind in (SamplingParams, StructuredOutputsParams, SpecConfig):
         parameters = list(inspect.signature(kind).parameters.values())
-        assert all(each.kind is each.KEYWORD_ONLY for each in parameters[:-1])
-        own = [each.name for each in parameters[:-1] if each.name != "structural_tag"]
-        assert own == [each.name for each in dataclasses.fields(kind)]
-    for options, table, others in (
-        (sampling_options.ParamsOptions, sampling_options.PARAMS, set()),
-        (vllm_options.CallOptions, vllm_options.CALLS, set()),
-        (vllm_options.VllmEngineOptions, vllm_options.ENGINE, {"enforce_eager", "speculative_config"}),
-    ):
-        assert set(options.__annotations__) == table.keys() | others
-    fields = {each.name: each.default for each in dataclasses.fields(EngineArgs)}
-    assert fields == LLM_DEFAULTS | dict.fromkeys(vllm_options.VllmEngineOptions.__annotations__)
+        names = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+        assert names == [each.name for each in dataclasses.fields(kind) if VLLM not in each.metadata]
+    stated = {each.name: each.default for each in dataclasses.fields(EngineOptions) if VLLM not in each.metadata}
+    assert stated == LLM_DEFAULTS and list(stated) == list(LLM_DEFAULTS)
+    assert not absent_options(EngineOptions).keys() & stated.keys()
+    assert inspect.signature(train_drafts).parameters == inspect.signature(TrainingSettings).parameters
+    with pytest.raises(ConfigError, match=r"train_drafts: unknown 'minute' \(did you mean 'minutes'\?\)"):
+        train_drafts("target", ["data"], "out", minute=3)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="positional"):
         SamplingParams(0.5)  # type: ignore[misc]
     with pytest.raises(ConfigError, match=r"unknown 'choices' \(did you mean 'choice'\?\)"):
@@ -126,8 +126,11 @@ def test_arguments_of_an_engine_as_a_dict() -> None:
         LLM(**dataclasses.asdict(args))
     with pytest.raises(ConfigError, match="nodes=-1"):
         LLM(**dataclasses.asdict(args) | {"spec": {"nodes": -1}})
-    with pytest.raises(ConfigError, match="swap_space='x' is not supported"):
-        LLM.from_engine_args(EngineArgs(swap_space="x"))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="tensor_parallel_size=2 is not supported"):
+        LLM.from_engine_args(EngineArgs(tensor_parallel_size=2))
+    args.model = "other"  # type: ignore[misc]  # vLLM's users change it in place
+    with pytest.raises(OSError, match="other"):
+        LLM.from_engine_args(args)
 
 
 def test_arguments_of_an_engine_from_a_command_line() -> None:

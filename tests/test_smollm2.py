@@ -17,7 +17,7 @@ from tests.tokenizers_made import save_tokenizer
 from treespec import LLM
 from treespec.errors import ModelError
 from treespec.startup import smollm2
-from treespec.startup.folders import resolve_drafts, resolve_folders, resolve_model
+from treespec.startup.options import resolve_drafts, resolve_folders, resolve_model
 from treespec_weights import default_folder, models_folder, read_config, verify_checkpoint
 from treespec_weights.draft_vocabulary import read_draft_vocabulary
 
@@ -147,7 +147,7 @@ def test_without_the_package() -> None:
 def test_the_embedded_model_takes_its_place(made: Installed, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
     monkeypatch.setattr(
-        "treespec.cli.generate.load_llm", lambda *options: given.append(options[0]) or open_llm(made.file)
+        "treespec.cli.generate.load_llm", lambda *options, **_: given.append(options[0]) or open_llm(made.file)
     )
     ran = run("generate", QUESTION, "--max-tokens", 4)
     assert given == [None] and ran.stdout.startswith(QUESTION)

@@ -194,23 +194,23 @@ def test_drafts_are_ordered_by_what_they_add() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ssms": 0}, "ssms=0; valid: 1 to 8"),
+        ({"ssms": 0}, "ssms=0; valid: an int from 1 to 8"),
         ({"minutes": 0.0}, "minutes=0.0; valid: more than 0"),
-        ({"tokens": 0, "minutes": None}, "tokens=0; valid: at least 1"),
-        ({"tokens": 5}, "give minutes or tokens"),
+        ({"tokens": 0}, "tokens=0; valid: an int of at least 1"),
+        ({"tokens": 5, "minutes": 1.0}, "give minutes or tokens"),
         ({"ssms": 1, "generalist": True}, "ssms=1 is a generalist; give more SSMs"),
         ({"specialise": "luck"}, "specialise='luck'; valid: 'errors', 'folders'"),
-        ({"max_tokens": 1}, "max_tokens=1; valid: at least 2"),
+        ({"max_tokens": 1}, "max_tokens=1; valid: an int of at least 2"),
         ({"lessons": "out"}, "give data, or lessons of an earlier run, one of them"),
         ({"start": "draft", "layers": 1}, "a start has its own layers, width and vocabulary; leave them out"),
         ({"hidden": 100}, "hidden=100; valid: multiples of 64"),
-        ({"layers": 0}, "layers=0; valid: at least 1"),
-        ({"vocabulary": 63}, "vocabulary=63; valid: at least 64 rows"),
+        ({"layers": 0}, "layers=0; valid: an int of at least 1"),
+        ({"vocabulary": 63}, "vocabulary=63; valid: an int of at least 64"),
     ],
 )
 def test_settings_out_of_range(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        TrainingSettings("target", ("data",), **changes).check()
+        TrainingSettings("target", ("data",), "out", **changes).check()
 
 
 def test_texts_train_by_their_own_next_tokens(llm: LLM, target: Path, data: Path, tmp_path: Path) -> None:

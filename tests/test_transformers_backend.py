@@ -401,8 +401,6 @@ def test_options_for_native_families() -> None:
         open_adapter_llm(folder, compile=True)
     with pytest.raises(KernelError, match="linear='torch'"):
         open_adapter_llm(folder, linear="torch")
-    with pytest.raises(ConfigError, match=r"backend='vllm'; valid: 'auto', 'native', 'transformers'"):
-        open_adapter_llm(folder, backend="vllm")
     with pytest.raises(ConfigError, match="a model in memory"):
         open_adapter_llm(saved("stablelm")[0], backend="native")
 
@@ -497,10 +495,6 @@ def test_the_probe_notices_planted_faults(fault: str, monkeypatch: pytest.Monkey
 
 
 def test_models_in_memory_that_are_refused() -> None:
-    with pytest.raises(ModelError, match="training mode"):
-        open_adapter_llm(make_model("stablelm").train())
-    with pytest.raises(ModelError, match="not a transformers model"):
-        open_adapter_llm(nn.Linear(2, 2))
     with pytest.raises(ModelError, match="convert it first"):
         open_adapter_llm(make_model("stablelm"), dtype="bfloat16")
 

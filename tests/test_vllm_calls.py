@@ -294,7 +294,6 @@ class Wordy(Letters):
             r"rejects 'a': TypeError: .*'pair'.*valid: an object with encode\(text\)",
         ),
         ({"tokenizer": Broken()}, ConfigError, r"cannot decode \[97\]: KeyError: 97; valid: an object with"),
-        ({"tokenizer": "/no/such/folder"}, ConfigError, "tokenizer='/no/such/folder' is not a folder with tokenizer"),
         ({"generation_config": 5}, ConfigError, "generation_config=5; valid: 'auto', 'treespec', 'vllm', or a folder"),
         ({"generation_config": "/no/such/folder"}, OSError, "/no/such/folder"),
     ],

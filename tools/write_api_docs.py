@@ -6,8 +6,10 @@ python tools/write_api_docs.py
 import ast
 import inspect
 import re
+import sys
 import textwrap
 from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,31 +55,51 @@ def definition(api_object: Any) -> Any:
 def describe(api_object: Any, level: int) -> Iterator[str]:
     """Yield the blocks of a class and its public methods, or of a function."""
     if inspect.isfunction(api_object):
-        yield from describe_function(definition(api_object), level)
+        function = definition(api_object)
+        yield from describe_function(function, level, options_of(api_object, function))
         return
     classes = [definition(base) for base in api_object.__mro__ if base.__module__.startswith("treespec")]
-    fields = [node for base in reversed(classes) for node in base.body if isinstance(node, ast.AnnAssign)]
     methods = {node.name: node for base in reversed(classes) for node in base.body if isinstance(node, FUNCTIONS)}
-    constructor = methods.get("__init__")
+    constructor, options = methods.get("__init__"), options_of(api_object, methods.get("__init__"))
     yield f"{'#' * level} {api_object.__name__}"
-    yield signature(
-        api_object.__name__, parameters(constructor.args) if constructor else [spell(node) for node in fields]
-    )
-    yield from prose(classes)
+    texts = of_fields(options or api_object) if options or not constructor else parameters(constructor.args)
+    yield signature(api_object.__name__, texts)
+    yield from prose([*classes, *([definition(options)] if options else [])])
     for name in dict.fromkeys(node.name for base in classes for node in base.body if isinstance(node, FUNCTIONS)):
         if not name.startswith("_"):
             yield from describe_function(methods[name], level + 1)
 
 
-def describe_function(function: ast.FunctionDef | ast.AsyncFunctionDef, level: int) -> Iterator[str]:
-    """Yield the blocks of a function, method or property."""
+def options_of(api_object: Any, function: Any) -> Any:
+    """Return the dataclass whose fields a function takes as keywords, by its decorator, or None."""
+    for decorator in function.decorator_list if function else ():
+        if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) in ("built_from", "takes_options"):
+            return getattr(sys.modules[api_object.__module__], ast.unparse(decorator.args[0]))
+    return None
+
+
+def of_fields(options: Any) -> list[str]:
+    """Return the source of the fields of a dataclass. `**vllm_options` stands for those that only vLLM has."""
+    classes = [base for base in reversed(options.__mro__) if base.__module__.startswith("treespec")]
+    own = [base for base in classes if base.__module__ != "treespec.vllm_options"]
+    nodes = [node for base in own for node in definition(base).body if isinstance(node, ast.AnnAssign)]
+    texts = ["*" if spell(node.annotation) == "KW_ONLY" else spell(node) for node in nodes]
+    if is_dataclass(options) and all(field.kw_only for field in fields(options)):
+        texts.insert(0, "*")
+    return [*texts, *["**vllm_options"] * (own != classes)]
+
+
+def describe_function(
+    function: ast.FunctionDef | ast.AsyncFunctionDef, level: int, options: Any = None
+) -> Iterator[str]:
+    """Yield the blocks of a function, method or property, or of a function that takes the fields of `options`."""
     yield f"{'#' * level} {function.name}"
     returns = spell(function.returns).strip('"')
     if any(ast.unparse(decorator).endswith("property") for decorator in function.decorator_list):
         yield f"```python\n{function.name}: {returns}\n```"
     else:
         name = "async " * isinstance(function, ast.AsyncFunctionDef) + function.name
-        yield signature(name, parameters(function.args), returns)
+        yield signature(name, of_fields(options) if options else parameters(function.args), returns)
     yield from prose([function])
 
 
@@ -102,6 +124,9 @@ def parameters(args: ast.arguments) -> list[str]:
 
 def spell(node: ast.AST | None, default: ast.AST | None = None) -> str:
     """Return the source of an annotation or a parameter, and of its default, with double quotes."""
+    if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Call):  # option(default, ...)
+        (value,) = [*node.value.args, *(word.value for word in node.value.keywords if word.arg == "default")]
+        node = ast.AnnAssign(node.target, node.annotation, value, node.simple)
     text = (ast.unparse(node) if node else "") + (f" = {ast.unparse(default)}" if default else "")
     return text.replace("'", '"')
 

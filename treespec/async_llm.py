@@ -16,11 +16,11 @@ from treespec.config import SpecConfig
 from treespec.errors import ConfigError, RequestError, TreespecError
 from treespec.frontend.engine_args import EngineArgs
 from treespec.frontend.requests import Prompt, UnreadSamples
-from treespec.frontend.vllm_options import CallOptions
 from treespec.llm import LLM, refuse_unknown
 from treespec.outputs import RequestOutput
 from treespec.request import Request
 from treespec.sampling_params import RequestOutputKind, SamplingParams
+from treespec.vllm_options import CallOptions
 
 logger = logging.getLogger("treespec")
 

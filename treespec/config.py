@@ -2,16 +2,16 @@
 
 import difflib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal, Never, Self
+from dataclasses import dataclass
+from typing import Any, Literal, Self
 
 import torch
 
-from treespec.errors import ConfigError, reject_unknown
+from treespec.errors import ConfigError
+from treespec.utils.options import check_values, option, rejects_unknown
 from treespec.utils.scalars import to_python
 from treespec.verification.verify import RANDOM_DRAWS, VERIFICATIONS
 
-POLICIES = ("auto", "static", "dynamic")
 DRAWS = ("cross-source", "without-replacement", "with-replacement")
 MAX_NODES = 1024
 QUANTIZATIONS = ("int8", "int4")
@@ -26,7 +26,8 @@ def _plain(value: Any) -> Any:
     return value
 
 
-@dataclass(frozen=True, init=False)
+@rejects_unknown
+@dataclass(frozen=True, kw_only=True)
 class SpecConfig:
     """Speculative decoding options of a request.
 
@@ -56,44 +57,22 @@ class SpecConfig:
         ConfigError: an unknown keyword, a value out of range, or contradictory values.
     """
 
-    nodes: int | Literal["auto"]
-    max_depth: int
-    policy: str
-    branching: tuple[int, ...] | None
-    verification: str
-    draws: str
-    sources: tuple[str, ...] | None
-    max_ssms: int | None
+    nodes: int | Literal["auto"] = "auto"
+    max_depth: int = option(16, least=1, most=64)
+    policy: str = option("auto", choices=("auto", "static", "dynamic"))
+    branching: Sequence[int] | None = None
+    verification: str = option("coupled", choices=VERIFICATIONS)
+    draws: str = option("cross-source", choices=DRAWS)
+    sources: Sequence[str] | None = None
+    max_ssms: int | None = option(None, least=1)
 
-    def __init__(
-        self,
-        *,
-        nodes: int | Literal["auto"] = "auto",
-        max_depth: int = 16,
-        policy: str = "auto",
-        branching: Sequence[int] | None = None,
-        verification: str = "coupled",
-        draws: str = "cross-source",
-        sources: Sequence[str] | None = None,
-        max_ssms: int | None = None,
-        **unknown: Never,
-    ) -> None:
-        names = [field.name for field in fields(SpecConfig)]
-        reject_unknown("SpecConfig", unknown, names)
-        values = (nodes, max_depth, policy, branching, verification, draws, sources, max_ssms)
-        for name, value in zip(names, values, strict=True):
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
             object.__setattr__(self, name, _plain(value))
-        self._check()
-
-    def _check(self) -> None:
+        check_values(self)
         nodes = self.nodes
         if nodes != "auto" and (isinstance(nodes, bool) or not isinstance(nodes, int) or not 0 <= nodes <= MAX_NODES):
             raise ConfigError(f'nodes={nodes!r}; valid: "auto" or an int from 0 to {MAX_NODES} (0 and 1 mean plain)')
-        if not isinstance(self.max_depth, int) or isinstance(self.max_depth, bool) or not 1 <= self.max_depth <= 64:
-            raise ConfigError(f"max_depth={self.max_depth!r}; valid: an int from 1 to 64")
-        reject_unknown("SpecConfig policy", [self.policy], POLICIES)
-        reject_unknown("SpecConfig verification", [self.verification], VERIFICATIONS)
-        reject_unknown("SpecConfig draws", [self.draws], DRAWS)
         if self.verification in RANDOM_DRAWS and self.policy == "dynamic":
             raise ConfigError(
                 f'policy="dynamic" drops drawn tokens, and verification={self.verification!r} needs all of '
@@ -108,9 +87,6 @@ class SpecConfig:
         if self.sources is not None:
             if not isinstance(self.sources, tuple) or not all(isinstance(source, str) for source in self.sources):
                 raise ConfigError(f"sources={self.sources!r}; valid: None or a tuple such as ('ssm', 'lookup')")
-        ssms = self.max_ssms
-        if ssms is not None and (isinstance(ssms, bool) or not isinstance(ssms, int) or ssms < 1):
-            raise ConfigError(f"max_ssms={ssms!r}; valid: None or an int of at least 1")
 
     def _check_branching(self) -> None:
         if self.branching is None:

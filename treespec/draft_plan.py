@@ -1,6 +1,7 @@
 """Draft plans, prices and drafting statistics: the interface between planner and drafters."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,7 +24,7 @@ class DraftPlan:
     max_depth: int
     levels: int
     nodes: int
-    branching: tuple[int, ...] | None = None
+    branching: Sequence[int] | None = None
     adaptive: bool = False
     min_trust: float = 0.0
     max_ssms: int | None = None

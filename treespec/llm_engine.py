@@ -7,11 +7,11 @@ from treespec.config import SpecConfig
 from treespec.errors import ConfigError, RequestError
 from treespec.frontend.engine_args import EngineArgs
 from treespec.frontend.requests import Prompt
-from treespec.frontend.vllm_options import CallOptions
 from treespec.llm import LLM, refuse_unknown
 from treespec.outputs import RequestOutput
 from treespec.request import Request
 from treespec.sampling_params import RequestOutputKind, SamplingParams
+from treespec.vllm_options import CallOptions
 
 
 class LLMEngine:
@@ -86,8 +86,8 @@ class LLMEngine:
     def abort_request(self, request_id: str | Iterable[str]) -> None:
         """End requests. The next step returns them. Unknown and finished ids are ignored."""
         with self.llm.between_rounds():
-            for each in [request_id] if isinstance(request_id, str) else request_id:
-                self.llm._rounds.end(self._open.get(each, ()))
+            for key in [request_id] if isinstance(request_id, str) else request_id:
+                self.llm._rounds.end(self._open.get(key, ()))
 
     def has_unfinished_requests(self) -> bool:
         """Return whether there are requests to run or to return."""

@@ -146,7 +146,7 @@ class Request:
     @property
     def end_tokens(self) -> tuple[int, ...]:
         """Tokens that end this request."""
-        return (*self.params.stop_token_ids, *(() if self.params.ignore_eos else self.eos_token_ids))
+        return (*(self.params.stop_token_ids or ()), *(() if self.params.ignore_eos else self.eos_token_ids))
 
     @property
     def is_sampled(self) -> bool:
@@ -218,7 +218,7 @@ class Request:
     def _ends_with(self, token: int, num_generated: int) -> bool:
         params, may_stop = self.params, num_generated > self.params.min_tokens
         if token in self.end_tokens:
-            self.ended, self.stop_reason = "stop", token if token in params.stop_token_ids else None
+            self.ended, self.stop_reason = "stop", token if token in (params.stop_token_ids or ()) else None
             if params.include_stop_str_in_output and (stopped_by := self._stopped_by(token, may_stop)):
                 self.stop_reason = stopped_by
         elif stopped_by := self._stopped_by(token, may_stop):

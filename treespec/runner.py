@@ -61,15 +61,13 @@ class Runner:
     Args:
         target, cache: the model, and the cache whose pool 0 belongs to it.
         max_rows: row limit of a pass, if every pass is padded to a fixed size; None = no limit.
-
-    Attributes:
         captured: captured tree passes; None to launch all kernels one by one.
     """
 
-    captured: CapturedPasses | None = None
-
-    def __init__(self, target: Decoder, cache: KVCache, max_rows: int | None = None):
-        self.target, self.cache, self.max_rows = target, cache, max_rows
+    def __init__(
+        self, target: Decoder, cache: KVCache, max_rows: int | None = None, captured: CapturedPasses | None = None
+    ):
+        self.target, self.cache, self.max_rows, self.captured = target, cache, max_rows, captured
 
     def prefill(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
         """Prefill the next `counts[i]` prompt tokens of each request in one pass.

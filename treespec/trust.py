@@ -59,8 +59,9 @@ class Trust:
         self._begin[ssm] = max(first if first > known else self._begin[ssm], end - width)
         logprobs = np.log(np.fmax(probs, 1e-9))  # fmax also replaces NaN
         start = first % width
-        at = slice(start, start + len(probs)) if start + len(probs) <= width else np.arange(first, end) % width
-        self._scores[ssm, at] = np.maximum(logprobs, MIN_LOGPROB)
+        fits = start + len(probs) <= width
+        slots = slice(start, start + len(probs)) if fits else np.arange(first, end) % width
+        self._scores[ssm, slots] = np.maximum(logprobs, MIN_LOGPROB)
         self.known[ssm] = end
 
     def advantage(self, ssm: int, other: int) -> float | None:
@@ -68,10 +69,10 @@ class Trust:
 
         A lower bound, by one standard error; None if too few tokens are scored.
         """
-        own, others = self._recent([ssm, other])
-        if len(own) < MIN_COMPARED:
+        scores, other_scores = self._recent([ssm, other])
+        if len(scores) < MIN_COMPARED:
             return None
-        gains = own - others
+        gains = scores - other_scores
         return float(gains.mean() - gains.std() / np.sqrt(len(gains)))
 
     def weights(self, ssms: Sequence[int]) -> np.ndarray:

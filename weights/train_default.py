@@ -165,8 +165,9 @@ class Build:
         """Train the drafts as `treespec train` does, each mostly on one kind of text; return their folder `drafts/`."""
         folder, text = self.work / "target", (str(self.work / "train.jsonl"),)
         settings = TrainingSettings(
-            str(folder),
+            folder,
             text,
+            self.work / "drafts",
             texts=text,
             ssms=len(DRAFTS),
             minutes=None if self.args.draft_tokens else self.args.draft_minutes,
@@ -174,9 +175,11 @@ class Build:
             specialise="folders",
             generalist=self.args.compare,
             seed=self.settings.seed,
+            device=self.device.type,
+            resume=True,
             **(models.TINY_DRAFT if self.settings.tiny else models.DRAFT),
         )
-        TrainingRun(settings, self.work / "drafts", True, self.device.type, self.pause).run()
+        TrainingRun(settings, self.pause).run()
         return self.work / "drafts"
 
     def _train(

@@ -27,7 +27,7 @@ from treespec.graphs.capture import MAX_DEPTH
 from treespec.graphs.graph_executor import GraphExecutor
 from treespec.graphs.round_inputs import RoundInput
 from treespec.graphs.verify_stage import RoundResult, VerifyStage
-from treespec.startup.proof import differing_rounds
+from treespec.startup.selftest import differing_rounds
 
 torch.set_num_threads(1)
 PROMPTS = random_prompts([3, 62], vocab=64)
@@ -137,7 +137,7 @@ def test_the_proof_at_start(llm: LLM) -> None:
         mock.patch.object(VerifyStage, "results", spoilt),
         mock.patch.object(engine.sources, "others", [failing]),
     ):
-        found = differing_rounds(engine, rounds, max_tokens=2)
+        found = differing_rounds(engine.host, engine.scheduler, rounds, max_tokens=2)
     assert found == [f"trees of 16 nodes at temperature 0.8 for {count} of 2 requests" for count in (1, 2)]
     engine.check_integrity()
     assert engine.scheduler.is_idle and pickle.dumps(learned) == before

@@ -44,7 +44,7 @@ def assert_tell(records: Sequence[RoundRecord], output: RequestOutput) -> None:
 
 def run_tree(llm: LLM, *arguments: str, code: int = 0) -> Any:
     """What `treespec tree` prints of token ids, as JSON, with this engine."""
-    with mock.patch("treespec.cli.tree.load_llm", lambda *given: llm):
+    with mock.patch("treespec.cli.tree.load_llm", lambda *_, **__: llm):
         done = CliRunner().invoke(app, ["tree", "--model", "embedded", *arguments, "--json"])
     assert done.exit_code == code, done.output
     return json.loads(done.stdout)

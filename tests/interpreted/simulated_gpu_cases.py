@@ -23,9 +23,9 @@ from tests.models import LONGROPE, greedy, make_draft, make_llama, new_folder, o
 from tests.simulated_gpu import Gpu
 from treespec import LLM, SpecConfig
 from treespec.cache import KVCache
-from treespec.engine import Engine
 from treespec.errors import ConfigError, KernelError
 from treespec.executors.execution import Execution
+from treespec.executors.host_executor import HostExecutor
 from treespec.graphs.batch_round import BatchRound
 from treespec.graphs.graph_executor import GraphExecutor
 from treespec.graphs.round_inputs import RoundInput
@@ -391,14 +391,14 @@ def test_where_captured_rounds_fail_it_goes_step_by_step(
     target = make_llama(new_folder("failing") / "target", 0, torch.float16, **SMALL)
     capture = mock.Mock(side_effect=None if runs else RuntimeError("operation not permitted when stream is capturing"))
 
-    def differing(engine: Engine, rounds: object) -> list[str]:
-        engine.cache.pools[0].fill_(torch.nan)
+    def differing(host: HostExecutor, *rest: object) -> list[str]:
+        host.runner.cache.pools[0].fill_(torch.nan)
         return ["trees of 16 nodes"]
 
     with (
-        mock.patch("treespec.startup.assemble.is_interpreted", lambda: False),
-        mock.patch("treespec.startup.assemble.captured_rounds", capture),
-        mock.patch("treespec.startup.proof.differing_rounds", differing),
+        mock.patch("treespec.startup.build.is_interpreted", lambda: False),
+        mock.patch("treespec.startup.build.captured_rounds", capture),
+        mock.patch("treespec.startup.selftest.differing_rounds", differing),
     ):
         llm = open_llm(target, [], device="cuda", dtype="float16", spec=TREES, max_num_seqs=1, prove=None)
     assert capture.call_count == 1 and llm.engine.captured is None
@@ -423,7 +423,7 @@ def test_rounds_that_cuda_does_not_capture(gpu: Gpu, caplog: pytest.LogCaptureFi
         stage.target.pool.sum().item()
 
     with (
-        mock.patch("treespec.startup.assemble.is_interpreted", lambda: False),
+        mock.patch("treespec.startup.build.is_interpreted", lambda: False),
         mock.patch("treespec.graphs.capture.is_interpreted", lambda: False),
         mock.patch.object(VerifyStage, "run", waiting),
     ):

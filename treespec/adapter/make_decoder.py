@@ -19,7 +19,6 @@ from treespec_weights.errors import Problem, UnsupportedModelError
 
 logger = logging.getLogger("treespec")
 
-BACKENDS = ("auto", "native", "transformers")
 _EXPERTS = re.compile(r"experts|moe", re.IGNORECASE)  # matches class names of mixture-of-experts modules
 
 
@@ -35,11 +34,9 @@ def read_model(
         tokenizer: as in `Source.from_model`.
 
     Raises:
-        ConfigError: unknown backend, or the native backend for a model in memory.
+        ConfigError: the native backend for a model in memory.
         CheckpointError, ModelError, OSError: as in `ModelConfig.from_hf` and `Source.from_folder`.
     """
-    if backend not in BACKENDS:
-        raise ConfigError(f"backend={backend!r}; valid: {', '.join(map(repr, BACKENDS))}")
     if isinstance(model, nn.Module):
         if backend == "native":
             raise ConfigError("backend='native' reads a folder; a model in memory runs with backend='transformers'")

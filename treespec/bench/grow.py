@@ -14,8 +14,7 @@ import torch
 
 from treespec.bench.options import Options
 from treespec.errors import ConfigError
-from treespec.startup.device import resolve_device
-from treespec.startup.folders import resolve_folders, resolve_model
+from treespec.startup.options import resolve_device, resolve_folders, resolve_model
 from treespec_weights import LLAMA, ModelShape, as_folder, family_of, read_config
 from treespec_weights.errors import OptionError
 from treespec_weights.files import resolve_folder

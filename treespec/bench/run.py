@@ -26,7 +26,7 @@ from treespec.errors import ConfigError
 from treespec.llm import LLM
 from treespec.sampling_params import SamplingParams
 from treespec.startup.cost_measurement import processor
-from treespec.startup.folders import resolve_folders, resolve_model
+from treespec.startup.options import resolve_folders, resolve_model
 from treespec.text.prompt_files import Prompt, encode_prompt, has_chat_template, read_prompts
 from treespec.version import __version__
 

@@ -3,7 +3,6 @@
 Commands import torch lazily, so that `treespec --help` is fast.
 """
 
-import os
 import sys
 from typing import Annotated
 
@@ -27,14 +26,6 @@ app.command()(autotune.autotune)
 
 def main() -> None:
     """Run the command in `sys.argv` and exit."""
-    if sys.stderr is None:  # closed by the caller
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    if sys.stdout is None:
-        print(
-            "error: stdout is closed; redirect it to a file or to /dev/null",
-            file=sys.stderr,
-        )
-        sys.exit(2)
     for stream in (sys.stdout, sys.stderr):  # print "?" for characters that the terminal cannot encode
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     app(prog_name="treespec")

@@ -6,7 +6,8 @@ import typer
 
 from treespec.cli import curves, kernels
 from treespec.cli.group import print_json, usage_error
-from treespec.cli.options import Device, Drafts, Dtype, Json, Model, Quantization
+from treespec.cli.options import Drafts, Json, Model, flags
+from treespec.engine_options import EngineOptions
 from treespec.utils.interrupts import raise_on_interrupt
 
 
@@ -14,6 +15,7 @@ def _kernel(name: str, metavar: str, text: str, **options: Any) -> Any:
     return typer.Option(name, metavar=metavar, help=text, rich_help_panel="Kernels", **options)
 
 
+@flags(EngineOptions, "device", "dtype", "quantization")
 def autotune(
     model: Model = None,
     draft: Drafts = None,
@@ -32,9 +34,6 @@ def autotune(
             help="CPU threads to measure with. Default: 1, 2, 4 .. and all cores.",
         ),
     ] = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quantization: Quantization = None,
     nodes: Annotated[int | None, _kernel("--nodes", "N", "Rows of a tree pass. Default: 32.", min=1, max=256)] = None,
     context: Annotated[
         int | None, _kernel("--context", "N", "Committed positions. Default: 2048.", min=1, max=1 << 20)
@@ -58,6 +57,10 @@ def autotune(
         ),
     ] = None,
     as_json: Json = False,
+    *,
+    device: str,
+    dtype: str,
+    quantization: str | None,
 ) -> None:
     """Tune this machine and store the results.
 
@@ -75,7 +78,7 @@ def autotune(
 
     from treespec.config import QUANTIZATIONS
     from treespec.errors import reject_unknown
-    from treespec.startup.device import DTYPES, resolve_device
+    from treespec.startup.options import DTYPES, resolve_device
     from treespec.utils.torch_state import on_device
     from treespec_kernels.launch.triton_launch import SHARED_BYTES, is_interpreted
     from treespec_kernels.ops import OPS, TUNABLE

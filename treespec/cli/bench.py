@@ -11,23 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from treespec.cli.group import Command, print_json, usage_error
-from treespec.cli.options import (
-    Compile,
-    Device,
-    Drafts,
-    Dtype,
-    Json,
-    Model,
-    Quantization,
-    parse_branching,
-)
+from treespec.cli.options import Drafts, Json, Model, flags, parse_branching
+from treespec.engine_options import EngineOptions
 from treespec.utils.interrupts import raise_on_interrupt
 
 if TYPE_CHECKING:
     from treespec.bench.options import Options
     from treespec.bench.progress import BenchProgress
 
-_SEVERAL = ("--k-values", "--nodes", "--batch", "--combine", "--only", "--verification", "--data")
+_SEVERAL = ("--k-values", "--nodes", "--batch", "--combine", "--only", "--verification", "--data", "--texts")
 PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -58,6 +50,7 @@ def _several(flag: str, default: str, text: str) -> Any:
     return typer.Option(flag, metavar="N...", help=f"{text} Several: {flag} {default}, or comma-separated.")
 
 
+@flags(EngineOptions, "device", "dtype", "compile", "quantization")
 def bench(
     model: Model = None,
     draft: Drafts = None,
@@ -131,10 +124,6 @@ def bench(
         int | None, typer.Option("--grow-vocab", metavar="N", help="Grow the vocabulary of target and drafts, too.")
     ] = None,
     keep: Annotated[Path | None, typer.Option("--keep", metavar="DIR", help="Keep the grown models in DIR.")] = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    compile: Compile = None,
-    quantization: Quantization = None,
     threads: Annotated[int | None, typer.Option("--threads", min=1, metavar="N", help="Default: torch's.")] = None,
     seed: Annotated[
         int,
@@ -166,6 +155,7 @@ def bench(
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Also write the JSON to FILE.")] = None,
     as_json: Json = False,
+    **engine: Any,
 ) -> None:
     """Benchmark plain decoding, chains, trees and transformers in one run.
 
@@ -214,7 +204,7 @@ def bench(
             raise usage_error(f"{path}: there is no folder {path.absolute().parent}")
     if plot is not None:
         _check_plot(plot)
-    sizes = {
+    sizes: dict[str, Any] = {
         "k_values": integers("--k-values", k_values, (3, 5, 7)),
         "nodes": integers("--nodes", nodes, (16,), least=2),
         "batches": integers("--batch", batch, (1,)),
@@ -239,11 +229,8 @@ def bench(
         warmup=warmup,
         peers=not no_peers,
         only=tuple(name for value in only or () for name in value.split(",")),
-        device=device,
-        dtype=dtype,
-        compile="auto" if compile is None else compile,
-        quantization=quantization,
         seed=seed,
+        **engine,
     )
     if threads is not None:
         import torch

@@ -34,7 +34,7 @@ def measure_here(
     if threads is not None:
         torch.set_num_threads(threads)
     with status("loading"):
-        llm = load_llm(model, drafts, None, device, dtype, quantization=quantization)
+        llm = load_llm(model, drafts, None, device=device, dtype=dtype, quantization=quantization)
     engine = llm.engine
     silent = not sys.stderr.isatty()
     with (

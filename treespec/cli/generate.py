@@ -14,28 +14,26 @@ from treespec.cli.options import (
     Branching,
     Chat,
     ChatModel,
-    Compile,
-    Device,
     Drafts,
-    Dtype,
     File,
     Json,
     MaxDepth,
     Nodes,
     Prompt,
-    Quantization,
     Seed,
     Temperature,
     Verification,
     as_messages,
     choose_target,
     encoded,
+    flags,
     load_llm,
     read_prompt,
     read_template,
     spec_config,
     status,
 )
+from treespec.engine_options import EngineOptions
 from treespec.utils.tables import table
 
 if TYPE_CHECKING:
@@ -49,6 +47,7 @@ MEASURED_SECONDS = 3.0  # seconds of these runs, at least
 DRAWING_RULES = ("rejection", "traversal")  # copy of RANDOM_DRAWS, whose module imports torch
 
 
+@flags(EngineOptions, "device", "dtype", "compile", "quantization")
 def generate(
     prompt: Prompt = None,
     file: File = None,
@@ -83,11 +82,8 @@ def generate(
         str | None,
         typer.Option("--chat-template", metavar="F", help="Jinja file that replaces the model's chat template."),
     ] = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    compile: Compile = None,
-    quantization: Quantization = None,
     as_json: Json = False,
+    **engine: Any,
 ) -> None:
     """Answer a question with a chat model, or continue a prompt.
 
@@ -128,7 +124,7 @@ def generate(
         spec = spec_config(nodes, max_depth, branching, verification)
         at_once = min(samples, MOST_AT_ONCE)
         sources = [] if no_spec else draft
-        llm = load_llm(target.model, sources, "off" if no_spec else spec, device, dtype, compile, at_once, quantization)
+        llm = load_llm(target.model, sources, "off" if no_spec else spec, at_once, **engine)
     if not as_json:
         target.tell()
     inputs: Any = as_messages(text, llm, template) if target.is_chat else encoded(text, llm)

@@ -71,16 +71,13 @@ def _is_user_error(error: Exception) -> bool:
 
 def _report(kind: str, message: str, as_json: bool) -> None:
     if as_json:
-        try:
-            print_json({"error": {"type": kind, "message": message}})
-        except OSError:  # stdout is not writable, such as a full disk
-            as_json = False
-    if not as_json:
+        print_json({"error": {"type": kind, "message": message}})
+    else:
         typer.echo(f"error: {message}", err=True)
 
 
 def _discard_unwritable(stream: TextIO) -> None:
-    """Discard unwritable output, because Python would retry at exit and change the exit code."""
+    """Discard output that nobody reads, as of `| head`: Python would retry at exit and change the exit code."""
     try:
         stream.flush()
     except OSError:

@@ -38,8 +38,7 @@ def settings_of(
         ConfigError: `quantization` of a quantised model, or of sizes that no group size divides.
     """
     from treespec.models.model_config import ModelConfig
-    from treespec.startup.folders import resolve_folders, resolve_model
-    from treespec.startup.quantization import resolve_quantization
+    from treespec.startup.options import resolve_folders, resolve_model, resolve_quantization
 
     target = ModelConfig.from_hf(resolve_model(model))
     resolve_quantization(quantization, target, dtype or target.dtype)

@@ -1,17 +1,21 @@
 """Options shared by commands: models, prompt and speculative decoding."""
 
+import functools
+import inspect
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, cast
 
 import typer
 
 from treespec.cli.group import usage_error
 from treespec.utils.interrupts import raise_on_interrupt
+from treespec.utils.options import LIMITS, help_texts
 
 if TYPE_CHECKING:
     from treespec.config import SpecConfig
@@ -66,19 +70,6 @@ Verification = Annotated[
         "decoding; rejection or traversal preserve their distribution.",
     ),
 ]
-Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
-Dtype = Annotated[str, typer.Option("--dtype", help="auto (the checkpoint's), float32, bfloat16 or float16.")]
-Compile = Annotated[
-    bool | None,
-    typer.Option(
-        "--compile/--no-compile",
-        help="Run passes as one call of C++ built on this machine (needs a CPU and a compiler). Default: if possible.",
-    ),
-]
-Quantization = Annotated[
-    str | None,
-    typer.Option("--quantization", metavar="KIND", help="Quantise the target's layers at load time: int8 or int4."),
-]
 Chat = Annotated[
     bool | None,
     typer.Option(
@@ -90,15 +81,64 @@ Chat = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, nothing else.")]
 
 
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+def flags(options: type, *names: str) -> Callable[[_Command], _Command]:
+    """Give a command flags for the named fields of a dataclass, or for all: it has parameters of these names or `**`.
+
+    A flag that is not set has the field's default, or is an empty list where a list has none.
+    """
+
+    def decorate(command: _Command) -> _Command:
+        stated = {field.name: field for field in fields(options) if not names or field.name in names}
+        parameters = inspect.signature(command).parameters.values()
+        others = [p for p in parameters if p.name not in stated and p.kind is not p.VAR_KEYWORD]
+        made = [_flag(field, help_texts(options)[name]) for name, field in stated.items()]
+
+        @functools.wraps(command)
+        def run(**values: Any) -> Any:
+            for name, field in stated.items():
+                if values[name] is None:
+                    values[name] = () if field.default is MISSING else field.default
+            return command(**values)
+
+        run.__signature__ = inspect.Signature([*others, *made])  # type: ignore[attr-defined]
+        return cast(_Command, run)
+
+    return decorate
+
+
+def _flag(field: Field[Any], text: str) -> inspect.Parameter:
+    """Return the parameter of a command that sets a field; None is not set. The help is the text's first sentence."""
+    text = f"{text[0].upper()}{text[1:]}".partition(". ")[0].rstrip(".") + "."
+    words, default = str(field.type).split(" | "), field.default
+    kind: Any = next((kind for word in words for kind in (bool, int, float) if kind.__name__ == word), str)
+    if words[0].startswith("Sequence["):
+        kind = list[str]
+    required = default is MISSING and kind is str
+    name, choices = field.name.replace("_", "-"), field.metadata.get(LIMITS, {}).get("choices") if kind is str else None
+    option = typer.Option(
+        f"--{name}/--no-{name}" if kind is bool and default is not False else f"--{name}",
+        metavar="|".join(filter(None, choices)) if choices else None,
+        help=text if default in (MISSING, None, False, ()) else f"{text} Default: {default}.",
+        show_default=False,
+    )
+    return inspect.Parameter(
+        field.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=inspect.Parameter.empty if required else None,
+        annotation=Annotated[kind if required else kind | None, option],
+    )
+
+
 def read_prompt(prompt: str | None, file: str | None) -> str:
     """Read the prompt from the argument, a file or a pipe, byte for byte."""
     if prompt is not None and file is not None:
         raise usage_error(f"both a PROMPT and --file {file} were given; drop one of them")
     if prompt is not None:
-        return _decoded(prompt)
+        return prompt
     piped = file is None or file == "-"
-    if piped and sys.stdin is None:
-        raise usage_error("no prompt: stdin is closed; give PROMPT or --file F, or pipe it in")
     if file is None and sys.stdin.isatty():
         raise usage_error("no prompt; give PROMPT or --file F, or pipe it in")
     data = sys.stdin.buffer.read() if piped else Path(os.path.expanduser(str(file))).read_bytes()
@@ -110,20 +150,6 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
     if not text:
         raise usage_error(f"the prompt from {source} is empty; give at least one token")
     return text
-
-
-def _decoded(prompt: str) -> str:
-    """Decode an argument's bytes as UTF-8 if the locale, such as C, could not decode them."""
-    try:
-        prompt.encode()
-    except UnicodeEncodeError:  # Python's surrogate escapes of undecodable bytes
-        try:
-            return os.fsencode(prompt).decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise usage_error(
-                f"the PROMPT is not UTF-8: {error.reason} at byte {error.start}: {prompt[:40]!r}"
-            ) from None
-    return prompt
 
 
 class CommandTarget(NamedTuple):
@@ -223,29 +249,13 @@ def spec_config(
 
 
 def load_llm(
-    model: str | None,
-    drafts: list[str] | None,
-    spec: "SpecConfig | str | None",
-    device: str,
-    dtype: str,
-    compile: bool | None = None,
-    max_num_seqs: int = 1,
-    quantization: str | None = None,
+    model: str | None, drafts: list[str] | None, spec: "SpecConfig | str | None", max_num_seqs: int = 1, **options: Any
 ) -> "LLM":
-    """Load an engine, by default for one concurrent request."""
+    """Load an engine, by default for one concurrent request. `options` are those of `LLM`."""
     from treespec.llm import LLM
 
     raise_on_interrupt()
-    return LLM(
-        model,
-        drafts,
-        spec,
-        device=device,
-        dtype=dtype,
-        max_num_seqs=max_num_seqs,
-        compile="auto" if compile is None else compile,
-        quantization=quantization,
-    )
+    return LLM(model, drafts, spec, max_num_seqs=max_num_seqs, **options)
 
 
 @contextmanager

@@ -2,23 +2,22 @@
 
 import json
 import logging
+import os
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from treespec.cli.group import usage_error
 from treespec.cli.options import (
-    Compile,
-    Device,
     Drafts,
-    Dtype,
     Nodes,
-    Quantization,
     choose_target,
+    flags,
     read_template,
     spec_config,
     status,
 )
+from treespec.engine_options import EngineOptions
 from treespec.utils.interrupts import raise_on_interrupt
 
 if TYPE_CHECKING:
@@ -26,11 +25,22 @@ if TYPE_CHECKING:
     from treespec.sampling_params import SamplingParams
 
 GRACE = 5  # seconds that running requests get to end after Ctrl-C or SIGTERM
-_METHODS = ("ngram", "draft_model", "suffix")
 
 logger = logging.getLogger("treespec")
 
 
+@flags(
+    EngineOptions,
+    "tokenizer",
+    "device",
+    "dtype",
+    "max_num_seqs",
+    "max_model_len",
+    "compile",
+    "generation_config",
+    "quantization",
+    "suffix_tokens",
+)
 def serve(
     model: Annotated[
         str | None,
@@ -58,12 +68,6 @@ def serve(
             "--served-model-name", metavar="NAME", help="Name of the model for clients; repeatable. Default: MODEL."
         ),
     ] = None,
-    max_model_len: Annotated[
-        int | None, typer.Option("--max-model-len", metavar="N", help="Positions of the longest request.")
-    ] = None,
-    max_num_seqs: Annotated[
-        int, typer.Option("--max-num-seqs", metavar="N", help="Requests decoded at once.", min=1)
-    ] = 8,
     nodes: Nodes = None,
     no_spec: Annotated[bool, typer.Option("--no-spec", help="Plain decoding, unless a request asks for more.")] = False,
     speculative_config: Annotated[
@@ -74,26 +78,13 @@ def serve(
             help="vLLM's keys method (ngram, suffix, draft_model), model and num_speculative_tokens.",
         ),
     ] = None,
-    suffix_tokens: Annotated[
-        int, typer.Option("--suffix-tokens", metavar="N", help="Output tokens to remember for the source suffix.")
-    ] = 0,
-    tokenizer: Annotated[str | None, typer.Option("--tokenizer", metavar="F", help="Default: the model's.")] = None,
     chat_template: Annotated[
         str | None,
         typer.Option("--chat-template", metavar="F", help="Jinja file that replaces the model's chat template."),
     ] = None,
-    generation_config: Annotated[
-        str,
-        typer.Option(
-            "--generation-config", help="Defaults of requests: auto (the model's file), treespec, vllm or a folder."
-        ),
-    ] = "auto",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    compile: Compile = None,
-    quantization: Quantization = None,
     max_body_bytes: Annotated[int, typer.Option("--max-body-bytes", metavar="N", help="Largest request.", min=1)] = 4
     << 20,
+    **engine_options: Any,
 ) -> None:
     """Serve the model on an HTTP port with OpenAI's API.
 
@@ -124,23 +115,15 @@ def serve(
         model=target.model,
         drafts=draft,
         spec="off" if no_spec else spec_config(nodes, None, None),
-        tokenizer=tokenizer,
-        device=device,
-        dtype=dtype,
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len,
-        compile="auto" if compile is None else compile,
-        generation_config=generation_config,
-        quantization=quantization,
-        suffix_tokens=suffix_tokens,
         speculative_config=config or None,
+        **engine_options,
     )
     with status("loading"):
         engine = AsyncLLM.from_engine_args(args)
     only_loopback = host in LOOPBACK
     options = ServerOptions(
         model_names=served_model_name or [target.model or "embedded"],
-        defaults=default_params(engine.llm, generation_config),
+        defaults=default_params(engine.llm, args.generation_config),
         chat_template=template,
         api_key=api_key or None,
         max_body_bytes=max_body_bytes,
@@ -153,28 +136,20 @@ def serve(
 
 
 def parse_speculative_config(text: str) -> dict[str, Any]:
-    """Parse `--speculative-config`. Raises UsageError for keys and methods that treespec does not have."""
+    """Parse `--speculative-config`. `EngineOptions` checks what is in it, but for the number of tokens."""
     try:
         config = json.loads(text)
     except ValueError as error:
         raise usage_error(f"--speculative-config is not JSON: {error}") from None
-    keys = ("method", "model", "num_speculative_tokens")
-    if not isinstance(config, dict) or (unknown := config.keys() - keys):
-        what = f"unknown {', '.join(sorted(unknown))}" if isinstance(config, dict) else "not an object"
-        raise usage_error(f"--speculative-config: {what}; keys: {', '.join(keys)}")
-    config = {name: value for name, value in config.items() if value is not None}
-    if "method" in config and config["method"] not in _METHODS:
-        raise usage_error(
-            f"--speculative-config: method {config['method']!r}; valid: {', '.join(_METHODS)}. Heads such as EAGLE are "
-            "drafts, with method draft_model"
-        )
-    number = config.get("num_speculative_tokens", 1)
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+    if not isinstance(config, dict):
+        raise usage_error(f'--speculative-config {text}: valid: an object, such as {{"method": "suffix"}}')
+    number = config.get("num_speculative_tokens")
+    if number is not None and (type(number) is not int or number < 1):
         raise usage_error(f"--speculative-config: num_speculative_tokens={number!r}; valid: an int of at least 1")
     return config
 
 
-def default_params(llm: "LLM", generation_config: str) -> "SamplingParams":
+def default_params(llm: "LLM", generation_config: str | os.PathLike[str]) -> "SamplingParams":
     """Return the sampling parameters of requests that give none.
 
     Where the model's file says nothing, they are OpenAI's: temperature 1, and as many tokens as the context holds.

@@ -11,9 +11,7 @@ from treespec.cli.options import (
     Branching,
     Chat,
     ChatModel,
-    Device,
     Drafts,
-    Dtype,
     File,
     Json,
     MaxDepth,
@@ -25,11 +23,13 @@ from treespec.cli.options import (
     as_messages,
     choose_target,
     encoded,
+    flags,
     load_llm,
     read_prompt,
     spec_config,
     status,
 )
+from treespec.engine_options import EngineOptions
 
 if TYPE_CHECKING:
     from treespec.executors.round_record import RoundRecord
@@ -38,6 +38,7 @@ NODES = "16"
 FIRST_ROUNDS = 8  # without --round, draw the one of these rounds that accepted most tokens
 
 
+@flags(EngineOptions, "device", "dtype")
 def tree(
     prompt: Prompt = None,
     file: File = None,
@@ -59,9 +60,8 @@ def tree(
     ] = None,
     svg: Annotated[Path | None, typer.Option("--svg", metavar="F", help="Also write an SVG to F.")] = None,
     chat: Chat = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
     as_json: Json = False,
+    **engine: Any,
 ) -> None:
     """Draw the token tree of a round with sources, probabilities and the accepted path.
 
@@ -72,7 +72,7 @@ def tree(
     text, target = read_prompt(prompt, file), choose_target(model, chat)
     with status("loading"):
         spec = spec_config(nodes or (None if branching else NODES), max_depth, branching, verification)
-        llm = load_llm(target.model, draft, spec, device, dtype)
+        llm = load_llm(target.model, draft, spec, **engine)
     if not as_json:
         target.tell()
     from treespec.drawing import to_svg, to_text

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 
 from treespec.config import SpecConfig
-from treespec.errors import ConfigError, RequestError, describe_error, safe_repr
+from treespec.errors import ConfigError, RequestError, short_repr
 from treespec.inputs import TextPrompt, TokensPrompt
 from treespec.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from treespec.request import PromptGroup, Request, new_request_id
 from treespec.sampling.grammar import Grammars
 from treespec.sampling.logprobs import Logprob
 from treespec.sampling.sampler import Sampler, new_seed
-from treespec.sampling_params import SamplingParams
+from treespec.sampling_params import SamplingParams, StructuredOutputsParams
 from treespec.text.chat import Conversation
 from treespec.text.detokenizer import Detokenizer
 from treespec.text.prompt_tokenizer import Tokenization, UserTokenizer, check_text
@@ -121,8 +121,8 @@ class RequestFactory:
         self, prompt: Any, params: SamplingParams, spec: SpecConfig, stream: bool, tokenization: Tokenization
     ) -> list[Request] | RequestOutput:
         """Return the samples of a prompt. For an invalid prompt, return its finished output with the error."""
-        given = prompt.get("prompt") if isinstance(prompt, dict) else prompt
-        text, tokens = given if isinstance(given, str) else None, []
+        prompt_text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+        text, tokens = prompt_text if isinstance(prompt_text, str) else None, []
         request_id, ends = new_request_id(), self.eos_token_ids
         try:
             if isinstance(prompt, Conversation):
@@ -169,8 +169,8 @@ class RequestFactory:
         request.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         request.detokenizer = self.detokenizer(tokens, params) if stream or params.stop else None
         if not params.is_argmax:
-            spellings = self._tokenize_words(params.bad_words)
-            form = params.structured_outputs
+            spellings = self._tokenize_words(params.bad_words or ())
+            form = StructuredOutputsParams.of(params.structured_outputs)
             grammar = None if form is None else self.grammars.grammar(form, len(tokens))
             request.sampler = Sampler(
                 params,
@@ -192,28 +192,23 @@ class RequestFactory:
             prompt = {key: value for key, value in prompt.items() if value is not None or key in _PROMPT_KEYS}
             if not prompt or any(key not in _PROMPT_KEYS for key in prompt):
                 raise RequestError(
-                    f"prompt {safe_repr(prompt)}; keys of a dict: {' and '.join(map(repr, _PROMPT_KEYS))}"
+                    f"prompt {short_repr(prompt)}; keys of a dict: {' and '.join(map(repr, _PROMPT_KEYS))}"
                 )
             prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError(f"a text prompt {prompt[:40]!r}, but the model has no tokenizer; give token ids")
             prompt = tokenization.encode(self.tokenizer, prompt, special=True)
-        try:
-            prompt = to_python(prompt)
-        except Exception as error:  # a tensor without values, such as on the meta device
-            raise RequestError(
-                f"prompt {safe_repr(prompt)} has no list of token ids: {describe_error(error)}"
-            ) from error
+        prompt = to_python(prompt)
         if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
-            raise RequestError(f"prompt {safe_repr(prompt)}; valid: text, a list of token ids, or a dict of either")
+            raise RequestError(f"prompt {short_repr(prompt)}; valid: text, a list of token ids, or a dict of either")
         if not len(prompt):
             raise RequestError("an empty prompt; give at least one token")
         tokens = []
-        for given in prompt:
-            token = as_int(given, 0)
+        for item in prompt:
+            token = as_int(item, 0)
             if token is None or token >= self.vocab_size:
-                raise RequestError(f"prompt token {safe_repr(given)}; valid: ints from 0 to {self.vocab_size - 1}")
+                raise RequestError(f"prompt token {short_repr(item)}; valid: ints from 0 to {self.vocab_size - 1}")
             tokens.append(token)
         return tokenization.cut(tokens)
 
@@ -239,12 +234,10 @@ class RequestFactory:
                     f"{name}: {len(texts)} texts of {sum(map(len, texts))} characters; valid: at most {count} of "
                     f"{characters} together"
                 )
-        if len(params.stop_token_ids) > self.vocab_size:
-            raise RequestError(
-                f"stop_token_ids: {len(params.stop_token_ids)} ids; the vocabulary has {self.vocab_size} tokens"
-            )
-        for text in params.stop:
+        for text in params.stop or ():
             check_text(text)
+        if (count := len(params.stop_token_ids or ())) > self.vocab_size:
+            raise RequestError(f"stop_token_ids: {count} ids; the vocabulary has {self.vocab_size} tokens")
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(params, name) or 0) > self.vocab_size:
                 raise RequestError(f"{name}={getattr(params, name)}; the vocabulary has {self.vocab_size} tokens")
@@ -271,7 +264,7 @@ class RequestFactory:
         if self.tokenizer is None or not params.detokenize:
             return None
         decode = partial(self.tokenizer.decode, skip_special=params.skip_special_tokens)
-        return Detokenizer(decode, prompt, params.stop, params.include_stop_str_in_output)
+        return Detokenizer(decode, prompt, params.stop or (), params.include_stop_str_in_output)
 
     def output(
         self, samples: Sequence[Request], finished: bool = True, deltas: list[CompletionOutput] | None = None
@@ -303,49 +296,31 @@ class RequestFactory:
         return None
 
     def _completion(self, request: Request) -> CompletionOutput:
+        """Return the whole completion of a sample; without its text if the tokenizer cannot decode the tokens."""
+        tokens, detokenizer = request.output_token_ids, request.detokenizer
         try:
-            return self._text_and_logprobs(request)
-        except RequestError as error:  # the tokenizer cannot decode the tokens; return them without text
+            if detokenizer is None and (detokenizer := self.detokenizer(request.prompt_token_ids, request.params)):
+                keeps_end = request.ended != "stop" or request.params.include_stop_str_in_output
+                for token in tokens if keeps_end else tokens[:-1]:
+                    detokenizer.push(token)
+            if detokenizer is not None and request.finished:
+                detokenizer.flush()
+            text = no_text(request.params) if detokenizer is None else detokenizer.shown(request.finished)
+            return self.delta(request, NewTokens(0, tokens, text))
+        except RequestError as error:
             _fail(request, error)
-            return CompletionOutput(
-                request.sample,
-                None,
-                request.output_token_ids,
-                request.finish_reason,
-                request.stop_reason,
-                metrics=metrics_of(request),
-            )
-
-    def _text_and_logprobs(self, request: Request) -> CompletionOutput:
-        tokens = request.output_token_ids
-        detokenizer = request.detokenizer
-        if detokenizer is None and (detokenizer := self.detokenizer(request.prompt_token_ids, request.params)):
-            keeps_end = request.ended != "stop" or request.params.include_stop_str_in_output
-            for token in tokens if keeps_end else tokens[:-1]:
-                detokenizer.push(token)
-        if detokenizer is not None and request.finished:
-            detokenizer.flush()
-        text = no_text(request.params) if detokenizer is None else detokenizer.shown(request.finished)
-        logprobs, total = None, None
-        if request.params.logprobs is not None:
-            logprobs = self._named(request.logprobs, request.params)
-            total = sum(found[token].logprob for found, token in zip(logprobs, tokens, strict=True))
-        return CompletionOutput(
-            request.sample,
-            text,
-            tokens,
-            request.finish_reason,
-            request.stop_reason,
-            logprobs,
-            total,
-            metrics_of(request),
-        )
+            return self._part(request, NewTokens(0, tokens, None), None)
 
     def delta(self, request: Request, new: NewTokens) -> CompletionOutput:
-        """Return what `UnreadSamples.take` took of a request. `cumulative_logprob` is that of these tokens."""
-        logprobs, total = None, None
-        if request.params.logprobs is not None:
-            logprobs = self._named(request.logprobs[new.start : new.start + len(new.token_ids)], request.params)
+        """Return a part of a sample's completion. `cumulative_logprob` is that of its tokens."""
+        if request.params.logprobs is None:
+            return self._part(request, new, None)
+        end = new.start + len(new.token_ids)
+        return self._part(request, new, self._named(request.logprobs[new.start : end], request.params))
+
+    def _part(self, request: Request, new: NewTokens, logprobs: list[dict[int, Logprob]] | None) -> CompletionOutput:
+        total = None
+        if logprobs is not None:
             total = sum(entry[token].logprob for entry, token in zip(logprobs, new.token_ids, strict=True))
         return CompletionOutput(
             request.sample,
@@ -365,8 +340,8 @@ class RequestFactory:
         tokenizer = self.tokenizer
         text = cache(lambda token: tokenizer.decode([token]))  # with logprobs=-1, each token occurs at every position
         return [
-            found and {token: each._replace(decoded_token=text(token)) for token, each in found.items()}
-            for found in positions
+            entries and {token: entry._replace(decoded_token=text(token)) for token, entry in entries.items()}
+            for entries in positions
         ]
 
 
@@ -376,7 +351,7 @@ def log_rejected(prompts: Sequence[Any], entries: Sequence[list[Request] | Reque
         return
     for i, (prompt, entry) in enumerate(zip(prompts, entries, strict=True)):
         if isinstance(entry, RequestOutput):
-            logger.warning("prompt %d (%s) was refused: %s", i, safe_repr(prompt)[:40], entry.error)
+            logger.warning("prompt %d (%s) was refused: %s", i, short_repr(prompt)[:40], entry.error)
 
 
 def _fail(request: Request, error: RequestError) -> None:
@@ -399,12 +374,9 @@ def as_list(prompts: Any) -> list[Any]:
     """Return one prompt or several as a list of prompts."""
     if isinstance(prompts, str | dict):
         return [prompts]
-    try:
-        prompts = to_python(prompts)
-    except Exception as error:  # a tensor without values, such as on the meta device
-        raise ConfigError(f"prompts={safe_repr(prompts)} has no token ids: {describe_error(error)}") from error
+    prompts = to_python(prompts)
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
-        raise ConfigError(f"prompts={safe_repr(prompts)}; valid: text, token ids, or a list of those")
+        raise ConfigError(f"prompts={short_repr(prompts)}; valid: text, token ids, or a list of those")
     if len(prompts) and all(isinstance(item, Integral) for item in prompts):
         return [list(prompts)]
     return list(prompts)

@@ -44,12 +44,12 @@ class RoundLoop:
 
         def changed() -> list[Request]:
             """Return requests that have ended or have new tokens, by a round of any thread or by an abort."""
-            found = [r for r, seen in open_requests.items() if r.finished or r.num_generated > seen]
-            for request in found:
+            advanced = [r for r, seen in open_requests.items() if r.finished or r.num_generated > seen]
+            for request in advanced:
                 open_requests[request] = request.num_generated
                 if request.finished:
                     del open_requests[request]
-            return found
+            return advanced
 
         try:
             with self.lock:
@@ -57,11 +57,11 @@ class RoundLoop:
                     self._engine.scheduler.add(request)
             while open_requests:
                 with self.turn():
-                    found = changed()
-                    if not found:
+                    requests_to_yield = changed()
+                    if not requests_to_yield:
                         self.step()
-                        found = changed()
-                yield from found
+                        requests_to_yield = changed()
+                yield from requests_to_yield
                 self.yield_lock()
         finally:  # also after Ctrl-C, an error, or a caller that stops iterating
             with self.lock:

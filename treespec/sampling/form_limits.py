@@ -46,9 +46,9 @@ def check_form(form: StructuredOutputsParams) -> None:
         check_regex("whitespace_pattern", form.whitespace_pattern)
     if form.grammar is not None:
         check_length("grammar", len(form.grammar), MAX_GRAMMAR, "give a shorter one")
-    if form.json is not None:
-        check_length("json", len(form.json), MAX_CHARACTERS, "give a smaller schema")
-        _check_schema(json.loads(form.json))
+    if form.schema is not None:
+        check_length("json", len(form.schema), MAX_CHARACTERS, "give a smaller schema")
+        _check_schema(json.loads(form.schema))
 
 
 def check_length(label: str, length: int, most: int, remedy: str) -> None:

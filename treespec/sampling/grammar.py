@@ -83,7 +83,7 @@ class Grammars:
             raise RequestError(
                 "structured_outputs need llguidance, which is not installed: pip install llguidance"
             ) from None
-        for text in (form.json, form.regex, *(form.choice or ()), form.grammar, form.whitespace_pattern):
+        for text in (form.schema, form.regex, *(form.choice or ()), form.grammar, form.whitespace_pattern):
             check_text(text or "")
         if self._tokenizer is None:
             self._tokenizer = read_tokenizer(self._user_tokenizer, self._vocab_size, self._end_tokens)
@@ -171,7 +171,7 @@ def _source(form: StructuredOutputsParams) -> str:
         source = grammar_from("grammar", form.grammar)
         check_lark(source)
         return source
-    schema = {"type": "object"} if form.json is None else json.loads(form.json)
+    schema = {"type": "object"} if form.schema is None else json.loads(form.schema)
     if form.disable_additional_properties:
         schema = closed_schema(schema)
     return LLMatcher.grammar_from_json_schema(

@@ -101,7 +101,7 @@ class Transforms:
         path = torch.tensor(ancestors, dtype=torch.int64, device=scores.device)
         ends = self._ends if position < least_position else self._ends[:0]
         scores = penalised_row(scores, state, path, ends, *numbers[3:])
-        for processor in self.params.logits_processors:
+        for processor in self.params.logits_processors or ():
             scores = _process(processor, scores, tokens, ancestors)
         temperature, top_p, log_min_p = numbers[:3]
         return truncated_row(scores, temperature, top_k, top_p, log_min_p)
@@ -148,24 +148,16 @@ class _BadWords:
 
 def _process(processor: object, scores: Tensor, tokens: Sequence[int], ancestors: Sequence[int]) -> Tensor:
     """Apply a Hugging Face logits processor."""
+    name = getattr(processor, "__name__", type(processor).__name__)
     with outside_code():
         ids = torch.tensor([[*tokens, *ancestors]], dtype=torch.int64, device=scores.device)
         batch = scores[None].clone()
         return call_processor(
-            f"logits processor {_name_of(processor)}",
+            f"logits processor {name}",
             lambda: processor(ids, batch),  # type: ignore[operator]
             len(scores),
             scores.device,
         )
-
-
-def _name_of(processor: object) -> str:
-    """Return a processor's name for messages: its __name__ or its class name."""
-    try:
-        name = getattr(processor, "__name__", None)
-    except Exception:  # user classes may raise anything from attribute access
-        name = None
-    return name if isinstance(name, str) else type(processor).__name__
 
 
 def truncate_rows(logits: Tensor, params: SamplingParams) -> None:
@@ -194,10 +186,7 @@ def truncate_rows(logits: Tensor, params: SamplingParams) -> None:
 
 
 def call_processor(name: str, call: Callable[[], Any], size: int, device: torch.device) -> Tensor:
-    """Call a logits processor and return a checked copy of its scores.
-
-    The result may be any object that claims to be a tensor, so all access to it is guarded. It is copied because the
-    processor may keep and modify it.
+    """Call a logits processor and return a copy of its scores, which it may keep and modify.
 
     Args:
         name: name of the processor, for messages.
@@ -211,29 +200,14 @@ def call_processor(name: str, call: Callable[[], Any], size: int, device: torch.
     Raises:
         RequestError: the processor fails, or returns anything but dense floating-point scores [1, size].
     """
-    scores = torch.full((size,), torch.nan, dtype=torch.float32, device=device)
+    scores = torch.empty(size, dtype=torch.float32, device=device)
     try:
         result = call()
-        problem = _problem_of_scores(result, size)
-        if problem is None:
-            scores.copy_(result[0])
+        if isinstance(result, Tensor) and result.shape == (1, size) and result.is_floating_point():
+            return scores.copy_(result[0])
     except Exception as error:  # user code may raise anything; only this request fails
         raise RequestError(f"{name} failed: {describe_error(error)}") from error
-    if problem is not None:
-        raise RequestError(f"{name} returned {problem}")
-    return scores
-
-
-def _problem_of_scores(result: Any, size: int) -> str | None:
-    """Describe the error in a processor's result, or return None if it is dense and of the right shape and dtype."""
-    if not isinstance(result, Tensor):
-        return f"{type(result).__name__} instead of a tensor"
-    if result.is_nested:
-        return "a nested tensor; expected a dense one"
-    if result.layout != torch.strided:
-        return f"a tensor of layout {result.layout}; expected a dense one, as to_dense() gives"
-    if result.is_meta:
-        return "a tensor on the device meta, which has no values"
-    if result.shape != (1, size) or not result.is_floating_point():
-        return f"{result.dtype} {list(result.shape)}; expected floating point [1, {size}]"
-    return None
+    if isinstance(result, Tensor):
+        what = f"{result.dtype} {list(result.shape)}"
+        raise RequestError(f"{name} returned {what}; expected floating point [1, {size}]")
+    raise RequestError(f"{name} returned {type(result).__name__} instead of a tensor")

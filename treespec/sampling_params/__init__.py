@@ -2,18 +2,27 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self
 
 from treespec.errors import ConfigError, reject_unknown
-from treespec.sampling_params.param_values import LEAST_TEMPERATURE, RequestOutputKind, checked
+from treespec.sampling_params.param_values import (
+    LEAST_POSITIVE,
+    LEAST_TEMPERATURE,
+    MAX_SAMPLES,
+    MAX_SEED,
+    RequestOutputKind,
+    checked,
+)
 from treespec.sampling_params.structured_params import StructuredOutputsParams
-from treespec.sampling_params.vllm_options import PARAMS, ParamsOptions, without_absent
+from treespec.utils.options import option, rejects_unknown
+from treespec.vllm_options import VllmSamplingParams, absent_options, check_absent
 
 __all__ = ["LEAST_TEMPERATURE", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams"]
 
 
-@dataclass(init=False, unsafe_hash=True)
-class SamplingParams:
+@rejects_unknown
+@dataclass(kw_only=True, unsafe_hash=True)
+class SamplingParams(VllmSamplingParams):
     """Sampling options and stop conditions of a request. Names are vLLM's; the defaults differ.
 
     Defaults: temperature 0 (greedy) and max_tokens 128; vLLM's are 1.0 and 16.
@@ -69,84 +78,50 @@ class SamplingParams:
         ConfigError: an unknown keyword, a value out of range, contradictory values, or an unsupported vLLM option.
     """
 
-    max_tokens: int | None
-    min_tokens: int
-    stop: Sequence[str]
-    include_stop_str_in_output: bool
-    stop_token_ids: Sequence[int]
-    ignore_eos: bool
-    detokenize: bool
-    skip_special_tokens: bool
-    n: int
-    temperature: float
-    seed: int | None
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    frequency_penalty: float
-    presence_penalty: float
-    bad_words: Sequence[str]
-    logit_bias: dict[int, float] | None = field(hash=False)  # a dict has no hash
-    allowed_token_ids: Sequence[int] | None
-    structured_outputs: StructuredOutputsParams | None
-    logits_processors: Sequence[Any]
-    logprobs: int | None
-    prompt_logprobs: int | None
-    output_kind: RequestOutputKind = field(compare=False)  # how outputs are read, not what they are
+    max_tokens: int | None = option(128, least=1, valid="an int of at least 1, or None: all that fit the context")
+    min_tokens: int = option(0, least=0)
+    stop: str | Sequence[str] | None = None
+    include_stop_str_in_output: bool = option(False, choices=(True, False))
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = option(False, choices=(True, False))
+    detokenize: bool = option(True, choices=(True, False))
+    skip_special_tokens: bool = option(True, choices=(True, False))
+    n: int = option(1, least=1, most=MAX_SAMPLES)
+    temperature: float = option(0.0, least=0, valid="0 (greedy) or a finite positive number")
+    seed: int | None = option(None, least=-1, most=MAX_SEED, valid="an int from 0 to 2**64 - 1, or -1 for a new one")
+    top_k: int = option(0, least=-1, valid="an int of at least 1, or 0 or -1 for all tokens")
+    top_p: float = option(1.0, least=LEAST_POSITIVE, most=1, valid="more than 0, at most 1")
+    min_p: float = option(0.0, least=0, most=1)
+    repetition_penalty: float = option(1.0, least=LEAST_POSITIVE, valid="a finite positive number; 1 = no penalty")
+    frequency_penalty: float = option(0.0, least=-2, most=2)
+    presence_penalty: float = option(0.0, least=-2, most=2)
+    bad_words: Sequence[str] | None = None
+    logit_bias: dict[int, float] | None = field(default=None, hash=False)  # a dict has no hash
+    allowed_token_ids: Sequence[int] | None = None
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
+    logits_processors: Sequence[Any] | None = None
+    logprobs: int | None = option(None, least=-1, valid="an int of at least 0, -1 for all tokens")
+    prompt_logprobs: int | None = option(None, least=-1, valid="an int of at least 0, -1 for all tokens")
+    # How outputs are read, not what they are.
+    output_kind: RequestOutputKind | str = field(default=RequestOutputKind.CUMULATIVE, compare=False)
 
-    def __init__(
-        self,
-        *,
-        max_tokens: int | None = 128,
-        min_tokens: int = 0,
-        stop: str | Sequence[str] | None = None,
-        include_stop_str_in_output: bool = False,
-        stop_token_ids: Sequence[int] | None = None,
-        ignore_eos: bool = False,
-        detokenize: bool = True,
-        skip_special_tokens: bool = True,
-        n: int = 1,
-        temperature: float = 0.0,
-        seed: int | None = None,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
-        frequency_penalty: float = 0.0,
-        presence_penalty: float = 0.0,
-        bad_words: Sequence[str] | None = None,
-        logit_bias: dict[int, float] | None = None,
-        allowed_token_ids: Sequence[int] | None = None,
-        structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None,
-        logits_processors: Sequence[Any] | None = None,
-        logprobs: int | None = None,
-        prompt_logprobs: int | None = None,
-        output_kind: RequestOutputKind | str = RequestOutputKind.CUMULATIVE,
-        **vllm_options: Unpack[ParamsOptions],
-    ) -> None:
-        values = locals()
-        unknown = without_absent("SamplingParams", vllm_options, PARAMS)
-        names = [parameter.name for parameter in fields(SamplingParams)]
-        reject_unknown("SamplingParams", unknown, names)
-        for name in names:
-            setattr(self, name, values[name])
+    def __post_init__(self) -> None:
         self._check_together()
 
     if not TYPE_CHECKING:  # with this method a type checker would accept any attribute
 
         def __setattr__(self, name: str, value: Any) -> None:
-            if name in PARAMS:
-                without_absent("SamplingParams", {name: value}, PARAMS)
+            if name in _ABSENT:
+                check_absent("SamplingParams", {name: value}, _ABSENT)
                 return
-            reject_unknown("SamplingParams", [name], [parameter.name for parameter in fields(SamplingParams)])
-            object.__setattr__(self, name, checked(name, value))
+            reject_unknown("SamplingParams", [name], _FIELDS)
+            object.__setattr__(self, name, checked(_FIELDS[name], value))
 
     def clone(self) -> Self:
         """A copy; logits processors are shared."""
         params = object.__new__(type(self))
-        for parameter in fields(self):
-            setattr(params, parameter.name, getattr(self, parameter.name))
+        for name in _FIELDS:
+            setattr(params, name, getattr(self, name))
         return params
 
     def snapshot(self) -> Self:
@@ -191,3 +166,7 @@ class SamplingParams:
     def is_argmax(self) -> bool:
         """Whether the output is the argmax of the untransformed logits."""
         return self.temperature == 0 and not self.transforms_logits
+
+
+_ABSENT = absent_options(SamplingParams)
+_FIELDS = {stated.name: stated for stated in fields(SamplingParams) if stated.name not in _ABSENT}

@@ -1,17 +1,19 @@
 """Validation of the fields of `SamplingParams`."""
 
 import logging
-import math
 from collections.abc import Callable
+from dataclasses import Field
 from enum import Enum
 from typing import Any
 
-from treespec.errors import ConfigError, safe_repr
+from treespec.errors import ConfigError, short_repr
 from treespec.sampling_params.structured_params import StructuredOutputsParams
+from treespec.utils.options import checked_value
 from treespec.utils.scalars import as_int, as_number, to_python
 
 logger = logging.getLogger("treespec")
 
+LEAST_POSITIVE = 5e-324
 LEAST_TEMPERATURE = 1e-4  # lower values may overflow logits / temperature
 MAX_SEED = 2**64 - 1
 MAX_SAMPLES = 16384  # per prompt, as in vLLM
@@ -25,40 +27,21 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 
-def checked(name: str, value: Any) -> Any:
+def checked(stated: Field[Any], value: Any) -> Any:
     """Validate a field and convert it to Python numbers, tuples (from lists) or copies of dicts.
 
     Raises:
         ConfigError: wrong type or out of range; the message names the field, the value and the valid ones.
     """
-    if name in _OTHERS:
-        return _OTHERS[name](name, value)
-    if name in _BOOLS:
-        if not isinstance(value, bool):
-            raise ConfigError(f"{name}={value!r}; valid: True or False")
-        return value
-    return _number(name, value)
-
-
-def _number(name: str, value: Any) -> float | int | None:
-    if name in _FLOATS:
-        (low, high), valid = _FLOATS[name]
-        real = as_number(value)
-        if real is None or not low <= real <= high:
-            raise ConfigError(f"{name}={value!r}; valid: {valid}")
-        if real == 0 and name in ("top_p", "repetition_penalty"):
-            raise ConfigError(f"{name}=0; valid: more than 0")
-        if name == "temperature" and 0 < real < LEAST_TEMPERATURE:  # vLLM also has a minimum
-            logger.warning("temperature=%r is raised to %r, the minimum above 0", real, LEAST_TEMPERATURE)
-            return LEAST_TEMPERATURE
-        return real
-    least, most, valid = _INTS[name]
-    if value is None and name in _MAY_BE_NONE:
+    if stated.name in _CONVERTED:
+        return _CONVERTED[stated.name](stated.name, value)
+    value = checked_value(stated, value)
+    if stated.name == "seed" and value == -1:
         return None
-    number = as_int(value, least)
-    if number is None or number > most:
-        raise ConfigError(f"{name}={value!r}; valid: {valid}")
-    return None if name == "seed" and number == -1 else number
+    if stated.name == "temperature" and 0 < value < LEAST_TEMPERATURE:  # vLLM also has a minimum
+        logger.warning("temperature=%r is raised to %r, the minimum above 0", value, LEAST_TEMPERATURE)
+        return LEAST_TEMPERATURE
+    return value
 
 
 def _sequence(name: str, value: Any, valid: str) -> tuple[Any, ...]:
@@ -120,7 +103,7 @@ def _logits_processors(name: str, value: Any) -> tuple[Any, ...]:
     processors = _sequence(name, value, "a list of Hugging Face logits processors")
     for processor in processors:
         if not callable(processor):
-            raise ConfigError(f"{name}: {safe_repr(processor)} cannot be called; valid: Hugging Face logits processors")
+            raise ConfigError(f"{name}: {short_repr(processor)} cannot be called; valid: logits processors")
     return processors
 
 
@@ -128,11 +111,11 @@ def _output_kind(name: str, value: Any) -> RequestOutputKind:
     kinds = RequestOutputKind.__members__
     kind = "CUMULATIVE" if value is None else getattr(value, "name", value)  # vLLM's enum has the same names
     if not isinstance(kind, str) or kind not in kinds:
-        raise ConfigError(f"{name}={safe_repr(value)}; valid: {', '.join(map(repr, kinds))}")
+        raise ConfigError(f"{name}={short_repr(value)}; valid: {', '.join(map(repr, kinds))}")
     return kinds[kind]
 
 
-_OTHERS: dict[str, Callable[[str, Any], Any]] = {
+_CONVERTED: dict[str, Callable[[str, Any], Any]] = {
     "stop": _stop,
     "stop_token_ids": _stop_token_ids,
     "bad_words": _bad_words,
@@ -141,23 +124,4 @@ _OTHERS: dict[str, Callable[[str, Any], Any]] = {
     "logits_processors": _logits_processors,
     "output_kind": _output_kind,
     "structured_outputs": lambda _, value: StructuredOutputsParams.of(value),
-}
-_BOOLS = ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens")
-_INTS = {
-    "max_tokens": (1, math.inf, "an int of at least 1, or None for as many as the context holds"),
-    "min_tokens": (0, math.inf, "an int of at least 0"),
-    "n": (1, MAX_SAMPLES, f"an int from 1 to {MAX_SAMPLES}"),
-    "top_k": (-1, math.inf, "an int of at least 1, or 0 or -1 for all tokens"),
-    "seed": (-1, MAX_SEED, "an int from 0 to 2**64 - 1, or None or -1 for a new one"),
-    "logprobs": (-1, math.inf, "None, an int of at least 0, or -1 for all tokens"),
-    "prompt_logprobs": (-1, math.inf, "None, an int of at least 0, or -1 for all tokens"),
-}
-_MAY_BE_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
-_FLOATS = {
-    "temperature": ((0, math.inf), "0 (greedy) or a finite positive number"),
-    "top_p": ((0, 1), "more than 0, at most 1"),
-    "min_p": ((0, 1), "0 to 1"),
-    "repetition_penalty": ((0, math.inf), "a finite positive number; 1 = no penalty"),
-    "frequency_penalty": ((-2, 2), "-2 to 2"),
-    "presence_penalty": ((-2, 2), "-2 to 2"),
 }

@@ -2,14 +2,16 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Never, Self
+from dataclasses import dataclass
+from typing import Any, Self
 
-from treespec.errors import ConfigError, reject_unknown
+from treespec.errors import ConfigError
+from treespec.utils.options import check_values, option, rejects_unknown
 from treespec.utils.scalars import to_python
 
 
-@dataclass(frozen=True, init=False)
+@rejects_unknown
+@dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
     """Output constraint: exactly one of `json`, `regex`, `choice`, `grammar` and `json_object`.
 
@@ -31,36 +33,16 @@ class StructuredOutputsParams:
         ConfigError: an unknown keyword, not exactly one constraint, or an invalid value.
     """
 
-    json: str | None
-    regex: str | None
-    choice: tuple[str, ...] | None
-    grammar: str | None
-    json_object: bool | None
-    disable_any_whitespace: bool
-    disable_additional_properties: bool
-    whitespace_pattern: str | None
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = option(None, choices=(True, False))
+    disable_any_whitespace: bool = option(False, choices=(True, False))
+    disable_additional_properties: bool = option(False, choices=(True, False))
+    whitespace_pattern: str | None = None
 
-    def __init__(
-        self,
-        *,
-        json: str | Mapping[str, Any] | None = None,
-        regex: str | None = None,
-        choice: Sequence[str] | None = None,
-        grammar: str | None = None,
-        json_object: bool | None = None,
-        disable_any_whitespace: bool = False,
-        disable_additional_properties: bool = False,
-        whitespace_pattern: str | None = None,
-        structural_tag: None = None,
-        **unknown: Never,
-    ) -> None:
-        options = locals()
-        if structural_tag is not None:
-            raise ConfigError("StructuredOutputsParams: structural_tag is not supported; use grammar")
-        names = [field.name for field in fields(StructuredOutputsParams)]
-        reject_unknown("StructuredOutputsParams", unknown, names)
-        for name in names:
-            object.__setattr__(self, name, options[name])
+    def __post_init__(self) -> None:
         if self.json_object is False:  # equivalent to None
             object.__setattr__(self, "json_object", None)
         forms = [name for name in _FORMS if getattr(self, name) is not None]
@@ -68,29 +50,6 @@ class StructuredOutputsParams:
             raise ConfigError(
                 f"structured_outputs has {' and '.join(forms) or 'no constraint'}; give one of {', '.join(_FORMS)}"
             )
-        self._check()
-
-    @classmethod
-    def of(cls, given: Any) -> Self | None:
-        """Convert the value of a request's `structured_outputs`: an instance, a dict of keywords or None.
-
-        Raises:
-            ConfigError: another type, or an error of the constructor.
-        """
-        if given is None or isinstance(given, cls):
-            return given
-        if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-            raise ConfigError(
-                f"structured_outputs={given!r}; valid: StructuredOutputsParams, or a dict such as {{'json': schema}}"
-            )
-        return cls(**given)
-
-    @property
-    def form(self) -> str:
-        """Name of the constraint that is set."""
-        return next(name for name in _FORMS if getattr(self, name) is not None)
-
-    def _check(self) -> None:
         if self.json is not None:
             object.__setattr__(self, "json", _schema_text(self.json))
         if self.choice is not None:
@@ -102,10 +61,7 @@ class StructuredOutputsParams:
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 raise ConfigError(f"{name}={value!r}; valid: a string")
-        for name in ("json_object", "disable_any_whitespace", "disable_additional_properties"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, bool):
-                raise ConfigError(f"{name}={value!r}; valid: True or False")
+        check_values(self)
         if self.form not in ("json", "json_object"):
             for name in ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"):
                 if getattr(self, name):
@@ -114,6 +70,31 @@ class StructuredOutputsParams:
             raise ConfigError(
                 f"disable_any_whitespace and whitespace_pattern={self.whitespace_pattern!r} contradict each other"
             )
+
+    @classmethod
+    def of(cls, value: Any) -> Self | None:
+        """Convert the value of a request's `structured_outputs`: an instance, a dict of keywords or None.
+
+        Raises:
+            ConfigError: another type, or an error of the constructor.
+        """
+        if value is None or isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+            raise ConfigError(
+                f"structured_outputs={value!r}; valid: StructuredOutputsParams, or a dict such as {{'json': schema}}"
+            )
+        return cls(**value)
+
+    @property
+    def schema(self) -> str | None:
+        """The JSON schema as text."""
+        return None if self.json is None else str(self.json)
+
+    @property
+    def form(self) -> str:
+        """Name of the constraint that is set."""
+        return next(name for name in _FORMS if getattr(self, name) is not None)
 
 
 _FORMS = ("json", "regex", "choice", "grammar", "json_object")

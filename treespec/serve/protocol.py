@@ -153,7 +153,7 @@ class GenerationBody(BaseModel):
         if form is not None and self.structured_outputs is not None:
             raise ConfigError("response_format and structured_outputs both constrain the output; give one of them")
         if form is not None:
-            params.structured_outputs = form  # type: ignore[assignment]  # converted when set
+            params.structured_outputs = form
         params.output_kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         return params
 
@@ -163,7 +163,8 @@ class GenerationBody(BaseModel):
         return {name: value for name, value in options.items() if value is not None}
 
 
-_PARAMS = {field.name for field in fields(SamplingParams)} & {*GenerationBody.model_fields} - {"logit_bias", "logprobs"}
+_READ_APART = {"logit_bias", "logprobs", "truncate_prompt_tokens"}
+_PARAMS = {field.name for field in fields(SamplingParams)} & {*GenerationBody.model_fields} - _READ_APART
 
 
 class CompletionBody(GenerationBody):

@@ -1,6 +1,7 @@
 """Measures and stores the cost curve of this machine: target passes over 1 to N rows, draft levels and their start."""
 
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,10 +23,13 @@ from treespec.planning.round_costs import CostCurve
 from treespec.request import Request
 from treespec.runner import Runner
 from treespec.sampling_params import SamplingParams
+from treespec.utils.torch_state import threads_of_passes
 from treespec.version import __version__
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 from treespec_kernels.cpu.file_lock import shared_work
 from treespec_kernels.tree.level_rule import LevelRule
+
+logger = logging.getLogger("treespec")
 
 CONTEXT = 128  # committed positions of each request during the measurement
 LONG_CONTEXT = 2048  # committed positions at which the cost of a position is measured
@@ -41,6 +45,8 @@ REQUESTS = 4  # batch size that measures the marginal cost of a request in a dra
 LONG_ROWS = 8  # rows of the pass that measures the cost of a position for further rows
 ROUND_ROWS = 16  # rows of the pass by which numbers of threads are compared
 PATIENCE = 3  # measures for at most this multiple of the intended time, see `least_seconds`
+START_SECONDS = 0.5  # intended duration of measuring costs that are not stored
+THREADS_MARGIN = 0.9  # recommend another number of threads below this fraction of the current round time
 _AGREEMENT = 1.1  # largest ratio of the two lowest times of each run that counts as undisturbed
 _MAX_START_SHARE = 0.9  # upper bound of the start of drafting, relative to drafting one level
 _NUMBERS = tuple(field.name for field in fields(CostCurve))[2:]  # all fields but `rows` and `verify_seconds`
@@ -368,3 +374,57 @@ def by_threads(key: dict[str, Any], folder: Path | None = None) -> dict[int, flo
         if entry["key"] | {"threads": 0} == key | {"threads": 0}
     }
     return dict(sorted(seconds_by_threads.items()))
+
+
+def load_costs(runner: Runner, ssms: SsmDrafter | None, threads: int, interpreted: bool) -> CostCurve:
+    """Return the stored costs of these models on this machine, by `treespec autotune` or an earlier start.
+
+    Otherwise measure and store them. Starts of other models are waited for as long as a measurement may take.
+    """
+    if interpreted:
+        return CostCurve((1,), (1.0,), 0.1)  # times in Triton's interpreter are slow and meaningless
+    key = cost_key(runner, ssms, threads)
+    if (curve := load(key)) is not None:
+        if runner.target.device.type == "cpu":
+            warn_of_threads(by_threads(key), threads)
+        return curve
+    key_of_start, folder = start_key(runner, key), starts_folder()
+    if (curve := load(key_of_start, folder)) is not None:
+        return curve
+    with measuring_alone(START_SECONDS * PATIENCE), threads_of_passes(runner.target.linear == "compiled"):
+        if (curve := load(key) or load(key_of_start, folder)) is None:
+            curve = measure(runner, ssms, START_SECONDS)
+            try:
+                save(curve, key_of_start, folder)
+            except OSError as error:
+                logger.info("measured pass costs cannot be stored, and the next start measures them again: %s", error)
+    return curve
+
+
+def starts_folder() -> Path | None:
+    """Return the folder of costs measured at starts, apart from those of `treespec autotune`; None without a home."""
+    try:
+        return cache_folder() / "starts"
+    except OSError:
+        return None
+
+
+def warn_of_threads(seconds: dict[int, float], threads: int) -> None:
+    """Recommend another number of threads if its rounds were clearly faster.
+
+    The number is not changed here, because bits may depend on it.
+    """
+    if threads not in seconds:
+        return
+    best = min(seconds, key=lambda number: seconds[number])
+    if seconds[best] < THREADS_MARGIN * seconds[threads]:
+        logger.warning(
+            "with %d threads a round took %.3g ms here, with %d %.3g ms (treespec autotune); "
+            "set OMP_NUM_THREADS=%d, or call torch.set_num_threads(%d) before LLM",
+            threads,
+            1000 * seconds[threads],
+            best,
+            1000 * seconds[best],
+            best,
+            best,
+        )

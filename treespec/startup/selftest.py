@@ -1,15 +1,36 @@
 """Start-up self-test: tree nodes are bit-identical to plain decoding on this machine.
 
 Computes one layer of each kind, the final norm and the head for the same rows alone, in a tree, in a batch and in
-prompt chunks of several sizes, around the boundaries of attention tiles and windows, and compares the bits.
+prompt chunks of several sizes, around the boundaries of attention tiles and windows, and compares the bits. The other
+steps of a captured round (draft, merge, select, walk and commit on the device) are tested by the tokens that they emit:
+a few requests are decoded plainly step by step, and then by captured rounds, plainly and with trees.
 """
+
+import copy
+import itertools
+import logging
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from treespec.config import SpecConfig
+from treespec.drafters.draft_sources import DraftSources
+from treespec.drafters.lookup.lookup_drafter import LookupDrafter
+from treespec.engine import Engine
+from treespec.errors import TreespecError
+from treespec.executors.host_executor import HostExecutor
+from treespec.graphs.capture import Rounds
+from treespec.graphs.graph_executor import GraphExecutor
 from treespec.models.decoder import Decoder
+from treespec.request import Request
+from treespec.sampling.sampler import Sampler
+from treespec.sampling_params import SamplingParams
+from treespec.scheduler import Scheduler
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
+
+logger = logging.getLogger("treespec")
 
 # Around tile boundaries, and six tiles, because torch sums more than four tiles in another order.
 _PREFIXES = (1, PAGE_SIZE - 4, 2 * PAGE_SIZE - 1, 5 * PAGE_SIZE + 30)
@@ -19,6 +40,11 @@ _WIDE[0] = -1
 _PAGES = 8  # pages per request
 _FEW = 24  # rows of a small matrix product; AMX kernels block the sum of more than 32 rows differently
 _WINDOW = 90  # maximum window in the test; sums within a tile do not depend on the number of tiles
+# Of captured rounds:
+_PROMPTS = (60, 3)  # lengths in tokens; the first repeats, so that lookup proposes; outputs cross a page boundary
+_PERIOD = 16  # tokens after which a prompt repeats
+_NODES = 16  # tree size, unless the largest of the rounds is smaller
+_TEMPERATURES = (0.0, 0.8)
 
 
 def differing_rows(model: Decoder, pool: Tensor, largest_pass: int = 512, seed: int = 0) -> list[str]:
@@ -40,20 +66,24 @@ def differing_rows(model: Decoder, pool: Tensor, largest_pass: int = 512, seed: 
     pages = 1 + np.arange(min(_PAGES, available))
     twin = 1 + len(pages) + np.arange(len(pages)) if available >= 2 * len(pages) else None
     room = len(pages) * PAGE_SIZE
-    found = []
+    differences = []
     ends = [end for window in windows if window is not None for end in (window, window + PAGE_SIZE)]
     borders = {end - 4 for end in ends if end > 4}  # so that the first position leaves the window of deeper nodes
     for prefix in (p for p in sorted({*_PREFIXES, *borders}) if p + len(_PARENTS) <= room):
-        found += _compare_after_prompt(model, pool, rng.integers(model.vocab_size, size=prefix), _PARENTS, pages, twin)
+        differences += _compare_after_prompt(
+            model, pool, rng.integers(model.vocab_size, size=prefix), _PARENTS, pages, twin
+        )
     if model.min_rows <= 2:  # with fixed rows, no pass is larger
         if 30 + len(_WIDE) <= room:
-            found += _compare_after_prompt(model, pool, rng.integers(model.vocab_size, size=30), _WIDE, pages, None)
+            differences += _compare_after_prompt(
+                model, pool, rng.integers(model.vocab_size, size=30), _WIDE, pages, None
+            )
         prompt = rng.integers(model.vocab_size, size=min(largest_pass, room))
         if not torch.equal(_prefill(model, pool, prompt, _FEW, pages), _prefill(model, pool, prompt, room, pages)):
-            found.append(f"a pass of {len(prompt)} rows")
+            differences.append(f"a pass of {len(prompt)} rows")
     touched = pages if twin is None else np.union1d(pages, twin)
     whole[:, :, torch.from_numpy(touched).to(pool.device)] = 0
-    return found
+    return differences
 
 
 def _hidden(model: Decoder, pool: Tensor, rows: list[RequestRows], tokens: np.ndarray) -> Tensor:
@@ -67,15 +97,15 @@ def _hidden(model: Decoder, pool: Tensor, rows: list[RequestRows], tokens: np.nd
 
 def _prefill(model: Decoder, pool: Tensor, prompt: np.ndarray, chunk: int, pages: np.ndarray) -> Tensor:
     starts = range(0, len(prompt), chunk)
-    parts = [RequestRows.chain(start, min(chunk, len(prompt) - start), pages) for start in starts]
-    return torch.cat([_hidden(model, pool, [part], prompt[part.positions]) for part in parts])
+    chunks = [RequestRows.chain(start, min(chunk, len(prompt) - start), pages) for start in starts]
+    return torch.cat([_hidden(model, pool, [rows], prompt[rows.positions]) for rows in chunks])
 
 
 def _compare_after_prompt(
     model: Decoder, pool: Tensor, prompt: np.ndarray, parents: np.ndarray, pages: np.ndarray, twin: np.ndarray | None
 ) -> list[str]:
     """Compare a prompt and a tree after it. `twin` holds the pages of a second request in the batch."""
-    prefix, found = len(prompt), []
+    prefix, differences = len(prompt), []
     tree = (np.arange(len(parents)) * 7919 + prefix) % model.vocab_size
     depths = np.zeros(len(parents), dtype=np.int64)
     visible = np.eye(len(parents), dtype=bool)
@@ -92,17 +122,111 @@ def _compare_after_prompt(
         if chunk > largest:  # with fixed rows, no pass is larger
             continue
         if not torch.equal(_prefill(model, pool, prompt, chunk, pages), whole):
-            found.append(f"a prompt of {prefix} tokens in chunks of {chunk}")
+            differences.append(f"a prompt of {prefix} tokens in chunks of {chunk}")
     hidden = _hidden(model, pool, [tree_rows(pages)], tree)
     logits = model.logits(hidden)
     if twin is not None:
         _prefill(model, pool, prompt, largest, twin)
         both = _hidden(model, pool, [tree_rows(twin), tree_rows(pages)], np.concatenate([tree, tree]))
         if not torch.equal(both[len(tree) :], hidden) or not torch.equal(model.logits(both)[len(tree) :], logits):
-            found.append(f"a tree of {len(tree)} nodes after {prefix} tokens, in a batch")
+            differences.append(f"a tree of {len(tree)} nodes after {prefix} tokens, in a batch")
     for node in (0, 5, 10, len(tree) - 1):
         for depth, step in enumerate(np.flatnonzero(visible[node])):
             alone = _hidden(model, pool, [RequestRows.chain(prefix + depth, 1, pages)], tree[step : step + 1])
         if not torch.equal(alone[0], hidden[node]) or not torch.equal(model.logits(alone)[0], logits[node]):
-            found.append(f"node {node} of a tree of {len(tree)} nodes after {prefix} tokens")
-    return found
+            differences.append(f"node {node} of a tree of {len(tree)} nodes after {prefix} tokens")
+    return differences
+
+
+def proven_rounds(
+    host: HostExecutor, scheduler: Scheduler, capture: Callable[[], Rounds], exact: bool
+) -> Rounds | None:
+    """Capture the rounds of an engine and compare their tokens with plain decoding.
+
+    Returns None and logs a warning if they do not run on this GPU, or if they emit other tokens and `exact` is set. The
+    engine then goes step by step, which uses none of the graphs and passed the self-test of its own passes.
+    """
+    try:
+        rounds = capture()
+        differences = differing_rounds(host, scheduler, rounds)
+    except (AssertionError, TreespecError):
+        raise
+    except Exception as error:  # any error of a driver or compiler on which these kernels have never run
+        torch.cuda.synchronize(host.runner.target.device)  # raises if the device is lost, so that nothing can run
+        logger.warning("captured rounds do not run here; going step by step, which is slower", exc_info=error)
+    else:
+        if not differences or not exact:
+            return rounds
+        words = "captured rounds give other tokens than plain decoding here; going step by step, which is slower: %s"
+        logger.warning(words, "; ".join(differences))
+    # Failed rounds may have left NaN in the cache, which must not reach the next holder of the pages.
+    host.runner.cache.scrub(np.arange(host.runner.cache.num_pages + 1))
+    return None
+
+
+def differing_rounds(
+    host: HostExecutor, scheduler: Scheduler, rounds: Rounds, max_tokens: int = 12, seed: int = 0
+) -> list[str]:
+    """Compare captured rounds with plain decoding, greedy and sampled, for one request and for two.
+
+    Args:
+        host, scheduler: of an idle engine whose models and cache are used. Its learned state does not change, and
+            custom drafters are not asked.
+        rounds: captured rounds of this engine.
+        max_tokens: tokens that each request emits.
+        seed: seed of prompts and noise.
+
+    Returns:
+        One line per difference; empty if all tokens are equal.
+    """
+    runner, length = host.runner, host.max_model_len
+    sources = DraftSources(host.sources.ssms, None if host.sources.lookup is None else LookupDrafter())
+    trial = HostExecutor(runner, copy.deepcopy(host.planner), sources, length)
+    captured = GraphExecutor(runner, sources, rounds._replace(planners=copy.deepcopy(rounds.planners)), length)
+    plainly, by_rounds = (Engine(runner, scheduler, sources, trial, executor) for executor in (None, captured))
+    try:
+        return _differing(plainly, by_rounds, min(_NODES, rounds.limits.nodes[-1]), max_tokens, seed)
+    finally:
+        for request in [*scheduler.running, *scheduler.waiting]:
+            plainly.finish(request, "abort")
+
+
+def _differing(host: Engine, captured: Engine, nodes: int, max_tokens: int, seed: int) -> list[str]:
+    """Return the differences between an engine without and one with captured rounds of `nodes` nodes."""
+    rng = np.random.default_rng(seed)
+    longest = host.host.max_model_len
+    max_tokens = min(max_tokens, longest - 1)
+    lengths = [min(length, longest - max_tokens) for length in _PROMPTS]
+    period = rng.integers(host.runner.target.vocab_size, size=_PERIOD)
+    prompts = [np.resize(period, length).tolist() for length in lengths]
+    plain = SpecConfig.resolve("off", SpecConfig())
+    specs = {"plain decoding": plain}
+    if nodes > 1:
+        specs[f"trees of {nodes} nodes"] = SpecConfig(nodes=nodes)
+    differences = []
+    counts = range(1, 1 + min(len(prompts), host.scheduler.max_num_seqs))
+    for count, temperature in itertools.product(counts, _TEMPERATURES):
+        params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=True)
+        expected = _decode(host, prompts[:count], params, plain)
+        for name, spec in specs.items():
+            if _decode(captured, prompts[:count], params, spec) != expected:
+                differences.append(f"{name} at temperature {temperature} for {count} of {len(prompts)} requests")
+    return differences
+
+
+def _decode(
+    engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams, spec: SpecConfig
+) -> list[tuple[list[int], str | None]]:
+    """Return the output tokens and the finish reason of each prompt's request."""
+    target, requests = engine.runner.target, []
+    for prompt in prompts:
+        request = Request(list(prompt), params, spec, seed=params.seed)
+        if params.temperature:
+            request.sampler = Sampler(
+                params, prompt, (), (), target.vocab_size, target.device, params.seed or 0, kernel_noise=True
+            )
+        engine.scheduler.add(request)
+        requests.append(request)
+    while not engine.scheduler.is_idle:
+        engine.step()
+    return [(request.output_token_ids, request.finish_reason) for request in requests]

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from treespec.errors import ConfigError, RequestError, describe_error, safe_repr
+from treespec.errors import ConfigError, RequestError, describe_error, short_repr
 from treespec.text.prompt_tokenizer import UserTokenizer
 
 logger = logging.getLogger("treespec")
@@ -34,7 +34,7 @@ class Conversation(NamedTuple):
         """
         for message in self.messages:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-                raise RequestError(f"message {safe_repr(message)}; valid: {{'role': 'user', 'content': '...'}}")
+                raise RequestError(f"message {short_repr(message)}; valid: {{'role': 'user', 'content': '...'}}")
         if not self.messages:
             raise RequestError("the conversation has no messages; give at least one")
         if self.continue_final_message and self.messages[-1]["role"] != "assistant":
@@ -98,7 +98,7 @@ def _warn_unread_tools(template: str) -> None:
     logger.warning(
         "tools=... has no effect: the chat template %s does not read it; give chat_template=... that does, or leave it "
         "out",
-        safe_repr(template[:60]),
+        short_repr(template[:60]),
     )
 
 
@@ -168,7 +168,7 @@ def _text_of(content: Any) -> str:
     """Return the text of a content part."""
     text = content.get("text") if isinstance(content, Mapping) and content.get("type") == "text" else content
     if not isinstance(text, str):
-        raise RequestError(f"content part {safe_repr(content)}; valid: a text or {{'type': 'text', 'text': '...'}}")
+        raise RequestError(f"content part {short_repr(content)}; valid: a text or {{'type': 'text', 'text': '...'}}")
     return text
 
 
@@ -212,12 +212,12 @@ def conversations(
             "set add_generation_prompt=False"
         )
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
-        raise ConfigError(f"messages={safe_repr(messages)}; valid: a list of messages, or a list of such lists")
+        raise ConfigError(f"messages={short_repr(messages)}; valid: a list of messages, or a list of such lists")
     several = bool(messages) and not isinstance(messages[0], Mapping)
     chats = list(messages) if several else [messages]
     for chat in chats:
         if not isinstance(chat, Sequence) or isinstance(chat, str | bytes):
-            raise ConfigError(f"messages: {safe_repr(chat)} is not a list of messages")
+            raise ConfigError(f"messages: {short_repr(chat)} is not a list of messages")
     return [
         Conversation(
             chat, chat_template, add_generation_prompt, continue_final_message, tools, dict(template_kwargs or {})

@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from treespec.errors import ConfigError, RequestError, describe_error, reject_unknown, safe_repr
+from treespec.errors import ConfigError, RequestError, describe_error, reject_unknown, short_repr
 from treespec.utils.scalars import as_int, to_python
 from treespec_weights.documents import write_documents
 from treespec_weights.files import is_gguf, resolve_folder
@@ -101,7 +101,7 @@ class UserTokenizer:
         self.own = base
         if not all(callable(getattr(base, name, None)) for name in ("encode", "decode")):
             raise ConfigError(
-                f"tokenizer={safe_repr(base)}; valid: a folder, or an object with encode(text) and decode(token_ids)"
+                f"tokenizer={short_repr(base)}; valid: a folder, or an object with encode(text) and decode(token_ids)"
             )
         self._encode, self._decode = base.encode, base.decode
         self._adds = _takes(self._encode, "add_special_tokens")
@@ -120,11 +120,11 @@ class UserTokenizer:
         except RequestError as error:
             if error.__cause__ is not None and not isinstance(error.__cause__, TypeError):
                 return
-            raise ConfigError(f"tokenizer={safe_repr(self.own)}: {error}; {valid}") from error
+            raise ConfigError(f"tokenizer={short_repr(self.own)}: {error}; {valid}") from error
         try:
             self.decode(ids)
         except RequestError as error:
-            raise ConfigError(f"tokenizer={safe_repr(self.own)}: {error}; {valid}") from error
+            raise ConfigError(f"tokenizer={short_repr(self.own)}: {error}; {valid}") from error
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Encode a text, with or without special tokens.
@@ -140,7 +140,9 @@ class UserTokenizer:
         except Exception as error:  # user tokenizers may raise anything
             raise RequestError(f"the tokenizer rejects {text[:40]!r}: {describe_error(error)}") from error
         if None in tokens:
-            raise RequestError(f"the tokenizer made {safe_repr(encoding)} of {text[:40]!r}; valid: a list of token ids")
+            raise RequestError(
+                f"the tokenizer made {short_repr(encoding)} of {text[:40]!r}; valid: a list of token ids"
+            )
         return [token for token in tokens if token is not None]
 
     def decode(self, tokens: list[int], skip_special: bool = False) -> str:
@@ -152,9 +154,9 @@ class UserTokenizer:
         try:
             text = self._decode(tokens, **({"skip_special_tokens": skip_special} if self._skips else {}))
         except Exception as error:  # as above
-            raise RequestError(f"the tokenizer cannot decode {safe_repr(tokens)}: {describe_error(error)}") from error
+            raise RequestError(f"the tokenizer cannot decode {short_repr(tokens)}: {describe_error(error)}") from error
         if not isinstance(text, str):
-            raise RequestError(f"the tokenizer decodes {safe_repr(tokens)} to {type(text).__name__}; valid: a text")
+            raise RequestError(f"the tokenizer decodes {short_repr(tokens)} to {type(text).__name__}; valid: a text")
         return text
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from treespec.startup.device import is_slow
+from treespec.startup.options import is_slow
 from treespec.training.files import replacing
 from treespec.training.muon import Float32Muon
 

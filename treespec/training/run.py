@@ -5,7 +5,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from treespec.errors import ConfigError
 from treespec.llm import LLM
 from treespec.models.model_config import ModelConfig
-from treespec.startup.folders import resolve_model
+from treespec.startup.options import resolve_device, resolve_model
 from treespec.text.prompt_files import has_chat_template
 from treespec.training.distillation import Curriculum, evaluate
 from treespec.training.draft_vocabulary import choose_vocabulary
@@ -33,6 +32,7 @@ from treespec.training.specialisation import cluster_errors, cluster_groups, odd
 from treespec.training.student import StudentShape, make_student, open_model, read_vocabulary, write_student
 from treespec.training.target_states import TargetStates
 from treespec.training.texts import Texts, tokenize_texts
+from treespec.utils.options import takes_options
 from treespec_weights import read_config
 from treespec_weights.files import resolve_folder
 
@@ -54,30 +54,26 @@ class TrainingRun:
     """One run of training, stage by stage; every stage resumes from the files of `out/work`.
 
     Args:
-        settings: of the run.
-        out: receives `ssm-1`, `ssm-2`, ..., `generalist` if asked for, and `report.json`; lessons and checkpoints stay
-            in `out/work`.
-        resume: continue the run in `out`.
-        device: of lessons and training.
+        settings: of the run. `out` receives `ssm-1`, `ssm-2`, ..., `generalist` if asked for, and `report.json`;
+            lessons and checkpoints stay in `out/work`.
         pause: a requested stop, checked between steps.
 
     Raises:
         ConfigError: invalid settings, an `out` that holds a run (give `resume`) or another run's settings.
     """
 
-    def __init__(self, settings: TrainingSettings, out: Path, resume: bool, device: str, pause: PauseRequest):
+    def __init__(self, settings: TrainingSettings, pause: PauseRequest):
         settings.check()
-        self.settings, self.out, self.work, self.pause = settings, out, out / "work", pause
+        self.settings, self.out, self.pause = settings, (out := Path(settings.out)), pause
+        self.work = out / "work"
         self._trained: list[Any] = []  # drafts that an interrupted run leaves behind
-        self.device = torch.device(
-            "cuda" if device == "auto" and torch.cuda.is_available() else "cpu" if device == "auto" else device
-        )
+        self.device = resolve_device(settings.device)
         file = self.work / "settings.json"
         if file.exists() or (out.exists() and any(out.iterdir())):
-            if not resume:
+            if not settings.resume:
                 raise ConfigError(f"{out} exists and is not empty; give --resume to continue its run, or another --out")
             stored = json.loads(file.read_text()) if file.exists() else None
-            if stored != json.loads(json.dumps(asdict(settings))):
+            if stored != settings.stored():
                 raise ConfigError(
                     f"{out} holds a run with other settings: {stored}; repeat them, or give another --out"
                 )
@@ -228,7 +224,7 @@ class TrainingRun:
         file = self.work / "settings.json"
         if not file.exists():
             self.check_inputs()
-            write_json(file, asdict(self.settings))
+            write_json(file, self.settings.stored())
 
     def check_inputs(self) -> None:
         """Raise if no draft can be made from the target, `start` or the texts, before any lesson is written.
@@ -411,7 +407,7 @@ class TrainingRun:
         target = self.target
         del self.llm
         report = measure_drafts(target, folders, prompts, agreement, self.settings.max_tokens, self.options)
-        write_json(self.out / "report.json", {"settings": asdict(self.settings), **report.as_dict()})
+        write_json(self.out / "report.json", {"settings": self.settings.stored(), **report.as_dict()})
         return report
 
     def export(self, students: Sequence[Any], target_ids: np.ndarray) -> list[str]:
@@ -441,32 +437,12 @@ def by_benefit(hits: Sequence[np.ndarray]) -> list[int]:
     return order
 
 
-def train_drafts(
-    target: str | Path,
-    data: Sequence[str | Path],
-    out: str | Path,
-    *,
-    lessons: str | Path | None = None,
-    texts: Sequence[str | Path] = (),
-    ssms: int = 3,
-    minutes: float | None = None,
-    tokens: int | None = None,
-    specialise: str = "errors",
-    generalist: bool = False,
-    start: str | Path | None = None,
-    layers: int | None = None,
-    hidden: int | None = None,
-    vocabulary: int | None = None,
-    max_tokens: int = 160,
-    seed: int = 0,
-    head: str | None = None,
-    device: str = "auto",
-    resume: bool = False,
-) -> TrainingReport:
+@takes_options(TrainingSettings)
+def train_drafts(settings: TrainingSettings) -> TrainingReport:
     """Train draft models for a target; see `TrainingSettings` for the arguments.
 
     Ctrl-C stops after the current step: what is trained so far is written to `out`, and `resume=True` continues. With
-    `tokens`, the same seed gives the same weights on the same machine; `minutes` is 60 if neither is given.
+    `tokens`, the same seed gives the same weights on the same machine.
 
     Returns:
         Acceptance and speed with 0, 1, ... drafts, and the recommended number.
@@ -475,26 +451,6 @@ def train_drafts(
         ConfigError: an invalid argument, or data without text. Paused: stopped by a signal. OSError: a path does not
             exist, or the disk is full. Also the errors of `LLM`.
     """
-    if minutes is None and tokens is None:
-        minutes = 60.0
-    settings = TrainingSettings(
-        str(target),
-        tuple(map(str, data)),
-        None if lessons is None else str(lessons),
-        tuple(map(str, texts)),
-        ssms,
-        minutes,
-        tokens,
-        specialise,
-        generalist,
-        None if start is None else str(start),
-        layers,
-        hidden,
-        vocabulary,
-        max_tokens,
-        seed,
-        head,
-    )
     pause = PauseRequest()
     with pause.listening():
-        return TrainingRun(settings, Path(out), resume, device, pause).run()
+        return TrainingRun(settings, pause).run()

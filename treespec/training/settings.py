@@ -1,91 +1,101 @@
-"""Settings of a training run."""
+"""Settings of a training run, of which `train_drafts` and the flags of `treespec train` are made."""
 
-from dataclasses import dataclass, fields
+from __future__ import annotations
 
-from treespec.errors import ConfigError
-from treespec.training.sizing import WIDTH_STEP
+import json
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from treespec.utils.options import check_values, option
 
 LEAST_ROWS = 64  # of a draft's vocabulary
+WIDTH_STEP = 64
 HEADS = ("eagle3", "dflash")  # kinds of draft heads that can be trained
-OF_SSMS = (
-    "ssms",
-    "specialise",
-    "texts",
-    "generalist",
-    "start",
-    "layers",
-    "hidden",
-)  # settings that do not apply to heads
+_OF_SSMS = ("ssms", "specialise", "texts", "generalist", "start", "layers", "hidden")  # do not apply to heads
+_OF_CALL = ("out", "device", "resume")  # may differ where a run is resumed
 
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """Settings of a run, which a resumed run must not change.
+    """Settings of a run. A resumed run must have the same, except for `out`, `device` and `resume`.
 
-    Attributes:
-        target: folder, GGUF file or hub id.
-        data: files and folders; none with `lessons`.
+    Args:
+        target: a folder, a GGUF file or a hub id.
+        data: texts like those that the target will continue: UTF-8 files, or JSON lines with messages, prompt or text,
+            and folders of them; none with `lessons`. Groups are a folder's subfolders, or an entry's kind.
+        out: folder of the drafts ssm-1, ssm-2 and so on.
         lessons: the `out` of an earlier run of the same target, whose lessons are used instead of new ones.
-        texts: files and folders with raw text that the generalist is pre-trained on.
-        ssms: number of drafts.
-        minutes: of lessons and training together; None if `tokens` is given.
-        tokens: generated tokens of the lessons; training then makes `EPOCHS` passes over them per draft.
+        texts: files and folders with raw text to pre-train on, by their own next tokens; these need no pass of the
+            target.
+        ssms: number of drafts, 1 to 8.
+        minutes: time for lessons and training; 60 if neither `minutes` nor `tokens` is given.
+        tokens: tokens that the target writes as lessons, instead of `minutes`; reproducible. Training then makes 6
+            passes over them per draft.
         specialise: "errors" clusters lessons by what a generalist gets wrong, "folders" by the data's groups.
-        generalist: also train a draft on all lessons, for as long as each of the others, to compare them with.
-        start: folder of a trained draft of this target that the drafts start from, instead of the target's layers. They
-            have its size.
-        layers, hidden, vocabulary: of a draft; None chooses them from this machine's costs.
-        max_tokens: of a lesson.
-        seed: of everything.
-        head: kind of the draft head that is trained instead of SSMs, one of `HEADS`; None for SSMs.
+        generalist: also train a draft on all lessons, for as long as each SSM, to compare them with.
+        start: a trained draft of this target that the drafts start from, instead of the target's layers. They have its
+            size.
+        layers: layers of a draft; None chooses by this machine's costs.
+        hidden: width of a draft, a multiple of 64; None is the target's, or less by costs.
+        vocabulary: most rows of a draft's vocabulary; None chooses by costs.
+        max_tokens: tokens of a lesson.
+        head: kind of a draft head that is trained instead of SSMs and reads the target's states: "eagle3", "dflash".
+        seed: seed of everything.
+        device: "auto", "cpu" or "cuda".
+        resume: continue the run in `out`.
     """
 
-    target: str
-    data: tuple[str, ...]
-    lessons: str | None = None
-    texts: tuple[str, ...] = ()
-    ssms: int = 3
-    minutes: float | None = 60.0
-    tokens: int | None = None
-    specialise: str = "errors"
+    target: str | Path
+    data: Sequence[str | Path]
+    out: str | Path
+    _: KW_ONLY
+    lessons: str | Path | None = None
+    texts: Sequence[str | Path] = ()
+    ssms: int = option(3, least=1, most=8)
+    minutes: float | None = None
+    tokens: int | None = option(None, least=1)
+    specialise: str = option("errors", choices=("errors", "folders"))
     generalist: bool = False
-    start: str | None = None
-    layers: int | None = None
+    start: str | Path | None = None
+    layers: int | None = option(None, least=1)
     hidden: int | None = None
-    vocabulary: int | None = None
-    max_tokens: int = 160
+    vocabulary: int | None = option(None, least=LEAST_ROWS)
+    max_tokens: int = option(160, least=2)
+    head: str | None = option(None, choices=HEADS)
     seed: int = 0
-    head: str | None = None
+    device: str = "auto"
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        if self.minutes is None and self.tokens is None:
+            object.__setattr__(self, "minutes", 60.0)
+
+    def stored(self) -> dict[str, Any]:
+        """Return what a resumed run must not change, as JSON holds it."""
+        values = {name: value for name, value in asdict(self).items() if name not in _OF_CALL}
+        document: dict[str, Any] = json.loads(json.dumps(values, default=str))
+        return document
 
     def check(self) -> None:
         """Raise ConfigError for values out of range."""
+        from treespec.errors import ConfigError
+
+        check_values(self)
         if bool(self.data) == (self.lessons is not None):
             raise ConfigError("give data, or lessons of an earlier run, one of them")
-        if not 1 <= self.ssms <= 8:
-            raise ConfigError(f"ssms={self.ssms}; valid: 1 to 8")
         if self.generalist and self.ssms == 1:
             raise ConfigError("ssms=1 is a generalist; give more SSMs, or leave generalist out")
-        if (self.minutes is None) == (self.tokens is None):
+        if self.minutes is not None and self.tokens is not None:
             raise ConfigError("give minutes or tokens, one of them")
         if self.minutes is not None and not self.minutes > 0:
             raise ConfigError(f"minutes={self.minutes}; valid: more than 0")
-        if self.tokens is not None and self.tokens < 1:
-            raise ConfigError(f"tokens={self.tokens}; valid: at least 1")
-        if self.specialise not in ("errors", "folders"):
-            raise ConfigError(f"specialise={self.specialise!r}; valid: 'errors', 'folders'")
-        if self.max_tokens < 2:
-            raise ConfigError(f"max_tokens={self.max_tokens}; valid: at least 2")
-        if self.head not in (None, *HEADS):
-            raise ConfigError(f"head={self.head!r}; valid: {', '.join(map(repr, HEADS))}")
-        others = {option.name: option.default for option in fields(self) if option.name in OF_SSMS}
-        changed = [name for name, default in others.items() if getattr(self, name) != default]
+        defaults = {stated.name: stated.default for stated in fields(self)}
+        changed = [name for name in _OF_SSMS if getattr(self, name) != defaults[name]]
         if self.head is not None and changed:
             raise ConfigError(f"{changed[0]} is for SSMs; leave it out to train a head")
         if self.start is not None and (self.layers, self.hidden, self.vocabulary) != (None, None, None):
             raise ConfigError("a start has its own layers, width and vocabulary; leave them out")
         if self.hidden is not None and (self.hidden < WIDTH_STEP or self.hidden % WIDTH_STEP):
             raise ConfigError(f"hidden={self.hidden}; valid: multiples of {WIDTH_STEP}")
-        if self.layers is not None and self.layers < 1:
-            raise ConfigError(f"layers={self.layers}; valid: at least 1")
-        if self.vocabulary is not None and self.vocabulary < LEAST_ROWS:
-            raise ConfigError(f"vocabulary={self.vocabulary}; valid: at least {LEAST_ROWS} rows")

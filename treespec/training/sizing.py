@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from treespec.llm import LLM
+from treespec.training.settings import WIDTH_STEP
 from treespec.training.student import WIDTHS
 
 logger = logging.getLogger("treespec")
@@ -16,7 +17,6 @@ logger = logging.getLogger("treespec")
 PASS_SHARE = 0.03  # of a plain target pass that one level of one draft may take
 HEAD_SHARE = 0.5  # of that share, in bytes, that a draft's vocabulary may take
 LEAST_LAYERS = 2  # one layer cannot copy from the context (induction heads, arXiv 2209.11895)
-WIDTH_STEP = 64
 # Widths that are tried, in shares of the target's, if two layers of its width take too long.
 NARROWER = (3 / 4, 2 / 3, 1 / 2, 1 / 3, 1 / 4)
 

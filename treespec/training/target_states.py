@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treespec.startup.device import is_slow
+from treespec.startup.options import is_slow
 from treespec.training.distillation import Curriculum, LessonBatch
 
 MOST_BYTES = 32 << 30  # of states that are kept

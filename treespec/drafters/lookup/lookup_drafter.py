@@ -35,7 +35,6 @@ from treespec_kernels.cpu.lookup_cpu import (
 )
 
 NAMES = ("lookup", "suffix")
-MAX_SUFFIX_TOKENS = 2**26  # largest history: 4 GiB
 PROMPT_TAIL = 64  # prompt tokens kept in the history, so that the beginning of the output can be matched
 SEARCH_WINDOW = 8192  # number of last tokens of a text that prompt lookup searches
 PRIOR_TRIALS = 12.0  # pseudo-count of the prior against the counts of all requests

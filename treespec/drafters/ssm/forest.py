@@ -87,7 +87,7 @@ class TreeLimits:
 
     max_depth: int
     nodes: int
-    branching: tuple[int, ...] | None
+    branching: Sequence[int] | None
     end_tokens: tuple[int, ...]
 
 

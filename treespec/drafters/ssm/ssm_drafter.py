@@ -57,7 +57,7 @@ class SsmDrafter:
         self.drafted = Drafted()
         self._states: dict[str, SsmState] = {}
         self._catch_up_policy = CatchUpPolicy(len(models))
-        self._by_sources: dict[tuple[str, ...] | None, list[int]] = {}
+        self._by_sources: dict[Sequence[str] | None, list[int]] = {}
         self._draft_models = DraftModelCache(models, cache)
         self.drafts = [group_draft(ssm, model, cache, len(models) > 1) for ssm, model in enumerate(models)]
 

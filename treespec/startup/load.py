@@ -1,6 +1,7 @@
-"""Load the decoders of an engine: native models, and adapters around transformers models."""
+"""Loads the decoders of an engine: native models, draft heads, and adapters around transformers models."""
 
 import logging
+from collections.abc import Callable, Iterable
 from ctypes import CDLL
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,9 +28,9 @@ from treespec.models.model_config import ModelConfig
 from treespec.models.state_head import MedusaHeads, MlpSpeculator, SpeculatorStep, StateHead
 from treespec.models.triton_decoder import TritonDecoder
 from treespec.startup import cost_measurement as costs
-from treespec.startup.head_config import HeadConfig
-from treespec.startup.quantization import quantize_matrices, quantized_library
+from treespec_kernels.cpu.cpu_library import CompileError, find_compiler
 from treespec_kernels.cpu.decoder_cpu import PairInputs
+from treespec_kernels.cpu.decoder_library import DTYPES, build
 from treespec_kernels.linear.compiled_linear import CompiledLinear
 from treespec_kernels.linear.linear import Linear, LinearImpl
 from treespec_kernels.linear.quantized import QuantizedWeight
@@ -37,11 +38,85 @@ from treespec_kernels.tuning.tuned import KernelConfigs
 from treespec_weights import load_weights
 from treespec_weights.block_drafts import BlockForm, MarkovWeights, load_block
 from treespec_weights.gguf.tensors import describe_storage
-from treespec_weights.heads import load_head
+from treespec_weights.heads import DraftForm, load_head
 from treespec_weights.quantize import quantize
 from treespec_weights.state_heads import StateForm, load_state_head
+from treespec_weights.vocabularies import connect
 
 logger = logging.getLogger("treespec")
+
+_FACTORS = ("_scale", "_zero")  # endings of the names of a quantised weight's other tensors
+_ANY_HEAD = 16  # head size of the library build; linear layers do not use it
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """A draft head, or block draft, and what it reads of its target.
+
+    Attributes:
+        form: of the published folder.
+        decoder: config of its layers, with the target's vocabulary size; of a head without attention, the target's with
+            no layers.
+        layers: of the target, whose inputs it reads; see `HeadForm.read_layers`.
+        target_hidden: hidden size of the target.
+    """
+
+    form: DraftForm | MtpForm
+    decoder: ModelConfig | AdapterConfig
+    layers: tuple[int, ...]
+    target_hidden: int
+
+    @property
+    def folder(self) -> Path:
+        return self.form.folder
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of values of its layers and its projections, without embeddings; at most."""
+        shape = self.decoder.shape
+        if isinstance(self.form, StateForm):
+            inner = self.form.inner_size or self.target_hidden
+            return self.form.depths * inner * (shape.vocab_size + max(self.form.num_layers, 1) * self.target_hidden)
+        qkv = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim * shape.hidden_size
+        return shape.num_parameters() + qkv + len(self.layers) * self.target_hidden * shape.hidden_size
+
+    @classmethod
+    def of(cls, form: DraftForm, target: ModelConfig | AdapterConfig, max_model_len: int | None) -> "HeadConfig":
+        """Return the config of a head for a target.
+
+        Raises:
+            ModelError: a PARD draft has other tokens.
+            CheckpointError: contradictory or unsupported config values.
+        """
+        layers = form.read_layers(target.shape.num_layers)
+        if isinstance(form, StateForm):
+            shape = replace(target.shape, num_layers=0)
+            stub = (
+                replace(target, shape=shape, layers=())
+                if isinstance(target, ModelConfig)
+                else replace(target, shape=shape, masks=(), sinks=())
+            )
+            return cls(form, stub, layers, shape.hidden_size)
+        decoder = ModelConfig.from_raw(form.folder, form.config, form.rules, max_model_len)
+        size = target.shape.vocab_size
+        if isinstance(form, BlockForm) and form.kind == "pard":
+            connection = connect(target.folder, size, form.folder, decoder.shape.vocab_size)
+            if connection.kind in ("translated", "text"):
+                raise ModelError(
+                    f"{form.folder} is a PARD draft with other token ids than the target {target.folder}; use a draft "
+                    "that was trained for this target"
+                )
+        decoder = replace(decoder, shape=replace(decoder.shape, vocab_size=size))
+        return cls(form, decoder, layers, target.shape.hidden_size)
+
+    def __str__(self) -> str:
+        article = "an" if self.form.name.startswith(("EAGLE", "MLP", "MTP")) else "a"
+        return f"{article} {self.form.name} that {self.form.describe(self.layers)}"
+
+
+def all_layers(heads: Iterable[HeadConfig]) -> tuple[int, ...]:
+    """Return all layers of the target that any head reads, ascending."""
+    return tuple(sorted({layer for head in heads for layer in head.layers}))
 
 
 def libraries_folder() -> Path:
@@ -94,7 +169,7 @@ class Loader:
     def load(
         self,
         config: ModelConfig | AdapterConfig,
-        known: int,
+        vocab_size: int,
         positions: int,
         min_rows: int,
         quantization: str | None = None,
@@ -104,15 +179,15 @@ class Loader:
 
         Args:
             config: result of `open`; its vocabulary size may be the target's.
-            known: the model's own vocabulary size.
+            vocab_size: the model's own, as stored.
             positions: maximum context length.
             min_rows: number of rows to which smaller passes are padded.
             quantization: quantisation to apply to unquantised weights.
             draft: the model as a draft; None for the target.
         """
         if isinstance(config, AdapterConfig):
-            return self.adapt(config, known, positions, self.attention, min_rows, 1)
-        size, stored = config.shape.vocab_size, replace(config.shape, vocab_size=known)
+            return self.adapt(config, vocab_size, positions, self.attention, min_rows, 1)
+        size, stored = config.shape.vocab_size, replace(config.shape, vocab_size=vocab_size)
         library = self._library(config, quantization)
         # Drafts' heads are quantised per row where passes are compiled.
         head_blocks = draft is None and _is_quantized(config) and (self.linear == "compiled" or library is not None)
@@ -120,7 +195,7 @@ class Loader:
             logger.info("%s", describe_storage(config.folder, self.dtype, head_blocks))
         weights = load_weights(config.folder, stored, config.rules, self.dtype, self.device, quantization, head_blocks)
         tokens, target_ids = None, None if draft is None else draft.target_ids
-        if known != size or target_ids is not None:
+        if vocab_size != size or target_ids is not None:
             tokens = fit_weights(weights, size, target_ids)
         if draft is not None and self.int8_drafts:
             try:
@@ -158,8 +233,8 @@ class Loader:
         if isinstance(config.form, StateForm):
             return self._load_state_head(config, config.form, target, features)
         shape = config.decoder.shape
-        parts = len(config.layers), config.target_hidden, self.dtype, self.device
-        weights, tokens = load_head(config.form, shape, *parts)
+        sizes = len(config.layers), config.target_hidden
+        weights, tokens = load_head(config.form, shape, *sizes, self.dtype, self.device)
         embed = (target.embed if weights.embed is None else weights.embed).to(self.dtype)
         columns = [features.layers.index(layer) for layer in config.layers]
         decoder = self._make_draft_layers(config, weights.decoder, positions)
@@ -315,9 +390,37 @@ class Loader:
         return quantized_library(self.dtype, self.device, libraries_folder)
 
     def adapt(
-        self, config: AdapterConfig, known: int, positions: int, attention: str, min_rows: int, multiple: int
+        self, config: AdapterConfig, vocab_size: int, positions: int, attention: str, min_rows: int, multiple: int
     ) -> AdapterDecoder:
         """Return the decoder of a model for the adapter, which `open` loaded."""
         op = make_attention(attention, config.shape, self.dtype, self.device, self.configs)
         module = self._modules[config.source]
-        return AdapterDecoder(config, module, op, positions, min_rows, multiple, known, self.exact)
+        return AdapterDecoder(config, module, op, positions, min_rows, multiple, vocab_size, self.exact)
+
+
+def quantize_matrices(weights: dict[str, Tensor]) -> None:
+    """Quantise a draft's matrices, the head's too, to int8 with a scale per row, in place; quantised ones stay.
+
+    The draft's distributions change slightly. Outputs do not: they are those of the target.
+    """
+    weights.setdefault("lm_head", weights["embed"])
+    names = [name for name in weights if name == "lm_head" or name.startswith("layers.")]
+    for name in names:
+        if (weight := weights[name]).dim() == 2 and weight.is_floating_point() and not name.endswith(_FACTORS):
+            weights[name], weights[f"{name}_scale"], _ = quantize(weight, 8)
+
+
+def quantized_library(dtype: torch.dtype, device: torch.device, folder: Callable[[], Path]) -> CDLL | None:
+    """Return the library of quantised layers on a CPU, stored in `folder()`.
+
+    Returns None, with a warning, if it cannot be built or stored.
+    """
+    if device.type == "cpu" and dtype in DTYPES:
+        try:
+            return build(find_compiler(), _ANY_HEAD, dtype, folder())
+        except (CompileError, OSError) as error:
+            reason = str(error)
+    else:
+        reason = f"there is no kernel for {dtype} on {device}"
+    logger.warning("quantised weights are held as %s, which saves no memory and no time: %s", dtype, reason)
+    return None

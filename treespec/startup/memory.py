@@ -1,6 +1,7 @@
-"""Second step of a start: divide the device's memory between weights, captured rounds and the KV cache."""
+"""Divides the device's memory between weights, captured rounds and the KV cache."""
 
 import logging
+import math
 from dataclasses import dataclass
 
 import torch
@@ -12,12 +13,14 @@ from treespec.errors import CacheMemoryError, ConfigError
 from treespec.graphs.capture import SLOTS, planned_bytes, round_limits, stack_sizes
 from treespec.models.attention import make_attention
 from treespec.models.model_config import ModelConfig
-from treespec.startup.head_config import all_layers
-from treespec.startup.quantization import weight_bytes
-from treespec.startup.resolve import Resolved
+from treespec.startup.load import all_layers
+from treespec.startup.options import Resolved
 from treespec.utils.memory import free_memory
 from treespec_kernels.attention.tree_batch import PAGE_SIZE
 from treespec_kernels.tree.growth_limits import MAX_EXPANDED
+from treespec_weights.load import covered, expected_tensors, quantizable, quantized_group
+from treespec_weights.quant_schemes import Form
+from treespec_weights.quantize import BITS
 from treespec_weights.rules import ModelShape
 
 logger = logging.getLogger("treespec")
@@ -185,3 +188,24 @@ def _natives(resolved: Resolved) -> list[ModelConfig]:
     """Return the configs of the native models among the target and its SSMs."""
     configs = (resolved.target, *resolved.group)
     return [config for config in configs if isinstance(config, ModelConfig)]
+
+
+def weight_bytes(config: ModelConfig | AdapterConfig, dtype: torch.dtype, quantization: str | None) -> int:
+    """Estimate a model's weight memory in bytes, with float32 scales and zero points."""
+    total = config.shape.num_parameters() * dtype.itemsize
+    if isinstance(config, AdapterConfig):
+        return total
+    total += (config.head_rows or 0) * config.shape.hidden_size * dtype.itemsize
+    scheme = config.quantization
+    forms: list[tuple[tuple[int, ...], Form]] = []  # shape and form of every quantised matrix
+    if quantization is not None:
+        form = Form(BITS[quantization], quantized_group(config.shape, quantization), False)
+        forms = [(size, form) for size in quantizable(config.shape).values()]
+    elif scheme is not None and not scheme.floating:
+        placements = expected_tensors(config.shape, config.rules)
+        forms = [(p.shape, scheme.form(p.name)) for p in placements if covered(scheme, p, config.rules)]
+    for size, (bits, group, has_zero) in forms:
+        count = math.prod(size)
+        factors = (2 if has_zero else 1) * (count // (group or size[1]))
+        total += count * bits // 8 + 4 * factors - count * dtype.itemsize
+    return total

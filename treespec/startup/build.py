@@ -1,0 +1,351 @@
+"""Builds an engine: loads and tests the models, measures their costs, and joins the parts."""
+
+import dataclasses
+import logging
+from ctypes import CDLL
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from treespec.adapter.decoder import AdapterDecoder
+from treespec.adapter.make_decoder import find_exact_adapter
+from treespec.adapter.trace import AdapterConfig
+from treespec.cache import KVCache, pages_for
+from treespec.config import EngineConfig
+from treespec.drafters.draft_sources import DraftSources
+from treespec.drafters.foreign.vocabularies import Draft, foreign_drafters
+from treespec.drafters.lookup.lookup_drafter import LookupDrafter
+from treespec.drafters.ssm.ssm_drafter import SsmDrafter
+from treespec.engine import Engine
+from treespec.engine_options import EngineOptions
+from treespec.errors import ExactnessError, KernelError
+from treespec.executors.host_executor import HostExecutor
+from treespec.graphs.capture import Rounds, captured_rounds, runs_on_device
+from treespec.graphs.graph_executor import GraphExecutor
+from treespec.models.attention import make_attention
+from treespec.models.decoder import Decoder
+from treespec.models.group_model import GroupModel
+from treespec.models.model_config import ModelConfig
+from treespec.planning.planner import Planner
+from treespec.prefix_cache import PrefixCache
+from treespec.runner import Runner
+from treespec.scheduler import Scheduler
+from treespec.startup.cost_measurement import load_costs
+from treespec.startup.load import libraries_folder
+from treespec.startup.memory import MemoryPlan, plan_memory
+from treespec.startup.options import Resolved, resolve
+from treespec.startup.selftest import differing_rows, proven_rounds
+from treespec_kernels.attention.tree_batch import PAGE_SIZE
+from treespec_kernels.cpu.cpu_library import CompileError, find_compiler
+from treespec_kernels.cpu.lookup_cpu import lookup_library
+from treespec_kernels.launch.triton_launch import is_interpreted, is_triton_error, known_issue
+from treespec_kernels.tuning.tuned import KernelConfigs
+
+logger = logging.getLogger("treespec")
+
+ADAPTER_ROWS = 32  # rows of every pass of an adapter if no weaker padding is exact
+
+
+@dataclass(frozen=True)
+class Built:
+    """An engine and the settings it was built with.
+
+    It keeps no model in memory that the engine does not keep itself.
+
+    Attributes:
+        engine, config: the engine and its resolved resources.
+        target: config of the target.
+        backend: backend of the target: "native" or "transformers".
+        exactness: guarantee about the output tokens.
+        memory: bytes in use, by purpose.
+        kernels: configurations of the Triton kernels; None without Triton.
+        connections: how each draft model proposes tokens for the target, by name.
+    """
+
+    engine: Engine
+    config: EngineConfig
+    target: ModelConfig | AdapterConfig
+    backend: str
+    exactness: str
+    memory: dict[str, int]
+    kernels: KernelConfigs | None
+    connections: dict[str, str]
+
+    def stats(self) -> dict[str, Any]:
+        """Return the document of `LLM.stats`."""
+        config, sources = self.config, self.engine.sources
+        drafts = sources.ssms.names if sources.ssms else ()
+        return self.engine.stats.as_dict() | {
+            "frozen": self._frozen(),
+            "suffix_tokens": 0 if sources.lookup is None else sources.lookup.remembered,
+            "drafts": [*drafts, *(drafter.name for drafter in sources.others)],
+            "draft_vocabularies": dict(self.connections),
+            "max_model_len": config.max_model_len,
+            "max_num_seqs": config.max_num_seqs,
+            "memory": dict(self.memory),
+            "cost_curve": self._cost_curve(),
+        }
+
+    def _frozen(self) -> dict[str, Any]:
+        """Return the settings that bits depend on. They do not change during the engine's lifetime."""
+        config, kernels = self.config, self.kernels
+        return {
+            "dtype": str(config.dtype).removeprefix("torch."),
+            "device": str(config.device),
+            "threads": config.num_threads,
+            "exact": config.exact,
+            "exactness": self.exactness,
+            "backend": self.backend,
+            "attention": config.attention,
+            "linear": config.linear,
+            "compile": config.compile,
+            "quantization": config.quantization,
+            "attention_tile": PAGE_SIZE,
+            "fixed_rows": self.engine.runner.max_rows,
+            "rounds": "on the device" if self.engine.captured is not None else "step by step",
+            "tuned_file": None if kernels is None else kernels.file,
+            "default_kernels": [] if kernels is None else list(kernels.fallbacks),
+        }
+
+    def _cost_curve(self) -> dict[str, Any]:
+        curve = self.engine.host.planner.costs.curve
+        return {
+            "rows": list(curve.rows),
+            "verify_seconds": list(curve.verify_seconds),
+            "draft_seconds": curve.draft_seconds,
+            "draft_start_seconds": curve.draft_start_seconds,
+        }
+
+
+@dataclass(frozen=True)
+class Target:
+    """A loaded target.
+
+    Attributes:
+        decoder: decoder of the target.
+        cache: KV cache of the engine; the self-test leaves it zeroed.
+        fixed_rows: rows of every pass if exactness needs padding, else None.
+        exactness: guarantee about the output tokens, for `stats` and the log.
+    """
+
+    decoder: Decoder
+    cache: KVCache
+    fixed_rows: int | None
+    exactness: str
+
+
+def load_target(resolved: Resolved, plan: MemoryPlan) -> Target:
+    """Load the target, allocate the KV cache, and run the self-test unless exact=False.
+
+    Raises:
+        ExactnessError: trees are not bit-identical to plain decoding. KernelError: a kernel does not run, or the target
+            returns no hidden states for its draft heads.
+    """
+    loader, config, fixed_rows = resolved.loader, resolved.target, resolved.fixed_rows
+    min_rows = fixed_rows or 2
+    decoder = loader.load(config, config.shape.vocab_size, plan.positions, min_rows, resolved.quantization)
+    if plan.features is not None:
+        decoder.check_states(plan.features.layers)
+    cache = plan.make_cache(loader.device)
+    if resolved.options.exact and isinstance(config, AdapterConfig):
+        decoder, fixed_rows = _exact_adapter(resolved, plan, config, cache)
+    elif resolved.options.exact:
+        check_exact(decoder, cache, resolved.options.attention, plan.largest_pass)
+    exactness = _describe_exactness(decoder, fixed_rows) if resolved.options.exact else "not guaranteed"
+    if isinstance(config, AdapterConfig):
+        logger.info(
+            "%s runs through transformers' own code, linear=%s, exactness: %s", config.folder, decoder.linear, exactness
+        )
+    return Target(decoder, cache, fixed_rows, exactness)
+
+
+def check_exact(decoder: Decoder, cache: KVCache, attention: str, largest_pass: int) -> None:
+    """Run the self-test on a native decoder. attention="auto" falls back from packed to gathered attention.
+
+    Raises:
+        ExactnessError: the self-test fails. KernelError: a Triton kernel does not compile or launch.
+    """
+    try:
+        differences = differing_rows(decoder, cache.pools[0], largest_pass)
+    except Exception as error:
+        if not is_triton_error(error):
+            raise
+        raise KernelError(
+            f"a kernel does not run on {decoder.device}: {error}; `treespec autotune` looks for one that does, or use "
+            'device="cpu"'
+        ) from error
+    if differences and attention == "auto" and decoder.attention.name == "cpu-packed":
+        logger.warning("packed attention is not exact on this machine (%s); using gathered attention", differences[0])
+        decoder.attention = make_attention("cpu-gathered", decoder.config.shape, decoder.dtype, decoder.device)
+        differences = differing_rows(decoder, cache.pools[0], largest_pass)
+    if differences:
+        shown = "; ".join(differences[:3])
+        raise ExactnessError(
+            f"trees would not be bit-identical to plain decoding with attention={decoder.attention.name!r}, "
+            f"linear={decoder.linear!r}, {decoder.dtype}, {torch.get_num_threads()} threads: {shown}. "
+            "Use exact=False to continue"
+        )
+
+
+def fallback_options(resolved: Resolved, error: ExactnessError) -> EngineOptions:
+    """Return options that replace an "auto" choice rejected by the self-test.
+
+    Raises `error` if there is no other choice.
+    """
+    options = resolved.options
+    if isinstance(resolved.target, AdapterConfig):  # `find_exact_adapter` has tried all alternatives
+        raise error
+    if resolved.compile and options.compile == "auto":
+        logger.warning("compiled passes are not exact on this machine; computing eagerly (%s)", error)
+        return dataclasses.replace(options, compile=False)
+    if resolved.loader.linear == "onednn" and options.linear == "auto":
+        logger.warning("oneDNN's linear layers are not row-invariant here; using torch's (%s)", error)
+        return dataclasses.replace(options, linear="torch")
+    raise error
+
+
+def _exact_adapter(
+    resolved: Resolved, plan: MemoryPlan, config: AdapterConfig, cache: KVCache
+) -> tuple[AdapterDecoder, int | None]:
+    """Find the cheapest attention and padding with which an adapter passes the self-test."""
+    loader, vocab_size = resolved.loader, config.shape.vocab_size
+    attentions = [loader.attention]
+    if resolved.options.attention == "auto" and loader.attention == "cpu-packed":
+        attentions.append("cpu-gathered")
+    return find_exact_adapter(
+        lambda attention, *padding: loader.adapt(config, vocab_size, plan.positions, attention, *padding),
+        lambda decoder: differing_rows(decoder, cache.pools[0], plan.largest_pass),
+        attentions,
+        max(ADAPTER_ROWS, resolved.spec.max_nodes),
+    )
+
+
+def _describe_exactness(decoder: Decoder, fixed_rows: int | None) -> str:
+    if fixed_rows is not None:
+        return f"bit-identical at {fixed_rows} fixed rows"
+    if isinstance(decoder, AdapterDecoder) and decoder.multiple > 1:
+        return f"bit-identical at multiples of {decoder.multiple} rows"
+    return "bit-identical"
+
+
+def build(options: EngineOptions) -> Built:
+    """Build an engine. Raises the errors of `LLM`."""
+    resolved = resolve(options)
+    plan = plan_memory(resolved)
+    try:
+        return assemble(resolved, plan)
+    except ExactnessError as error:
+        options = fallback_options(resolved, error)
+    # Outside of the `except` block, because the error's traceback keeps the rejected decoder and its cache in memory.
+    del resolved, plan
+    return build(options)
+
+
+def assemble(resolved: Resolved, plan: MemoryPlan) -> Built:
+    """Load and test the models, measure their costs, and create the engine.
+
+    Raises:
+        ExactnessError: trees are not bit-identical to plain decoding. KernelError: a kernel does not run.
+    """
+    options, loader, length = resolved.options, resolved.loader, plan.max_model_len
+    target = load_target(resolved, plan)
+    decoder, chunk = target.decoder, min(plan.prefill_chunk, target.fixed_rows or plan.prefill_chunk)
+    runner = Runner(decoder, target.cache, target.fixed_rows)
+    ssms = _load_ssms(resolved, plan, target)
+    without_gpu = loader.attention == "triton" and loader.device.type == "cpu"
+    planner = Planner(load_costs(runner, ssms, torch.get_num_threads(), without_gpu))
+    if loader.configs is not None:
+        logger.info("%s", loader.configs.describe())
+        if issue := known_issue(loader.device):
+            logger.warning("%s", issue)
+    scheduler = Scheduler(target.cache, options.max_num_seqs, chunk, plan.scratch, resolved.target.short_context)
+
+    def load_foreign(draft: Draft, positions: int) -> tuple[Decoder, KVCache]:
+        model, pages = loader.load_draft(draft, positions), options.max_num_seqs * pages_for(positions)
+        return model, KVCache([draft.config.shape], pages, plan.cache_dtype, model.device)
+
+    lengths = length, plan.scratch
+    foreign = foreign_drafters(
+        resolved.foreign, load_foreign, resolved.target, *lengths, planner, ssms, has_others=bool(resolved.drafters)
+    )
+    lookup = None
+    if options.suffix_tokens or resolved.spec.allows("lookup", "lookup"):
+        lookup = LookupDrafter(_lookup_library(options.compile), options.suffix_tokens)
+    sources = DraftSources(ssms, lookup, [*resolved.drafters, *foreign])
+    host = HostExecutor(runner, planner, sources, length)
+    captured = None
+    if rounds := _capture_rounds(resolved, plan, host, scheduler):
+        runner = Runner(decoder, target.cache, target.fixed_rows, rounds.target_pass)
+        host = HostExecutor(runner, planner, sources, length)
+        captured = GraphExecutor(runner, sources, rounds, length)
+    if options.enable_prefix_caching:  # from now on, so that measurements and proofs compute their prompts
+        target.cache.prefixes = PrefixCache(plan.num_pages + 1, 0 if ssms is None else len(ssms.models))
+    drafts = [*(ssms.models if ssms else ()), *(drafter.model for drafter in foreign)]
+    return Built(
+        engine=Engine(runner, scheduler, sources, host, captured),
+        config=EngineConfig(
+            device=resolved.device,
+            dtype=loader.dtype,
+            exact=options.exact,
+            max_num_seqs=options.max_num_seqs,
+            max_model_len=length,
+            prefill_chunk=chunk,
+            max_tree_slots=plan.scratch,
+            num_threads=torch.get_num_threads(),
+            linear=decoder.linear,
+            attention=decoder.attention.name,
+            compile=resolved.compile,
+            quantization=decoder.quantization,
+        ),
+        target=resolved.target,
+        backend=decoder.backend,
+        exactness=target.exactness,
+        memory={
+            "target_weights": decoder.nbytes,
+            "draft_weights": sum(model.nbytes for model in drafts),
+            "kv_cache": target.cache.nbytes + sum(drafter.cache.nbytes for drafter in foreign),
+            "captured_rounds": 0 if rounds is None else rounds.nbytes,
+            "suffix": 0 if lookup is None else lookup.nbytes,
+        },
+        kernels=loader.configs,
+        connections={draft.name: str(draft.connection) for draft in resolved.drafts}
+        | {name: str(head) for name, head in resolved.heads},
+    )
+
+
+def _load_ssms(resolved: Resolved, plan: MemoryPlan, target: Target) -> SsmDrafter | None:
+    """Load the drafts that share the target's token ids, and the draft heads."""
+    drafts, loader, features = resolved.ssms, resolved.loader, plan.features
+    models: list[GroupModel] = [loader.load_draft(draft, plan.positions) for draft in drafts]
+    models += [loader.load_head(head, target.decoder, features, plan.positions) for _, head in resolved.heads]
+    names = [*(draft.name for draft in drafts), *(name for name, _ in resolved.heads)]
+    return SsmDrafter(models, names, target.cache) if models else None
+
+
+def _lookup_library(compile: bool | str) -> CDLL | None:
+    """Return the C++ library for prompt lookup, or None if it cannot be built: numpy searches as well, but slower."""
+    if compile is False:
+        return None
+    try:
+        return lookup_library(find_compiler(), libraries_folder())
+    except (CompileError, OSError) as error:
+        logger.info("prompt lookup searches in numpy: %s", error)
+        return None
+
+
+def _capture_rounds(resolved: Resolved, plan: MemoryPlan, host: HostExecutor, scheduler: Scheduler) -> Rounds | None:
+    """Capture an engine's rounds; None without Triton, or if they do not run or are not exact."""
+    configs, options, ssms = resolved.loader.configs, resolved.options, host.sources.ssms
+    if configs is None:
+        return None
+    drafts = {} if ssms is None else dict(zip(ssms.names, ssms.models, strict=True))
+    if others := [name for name, model in drafts.items() if not runs_on_device(model)]:
+        logger.info("rounds are not captured: %s draft step by step", ", ".join(others))
+        return None
+    sizes = plan.max_model_len, plan.scratch, options.max_num_seqs
+    capture = partial(captured_rounds, host.runner, ssms, configs, resolved.spec, *sizes, options.cuda_graphs)
+    if resolved.device.type == "cuda" and not is_interpreted():
+        return proven_rounds(host, scheduler, capture, options.exact)
+    return capture()  # proving them takes minutes in the interpreter

@@ -1,0 +1,406 @@
+"""Resolves an engine's options on this machine: models, device, dtype and implementations."""
+
+import logging
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from treespec.adapter.make_decoder import check_adapter_options, read_model
+from treespec.adapter.mtp import MTP, MtpForm
+from treespec.adapter.source import Source, check_inputs
+from treespec.adapter.trace import AdapterConfig
+from treespec.config import QUANTIZATIONS, SpecConfig
+from treespec.drafters.base import Drafter, check_drafter, check_names
+from treespec.drafters.foreign.vocabularies import Draft, connect_drafts
+from treespec.engine_options import EngineOptions
+from treespec.errors import ConfigError, KernelError, ModelError
+from treespec.models.compiled import check_compiled
+from treespec.models.model_config import ModelConfig
+from treespec.startup import smollm2
+from treespec.startup.load import HeadConfig, Loader, libraries_folder
+from treespec_kernels.cpu.decoder_library import DTYPES as COMPILED_DTYPES
+from treespec_kernels.linear.linear import LinearImpl, onednn_available
+from treespec_kernels.tuning.tuned import KernelConfigs
+from treespec_weights import HubError, default_folder, default_names, fetch, is_hub_id
+from treespec_weights.heads import DraftForm, read_head
+from treespec_weights.load import quantized_group
+from treespec_weights.quant_schemes import METHODS
+
+logger = logging.getLogger("treespec")
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPE_NAMES = DTYPES | {"half": torch.float16, "float": torch.float32}  # as in vLLM and torch
+EMBEDDED = "embedded"
+# The group of SSMs (see `default_names`) of each target that is known by name.
+_GROUPS: dict[object, str] = {None: "default", EMBEDDED: "default", smollm2.NAME: smollm2.NAME}
+FIXED_ROWS = 64  # rows of every pass if the linear layers are not row-invariant
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """Return the device with its index. "auto" is this thread's current GPU, or the CPU. Raises ConfigError."""
+    has_gpu = torch.cuda.is_available()
+    try:
+        resolved = torch.device(("cuda" if has_gpu else "cpu") if device == "auto" else device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f'device={device!r}; valid: "auto", "cpu", "cuda", "cuda:1"') from error
+    if resolved.type == "cpu":
+        return resolved
+    if resolved.type != "cuda":
+        raise ConfigError(f'device={device!r} is not supported; valid: "auto", "cpu", "cuda"')
+    if not has_gpu:
+        raise ConfigError(f'device={device!r}, but torch sees no GPU here; use device="cpu" or "auto"')
+    index = torch.cuda.current_device() if resolved.index is None else resolved.index
+    count = torch.cuda.device_count()
+    if index >= count:
+        raise ConfigError(
+            f"device={device!r}, but the last of the {count} that torch sees here is cuda:{count - 1}; "
+            "CUDA_VISIBLE_DEVICES selects them"
+        )
+    return torch.device("cuda", index)
+
+
+def resolve_dtype(dtype: str | torch.dtype, stored: torch.dtype) -> torch.dtype:
+    """Return the dtype of passes; "auto" is the stored one. Raises ConfigError."""
+    resolved = dtype if isinstance(dtype, torch.dtype) else stored if dtype == "auto" else _DTYPE_NAMES.get(dtype)
+    if resolved is None or resolved not in DTYPES.values():
+        raise ConfigError(f'dtype={dtype!r}; valid: "auto", {", ".join(map(repr, DTYPES))} or such a torch dtype')
+    return resolved
+
+
+def is_slow(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether torch's passes in a dtype are slower than in float32: bfloat16 and float16 on some CPUs."""
+    return device.type == "cpu" and dtype != torch.float32 and not onednn_available(dtype)
+
+
+def resolve_model(model: str | os.PathLike[str] | None) -> Path:
+    """Return the path of a model: one known by name, a folder or GGUF file, or a hub id (cached or downloaded).
+
+    None and "embedded" are the embedded target, "smollm2" is the installed SmolLM2-135M-Instruct. A name has precedence
+    over a folder of the same name in the working directory.
+
+    Raises:
+        ConfigError: a value of another type. ModelError: the named model is not installed, or the hub id cannot be
+            fetched.
+    """
+    if model is None or model == EMBEDDED:
+        return default_folder("target")
+    if model == smollm2.NAME:
+        if (file := smollm2.model_file()) is None:
+            raise ModelError(
+                f"{smollm2.NAME!r} is {smollm2.TITLE}, which is not installed: {smollm2.install_command()} (a folder "
+                f"of this name is './{smollm2.NAME}')"
+            )
+        return file
+    if not isinstance(model, str | os.PathLike):
+        raise ConfigError(f"model={model!r}; valid: a folder, a hub id, a model, or None for the embedded target")
+    folder = Path(os.path.expanduser(model))  # leaves "~nobody" unchanged
+    if folder.exists() or "/" not in str(model) or not is_hub_id(str(model)) or folder.suffix.lower() == ".gguf":
+        return folder  # the loader reports a missing path
+    try:
+        return fetch(str(model))
+    except HubError as error:
+        raise ModelError(f"{str(model)!r} is no folder here, and {error}") from error
+
+
+def resolve_drafts(
+    target: object, drafts: Sequence[Any] | None
+) -> tuple[list[tuple[str, Path | tuple[nn.Module, Any] | str]], list[Drafter]]:
+    """Split `drafts` into draft models with unique names, the name `MTP` among them, and `Drafter` objects.
+
+    Models in memory are paired with their tokenizer, or None.
+    """
+    if drafts is not None and (isinstance(drafts, str) or not isinstance(drafts, Sequence)):
+        raise ConfigError(f"drafts={drafts!r}; valid: a list of folders, hub ids, models or Drafter objects, or None")
+    group = _GROUPS.get(target)
+    if drafts is None:
+        return [] if group is None else [(name, default_folder(name, group)) for name in _ssm_names(group)], []
+    models: list[tuple[str, Path | tuple[nn.Module, Any] | str]] = []
+    objects: list[Drafter] = []
+
+    def add(name: str, model: Path | tuple[nn.Module, Any] | str) -> None:
+        count = sum(1 for taken, _ in models if taken == name or taken.startswith(f"{name}#"))
+        models.append((name if not count else f"{name}#{count + 1}", model))
+
+    for draft in drafts:
+        if draft == MTP:
+            if MTP in (model for _, model in models):
+                raise ConfigError(f"drafts={list(drafts)!r}: {MTP!r} twice; the target has one MTP layer")
+            add(MTP, MTP)
+        elif isinstance(draft, str | os.PathLike):
+            folder = _resolve_draft(draft, group or "default")
+            add(folder.resolve().name, folder)
+        elif isinstance(draft, nn.Module):
+            add(type(draft).__name__, (draft, None))
+        elif isinstance(draft, tuple) and len(draft) == 2 and isinstance(draft[0], nn.Module):
+            add(type(draft[0]).__name__, draft)
+        else:
+            check_drafter(draft)
+            objects.append(draft)
+    check_names(objects, [name for name, _ in models])
+    return models, objects
+
+
+def _resolve_draft(draft: str | os.PathLike[str], group: str) -> Path:
+    """Return the folder of a draft: an SSM of the group by name, otherwise as `resolve_model`."""
+    name = os.fspath(draft)
+    if not Path(name).exists():
+        if name in default_names(group):
+            return default_folder(name, group)
+        if re.fullmatch(r"ssm[-_ ]?\d*", name, re.IGNORECASE):
+            valid = map(repr, _ssm_names(group))
+            raise FileNotFoundError(
+                f"no embedded draft {name!r}; valid: {', '.join(valid) or 'none, none is installed'}"
+            )
+    return resolve_model(draft)
+
+
+def _ssm_names(group: str) -> list[str]:
+    return [name for name in default_names(group) if name.startswith("ssm-")]
+
+
+def resolve_folders(model: object, drafts: Sequence[Any] | None) -> list[tuple[str, Path]]:
+    """Return the draft models of `resolve_drafts` that are on disk."""
+    return [(name, folder) for name, folder in resolve_drafts(model, drafts)[0] if isinstance(folder, Path)]
+
+
+def resolve_compile(
+    options: EngineOptions, models: Sequence[ModelConfig | Source], dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Return whether passes run in compiled libraries, and build missing libraries.
+
+    Raises:
+        KernelError, OSError: compile=True, but the models are not supported, the build fails, or the cache folder
+            cannot be written. "auto" logs the reason and returns False.
+    """
+    if options.compile is False or (options.compile == "auto" and device.type != "cpu"):
+        return False
+    try:
+        for name in ("attention", "linear"):
+            if (value := getattr(options, name)) != "auto":
+                raise KernelError(f"{name}={value!r}, but compile=True has its own implementation; leave it at 'auto'")
+        for model in models:
+            if isinstance(model, Source):
+                raise KernelError(f"compile=True is for native families; {model.name} runs through transformers' code")
+        check_compiled([model for model in models if isinstance(model, ModelConfig)], dtype, device, libraries_folder())
+    except (KernelError, OSError) as error:
+        if options.compile is True or "TREESPEC_CPU" in os.environ:
+            raise
+        logger.info("passes are not compiled: %s", error)
+        return False
+    return True
+
+
+def resolve_linear(
+    linear: str, attention: str, dtype: torch.dtype, device: torch.device, exact: bool, spec: SpecConfig
+) -> tuple[LinearImpl | Literal["compiled", "triton"], int | None]:
+    """Return the implementation of linear layers, and the rows to pad every pass to if exactness needs padding."""
+    is_fast = device.type == "cpu" and onednn_available(dtype)
+    if linear == "onednn" and not is_fast:
+        raise KernelError(f"linear='onednn' needs a CPU with fast {dtype}, the device is {device}; use linear='auto'")
+    if linear == "triton" and attention != "triton":
+        raise KernelError(f"linear='triton' requires attention='triton', not {attention!r}")
+    if linear == "triton" or (linear == "auto" and device.type == "cuda"):
+        return "triton", None
+    if linear != "torch" and is_fast:
+        return "onednn", None
+    if not exact:
+        return "torch", None
+    rows = max(FIXED_ROWS, spec.max_nodes)
+    logger.warning("%s on %s has no row-invariant linear layers: every pass is padded to %d rows", dtype, device, rows)
+    return "torch", rows
+
+
+def resolve_quantization(quantization: str | None, target: ModelConfig | Source, dtype: torch.dtype) -> str | None:
+    """Resolve the quantisation to apply at load time. None keeps the checkpoint's weights.
+
+    Validates before anything is loaded. Logs a warning if fp8 weights of the checkpoint are converted to `dtype`.
+
+    Raises:
+        ConfigError: an unknown name, a checkpoint that is already quantised, or sizes that no group size divides.
+    """
+    stored = None if isinstance(target, Source) else target.quantization
+    method = str(quantization).removesuffix("_marlin")
+    if (
+        quantization is None
+        or (quantization == "gguf" and target.folder.is_file())
+        or (stored and stored.method == method)
+    ):
+        if stored is not None and stored.floating:
+            logger.warning("%s: %s weights are held as %s", target.folder, stored.name, dtype)
+        return None
+    if method in METHODS:
+        raise ConfigError(
+            f"quantization={quantization!r}: leave it out; a checkpoint's own quantisation is read from its config "
+            f"(this one is {stored.name if stored else 'not quantised'}), and 'int8' or 'int4' quantises while loading"
+        )
+    if isinstance(target, Source):
+        raise ConfigError(f"quantization={quantization!r} is for native families; transformers runs {target.name}")
+    if quantization not in QUANTIZATIONS:
+        raise ConfigError(f"quantization={quantization!r}; valid: None, {', '.join(map(repr, QUANTIZATIONS))}")
+    if stored is not None:
+        raise ConfigError(
+            f"quantization={quantization!r}, but {target.folder} is quantised already ({stored.name}); leave it at None"
+        )
+    try:
+        quantized_group(target.shape, quantization)
+    except ValueError as error:
+        raise ConfigError(f"quantization={quantization!r}: {target.folder}: {error}") from error
+    return quantization
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Options of an engine with every "auto" replaced and every config read. No native weights are loaded.
+
+    Attributes:
+        options: what the user asked for.
+        spec: default speculative decoding options.
+        loader: loads models with the resolved device, dtype and implementations.
+        compile: whether passes run in compiled libraries.
+        quantization: quantisation to apply to the target's layers.
+        fixed_rows: rows of every pass if exactness needs padding, else None.
+        target: config of the target.
+        drafts: draft models, connected to the target's vocabulary.
+        heads: draft heads by name.
+        drafters: the user's own `Drafter` objects.
+    """
+
+    options: EngineOptions
+    spec: SpecConfig
+    loader: Loader
+    compile: bool
+    quantization: str | None
+    fixed_rows: int | None
+    target: ModelConfig | AdapterConfig
+    drafts: list[Draft]
+    heads: list[tuple[str, HeadConfig]]
+    drafters: list[Drafter]
+
+    @property
+    def device(self) -> torch.device:
+        return self.loader.device
+
+    @property
+    def ssms(self) -> list[Draft]:
+        """Drafts that share the target's token ids."""
+        return [draft for draft in self.drafts if not draft.is_foreign]
+
+    @property
+    def group(self) -> list[ModelConfig | AdapterConfig]:
+        """Configs of the models that grow trees together: the SSMs, then the layers of the heads."""
+        return [*(draft.config for draft in self.ssms), *(head.decoder for _, head in self.heads)]
+
+    @property
+    def foreign(self) -> list[Draft]:
+        """Drafts with another tokenizer than the target's."""
+        return [draft for draft in self.drafts if draft.is_foreign]
+
+
+def resolve(options: EngineOptions) -> Resolved:
+    """Resolve the options of an engine. Raises the errors of `LLM`."""
+    device = resolve_device(options.device)
+    spec = SpecConfig.resolve(options.spec, SpecConfig())
+    target, drafts, forms, drafters = _read_models(options, spec)
+    heads, length = list[tuple[str, HeadConfig]](), options.max_model_len
+    if isinstance(target, ModelConfig):
+        heads = [(name, HeadConfig.of(form, target, length)) for name, form in forms if not isinstance(form, MtpForm)]
+    models = [target, *(model for _, model in drafts)]
+    models += [head.decoder for _, head in heads if isinstance(head.decoder, ModelConfig)]
+    attention = options.attention
+    if attention == "auto":
+        attention = "cpu-packed" if device.type == "cpu" else "triton"
+    check_adapter_options(models, options.linear, device)
+    dtype, compiles = _resolve_passes(options, models, target.dtype, device)
+    quantization = resolve_quantization(options.quantization, target, dtype)
+    linear: LinearImpl | Literal["compiled", "triton"] = "compiled"
+    fixed_rows = None
+    if not compiles:
+        is_adapted = isinstance(target, Source)
+        asked = "torch" if is_adapted and device.type == "cuda" else options.linear
+        needs_padding = options.exact and not is_adapted  # `load_target` finds the padding of an adapter
+        linear, fixed_rows = resolve_linear(asked, attention, dtype, device, needs_padding, spec)
+    configs = KernelConfigs.load(device) if linear == "triton" else None
+    int8_drafts = _quantises_drafts(options.draft_quantization, compiles)
+    int8_target = _quantises_activations(options.activations, compiles, target, quantization)
+    loader = Loader(device, dtype, attention, linear, options.exact, configs, int8_drafts, int8_target)
+    config = loader.open(target)
+    connected = connect_drafts(config, [(name, loader.open(model)) for name, model in drafts])
+    if isinstance(config, AdapterConfig):
+        heads = [
+            (name, loader.open_mtp(form, config) if isinstance(form, MtpForm) else HeadConfig.of(form, config, length))
+            for name, form in forms
+        ]
+    for name, head in heads:
+        logger.info("draft %s (%s): %s", name, head.folder, head)
+    return Resolved(options, spec, loader, compiles, quantization, fixed_rows, config, connected, heads, drafters)
+
+
+def _resolve_passes(
+    options: EngineOptions, models: Sequence[ModelConfig | Source], stored: torch.dtype, device: torch.device
+) -> tuple[torch.dtype, bool]:
+    """Return the dtype of passes, and whether they are compiled.
+
+    Compiled passes are fast in bfloat16 on every CPU. Without them, "auto" is float32 where torch is slow otherwise. A
+    model in memory keeps its dtype.
+    """
+    dtype = resolve_dtype(options.dtype, stored)
+    if options.dtype != "auto" or isinstance(options.model, nn.Module) or not is_slow(dtype, device):
+        return dtype, resolve_compile(options, models, dtype, device)
+    if dtype in COMPILED_DTYPES and resolve_compile(options, models, dtype, device):
+        return dtype, True
+    logger.warning("%s has no fast %s here; computing in float32", device, dtype)
+    return torch.float32, resolve_compile(options, models, torch.float32, device)
+
+
+def _quantises_drafts(asked: str | None, compiles: bool) -> bool:
+    """Return whether drafts are quantised to int8: compiled passes of few rows are bound by reading weights."""
+    if asked == "int8" and not compiles:
+        raise ConfigError("draft_quantization='int8' is for compiled passes on a CPU; leave it at 'auto'")
+    return asked is not None and compiles
+
+
+def _quantises_activations(asked: str, compiles: bool, target: ModelConfig | Source, quantization: str | None) -> bool:
+    """Return whether the target's activations are quantised to int8."""
+    if asked == "model":
+        return False
+    if not compiles:
+        raise ConfigError("activations='int8' is for compiled passes on a CPU; leave it at 'model'")
+    stored = None if isinstance(target, Source) else target.quantization
+    if quantization is None and (stored is None or stored.floating):
+        raise ConfigError("activations='int8' is for quantised weights; set quantization='int8' or 'int4' too")
+    return True
+
+
+def _read_models(
+    options: EngineOptions, spec: SpecConfig
+) -> tuple[
+    ModelConfig | Source, list[tuple[str, ModelConfig | Source]], list[tuple[str, DraftForm | MtpForm]], list[Drafter]
+]:
+    """Read the configs of the target and of the draft models, and the forms of the heads, allowed by `spec`."""
+    model, length, backend = options.model, options.max_model_len, options.backend
+    source = model if isinstance(model, nn.Module) else resolve_model(model)
+    target = read_model(source, length, backend, options.tokenizer)
+    if isinstance(model, nn.Module):
+        check_inputs(model)
+    models, drafters = resolve_drafts(model, options.drafts)
+    names = [name for name, _ in models]
+    spec.check_sources(names, bool(options.suffix_tokens), [drafter.name for drafter in drafters])
+    drafts: list[tuple[str, ModelConfig | Source]] = []
+    heads: list[tuple[str, DraftForm | MtpForm]] = []
+    for name, draft in models:
+        if not spec.allows("ssm", name):
+            continue
+        if isinstance(draft, str):
+            heads.append((name, MtpForm.of(target)))
+        elif isinstance(draft, Path) and (form := read_head(draft)) is not None:
+            heads.append((name, form))
+        else:
+            module, tokenizer = draft if isinstance(draft, tuple) else (draft, None)
+            drafts.append((name, read_model(module, length, backend, tokenizer)))
+    return target, drafts, heads, drafters

@@ -1,0 +1,145 @@
+"""Options stated once, as the fields of a dataclass: their ranges, help texts, and the keywords of what takes them.
+
+The command line reads them before torch is imported. So this module, and those that state options, import no other.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import Field, field, fields
+from inspect import Parameter, Signature
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+# Keys in the metadata of fields: the valid values, and what to do with an option that only vLLM has.
+LIMITS, VLLM = "limits", "vllm"
+
+_Fields = ParamSpec("_Fields")
+_Options = TypeVar("_Options")
+_Self = TypeVar("_Self")
+_Result = TypeVar("_Result")
+_Class = TypeVar("_Class", bound=type)
+
+
+def option(
+    default: Any, *, least: float | None = None, most: float | None = None, choices: Sequence[Any] = (), valid: str = ""
+) -> Any:
+    """Return a field whose values `checked_value` checks. None is valid if it is the default or `valid` names it.
+
+    Args:
+        default: the default value.
+        least, most: range of an int, or of a number if the default is a float.
+        choices: the valid values.
+        valid: describes the range in errors, where more is to be said.
+    """
+    limits = {"least": least, "most": most, "choices": choices, "valid": valid}
+    return field(default=default, metadata={LIMITS: limits})
+
+
+def checked_value(stated: Field[Any], value: Any) -> Any:
+    """Return the value of a field as a Python number, or unchanged. Raises ConfigError if it is not valid."""
+    from treespec.errors import ConfigError
+    from treespec.utils.scalars import as_int, as_number
+
+    limits = stated.metadata.get(LIMITS)
+    if limits is None or (value is None and (stated.default is None or "None" in limits["valid"])):
+        return value
+    choices, least, most, valid = limits["choices"], limits["least"], limits["most"], limits["valid"]
+    if choices:
+        if any(type(value) is type(choice) and value == choice for choice in choices):
+            return value
+        valid = valid or ", ".join(map(repr, choices))
+    else:
+        is_float = isinstance(stated.default, float)
+        number = as_number(value) if is_float else as_int(value, least)
+        if number is not None and least <= number <= (math.inf if most is None else most):
+            return number
+        kind = "a number" if is_float else "an int"
+        valid = valid or (f"{kind} of at least {least}" if most is None else f"{kind} from {least} to {most}")
+    raise ConfigError(f"{stated.name}={value!r}; valid: {valid}{', or None' if stated.default is None else ''}")
+
+
+def check_values(options: Any) -> None:
+    """Check the values of a frozen dataclass, and convert its numbers to Python's. Raises ConfigError."""
+    for stated in fields(options):
+        object.__setattr__(options, stated.name, checked_value(stated, getattr(options, stated.name)))
+
+
+def help_texts(options: type) -> dict[str, str]:
+    """Return the documentation of each option: the entries under "Args:" in the dataclass's docstring."""
+    section = inspect.cleandoc(options.__doc__ or "").partition("\nArgs:\n")[2].partition("\n\n")[0]
+    entries = [" ".join(entry.split()).partition(": ") for entry in re.split(r"\n(?=\S)", textwrap.dedent(section))]
+    return {name: text for names, _, text in entries for name in names.split(", ")}
+
+
+def takes_options(
+    options: Callable[_Fields, _Options],
+) -> Callable[[Callable[[_Options], _Result]], Callable[_Fields, _Result]]:
+    """Let a function of one argument, an instance of the dataclass `options`, take the fields as keywords instead.
+
+    Type checkers and `inspect.signature` see the fields. An unknown keyword raises ConfigError.
+    """
+
+    def decorate(function: Callable[[_Options], _Result]) -> Callable[_Fields, _Result]:
+        @functools.wraps(function)
+        def call(*values: _Fields.args, **keywords: _Fields.kwargs) -> _Result:
+            _reject_unknown(function.__name__, keywords, options)
+            return function(options(*values, **keywords))
+
+        result = inspect.signature(function).return_annotation
+        call.__signature__ = _signature(options).replace(return_annotation=result)  # type: ignore[attr-defined]
+        return call
+
+    return decorate
+
+
+def built_from(
+    options: Callable[_Fields, _Options],
+) -> Callable[[Callable[[_Self, _Options], None]], Callable[Concatenate[_Self, _Fields], None]]:
+    """Let a constructor take the fields of its argument, as `takes_options`."""
+
+    def decorate(construct: Callable[[_Self, _Options], None]) -> Callable[Concatenate[_Self, _Fields], None]:
+        @functools.wraps(construct)
+        def __init__(self: _Self, /, *values: _Fields.args, **keywords: _Fields.kwargs) -> None:
+            _reject_unknown(construct.__qualname__.partition(".")[0], keywords, options)
+            construct(self, options(*values, **keywords))
+
+        __init__.__signature__ = _signature(options, [Parameter("self", Parameter.POSITIONAL_ONLY)])  # type: ignore[attr-defined]
+        return __init__
+
+    return decorate
+
+
+def rejects_unknown(options: _Class) -> _Class:
+    """Let a dataclass raise ConfigError for an unknown keyword."""
+    construct = options.__init__  # type: ignore[misc]
+
+    @functools.wraps(construct)
+    def __init__(self: Any, *values: Any, **keywords: Any) -> None:
+        _reject_unknown(options.__name__, keywords, options)
+        construct(self, *values, **keywords)
+
+    __init__.__signature__ = _signature(options, [Parameter("self", Parameter.POSITIONAL_ONLY)])  # type: ignore[attr-defined]
+    options.__init__ = __init__  # type: ignore[misc]
+    return options
+
+
+def _reject_unknown(kind: str, keywords: Iterable[str], options: Any) -> None:
+    """Raise ConfigError for a keyword that is no field of `options`, with the nearest that treespec has."""
+    from treespec.errors import reject_unknown
+
+    stated = fields(options)
+    unknown = [name for name in keywords if name not in {one.name for one in stated}]
+    reject_unknown(kind, unknown, [one.name for one in stated if VLLM not in one.metadata])
+
+
+def _signature(options: Any, first: Sequence[Parameter] = ()) -> Signature:
+    """Return the signature of a dataclass behind the parameters `first`. `**vllm_options` stands for vLLM's names."""
+    vllm_names = [one.name for one in fields(options) if VLLM in one.metadata]
+    parameters = [p for p in inspect.signature(options).parameters.values() if p.name not in vllm_names]
+    rest = [Parameter("vllm_options", Parameter.VAR_KEYWORD)] if vllm_names else []
+    return Signature([*first, *parameters, *rest])

@@ -230,14 +230,14 @@ def test_a_stream_tells_its_rounds(client: OpenAI, llm: LLM) -> None:
         chunks = [*client.completions.create(**arguments, stream=True, extra_body=extra)]
     assert [*other]
     records = [record for record in records if record.request_id == chunks[0].id]
-    rounds = [each for chunk in chunks for each in chunk.rounds]  # type: ignore[attr-defined]
+    rounds = [each for chunk in chunks for each in chunk.rounds]
     assert [each["number"] for each in rounds] == [*range(1, len(records) + 1)]
     for told, record in zip(rounds, records, strict=True):
         drawn = picture(record, llm.get_tokenizer())
         expected = json.loads(json.dumps(record.as_dict())) | {"texts": drawn.tokens, "bonus_text": drawn.bonus}
         assert told == {name: value for name, value in expected.items() if name not in ("request_id", "context")}
     emitted = [token for record in records for token in record.emitted]
-    assert emitted == [token for chunk in chunks for token in chunk.choices[0].token_ids]  # type: ignore[attr-defined]
+    assert emitted == [token for chunk in chunks for token in chunk.choices[0].token_ids]
     assert not llm.engine.observers
     assert not any(hasattr(chunk, "rounds") for chunk in client.completions.create(**arguments, stream=True))
 

@@ -101,7 +101,7 @@ def test_the_audit_finds_what_differs(engine: AsyncLLM, llm: LLM, caplog: pytest
         with llm.add_round_observer(lambda record: time.sleep(0.01)):
             with scripted(llm, [[*prompt, *range(20, 28)]]):
                 answer = client.completions.create(**arguments, extra_body={"return_token_ids": True})
-            assert answer.choices[0].token_ids == [*range(20, 28)]  # type: ignore[attr-defined]
+            assert answer.choices[0].token_ids == [*range(20, 28)]
             blocker.close()
         wait_until(lambda: audited(url)[0] >= 8)
         assert audited(url)[1] > 0

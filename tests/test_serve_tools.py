@@ -235,7 +235,7 @@ def test_a_conversation_with_calls(engine: AsyncLLM, llm: LLM) -> None:
         tokens = httpx2.post(f"{url}/tokenize", json={"messages": messages, "tools": TOOLS}).json()["tokens"]
         text = httpx2.post(f"{url}/detokenize", json={"tokens": tokens}).json()["prompt"]
         assert text == "weather\nnow\nuser: Rome?\nassistant: <tool_call>weather Oslo\ntool: rain\nassistant:"
-        answer = client.chat.completions.create(model=NAME, messages=messages, tools=TOOLS, max_tokens=2)  # type: ignore[arg-type]
+        answer = client.chat.completions.create(model=NAME, messages=messages, tools=TOOLS, max_tokens=2)
         assert answer.usage is not None and answer.usage.prompt_tokens == len(tokens)
 
 

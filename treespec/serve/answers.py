@@ -205,8 +205,8 @@ class ChatAnswer(Answer):
         for place, call in enumerate(parsed.calls):
             if place >= len(sent.calls):
                 function = ChoiceDeltaToolCallFunction(**call._asdict())
-                head = {"id": self._id(index, place), "type": "function"}
-                calls.append(ChoiceDeltaToolCall(index=place, function=function, **head))
+                call_id = self._id(index, place)
+                calls.append(ChoiceDeltaToolCall(index=place, id=call_id, type="function", function=function))
             elif more := call.arguments[len(sent.calls[place].arguments) :]:
                 calls.append(ChoiceDeltaToolCall(index=place, function=ChoiceDeltaToolCallFunction(arguments=more)))
         if calls:

@@ -22,6 +22,7 @@ from tests.serving import NAME, PATIENCE, TEMPLATE, assert_all_pages_are_back, s
 from tests.speech import speaking_llm
 from treespec import LLM, AsyncLLM, RequestOutput, SamplingParams
 from treespec.drawing.recording import picture
+from treespec.serve.protocol import ChatBody, CompletionBody, GenerationBody
 
 MESSAGES: list[Any] = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "def add("}]
 SYSTEM = [{**MESSAGES[0], "role": "system"}, MESSAGES[1]]
@@ -455,6 +456,28 @@ def test_bad_bodies(url: str, body: Any, message: str, status: int) -> None:
     error = answer.json()["error"]
     assert answer.status_code == status and message in error["message"], answer.text
     assert error.keys() == {"message", "type", "param", "code"} and len(answer.content) < 5000
+
+
+@pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
+def test_wrong_values_of_every_field(url: str, kind: type[GenerationBody]) -> None:
+    """Each is accepted, or refused with the names of the field and the value."""
+    path, body = "/v1/completions", {"prompt": "x", "max_tokens": 1}
+    if kind is ChatBody:
+        path, body = "/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1, "tool_choice": "none"}
+    with httpx2.Client(timeout=PATIENCE) as client:
+        for name in kind.model_fields:
+            refused = []
+            for value in ("wrong", -1.5, {"wrong": 1}, [["wrong"]], -7777777, True):
+                answer = client.post(url + path, json={**body, name: value})
+                if answer.status_code == 200:
+                    continue
+                message = answer.json()["error"]["message"]
+                assert answer.status_code in (400, 404), (name, value, answer.text)
+                assert name in message or "unknown 'wrong'" in message, (name, value, message)
+                quoted = (str(value)[:5], "=true", "wrong", "Field required")
+                assert any(text in message for text in quoted), (name, value, message)
+                refused.append(value)
+            assert len(refused) >= 2, name
 
 
 def test_fields_of_openai_that_change_no_token(client: OpenAI) -> None:

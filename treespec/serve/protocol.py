@@ -202,7 +202,7 @@ class ChatBody(GenerationBody):
     """Body of `/v1/chat/completions`."""
 
     messages: Messages
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     tools: Tools | None = None

@@ -239,7 +239,7 @@ def test_a_stream_tells_its_rounds(client: OpenAI, llm: LLM) -> None:
         assert told == {name: value for name, value in expected.items() if name not in ("request_id", "context")}
     emitted = [token for record in records for token in record.emitted]
     assert emitted == [token for chunk in chunks for token in chunk.choices[0].token_ids]
-    assert not llm.engine.observers
+    wait_until(lambda: not llm.engine.observers)
     assert not any(hasattr(chunk, "rounds") for chunk in client.completions.create(**arguments, stream=True))
 
 

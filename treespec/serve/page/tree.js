@@ -94,7 +94,9 @@ export function draw(svg, round, index, still) {
   const emitted = round.path.slice(1).map((node) => round.texts[node]).concat(round.bonus_text ?? []).join("");
   svg.setAttribute("aria-label", `Token tree of ${nodes.length} nodes. Accepted: ${round.path.length - 1}. Added to the text: ${emitted}`);
   const end = all.filter(isLit).reduce((deep, node) => (node.depth > deep.depth ? node : deep), root);
+  if (!still && !matchMedia("(prefers-reduced-motion: reduce)").matches) pane.scrollTo({ left: 0, top: 0, behavior: "instant" });
   pane.scrollTo({
+    behavior: still ? "instant" : "auto", // smooth, from the root along the path
     left: (end.left + end.width / 2 - x) * scale - pane.clientWidth * (across ? 0.8 : 0.5),
     top: (end.top + BOX / 2 - y) * scale - pane.clientHeight * (across ? 0.5 : 0.8),
   });

@@ -133,6 +133,7 @@ class Server:
 
         with ExitStack() as ends:
             feed, streams = None, list[RequestStream]()
+            reading = Reading(streams, self._options.request_timeout, ended)
             if body.rounds:
                 feed = RoundFeed(self._engine.llm, answer.request_id)
                 ends.callback(feed.close)
@@ -142,7 +143,6 @@ class Server:
                 )
                 ends.callback(stream.close)
                 streams.append(stream)
-            reading = Reading(streams, self._options.request_timeout, ended)
             if body.stream:
                 return Events(self._events(answer, reading, body.includes_usage, feed), ends.pop_all())
             outputs = await while_connected(request, reading.outputs())

@@ -21,7 +21,7 @@ class Reading:
     """Reads the outputs of the streams of one HTTP request.
 
     Args:
-        streams: one per prompt.
+        streams: one per prompt, added before the first is read.
         seconds: time that the request has from now on; None = any.
         ended: called with the place of a stream and its last output.
     """

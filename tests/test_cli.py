@@ -227,19 +227,6 @@ def test_prompts_from_a_file_and_from_a_pipe(loaded: LLM, tmp_path: Path) -> Non
         assert run("generate", *given, *options, stdin=stdin).document["token_ids"] == expected
 
 
-def test_text_in_a_locale_without_an_encoding(loaded: LLM) -> None:
-    """As with LC_ALL=C: Python escapes the prompt's bytes, and stdout is ASCII."""
-    escaped = "é = 日".encode().decode("ascii", "surrogateescape")
-    options = ["--max-tokens", "8", "--json"]
-    assert run("generate", escaped, *options).document["text"] == run("generate", "é = 日", *options).document["text"]
-    (output,) = loaded.generate("é = 日", SamplingParams(max_tokens=40))
-    text = str(output.outputs[0].text)
-    assert not text.isascii()
-    for stream in ([], ["--stream"]):
-        ran = CliRunner(charset="ascii").invoke(app, ["generate", escaped, "--max-tokens", "40", *stream])
-        assert ran.stdout_bytes.decode() == f"é = 日{text}\n"
-
-
 def test_token_ids_where_there_is_no_tokenizer(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     lend(open_llm(models.bare), monkeypatch)
     document = run("generate", "12, 7 301", "--max-tokens", 6, "--json").document

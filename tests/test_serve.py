@@ -21,6 +21,8 @@ from tests.commands import ROOT, run
 from tests.serving import NAME, PATIENCE, TEMPLATE, assert_all_pages_are_back, serving, wait_until
 from tests.speech import speaking_llm
 from treespec import LLM, AsyncLLM, RequestOutput, SamplingParams
+from treespec.drawing.recording import picture
+from treespec.serve.protocol import ChatBody, CompletionBody, GenerationBody
 
 MESSAGES: list[Any] = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "def add("}]
 SYSTEM = [{**MESSAGES[0], "role": "system"}, MESSAGES[1]]
@@ -148,6 +150,7 @@ def test_a_completion(client: OpenAI, llm: LLM) -> None:
         "prompt_tokens": len(expected.prompt_token_ids),
         "completion_tokens": len(completion.token_ids),
         "total_tokens": len(expected.prompt_token_ids) + len(completion.token_ids),
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
     entries = list(zip(completion.token_ids, completion.logprobs, strict=True))
     assert choice.logprobs.token_logprobs == [entry[token].logprob for token, entry in entries]
@@ -218,6 +221,27 @@ def test_statistics_of_speculation(client: OpenAI, stream: bool) -> None:
             stats["num_accepted_draft_tokens"]
         )
         assert (stats["num_draft_tokens"] == 0) == (passes == 24) == (speculation == "off")
+
+
+def test_a_stream_tells_its_rounds(client: OpenAI, llm: LLM) -> None:
+    arguments: dict[str, Any] = {"model": NAME, "prompt": "def add(", "max_tokens": 24, "temperature": 0}
+    extra = {"rounds": True, "return_token_ids": True, "ignore_eos": True, "speculation": {"nodes": 8}}
+    other = client.completions.create(model=NAME, prompt="x", max_tokens=24, stream=True)  # in the same rounds
+    records: list[Any] = []
+    with llm.add_round_observer(records.append):
+        chunks = [*client.completions.create(**arguments, stream=True, extra_body=extra)]
+    assert [*other]
+    records = [record for record in records if record.request_id == chunks[0].id]
+    rounds = [each for chunk in chunks for each in chunk.rounds]
+    assert [each["number"] for each in rounds] == [*range(1, len(records) + 1)]
+    for told, record in zip(rounds, records, strict=True):
+        drawn = picture(record, llm.get_tokenizer())
+        expected = json.loads(json.dumps(record.as_dict())) | {"texts": drawn.tokens, "bonus_text": drawn.bonus}
+        assert told == {name: value for name, value in expected.items() if name not in ("request_id", "context")}
+    emitted = [token for record in records for token in record.emitted]
+    assert emitted == [token for chunk in chunks for token in chunk.choices[0].token_ids]
+    wait_until(lambda: not llm.engine.observers)
+    assert not any(hasattr(chunk, "rounds") for chunk in client.completions.create(**arguments, stream=True))
 
 
 # --- chat
@@ -302,6 +326,7 @@ def test_models_and_health(client: OpenAI, url: str) -> None:
     assert [model.id for model in client.models.list()] == [NAME, "other"]
     model = client.models.retrieve(NAME)
     assert model.owned_by == "treespec" and model.max_model_len == 256  # type: ignore[attr-defined]
+    assert model.chat and model.sources == ["ssm-1", "ssm-2", "lookup"]  # type: ignore[attr-defined]
     assert httpx2.get(f"{url}/health").status_code == 200
     assert httpx2.get(f"{url}/version").json().keys() == {"version"}
 
@@ -363,7 +388,7 @@ def test_metrics(client: OpenAI, url: str, llm: LLM) -> None:
 DEEP = "[" * 50_000 + "]" * 50_000
 BAD: list[tuple[Any, str, int]] = [
     ("{", "not JSON", 400),
-    ("3", "body: ", 400),
+    ("3", "body=3: ", 400),
     (DEEP, "", 400),
     ({"prompt": "x", "model": "absent"}, "model 'absent'", 404),
     ({}, "prompt: Field required", 400),
@@ -377,20 +402,20 @@ BAD: list[tuple[Any, str, int]] = [
     ({"prompt": "\ud800"}, "lone surrogate", 400),
     ({"prompt": ["x"] * 1000, "n": 2, "temperature": 1}, "at most 1024 choices", 400),
     ({"prompt": "x", "temperature": -1}, "temperature=-1", 400),
-    ({"prompt": "x", "temperature": "1"}, "temperature: ", 400),
+    ({"prompt": "x", "temperature": "1"}, "temperature='1': ", 400),
     ({"prompt": "x", "temperature": float("nan")}, "temperature", 400),
     ({"prompt": "x", "max_tokens": 0}, "max_tokens=0", 400),
-    ({"prompt": "x", "max_tokens": True}, "max_tokens: ", 400),
-    ({"prompt": "x", "n": 1000}, "n: ", 400),
+    ({"prompt": "x", "max_tokens": True}, "max_tokens=True: ", 400),
+    ({"prompt": "x", "n": 1000}, "n=1000: ", 400),
     ({"prompt": "x", "n": 2, "temperature": 0}, "all outputs would be equal", 400),
     ({"prompt": "x", "seed": -7}, "seed=-7", 400),
-    ({"prompt": "x", "logprobs": 21}, "logprobs: ", 400),
+    ({"prompt": "x", "logprobs": 21}, "logprobs=21: ", 400),
     ({"prompt": "x", "logit_bias": {"a": 1}}, "'a' is no token id", 400),
     ({"prompt": "x", "logit_bias": {"7": "high"}}, "logit_bias", 400),
     ({"prompt": "x", "stop": ["a"] * 5000}, "stop: 5000 texts", 400),
     ({"prompt": "x", "stop": [""]}, "non-empty", 400),
     ({"prompt": "x", "stop": [1] * 10_000}, "stop", 400),
-    ({"prompt": "x", "top_k": 0.5}, "top_k: ", 400),
+    ({"prompt": "x", "top_k": 0.5}, "top_k=0.5: ", 400),
     ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options go with stream", 400),
     ({"prompt": "x", "stream": True, "stream_options": {"usage": True}}, "stream_options.usage", 400),
     ({"prompt": "x", "temprature": 1}, "unknown 'temprature' (did you mean 'temperature'?)", 400),
@@ -408,7 +433,7 @@ BAD: list[tuple[Any, str, int]] = [
     ({"prompt": "x", "stream": True, "temperature": -1}, "temperature=-1", 400),
     ({"prompt": "x" * 200_000}, "more than 100000 bytes", 413),
     ({"messages": []}, "no messages", 400),
-    ({"messages": [{"role": 3}]}, "message {'role': 3}", 400),
+    ({"messages": [{"role": 3}]}, "messages.0.role=3: ", 400),
     ({"messages": [3]}, "messages", 400),
     ({"messages": [{"role": "user", "content": "x"}] * 2000}, "messages", 400),
     (
@@ -416,7 +441,8 @@ BAD: list[tuple[Any, str, int]] = [
         "content part",
         400,
     ),
-    ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools is not supported", 400),
+    ({"prompt": "x", "rounds": True}, "rounds=true goes with stream=true", 400),
+    ({"prompt": ["x", "y"], "rounds": True, "stream": True}, "2 prompts with rounds=true", 400),
     ({"messages": MESSAGES, "chat_template": "{{ 1 }}"}, "unknown 'chat_template'", 400),
     ({"messages": MESSAGES, "chat_template_kwargs": {"tokenize": True}}, "chat template", 400),
     ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs goes with", 400),
@@ -433,6 +459,28 @@ def test_bad_bodies(url: str, body: Any, message: str, status: int) -> None:
     assert error.keys() == {"message", "type", "param", "code"} and len(answer.content) < 5000
 
 
+@pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
+def test_wrong_values_of_every_field(url: str, kind: type[GenerationBody]) -> None:
+    """Each is accepted, or refused with the names of the field and the value."""
+    path, body = "/v1/completions", {"prompt": "x", "max_tokens": 1}
+    if kind is ChatBody:
+        path, body = "/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1, "tool_choice": "none"}
+    with httpx2.Client(timeout=PATIENCE) as client:
+        for name in kind.model_fields:
+            refused = []
+            for value in ("wrong", -1.5, {"wrong": 1}, [["wrong"]], -7777777, True):
+                answer = client.post(url + path, json={**body, name: value})
+                if answer.status_code == 200:
+                    continue
+                message = answer.json()["error"]["message"]
+                assert answer.status_code in (400, 404), (name, value, answer.text)
+                assert name in message or "unknown 'wrong'" in message, (name, value, message)
+                quoted = (str(value)[:5], "=true", "wrong", "Field required")
+                assert any(text in message for text in quoted), (name, value, message)
+                refused.append(value)
+            assert len(refused) >= 2, name
+
+
 def test_fields_of_openai_that_change_no_token(client: OpenAI) -> None:
     answer = client.chat.completions.create(
         model=NAME,
@@ -442,8 +490,6 @@ def test_fields_of_openai_that_change_no_token(client: OpenAI) -> None:
         store=False,
         metadata={"a": "b"},
         service_tier="auto",
-        parallel_tool_calls=False,
-        tool_choice="none",
         modalities=["text"],
         reasoning_effort="low",
     )
@@ -480,7 +526,8 @@ def test_keys_hosts_and_sizes(engine: AsyncLLM, url: str) -> None:
     headers = {"content-type": "application/json"}
     assert httpx2.post(f"{url}/v1/completions", content=chunks(), headers=headers).status_code == 413
     with serving(engine, api_key="secret") as guarded:
-        assert httpx2.get(f"{guarded}/health").status_code == 200
+        for path in ("/health", "/", "/page/page.js"):
+            assert httpx2.get(guarded + path).status_code == 200
         for key in ("", "Bearer wrong", "secret", b"Bearer \xe9"):
             for path in ("/v1/models", "/metrics", "/tokenize"):
                 answer = httpx2.get(guarded + path, headers={"authorization": key})
@@ -570,6 +617,10 @@ def test_a_request_that_fails_ends_with_an_error(client: OpenAI, llm: LLM, monke
         (["--speculative-config", '{"num_speculative_tokens": 3}', "--nodes", "8"], "give one of them"),
         (["--no-spec", "--nodes", "8"], "--no-spec is plain decoding"),
         (["--chat-template", "/absent"], "/absent"),
+        (["--tool-call-parser", "xml"], "'xml'; valid: auto, hermes, llama3_json, mistral"),
+        (["--reasoning-parser", "xml"], "'xml'; valid: auto, think"),
+        (["--audit", "2"], "'--audit'"),
+        (["--request-timeout", "0"], "'--request-timeout'"),
         (["--port", "70000"], "'--port'"),
         (["/absent/model"], "/absent/model"),
     ],

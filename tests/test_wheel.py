@@ -51,6 +51,11 @@ def test_typed_markers_are_in(wheel_names: set[str]) -> None:
     assert {f"{package}/py.typed" for package in PACKAGES} <= wheel_names
 
 
+def test_the_page_of_the_server_is_in(wheel_names: set[str]) -> None:
+    page = on_disk("treespec", "serve/page/*")
+    assert "treespec/serve/page/index.html" in page <= wheel_names
+
+
 def test_tuned_files_are_in(wheel_names: set[str]) -> None:
     assert on_disk("treespec_kernels", "tuned/*.json") <= wheel_names
 

@@ -16,7 +16,7 @@ from treespec.config import SpecConfig
 from treespec.errors import ConfigError, RequestError, TreespecError
 from treespec.frontend.engine_args import EngineArgs
 from treespec.frontend.requests import Prompt, UnreadSamples
-from treespec.llm import LLM, refuse_unknown
+from treespec.llm import LLM, frontend_of, refuse_unknown
 from treespec.outputs import RequestOutput
 from treespec.request import Request
 from treespec.sampling_params import RequestOutputKind, SamplingParams
@@ -72,12 +72,17 @@ class RequestStream(AsyncIterator[RequestOutput]):
             return await asyncio.to_thread(self._take)
         return self._take()
 
+    @property
+    def token_ids(self) -> list[list[int]]:
+        """The tokens of each completion so far."""
+        return [sample.output_token_ids for sample in self._samples]
+
     def close(self) -> None:
         """End the request and free its pages, after the round that is running. Idempotent."""
         self._is_exhausted = True
         if not self._has_ended:
             with suppress(ConfigError):  # a shutdown ends it
-                self._engine._submit(partial(self._engine.llm._rounds.end, self._samples))
+                self._engine._submit(partial(self._engine._frontend.rounds.end, self._samples))
 
     def _is_running(self) -> bool:
         return any(not sample.finished for sample in self._samples)
@@ -111,7 +116,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
         Raises:
             RequestError, DraftError: a sample has failed.
         """
-        factory, ends = self._engine.llm._request_factory, not self._is_running()
+        factory, ends = self._engine._frontend.factory, not self._is_running()
         if self._kind is RequestOutputKind.DELTA:
             new = [factory.delta(sample, self._unread.take(sample)) for sample in self._unread.changed()]
             return factory.output(self._samples, ends, new)
@@ -137,6 +142,7 @@ class AsyncLLM:
 
     def __init__(self, llm: LLM):
         self.llm = llm
+        self._frontend = frontend_of(llm)
         self._streams: dict[int, RequestStream] = {}  # by id(): those with running requests or a waiting reader
         self._calls: deque[tuple[Callable[[], object], Future[None]]] = deque()  # to make between rounds
         self._wake = threading.Event()
@@ -201,7 +207,7 @@ class AsyncLLM:
         even if nobody reads it, unless that is called.
         """
         refuse_unknown(AsyncLLM.add_request, vllm_options)
-        self.llm._rounds.check_threads()
+        self._frontend.rounds.check_threads()
         create = partial(self._create, prompt, params, spec, tokenization_kwargs)
         if self._is_closed:
             raise ConfigError("this AsyncLLM is shut down; build another one")
@@ -251,7 +257,7 @@ class AsyncLLM:
     def _create(self, prompt: Any, params: Any, spec: Any, tokenization: Mapping[str, Any] | None) -> list[Request]:
         """Return the samples of a prompt. Raises RequestError if it is invalid."""
         stream = getattr(params, "output_kind", None) is not RequestOutputKind.FINAL_ONLY
-        (samples,) = self.llm._new_requests([prompt], params, spec, tokenization, stream)
+        (samples,) = self._frontend.new_requests([prompt], params, spec, tokenization, stream)
         if isinstance(samples, RequestOutput):
             self._submit(partial(self.llm.engine.stats.add_rejected, 1))
             raise RequestError(samples.error)
@@ -265,7 +271,7 @@ class AsyncLLM:
     def _abort(self, names: set[str]) -> None:
         for stream in self._streams.values():
             if stream.request_id in names:
-                self.llm._rounds.end(stream._samples)
+                self._frontend.rounds.end(stream._samples)
 
     def _submit(self, call: Callable[[], object]) -> Future[None]:
         """Make a call between rounds.
@@ -283,7 +289,7 @@ class AsyncLLM:
 
     def _run(self) -> None:
         """Run rounds until `shutdown`."""
-        rounds = self.llm._rounds
+        rounds = self._frontend.rounds
         try:
             while not self._is_closed:
                 if not self._streams:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
@@ -369,6 +369,25 @@ class LLM(VllmMethods):
         return [
             make(prompt, snapshots[id(one)], resolved, stream, how) for prompt, one in zip(prompts, params, strict=True)
         ]
+
+
+class Frontend(NamedTuple):
+    """What `AsyncLLM` and the server share with an `LLM`.
+
+    Attributes:
+        rounds: runs rounds.
+        factory: creates requests, and outputs from requests.
+        new_requests: creates the samples of prompts, counting nothing.
+    """
+
+    rounds: RoundLoop
+    factory: RequestFactory
+    new_requests: Callable[..., list[list[Request] | RequestOutput]]
+
+
+def frontend_of(llm: LLM) -> Frontend:
+    """Return the frontend of an LLM."""
+    return Frontend(llm._rounds, llm._request_factory, llm._new_requests)
 
 
 def refuse_unknown(method: Callable[..., Any], options: Mapping[str, Any]) -> None:

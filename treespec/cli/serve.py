@@ -82,11 +82,43 @@ def serve(
         str | None,
         typer.Option("--chat-template", metavar="F", help="Jinja file that replaces the model's chat template."),
     ] = None,
+    enable_prefix_caching: Annotated[
+        bool,
+        typer.Option(
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+            help="Share the KV cache of common prefixes between requests.",
+        ),
+    ] = True,
+    tool_call_parser: Annotated[
+        str,
+        typer.Option(
+            "--tool-call-parser", help="Format of tool calls: hermes, llama3_json, mistral; auto is the template's."
+        ),
+    ] = "auto",
+    reasoning_parser: Annotated[
+        str,
+        typer.Option("--reasoning-parser", help="Tags of reasoning: think, mistral, none; auto is the template's."),
+    ] = "auto",
+    request_timeout: Annotated[
+        float | None,
+        typer.Option("--request-timeout", metavar="SECONDS", help="Longest time of a request; default: any.", min=0.01),
+    ] = None,
+    audit: Annotated[
+        float,
+        typer.Option(
+            "--audit",
+            metavar="FRACTION",
+            help="Share of finished requests to decode again without speculation while the server is idle; differing "
+            "tokens are counted and logged.",
+            min=0,
+            max=1,
+        ),
+    ] = 0.0,
     max_body_bytes: Annotated[int, typer.Option("--max-body-bytes", metavar="N", help="Largest request.", min=1)] = 4
     << 20,
     **engine_options: Any,
 ) -> None:
-    """Serve the model on an HTTP port with OpenAI's API.
+    """Serve the model on an HTTP port with OpenAI's API, and a page that shows token trees at /.
 
     POST /v1/chat/completions, /v1/completions, /tokenize, /detokenize; GET /v1/models, /health, /version, /metrics.
     """
@@ -94,6 +126,7 @@ def serve(
         import uvicorn
 
         from treespec.serve.app import ServerOptions, create_app
+        from treespec.serve.output_parser import CALL_FORMATS, REASONING_TAGS
     except ModuleNotFoundError as error:
         raise usage_error(f"serve needs the package {error.name}; install treespec with its extra: [serve]") from error
     from treespec.async_llm import AsyncLLM
@@ -107,6 +140,12 @@ def serve(
         nodes = str(num_tokens + 1)
     if no_spec and (nodes is not None or config):
         raise usage_error("--no-spec is plain decoding; drop it, or drop --nodes and --speculative-config")
+    for option, name, valid in (
+        ("--tool-call-parser", tool_call_parser, CALL_FORMATS),
+        ("--reasoning-parser", reasoning_parser, [*REASONING_TAGS, "none"]),
+    ):
+        if name not in ("auto", *valid):
+            raise usage_error(f"{option} {name!r}; valid: auto, {', '.join(valid)}")
     template = None if chat_template is None else read_template(chat_template)
     target = choose_target(model, None)
     target.tell()
@@ -116,6 +155,7 @@ def serve(
         drafts=draft,
         spec="off" if no_spec else spec_config(nodes, None, None),
         speculative_config=config or None,
+        enable_prefix_caching=enable_prefix_caching,
         **engine_options,
     )
     with status("loading"):
@@ -128,6 +168,10 @@ def serve(
         api_key=api_key or None,
         max_body_bytes=max_body_bytes,
         only_loopback=only_loopback,
+        tool_call_parser=tool_call_parser,
+        reasoning_parser=reasoning_parser,
+        request_timeout=request_timeout,
+        audit=audit,
     )
     if not only_loopback and options.api_key is None:
         logger.warning("anybody who reaches port %d of %s may use the model: there is no --api-key", port, host)

@@ -6,17 +6,26 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from openai.types import Completion, CompletionChoice, CompletionUsage
-from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage, ChatCompletionTokenLogprob
+from openai.types.chat import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionMessage,
+    ChatCompletionMessageFunctionToolCall,
+    ChatCompletionTokenLogprob,
+)
 from openai.types.chat.chat_completion import Choice, ChoiceLogprobs
 from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
-from openai.types.chat.chat_completion_chunk import ChoiceDelta
+from openai.types.chat.chat_completion_chunk import ChoiceDelta, ChoiceDeltaToolCall, ChoiceDeltaToolCallFunction
 from openai.types.chat.chat_completion_chunk import ChoiceLogprobs as ChunkLogprobs
+from openai.types.chat.chat_completion_message_function_tool_call import Function
 from openai.types.chat.chat_completion_token_logprob import TopLogprob
 from openai.types.completion_choice import Logprobs
+from openai.types.completion_usage import PromptTokensDetails
 from pydantic import BaseModel
 
 from treespec.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from treespec.sampling.logprobs import Logprob
+from treespec.serve.output_parser import OutputParser, Parsed
 from treespec.serve.protocol import GenerationBody
 
 
@@ -39,11 +48,16 @@ class Answer:
     def __init__(self, body: GenerationBody, model: str):
         self._body = body
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-        self._usage: dict[int, tuple[int, int]] = {}  # prompt and generated tokens of each prompt
+        self._usage: dict[int, tuple[int, int, int]] = {}  # prompt, generated and cached tokens of each prompt
 
     @property
     def request_id(self) -> str:
         return str(self._head["id"])
+
+    @property
+    def needs_special_tokens(self) -> bool:
+        """Whether the text must have special tokens to be understood."""
+        return False
 
     def response(self, outputs: Sequence[RequestOutput]) -> str:
         """Return the whole response as JSON, from the finished output of each prompt."""
@@ -53,14 +67,16 @@ class Answer:
             choices += [self._whole(*self._parts(place, output, completion)) for completion in output.outputs]
         return _json(self.whole, **self._head, object=self.whole_object, choices=choices, usage=self._total())
 
-    def chunks(self, place: int, output: RequestOutput) -> Iterator[str]:
-        """Return the events of new output of a prompt, as JSON."""
+    def chunks(self, place: int, output: RequestOutput, rounds: list[dict[str, Any]] | None = None) -> Iterator[str]:
+        """Return the events of new output of a prompt, as JSON. The first one carries the rounds."""
         if output.finished:
             self._count(place, output)
         for completion in output.outputs:
             choice = self._part(*self._parts(place, output, completion))
-            usage = {"usage": None} if self._body.includes_usage else {}
-            yield _json(self.chunk, **self._head, object=self.chunk_object, choices=[choice], **usage)
+            extra: dict[str, Any] = {"usage": None} if self._body.includes_usage else {}
+            if rounds is not None:
+                extra["rounds"], rounds = rounds, []
+            yield _json(self.chunk, **self._head, object=self.chunk_object, choices=[choice], **extra)
 
     def usage_chunk(self) -> str:
         """Return the last event of a stream with usage, as JSON."""
@@ -73,11 +89,17 @@ class Answer:
         raise NotImplementedError
 
     def _count(self, place: int, output: RequestOutput) -> None:
-        self._usage[place] = len(output.prompt_token_ids), output.metrics.generated_tokens
+        metrics = output.metrics
+        self._usage[place] = len(output.prompt_token_ids), metrics.generated_tokens, metrics.cached_tokens
 
     def _total(self) -> CompletionUsage:
-        prompt, generated = map(sum, zip(*self._usage.values(), strict=True))
-        return CompletionUsage(prompt_tokens=prompt, completion_tokens=generated, total_tokens=prompt + generated)
+        prompt, generated, cached = map(sum, zip(*self._usage.values(), strict=True))
+        return CompletionUsage(
+            prompt_tokens=prompt,
+            completion_tokens=generated,
+            total_tokens=prompt + generated,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+        )
 
     def _parts(
         self, place: int, output: RequestOutput, completion: CompletionOutput
@@ -134,28 +156,89 @@ class CompletionAnswer(Answer):
 
 
 class ChatAnswer(Answer):
-    """The response of `/v1/chat/completions`."""
+    """The response of `/v1/chat/completions`.
+
+    Args:
+        body, model: as of `Answer`.
+        parser: splits the text; None = all of it is content.
+    """
 
     prefix, whole, chunk = "chatcmpl", ChatCompletion, ChatCompletionChunk
     whole_object, chunk_object = "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, body: GenerationBody, model: str):
+    def __init__(self, body: GenerationBody, model: str, parser: OutputParser | None = None):
         super().__init__(body, model)
-        self._begun: set[int] = set()  # choices whose role was sent
+        self._parser, self._begins_with_reasoning = parser, False
+        self._texts: dict[int, str] = {}  # by choice; those whose role was sent
+        self._sent: dict[int, Parsed] = {}
+        self._ids: dict[tuple[int, int], str] = {}  # of calls, by choice and place
+
+    @property
+    def needs_special_tokens(self) -> bool:
+        return self._parser is not None and self._parser.needs_special_tokens
+
+    def _parts(
+        self, place: int, output: RequestOutput, completion: CompletionOutput
+    ) -> tuple[int, CompletionOutput, dict[str, Any]]:
+        if self._parser is not None:
+            self._begins_with_reasoning = self._parser.begins_with_reasoning(output.prompt)
+        return super()._parts(place, output, completion)
 
     def _whole(self, index: int, completion: CompletionOutput, extra: dict[str, Any]) -> BaseModel:
-        message = ChatCompletionMessage(role="assistant", content=completion.text or "", refusal=None)
+        parsed = self._parse(index, completion, extra)
+        fields: dict[str, Any] = {}
+        if parsed.reasoning:
+            fields["reasoning_content"] = parsed.reasoning
+        if parsed.calls:
+            fields["tool_calls"] = [
+                ChatCompletionMessageFunctionToolCall(
+                    id=self._id(index, place), type="function", function=Function(**call._asdict())
+                )
+                for place, call in enumerate(parsed.calls)
+            ]
+        text = None if parsed.calls and not parsed.content else parsed.content
+        message = ChatCompletionMessage(role="assistant", content=text, refusal=None, **fields)
         content = self._logprobs(completion)
         logprobs = None if content is None else ChoiceLogprobs(content=content)
         return Choice(index=index, message=message, logprobs=logprobs, **extra)
 
     def _part(self, index: int, completion: CompletionOutput, extra: dict[str, Any]) -> BaseModel:
-        role: dict[str, Any] = {} if index in self._begun else {"role": "assistant"}
-        self._begun.add(index)
-        delta = ChoiceDelta(**role, content=completion.text or "")
+        role: dict[str, Any] = {} if index in self._texts else {"role": "assistant"}
+        sent, parsed = self._sent.get(index, Parsed()), self._parse(index, completion, extra)
+        self._sent[index] = parsed
+        if reasoning := parsed.reasoning[len(sent.reasoning) :]:
+            role["reasoning_content"] = reasoning
+        calls = []
+        for place, call in enumerate(parsed.calls):
+            if place >= len(sent.calls):
+                function = ChoiceDeltaToolCallFunction(**call._asdict())
+                call_id = self._id(index, place)
+                calls.append(ChoiceDeltaToolCall(index=place, id=call_id, type="function", function=function))
+            elif more := call.arguments[len(sent.calls[place].arguments) :]:
+                calls.append(ChoiceDeltaToolCall(index=place, function=ChoiceDeltaToolCallFunction(arguments=more)))
+        if calls:
+            role["tool_calls"] = calls
+        text = parsed.content[len(sent.content) :]
+        if text or role.keys() <= {"role"}:
+            role["content"] = text
         content = self._logprobs(completion)
         logprobs = None if content is None else ChunkLogprobs(content=content)
-        return ChunkChoice(index=index, delta=delta, logprobs=logprobs, **extra)
+        return ChunkChoice(index=index, delta=ChoiceDelta(**role), logprobs=logprobs, **extra)
+
+    def _parse(self, index: int, completion: CompletionOutput, extra: dict[str, Any]) -> Parsed:
+        """Parse the text so far, and let the reason to end say whether there are calls."""
+        text = self._texts[index] = self._texts.get(index, "") + (completion.text or "")
+        if self._parser is None:
+            return Parsed(content=text)
+        ended = completion.finish_reason is not None
+        parsed = self._parser.parse(text, self._begins_with_reasoning, ended)
+        if parsed.calls and completion.finish_reason == "stop" and self._parser.named is None:  # as OpenAI's
+            extra["finish_reason"] = "tool_calls"
+        return parsed
+
+    def _id(self, index: int, place: int) -> str:
+        """Return the id of a call: nine letters, as Mistral's templates require."""
+        return self._ids.setdefault((index, place), uuid.uuid4().hex[:9])
 
     def _logprobs(self, completion: CompletionOutput) -> list[ChatCompletionTokenLogprob] | None:
         if completion.logprobs is None:

@@ -2,26 +2,29 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from time import time
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.staticfiles import StaticFiles
 from openai.types import Model
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from sse_starlette import EventSourceResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
-from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
+from starlette.responses import FileResponse, JSONResponse, Response
 
 from treespec import __version__
 from treespec.async_llm import AsyncLLM, RequestStream
 from treespec.errors import ConfigError, RequestError, TreespecError
+from treespec.llm import frontend_of
 from treespec.outputs import RequestOutput
 from treespec.sampling_params import SamplingParams
 from treespec.serve.answers import Answer, ChatAnswer, CompletionAnswer
+from treespec.serve.audit import Audit
 from treespec.serve.errors import (
     Guard,
     ServerError,
@@ -32,13 +35,26 @@ from treespec.serve.errors import (
     on_user_error,
 )
 from treespec.serve.metrics import ServerMetrics
+from treespec.serve.output_parser import (
+    CALL_FORMATS,
+    REASONING_TAGS,
+    REQUIRED_CALLS,
+    OutputParser,
+    detect_call_format,
+    detect_reasoning,
+)
 from treespec.serve.protocol import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
+from treespec.serve.reading import Events, Reading, while_connected
+from treespec.serve.rounds import RoundFeed
 from treespec.text.chat import Conversation, conversations
 from treespec.text.prompt_tokenizer import UserTokenizer
 
-_Result = TypeVar("_Result")
-
 MAX_BODY_BYTES = 4 << 20
+PAGE = Path(__file__).parent / "page"
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; img-src data:; frame-ancestors 'none'",
+    "Cache-Control": "no-cache",
+}
 
 
 @dataclass(frozen=True)
@@ -52,6 +68,10 @@ class ServerOptions:
         api_key: required of clients; None = none.
         max_body_bytes: of a request.
         only_loopback: whether the server listens on the loopback interface only.
+        tool_call_parser: a key of `CALL_FORMATS`; "auto" is that of the chat template.
+        reasoning_parser: a key of `REASONING_TAGS` or "none"; "auto" is that of the chat template.
+        request_timeout: seconds from arrival to the end of a request; None = any.
+        audit: share of the finished requests to decode again without speculation.
     """
 
     model_names: Sequence[str]
@@ -60,6 +80,10 @@ class ServerOptions:
     api_key: str | None = None
     max_body_bytes: int = MAX_BODY_BYTES
     only_loopback: bool = True
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    request_timeout: float | None = None
+    audit: float = 0.0
 
 
 class Server:
@@ -74,10 +98,14 @@ class Server:
         self._engine, self._options = engine, options
         self._created = int(time())
         self._metrics = ServerMetrics(engine.llm.engine, options.model_names[0])
-        self._tokenizer, self._vocab_size = (
-            engine.llm._request_factory.tokenizer,
-            engine.llm._request_factory.vocab_size,
-        )
+        factory = frontend_of(engine.llm).factory
+        self._tokenizer, self._vocab_size = factory.tokenizer, factory.vocab_size
+        template = str(options.chat_template or getattr(engine.llm.get_tokenizer(), "chat_template", None) or "")
+        self._is_chat_model = bool(template)
+        calls, reasoning = options.tool_call_parser, options.reasoning_parser
+        self._calls = CALL_FORMATS.get(str(detect_call_format(template) if calls == "auto" else calls))
+        self._reasoning = REASONING_TAGS.get(str(detect_reasoning(template) if reasoning == "auto" else reasoning))
+        self._audit = Audit(engine, options.audit, self._metrics.count_audit) if options.audit else None
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:
         """Continue one prompt or several."""
@@ -88,91 +116,74 @@ class Server:
     async def chat(self, body: ChatBody, request: Request) -> Response:
         """Answer a conversation."""
         body.check()
-        answer = ChatAnswer(body, self._model_name(body.model))
+        answer = ChatAnswer(body, self._model_name(body.model), self._parser(body))
         return await self._generate(body, answer, [self._conversation(body)], request)
 
     async def _generate(
         self, body: GenerationBody, answer: Answer, prompts: Sequence[Any], request: Request
     ) -> Response:
-        params = body.sampling_params(self._options.defaults)
-        streams: list[RequestStream] = []
-        try:
+        params, tokenization = body.sampling_params(self._options.defaults), body.tokenization()
+        if answer.needs_special_tokens and body.skip_special_tokens is None:
+            params.skip_special_tokens = False
+
+        def ended(place: int, output: RequestOutput) -> None:
+            self._metrics.observe(output)
+            if self._audit is not None:
+                self._audit.add(streams[place], output, prompts[place], params, body.speculation, tokenization)
+
+        with ExitStack() as ends:
+            feed, streams = None, list[RequestStream]()
+            reading = Reading(streams, self._options.request_timeout, ended)
+            if body.rounds:
+                feed = RoundFeed(self._engine.llm, answer.request_id)
+                ends.callback(feed.close)
             for prompt in prompts:
-                streams.append(
-                    await self._engine.add_request(
-                        answer.request_id,
-                        prompt,
-                        params,
-                        spec=body.speculation,
-                        tokenization_kwargs=body.tokenization(),
-                    )
+                stream = await self._engine.add_request(
+                    answer.request_id, prompt, params, spec=body.speculation, tokenization_kwargs=tokenization
                 )
-        except BaseException:
-            _close(streams)
-            raise
-        if body.stream:
-            return _Events(self._events(answer, streams, body.includes_usage), streams)
-        try:
-            outputs = await _while_connected(request, self._outputs(streams))
-        finally:
-            _close(streams)
+                ends.callback(stream.close)
+                streams.append(stream)
+            if body.stream:
+                return Events(self._events(answer, reading, body.includes_usage, feed), ends.pop_all())
+            outputs = await while_connected(request, reading.outputs())
         return Response(answer.response(outputs), media_type="application/json")
 
-    async def _outputs(self, streams: Sequence[RequestStream]) -> list[RequestOutput]:
-        """Return the finished outputs of all streams."""
-        outputs = []
-        for stream in streams:
-            outputs.append(await self._next(stream))
-        return outputs
-
-    async def _events(self, answer: Answer, streams: Sequence[RequestStream], usage: bool) -> AsyncIterator[Any]:
+    async def _events(
+        self, answer: Answer, reading: Reading, usage: bool, feed: RoundFeed | None
+    ) -> AsyncIterator[dict[str, str]]:
         """Yield the events of a stream. An error is the last one, as OpenAI's clients expect it."""
         try:
-            async for place, output in self._merged(streams):
-                for chunk in answer.chunks(place, output):
+            async for place, output in reading.merged():
+                for chunk in answer.chunks(place, output, None if feed is None else feed.take()):
                     yield {"data": chunk}
             if usage:
                 yield {"data": answer.usage_chunk()}
             yield {"data": "[DONE]"}
-        except (ServerError, TreespecError) as error:
-            yield {"data": json.dumps(error_document(str(error), 500))}
+        except ServerError as error:
+            yield {"data": json.dumps(error_document(str(error), error.status))}
 
-    async def _merged(self, streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
-        """Yield the outputs of all streams as they come, each with the place of its stream."""
-        if len(streams) == 1:  # without the tasks of several
-            while True:
-                output = await self._next(streams[0])
-                yield 0, output
-                if output.finished:
-                    return
-        reading = {asyncio.ensure_future(self._next(stream)): place for place, stream in enumerate(streams)}
-        try:
-            while reading:
-                done, _ = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    place, output = reading.pop(task), task.result()
-                    if not output.finished:
-                        reading[asyncio.ensure_future(self._next(streams[place]))] = place
-                    yield place, output
-        finally:
-            for task in reading:
-                task.cancel()
-
-    async def _next(self, stream: RequestStream) -> RequestOutput:
-        """Return the next output.
+    def _parser(self, body: ChatBody) -> OutputParser | None:
+        """Return what splits the answers to a request; None if all of their text is content.
 
         Raises:
-            ServerError: the request failed after it was accepted.
+            ConfigError: the request has tools, and the format of their calls is unknown.
         """
-        try:
-            output = await anext(stream)
-        except TreespecError as error:
-            raise ServerError(str(error)) from error
-        if any(completion.finish_reason == "abort" for completion in output.outputs):
-            raise ServerError("the request was aborted", 503)
-        if output.finished:
-            self._metrics.observe(output)
-        return output
+        if body.called is not None:
+            return OutputParser(named=body.called)
+        most = 1 if body.parallel_tool_calls is False else None
+        if body.must_call:
+            return OutputParser(calls=REQUIRED_CALLS, functions=body.functions, most_calls=most)
+        if body.is_constrained:
+            return None
+        calls = self._calls if body.tools_for_template else None
+        if body.tools_for_template and calls is None:
+            raise ConfigError(
+                "tools: the chat template has no known format of calls; start the server with --tool-call-parser "
+                f"({', '.join(CALL_FORMATS)}), or give tool_choice 'required'"
+            )
+        if calls is None and self._reasoning is None:
+            return None
+        return OutputParser(self._reasoning, calls, functions=body.functions, most_calls=most)
 
     def _model_name(self, name: str | None) -> str:
         """Return the name that the client uses, or the first one. Raises HTTPException for an unknown one."""
@@ -183,15 +194,13 @@ class Server:
 
     def _conversation(self, body: ChatBody | TokenizeBody) -> Conversation:
         adds = body.add_generation_prompt
-        # OpenAI's newer name for the system's instructions, which templates do not know
-        messages = [m | {"role": "system"} if m.get("role") == "developer" else m for m in body.messages or ()]
         (conversation,) = conversations(
             self._engine.llm.get_tokenizer(),
-            messages,
+            [message.for_template() for message in body.messages or ()],
             self._options.chat_template,
             not body.continue_final_message if adds is None else adds,
             body.continue_final_message,
-            None,
+            body.tools_for_template,
             body.chat_template_kwargs,
         )
         return conversation
@@ -236,7 +245,17 @@ class Server:
 
     def _model(self, name: str) -> dict[str, Any]:
         model = Model(id=name, created=self._created, object="model", owned_by="treespec")
-        return model.model_dump(exclude_unset=True) | {"max_model_len": self._engine.llm.config.max_model_len}
+        llm = self._engine.llm
+        return model.model_dump(exclude_unset=True) | {
+            "max_model_len": llm.config.max_model_len,
+            "max_nodes": llm.config.max_tree_slots,
+            "sources": [*llm.draft_names, "lookup"],
+            "chat": self._is_chat_model,
+        }
+
+    async def page(self) -> Response:
+        """Return the page that shows the rounds of a prompt."""
+        return FileResponse(PAGE / "index.html", headers=_PAGE_HEADERS)
 
     async def health(self) -> Response:
         """Answer 200 while rounds run when there are requests, and 503 afterwards."""
@@ -249,20 +268,6 @@ class Server:
     async def metrics(self) -> Response:
         """Return the metrics in Prometheus' format."""
         return Response(generate_latest(self._metrics.registry), media_type=CONTENT_TYPE_LATEST)
-
-
-class _Events(EventSourceResponse):
-    """Server-sent events, which end their requests when the client leaves, even before the first event."""
-
-    def __init__(self, events: AsyncIterator[Any], streams: Sequence[RequestStream]):
-        super().__init__(events, sep="\n")
-        self._streams = streams
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            _close(self._streams)
 
 
 def create_app(engine: AsyncLLM, options: ServerOptions) -> FastAPI:
@@ -279,9 +284,11 @@ def create_app(engine: AsyncLLM, options: ServerOptions) -> FastAPI:
         "/health": ("GET", server.health),
         "/version": ("GET", server.version),
         "/metrics": ("GET", server.metrics),
+        "/": ("GET", server.page),
     }
     for path, (method, handler) in routes.items():
         app.add_api_route(path, handler, methods=[method], response_model=None)
+    app.mount("/page", StaticFiles(directory=PAGE))
     app.add_exception_handler(RequestValidationError, on_invalid_body)
     app.add_exception_handler(TreespecError, on_user_error)
     app.add_exception_handler(StarletteHTTPException, on_http_error)
@@ -294,26 +301,3 @@ def create_app(engine: AsyncLLM, options: ServerOptions) -> FastAPI:
         only_loopback=options.only_loopback,
     )
     return app
-
-
-def _close(streams: Sequence[RequestStream]) -> None:
-    for stream in streams:
-        stream.close()
-
-
-async def _while_connected(request: Request, result: Awaitable[_Result]) -> _Result:
-    """Await a result, and cancel it if the client disconnects."""
-    working, listening = asyncio.ensure_future(result), asyncio.ensure_future(_disconnected(request))
-    try:
-        await asyncio.wait([working, listening], return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ServerError("the client disconnected", 499)
-        return await working
-    finally:
-        working.cancel()
-        listening.cancel()
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _LONGEST = 2000  # characters of a message, which may quote the request
+_LONGEST_NAME = 200  # of a field, whose parts may be the client's
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -44,7 +45,9 @@ async def on_invalid_body(request: Request, error: Exception) -> JSONResponse:
     path = [str(part) for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid":
         return error_response(f"the body is not JSON: {first['ctx']['error']}", 400)
-    return error_response(f"{'.'.join(path) or 'body'}: {first['msg']}", 400, path[0] if path else None)
+    name = ".".join(path)[:_LONGEST_NAME] or "body"
+    value = "" if first["type"] == "missing" else f"={first['input']!r}"
+    return error_response(f"{name}{value}: {first['msg']}", 400, path[0] if path else None)
 
 
 async def on_user_error(request: Request, error: Exception) -> JSONResponse:
@@ -74,6 +77,8 @@ class Guard:
         max_body_bytes: of a request.
         only_loopback: without a key, refuse names other than those of the loopback interface in `Host`, so that no web
             page reaches the server by a name that it has pointed to 127.0.0.1.
+
+    The server's own page needs no key, as it asks for one.
     """
 
     def __init__(self, app: ASGIApp, api_key: str | None, max_body_bytes: int, only_loopback: bool):
@@ -101,7 +106,7 @@ class Guard:
         await self._app(scope, receive_limited, send)
 
     def _refuse(self, headers: Headers, path: str) -> JSONResponse | None:
-        if self._key is not None and path != "/health":
+        if self._key is not None and path not in ("/health", "/") and not path.startswith("/page/"):
             scheme, _, key = headers.get("authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not hmac.compare_digest(key.encode(), self._key.encode()):
                 return error_response(

@@ -39,7 +39,19 @@ class ServerMetrics:
         self._ends = PrometheusCounter(
             "treespec:request_success", "Finished choices.", [*labels, "finished_reason"], registry=registry
         )
+        self._audited, self._differing = (
+            PrometheusCounter(f"treespec:audit_tokens{name}", text, labels, registry=registry).labels(model)
+            for name, text in (
+                ("", "Tokens of finished requests that were decoded again without speculation."),
+                ("_differing", "Those that differed, which must stay 0."),
+            )
+        )
         self._model = model
+
+    def count_audit(self, tokens: int, differing: int) -> None:
+        """Count the tokens of an audit."""
+        self._audited.inc(tokens)
+        self._differing.inc(differing)
 
     def observe(self, output: RequestOutput) -> None:
         """Count a finished request that was read to its end."""
@@ -82,6 +94,7 @@ class _EngineCollector(Collector):
         whole = drafts.get(WHOLE_TREE)
         counts = {
             "prefill_tokens": ("Prompt tokens computed, of finished requests.", stats.prefill_tokens),
+            "prompt_tokens_cached": ("Prompt tokens of cached prefixes, of finished requests.", stats.cached_tokens),
             "generation_tokens": ("Tokens generated, of finished requests.", stats.generated_tokens),
             "target_passes": ("Target passes, counted for each request in them.", passes),
             "nodes_verified": ("Rows of target passes.", passes + (whole.num_tokens if whole else 0)),

@@ -1,4 +1,4 @@
-"""Bodies of requests: OpenAI's fields, vLLM's further ones and `speculation`, and their translation."""
+"""Bodies of requests: OpenAI's fields, vLLM's further ones and treespec's, and their translation."""
 
 from dataclasses import fields
 from typing import Annotated, Any, Literal
@@ -10,19 +10,16 @@ from typing_extensions import TypeAliasType
 
 from treespec.errors import ConfigError, RequestError, reject_unknown
 from treespec.sampling_params import RequestOutputKind, SamplingParams
+from treespec.serve.messages import Messages, ToolChoice, Tools, calls_schema
 
 MOST_CHOICES = 1024  # of one request: prompts times n
-MOST_MESSAGES = 1024  # templates that read no contents are rendered once for each
 MOST_LOGPROBS = 20  # OpenAI's and vLLM's limit
 
 _Unsupported = dict[str, tuple[tuple[Any, ...], str]]  # by field: values that ask for nothing, and what to do instead
-_TOOLS = "the server does not parse tool calls yet; describe functions in a message, and give response_format a schema"
 _TEXT_ONLY = "the model reads and writes text"
 _UNSUPPORTED_CHAT: _Unsupported = {
-    "tools": ((None, []), _TOOLS),
-    "tool_choice": ((None, "none", "auto"), _TOOLS),
-    "functions": ((None, []), _TOOLS),
-    "function_call": ((None, "none", "auto"), _TOOLS),
+    "functions": ((None, []), "use tools"),
+    "function_call": ((None, "none", "auto"), "use tool_choice"),
     "audio": ((None,), _TEXT_ONLY),
     "modalities": ((None, ["text"]), _TEXT_ONLY),
     "moderation": ((None,), "omit it"),
@@ -38,7 +35,6 @@ _UNSUPPORTED_COMPLETION: _Unsupported = {
 Texts = TypeAliasType("Texts", Annotated[list[str], FailFast()])
 TokenIds = TypeAliasType("TokenIds", Annotated[list[int], FailFast()])
 TokenIdLists = TypeAliasType("TokenIdLists", Annotated[list[TokenIds], FailFast()])
-Messages = TypeAliasType("Messages", Annotated[list[dict[str, Any]], FailFast(), Field(max_length=MOST_MESSAGES)])
 
 
 class StreamOptions(BaseModel):
@@ -110,6 +106,7 @@ class GenerationBody(BaseModel):
     # treespec's
     speculation: Literal["off"] | dict[str, Any] | None = None
     speculative_decoding_stats: bool | None = None
+    rounds: bool | None = None
 
     def check(self) -> None:
         """Raise ConfigError for unknown or unsupported fields, and for contradictions."""
@@ -124,6 +121,8 @@ class GenerationBody(BaseModel):
         reject_unknown(endpoint, unknown[:3], [*type(self).model_fields, *openai.__annotations__])
         if self.stream_options is not None and not self.stream:
             raise ConfigError("stream_options go with stream=true")
+        if self.rounds and not self.stream:
+            raise ConfigError("rounds=true goes with stream=true")
 
     @property
     def includes_usage(self) -> bool:
@@ -157,6 +156,11 @@ class GenerationBody(BaseModel):
         params.output_kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         return params
 
+    @property
+    def is_constrained(self) -> bool:
+        """Whether a schema or another form constrains the output."""
+        return self.structured_outputs is not None or self.response_format not in (None, ResponseFormat(type="text"))
+
     def tokenization(self) -> dict[str, Any]:
         """Return the `tokenization_kwargs` of the request."""
         options = {"truncate_prompt_tokens": self.truncate_prompt_tokens, "add_special_tokens": self.add_special_tokens}
@@ -180,6 +184,8 @@ class CompletionBody(GenerationBody):
             raise ConfigError(
                 f"{len(self.prompts())} prompts with n={self.n or 1}; valid: at most {MOST_CHOICES} choices"
             )
+        if self.rounds and len(self.prompts()) > 1:
+            raise ConfigError(f"{len(self.prompts())} prompts with rounds=true; valid: one")
 
     def prompts(self) -> list[Any]:
         """Return the prompts: texts, or lists of token ids."""
@@ -197,9 +203,12 @@ class ChatBody(GenerationBody):
     """Body of `/v1/chat/completions`."""
 
     messages: Messages
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     # vLLM's
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
@@ -209,11 +218,49 @@ class ChatBody(GenerationBody):
         self._check("/v1/chat/completions", OpenAIChat, _UNSUPPORTED_CHAT)
         if self.top_logprobs is not None and not self.logprobs:
             raise ConfigError("top_logprobs goes with logprobs=true")
+        names = [tool.function.name for tool in self.tools or ()]
+        if repeated := {name for name in names if names.count(name) > 1}:
+            raise ConfigError(f"tools: {min(repeated)!r} is there more than once")
+        if self.called is not None and self.called not in names:
+            raise ConfigError(f"tool_choice: function {self.called[:60]!r}; tools: {', '.join(names) or 'none'}")
+        if self.tool_choice == "required" and not names:
+            raise ConfigError("tool_choice='required' needs tools")
+        if self.must_call and self.is_constrained:
+            name = "structured_outputs" if self.structured_outputs is not None else "response_format"
+            raise ConfigError(f"{name} and this tool_choice both constrain the output; give one of them")
+
+    @property
+    def called(self) -> str | None:
+        """The function that must be called, or None."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, ToolChoice) else None
+
+    @property
+    def functions(self) -> frozenset[str]:
+        """Names of the functions of `tools`."""
+        return frozenset(tool.function.name for tool in self.tools or ())
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the output must be calls."""
+        return self.called is not None or self.tool_choice == "required"
+
+    @property
+    def tools_for_template(self) -> list[dict[str, Any]] | None:
+        """The tools that the chat template shows; none if there must be no call."""
+        if not self.tools or self.tool_choice == "none":
+            return None
+        return [tool.model_dump(exclude_unset=True) for tool in self.tools]
 
     def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
         params = super().sampling_params(defaults)
         if self.max_completion_tokens is not None:
             params.max_tokens = self.max_completion_tokens
+        if self.must_call:
+            assert self.tools is not None, "checked"
+            functions = [tool.function for tool in self.tools if self.called in (None, tool.function.name)]
+            schema = calls_schema(functions, 1 if self.parallel_tool_calls is False else None, self.called is not None)
+            form = {"json": schema, "whitespace_pattern": " ?"}  # some models would write space without end
+            params.structured_outputs = form  # converted when set
         return params
 
     @property
@@ -228,11 +275,17 @@ class TokenizeBody(BaseModel):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
+    tools: Tools | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
+
+    @property
+    def tools_for_template(self) -> list[dict[str, Any]] | None:
+        """The tools that the chat template shows."""
+        return [tool.model_dump(exclude_unset=True) for tool in self.tools] if self.tools else None
 
 
 class DetokenizeBody(BaseModel):

@@ -1,0 +1,118 @@
+"""Decode a share of the finished requests again, without speculation."""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+from treespec.async_llm import AsyncLLM, RequestStream
+from treespec.config import SpecConfig
+from treespec.errors import TreespecError
+from treespec.outputs import RequestOutput
+from treespec.sampling_params import RequestOutputKind, SamplingParams
+from treespec.verification.verify import RANDOM_DRAWS
+
+logger = logging.getLogger("treespec")
+
+_MOST_WAITING = 256  # finished requests; the oldest are dropped
+_IDLE_CHECK = 0.05  # seconds between looks at a busy engine
+
+
+class _Finished(NamedTuple):
+    """A finished request: the arguments of `AsyncLLM.add_request`, and its tokens by completion."""
+
+    request_id: str
+    prompt: Any
+    params: SamplingParams
+    tokenization: Mapping[str, Any]
+    token_ids: list[list[int]]
+
+
+class Audit:
+    """Compares finished requests with plain decoding while no others run.
+
+    Requests whose rule preserves only the distribution ("rejection", "traversal") are left out.
+
+    Args:
+        engine: decodes.
+        fraction: share of the requests, from 0 to 1.
+        count: called with the numbers of compared and of differing tokens.
+    """
+
+    def __init__(self, engine: AsyncLLM, fraction: float, count: Callable[[int, int], None]):
+        self._engine, self._fraction, self._count = engine, fraction, count
+        self._due = 0.0
+        self._waiting: deque[_Finished] = deque(maxlen=_MOST_WAITING)
+        self._task: asyncio.Task[None] | None = None
+
+    def add(
+        self,
+        stream: RequestStream,
+        output: RequestOutput,
+        prompt: Any,
+        params: SamplingParams,
+        spec: Any,
+        tokenization: Mapping[str, Any],
+    ) -> None:
+        """Take a finished request into the share, or not.
+
+        Args:
+            stream, output: of the request; the last output.
+            prompt, params, spec, tokenization: arguments with which it was added.
+        """
+        rule = SpecConfig.resolve(spec, self._engine.llm.spec).verification
+        if rule in RANDOM_DRAWS and params.temperature > 0:
+            return
+        self._due += self._fraction
+        if self._due < 1:
+            return
+        self._due -= 1
+        params = params.clone()
+        params.seed, params.logprobs, params.output_kind = output.metrics.seed, None, RequestOutputKind.DELTA
+        self._waiting.append(_Finished(output.request_id, prompt, params, tokenization, stream.token_ids))
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        while self._waiting:
+            if self._engine.get_num_unfinished_requests():
+                await asyncio.sleep(_IDLE_CHECK)
+                continue
+            finished = self._waiting.popleft()
+            try:
+                again = await self._decode(finished)
+            except TreespecError as error:
+                logger.warning("audit of request %s: %s", finished.request_id, error)
+                continue
+            if again is None:
+                self._waiting.appendleft(finished)
+            else:
+                self._compare(finished, again)
+
+    async def _decode(self, finished: _Finished) -> list[list[int]] | None:
+        """Return the tokens of plain decoding, or None if another request came."""
+        stream = await self._engine.add_request(
+            None, finished.prompt, finished.params, spec="off", tokenization_kwargs=finished.tokenization
+        )
+        try:
+            async for _ in stream:
+                if self._engine.get_num_unfinished_requests() > 1:
+                    return None
+        finally:
+            stream.close()
+        return stream.token_ids
+
+    def _compare(self, finished: _Finished, again: list[list[int]]) -> None:
+        pairs = [pair for both in zip(finished.token_ids, again, strict=True) for pair in zip_longest(*both)]
+        differing = sum(one != other for one, other in pairs)
+        self._count(len(pairs), differing)
+        if differing:
+            logger.error(
+                "audit: %d of %d tokens of request %s (seed %s) differ from plain decoding; please report this",
+                differing,
+                len(pairs),
+                finished.request_id,
+                finished.params.seed,
+            )

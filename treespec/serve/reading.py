@@ -1,0 +1,106 @@
+"""Read the streams of a request until they end, its time is over, or its client leaves."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+from fastapi import Request
+from sse_starlette import EventSourceResponse
+from starlette.types import Receive, Scope, Send
+
+from treespec.async_llm import RequestStream
+from treespec.errors import TreespecError
+from treespec.outputs import RequestOutput
+from treespec.serve.errors import ServerError
+
+_Result = TypeVar("_Result")
+
+
+class Reading:
+    """Reads the outputs of the streams of one HTTP request.
+
+    Args:
+        streams: one per prompt, added before the first is read.
+        seconds: time that the request has from now on; None = any.
+        ended: called with the place of a stream and its last output.
+    """
+
+    def __init__(
+        self, streams: Sequence[RequestStream], seconds: float | None, ended: Callable[[int, RequestOutput], None]
+    ):
+        self._streams, self._seconds, self._ended = streams, seconds, ended
+        self._deadline = None if seconds is None else asyncio.get_running_loop().time() + seconds
+
+    async def outputs(self) -> list[RequestOutput]:
+        """Return the finished outputs of all streams. Raises ServerError if the request fails or is too slow."""
+        return [await self._next(place) for place in range(len(self._streams))]
+
+    async def merged(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+        """Yield the outputs of all streams as they come, each with the place of its stream.
+
+        Raises:
+            ServerError: the request fails or is too slow.
+        """
+        if len(self._streams) == 1:  # without the tasks of several
+            while True:
+                output = await self._next(0)
+                yield 0, output
+                if output.finished:
+                    return
+        reading = {asyncio.ensure_future(self._next(place)): place for place in range(len(self._streams))}
+        try:
+            while reading:
+                done, _ = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    place, output = reading.pop(task), task.result()
+                    if not output.finished:
+                        reading[asyncio.ensure_future(self._next(place))] = place
+                    yield place, output
+        finally:
+            for task in reading:
+                task.cancel()
+
+    async def _next(self, place: int) -> RequestOutput:
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                output = await anext(self._streams[place])
+        except TimeoutError:
+            raise ServerError(f"the request took more than {self._seconds:g} s (--request-timeout)", 504) from None
+        except TreespecError as error:
+            raise ServerError(str(error)) from error
+        if any(completion.finish_reason == "abort" for completion in output.outputs):
+            raise ServerError("the request was aborted", 503)
+        if output.finished:
+            self._ended(place, output)
+        return output
+
+
+class Events(EventSourceResponse):
+    """Server-sent events; `ends` is closed when the client leaves, even before the first event."""
+
+    def __init__(self, events: AsyncIterator[Any], ends: ExitStack):
+        super().__init__(events, sep="\n")
+        self._ends = ends
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._ends:
+            await super().__call__(scope, receive, send)
+
+
+async def while_connected(request: Request, result: Awaitable[_Result]) -> _Result:
+    """Await a result, and cancel it if the client disconnects."""
+    working, listening = asyncio.ensure_future(result), asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait([working, listening], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ServerError("the client disconnected", 499)
+        return await working
+    finally:
+        working.cancel()
+        listening.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

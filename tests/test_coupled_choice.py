@@ -1,12 +1,9 @@
-"""Coupled choice: the noise's integers, the distribution of the specification, and the cases of each
-implementation."""
+"""Coupled choice: the noise's integers, and the distribution of the specification."""
 
 import numpy as np
 import pytest
 import torch
 
-from tests.child import run_cases
-from tests.kernel_cases import environments
 from treespec_kernels.sampling.coupled_choice import (
     coupled_choice_ref,
     gumbel_integers_ref,
@@ -14,14 +11,6 @@ from treespec_kernels.sampling.coupled_choice import (
 )
 
 WORD = 2**64 - 1
-
-
-@environments("TREESPEC_COUPLED_CHOICE")
-def test_cases(environment: dict[str, str]) -> None:
-    names = ["coupled_choice_cases.py"]
-    if "TRITON_INTERPRET" in environment:
-        names.append("coupled_noise_cases.py")
-    run_cases(names, environment)
 
 
 def philox4x64_10(counter: tuple[int, ...], key: tuple[int, ...]) -> list[int]:

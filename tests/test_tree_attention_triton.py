@@ -1,11 +1,9 @@
-"""Tree attention in Triton: the plan, what is refused, and the kernel's cases in the interpreter or on a GPU."""
+"""Tree attention in Triton: the plan, and what is refused."""
 
 import numpy as np
 import pytest
 import torch
 
-from tests.child import run_cases
-from tests.kernel_cases import environments
 from treespec_kernels.attention.tree_attention import (
     PlanCapacity,
     SegmentPartition,
@@ -19,12 +17,6 @@ from treespec_kernels.tuning.testing import assert_close, path_to, tree_attentio
 
 SMALL = TreeAttentionConfig(16, 16, 4, 2, SegmentPartition(short=32, long=64, long_from=64))
 MODEL = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 16, "dtype": torch.float32, "device": "cpu"}
-
-
-@environments()
-@pytest.mark.parametrize("cases", ["tree_attention_cases.py", "combine_segments_cases.py"])
-def test_cases(cases: str, environment: dict[str, str]) -> None:
-    run_cases(cases, environment)
 
 
 @pytest.mark.parametrize("kind", ["chain", "star", "random"])

@@ -1,13 +1,12 @@
-"""Cases of coupled_choice, for the implementation that TREESPEC_COUPLED_CHOICE names: run by
-tests/test_coupled_choice.py, for Triton in a process of its own."""
+"""Cases of coupled_choice."""
 
-import os
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
+from tests.interpreted.common import DEVICE, IMPLEMENTATION
 from treespec_kernels.sampling.coupled_choice import (
     BLOCK_V,
     CoupledChoice,
@@ -16,8 +15,6 @@ from treespec_kernels.sampling.coupled_choice import (
     gumbel_integers_ref,
 )
 
-IMPLEMENTATION = os.environ["TREESPEC_COUPLED_CHOICE"]
-DEVICE = "cpu" if IMPLEMENTATION != "triton" or os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 VOCABS = [1, 5, 63, 64, 1000, 4096, 4099]

@@ -1,12 +1,13 @@
 """Tests that need a process of their own: triton is interpreted, or not, per process, and a heap has a past."""
 
+import importlib.util
 import json
 import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 INTERPRETED = Path(__file__).parent / "interpreted"
 _ALONE = "TREESPEC_TEST_ALONE"
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 # Processes fork from one that has imported torch, which is two thirds of what starting them costs, and neither triton
 # nor anything of ours. Nor has it computed anything: it has no threads and no state on a GPU.
@@ -48,16 +50,30 @@ def _run(function: Callable[..., None], argument: object, environment: dict[str,
         return subprocess.CompletedProcess(str(argument), process.exitcode, stdout, stderr)
 
 
-def run_cases(names: str | Sequence[str], environment: dict[str, str]) -> None:
-    """Runs files of cases of tests/interpreted/ in one process, under further environment variables; fails with its
-    whole output."""
-    names = [names] if isinstance(names, str) else names
-    arguments = [*(str(INTERPRETED / name) for name in names), "-q", "--tb=short", "-p", "no:cacheprovider"]
-    child = _run(_run_pytest, arguments, os.environ | environment)
+def run_cases(names: str, implementation: str = "interpreter", **environment: str) -> None:
+    """Runs files of tests/interpreted/ in one process; fails with its whole output.
+
+    Args:
+        names: of the files, without "_cases.py", separated by spaces.
+        implementation: of kernels; "ref" or "cpu", or Triton's, by "interpreter" or "gpu".
+        environment: further environment variables.
+    """
+    if implementation in ("interpreter", "gpu"):
+        pytest.importorskip("triton")
+        environment["TRITON_INTERPRET"], implementation = str(int(implementation == "interpreter")), "triton"
+    environment["TREESPEC_IMPLEMENTATION"] = implementation
+    files = [str(INTERPRETED / f"{name}_cases.py") for name in names.split()]
+    child = _run(_run_pytest, [*files, "-q", "--tb=short", "-p", "no:cacheprovider"], os.environ | environment)
     if "only 0-dimensional arrays can be converted to Python scalars" in child.stdout:
         pytest.skip("the interpreter of Triton 3.6 cannot run loops with numpy 2.4 or later")
     if child.returncode != 0:
-        pytest.fail(f"{', '.join(names)} with {environment}:\n{child.stdout}\n{child.stderr}", pytrace=False)
+        pytest.fail(f"{names} with {environment}:\n{child.stdout}\n{child.stderr}", pytrace=False)
+
+
+def faster_interpreter() -> dict[str, str]:
+    """Environment variables for programs that run kernels in Triton's interpreter."""
+    folders = [INTERPRETED / "startup", INTERPRETED.parents[1], *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(map(str, folders))}
 
 
 def runs_alone(node_id: str) -> bool:

@@ -8,12 +8,13 @@ import functools
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -207,6 +208,11 @@ def wide(dtype: torch.dtype) -> tuple[Path, Path]:
     sizes = {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 8, "num_key_value_heads": 4}
     target = make_llama(root / "target", 5, dtype, **sizes, head_dim=32, num_hidden_layers=2)
     return target, make_draft(root / "ssm", target, 1, 0.05)
+
+
+def quick(names: Iterable[Any], fast: Container[Any]) -> list[Any]:
+    """Parameters of a test, of which those that are not in `fast` are slow tests."""
+    return [pytest.param(name, marks=[] if name in fast else pytest.mark.slow, id=str(name)) for name in names]
 
 
 def random_prompts(lengths: Sequence[int], seed: int = 0, vocab: int = VOCAB) -> list[list[int]]:

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from tests import commands
-from tests.child import uninterpreted_document
+from tests.child import faster_interpreter, uninterpreted_document
 from tests.commands import program
+from tests.libraries import share_libraries
 from tests.models import make_llama, tiny
 from tests.test_costs import KEY
 from treespec import LLM
@@ -36,6 +37,7 @@ THREADS = torch.get_num_threads()
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    share_libraries(tmp_path / "treespec")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
@@ -226,15 +228,10 @@ if __name__ == "__main__":
     assert steps == 2 * [[done, steps[0][1]] for done in range(steps[0][1] + 1)] and len(steps) > 12
 
 
-def dies_of_seven(number: int) -> int:
-    if number == 7:
-        os._exit(9)
-    return number * number
-
-
 def test_a_process_that_dies_costs_its_task_alone() -> None:
     found: dict[int, int | None] = {}
-    run_in_processes(dies_of_seven, range(4, 12), 2, found.__setitem__)
+    tasks = [f"{number} * {number}" if number != 7 else "__import__('os')._exit(9)" for number in range(4, 12)]
+    run_in_processes(eval, tasks, 2, found.__setitem__)
     assert found == {place: None if number == 7 else number * number for place, number in enumerate(range(4, 12))}
 
 
@@ -279,7 +276,7 @@ def test_a_rehearsal_of_the_sweep(tmp_path: Path) -> None:
 
     def autotune(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = ["-m", "treespec", "autotune", *models()[:2], *"--nodes 2 --context 3 --ops tree_attention".split()]
-        return program(*command, *arguments, TRITON_INTERPRET="1")
+        return program(*command, *arguments, TRITON_INTERPRET="1", **faster_interpreter())
 
     child = autotune("--json")
     assert child.returncode == 0, child.stderr

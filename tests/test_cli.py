@@ -340,11 +340,11 @@ sys.exit(main())
     ("module", "handled"),
     [
         ("treespec.cli", "raised"),
-        ("typer", "cleared"),
-        ("torch", "raised"),
         ("torch", "cleared"),
-        ("numpy", "cleared"),
-        ("transformers", "raised"),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in [("typer", "cleared"), ("torch", "raised"), ("numpy", "cleared"), ("transformers", "raised")]
+        ),
     ],
 )
 def test_ctrl_c_while_it_starts(module: str, handled: str, models: Models) -> None:

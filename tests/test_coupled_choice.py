@@ -4,17 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.child import run_cases
-from tests.kernel_cases import environments
 from treespec_kernels.sampling.coupled_choice import RowNoise, gumbel_integers_ref, gumbel_ref
 from treespec_kernels.sampling.row_topk import row_topk_ref
 
 WORD = 2**64 - 1
-
-
-@environments()
-def test_cases(environment: dict[str, str]) -> None:
-    run_cases("coupled_noise_cases.py", environment)
 
 
 def philox4x64_10(counter: tuple[int, ...], key: tuple[int, ...]) -> list[int]:

@@ -16,6 +16,7 @@ from tests.models import (
     make_llama,
     new_folder,
     open_llm,
+    quick,
     random_prompts,
     tiny,
     tiny_llm,
@@ -26,7 +27,7 @@ from treespec.tree import TokenTree
 from treespec_weights import default_names
 
 DTYPES = [torch.float32, torch.bfloat16]
-SUBSETS = [pytest.param(ssms, marks=[] if ssms in ((0,), (0, 1, 2)) else pytest.mark.slow) for ssms in all_of(0, 1, 2)]
+SUBSETS = quick(all_of(0, 1, 2), [(0, 1, 2)])
 LENGTHS = (1, 2, 9, 31, 50, 62, 63, 64, 65, 90, 126)  # 11 requests for 8 slots; outputs cross positions 64 and 128
 TOKENS = 20
 SPECS = {
@@ -52,7 +53,7 @@ def plain_run(dtype: torch.dtype, lengths: tuple[int, ...] = LENGTHS, tokens: in
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-@pytest.mark.parametrize("ssms", SUBSETS, ids=str)
+@pytest.mark.parametrize("ssms", SUBSETS)
 def test_trees_give_the_bits_of_plain_decoding(dtype: torch.dtype, ssms: tuple[int, ...]) -> None:
     plain, llm = plain_run(dtype), tiny_llm(dtype, ssms)
     for name in SPECS if len(ssms) == 3 else ("5", "16", "auto", "static chain"):
@@ -77,7 +78,7 @@ def test_two_hundred_prompts(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 7, 64, 512])
+@pytest.mark.parametrize("chunk", quick((1, 7, 64, 512), (7, 512)))
 def test_prefill_chunks_and_batch_size_change_nothing(dtype: torch.dtype, chunk: int) -> None:
     plain = plain_run(dtype, (1, 9, 62, 65, 126), 14)
     for seqs in (1, 3):
@@ -140,7 +141,7 @@ def test_company_in_the_batch_changes_nothing(spec: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-@pytest.mark.parametrize("depth", range(1, 13))
+@pytest.mark.parametrize("depth", quick(range(1, 13), (1, 4, 12)))
 def test_an_oracle_loses_nothing(dtype: torch.dtype, depth: int) -> None:
     """The true continuation among wrong siblings: every pass emits depth + 1 tokens, until max_tokens cuts the last."""
     plain = oracle_truth(dtype)

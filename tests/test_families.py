@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from tests.architectures import continuations
 from tests.exactness import assert_exact, differences, run
 from tests.families import CASES, TYPICAL, VOCAB, WINDOW, make_model
-from tests.models import OracleDrafter, greedy, make_draft, new_folder, open_llm, random_prompts, tree_of
+from tests.models import OracleDrafter, greedy, make_draft, new_folder, open_llm, quick, random_prompts, tree_of
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.models.decoder import HiddenStates
 from treespec.request import Request
@@ -93,7 +93,7 @@ def theirs(folder: Path, tokens: list[int], tree: TokenTree) -> Outputs:
     )
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", quick(CASES, TYPICAL))
 def test_logits_and_states_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """fp32, in prefill, in decoding, and at every node of a tree."""
     folder = make_model(tmp_path / "model", CASES[name], 3)

@@ -1,12 +1,11 @@
-"""Families on the Triton kernels: in the interpreter, and compiled for GPUs that are not there."""
+"""Families on the Triton kernels, compiled for GPUs that are not there."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.child import run_cases, uninterpreted_document
+from tests.child import uninterpreted_document
 from tests.families import TYPICAL, make_model
-from tests.kernel_cases import environments
 from tests.models import edit_config
 from treespec.cli.kernels import settings_of
 from treespec.errors import ConfigError
@@ -36,16 +35,6 @@ if __name__ == "__main__":
     shape = family_shapes([torch.bfloat16])[1]
     print(json.dumps(aot.compile_report(["sm_80", "sm_90", "sm_100", "gfx942"], [shape], ["row_linear"])))
 """
-
-
-@environments("TREESPEC_FAMILY_OPS")
-def test_cases(environment: dict[str, str]) -> None:
-    run_cases("family_ops_cases.py", environment)
-
-
-def test_models_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    run_cases("families_cases.py", {"TRITON_INTERPRET": "1"})
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])

@@ -1,6 +1,7 @@
 """`perf/gpu.py`: what a dry run measures, what remains of failures, and the table of targets."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.child import faster_interpreter
 from tests.commands import ROOT
 from tests.scripts import load_script
 
@@ -37,7 +39,8 @@ if __name__ == "__main__":
 
 def run(script: Path, out: Path, *options: str) -> tuple[subprocess.CompletedProcess[str], dict[str, dict[str, Any]]]:
     command = [sys.executable, str(script), "--dry-run", "--out", str(out), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1500)
+    environment = os.environ | faster_interpreter()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1500, env=environment)
     [file] = out.glob("*.jsonl")
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     return done, {row.pop("name"): row for row in rows}

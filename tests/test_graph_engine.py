@@ -1,5 +1,4 @@
-"""The engine of captured rounds: what it makes of their results, with rounds that are scripted, and the whole of it in
-Triton's interpreter."""
+"""The engine of captured rounds: what it makes of their results, with rounds that are scripted."""
 
 import itertools
 import time
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.child import run_cases
 from tests.models import greedy, open_llm, random_prompts, tiny, tokens_of
 from treespec import LLM, LLMEngine, SamplingParams, SpecConfig
 from treespec.drafters.ssm.captured_ssms import CapturedSsms
@@ -443,14 +441,3 @@ def test_what_is_served(params: dict[str, Any], spec: dict[str, Any], served: bo
     assert isinstance(entry, list)
     request: Request = entry[0]
     assert engine.captured.serves(request) is served
-
-
-def test_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    run_cases("graph_engine_cases.py", {"TRITON_INTERPRET": "1"})
-
-
-@pytest.mark.slow
-def test_sampling_parameters_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    run_cases("sampling_rounds_cases.py", {"TRITON_INTERPRET": "1"})

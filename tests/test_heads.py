@@ -10,8 +10,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from tests.child import run_cases
-from tests.drafting import EXECUTORS, assert_samples_of_plain_decoding, make_target
+from tests.drafting import (
+    EXECUTORS,
+    assert_probabilities,
+    assert_samples_of_plain_decoding,
+    drafted_rounds,
+    make_target,
+    target_states,
+)
 from tests.exactness import assert_exact, run
 from tests.heads_made import (
     Layout,
@@ -22,7 +28,7 @@ from tests.heads_made import (
     write_eagle1,
     write_eagle3,
 )
-from tests.models import edit_config, greedy, make_draft, new_folder, open_llm, random_prompts
+from tests.models import edit_config, greedy, make_draft, new_folder, open_llm, quick, random_prompts
 from tests.quantized_checkpoints import needs_compiler
 from treespec import RoundRecord, SamplingParams, SpecConfig
 from treespec.errors import KernelError
@@ -76,45 +82,24 @@ def make_eagle1(name: str, seed: int = 1) -> Path:
     return folder
 
 
-def expected_logits(name: str, head: Path, model: Any, record: RoundRecord, drafted: list[int]) -> torch.Tensor:
-    """The reference's logits after the last of some drafted tokens, over the head's vocabulary."""
-    found = model(torch.tensor([record.context]), output_hidden_states=True)
-    embed, known = model.get_input_embeddings().weight, [*record.context, int(record.tree.tokens[0])]
-    if name in EAGLE_HEADS:  # transformers' last state is that after the final norm
-        hidden = reference_eagle1(head, embed, known, found.hidden_states[-1][0], drafted)[-1]
-        return model.get_output_embeddings()(hidden)
-    features = torch.stack([found.hidden_states[layer][0] for layer in layers_of(name)], 1)
-    return reference_eagle3(head, embed, known, features, drafted).logits[-1]
-
-
 @EXECUTORS
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(each, marks=() if each in FAST else pytest.mark.slow) for each in (*HEADS, *EAGLE_HEADS)],
-)
+@pytest.mark.parametrize("name", quick((*HEADS, *EAGLE_HEADS), FAST))
 def test_probabilities_are_those_of_the_reference(name: str, executor: dict[str, Any]) -> None:
-    """At every drafted node, over several rounds, after a prefill in chunks; lookup makes rounds accept tokens."""
+    """At every drafted node, over several rounds."""
     target, head = target_of(), make_eagle1(name) if name in EAGLE_HEADS else make_head(name)
-    llm = open_llm(target, [head], prefill_chunk=24, draft_quantization=None, **executor)
-    records: list[RoundRecord] = []
-    (prompt,) = random_prompts((61,), vocab=SHAPE.vocab_size)
-    with llm.add_round_observer(records.append):
-        llm.generate(prompt, greedy(24), spec=SpecConfig(nodes=16, max_depth=4, sources=("ssm", "lookup")))
-    model, checked = AutoModelForCausalLM.from_pretrained(target), 0
+    records = drafted_rounds(target, head, SHAPE.vocab_size, executor)
+    model = AutoModelForCausalLM.from_pretrained(target)
+    states, embed = target_states(model, records), model.get_input_embeddings().weight
+
+    def expected(record: RoundRecord, drafted: list[int]) -> torch.Tensor:
+        found, known = states[record.number], [*record.context, int(record.tree.tokens[0])]
+        if name in EAGLE_HEADS:  # transformers' last state is that after the final norm
+            return model.get_output_embeddings()(reference_eagle1(head, embed, known, found[-1], drafted)[-1])
+        features = torch.stack([found[layer] for layer in layers_of(name)], 1)
+        return reference_eagle3(head, embed, known, features, drafted).logits[-1]
+
     ids = range(SHAPE.vocab_size) if name in EAGLE_HEADS else draft_ids(head).tolist()
-    rows = {token: row for row, token in enumerate(ids)}
-    with torch.inference_mode():
-        for record in records:
-            tree = record.tree
-            for node in range(1, len(tree)):
-                if head.name not in tree.sources_of(node) or "lookup" in tree.sources_of(node):
-                    continue
-                tokens = tree.tokens[tree.path_to(node)[1:]].tolist()
-                probs = torch.softmax(expected_logits(name, head, model, record, tokens[:-1]), -1)
-                expected = float(probs[rows[tokens[-1]]])
-                assert tree.probs[node] == pytest.approx(expected, abs=1e-5), (record.number, tokens)
-                checked += 1
-    assert checked > 40 and len({record.accepted for record in records}) > 1
+    assert_probabilities(records, head.name, ids, expected)
 
 
 # --- the tokens of plain decoding
@@ -285,9 +270,3 @@ def test_inspection() -> None:
     assert expected in shown(target_of())
     assert "usable: EAGLE head, reads the target's output states; proposes 256 of 256" in shown(target_of(), eagle)
     assert "use a head that was trained for this target" in shown(target_of(hidden_size=128))
-
-
-@pytest.mark.slow
-def test_on_the_triton_kernels() -> None:
-    pytest.importorskip("triton")
-    run_cases("heads_cases.py", {"TRITON_INTERPRET": "1"})

@@ -1,5 +1,6 @@
 """`model.generate(custom_generate=treespec.hf.generate)` against transformers: tokens, distribution, rules, errors."""
 
+import functools
 import gc
 import itertools
 import weakref
@@ -168,6 +169,14 @@ SAMPLED_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@functools.cache
+def small_models() -> tuple[Any, Any]:
+    """A target, and a draft far from it; the same for all cases, so that they share an engine."""
+    ends = dict.fromkeys(("eos_token_id", "pad_token_id", "bos_token_id"))
+    small, far = (make_model("stablelm", seed=seed, vocab_size=SMALL, **ends) for seed in (0, 5))
+    return small, far
+
+
 def probs_of(model: Any, prompt: list[int], options: dict[str, Any]) -> np.ndarray:
     """float64 [8, 8], of the first two tokens: transformers' forward, processors and softmax."""
     processors = LogitsProcessorList()
@@ -195,8 +204,7 @@ def probs_of(model: Any, prompt: list[int], options: dict[str, Any]) -> np.ndarr
 @pytest.mark.parametrize("verification", ["coupled", "rejection"])
 def test_the_distribution_is_transformers(name: str, verification: str) -> None:
     """A G-test of 64 outcomes; drafted by a model far from the target."""
-    small = make_model("stablelm", vocab_size=SMALL, eos_token_id=None, pad_token_id=None, bos_token_id=None)
-    far = make_model("stablelm", seed=5, vocab_size=SMALL, eos_token_id=None, pad_token_id=None, bos_token_id=None)
+    small, far = small_models()
     prompt = [1, 2, 3, 4, 1, 2]
     probs = probs_of(small, prompt, SAMPLED_OPTIONS[name])
     torch.manual_seed(7)

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.child import run_uninterpreted
-from tests.kernel_cases import needs_triton
+from tests.child import needs_triton, run_uninterpreted
 from treespec_kernels.aot.launches import launches_of
 from treespec_kernels.launch.triton_launch import SHARED_BYTES
 from treespec_kernels.ops.shapes import default_shapes

@@ -1,18 +1,11 @@
-"""LM head: the summary's specification, and the kernel's cases in the interpreter or on a GPU."""
+"""LM head: the summary's specification, and configurations."""
 
 import pytest
 import torch
 
-from tests.child import run_cases
-from tests.kernel_cases import environments
 from treespec_kernels.linear.lm_head import LmHeadConfig, block_stats_ref, lm_head_ref
 
 INF, NAN = float("inf"), float("nan")
-
-
-@environments()
-def test_cases(environment: dict[str, str]) -> None:
-    run_cases("lm_head_cases.py", environment)
 
 
 @pytest.mark.parametrize("block", [16, 64, 1024])

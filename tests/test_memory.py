@@ -29,11 +29,10 @@ def resident_bytes() -> int:
 def tensor_bytes() -> dict[int, int]:
     """Bytes of every live tensor by storage; packed weights have no storage and count by themselves."""
     found = {}
-    for thing in gc.get_objects():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            if not isinstance(thing, torch.Tensor):
-                continue
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
+    for thing in tensors:
         if thing.is_mkldnn:
             found[id(thing)] = thing.numel() * thing.element_size()
         else:

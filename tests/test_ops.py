@@ -1,4 +1,4 @@
-"""The table of ops: each kernel has an entry, whose cases hold in the interpreter or on a GPU."""
+"""The table of ops: each kernel has an entry."""
 
 from dataclasses import replace
 from functools import partial
@@ -6,8 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.child import run_cases, run_uninterpreted
-from tests.kernel_cases import environments, needs_triton
+from tests.child import needs_triton, run_uninterpreted
 from treespec_kernels.launch.arguments import check_arguments
 from treespec_kernels.launch.rows import FLOAT_TYPES
 from treespec_kernels.linear.quantized import WeightForm
@@ -21,11 +20,6 @@ SETTING = Setting(KernelShape(torch.float16, 16, 4, 2, 64, 96, 100), torch.devic
 
 NORMS = {"norm": "rms_plus_one", "post_norms": True, "qk_norm": True}
 GEMMA = replace(SETTING.shape, **NORMS, capped=True)
-
-
-@environments()
-def test_cases(environment: dict[str, str]) -> None:
-    run_cases("ops_cases.py", environment)
 
 
 def test_every_kernel_has_an_entry() -> None:

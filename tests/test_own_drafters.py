@@ -247,6 +247,7 @@ def test_a_fault_at_the_end_loses_nothing(method: str, caplog: pytest.LogCapture
     assert record.exc_info is not None and record.exc_info[0] is ZeroDivisionError
 
 
+@pytest.mark.usefixtures("engines_start_quickly")
 def test_a_fault_inside_transformers_generate() -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny()[0])
     inputs = torch.tensor(PROMPTS[:1])

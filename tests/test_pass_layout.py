@@ -1,12 +1,10 @@
-"""Pass layout: its sizes, what is refused, and the kernel's cases in the interpreter or on a GPU."""
+"""Pass layout: its sizes, and what is refused."""
 
 from typing import Any
 
 import pytest
 import torch
 
-from tests.child import run_cases
-from tests.kernel_cases import environments
 from treespec_kernels.attention.pass_layout import DeviceLayout, pass_layout_ref
 from treespec_kernels.attention.tree_attention import AttentionShape, SegmentPartition, TreeAttentionConfig
 
@@ -16,11 +14,6 @@ OPTIONS: dict[str, Any] = {
     "max_context": 100,
     "config": TreeAttentionConfig(16, 16, 4, 2, SegmentPartition(32, 64, 64)),
 }
-
-
-@environments()
-def test_cases(environment: dict[str, str]) -> None:
-    run_cases("pass_layout_cases.py", environment)
 
 
 def test_ref_places_rows_in_pages() -> None:

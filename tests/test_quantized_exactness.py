@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.child import run_cases
 from tests.exactness import differences, run
 from tests.models import greedy, make_llama, new_folder, open_llm, random_prompts, tiny
 from tests.quantized_checkpoints import needs_compiler, quantize_folder
@@ -213,8 +212,3 @@ def test_sizes_that_no_group_divides_are_refused(tmp_path: Path) -> None:
     folder = make_llama(tmp_path / "m", 0, num_hidden_layers=1, intermediate_size=80)
     with pytest.raises(ConfigError, match="80 is no multiple; use int8"):
         open_llm(folder, quantization="int4")
-
-
-def test_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    run_cases("quantized_engine_cases.py", {"TRITON_INTERPRET": "1"})

@@ -1,12 +1,10 @@
-"""Linear layers with quantised weights: the specification, the library on a CPU, the Triton kernel's cases."""
+"""Linear layers with quantised weights: the specification, and the library on a CPU."""
 
 import ctypes
 
 import pytest
 import torch
 
-from tests.child import run_cases
-from tests.kernel_cases import environments
 from tests.libraries import LIBRARIES
 from tests.quantized_checkpoints import needs_compiler
 from treespec_kernels.cpu.cpu_library import find_compiler
@@ -163,8 +161,3 @@ def test_configurations(dtype: torch.dtype) -> None:
             if out * inputs > 1 << 22:
                 assert -(-out // config.block_n) * config.split_k >= 96
     assert quantized_default(torch.bfloat16, 64, 96, 32).block_k == 32
-
-
-@environments()
-def test_cases(environment: dict[str, str]) -> None:
-    run_cases("quantized_row_linear_cases.py", environment)

@@ -1,5 +1,4 @@
-"""Row-invariant linear layer: the specification, configurations, and the kernel's cases in the
-interpreter or on a GPU."""
+"""Row-invariant linear layer: the specification, and configurations."""
 
 from dataclasses import replace
 
@@ -7,8 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.child import run_cases, run_uninterpreted
-from tests.kernel_cases import environments
+from tests.child import run_uninterpreted
 from treespec_kernels.launch.triton_launch import shared_bytes
 from treespec_kernels.linear.row_linear import (
     RowLinearConfig,
@@ -26,11 +24,6 @@ SHAPES = [
     *((512, 256, False), (256, 256, False), (1376, 256, True), (256, 688, False), (1, 1, False)),
 ]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-
-
-@environments()
-def test_cases(environment: dict[str, str]) -> None:
-    run_cases("row_linear_cases.py", environment)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

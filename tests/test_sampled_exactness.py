@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from tests.exactness import Run, all_of, differences, run
-from tests.models import OracleDrafter, open_llm, random_prompts, tiny, tiny_llm
+from tests.models import OracleDrafter, open_llm, quick, random_prompts, tiny, tiny_llm
 from treespec import LLM, SamplingParams, SpecConfig
 
 DTYPES = [torch.float32, torch.bfloat16]
-SUBSETS = [pytest.param(ssms, marks=[] if ssms in ((0,), (0, 1, 2)) else pytest.mark.slow) for ssms in all_of(0, 1, 2)]
+SUBSETS = quick(all_of(0, 1, 2), [(0, 1, 2)])
 LENGTHS = (1, 9, 31, 50, 58, 62, 63, 64, 65, 90, 126, 5)  # 12 requests for 8 slots; outputs cross positions 64 and 128
 TOKENS = 14
 SHAPES: dict[str, dict[str, Any]] = {
@@ -87,7 +87,7 @@ def dtype_name(value: object) -> str | None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-@pytest.mark.parametrize("ssms", SUBSETS, ids=str)
+@pytest.mark.parametrize("ssms", SUBSETS)
 def test_trees_give_the_tokens_of_plain_decoding(dtype: torch.dtype, ssms: tuple[int, ...]) -> None:
     plain, llm = plain_run(dtype), tiny_llm(dtype, ssms, tokenizer=WORDS)
     everything = len(ssms) == 3

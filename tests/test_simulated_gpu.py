@@ -6,29 +6,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.child import run_cases
-from tests.kernel_cases import needs_triton
-
-pytestmark = [pytest.mark.slow, needs_triton]
 
 ROOT = Path(__file__).parents[1]
-
-
-def test_what_cuda_does_not_forgive() -> None:
-    run_cases("simulated_gpu_rules_cases.py", {"TRITON_INTERPRET": "1"})
-
-
-def test_target_passes_of_rounds_by_steps() -> None:
-    run_cases("target_pass_cases.py", {"TRITON_INTERPRET": "1", "TREESPEC_LAUNCHES": os.devnull})
 
 
 def test_rounds_and_the_launches_that_they_made(tmp_path: Path) -> None:
     """Every launch of captured rounds compiles as Triton specialises it: with sizes of 1 as constants, with the types
     and the alignment that the engine passes, in bfloat16."""
     launches = tmp_path / "launches.json"
-    run_cases("simulated_gpu_cases.py", {"TRITON_INTERPRET": "1", "TREESPEC_LAUNCHES": str(launches)})
+    run_cases("simulated_gpu", TREESPEC_LAUNCHES=str(launches))
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.simulated_gpu.compile", str(launches), "sm_90"]
     child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=False)

@@ -111,9 +111,10 @@ def test_a_trained_head_drafts(num_layers: int, kind: str, tmp_path: Path) -> No
     plain, tree = (llm.generate("import os", spec=spec)[0] for spec in ("off", SpecConfig(nodes=8, sources=("ssm",))))
     assert plain.outputs[0].token_ids == tree.outputs[0].token_ids
     assert tree.metrics.nodes_verified > tree.metrics.target_passes
-    train_drafts(target, [], tmp_path / "two", lessons=tmp_path / "one", **options)
-    one, two = ((tmp_path / name / kind / "model.safetensors").read_bytes() for name in ("one", "two"))
-    assert one == two
+    if num_layers == 8:
+        train_drafts(target, [], tmp_path / "two", lessons=tmp_path / "one", **options)
+        one, two = ((tmp_path / name / kind / "model.safetensors").read_bytes() for name in ("one", "two"))
+        assert one == two
 
 
 @pytest.mark.parametrize(

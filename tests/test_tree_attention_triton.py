@@ -1,11 +1,9 @@
-"""Tree attention in Triton: the plan, what is refused, and the kernel's cases in the interpreter or on a GPU."""
+"""Tree attention in Triton: the plan, and what is refused."""
 
 import numpy as np
 import pytest
 import torch
 
-from tests.child import run_cases
-from tests.kernel_cases import environments
 from treespec_kernels.attention.tree_attention import (
     AttentionShape,
     SegmentPartition,
@@ -19,12 +17,6 @@ from treespec_kernels.tuning.testing import assert_close, path_to, tree_attentio
 
 SMALL = TreeAttentionConfig(16, 16, 4, 2, SegmentPartition(short=32, long=64, long_from=64))
 SHAPE = AttentionShape(8, 2, 16, torch.float32)
-
-
-@environments()
-@pytest.mark.parametrize("cases", ["tree_attention_cases.py", "combine_segments_cases.py"])
-def test_cases(cases: str, environment: dict[str, str]) -> None:
-    run_cases(cases, environment)
 
 
 @pytest.mark.parametrize("kind", ["chain", "star", "random"])

@@ -1,17 +1,10 @@
-"""The sweep over kernel configurations: its cases in Triton's interpreter."""
+"""The sweep over kernel configurations: what it compiles."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.child import run_cases, uninterpreted_document
-
-
-@pytest.mark.parametrize("cases", ["tuning_cases.py", "quantized_tuning_cases.py"])
-def test_in_the_interpreter(cases: str) -> None:
-    pytest.importorskip("triton")
-    run_cases(cases, {"TRITON_INTERPRET": "1"})
-
+from tests.child import uninterpreted_document
 
 PRECOMPILED = """
 import json, os, time, torch

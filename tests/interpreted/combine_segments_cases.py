@@ -1,5 +1,4 @@
-"""Cases of the kernel combine_segments by itself, run by tests/test_tree_attention_triton.py: in Triton's interpreter
-in a process of its own, and on a GPU where there is one."""
+"""Cases of the kernel combine_segments by itself."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -15,8 +15,9 @@ from treespec_kernels.attention.tree_attention import (
 )
 from treespec_kernels.tuning.testing import TreeAttentionInputs, assert_close, tree_attention_inputs
 
+IMPLEMENTATION = os.environ["TREESPEC_IMPLEMENTATION"]  # "triton", or one of the host
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
+DEVICE = "cuda" if IMPLEMENTATION == "triton" and not INTERPRETED else "cpu"
 DTYPES = [torch.float32, torch.float16] + (
     [] if INTERPRETED else [torch.bfloat16]
 )  # which the interpreter computes wrongly
@@ -25,11 +26,6 @@ INF, NAN = float("inf"), float("nan")
 BOUNDS = {torch.float32: (1e-5, 1e-6), torch.float16: (1e-2, 1e-3), torch.bfloat16: (8e-2, 8e-3)}
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
-
-
-def device_of(implementation: str) -> str:
-    """Where an implementation that a variable names runs: "triton", or one of the host."""
-    return DEVICE if implementation == "triton" else "cpu"
 
 
 def assert_near(

@@ -3,8 +3,7 @@
 import gc
 import os
 from collections.abc import Iterator
-from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -17,28 +16,10 @@ if TYPE_CHECKING:
 gc.set_threshold(50_000, 50, 50)
 
 
-def patch_the_language_once() -> None:
-    """Spares a quarter of the interpreter's time.
-
-    It puts its own functions into triton.language whenever a kernel calls a jitted function, though they are there
-    since the kernel was launched, or since the first such call for functions of Triton's own.
-    """
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang
-
-    def once(function: FunctionType) -> Any:
-        seen = [module for module in function.__globals__.values() if module is tl or module is tl.core]
-        if not seen or any(tl.core.is_builtin(module.load) for module in seen):
-            return patch(function)
-        return interpreter._LangPatchScope()  # with nothing to restore
-
-    interpreter._patch_lang = once
-
-
 if os.environ.get("TRITON_INTERPRET") == "1":
-    patch_the_language_once()
+    from tests.interpreted.faster import make_the_interpreter_faster
+
+    make_the_interpreter_faster()
 
 
 @pytest.fixture

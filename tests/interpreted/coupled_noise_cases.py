@@ -1,7 +1,4 @@
-"""The noise as Triton computes it: integers bit by bit, logarithms within a bound. Run by tests/test_coupled_choice.py
-in a process of its own."""
-
-import os
+"""The noise as Triton computes it: integers bit by bit, logarithms within a bound."""
 
 import numpy as np
 import pytest
@@ -9,10 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
+from tests.interpreted.common import DEVICE
 from treespec_kernels.sampling.coupled_choice import gumbel_integers_ref
 from treespec_kernels.sampling.coupled_values import gumbel, gumbel_integers
 
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 BLOCK = 256
 
 

@@ -1,7 +1,5 @@
-"""A decoder's layers from rms_norm and qkv_rope, against the CPU's decoder: run by tests/test_qkv_rope.py, for the
-implementation that TREESPEC_DECODER_OPS names."""
+"""A decoder's layers from rms_norm and qkv_rope, against the CPU's decoder."""
 
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.interpreted.common import DEVICE, IMPLEMENTATION
 from treespec.models.decoder import Decoder
 from treespec.models.layer_kinds import LayerKind, Rope
 from treespec.models.model_config import ModelConfig
@@ -20,8 +19,6 @@ from treespec_kernels.linear.rms_norm import Norm, rms_norm_ref, rms_norm_triton
 from treespec_kernels.tuning.testing import assert_close
 from treespec_weights import LLAMA
 
-IMPLEMENTATION = os.environ["TREESPEC_DECODER_OPS"]
-DEVICE = "cpu" if IMPLEMENTATION != "triton" or os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 rms_norm: Any = {"ref": rms_norm_ref, "triton": rms_norm_triton}[IMPLEMENTATION]
 qkv_rope: Any = {"ref": qkv_rope_ref, "triton": qkv_rope_triton}[IMPLEMENTATION]
 

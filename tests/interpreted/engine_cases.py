@@ -1,4 +1,4 @@
-"""The whole engine on the Triton kernels, in the interpreter: run by tests/test_engine_triton.py."""
+"""The whole engine on the Triton kernels."""
 
 import torch
 

@@ -1,7 +1,7 @@
-"""Every family on the Triton kernels, in the interpreter: run by tests/test_families_triton.py.
+"""Every family on the Triton kernels.
 
 Layers of both kinds where they alternate, contexts longer than their windows. Every family's passes are compared; a
-captured round takes ten seconds of a family in the interpreter, so the engine runs with those that differ in what a
+captured round takes seconds of a family in the interpreter, so the engine runs with those that differ in what a
 round does: windows by layer, several ropes, parallel layers, learned positions. TREESPEC_FAMILIES names others.
 """
 

@@ -1,14 +1,12 @@
-"""What families other than Llama need of the ops, against their specifications and against torch: run by
-tests/test_families_triton.py, for the specifications alone and for Triton in the interpreter."""
+"""What families other than Llama need of the ops, against their specifications and against torch."""
 
-import os
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.interpreted.common import assert_near, device_of, each_dtype
+from tests.interpreted.common import DEVICE, IMPLEMENTATION, assert_near, each_dtype
 from treespec_kernels.attention.qkv_rope import HeadNorm, qkv_rope_ref, qkv_rope_triton
 from treespec_kernels.attention.tree_attention import (
     AttentionShape,
@@ -24,8 +22,6 @@ from treespec_kernels.linear.rms_norm import Norm, rms_norm_ref, rms_norm_triton
 from treespec_kernels.linear.row_linear import RowLinearConfig, row_linear_ref, row_linear_triton
 from treespec_kernels.tuning.testing import tree_attention_inputs, tree_parents
 
-IMPLEMENTATION = os.environ["TREESPEC_FAMILY_OPS"]
-DEVICE = device_of(IMPLEMENTATION)
 EPS = 1e-5
 # (max, rms) error relative to the RMS of the result: roundings of the stream, of what it takes up and of the norm.
 BOUNDS = {torch.float32: (1e-5, 2e-6), torch.float16: (1e-2, 1e-3), torch.bfloat16: (8e-2, 8e-3)}

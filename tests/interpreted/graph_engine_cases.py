@@ -1,4 +1,4 @@
-"""The engine whose rounds run on the device from end to end, in the interpreter: run by tests/test_graph_engine.py."""
+"""The engine whose rounds run on the device from end to end."""
 
 import pickle
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""A draft head or block draft beside a target on the Triton kernels, in the interpreter: run by tests/test_heads.py."""
+"""A draft head or block draft beside a target on the Triton kernels."""
 
 from typing import Any
 from unittest import mock
@@ -15,7 +15,7 @@ from treespec import RoundRecord, SpecConfig
 from treespec.graphs.batch_round import BatchRound
 
 torch.set_num_threads(1)
-SHAPE = TargetShape(num_hidden_layers=3, vocab_size=96)
+SHAPE = TargetShape(num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1, vocab_size=96)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "peagle", "dflash", "pard", "medusa"])

@@ -1,16 +1,13 @@
-"""Cases of kv_commit, for the implementation that TREESPEC_KV_COMMIT names: run by tests/test_kv_commit.py, for Triton
-in a process of its own. Every copy is exact, so every comparison is equality."""
+"""Cases of kv_commit. Every copy is exact, so every comparison is equality."""
 
-import os
 import random
 
 import pytest
 import torch
 
+from tests.interpreted.common import DEVICE, IMPLEMENTATION
 from treespec_kernels.attention.kv_commit import kv_commit_cpu, kv_commit_ref, kv_commit_triton
 from treespec_kernels.tuning.testing import KvCommitInputs, kv_commit_inputs, path_to, tree_parents
-
-IMPLEMENTATION = os.environ["TREESPEC_KV_COMMIT"]
 
 
 def from_host(cache: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor, *paths: torch.Tensor) -> None:
@@ -20,7 +17,6 @@ def from_host(cache: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor, *
 
 
 kv_commit = {"ref": kv_commit_ref, "cpu": from_host, "triton": kv_commit_triton}[IMPLEMENTATION]
-DEVICE = "cpu" if IMPLEMENTATION != "triton" or os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 ROUNDS = 25 if IMPLEMENTATION == "triton" else 300
 
 

@@ -1,5 +1,4 @@
-"""Cases of lm_head_triton, run by tests/test_lm_head.py: in Triton's interpreter in a process of its own, and on a GPU
-where there is one."""
+"""Cases of lm_head_triton."""
 
 from dataclasses import replace
 

@@ -1,13 +1,12 @@
-"""Cases of logit_transforms, for the implementation that TREESPEC_LOGIT_TRANSFORMS names: run by
-tests/test_logit_transforms.py, for Triton in a process of its own."""
+"""Cases of logit_transforms."""
 
 import math
-import os
 from typing import Any
 
 import pytest
 import torch
 
+from tests.interpreted.common import DEVICE, IMPLEMENTATION
 from treespec_kernels.sampling.logit_transforms import (
     IN_PROMPT,
     TransformInputs,
@@ -15,8 +14,6 @@ from treespec_kernels.sampling.logit_transforms import (
     logit_transforms_triton,
 )
 
-IMPLEMENTATION = os.environ["TREESPEC_LOGIT_TRANSFORMS"]
-DEVICE = "cpu" if IMPLEMENTATION != "triton" or os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 INF, NAN = float("inf"), float("nan")
 DEFAULTS: dict[str, Any] = {

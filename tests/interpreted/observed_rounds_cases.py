@@ -1,4 +1,4 @@
-"""Observers of captured rounds, on a simulated GPU: run by tests/test_observe.py."""
+"""Observers of captured rounds, on a simulated GPU."""
 
 import json
 from collections import Counter
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from typer.testing import CliRunner
 
-from tests.interpreted.simulated_gpu_cases import PROMPTS, SMALL, TREES, open_on_gpu
+from tests.interpreted.simulated_gpu_cases import NARROW, PROMPTS, TREES, open_on_gpu
 from tests.models import greedy, make_llama, new_folder, open_llm
 from tests.simulated_gpu import Gpu
 from treespec import LLM, RoundRecord, SamplingParams, SpecConfig
@@ -87,7 +87,7 @@ def test_captured_rounds_are_told(gpu: Gpu) -> None:
 
 
 def test_plain_targets_and_outputs_of_one_round(gpu: Gpu) -> None:
-    target = make_llama(new_folder("plain") / "target", 0, torch.float16, **SMALL)
+    target = make_llama(new_folder("plain") / "target", 0, torch.float16, **NARROW)
     options: dict[str, Any] = {"device": "cuda", "dtype": "float16", "max_num_seqs": 1, "max_model_len": 12}
     llm = open_llm(target, [], spec=SpecConfig(nodes=8, max_depth=2), **options, prove=None)
     assert llm.stats()["frozen"]["rounds"] == "on the device"

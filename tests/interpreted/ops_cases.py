@@ -1,5 +1,4 @@
-"""Cases of the table of ops, run by tests/test_ops.py: in Triton's interpreter in a process of its own, and on a GPU
-where there is one. Results are those of the reference, and rows do not depend on other rows."""
+"""Cases of the table of ops. Results are those of the reference, and rows do not depend on other rows."""
 
 import json
 from dataclasses import replace

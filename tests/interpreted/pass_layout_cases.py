@@ -1,5 +1,4 @@
-"""Cases of pass_layout, run by tests/test_pass_layout.py: in Triton's interpreter in a process of its own, and on a GPU
-where there is one. Attention over a layout has the bits of attention over the host's plan."""
+"""Cases of pass_layout. Attention over a layout has the bits of attention over the host's plan."""
 
 import random
 from dataclasses import replace

@@ -1,17 +1,13 @@
-"""Cases of qkv_rope, for the implementation that TREESPEC_QKV_ROPE names: run by tests/test_qkv_rope.py, for Triton in
-a process of its own."""
+"""Cases of qkv_rope."""
 
-import os
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
-from tests.interpreted.common import NAN, assert_near, device_of, each_dtype
+from tests.interpreted.common import DEVICE, IMPLEMENTATION, NAN, assert_near, each_dtype
 from treespec_kernels.attention.qkv_rope import qkv_rope_ref, qkv_rope_triton
 
-IMPLEMENTATION = os.environ["TREESPEC_QKV_ROPE"]
-DEVICE = device_of(IMPLEMENTATION)
 MAX_POSITIONS, PAGE_SIZE, NUM_PAGES = 300, 4, 20
 # (max, rms) error relative to the RMS of the output: one rounding of it.
 BOUNDS = {torch.float32: (3e-6, 3e-7), torch.float16: (5e-3, 5e-4), torch.bfloat16: (4e-2, 4e-3)}

@@ -1,4 +1,4 @@
-"""Quantised models on the Triton kernels, in the interpreter: run by tests/test_quantized_exactness.py."""
+"""Quantised models on the Triton kernels."""
 
 from pathlib import Path
 from unittest import mock

@@ -1,4 +1,4 @@
-"""Cases of row_linear_triton with quantised weights, run by tests/test_quantized_linear.py."""
+"""Cases of row_linear_triton with quantised weights."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Tuning of quantised linear layers, in Triton's interpreter: run by tests/test_tuning.py in a process of its own."""
+"""Tuning of quantised linear layers."""
 
 import json
 from dataclasses import replace

@@ -1,18 +1,14 @@
-"""Cases of rms_norm, for the implementation that TREESPEC_RMS_NORM names: run by tests/test_rms_norm.py, for Triton in
-a process of its own."""
+"""Cases of rms_norm."""
 
-import os
 from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
 import torch
 
-from tests.interpreted.common import NAN, assert_near, device_of, each_dtype
+from tests.interpreted.common import DEVICE, IMPLEMENTATION, NAN, assert_near, each_dtype
 from treespec_kernels.linear.rms_norm import Norm, rms_norm_ref, rms_norm_triton
 
-IMPLEMENTATION = os.environ["TREESPEC_RMS_NORM"]
-DEVICE = device_of(IMPLEMENTATION)
 pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 HIDDEN = [1, 63, 123, 256, 1000]
 EPS = 1e-5

@@ -1,5 +1,4 @@
-"""Cases of row_linear_triton, run by tests/test_row_linear.py: in Triton's interpreter in a process of its own, and on
-a GPU where there is one. Not collected by name, because triton is interpreted or not per process."""
+"""Cases of row_linear_triton."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple

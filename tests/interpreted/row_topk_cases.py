@@ -1,20 +1,17 @@
-"""Cases of row_topk, for the implementation that TREESPEC_ROW_TOPK names: run by tests/test_row_topk.py, for Triton in
-a process of its own."""
+"""Cases of row_topk."""
 
-import os
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tests.interpreted.common import DEVICE, IMPLEMENTATION, INTERPRETED
 from treespec_kernels.linear.lm_head import block_stats_ref
 from treespec_kernels.sampling.coupled_choice import RowNoise, gumbel_integers_ref
 from treespec_kernels.sampling.row_topk import BLOCK, RowTopk, row_topk_ref, row_topk_triton
 
-TRITON = os.environ["TREESPEC_ROW_TOPK"] == "triton"
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if TRITON and not INTERPRETED else "cpu"
+TRITON = IMPLEMENTATION == "triton"
 pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 VOCABS = [1, 5, 63, 64, 1000, 4099]

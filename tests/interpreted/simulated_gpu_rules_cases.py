@@ -1,4 +1,4 @@
-"""That a simulated GPU notices what CUDA would not forgive: run by tests/test_simulated_gpu.py."""
+"""That a simulated GPU notices what CUDA would not forgive."""
 
 import contextlib
 import threading

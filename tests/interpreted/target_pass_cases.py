@@ -1,6 +1,8 @@
-"""Captured target passes of rounds that go step by step, on a simulated GPU: run by tests/test_simulated_gpu.py."""
+"""Captured target passes of rounds that go step by step, on a simulated GPU."""
 
+import functools
 import logging
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -9,7 +11,7 @@ import torch
 
 from tests.drafting import make_target
 from tests.heads_made import TargetShape, write_eagle3
-from tests.interpreted.simulated_gpu_cases import PROMPTS, SMALL, TREES
+from tests.interpreted.simulated_gpu_cases import NARROW, PROMPTS, TREES
 from tests.models import OracleDrafter, greedy, make_draft, make_llama, new_folder, open_llm, tokens_of
 from tests.simulated_gpu import Gpu
 from treespec import LLM, SamplingParams, SpecConfig
@@ -30,13 +32,18 @@ def by_steps(count: int, **params: Any) -> SamplingParams:
     return greedy(count, logits_processors=[unchanged], **params)
 
 
-def with_a_drafter(depth: int = 2, **options: Any) -> tuple[LLM, list[list[int]]]:
+@functools.cache
+def plain_tokens(**options: Any) -> tuple[Path, list[list[int]]]:
+    """A target, and what it writes behind the prompts."""
+    target = make_llama(new_folder("passes") / "target", 0, torch.float16, **NARROW)
+    llm = open_llm(target, [], device="cuda", dtype="float16", spec="off", prove=None, **options)
+    return target, tokens_of(llm.generate(PROMPTS, greedy(6)))
+
+
+def with_a_drafter(depth: int = 2, wrong: int = 2, **options: Any) -> tuple[LLM, list[list[int]]]:
     """An engine whose rounds go step by step, since a drafter is asked that knows the output; and the output."""
-    root = new_folder("passes")
-    target = make_llama(root / "target", 0, torch.float16, **SMALL)
-    plain_llm = open_llm(target, [], device="cuda", dtype="float16", spec="off", prove=None, **options)
-    plain = tokens_of(plain_llm.generate(PROMPTS, greedy(6)))
-    oracle = OracleDrafter([[*p, *tokens] for p, tokens in zip(PROMPTS, plain, strict=True)], depth, vocab=64)
+    target, plain = plain_tokens(**options)
+    oracle = OracleDrafter([[*p, *tokens] for p, tokens in zip(PROMPTS, plain, strict=True)], depth, wrong, vocab=64)
     llm = open_llm(target, [oracle], device="cuda", dtype="float16", spec=TREES, max_num_seqs=2, prove=None, **options)
     return llm, plain
 
@@ -88,7 +95,7 @@ def test_other_products(gpu: Gpu, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("larger", [SpecConfig(nodes=12, max_depth=2), SpecConfig(nodes=8, max_depth=4)], ids=str)
 def test_trees_that_are_too_large_for_graphs(gpu: Gpu, larger: SpecConfig) -> None:
     """The engine was built for 8 nodes and depth 2; a call may ask for more."""
-    llm, plain = with_a_drafter(depth=larger.max_depth)
+    llm, plain = with_a_drafter(larger.max_depth, wrong=4)
     limits = llm.engine.runner.captured._limits
     assert limits.nodes[-1] == 8 and limits.max_depth == 2
     nodes, depths, run = [], [], type(llm.engine.runner).forward
@@ -150,7 +157,7 @@ def test_where_graphs_do_not_run(gpu: Gpu, raises: bool, caplog: pytest.LogCaptu
 
 def test_graphs_at_start(gpu: Gpu) -> None:
     """Few are captured before the first token: those that the costs are measured with, and the largest."""
-    target = make_llama(new_folder("start") / "target", 0, torch.float16, **SMALL)
+    target = make_llama(new_folder("start") / "target", 0, torch.float16, **NARROW)
     draft = make_draft(new_folder("start") / "draft", target, 1, 0.05)
     captured = mock.Mock(wraps=batch_round.capture_replay)
     with (
@@ -170,7 +177,7 @@ def test_graphs_at_start(gpu: Gpu) -> None:
 
 def test_a_graph_that_cannot_be_captured_later(gpu: Gpu, caplog: pytest.LogCaptureFixture) -> None:
     """The round has run by then, so nothing is lost; others keep their graphs, and its launches are made one by one."""
-    target = make_llama(new_folder("later") / "target", 0, torch.float16, **SMALL)
+    target = make_llama(new_folder("later") / "target", 0, torch.float16, **NARROW)
     llm = open_llm(target, [], device="cuda", dtype="float16", spec="off", max_num_seqs=2, prove=None)
     plain = tokens_of(llm.generate(PROMPTS, greedy(6)))
     full = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
@@ -191,7 +198,7 @@ def test_a_graph_that_cannot_be_captured_later(gpu: Gpu, caplog: pytest.LogCaptu
 
 def test_prefill_chunks_by_free_memory(gpu: Gpu) -> None:
     """Larger chunks if their buffers, mostly logits, leave the memory to the cache; 512 rows in any case."""
-    target = make_llama(new_folder("wide") / "target", 0, torch.float16, **(SMALL | {"vocab_size": 150_000}))
+    target = make_llama(new_folder("wide") / "target", 0, torch.float16, **(NARROW | {"vocab_size": 150_000}))
     chunks = []
     for gib in (1.7, 1.9, 2.6, 8.0):
         with mock.patch.object(plan_memory, "free_memory", lambda device, gib=gib: int(gib * 2**30)):

@@ -1,5 +1,4 @@
-"""Cases of tree_attention_triton, run by tests/test_tree_attention_triton.py: in Triton's interpreter in a process of
-its own, and on a GPU where there is one. Not collected by name, because triton is interpreted or not per process."""
+"""Cases of tree_attention_triton."""
 
 from typing import Any
 

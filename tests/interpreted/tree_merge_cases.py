@@ -1,10 +1,8 @@
-"""Cases of tree_root and tree_merge, for the implementation that TREESPEC_TREE_MERGE names: run by
-tests/test_tree_merge.py, for Triton in a process of its own. Everything is compared by equality, with the specification
-in every tensor and with a dictionary of paths in what the next pass sees."""
+"""Cases of tree_root and tree_merge, by equality: with the specification in every tensor, and with a dictionary of
+paths in what the next pass sees."""
 
 import copy
 import dataclasses
-import os
 
 import numpy as np
 import pytest
@@ -28,14 +26,13 @@ from tests.growth import (
     proposals,
     random_seeds,
 )
+from tests.interpreted.common import DEVICE, IMPLEMENTATION
 from treespec.drafters.ssm.forest import Forest
 from treespec_kernels.tree.device_trees import SEED_BIT, DeviceForest, ProposedTrees
 from treespec_kernels.tree.tree_merge import tree_merge_ref, tree_merge_triton
 from treespec_kernels.tree.tree_root import tree_root_ref, tree_root_triton
 from treespec_kernels.tree.tree_select import tree_select_ref, tree_select_triton
 
-IMPLEMENTATION = os.environ["TREESPEC_TREE_MERGE"]
-DEVICE = "cpu" if IMPLEMENTATION != "triton" or os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 tree_root = {"ref": tree_root_ref, "triton": tree_root_triton}[IMPLEMENTATION]
 tree_merge = {"ref": tree_merge_ref, "triton": tree_merge_triton}[IMPLEMENTATION]
 tree_select = {"ref": tree_select_ref, "triton": tree_select_triton}[IMPLEMENTATION]

@@ -1,7 +1,5 @@
-"""Whole rounds of a batch on the device, for the implementation that TREESPEC_TREE_WALK names: run by
-tests/test_tree_walk.py. On a GPU every step is replayed from a CUDA graph that was captured once."""
+"""Whole rounds of a batch on the device; on a GPU, each step is replayed from a graph that was captured once."""
 
-import os
 from collections.abc import Callable
 
 import numpy as np
@@ -9,6 +7,7 @@ import pytest
 import torch
 
 from tests.growth import Sizes, Trie, as_proposed, assert_trees, mixtures, proposals, random_seeds
+from tests.interpreted.common import DEVICE, IMPLEMENTATION
 from treespec.tree import Draws, TokenTree
 from treespec.verification.verify import verify_greedy
 from treespec_kernels.tree.device_trees import DeviceTrees
@@ -17,8 +16,6 @@ from treespec_kernels.tree.tree_root import tree_root_ref, tree_root_triton
 from treespec_kernels.tree.tree_select import tree_select_ref, tree_select_triton
 from treespec_kernels.tree.tree_walk import Walk, tree_walk_ref, tree_walk_triton
 
-IMPLEMENTATION = os.environ["TREESPEC_TREE_WALK"]
-DEVICE = "cpu" if IMPLEMENTATION != "triton" or os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 tree_root, tree_merge, tree_select, tree_walk = {
     "ref": (tree_root_ref, tree_merge_ref, tree_select_ref, tree_walk_ref),
     "triton": (tree_root_triton, tree_merge_triton, tree_select_triton, tree_walk_triton),

@@ -1,8 +1,6 @@
-"""Cases of tree_select, for the implementation that TREESPEC_TREE_SELECT names: run by tests/test_tree_select.py, for
-Triton in a process of its own. Forests are grown by the specification of tree_merge; what is selected is compared with
-a dictionary of paths, by equality and padding included."""
+"""Cases of tree_select. Forests are grown by the specification of tree_merge; what is selected is compared with a
+dictionary of paths, by equality and padding included."""
 
-import os
 from typing import NamedTuple
 
 import numpy as np
@@ -10,13 +8,12 @@ import pytest
 import torch
 
 from tests.growth import KINDS, Sizes, Trie, as_proposed, assert_trees, mixtures, poison, proposals, random_seeds
+from tests.interpreted.common import DEVICE, IMPLEMENTATION
 from treespec_kernels.tree.device_trees import DeviceForest, DeviceTrees, ProposedTrees
 from treespec_kernels.tree.tree_merge import tree_merge_ref
 from treespec_kernels.tree.tree_root import tree_root_ref
 from treespec_kernels.tree.tree_select import tree_select_ref, tree_select_triton
 
-IMPLEMENTATION = os.environ["TREESPEC_TREE_SELECT"]
-DEVICE = "cpu" if IMPLEMENTATION != "triton" or os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 tree_select = {"ref": tree_select_ref, "triton": tree_select_triton}[IMPLEMENTATION]
 
 SHAPES = [

@@ -1,7 +1,5 @@
-"""Cases of tree_walk, for the implementation that TREESPEC_TREE_WALK names: run by tests/test_tree_walk.py, for Triton
-in a process of its own. Compared by equality with `verify_greedy`, which knows no padding."""
+"""Cases of tree_walk, by equality with `verify_greedy`, which knows no padding."""
 
-import os
 import random
 
 import numpy as np
@@ -9,14 +7,13 @@ import pytest
 import torch
 
 from tests.growth import poison
+from tests.interpreted.common import DEVICE, IMPLEMENTATION
 from treespec.tree import Draws, TokenTree
 from treespec.verification.verify import verify_greedy
 from treespec_kernels.tree.device_trees import DeviceTrees
 from treespec_kernels.tree.tree_walk import Walk, tree_walk_ref, tree_walk_triton
 from treespec_kernels.tuning.testing import path_to, tree_parents
 
-IMPLEMENTATION = os.environ["TREESPEC_TREE_WALK"]
-DEVICE = "cpu" if IMPLEMENTATION != "triton" or os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 tree_walk = {"ref": tree_walk_ref, "triton": tree_walk_triton}[IMPLEMENTATION]
 ROUNDS = 12 if IMPLEMENTATION == "triton" else 100
 TOO_LARGE = 2**31 - 1

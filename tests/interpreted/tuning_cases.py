@@ -1,4 +1,4 @@
-"""The whole sweep on the CPU, in Triton's interpreter: run by tests/test_tuning.py in a process of its own."""
+"""The whole sweep on the CPU."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

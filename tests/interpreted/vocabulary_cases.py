@@ -1,4 +1,4 @@
-"""Drafts of other vocabularies on the Triton kernels, in the interpreter: run by tests/test_vocabularies_triton.py."""
+"""Drafts of other vocabularies on the Triton kernels."""
 
 from pathlib import Path
 from unittest import mock

@@ -1,0 +1,43 @@
+"""The cases of tests/interpreted/, in processes of their own: kernels by implementation, and engines on the kernels."""
+
+import pytest
+
+from tests.child import run_cases
+
+ENGINES = [  # the longest first
+    "sampling_rounds",
+    "graph_engine",
+    "target_pass simulated_gpu_rules",
+    "heads",
+    "observed_rounds engine",
+    "families",
+    "quantized_engine vocabulary",
+    "tuning quantized_tuning",
+]
+KERNELS = [
+    "tree_attention combine_segments pass_layout",
+    "row_linear quantized_row_linear lm_head",
+    "ops family_ops qkv_rope decoder_ops rms_norm logit_transforms",
+    "tree_merge tree_select tree_walk tree_round kv_commit row_topk coupled_noise",
+]
+OF_THE_HOST = {
+    "ref": "tree_merge tree_select tree_walk tree_round kv_commit row_topk logit_transforms qkv_rope"
+    " decoder_ops rms_norm family_ops",
+    "cpu": "kv_commit",
+}
+
+
+@pytest.mark.parametrize("names", ENGINES)
+def test_engines(names: str) -> None:
+    run_cases(names)
+
+
+@pytest.mark.parametrize("implementation", ["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("names", KERNELS)
+def test_kernels(names: str, implementation: str) -> None:
+    run_cases(names, implementation)
+
+
+@pytest.mark.parametrize("implementation", OF_THE_HOST)
+def test_implementations_of_the_host(implementation: str) -> None:
+    run_cases(OF_THE_HOST[implementation], implementation)

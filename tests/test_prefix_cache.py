@@ -32,7 +32,7 @@ def requests_of(seed: int) -> list[tuple[list[int], SamplingParams, Any]]:
         stem = stems[rng.integers(len(stems))]
         kept = [*stem[: rng.integers(1, len(stem) + 1)], *rng.integers(1, VOCAB, size=rng.integers(0, 40)).tolist()]
         options = {} if rng.random() < 0.5 else {"temperature": 0.8, "seed": i}
-        options |= {"n": 2} if rng.random() < 0.2 else {}
+        options |= {"n": 2} if options and rng.random() < 0.4 else {}
         options |= {"prompt_logprobs": 1} if rng.random() < 0.1 else {}
         found.append((kept, greedy(int(rng.integers(1, 40)), **options), SPECS[rng.integers(len(SPECS))]))
     return found
@@ -49,7 +49,7 @@ def tokens_in_any_order(llm: LLM, seed: int) -> dict[str, list[list[int]]]:
         if rng.random() < 0.05:
             engine.abort_request(str(rng.integers(18)))
         for output in engine.step():
-            if output.finished and output.outputs[0].finish_reason == "length":
+            if output.finished and all(one.finish_reason == "length" for one in output.outputs):
                 found[output.request_id] = [completion.token_ids for completion in output.outputs]
     return found
 

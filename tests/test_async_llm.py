@@ -1,36 +1,20 @@
 """`AsyncLLM`: plain decoding's tokens whatever else runs, streams that wait for their readers, and free pages."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 
 from tests.models import greedy, random_prompts
-from tests.serving import PATIENCE, assert_all_pages_are_back, wait_until
-from tests.speech import speaking_llm
+from tests.serving import PATIENCE, wait_until
 from treespec import LLM, AsyncLLM, RequestOutput, SamplingParams, SpecConfig
 from treespec.errors import ConfigError, RequestError
 
+pytestmark = pytest.mark.usefixtures("gives_all_pages_back")
+
 PROMPTS = ["def add(", "import os", [5, 6, 7], "x = 1\ny = 2"]
-
-
-@pytest.fixture(scope="module")
-def llm() -> LLM:
-    return speaking_llm(max_num_seqs=3)
-
-
-@pytest.fixture(scope="module")
-def engine(llm: LLM) -> Iterator[AsyncLLM]:
-    with AsyncLLM(llm) as engine:
-        yield engine
-
-
-@pytest.fixture(autouse=True)
-def gives_all_pages_back(llm: LLM) -> Iterator[None]:
-    yield
-    assert_all_pages_are_back(llm)
 
 
 def run(work: Awaitable[Any]) -> Any:

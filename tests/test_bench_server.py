@@ -1,7 +1,6 @@
 """`treespec bench --server`: the load test of a live server."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +8,7 @@ import pytest
 
 from tests.commands import run
 from tests.serving import NAME, assert_all_pages_are_back, serving
-from tests.speech import speaking_llm
 from treespec import AsyncLLM
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[AsyncLLM]:
-    with AsyncLLM(speaking_llm(max_num_seqs=3)) as engine:
-        yield engine
 
 
 @pytest.fixture

@@ -18,25 +18,15 @@ from openai import AsyncOpenAI, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.commands import ROOT, run
-from tests.serving import NAME, PATIENCE, TEMPLATE, assert_all_pages_are_back, serving, wait_until
-from tests.speech import speaking_llm
+from tests.serving import NAME, PATIENCE, TEMPLATE, serving, wait_until
 from treespec import LLM, AsyncLLM, RequestOutput, SamplingParams
 from treespec.drawing.recording import picture
 from treespec.serve.protocol import ChatBody, CompletionBody, GenerationBody
 
+pytestmark = pytest.mark.usefixtures("gives_all_pages_back")
+
 MESSAGES: list[Any] = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "def add("}]
 SYSTEM = [{**MESSAGES[0], "role": "system"}, MESSAGES[1]]
-
-
-@pytest.fixture(scope="module")
-def llm() -> LLM:
-    return speaking_llm(max_num_seqs=3)
-
-
-@pytest.fixture(scope="module")
-def engine(llm: LLM) -> Iterator[AsyncLLM]:
-    with AsyncLLM(llm) as engine:
-        yield engine
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +39,6 @@ def url(engine: AsyncLLM) -> Iterator[str]:
 def client(url: str) -> Iterator[OpenAI]:
     with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
         yield client
-
-
-@pytest.fixture(autouse=True)
-def gives_all_pages_back(llm: LLM) -> Iterator[None]:
-    yield
-    assert_all_pages_are_back(llm)
 
 
 # --- tokens

@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import httpx2
@@ -11,26 +10,11 @@ import pytest
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.serving import NAME, PATIENCE, assert_all_pages_are_back, serving, wait_until
-from tests.speech import scripted, speaking_llm
+from tests.serving import NAME, PATIENCE, serving, wait_until
+from tests.speech import scripted
 from treespec import LLM, AsyncLLM
 
-
-@pytest.fixture(scope="module")
-def llm() -> LLM:
-    return speaking_llm(max_num_seqs=3)
-
-
-@pytest.fixture(scope="module")
-def engine(llm: LLM) -> Iterator[AsyncLLM]:
-    with AsyncLLM(llm) as engine:
-        yield engine
-
-
-@pytest.fixture(autouse=True)
-def gives_all_pages_back(llm: LLM) -> Iterator[None]:
-    yield
-    assert_all_pages_are_back(llm)
+pytestmark = pytest.mark.usefixtures("gives_all_pages_back")
 
 
 def client_of(url: str) -> OpenAI:

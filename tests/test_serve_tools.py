@@ -12,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai import OpenAI
 
-from tests.serving import NAME, PATIENCE, assert_all_pages_are_back, serving
-from tests.speech import scripted, speaking_llm
+from tests.serving import NAME, PATIENCE, serving
+from tests.speech import scripted
 from treespec import LLM, AsyncLLM
 from treespec.serve.output_parser import CALL_FORMATS, REASONING_TAGS, REQUIRED_CALLS, OutputParser, Parsed, ToolCall
+
+pytestmark = pytest.mark.usefixtures("gives_all_pages_back")
 
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
 TOOLS: list[Any] = [
@@ -101,23 +103,6 @@ def test_the_parser_reads_anything(pieces: list[str]) -> None:
 
 
 # --- the server
-
-
-@pytest.fixture(scope="module")
-def llm() -> LLM:
-    return speaking_llm(max_num_seqs=3)
-
-
-@pytest.fixture(scope="module")
-def engine(llm: LLM) -> Iterator[AsyncLLM]:
-    with AsyncLLM(llm) as engine:
-        yield engine
-
-
-@pytest.fixture(autouse=True)
-def gives_all_pages_back(llm: LLM) -> Iterator[None]:
-    yield
-    assert_all_pages_are_back(llm)
 
 
 @contextmanager

@@ -150,7 +150,7 @@ def _document(load: Load, model: str, answers: Sequence[Answer], seconds: float,
     tokens, prompt_tokens = sum(answer.tokens for answer in done), sum(answer.prompt_tokens for answer in done)
     document: dict[str, Any] = {
         "date": date,
-        "endpoint_type": "openai-chat",
+        "endpoint_type": "openai",
         "model_id": model,
         "num_prompts": len(answers),
         "request_rate": "inf" if math.isinf(load.request_rate) else load.request_rate,

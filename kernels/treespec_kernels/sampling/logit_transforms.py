@@ -94,16 +94,21 @@ def penalised_row(
     seen = torch.cat((state[1].nonzero()[:, 0], path)).unique()  # few of the vocabulary
     written = (state[1][seen] & (IN_PROMPT - 1)) + (seen[:, None] == path).sum(1)
     old = values[seen]
-    new = torch.where(old > 0, old / repetition, old * repetition)
+    new = torch.where(old > 0, _quotient(old, repetition), old * repetition)
     new = torch.where(written > 0, new - written.float() * frequency - presence, new)
     return values.index_copy(0, seen, new)
+
+
+def _quotient(values: Tensor, divisor: float) -> Tensor:
+    """Divide exactly rounded. On a GPU, torch divides by a number by multiplying with its reciprocal."""
+    return values / values.new_tensor(divisor)
 
 
 def truncated_row(values: Tensor, temperature: float, top_k: int, top_p: float, log_min_p: float) -> Tensor:
     """Divide float32 [vocab] by the temperature, and exclude tokens by top-k, top-p and min-p; unchanged at 0."""
     if temperature == 0:
         return values
-    values = values / temperature
+    values = _quotient(values, temperature)
     if top_k > 0:
         values = keep_best(values, top_k)
     if top_p < 1:

@@ -28,6 +28,9 @@ FORMS = [  # outputs, inputs, bits, groups, zero points
     (64, 192, 4, 2, False),
     (97, 96, 8, 1, False),
     (70, 640, 8, 20, True),
+    (70, 576, 8, 1, False),
+    (64, 512, 4, 4, True),
+    (64, 576, 4, 9, True),
 ]
 
 

@@ -11,20 +11,22 @@ void linear(const Linear& layer, const scalar* x, int64_t rows, void* out, Then 
     const int64_t row_bytes = layer.outputs * (then == ROUND ? sizeof(scalar) : sizeof(float));
     if (layer.integer) return integer_linear(layer, x, rows, out, then, threads);
     if (layer.bits) return quantized_linear(layer, x, rows, out, then, threads);
+    const int64_t panels = (layer.outputs + PANEL - 1) / PANEL;
 #if TILES
-    const bool tiled = rows >= TILED_ROWS && layer.inputs % BLOCK == 0;
-#else
-    constexpr bool tiled = false;
+    if (rows >= TILED_ROWS && layer.inputs % BLOCK == 0) {
+        const scalar* tiles = to_tiles(x, rows, layer.inputs);
+        return parallel(threads, panels, [&](int64_t panel) {
+            for (int64_t r = 0; r < rows; r += MANY)
+                multiply_tiles(layer, panel, tiles + r * layer.inputs, std::min(MANY, rows - r),
+                               (char*)out + r * row_bytes, then);
+        });
+    }
 #endif
-    const factor* factors = tiled ? nullptr : to_factors(x, rows * layer.inputs);
-    parallel(threads, (layer.outputs + PANEL - 1) / PANEL, [&](int64_t panel) {
+    const factor* factors = to_factors(x, rows * layer.inputs);
+    parallel(threads, panels, [&](int64_t panel) {
         const FlushDenormals flushing;
         in_parts(rows, MANY, [&](int64_t r, int64_t count) {
-            void* to = (char*)out + r * row_bytes;
-#if TILES
-            if (tiled) return multiply_tiles(layer, panel, x + r * layer.inputs, count, to, then);
-#endif
-            multiply(layer, panel, factors + r * layer.inputs, count, to, then);
+            multiply(layer, panel, factors + r * layer.inputs, count, (char*)out + r * row_bytes, then);
         });
     });
 }

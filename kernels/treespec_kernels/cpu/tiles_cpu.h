@@ -3,14 +3,7 @@
 // A tile has 16 rows of 64 bytes. Weights are read where they lie: 16 pairs of inputs of a panel, each of 16 outputs.
 // With TILES == 2, the instructions are emulated, so that tests can run on machines without AMX.
 
-#if TILES == 1
-#define TILE_ZERO(t) asm volatile("tilezero %%tmm" #t ::)
-#define TILE_LOAD(t, from, step) \
-    asm volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"(from), "r"(int64_t(step)) : "memory")
-#define TILE_STORE(t, to, step) \
-    asm volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"(to), "r"(int64_t(step)) : "memory")
-#define TILE_MULTIPLY(c, a, b) asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
-#else
+#if TILES == 2
 struct Tile { int64_t rows; alignas(64) uint32_t units[16][16]; };
 inline thread_local Tile tiles[8];
 
@@ -31,12 +24,48 @@ void tile_multiply(Tile& c, const Tile& a, const Tile& b) {
             std::memcpy(&c.units[r][o], &total, sizeof total);
         }
 }
-
-#define TILE_ZERO(t) std::memset(tiles[t].units, 0, sizeof tiles[t].units)
-#define TILE_LOAD(t, from, step) tile_move(tiles[t], (char*)(from), step, false)
-#define TILE_STORE(t, to, step) tile_move(tiles[t], (char*)(to), step, true)
-#define TILE_MULTIPLY(c, a, b) tile_multiply(tiles[c], tiles[a], tiles[b])
 #endif
+
+template <int T> inline void tile_zero() {
+#if TILES == 1
+    asm volatile("tilezero %%tmm%c0" ::"i"(T));
+#else
+    std::memset(tiles[T].units, 0, sizeof tiles[T].units);
+#endif
+}
+
+// Loads rows of 64 bytes, `step` bytes apart.
+template <int T> inline void tile_load(const void* from, int64_t step) {
+#if TILES == 1
+    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(step), "i"(T) : "memory");
+#else
+    tile_move(tiles[T], (char*)from, step, false);
+#endif
+}
+
+template <int T> inline void tile_store(void* to, int64_t step) {
+#if TILES == 1
+    asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(step), "i"(T) : "memory");
+#else
+    tile_move(tiles[T], (char*)to, step, true);
+#endif
+}
+
+template <int C, int A, int B> inline void tile_multiply() {
+#if TILES == 1
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+#else
+    tile_multiply(tiles[C], tiles[A], tiles[B]);
+#endif
+}
+
+// Calls body(0), ..., body(N - 1) with constants of the compiler.
+template <int N, class Body> inline __attribute__((always_inline)) void with_all(Body body) {
+    if constexpr (N > 0) {
+        with_all<N - 1>(body);
+        body(std::integral_constant<int, N - 1>());
+    }
+}
 
 // Number of rows from which on tiles are used. In a prototype on Sapphire Rapids, SmolLM2's products of two rows took
 // 8.9 ms in tiles and 9.5 ms by vdpbf16ps; with 4-bit weights, which have to be widened for tiles, 3.6 ms by either.
@@ -68,77 +97,99 @@ class TileRows {
     }
 };
 
-// Adds the products of at most 16 rows with BLOCK inputs of a panel to tiles 0 to 3.
-inline void multiply_wide(const uint16_t* w, const uint16_t* x, int64_t k) {
-    TILE_LOAD(4, x, 2 * k);
-    TILE_LOAD(6, w, 4 * PANEL);
-    TILE_MULTIPLY(0, 4, 6);
-    TILE_LOAD(7, w + 32, 4 * PANEL);
-    TILE_MULTIPLY(1, 4, 7);
-    TILE_LOAD(6, w + 64, 4 * PANEL);
-    TILE_MULTIPLY(2, 4, 6);
-    TILE_LOAD(7, w + 96, 4 * PANEL);
-    TILE_MULTIPLY(3, 4, 7);
+constexpr int64_t TILE_ROWS = 16, SUM_BYTES = PANEL * sizeof(float);  // rows of a tile, and bytes of a row of sums
+constexpr int64_t ROW_SCALARS = 32, TILE_SCALARS = TILE_ROWS * ROW_SCALARS;
+
+// Copies activations tile by tile: [blocks of 16 rows][blocks of 32 inputs][16][32], valid until the next call. The
+// `sharing` groups of inputs, `group` blocks each, whose rows share a tile lie below each other in it, and zeros beside
+// them.
+inline const uint16_t* to_tiles(const uint16_t* x, int64_t rows, int64_t inputs, int64_t group = 1,
+                                int64_t sharing = 1) {
+    static thread_local std::vector<uint16_t> memory;
+    const int64_t blocks = inputs / BLOCK, row_blocks = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    memory.resize((row_blocks * blocks + 1) * TILE_SCALARS);
+    if (sharing > 1) std::fill(memory.begin(), memory.end(), 0);
+    uint16_t* tiled = (uint16_t*)((uintptr_t(memory.data()) + 63) / 64 * 64);
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t b = 0; b < blocks; b++) {
+            const int64_t row = r % TILE_ROWS + b / group % sharing * (TILE_ROWS / sharing);
+            uint16_t* to = tiled + (r / TILE_ROWS * blocks + b) * TILE_SCALARS + row * ROW_SCALARS;
+            std::memcpy(to, x + r * inputs + b * BLOCK, ROW_SCALARS * sizeof *x);
+        }
+    return tiled;
 }
 
-// Adds the products of 16 rows and of the further ones with one half of a panel to tiles 0 and 2, and 1 and 3.
-inline void multiply_tall(const uint16_t* w, int64_t half, const uint16_t* x, int64_t k) {
-    const uint16_t* further = x + 16 * k;
-    w += half * PANEL;
-    for (int64_t i = 0; i < k; i += BLOCK, w += BLOCK * PANEL) {
-        for (int64_t j = 0; half == 0 && j < BLOCK * PANEL; j += 32) __builtin_prefetch(w + 2 * BLOCK * PANEL + j);
-        TILE_LOAD(4, x + i, 2 * k);
-        TILE_LOAD(5, further + i, 2 * k);
-        TILE_LOAD(6, w, 4 * PANEL);
-        TILE_MULTIPLY(0, 4, 6);
-        TILE_MULTIPLY(1, 5, 6);
-        TILE_LOAD(7, w + 32, 4 * PANEL);
-        TILE_MULTIPLY(2, 4, 7);
-        TILE_MULTIPLY(3, 5, 7);
-    }
+// Adds the products of a block of rows and BLOCK inputs of a panel to tiles 0 to 3.
+inline void multiply_wide(const void* w, const uint16_t* x) {
+    tile_load<4>(x, 64);
+    with_all<4>([&](auto j) {
+        tile_load<6 + j % 2>((const char*)w + 64 * j, 4 * PANEL);
+        tile_multiply<j, 4, 6 + j % 2>();
+    });
+}
+
+// Adds the products of two blocks of rows, `further` scalars apart, and BLOCK inputs of half of a panel: of the first
+// block to tiles 0 and 2, of the second one to 1 and 3.
+inline void multiply_tall(const void* w, const uint16_t* x, int64_t further) {
+    tile_load<4>(x, 64);
+    tile_load<5>(x + further, 64);
+    with_all<2>([&](auto j) {
+        tile_load<6 + j>((const char*)w + 64 * j, 4 * PANEL);
+        tile_multiply<2 * j, 4, 6 + j>();
+        tile_multiply<2 * j + 1, 5, 6 + j>();
+    });
+}
+
+// Stores the sums of `multiply_wide`, [16, PANEL].
+inline void store_wide(void* sums) {
+    with_all<4>([&](auto j) { tile_store<j>((char*)sums + 64 * j, SUM_BYTES); });
+}
+
+// Stores the sums of `multiply_tall`, [32, PANEL].
+inline void store_tall(void* sums, int64_t half) {
+    with_all<4>([&](auto j) {
+        tile_store<j>((char*)sums + j % 2 * TILE_ROWS * SUM_BYTES + 128 * half + j / 2 * 64, SUM_BYTES);
+    });
 }
 
 inline void zero_tiles() {
-    TILE_ZERO(0); TILE_ZERO(1); TILE_ZERO(2); TILE_ZERO(3);
+    with_all<4>([](auto j) { tile_zero<j>(); });
 }
 
-constexpr int64_t SUM_BYTES = PANEL * sizeof(float);  // of a row
-
-// Loads the sums that `store_wide` stored.
-inline void load_wide(const vec (*sums)[VECS]) {
-    const char* from = (const char*)sums;
-    TILE_LOAD(0, from, SUM_BYTES); TILE_LOAD(1, from + 64, SUM_BYTES);
-    TILE_LOAD(2, from + 128, SUM_BYTES); TILE_LOAD(3, from + 192, SUM_BYTES);
+// Loads the sums of `multiply_tall`, or of `multiply_wide`.
+inline void load_tiles(const void* sums, bool is_tall, int64_t half) {
+    if (is_tall)
+        with_all<4>([&](auto j) {
+            tile_load<j>((const char*)sums + j % 2 * TILE_ROWS * SUM_BYTES + 128 * half + j / 2 * 64, SUM_BYTES);
+        });
+    else with_all<4>([&](auto j) { tile_load<j>((const char*)sums + 64 * j, SUM_BYTES); });
 }
 
-// Stores the sums of `multiply_wide`.
-inline void store_wide(vec (*sums)[VECS]) {
-    char* to = (char*)sums;
-    TILE_STORE(0, to, SUM_BYTES); TILE_STORE(1, to + 64, SUM_BYTES);
-    TILE_STORE(2, to + 128, SUM_BYTES); TILE_STORE(3, to + 192, SUM_BYTES);
-}
-
-// Multiplies a panel with at most MANY rows; the number of inputs is a multiple of BLOCK.
+// Multiplies a panel with at most MANY rows; the number of inputs is a multiple of BLOCK. x: from `to_tiles`.
 void multiply_tiles(const Linear& layer, int64_t panel, const uint16_t* x, int64_t rows, void* out, Then then) {
-    const int64_t k = layer.inputs, step = SUM_BYTES;
+    const int64_t k = layer.inputs;
     const uint16_t* w = (const uint16_t*)layer.weight + panel * PANEL * k;
     alignas(64) vec sums[MANY][VECS];
-    char* to = (char*)sums;
-    if (rows <= 16) {
+    const auto fetch = [&](const uint16_t* from) {
+        for (int64_t j = 0; j < BLOCK * PANEL; j += 32) __builtin_prefetch(from + 2 * BLOCK * PANEL + j);
+    };
+    if (rows <= TILE_ROWS) {
         const TileRows configured(rows, rows);
         zero_tiles();
-        for (int64_t i = 0; i < k; i += BLOCK, w += BLOCK * PANEL) {
-            for (int64_t j = 0; j < BLOCK * PANEL; j += 32) __builtin_prefetch(w + 2 * BLOCK * PANEL + j);
-            multiply_wide(w, x + i, k);
+        for (int64_t i = 0; i < k; i += BLOCK, w += BLOCK * PANEL, x += TILE_SCALARS) {
+            fetch(w);
+            multiply_wide(w, x);
         }
         store_wide(sums);
     } else {
-        const TileRows configured(16, rows - 16);
-        for (int64_t half = 0; half < 2; half++, to += 128) {
+        const TileRows configured(TILE_ROWS, rows - TILE_ROWS);
+        for (int64_t half = 0; half < 2; half++) {
             zero_tiles();
-            multiply_tall(w, half, x, k);
-            TILE_STORE(0, to, step); TILE_STORE(2, to + 64, step);
-            TILE_STORE(1, to + 16 * step, step); TILE_STORE(3, to + 16 * step + 64, step);
+            for (int64_t i = 0; i < k; i += BLOCK) {
+                if (half == 0) fetch(w + i * PANEL);
+                multiply_tall(w + i * PANEL + half * PANEL, x + i * TILE_ROWS, k * TILE_ROWS);
+            }
+            store_tall(sums, half);
         }
     }
     finish(layer, panel, sums, rows, out, then);

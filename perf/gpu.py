@@ -36,7 +36,7 @@ from torch import Tensor
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.bench.prompts import held_out_prompts
 from treespec.bench.run import commit
-from treespec.cache import KVCache
+from treespec.cache.kv_cache import KVCache
 from treespec.graphs.batch_round import BatchRound
 from treespec.graphs.round_inputs import RoundInput, RoundLimits
 from treespec.graphs.stack_passes import ModelStack

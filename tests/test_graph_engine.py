@@ -13,7 +13,7 @@ import torch
 from tests.models import greedy, open_llm, random_prompts, tiny, tokens_of
 from treespec import LLM, LLMEngine, SamplingParams, SpecConfig
 from treespec.drafters.ssm.captured_ssms import CapturedSsms
-from treespec.executors.execution import follow
+from treespec.engine.execution import follow
 from treespec.graphs.graph_executor import GraphExecutor
 from treespec.graphs.round_inputs import RoundInput, RoundLimits
 from treespec.graphs.sampling_state import SamplingState

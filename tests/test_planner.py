@@ -11,8 +11,8 @@ import pytest
 from tests.exactness import differences, run
 from tests.models import greedy, make_draft, new_folder, open_llm, random_prompts, tiny, tree_of
 from treespec import LLM, SpecConfig
-from treespec.draft_plan import Drafted
 from treespec.drawing.recording import watch
+from treespec.planning.draft_plan import Drafted
 from treespec.planning.learning import CREDIT, RETRY_CREDIT
 from treespec.planning.planner import Planner
 from treespec.planning.round_costs import CostCurve, RoundSeconds

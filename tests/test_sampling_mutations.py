@@ -13,7 +13,7 @@ from tests import test_mutations
 from tests.exactness import Run, differences, run
 from tests.models import OracleDrafter, open_llm, random_prompts, tiny, tree_of
 from treespec import SamplingParams, SpecConfig
-from treespec.executors.host_executor import HostExecutor
+from treespec.engine.host_executor import HostExecutor
 from treespec.sampling import transforms as sampling
 from treespec.sampling.noise import Noise
 from treespec.sampling.sampler import Sampler

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from treespec.config import SpecConfig
+from treespec.config.configs import SpecConfig
 from treespec.errors import RequestError, TreespecError
 from treespec.sampling.logprobs import Logprob
 from treespec.sampling.restriction import Restriction

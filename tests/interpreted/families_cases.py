@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from tests.families import TYPICAL, make_model, small
 from tests.models import greedy, make_draft, new_folder, open_llm, random_prompts
 from treespec import SpecConfig
-from treespec.cache import KVCache
+from treespec.cache.kv_cache import KVCache
 from treespec.graphs.batch_round import BatchRound
 from treespec.models.attention import make_attention
 from treespec.models.model_config import ModelConfig

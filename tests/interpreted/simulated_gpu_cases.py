@@ -22,10 +22,11 @@ from tests.interpreted.tuning_cases import PlannedClock
 from tests.models import LONGROPE, greedy, make_draft, make_llama, new_folder, open_llm, random_prompts, tokens_of
 from tests.simulated_gpu import Gpu
 from treespec import LLM, SpecConfig
-from treespec.cache import KVCache
+from treespec.cache.kv_cache import KVCache
+from treespec.engine.execution import Execution
+from treespec.engine.host_executor import HostExecutor
+from treespec.engine.runner import Runner
 from treespec.errors import ConfigError, KernelError
-from treespec.executors.execution import Execution
-from treespec.executors.host_executor import HostExecutor
 from treespec.graphs.batch_round import BatchRound
 from treespec.graphs.graph_executor import GraphExecutor
 from treespec.graphs.round_inputs import RoundInput
@@ -35,7 +36,6 @@ from treespec.models.attention import make_attention
 from treespec.models.model_config import ModelConfig
 from treespec.models.triton_decoder import TritonDecoder
 from treespec.request import Request
-from treespec.runner import Runner
 from treespec_kernels.aot.launches import Launch
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.launch.predecessors import wait_for_predecessors

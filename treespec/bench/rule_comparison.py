@@ -9,7 +9,7 @@ import numpy as np
 from treespec.bench.bootstrap import COVERAGE, RESAMPLES, interval, resampled_lengths
 from treespec.bench.measure import Sample
 from treespec.bench.modes import PLAIN, Mode
-from treespec.config import SpecConfig
+from treespec.config.configs import SpecConfig
 from treespec.errors import ConfigError
 from treespec.verification.verify import RANDOM_DRAWS, VERIFICATIONS
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from treespec.config import SpecConfig
+from treespec.config.configs import SpecConfig
 from treespec.errors import ConfigError, RequestError, short_repr
 from treespec.inputs import TextPrompt, TokensPrompt
 from treespec.outputs import CompletionOutput, RequestMetrics, RequestOutput

@@ -7,20 +7,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from treespec.draft_plan import Drafted, DraftPlan
 from treespec.drafters.calls import may_draft
 from treespec.drafters.draft_sources import DraftSources
 from treespec.drafters.ssm.captured_ssms import CapturedSsms
-from treespec.executors.execution import Execution, StageClock, VerifiedRequest
+from treespec.engine.execution import Execution, StageClock, VerifiedRequest
+from treespec.engine.runner import Runner
 from treespec.graphs.batch_round import BatchRound
 from treespec.graphs.capture import Rounds
 from treespec.graphs.round_inputs import MAX_ENDS, RoundInput
 from treespec.graphs.sampling_state import RequestTransforms
 from treespec.graphs.verify_stage import MAX_LOGPROBS, RoundResult
+from treespec.planning.draft_plan import Drafted, DraftPlan
 from treespec.planning.planner import PLAIN
 from treespec.planning.round_costs import RoundSeconds
 from treespec.request import Request
-from treespec.runner import Runner
 from treespec.sampling.row_transforms import runs_by_kernels
 from treespec.tree import TokenTree
 from treespec_kernels.tree.growth_limits import SEEDS

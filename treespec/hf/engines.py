@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from treespec.config import AUTO_NODES, SpecConfig
+from treespec.config.configs import AUTO_NODES, SpecConfig
 from treespec.errors import CacheMemoryError, RequestError
 from treespec.llm import LLM
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from treespec.adapter.source import Source, check_inputs
-from treespec.config import SpecConfig
+from treespec.config.configs import SpecConfig
 from treespec.errors import RequestError
 from treespec.hf.checks import (
     Prompts,

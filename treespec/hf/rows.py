@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treespec.config import SpecConfig
+from treespec.config.configs import SpecConfig
 from treespec.errors import ConfigError, RequestError, describe_error
 from treespec.request import Request
 from treespec.sampling.sampler import Sampler

@@ -37,7 +37,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from treespec.draft_plan import NOTHING_DRAFTED, Drafted, DraftPlan
+from treespec.planning.draft_plan import NOTHING_DRAFTED, Drafted, DraftPlan
 from treespec.planning.learning import MARGIN, Calibration, RoundShapes, SpeculationBackoff, TreeYield
 from treespec.planning.round_costs import CostCurve, CostedBatch, RoundCosts, RoundSeconds
 from treespec.request import Request

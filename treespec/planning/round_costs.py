@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from treespec.draft_plan import Drafted
+from treespec.planning.draft_plan import Drafted
 from treespec.request import Request
 
 # The host's work in a round: "plain": plain decoding; "search": sources are asked and propose nothing; "tree": trees

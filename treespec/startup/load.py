@@ -14,7 +14,7 @@ from treespec.adapter.decoder import AdapterDecoder, open_adapter
 from treespec.adapter.mtp import MtpDecoder, MtpForm, MtpHead, open_mtp
 from treespec.adapter.source import Source
 from treespec.adapter.trace import AdapterConfig
-from treespec.cache import FeatureShape
+from treespec.cache.kv_cache import FeatureShape
 from treespec.drafters.foreign.vocabularies import Draft, fit_weights
 from treespec.errors import ModelError
 from treespec.models.attention import make_attention

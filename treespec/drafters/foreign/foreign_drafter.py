@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treespec.cache import KVCache
-from treespec.draft_plan import Prices
+from treespec.cache.kv_cache import KVCache
 from treespec.drafters.foreign.retokenize import Context, Translation
 from treespec.models.decoder import Decoder
+from treespec.planning.draft_plan import Prices
 from treespec.request import Request
 from treespec.tree import TokenTree
 from treespec_kernels.attention.tree_batch import RequestRows

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treespec.cache import KVCache
-from treespec.draft_plan import Prices
+from treespec.cache.kv_cache import KVCache
 from treespec.drafters.evidence import SeedEvidence
 from treespec.drafters.foreign.foreign_drafter import DrawsFor, ForeignDrafter, ForeignState, roots
 from treespec.drafters.foreign.retokenize import Translation
@@ -22,6 +21,7 @@ from treespec.drafters.ssm.drawn_forest import DrawnForest
 from treespec.drafters.ssm.forest import Forest, SsmProbs, TreeLimits
 from treespec.drafters.ssm.ssm_state import grown_masks
 from treespec.models.decoder import Decoder
+from treespec.planning.draft_plan import Prices
 from treespec.request import Request
 from treespec.tree import TokenTree
 from treespec.verification.oracle import RandomOracle

@@ -11,8 +11,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 import torch
 
-from treespec.cache import KVCache
-from treespec.draft_plan import Drafted
+from treespec.cache.kv_cache import KVCache
 from treespec.drafters.ssm.blocks import level_probs, score_blocks, unread_of
 from treespec.drafters.ssm.drawn_forest import DrawnForest
 from treespec.drafters.ssm.forest import Forest, SsmProbs
@@ -22,6 +21,7 @@ from treespec.drafters.ssm.ssm_state import SsmState, outputs_of
 from treespec.models.block_draft import BlockDraft
 from treespec.models.decoder import Pass
 from treespec.models.group_model import GroupModel, StepModel
+from treespec.planning.draft_plan import Drafted
 from treespec.request import Request
 from treespec_kernels.cpu.growth_cpu import DraftInputs
 from treespec_kernels.tree.level_rule import LevelRule

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from treespec.cache import KVCache
+from treespec.cache.kv_cache import KVCache
 from treespec.drafters.ssm.drawn_forest import DrawnForest
 from treespec.drafters.ssm.forest import Forest, Frontier
 from treespec.drafters.ssm.ssm_state import grown_masks

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from treespec.cache import KVCache
-from treespec.draft_plan import Drafted, DraftPlan
+from treespec.cache.kv_cache import KVCache
 from treespec.drafters.evidence import SeedEvidence
 from treespec.drafters.ssm.catch_up import MIN_LAG, CatchUpPolicy
 from treespec.drafters.ssm.drawn_forest import DrawnForest
@@ -24,6 +23,7 @@ from treespec.drafters.ssm.levels import DraftModelCache, levels_for, stop_unpro
 from treespec.drafters.ssm.scoring import Rows
 from treespec.drafters.ssm.ssm_state import SsmState, open_mass
 from treespec.models.group_model import GroupModel
+from treespec.planning.draft_plan import Drafted, DraftPlan
 from treespec.request import Request
 from treespec.tree import TokenTree
 from treespec.trust import WINDOW, Trust

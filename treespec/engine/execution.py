@@ -9,8 +9,8 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from treespec.draft_plan import Drafted
 from treespec.drafters.calls import Committing, Failures
+from treespec.planning.draft_plan import Drafted
 from treespec.planning.planner import PlannedRound, Planner
 from treespec.planning.round_costs import RoundSeconds
 from treespec.request import Request

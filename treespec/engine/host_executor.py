@@ -2,15 +2,15 @@
 
 from collections.abc import Callable, Sequence
 
-from treespec.draft_plan import DraftPlan
 from treespec.drafters.calls import call_propose
 from treespec.drafters.draft_sources import DraftSources
 from treespec.drafters.foreign.foreign_drafter import ForeignDrafter
+from treespec.engine.execution import Execution, StageClock, VerifiedRequest
+from treespec.engine.runner import Choices, Runner
 from treespec.errors import DraftError, RequestError
-from treespec.executors.execution import Execution, StageClock, VerifiedRequest
+from treespec.planning.draft_plan import DraftPlan
 from treespec.planning.planner import Planner
 from treespec.request import Request
-from treespec.runner import Choices, Runner
 from treespec.tree import TokenTree, merge
 from treespec.verification.verify import Verified, verify_greedy
 

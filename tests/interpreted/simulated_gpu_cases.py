@@ -273,16 +273,15 @@ def assert_launched_ahead(gpu: Gpu, llm: LLM, options: dict[str, Any]) -> None:
         plain = tokens_of(llm.generate(PROMPTS, greedy(12, **options), spec="off"))
     params = [greedy(12, **options), greedy(12, stop_token_ids=[plain[1][6]], **options)]
     expected = [plain[0], plain[1][: plain[1].index(plain[1][6]) + 1]]
-    launch = BatchRound.launch
+    draft = BatchRound.draft
 
-    def watched(batch: BatchRound, requests: Sequence[RoundInput], levels: int, *rest: Any) -> Any:
-        results = launch(batch, requests, levels, *rest)
+    def watched(batch: BatchRound, requests: Sequence[RoundInput], levels: int, *rest: Any) -> None:
+        draft(batch, requests, levels, *rest)
         followed.append((levels > 0, batch.has_followed))
-        return results
 
     with (
         rounds_wait_for_nothing(gpu),
-        mock.patch.object(BatchRound, "launch", watched),
+        mock.patch.object(BatchRound, "draft", watched),
         mock.patch("treespec.graphs.graph_executor.STEADY_ROUNDS", 0),
     ):
         for spec in ("off", TREES, "off", TREES):  # twice, since a graph is captured at its first use

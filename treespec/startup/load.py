@@ -19,7 +19,14 @@ from treespec.drafters.foreign.vocabularies import Draft, fit_weights
 from treespec.errors import ModelError
 from treespec.models.attention import make_attention
 from treespec.models.attention_triton import TritonAttention
-from treespec.models.block_draft import BlockDraft, DFlashDraft, MarkovBias, ParallelDraft, ParallelEagle
+from treespec.models.block_draft import (
+    BlockDraft,
+    DFlashDraft,
+    MarkovBias,
+    ParallelDraft,
+    ParallelEagle,
+    StateProjection,
+)
 from treespec.models.compiled import CompiledDecoder
 from treespec.models.decoder import Decoder
 from treespec.models.feature_head import Eagle3Head, EagleHead, FeatureHead, FusedPairs, TorchPairs
@@ -278,9 +285,11 @@ class Loader:
             form.mask_token,
             form.block_size,
             form.predicts_next,
-            [features.layers.index(layer) for layer in config.layers],
-            self._linear(decoder, *self._fitted(weights.fc, None)),
-            weights.state_norm,
+            StateProjection(
+                [features.layers.index(layer) for layer in config.layers],
+                self._linear(decoder, *self._fitted(weights.fc, None)),
+                weights.state_norm,
+            ),
             None if weights.markov is None else self._make_bias(decoder, weights.markov),
         )
 

@@ -17,7 +17,8 @@ from tests.libraries import LIBRARIES
 from tests.models import assert_same_tree
 from tests.quantized_checkpoints import needs_compiler
 from tests.test_forest import EVIDENCE, VOCAB, random_case
-from treespec.drafters.ssm.forest import CompiledForest, Forest, SsmProbs, TreeLimits
+from treespec.drafters.ssm.compiled_forest import CompiledForest
+from treespec.drafters.ssm.forest import Forest, SsmProbs, TreeLimits
 from treespec.drafters.ssm.levels import stop_unprofitable
 from treespec.tree import TokenTree
 from treespec_kernels.attention.tree_batch import PAGE_SIZE
@@ -28,7 +29,7 @@ from treespec_kernels.cpu.growth_cpu import (
     DraftInputs,
     DraftModels,
     DraftSampling,
-    GrownLevels,
+    ScoredRows,
     TreePlaces,
     growth_library,
 )
@@ -297,12 +298,12 @@ def in_one_call(case: Case) -> Grown:
     for draft, i in zip(models.drafts, ssms, strict=True):
         assert drafted is not None and not case.ssms[i].errors
         counts[i] = draft.passes, draft.tree_passes
-        owners = drafted.row_owners[case.active[drafted.row_owners, i]].tolist()
+        owners = drafted.owners[case.active[drafted.owners, i]].tolist()
         read, own = np.split(drafted.scores[ssms.index(i)], [draft.num_read])
         scores[i] = list(zip(owners, own, strict=True))
         for expected, found in zip(probs_of_read_tokens(case, i, roots) if passes.reads else [], read, strict=True):
             np.testing.assert_array_equal(expected, found)
-    broken = [] if drafted is None else drafted.row_owners[drafted.broken].tolist()
+    broken = [] if drafted is None else drafted.owners[drafted.broken].tolist()
     return Grown(forest.finish(names(case)), forest.depth, scores, counts, broken)
 
 
@@ -365,6 +366,6 @@ def test_drafts_of_sampling_requests_predict_the_choice_with_its_noise(part: int
 def test_parts_of_the_scored_nodes() -> None:
     """By level, or the whole of it if there is only one tree."""
     owners = np.array([0, 2, 0, 0, 2, 2, 2])
-    drafted = GrownLevels(None, [], [2, 3, 2], owners, owners, owners > 5, [])  # type: ignore[arg-type]
+    drafted = ScoredRows([2, 3, 2], owners, owners > 5, [])
     assert list(drafted.runs()) == [(0, 1), (2, 1), (0, 2), (2, 1), (2, 2)]
-    assert list(drafted._replace(row_owners=np.full(7, 3)).runs()) == [(3, 7)]
+    assert list(drafted._replace(owners=np.full(7, 3)).runs()) == [(3, 7)]

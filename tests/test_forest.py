@@ -11,7 +11,8 @@ from tests.libraries import LIBRARIES
 from tests.models import assert_same_tree, tree_of
 from tests.quantized_checkpoints import needs_compiler
 from treespec.drafters.evidence import SeedEvidence
-from treespec.drafters.ssm.forest import CompiledForest, Forest, SsmProbs, TreeLimits
+from treespec.drafters.ssm.compiled_forest import CompiledForest
+from treespec.drafters.ssm.forest import Forest, SsmProbs, TreeLimits
 from treespec.drafters.ssm.ssm_state import grown_masks
 from treespec.tree import TokenTree
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows

@@ -17,7 +17,6 @@ from treespec.cache.prefix_cache import PrefixCache
 from treespec.config.configs import EngineConfig
 from treespec.config.engine_options import EngineOptions
 from treespec.drafters.draft_sources import DraftSources
-from treespec.drafters.foreign.vocabularies import Draft, foreign_drafters
 from treespec.drafters.lookup.lookup_drafter import LookupDrafter
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 from treespec.engine.engine import Engine
@@ -37,6 +36,7 @@ from treespec.startup.load import libraries_folder
 from treespec.startup.memory import MemoryPlan, plan_memory
 from treespec.startup.options import Resolved, resolve
 from treespec.startup.selftest import differing_rows, proven_rounds
+from treespec.startup.vocabularies import Draft, foreign_drafters
 from treespec_kernels.attention.tree_batch import PAGE_SIZE
 from treespec_kernels.cpu.cpu_library import CompileError, find_compiler
 from treespec_kernels.cpu.lookup_cpu import lookup_library

@@ -15,7 +15,6 @@ from treespec.adapter.mtp import MtpDecoder, MtpForm, MtpHead, open_mtp
 from treespec.adapter.source import Source
 from treespec.adapter.trace import AdapterConfig
 from treespec.cache.kv_cache import FeatureShape
-from treespec.drafters.foreign.vocabularies import Draft, fit_weights
 from treespec.errors import ModelError
 from treespec.models.attention import make_attention
 from treespec.models.attention_triton import TritonAttention
@@ -35,6 +34,7 @@ from treespec.models.model_config import ModelConfig
 from treespec.models.state_head import MedusaHeads, MlpSpeculator, SpeculatorStep, StateHead
 from treespec.models.triton_decoder import TritonDecoder
 from treespec.startup import cost_measurement as costs
+from treespec.startup.vocabularies import Draft, fit_weights
 from treespec_kernels.cpu.cpu_library import CompileError, find_compiler
 from treespec_kernels.cpu.decoder_cpu import PairInputs
 from treespec_kernels.cpu.decoder_library import DTYPES, build

@@ -1,6 +1,6 @@
 """Levels and frontiers of growing trees on the host.
 
-They are shared by growth in numpy (treespec/drafters/ssm/forest.py) and in C++ (`growth_cpu`).
+They are shared by growth in numpy (treespec/drafters/ssm/forest.py) and in C++ (compiled_forest.py beside it).
 """
 
 from itertools import pairwise

@@ -5,10 +5,8 @@ the host adds static branching, and removes nodes early that cannot be among a t
 tree.
 """
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -17,10 +15,8 @@ import torch
 
 from treespec.drafters.evidence import SeedEvidence
 from treespec.tree import Draws, TokenTree, join_seed_tree
-from treespec_kernels.cpu.growth_cpu import CallPasses, GrownLevels, TreeGrowth
 from treespec_kernels.sampling.logit_transforms import topk_rows
-from treespec_kernels.tree.growth_limits import CHILDREN, FRONTIER, SEEDS, frontier_width, level_widths
-from treespec_kernels.tree.level_rule import LevelRule
+from treespec_kernels.tree.growth_limits import CHILDREN, FRONTIER, SEEDS, frontier_width
 from treespec_kernels.tree.tree_levels import Frontier, Level
 from treespec_kernels.tree.tree_merge import merge_children
 
@@ -89,6 +85,10 @@ class TreeLimits:
     nodes: int
     branching: Sequence[int] | None
     end_tokens: tuple[int, ...]
+
+    def children_at(self, depth: int) -> int:
+        """Return the static number of children of a node of this depth; 0 = chosen by value."""
+        return self.branching[min(depth, len(self.branching) - 1)] if self.branching else 0
 
 
 class Forest:
@@ -220,8 +220,7 @@ class Forest:
 
     def children_at(self, owner: int) -> int:
         """Return the maximum number of children of a frontier node of one tree."""
-        branching = self.limits[owner].branching
-        return branching[min(self.depth, len(branching) - 1)] if branching else self.max_children
+        return self.limits[owner].children_at(self.depth) or self.max_children
 
     def _kept(self, owner: int, rows: np.ndarray, level: Level) -> np.ndarray:
         """Return which new nodes of one tree are kept: bool [num_nodes].
@@ -320,100 +319,6 @@ class Forest:
             tree = join_seed_tree(tree, seed_tree, nodes.seeds - self.seeds.first[owner], complete)
             slot_of_node = np.concatenate([slot_of_node, np.full(len(tree) - count, -1)])
         return tree, slot_of_node
-
-
-class CompiledForest(Forest):
-    """`Forest` with compiled growth, by one C++ call per level, or for all levels; bit-identical."""
-
-    def __init__(
-        self,
-        seed_trees: Sequence[TokenTree],
-        limits: Sequence[TreeLimits],
-        num_ssms: int,
-        evidence: SeedEvidence,
-        library: ctypes.CDLL,
-        max_children: int = CHILDREN,
-        max_frontier: int = FRONTIER,
-    ):
-        super().__init__(seed_trees, limits, num_ssms, evidence, max_children, max_frontier)
-        seed_nodes = self.seeds
-        self._growth = TreeGrowth(
-            library,
-            num_ssms,
-            [limit.max_depth for limit in limits],
-            [max(limit.nodes, 1) for limit in limits],
-            [s.end_tokens for s in limits],
-            (seed_nodes.children, seed_nodes.tokens.astype(np.int64), seed_nodes.probs, seed_nodes.ratios),
-            max_children,
-            max_frontier,
-        )
-        self._weights: Sequence[np.ndarray] | None = None
-        self._mixture = np.empty(0)  # `_weights` as one float32 array
-
-    def extend(self, ssm_probs: Sequence[SsmProbs], weights: Sequence[np.ndarray]) -> np.ndarray:
-        scored = self.frontier
-        slices = scored.slices()
-        for owner, part in slices.items():
-            self.slots[owner].append(scored.nodes[part])
-        branching = np.array(self._branching(self.depth))
-        widest = max(self.children_at(owner) for owner in slices)
-        mixture = self._mix(weights)
-        grown = self._growth.extend(scored, self._size, self.depth, ssm_probs, mixture, branching, widest)
-        level, frontier, broken = grown
-        self._append(level, [len(level.tokens)], frontier)
-        return broken
-
-    def draft(
-        self, passes: CallPasses, weights: Sequence[np.ndarray], rule: LevelRule, adaptive: Sequence[bool]
-    ) -> GrownLevels:
-        """Run the SSMs' passes and extend the trees from their roots by all levels, in one call.
-
-        Args:
-            passes: the SSMs' passes.
-            weights: as in `extend`.
-            rule: ends adaptive trees early.
-            adaptive: by tree; empty if no tree is adaptive.
-        """
-        roots, depth = self.frontier, max(limit.max_depth for limit in self.limits)
-        branching = [self._branching(level) for level in range(depth)]
-        room = self.max_children, self.room
-        drafted = self._growth.draft(roots, passes, self._mix(weights), branching, *room, rule, adaptive)
-        for owner in roots.owners.tolist():
-            self.slots[owner].append(drafted.row_nodes[drafted.row_owners == owner])
-        self._append(drafted.nodes, drafted.level_nodes, roots.select(slice(0)))
-        return drafted
-
-    @cached_property
-    def room(self) -> tuple[int, int]:
-        """Maximum numbers of nodes, and of nodes to expand, that trees grow from their roots."""
-        widest = max([self.max_children, *(max(limit.branching) for limit in self.limits if limit.branching)])
-        nodes = expanded = 0
-        for limit in self.limits:
-            widths = level_widths(limit.max_depth, limit.branching, self.max_frontier)
-            expanded += sum(widths)
-            nodes += sum(widths) * (
-                max(limit.branching) if limit.branching else self.num_ssms * widest + self.seeds.width
-            )
-        return nodes, expanded
-
-    def _mix(self, weights: Sequence[np.ndarray]) -> np.ndarray:
-        """Return the mixture weights as one array: float32 [num_trees, num_ssms]."""
-        if self._weights is not weights:
-            self._weights, self._mixture = weights, np.array(weights, dtype=np.float32)
-            assert np.isfinite(self._mixture).all()
-        return self._mixture
-
-    def _branching(self, depth: int) -> list[int]:
-        """Return the static number of children per node of a depth, by tree; 0 = chosen by value."""
-        branchings = (limit.branching for limit in self.limits)
-        return [children[min(depth, len(children) - 1)] if children else 0 for children in branchings]
-
-    def _append(self, nodes: Level, level_nodes: Sequence[int], frontier: Frontier) -> None:
-        """Append one or more levels, and set the frontier."""
-        self._levels.append(nodes)
-        self._level_nodes += level_nodes
-        self._size += len(nodes.tokens)
-        self.frontier = frontier
 
 
 def top_tokens(probs: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:

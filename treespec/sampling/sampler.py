@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treespec.config.configs import RANDOM_DRAWS
 from treespec.errors import RequestError
 from treespec.sampling.noise import Noise
 from treespec.sampling.restriction import Restriction
@@ -17,7 +18,7 @@ from treespec.sampling_params import SamplingParams
 from treespec.tree import TokenTree
 from treespec.utils.torch_state import one_thread
 from treespec.verification.oracle import RandomOracle
-from treespec.verification.verify import RANDOM_DRAWS, Verified, verify_drawn
+from treespec.verification.verify import Verified, verify_drawn
 from treespec_kernels.sampling.coupled_choice import RowNoise
 from treespec_kernels.sampling.row_topk import row_topk_triton
 

@@ -29,7 +29,7 @@ from tests.models import edit_config, greedy, make_draft, new_folder, open_llm, 
 from tests.quantized_checkpoints import needs_compiler
 from tests.tokenizers_made import TEXT, byte_level, save_tokenizer
 from treespec import RoundRecord, SamplingParams, SpecConfig
-from treespec.drafters.ssm.compiled_forest import CompiledForest
+from treespec.drafters.ssm.forest import CompiledForest
 from treespec.drafters.ssm.levels import DraftModelCache
 from treespec.errors import ModelError
 from treespec_weights import CheckpointError, UnsupportedModelError

@@ -31,9 +31,9 @@ from tests.quantized_checkpoints import needs_compiler
 from tests.test_compile_families import fitting
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.drafters.ssm import ssm_drafter as ssm
-from treespec.drafters.ssm.compiled_forest import CompiledForest
-from treespec.drafters.ssm.forest import Forest
+from treespec.drafters.ssm.forest import CompiledForest
 from treespec.drafters.ssm.levels import DraftModelCache, PlannedLevels
+from treespec.drafters.ssm.reference_forest import ReferenceForest
 from treespec.tree import TokenTree
 
 pytestmark = needs_compiler
@@ -62,7 +62,7 @@ def recorded(llm: LLM) -> Iterator[Recorded]:
         yield found
 
 
-class NumpyForest(Forest):
+class NumpyForest(ReferenceForest):
     """Takes what a `CompiledForest` takes."""
 
     def __init__(self, *parts: Any):

@@ -17,9 +17,9 @@ from tests.libraries import LIBRARIES
 from tests.models import assert_same_tree
 from tests.quantized_checkpoints import needs_compiler
 from tests.test_forest import EVIDENCE, VOCAB, random_case
-from treespec.drafters.ssm.compiled_forest import CompiledForest
-from treespec.drafters.ssm.forest import Forest, SsmProbs, TreeLimits
+from treespec.drafters.ssm.forest import CompiledForest, Forest, SsmProbs, TreeLimits
 from treespec.drafters.ssm.levels import stop_unprofitable
+from treespec.drafters.ssm.reference_forest import ReferenceForest
 from treespec.tree import TokenTree
 from treespec_kernels.attention.tree_batch import PAGE_SIZE
 from treespec_kernels.cpu.cpu_library import find_compiler
@@ -228,7 +228,7 @@ class Grown(NamedTuple):
 
 
 def by_levels(case: Case) -> Grown:
-    forest = case.forest(Forest)
+    forest = case.forest(ReferenceForest)
     scores: list[list[tuple[int, np.ndarray]]] = [[] for _ in case.ssms]
     counts, broken = [(0, 0)] * len(case.ssms), []
     last_open_mass, rule = forest.open_mass(), case.rule.select(case.places)

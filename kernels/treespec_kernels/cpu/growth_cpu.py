@@ -2,7 +2,7 @@
 
 A call assigns slots to the frontier, runs the SSMs' passes over it, merges their proposals with those of other sources,
 selects the next frontier, and goes on with it while another level pays. The source is `growth_cpu.cpp`, the reference
-treespec_kernels/tree/tree_merge.py, and the caller `CompiledForest` in treespec/drafters/ssm/compiled_forest.py.
+treespec_kernels/tree/tree_merge.py, and the caller `CompiledForest` in treespec/drafters/ssm/forest.py.
 """
 
 import ctypes

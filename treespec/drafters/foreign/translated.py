@@ -18,6 +18,7 @@ from treespec.drafters.foreign.foreign_drafter import DrawsFor, ForeignDrafter, 
 from treespec.drafters.foreign.retokenize import Translation
 from treespec.drafters.ssm.drawn_forest import DrawnForest
 from treespec.drafters.ssm.forest import Forest, SsmProbs, TreeLimits
+from treespec.drafters.ssm.reference_forest import ReferenceForest
 from treespec.drafters.ssm.ssm_state import grown_masks, rows_of_level
 from treespec.models.decoder import Decoder
 from treespec.planning.draft_plan import Prices
@@ -100,7 +101,7 @@ class TranslatedDrafter(ForeignDrafter):
             for request, depth in zip(requests, depths, strict=True)
         ]
         if not random:
-            return Forest(roots(requests), limits, 1, SeedEvidence())
+            return ReferenceForest(roots(requests), limits, 1, SeedEvidence())
         oracles, adaptive = [self._oracle(request) for request in requests], [r.spec.is_adaptive for r in requests]
         return DrawnForest(requests, roots(requests), limits, oracles, adaptive, self.prices.least_value)
 

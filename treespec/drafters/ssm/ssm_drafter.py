@@ -16,11 +16,11 @@ import numpy as np
 from treespec.cache.kv_cache import KVCache
 from treespec.drafters.evidence import SeedEvidence
 from treespec.drafters.ssm.catch_up import MIN_LAG, CatchUpPolicy
-from treespec.drafters.ssm.compiled_forest import CompiledForest
 from treespec.drafters.ssm.drawn_forest import DrawnForest
-from treespec.drafters.ssm.forest import Forest, TreeLimits
+from treespec.drafters.ssm.forest import CompiledForest, Forest, TreeLimits
 from treespec.drafters.ssm.group_draft import CATCH_UP_CHUNK, GroupDraft, GrowingTrees, group_draft
 from treespec.drafters.ssm.levels import DraftModelCache, levels_for, stop_unprofitable
+from treespec.drafters.ssm.reference_forest import ReferenceForest
 from treespec.drafters.ssm.scoring import Rows
 from treespec.drafters.ssm.ssm_state import SsmState, open_mass
 from treespec.models.group_model import GroupModel
@@ -105,7 +105,7 @@ class SsmDrafter:
                 oracles = [self._oracle(request) for request in of_kind]
                 forest = DrawnForest(of_kind, seeds, limits, oracles, adaptive, rule.least_value)
             elif (library := self.models[0].growth) is None:
-                forest = Forest(seeds, limits, len(self.models), self.evidence)
+                forest = ReferenceForest(seeds, limits, len(self.models), self.evidence)
             else:
                 forest = CompiledForest(seeds, limits, len(self.models), self.evidence, library)
             self._grow(GrowingTrees(of_kind, states, forest, adaptive, rule.select(group), self.drafted))

@@ -36,7 +36,7 @@ from torch import Tensor
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.bench.prompts import held_out_prompts
 from treespec.bench.run import commit
-from treespec.cache import KVCache
+from treespec.cache.kv_cache import KVCache
 from treespec.graphs.batch_round import BatchRound
 from treespec.graphs.round_inputs import RoundInput, RoundLimits
 from treespec.graphs.stack_passes import ModelStack
@@ -291,7 +291,8 @@ def check_round(bench: Bench) -> Figures:
     drawing = 0.0, 0.0, 0, 0, np.zeros(0)
     round_input = RoundInput(context, [5], passes.pages, (), *drawing, depth, count, 0.0, context + PAGE_SIZE)
     for _ in range(2):  # the second is a replay
-        [result] = batch.launch([round_input], depth, count, search=lambda: [tree])()
+        batch.draft([round_input], depth, count, search=lambda: [tree])
+        [result] = batch.verify()()
         if differing or result.tokens != choices[1:]:
             raise AssertionError(f"{differing} rows differ; the round gave {result.tokens}, not {choices[1:]}")
     return {"rows": len(path), "tokens": len(result.tokens)}

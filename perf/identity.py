@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from treespec import LLM, RequestOutput, RoundRecord, SamplingParams, SpecConfig
 from treespec.bench.run import commit
-from treespec.runner import Runner
+from treespec.engine.runner import Runner
 from treespec_weights import default_folder, default_names
 
 TIE = 1e-4  # logits whose difference is below this fraction of the row's RMS are a rounding tie

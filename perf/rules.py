@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from treespec import LLM, RequestOutput, SamplingParams, SpecConfig
 from treespec.bench.prompts import choose
-from treespec.config import DRAWS
+from treespec.config.configs import DRAWS
 from treespec.sampling.sampler import Sampler
 from treespec.text.prompt_files import read_prompts
 from treespec.tree import TokenTree

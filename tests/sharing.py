@@ -15,7 +15,7 @@ from tests.lookups import inside
 from tests.models import VOCAB, greedy
 from tests.speech import altered_logits
 from treespec import LLM, SpecConfig
-from treespec.cache import KVCache
+from treespec.cache.kv_cache import KVCache
 from treespec.drafters.foreign.foreign_drafter import ForeignDrafter
 from treespec.drafters.lookup.lookup_drafter import LookupDrafter
 from treespec.models.decoder import Decoder

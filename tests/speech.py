@@ -18,8 +18,8 @@ from torch import Tensor
 from tests.exactness import prefixes_of
 from tests.models import VOCAB, OracleDrafter, new_folder, open_llm, tiny
 from treespec import LLM
+from treespec.engine.runner import Choices
 from treespec.request import Request
-from treespec.runner import Choices
 from treespec.tree import TokenTree
 
 END = "<|end|>"

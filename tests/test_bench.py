@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-import treespec.executors.host_executor
+import treespec.engine.host_executor
 from tests.commands import run
 from tests.models import make_llama, new_folder, open_llm, random_prompts, tiny
 from tests.tokenizers_made import TEXT, byte_level, save_tokenizer
@@ -158,7 +158,7 @@ def test_a_planted_fault_is_reported(ids_file: Path, lent_engine: None, monkeypa
         path, bonus = verify_greedy(tree, choices)
         return Verified(path, (bonus + (len(tree) > 1)) % 512)
 
-    monkeypatch.setattr(treespec.executors.host_executor, "verify_greedy", wrong_bonus)
+    monkeypatch.setattr(treespec.engine.host_executor, "verify_greedy", wrong_bonus)
     [plain, tree] = bench(chosen)["runs"][0]["modes"]
     assert plain["mismatches"] == 0 and tree["mismatches"] > 0
 

@@ -20,13 +20,13 @@ from treespec.bench.profile import MEANING, profiled
 from treespec.bench.report import summarise
 from treespec.bench.rule_comparison import PAIRS, default_branching, intervals, parse_rules, rule_modes
 from treespec.bench.run import bench
+from treespec.config.configs import RANDOM_DRAWS, VERIFICATIONS
+from treespec.engine import execution
+from treespec.engine.execution import StageClock
 from treespec.errors import ConfigError
-from treespec.executors import execution
-from treespec.executors.execution import StageClock
 from treespec.planning.round_costs import RoundSeconds
 from treespec.sampling.noise import Noise
 from treespec.text.prompt_files import Prompt
-from treespec.verification.verify import RANDOM_DRAWS, VERIFICATIONS
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from treespec.cache import KVCache, pages_for
+from treespec.cache.kv_cache import KVCache, pages_for
 from treespec_kernels.attention.tree_batch import PAGE_SIZE
 from treespec_weights import ModelShape
 

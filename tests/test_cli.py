@@ -14,7 +14,7 @@ import pytest
 from tokenizers import ByteLevelBPETokenizer
 from typer.testing import CliRunner
 
-import treespec.executors.host_executor
+import treespec.engine.host_executor
 from tests.commands import ROOT, program, run
 from tests.libraries import share_libraries
 from tests.models import CURVE, make_draft, make_llama, open_llm, tree_of
@@ -23,7 +23,7 @@ from treespec.cli import app
 from treespec.cli.generate import pairs_of_seconds, speed_up, summary
 from treespec.cli.group import uses_colour
 from treespec.drawing.recording import picture, record_rounds, watch
-from treespec.executors.round_record import RoundRecord
+from treespec.engine.round_record import RoundRecord
 from treespec.startup import cost_measurement as costs
 from treespec.tree import TokenTree
 from treespec.utils.tables import table
@@ -197,7 +197,7 @@ def test_check_finds_a_planted_difference(loaded: LLM, monkeypatch: pytest.Monke
             rounds.append(found)
         return found._replace(bonus=(found.bonus + 1) % VOCAB) if len(tree) > 1 and len(rounds) == 2 else found
 
-    monkeypatch.setattr(treespec.executors.host_executor, "verify_greedy", one_wrong)
+    monkeypatch.setattr(treespec.engine.host_executor, "verify_greedy", one_wrong)
     ran = run("generate", PROMPT, "--max-tokens", 24, "--check", "--json", code=1)
     position = sum(len(found.path) for found in rounds[:2]) - 1
     assert ran.document["identical"] is False
@@ -293,7 +293,7 @@ def test_a_bug_keeps_its_traceback(loaded: LLM, monkeypatch: pytest.MonkeyPatch)
     def broken(*_: Any) -> Verified:
         raise ValueError("no user's error")
 
-    monkeypatch.setattr(treespec.executors.host_executor, "verify_greedy", broken)
+    monkeypatch.setattr(treespec.engine.host_executor, "verify_greedy", broken)
     result = CliRunner().invoke(app, ["generate", PROMPT])
     assert isinstance(result.exception, ValueError) and result.exit_code == 1
     loaded.engine.check_integrity()
@@ -303,7 +303,7 @@ def test_ctrl_c(loaded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: Any) -> Verified:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(treespec.executors.host_executor, "verify_greedy", interrupted)
+    monkeypatch.setattr(treespec.engine.host_executor, "verify_greedy", interrupted)
     ran = run("generate", PROMPT, "--model", "embedded", code=130)
     assert ran.stderr == "interrupted\n"
     assert run("generate", PROMPT, "--json", code=130).document["error"]["message"] == "interrupted"

@@ -31,7 +31,7 @@ from tests.models import (
 from tests.quantized_checkpoints import needs_compiler
 from tests.test_decoder_parity import our_logits, their_logits
 from treespec import SpecConfig
-from treespec.cache import KVCache
+from treespec.cache.kv_cache import KVCache
 from treespec.errors import ExactnessError
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.cpu.cpu_library import find_compiler

@@ -31,10 +31,10 @@ from tests.quantized_checkpoints import needs_compiler
 from tests.test_compile_families import fitting
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.drafters.ssm import ssm_drafter as ssm
-from treespec.drafters.ssm.forest import Forest
+from treespec.drafters.ssm.forest import CompiledForest
 from treespec.drafters.ssm.levels import DraftModelCache, PlannedLevels
+from treespec.drafters.ssm.reference_forest import ReferenceForest
 from treespec.tree import TokenTree
-from treespec_kernels.cpu.growth_cpu import TreeGrowth
 
 pytestmark = needs_compiler
 
@@ -62,7 +62,7 @@ def recorded(llm: LLM) -> Iterator[Recorded]:
         yield found
 
 
-class NumpyForest(Forest):
+class NumpyForest(ReferenceForest):
     """Takes what a `CompiledForest` takes."""
 
     def __init__(self, *parts: Any):
@@ -103,7 +103,7 @@ def test_trees_are_those_of_the_general_path(name: str) -> None:
         with recorded(llm) as found:
             return tokens_of(llm.generate(prompts, params, spec)), found
 
-    with mock.patch.object(TreeGrowth, "draft", autospec=True, side_effect=TreeGrowth.draft) as whole_levels:
+    with mock.patch.object(CompiledForest, "draft", autospec=True, side_effect=CompiledForest.draft) as whole_levels:
         ours, compiled = run()
     assert bool(whole_levels.call_count) != (name == "traversal")
 

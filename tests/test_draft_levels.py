@@ -19,6 +19,7 @@ from tests.quantized_checkpoints import needs_compiler
 from tests.test_forest import EVIDENCE, VOCAB, random_case
 from treespec.drafters.ssm.forest import CompiledForest, Forest, SsmProbs, TreeLimits
 from treespec.drafters.ssm.levels import stop_unprofitable
+from treespec.drafters.ssm.reference_forest import ReferenceForest
 from treespec.tree import TokenTree
 from treespec_kernels.attention.tree_batch import PAGE_SIZE
 from treespec_kernels.cpu.cpu_library import find_compiler
@@ -28,7 +29,7 @@ from treespec_kernels.cpu.growth_cpu import (
     DraftInputs,
     DraftModels,
     DraftSampling,
-    GrownLevels,
+    ScoredRows,
     TreePlaces,
     growth_library,
 )
@@ -227,7 +228,7 @@ class Grown(NamedTuple):
 
 
 def by_levels(case: Case) -> Grown:
-    forest = case.forest(Forest)
+    forest = case.forest(ReferenceForest)
     scores: list[list[tuple[int, np.ndarray]]] = [[] for _ in case.ssms]
     counts, broken = [(0, 0)] * len(case.ssms), []
     last_open_mass, rule = forest.open_mass(), case.rule.select(case.places)
@@ -297,12 +298,12 @@ def in_one_call(case: Case) -> Grown:
     for draft, i in zip(models.drafts, ssms, strict=True):
         assert drafted is not None and not case.ssms[i].errors
         counts[i] = draft.passes, draft.tree_passes
-        owners = drafted.row_owners[case.active[drafted.row_owners, i]].tolist()
+        owners = drafted.owners[case.active[drafted.owners, i]].tolist()
         read, own = np.split(drafted.scores[ssms.index(i)], [draft.num_read])
         scores[i] = list(zip(owners, own, strict=True))
         for expected, found in zip(probs_of_read_tokens(case, i, roots) if passes.reads else [], read, strict=True):
             np.testing.assert_array_equal(expected, found)
-    broken = [] if drafted is None else drafted.row_owners[drafted.broken].tolist()
+    broken = [] if drafted is None else drafted.owners[drafted.broken].tolist()
     return Grown(forest.finish(names(case)), forest.depth, scores, counts, broken)
 
 
@@ -365,6 +366,6 @@ def test_drafts_of_sampling_requests_predict_the_choice_with_its_noise(part: int
 def test_parts_of_the_scored_nodes() -> None:
     """By level, or the whole of it if there is only one tree."""
     owners = np.array([0, 2, 0, 0, 2, 2, 2])
-    drafted = GrownLevels(None, [], [2, 3, 2], owners, owners, owners > 5, [])  # type: ignore[arg-type]
+    drafted = ScoredRows([2, 3, 2], owners, owners > 5, [])
     assert list(drafted.runs()) == [(0, 1), (2, 1), (0, 2), (2, 1), (2, 2)]
-    assert list(drafted._replace(row_owners=np.full(7, 3)).runs()) == [(3, 7)]
+    assert list(drafted._replace(owners=np.full(7, 3)).runs()) == [(3, 7)]

@@ -11,7 +11,7 @@ from tests.exactness import assert_exact, run
 from tests.models import assert_same_tree, greedy, open_llm, random_prompts, tiny
 from treespec import LLM, SpecConfig
 from treespec.drawing.recording import watch
-from treespec.executors.round_record import RoundRecord
+from treespec.engine.round_record import RoundRecord
 from treespec.tree import TokenTree
 from treespec.trust import Trust
 

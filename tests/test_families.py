@@ -16,9 +16,9 @@ from tests.exactness import assert_exact, differences, run
 from tests.families import CASES, TYPICAL, VOCAB, WINDOW, make_model
 from tests.models import OracleDrafter, greedy, make_draft, new_folder, open_llm, quick, random_prompts, tree_of
 from treespec import LLM, SamplingParams, SpecConfig
+from treespec.engine.runner import tree_rows
 from treespec.models.decoder import HiddenStates
 from treespec.request import Request
-from treespec.runner import tree_rows
 from treespec.tree import TokenTree
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.tuning.testing import assert_close

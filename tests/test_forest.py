@@ -12,6 +12,7 @@ from tests.models import assert_same_tree, tree_of
 from tests.quantized_checkpoints import needs_compiler
 from treespec.drafters.evidence import SeedEvidence
 from treespec.drafters.ssm.forest import CompiledForest, Forest, SsmProbs, TreeLimits
+from treespec.drafters.ssm.reference_forest import ReferenceForest
 from treespec.drafters.ssm.ssm_state import grown_masks
 from treespec.tree import TokenTree
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
@@ -50,7 +51,7 @@ def compiled(*parts: Any, **limits: int) -> CompiledForest:
 
 
 FORESTS = pytest.mark.parametrize(
-    "kind", [pytest.param(Forest, id="numpy"), pytest.param(compiled, id="compiled", marks=needs_compiler)]
+    "kind", [pytest.param(ReferenceForest, id="numpy"), pytest.param(compiled, id="compiled", marks=needs_compiler)]
 )
 
 
@@ -74,7 +75,7 @@ def test_trees_are_those_of_the_ops(part: int) -> None:
     count = 0
     for number in range(part, 840, 8):
         case = growth_case(number)
-        ours, theirs = grown_on_host(case, Forest), grown_on_host(case, compiled)
+        ours, theirs = grown_on_host(case, ReferenceForest), grown_on_host(case, compiled)
         for tree, other in zip(ours, theirs, strict=True):
             assert_same_tree(tree, other)
             assert tree.values.tolist() == other.values.tolist(), number
@@ -200,7 +201,7 @@ def test_compiled_trees_are_those_of_numpy(seed: int) -> None:
     weights = [np.where(on, rng.uniform(0.1, 1, num_ssms), 0) for on in active]
     weights = [own / own.sum() for own in weights]
     limits = {"max_children": int(rng.integers(1, 10)), "max_frontier": int(rng.integers(1, 9))}
-    pair = [kind(seeds, shapes, num_ssms, EVIDENCE, **limits) for kind in (Forest, compiled)]
+    pair = [kind(seeds, shapes, num_ssms, EVIDENCE, **limits) for kind in (ReferenceForest, compiled)]
     vocab = int(rng.choice([4, VOCAB, 64, 200, 1027]))
     while len(pair[0].frontier.nodes):
         at = pair[0].frontier

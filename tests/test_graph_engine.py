@@ -13,7 +13,7 @@ import torch
 from tests.models import greedy, open_llm, random_prompts, tiny, tokens_of
 from treespec import LLM, LLMEngine, SamplingParams, SpecConfig
 from treespec.drafters.ssm.captured_ssms import CapturedSsms
-from treespec.executors.execution import follow
+from treespec.engine.execution import follow
 from treespec.graphs.graph_executor import GraphExecutor
 from treespec.graphs.round_inputs import RoundInput, RoundLimits
 from treespec.graphs.sampling_state import SamplingState
@@ -54,19 +54,22 @@ class ScriptedRounds:
         assert context <= self.limits.max_context
         return self
 
-    def launch(
+    def draft(
         self,
         requests: Sequence[RoundInput],
         levels: int,
         nodes: int,
         logprobs: bool,
         search: Callable[[], Sequence[TokenTree | None]] | None,
-    ) -> Callable[[], list[RoundResult]]:
+    ) -> None:
         proposals = [None] * len(requests) if search is None else list(search())
         self.proposals.append(proposals)
         self.seen.append((list(requests), levels, nodes))
-        results = [self._result(*each, levels) for each in zip(requests, proposals, strict=True)]
+        self._results = [self._result(*row, levels) for row in zip(requests, proposals, strict=True)]
         self.in_flight = True
+
+    def verify(self) -> Callable[[], list[RoundResult]]:
+        results = self._results
 
         def read() -> list[RoundResult]:
             self.in_flight = False
@@ -195,16 +198,16 @@ def test_the_host_learns_while_the_device_computes() -> None:
     """From the round before, in the middle of each; from the last one when its requests end."""
     llm, rounds, prompts, _ = scripted(3)
     learned, before = 0, []
-    observe, launch = Planner.observe, ScriptedRounds.launch
+    observe, verify = Planner.observe, ScriptedRounds.verify
 
     def count(planner: Planner, *arguments: Any) -> None:
         nonlocal learned
         observe(planner, *arguments)
         learned += 1
 
-    def watched(*arguments: Any) -> Callable[[], list[RoundResult]]:
+    def watched(scripted_rounds: ScriptedRounds) -> Callable[[], list[RoundResult]]:
         before.append(learned)
-        results = launch(*arguments)
+        results = verify(scripted_rounds)
 
         def read() -> list[RoundResult]:
             assert learned == len(rounds.seen) - 1
@@ -212,7 +215,7 @@ def test_the_host_learns_while_the_device_computes() -> None:
 
         return read
 
-    with mock.patch.object(Planner, "observe", count), mock.patch.object(ScriptedRounds, "launch", watched):
+    with mock.patch.object(Planner, "observe", count), mock.patch.object(ScriptedRounds, "verify", watched):
         llm.generate(prompts, greedy(21), spec=SpecConfig(nodes=8, sources=("ssm",)))
     assert before == [0, *range(len(rounds.seen) - 1)] and learned == len(rounds.seen) > 4
 

@@ -17,7 +17,7 @@ from tests.quantized_checkpoints import needs_compiler
 from tests.sharing import samples
 from tests.test_compile_families import fitting
 from treespec import LLM, SpecConfig
-from treespec.runner import Runner
+from treespec.engine.runner import Runner
 
 ORIGINAL = 64
 COUNT = 16

@@ -12,11 +12,11 @@ from torch import Tensor
 from tests import test_drafts, test_tree
 from tests.exactness import Run, differences, run
 from tests.models import OracleDrafter, greedy, open_llm, random_prompts, tiny
-from treespec import LLM, SpecConfig, runner
-from treespec.cache import KVCache
+from treespec import LLM, SpecConfig
+from treespec.cache.kv_cache import KVCache
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
+from treespec.engine import host_executor, runner
 from treespec.errors import ExactnessError
-from treespec.executors import host_executor
 from treespec.models.decoder import Decoder
 from treespec.request import Request
 from treespec.tree import TokenTree, merge

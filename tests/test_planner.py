@@ -11,8 +11,8 @@ import pytest
 from tests.exactness import differences, run
 from tests.models import greedy, make_draft, new_folder, open_llm, random_prompts, tiny, tree_of
 from treespec import LLM, SpecConfig
-from treespec.draft_plan import Drafted
 from treespec.drawing.recording import watch
+from treespec.planning.draft_plan import Drafted
 from treespec.planning.learning import CREDIT, RETRY_CREDIT
 from treespec.planning.planner import Planner
 from treespec.planning.round_costs import CostCurve, RoundSeconds
@@ -47,6 +47,10 @@ def planner_at(gain: float, requests: list[Request]) -> Planner:
     return planner
 
 
+def cut(planner: Planner, requests: list[Request], trees: list[TokenTree]) -> list[TokenTree]:
+    return [tree.best(size) for tree, size in zip(trees, planner.sizes(requests, trees), strict=True)]
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 def test_cut_keeps_what_is_worth_its_rows(batch: int) -> None:
     """Against every possible number of rows: the best by tokens promised less the price of their time."""
@@ -55,7 +59,7 @@ def test_cut_keeps_what_is_worth_its_rows(batch: int) -> None:
         requests = [request_of() for _ in range(batch)]
         trees = [random_tree(rng, int(rng.integers(1, 24))) for _ in requests]
         planner = planner_at(gain, requests)
-        kept = planner.cut(requests, trees)
+        kept = cut(planner, requests, trees)
         for tree in kept:
             tree.check_integrity()
         values = np.sort(np.concatenate([tree.values[1:] for tree in trees]))[::-1]
@@ -71,7 +75,7 @@ def test_an_int_is_obeyed() -> None:
     requests = [request_of(SpecConfig(nodes=7)), request_of()]
     trees = [random_tree(np.random.default_rng(i), 20) for i in range(2)]
     planner = planner_at(50.0, requests)  # time is too dear for any node
-    assert [len(tree) for tree in planner.cut(requests, trees)] == [7, 1]
+    assert [len(tree) for tree in cut(planner, requests, trees)] == [7, 1]
 
 
 def test_a_level_is_drafted_where_it_promises_more_than_its_time() -> None:
@@ -146,7 +150,7 @@ def test_measured_seconds_correct_the_curve() -> None:
         planner, request = Planner(COST), request_of()
         for _ in range(100):
             planner.draft_plans([request], 256)
-            tree = planner.cut([request], [tree_of(3, {(5,): 0.9})])[0]
+            tree = cut(planner, [request], [tree_of(3, {(5,): 0.9})])[0]
             seconds = np.array([3 * COST.draft(1, 1, 1), 0.0, float(COST.verify(len(tree))), 1e-4])
             planner.observe([request], [tree], [2], RoundSeconds(*(slowness * seconds)), Drafted(1, 1, 1))
         assert planner.costs.draft_scale == pytest.approx(3, rel=0.01)
@@ -186,7 +190,7 @@ def test_a_request_that_failed_does_not_count() -> None:
     """The target computed NaN for one of three: the round is learned from the two others."""
     planner, requests = Planner(COST), [request_of() for _ in range(3)]
     planner.draft_plans(requests, 256)
-    trees = planner.cut(requests, [tree_of(3, {(5,): 0.9})] * 3)
+    trees = cut(planner, requests, [tree_of(3, {(5,): 0.9})] * 3)
     planner.observe(requests[1:], trees[1:], [4, 4], RoundSeconds(1e-3, 0.0, 1e-3, 1e-4), Drafted(1, 1, 3))
     assert planner._state.gain > 1.2
 

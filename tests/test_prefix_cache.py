@@ -12,8 +12,8 @@ from tests.exactness import Prefix, recorded
 from tests.models import VOCAB, greedy, open_llm, random_prompts, tiny, tiny_llm
 from tests.sharing import assert_clean, few_pages
 from treespec import LLM, LLMEngine, SamplingParams, SpecConfig
+from treespec.cache.prefix_cache import PrefixCache, page_keys
 from treespec.errors import RequestError
-from treespec.prefix_cache import PrefixCache, page_keys
 
 SPECS = ("off", SpecConfig(nodes=8, max_depth=3), SpecConfig())
 

@@ -21,8 +21,8 @@ from tests.sampled import idle
 from tests.sharing import remembered
 from tests.speech import checked, speaking_llm
 from treespec import LLM, RequestOutput, SamplingParams, SpecConfig
+from treespec.engine.runner import Runner
 from treespec.errors import RequestError
-from treespec.runner import Runner
 from treespec.sampling.logprobs import Logprob, logprobs_of
 
 LENGTHS = (1, 2, 9, 62, 65, 130)
@@ -166,7 +166,7 @@ def test_who_does_not_ask_does_not_pay() -> None:
 
     assert of_prompts(greedy(2), greedy(2, logprobs=1)) == []
     assert of_prompts(greedy(2, prompt_logprobs=1), greedy(2)) == [64, 36, 49]
-    scored = mock.patch("treespec.runner.logprobs_of", side_effect=logprobs_of)
+    scored = mock.patch("treespec.engine.runner.logprobs_of", side_effect=logprobs_of)
     with scored as called:
         (three,) = llm.generate(prompts[0], greedy(4, prompt_logprobs=1, n=3, temperature=1.0, seed=1))
         assert sum(len(call.args[1]) for call in called.call_args_list) == 149

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from treespec import SpecConfig
-from treespec.draft_plan import Drafted
+from treespec.planning.draft_plan import Drafted
 from treespec.planning.round_costs import CostCurve, RoundCosts, RoundSeconds
 from treespec.request import Request
 from treespec.sampling_params import SamplingParams

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from treespec import SamplingParams, SpecConfig
-from treespec.draft_plan import Drafted
+from treespec.planning.draft_plan import Drafted
 from treespec.planning.learning import RoundShapes, TreeYield
 from treespec.planning.planner import Planner
 from treespec.planning.round_costs import CostCurve, RoundSeconds

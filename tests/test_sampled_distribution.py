@@ -20,9 +20,9 @@ from tests.exactness import recorded
 from tests.models import make_draft, make_llama, new_folder, open_llm, random_prompts, tiny, tiny_llm
 from tests.test_verify import duplicates_skipped, with_draws
 from treespec import LLM, SamplingParams, SpecConfig
-from treespec.config import DRAWS
+from treespec.config.configs import DRAWS
 from treespec.drawing.recording import watch
-from treespec.executors.round_record import RoundRecord
+from treespec.engine.round_record import RoundRecord
 from treespec.planning.planner import Planner
 from treespec.planning.round_costs import CostCurve
 from treespec.sampling import sampler

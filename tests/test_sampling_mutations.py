@@ -13,7 +13,7 @@ from tests import test_mutations
 from tests.exactness import Run, differences, run
 from tests.models import OracleDrafter, open_llm, random_prompts, tiny, tree_of
 from treespec import SamplingParams, SpecConfig
-from treespec.executors.host_executor import HostExecutor
+from treespec.engine.host_executor import HostExecutor
 from treespec.sampling import transforms as sampling
 from treespec.sampling.noise import Noise
 from treespec.sampling.sampler import Sampler
@@ -99,10 +99,10 @@ def test_noise_by_batch_slot_is_seen_in_another_order() -> None:
     llm = open_llm(tiny()[0], max_num_seqs=3)
     prompts, verify_round = random_prompts(LENGTHS), HostExecutor.verify
 
-    def by_slot(self: HostExecutor, scored: Any, *rest: Any) -> Any:
-        for slot, (request, *_) in enumerate(scored):
+    def by_slot(self: HostExecutor, execution: Any, *rest: Any) -> Any:
+        for slot, (request, *_) in enumerate(execution.scored):
             request.sampler.noise = Noise(slot, 0, request.sampler.noise.vocab_size)
-        return verify_round(self, scored, *rest)
+        return verify_round(self, execution, *rest)
 
     for faulty in (False, True):
         with Patch.context() as patch:

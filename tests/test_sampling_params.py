@@ -11,12 +11,12 @@ import pytest
 from tests.models import greedy, tiny_llm
 from tests.scripts import run_script
 from treespec import LLM, EngineArgs, FlexibleArgumentParser, SamplingParams, SpecConfig, StructuredOutputsParams
-from treespec.engine_options import EngineOptions
+from treespec.config.engine_options import EngineOptions
+from treespec.config.vllm_options import absent_options
 from treespec.errors import ConfigError
 from treespec.training.run import train_drafts
 from treespec.training.settings import TrainingSettings
 from treespec.utils.options import VLLM
-from treespec.vllm_options import absent_options
 
 LLM_DEFAULTS = {name: each.default for name, each in list(inspect.signature(LLM).parameters.items())[:-1]}
 

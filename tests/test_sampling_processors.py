@@ -94,7 +94,7 @@ def test_rows_are_sampled_on_one_thread_and_processors_run_on_the_callers() -> N
 
     params = SamplingParams(logits_processors=[processor], temperature=0.5)
     transforms = Spy(params, len(PROMPT), (0,), (), 20, CPU)
-    sampler = Sampler(params, PROMPT, (0,), (), 20, CPU, seed=1, transforms=transforms)
+    sampler = Sampler(params, transforms, (0,), 20, CPU, seed=1)
     with threads(2):
         sampler.choose(random_logits(20, 1, torch.bfloat16), PROMPT)
         assert torch.get_num_threads() == 2

@@ -12,11 +12,11 @@ from tests.models import open_llm, random_prompts, tiny, tiny_llm
 from tests.sharing import Driven, assert_clean, departures, drive, few_pages, guarded, part_ways, samples
 from tests.test_poison import POISON, poisoned
 from treespec import LLM, SpecConfig
-from treespec.cache import NO_PAGES, KVCache, pages_for
+from treespec.cache.kv_cache import NO_PAGES, KVCache, pages_for
+from treespec.cache.prefix_cache import Prefix
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
-from treespec.prefix_cache import Prefix
+from treespec.engine.scheduler import NO_LENGTHS, Scheduler
 from treespec.request import Request
-from treespec.scheduler import NO_LENGTHS, Scheduler
 from treespec.tree import TokenTree
 
 LENGTHS = (1, 2, 63, 64, 65, 130)
@@ -275,7 +275,7 @@ def test_a_planted_fault_is_seen(fault: str) -> None:
             pool.normal_()  # what a slot holds that nobody wrote
     with Patch.context() as patch:
         if fault == "the tail page is shared":
-            patch.setattr("treespec.scheduler.Scheduler._shared", shares_the_tail)
+            patch.setattr("treespec.engine.scheduler.Scheduler._shared", shares_the_tail)
         elif fault != "none":
             patch.setattr(*FAULTS[fault])
         with nullcontext() if fault == "none" else pytest.raises((AssertionError, IndexError)):

@@ -14,7 +14,7 @@ from tests.sharing import assert_clean, drive, few_pages, guarded, part_ways, sa
 from tests.speech import altered_logits
 from tests.test_cache import new_cache
 from treespec import LLM, SpecConfig
-from treespec.cache import pages_for
+from treespec.cache.kv_cache import pages_for
 from treespec.request import Request
 from treespec.tree import TokenTree
 from treespec_kernels.attention.tree_batch import PAGE_SIZE

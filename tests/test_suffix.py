@@ -9,7 +9,7 @@ from tests.exactness import differences, run
 from tests.models import greedy, make_draft, new_folder, open_llm, random_prompts, tiny, tiny_llm
 from tests.speech import checked, scripted, speaking_folder
 from treespec import LLM, SamplingParams, SpecConfig, StructuredOutputsParams
-from treespec.engine_options import MAX_SUFFIX_TOKENS
+from treespec.config.engine_options import MAX_SUFFIX_TOKENS
 from treespec.errors import ConfigError
 
 PROMPTS = random_prompts((17, 20, 9, 31))

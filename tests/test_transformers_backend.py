@@ -27,7 +27,7 @@ from treespec.adapter.row_attention import attend_rows
 from treespec.adapter.source import Source
 from treespec.adapter.trace import reference_attention, trace
 from treespec.adapter.trace import run as run_rows
-from treespec.cache import KVCache
+from treespec.cache.kv_cache import KVCache
 from treespec.errors import CheckpointError, ConfigError, DraftError, ExactnessError, KernelError, ModelError
 from treespec.models.attention import CpuAttention
 from treespec_kernels.attention.tree_attention_cpu import tree_attention_cpu

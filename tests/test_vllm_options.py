@@ -18,9 +18,9 @@ from tests.models import greedy, open_llm, random_prompts, tiny, tiny_llm
 from tests.quantized_checkpoints import quantize_folder
 from tests.speech import END, speaking_folder, speaking_llm
 from treespec import LLM, SamplingParams
-from treespec.engine_options import EngineOptions
+from treespec.config.engine_options import EngineOptions
+from treespec.config.vllm_options import absent_options
 from treespec.errors import ConfigError, RequestError
-from treespec.vllm_options import absent_options
 
 PROMPT = "def add("
 

@@ -48,8 +48,7 @@ PACKAGES: dict[str, dict[str, str]] = {  # by row: name and purpose
         "startup": "reads options, loads and self-tests models, plans memory, measures costs, creates the engine"
     },
     "the round": {
-        "engine.py, scheduler.py": "admit, commit, learn",
-        "executors": "rounds driven\nby the host",
+        "engine": "admits requests, runs rounds\ndriven by the host, commits, learns",
         "graphs": "whole rounds as\nCUDA graphs",
         "planning": "sources, depth, nodes\nfrom measured costs",
     },
@@ -61,14 +60,14 @@ PACKAGES: dict[str, dict[str, str]] = {  # by row: name and purpose
         "text": "tokenizers, chat,\ndetokenizer",
     },
     "models": {
-        "runner.py, cache.py": "target passes,\npaged KV cache",
+        "cache": "paged KV cache,\nshared prefixes",
         "models": "the native decoder,\nheads, block drafts",
         "adapter": "any other architecture,\nby transformers' code",
     },
     "libraries": {
         "treespec_kernels": "C++ and Triton kernels with\nreferences; autotuning",
         "treespec_weights": "safetensors, GGUF, families,\nconversion; embedded models",
-        "config.py, sampling_params, utils": "options and helpers,\nused by all of treespec",
+        "config, sampling_params, utils": "options and helpers,\nused by all of treespec",
     },
 }
 
@@ -120,7 +119,7 @@ def round_svg() -> str:
         (3, 0): ("merge", ["nodes with equal paths", "become one node"], "tree.py", merged),
         (3, 1): ("forward", ["one target pass; a node sees", "the context and its ancestors"], "runner.py", mask),
         (2, 1): ("verify", ["the target's own choices", "select the accepted path"], "verification/", verified),
-        (1, 1): ("compact", ["moves accepted KV slots", "down, drops the others"], "cache.py", slots),
+        (1, 1): ("compact", ["moves accepted KV slots", "down, drops the others"], "kv_cache.py", slots),
         (0, 1): ("commit, learn", ["emits tokens; updates", "drafters and planner"], "engine.py", emitted),
     }
     for (column, row), (title, about, file, draw) in steps.items():

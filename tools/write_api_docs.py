@@ -81,7 +81,7 @@ def options_of(api_object: Any, function: Any) -> Any:
 def of_fields(options: Any) -> list[str]:
     """Return the source of the fields of a dataclass. `**vllm_options` stands for those that only vLLM has."""
     classes = [base for base in reversed(options.__mro__) if base.__module__.startswith("treespec")]
-    own = [base for base in classes if base.__module__ != "treespec.vllm_options"]
+    own = [base for base in classes if base.__module__ != "treespec.config.vllm_options"]
     nodes = [node for base in own for node in definition(base).body if isinstance(node, ast.AnnAssign)]
     texts = ["*" if spell(node.annotation) == "KW_ONLY" else spell(node) for node in nodes]
     if is_dataclass(options) and all(field.kw_only for field in fields(options)):

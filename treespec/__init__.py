@@ -26,9 +26,9 @@ __all__ = [
 
 if TYPE_CHECKING:
     from treespec.async_llm import AsyncLLM
-    from treespec.config import SpecConfig
+    from treespec.config.configs import SpecConfig
     from treespec.drafters.base import Drafter
-    from treespec.executors.round_record import RoundRecord
+    from treespec.engine.round_record import RoundRecord
     from treespec.frontend.engine_args import EngineArgs, FlexibleArgumentParser
     from treespec.inputs import TextPrompt, TokensPrompt
     from treespec.llm import LLM
@@ -50,9 +50,9 @@ _MODULES = {
     "LLM": "treespec.llm",
     "LLMEngine": "treespec.llm_engine",
     "RequestOutput": "treespec.outputs",
-    "RoundRecord": "treespec.executors.round_record",
+    "RoundRecord": "treespec.engine.round_record",
     "SamplingParams": "treespec.sampling_params",
-    "SpecConfig": "treespec.config",
+    "SpecConfig": "treespec.config.configs",
     "StructuredOutputsParams": "treespec.sampling_params.structured_params",
     "TextPrompt": "treespec.inputs",
     "TokenTree": "treespec.tree",

@@ -12,7 +12,8 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, Unpack
 
-from treespec.config import SpecConfig
+from treespec.config.configs import SpecConfig
+from treespec.config.vllm_options import CallOptions
 from treespec.errors import ConfigError, RequestError, TreespecError
 from treespec.frontend.engine_args import EngineArgs
 from treespec.frontend.requests import Prompt, UnreadSamples
@@ -20,7 +21,6 @@ from treespec.llm import LLM, frontend_of, refuse_unknown
 from treespec.outputs import RequestOutput
 from treespec.request import Request
 from treespec.sampling_params import RequestOutputKind, SamplingParams
-from treespec.vllm_options import CallOptions
 
 logger = logging.getLogger("treespec")
 

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple, Unpack
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from treespec.adapter.trace import AdapterConfig
-from treespec.config import SpecConfig
+from treespec.config.configs import SpecConfig
+from treespec.config.engine_options import EngineOptions
+from treespec.config.vllm_options import CALLS, CallOptions, check_absent
 from treespec.drafters.calls import is_custom
-from treespec.engine_options import EngineOptions
+from treespec.engine.round_record import ObserverHandle, RoundObserver
 from treespec.errors import ConfigError, RequestError, reject_unknown, short_repr
-from treespec.executors.round_record import ObserverHandle, RoundObserver
 from treespec.frontend.generation_defaults import check_generation_config, default_sampling_params
 from treespec.frontend.requests import Prompt, RequestFactory, UnreadSamples, as_list, log_rejected
 from treespec.frontend.round_loop import RoundLoop
@@ -32,7 +33,6 @@ from treespec.text.chat import Message, conversations, streamed
 from treespec.text.prompt_tokenizer import Tokenization, UserTokenizer, check_sentencepiece, load_tokenizer
 from treespec.utils.options import built_from
 from treespec.utils.torch_state import on_device, own_passes
-from treespec.vllm_options import CALLS, CallOptions, check_absent
 
 
 class LLM(VllmMethods):

@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Mapping
 from typing import Any, Self, Unpack
 
-from treespec.config import SpecConfig
+from treespec.config.configs import SpecConfig
+from treespec.config.vllm_options import CallOptions
 from treespec.errors import ConfigError, RequestError
 from treespec.frontend.engine_args import EngineArgs
 from treespec.frontend.requests import Prompt
@@ -11,7 +12,6 @@ from treespec.llm import LLM, refuse_unknown
 from treespec.outputs import RequestOutput
 from treespec.request import Request
 from treespec.sampling_params import RequestOutputKind, SamplingParams
-from treespec.vllm_options import CallOptions
 
 
 class LLMEngine:

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from treespec.config import SpecConfig
+from treespec.config.configs import RANDOM_DRAWS, SpecConfig
 from treespec.errors import RequestError, TreespecError
 from treespec.sampling.logprobs import Logprob
 from treespec.sampling.restriction import Restriction
@@ -16,7 +16,6 @@ from treespec.sampling.sampler import Sampler
 from treespec.sampling_params import SamplingParams
 from treespec.text.detokenizer import Detokenizer
 from treespec.trust import Trust
-from treespec.verification.verify import RANDOM_DRAWS
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from tests.families import TYPICAL, make_model, small
 from tests.models import greedy, make_draft, new_folder, open_llm, random_prompts
 from treespec import SpecConfig
-from treespec.cache import KVCache
+from treespec.cache.kv_cache import KVCache
 from treespec.graphs.batch_round import BatchRound
 from treespec.models.attention import make_attention
 from treespec.models.model_config import ModelConfig
@@ -87,7 +87,7 @@ def test_rounds(name: str, folders: dict[str, Path]) -> None:
     prompts, options = random_prompts([PREFIX], vocab=VOCAB), {"max_num_seqs": 1, "max_model_len": 128}
     spec = SpecConfig(nodes=5, max_depth=2, sources=("ssm",))
     llm = open_llm(target, drafts, spec=spec, attention="triton", linear="triton", **options, prove=None)
-    with mock.patch.object(BatchRound, "launch", autospec=True, side_effect=BatchRound.launch) as run:
+    with mock.patch.object(BatchRound, "draft", autospec=True, side_effect=BatchRound.draft) as run:
         [trees] = llm.generate(prompts, greedy(4))
     assert run.call_count, "no round was captured"
     [plain] = open_llm(target, attention="cpu-packed", **options).generate(prompts, greedy(4), spec="off")

@@ -56,7 +56,7 @@ def llm(folders: tuple[Path, list[Path]]) -> LLM:
 
 
 def test_trees_give_the_tokens_of_plain_decoding(llm: LLM, folders: tuple[Path, list[Path]]) -> None:
-    with mock.patch.object(BatchRound, "launch", autospec=True, side_effect=BatchRound.launch) as run:
+    with mock.patch.object(BatchRound, "draft", autospec=True, side_effect=BatchRound.draft) as run:
         trees = llm.generate(PROMPTS, greedy(6), spec=SpecConfig(nodes=8, max_depth=2))
     assert run.call_count, "no round was captured"
     plain = llm.generate(PROMPTS, greedy(6), spec="off")
@@ -90,7 +90,7 @@ def test_drafts_with_a_reduced_vocabulary(folders: tuple[Path, list[Path]]) -> N
                 proposed.setdefault(source, set()).add(int(record.tree.tokens[node]))
 
     llm.add_round_observer(observe)
-    with mock.patch.object(BatchRound, "launch", autospec=True, side_effect=BatchRound.launch) as run:
+    with mock.patch.object(BatchRound, "draft", autospec=True, side_effect=BatchRound.draft) as run:
         trees = llm.generate(PROMPTS, greedy(6), spec=spec)
     assert run.call_count, "no round was captured"
     assert tokens_of(trees) == tokens_of(llm.generate(PROMPTS, greedy(6), spec="off"))
@@ -106,7 +106,7 @@ def test_what_was_written_before_is_guessed(llm: LLM) -> None:
     plain = llm.generate(PROMPTS, greedy(3), spec="off")
     assert llm.stats()["suffix_tokens"] == sum(map(len, PROMPTS)) + 2 * 3
     for sources in (("suffix",), ("ssm", "suffix")):
-        with mock.patch.object(BatchRound, "launch", autospec=True, side_effect=BatchRound.launch) as run:
+        with mock.patch.object(BatchRound, "draft", autospec=True, side_effect=BatchRound.draft) as run:
             trees = llm.generate(PROMPTS, greedy(3), spec=SpecConfig(nodes=8, max_depth=2, sources=sources))
         assert run.call_count, "no round was captured"
         assert tokens_of(trees) == tokens_of(plain)
@@ -154,7 +154,7 @@ def test_prompt_logprobs_are_what_decoding_says_of_the_same_tokens(llm: LLM) -> 
     """In every bit; captured rounds serve who asks for them, as they come from prefill."""
     decoded = llm.generate(PROMPTS, greedy(4, logprobs=2), spec="off")
     texts = [[*one.prompt_token_ids, *one.outputs[0].token_ids] for one in decoded]
-    with mock.patch.object(BatchRound, "launch", autospec=True, side_effect=BatchRound.launch) as run:
+    with mock.patch.object(BatchRound, "draft", autospec=True, side_effect=BatchRound.draft) as run:
         scored = llm.generate(texts, greedy(1, prompt_logprobs=2), spec="off")
     assert run.call_count, "no round was captured"
     for one, other in zip(decoded, scored, strict=True):

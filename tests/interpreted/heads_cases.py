@@ -48,7 +48,7 @@ def test_probabilities_are_those_of_the_eager_pass(kind: str) -> None:
         found = records.setdefault(attention, [])
         with (
             llm.add_round_observer(found.append),
-            mock.patch.object(BatchRound, "launch", autospec=True, side_effect=BatchRound.launch) as run,
+            mock.patch.object(BatchRound, "draft", autospec=True, side_effect=BatchRound.draft) as run,
         ):
             [tree] = llm.generate(prompt, greedy(4), spec=spec)
         assert bool(run.call_count) == on_device
@@ -89,7 +89,7 @@ def test_heads_beside_an_ssm_in_captured_rounds() -> None:
     for params in (greedy(6), greedy(4, temperature=0.9, seed=3)):
         with (
             llm.add_round_observer(records.append),
-            mock.patch.object(BatchRound, "launch", autospec=True, side_effect=BatchRound.launch) as run,
+            mock.patch.object(BatchRound, "draft", autospec=True, side_effect=BatchRound.draft) as run,
         ):
             trees = llm.generate(prompts, params)
         assert run.call_count

@@ -59,7 +59,7 @@ def test_trees_give_the_tokens_of_plain_decoding(
     )
     assert isinstance(llm.engine.runner.target.weights.layers[0].qkv, QuantizedWeight)
     assert [model.quantization for model in llm.engine.sources.ssms.models] == [drafts, drafts]
-    with mock.patch.object(BatchRound, "launch", autospec=True, side_effect=BatchRound.launch) as run:
+    with mock.patch.object(BatchRound, "draft", autospec=True, side_effect=BatchRound.draft) as run:
         trees = llm.generate(PROMPTS, greedy(6), spec=SpecConfig(nodes=8, max_depth=2))
     assert run.call_count, "no round was captured"
     plain = llm.generate(PROMPTS, greedy(6), spec="off")

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.interpreted.tuning_cases import NAME, PlannedClock, changed
 from tests.models import make_draft, make_llama, new_folder
 from tests.quantized_checkpoints import quantize_folder
-from treespec.cache import KVCache
+from treespec.cache.kv_cache import KVCache
 from treespec.cli.kernels import settings_of
 from treespec.models.attention import make_attention
 from treespec.models.model_config import ModelConfig

@@ -8,7 +8,7 @@ import torch
 
 from tests.models import greedy, make_draft, make_llama, new_folder, open_llm, random_prompts
 from treespec import LLM, SamplingParams, SpecConfig
-from treespec.executors.host_executor import HostExecutor
+from treespec.engine.host_executor import HostExecutor
 from treespec.graphs.graph_executor import GraphExecutor
 from treespec.graphs.verify_stage import MAX_LOGPROBS
 

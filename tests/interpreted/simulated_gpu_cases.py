@@ -22,10 +22,11 @@ from tests.interpreted.tuning_cases import PlannedClock
 from tests.models import LONGROPE, greedy, make_draft, make_llama, new_folder, open_llm, random_prompts, tokens_of
 from tests.simulated_gpu import Gpu
 from treespec import LLM, SpecConfig
-from treespec.cache import KVCache
+from treespec.cache.kv_cache import KVCache
+from treespec.engine.execution import Execution
+from treespec.engine.host_executor import HostExecutor
+from treespec.engine.runner import Runner
 from treespec.errors import ConfigError, KernelError
-from treespec.executors.execution import Execution
-from treespec.executors.host_executor import HostExecutor
 from treespec.graphs.batch_round import BatchRound
 from treespec.graphs.graph_executor import GraphExecutor
 from treespec.graphs.round_inputs import RoundInput
@@ -35,7 +36,6 @@ from treespec.models.attention import make_attention
 from treespec.models.model_config import ModelConfig
 from treespec.models.triton_decoder import TritonDecoder
 from treespec.request import Request
-from treespec.runner import Runner
 from treespec_kernels.aot.launches import Launch
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.launch.predecessors import wait_for_predecessors
@@ -273,16 +273,15 @@ def assert_launched_ahead(gpu: Gpu, llm: LLM, options: dict[str, Any]) -> None:
         plain = tokens_of(llm.generate(PROMPTS, greedy(12, **options), spec="off"))
     params = [greedy(12, **options), greedy(12, stop_token_ids=[plain[1][6]], **options)]
     expected = [plain[0], plain[1][: plain[1].index(plain[1][6]) + 1]]
-    launch = BatchRound.launch
+    draft = BatchRound.draft
 
-    def watched(batch: BatchRound, requests: Sequence[RoundInput], levels: int, *rest: Any) -> Any:
-        results = launch(batch, requests, levels, *rest)
+    def watched(batch: BatchRound, requests: Sequence[RoundInput], levels: int, *rest: Any) -> None:
+        draft(batch, requests, levels, *rest)
         followed.append((levels > 0, batch.has_followed))
-        return results
 
     with (
         rounds_wait_for_nothing(gpu),
-        mock.patch.object(BatchRound, "launch", watched),
+        mock.patch.object(BatchRound, "draft", watched),
         mock.patch("treespec.graphs.graph_executor.STEADY_ROUNDS", 0),
     ):
         for spec in ("off", TREES, "off", TREES):  # twice, since a graph is captured at its first use

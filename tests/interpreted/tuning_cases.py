@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.models import tiny
-from treespec.cache import KVCache
+from treespec.cache.kv_cache import KVCache
 from treespec.cli.kernels import settings_of
 from treespec.models import triton_decoder
 from treespec.models.attention import make_attention

@@ -41,14 +41,13 @@ def test_padded_drafts_in_captured_rounds(folders: dict[str, Path], options: dic
     prompts = [[OWN + 1, 3, PADDED - 1], random_prompts([9], vocab=PADDED)[0]]
     guesses = []
 
-    def launch(self: BatchRound, *arguments: object) -> object:
-        results = original(self, *arguments)  # type: ignore[arg-type]
+    def draft(self: BatchRound, *arguments: object) -> None:
+        original(self, *arguments)  # type: ignore[arg-type]
         guesses.append(self._drafts._tokens.amax((1, 2, 3)))  # by source
         assert [stack.groups for stack in self._drafts.stacks] == [1, 1]
-        return results
 
-    original = BatchRound.launch
-    with mock.patch.object(BatchRound, "launch", launch):
+    original = BatchRound.draft
+    with mock.patch.object(BatchRound, "draft", draft):
         # One request ends before the other, which then is alone in a batch.
         trees = llm.generate(prompts, [greedy(2, **options), greedy(7, **options)], spec=SPEC)
     plain = llm.generate(prompts, [greedy(2, **options), greedy(7, **options)], spec="off")

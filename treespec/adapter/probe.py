@@ -23,7 +23,7 @@ from treespec.adapter.route import configs_of, implementation
 from treespec.adapter.source import Source
 from treespec.adapter.trace import AdapterConfig
 from treespec.adapter.upcast import UpcastMode
-from treespec.cache import KVCache, pages_for
+from treespec.cache.kv_cache import KVCache, pages_for
 from treespec.errors import ModelError, describe_error
 from treespec.models.decoder import Decoder
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows

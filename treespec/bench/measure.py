@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from treespec.bench.profile import profiled
-from treespec.config import SpecConfig
+from treespec.config.configs import SpecConfig
 from treespec.errors import RequestError
 from treespec.llm import LLM
 from treespec.sampling_params import SamplingParams

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from treespec.engine import Engine
+from treespec.engine.engine import Engine
 from treespec.sampling.noise import Noise
 
 MEANING = {

@@ -9,9 +9,8 @@ import numpy as np
 from treespec.bench.bootstrap import COVERAGE, RESAMPLES, interval, resampled_lengths
 from treespec.bench.measure import Sample
 from treespec.bench.modes import PLAIN, Mode
-from treespec.config import SpecConfig
+from treespec.config.configs import RANDOM_DRAWS, VERIFICATIONS, SpecConfig
 from treespec.errors import ConfigError
-from treespec.verification.verify import RANDOM_DRAWS, VERIFICATIONS
 
 TEMPERATURE = 0.8  # default for rule comparisons
 PAIRS = (("traversal", "rejection"), ("rejection", "naive"), ("coupled", "naive"), ("traversal", "coupled"))

@@ -21,7 +21,7 @@ from treespec.bench.progress import BenchProgress, Plan
 from treespec.bench.prompts import choose, held_out_prompts
 from treespec.bench.report import DEFINITIONS, best, comparisons, mismatches, summarise
 from treespec.bench.rule_comparison import default_branching, intervals, rule_modes
-from treespec.config import AUTO_NODES, SpecConfig
+from treespec.config.configs import AUTO_NODES, SpecConfig
 from treespec.errors import ConfigError
 from treespec.llm import LLM
 from treespec.sampling_params import SamplingParams

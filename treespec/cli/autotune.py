@@ -7,7 +7,7 @@ import typer
 from treespec.cli import curves, kernels
 from treespec.cli.group import print_json, usage_error
 from treespec.cli.options import Drafts, Json, Model, flags
-from treespec.engine_options import EngineOptions
+from treespec.config.engine_options import EngineOptions
 from treespec.utils.interrupts import raise_on_interrupt
 
 
@@ -76,7 +76,7 @@ def autotune(
         return
     from dataclasses import replace
 
-    from treespec.config import QUANTIZATIONS
+    from treespec.config.configs import QUANTIZATIONS
     from treespec.errors import reject_unknown
     from treespec.startup.options import DTYPES, resolve_device
     from treespec.utils.torch_state import on_device

@@ -12,7 +12,7 @@ import typer
 
 from treespec.cli.group import Command, print_json, usage_error
 from treespec.cli.options import Drafts, Json, Model, flags, parse_branching
-from treespec.engine_options import EngineOptions
+from treespec.config.engine_options import EngineOptions
 from treespec.utils.interrupts import raise_on_interrupt
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from treespec.cli.options import (
     spec_config,
     status,
 )
-from treespec.engine_options import EngineOptions
+from treespec.config.engine_options import EngineOptions
 from treespec.utils.tables import table
 
 if TYPE_CHECKING:

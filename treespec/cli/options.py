@@ -18,7 +18,7 @@ from treespec.utils.interrupts import raise_on_interrupt
 from treespec.utils.options import LIMITS, help_texts
 
 if TYPE_CHECKING:
-    from treespec.config import SpecConfig
+    from treespec.config.configs import SpecConfig
     from treespec.llm import LLM
 
 Prompt = Annotated[
@@ -234,7 +234,7 @@ def spec_config(
     nodes: str | None, max_depth: int | None, branching: str | None, verification: str | None = None
 ) -> "SpecConfig":
     """Build a SpecConfig from the given options."""
-    from treespec.config import SpecConfig
+    from treespec.config.configs import SpecConfig
 
     values: dict[str, Any] = {}
     if nodes is not None:

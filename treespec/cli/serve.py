@@ -17,7 +17,7 @@ from treespec.cli.options import (
     spec_config,
     status,
 )
-from treespec.engine_options import EngineOptions
+from treespec.config.engine_options import EngineOptions
 from treespec.utils.interrupts import raise_on_interrupt
 
 if TYPE_CHECKING:

@@ -29,10 +29,10 @@ from treespec.cli.options import (
     spec_config,
     status,
 )
-from treespec.engine_options import EngineOptions
+from treespec.config.engine_options import EngineOptions
 
 if TYPE_CHECKING:
-    from treespec.executors.round_record import RoundRecord
+    from treespec.engine.round_record import RoundRecord
 
 NODES = "16"
 FIRST_ROUNDS = 8  # without --round, draw the one of these rounds that accepted most tokens

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from treespec.config import SpecConfig
+from treespec.config.configs import SpecConfig
 from treespec.drawing import RoundPicture
-from treespec.engine import Engine
-from treespec.executors.round_record import RoundRecord
+from treespec.engine.engine import Engine
+from treespec.engine.round_record import RoundRecord
 from treespec.llm import LLM, Prompt
 from treespec.sampling_params import SamplingParams
 

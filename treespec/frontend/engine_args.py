@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, Self, TypeVar
 
-from treespec.engine_options import EngineOptions
+from treespec.config.engine_options import EngineOptions
 from treespec.utils.options import VLLM, help_texts
 
 _Parser = TypeVar("_Parser", bound="argparse.ArgumentParser | argparse._ArgumentGroup")

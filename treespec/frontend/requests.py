@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from treespec.config import SpecConfig
+from treespec.config.configs import SpecConfig
 from treespec.errors import ConfigError, RequestError, short_repr
 from treespec.inputs import TextPrompt, TokensPrompt
 from treespec.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -18,6 +18,7 @@ from treespec.request import PromptGroup, Request, new_request_id
 from treespec.sampling.grammar import Grammars
 from treespec.sampling.logprobs import Logprob
 from treespec.sampling.sampler import Sampler, new_seed
+from treespec.sampling.transforms import Transforms
 from treespec.sampling_params import SamplingParams, StructuredOutputsParams
 from treespec.text.chat import Conversation
 from treespec.text.detokenizer import Detokenizer
@@ -135,8 +136,12 @@ class RequestFactory:
             self._check(tokens, params)
             seed = params.seed if params.seed is not None or params.temperature == 0 else self.draw_seed()
             samples = [
-                self._request(request_id, tokens, text, params, spec, seed, i, stream, ends) for i in range(params.n)
+                self._prepare(Request(tokens, params, spec, text, eos_token_ids=ends, seed=seed, sample=i), request_id)
+                for i in range(params.n)
             ]
+            if stream or params.stop:
+                for sample in samples:
+                    sample.detokenizer = self.detokenizer(tokens, params)
         except RequestError as error:
             failed = Request(tokens, params, spec, text, error=str(error), finish_reason="error")
             failed.request_id, failed.seed = request_id, params.seed
@@ -147,42 +152,24 @@ class RequestFactory:
                 sample.group = group
         return samples
 
-    def _request(
-        self,
-        request_id: str,
-        tokens: list[int],
-        text: str | None,
-        params: SamplingParams,
-        spec: SpecConfig,
-        seed: int | None,
-        sample: int,
-        stream: bool,
-        ends: tuple[int, ...],
-    ) -> Request:
+    def _prepare(self, request: Request, output_id: str) -> Request:
+        """Set what a sample takes from the engine: its ids, limits and sampler."""
+        tokens, params, sample = request.prompt_token_ids, request.params, request.sample
         if -1 in (params.logprobs, params.prompt_logprobs):
             counts = [self.vocab_size if count == -1 else count for count in (params.logprobs, params.prompt_logprobs)]
-            params = replace(params, logprobs=counts[0], prompt_logprobs=counts[1])
-        request = Request(tokens, params, spec, text, eos_token_ids=ends, seed=seed)
-        request.output_id, request.sample = request_id, sample
-        request.request_id = request_id if params.n == 1 else f"{request_id}.{sample}"
+            request.params = params = replace(params, logprobs=counts[0], prompt_logprobs=counts[1])
+        request.output_id = output_id
+        request.request_id = output_id if params.n == 1 else f"{output_id}.{sample}"
         room = self.max_model_len - len(tokens)
         request.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        request.detokenizer = self.detokenizer(tokens, params) if stream or params.stop else None
         if not params.is_argmax:
             spellings = self._tokenize_words(params.bad_words or ())
             form = StructuredOutputsParams.of(params.structured_outputs)
             grammar = None if form is None else self.grammars.grammar(form, len(tokens))
+            ends, logits_of = request.end_tokens, (self.vocab_size, self.device)
+            transforms = Transforms(params, len(tokens), ends, spellings, *logits_of, grammar, self.kernel_noise)
             request.sampler = Sampler(
-                params,
-                tokens,
-                request.end_tokens,
-                spellings,
-                self.vocab_size,
-                self.device,
-                seed or 0,
-                sample,
-                self.kernel_noise,
-                grammar=grammar,
+                params, transforms, ends, *logits_of, request.seed or 0, sample, kernel_noise=self.kernel_noise
             )
         return request
 

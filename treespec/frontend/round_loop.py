@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from treespec.config import EngineConfig
-from treespec.engine import Engine
+from treespec.config.configs import EngineConfig
+from treespec.engine.engine import Engine
 from treespec.errors import ConfigError, RequestError, describe_error
 from treespec.request import Request
 from treespec.utils.torch_state import on_device, own_passes, threads_of_passes

@@ -3,7 +3,7 @@
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Self
 
-from treespec.engine import Engine
+from treespec.engine.engine import Engine
 from treespec.errors import UnsupportedError
 from treespec.frontend.engine_args import EngineArgs
 from treespec.frontend.vllm_metrics import Metric, as_metrics

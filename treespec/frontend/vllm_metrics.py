@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from treespec.engine import Engine
+from treespec.engine.engine import Engine
 
 
 @dataclass

@@ -52,13 +52,15 @@ class _Round(NamedTuple):
     """A round in flight.
 
     Attributes:
-        requests, levels, kind: of the round; the requests as of the round before, if it was launched as `following`.
+        requests, levels, nodes, kind: of the round; the requests as of the round before, if it was launched as
+            `following`.
         side: index of its events and of the host's buffer of its results.
         captured: whether it captured graphs.
     """
 
     requests: Sequence[RoundInput]
     levels: int
+    nodes: int
     kind: RoundKind
     side: int = 0
     captured: bool = False
@@ -128,17 +130,15 @@ class BatchRound:
         self._warms_up = False
         self._synchronize()
 
-    def launch(
+    def draft(
         self,
         requests: Sequence[RoundInput],
         levels: int,
         nodes: int,
         logprobs: bool = False,
         search: Callable[[], Sequence[TokenTree | None]] | None = None,
-    ) -> Callable[[], list[RoundResult]]:
-        """Launch one round. Returns a function that waits for the device and returns the results, by request.
-
-        Call it before the next round.
+    ) -> None:
+        """Launch the draft levels of a round.
 
         Args:
             requests: at most B requests.
@@ -161,20 +161,36 @@ class BatchRound:
         if following is not None and self._continues(following, requests, levels, kind):
             self.has_followed, self.has_captured = True, following.captured
         else:
-            self.has_followed, self.has_captured, following = False, False, _Round(requests, levels, kind)
-        self._round, side = following._replace(requests=requests), following.side
-        if levels or not self.has_followed:
-            self._inputs.fill(requests)
-            if not self.has_followed:
-                self._launch_first(levels, kind)
-            if search is not None:
-                self._inputs.propose(search(), self._evidence)
-            self._launch_rest(levels, nodes, kind, side)
+            self.has_followed, self.has_captured, following = False, False, _Round(requests, levels, nodes, kind)
+        self._round = following._replace(requests=requests, nodes=nodes)
+        if self._is_launched:
+            return
+        self._inputs.fill(requests)
+        if not self.has_followed:
+            self._launch_first(levels, kind)
+        if search is not None:
+            self._inputs.propose(search(), self._evidence)
+        self._launch_levels(levels, kind, following.side)
+
+    @property
+    def _is_launched(self) -> bool:
+        """Whether all of the round was launched as `following`."""
+        return self.has_followed and self._round is not None and not self._round.levels
+
+    def verify(self) -> Callable[[], list[RoundResult]]:
+        """Launch verification and commit of the round that drafts.
+
+        Returns a function that waits for the device and returns the results, by request. Call it before the next round.
+        """
+        assert self._round is not None
+        requests, levels, nodes, kind, side, _ = self._round
+        if not self._is_launched:
+            self._launch_verify(nodes, kind, side)
 
         def results() -> list[RoundResult]:
             self._synchronize(side)
             self._side = side
-            self._decided = self._verify.results(requests, nodes, levels > 0, logprobs, self._buffer(nodes, side))
+            self._decided = self._verify.results(requests, nodes, levels > 0, kind.logprobs, self._buffer(nodes, side))
             return self._decided
 
         return results
@@ -185,14 +201,15 @@ class BatchRound:
         Does nothing in rounds that count tokens on the device, or copy log-probabilities to the host.
         """
         assert self._round is not None
-        requests, levels, kind, side, _ = self._round
+        requests, levels, nodes, kind, side, _ = self._round
         if kind.transforms or kind.logprobs:
             return
         captured, self.has_captured = self.has_captured, False
         self._launch_first(levels, kind, 1 - side, follows=True)
         if not levels:
-            self._launch_rest(0, 1, kind, 1 - side, follows=True)
-        self._following = _Round(requests, levels, kind, 1 - side, self.has_captured)
+            self._launch_levels(levels, kind, 1 - side)
+            self._launch_verify(nodes, kind, 1 - side, follows=True)
+        self._following = _Round(requests, levels, nodes, kind, 1 - side, self.has_captured)
         self.has_captured = captured
 
     def _continues(self, following: _Round, requests: Sequence[RoundInput], levels: int, kind: RoundKind) -> bool:
@@ -223,7 +240,8 @@ class BatchRound:
         """Launch all graphs of a round."""
         self._side = 0
         self._launch_first(levels, kind)
-        self._launch_rest(levels, nodes, kind)
+        self._launch_levels(levels, kind)
+        self._launch_verify(nodes, kind)
 
     def _launch_first(self, levels: int, kind: RoundKind, side: int = 0, follows: bool = False) -> None:
         """Launch the first draft level, if there is one."""
@@ -238,13 +256,15 @@ class BatchRound:
 
         self._run_graph(("first level", kind.sampled, follows), launches)
 
-    def _launch_rest(self, levels: int, nodes: int, kind: RoundKind, side: int = 0, follows: bool = False) -> None:
-        """Launch the further draft levels, and verification."""
-        _, drafted, done = self._events[side]
+    def _launch_levels(self, levels: int, kind: RoundKind, side: int = 0) -> None:
+        """Launch the further draft levels."""
         sampled = kind.sampled
         for _ in range(levels - 1):
             self._run_graph(("next level", sampled), lambda: self._drafts.next_level(sampled))
-        drafted.record()
+        self._events[side][1].record()
+
+    def _launch_verify(self, nodes: int, kind: RoundKind, side: int = 0, follows: bool = False) -> None:
+        """Launch verification and commit."""
         buffer = self._buffer(nodes, side)
 
         def launches() -> None:
@@ -253,7 +273,7 @@ class BatchRound:
             self._verify.run(nodes, kind, buffer)
 
         self._run_graph(("verify", nodes, *kind, buffer, follows), launches)
-        done.record()
+        self._events[side][2].record()
 
     @staticmethod
     def _buffer(nodes: int, side: int) -> int:

@@ -9,9 +9,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from treespec.cache import pages_for
-from treespec.config import SpecConfig
+from treespec.cache.kv_cache import pages_for
+from treespec.config.configs import SpecConfig
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
+from treespec.engine.runner import Runner
 from treespec.graphs.batch_round import BatchRound
 from treespec.graphs.draft_passes import FeaturePool, num_tree_slots
 from treespec.graphs.round_inputs import RoundLimits
@@ -26,7 +27,6 @@ from treespec.models.state_head import StateHead
 from treespec.models.triton_decoder import TritonDecoder, stacked
 from treespec.planning.planner import Planner
 from treespec.planning.round_costs import CostCurve
-from treespec.runner import Runner
 from treespec.sampling.logprobs import BYTES_PER_LOGIT
 from treespec.utils.memory import release_cached
 from treespec_kernels.attention.tree_attention import SegmentPartition

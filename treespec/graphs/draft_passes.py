@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from treespec.cache import load_features, store_features
+from treespec.cache.kv_cache import load_features, store_features
 from treespec.graphs.round_inputs import RoundInputs
 from treespec.graphs.stack_passes import HeadStack, ModelStack, StackPasses
 from treespec.models.triton_decoder import TritonPass

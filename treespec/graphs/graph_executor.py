@@ -2,25 +2,26 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
-from treespec.draft_plan import Drafted, DraftPlan
 from treespec.drafters.calls import may_draft
 from treespec.drafters.draft_sources import DraftSources
 from treespec.drafters.ssm.captured_ssms import CapturedSsms
-from treespec.executors.execution import Execution, StageClock, VerifiedRequest
+from treespec.engine.execution import Execution, StageClock, VerifiedRequest
+from treespec.engine.executor import Executor
+from treespec.engine.runner import Runner
 from treespec.graphs.batch_round import BatchRound
 from treespec.graphs.capture import Rounds
 from treespec.graphs.round_inputs import MAX_ENDS, RoundInput
 from treespec.graphs.sampling_state import RequestTransforms
 from treespec.graphs.verify_stage import MAX_LOGPROBS, RoundResult
+from treespec.planning.draft_plan import Drafted, DraftPlan
 from treespec.planning.planner import PLAIN
 from treespec.planning.round_costs import RoundSeconds
 from treespec.request import Request
-from treespec.runner import Runner
 from treespec.sampling.row_transforms import runs_by_kernels
 from treespec.tree import TokenTree
 from treespec_kernels.tree.growth_limits import SEEDS
@@ -29,26 +30,28 @@ LEAST_VALUE = 1e-6  # minimum node value; only SSMs with weight 0 propose less
 STEADY_ROUNDS = 4  # of the same requests, before rounds are launched ahead
 
 
-class _Launched(NamedTuple):
+@dataclass
+class GraphExecution(Execution):
     """A round that the device computes.
 
     Attributes:
-        requests, plans, seed_trees: requests with their plans, and what sources without a model proposed.
-        batch, results: the captured round, and the function that waits for its results.
-        execution: result of the round, without its requests.
+        began: time at which planning began.
+        seed_trees: by request, what sources without a model proposed, None for nothing.
+        batch: the captured round.
+        results: waits for the device and returns the results, by request.
         host_seconds: seconds that the device waited for the launch.
+        decided: these results.
     """
 
-    requests: list[Request]
-    plans: Sequence[DraftPlan]
-    seed_trees: Sequence[TokenTree | None]
-    batch: BatchRound
-    results: Callable[[], list[RoundResult]]
-    execution: Execution
-    host_seconds: float
+    began: float = 0.0
+    seed_trees: list[TokenTree | None] = field(default_factory=list)
+    batch: BatchRound = field(init=False)
+    results: Callable[[], list[RoundResult]] = field(init=False)
+    host_seconds: float = 0.0
+    decided: list[RoundResult] = field(default_factory=list)
 
 
-class GraphExecutor:
+class GraphExecutor(Executor[GraphExecution]):
     """Runs captured rounds for the requests whose parameters they support.
 
     Args:
@@ -61,7 +64,6 @@ class GraphExecutor:
     def __init__(self, runner: Runner, sources: DraftSources, rounds: Rounds, max_model_len: int):
         self.runner, self.sources, self.rounds, self.max_model_len = runner, sources, rounds, max_model_len
         self.ssms = None if sources.ssms is None else CapturedSsms(sources.ssms)
-        self._launched: _Launched | None = None
         self._steady, self._last = 0, list[Request]()  # the last round's requests, and how many rounds had just them
         self._waited: float | None = None  # when the last round's results came, if `launch` follows in the same step
 
@@ -84,88 +86,113 @@ class GraphExecutor:
         """Return True: drafting is a small part of a captured round, so SSMs prefill every prompt."""
         return True
 
-    def launch(self, requests: Sequence[Request], others_wait: bool, clock: StageClock) -> None:
-        """Launch a round of these requests, which the next `run` waits for. Arguments as of `run`."""
-        assert self._launched is None, "a round is in flight"
+    def run(
+        self, requests: Sequence[Request], others_wait: bool, clock: StageClock, meanwhile: Callable[[], None]
+    ) -> GraphExecution:
+        self._waited = None
+        return super().run(requests, others_wait, clock, meanwhile)
+
+    def plan(self, requests: Sequence[Request], others_wait: bool, clock: StageClock) -> GraphExecution:
         began = time.perf_counter()
         clock.enter("merge")
-        size = self.rounds.size_for(len(requests))
-        planner = self.rounds.planners[size]
+        planner = self.rounds.planners[self.rounds.size_for(len(requests))]
         plans = planner.draft_plans(requests, self.max_model_len, others_wait=others_wait)
-        execution = Execution(planner=planner, planned=planner.round, overlaps=True)
+        return GraphExecution(requests, plans, planner=planner, planned=planner.round, overlaps=True, began=began)
+
+    def propose(self, execution: GraphExecution, clock: StageClock) -> None:
+        """Let the SSMs read what they missed, and launch the draft levels, over what other sources propose."""
+        requests = execution.requests
+
+        def search() -> Sequence[TokenTree | None]:
+            if not execution.seed_trees:
+                execution.seed_trees = self._search(execution)
+            return execution.seed_trees
+
         read = 0.0
-        seed_trees: list[TokenTree | None] = []
-
-        def search() -> list[TokenTree | None]:
-            if not seed_trees:
-                seed_trees.extend(self._search(requests, plans, execution))
-            return seed_trees
-
-        if drafting := [request for request, plan in zip(requests, plans, strict=True) if plan.levels]:
+        if drafting := [request for request, plan in zip(requests, execution.plans, strict=True) if plan.levels]:
             clock.enter("draft")
             read = self._catch_up(drafting)
             if (ssms := self.sources.ssms) is None or not any(map(ssms.may_draft, drafting)):
                 clock.enter("search")  # otherwise the search runs beside the first level, as a part of it
                 if not any(search()):
-                    plans, drafting = [PLAIN] * len(requests), []
+                    execution.plans, drafting = [PLAIN] * len(requests), []
             clock.enter("merge")
-        levels, nodes = max(p.levels for p in plans), self.rounds.limits.shapes.fitting(max(p.nodes for p in plans))
-        transforms = self.rounds.sampling.rows_of(requests)
-        inputs = [self._input(*row) for row in zip(requests, plans, transforms, strict=True)]
-        batch = self.rounds.round_for(size, max(request.context_len for request in requests))
+        levels, nodes = (max(getattr(plan, limit) for plan in execution.plans) for limit in ("levels", "nodes"))
+        execution.rows = self.rounds.limits.shapes.fitting(nodes)
+        execution.drafted = Drafted(levels, levels, levels, read_seconds=read)
+        rows = zip(requests, execution.plans, self.rounds.sampling.rows_of(requests), strict=True)
+        inputs = [self._input(*row) for row in rows]
+        size, context = self.rounds.size_for(len(requests)), max(request.context_len for request in requests)
+        execution.batch = self.rounds.round_for(size, context)
         logprobs = any(request.params.logprobs is not None for request in requests)
-        results = batch.launch(inputs, levels, nodes, logprobs, search if drafting else None)
+        execution.batch.draft(inputs, levels, execution.rows, logprobs, search if drafting else None)
+        execution.seed_trees = execution.seed_trees or [None] * len(requests)
+
+    def forward(self, execution: GraphExecution, clock: StageClock) -> None:
+        """Launch the target pass, which the device goes on to verify and commit."""
+        batch, read = execution.batch, execution.drafted.read_seconds
+        execution.results = batch.verify()
         if batch.has_captured:
             execution.planner = None
-        if not seed_trees:
-            seed_trees.extend([None] * len(requests))
-        execution.drafted, execution.rows = Drafted(levels, levels, levels, read_seconds=read), nodes
-        host = time.perf_counter() - (began if self._waited is None else self._waited) - read
-        if batch.has_followed:  # the device did not wait, or waited between draft levels
-            host = 0.0
-        self._launched = _Launched(list(requests), plans, seed_trees, batch, results, execution, host)
+        if not batch.has_followed:  # otherwise the device did not wait, or waited between draft levels
+            began = execution.began if self._waited is None else self._waited
+            execution.host_seconds = time.perf_counter() - began - read
 
-    def run(
-        self, requests: Sequence[Request], others_wait: bool, clock: StageClock, meanwhile: Callable[[], None]
-    ) -> Execution:
-        """Run a round of these requests, or finish the launched one. Requests that are not in it join the next one."""
-        self._waited = None
-        if self._launched is None:
-            self.launch(requests, others_wait, clock)
-        assert self._launched is not None
-        launched, self._launched = self._launched, None
+    def overlap(
+        self, execution: GraphExecution, others_wait: bool, clock: StageClock, meanwhile: Callable[[], None]
+    ) -> None:
         clock.enter("merge")
         meanwhile()
-        self._launch_following(launched, others_wait)
+        self._launch_following(execution, others_wait)
+
+    def verify(self, execution: GraphExecution, clock: StageClock) -> None:
+        """Wait for what the device decided."""
         began = time.perf_counter()
-        results = launched.results()
+        execution.decided = execution.results()
         self._waited = time.perf_counter()
         clock.enter("commit")
-        execution, nodes = launched.execution, launched.execution.rows
-        assert nodes is not None
-        draft, forward = launched.batch.seconds()
-        execution.seconds = RoundSeconds(draft, execution.drafted.read_seconds, forward, launched.host_seconds)
+        draft, forward = execution.batch.seconds()
+        execution.seconds = RoundSeconds(draft, execution.drafted.read_seconds, forward, execution.host_seconds)
         waited = min((self._waited - began) / max(draft + forward, 1e-9), 1.0)  # the rest passed in other stages
         clock.move("merge", draft=waited * draft, forward=waited * forward)
-        rows = zip(launched.requests, launched.plans, launched.seed_trees, results, strict=True)
+
+    def commit(self, execution: GraphExecution, clock: StageClock) -> None:
+        """Record what the device has committed.
+
+        If the target computed NaN or infinity for a request, zero its slots and leave it undecided.
+        """
+        rows = zip(execution.requests, execution.plans, execution.seed_trees, execution.decided, strict=True)
         for request, plan, seed_tree, result in rows:
             if request.finished:  # while the device computed it; the planner knows no such rounds
                 execution.planner = None
-            else:
-                self._take(request, plan, seed_tree, result, nodes, execution)
-        return execution
+                continue
+            request.target_passes += 1
+            if not len(result.path):
+                assert execution.rows is not None
+                request.nodes_verified += result.num_nodes
+                self.runner.cache.scrub_slots(0, request.pages, request.context_len, execution.rows)
+                execution.undecided.append(request)
+                continue
+            captured, score_ssms = self.ssms, None
+            build_tree = partial(result.tree, () if captured is None else captured.ssms.names, seed_tree)
+            if captured is not None and plan.levels:
+                grown_over = seed_tree if captured.ssms.may_draft(request) else None
+                score_ssms = captured.end_round(request, result.read_probs, grown_over)
+            execution.verified.append(
+                VerifiedRequest(request, result.path, result.tokens, build_tree, None, result.logprobs, score_ssms)
+            )
 
-    def _launch_following(self, launched: _Launched, others_wait: bool) -> None:
+    def _launch_following(self, execution: GraphExecution, others_wait: bool) -> None:
         """Launch what the next round begins with, if it is likely to be of the same requests.
 
         A plain round that is not is lost, so there must have been some rounds of the same requests.
         """
-        requests, batch = launched.requests, launched.batch
+        requests, batch = list(execution.requests), execution.batch
         for request in requests:
             request.runs_ahead = False
         self._steady = self._steady + 1 if requests == self._last else 0
         self._last = requests
-        most = self.rounds.limits.width if launched.execution.drafted.levels else 1  # tokens of this round
+        most = self.rounds.limits.width if execution.drafted.levels else 1  # tokens of this round
         if others_wait or self._steady < STEADY_ROUNDS:
             return
         if any(request.finished or request.tokens_left <= most for request in requests):
@@ -177,7 +204,6 @@ class GraphExecutor:
                 request.runs_ahead = True
 
     def drop_finished(self) -> None:
-        """Wait for the device if all requests that it computes for have ended, and forget their round."""
         if self._launched is not None:
             if all(request.finished for request in self._launched.requests):
                 self._launched.results()
@@ -198,13 +224,12 @@ class GraphExecutor:
         self.runner.wait()
         return time.perf_counter() - began
 
-    def _search(
-        self, requests: Sequence[Request], plans: Sequence[DraftPlan], execution: Execution
-    ) -> list[TokenTree | None]:
+    def _search(self, execution: GraphExecution) -> list[TokenTree | None]:
         """Return what the model-free sources propose, None where that is nothing, and record it."""
+        requests = execution.requests
         if (lookup := self.sources.lookup) is None:
             return [None] * len(requests)
-        trees = lookup.propose(requests, [plan.max_depth for plan in plans], LEAST_VALUE)
+        trees = lookup.propose(requests, [plan.max_depth for plan in execution.plans], LEAST_VALUE)
         seed_trees = [tree.best(1 + SEEDS) if len(tree) > 1 else None for tree in trees]
         rows = zip(requests, seed_trees, strict=True)
         by_id = {request.request_id: tree for request, tree in rows if tree is not None}
@@ -237,29 +262,4 @@ class GraphExecutor:
             LEAST_VALUE,
             request.max_len,
             transforms,
-        )
-
-    def _take(
-        self,
-        request: Request,
-        plan: DraftPlan,
-        seed_tree: TokenTree | None,
-        result: RoundResult,
-        nodes: int,
-        execution: Execution,
-    ) -> None:
-        """Record a request's result. If the target computed NaN or infinity, zero its slots and leave it undecided."""
-        request.target_passes += 1
-        if not len(result.path):
-            request.nodes_verified += result.num_nodes
-            self.runner.cache.scrub_slots(0, request.pages, request.context_len, nodes)
-            execution.undecided.append(request)
-            return
-        captured, score_ssms = self.ssms, None
-        build_tree = partial(result.tree, () if captured is None else captured.ssms.names, seed_tree)
-        if captured is not None and plan.levels:
-            grown_over = seed_tree if captured.ssms.may_draft(request) else None
-            score_ssms = captured.end_round(request, result.read_probs, grown_over)
-        execution.verified.append(
-            VerifiedRequest(request, result.path, result.tokens, build_tree, None, result.logprobs, score_ssms)
         )

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treespec.engine.runner import tree_rows
 from treespec.graphs.draft_passes import FeaturePool
 from treespec.graphs.round_inputs import DeviceInputs, RoundLimits
 from treespec.graphs.stack_passes import ModelStack
 from treespec.graphs.tree_pass import TreePass
 from treespec.request import Request
-from treespec.runner import tree_rows
 from treespec.tree import TokenTree
 from treespec_kernels.launch.graph_capture import GraphMemory, run_then_capture
 from treespec_kernels.launch.switches import is_on

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from treespec.adapter.source import Source, check_inputs
-from treespec.config import SpecConfig
+from treespec.config.configs import SpecConfig
 from treespec.errors import ConfigError
 from treespec.hf.checks import check_drafts, check_streamer
 from treespec.hf.generate import generate

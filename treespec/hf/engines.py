@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from treespec.config import AUTO_NODES, SpecConfig
+from treespec.config.configs import AUTO_NODES, SpecConfig
 from treespec.errors import CacheMemoryError, RequestError
 from treespec.llm import LLM
 
@@ -102,7 +102,8 @@ def engine_for(
         room = room_for(length, most_positions)
         others = [entry for entry in engines.entries if entry.key != key or not _replaced_by(entry.llm, rows, room)]
         engines.entries = others[len(others) - MAX_ENGINES + 1 :] if len(others) >= MAX_ENGINES else others
-        llm = _build(model, drafts, spec, exact, rows, length, most_positions, tokenizer, engines.entries)
+        sizes = list(dict.fromkeys([(rows, room), (rows, length), (1, length)]))
+        llm = _build(model, drafts, spec, exact, sizes, tokenizer, engines.entries)
         engines.entries.append(_Entry(tensors, key, llm))
         return llm
 
@@ -128,19 +129,17 @@ def _build(
     drafts: Sequence[Any],
     spec: SpecConfig,
     exact: bool,
-    rows: int,
-    length: int,
-    most_positions: int,
+    sizes: Sequence[tuple[int, int]],
     tokenizer: Any,
     others: list[_Entry],
 ) -> LLM:
     """Build an engine with spare capacity.
 
-    If memory is short, drop `others`, then reduce the capacity to this call's needs.
+    If memory is short, drop `others`, then reduce the capacity to this call's needs: `sizes` are the numbers of rows
+    and positions to try.
     """
     parameter = next(model.parameters())
     widest = SpecConfig(nodes=max(spec.max_nodes, AUTO_NODES))
-    sizes = dict.fromkeys([(rows, room_for(length, most_positions)), (rows, length), (1, length)])
     for at_once, room in sizes:
         while True:
             try:
@@ -166,6 +165,6 @@ def _build(
             others.pop(0)
         logger.info("%d rows of %d positions do not fit: %s", at_once, room, short)
     raise RequestError(
-        f"the cache of one row of {length} tokens (prompt plus max_new_tokens or max_length) does not fit into "
+        f"the cache of one row of {sizes[-1][1]} tokens (prompt plus max_new_tokens or max_length) does not fit into "
         f"the memory of {parameter.device}; lower max_new_tokens"
     )

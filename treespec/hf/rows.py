@@ -5,12 +5,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from treespec.config import SpecConfig
+from treespec.config.configs import SpecConfig
 from treespec.errors import ConfigError, RequestError, describe_error
 from treespec.request import Request
 from treespec.sampling.sampler import Sampler
@@ -147,35 +147,37 @@ def temperature_of(config: Any) -> float:
     return value
 
 
-def make_row(
-    tokens: list[int],
-    row: int,
-    config: Any,
-    processors: Any,
-    criteria: Any,
-    padding: Tensor,
-    most: int,
-    spec: SpecConfig,
-    seed: int,
-    vocab_size: int,
-    device: torch.device,
-) -> Row:
+class RowOptions(NamedTuple):
+    """What all rows of a call have in common.
+
+    Attributes:
+        config: transformers' prepared GenerationConfig.
+        params: maximum number of new tokens, and the temperature of the drafts.
+        spec: speculative decoding options.
+        seed: RNG seed.
+        logits_of: vocabulary size and device of the target's logits.
+    """
+
+    config: Any
+    params: SamplingParams
+    spec: SpecConfig
+    seed: int
+    logits_of: tuple[int, torch.device]
+
+
+def make_row(tokens: list[int], row: int, processors: Any, criteria: Any, padding: Tensor, options: RowOptions) -> Row:
     """Create the request of one row.
 
     Args:
         tokens: prompt of the row, without padding.
         row: index of the row, used as the sample index of the seed.
-        config: transformers' prepared GenerationConfig.
         processors, criteria: prepared lists for this row.
         padding: tokens before the prompt, int64 [n].
-        most: maximum number of new tokens.
-        spec: speculative decoding options.
-        seed: RNG seed.
-        vocab_size, device: those of the target's logits.
+        options: of the call.
     """
+    config, params, spec, seed, logits_of = options
     ends = getattr(config, "_eos_token_tensor", None)
     end_tokens = tuple(ends.reshape(-1).tolist()) if isinstance(ends, Tensor) else ()
-    params = SamplingParams(max_tokens=most, temperature=temperature_of(config))
     keeps = bool(config.return_dict_in_generate and config.output_scores)
     records = keeps or bool(config.return_dict_in_generate and config.output_logits)
     request = Row(
@@ -191,5 +193,5 @@ def make_row(
     request.sample = row
     if processors or config.do_sample or records:
         scoring = ProcessorScoring(processors, padding, records)
-        request.sampler = Sampler(params, tokens, end_tokens, (), vocab_size, device, seed, row, transforms=scoring)
+        request.sampler = Sampler(params, scoring, end_tokens, *logits_of, seed, row)
     return request

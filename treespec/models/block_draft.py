@@ -168,6 +168,20 @@ class MarkovBias:
         return self._out(x if self._gate is None else torch.sigmoid(self._gate(torch.cat((hidden, x), 1))) * x)
 
 
+class StateProjection(NamedTuple):
+    """Projection of the target's hidden states, which a DFlash draft attends to.
+
+    Attributes:
+        columns: indices of the states that it reads among the features.
+        fc: the projection.
+        norm: weight of the RMSNorm after it, [hidden_size].
+    """
+
+    columns: Sequence[int]
+    fc: Linear | CompiledLinear
+    norm: Tensor
+
+
 class DFlashDraft(BlockDraft):
     """A DFlash draft (arXiv 2602.06036).
 
@@ -181,9 +195,7 @@ class DFlashDraft(BlockDraft):
         block_size: number of rows of a block.
         predicts_next: a row predicts the token after its position; otherwise the one at its position, and the root's
             row predicts nothing.
-        columns: indices of the states that it reads among the features.
-        fc: projection of the target's states.
-        state_norm: weight of the RMSNorm after `fc`, [hidden_size].
+        states: projection of the target's states.
         bias: of a DSpark draft; None for none.
     """
 
@@ -197,15 +209,13 @@ class DFlashDraft(BlockDraft):
         mask_token: int,
         block_size: int,
         predicts_next: bool,
-        columns: Sequence[int],
-        fc: Linear | CompiledLinear,
-        state_norm: Tensor,
+        states: StateProjection,
         bias: MarkovBias | None = None,
     ):
         self._embedding, self._rows, self._first = embed, block_size, 0 if predicts_next else 1
         super().__init__(decoder, target, block_size - self._first)
         self._mask = embed[0][mask_token] * embed[1]
-        self.columns, self._fc, self._state_norm = list(columns), fc, state_norm
+        self.columns, self._fc, self._state_norm = list(states.columns), states.fc, states.norm
         self._bias, self._tokens = bias, torch.empty(0, dtype=torch.int64, device=self.device)
         order = np.arange(block_size)
         self._tree = order, order, np.ones((block_size, block_size), dtype=bool), order

@@ -22,7 +22,7 @@ plain decoding. It puts a price on time, which turns every decision into a compa
   so these nodes form subtrees. A larger batch makes rows more expensive and trees smaller, down to plain decoding.
 
 The host executor reads trees back while they grow, so it asks before each level (`LevelRule`) and cuts afterwards
-(`cut`). A captured round reads nothing back: the planner chooses its levels and nodes in advance, by the largest
+(`sizes`). A captured round reads nothing back: the planner chooses its levels and nodes in advance, by the largest
 tokens(T) / seconds(T) predicted from earlier trees (`TreeYield`).
 
 Measured once per machine and set of models: the `CostCurve` (target passes by rows, draft levels, their start).
@@ -31,18 +31,23 @@ backoff. Gain and backoff use modelled seconds and counted tokens, so that one d
 speculation. Percentages beside mechanisms: see round_costs.py.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from treespec.draft_plan import NOTHING_DRAFTED, Drafted, DraftPlan
+from treespec.planning.draft_plan import NOTHING_DRAFTED, Drafted, DraftPlan
 from treespec.planning.learning import MARGIN, Calibration, RoundShapes, SpeculationBackoff, TreeYield
 from treespec.planning.round_costs import CostCurve, CostedBatch, RoundCosts, RoundSeconds
-from treespec.request import Request
-from treespec.tree import TokenTree
 from treespec_kernels.tree.level_rule import COVERAGE, LevelRule
+
+if TYPE_CHECKING:
+    from treespec.request import Request
+    from treespec.tree import TokenTree
 
 PLAIN = DraftPlan(0, 0, 1)
 GAIN_EMA = 0.03  # weight of the newest round in running means of gains
@@ -315,38 +320,37 @@ class Planner:
             self.least_value,
         )
 
-    def cut(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> list[TokenTree]:
-        """Cut each tree to its configured size or, with nodes="auto", to the nodes that pay in this batch.
+    def sizes(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> list[int]:
+        """Return how many nodes of each tree to verify: its configured size or, with nodes="auto", those that pay.
 
-        Trees with random draws stay whole: removing a draw because of its token would change the distribution of the
-        others.
+        These are the nodes with the largest values (`TokenTree.best`). Trees with random draws stay whole: removing a
+        draw because of its token would change the distribution of the others.
 
         Args:
             requests, trees: one tree per request.
         """
-        kept = [
-            tree if tree.draws.rows is not None else tree.best(request.spec.max_nodes)
-            for request, tree in zip(requests, trees, strict=True)
+        draws = [tree.draws.rows is not None for tree in trees]
+        sizes = [
+            len(tree) if drawn else min(len(tree), request.spec.max_nodes)
+            for request, tree, drawn in zip(requests, trees, draws, strict=True)
         ]
-        adaptive = [
-            i
-            for i, request in enumerate(requests)
-            if request.spec.is_adaptive and len(kept[i]) > 1 and kept[i].draws.rows is None
-        ]
+        adaptive = [i for i, r in enumerate(requests) if r.spec.is_adaptive and sizes[i] > 1 and not draws[i]]
         if not adaptive:
-            return kept
-        rows = len(adaptive) + sum(len(tree) for i, tree in enumerate(kept) if i not in adaptive)
-        value = np.concatenate([kept[i].values[1:] * self.round.token_weights[i] for i in adaptive])
+            return sizes
+        rows = len(adaptive) + sum(size for i, size in enumerate(sizes) if i not in adaptive)
+        best_values = [-np.sort(-trees[i].values[1:])[: sizes[i] - 1] for i in adaptive]
+        weights = [self.round.token_weights[i] for i in adaptive]
+        value = np.concatenate([values * weight for values, weight in zip(best_values, weights, strict=True)])
         order = np.argsort(-value, kind="stable")
         seconds = self.costs.verify_each(np.arange(rows, rows + len(order) + 1))
         gain = self._calibration.value * np.cumsum(value[order]) - self.rate * (seconds[1:] - seconds[0])
         best = int(np.argmax(gain))
         count = best + 1 if gain[best] > 0 else 0
-        owner = np.repeat(np.arange(len(adaptive)), [len(kept[i]) - 1 for i in adaptive])
+        owner = np.repeat(np.arange(len(adaptive)), [sizes[i] - 1 for i in adaptive])
         counts = np.bincount(owner[order[:count]], minlength=len(adaptive)).tolist()
         for i, nodes in zip(adaptive, counts, strict=True):
-            kept[i] = kept[i].best(1 + nodes)
-        return kept
+            sizes[i] = 1 + nodes
+        return sizes
 
     def observe(
         self,

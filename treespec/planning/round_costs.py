@@ -14,16 +14,20 @@ drafts) with assumed costs of six machines, and with curves that are wrong by a 
 planner with further mechanisms, which changed less and are gone.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from treespec.draft_plan import Drafted
-from treespec.request import Request
+from treespec.planning.draft_plan import Drafted
+
+if TYPE_CHECKING:
+    from treespec.request import Request
 
 # The host's work in a round: "plain": plain decoding; "search": sources are asked and propose nothing; "tree": trees
 # of sources without a model; "drafted": trees grown by SSMs.

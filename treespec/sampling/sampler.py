@@ -9,17 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treespec.config.configs import RANDOM_DRAWS
 from treespec.errors import RequestError
-from treespec.sampling.grammar import Grammar
 from treespec.sampling.noise import Noise
 from treespec.sampling.restriction import Restriction
-from treespec.sampling.row_transforms import runs_by_kernels
 from treespec.sampling.transforms import Transforms, truncate_rows
 from treespec.sampling_params import SamplingParams
 from treespec.tree import TokenTree
 from treespec.utils.torch_state import one_thread
 from treespec.verification.oracle import RandomOracle
-from treespec.verification.verify import RANDOM_DRAWS, Verified, verify_drawn
+from treespec.verification.verify import Verified, verify_drawn
 from treespec_kernels.sampling.coupled_choice import RowNoise
 from treespec_kernels.sampling.row_topk import row_topk_triton
 
@@ -46,16 +45,13 @@ class Sampler:
 
     Args:
         params: sampling parameters of the request.
-        prompt: prompt token ids.
+        transforms: the transforms of its logits, including temperature and truncation.
         end_tokens: tokens that end the request.
-        bad_words: token ids of each spelling.
         vocab_size, device: those of the target's logits.
         seed: seed of the noise.
         sample: index among the request's samples.
-        kernel_noise: compute noise and transforms on the logits' device, with the kernels of captured rounds. They may
-            round differently from the host's, so an engine always uses the same ones.
-        transforms: replacement for the transforms of `params`, including temperature and truncation.
-        grammar: grammar of the structured output, if any.
+        kernel_noise: compute the noise on the logits' device, with the kernel of captured rounds. It may round
+            differently from the host's, so an engine always uses the same one.
 
     Attributes:
         key: seed and sample index, which identify the noise.
@@ -64,23 +60,17 @@ class Sampler:
     def __init__(
         self,
         params: SamplingParams,
-        prompt: Sequence[int],
+        transforms: Scoring,
         end_tokens: Sequence[int],
-        bad_words: Sequence[Sequence[int]],
         vocab_size: int,
         device: torch.device,
         seed: int,
         sample: int = 0,
         kernel_noise: bool = False,
-        transforms: Scoring | None = None,
-        grammar: Grammar | None = None,
     ):
         self.params, self.temperature, self._device = params, params.temperature, device
         self._end_tokens = frozenset(end_tokens)
-        by_kernel = kernel_noise and runs_by_kernels(params)
-        self.transforms: Scoring = transforms or Transforms(
-            params, len(prompt), end_tokens, bad_words, vocab_size, device, grammar, by_kernel
-        )
+        self.transforms = transforms
         self.noise = Noise(seed, sample, vocab_size)
         self.key = seed, sample
         self._kernel_noise = kernel_noise

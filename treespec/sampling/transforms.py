@@ -13,7 +13,7 @@ from torch import Tensor
 from treespec.errors import RequestError, describe_error
 from treespec.sampling.grammar import Grammar
 from treespec.sampling.restriction import Restriction
-from treespec.sampling.row_transforms import TransformRow, bias_row, count_row, has_state
+from treespec.sampling.row_transforms import TransformRow, bias_row, count_row, has_state, runs_by_kernels
 from treespec.sampling_params import SamplingParams
 from treespec.utils.torch_state import outside_code
 from treespec_kernels.sampling.logit_transforms import (
@@ -39,7 +39,8 @@ class Transforms:
         vocab_size: the target's vocabulary size.
         device: device of the logits.
         grammar: grammar of the structured output, if any.
-        by_kernel: use the kernel of captured rounds instead of its reference; only if `runs_by_kernels`.
+        by_kernel: use the kernel of captured rounds instead of its reference, if `runs_by_kernels`. It may round
+            differently, so an engine always uses the same one.
 
     Attributes:
         restriction: allowed tokens, also for drafts; None = all.
@@ -57,6 +58,7 @@ class Transforms:
         by_kernel: bool = False,
     ):
         self.params, self._num_prompt, self._vocab_size, self._device = params, num_prompt, vocab_size, device
+        by_kernel = by_kernel and runs_by_kernels(params)
         self._bad_words, self._grammar, self._by_kernel = _BadWords(bad_words), grammar, by_kernel
         self.restriction: Restriction | None = None
         if grammar is not None or params.allowed_token_ids is not None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Self
 
+from treespec.config.vllm_options import VllmSamplingParams, absent_options, check_absent
 from treespec.errors import ConfigError, reject_unknown
 from treespec.sampling_params.param_values import (
     LEAST_POSITIVE,
@@ -15,7 +16,6 @@ from treespec.sampling_params.param_values import (
 )
 from treespec.sampling_params.structured_params import StructuredOutputsParams
 from treespec.utils.options import option, rejects_unknown
-from treespec.vllm_options import VllmSamplingParams, absent_options, check_absent
 
 __all__ = ["LEAST_TEMPERATURE", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams"]
 

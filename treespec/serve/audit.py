@@ -8,11 +8,10 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from treespec.async_llm import AsyncLLM, RequestStream
-from treespec.config import SpecConfig
+from treespec.config.configs import RANDOM_DRAWS, SpecConfig
 from treespec.errors import TreespecError
 from treespec.outputs import RequestOutput
 from treespec.sampling_params import RequestOutputKind, SamplingParams
-from treespec.verification.verify import RANDOM_DRAWS
 
 logger = logging.getLogger("treespec")
 

@@ -7,8 +7,8 @@ from prometheus_client import Counter as PrometheusCounter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from treespec.engine import Engine
-from treespec.metrics import WHOLE_TREE
+from treespec.engine.engine import Engine
+from treespec.engine.metrics import WHOLE_TREE
 from treespec.outputs import RequestOutput
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from treespec.drawing.recording import picture
-from treespec.executors.round_record import RoundRecord
+from treespec.engine.round_record import RoundRecord
 from treespec.llm import LLM
 
 _KEPT = 256  # rounds that the client has not read; a slow one misses the oldest

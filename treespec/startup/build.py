@@ -12,16 +12,18 @@ import torch
 from treespec.adapter.decoder import AdapterDecoder
 from treespec.adapter.make_decoder import find_exact_adapter
 from treespec.adapter.trace import AdapterConfig
-from treespec.cache import KVCache, pages_for
-from treespec.config import EngineConfig
+from treespec.cache.kv_cache import KVCache, pages_for
+from treespec.cache.prefix_cache import PrefixCache
+from treespec.config.configs import EngineConfig
+from treespec.config.engine_options import EngineOptions
 from treespec.drafters.draft_sources import DraftSources
-from treespec.drafters.foreign.vocabularies import Draft, foreign_drafters
 from treespec.drafters.lookup.lookup_drafter import LookupDrafter
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
-from treespec.engine import Engine
-from treespec.engine_options import EngineOptions
+from treespec.engine.engine import Engine
+from treespec.engine.host_executor import HostExecutor
+from treespec.engine.runner import Runner
+from treespec.engine.scheduler import Scheduler
 from treespec.errors import ExactnessError, KernelError
-from treespec.executors.host_executor import HostExecutor
 from treespec.graphs.capture import Rounds, captured_rounds, runs_on_device
 from treespec.graphs.graph_executor import GraphExecutor
 from treespec.models.attention import make_attention
@@ -29,14 +31,12 @@ from treespec.models.decoder import Decoder
 from treespec.models.group_model import GroupModel
 from treespec.models.model_config import ModelConfig
 from treespec.planning.planner import Planner
-from treespec.prefix_cache import PrefixCache
-from treespec.runner import Runner
-from treespec.scheduler import Scheduler
 from treespec.startup.cost_measurement import load_costs
 from treespec.startup.load import libraries_folder
 from treespec.startup.memory import MemoryPlan, plan_memory
 from treespec.startup.options import Resolved, resolve
 from treespec.startup.selftest import differing_rows, proven_rounds
+from treespec.startup.vocabularies import Draft, foreign_drafters
 from treespec_kernels.attention.tree_batch import PAGE_SIZE
 from treespec_kernels.cpu.cpu_library import CompileError, find_compiler
 from treespec_kernels.cpu.lookup_cpu import lookup_library

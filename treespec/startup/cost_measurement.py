@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from treespec.cache import pages_for
-from treespec.config import AUTO_NODES, SpecConfig
-from treespec.draft_plan import DraftPlan
+from treespec.cache.kv_cache import pages_for
+from treespec.config.configs import AUTO_NODES, SpecConfig
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
+from treespec.engine.runner import Runner
 from treespec.errors import ConfigError
+from treespec.planning.draft_plan import DraftPlan
 from treespec.planning.round_costs import CostCurve
 from treespec.request import Request
-from treespec.runner import Runner
 from treespec.sampling_params import SamplingParams
 from treespec.utils.torch_state import threads_of_passes
 from treespec.version import __version__

@@ -14,12 +14,18 @@ from treespec.adapter.decoder import AdapterDecoder, open_adapter
 from treespec.adapter.mtp import MtpDecoder, MtpForm, MtpHead, open_mtp
 from treespec.adapter.source import Source
 from treespec.adapter.trace import AdapterConfig
-from treespec.cache import FeatureShape
-from treespec.drafters.foreign.vocabularies import Draft, fit_weights
+from treespec.cache.kv_cache import FeatureShape
 from treespec.errors import ModelError
 from treespec.models.attention import make_attention
 from treespec.models.attention_triton import TritonAttention
-from treespec.models.block_draft import BlockDraft, DFlashDraft, MarkovBias, ParallelDraft, ParallelEagle
+from treespec.models.block_draft import (
+    BlockDraft,
+    DFlashDraft,
+    MarkovBias,
+    ParallelDraft,
+    ParallelEagle,
+    StateProjection,
+)
 from treespec.models.compiled import CompiledDecoder
 from treespec.models.decoder import Decoder
 from treespec.models.feature_head import Eagle3Head, EagleHead, FeatureHead, FusedPairs, TorchPairs
@@ -28,6 +34,7 @@ from treespec.models.model_config import ModelConfig
 from treespec.models.state_head import MedusaHeads, MlpSpeculator, SpeculatorStep, StateHead
 from treespec.models.triton_decoder import TritonDecoder
 from treespec.startup import cost_measurement as costs
+from treespec.startup.vocabularies import Draft, fit_weights
 from treespec_kernels.cpu.cpu_library import CompileError, find_compiler
 from treespec_kernels.cpu.decoder_cpu import PairInputs
 from treespec_kernels.cpu.decoder_library import DTYPES, build
@@ -278,9 +285,11 @@ class Loader:
             form.mask_token,
             form.block_size,
             form.predicts_next,
-            [features.layers.index(layer) for layer in config.layers],
-            self._linear(decoder, *self._fitted(weights.fc, None)),
-            weights.state_norm,
+            StateProjection(
+                [features.layers.index(layer) for layer in config.layers],
+                self._linear(decoder, *self._fitted(weights.fc, None)),
+                weights.state_norm,
+            ),
             None if weights.markov is None else self._make_bias(decoder, weights.markov),
         )
 

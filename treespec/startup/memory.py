@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from treespec.adapter.trace import AdapterConfig
-from treespec.cache import FeatureShape, KVCache, pages_for
+from treespec.cache.kv_cache import FeatureShape, KVCache, pages_for
 from treespec.drafters.foreign.foreign_drafter import CAPACITY_FACTOR
 from treespec.errors import CacheMemoryError, ConfigError
 from treespec.graphs.capture import SLOTS, planned_bytes, round_limits, stack_sizes

@@ -15,15 +15,15 @@ from treespec.adapter.make_decoder import check_adapter_options, read_model
 from treespec.adapter.mtp import MTP, MtpForm
 from treespec.adapter.source import Source, check_inputs
 from treespec.adapter.trace import AdapterConfig
-from treespec.config import QUANTIZATIONS, SpecConfig
+from treespec.config.configs import QUANTIZATIONS, SpecConfig
+from treespec.config.engine_options import EngineOptions
 from treespec.drafters.base import Drafter, check_drafter, check_names
-from treespec.drafters.foreign.vocabularies import Draft, connect_drafts
-from treespec.engine_options import EngineOptions
 from treespec.errors import ConfigError, KernelError, ModelError
 from treespec.models.compiled import check_compiled
 from treespec.models.model_config import ModelConfig
 from treespec.startup import smollm2
 from treespec.startup.load import HeadConfig, Loader, libraries_folder
+from treespec.startup.vocabularies import Draft, connect_drafts
 from treespec_kernels.cpu.decoder_library import DTYPES as COMPILED_DTYPES
 from treespec_kernels.linear.linear import LinearImpl, onednn_available
 from treespec_kernels.tuning.tuned import KernelConfigs

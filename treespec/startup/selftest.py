@@ -15,19 +15,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treespec.config import SpecConfig
+from treespec.config.configs import SpecConfig
 from treespec.drafters.draft_sources import DraftSources
 from treespec.drafters.lookup.lookup_drafter import LookupDrafter
-from treespec.engine import Engine
+from treespec.engine.engine import Engine
+from treespec.engine.host_executor import HostExecutor
+from treespec.engine.scheduler import Scheduler
 from treespec.errors import TreespecError
-from treespec.executors.host_executor import HostExecutor
 from treespec.graphs.capture import Rounds
 from treespec.graphs.graph_executor import GraphExecutor
 from treespec.models.decoder import Decoder
 from treespec.request import Request
 from treespec.sampling.sampler import Sampler
+from treespec.sampling.transforms import Transforms
 from treespec.sampling_params import SamplingParams
-from treespec.scheduler import Scheduler
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 
 logger = logging.getLogger("treespec")
@@ -222,9 +223,9 @@ def _decode(
     for prompt in prompts:
         request = Request(list(prompt), params, spec, seed=params.seed)
         if params.temperature:
-            request.sampler = Sampler(
-                params, prompt, (), (), target.vocab_size, target.device, params.seed or 0, kernel_noise=True
-            )
+            logits_of = target.vocab_size, target.device
+            transforms = Transforms(params, len(prompt), (), (), *logits_of, by_kernel=True)
+            request.sampler = Sampler(params, transforms, (), *logits_of, params.seed or 0, kernel_noise=True)
         engine.scheduler.add(request)
         requests.append(request)
     while not engine.scheduler.is_idle:

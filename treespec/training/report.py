@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from treespec.config import SpecConfig
+from treespec.config.configs import SpecConfig
 from treespec.llm import LLM
 from treespec.sampling_params import SamplingParams
 

@@ -47,6 +47,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from treespec.config.configs import RANDOM_DRAWS
 from treespec.errors import reject_unknown
 from treespec.tree import TokenTree
 from treespec.verification.oracle import Oracle, RandomOracle
@@ -54,8 +55,6 @@ from treespec.verification.reference import verify_tree
 
 __all__ = ["Oracle", "RandomOracle", "Verified", "verify_drawn", "verify_greedy", "verify_tree"]
 
-VERIFICATIONS = ("coupled", "naive", "rejection", "traversal")
-RANDOM_DRAWS = ("rejection", "traversal")  # rules for children sampled from a draft's distribution
 _MAX_SCALE = 1e30  # larger scales overflow float32 (0 * inf = NaN); the acceptance is then below 1e-30
 TargetProbs = Callable[[int], np.ndarray | None]
 

@@ -1,8 +1,8 @@
 // Grows the token trees of a batch: assigns KV slots to the frontier, runs the SSMs over it, merges their proposals
 // with those of other sources into nodes, selects the next frontier, and decides whether another level pays. The
-// reference is treespec_kernels/tree/tree_merge.py, and for features of the host only `Forest` in
-// treespec/drafters/ssm/forest.py. In numpy, a level of a small tree needs 25 calls, which take as long as a whole pass
-// of an SSM; a call of this library from Python takes as long as a pass of a small SSM.
+// reference is treespec_kernels/tree/tree_merge.py, and for features of the host only `ReferenceForest` in
+// treespec/drafters/ssm/reference_forest.py. In numpy, a level of a small tree needs 25 calls, which take as long as a
+// whole pass of an SSM; a call of this library from Python takes as long as a pass of a small SSM.
 
 #include "vectors_cpu.h"
 

@@ -1,6 +1,6 @@
 """Levels and frontiers of growing trees on the host.
 
-They are shared by growth in numpy (treespec/drafters/ssm/forest.py) and in C++ (`growth_cpu`).
+They are shared by growth in C++ and in numpy (treespec/drafters/ssm/forest.py and reference_forest.py).
 """
 
 from itertools import pairwise

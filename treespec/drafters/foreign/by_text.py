@@ -58,12 +58,9 @@ class TextDrafter(ForeignDrafter):
     def propose(self, requests: Sequence[Request], max_depths: Sequence[int]) -> list[TokenTree]:
         """Return one chain per request, rooted at its last token."""
         trees, indices = roots(requests), self._update_contexts(requests, max_depths)
-        if not indices:
+        if not indices or not self._begins([requests[i] for i in indices], 1.0):
             return trees
         adaptive = all(requests[i].spec.is_adaptive for i in indices)
-        if adaptive and not self.pass_value.pays(float(len(indices))):
-            self.pass_value.skip_round()
-            return trees
         states = self._states_of(requests, indices)
         generations = [_Generation(state, requests[i], max_depths[i]) for i, state in zip(indices, states, strict=True)]
         with self.pass_value.timed(all(state.is_timed for state in states)):

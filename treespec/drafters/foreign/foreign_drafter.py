@@ -13,12 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treespec.cache import KVCache
-from treespec.draft_plan import Prices
+from treespec.cache.kv_cache import KVCache
 from treespec.drafters.foreign.retokenize import Context, Translation
 from treespec.models.decoder import Decoder
+from treespec.planning.draft_plan import Prices
 from treespec.request import Request
 from treespec.tree import TokenTree
+from treespec.verification.oracle import RandomOracle
 from treespec_kernels.attention.tree_batch import RequestRows
 
 CHUNK = 256  # maximum tokens of a request per prefill pass
@@ -44,6 +45,7 @@ class ForeignState:
         proposed: this round's tree, or None.
         slot_of_node: int64 [num_nodes], slots of the tree's nodes, -1 if not expanded.
         accepted_alone: number of accepted tokens so far that no other source proposed.
+        oracle: randomness of draws; None before the first one.
     """
 
     context: Context
@@ -56,6 +58,7 @@ class ForeignState:
     proposed: TokenTree | None = None
     slot_of_node: np.ndarray | None = None
     accepted_alone: int = 0
+    oracle: RandomOracle | None = None
 
     @property
     def is_timed(self) -> bool:
@@ -194,6 +197,14 @@ class ForeignDrafter(ABC):
             if len(state.context.tokens) + depth <= self.capacity:
                 indices.append(i)
         return indices
+
+    def _begins(self, requests: Sequence[Request], expected: float) -> bool:
+        """Return whether to draft: if the first pass pays, with `expected` tokens per request, or if one is fixed."""
+        adaptive = all(request.spec.is_adaptive for request in requests)
+        begins = not adaptive or self.pass_value.pays(expected * len(requests))
+        if not begins:
+            self.pass_value.skip_round()
+        return begins
 
     def _observe(self, request: Request, state: ForeignState) -> None:
         """Update the pass value from a verified tree. Call it after the request counted its accepted tokens."""

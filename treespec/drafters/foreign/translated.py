@@ -7,26 +7,24 @@ of an SSM.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from treespec.cache import KVCache
-from treespec.draft_plan import Prices
+from treespec.cache.kv_cache import KVCache
 from treespec.drafters.evidence import SeedEvidence
 from treespec.drafters.foreign.foreign_drafter import DrawsFor, ForeignDrafter, ForeignState, roots
 from treespec.drafters.foreign.retokenize import Translation
 from treespec.drafters.ssm.drawn_forest import DrawnForest
 from treespec.drafters.ssm.forest import Forest, SsmProbs, TreeLimits
-from treespec.drafters.ssm.ssm_state import grown_masks
+from treespec.drafters.ssm.reference_forest import ReferenceForest
+from treespec.drafters.ssm.ssm_state import grown_masks, rows_of_level
 from treespec.models.decoder import Decoder
+from treespec.planning.draft_plan import Prices
 from treespec.request import Request
 from treespec.tree import TokenTree
 from treespec.verification.oracle import RandomOracle
-from treespec_kernels.attention.tree_batch import RequestRows
-from treespec_kernels.tree.growth_limits import FRONTIER, MAX_EXPANDED
 
 _ONE = np.ones(1)
 
@@ -58,7 +56,6 @@ class TranslatedDrafter(ForeignDrafter):
         self._draws_for = draws_for
         to_draft = torch.from_numpy(translation.to_draft).to(model.device)
         self._columns, self._masked = to_draft.clamp(min=0), to_draft < 0
-        self._oracles: dict[str, RandomOracle] = {}
         self._first_level_mass = 0.7  # running mean of the first level's probability mass
 
     def propose(self, requests: Sequence[Request], max_depths: Sequence[int]) -> list[TokenTree]:
@@ -68,7 +65,7 @@ class TranslatedDrafter(ForeignDrafter):
         for kind in (False, True):
             group = [i for i, draws in zip(indices, random, strict=True) if draws == kind]
             of_kind, states = [requests[i] for i in group], self._states_of(requests, group)
-            if not group or not self._first_level_pays(of_kind):
+            if not group or not self._begins(of_kind, self._first_level_mass):
                 continue
             forest = self._forest(of_kind, [max_depths[i] for i in group], kind)
             self._grow(of_kind, forest)
@@ -97,18 +94,6 @@ class TranslatedDrafter(ForeignDrafter):
             moved.append(kept)
         self.cache.commit(0, pages, lengths, moved)
 
-    def release(self, request: Request) -> None:
-        super().release(request)
-        self._oracles.pop(request.request_id, None)
-
-    def _first_level_pays(self, requests: Sequence[Request]) -> bool:
-        """Return whether to draft a first level: if it pays, or if a request is not adaptive."""
-        adaptive = sum(request.spec.is_adaptive for request in requests)
-        pays = adaptive < len(requests) or self.pass_value.pays(self._first_level_mass * adaptive)
-        if not pays:
-            self.pass_value.skip_round()
-        return pays
-
     def _forest(self, requests: Sequence[Request], depths: Sequence[int], random: bool) -> Forest | DrawnForest:
         """Create the trees with their roots only."""
         limits = [
@@ -116,19 +101,15 @@ class TranslatedDrafter(ForeignDrafter):
             for request, depth in zip(requests, depths, strict=True)
         ]
         if not random:
-            return Forest(roots(requests), limits, 1, SeedEvidence())
-        oracles = [self._oracle(request) for request in requests]
-        fills = [not request.spec.is_adaptive for request in requests]
-        least = self.prices.least_value
-        min_values = [1 / r.spec.max_nodes if fill else least for r, fill in zip(requests, fills, strict=True)]
-        modes = [request.spec.draws for request in requests]
-        return DrawnForest(roots(requests), limits, oracles, modes, min_values, fills, FRONTIER, MAX_EXPANDED)
+            return ReferenceForest(roots(requests), limits, 1, SeedEvidence())
+        oracles, adaptive = [self._oracle(request) for request in requests], [r.spec.is_adaptive for r in requests]
+        return DrawnForest(requests, roots(requests), limits, oracles, adaptive, self.prices.least_value)
 
     def _oracle(self, request: Request) -> RandomOracle:
-        if request.request_id not in self._oracles:
+        if (state := self._states[request.request_id]).oracle is None:
             assert request.sampler is not None
-            self._oracles[request.request_id] = RandomOracle(request.sampler.draft_generator())
-        return self._oracles[request.request_id]
+            state.oracle = RandomOracle(request.sampler.draft_generator())
+        return state.oracle
 
     def _grow(self, requests: Sequence[Request], forest: Forest | DrawnForest) -> None:
         """Score and extend the trees level by level."""
@@ -180,18 +161,10 @@ class TranslatedDrafter(ForeignDrafter):
     def _score(self, states: Sequence[ForeignState], forest: Forest | DrawnForest) -> Tensor:
         """Return the logits after the frontier's nodes: float32 [num_rows, draft vocab]."""
         frontier, rows = forest.frontier, []
-        owners, starts = np.unique(frontier.owners, return_index=True)
-        for owner, (begin, end) in zip(
-            owners.tolist(), pairwise([*starts.tolist(), len(frontier.owners)]), strict=True
-        ):
+        for owner, part in frontier.slices().items():
             state = states[owner]
-            first = len(state.masks)
-            state.masks = grown_masks(state.masks, frontier.above[begin:end])
-            depths = state.masks.sum(1) - 1
-            nodes = np.arange(first, len(state.masks))
-            root = len(state.context.tokens) - 1
-            seen = depths[first:], state.masks[first:], depths
-            rows.append(RequestRows(root, nodes, *seen, state.pages, state.max_len))
+            state.masks, root = grown_masks(state.masks, frontier.above[part]), len(state.context.tokens) - 1
+            rows.append(rows_of_level(state.masks, part.stop - part.start, root, state.pages, state.max_len))
         return self._forward(rows, self.translation.to_draft[frontier.tokens].tolist(), None)
 
     def _probs(self, logits: Tensor, requests: Sequence[Request], forest: Forest | DrawnForest) -> Tensor:
@@ -200,11 +173,9 @@ class TranslatedDrafter(ForeignDrafter):
         Each request's restrictions, temperature and noise are applied.
         """
         logits = logits.index_select(1, self._columns).masked_fill_(self._masked, -torch.inf)
-        owners = forest.frontier.owners
         paths = forest.paths() if any(request.restriction for request in requests) else []
-        for owner in np.unique(owners).tolist():
+        for owner, part in forest.frontier.slices().items():
             request = requests[owner]
-            part = slice(*np.searchsorted(owners, [owner, owner + 1]).tolist())
             if request.restriction is not None:
                 request.restriction.narrow(logits[part], request.tokens, paths[part])
             if request.is_sampled:

@@ -6,8 +6,9 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from treespec.cache import KVCache
-from treespec.drafters.ssm.forest import SsmProbs, top_tokens
+from treespec.cache.kv_cache import KVCache
+from treespec.drafters.ssm.forest import SsmProbs
+from treespec.drafters.ssm.reference_forest import top_tokens
 from treespec.drafters.ssm.scoring import Chain, Rows, ScoredSlice, draft_probs
 from treespec.models.block_draft import BlockDraft, Unread
 from treespec.request import Request

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from treespec.drafters.ssm.forest import Frontier, SsmProbs, TreeLimits
+from treespec.request import Request
 from treespec.tree import Draws, TokenTree
 from treespec.verification.oracle import RandomOracle
+from treespec_kernels.tree.growth_limits import FRONTIER, MAX_EXPANDED
 
 _MIN_MASS = 1e-6  # nothing is drawn from a distribution whose tokens not yet drawn have less mass
 # Consecutive repeated draws after which a node gets no further draws. With replacement, a nearly certain token would
@@ -125,9 +127,8 @@ class _Tree:
 
     def grow(self, node: _Node) -> None:
         """Draw the children of a newly scored node: a static number, or while the next draw has the minimum value."""
-        branching = self.limit.branching
-        if branching:
-            for _ in range(branching[min(self.depths[node.index], len(branching) - 1)]):
+        if self.limit.branching:
+            for _ in range(self.limit.children_at(self.depths[node.index])):
                 self.draw(node)
             return
         while len(self.tokens) < self.room and node.remaining * self.values[node.index] > self.min_value:
@@ -202,12 +203,12 @@ class DrawnForest:
     """Trees of random draws, one per request, grown level by level like `Forest`.
 
     Args:
+        requests: whose trees to grow, with `SpecConfig.draws`.
         seed_trees: by request, nodes proposed by other sources, which must not depend on the draws.
         limits, oracles: by request.
-        modes: by request, as `SpecConfig.draws`.
-        min_values: by request, minimum value of a draw.
-        fills: by request, whether to add draws in the end until the tree has its full number of nodes.
-        max_frontier, max_slots: maximum number of scored nodes of one tree, per depth and in total.
+        adaptive: by request, whether only draws that pay are made; otherwise, draws are added in the end until the tree
+            has its full number of nodes.
+        least_value: minimum value of a draw that pays.
 
     Attributes:
         depth: number of levels grown.
@@ -216,18 +217,18 @@ class DrawnForest:
 
     def __init__(
         self,
+        requests: Sequence[Request],
         seed_trees: Sequence[TokenTree],
         limits: Sequence[TreeLimits],
         oracles: Sequence[RandomOracle],
-        modes: Sequence[str],
-        min_values: Sequence[float],
-        fills: Sequence[bool],
-        max_frontier: int,
-        max_slots: int,
+        adaptive: Sequence[bool],
+        least_value: float,
     ):
+        # With a fixed number of nodes n, about n draws have a value above 1 / n.
+        min_values = [least_value if pays else 1 / s.nodes for s, pays in zip(limits, adaptive, strict=True)]
+        modes, fills = [request.spec.draws for request in requests], [not pays for pays in adaptive]
         rows = zip(seed_trees, limits, oracles, modes, min_values, fills, strict=True)
         self._trees = [_Tree(*row) for row in rows]
-        self._max_frontier, self._max_slots = max_frontier, max_slots
         self.depth = 0
         self._level_mass = np.zeros(len(self._trees))
         self.frontier = self._frontier([[0] if limit.max_depth else [] for limit in limits])
@@ -296,7 +297,7 @@ class DrawnForest:
         if tree.limit.branching:
             return new
         new = [node for node in new if tree.values[node] > tree.min_value]
-        room = max(min(self._max_frontier, self._max_slots - len(tree.slot_of_node)), 0)
+        room = max(min(FRONTIER, MAX_EXPANDED - len(tree.slot_of_node)), 0)
         return sorted(sorted(new, key=lambda node: -tree.values[node])[:room])
 
     def stop(self, owners: np.ndarray) -> None:

@@ -1,30 +1,28 @@
-"""Deterministic growth of a batch's token trees, level by level.
+"""Deterministic growth of a batch's token trees, in C++: by one call per level, or for all levels.
 
-The specification is treespec_kernels/tree/tree_merge.py, whose `merge_children` merges proposals here too. Growth on
-the host adds static branching, and removes nodes early that cannot be among a tree's best, which changes no selected
-tree.
+The specification is treespec_kernels/tree/tree_merge.py. Growth on the host adds static branching, and removes nodes
+early that cannot be among a tree's best, which changes no selected tree (reference_forest.py). The C++ is
+`growth_cpu.cpp`. Python's overhead dominates a call (the address of an array alone takes 1 us), so its inputs are
+packed into one array of integers, and its outputs into one array per type.
 """
 
 import ctypes
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
-from typing import Any, NamedTuple
+from itertools import accumulate, chain
+from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from treespec.drafters.evidence import SeedEvidence
 from treespec.tree import Draws, TokenTree, join_seed_tree
-from treespec_kernels.cpu.growth_cpu import CallPasses, GrownLevels, TreeGrowth
-from treespec_kernels.sampling.logit_transforms import topk_rows
+from treespec_kernels.cpu.cpu_library import address_of
+from treespec_kernels.cpu.growth_cpu import NO_PAGE, STRUCTS, CallPasses, ScoredRows, packed
 from treespec_kernels.tree.growth_limits import CHILDREN, FRONTIER, SEEDS, frontier_width, level_widths
 from treespec_kernels.tree.level_rule import LevelRule
 from treespec_kernels.tree.tree_levels import Frontier, Level
-from treespec_kernels.tree.tree_merge import merge_children
-
-_ZERO, _NOT_PROPOSED = np.float32(0), np.float32(np.nan)
 
 
 class SsmProbs(NamedTuple):
@@ -90,8 +88,12 @@ class TreeLimits:
     branching: Sequence[int] | None
     end_tokens: tuple[int, ...]
 
+    def children_at(self, depth: int) -> int:
+        """Return the static number of children of a node of this depth; 0 = chosen by value."""
+        return self.branching[min(depth, len(self.branching) - 1)] if self.branching else 0
 
-class Forest:
+
+class Forest(ABC):
     """One growing tree per request, which merges the SSMs' proposals with those of other sources (the seeds).
 
     Args:
@@ -129,9 +131,6 @@ class Forest:
         self._levels = [Level(tokens, np.full(count, -1), trees, roots, one, one, proposed, draft_probs)]
         self._size, self._level_nodes = count, [count]
         self.slots: list[list[np.ndarray]] = [[] for _ in seed_trees]
-        self._num_slots = np.zeros(count, dtype=np.int64)
-        self._min_values = np.zeros(count, dtype=np.float32)  # by tree, minimum value of its best `nodes` so far
-        self._values: list[list[np.ndarray]] = [[one[:1]] for _ in seed_trees]  # by tree and level
         self.frontier = Frontier(trees, tokens, trees, roots, np.full(count, -1), one)
         self.stop(np.array([not limit.max_depth for limit in limits]))
 
@@ -140,6 +139,7 @@ class Forest:
         """Number of levels grown."""
         return len(self._level_nodes) - 1
 
+    @abstractmethod
     def extend(self, ssm_probs: Sequence[SsmProbs], weights: Sequence[np.ndarray]) -> np.ndarray:
         """Add the children that SSMs and seeds propose for the frontier, and select the next frontier.
 
@@ -151,62 +151,6 @@ class Forest:
         Returns:
             bool [frontier rows], True where an SSM's top probabilities are not finite.
         """
-        frontier, levels, frontiers = self.frontier, list[Level](), list[Frontier]()
-        proposals, broken = self._proposals(ssm_probs)
-        mixture = np.array(weights, dtype=np.float32)
-        for owner, part in frontier.slices().items():
-            rows, level = self._children(owner, part, proposals, mixture[owner])
-            kept = self._kept(owner, rows, level)
-            rows, level = rows[kept], level.select(kept)
-            slots = self._num_slots[owner] + rows - part.start  # the rows take the next slots of their tree
-            self._num_slots[owner] += part.stop - part.start
-            self.slots[owner].append(frontier.nodes[part])
-            self._values[owner].append(level.values)
-            best = self._expanded(owner, level)
-            columns = level.tokens, level.owners, level.seeds, slots, level.values
-            frontiers.append(Frontier(self._size + best, *(column[best] for column in columns)))
-            self._size += len(rows)
-            levels.append(level)
-        self._levels.append(Level(*map(np.concatenate, zip(*levels, strict=True))))
-        self._level_nodes.append(len(self._levels[-1].tokens))
-        self.frontier = Frontier(*map(np.concatenate, zip(*frontiers, strict=True)))
-        return broken
-
-    def _proposals(self, ssm_probs: Sequence[SsmProbs]) -> tuple[list[dict[int, dict[int, np.float32]]], np.ndarray]:
-        """Return the probabilities that SSMs propose, by frontier row, SSM and token, and the broken rows."""
-        frontier = self.frontier
-        widest = max(self.children_at(owner) for owner in frontier.owners.tolist())
-        proposals: list[dict[int, dict[int, np.float32]]] = [{} for _ in frontier.nodes]
-        broken = np.zeros(len(frontier.nodes), dtype=bool)
-        for ssm, rows, probs, vocabulary in ssm_probs:
-            values, columns = top_tokens(probs, widest)
-            tokens = (columns if vocabulary is None else vocabulary[columns]).tolist()
-            finite = np.isfinite(values).all(1)  # top-k sorts NaN first
-            broken[rows[~finite]] = True
-            for i in np.flatnonzero(finite):
-                proposals[rows[i]][ssm] = dict(zip(tokens[i], values[i], strict=True))
-        return proposals, broken
-
-    def _children(
-        self, owner: int, part: slice, proposals: Sequence[dict[int, dict[int, np.float32]]], weights: np.ndarray
-    ) -> tuple[np.ndarray, Level]:
-        """Merge the proposals of SSMs and seeds below one tree's part of the frontier; return rows and nodes."""
-        frontier, seeds, nodes, draft_probs = self.frontier, self.seeds, list[Any](), list[list[np.float32]]()
-        for row in range(part.start, part.stop):
-            probs_of = proposals[row]
-            shares = [{token: weights[ssm] * prob for token, prob in probs.items()} for ssm, probs in probs_of.items()]
-            children = seeds.children[frontier.seeds[row]]
-            below = {int(seeds.tokens[seed]): seed for seed in children[children >= 0].tolist()}
-            merged = merge_children(shares, below, self.max_children, seeds.probs, seeds.ratios)
-            for token, (prob, seed) in merged.items():
-                nodes.append((row, token, frontier.nodes[row], seed, prob, frontier.values[row] * prob))
-                draft_probs.append([probs_of.get(ssm, {}).get(token, _NOT_PROPOSED) for ssm in range(self.num_ssms)])
-        rows, tokens, parents, seed_nodes = (np.array([node[i] for node in nodes], dtype=np.int64) for i in range(4))
-        probs, values = (np.array([node[i] for node in nodes], dtype=np.float32) for i in (4, 5))
-        by_ssm = np.array(draft_probs, dtype=np.float32).reshape(len(nodes), self.num_ssms)
-        proposed, owners = ~np.isnan(by_ssm), np.full(len(nodes), owner)
-        by_ssm = np.where(proposed, by_ssm, _ZERO)
-        return rows, Level(tokens, parents, owners, seed_nodes, probs, values, proposed, by_ssm)
 
     def paths(self) -> list[list[int]]:
         """Return the path of each frontier row: the tokens from the root (exclusive) to the node."""
@@ -220,42 +164,7 @@ class Forest:
 
     def children_at(self, owner: int) -> int:
         """Return the maximum number of children of a frontier node of one tree."""
-        branching = self.limits[owner].branching
-        return branching[min(self.depth, len(branching) - 1)] if branching else self.max_children
-
-    def _kept(self, owner: int, rows: np.ndarray, level: Level) -> np.ndarray:
-        """Return which new nodes of one tree are kept: bool [num_nodes].
-
-        Static branching keeps a fixed number of children per node, otherwise nodes that may be among the tree's best.
-
-        Args:
-            owner: index of the tree.
-            rows: int64 [num_nodes], ascending, frontier rows of the parents.
-            level: the nodes.
-        """
-        limit, values = self.limits[owner], level.values
-        if limit.branching:
-            ranks = np.empty(len(rows), dtype=np.int64)
-            ranks[np.lexsort((-values, rows))] = np.arange(len(rows)) - np.searchsorted(rows, rows)
-            return ranks < self.children_at(owner)
-        all_values = np.concatenate([*self._values[owner], values])
-        if len(all_values) <= limit.nodes:
-            return np.ones(len(rows), dtype=bool)
-        self._min_values[owner] = np.partition(all_values, -limit.nodes)[-limit.nodes]
-        # Seeds are always kept: `finish` adds missing seeds with their own probability, a different value.
-        return (values >= self._min_values[owner]) | (level.seeds >= 0)
-
-    def _expanded(self, owner: int, level: Level) -> np.ndarray:
-        """Select the nodes to expand next among one tree's newest nodes; indices, best first without branching."""
-        limit, depth, values = self.limits[owner], self.depth + 1, level.values
-        if depth >= limit.max_depth:
-            return np.empty(0, dtype=np.int64)
-        growable = ~np.isin(level.tokens, limit.end_tokens)
-        if limit.branching:
-            return np.flatnonzero(growable)
-        growable &= (values > 0) & (values >= self._min_values[owner])
-        order = np.argsort(-values, kind="stable")
-        return order[growable[order]][: frontier_width(depth, self.max_frontier)]
+        return self.limits[owner].children_at(self.depth) or self.max_children
 
     def stop(self, owners: np.ndarray) -> None:
         """Remove trees from the frontier; owners: bool [num_trees]."""
@@ -323,7 +232,11 @@ class Forest:
 
 
 class CompiledForest(Forest):
-    """`Forest` with compiled growth, by one C++ call per level, or for all levels; bit-identical."""
+    """`Forest` with compiled growth; bit-identical.
+
+    Args:
+        library: from `growth_library`; the other arguments are those of `Forest`.
+    """
 
     def __init__(
         self,
@@ -336,52 +249,130 @@ class CompiledForest(Forest):
         max_frontier: int = FRONTIER,
     ):
         super().__init__(seed_trees, limits, num_ssms, evidence, max_children, max_frontier)
-        seed_nodes = self.seeds
-        self._growth = TreeGrowth(
-            library,
-            num_ssms,
-            [limit.max_depth for limit in limits],
-            [max(limit.nodes, 1) for limit in limits],
-            [s.end_tokens for s in limits],
-            (seed_nodes.children, seed_nodes.tokens.astype(np.int64), seed_nodes.probs, seed_nodes.ratios),
-            max_children,
-            max_frontier,
+        count, nodes, ends = len(limits), [max(limit.nodes, 1) for limit in limits], [s.end_tokens for s in limits]
+        starts, slots, values = [*accumulate(map(len, ends), initial=0)], [0] * count, [1] * count  # counts of them
+        depths = [limit.max_depth for limit in limits]
+        ints, addresses = packed(depths, nodes, [*chain(*ends)], starts, slots, values)
+        floats = np.zeros((1 + max(nodes), count), dtype=np.float32)  # least value, and best values [num_trees, nodes]
+        floats[1:].reshape(count, -1)[:, 0] = 1.0
+        seeds = self.seeds
+        seed_tokens = seeds.tokens.astype(np.int64)
+        self._library, self._held = library, (ints, floats, seed_tokens)
+        self._growth = STRUCTS["Growth"](
+            num_ssms=num_ssms,
+            most_nodes=max(nodes),
+            max_depths=addresses[0],
+            nodes=addresses[1],
+            end_tokens=addresses[2],
+            end_starts=addresses[3],
+            num_slots=addresses[4],
+            num_values=addresses[5],
+            least=(least := address_of(floats, np.float32)),
+            best=least + 4 * count,
+            seed_width=seeds.width,
+            seed_children=address_of(seeds.children),
+            seed_tokens=address_of(seed_tokens),
+            seed_probs=address_of(seeds.probs, np.float32),
+            seed_ratios=address_of(seeds.ratios, np.float32),
+            max_seeds=max_children,
         )
+        self._grown: Frontier | None = None  # the frontier of which the library has the addresses
         self._weights: Sequence[np.ndarray] | None = None
-        self._mixture = np.empty(0)  # `_weights` as one float32 array
 
     def extend(self, ssm_probs: Sequence[SsmProbs], weights: Sequence[np.ndarray]) -> np.ndarray:
-        scored = self.frontier
-        slices = scored.slices()
+        frontier, g, rows = self.frontier, self._growth, len(self.frontier.nodes)
+        slices = frontier.slices()
         for owner, part in slices.items():
-            self.slots[owner].append(scored.nodes[part])
-        branching = np.array(self._branching(self.depth))
-        widest = max(self.children_at(owner) for owner in slices)
-        mixture = self._mix(weights)
-        grown = self._growth.extend(scored, self._size, self.depth, ssm_probs, mixture, branching, widest)
-        level, frontier, broken = grown
-        self._append(level, [len(level.tokens)], frontier)
-        return broken
+            self.slots[owner].append(frontier.nodes[part])
+        structs = (STRUCTS["SsmProbs"] * len(ssm_probs))(
+            *(
+                (
+                    address_of(probs, np.float32),
+                    None if len(scored) == rows else address_of(scored),
+                    None if tokens is None else address_of(tokens),
+                    len(scored),
+                    ssm,
+                    probs.shape[1],
+                )
+                for ssm, scored, probs, tokens in ssm_probs
+            )
+        )
+        branching = np.array([limit.children_at(self.depth) for limit in self.limits])
+        self._mix(weights)
+        g.num_scored, g.ssm_probs = len(ssm_probs), ctypes.addressof(structs)
+        g.depth, g.size, g.branching = self.depth, self._size, address_of(branching)
+        g.children = max(self.children_at(owner) for owner in slices)
+        g.next_width = frontier_width(self.depth + 1, self.max_frontier)
+        if frontier is not self._grown:
+            self._set_rows(address_of(column) for column in frontier[:5])
+            g.row_values = address_of(frontier.values, np.float32)
+        room = rows * (len(ssm_probs) * g.children + self.seeds.width)
+        level, expanded, broken = self._begin(rows, room, room)
+        count = self._library.treespec_grow(ctypes.byref(g))
+        self._set_rows((g.next_nodes, g.next_tokens, g.next_owners, g.next_seeds, g.next_above))
+        g.row_values, self._grown = g.next_values, expanded.select(slice(g.num_next))
+        self._append(level.select(slice(count)), [count], self._grown)
+        return broken[:rows]
 
     def draft(
         self, passes: CallPasses, weights: Sequence[np.ndarray], rule: LevelRule, adaptive: Sequence[bool]
-    ) -> GrownLevels:
+    ) -> ScoredRows:
         """Run the SSMs' passes and extend the trees from their roots by all levels, in one call.
 
         Args:
-            passes: the SSMs' passes.
+            passes: the SSMs' passes over these trees.
             weights: as in `extend`.
             rule: ends adaptive trees early.
             adaptive: by tree; empty if no tree is adaptive.
         """
-        roots, depth = self.frontier, max(limit.max_depth for limit in self.limits)
-        branching = [self._branching(level) for level in range(depth)]
-        room = self.max_children, self.room
-        drafted = self._growth.draft(roots, passes, self._mix(weights), branching, *room, rule, adaptive)
+        roots, g, num_levels = self.frontier, self._growth, max(limit.max_depth for limit in self.limits)
+        level, expanded, broken = self._begin(len(roots.nodes), *self.room)
+        widths = [frontier_width(depth, self.max_frontier) for depth in range(1, num_levels + 1)]
+        ints, addresses = packed(
+            *(column.tolist() for column in roots[:5]),
+            passes.tokens,
+            passes.first_token,
+            [*chain(*passes.active)],
+            [*chain(*passes.valid)],
+            [*chain(*passes.first_rotations)],
+            widths,
+            [limit.children_at(depth) for depth in range(num_levels) for limit in self.limits],
+            adaptive,
+            [0] * (2 * num_levels),
+        )
+        self._mix(weights)
+        self._set_rows(addresses[:5])
+        g.row_values, g.size = address_of(roots.values, np.float32), len(self.limits)
+        grown = STRUCTS["Levels"](
+            g.size, self.max_children, passes.reads, *addresses[5:12], 0, addresses[13], addresses[13] + 8 * num_levels
+        )
+        if passes.sampling is not None:
+            temperatures = (ctypes.c_double * g.size)(*passes.sampling.temperatures)
+            keys = packed(*passes.sampling[1:])
+            sampling = STRUCTS["Sampling"](ctypes.addressof(temperatures), *keys[1])
+            grown.sampling = ctypes.addressof(sampling)
+        drafts, scores = passes.models.drafts, passes.allocate_scores(self.room[1])
+        numbers = rule.calibration, rule.level_cost, rule.marginal_cost, rule.least_value
+        token_weights = (ctypes.c_double * len(adaptive))(*rule.token_weights[: len(adaptive)])
+        stop = STRUCTS["Rule"](*numbers, addresses[12], ctypes.addressof(token_weights))
+        placed = self._library.treespec_draft(
+            ctypes.byref(g),
+            ctypes.byref(passes.places.placing),
+            drafts,
+            len(drafts),
+            ctypes.byref(grown),
+            ctypes.byref(stop) if adaptive else None,
+        )
+        assert placed, NO_PAGE
+        level_rows, level_nodes = (ints[-first:][: grown.num_levels] for first in (2 * num_levels, num_levels))
+        below = sum(level_rows) - level_rows[0]
+        nodes = np.concatenate([roots.nodes, expanded.nodes[:below]])
+        owners = np.concatenate([roots.owners, expanded.owners[:below]])
         for owner in roots.owners.tolist():
-            self.slots[owner].append(drafted.row_nodes[drafted.row_owners == owner])
-        self._append(drafted.nodes, drafted.level_nodes, roots.select(slice(0)))
-        return drafted
+            self.slots[owner].append(nodes[owners == owner])
+        self._append(level.select(slice(sum(level_nodes))), level_nodes, roots.select(slice(0)))
+        scores = [probs[: draft.num_rows] for probs, draft in zip(scores, drafts, strict=True)]
+        return ScoredRows(level_rows, owners, broken[: sum(level_rows)], scores)
 
     @cached_property
     def room(self) -> tuple[int, int]:
@@ -396,17 +387,42 @@ class CompiledForest(Forest):
             )
         return nodes, expanded
 
-    def _mix(self, weights: Sequence[np.ndarray]) -> np.ndarray:
-        """Return the mixture weights as one array: float32 [num_trees, num_ssms]."""
+    def _mix(self, weights: Sequence[np.ndarray]) -> None:
+        """Pass the mixture weights as one array, float32 [num_trees, num_ssms]."""
         if self._weights is not weights:
             self._weights, self._mixture = weights, np.array(weights, dtype=np.float32)
             assert np.isfinite(self._mixture).all()
-        return self._mixture
+            self._growth.weights = address_of(self._mixture, np.float32)
 
-    def _branching(self, depth: int) -> list[int]:
-        """Return the static number of children per node of a depth, by tree; 0 = chosen by value."""
-        branchings = (limit.branching for limit in self.limits)
-        return [children[min(depth, len(children) - 1)] if children else 0 for children in branchings]
+    def _set_rows(self, addresses: Iterable[int]) -> None:
+        """Pass the frontier's columns of integers."""
+        g = self._growth
+        g.row_nodes, g.row_tokens, g.row_owners, g.row_seeds, g.row_above = addresses
+
+    def _begin(self, rows: int, nodes: int, expanded: int) -> tuple[Level, Frontier, np.ndarray]:
+        """Pass the frontier's number of rows, and allocate outputs: new nodes, nodes to expand, and broken rows."""
+        g, ssms = self._growth, self.num_ssms
+        ints = np.empty(4 * nodes + 5 * expanded, dtype=np.int64)
+        floats = np.empty(expanded + (2 + ssms) * nodes, dtype=np.float32)
+        flags = np.empty(nodes * ssms + expanded, dtype=bool)
+        g.num_rows = rows
+        address = address_of(ints)
+        g.tokens, g.parents, g.owners, g.seeds = range(address, address + 32 * nodes, 8 * nodes)
+        address += 32 * nodes
+        g.next_nodes, g.next_tokens, g.next_owners, g.next_seeds, g.next_above = range(
+            address, address + 40 * expanded, 8 * expanded
+        )
+        g.next_values = address = address_of(floats, np.float32)
+        address += 4 * expanded
+        g.probs, g.values, g.draft_probs = range(address, address + 12 * nodes, 4 * nodes)
+        g.proposed = address_of(flags, np.bool_)
+        g.broken = g.proposed + nodes * ssms
+        self._outputs = ints, floats, flags  # kept alive, since the library has addresses of them
+        probs, values = floats[expanded:][: 2 * nodes].reshape(2, nodes)
+        by_ssm = flags[: nodes * ssms].reshape(nodes, ssms), floats[expanded + 2 * nodes :].reshape(nodes, ssms)
+        columns: list[np.ndarray] = [*ints[: 4 * nodes].reshape(4, nodes), probs, values, *by_ssm]
+        columns_of_frontier: list[np.ndarray] = [*ints[4 * nodes :].reshape(5, expanded), floats[:expanded]]
+        return Level(*columns), Frontier(*columns_of_frontier), flags[nodes * ssms :]
 
     def _append(self, nodes: Level, level_nodes: Sequence[int], frontier: Frontier) -> None:
         """Append one or more levels, and set the frontier."""
@@ -414,13 +430,3 @@ class CompiledForest(Forest):
         self._level_nodes += level_nodes
         self._size += len(nodes.tokens)
         self.frontier = frontier
-
-
-def top_tokens(probs: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the largest probabilities of each row and their tokens, descending, lower tokens first among equals."""
-    values, tokens = (part.numpy() for part in topk_rows(torch.from_numpy(probs), count))
-    smallest = values[:, -1:]
-    # Where a tie crosses the cut, top-k returns an arbitrary subset of the tied tokens.
-    for row in np.flatnonzero((probs == smallest).sum(1) > (values == smallest).sum(1)):
-        tokens[row] = np.argsort(-probs[row], kind="stable")[: tokens.shape[1]]
-    return values, np.take_along_axis(tokens, np.lexsort((tokens, -values)), 1)

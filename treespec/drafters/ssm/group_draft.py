@@ -4,24 +4,24 @@ A `StepDraft` scores the nodes of every level in a pass; a `OnePassDraft` predic
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
 
-from treespec.cache import KVCache
-from treespec.draft_plan import Drafted
+from treespec.cache.kv_cache import KVCache
 from treespec.drafters.ssm.blocks import level_probs, score_blocks, unread_of
 from treespec.drafters.ssm.drawn_forest import DrawnForest
 from treespec.drafters.ssm.forest import Forest, SsmProbs
-from treespec.drafters.ssm.levels import Levels
+from treespec.drafters.ssm.levels import CompiledLevels, PlannedLevels
 from treespec.drafters.ssm.scoring import NO_FEATURES, Chain, Rows, ScoredSlice, inputs_of, rows_of, score_rows
 from treespec.drafters.ssm.ssm_state import SsmState, outputs_of
 from treespec.models.block_draft import BlockDraft
 from treespec.models.decoder import Pass
 from treespec.models.group_model import GroupModel, StepModel
+from treespec.planning.draft_plan import Drafted
 from treespec.request import Request
 from treespec_kernels.cpu.growth_cpu import DraftInputs
 from treespec_kernels.tree.level_rule import LevelRule
@@ -43,6 +43,7 @@ class GrowingTrees:
     Attributes:
         levels: of the trees, if they grow level by level.
         layouts: of the passes over the roots, shared by drafts with equal plan keys.
+        weights: by tree, mixture weights of the drafts that score the frontier; sum 1, or 0 if there is none.
     """
 
     requests: Sequence[Request]
@@ -51,14 +52,41 @@ class GrowingTrees:
     adaptive: Sequence[bool]
     rule: LevelRule
     drafted: Drafted
-    levels: Levels = field(init=False)
+    levels: PlannedLevels | CompiledLevels = field(init=False)
     layouts: dict[object, Pass] = field(default_factory=dict)
+    weights: list[np.ndarray] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.weights = [state.weights for state in self.states]
 
     def unread(self, ssm: int, tree: int) -> Chain:
         """Return the positions that an SSM has not read, the root's last."""
         request = self.requests[tree]
         # The bonus token may be an expanded node with valid K/V, but the root is always scored again.
         return request, min(int(self.states[tree].valid[ssm]), request.context_len), request.context_len + 1
+
+    def end_drafts(self, drafts: Sequence["GroupDraft"]) -> None:
+        """Leave the drafts that predict no deeper than the frontier out of the weights."""
+        depth = self.forest.depth
+        if depth and any(draft.max_depth == depth for draft in drafts):
+            scores = np.array([draft.scores_at(depth) for draft in drafts])
+            remaining = [state.weights * scores for state in self.states]
+            self.weights = [weights / max(float(weights.sum()), 1e-9) for weights in remaining]
+
+    def score(self, drafts: Sequence["GroupDraft"]) -> list[SsmProbs]:
+        """Score the frontier with each active draft; a root, in the same pass as the tokens that it missed."""
+        frontier, depth, results = self.forest.frontier, self.forest.depth, list[SsmProbs]()
+        slices_of_trees = frontier.slices()
+        if depth:
+            self.levels.extend(frontier, depth)
+        paths = self.forest.paths() if any(self.requests[tree].restriction for tree in slices_of_trees) else []
+        for draft in drafts:
+            slices = {tree: part for tree, part in slices_of_trees.items() if draft.ssm in self.states[tree].active}
+            if slices and not depth:
+                results.append(draft.score_roots(self, [part.start for part in slices.values()]))
+            elif slices and draft.scores_at(depth):
+                results.append(draft.score_level(self, slices, paths))
+        return results
 
 
 class GroupDraft(ABC):
@@ -77,6 +105,10 @@ class GroupDraft(ABC):
     def __init__(self, ssm: int, model: GroupModel, cache: KVCache, is_compared: bool):
         self.ssm, self.cache, self.pool, self.is_compared = ssm, cache, cache.pools[1 + ssm], is_compared
         self.max_depth = model.max_depth
+
+    def scores_at(self, depth: int) -> bool:
+        """Return whether the draft predicts the tokens below nodes of this depth."""
+        return self.max_depth is None or depth < self.max_depth
 
     @abstractmethod
     def read(self, chains: Sequence[Chain], counts: Sequence[int]) -> Rows | None:
@@ -237,59 +269,3 @@ def group_draft(ssm: int, model: GroupModel, cache: KVCache, is_compared: bool) 
     if isinstance(model, BlockDraft):
         return OnePassDraft(ssm, model, cache, is_compared)
     return StepDraft(ssm, model, cache, is_compared)
-
-
-class LevelScorer:
-    """Scores the frontiers of one round's trees.
-
-    Args:
-        drafts: of the group.
-        trees: that grow.
-        read: reads the committed tokens of requests with a draft.
-    """
-
-    def __init__(
-        self, drafts: Sequence[GroupDraft], trees: GrowingTrees, read: Callable[[GroupDraft, Sequence[Request]], None]
-    ):
-        self._drafts, self._trees, self._read = drafts, trees, read
-        self._weights, self._weights_depth = [state.weights for state in trees.states], 0
-
-    def score(self) -> list[SsmProbs]:
-        """Score the frontier with each active draft."""
-        trees, frontier, depth = self._trees, self._trees.forest.frontier, self._trees.forest.depth
-        if not depth:
-            return self._score_roots()
-        trees.levels.extend(frontier, depth)
-        slices_of_trees = frontier.slices()
-        paths = trees.forest.paths() if any(trees.requests[tree].restriction for tree in slices_of_trees) else []
-        results: list[SsmProbs] = []
-        for draft in self._drafts:
-            slices = {tree: part for tree, part in slices_of_trees.items() if draft.ssm in trees.states[tree].active}
-            if slices and (draft.max_depth is None or depth < draft.max_depth):
-                results.append(draft.score_level(trees, slices, paths))
-        return results
-
-    def weights(self) -> list[np.ndarray]:
-        """Return the mixture weights of the drafts that score the frontier, by tree; sum 1, or 0 if there is none."""
-        depth = self._trees.forest.depth
-        ends = {draft.max_depth for draft in self._drafts}
-        if depth != self._weights_depth and depth in ends:  # the same list as long as the weights are the same
-            scores = np.array([draft.max_depth is None or depth < draft.max_depth for draft in self._drafts])
-            remaining = [state.weights * scores for state in self._trees.states]
-            self._weights = [weights / max(float(weights.sum()), 1e-9) for weights in remaining]
-            self._weights_depth = depth
-        return self._weights
-
-    def _score_roots(self) -> list[SsmProbs]:
-        """Score the roots with each active draft, in the same pass as the committed tokens that it missed."""
-        trees, owners = self._trees, self._trees.forest.frontier.owners.tolist()
-        for tree in owners:
-            trees.states[tree].begin_tree()
-        results: list[SsmProbs] = []
-        for draft in self._drafts:
-            rows = [row for row, tree in enumerate(owners) if draft.ssm in trees.states[tree].active]
-            if rows:
-                chains = [trees.unread(draft.ssm, owners[row]) for row in rows]
-                self._read(draft, [request for request, start, root in chains if root - 1 - start >= CATCH_UP_CHUNK])
-                results.append(draft.score_roots(trees, rows))
-        return results

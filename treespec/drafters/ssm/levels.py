@@ -4,42 +4,25 @@ Expanded nodes take consecutive slots of their tree; the root has slot 0.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
 
-from treespec.cache import KVCache
+from treespec.cache.kv_cache import KVCache
 from treespec.drafters.ssm.drawn_forest import DrawnForest
 from treespec.drafters.ssm.forest import Forest, Frontier
-from treespec.drafters.ssm.ssm_state import grown_masks
+from treespec.drafters.ssm.ssm_state import grown_masks, rows_of_level
 from treespec.models.decoder import CompiledPasses, Pass
 from treespec.models.group_model import GroupModel
 from treespec.request import Request
-from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.cpu.compiled_plan import CompiledPlan
 from treespec_kernels.cpu.growth_cpu import DraftModels, TreePlaces
 from treespec_kernels.tree.level_rule import LevelRule
 
 
-class Levels(Protocol):
-    """Assigns KV slots to the nodes of growing trees and lays out passes over them."""
-
-    def extend(self, frontier: Frontier, depth: int) -> None:
-        """Add a level: assign slots to the nodes of the frontier, which have this depth."""
-
-    def plan(self, ssm: int, rows: np.ndarray) -> Pass:
-        """Lay out an SSM's pass over some rows of the newest level.
-
-        Args:
-            ssm: index of the SSM.
-            rows: int64, ascending; all or none of a tree's rows.
-        """
-
-
 def levels_for(
     models: Sequence[GroupModel], active: Collection[int], cache: KVCache, requests: Sequence[Request]
-) -> Levels:
+) -> "PlannedLevels | CompiledLevels":
     """Create the levels of these requests' trees, which consist of their roots only.
 
     Args:
@@ -71,18 +54,23 @@ class PlannedLevels:
         self._offsets = {model.offset for model in models}
 
     def extend(self, frontier: Frontier, depth: int) -> None:
+        """Add a level: assign slots to the nodes of the frontier, which have this depth."""
         self._rows, self._plans = {}, dict[object, Pass]()
         for owner, part in frontier.slices().items():
-            first, request = len(self._masks[owner]), self._requests[owner]
-            grown = self._masks[owner] = grown_masks(self._masks[owner], frontier.above[part])
-            depths = grown.sum(1) - 1
-            nodes = np.arange(first, len(grown))
+            request, count = self._requests[owner], part.stop - part.start
+            masks = self._masks[owner] = grown_masks(self._masks[owner], frontier.above[part])
             for offset in self._offsets:
-                places = nodes, depths[first:], grown[first:], depths, request.pages
-                self._rows[owner, offset] = RequestRows(request.context_len - offset, *places, request.max_len)
+                root = request.context_len - offset
+                self._rows[owner, offset] = rows_of_level(masks, count, root, request.pages, request.max_len)
         self._row_owners = frontier.owners
 
     def plan(self, ssm: int, rows: np.ndarray) -> Pass:
+        """Lay out an SSM's pass over some rows of the newest level.
+
+        Args:
+            ssm: index of the SSM.
+            rows: int64, ascending; all or none of a tree's rows.
+        """
         owners = np.unique(self._row_owners[rows]).tolist()
         key = self._models[ssm].plan_key, tuple(owners)
         if key not in self._plans:
@@ -92,7 +80,7 @@ class PlannedLevels:
 
 
 class CompiledLevels:
-    """Levels for compiled passes, without `RequestRows`: a row's path is its parent's path plus its own slot.
+    """`PlannedLevels` for compiled passes, without `RequestRows`: a row's path is its parent's path plus its own slot.
 
     Args:
         models: by index, the SSMs that draft.

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treespec.cache import KVCache
+from treespec.cache.kv_cache import KVCache
 from treespec.models.decoder import Pass
 from treespec.models.group_model import GroupModel, StepModel
 from treespec.models.head_vocabulary import HeadVocabulary

@@ -13,23 +13,23 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from treespec.cache import KVCache
-from treespec.draft_plan import Drafted, DraftPlan
+from treespec.cache.kv_cache import KVCache
 from treespec.drafters.evidence import SeedEvidence
 from treespec.drafters.ssm.catch_up import MIN_LAG, CatchUpPolicy
 from treespec.drafters.ssm.drawn_forest import DrawnForest
 from treespec.drafters.ssm.forest import CompiledForest, Forest, TreeLimits
-from treespec.drafters.ssm.group_draft import CATCH_UP_CHUNK, GroupDraft, GrowingTrees, LevelScorer, group_draft
+from treespec.drafters.ssm.group_draft import CATCH_UP_CHUNK, GroupDraft, GrowingTrees, group_draft
 from treespec.drafters.ssm.levels import DraftModelCache, levels_for, stop_unprofitable
+from treespec.drafters.ssm.reference_forest import ReferenceForest
 from treespec.drafters.ssm.scoring import Rows
 from treespec.drafters.ssm.ssm_state import SsmState, open_mass
 from treespec.models.group_model import GroupModel
+from treespec.planning.draft_plan import Drafted, DraftPlan
 from treespec.request import Request
 from treespec.tree import TokenTree
 from treespec.trust import WINDOW, Trust
 from treespec.verification.oracle import RandomOracle
 from treespec_kernels.cpu.growth_cpu import CallPasses, DraftInputs, DraftSampling, TreePlaces
-from treespec_kernels.tree.growth_limits import FRONTIER, MAX_EXPANDED
 from treespec_kernels.tree.level_rule import LevelRule
 
 NULL_PAGE = np.zeros(1, dtype=np.int64)
@@ -94,14 +94,20 @@ class SsmDrafter:
             group = [i for i, draws in enumerate(random) if draws == kind]
             if not any(drafting[i] for i in group):
                 continue
-            states = [self.state(requests[i]) for i in group]
-            of_kind, plans_of_kind = [requests[i] for i in group], [plans[i] for i in group]
+            of_kind, states = [requests[i] for i in group], [self.state(requests[i]) for i in group]
+            seeds, adaptive = [seed_trees[i] for i in group], [plans[i].adaptive for i in group]
             limits = [
-                TreeLimits(plan.levels * drafting[i], plan.nodes, plan.branching, requests[i].end_tokens)
-                for i, plan in zip(group, plans_of_kind, strict=True)
+                TreeLimits(plans[i].levels * drafting[i], plans[i].nodes, plans[i].branching, requests[i].end_tokens)
+                for i in group
             ]
-            forest = self._forest(of_kind, states, plans_of_kind, limits, [seed_trees[i] for i in group], rule)
-            adaptive = [plan.adaptive for plan in plans_of_kind]
+            forest: Forest | DrawnForest
+            if kind:
+                oracles = [self._oracle(request) for request in of_kind]
+                forest = DrawnForest(of_kind, seeds, limits, oracles, adaptive, rule.least_value)
+            elif (library := self.models[0].growth) is None:
+                forest = ReferenceForest(seeds, limits, len(self.models), self.evidence)
+            else:
+                forest = CompiledForest(seeds, limits, len(self.models), self.evidence, library)
             self._grow(GrowingTrees(of_kind, states, forest, adaptive, rule.select(group), self.drafted))
             self.drafted.levels += forest.depth
             for i, state, (tree, slot_of_node) in zip(group, states, forest.finish(self.names), strict=True):
@@ -109,50 +115,39 @@ class SsmDrafter:
                 trees[i] = tree
         return trees
 
-    def _forest(
-        self,
-        requests: Sequence[Request],
-        states: Sequence[SsmState],
-        plans: Sequence[DraftPlan],
-        limits: Sequence[TreeLimits],
-        seed_trees: Sequence[TokenTree],
-        rule: LevelRule,
-    ) -> Forest | DrawnForest:
-        """Create the trees with their roots only, for requests that all draw at random or all do not."""
-        if not requests[0].draws_at_random:
-            arguments = seed_trees, limits, len(self.models), self.evidence
-            library = self.models[0].growth
-            return Forest(*arguments) if library is None else CompiledForest(*arguments, library)
-        for request, state in zip(requests, states, strict=True):
-            if state.oracle is None and request.sampler is not None:
-                state.oracle = RandomOracle(request.sampler.draft_generator())
-        oracles = [state.oracle for state in states if state.oracle is not None]
-        modes = [request.spec.draws for request in requests]
-        # With a fixed number of nodes n, about n draws have a value above 1 / n.
-        min_values = [rule.least_value if plan.adaptive else 1 / plan.nodes for plan in plans]
-        fills = [not plan.adaptive for plan in plans]
-        return DrawnForest(seed_trees, limits, oracles, modes, min_values, fills, FRONTIER, MAX_EXPANDED)
+    def _oracle(self, request: Request) -> RandomOracle:
+        """Return the randomness of a request's draws."""
+        if (state := self.state(request)).oracle is None:
+            assert request.sampler is not None
+            state.oracle = RandomOracle(request.sampler.draft_generator())
+        return state.oracle
 
     def _grow(self, trees: GrowingTrees) -> None:
         """Score and extend trees, in one compiled call if possible, else level by level."""
-        forest, adaptive = trees.forest, np.array(trees.adaptive)
+        forest, adaptive, roots = trees.forest, np.array(trees.adaptive), trees.forest.frontier.owners.tolist()
+        for draft in self.drafts:
+            drafting = [tree for tree in roots if draft.ssm in trees.states[tree].active]
+            chains = [trees.unread(draft.ssm, tree) for tree in drafting]
+            self.read(draft, [request for request, start, root in chains if root - 1 - start >= CATCH_UP_CHUNK])
+        for tree in roots:
+            trees.states[tree].begin_tree()
         if isinstance(forest, CompiledForest) and (passes := self._compiled_passes(trees, forest)):
             self._draft_compiled(trees, forest, passes)
             return
-        active = {ssm for owner in forest.frontier.owners.tolist() for ssm in trees.states[owner].active}
+        active = {ssm for tree in roots for ssm in trees.states[tree].active}
         trees.levels = levels_for(self.models, active, self.cache, trees.requests)
-        scorer = LevelScorer(self.drafts, trees, self.read)
         last_open_mass = forest.open_mass()
         while len(forest.frontier.nodes):
             if forest.depth and adaptive.any():
                 last_open_mass = stop_unprofitable(forest, adaptive, trees.rule, last_open_mass)
                 if not len(forest.frontier.nodes):
                     break
-            weights, owners = scorer.weights(), forest.frontier.owners
+            trees.end_drafts(self.drafts)
+            weights, owners = trees.weights, forest.frontier.owners
             if (ended := np.array([not of_tree.any() for of_tree in weights]))[owners].any():
                 forest.stop(ended)
                 continue
-            broken = forest.extend(scorer.score(), weights)
+            broken = forest.extend(trees.score(self.drafts), weights)
             self._mark_broken(trees.requests, owners[broken])
 
     def _mark_broken(self, requests: Sequence[Request], owners: np.ndarray) -> None:
@@ -163,7 +158,7 @@ class SsmDrafter:
             self.cache.scrub(NULL_PAGE)
 
     def _compiled_passes(self, trees: GrowingTrees, forest: CompiledForest) -> CallPasses | None:
-        """Return the passes of all levels for one compiled call, after reading all but the last unread tokens.
+        """Return the passes of all levels for one compiled call.
 
         None with restricted requests, models without entry points, or too much memory for probabilities.
         """
@@ -177,11 +172,6 @@ class SsmDrafter:
         if models is None or forest.room[1] * max(draft.width for draft in models.drafts) > MAX_SCORES:
             return None
         owners = {ssm: [owner for owner in sorted(roots) if ssm in states[owner].active] for ssm in ssms}
-        for ssm in ssms:
-            behind = [requests[owner] for owner in owners[ssm]]
-            self.read(
-                self.drafts[ssm], [r for r in behind if r.context_len - self.state(r).valid[ssm] >= CATCH_UP_CHUNK]
-            )
         # The bonus token may be an expanded node with valid K/V, but the root is always scored again.
         valid = [np.minimum(state.valid, r.context_len) for r, state in zip(requests, states, strict=True)]
         inputs: list[DraftInputs] = []
@@ -213,10 +203,7 @@ class SsmDrafter:
         """Score and extend trees by all levels in one compiled call."""
         requests, states, adaptive = trees.requests, trees.states, trees.adaptive
         roots = forest.frontier.owners.tolist()
-        for owner in roots:
-            states[owner].begin_tree()
-        weights = [state.weights for state in states]
-        drafted = forest.draft(passes, weights, trees.rule, adaptive if any(adaptive) else ())
+        drafted = forest.draft(passes, trees.weights, trees.rule, adaptive if any(adaptive) else ())
         runs = list(drafted.runs())
         for draft, scores, inputs in zip(passes.models.drafts, drafted.scores, passes.inputs, strict=True):
             ssm, first = draft.ssm, 0
@@ -237,7 +224,7 @@ class SsmDrafter:
             for owner, count in runs:
                 if ssm in states[owner].active:
                     states[owner].scores[ssm].append(rows.select(slice(first, first := first + count)))
-        self._mark_broken(requests, drafted.row_owners[drafted.broken])
+        self._mark_broken(requests, drafted.owners[drafted.broken])
 
     def prefill(self, requests: Sequence[Request]) -> None:
         """Compute the SSMs' K/V of all committed positions, and score the SSMs on these tokens."""

@@ -12,6 +12,7 @@ from treespec.drafters.ssm.scoring import Rows
 from treespec.tree import TokenTree
 from treespec.trust import Trust
 from treespec.verification.oracle import RandomOracle
+from treespec_kernels.attention.tree_batch import RequestRows
 
 
 def open_mass(seed_tree: TokenTree) -> float:
@@ -33,6 +34,12 @@ def grown_masks(masks: np.ndarray, above: np.ndarray) -> np.ndarray:
     nodes = np.arange(first, first + count)
     grown[nodes, nodes] = True
     return grown
+
+
+def rows_of_level(masks: np.ndarray, count: int, root: int, pages: np.ndarray, max_len: int) -> RequestRows:
+    """Return the rows of a tree's newest level: `count` slots of `masks`, behind a root at a position."""
+    depths, first = masks.sum(1) - 1, len(masks) - count
+    return RequestRows(root, np.arange(first, len(masks)), depths[first:], masks[first:], depths, pages, max_len)
 
 
 @dataclass

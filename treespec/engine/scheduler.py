@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from treespec.cache import NO_PAGES, KVCache
+from treespec.cache.kv_cache import NO_PAGES, KVCache
+from treespec.cache.prefix_cache import Prefix, page_keys
 from treespec.outputs import FinishReason
-from treespec.prefix_cache import Prefix, page_keys
 from treespec.request import PromptGroup, Request
 from treespec_kernels.attention.tree_batch import PAGE_SIZE
 

@@ -12,8 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from treespec.adapter.trace import AdapterConfig
-from treespec.cache import KVCache
-from treespec.draft_plan import Prices
+from treespec.cache.kv_cache import KVCache
 from treespec.drafters.foreign.by_text import TextDrafter
 from treespec.drafters.foreign.foreign_drafter import CAPACITY_FACTOR, ForeignDrafter
 from treespec.drafters.foreign.retokenize import Translation
@@ -22,6 +21,7 @@ from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 from treespec.errors import DraftError
 from treespec.models.decoder import Decoder
 from treespec.models.model_config import ModelConfig
+from treespec.planning.draft_plan import Prices
 from treespec.request import Request
 from treespec_weights.draft_vocabulary import expand_embedding, read_draft_vocabulary
 from treespec_weights.vocabularies import REDUCED, Connection, connect

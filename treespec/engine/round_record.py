@@ -14,7 +14,7 @@ from treespec.tree import TokenTree
 from treespec.utils.torch_state import outside_code
 
 if TYPE_CHECKING:
-    from treespec.executors.execution import VerifiedRequest
+    from treespec.engine.execution import VerifiedRequest
 
 logger = logging.getLogger("treespec")
 

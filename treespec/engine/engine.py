@@ -6,23 +6,25 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
 import torch
 
-from treespec.cache import KVCache
+from treespec.cache.kv_cache import KVCache
 from treespec.drafters.calls import Failures, call_commit, call_release
 from treespec.drafters.draft_sources import DraftSources
+from treespec.engine.execution import Execution, StageClock, VerifiedRequest, follow
+from treespec.engine.executor import Executor
+from treespec.engine.host_executor import HostExecutor
+from treespec.engine.metrics import Stats
+from treespec.engine.round_record import RoundObservers, RoundRecord
+from treespec.engine.runner import Runner
+from treespec.engine.scheduler import Batch, Scheduler
 from treespec.errors import RequestError, TreespecError
-from treespec.executors.execution import CapturedExecutor, Execution, Executor, StageClock, VerifiedRequest, follow
-from treespec.executors.host_executor import HostExecutor
-from treespec.executors.round_record import RoundObservers, RoundRecord
-from treespec.metrics import Stats
 from treespec.outputs import FinishReason
 from treespec.planning.round_costs import RoundSeconds
 from treespec.request import Request
-from treespec.runner import Runner
 from treespec.sampling.logprobs import LogprobRows, logprobs_of
-from treespec.scheduler import Batch, Scheduler
 from treespec.utils.torch_state import one_thread
 
 logger = logging.getLogger("treespec")
@@ -49,11 +51,11 @@ class Engine:
         scheduler: Scheduler,
         sources: DraftSources,
         host: HostExecutor,
-        captured: CapturedExecutor | None = None,
+        captured: Executor[Any] | None = None,
     ):
         self.runner, self.scheduler, self.sources = runner, scheduler, sources
         self.host, self.captured = host, captured
-        self.executors: list[Executor] = [host] if captured is None else [captured, host]
+        self.executors: list[Executor[Any]] = [host] if captured is None else [captured, host]
         self.cache: KVCache = runner.cache
         self.stats = Stats()
         self.observers = RoundObservers()

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treespec.cache import KVCache
+from treespec.cache.kv_cache import KVCache
 from treespec.errors import RequestError
 from treespec.models.decoder import Decoder
 from treespec.request import Request

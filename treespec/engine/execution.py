@@ -1,16 +1,15 @@
-"""The interface between the engine and its executors: batches in, verified trees out."""
+"""What an executor hands to the engine: verified trees, and the seconds of the stages that led to them."""
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
-from treespec.draft_plan import Drafted
 from treespec.drafters.calls import Committing, Failures
+from treespec.planning.draft_plan import Drafted, DraftPlan
 from treespec.planning.planner import PlannedRound, Planner
 from treespec.planning.round_costs import RoundSeconds
 from treespec.request import Request
@@ -99,9 +98,10 @@ class StageClock:
 
 @dataclass
 class Execution:
-    """The result of running a batch through an executor.
+    """A round of a batch: what its steps have decided so far, for those that follow and for the engine.
 
     Attributes:
+        requests, plans: requests with the limits of their trees.
         verified: verified requests.
         failed: requests that end in this round, with the error text.
         undecided: requests that the next executor must run; nothing of them was committed.
@@ -115,6 +115,8 @@ class Execution:
         seconds: of the round, where the executor measures it itself, because rounds overlap; None = the clock's.
     """
 
+    requests: Sequence[Request]
+    plans: Sequence[DraftPlan]
     verified: list[VerifiedRequest] = field(default_factory=list)
     failed: list[tuple[Request, str]] = field(default_factory=list)
     undecided: list[Request] = field(default_factory=list)
@@ -126,41 +128,6 @@ class Execution:
     drafted: Drafted = field(default_factory=Drafted)
     rows: int | None = None
     seconds: RoundSeconds | None = None
-
-
-class Executor(Protocol):
-    """Runs one round of a batch: propose, forward, verify, and compact the target's KV cache to the accepted paths."""
-
-    def serves(self, request: Request) -> bool:
-        """Return whether this executor can decode a request.
-
-        Depends on the request's parameters only, never on the batch, so that one executor produces all of its tokens.
-        """
-
-    def expects_ssms(self, requests: Sequence[Request]) -> bool:
-        """Return whether SSMs are expected to pay for a batch of these requests."""
-
-    def run(
-        self, requests: Sequence[Request], others_wait: bool, clock: StageClock, meanwhile: Callable[[], None]
-    ) -> Execution:
-        """Run one round.
-
-        Args:
-            requests: prefilled requests that this executor serves, at least one.
-            others_wait: whether the queue holds requests for slots that become free.
-            clock: receives the stages.
-            meanwhile: called while a device computes the round, if the host waits for it.
-        """
-
-
-class CapturedExecutor(Executor, Protocol):
-    """An executor whose device computes a round while the host goes on."""
-
-    def launch(self, requests: Sequence[Request], others_wait: bool, clock: StageClock) -> None:
-        """Launch a round of these requests, which the next `run` waits for. Arguments as of `run`."""
-
-    def drop_finished(self) -> None:
-        """Wait for the device if all requests that it computes for have ended, and forget their round."""
 
 
 def follow(tree: TokenTree, tokens: Sequence[int]) -> np.ndarray:

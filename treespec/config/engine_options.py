@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from treespec.config.vllm_options import VllmEngineOptions, absent_options, check_absent
 from treespec.utils.options import check_values, option
-from treespec.vllm_options import VllmEngineOptions, absent_options, check_absent
 
 if TYPE_CHECKING:  # the command line reads the options before torch is imported
     import torch
     from torch import nn
 
-    from treespec.config import SpecConfig
+    from treespec.config.configs import SpecConfig
 
 logger = logging.getLogger("treespec")
 

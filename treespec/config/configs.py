@@ -10,8 +10,9 @@ import torch
 from treespec.errors import ConfigError
 from treespec.utils.options import check_values, option, rejects_unknown
 from treespec.utils.scalars import to_python
-from treespec.verification.verify import RANDOM_DRAWS, VERIFICATIONS
 
+VERIFICATIONS = ("coupled", "naive", "rejection", "traversal")
+RANDOM_DRAWS = ("rejection", "traversal")  # rules for children sampled from a draft's distribution
 DRAWS = ("cross-source", "without-replacement", "with-replacement")
 MAX_NODES = 1024
 QUANTIZATIONS = ("int8", "int4")

@@ -1,21 +1,36 @@
-"""The host executor: drafts, verifies and commits step by step, with control flow on the host."""
+"""The steps of a round on the host, which reads trees, scores and paths between them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from treespec.draft_plan import DraftPlan
 from treespec.drafters.calls import call_propose
 from treespec.drafters.draft_sources import DraftSources
 from treespec.drafters.foreign.foreign_drafter import ForeignDrafter
+from treespec.engine.execution import Execution, StageClock, VerifiedRequest
+from treespec.engine.executor import Executor
+from treespec.engine.runner import Choices, Runner
 from treespec.errors import DraftError, RequestError
-from treespec.executors.execution import Execution, StageClock, VerifiedRequest
+from treespec.planning.draft_plan import DraftPlan
 from treespec.planning.planner import Planner
 from treespec.request import Request
-from treespec.runner import Choices, Runner
 from treespec.tree import TokenTree, merge
 from treespec.verification.verify import Verified, verify_greedy
 
 
-class HostExecutor:
+@dataclass
+class HostExecution(Execution):
+    """A round on the host.
+
+    Attributes:
+        trees: by request, the merged and cut proposals.
+        scored: the trees that the target scored, with its choices.
+    """
+
+    trees: list[TokenTree] = field(default_factory=list)
+    scored: list[tuple[Request, TokenTree, Choices]] = field(default_factory=list)
+
+
+class HostExecutor(Executor[HostExecution]):
     """Runs rounds for any request on any device.
 
     Args:
@@ -34,37 +49,23 @@ class HostExecutor:
     def expects_ssms(self, requests: Sequence[Request]) -> bool:
         return self.planner.expects_ssms(requests)
 
-    def run(
-        self, requests: Sequence[Request], others_wait: bool, clock: StageClock, meanwhile: Callable[[], None]
-    ) -> Execution:
-        execution = Execution(planner=self.planner)
-        trees = self.propose(requests, others_wait, clock, execution)
-        clock.enter("forward")
-        scored = self.forward(requests, trees, execution)
-        if self.runner.captured is not None and self.runner.captured.has_captured:
-            execution.planner = None
-        clock.enter("verify")
-        self.verify(scored, execution)
-        clock.enter("commit")
-        pages = [verified.request.pages for verified in execution.verified]
-        lengths = [verified.request.context_len for verified in execution.verified]
-        self.runner.cache.commit_target(pages, lengths, [verified.path for verified in execution.verified])
-        return execution
+    def plan(self, requests: Sequence[Request], others_wait: bool, clock: StageClock) -> HostExecution:
+        clock.enter("merge")
+        unread = self.sources.ssms.unread if self.sources.ssms is not None else None
+        plans = self.planner.draft_plans(requests, self.max_model_len, unread, others_wait)
+        return HostExecution(requests, plans, planner=self.planner)
 
-    def propose(
-        self, requests: Sequence[Request], others_wait: bool, clock: StageClock, execution: Execution
-    ) -> list[TokenTree]:
-        """Draft with every source and return one merged tree per request, cut to the nodes worth verifying.
+    def propose(self, execution: HostExecution, clock: StageClock) -> None:
+        """Draft with every source, and merge the proposals into one tree per request, cut to the nodes worth verifying.
 
         Model-free sources and foreign drafts propose first; the SSMs then extend the merged proposals.
         """
-        clock.enter("merge")
         ssms, lookup, planner = self.sources.ssms, self.sources.lookup, self.planner
-        unread = ssms.unread if ssms is not None else None
-        plans = planner.draft_plans(requests, self.max_model_len, unread, others_wait)
+        requests, plans = execution.requests, execution.plans
         forced = [self._forced(request, plan) for request, plan in zip(requests, plans, strict=True)]
         if not any(plan.max_depth or plan.levels for plan in plans) and all(len(tree) == 1 for tree in forced):
-            return forced
+            execution.trees = forced
+            return
         ids, depths = [request.request_id for request in requests], [plan.max_depth for plan in plans]
         for drafter in self.sources.others:
             clock.enter("foreign" if isinstance(drafter, ForeignDrafter) else "search")
@@ -92,9 +93,9 @@ class HostExecutor:
             execution.drafted = ssms.drafted
             if execution.drafted.levels:
                 execution.proposals.append((ssms, dict(zip(ids, merged, strict=True))))
-        cut = planner.cut(requests, merged)
+        cut = [tree.best(size) for tree, size in zip(merged, planner.sizes(requests, merged), strict=True)]
         # Fixed trees may be filled up with nodes of probability 0, which a restriction may forbid.
-        return [_pruned(request, tree) for request, tree in zip(requests, cut, strict=True)]
+        execution.trees = [_pruned(request, tree) for request, tree in zip(requests, cut, strict=True)]
 
     def _forced(self, request: Request, plan: DraftPlan) -> TokenTree:
         """Return the grammar-forced tokens, which cost nothing and are kept even while drafting is paused."""
@@ -102,9 +103,7 @@ class HostExecutor:
         depth = min(request.spec.max_depth, request.room(self.max_model_len)) if adaptive else plan.max_depth
         return forced_tree(request, depth)
 
-    def forward(
-        self, requests: Sequence[Request], trees: Sequence[TokenTree], execution: Execution
-    ) -> list[tuple[Request, TokenTree, Choices]]:
+    def forward(self, execution: HostExecution, clock: StageClock) -> None:
         """Run one target pass over all nodes of all requests. A request with non-finite logits fails alone.
 
         A drafted token may overflow where the target's own tokens would not, and its NaN reaches other nodes as
@@ -112,7 +111,8 @@ class HostExecutor:
         Under "rejection" and "traversal" this conditions on the drawn tokens; it is the only case that changes their
         distribution.
         """
-        scored = []
+        clock.enter("forward")
+        requests, trees = execution.requests, execution.trees
         for request, tree, choices in zip(requests, trees, self.runner.forward(requests, trees), strict=True):
             request.target_passes += 1
             if not choices.finite and len(tree) > 1:
@@ -122,16 +122,18 @@ class HostExecutor:
                 choices = self.runner.forward([request], [tree])[0]
                 request.target_passes += 1
             if choices.finite:
-                scored.append((request, tree, choices))
+                execution.scored.append((request, tree, choices))
             else:
                 request.nodes_verified += len(tree)
                 error = f"the target computed NaN or infinity at position {request.context_len}"
                 execution.failed.append((request, error))
-        return scored
+        if self.runner.captured is not None and self.runner.captured.has_captured:
+            execution.planner = None
 
-    def verify(self, scored: Sequence[tuple[Request, TokenTree, Choices]], execution: Execution) -> None:
+    def verify(self, execution: HostExecution, clock: StageClock) -> None:
         """Apply each request's verification rule. A request that raises RequestError fails alone."""
-        for request, tree, choices in scored:
+        clock.enter("verify")
+        for request, tree, choices in execution.scored:
             try:
                 path, bonus = _verify(request, tree, choices)
             except RequestError as error:
@@ -141,6 +143,12 @@ class HostExecutor:
                 logits = None if request.params.logprobs is None else choices.logits[path.tolist()]
                 tokens = [*tree.tokens[path[1:]].tolist(), bonus]
                 execution.verified.append(VerifiedRequest(request, path, tokens, tree.token_tree, logits))
+
+    def commit(self, execution: HostExecution, clock: StageClock) -> None:
+        clock.enter("commit")
+        pages = [verified.request.pages for verified in execution.verified]
+        lengths = [verified.request.context_len for verified in execution.verified]
+        self.runner.cache.commit_target(pages, lengths, [verified.path for verified in execution.verified])
 
 
 def _verify(request: Request, tree: TokenTree, choices: Choices) -> Verified:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treespec.prefix_cache import PrefixCache
+from treespec.cache.prefix_cache import PrefixCache
 from treespec.utils.memory import lazy_zeros
 from treespec_kernels.attention.kv_commit import kv_commit_cpu, kv_commit_triton
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows

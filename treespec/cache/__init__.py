@@ -1,0 +1,1 @@
+"""The paged KV cache of the target and its drafts, and prefix caching."""

@@ -1,0 +1,1 @@
+"""The engine: schedules requests and runs rounds of them, driven by the host."""

@@ -1,1 +1,0 @@
-"""The interface of executors, which run rounds for the engine, and the executor that the host drives."""

@@ -25,17 +25,11 @@ from treespec_weights.sizes import parse_size
 
 @dataclass(frozen=True)
 class GrownTarget:
-    """A grown target.
+    """A grown target."""
 
-    Attributes:
-        source: folder of the source model.
-        shape: grown shape.
-        of: name of the source model.
-    """
-
-    source: Path
-    shape: ModelShape
-    of: str
+    source: Path  # folder of the source model
+    shape: ModelShape  # grown shape
+    of: str  # name of the source model
 
     @property
     def figures(self) -> dict[str, Any]:

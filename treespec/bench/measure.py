@@ -16,35 +16,21 @@ from treespec.sampling_params import SamplingParams
 
 @dataclass
 class Sample:
-    """Measurements of one mode. Lists have one entry per prompt, in order; times are in seconds.
+    """Measurements of one mode. Lists have one entry per prompt, in order; times are in seconds."""
 
-    Attributes:
-        tokens: output token ids.
-        decode_seconds: sum over batches, without prefill.
-        decoded: tokens generated in `decode_seconds`.
-        total_seconds: sum over batches, with prefill.
-        ttft: from a batch's start to the first token.
-        per_token: the request's decode seconds per token.
-        passes: target passes that emitted tokens.
-        nodes: rows of these passes, summed over prompts; None if unknown.
-        accepted_by_source: accepted drafted tokens by source.
-        accepted: number of trees by accepted drafted tokens; empty if unknown.
-        rounds: number of rounds; a round is one target pass of the whole batch.
-        stages: seconds of all rounds by stage, as in `profile.MEANING`.
-    """
-
-    tokens: list[list[int]] = field(default_factory=list)
-    decode_seconds: float = 0.0
-    decoded: int = 0
-    total_seconds: float = 0.0
-    ttft: list[float] = field(default_factory=list)
-    per_token: list[float] = field(default_factory=list)
-    passes: list[int] = field(default_factory=list)
-    nodes: int | None = None
-    accepted_by_source: Counter[str] = field(default_factory=Counter)
+    tokens: list[list[int]] = field(default_factory=list)  # output token ids
+    decode_seconds: float = 0.0  # sum over batches, without prefill
+    decoded: int = 0  # tokens generated in `decode_seconds`
+    total_seconds: float = 0.0  # sum over batches, with prefill
+    ttft: list[float] = field(default_factory=list)  # from a batch's start to the first token
+    per_token: list[float] = field(default_factory=list)  # the request's decode seconds per token
+    passes: list[int] = field(default_factory=list)  # target passes that emitted tokens
+    nodes: int | None = None  # rows of these passes, summed over prompts; None if unknown
+    accepted_by_source: Counter[str] = field(default_factory=Counter)  # accepted drafted tokens by source
+    # number of trees by accepted drafted tokens; empty if unknown
     accepted: Counter[int] = field(default_factory=Counter)
-    rounds: int = 0
-    stages: dict[str, float] = field(default_factory=dict)
+    rounds: int = 0  # number of rounds; a round is one target pass of the whole batch
+    stages: dict[str, float] = field(default_factory=dict)  # seconds of all rounds by stage, as in `profile.MEANING`
 
     @property
     def seconds_per_token(self) -> float:

@@ -13,19 +13,12 @@ PLAIN = "plain"
 
 @dataclass(frozen=True)
 class Mode:
-    """A treespec mode.
+    """A treespec mode."""
 
-    Args:
-        name: name in `--only` and the JSON document, without spaces and commas.
-        label: name in tables.
-        options: arguments of `SpecConfig`; None = plain decoding.
-        keeps_tokens: whether tokens must equal plain decoding with the same seed.
-    """
-
-    name: str
-    label: str
-    options: dict[str, Any] | None
-    keeps_tokens: bool = True
+    name: str  # name in `--only` and the JSON document, without spaces and commas
+    label: str  # name in tables
+    options: dict[str, Any] | None  # arguments of `SpecConfig`; None = plain decoding
+    keeps_tokens: bool = True  # whether tokens must equal plain decoding with the same seed
 
     @property
     def spec(self) -> SpecConfig | str:
@@ -50,20 +43,14 @@ class Mode:
 
 @dataclass(frozen=True)
 class Peer:
-    """A transformers mode.
+    """A transformers mode."""
 
-    Args:
-        name, label: as in `Mode`.
-        kind: kind of generation.
-        draft: name of the assistant model, for "assisted".
-        k: drafted tokens per round, for "assisted" and "lookup"; None = transformers' own schedule.
-    """
-
+    # name, label: as in `Mode`
     name: str
     label: str
-    kind: Literal["plain", "assisted", "lookup"]
-    draft: str | None = None
-    k: int | None = None
+    kind: Literal["plain", "assisted", "lookup"]  # kind of generation
+    draft: str | None = None  # name of the assistant model, for "assisted"
+    k: int | None = None  # drafted tokens per round, for "assisted" and "lookup"; None = transformers' own schedule
 
     @property
     def figures(self) -> dict[str, Any]:

@@ -28,46 +28,29 @@ MEASURES = {
 
 @dataclass(frozen=True)
 class Load:
-    """Requests to send to a server.
+    """Requests to send to a server."""
 
-    Attributes:
-        url: of the server, without /v1.
-        model: its name on the server; None for the first one that the server lists.
-        prompts: JSONL file; None for the held-out instructions.
-        num_prompts: number of requests.
-        max_tokens: tokens of each answer, which do not end earlier.
-        temperature: of all requests; request i has seed `seed` + i.
-        request_rate: mean arrivals per second, in a Poisson process; infinite sends all at once.
-        max_concurrency: maximum number of requests in flight; None = no limit.
-        seed: of the choice of prompts, the arrivals and the requests.
-    """
-
-    url: str
-    model: str | None
-    prompts: Path | None
-    num_prompts: int
-    max_tokens: int
-    temperature: float
-    request_rate: float
-    max_concurrency: int | None
-    seed: int
+    url: str  # of the server, without /v1
+    model: str | None  # its name on the server; None for the first one that the server lists
+    prompts: Path | None  # JSONL file; None for the held-out instructions
+    num_prompts: int  # number of requests
+    max_tokens: int  # tokens of each answer, which do not end earlier
+    temperature: float  # of all requests; request i has seed `seed` + i
+    request_rate: float  # mean arrivals per second, in a Poisson process; infinite sends all at once
+    max_concurrency: int | None  # maximum number of requests in flight; None = no limit
+    seed: int  # of the choice of prompts, the arrivals and the requests
 
 
 @dataclass
 class Answer:
-    """Times of one request, in seconds from its start, and its tokens.
+    """Times of one request, in seconds from its start, and its tokens."""
 
-    Attributes:
-        chunks: arrival of each chunk with text.
-        prompt_tokens, tokens: as the server counts them.
-        error: why it failed; None if it succeeded.
-    """
-
-    chunks: list[float] = field(default_factory=list)
+    chunks: list[float] = field(default_factory=list)  # arrival of each chunk with text
     seconds: float = 0.0
+    # prompt_tokens, tokens: as the server counts them
     prompt_tokens: int = 0
     tokens: int = 0
-    error: str | None = None
+    error: str | None = None  # why it failed; None if it succeeded
 
 
 def bench_server(load: Load) -> dict[str, Any]:

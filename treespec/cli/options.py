@@ -153,17 +153,11 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
 
 
 class CommandTarget(NamedTuple):
-    """The model of a command that generates text.
+    """The model of a command that generates text."""
 
-    Attributes:
-        model: as in `LLM`.
-        is_chat: whether to answer the prompt as a user message.
-        note: what to tell users who do not get the default model, or None.
-    """
-
-    model: str | None
-    is_chat: bool
-    note: str | None
+    model: str | None  # as in `LLM`
+    is_chat: bool  # whether to answer the prompt as a user message
+    note: str | None  # what to tell users who do not get the default model, or None
 
     def tell(self) -> None:
         """Print the note to stderr, if there is one."""

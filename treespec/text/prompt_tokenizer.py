@@ -162,15 +162,11 @@ class UserTokenizer:
 
 @dataclass(frozen=True)
 class Tokenization:
-    """Tokenization options of a call.
+    """Tokenization options of a call."""
 
-    Args:
-        truncate: number of last tokens to keep; None = all. Special tokens around a text are kept, as in transformers.
-        special: whether to add special tokens around a text; None adds them except to conversations, whose template
-            adds them.
-    """
-
+    # number of last tokens to keep; None = all. Special tokens around a text are kept, as in transformers.
     truncate: int | None = None
+    # whether to add special tokens around a text; None adds them except to conversations, whose template adds them
     special: bool | None = None
 
     @classmethod

@@ -30,19 +30,12 @@ DECAY = 4.0  # depths in which the weight of a prediction falls by e
 
 
 class Roots(NamedTuple):
-    """Roots in the lessons of a batch.
+    """Roots in the lessons of a batch."""
 
-    Attributes:
-        positions: int64 [rows, roots], in the lesson; a lesson with fewer roots repeats some.
-        first: int64 [rows], index of each row's first target in the batch.
-        counts: int64 [rows], number of its targets.
-        begins: int64 [rows], position of its first target.
-    """
-
-    positions: Tensor
-    first: Tensor
-    counts: Tensor
-    begins: Tensor
+    positions: Tensor  # int64 [rows, roots], in the lesson; a lesson with fewer roots repeats some
+    first: Tensor  # int64 [rows], index of each row's first target in the batch
+    counts: Tensor  # int64 [rows], number of its targets
+    begins: Tensor  # int64 [rows], position of its first target
 
     def targets(self, depth: int) -> tuple[Tensor, Tensor]:
         """Return the targets of a depth below the roots: which roots have one, bool [rows, roots], and indices."""

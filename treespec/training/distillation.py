@@ -20,23 +20,14 @@ ARGMAX_SHARE = 0.3  # weight of the cross-entropy to the target's most likely to
 
 @dataclass(frozen=True)
 class LessonBatch:
-    """Lessons as rows, padded at the end.
+    """Lessons as rows, padded at the end."""
 
-    Attributes:
-        lessons: int64 [rows], their indices.
-        tokens: int64 [rows, length], of the target.
-        inputs: int64 [rows, length], draft rows of the tokens.
-        positions: int64 [targets, 2], row and position that predict each target.
-        ids: int64 [targets, TOP], draft rows of the target's most likely tokens; the last row for those it lacks.
-        probs: float32 [targets, TOP], their probabilities, 0 for those it lacks.
-    """
-
-    lessons: np.ndarray
-    tokens: Tensor
-    inputs: Tensor
-    positions: Tensor
-    ids: Tensor
-    probs: Tensor
+    lessons: np.ndarray  # int64 [rows], their indices
+    tokens: Tensor  # int64 [rows, length], of the target
+    inputs: Tensor  # int64 [rows, length], draft rows of the tokens
+    positions: Tensor  # int64 [targets, 2], row and position that predict each target
+    ids: Tensor  # int64 [targets, TOP], draft rows of the target's most likely tokens; the last row for those it lacks
+    probs: Tensor  # float32 [targets, TOP], their probabilities, 0 for those it lacks
 
 
 class Curriculum:
@@ -137,15 +128,10 @@ def distillation_losses(logits: Tensor, batch: LessonBatch) -> Tensor:
 
 @dataclass(frozen=True)
 class Fit:
-    """How well a draft predicts lessons.
+    """How well a draft predicts lessons."""
 
-    Attributes:
-        hits: bool [targets], whether the draft's first choice is the target's, by position.
-        missed: by lesson, the target's most likely tokens that the draft did not choose, as draft rows.
-    """
-
-    hits: np.ndarray
-    missed: list[np.ndarray]
+    hits: np.ndarray  # bool [targets], whether the draft's first choice is the target's, by position
+    missed: list[np.ndarray]  # by lesson, the target's most likely tokens that the draft did not choose, as draft rows
 
 
 @torch.inference_mode()

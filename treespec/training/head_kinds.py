@@ -15,19 +15,14 @@ from treespec.training.target_states import TargetStates
 
 
 class HeadKind(NamedTuple):
-    """Functions that make, train and write a kind of head.
+    """Functions that make, train and write a kind of head."""
 
-    Attributes:
-        make: returns an untrained head for a transformers model, a vocabulary and a number of states.
-        loss: returns the loss of a step's lessons.
-        agreement: returns the share of the target's tokens that a head predicts first.
-        write: writes a head to a folder.
-    """
-
+    # returns an untrained head for a transformers model, a vocabulary and a number of states
     make: Callable[[Any, np.ndarray, int], Any]
-    loss: Callable[[Any, Curriculum, TargetStates, int], StepLoss]
+    loss: Callable[[Any, Curriculum, TargetStates, int], StepLoss]  # returns the loss of a step's lessons
+    # returns the share of the target's tokens that a head predicts first
     agreement: Callable[[Any, Curriculum, TargetStates], float]
-    write: Callable[[Any, Path, np.ndarray, PreTrainedConfig], None]
+    write: Callable[[Any, Path, np.ndarray, PreTrainedConfig], None]  # writes a head to a folder
 
 
 HEAD_KINDS = {

@@ -23,22 +23,15 @@ MAX_PROMPT_TOKENS = 384
 
 @dataclass(frozen=True)
 class Lessons:
-    """Token sequences with the target's distribution after every position of its own output.
+    """Token sequences with the target's distribution after every position of its own output."""
 
-    Attributes:
-        tokens: int32 [total tokens], all sequences concatenated.
-        starts: int64 [count + 1], bounds of the sequences.
-        firsts: int64 [count], index within a sequence of the first generated token.
-        top_ids, top_logprobs: int32 and float16 [total generated tokens, TOP], most likely first, by generated token.
-        groups: str [count].
-    """
-
-    tokens: np.ndarray
-    starts: np.ndarray
-    firsts: np.ndarray
+    tokens: np.ndarray  # int32 [total tokens], all sequences concatenated
+    starts: np.ndarray  # int64 [count + 1], bounds of the sequences
+    firsts: np.ndarray  # int64 [count], index within a sequence of the first generated token
+    # top_ids, top_logprobs: int32 and float16 [total generated tokens, TOP], most likely first, by generated token
     top_ids: np.ndarray
     top_logprobs: np.ndarray
-    groups: np.ndarray
+    groups: np.ndarray  # str [count]
 
     def __len__(self) -> int:
         return len(self.firsts)

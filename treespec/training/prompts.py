@@ -15,14 +15,11 @@ MAX_FILE_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class TrainingPrompt:
-    """A beginning that the target continues.
+    """A beginning that the target continues."""
 
-    Attributes:
-        content: raw text, token ids, or a conversation, to which the target's chat template is applied.
-        group: kind of text: an entry's "kind" or "category", or the folder below the given root, else the file's name.
-    """
-
+    # raw text, token ids, or a conversation, to which the target's chat template is applied
     content: str | list[int] | list[Message]
+    # kind of text: an entry's "kind" or "category", or the folder below the given root, else the file's name
     group: str
 
 

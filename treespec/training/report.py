@@ -17,42 +17,26 @@ REPEATS = 3
 
 @dataclass(frozen=True)
 class Measured:
-    """The target with some drafts.
+    """The target with some drafts."""
 
-    Attributes:
-        drafts: number of drafts.
-        acceptance_length: tokens per target pass of a tree of 16 nodes from the drafts alone.
-        with_lookup: the same with prompt lookup in the tree.
-        tokens_per_second: of `nodes="auto"` with all sources; median of the repeats.
-        speedup: over plain decoding in the same repeat; median.
-        from_drafts: share of the accepted tokens of `nodes="auto"` that the drafts proposed.
-    """
-
-    drafts: int
-    acceptance_length: float
-    with_lookup: float
-    tokens_per_second: float
-    speedup: float
-    from_drafts: float
+    drafts: int  # number of drafts
+    acceptance_length: float  # tokens per target pass of a tree of 16 nodes from the drafts alone
+    with_lookup: float  # the same with prompt lookup in the tree
+    tokens_per_second: float  # of `nodes="auto"` with all sources; median of the repeats
+    speedup: float  # over plain decoding in the same repeat; median
+    from_drafts: float  # share of the accepted tokens of `nodes="auto"` that the drafts proposed
 
 
 @dataclass(frozen=True)
 class TrainingReport:
-    """What training brought on this machine.
+    """What training brought on this machine."""
 
-    Attributes:
-        plain_tokens_per_second: of plain decoding.
-        measured: for 0, 1, ... drafts.
-        recommended: number of drafts with the highest speed.
-        agreement: by draft, share of held-out positions where its first choice is the target's; also of a generalist.
-        differing: outputs that differ from plain decoding; 0 is expected.
-    """
-
-    plain_tokens_per_second: float
-    measured: tuple[Measured, ...]
-    recommended: int
+    plain_tokens_per_second: float  # of plain decoding
+    measured: tuple[Measured, ...]  # for 0, 1, ... drafts.
+    recommended: int  # number of drafts with the highest speed
+    # by draft, share of held-out positions where its first choice is the target's; also of a generalist
     agreement: dict[str, float]
-    differing: int
+    differing: int  # outputs that differ from plain decoding; 0 is expected
 
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON-serialisable values."""

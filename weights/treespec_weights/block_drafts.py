@@ -26,33 +26,21 @@ _TRANSFORMERS = "muse_glimmer_assistant"  # transformers' type of DFlash drafts,
 
 @dataclass(frozen=True)
 class BlockForm:
-    """What a published folder says about a block draft.
+    """What a published folder says about a block draft."""
 
-    Attributes:
-        folder: of the draft.
-        kind: "dflash" or "pard".
-        layers: of the target, whose inputs it reads, in the order of the draft's projection; empty for "pard".
-        config: of its layers, in the form of a model's config.json.
-        rules: family of its layers.
-        block_size: number of rows of a pass, the root's included.
-        mask_token: token of the rows below the root.
-        predicts_next: a row predicts the token after its position, not the one at its position.
-        by_output: layers were numbered by their outputs, of which transformers returns the last after the final norm.
-        markov_rank: rank of the bias that a DSpark draft adds by a node's token; 0 for none.
-        gated: this bias is gated by the hidden state.
-    """
-
-    folder: Path
-    kind: Literal["dflash", "pard"]
+    folder: Path  # of the draft
+    kind: Literal["dflash", "pard"]  # "dflash" or "pard"
+    # of the target, whose inputs it reads, in the order of the draft's projection; empty for "pard"
     layers: tuple[int, ...]
-    config: dict[str, Any]
-    rules: FamilyRules
-    block_size: int
-    mask_token: int
-    predicts_next: bool
+    config: dict[str, Any]  # of its layers, in the form of a model's config.json
+    rules: FamilyRules  # family of its layers
+    block_size: int  # number of rows of a pass, the root's included
+    mask_token: int  # token of the rows below the root
+    predicts_next: bool  # a row predicts the token after its position, not the one at its position
+    # layers were numbered by their outputs, of which transformers returns the last after the final norm
     by_output: bool = False
-    markov_rank: int = 0
-    gated: bool = False
+    markov_rank: int = 0  # rank of the bias that a DSpark draft adds by a node's token; 0 for none
+    gated: bool = False  # this bias is gated by the hidden state
 
     @property
     def name(self) -> str:
@@ -88,38 +76,24 @@ class BlockForm:
 
 
 class MarkovWeights(NamedTuple):
-    """Weights of a DSpark draft's bias by a node's token.
+    """Weights of a DSpark draft's bias by a node's token."""
 
-    Attributes:
-        embed: of the tokens, [vocab, rank].
-        out: [rows of the vocabulary head, rank].
-        gate: weight [rank, hidden + rank] and bias [rank]; None for none.
-    """
-
-    embed: Tensor
-    out: Tensor
-    gate: tuple[Tensor, Tensor] | None
+    embed: Tensor  # of the tokens, [vocab, rank]
+    out: Tensor  # [rows of the vocabulary head, rank]
+    gate: tuple[Tensor, Tensor] | None  # weight [rank, hidden + rank] and bias [rank]; None for none
 
 
 class BlockWeights(NamedTuple):
-    """Weights of a block draft, in the compute dtype.
+    """Weights of a block draft, in the compute dtype."""
 
-    Attributes:
-        decoder: decoder parameters by name. A DFlash draft has one row of `embed`, and no `lm_head` if it uses the
-            target's.
-        fc: projection of the target's states, [hidden, number of layers * hidden of the target]; None for "pard".
-        state_norm: norm of the projected states, [hidden]; None for "pard".
-        embed: own embeddings of "dflash", [vocab, hidden]; None for the target's.
-        mask: embedding of the mask token of "pard", [hidden]; None for "dflash", which looks it up.
-        markov: of a DSpark draft; None for others.
-    """
-
+    # decoder parameters by name. A DFlash draft has one row of `embed`, and no `lm_head` if it uses the target's.
     decoder: dict[str, Tensor]
+    # projection of the target's states, [hidden, number of layers * hidden of the target]; None for "pard"
     fc: Tensor | None
-    state_norm: Tensor | None
-    embed: Tensor | None
-    mask: Tensor | None = None
-    markov: MarkovWeights | None = None
+    state_norm: Tensor | None  # norm of the projected states, [hidden]; None for "pard"
+    embed: Tensor | None  # own embeddings of "dflash", [vocab, hidden]; None for the target's
+    mask: Tensor | None = None  # embedding of the mask token of "pard", [hidden]; None for "dflash", which looks it up
+    markov: MarkovWeights | None = None  # of a DSpark draft; None for others
 
     @property
     def num_parameters(self) -> int:

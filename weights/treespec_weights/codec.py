@@ -28,21 +28,14 @@ def has_tokenizer(folder: Path) -> bool:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Codec:
-    """A tokenizer that works on bytes.
+    """A tokenizer that works on bytes."""
 
-    Attributes:
-        tokens: bytes that each token adds to a text, by id; None for control tokens and unused ids.
-        controls: ids of control tokens, such as end tokens, by name.
-        byte_ids: byte -> token of that single byte.
-        start: control tokens that the tokenizer prepends to a text.
-        spaces_first: whether the tokenizer prepends a space to a text.
-    """
-
+    # bytes that each token adds to a text, by id; None for control tokens and unused ids
     tokens: tuple[bytes | None, ...]
-    controls: dict[str, int]
-    byte_ids: dict[int, int]
-    start: tuple[int, ...]
-    spaces_first: bool
+    controls: dict[str, int]  # ids of control tokens, such as end tokens, by name
+    byte_ids: dict[int, int]  # byte -> token of that single byte
+    start: tuple[int, ...]  # control tokens that the tokenizer prepends to a text
+    spaces_first: bool  # whether the tokenizer prepends a space to a text
     _inner: Any  # a tokenizers.Tokenizer that prepends nothing
 
     @classmethod

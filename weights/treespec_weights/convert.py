@@ -57,19 +57,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class ConversionStep(NamedTuple):
-    """Conversion of the sources of one result tensor.
+    """Conversion of the sources of one result tensor."""
 
-    Attributes:
-        target: the result.
-        sources: checkpoint tensors that hold the target's parameters.
-        schemes: of the sources; None for one that is not quantised.
-        outputs: tensors to write.
-    """
-
-    target: Placement
-    sources: tuple[Placement, ...]
-    schemes: tuple[QuantScheme | None, ...]
-    outputs: tuple[Output, ...]
+    target: Placement  # the result
+    sources: tuple[Placement, ...]  # checkpoint tensors that hold the target's parameters
+    schemes: tuple[QuantScheme | None, ...]  # of the sources; None for one that is not quantised
+    outputs: tuple[Output, ...]  # tensors to write
 
     def tensors(self, checkpoint: Checkpoint, transform: Transform) -> Sequence[Tensor]:
         """Return the tensors to write. Raises CheckpointError if a value does not fit the dtype."""

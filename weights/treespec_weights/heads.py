@@ -49,31 +49,18 @@ _LAYER_TENSORS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 @dataclass(frozen=True)
 class HeadForm:
-    """What a published folder says about a draft head.
+    """What a published folder says about a draft head."""
 
-    Attributes:
-        folder: of the head.
-        layers: of the target; None for the default, which depends on the target's depth.
-        by_output: `layers` are numbered by their outputs, as SpecForge and SGLang do, not by their inputs.
-        config: of the head's layers, in the form of a model's config.json.
-        rules: family of the head's layers.
-        residual_after_norm: the residual stream begins with the normalised feature.
-        norm_output: the feature of a drafted token is the output after the final norm.
-        kind: "eagle" is EAGLE-1 and EAGLE-2.
-        block: number of tokens that a parallel EAGLE head predicts in a pass; 0 for other heads.
-        mask_token: of a parallel head's pairs after the root.
-    """
-
-    folder: Path
-    layers: tuple[int, ...] | None
-    by_output: bool
-    config: dict[str, Any]
-    rules: FamilyRules
-    residual_after_norm: bool
-    norm_output: bool
-    kind: Literal["eagle", "eagle3"] = "eagle3"
-    block: int = 0
-    mask_token: int = 0
+    folder: Path  # of the head
+    layers: tuple[int, ...] | None  # of the target; None for the default, which depends on the target's depth
+    by_output: bool  # `layers` are numbered by their outputs, as SpecForge and SGLang do, not by their inputs
+    config: dict[str, Any]  # of the head's layers, in the form of a model's config.json
+    rules: FamilyRules  # family of the head's layers
+    residual_after_norm: bool  # the residual stream begins with the normalised feature
+    norm_output: bool  # the feature of a drafted token is the output after the final norm
+    kind: Literal["eagle", "eagle3"] = "eagle3"  # "eagle" is EAGLE-1 and EAGLE-2
+    block: int = 0  # number of tokens that a parallel EAGLE head predicts in a pass; 0 for other heads
+    mask_token: int = 0  # of a parallel head's pairs after the root
 
     @property
     def name(self) -> str:
@@ -114,30 +101,26 @@ class HeadForm:
 
 
 class HeadWeights(NamedTuple):
-    """Weights of a head, in the compute dtype.
+    """Weights of a head, in the compute dtype."""
 
-    Attributes:
-        decoder: decoder parameters by name, without Q, K and V of the first layer and with one row of `embed`. An EAGLE
-            head has no norms before attention and at the end, and no `lm_head`: here these norms are ones.
-        fc: and its bias or None: [hidden, number of layers * hidden of the target]; of EAGLE, [hidden, 2 * hidden], of
-            a pair's embedding and feature.
-        qkv: of the first layer, and its bias or None: [(num_heads + 2 * num_kv_heads) * head_dim, 2 * hidden]; of
-            EAGLE, [..., hidden].
-        embed_norm, feature_norm: norms of the embedding and of the feature, [hidden]; None for EAGLE.
-        state_norms: norms of the target's states, [1, number of layers * hidden] over all of them or [number of layers,
-            hidden] of each; None for none.
-        embed: own embeddings [vocab, hidden]; None for the target's.
-        mask_states: in place of the target's states in the mask pairs of a parallel head, [number of layers, hidden of
-            the target]; None for other heads.
-    """
-
+    # decoder parameters by name, without Q, K and V of the first layer and with one row of `embed`. An EAGLE head has
+    # no norms before attention and at the end, and no `lm_head`: here these norms are ones.
     decoder: dict[str, Tensor]
+    # and its bias or None: [hidden, number of layers * hidden of the target]; of EAGLE, [hidden, 2 * hidden], of a
+    # pair's embedding and feature
     fc: tuple[Tensor, Tensor | None]
+    # of the first layer, and its bias or None: [(num_heads + 2 * num_kv_heads) * head_dim, 2 * hidden]; of EAGLE, [...,
+    # hidden]
     qkv: tuple[Tensor, Tensor | None]
+    # embed_norm, feature_norm: norms of the embedding and of the feature, [hidden]; None for EAGLE
     embed_norm: Tensor | None
     feature_norm: Tensor | None
+    # norms of the target's states, [1, number of layers * hidden] over all of them or [number of layers, hidden] of
+    # each; None for none
     state_norms: Tensor | None
-    embed: Tensor | None
+    embed: Tensor | None  # own embeddings [vocab, hidden]; None for the target's
+    # in place of the target's states in the mask pairs of a parallel head, [number of layers, hidden of the target];
+    # None for other heads
     mask_states: Tensor | None = None
 
     @property

@@ -46,32 +46,19 @@ class StoredTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class QuantScheme:
-    """Quantisation scheme of a checkpoint's linear layers.
+    """Quantisation scheme of a checkpoint's linear layers."""
 
-    Args:
-        method: name of the quantisation method.
-        bits: 4 or 8; 8 for fp8.
-        group: number of inputs that share a scale; None for whole rows.
-        packed: compressed-tensors only: integers are packed in int32 words.
-        floating: whether the values are fp8.
-        symmetric: whether zero points are absent.
-        block: fp8 only: numbers of outputs and inputs that share a scale.
-        zero_minus_one: GPTQ's first format, which stores zero points minus one.
-        centred: GPTQ only: all stored zero points are the middle value.
-        embeddings: compressed-tensors' fp8 only: the embedding is quantised, too.
-        ignore: modules that are not quantised: names, `re:` patterns, or, for fp8 and AWQ, parts of names.
-    """
-
-    method: Method
-    bits: int
-    group: int | None = None
-    packed: bool = False
-    floating: bool = False
-    symmetric: bool = True
-    block: tuple[int, int] | None = None
-    zero_minus_one: bool = False
-    centred: bool = False
-    embeddings: bool = False
+    method: Method  # name of the quantisation method
+    bits: int  # 4 or 8; 8 for fp8
+    group: int | None = None  # number of inputs that share a scale; None for whole rows
+    packed: bool = False  # compressed-tensors only: integers are packed in int32 words
+    floating: bool = False  # whether the values are fp8
+    symmetric: bool = True  # whether zero points are absent
+    block: tuple[int, int] | None = None  # fp8 only: numbers of outputs and inputs that share a scale
+    zero_minus_one: bool = False  # GPTQ's first format, which stores zero points minus one
+    centred: bool = False  # GPTQ only: all stored zero points are the middle value
+    embeddings: bool = False  # compressed-tensors' fp8 only: the embedding is quantised, too
+    # modules that are not quantised: names, `re:` patterns, or, for fp8 and AWQ, parts of names
     ignore: tuple[str, ...] = ()
 
     @property

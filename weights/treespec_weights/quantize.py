@@ -31,18 +31,13 @@ _CHUNK = 1 << 20  # weights quantised at a time: 4 MiB as float32 fits in cache
 
 
 class Quantized(NamedTuple):
-    """A quantised weight.
+    """A quantised weight."""
 
-    Args:
-        values: int8 [out_features, in_features], q itself; or uint8 [out_features, in_features / 2], pairs of q + 8
-            with 4 bits each, the earlier input in the low bits.
-        scale: [out_features, groups], floating point; in_features / groups consecutive inputs share a scale.
-        zero: int8 or float32 [out_features, groups], or None if all are 0.
-    """
-
+    # int8 [out_features, in_features], q itself; or uint8 [out_features, in_features / 2], pairs of q + 8 with 4 bits
+    # each, the earlier input in the low bits
     values: Tensor
-    scale: Tensor
-    zero: Tensor | None = None
+    scale: Tensor  # [out_features, groups], floating point; in_features / groups consecutive inputs share a scale
+    zero: Tensor | None = None  # int8 or float32 [out_features, groups], or None if all are 0
 
 
 def group_of(sizes: set[int]) -> int:

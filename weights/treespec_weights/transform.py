@@ -47,22 +47,15 @@ class Cast:
 
 @dataclass(frozen=True)
 class Quantise:
-    """Quantises matrices: the layers', with the same integers and scales as quantising on load, or any to fp8.
+    """Quantises matrices: the layers', with the same integers and scales as quantising on load, or any to fp8."""
 
-    Args:
-        bits, group: those of the matrices; group None for one scale per output.
-        floating: whether they become fp8 instead of integers.
-        cast: cast of all tensors, applied before quantising.
-        params: the parameters to quantise.
-        head: name of the output head's module.
-    """
-
+    # bits, group: those of the matrices; group None for one scale per output
     bits: int
     group: int | None
-    floating: bool
-    cast: Cast
-    params: frozenset[str]
-    head: str
+    floating: bool  # whether they become fp8 instead of integers
+    cast: Cast  # cast of all tensors, applied before quantising
+    params: frozenset[str]  # the parameters to quantise
+    head: str  # name of the output head's module
 
     def __repr__(self) -> str:  # omits the set, whose order differs between processes: `--resume` compares the repr
         return f"Quantise({self.bits}, {self.group}, {self.floating}, {self.cast})"

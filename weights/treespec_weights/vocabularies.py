@@ -45,20 +45,14 @@ L'été dernier, nous avons visité plusieurs villes. Die Straße war gesperrt. 
 
 @dataclass(frozen=True, eq=False)
 class Connection:
-    """How a draft proposes tokens for a target.
+    """How a draft proposes tokens for a target."""
 
-    Attributes:
-        kind: "same" (equal ids and sizes), "padded" (equal ids, different sizes), "translated" (through the
-            intersection), "text", or "none" (the draft cannot be used).
-        share: fraction of the draft's tokens in `SAMPLE` that the target has; 1 for equal ids.
-        reason: why the kind is "none".
-        codecs: codecs of target and draft, if the vocabularies differ.
-    """
-
+    # "same" (equal ids and sizes), "padded" (equal ids, different sizes), "translated" (through the intersection),
+    # "text", or "none" (the draft cannot be used)
     kind: Kind
-    share: float = 1.0
-    reason: str | None = None
-    codecs: tuple[Codec, Codec] | None = None
+    share: float = 1.0  # fraction of the draft's tokens in `SAMPLE` that the target has; 1 for equal ids
+    reason: str | None = None  # why the kind is "none"
+    codecs: tuple[Codec, Codec] | None = None  # codecs of target and draft, if the vocabularies differ
 
     def __str__(self) -> str:
         match self.kind:

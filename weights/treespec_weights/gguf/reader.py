@@ -39,19 +39,12 @@ class GgufTensor(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class GgufFile:
-    """Header of a GGUF file, or of a model split into several files. It is cached: do not modify its mappings.
+    """Header of a GGUF file, or of a model split into several files. It is cached: do not modify its mappings."""
 
-    Attributes:
-        path: path of the file, or of the first part.
-        metadata: values by key; arrays are lists.
-        tensors: entries by GGUF name, in file order.
-        files: file name to size in bytes.
-    """
-
-    path: Path
-    metadata: Mapping[str, Any]
-    tensors: Mapping[str, GgufTensor]
-    files: Mapping[str, int]
+    path: Path  # path of the file, or of the first part
+    metadata: Mapping[str, Any]  # values by key; arrays are lists
+    tensors: Mapping[str, GgufTensor]  # entries by GGUF name, in file order
+    files: Mapping[str, int]  # file name to size in bytes
 
     @property
     def architecture(self) -> str:

@@ -1,9 +1,9 @@
 """Benchmark modes of treespec and transformers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from treespec.config import SpecConfig
 from treespec.errors import ConfigError
@@ -45,7 +45,6 @@ class Mode:
 class Peer:
     """A transformers mode."""
 
-    # name, label: as in `Mode`
     name: str
     label: str
     kind: Literal["plain", "assisted", "lookup"]  # kind of generation
@@ -71,27 +70,19 @@ class Peer:
         return self.kind != "plain"
 
 
-@dataclass(frozen=True)
-class Selection:
+class Selection(NamedTuple):
     """The modes of a run, plain decoding first."""
 
-    ours: list[Mode] = field(default_factory=list)
-    peers: list[Peer] = field(default_factory=list)
+    ours: list[Mode]
+    peers: list[Peer]
 
 
 def our_modes(
-    ssms: Sequence[str], k_values: Sequence[int], nodes: Sequence[int], combinations: Sequence[str] = ()
+    ssms: Sequence[str], k_values: Sequence[int], nodes: Sequence[int], combine: Sequence[str] = ()
 ) -> list[Mode]:
     """Return plain decoding, chains of each length, trees of each source alone and combined, and the default.
 
-    Args:
-        ssms: names of the SSMs.
-        k_values: chain lengths.
-        nodes: tree sizes.
-        combinations: further sets of sources, such as "head+lookup", for trees of each size and for "auto".
-
-    Raises:
-        ConfigError: a combination names an unknown source.
+    `combine` adds trees of each size, and "auto", of sets of sources such as "head+lookup".
     """
     modes = [Mode(PLAIN, "plain decoding", None)]
     if ssms:
@@ -113,7 +104,7 @@ def our_modes(
             options |= {"max_ssms": 1} if name.startswith("trusted") else {}
             modes.append(Mode(f"tree-{name}-n{count}", f"{label}, {count} nodes", options))
     valid = (*ssms, "ssm", "lookup", "suffix")
-    for name in combinations:
+    for name in combine:
         sources = tuple(name.split("+"))
         if unknown := [source for source in sources if source not in valid]:
             raise ConfigError(f"--combine {name}: unknown {', '.join(unknown)}; valid: {', '.join(valid)}, joined by +")
@@ -135,11 +126,7 @@ def peer_modes(ssms: Sequence[str], k_values: Sequence[int]) -> list[Peer]:
 
 
 def select(ours: Sequence[Mode], peers: Sequence[Peer], only: Sequence[str]) -> Selection:
-    """Return the modes whose names match a pattern of `only` (empty = all), and always plain decoding, the baseline.
-
-    Raises:
-        ConfigError: a pattern matches nothing.
-    """
+    """Return the modes whose names match a pattern of `only` (empty = all), and always plain decoding, the baseline."""
     names = [mode.name for mode in ours] + [peer.name for peer in peers]
     for pattern in only:
         if not any(fnmatchcase(name, pattern) for name in names):

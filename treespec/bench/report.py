@@ -61,14 +61,9 @@ def summarise(
     prompts: Sequence[Prompt],
     sampled: bool = False,
 ) -> dict[str, Any]:
-    """Summarise a mode over its repeats.
+    """Summarise a mode's samples, one per repeat, and those of plain decoding in the same repeats and batch.
 
-    Args:
-        mode: the measured mode.
-        samples: its samples, one per repeat.
-        plain: samples of plain decoding in the same repeats and batch.
-        prompts: in the samples' order.
-        sampled: whether seeds differ between repeats.
+    Prompts are in the samples' order. If `sampled`, seeds differ between repeats.
     """
     shares = [statistics.mean(distinct_share(base.tokens[i]) for base in plain) for i in range(len(prompts))]
     lively = [i for i, share in enumerate(shares) if share > LOOPING]
@@ -182,12 +177,7 @@ def best(modes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 def comparisons(fastest: Mapping[str, str], samples: Mapping[str, Sequence[Sample]]) -> list[dict[str, Any]]:
     """Return the speed of plain decoding, "auto" and the fastest mode relative to the fastest peer of each kind.
 
-    Args:
-        fastest: names as returned by `best`.
-        samples: samples of every mode, by name.
-
-    Returns:
-        Per pair, the median, minimum and maximum over repeats.
+    `fastest` is the result of `best`. The median, minimum and maximum are over repeats.
     """
     ours = dict.fromkeys([PLAIN, "auto", *([fastest["ours"]] if "ours" in fastest else [])])
     peers = [name for name in ("hf-plain", fastest.get("assisted"), fastest.get("lookup")) if name is not None]

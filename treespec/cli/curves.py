@@ -66,9 +66,7 @@ def measure_in_children(
 ) -> list[dict[str, Any]]:
     """Measure the curve for each number of threads in a child process, because an engine fixes it at its self-test.
 
-    Raises:
-        A child's user error, with its type and message.
-        RuntimeError: a child failed otherwise.
+    Raises a child's user error, and RuntimeError if a child failed otherwise.
     """
     from tqdm import tqdm
 

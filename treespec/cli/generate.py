@@ -167,12 +167,9 @@ def generate(
 
 
 def pairs_of_seconds(speculative: Callable[[], float], plain: Callable[[], float]) -> list[tuple[float, float]]:
-    """Return the seconds of pairs of runs, until there are `MIN_PAIRS` that took `MEASURED_SECONDS`.
+    """Return the seconds of pairs of warm runs, until there are `MIN_PAIRS` that took `MEASURED_SECONDS`.
 
     Every second pair begins with the plain run, so that a machine that becomes faster or slower favours neither.
-
-    Args:
-        speculative, plain: run a decoding, warm, and return its seconds.
     """
     pairs: list[tuple[float, float]] = []
     while len(pairs) < MIN_PAIRS or sum(map(sum, pairs)) < MEASURED_SECONDS:

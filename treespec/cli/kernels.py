@@ -29,13 +29,8 @@ def settings_of(
 ) -> "list[Setting]":
     """Return the settings to tune or compile: of the models (default: the embedded ones), alone and stacked.
 
-    Args:
-        dtype: dtype of the weights; None uses the checkpoint's.
-        quantization: quantisation of the target at load time. Quantised checkpoints yield a shape with their weight
-            form, plus an unquantised one if some layers are not quantised.
-
-    Raises:
-        ConfigError: `quantization` of a quantised model, or of sizes that no group size divides.
+    A dtype of None is the checkpoint's. Quantised checkpoints yield a shape with their weight form, plus an unquantised
+    one if some layers are not quantised.
     """
     from treespec.models.model_config import ModelConfig
     from treespec.startup.options import resolve_folders, resolve_model, resolve_quantization
@@ -141,12 +136,7 @@ def echo_aot(report: dict[str, Any]) -> None:
 def tune_kernels(
     settings: "Sequence[Setting]", device: "torch.device", ops: Sequence[str], budget_seconds: float, fresh: bool
 ) -> dict[str, Any]:
-    """Run the sweep, write the tuned file and return the results.
-
-    Raises:
-        UsageError: before measuring, if no kernel supports the sizes.
-        KernelError: a kernel broke the device, or memory is insufficient.
-    """
+    """Run the sweep, write the tuned file and return the results. Raises UsageError if no kernel supports the sizes."""
     import torch
 
     from treespec.errors import KernelError

@@ -201,11 +201,7 @@ def read_template(file: str) -> str:
 
 
 def as_messages(text: str, llm: "LLM", template: str | None = None) -> list[dict[str, str]]:
-    """Wrap a prompt as a conversation with one user message.
-
-    Raises:
-        UsageError: the model has no tokenizer, or there is no chat template.
-    """
+    """Wrap a prompt as a conversation with one user message. Raises UsageError without tokenizer or chat template."""
     tokenizer = llm.get_tokenizer()
     if tokenizer is None:
         raise usage_error("--chat needs a tokenizer, and the model's folder has none; drop --chat and give token ids")

@@ -61,21 +61,11 @@ def engine_for(
     most_positions: int,
     tokenizer: Any,
 ) -> LLM:
-    """Return an engine of a model, from the cache or newly built.
+    """Return an engine of a model in eval mode, from the cache or newly built, for a call of so many rows and
+    positions.
 
-    Args:
-        model: a `PreTrainedModel` in eval mode.
-        drafts: as in `LLM`.
-        spec: speculative decoding options.
-        exact: as in `LLM`.
-        rows: number of rows of the call.
-        length: number of positions that the call needs.
-        most_positions: the model's maximum number of positions.
-        tokenizer: the model's, as in `LLM`.
-
-    Raises:
-        ConfigError, ModelError, DraftError, ExactnessError: as in `LLM`.
-        RequestError: the cache of one row does not fit into memory.
+    Raises ConfigError, ModelError, DraftError and ExactnessError as `LLM`, and RequestError if the cache of one row
+    does not fit into memory.
     """
     components = [component for draft in drafts for component in (draft if isinstance(draft, tuple) else (draft,))]
     key = (

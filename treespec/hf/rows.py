@@ -53,10 +53,7 @@ def _allowed(function: Any, row: int, _: int, ids: Tensor) -> Any:
 class ProcessorScoring:
     """Applies transformers' processors and warpers to the padded prefix of a row.
 
-    Args:
-        processors: transformers' LogitsProcessorList for this row.
-        padding: tokens before the row's tokens, int64 [n].
-        records: whether to keep logits and scores.
+    `padding`, int64 [n], are the tokens before the row's; `records` keeps logits and scores.
     """
 
     def __init__(self, processors: Any, padding: Tensor, records: bool):
@@ -160,18 +157,10 @@ def make_row(
     vocab_size: int,
     device: torch.device,
 ) -> Row:
-    """Create the request of one row.
+    """Create the request of one row, with transformers' prepared config, processors and criteria for this row.
 
-    Args:
-        tokens: prompt of the row, without padding.
-        row: index of the row, used as the sample index of the seed.
-        config: transformers' prepared GenerationConfig.
-        processors, criteria: prepared lists for this row.
-        padding: tokens before the prompt, int64 [n].
-        most: maximum number of new tokens.
-        spec: speculative decoding options.
-        seed: RNG seed.
-        vocab_size, device: those of the target's logits.
+    `row` is the sample index of the seed, `padding` the tokens before the prompt, int64 [n], and `most` the largest
+    number of new tokens.
     """
     ends = getattr(config, "_eos_token_tensor", None)
     end_tokens = tuple(ends.reshape(-1).tolist()) if isinstance(ends, Tensor) else ()

@@ -11,11 +11,7 @@ from treespec.hf.rows import Row
 
 
 class StreamerGuard:
-    """Context manager that ends a streamer exactly once, so that no reader waits forever.
-
-    Attributes:
-        streamer: streamer to use inside the block, or None.
-    """
+    """Context manager that ends a streamer exactly once, so that no reader waits forever."""
 
     def __init__(self, streamer: Any):
         self.streamer = streamer if streamer is None or isinstance(streamer, _EndOnce) else _EndOnce(streamer)
@@ -44,14 +40,7 @@ class _EndOnce:
 
 
 class RowStreamer:
-    """Feeds a streamer with the prompt, then with one step of all rows at a time.
-
-    Args:
-        streamer: object with `put` and `end`, or None.
-        prompts: prompts of the call.
-        rows: requests of the prompts.
-        pad: token emitted for finished rows.
-    """
+    """Feeds a streamer, or None, with the prompt, then with one step of all rows at a time; `pad` is for finished rows."""
 
     def __init__(self, streamer: Any, prompts: Prompts, rows: Sequence[Row], pad: int):
         self._streamer, self._rows, self._pad, self._steps = streamer, rows, pad, 0

@@ -29,8 +29,7 @@ class Conversation(NamedTuple):
     def render(self, tokenizer: Any) -> str:
         """Render the prompt text, including the template's special tokens.
 
-        Raises:
-            RequestError: the messages are malformed, or the template raises.
+        Raises RequestError if the messages are malformed, or the template raises.
         """
         for message in self.messages:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
@@ -106,9 +105,6 @@ def _to_template_format(message: Message) -> Message:
     """Convert an OpenAI-style message to the format that templates expect.
 
     Content parts become objects of type "text". Tool-call arguments are parsed from JSON.
-
-    Raises:
-        RequestError: a part is not text, or arguments are not JSON.
     """
     changed, content = dict(message), message.get("content")
     if isinstance(content, list | tuple):
@@ -193,11 +189,7 @@ def conversations(
     tools: Sequence[Mapping[str, Any]] | None,
     template_kwargs: Mapping[str, Any] | None,
 ) -> list[Conversation]:
-    """Validate one conversation (a list of messages) or several.
-
-    Raises:
-        ConfigError: no tokenizer, no template, or contradictory options.
-    """
+    """Validate one conversation (a list of messages) or several. Raises ConfigError."""
     if tokenizer is None:
         raise ConfigError("chat needs a tokenizer, and the model's folder has none; give LLM(tokenizer=...)")
     if not hasattr(tokenizer, "apply_chat_template"):
@@ -235,12 +227,7 @@ def streamed(
     tools: Sequence[Mapping[str, Any]] | None,
     template_kwargs: Mapping[str, Any] | None,
 ) -> Any:
-    """Resolve the prompt of `LLM.stream`: a conversation, or the prompt unchanged.
-
-    Raises:
-        ConfigError: several prompts or conversations, conversation options without a conversation, or an error of
-            `conversations`.
-    """
+    """Resolve the prompt of `LLM.stream`: a conversation, or the prompt unchanged. Raises ConfigError."""
     if _holds_messages(prompt):
         chats = conversations(
             tokenizer, prompt, chat_template, add_generation_prompt, continue_final_message, tools, template_kwargs

@@ -20,11 +20,7 @@ _CHARACTER = 4  # maximum bytes of a UTF-8 character: of 4 consecutive cuts, one
 class Detokenizer:
     """Detokenizes one request's output.
 
-    Args:
-        decode: converts token ids to text, and handles special tokens.
-        prompt: the prompt's token ids.
-        stop: strings that end the text.
-        include_stop: whether to keep the stop string in the text.
+    `decode` converts token ids to text, and handles special tokens; the strings `stop` end the text.
     """
 
     def __init__(

@@ -23,11 +23,7 @@ logger = logging.getLogger("treespec")
 def load_tokenizer(tokenizer: Any, folder: str | os.PathLike[str]) -> Any:
     """Load a tokenizer from a folder or GGUF file; None means that of the model, if it has one.
 
-    Objects are returned unchanged.
-
-    Raises:
-        ConfigError: the given folder has no tokenizer files, or the files are unusable.
-        CheckpointError: the tokenizer of a GGUF file is not supported.
+    Objects are returned unchanged. Raises ConfigError for missing or unusable files.
     """
     if tokenizer is not None and not isinstance(tokenizer, str | os.PathLike):
         return tokenizer
@@ -85,16 +81,11 @@ def _is_fast_only(folder: str) -> bool:
 class UserTokenizer:
     """Wraps a user's tokenizer behind one interface, whatever options its methods accept.
 
-    Args:
-        own: an object with `encode(text)`, returning token ids or (like `tokenizers.Tokenizer`) an object with `ids`,
-            and `decode(ids)`, returning text. `add_special_tokens` and `skip_special_tokens` are passed if supported;
-            `clean_up_tokenization_spaces` is turned off, because it removes spaces that a stream has shown already.
+    It is an object with `encode(text)`, returning token ids or (like `tokenizers.Tokenizer`) an object with `ids`, and
+    `decode(ids)`, returning text. `add_special_tokens` and `skip_special_tokens` are passed if supported;
+    `clean_up_tokenization_spaces` is turned off, because it removes spaces that a stream has shown already.
 
-    Attributes:
-        eos_token_ids: the tokenizer's end token, if any.
-
-    Raises:
-        ConfigError: it fails to encode and decode a test letter.
+    Raises ConfigError if it fails to encode and decode a test letter.
     """
 
     def __init__(self, base: Any):
@@ -129,8 +120,7 @@ class UserTokenizer:
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Encode a text, with or without special tokens.
 
-        Raises:
-            RequestError: the text is not valid Unicode, or the tokenizer fails.
+        Raises RequestError for invalid Unicode, or if the tokenizer fails.
         """
         check_text(text)
         try:
@@ -146,11 +136,7 @@ class UserTokenizer:
         return [token for token in tokens if token is not None]
 
     def decode(self, tokens: list[int], skip_special: bool = False) -> str:
-        """Decode token ids. Special tokens are skipped if requested and supported.
-
-        Raises:
-            RequestError: the tokenizer fails or returns no text.
-        """
+        """Decode token ids. Special tokens are skipped if requested and supported. Raises RequestError."""
         try:
             text = self._decode(tokens, **({"skip_special_tokens": skip_special} if self._skips else {}))
         except Exception as error:  # as above
@@ -174,9 +160,6 @@ class Tokenization:
         """Parse vLLM's `tokenization_kwargs` (0.17): `truncate_prompt_tokens` and `add_special_tokens`.
 
         -1 keeps max_model_len - 1 tokens, which leaves room for one output token.
-
-        Raises:
-            ConfigError: an unknown option, or a value out of range.
         """
         if options is None:
             return cls()

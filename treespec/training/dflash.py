@@ -69,11 +69,9 @@ class _BlockAttention(nn.Module):
     def forward(self, x: Tensor, context: Tensor, rotations: tuple[Any, Any], visible: Tensor) -> Tensor:
         """Return the output of all blocks' rows, [batch, rows, hidden].
 
-        Args:
-            x: the rows, normalised.
-            context: projected states of the lessons' tokens, [batch, length, hidden].
-            rotations: cosine and sine of the rows, and of tokens and rows.
-            visible: bool [batch, 1, rows, length + rows].
+        `x` are the rows, normalised; `context` the projected states of the lessons' tokens, [batch, length, hidden];
+        `rotations` cosine and sine of the rows, and of tokens and rows; `visible` is bool [batch, 1, rows, length +
+        rows].
         """
         read = torch.cat((context, x), 1)
         q = self.q_norm(self._heads(self.q_proj(x))).transpose(1, 2)
@@ -107,12 +105,7 @@ class _BlockLayer(nn.Module):
 class DFlashModule(nn.Module):
     """A DFlash draft with its own head over a reduced vocabulary. Parameters are named as by speculators.
 
-    Args:
-        config: of the layers.
-        embed: embeddings of the target, [vocab_size, hidden_size]; not trained.
-        num_states: layers of the target that it reads.
-        mask_token: token of the rows below a root.
-        rows: tokens of the head.
+    It reads `num_states` layers of the target, and its embeddings [vocab_size, hidden_size], which are not trained.
     """
 
     embed: Tensor
@@ -134,10 +127,8 @@ class DFlashModule(nn.Module):
     def forward(self, states: Tensor, tokens: Tensor, roots: Tensor) -> Tensor:
         """Return the normalised outputs of blocks below some roots, [batch, roots, BLOCK, hidden].
 
-        Args:
-            states: of the target at all tokens, [batch, length, num_states * hidden].
-            tokens: int64 [batch, length].
-            roots: int64 [batch, roots], their positions.
+        Args: target states [batch, length, num_states * hidden]; tokens and positions of the roots, int64 [batch,
+        length] and [batch, roots].
         """
         (batch, length), count = tokens.shape, roots.shape[1]
         context = self.hidden_norm(self.fc(states.to(self.fc.weight.dtype)))
@@ -228,13 +219,8 @@ def dflash_loss(draft: DFlashModule, curriculum: Curriculum, states: TargetState
 def logits_of(
     draft: DFlashModule, hidden: Tensor, batch: LessonBatch, roots: Roots, depth: int
 ) -> tuple[Tensor, LessonBatch]:
-    """Return a depth's logits, float32 [targets, rows], and the batch of these targets.
-
-    Args:
-        draft: gave `hidden`, the outputs of the blocks.
-        hidden: [batch, roots, BLOCK, hidden].
-        batch, roots: the lessons, and the blocks' roots.
-        depth: of the predicted tokens.
+    """Return a depth's logits, float32 [targets, rows], and the batch of these targets, from [batch, roots, BLOCK,
+    hidden].
     """
     valid, index = roots.targets(depth)
     with mixed_precision(batch.inputs.device):

@@ -33,16 +33,8 @@ class LessonBatch:
 class Curriculum:
     """Draws the lessons of each step with given odds. A draw depends only on the seed and the step.
 
-    Args:
-        lessons: of the target.
-        target_ids: the draft's vocabulary.
-        target_size: size of the target's.
-        step_tokens: generated tokens of a step, about.
-        seed: of the draws.
-        device: of the batches.
-
-    Attributes:
-        window_lengths: int64 [lessons], number of tokens of each lesson in a batch.
+    A step has about `step_tokens` generated tokens. `window_lengths`, int64 [lessons], is the number of tokens of each
+    lesson in a batch.
     """
 
     def __init__(
@@ -138,14 +130,7 @@ class Fit:
 def evaluate(
     model: nn.Module, curriculum: Curriculum, logits: Callable[[Any, LessonBatch], Tensor] = logits_at, size: int = 16
 ) -> Fit:
-    """Evaluate a draft on all lessons of a curriculum.
-
-    Args:
-        model: the draft.
-        curriculum: of the lessons.
-        logits: returns the draft's logits at a batch's targets.
-        size: lessons of a batch.
-    """
+    """Evaluate a draft on all lessons of a curriculum; `logits` returns its logits at a batch's targets."""
     model.eval()
     hits, missed, count = [], list[np.ndarray](), len(curriculum.lessons)
     for start in range(0, count, size):

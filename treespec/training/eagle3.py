@@ -39,8 +39,8 @@ def head_layers(num_layers: int) -> tuple[int, ...]:
 def head_config(target: PreTrainedConfig, rows: int) -> LlamaConfig:
     """Return the config of a head: one Llama layer of the target's size, and `rows` tokens.
 
-    Raises:
-        ModelError: the target's config has not the sizes of such a layer, or the target scales what the head shares.
+    Raises ModelError if the target's config has not the sizes of such a layer, or the target scales what the head
+    shares.
     """
     if missing := [name for name in NEEDED if getattr(target, name, None) is None]:
         raise ModelError(f"cannot train a draft head for {target.model_type}: its config has no {missing[0]}")
@@ -78,12 +78,8 @@ class _PairAttention(nn.Module):
         """Return the attention of pairs at the depth `len(kept)` below verified ones, and append their keys and values.
 
         Pair p at depth d attends to the verified pairs up to p - d, and to the pairs p - d + 1 to p of the depths 1 to
-        d, as a tree's node attends to its ancestors.
-
-        Args:
-            x: [batch, pairs, 2 * hidden].
-            rotation: cosine and sine of the pairs' positions.
-            kept: keys and values of the depths before, [batch, heads, pairs, head_dim].
+        d, as a tree's node attends to its ancestors. `x` is [batch, pairs, 2 * hidden]; `kept` has the keys and values
+        of the depths before, [batch, heads, pairs, head_dim].
         """
         shape = (*x.shape[:2], -1, self.head_dim)
         q, k, v = (layer(x).view(shape).transpose(1, 2) for layer in (self.q_proj, self.k_proj, self.v_proj))
@@ -129,12 +125,8 @@ class Eagle3Module(nn.Module):
     """A draft head: a decoder layer over a token's embedding and the *feature* of the token before it, a pair.
 
     The feature after a verified token is a projection of the target's hidden states; after a drafted one it is the
-    layer's output. Parameters have the names of SpecForge's checkpoints.
-
-    Args:
-        config: from `head_config`.
-        embed: embeddings of the target, [vocab_size, hidden_size]; not trained.
-        num_states: layers of the target that it reads.
+    layer's output. Parameters have the names of SpecForge's checkpoints. It reads `num_states` layers of the target,
+    and its embeddings [vocab_size, hidden_size], which are not trained.
     """
 
     embed: Tensor
@@ -156,10 +148,8 @@ class Eagle3Module(nn.Module):
     def forward(self, states: Tensor, tokens: Tensor, depths: int) -> Iterator[Tensor]:
         """Yield the normalised outputs [batch, pairs, hidden] of pairs that are 0, 1, ... drafted tokens deep.
 
-        Args:
-            states: of the target at all tokens but the last, [batch, pairs, num_states * hidden].
-            tokens: int64 [batch, pairs + 1].
-            depths: number of outputs.
+        `states` are those of the target at all tokens but the last, [batch, pairs, num_states * hidden]; tokens are
+        int64 [batch, pairs + 1].
         """
         embedded = F.embedding(tokens[:, 1:], self.embed)
         positions = torch.arange(states.shape[1], dtype=torch.int64, device=states.device)[None]
@@ -174,12 +164,8 @@ class Eagle3Module(nn.Module):
 def make_head(target: Any, target_ids: np.ndarray, num_states: int) -> Eagle3Module:
     """Return an untrained head with the target's final norm and its head's rows, in float32.
 
-    Its feature begins as the last state that it reads.
-
-    Args:
-        target: a transformers model.
-        target_ids: int64 [rows + 1], as for a student; the last one is not used.
-        num_states: layers of the target that the head reads.
+    Its feature begins as the last of the `num_states` states that it reads. `target_ids`, int64 [rows + 1], as for a
+    student.
     """
     config = head_config(target.config, len(target_ids) - 1)
     head = Eagle3Module(config, target.get_input_embeddings().weight, num_states)
@@ -232,14 +218,7 @@ def head_agreement(head: Eagle3Module, curriculum: Curriculum, states: TargetSta
 
 
 def write_head(head: Eagle3Module, folder: Path, target_ids: np.ndarray, target: PreTrainedConfig) -> None:
-    """Write a head in SpecForge's layout, in bfloat16.
-
-    Args:
-        head: trained.
-        folder: is created.
-        target_ids: int64 [rows + 1], of the head's rows.
-        target: config of the target.
-    """
+    """Write a head in SpecForge's layout, in bfloat16. `target_ids`: int64 [rows + 1]."""
     rows, size = torch.from_numpy(target_ids[:-1]), int(target.vocab_size)
     tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in head.state_dict().items()}
     tensors["d2t"] = rows - torch.arange(len(rows), dtype=torch.int64, device="cpu")

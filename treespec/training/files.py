@@ -15,8 +15,7 @@ FULL_BYTES = 1 << 16  # a disk with less free space counts as full
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; move the file or folder into place when the block ends without an error.
 
-    Raises:
-        OSError: the disk is full, whatever the writer raised.
+    Raises OSError if the disk is full, whatever the writer raised.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -88,17 +88,10 @@ def shard_path(folder: Path, number: int) -> Path:
 
 
 class LessonWriter:
-    """Lets an engine continue prompts and writes the results in shards.
+    """Lets an engine continue prompts, by up to `max_tokens` each, and writes the results in shards.
 
     A shard depends only on the prompts, the seed and its number: interrupted runs continue at the next shard, and
     every shard has the bits of an uninterrupted run.
-
-    Args:
-        llm: the target.
-        prompts: training prompts in a fixed order.
-        folder: of the shards.
-        max_tokens: generated tokens of a lesson.
-        seed: of beginnings, temperatures and sampling.
     """
 
     def __init__(self, llm: LLM, prompts: Sequence[TrainingPrompt], folder: Path, max_tokens: int, seed: int):

@@ -26,12 +26,8 @@ class TrainingPrompt:
 def read_training_prompts(paths: Sequence[Path], chat: bool) -> list[TrainingPrompt]:
     """Read prompts from `.jsonl` and `.json` lists, and all other UTF-8 text files; raw texts are cut into passages.
 
-    Args:
-        paths: files, or folders that are read recursively.
-        chat: as in `read_prompts`.
-
-    Raises:
-        ConfigError: an invalid entry, or no text in any file. OSError: a path does not exist.
+    Folders are read recursively. `chat` as in `read_prompts`. Raises ConfigError for an invalid entry, or no text in
+    any file, and OSError for a path that does not exist.
     """
     prompts: list[TrainingPrompt] = []
     skipped = 0

@@ -66,16 +66,7 @@ def measure_drafts(
     max_tokens: int,
     options: dict[str, Any],
 ) -> TrainingReport:
-    """Decode held-out prompts plainly and with 0, 1, ... of the drafts.
-
-    Args:
-        model: the target.
-        drafts: folders, in the order in which they are added.
-        prompts: held-out prompts as token ids.
-        agreement: for the report.
-        max_tokens: of each prompt.
-        options: further ones of `LLM`.
-    """
+    """Decode held-out prompts plainly and with the first 0, 1, ... of the drafts."""
     params = SamplingParams(max_tokens=max_tokens, detokenize=False)
     rows, rates, differing = [], list[float](), 0
     reference: list[list[int]] | None = None

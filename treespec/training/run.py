@@ -53,13 +53,8 @@ MAX_MODEL_LEN = 1024
 class TrainingRun:
     """One run of training, stage by stage; every stage resumes from the files of `out/work`.
 
-    Args:
-        settings: of the run. `out` receives `ssm-1`, `ssm-2`, ..., `generalist` if asked for, and `report.json`;
-            lessons and checkpoints stay in `out/work`.
-        pause: a requested stop, checked between steps.
-
-    Raises:
-        ConfigError: invalid settings, an `out` that holds a run (give `resume`) or another run's settings.
+    `out` receives `ssm-1`, `ssm-2`, ..., `generalist` if asked for, and `report.json`; lessons and checkpoints stay in
+    `out/work`. Raises ConfigError for an `out` that holds a run (give `resume`) or another run's settings.
     """
 
     def __init__(self, settings: TrainingSettings, pause: PauseRequest):
@@ -95,11 +90,7 @@ class TrainingRun:
         return self.llm.engine.runner.target.vocab_size
 
     def run(self) -> TrainingReport:
-        """Run all remaining stages.
-
-        Raises:
-            Paused: a stop was requested; the drafts trained so far are written to `out`.
-        """
+        """Run all remaining stages. If a stop is requested, write the drafts trained so far to `out` and raise Paused."""
         lessons = self.make_lessons()
         is_held_out = held_out(len(lessons), self.settings.seed)
         target_ids, shape = self.choose_shape(lessons)
@@ -116,11 +107,7 @@ class TrainingRun:
         return self.finish(students, lessons.select(np.flatnonzero(is_held_out)), target_ids)
 
     def earlier_lessons(self, out: Path) -> Lessons:
-        """Return the lessons of another run; if `tokens` is given, as many shards as have that many tokens.
-
-        Raises:
-            ConfigError: there are none, or they are of another vocabulary.
-        """
+        """Return the lessons of another run; if `tokens` is given, as many shards as have that many tokens."""
         folder, shards, num_tokens = out / "work" / "lessons", list[Lessons](), 0
         while shard_path(folder, len(shards)).exists() and num_tokens < (self.settings.tokens or math.inf):
             shards.append(Lessons.load([shard_path(folder, len(shards))]))
@@ -227,13 +214,7 @@ class TrainingRun:
             write_json(file, self.settings.stored())
 
     def check_inputs(self) -> None:
-        """Raise if no draft can be made from the target, `start` or the texts, before any lesson is written.
-
-        Raises:
-            ModelError: no draft of the target's family, or not of this width. CheckpointError: `start` is of another
-                target. ConfigError: too little text, or no tokenizer to read it with. OSError: a file of the texts does
-                not exist.
-        """
+        """Raise if no draft can be made from the target, `start` or the texts, before any lesson is written."""
         if self.settings.texts:
             self.check_tokenizer()
             logger.info("texts of %d tokens", len(self.text_tokens))

@@ -60,11 +60,7 @@ class BlockForm:
         return f"{reads}predicts {self.block} tokens in a pass"
 
     def read_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Return the layers to read of a target with `num_layers` layers, numbered as by `HeadForm.read_layers`.
-
-        Raises:
-            CheckpointConfigError: the target has no such layer.
-        """
+        """Return the layers to read of a target with `num_layers` layers, numbered as by `HeadForm.read_layers`."""
         if not all(0 <= layer <= num_layers for layer in self.layers):
             raise config_error(
                 self.folder,
@@ -107,11 +103,7 @@ class BlockWeights(NamedTuple):
 
 
 def dflash_form(folder: Path, raw: Mapping[str, Any]) -> BlockForm:
-    """Return the form of a DFlash draft.
-
-    Raises:
-        CheckpointConfigError: a value is missing or invalid, or a layer has a sliding window.
-    """
+    """Return the form of a DFlash draft. Raises CheckpointConfigError for invalid values, and for sliding windows."""
     nested = raw.get("dflash_config")
     values = {**raw, **nested} if isinstance(nested, dict) else dict(raw)
     by_input = isinstance(values.get("transformer_layer_config"), dict)  # speculators; the others number outputs
@@ -148,11 +140,7 @@ def dflash_form(folder: Path, raw: Mapping[str, Any]) -> BlockForm:
 
 
 def pard_form(folder: Path, raw: Mapping[str, Any]) -> BlockForm:
-    """Return the form of a PARD draft.
-
-    Raises:
-        CheckpointConfigError: the mask token is not one of the vocabulary.
-    """
+    """Return the form of a PARD draft. Raises CheckpointConfigError if the mask token is not in the vocabulary."""
     token, size = raw["pard_token"], raw.get("vocab_size")
     if type(token) is not int or type(size) is not int or not 0 <= token < size:
         raise config_error(folder, "pard_token", f"{token!r}; expected a token of the vocabulary of {size}")
@@ -166,11 +154,7 @@ def load_block(
     dtype: torch.dtype | None,
     device: torch.device | str,
 ) -> tuple[BlockWeights, np.ndarray | None]:
-    """Load a block draft; arguments and result as those of `load_head`.
-
-    Raises:
-        CheckpointError: with all missing and misshaped tensors; a draft of another target.
-    """
+    """Load a block draft; arguments, result and errors as those of `load_head`."""
     if form.kind == "pard":
         return _load_pard(form, shape, dtype, device), None
     hidden, tensors = shape.hidden_size, DraftTensors(form.folder, dtype, device)

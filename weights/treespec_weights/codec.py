@@ -42,8 +42,7 @@ class Codec:
     def read(cls, folder: Path) -> "Codec":
         """Read the tokenizer of a folder (a result of `resolve_folder`).
 
-        Raises:
-            CheckpointError: no tokenizer, or one that tokenizers (transformers for older files) cannot read.
+        Raises CheckpointError if there is none to read.
         """
         from tokenizers import Tokenizer
 

@@ -63,10 +63,7 @@ def layers_of(
 ) -> tuple[dict[str, Any], FamilyRules]:
     """Return the config of a draft's layers, in the form of a model's, and their family.
 
-    Args:
-        folder: of the draft.
-        raw: its config.json.
-        num_layers: number of layers, if the config's may be that of the target.
+    `num_layers` replaces the config's number, which may be that of the target.
     """
     if isinstance(inner := raw.get("transformer_layer_config"), dict):  # speculators
         config = {"dtype": raw.get("dtype") or raw.get("torch_dtype"), **inner}
@@ -137,11 +134,7 @@ def canonical(name: str) -> str:
 
 
 def head_tokens(folder: Path, stored: Mapping[str, Tensor | None], rows: int, target_size: int) -> np.ndarray | None:
-    """Return the target's token of each row of the head, int64 [rows]; None if they are equal.
-
-    Raises:
-        CheckpointError: a map for another vocabulary.
-    """
+    """Return the target's token of each row of the head, int64 [rows]; None if they are equal. Raises CheckpointError."""
     d2t, t2d = stored["d2t"], stored["t2d"]
 
     def problem(name: str, text: str) -> CheckpointError:

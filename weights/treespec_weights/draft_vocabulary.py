@@ -19,12 +19,8 @@ FILE = "draft_vocab.safetensors"
 
 
 def write_draft_vocabulary(folder: Path, target_ids: np.ndarray, target_size: int) -> None:
-    """Write `draft_vocab.safetensors`.
-
-    Args:
-        folder: of the draft.
-        target_ids: int64 [rows], ascending but for a last -1.
-        target_size: size of the target's vocabulary.
+    """Write `draft_vocab.safetensors`: `target_ids`, int64 [rows], ascending but for a last -1, of a target of this
+    size.
     """
     save_file({"target_ids": torch.from_numpy(target_ids)}, folder / FILE, {"target_size": str(target_size)})
 
@@ -32,8 +28,7 @@ def write_draft_vocabulary(folder: Path, target_ids: np.ndarray, target_size: in
 def read_draft_vocabulary(folder: Path, rows: int, target_size: int) -> np.ndarray | None:
     """Return the target's ids of a draft's rows, int64 [rows]; None if the draft has its own full vocabulary.
 
-    Raises:
-        CheckpointError: an unreadable file, a map for another vocabulary size, or ids out of order or range.
+    Raises CheckpointError for an unreadable file, a map for another vocabulary size, or ids out of order or range.
     """
     path = folder / FILE
     if not path.exists():

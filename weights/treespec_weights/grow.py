@@ -58,10 +58,8 @@ def grown_shape(
     """Return a shape of about `size` parameters that contains `shape`.
 
     Chooses the widest hidden dimension (times 1, 4, 16 ...) at which the model's own number of layers fits with an MLP
-    of twice the width. Then uses an MLP of four times the width and as many layers as fit.
-
-    Raises:
-        OptionError: the model is larger than `size`, or the vocabulary would shrink. The message names `options`.
+    of twice the width. Then uses an MLP of four times the width and as many layers as fit. Raises OptionError, which
+    names `options`, if the model is larger than `size`, or the vocabulary would shrink.
     """
     vocab = shape.vocab_size if vocab is None else vocab
     if vocab < shape.vocab_size:
@@ -108,17 +106,12 @@ def grow_checkpoint(
 ) -> None:
     """Write a Hugging Face folder that computes `source`'s function in the larger `shape`, atomically.
 
-    Args:
-        source: a checkpoint of the Llama family.
-        folder: the destination, which does not exist or is empty.
-        shape: the new shape: no size below the source's, and a hidden dimension 4 ** n times as wide.
-        seed: seed of the random weights.
-        device: device that draws the random weights (a CPU uses one thread); devices draw different numbers.
-        on_bytes: called with the bytes written so far and the total.
+    `source` is of the Llama family. No size of `shape` is below the source's, and the hidden dimension is 4 ** n times
+    as wide. `device` draws the random weights (a CPU uses one thread); devices draw different numbers. `on_bytes` is
+    called with the bytes written so far and the total.
 
-    Raises:
-        OptionError: the source is of another family or quantised, or the folder exists or is inside of the source.
-            CheckpointError: the source cannot be read. WriteError: the folder cannot be written, or the disk is full.
+    Raises OptionError if the source is of another family or quantised, or the folder exists or is inside of the source;
+    CheckpointError, WriteError.
     """
     source = resolve_folder(source)
     if source.is_file():

@@ -79,10 +79,8 @@ class HeadForm:
     def read_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return the layers of a target with `num_layers` layers whose inputs the head reads, ascending.
 
-        `num_layers` means the output of the last layer, `num_layers` + 1 this output after the final norm.
-
-        Raises:
-            CheckpointConfigError: the target has no such layer.
+        `num_layers` means the output of the last layer, `num_layers` + 1 this output after the final norm. Raises
+        CheckpointConfigError if the target has no such layer.
         """
         if self.kind == "eagle":
             return (num_layers + 1,)
@@ -136,9 +134,7 @@ DraftForm: TypeAlias = HeadForm | BlockForm | StateForm
 def read_head(folder: Path | str) -> DraftForm | None:
     """Return the form of the draft head in a folder; None if its config.json is that of an ordinary model.
 
-    Raises:
-        UnsupportedModelError: a draft head of a kind that is not supported.
-        CheckpointConfigError: contradictory values.
+    Raises UnsupportedModelError for another kind of head, and CheckpointConfigError for contradictory values.
     """
     root = resolve_folder(folder)
     if root.is_file():
@@ -228,18 +224,10 @@ def load_head(
 ) -> tuple[HeadWeights, np.ndarray | None]:
     """Load a head.
 
-    Args:
-        form: of the head.
-        shape: of its layers; the vocabulary size is the target's.
-        num_states: number of the target's layers that it reads.
-        target_hidden: hidden size of the target.
-        dtype, device: of the weights; a dtype of None keeps the stored ones, which stay memory-mapped.
-
-    Returns:
-        The weights, and the target's tokens of the head's rows, int64 ascending; None for the whole vocabulary.
-
-    Raises:
-        CheckpointError: with all missing and misshaped tensors; a head of another target.
+    `shape` is that of its layers, with the target's vocabulary size; `num_states` the number of the target's layers
+    that it reads. A dtype of None keeps the stored ones, which stay memory-mapped. Returns the weights, and the
+    target's tokens of the head's rows, int64 ascending; None for the whole vocabulary. Raises CheckpointError with all
+    missing and misshaped tensors, and for a head of another target.
     """
     hidden, tensors = shape.hidden_size, DraftTensors(form.folder, dtype, device)
     if form.kind == "eagle":
@@ -344,12 +332,7 @@ def _state_norms(tensors: DraftTensors, num_states: int, target_hidden: int) -> 
 
 
 def compare_head(target: dict[str, Any], form: DraftForm) -> dict[str, Any]:
-    """Compare a head with a target: a row of `compare_draft`.
-
-    Args:
-        target: result of `inspect_checkpoint`.
-        form: of the head.
-    """
+    """Compare a head with a target, a result of `inspect_checkpoint`: a row of `compare_draft`."""
     reason = connection = None
     parameters, same_hidden = 0, False
     if target["shape"] is None:

@@ -71,15 +71,10 @@ def family_named(name: str) -> FamilyRules:
 def translate_config(
     folder: Path, config: Mapping[str, Any], shape: ModelShape, family: FamilyRules, other: FamilyRules
 ) -> dict[str, Any]:
-    """Return the config.json of the same model in the family `other`.
+    """Return the config.json of the same model, whose `config` has this shape, in the family `other`.
 
-    Args:
-        folder: of the checkpoint, for messages.
-        config: its parsed config.json, with `shape` read from it, of `family`.
-
-    Raises:
-        UnsupportedModelError: lists everything that the other family cannot express.
-        CheckpointConfigError: transformers rejects one of the two configs.
+    Raises UnsupportedModelError with everything that the other family cannot express, and CheckpointConfigError if
+    transformers rejects one of the two configs.
     """
     problems = [
         Problem(

@@ -146,12 +146,9 @@ class QuantScheme:
     ) -> Quantized | Tensor:
         """Read the weight `name` of shape [out, inputs].
 
-        Args:
-            get: returns a tensor of `stored_tensors` by name, or None if an optional one is missing.
-            dtype: dtype of an fp8 weight; None for the scale's dtype if it is a 16- or 32-bit float, else bfloat16.
-
-        Raises:
-            ValueError: unsupported values, such as groups that do not follow the input order.
+        `get` returns a tensor of `stored_tensors` by name, or None if an optional one is missing. `dtype` is that of an
+        fp8 weight; None takes the scale's if it is a 16- or 32-bit float, else bfloat16. Raises ValueError for
+        unsupported values, such as groups that do not follow the input order.
         """
         tensors = {
             stored_name.removeprefix(name.removesuffix("weight")): get(stored_name)

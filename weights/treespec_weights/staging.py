@@ -15,11 +15,7 @@ _CARRIED = (".json", ".jinja", ".txt", ".md", ".model")
 
 
 def resolve_destination(destination: Path | str, source: Path) -> Path:
-    """Return the absolute path of a folder to create, in an existing, resolved parent.
-
-    Args:
-        destination: the folder.
-        source: the folder that it is created from, a result of `resolve_folder`.
+    """Return the absolute path of a folder to create from `source`, in an existing, resolved parent.
 
     Raises OptionError if the destination exists and is not empty, or is inside of the source; FileNotFoundError or
     NotADirectoryError if its parent is not a folder.
@@ -88,11 +84,7 @@ def publish(partial: Path, place: Path) -> None:
 def carried_files(source: Path, *written: str) -> list[str]:
     """Return the files to copy along with a checkpoint's weights: tokenizer, draft vocabulary, licence, model card.
 
-    Args:
-        source: a result of `resolve_folder`.
-        written: names of files that the caller writes.
-
-    Raises CheckpointError for a link to a file outside of the folder.
+    Files named `written` are those of the caller. Raises CheckpointError for a link to a file outside of the folder.
     """
     if source.is_file():
         return []  # a GGUF file has no others

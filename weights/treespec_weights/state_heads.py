@@ -98,19 +98,7 @@ def _number(folder: Path, raw: Mapping[str, Any], key: str, least: int) -> int:
 def load_state_head(
     form: StateForm, target_hidden: int, vocab_size: int, dtype: torch.dtype | None, device: torch.device | str
 ) -> tuple[StateWeights, np.ndarray | None]:
-    """Load a head.
-
-    Args:
-        form: of the head.
-        target_hidden, vocab_size: of the target.
-        dtype, device: as in `load_head`.
-
-    Returns:
-        The weights, and the target's tokens of the heads' rows, int64 ascending; None for the whole vocabulary.
-
-    Raises:
-        CheckpointError: with all missing and misshaped tensors; a head of another target.
-    """
+    """Load a head of a target of these sizes; dtype, device, result and errors as those of `load_head`."""
     tensors = _Renamed(form, dtype, device)
     if form.kind == "mlp_speculator":
         weights, tokens = _load_speculator(form, target_hidden, vocab_size, tensors), None

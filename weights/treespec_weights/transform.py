@@ -98,10 +98,9 @@ Transform = Cast | Quantise
 
 
 def quantise_transform(quantization: str, cast: Cast, shape: ModelShape, rules: FamilyRules) -> Quantise:
-    """Return the quantising transform for a model written in a family's layout.
+    """Return the quantising transform for a model in a family's layout.
 
-    Raises:
-        OptionError: not one of `FORMATS`, sizes that no group divides, or a layout without a quantised format.
+    Raises OptionError for one that cannot be quantised.
     """
     if quantization not in FORMATS:
         raise OptionError(f"--quantize {quantization}: valid are {', '.join(FORMATS)}")

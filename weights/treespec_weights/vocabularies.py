@@ -72,18 +72,11 @@ REDUCED = Connection("reduced")  # of a draft with `draft_vocab.safetensors`
 
 
 def connect(target: Path, target_size: int, draft: Path, draft_size: int) -> Connection:
-    """Determine how a draft can propose tokens for a target.
+    """Determine how a draft can propose tokens for a target, given the folders and the rows of their embeddings.
 
     If one side has no tokenizer files, vocabularies of equal sizes count as equal. So do different sizes that both hold
     the tokens of the only tokenizer with less than `PADDING` ids of padding. If both sides have files, the vocabularies
     differ if some id has two different meanings. An id known to only one side does not make them differ.
-
-    Args:
-        target, draft: folders, results of `resolve_folder`.
-        target_size, draft_size: numbers of rows of their embeddings.
-
-    Raises:
-        CheckpointError: a tokenizer that cannot be read.
     """
     alike: Kind = "same" if target_size == draft_size else "padded"
     present = [folder for folder in (target, draft) if has_tokenizer(folder)]

@@ -103,14 +103,9 @@ def write_shard(
 ) -> None:
     """Write one file under a temporary name, read it back with safetensors, then rename it.
 
-    Args:
-        folder: an existing folder.
-        shard: the file to write.
-        tensors: values of the shard's outputs, in order, on any device. Each is written before the next is requested.
-        on_bytes: called with the number of bytes written since the last call.
-
-    Raises:
-        WriteError: the file cannot be written. No partial file is left.
+    `tensors` are the values of the shard's outputs, in order, on any device; each is written before the next is
+    requested. `on_bytes` is called with the number of bytes written since the last call. Raises WriteError; no partial
+    file is left.
     """
     path, temporary = folder / shard.file, folder / f"{shard.file}.part"
     temporary.unlink(missing_ok=True)  # left by a killed process

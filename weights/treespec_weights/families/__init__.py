@@ -29,8 +29,7 @@ FAMILIES = {
 def family_of(config: Mapping[str, Any], folder: Path | str = ".") -> FamilyRules:
     """Return the rules for a parsed config.json.
 
-    Raises:
-        UnsupportedModelError: an unknown model_type, an unsupported variant, or an unsupported quantisation.
+    Raises UnsupportedModelError for an unknown family, variant or quantisation.
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:

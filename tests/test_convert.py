@@ -32,7 +32,6 @@ from treespec_weights import (
     read_config,
     verify_checkpoint,
 )
-from treespec_weights.cli import app
 from treespec_weights.draft_vocabulary import FILE, write_draft_vocabulary
 from treespec_weights.load import Placement, quantizable
 from treespec_weights.quantize import Quantized, dequantize, quantize_fp8
@@ -52,7 +51,7 @@ def logits(folder: Path) -> Tensor:
 
 
 def document(*arguments: object, code: int = 0) -> dict[str, Any]:
-    return run("convert", *arguments, "--json", code=code, app=app).document
+    return run("weights", "convert", *arguments, "--json", code=code).document
 
 
 # --- dtype and shards
@@ -369,7 +368,7 @@ def test_the_command(tmp_path: Path) -> None:
         ([source, tmp_path / "c", "--quantise=int8"], "UsageError"),
     ):
         assert document(*arguments, code=2)["error"]["type"] == kind
-    ran = run("convert", source, tmp_path / "d", app=app)
+    ran = run("weights", "convert", source, tmp_path / "d")
     assert "F32" in ran.stdout and ran.stderr == ""
     assert not list(tmp_path.glob("*.partial"))
 

@@ -31,9 +31,9 @@ from tests.heads_made import (
 from tests.models import edit_config, greedy, make_draft, new_folder, open_llm, quick, random_prompts
 from tests.quantized_checkpoints import needs_compiler
 from treespec import RoundRecord, SamplingParams, SpecConfig
+from treespec.cli import app
 from treespec.errors import KernelError
 from treespec_weights import CheckpointError, UnsupportedModelError
-from treespec_weights.cli import app
 
 SHAPE = TargetShape(num_hidden_layers=8)
 
@@ -264,7 +264,9 @@ def test_inspection() -> None:
     head, eagle = make_head("speculators"), make_eagle1("eagle-1")
 
     def shown(target: Path, head: Path = head) -> str:
-        return " ".join(CliRunner().invoke(app, ["inspect", str(target), "--draft", str(head)]).output.split())
+        return " ".join(
+            CliRunner().invoke(app, ["weights", "inspect", str(target), "--draft", str(head)]).output.split()
+        )
 
     expected = "usable: EAGLE-3 head, reads the inputs of the target's layers 2, 4, 5; proposes 64 of 256 tokens"
     assert expected in shown(target_of())

@@ -64,9 +64,10 @@ class Command(TyperCommand):
 
 
 def _is_user_error(error: Exception) -> bool:
-    from treespec.errors import CheckpointError, TreespecError
+    from treespec.errors import TreespecError
+    from treespec_weights.errors import CheckpointError, HubError, OptionError
 
-    return isinstance(error, TreespecError | CheckpointError | OSError)
+    return isinstance(error, TreespecError | CheckpointError | HubError | OptionError | OSError)
 
 
 def _report(kind: str, message: str, as_json: bool) -> None:

@@ -13,7 +13,7 @@ from treespec.config import SpecConfig
 from treespec.errors import ConfigError
 from treespec.hf.checks import check_drafts, check_streamer
 from treespec.hf.generate import generate
-from treespec.hf.streaming import StreamerGuard
+from treespec.hf.streaming import EndingStreamer
 
 logger = logging.getLogger("treespec")
 
@@ -102,7 +102,7 @@ class _Generate:
         streamer = arguments.pop("streamer", None)
         if streamer is None:
             streamer = arguments.pop("token_streamer", None)
-        with StreamerGuard(check_streamer("streamer", streamer)) as ending:
+        with EndingStreamer.of(check_streamer("streamer", streamer)) as ending:
             options = self._options | {name: arguments.pop(name) for name in self._options if name in arguments}
             options["drafts"] = self._drafts(options["drafts"], arguments)
             if any(isinstance(draft, tuple) for draft in options["drafts"] or ()):
@@ -110,7 +110,7 @@ class _Generate:
             _announce_hints(arguments)
             _check_unsupported(arguments)
             self._read_stop_strings(arguments)
-            return method(model, custom_generate=generate, token_streamer=ending.streamer, **options, **arguments)
+            return method(model, custom_generate=generate, token_streamer=ending, **options, **arguments)
 
     def _drafts(self, drafts: Sequence[Any] | None, arguments: dict[str, Any]) -> list[Any] | None:
         """Return the drafts of a call, including its assistant model."""

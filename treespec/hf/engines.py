@@ -90,16 +90,13 @@ def engine_for(
                 engines.entries.append(engines.entries.pop(index))
                 return entry.llm
         room = room_for(length, most_positions)
-        others = [entry for entry in engines.entries if entry.key != key or not _replaced_by(entry.llm, rows, room)]
-        engines.entries = others[len(others) - MAX_ENGINES + 1 :] if len(others) >= MAX_ENGINES else others
+        for entry in engines.entries.copy():  # the new one replaces those of no more rows and positions
+            if entry.key == key and entry.llm.config.max_num_seqs <= rows and entry.llm.config.max_model_len <= room:
+                engines.entries.remove(entry)
+        del engines.entries[: max(len(engines.entries) - MAX_ENGINES + 1, 0)]
         llm = _build(model, drafts, spec, exact, rows, length, most_positions, tokenizer, engines.entries)
         engines.entries.append(_Entry(tensors, key, llm))
         return llm
-
-
-def _replaced_by(llm: LLM, rows: int, room: int) -> bool:
-    """Return whether an engine of `rows` rows and `room` positions makes this one redundant."""
-    return llm.config.max_num_seqs <= rows and llm.config.max_model_len <= room
 
 
 def _tensors(model: nn.Module) -> tuple[Any, ...]:

@@ -23,7 +23,7 @@ from treespec.hf.checks import (
 from treespec.hf.engines import engine_for
 from treespec.hf.metrics import record_metrics
 from treespec.hf.rows import Row, make_row, processors_of_row, with_delayed_start
-from treespec.hf.streaming import RowStreamer, StreamerGuard
+from treespec.hf.streaming import EndingStreamer, RowStreamer
 
 logger = logging.getLogger("treespec")
 
@@ -80,90 +80,61 @@ def generate(
         ModelError, DraftError, ExactnessError: as in `LLM`.
     """
     check_dropped_arguments(model)
-    with StreamerGuard(check_streamer("token_streamer", token_streamer)) as ending:
-        return _generate(
-            model,
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            drafts,
-            spec,
-            ending.streamer,
-            exact,
-            target_tokenizer,
-            model_kwargs,
-        )
-
-
-def _generate(
-    model: nn.Module,
-    input_ids: Tensor,
-    logits_processor: Any,
-    stopping_criteria: Any,
-    generation_config: Any,
-    drafts: Sequence[Any] | None,
-    spec: SpecConfig | str | None,
-    token_streamer: Any,
-    exact: bool,
-    target_tokenizer: Any,
-    model_kwargs: dict[str, Any],
-) -> Any:
-    """Run `generate`. The caller ends the streamer."""
-    processors, criteria = list(logits_processor or ()), list(stopping_criteria or ())
-    check_config(generation_config, processors, criteria, len(input_ids))
-    check_inputs(model)
-    prompts = read_prompts(input_ids, model_kwargs)
-    resolved = SpecConfig.resolve(spec, SpecConfig())
-    most = generation_config.max_length - input_ids.shape[1]
-    if most < 1:
-        raise RequestError(
-            f"max_length={generation_config.max_length} leaves no room after {input_ids.shape[1]} tokens"
-        )
-    longest = max(map(len, prompts.tokens)) + most
-    positions = Source.from_model(model).max_positions
-    if longest > positions:
-        raise RequestError(
-            f"{longest - most} tokens of prompt and {most} new ones, but the model has {positions} positions; lower "
-            "max_new_tokens"
-        )
-    began = time.time()
-    llm = engine_for(model, _sources(drafts), resolved, exact, len(input_ids), longest, positions, target_tokenizer)
-    if torch.is_autocast_enabled(llm.config.device.type):
-        _warn_autocast(llm.config.dtype)
-    stopping = type(stopping_criteria)(with_delayed_start(criteria, time.time() - began))
-    llm.check_sources(resolved)
-    decoder = llm.engine.runner.target
-    least, largest = int(input_ids.min()), int(input_ids.max())
-    if not 0 <= least <= largest < decoder.vocab_size:
-        raise RequestError(f"input_ids from {least} to {largest}; valid: 0 to {decoder.vocab_size - 1}")
-    seed = int(torch.randint(_MAX_SEED, (1,), device="cpu")) if generation_config.do_sample else 0
-    rows = [
-        make_row(
-            tokens,
-            row,
-            generation_config,
-            type(logits_processor)(processors_of_row(processors, row)),
-            stopping,
-            input_ids[row, :pad],
-            most,
-            resolved,
-            seed,
-            decoder.vocab_size,
-            decoder.device,
-        )
-        for row, (tokens, pad) in enumerate(zip(prompts.tokens, prompts.padding, strict=True))
-    ]
-    streamer = RowStreamer(token_streamer, prompts, rows, _pad_token(generation_config))
-    for row in llm._rounds.run(rows):
-        if row.error is not None:
-            raise row.exception
-        with llm._rounds.lock:
-            due = streamer.due()
-        streamer.put(due)
-    streamer.put(streamer.due())
-    record_metrics(model, rows)
-    return _output(prompts, rows, generation_config)
+    with EndingStreamer.of(check_streamer("token_streamer", token_streamer)) as ending:
+        processors, criteria = list(logits_processor or ()), list(stopping_criteria or ())
+        check_config(generation_config, processors, criteria, len(input_ids))
+        check_inputs(model)
+        prompts = read_prompts(input_ids, model_kwargs)
+        resolved = SpecConfig.resolve(spec, SpecConfig())
+        most = generation_config.max_length - input_ids.shape[1]
+        if most < 1:
+            raise RequestError(
+                f"max_length={generation_config.max_length} leaves no room after {input_ids.shape[1]} tokens"
+            )
+        longest = max(map(len, prompts.tokens)) + most
+        positions = Source.from_model(model).max_positions
+        if longest > positions:
+            raise RequestError(
+                f"{longest - most} tokens of prompt and {most} new ones, but the model has {positions} positions; "
+                "lower max_new_tokens"
+            )
+        began = time.time()
+        llm = engine_for(model, _sources(drafts), resolved, exact, len(input_ids), longest, positions, target_tokenizer)
+        if torch.is_autocast_enabled(llm.config.device.type):
+            _warn_autocast(llm.config.dtype)
+        stopping = type(stopping_criteria)(with_delayed_start(criteria, time.time() - began))
+        llm.check_sources(resolved)
+        decoder = llm.engine.runner.target
+        least, largest = int(input_ids.min()), int(input_ids.max())
+        if not 0 <= least <= largest < decoder.vocab_size:
+            raise RequestError(f"input_ids from {least} to {largest}; valid: 0 to {decoder.vocab_size - 1}")
+        seed = int(torch.randint(_MAX_SEED, (1,), device="cpu")) if generation_config.do_sample else 0
+        rows = [
+            make_row(
+                tokens,
+                row,
+                generation_config,
+                type(logits_processor)(processors_of_row(processors, row)),
+                stopping,
+                input_ids[row, :pad],
+                most,
+                resolved,
+                seed,
+                decoder.vocab_size,
+                decoder.device,
+            )
+            for row, (tokens, pad) in enumerate(zip(prompts.tokens, prompts.padding, strict=True))
+        ]
+        streamer = RowStreamer(ending, prompts, rows, _pad_token(generation_config))
+        for row in llm._rounds.run(rows):
+            if row.error is not None:
+                raise row.exception
+            with llm._rounds.lock:
+                due = streamer.due()
+            streamer.put(due)
+        streamer.put(streamer.due())
+        record_metrics(model, rows)
+        return _output(prompts, rows, generation_config)
 
 
 @functools.cache
@@ -174,10 +145,8 @@ def _warn_autocast(dtype: torch.dtype) -> None:
 
 def _sources(drafts: Sequence[Any] | None) -> list[Any]:
     """Return the drafts without "lookup", which is always on."""
-    if drafts is None:
-        return []
     check_drafts(drafts)
-    return [draft for draft in drafts if not (isinstance(draft, str) and draft == "lookup")]
+    return [draft for draft in drafts or () if not (isinstance(draft, str) and draft == "lookup")]
 
 
 def _pad_token(config: Any) -> int:

@@ -1,8 +1,8 @@
 """Distillation of drafts from lessons, in the draft's own vocabulary."""
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,14 @@ class LessonBatch:
     positions: Tensor  # int64 [targets, 2], row and position that predict each target
     ids: Tensor  # int64 [targets, TOP], draft rows of the target's most likely tokens; the last row for those it lacks
     probs: Tensor  # float32 [targets, TOP], their probabilities, 0 for those it lacks
+
+    def select(self, targets: Tensor) -> "LessonBatch":
+        """Return the batch with only these targets, by index or mask."""
+        return replace(self, positions=self.positions[targets], ids=self.ids[targets], probs=self.probs[targets])
+
+
+Prediction = tuple[Tensor, LessonBatch]
+"""Logits, float32 [targets, rows], and the batch of these targets."""
 
 
 class Curriculum:
@@ -127,16 +135,14 @@ class Fit:
 
 
 @torch.inference_mode()
-def evaluate(
-    model: nn.Module, curriculum: Curriculum, logits: Callable[[Any, LessonBatch], Tensor] = logits_at, size: int = 16
-) -> Fit:
-    """Evaluate a draft on all lessons of a curriculum; `logits` returns its logits at a batch's targets."""
+def evaluate(model: nn.Module, curriculum: Curriculum) -> Fit:
+    """Evaluate a draft on all lessons of a curriculum."""
     model.eval()
     hits, missed, count = [], list[np.ndarray](), len(curriculum.lessons)
-    for start in range(0, count, size):
-        batch = curriculum.of(range(start, min(start + size, count)))
+    for start in range(0, count, 2 * BATCH_ROWS):
+        batch = curriculum.of(range(start, min(start + 2 * BATCH_ROWS, count)))
         rows, first = batch.positions[:, 0].cpu().numpy(), batch.ids[:, 0].cpu().numpy()
-        hit = logits(model, batch).argmax(1).cpu().numpy() == first
+        hit = logits_at(model, batch).argmax(1).cpu().numpy() == first
         hits.append(hit)
         missed += [first[~hit & (rows == row)] for row in range(len(batch.inputs))]
     return Fit(np.concatenate(hits), missed)

@@ -1,15 +1,11 @@
-"""EAGLE-3 draft heads (arXiv 2503.01840): the module that is trained, its loss, and its published folder."""
+"""EAGLE-3 draft heads (arXiv 2503.01840): the module that is trained."""
 
-import json
-from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import (
@@ -20,12 +16,11 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from treespec.errors import ModelError
-from treespec.training.distillation import Curriculum, LessonBatch, distillation_losses, evaluate
-from treespec.training.loop import StepLoss, mixed_precision
+from treespec.training.distillation import LessonBatch, Prediction
+from treespec.training.loop import mixed_precision
 from treespec.training.target_states import TargetStates
 
 DEPTHS = 4  # drafted tokens in a row that a step trains on (training-time test)
-DECAY = 0.8  # weight of a depth's loss over that of the depth before it
 NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps")
 
 
@@ -130,6 +125,7 @@ class Eagle3Module(nn.Module):
     """
 
     embed: Tensor
+    decay = 0.8  # weight of a depth's loss over that of the depth before it
 
     def __init__(self, config: LlamaConfig, embed: Tensor, num_states: int):
         super().__init__()
@@ -144,6 +140,24 @@ class Eagle3Module(nn.Module):
     def get_output_embeddings(self) -> nn.Linear:
         """Return the head over the vocabulary."""
         return self.lm_head
+
+    def predict(self, batch: LessonBatch, states: TargetStates, seed: Sequence[int]) -> Iterator[Prediction]:
+        """Yield the logits at a batch's targets that are 0, 1, ... drafted tokens deep; `seed` is not used."""
+        pairs = batch.positions[:, 1] - 1
+        read = states.of(batch)[:, :-1]
+        with mixed_precision(batch.inputs.device):
+            for depth, hidden in enumerate(self(read, batch.tokens, DEPTHS)):
+                targets = batch.select(pairs >= depth)
+                rows, columns = targets.positions[:, 0], targets.positions[:, 1] - 1
+                yield self.lm_head(hidden[rows, columns]).float(), targets
+
+    def published_config(self, target: PreTrainedConfig) -> dict[str, Any]:
+        """Return the config.json of SpecForge's layout."""
+        names = {"architectures": ["LlamaForCausalLMEagle3"], "dtype": "bfloat16", "torch_dtype": "bfloat16"}
+        sizes = {"vocab_size": int(target.vocab_size), "draft_vocab_size": self.config.vocab_size}
+        layers = list(head_layers(target.num_hidden_layers))
+        read = {"eagle_aux_hidden_state_layer_ids": layers} if target.num_hidden_layers < 7 else {}
+        return self.config.to_dict() | names | sizes | read
 
     def forward(self, states: Tensor, tokens: Tensor, depths: int) -> Iterator[Tensor]:
         """Yield the normalised outputs [batch, pairs, hidden] of pairs that are 0, 1, ... drafted tokens deep.
@@ -179,55 +193,3 @@ def make_head(target: Any, target_ids: np.ndarray, num_states: int) -> Eagle3Mod
         head.lm_head.weight.copy_(target.get_output_embeddings().weight[token_ids])
         head.norm.weight.copy_(target.get_decoder().norm.weight)
     return head
-
-
-def logits_of(
-    head: Eagle3Module, batch: LessonBatch, states: TargetStates, depths: int
-) -> Iterator[tuple[Tensor, LessonBatch]]:
-    """Yield a head's logits, float32 [targets, rows], and the batch of these targets, by depth."""
-    pairs = batch.positions[:, 1] - 1
-    read = states.of(batch)[:, :-1]
-    with mixed_precision(batch.inputs.device):
-        for depth, hidden in enumerate(head(read, batch.tokens, depths)):
-            valid = pairs >= depth
-            rows, columns = batch.positions[valid, 0], pairs[valid]
-            targets = replace(batch, positions=batch.positions[valid], ids=batch.ids[valid], probs=batch.probs[valid])
-            yield head.lm_head(hidden[rows, columns]).float(), targets
-
-
-def head_loss(head: Eagle3Module, curriculum: Curriculum, states: TargetStates, step: int) -> StepLoss:
-    """Return the loss of a step's lessons, the mean over the depths' positions, each weighted by its depth."""
-    total, weight, hits, count = torch.zeros(1, dtype=torch.float32, device=curriculum.device)[0], 0.0, 0.0, 0
-    for batch in curriculum.batches(step):
-        for depth, (logits, targets) in enumerate(logits_of(head, batch, states, DEPTHS)):
-            total = total + DECAY**depth * distillation_losses(logits, targets).sum()
-            weight += DECAY**depth * len(targets.positions)
-            if depth == 0:
-                hits += float((logits.detach().argmax(1) == targets.ids[:, 0]).sum())
-                count += len(targets.positions)
-    return StepLoss(total / weight, count, hits / count)
-
-
-def head_agreement(head: Eagle3Module, curriculum: Curriculum, states: TargetStates) -> float:
-    """Return the share of the lessons' target tokens that a head predicts after verified ones."""
-
-    def logits(model: Any, batch: LessonBatch) -> Tensor:
-        return next(logits_of(model, batch, states, 1))[0]
-
-    return float(evaluate(head, curriculum, logits).hits.mean())
-
-
-def write_head(head: Eagle3Module, folder: Path, target_ids: np.ndarray, target: PreTrainedConfig) -> None:
-    """Write a head in SpecForge's layout, in bfloat16. `target_ids`: int64 [rows + 1]."""
-    rows, size = torch.from_numpy(target_ids[:-1]), int(target.vocab_size)
-    tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in head.state_dict().items()}
-    tensors["d2t"] = rows - torch.arange(len(rows), dtype=torch.int64, device="cpu")
-    tensors["t2d"] = torch.zeros(size, dtype=torch.bool, device="cpu").index_fill_(0, rows, True)
-    config = head.config.to_dict()
-    config |= {"architectures": ["LlamaForCausalLMEagle3"], "vocab_size": size, "draft_vocab_size": len(rows)}
-    config |= {"dtype": "bfloat16", "torch_dtype": "bfloat16"}
-    if target.num_hidden_layers < 7:
-        config["eagle_aux_hidden_state_layer_ids"] = list(head_layers(target.num_hidden_layers))
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True, default=str) + "\n")

@@ -21,7 +21,7 @@ from treespec.training.distillation import Curriculum, evaluate
 from treespec.training.draft_vocabulary import choose_vocabulary
 from treespec.training.eagle3 import head_config, head_layers
 from treespec.training.files import replacing, write_json
-from treespec.training.head_kinds import HEAD_KINDS
+from treespec.training.head_kinds import HEAD_KINDS, head_agreement, head_loss, write_head
 from treespec.training.lessons import Lessons, LessonWriter, shard_path
 from treespec.training.loop import Budget, Paused, PauseRequest, ProgressLog, StepLoss, TrainingProgress, train
 from treespec.training.prompts import read_training_prompts
@@ -90,7 +90,7 @@ class TrainingRun:
         return self.llm.engine.runner.target.vocab_size
 
     def run(self) -> TrainingReport:
-        """Run all remaining stages. If a stop is requested, write the drafts trained so far to `out` and raise Paused."""
+        """Run all remaining stages. At a requested stop, write the drafts trained so far to `out` and raise Paused."""
         lessons = self.make_lessons()
         is_held_out = held_out(len(lessons), self.settings.seed)
         target_ids, shape = self.choose_shape(lessons)
@@ -318,8 +318,8 @@ class TrainingRun:
         """Train a draft head on all lessons, write it to `out`, measure it, and write the report."""
         name, target = str(self.settings.head), self.target_model
         torch.manual_seed(self.settings.seed)
-        kind, layers = HEAD_KINDS[name], head_layers(target.config.num_hidden_layers)
-        head = kind.make(target, target_ids, len(layers)).to(self.device)
+        layers = head_layers(target.config.num_hidden_layers)
+        head = HEAD_KINDS[name](target, target_ids, len(layers)).to(self.device)
 
         def subset(indices: np.ndarray, label: str) -> tuple[Curriculum, TargetStates]:
             curriculum = self.curriculum(lessons.select(indices), target_ids)
@@ -331,25 +331,25 @@ class TrainingRun:
 
         def export() -> None:
             with replacing(self.out / name) as temporary:
-                kind.write(head, temporary, target_ids, target.config)
+                write_head(head, temporary, target_ids, target.config)
 
         checkpoint, budget = self.work / f"{name}.ckpt", self._budget(1.0, training.lessons)
         try:
             train(
                 name,
                 head,
-                lambda _, step, done: kind.loss(head, training, states, step),
+                lambda _, step, done: head_loss(head, training, states, step),
                 budget,
                 PEAK_RATE,
                 checkpoint,
                 self.pause,
-                lambda _: kind.agreement(head, *watched),
+                lambda _: head_agreement(head, *watched),
             )
         except Paused:
             export()
             raise
         export()
-        agreement = {name: kind.agreement(head, *evaluated)}
+        agreement = {name: head_agreement(head, *evaluated)}
         for target_states in (states, watched[1], evaluated[1]):
             target_states.close()
         return self._report([name], evaluated[0].lessons, agreement)

@@ -30,7 +30,7 @@ class StudentShape:
 
 
 def student_config(target: PreTrainedConfig, shape: StudentShape, ends: Sequence[int]) -> PreTrainedConfig:
-    """Return the target's config with its first layers only and a reduced vocabulary, where `ends` are the end tokens."""
+    """Return the target's config with its first layers only, a reduced vocabulary and these end tokens."""
     config = copy.deepcopy(target)
     if shape.hidden is not None:
         narrow(config, shape.hidden)

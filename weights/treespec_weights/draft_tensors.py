@@ -134,7 +134,7 @@ def canonical(name: str) -> str:
 
 
 def head_tokens(folder: Path, stored: Mapping[str, Tensor | None], rows: int, target_size: int) -> np.ndarray | None:
-    """Return the target's token of each row of the head, int64 [rows]; None if they are equal. Raises CheckpointError."""
+    """Return the target's token of each row of the head, int64 [rows]; None for equal ones. Raises CheckpointError."""
     d2t, t2d = stored["d2t"], stored["t2d"]
 
     def problem(name: str, text: str) -> CheckpointError:

@@ -19,9 +19,7 @@ FILE = "draft_vocab.safetensors"
 
 
 def write_draft_vocabulary(folder: Path, target_ids: np.ndarray, target_size: int) -> None:
-    """Write `draft_vocab.safetensors`: `target_ids`, int64 [rows], ascending but for a last -1, of a target of this
-    size.
-    """
+    """Write `draft_vocab.safetensors`: `target_ids` are int64 [rows], ascending but for a last -1."""
     save_file({"target_ids": torch.from_numpy(target_ids)}, folder / FILE, {"target_size": str(target_size)})
 
 

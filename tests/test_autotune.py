@@ -199,7 +199,7 @@ def test_kernels_are_compiled_for_a_target_without_a_gpu() -> None:
     assert {row["case"].split(",")[0] for row in report["targets"]["sm_90"]} == {"kv_commit float16"}
     child = program("kernels/autotune.py", *options, TRITON_INTERPRET=None, PYTHONPATH=".:kernels:weights")
     assert child.returncode == 0, child.stderr
-    assert child.stderr.startswith("compiling 3 kernels for sm_90")
+    assert child.stderr.startswith("compiling kernels for sm_90")
     head, *lines = child.stdout.splitlines()
     assert head.split() == ["kernel", "target", "compiled", "registers", "spills", "shared", "KB"]
     assert [line.split()[:2] for line in lines] == [["move_path", "sm_90"]]

@@ -23,13 +23,12 @@ from treespec.cli.options import (
     Seed,
     Temperature,
     Verification,
-    as_messages,
     choose_target,
-    encoded,
     flags,
     load_llm,
     read_prompt,
     read_template,
+    request_of,
     spec_config,
     status,
 )
@@ -97,9 +96,8 @@ def generate(
         raise usage_error(
             "--no-spec is plain decoding; drop it, or drop --nodes, --max-depth, --branching and --verification"
         )
-    truncation: dict[str, Any] = {
-        name: value for name, value in (("top_p", top_p), ("top_k", top_k), ("min_p", min_p)) if value is not None
-    }
+    truncation: dict[str, Any] = {"top_p": top_p, "top_k": top_k, "min_p": min_p}
+    truncation = {name: value for name, value in truncation.items() if value is not None}
     if truncation and temperature == 0:
         flags = " and ".join(f"--{name.replace('_', '-')}" for name in truncation)
         raise usage_error(f"{flags} without --temperature: temperature 0 always takes the most likely token")
@@ -127,7 +125,7 @@ def generate(
         llm = load_llm(target.model, sources, "off" if no_spec else spec, at_once, **engine)
     if not as_json:
         target.tell()
-    inputs: Any = as_messages(text, llm, template) if target.is_chat else encoded(text, llm)
+    inputs = request_of(text, llm, target.is_chat, template)
     shown = "" if target.is_chat else text if isinstance(inputs, str) else " ".join(map(str, inputs))
     if uses_colour(sys.stdout):
         shown = typer.style(shown, dim=True)
@@ -144,7 +142,7 @@ def generate(
     difference = None
     if check:
         plain = _decode(llm, inputs, params(output.metrics.seed), "off", template, None)
-        difference = first_of_outputs(output, plain)
+        difference = first_difference(output, plain)
     if as_json:
         print_json(_document(output, check, difference))
     else:
@@ -176,8 +174,7 @@ def pairs_of_seconds(speculative: Callable[[], float], plain: Callable[[], float
         if len(pairs) % 2 == 0:
             pairs.append((speculative(), plain()))
         else:
-            plain_seconds = plain()
-            pairs.append((speculative(), plain_seconds))
+            pairs.append((plain(), speculative())[::-1])
     return pairs
 
 
@@ -191,20 +188,13 @@ def speed_up(tokens: int, pairs: Sequence[tuple[float, float]]) -> str:
     )
 
 
-def first_difference(tokens: list[int], plain: list[int]) -> dict[str, int | None] | None:
-    """Return the first position where two outputs differ, and both tokens (None past the end)."""
-    for index, (ours, theirs) in enumerate(itertools.zip_longest(tokens, plain)):
-        if ours != theirs:
-            return {"index": index, "token": ours, "plain_token": theirs}
-    return None
-
-
-def first_of_outputs(ours: "RequestOutput", plain: "RequestOutput") -> dict[str, Any] | None:
-    """Return `first_difference` of the first differing output, with its index if there are several."""
-    for completion, plain_completion in zip(ours.outputs, plain.outputs, strict=True):
-        difference = first_difference(completion.token_ids, plain_completion.token_ids)
-        if difference is not None:
-            return ({"output": completion.index} if len(ours.outputs) > 1 else {}) | difference
+def first_difference(ours: "RequestOutput", plain: "RequestOutput") -> dict[str, Any] | None:
+    """Return the first position where outputs differ, both tokens (None past the end), and which of several outputs."""
+    for completion, other in zip(ours.outputs, plain.outputs, strict=True):
+        for index, (token, expected) in enumerate(itertools.zip_longest(completion.token_ids, other.token_ids)):
+            if token != expected:
+                output = {"output": completion.index} if len(ours.outputs) > 1 else {}
+                return output | {"index": index, "token": token, "plain_token": expected}
     return None
 
 
@@ -254,10 +244,8 @@ def _document(output: "RequestOutput", check: bool, difference: dict[str, Any] |
         "seed": metrics.seed,
     }
     if len(output.outputs) > 1:
-        document["outputs"] = [
-            {"text": sample.text, "token_ids": sample.token_ids, "finish_reason": sample.finish_reason}
-            for sample in output.outputs
-        ]
+        names = ("text", "token_ids", "finish_reason")
+        document["outputs"] = [{name: getattr(sample, name) for name in names} for sample in output.outputs]
     if check:
         document["identical"] = difference is None
     if difference is not None:

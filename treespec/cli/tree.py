@@ -20,12 +20,11 @@ from treespec.cli.options import (
     Seed,
     Temperature,
     Verification,
-    as_messages,
     choose_target,
-    encoded,
     flags,
     load_llm,
     read_prompt,
+    request_of,
     spec_config,
     status,
 )
@@ -79,7 +78,7 @@ def tree(
     from treespec.drawing.recording import picture, record_rounds
     from treespec.errors import RequestError
 
-    inputs: Any = as_messages(text, llm) if target.is_chat else encoded(text, llm)
+    inputs = request_of(text, llm, target.is_chat)
     rounds = record_rounds(llm, inputs, number or FIRST_ROUNDS, None, temperature, seed)
     if number is not None and number > len(rounds):
         raise RequestError(f"--round {number}, but the output ended in round {len(rounds)}; valid: 1 to {len(rounds)}")

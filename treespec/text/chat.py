@@ -114,10 +114,6 @@ def _to_template_format(message: Message) -> Message:
     return changed
 
 
-def _as_parts(content: list[Any]) -> Any:
-    return content
-
-
 def _as_text(content: list[Any]) -> Any:
     return "\n".join(item["text"] for item in content)
 
@@ -135,7 +131,7 @@ def _readable(messages: Sequence[Message], apply: Callable[[Sequence[Message]], 
     original, contents, probes = {}, {}, {}
     for i, message in enumerate(messages):
         if isinstance(content := message.get("content"), str | list) and content:
-            original[i] = _as_text if isinstance(content, str) else _as_parts
+            original[i] = _as_text if isinstance(content, str) else list
             contents[i] = [{"type": "text", "text": content}] if isinstance(content, str) else content
             probes[i] = [{**item, "text": f"probe{i}.{j}.", f"key{i}.": ""} for j, item in enumerate(contents[i])]
 
@@ -239,13 +235,13 @@ def streamed(
             )
         return chats[0]
     options = {
-        "chat_template": chat_template is not None,
-        "add_generation_prompt": add_generation_prompt is not True,
-        "continue_final_message": continue_final_message is not False,
-        "tools": tools is not None,
-        "chat_template_kwargs": template_kwargs is not None,
+        "chat_template": chat_template,
+        "add_generation_prompt": None if add_generation_prompt else False,
+        "continue_final_message": continue_final_message or None,
+        "tools": tools,
+        "chat_template_kwargs": template_kwargs,
     }
-    if names := [name for name, is_given in options.items() if is_given]:
+    if names := [name for name, value in options.items() if value is not None]:
         raise ConfigError(
             f"stream: {', '.join(names)} without a conversation; give a list of messages, such as "
             "[{'role': 'user', 'content': '...'}], or leave it out"

@@ -175,12 +175,9 @@ class TrainingRun:
                 student = make_student(self.target_model, shape, target_ids, self.end_tokens)
                 write_student(student, folder, target_ids, self.target_size)
 
+            layers, hidden, rows = 1, None, len(target_ids) - 1
             if settings.head is None:
                 layers, hidden = choose_size(self.target, write, config, settings.layers, settings.hidden, self.options)
-            else:
-                layers, hidden = 1, None
-            rows = len(target_ids) - 1
-            if settings.head is None:
                 width = hidden or config.hidden_size
                 logger.info("drafts of %d layers, width %d, %d of %d tokens", layers, width, rows, self.target_size)
             else:

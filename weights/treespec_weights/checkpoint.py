@@ -146,7 +146,11 @@ class Checkpoint:
         tensor or a closed checkpoint.
         """
         self.dtype(name)
-        tensor = self._read(name)
+        handle = self._handle(name)
+        try:
+            tensor: Tensor = handle.get_tensor(name)
+        except (SafetensorError, OSError, RuntimeError, TypeError, ValueError) as error:
+            raise self._refuse("file", name, f"cannot be read from {self.info(name).file!r}: {error}") from error
         if tensor.data_ptr() % tensor.element_size():
             # The format does not require padded headers, so tensors may be unaligned.
             tensor = tensor.clone()
@@ -186,17 +190,8 @@ class Checkpoint:
             raise self._refuse("file", name, "the checkpoint is closed")
         return self._handles[file]
 
-    def _read(self, name: str) -> Tensor:
-        """Read a tensor as a mapping of its file."""
-        handle = self._handle(name)
-        try:
-            tensor: Tensor = handle.get_tensor(name)
-        except (SafetensorError, OSError, RuntimeError, TypeError, ValueError) as error:
-            raise self._refuse("file", name, f"cannot be read from {self.info(name).file!r}: {error}") from error
-        return tensor
-
     def _refuse(self, kind: str, name: str, message: str) -> CheckpointError:
-        return CheckpointError(self.folder, [Problem(kind, repr(name), message)])
+        return CheckpointError.of(self.folder, kind, name, message)
 
 
 def _info(handle: Any, file: str, name: str) -> TensorInfo:
@@ -217,14 +212,12 @@ def _placement(root: Path) -> tuple[dict[str, str], list[str], list[Problem]]:
     present = {entry.name for entry in root.iterdir()}
     if INDEX not in present:
         if SINGLE not in present:
-            raise CheckpointError(root, [Problem("file", repr(SINGLE), _missing_message(present))])
+            raise CheckpointError.of(root, "file", SINGLE, _missing_message(present))
         return {}, [SINGLE], []
     index = read_json(root, INDEX)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(
-            root, [Problem("index", repr(INDEX), "has no 'weight_map' object of tensor names to file names")]
-        )
+        raise CheckpointError.of(root, "index", INDEX, "has no 'weight_map' object of tensor names to file names")
     named = {repr(shard): shard for shard in weight_map.values()}.values()
     problems = [Problem("index", repr(INDEX), message) for shard in named if (message := _shard_problem(shard))]
     if SINGLE in present and SINGLE not in named:

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -27,18 +28,24 @@ from treespec_weights.gguf.reader import read_gguf
 from treespec_weights.layouts import family_named, translate_config
 from treespec_weights.load import (
     Placement,
+    checked_placements,
     covered,
     expected_tensors,
-    extra_bias_problems,
-    match,
     read_dequantized,
     stored_scheme,
-    tied_head_problem,
 )
 from treespec_weights.quant_config import KEY, scheme_of
 from treespec_weights.quant_schemes import QuantScheme
 from treespec_weights.rules import FamilyRules, ModelShape
-from treespec_weights.staging import carried_files, check_room, copy_files, partial_of, publish, resolve_destination
+from treespec_weights.staging import (
+    carried_files,
+    check_room,
+    copy_files,
+    create_partial,
+    partial_of,
+    publish,
+    resolve_destination,
+)
 from treespec_weights.transform import Cast, Transform, quantise_transform
 from treespec_weights.writer import (
     Output,
@@ -203,12 +210,7 @@ def plan_steps(
 
     Raises CheckpointError if the checkpoint does not match its config, or if tensors of several dtypes would be fused.
     """
-    placements, problems = match(checkpoint, shape, rules)
-    if not problems:
-        head = tied_head_problem(checkpoint, shape, rules)
-        problems = [*([head] if head else []), *extra_bias_problems(checkpoint, shape, rules)]
-    if problems:
-        raise CheckpointError(checkpoint.folder, problems)
+    placements, problems = checked_placements(checkpoint, shape, rules), list[Problem]()
     stored = None if checkpoint.folder.is_file() else stored_scheme(checkpoint)  # a GGUF file's tensors are dequantised
     named = rules.for_names(checkpoint.names())
     order = {param: index for index, param in enumerate(shape.parameters())}
@@ -250,13 +252,9 @@ def _write_shards(
     for shard in shards:
         if shard.file not in resumed:
             shard_steps = [by_output[output] for output in shard.outputs if output in by_output]
-            write_shard(partial, shard, _tensors(shard_steps, checkpoint, transform), advance)
+            tensors = chain.from_iterable(step.tensors(checkpoint, transform) for step in shard_steps)
+            write_shard(partial, shard, tensors, advance)
     return resumed
-
-
-def _tensors(steps: Sequence[ConversionStep], checkpoint: Checkpoint, transform: Transform) -> Iterator[Tensor]:
-    for step in steps:
-        yield from step.tensors(checkpoint, transform)
 
 
 def _state(root: Path, written_as: FamilyRules, shards: Sequence[Shard], transform: Transform) -> dict[str, Any]:
@@ -272,17 +270,8 @@ def _state(root: Path, written_as: FamilyRules, shards: Sequence[Shard], transfo
 
 
 def _start(partial: Path, state: dict[str, Any]) -> None:
-    try:
-        partial.mkdir()
-    except FileExistsError:
-        raise OptionError(
-            f"{str(partial)!r} already exists, from an interrupted or running conversion; continue with --resume, or "
-            "delete it"
-        ) from None
-    except OSError as error:
-        raise WriteError(
-            partial, [Problem("file", repr(partial.name), f"cannot create it: {error.strerror}")]
-        ) from error
+    remedy = ", from an interrupted or running conversion; continue with --resume, or delete it"
+    create_partial(partial, remedy)
     try:
         write_json(partial, STATE, state)
     except BaseException:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from treespec_weights.errors import CheckpointConfigError, CheckpointError, Problem
+from treespec_weights.errors import CheckpointConfigError, CheckpointError
 from treespec_weights.files import read_json
 from treespec_weights.gguf.config import generation_config, hf_config
 from treespec_weights.gguf.reader import GgufFile, read_gguf
@@ -48,7 +48,7 @@ def read_document(folder: Path, name: str) -> Any:
     if not folder.is_file():
         return read_json(folder, name, unique_keys=name != TOKENIZER)
     if not has_document(folder, name):
-        raise CheckpointError(folder, [Problem("file", repr(name), "a GGUF file has no such document")])
+        raise CheckpointError.of(folder, "file", name, "a GGUF file has no such document")
     return _MAKERS[name](read_gguf(folder))
 
 
@@ -74,7 +74,7 @@ def _read_object(folder: Path, name: str) -> dict[str, Any]:
     document = read_document(folder, name)
     if not isinstance(document, dict):
         message = f"a JSON {type(document).__name__}, not an object"
-        raise CheckpointConfigError(folder, [Problem("config", repr(name), message)])
+        raise CheckpointConfigError.of(folder, "config", name, message)
     return document
 
 

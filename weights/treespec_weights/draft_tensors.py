@@ -55,7 +55,7 @@ def _unpickle(file: Path) -> dict[str, Tensor]:
 
 def config_error(folder: Path, key: str, message: str) -> CheckpointConfigError:
     """Return the error of an invalid value in a draft's config.json."""
-    return CheckpointConfigError(folder, [Problem("config", repr(key), message)])
+    return CheckpointConfigError.of(folder, "config", key, message)
 
 
 def layers_of(
@@ -79,14 +79,6 @@ def layers_of(
     return config, rules
 
 
-def _load_medusa_file(folder: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(folder / MEDUSA_SAFETENSORS)
-    except (SafetensorError, OSError, ValueError) as error:
-        problem = Problem("file", repr(MEDUSA_SAFETENSORS), f"not a valid safetensors file: {error}")
-        raise CheckpointError(folder, [problem]) from error
-
-
 class DraftTensors:
     """The tensors of a draft's folder by name."""
 
@@ -94,14 +86,19 @@ class DraftTensors:
         self.folder, self.dtype, self.device, self.problems = folder, dtype, device, list[Problem]()
         pickled = _pickle_in(folder)
         if pickled is not None and not any(folder.glob("*.safetensors")):
-            self._stored = {canonical(name): tensor for name, tensor in _unpickle(pickled).items()}
+            stored = _unpickle(pickled)
         elif (folder / MEDUSA_SAFETENSORS).exists():
-            self._stored = {canonical(name): tensor for name, tensor in _load_medusa_file(folder).items()}
+            try:
+                stored = load_file(folder / MEDUSA_SAFETENSORS)
+            except (SafetensorError, OSError, ValueError) as error:
+                problem = Problem("file", repr(MEDUSA_SAFETENSORS), f"not a valid safetensors file: {error}")
+                raise CheckpointError(folder, [problem]) from error
         else:
             with Checkpoint.open(folder) as checkpoint:
-                self._stored = {canonical(name): checkpoint.tensor(name) for name in checkpoint.tensors}
+                stored = {name: checkpoint.tensor(name) for name in checkpoint.tensors}
                 # Without one of them, a draft could run with the target's part in its place.
                 self.problems += [checkpoint.missing(name, "missing") for name in checkpoint.absent]
+        self._stored = {canonical(name): tensor for name, tensor in stored.items()}
 
     def __contains__(self, name: str) -> bool:
         return name in self._stored
@@ -138,7 +135,7 @@ def head_tokens(folder: Path, stored: Mapping[str, Tensor | None], rows: int, ta
     d2t, t2d = stored["d2t"], stored["t2d"]
 
     def problem(name: str, text: str) -> CheckpointError:
-        return CheckpointError(folder, [Problem("value", repr(name), text)])
+        return CheckpointError.of(folder, "value", name, text)
 
     if t2d is not None and len(t2d) != target_size:
         raise problem("t2d", f"the head is for a vocabulary of {len(t2d)} tokens, the target has {target_size}")

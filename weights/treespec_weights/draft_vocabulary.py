@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from treespec_weights.errors import CheckpointError, Problem
+from treespec_weights.errors import CheckpointError
 
 FILE = "draft_vocab.safetensors"
 
@@ -33,7 +33,7 @@ def read_draft_vocabulary(folder: Path, rows: int, target_size: int) -> np.ndarr
         return None
 
     def problem(text: str) -> CheckpointError:
-        return CheckpointError(folder, [Problem("file", repr(FILE), text)])
+        return CheckpointError.of(folder, "file", FILE, text)
 
     try:
         with safe_open(path, "pt") as file:

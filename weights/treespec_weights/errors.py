@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 MAX_LISTED = 1000
 
@@ -29,6 +29,11 @@ class CheckpointError(ValueError):
         super().__init__(folder, tuple(problems))
         self.folder = Path(folder)
         self.problems = tuple(problems)
+
+    @classmethod
+    def of(cls, folder: Path | str, kind: str, name: str, message: str) -> Self:
+        """Return the error of one problem, of a named file, tensor or key."""
+        return cls(folder, [Problem(kind, repr(name), message)])
 
     def __str__(self) -> str:
         if len(self.problems) == 1:

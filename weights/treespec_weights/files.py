@@ -88,7 +88,7 @@ def file_inside(folder: Path, name: str) -> Path:
     """
 
     def refuse(message: str) -> CheckpointError:
-        return CheckpointError(folder, [Problem("file", repr(name), message)])
+        return CheckpointError.of(folder, "file", name, message)
 
     if not is_plain_name(name):
         raise refuse("not a plain file name; a checkpoint's files are directly in its folder")
@@ -142,7 +142,7 @@ def read_json(folder: Path, name: str, *, unique_keys: bool = True) -> Any:
         reason = f"cannot be read ({error.strerror})"
     except ValueError as error:
         reason = str(error)
-    raise CheckpointError(folder, [Problem("file", repr(name), f"not usable JSON: {reason}")])
+    raise CheckpointError.of(folder, "file", name, f"not usable JSON: {reason}")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -233,16 +233,12 @@ def load_head(
     if form.kind == "eagle":
         return _load_eagle(form, shape, target_hidden, tensors), None
     if (fc := tensors.raw("fc.weight")) is not None and fc.shape[1] != num_states * target_hidden:
-        raise CheckpointError(
+        raise CheckpointError.of(
             form.folder,
-            [
-                Problem(
-                    "shape",
-                    "'fc.weight'",
-                    f"the head reads {fc.shape[1]} values per token, the target has {num_states} layers to read of "
-                    f"hidden size {target_hidden}; use a head that was trained for this target",
-                )
-            ],
+            "shape",
+            "fc.weight",
+            f"the head reads {fc.shape[1]} values per token, the target has {num_states} layers to read of "
+            f"hidden size {target_hidden}; use a head that was trained for this target",
         )
     head = tensors.raw("lm_head.weight")
     rows = shape.vocab_size if head is None else len(head)

@@ -98,10 +98,10 @@ def translate_config(
         message = (
             f"a {other.model_type} model would have {result.get(changed[0])!r}, this one has {translated[changed[0]]!r}"
         )
-        raise UnsupportedModelError(folder, [Problem("config", repr(changed[0]), message)])
+        raise UnsupportedModelError.of(folder, "config", changed[0], message)
     if ModelShape.from_hf(result, other, folder) != shape:
         message = f"a {other.model_type} model of these sizes has other parameters than a {family.model_type} one"
-        raise UnsupportedModelError(folder, [Problem("config", "'model_type'", message)])
+        raise UnsupportedModelError.of(folder, "config", "model_type", message)
     return result
 
 
@@ -194,7 +194,7 @@ def _with_defaults(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         values = AutoConfig.for_model(**config).to_dict()
     except (StrictDataclassError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         message = f"transformers refuses it: {error}"
-        raise CheckpointConfigError(folder, [Problem("config", repr(config["model_type"]), message)]) from error
+        raise CheckpointConfigError.of(folder, "config", config["model_type"], message) from error
     return {key: value for key, value in values.items() if not key.startswith("_") and key not in _NOT_OF_A_DECODER}
 
 

@@ -105,14 +105,8 @@ def load_weights(
         raise ValueError(f"{checkpoint.folder} is quantised already ({scheme.name}); load it with quantization=None")
     matrices = quantizable(shape)
     bits = None if quantization is None else BITS[quantization]
-    group = group_of({size[1] for size in matrices.values()}) if bits == 4 else None
-    placements, problems = match(checkpoint, shape, rules)
-    if problems:
-        raise CheckpointError(checkpoint.folder, problems)
-    if problem := tied_head_problem(checkpoint, shape, rules):
-        raise CheckpointError(checkpoint.folder, [problem])
-    if problems := extra_bias_problems(checkpoint, shape, rules):
-        raise CheckpointError(checkpoint.folder, problems)
+    group = None if quantization is None else quantized_group(shape, quantization)
+    placements = checked_placements(checkpoint, shape, rules)
     checkpoint.log_absent()
     head = _head_blocks(checkpoint, shape, rules) if head_blocks else None
     head_params = {} if head is None else _params_of("lm_head", head)
@@ -131,9 +125,7 @@ def load_weights(
                 try:
                     loaded |= _params_of(param, quantize(matrix, bits, group))
                 except ValueError as error:
-                    raise CheckpointError(
-                        checkpoint.folder, [Problem("value", repr(placement.name), str(error))]
-                    ) from error
+                    raise CheckpointError.of(checkpoint.folder, "value", placement.name, str(error)) from error
             continue
         tensor, infinite = cast(stored, dtype, device)
         if infinite:
@@ -222,7 +214,7 @@ def _stored_matrix(
     except ValueError as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(checkpoint.folder, [Problem("value", repr(placement.name), str(error))]) from error
+        raise CheckpointError.of(checkpoint.folder, "value", placement.name, str(error)) from error
 
 
 def match(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> tuple[list[Placement], list[Problem]]:
@@ -269,6 +261,20 @@ def match(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> tupl
         if info.dtype not in dtypes:
             problems.append(Problem("dtype", repr(name), f"has dtype {info.dtype}, expected {', '.join(dtypes)}"))
     return placements, problems
+
+
+def checked_placements(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> list[Placement]:
+    """Return the placements of all parameters. Raises CheckpointError if the checkpoint does not match its config."""
+    placements, problems = match(checkpoint, shape, rules)
+    if problems := problems or value_problems(checkpoint, shape, rules):
+        raise CheckpointError(checkpoint.folder, problems)
+    return placements
+
+
+def value_problems(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> list[Problem]:
+    """Return the problems that `match` cannot see: a head that is not tied, or biases that are not zero."""
+    head = tied_head_problem(checkpoint, shape, rules)
+    return [head] if head else extra_bias_problems(checkpoint, shape, rules)
 
 
 def _rules_of(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> FamilyRules:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from treespec_weights import draft_vocabulary
-from treespec_weights.errors import OptionError, Problem, WriteError
+from treespec_weights.errors import OptionError, WriteError
 from treespec_weights.files import file_inside
 
 SUFFIX = ".partial"
@@ -41,12 +41,22 @@ def check_room(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         message = f"{needed / 1e9:.2f} GB needed, {free / 1e9:.2f} GB free"
-        raise WriteError(folder, [Problem("file", repr(folder.name), message)])
+        raise WriteError.of(folder, "file", folder.name, message)
 
 
 def partial_of(place: Path) -> Path:
     """Return the temporary folder for the contents of `place`, a result of `resolve_destination`."""
     return place.parent / f"{place.name}{SUFFIX}"
+
+
+def create_partial(partial: Path, remedy: str) -> None:
+    """Create a temporary folder. Raises OptionError, which names the remedy, if it exists, and WriteError."""
+    try:
+        partial.mkdir()
+    except FileExistsError:
+        raise OptionError(f"{str(partial)!r} already exists{remedy}") from None
+    except OSError as error:
+        raise WriteError.of(partial, "file", partial.name, f"cannot create it: {error.strerror}") from error
 
 
 @contextmanager
@@ -57,14 +67,7 @@ def staged(place: Path) -> Iterator[Path]:
     if it cannot be created or renamed.
     """
     partial = partial_of(place)
-    try:
-        partial.mkdir()
-    except FileExistsError:
-        raise OptionError(f"{str(partial)!r} already exists; if no other process is writing it, delete it") from None
-    except OSError as error:
-        raise WriteError(
-            partial, [Problem("file", repr(partial.name), f"cannot create it: {error.strerror}")]
-        ) from error
+    create_partial(partial, "; if no other process is writing it, delete it")
     try:
         yield partial
         publish(partial, place)
@@ -78,7 +81,7 @@ def publish(partial: Path, place: Path) -> None:
     try:
         os.replace(partial, place)  # replaces an empty folder, never a non-empty one
     except OSError as error:
-        raise WriteError(place, [Problem("file", repr(place.name), f"cannot be renamed: {error.strerror}")]) from error
+        raise WriteError.of(place, "file", place.name, f"cannot be renamed: {error.strerror}") from error
 
 
 def carried_files(source: Path, *written: str) -> list[str]:
@@ -109,4 +112,4 @@ def copy_files(source: Path, names: list[str], folder: Path) -> None:
         try:
             shutil.copyfile(path, folder / name)
         except OSError as error:
-            raise WriteError(folder, [Problem("file", repr(name), f"cannot be copied: {error.strerror}")]) from error
+            raise WriteError.of(folder, "file", name, f"cannot be copied: {error.strerror}") from error

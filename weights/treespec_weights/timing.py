@@ -61,21 +61,19 @@ def time_loading(
         touch(load_weights(root, shape, rules, dtype, device).values())
 
     seconds: dict[str, list[float]] = {"plain": [], "load_weights": []}
-    for repeat in range(-1, repeats):
-        pairs = (("plain", plain), ("load_weights", ours))
-        for name, load in pairs if repeat % 2 else pairs[::-1]:
+    pairs = [("plain", plain), ("load_weights", ours)]
+    for repeat in range(repeats + 1):  # the first fills the page cache
+        for name, load in pairs:
             if cold:
                 _drop_from_cache(files)
             start = time.perf_counter()
             load()
-            if repeat >= 0:
-                seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(time.perf_counter() - start)
+        pairs.reverse()
         if on_repeat:
-            on_repeat(repeat + 2, repeats + 1)
-    shares = [
-        plain_seconds / load_seconds
-        for plain_seconds, load_seconds in zip(seconds["plain"], seconds["load_weights"], strict=True)
-    ]
+            on_repeat(repeat + 1, repeats + 1)
+    seconds = {name: values[1:] for name, values in seconds.items()}
+    shares = [of_plain / of_load for of_plain, of_load in zip(*seconds.values(), strict=True)]
     return {
         "folder": str(folder),
         "bytes": size,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from treespec_weights.checkpoint import INDEX, SINGLE
 from treespec_weights.dtypes import NAMES, TORCH_DTYPES
-from treespec_weights.errors import Problem, WriteError
+from treespec_weights.errors import WriteError
 
 CHUNK = 16 << 20  # bytes between progress reports
 
@@ -129,9 +129,7 @@ def write_shard(
         temporary.replace(path)
     except OSError as error:
         problem = f"tensor {name!r} cannot be written" if name else "cannot be written"
-        raise WriteError(
-            folder, [Problem("file", repr(shard.file), f"{problem}: {error.strerror or error}")]
-        ) from error
+        raise WriteError.of(folder, "file", shard.file, f"{problem}: {error.strerror or error}") from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -159,7 +157,7 @@ def write_json(folder: Path, name: str, document: Any, indent: int | None = 2) -
     try:
         (folder / name).write_text(json.dumps(document, indent=indent) + "\n", encoding="utf-8")
     except OSError as error:
-        raise WriteError(folder, [Problem("file", repr(name), f"cannot be written: {error.strerror}")]) from error
+        raise WriteError.of(folder, "file", name, f"cannot be written: {error.strerror}") from error
 
 
 def write_tensor(file: BinaryIO, tensor: Tensor, on_bytes: Callable[[int], None] | None) -> None:

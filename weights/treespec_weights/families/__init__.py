@@ -34,7 +34,7 @@ def family_of(config: Mapping[str, Any], folder: Path | str = ".") -> FamilyRule
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         message = f"{model_type!r} is not supported; supported: {', '.join(FAMILIES)}"
-        raise UnsupportedModelError(folder, [Problem("config", "'model_type'", message)])
+        raise UnsupportedModelError.of(folder, "config", "model_type", message)
     scheme_of(config, folder)
     rules = FAMILIES[model_type]
     problems = [

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from treespec_weights.errors import CheckpointError, Problem
+from treespec_weights.errors import CheckpointError
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -62,7 +62,7 @@ def gguf_package(path: Path) -> ModuleType:
         import gguf
     except ImportError as error:
         message = "GGUF files need the package gguf, which is not installed: pip install 'treespec[gguf]'"
-        raise CheckpointError(path, [Problem("file", repr(path.name), message)]) from error
+        raise CheckpointError.of(path, "file", path.name, message) from error
     module: ModuleType = gguf
     return module
 
@@ -80,20 +80,20 @@ def read_gguf(path: Path) -> GgufFile:
     named = SHARD.fullmatch(path.name)
     if named is None or int(named["count"]) != count:
         message = f"a part of a model split into {count} files, which must be named NAME-00001-of-{count:05}.gguf"
-        raise CheckpointError(path, [Problem("file", repr(path.name), message)])
+        raise CheckpointError.of(path, "file", path.name, message)
     names = [f"{named['stem']}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
     if int(named["part"]) != 1:
         message = f"part {int(named['part'])} of {count}; give the first one, {names[0]!r}"
-        raise CheckpointError(path, [Problem("file", repr(path.name), message)])
+        raise CheckpointError.of(path, "file", path.name, message)
     if missing := [name for name in names if not (path.parent / name).is_file()]:
         message = f"{', '.join(map(repr, missing))} missing beside it; a split model needs all {count} files"
-        raise CheckpointError(path, [Problem("file", repr(path.name), message)])
+        raise CheckpointError.of(path, "file", path.name, message)
     tensors, files = dict(first.tensors), dict(first.files)
     for name in names[1:]:
         split = _read_part(path.parent / name)
         if twice := tensors.keys() & split.tensors.keys():
             message = f"holds {min(twice)!r}, which another part holds too"
-            raise CheckpointError(path, [Problem("file", repr(name), message)])
+            raise CheckpointError.of(path, "file", name, message)
         tensors |= split.tensors
         files |= split.files
     return GgufFile(path, first.metadata, tensors, files)
@@ -115,7 +115,7 @@ def _read_header(path: Path, mtime_ns: int, size: int) -> GgufFile:
         if isinstance(error, CheckpointError):
             raise
         reason = "metadata nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise CheckpointError(path, [Problem("file", repr(path.name), f"not a usable GGUF file: {reason}")]) from error
+        raise CheckpointError.of(path, "file", path.name, f"not a usable GGUF file: {reason}") from error
 
 
 def _parse(cursor: "_Cursor", path: Path, ggml: ModuleType) -> GgufFile:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from treespec_weights.errors import CheckpointError, Problem
+from treespec_weights.errors import CheckpointError
 from treespec_weights.files import file_inside, read_json
 from treespec_weights.gguf.reader import GgufFile
 
@@ -253,4 +253,4 @@ def _strings(file: GgufFile, name: str) -> list[str]:
 
 
 def _refuse(file: GgufFile, key: str, message: str) -> CheckpointError:
-    return CheckpointError(file.path, [Problem("tokenizer", repr(key), message)])
+    return CheckpointError.of(file.path, "tokenizer", key, message)

@@ -46,10 +46,11 @@ def bench(options: Options, grown: GrownTarget | None = None) -> dict[str, Any]:
     folders = dict(resolve_folders(options.model, options.drafts))
     selection = _selection(options, list(folders))
     specs = {mode.name: mode.spec for mode in selection.ours}  # validates before anything is loaded
+    largest = max([AUTO_NODES, *(spec.max_nodes for spec in specs.values() if isinstance(spec, SpecConfig))])
     llm = LLM(
         target,
         [*folders.values()],
-        _widest(specs.values()),
+        SpecConfig(nodes=largest),  # the engine reserves slots for it
         device=options.device,
         dtype=options.dtype,
         max_num_seqs=max(options.batch),
@@ -83,8 +84,9 @@ def bench(options: Options, grown: GrownTarget | None = None) -> dict[str, Any]:
             runs.append(_summary(batch, samples, selection, prompts[:whole], options))
             plain = samples[PLAIN][0].tokens
     memory["peak_with_all"] = _peak_mib()
-    if llm.config.device.type == "cuda":
-        memory["peak_on_the_gpu"] = torch.cuda.max_memory_allocated(llm.config.device) / 2**20
+    device, on_gpu = llm.config.device, llm.config.device.type == "cuda"
+    if on_gpu:
+        memory["peak_on_the_gpu"] = torch.cuda.max_memory_allocated(device) / 2**20
     memory |= {name: size / 2**20 for name, size in llm.stats()["memory"].items()}
     frozen = llm.stats()["frozen"]
     ancestry = None
@@ -97,7 +99,7 @@ def bench(options: Options, grown: GrownTarget | None = None) -> dict[str, Any]:
         "drafts": list(folders),
         "grown": ancestry,
         "device": frozen["device"],
-        "processor": _processor(llm),
+        "processor": torch.cuda.get_device_name(device) if on_gpu else processor(),
         "dtype": frozen["dtype"],
         "threads": frozen["threads"],
         "versions": {
@@ -181,17 +183,6 @@ def _prompts(options: Options, llm: LLM) -> tuple[list[Prompt], list[list[int]],
     if len(selected) < max(options.batch):
         raise ConfigError(f"--batch {max(options.batch)}, but there are {len(selected)} prompts; give more --samples")
     return selected, [encode_prompt(tokenizer, prompt.content) for prompt in selected], len(encoded) - len(fitting)
-
-
-def _widest(specs: Any) -> SpecConfig:
-    """Return a configuration with the largest tree of `specs`, for which the engine reserves slots."""
-    largest = max([AUTO_NODES, *(spec.max_nodes for spec in specs if isinstance(spec, SpecConfig))])
-    return SpecConfig(nodes=largest)
-
-
-def _processor(llm: LLM) -> str:
-    device = llm.config.device
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
 
 
 def _peak_mib() -> float:

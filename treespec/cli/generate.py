@@ -131,7 +131,14 @@ def generate(
         shown = typer.style(shown, dim=True)
     if stream:
         typer.echo(shown, nl=False)
-    output = _decode(llm, inputs, params(seed), None, template, _print_chunk if stream else None)
+    output = _decode(
+        llm,
+        inputs,
+        params(seed),
+        None,
+        template,
+        (lambda chunk: typer.echo(_text_or_ids(chunk), nl=False)) if stream else None,
+    )
     if stream:
         typer.echo()
     elif not as_json:
@@ -220,10 +227,6 @@ def _decode(
             output = chunk.output
     assert output is not None, "a stream ends with its output"
     return output
-
-
-def _print_chunk(chunk: "StreamChunk") -> None:
-    typer.echo(_text_or_ids(chunk), nl=False)
 
 
 def _text_or_ids(output: "CompletionOutput | StreamChunk") -> str:

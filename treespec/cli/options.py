@@ -111,9 +111,10 @@ def flags(options: type, *names: str) -> Callable[[_Command], _Command]:
 def _flag(field: Field[Any], text: str) -> inspect.Parameter:
     """Return the parameter of a command that sets a field; None is not set. The help is the text's first sentence."""
     text = f"{text[0].upper()}{text[1:]}".partition(". ")[0].rstrip(".") + "."
-    words, default = str(field.type).split(" | "), field.default
+    named = field.type.__name__ if isinstance(field.type, type) else str(field.type)
+    words, default = named.split(" | "), field.default
     kind: Any = next((kind for word in words for kind in (bool, int, float) if kind.__name__ == word), str)
-    if words[0].startswith("Sequence["):
+    if "Sequence[" in words[0]:
         kind = list[str]
     required = default is MISSING and kind is str
     name, choices = field.name.replace("_", "-"), field.metadata.get(LIMITS, {}).get("choices") if kind is str else None

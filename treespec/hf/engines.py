@@ -80,9 +80,11 @@ def engine_for(
     with _guard:
         engines = _engines.setdefault(model, _Engines())
     with engines.lock:
-        # Drop unusable engines first, to free their memory.
+        # Drop unusable engines first, also those of deleted drafts, to free their memory.
         engines.entries = [
-            entry for entry in engines.entries if entry.tensors == tensors and None not in _drafts_of(entry)
+            entry
+            for entry in engines.entries
+            if entry.tensors == tensors and all(reference() is not None for reference in entry.key[1])
         ]
         for index, entry in enumerate(engines.entries):
             config = entry.llm.config
@@ -103,11 +105,6 @@ def _tensors(model: nn.Module) -> tuple[Any, ...]:
     """Return a key that changes when a tensor of the model is replaced, moved or cast."""
     tensors = (*model.parameters(), *model.buffers())
     return tuple((id(tensor), tensor.data_ptr(), tensor.dtype, tensor.device) for tensor in tensors)
-
-
-def _drafts_of(entry: _Entry) -> list[nn.Module | None]:
-    """Return the in-memory draft models of an engine, None for deleted ones."""
-    return [reference() for reference in entry.key[1]]
 
 
 def _build(

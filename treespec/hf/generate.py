@@ -99,7 +99,9 @@ def generate(
                 "lower max_new_tokens"
             )
         began = time.time()
-        llm = engine_for(model, _sources(drafts), resolved, exact, len(input_ids), longest, positions, target_tokenizer)
+        check_drafts(drafts)
+        sources = [draft for draft in drafts or () if not (isinstance(draft, str) and draft == "lookup")]  # always on
+        llm = engine_for(model, sources, resolved, exact, len(input_ids), longest, positions, target_tokenizer)
         if torch.is_autocast_enabled(llm.config.device.type):
             _warn_autocast(llm.config.dtype)
         stopping = type(stopping_criteria)(with_delayed_start(criteria, time.time() - began))
@@ -141,12 +143,6 @@ def generate(
 def _warn_autocast(dtype: torch.dtype) -> None:
     """Warn once per dtype, because evaluations call `generate` for every batch."""
     logger.warning("torch.autocast has no effect in treespec.hf.generate: the model computes in %s", dtype)
-
-
-def _sources(drafts: Sequence[Any] | None) -> list[Any]:
-    """Return the drafts without "lookup", which is always on."""
-    check_drafts(drafts)
-    return [draft for draft in drafts or () if not (isinstance(draft, str) and draft == "lookup")]
 
 
 def _pad_token(config: Any) -> int:

@@ -4,7 +4,6 @@ import copy
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,9 +27,9 @@ def processors_of_row(processors: Sequence[Any], row: int) -> list[Any]:
             processor = copy.copy(processor)
             processor.prompt_ignore_length = ignored[row : row + 1]
         if type(processor).__name__ == "PrefixConstrainedLogitsProcessor":
-            allowed = partial(_allowed, processor._prefix_allowed_tokens_fn, row)
+            function = processor._prefix_allowed_tokens_fn
             processor = copy.copy(processor)
-            processor._prefix_allowed_tokens_fn = allowed
+            processor._prefix_allowed_tokens_fn = lambda _, ids, function=function: function(row, ids)
         restricted.append(processor)
     return restricted
 
@@ -44,10 +43,6 @@ def with_delayed_start(criteria: Sequence[Any], seconds: float) -> list[Any]:
             criterion.initial_timestamp += seconds
         delayed.append(criterion)
     return delayed
-
-
-def _allowed(function: Any, row: int, _: int, ids: Tensor) -> Any:
-    return function(row, ids)
 
 
 class ProcessorScoring:
@@ -115,17 +110,13 @@ class Row(Request):
     def _stops(self, ids: Tensor, count: int) -> bool:
         """Return whether a criterion fires after `count` new tokens. Sets `failure` if one raises."""
         try:
-            done = self.criteria(ids, self.scores_until(count))
+            scores = tuple(scores[None] for _, scores in self.recorded(count)) if self.keeps_scores else None
+            done = self.criteria(ids, scores)
             return bool(done.all() if isinstance(done, Tensor) else done)
         except Exception as error:  # user code may raise anything; only this row fails
             self.failure = RequestError(f"a stopping criterion failed: {describe_error(error)}")
             self.failure.__cause__ = error
             return False
-
-    def scores_until(self, more: int) -> tuple[Tensor, ...] | None:
-        """Return the [1, vocab] scores of the tokens so far and `more` upcoming ones, or None unless requested."""
-        records = self.recorded(more) if self.keeps_scores else None
-        return None if records is None else tuple(scores[None] for _, scores in records)
 
     def recorded(self, more: int = 0) -> list[tuple[Tensor, Tensor]]:
         """Return logits and scores, [vocab] each, of the output tokens and `more` upcoming ones."""

@@ -99,7 +99,7 @@ class TrainingRun:
         self._watched = self.curriculum(lessons.select(np.flatnonzero(is_held_out)[:WATCHED]), target_ids)
         curriculum = self.curriculum(lessons.select(np.flatnonzero(~is_held_out)), target_ids)
         try:
-            generalist = self.train_generalist(curriculum, self.read_texts(target_ids), target_ids, shape)
+            generalist = self.train_generalist(curriculum, target_ids, shape)
             students = self.train_specialists(curriculum, generalist, shape)
         except Paused:
             self.export(self._trained, target_ids)
@@ -248,17 +248,12 @@ class TrainingRun:
         """The tokens of all texts, int32 [tokens]."""
         return tokenize_texts([Path(path) for path in self.settings.texts], self.llm.get_tokenizer())
 
-    def read_texts(self, target_ids: np.ndarray) -> Texts | None:
-        """Return the texts to pre-train on, tokenised once per run; None if there are none."""
-        if not self.settings.texts:
-            return None
-        tokens = self._stored("texts", lambda: self.text_tokens)
-        return Texts(tokens, target_ids, self.target_size, self.settings.seed, self.device)
-
-    def train_generalist(
-        self, curriculum: Curriculum, texts: Texts | None, target_ids: np.ndarray, shape: StudentShape
-    ) -> Any:
-        """Train one draft on all lessons, mixed with texts as `Texts.is_text_step` chooses."""
+    def train_generalist(self, curriculum: Curriculum, target_ids: np.ndarray, shape: StudentShape) -> Any:
+        """Train one draft on all lessons, mixed with texts, if there are some, as `Texts.is_text_step` chooses."""
+        texts = None
+        if self.settings.texts:
+            tokens = self._stored("texts", lambda: self.text_tokens)
+            texts = Texts(tokens, target_ids, self.target_size, self.settings.seed, self.device)
         torch.manual_seed(self.settings.seed)
         if self.settings.start is None:
             model = make_student(self.target_model, shape, target_ids, self.end_tokens).to(self.device)

@@ -48,10 +48,9 @@ def describe(report: dict[str, Any]) -> str:
     blocks = [str(report["folder"]), _table([("  " + key, value) for key, value in facts])]
     blocks.append(_table(_memory_rows(report), right=(1, 2, 3)))
     tensors: list[TableRow] = [("  tensor", "count", "dtype", "shape", "each")]
-    tensors += [
-        ("  " + _printable(row["name"]), str(row["count"]), row["dtype"], _dims(row["shape"]), _size(row["bytes"]))
-        for row in report["tensors"]
-    ]
+    for row in report["tensors"]:
+        shape = " x ".join(f"{dim:,}" for dim in row["shape"]) or "scalar"
+        tensors.append(("  " + _printable(row["name"]), str(row["count"]), row["dtype"], shape, _size(row["bytes"])))
     blocks.append(_table(tensors, right=(1, 3, 4)))
     if report.get("drafts"):
         blocks.append(_table(_draft_rows(report["drafts"]), right=(1, 2)))
@@ -157,10 +156,6 @@ def _printable(name: str) -> str:
 def _size(size: int) -> str:
     power = min(max(size.bit_length() - 1, 0) // 10, 4)
     return f"{size / 1024**power:.1f} {'KMGT'[power - 1]}iB" if power else f"{size} B"
-
-
-def _dims(shape: list[int]) -> str:
-    return " x ".join(f"{dim:,}" for dim in shape) or "scalar"
 
 
 def _table(rows: list[TableRow], right: tuple[int, ...] = ()) -> str:

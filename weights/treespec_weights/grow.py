@@ -22,7 +22,6 @@ benchmark counts the tokens that differ.
 
 import itertools
 import math
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,7 +35,7 @@ from treespec_weights.dtypes import NAMES
 from treespec_weights.errors import OptionError
 from treespec_weights.families import LLAMA, family_of
 from treespec_weights.files import resolve_folder
-from treespec_weights.load import load_weights
+from treespec_weights.load import expected_tensors, load_weights
 from treespec_weights.quant_config import scheme_of
 from treespec_weights.rules import ModelShape
 from treespec_weights.staging import carried_files, check_room, copy_files, resolve_destination, staged
@@ -133,8 +132,8 @@ def grow_checkpoint(
     if shape.vocab_size > old.vocab_size and dtype == torch.float16:
         raise OptionError(f"{source}: float16 has no room for a grown vocabulary; valid: bfloat16, float32")
     parameters = shape.parameters()
-    names = {rule.params[0]: rule.name for rule in rules.tensors}
-    outputs = [Output(_tensor_name(names, name), NAMES[dtype], size) for name, size in parameters.items()]
+    names = {param: placement.name for placement in expected_tensors(shape, rules) for param in placement.params}
+    outputs = [Output(names[name], NAMES[dtype], size) for name, size in parameters.items()]
     shards = plan_shards([[output] for output in outputs], SHARD_BYTES)
     tensors = (growth.tensor(name, size, small.get(name), dtype, generator) for name, size in parameters.items())
     config |= {
@@ -197,12 +196,6 @@ class _Growth:
             tensor[self.old.vocab_size :, -1] = -1.0
         elif kind in _NORMS:
             tensor[-1] = _RAISED if kind == "final_norm" else 0.0
-
-
-def _tensor_name(names: dict[str, str], parameter: str) -> str:
-    """Return the checkpoint's name of a decoder parameter."""
-    layer = re.fullmatch(r"layers\.(\d+)\.(.+)", parameter)
-    return names[f"layers.{{i}}.{layer[2]}"].replace("{i}", layer[1]) if layer else names[parameter]
 
 
 def _write(

@@ -258,7 +258,7 @@ def load_head(
         decoder["layers.0.attn_norm"],
         _state_norms(tensors, num_states, target_hidden),
         own_embedding(tensors, shape),
-        _mask_states(form, tensors, num_states, target_hidden),
+        tensors.take("mask_hidden", 1, 1, num_states * target_hidden).view(-1, target_hidden) if form.block else None,
     )
     tensors.check()
     if form.mask_token >= shape.vocab_size:
@@ -311,12 +311,6 @@ def _qkv(tensors: DraftTensors, shape: ModelShape, width: int) -> tuple[Tensor, 
 
 def _bias(tensors: DraftTensors, name: str, size: int) -> Tensor | None:
     return tensors.take(f"{name}.bias", size) if f"{name}.bias" in tensors else None
-
-
-def _mask_states(form: HeadForm, tensors: DraftTensors, num_states: int, target_hidden: int) -> Tensor | None:
-    if not form.block:
-        return None
-    return tensors.take("mask_hidden", 1, 1, num_states * target_hidden).view(-1, target_hidden)
 
 
 def _state_norms(tensors: DraftTensors, num_states: int, target_hidden: int) -> Tensor | None:

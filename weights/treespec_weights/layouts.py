@@ -93,7 +93,9 @@ def translate_config(
     sizes = {key: getattr(shape, name) for name, key in other.config_keys.items()}
     translated = sizes | _translated_values(folder, before, after, family, other)
     result = _with_defaults(folder, translated | {"model_type": other.model_type})
-    result["architectures"] = [_architecture(other.model_type)]
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    result["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[other.model_type]]
     if changed := [key for key, value in translated.items() if not _values_match(value, result.get(key))]:
         message = (
             f"a {other.model_type} model would have {result.get(changed[0])!r}, this one has {translated[changed[0]]!r}"
@@ -196,9 +198,3 @@ def _with_defaults(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         message = f"transformers refuses it: {error}"
         raise CheckpointConfigError.of(folder, "config", config["model_type"], message) from error
     return {key: value for key, value in values.items() if not key.startswith("_") and key not in _NOT_OF_A_DECODER}
-
-
-def _architecture(model_type: str) -> str:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])

@@ -272,9 +272,22 @@ def checked_placements(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyR
 
 
 def value_problems(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> list[Problem]:
-    """Return the problems that `match` cannot see: a head that is not tied, or biases that are not zero."""
-    head = tied_head_problem(checkpoint, shape, rules)
-    return [head] if head else extra_bias_problems(checkpoint, shape, rules)
+    """Return the problems that `match` cannot see: a stored head that is not the tied embedding, or biases that the
+    config rules out and that are not zero.
+    """
+    rules = _rules_of(checkpoint, shape, rules)
+    if shape.tied and rules.tied_copy in checkpoint.tensors:
+        embed = _embedding(rules).name
+        infos = [checkpoint.info(name) for name in (rules.tied_copy, embed)]
+        alike = (infos[0].dtype, infos[0].shape) == (infos[1].dtype, infos[1].shape)
+        # As bytes, so that equal NaNs compare equal.
+        head, tied = (checkpoint.tensor(name).view(torch.uint8) for name in (rules.tied_copy, embed))
+        if not alike or not torch.equal(head, tied):
+            message = f"{rules.config_keys['tied']!r} is true, but it differs from {embed!r}; untie it or drop it"
+            return [Problem("tied", repr(rules.tied_copy), message)]
+    message = "the config says that the model has no such bias, and it is not zero"
+    extra = _extra_biases(checkpoint, expected_tensors(shape, rules), rules)
+    return [Problem("value", repr(name), message) for name in extra if bool(checkpoint.tensor(name).count_nonzero())]
 
 
 def _rules_of(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> FamilyRules:
@@ -302,35 +315,9 @@ def _extra_biases(checkpoint: Checkpoint, placements: Sequence[Placement], rules
     return {name: rows for name, rows in names.items() if name not in weight_names and name in checkpoint.tensors}
 
 
-def extra_bias_problems(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> list[Problem]:
-    """Return a problem for each bias that the config rules out and that is not zero."""
-    rules = _rules_of(checkpoint, shape, rules)
-    extra = _extra_biases(checkpoint, expected_tensors(shape, rules), rules)
-    message = "the config says that the model has no such bias, and it is not zero"
-    return [Problem("value", repr(name), message) for name in extra if bool(checkpoint.tensor(name).count_nonzero())]
-
-
 def ignored_names(shape: ModelShape, rules: FamilyRules) -> set[str]:
     """Return the names of derived buffers, which are not loaded."""
     return {pattern.replace("{i}", str(i)) for pattern in rules.ignored for i in range(shape.num_layers)}
-
-
-def tied_head_problem(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> Problem | None:
-    """Return the problem of a tied model whose stored head differs from its embedding, or None."""
-    if not shape.tied or rules.tied_copy not in checkpoint.tensors:
-        return None
-    embed = _embedding(_rules_of(checkpoint, shape, rules)).name
-    head_info, embed_info = checkpoint.info(rules.tied_copy), checkpoint.info(embed)
-    alike = (head_info.dtype, head_info.shape) == (embed_info.dtype, embed_info.shape)
-    if alike and torch.equal(_bits(checkpoint.tensor(rules.tied_copy)), _bits(checkpoint.tensor(embed))):
-        return None
-    message = f"{rules.config_keys['tied']!r} is true, but it differs from {embed!r}; untie it or drop it"
-    return Problem("tied", repr(rules.tied_copy), message)
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """View a tensor as bytes, so that equal NaNs compare equal."""
-    return tensor.view(torch.uint8)
 
 
 def expected_tensors(shape: ModelShape, rules: FamilyRules) -> list[Placement]:

@@ -12,6 +12,9 @@ from treespec.bench.modes import PLAIN, Mode, Peer
 from treespec.bench.profile import acceptance_by_depth_of
 from treespec.text.prompt_files import Prompt
 
+# figures that are available for treespec's modes only
+OURS = """acceptance_by_depth accepted_by_source nodes_per_pass profile_ms verify_share noise_share efficiency
+    pass_ratio draft_share""".split()
 LOOPING = 0.5  # outputs whose share of distinct 4-grams is at most this count as looping
 
 DEFINITIONS = {
@@ -90,17 +93,9 @@ def summarise(
         "acceptance_length_interval": interval(resampled_lengths(samples))[1:],
         "acceptance_length_not_looping": _tau(samples, lively),
         "acceptance_length_by_kind": by_kind,
-        "acceptance_by_depth": None,
-        "accepted_by_source": None,
-        "nodes_per_pass": None,
         "mismatches": _mismatches(mode, samples, plain, sampled),
         "distinct_4grams": statistics.mean(distinct_share(tokens) for tokens in samples[0].tokens),
-        "efficiency": None,
-        "pass_ratio": None,
-        "draft_share": None,
-        "verify_share": None,
-        "noise_share": None,
-        "profile_ms": None,
+        **dict.fromkeys(OURS),
     }
     return figures | (_engine_figures(samples, plain) if isinstance(mode, Mode) else {})
 
@@ -113,7 +108,7 @@ def _mismatches(mode: Mode | Peer, samples: Sequence[Sample], plain: Sequence[Sa
 
 
 def _engine_figures(samples: Sequence[Sample], plain: Sequence[Sample]) -> dict[str, Any]:
-    """Return the figures that are available for treespec's modes only."""
+    """Return the figures of `OURS`, the last three only beside plain decoding."""
     accepted = sum((sample.accepted for sample in samples[1:]), samples[0].accepted.copy())
     sources = sum((sample.accepted_by_source for sample in samples[1:]), samples[0].accepted_by_source.copy())
     figures: dict[str, Any] = {

@@ -14,10 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treespec_weights.draft_tensors import DraftTensors, canonical, config_error, head_tokens, layers_of, own_embedding
+from treespec_weights.draft_tensors import (
+    DraftTensors,
+    config_error,
+    head_tokens,
+    layers_of,
+    own_embedding,
+    take_layers,
+)
 from treespec_weights.errors import Problem
 from treespec_weights.families import family_of
-from treespec_weights.load import expected_tensors, load_weights
+from treespec_weights.load import load_weights
 from treespec_weights.rules import FamilyRules, ModelShape
 
 PARALLEL_BLOCK = 8  # tokens that PARD's drafts are trained to predict in a pass
@@ -174,14 +181,9 @@ def load_block(
     if head is not None:
         stored = {name: tensors.raw(name) for name in ("d2t", "t2d")}
         tokens = head_tokens(form.folder, stored, len(head), shape.vocab_size)
-    decoder = {"embed": torch.zeros(1, hidden, dtype=dtype, device=device)}
-    for placement in expected_tensors(shape, form.rules):
-        name, [(param, size)] = canonical(placement.name), placement.params.items()
-        if param == "lm_head":
-            if head is not None:
-                decoder[param] = tensors.take(name, len(head), hidden)
-        elif param != "embed":
-            decoder[param] = tensors.take(name, *size)
+    decoder = take_layers(tensors, shape, form.rules, ())
+    if head is not None:
+        decoder["lm_head"] = tensors.take("lm_head.weight", len(head), hidden)
     weights = BlockWeights(
         decoder,
         tensors.take("fc.weight", hidden, count * target_hidden),

@@ -117,10 +117,6 @@ class Checkpoint:
         """Return the names of all tensors."""
         return self.tensors.keys()
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape from the header. Raises CheckpointError for an unknown name."""
-        return self.info(name).shape
-
     def dtype(self, name: str) -> torch.dtype:
         """Return a tensor's dtype from the header. Raises CheckpointError for an unknown name or dtype."""
         info = self.info(name)

@@ -105,7 +105,7 @@ def convert_checkpoint(
     quantization: str | None = None,
     on_bytes: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Write a converted checkpoint to another folder.
+    """Write a converted checkpoint to another folder, and return a JSON-ready report.
 
     Writes tensors one by one into `<destination>.partial`, and renames it at the end. If writing fails or the process
     is killed, finished files remain there for `resume`, and `destination` does not exist.
@@ -113,23 +113,15 @@ def convert_checkpoint(
     Args:
         source: a folder or GGUF file that `verify` accepts; not modified.
         destination: a folder that does not exist, or is empty; not inside of the source.
-        dtype: dtype of all tensors; None keeps their dtypes, and for a GGUF file takes that of its config. A quantised
+        dtype: of all tensors; None keeps their dtypes, and for a GGUF file takes that of its config. A quantised
             checkpoint needs one, and is dequantised.
         shard_bytes: maximum bytes of tensors per file; a larger tensor gets its own file.
-        layout: model_type of another family with the same parameters; None keeps the family.
-        resume: continue an interrupted conversion of the same source with the same options.
-        quantization: "int8", "int4" or "fp8" quantises the layers' matrices, after the cast (transform.py); "fp8-all"
-            also embedding and head.
+        layout: model_type of another family with the same parameters.
+        quantization: "int8", "int4" or "fp8" quantises the layers' matrices, after the cast; "fp8-all" also embedding
+            and head.
         on_bytes: called with the bytes written so far and the total.
 
-    Returns:
-        JSON-ready: `source`, `destination`, `family`, `dtypes`, `tensors`, `bytes`, `files` (name to size), `resumed`
-        (files finished by an earlier run).
-
-    Raises:
-        OptionError: an invalid option, an existing destination, an interrupted conversion without `resume`, or one of
-            other files or options. CheckpointError: the source is unusable. UnsupportedModelError: the layout cannot
-            express the model. WriteError: a file could not be written. OSError: no such folder.
+    Raises OptionError, CheckpointError, UnsupportedModelError (for the layout), WriteError and OSError.
     """
     root = resolve_folder(source)
     place = resolve_destination(destination, root)

@@ -14,7 +14,7 @@ from torch import Tensor
 from treespec_weights.checkpoint import Checkpoint
 from treespec_weights.errors import CheckpointConfigError, CheckpointError, Problem, UnsupportedModelError
 from treespec_weights.families import LLAMA, family_of
-from treespec_weights.load import cast
+from treespec_weights.load import cast, expected_tensors
 from treespec_weights.rules import FamilyRules, ModelShape
 
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
@@ -151,6 +151,18 @@ def head_tokens(folder: Path, stored: Mapping[str, Tensor | None], rows: int, ta
             f"the target's {target_size} for each row",
         )
     return tokens
+
+
+def take_layers(
+    tensors: DraftTensors, shape: ModelShape, rules: FamilyRules, skip: Collection[str]
+) -> dict[str, Tensor]:
+    """Return the decoder parameters of a draft's layers and final norm, but those to skip, and one row of `embed`."""
+    decoder = {"embed": torch.zeros(1, shape.hidden_size, dtype=tensors.dtype, device=tensors.device)}
+    for placement in expected_tensors(shape, rules):
+        [(param, size)] = placement.params.items()
+        if param not in ("embed", "lm_head", *skip):
+            decoder[param] = tensors.take(canonical(placement.name), *size)
+    return decoder
 
 
 def own_embedding(tensors: DraftTensors, shape: ModelShape) -> Tensor | None:

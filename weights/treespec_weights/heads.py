@@ -20,16 +20,15 @@ from treespec_weights.documents import CONFIG, read_config
 from treespec_weights.draft_tensors import (
     FIRST_LAYER,
     DraftTensors,
-    canonical,
     config_error,
     head_tokens,
     layers_of,
     own_embedding,
+    take_layers,
     tensor_names,
 )
 from treespec_weights.errors import CheckpointError, Problem, UnsupportedModelError
 from treespec_weights.files import resolve_folder
-from treespec_weights.load import expected_tensors
 from treespec_weights.rules import FamilyRules, ModelShape
 from treespec_weights.state_heads import StateForm, StateWeights, load_state_head, medusa_form, speculator_form
 
@@ -45,6 +44,7 @@ _OTHER_KINDS = {  # part of an architecture or of a type -> name of the kind
     "xpress": "an Xpress draft",
 }
 _LAYER_TENSORS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_PROJECTIONS = tuple(f"layers.0.{name}{suffix}" for name in "qkv" for suffix in ("", "_bias"))
 
 
 @dataclass(frozen=True)
@@ -243,12 +243,8 @@ def load_head(
     head = tensors.raw("lm_head.weight")
     rows = shape.vocab_size if head is None else len(head)
     tokens = head_tokens(form.folder, {name: tensors.raw(name) for name in ("d2t", "t2d")}, rows, shape.vocab_size)
-    decoder = {"embed": torch.zeros(1, hidden, dtype=dtype, device=device)}
-    for placement in expected_tensors(shape, form.rules):
-        name, [(param, size)] = canonical(placement.name), placement.params.items()
-        if param == "embed" or param in _first_projections():
-            continue
-        decoder[param] = tensors.take(name, *((rows, hidden) if param == "lm_head" else size))
+    decoder = take_layers(tensors, shape, form.rules, (*_PROJECTIONS, "layers.0.attn_norm"))
+    decoder["lm_head"] = tensors.take("lm_head.weight", rows, hidden)
     decoder["layers.0.attn_norm"] = tensors.take(f"{FIRST_LAYER}hidden_norm.weight", hidden)
     weights = HeadWeights(
         decoder,
@@ -277,21 +273,13 @@ def _load_eagle(form: HeadForm, shape: ModelShape, target_hidden: int, tensors: 
         if (value := form.config.get(key, size)) != size:
             reason = f"{value}, the target has {size}; use a head that was trained for this target"
             raise config_error(form.folder, key, reason)
-    ones = torch.ones(hidden, dtype=tensors.dtype, device=tensors.device)
-    decoder = {"embed": torch.zeros(1, hidden, dtype=tensors.dtype, device=tensors.device), "final_norm": ones}
-    decoder["layers.0.attn_norm"] = ones.clone()
-    for placement in expected_tensors(shape, form.rules):
-        name, [(param, size)] = canonical(placement.name), placement.params.items()
-        if param not in (*decoder, "lm_head", *_first_projections()):
-            decoder[param] = tensors.take(name, *size)
+    norms = ("layers.0.attn_norm", "final_norm")
+    decoder = take_layers(tensors, shape, form.rules, (*_PROJECTIONS, *norms))
+    decoder |= {name: torch.ones(hidden, dtype=tensors.dtype, device=tensors.device) for name in norms}
     fc = tensors.take("fc.weight", hidden, 2 * hidden), _bias(tensors, "fc", hidden)
     weights = HeadWeights(decoder, fc, _qkv(tensors, shape, hidden), None, None, None, own_embedding(tensors, shape))
     tensors.check()
     return weights
-
-
-def _first_projections() -> tuple[str, ...]:
-    return tuple(f"layers.0.{name}{suffix}" for name in "qkv" for suffix in ("", "_bias"))
 
 
 def _qkv(tensors: DraftTensors, shape: ModelShape, width: int) -> tuple[Tensor, Tensor | None]:

@@ -17,47 +17,17 @@ from treespec_weights.rules import FamilyRules, ModelShape
 
 # Fields of FamilyRules that affect only names and configs. All others affect a layer's computation.
 _NAMING_FIELDS = (
-    "model_type",
-    "tensors",
-    "tied_copy",
-    "ignored",
-    "prefix",
-    "config_keys",
-    "defaults",
-    "constants",
-    "requires",
-    "windows",
-    "assumed",
-)
+    "model_type tensors tied_copy ignored prefix config_keys defaults constants requires windows assumed"
+).split()
 _WITHOUT_EFFECT = (  # config keys that do not affect a decoder's computation
-    "architectures",
-    "attention_dropout",
-    "auto_map",
-    "bos_token_id",
-    "dtype",
-    "embd_pdrop",
-    "eos_token_id",
-    "hidden_dropout",
-    "initializer_range",
-    "model_type",
-    "pad_token_id",
-    "pretraining_tp",
-    "resid_pdrop",
-    "torch_dtype",
-    "transformers_version",
-    "use_cache",
-    "original_max_position_embeddings",
-)
+    "architectures attention_dropout auto_map bos_token_id dtype embd_pdrop eos_token_id hidden_dropout "
+    "initializer_range model_type pad_token_id pretraining_tp resid_pdrop torch_dtype transformers_version use_cache "
+    "original_max_position_embeddings"
+).split()
 _NOT_OF_A_DECODER = (  # other keys that config classes write
-    "chunk_size_feed_forward",
-    "id2label",
-    "is_encoder_decoder",
-    "label2id",
-    "output_attentions",
-    "output_hidden_states",
-    "problem_type",
-    "return_dict",
-)
+    "chunk_size_feed_forward id2label is_encoder_decoder label2id output_attentions output_hidden_states problem_type "
+    "return_dict"
+).split()
 _ABSENT = (None, False, 0, 0.0)  # values equivalent to a missing key
 
 

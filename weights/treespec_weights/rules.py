@@ -99,7 +99,10 @@ class ModelShape:
                 problems += [Problem("config", repr(key), message)] if message else []
             values[name] = value
         if not problems:
-            _derive(values)
+            if values.get("num_kv_heads") is None:
+                values["num_kv_heads"] = values["num_heads"]
+            if values.setdefault("head_dim", None) is None and values["hidden_size"] % values["num_heads"] == 0:
+                values["head_dim"] = values["hidden_size"] // values["num_heads"]
             values.setdefault("intermediate_size", (rules.widening or 0) * values["hidden_size"])
             values["learned_positions"] = (
                 values.get("learned_positions", -rules.extra_positions) + rules.extra_positions
@@ -121,13 +124,6 @@ def _wrong_value(name: str, value: object) -> str | None:
     if type(value) is not int or not 1 <= value <= limit:
         return f"{value!r} is not a whole number from 1 to {limit}"
     return None
-
-
-def _derive(values: dict[str, Any]) -> None:
-    if values.get("num_kv_heads") is None:
-        values["num_kv_heads"] = values["num_heads"]
-    if values.setdefault("head_dim", None) is None and values["hidden_size"] % values["num_heads"] == 0:
-        values["head_dim"] = values["hidden_size"] // values["num_heads"]
 
 
 def _contradictions(values: Mapping[str, Any], keys: Mapping[str, str]) -> list[Problem]:

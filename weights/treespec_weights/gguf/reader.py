@@ -100,13 +100,13 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 def _read_part(path: Path) -> GgufFile:
-    """Read the header of one file."""
     stat = path.stat()
     return _read_header(path, stat.st_mtime_ns, stat.st_size)
 
 
 @functools.lru_cache(maxsize=16)
 def _read_header(path: Path, mtime_ns: int, size: int) -> GgufFile:
+    """Read the header of one file."""
     ggml = gguf_package(path)
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:

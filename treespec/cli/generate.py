@@ -11,18 +11,11 @@ import typer
 
 from treespec.cli.group import print_json, usage_error, uses_colour
 from treespec.cli.options import (
-    Branching,
-    Chat,
     ChatModel,
     Drafts,
-    File,
+    GenerationFlags,
     Json,
-    MaxDepth,
-    Nodes,
     Prompt,
-    Seed,
-    Temperature,
-    Verification,
     choose_target,
     flags,
     load_llm,
@@ -47,41 +40,32 @@ DRAWING_RULES = ("rejection", "traversal")  # copy of RANDOM_DRAWS, whose module
 
 
 @flags(EngineOptions, "device", "dtype", "compile", "quantization")
+@flags(GenerationFlags)
 def generate(
     prompt: Prompt = None,
-    file: File = None,
     model: ChatModel = None,
     draft: Drafts = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", help="Maximum number of new tokens.")] = 128,
-    temperature: Temperature = 0.0,
-    top_p: Annotated[
-        float | None,
-        typer.Option("--top-p", metavar="P", help="Keep the most likely tokens with total probability P."),
-    ] = None,
-    top_k: Annotated[int | None, typer.Option("--top-k", metavar="K", help="Keep the K most likely tokens.")] = None,
-    min_p: Annotated[
-        float | None,
-        typer.Option("--min-p", metavar="P", help="Keep tokens with at least P times the top probability."),
-    ] = None,
-    seed: Seed = None,
     samples: Annotated[
         int, typer.Option("-n", "--samples", metavar="N", help="Number of outputs; more than 1 needs a temperature.")
     ] = 1,
-    verification: Verification = None,
-    nodes: Nodes = None,
-    max_depth: MaxDepth = None,
-    branching: Branching = None,
-    no_spec: Annotated[bool, typer.Option("--no-spec", help="Plain decoding, without drafts.")] = False,
-    check: Annotated[
-        bool, typer.Option("--check", help="Also decode plainly with the same seed; exit 1 if a token differs.")
-    ] = False,
-    stream: Annotated[bool, typer.Option("--stream", help="Print text as it is generated.")] = False,
-    chat: Chat = None,
-    chat_template: Annotated[
-        str | None,
-        typer.Option("--chat-template", metavar="F", help="Jinja file that replaces the model's chat template."),
-    ] = None,
     as_json: Json = False,
+    *,
+    file: str | None,
+    max_tokens: int,
+    temperature: float,
+    top_p: float | None,
+    top_k: int | None,
+    min_p: float | None,
+    seed: int | None,
+    verification: str | None,
+    nodes: str | None,
+    max_depth: int | None,
+    branching: str | None,
+    no_spec: bool,
+    check: bool,
+    stream: bool,
+    chat: bool | None,
+    chat_template: str | None,
     **engine: Any,
 ) -> None:
     """Answer a question with a chat model, or continue a prompt.
@@ -131,14 +115,8 @@ def generate(
         shown = typer.style(shown, dim=True)
     if stream:
         typer.echo(shown, nl=False)
-    output = _decode(
-        llm,
-        inputs,
-        params(seed),
-        None,
-        template,
-        (lambda chunk: typer.echo(_text_or_ids(chunk), nl=False)) if stream else None,
-    )
+    show = (lambda chunk: typer.echo(_text_or_ids(chunk), nl=False)) if stream else None
+    output = _decode(llm, inputs, params(seed), None, template, show)
     if stream:
         typer.echo()
     elif not as_json:

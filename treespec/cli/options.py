@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, cast
 
@@ -28,7 +28,6 @@ Prompt = Annotated[
         show_default=False,
     ),
 ]
-File = Annotated[str | None, typer.Option("--file", metavar="F", help="Read the prompt from a file; - = stdin.")]
 
 
 def _model(default: str) -> Any:
@@ -47,37 +46,50 @@ Drafts = Annotated[
         "repeatable. Default: all that come with the target.",
     ),
 ]
-Nodes = Annotated[
-    str | None,
-    typer.Option(
-        "--nodes", metavar="N|auto", help="Tree size: rows of the target pass, root included. auto: by measured costs."
-    ),
-]
-MaxDepth = Annotated[int | None, typer.Option("--max-depth", metavar="N", help="Maximum tree depth.")]
-Branching = Annotated[
-    str | None,
-    typer.Option("--branching", metavar="A,B,C", help="A fixed tree: children of each node by depth, such as 4,2,1."),
-]
-Temperature = Annotated[float, typer.Option("--temperature", metavar="T", help="0 is greedy.")]
-Seed = Annotated[int | None, typer.Option("--seed", metavar="S", help="RNG seed. Default: a new one.")]
-Verification = Annotated[
-    str | None,
-    typer.Option(
-        "--verification",
-        metavar="RULE",
-        help="Acceptance rule of sampled tokens: coupled (default) or naive emit exactly the tokens of plain "
-        "decoding; rejection or traversal preserve their distribution.",
-    ),
-]
-Chat = Annotated[
-    bool | None,
-    typer.Option(
-        "--chat/--no-chat",
-        help="Answer the prompt as a user message, with the model's chat template, or continue it. Default: answer "
-        "with smollm2, else continue.",
-    ),
-]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, nothing else.")]
+
+
+@dataclass(frozen=True)
+class GenerationFlags:
+    """Options of commands that generate text.
+
+    Args:
+        file: read the prompt from a file; - is stdin.
+        max_tokens: maximum number of new tokens.
+        temperature: 0 is greedy.
+        top_p: keep the most likely tokens with this total probability.
+        top_k: keep so many of the most likely tokens.
+        min_p: keep tokens with at least so many times the top probability.
+        seed: RNG seed; a new one if not set.
+        verification: acceptance rule of sampled tokens: coupled (default) or naive emit exactly the tokens of plain
+            decoding; rejection or traversal preserve their distribution.
+        nodes: tree size: rows of the target pass, root included; auto is by measured costs.
+        max_depth: maximum tree depth.
+        branching: a fixed tree: children of each node by depth, such as 4,2,1.
+        no_spec: plain decoding, without drafts.
+        check: also decode plainly with the same seed; exit 1 if a token differs.
+        stream: print text as it is generated.
+        chat: answer the prompt as a user message, with the model's chat template, or continue it; if not set, answer
+            with smollm2, else continue.
+        chat_template: Jinja file that replaces the model's chat template.
+    """
+
+    file: str | None = None
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    verification: str | None = None
+    nodes: str | None = None
+    max_depth: int | None = None
+    branching: str | None = None
+    no_spec: bool = False
+    check: bool = False
+    stream: bool = False
+    chat: bool | None = None
+    chat_template: str | None = None
 
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])

@@ -12,7 +12,7 @@ import typer
 from treespec.cli.group import usage_error
 from treespec.cli.options import (
     Drafts,
-    Nodes,
+    GenerationFlags,
     choose_target,
     flags,
     read_template,
@@ -79,6 +79,7 @@ _ENGINE = """tokenizer device dtype max_num_seqs max_model_len compile generatio
 
 @flags(EngineOptions, *_ENGINE)
 @flags(ServeFlags)
+@flags(GenerationFlags, "nodes")
 def serve(
     model: Annotated[
         str | None,
@@ -89,7 +90,8 @@ def serve(
         ),
     ] = None,
     draft: Drafts = None,
-    nodes: Nodes = None,
+    *,
+    nodes: str | None,
     **values: Any,
 ) -> None:
     """Serve the model on an HTTP port with OpenAI's API, and a page that shows token trees at /.

@@ -8,18 +8,11 @@ import typer
 
 from treespec.cli.group import print_json, usage_error, uses_colour
 from treespec.cli.options import (
-    Branching,
-    Chat,
     ChatModel,
     Drafts,
-    File,
+    GenerationFlags,
     Json,
-    MaxDepth,
-    Nodes,
     Prompt,
-    Seed,
-    Temperature,
-    Verification,
     choose_target,
     flags,
     load_llm,
@@ -38,17 +31,11 @@ FIRST_ROUNDS = 8  # without --round, draw the one of these rounds that accepted 
 
 
 @flags(EngineOptions, "device", "dtype")
+@flags(GenerationFlags, *"file nodes max_depth branching temperature seed verification chat".split())
 def tree(
     prompt: Prompt = None,
-    file: File = None,
     model: ChatModel = None,
     draft: Drafts = None,
-    nodes: Nodes = None,
-    max_depth: MaxDepth = None,
-    branching: Branching = None,
-    temperature: Temperature = 0.0,
-    seed: Seed = None,
-    verification: Verification = None,
     number: Annotated[
         int | None,
         typer.Option(
@@ -58,8 +45,16 @@ def tree(
         ),
     ] = None,
     svg: Annotated[Path | None, typer.Option("--svg", metavar="F", help="Also write an SVG to F.")] = None,
-    chat: Chat = None,
     as_json: Json = False,
+    *,
+    file: str | None,
+    nodes: str | None,
+    max_depth: int | None,
+    branching: str | None,
+    temperature: float,
+    seed: int | None,
+    verification: str | None,
+    chat: bool | None,
     **engine: Any,
 ) -> None:
     """Draw the token tree of a round with sources, probabilities and the accepted path.

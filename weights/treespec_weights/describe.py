@@ -49,8 +49,8 @@ def describe(report: dict[str, Any]) -> str:
     blocks.append(_table(_memory_rows(report), right=(1, 2, 3)))
     tensors: list[TableRow] = [("  tensor", "count", "dtype", "shape", "each")]
     for row in report["tensors"]:
-        shape = " x ".join(f"{dim:,}" for dim in row["shape"]) or "scalar"
-        tensors.append(("  " + _printable(row["name"]), str(row["count"]), row["dtype"], shape, _size(row["bytes"])))
+        dims = " x ".join(f"{dim:,}" for dim in row["shape"]) or "scalar"
+        tensors.append(("  " + _printable(row["name"]), str(row["count"]), row["dtype"], dims, _size(row["bytes"])))
     blocks.append(_table(tensors, right=(1, 3, 4)))
     if report.get("drafts"):
         blocks.append(_table(_draft_rows(report["drafts"]), right=(1, 2)))

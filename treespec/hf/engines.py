@@ -9,7 +9,8 @@ recently used engines are kept.
 import logging
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -96,7 +97,20 @@ def engine_for(
             if entry.key == key and entry.llm.config.max_num_seqs <= rows and entry.llm.config.max_model_len <= room:
                 engines.entries.remove(entry)
         del engines.entries[: max(len(engines.entries) - MAX_ENGINES + 1, 0)]
-        llm = _build(model, drafts, spec, exact, rows, length, most_positions, tokenizer, engines.entries)
+        parameter = next(model.parameters())
+        build = partial(
+            LLM,
+            model,
+            drafts,
+            SpecConfig(nodes=max(spec.max_nodes, AUTO_NODES)),
+            tokenizer,
+            device=parameter.device,
+            dtype=parameter.dtype,
+            exact=exact,
+            generation_config="treespec",
+        )
+        llm = _build(build, dict.fromkeys([(rows, room), (rows, length), (1, length)]), engines.entries)
+        llm.release_models()
         engines.entries.append(_Entry(tensors, key, llm))
         return llm
 
@@ -107,49 +121,19 @@ def _tensors(model: nn.Module) -> tuple[Any, ...]:
     return tuple((id(tensor), tensor.data_ptr(), tensor.dtype, tensor.device) for tensor in tensors)
 
 
-def _build(
-    model: nn.Module,
-    drafts: Sequence[Any],
-    spec: SpecConfig,
-    exact: bool,
-    rows: int,
-    length: int,
-    most_positions: int,
-    tokenizer: Any,
-    others: list[_Entry],
-) -> LLM:
-    """Build an engine with spare capacity.
-
-    If memory is short, drop `others`, then reduce the capacity to this call's needs.
-    """
-    parameter = next(model.parameters())
-    widest = SpecConfig(nodes=max(spec.max_nodes, AUTO_NODES))
-    sizes = dict.fromkeys([(rows, room_for(length, most_positions)), (rows, length), (1, length)])
-    for at_once, room in sizes:
+def _build(build: Callable[..., LLM], sizes: Iterable[tuple[int, int]], others: list[_Entry]) -> LLM:
+    """Build an engine of the first of these numbers of rows and positions that fits; first, drop `others` for it."""
+    for rows, positions in sizes:
         while True:
             try:
-                llm = LLM(
-                    model,
-                    drafts,
-                    widest,
-                    tokenizer,
-                    device=parameter.device,
-                    dtype=parameter.dtype,
-                    exact=exact,
-                    max_num_seqs=at_once,
-                    max_model_len=room,
-                    generation_config="treespec",
-                )
+                return build(max_num_seqs=rows, max_model_len=positions)
             except CacheMemoryError as error:
                 short = str(error)
-            else:
-                llm.release_models()
-                return llm
             if not others:
                 break
             others.pop(0)
-        logger.info("%d rows of %d positions do not fit: %s", at_once, room, short)
+        logger.info("%d rows of %d positions do not fit: %s", rows, positions, short)
     raise RequestError(
-        f"the cache of one row of {length} tokens (prompt plus max_new_tokens or max_length) does not fit into "
-        f"the memory of {parameter.device}; lower max_new_tokens"
+        f"the cache of one row of {positions} tokens (prompt plus max_new_tokens or max_length) does not fit into "
+        "memory; lower max_new_tokens"
     )

@@ -1,6 +1,6 @@
 """Lessons: the target's continuations of training prompts, with its most likely next tokens at every position."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,20 +133,13 @@ def _collect(outputs: Sequence[RequestOutput], groups: Sequence[str]) -> Lessons
     if not kept:
         raise RequestError(f"no prompt of the shard could be continued: {outputs[0].error}")
     sequences = [output.prompt_token_ids + output.outputs[0].token_ids for output, _ in kept]
-    rows = list(_top_rows([output for output, _ in kept]))
+    positions = [position for output, _ in kept for position in output.outputs[0].logprobs or ()]
+    rows = [sorted(((-entry.logprob, token) for token, entry in position.items()))[:TOP] for position in positions]
     return Lessons(
         np.array([token for sequence in sequences for token in sequence], dtype=np.int32),
         np.concatenate([[0], np.cumsum([len(sequence) for sequence in sequences])]),
         np.array([len(output.prompt_token_ids) for output, _ in kept]),
-        np.array([[token for token, _ in row] for row in rows], dtype=np.int32).reshape(-1, TOP),
-        np.array([[logprob for _, logprob in row] for row in rows], dtype=np.float16).reshape(-1, TOP),
+        np.array([[token for _, token in row] for row in rows], dtype=np.int32).reshape(-1, TOP),
+        np.array([[-minus for minus, _ in row] for row in rows], dtype=np.float16).reshape(-1, TOP),
         np.array([group for _, group in kept]),
     )
-
-
-def _top_rows(outputs: Sequence[RequestOutput]) -> Iterator[list[tuple[int, float]]]:
-    """Yield (token, log-probability) of the TOP most likely tokens of every generated position."""
-    for output in outputs:
-        for position in output.outputs[0].logprobs or ():
-            ranked = sorted(position.items(), key=lambda item: (-item[1].logprob, item[0]))[:TOP]
-            yield [(token, entry.logprob) for token, entry in ranked]

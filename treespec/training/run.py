@@ -292,7 +292,13 @@ class TrainingRun:
         settings = self.settings
         if settings.ssms == 1:
             return [generalist]
-        owners = self._stored("clusters", lambda: self._clusters(curriculum, generalist, shape.rows))
+
+        def clusters() -> np.ndarray:
+            if settings.specialise == "folders":
+                return cluster_groups(curriculum.lessons.groups, settings.ssms)
+            return cluster_errors(evaluate(generalist, curriculum).missed, shape.rows, settings.ssms, settings.seed)
+
+        owners = self._stored("clusters", clusters)
         odds = {f"specialist-{i + 1}": odds_of(owners, i) for i in range(settings.ssms)}
         if settings.generalist:
             odds["generalist-2"] = curriculum.odds
@@ -345,12 +351,6 @@ class TrainingRun:
         for target_states in (states, watched[1], evaluated[1]):
             target_states.close()
         return self._report([name], evaluated[0].lessons, agreement)
-
-    def _clusters(self, curriculum: Curriculum, generalist: Any, rows: int) -> np.ndarray:
-        if self.settings.specialise == "folders":
-            return cluster_groups(curriculum.lessons.groups, self.settings.ssms)
-        missed = evaluate(generalist, curriculum).missed
-        return cluster_errors(missed, rows, self.settings.ssms, self.settings.seed)
 
     def _stored(self, name: str, compute: Callable[[], np.ndarray]) -> np.ndarray:
         """Return an array of `work`, computed and stored on first use."""

@@ -1,6 +1,7 @@
 """Commands of `treespec weights`, which reports their errors."""
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -158,12 +159,9 @@ def _dtype(name: str | None) -> Any:
 def _device(name: str) -> Any:
     import torch
 
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise OptionError(f"--device {name}: valid are names such as cpu, cuda, cuda:1") from None
-    if device.type not in ("cpu", "cuda"):
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
         raise OptionError(f"--device {name}: valid are names such as cpu, cuda, cuda:1")
+    device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise OptionError(f"--device {name}: torch sees {torch.cuda.device_count()} GPUs here")
     return device

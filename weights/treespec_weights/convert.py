@@ -8,7 +8,6 @@ tensor is computed.
 import contextlib
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -163,11 +162,13 @@ def convert_checkpoint(
                 write_documents(root, partial)
             with Checkpoint.open(partial) as result:
                 files = result.files
-            (partial / STATE).unlink()
             publish(partial, place)
+            (place / STATE).unlink()
         except BaseException as error:
-            keep = not isinstance(error, CheckpointError) or isinstance(error, WriteError)
-            if _keep_finished(partial, shards if keep else (), state) and isinstance(error, WriteError):
+            source_is_unusable = isinstance(error, CheckpointError) and not isinstance(error, WriteError)
+            if source_is_unusable or not any(is_written(partial, shard) for shard in shards):
+                shutil.rmtree(partial, ignore_errors=True)
+            elif isinstance(error, WriteError):
                 note = Problem("file", repr(partial.name), "holds finished files: continue with --resume, or delete it")
                 raise WriteError(partial, [*error.problems, note]) from error
             raise
@@ -284,22 +285,3 @@ def _check_state(partial: Path, state: dict[str, Any]) -> None:
     for key, reason in (("source", "another source"), ("files", "changed source files"), ("plan", "other options")):
         if saved[key] != json.loads(json.dumps(state[key])):
             raise OptionError(f"--resume: the conversion in {str(partial)!r} has {reason}; delete the folder")
-
-
-def _keep_finished(partial: Path, shards: Sequence[Shard], state: dict[str, Any]) -> bool:
-    """After an error, keep the folder for `resume` if a file is finished, else delete it.
-
-    Returns whether it is kept.
-    """
-    if not any(is_written(partial, shard) for shard in shards):
-        shutil.rmtree(partial, ignore_errors=True)
-        return False
-    names = {shard.file for shard in shards} | {STATE}
-    for entry in list(os.scandir(partial)):
-        if entry.name not in names:
-            with contextlib.suppress(OSError):
-                os.unlink(entry.path)
-    if not (partial / STATE).exists():  # the error came after the state was removed
-        with contextlib.suppress(WriteError):
-            write_json(partial, STATE, state)
-    return True

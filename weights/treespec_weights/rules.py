@@ -221,3 +221,9 @@ class FamilyRules:
 def one_to_one(pairs: Mapping[str, str]) -> tuple[TensorRule, ...]:
     """Return the rules of tensors that hold one parameter each, given as tensor name -> parameter."""
     return tuple(TensorRule(name, (param,)) for name, param in pairs.items())
+
+
+def with_biases(pairs: Mapping[str, str]) -> tuple[TensorRule, ...]:
+    """Return the rules of modules with a weight and a bias, given as module name -> parameter."""
+    ends = {".weight": "", ".bias": "_bias"}
+    return one_to_one({name + end: param + suffix for name, param in pairs.items() for end, suffix in ends.items()})

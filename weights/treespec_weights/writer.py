@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from treespec_weights.checkpoint import INDEX, SINGLE
@@ -101,7 +100,7 @@ def progress(on_bytes: Callable[[int, int], None] | None, total: int, done: int 
 def write_shard(
     folder: Path, shard: Shard, tensors: Iterable[Tensor], on_bytes: Callable[[int], None] | None = None
 ) -> None:
-    """Write one file under a temporary name, read it back with safetensors, then rename it.
+    """Write one file under a temporary name, then rename it.
 
     `tensors` are the values of the shard's outputs, in order, on any device; each is written before the next is
     requested. `on_bytes` is called with the number of bytes written since the last call. Raises WriteError; no partial
@@ -125,7 +124,6 @@ def write_shard(
             name = ""
             file.flush()
             os.fsync(file.fileno())
-        _read_back(temporary, shard)
         temporary.replace(path)
     except OSError as error:
         problem = f"tensor {name!r} cannot be written" if name else "cannot be written"
@@ -168,14 +166,3 @@ def write_tensor(file: BinaryIO, tensor: Tensor, on_bytes: Callable[[int], None]
         file.write(chunk)
         if on_bytes:
             on_bytes(len(chunk))
-
-
-def _read_back(path: Path, shard: Shard) -> None:
-    """Raise OSError if safetensors does not read the expected tensors from a file."""
-    try:
-        with safe_open(path, "pt") as file:
-            outputs = {n: (file.get_slice(n).get_dtype(), tuple(file.get_slice(n).get_shape())) for n in file.keys()}
-    except SafetensorError as error:
-        raise OSError(f"it reads back as {error}") from error
-    if outputs != {output.name: (output.dtype, output.shape) for output in shard.outputs}:
-        raise OSError("it reads back with other tensors")

@@ -23,15 +23,12 @@ from treespec_weights.sizes import parse_size
 
 
 class GrownTarget(NamedTuple):
-    """A grown target."""
-
     source: Path  # folder of the source model
     shape: ModelShape
     of: str  # name of the source model
 
     @property
     def figures(self) -> dict[str, Any]:
-        """Entry of the JSON document."""
         shape = self.shape
         return {
             "of": self.of,

@@ -22,12 +22,10 @@ class Mode:
 
     @property
     def spec(self) -> SpecConfig | str:
-        """Speculative decoding options."""
         return "off" if self.options is None else SpecConfig(**self.options)
 
     @property
     def figures(self) -> dict[str, Any]:
-        """Entry of the JSON document."""
         spec = SpecConfig.resolve(self.spec, SpecConfig())
         branching = spec.branching
         return {
@@ -53,7 +51,6 @@ class Peer:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """Entry of the JSON document."""
         return {
             "engine": "transformers",
             "label": self.label,

@@ -186,7 +186,6 @@ def _prompts(options: Options, llm: LLM) -> tuple[list[Prompt], list[list[int]],
 
 
 def _peak_mib() -> float:
-    """Return the peak resident memory of this process in MiB."""
     import resource  # not on Windows
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

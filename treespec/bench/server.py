@@ -144,7 +144,6 @@ def _document(options: Options, model: str, answers: Sequence[Answer], seconds: 
 
 
 def table(document: dict[str, Any]) -> str:
-    """Format the measurements as text."""
     concurrency = document["max_concurrency"]
     limit = "" if concurrency is None else f", at most {concurrency} at once"
     lines = [

@@ -50,8 +50,6 @@ def run_reporting(main: Callable[..., Any], args: Sequence[str] | None, **option
 
 
 class Commands(TyperGroup):
-    """A group of commands."""
-
     def main(self, args: Sequence[str] | None = None, **options: Any) -> NoReturn:  # type: ignore[override]
         run_reporting(super().main, args, **options)
 
@@ -63,8 +61,6 @@ class Commands(TyperGroup):
 
 
 class Command(TyperCommand):
-    """A standalone command."""
-
     def main(self, args: Sequence[str] | None = None, **options: Any) -> NoReturn:  # type: ignore[override]
         run_reporting(super().main, args, **options)
 

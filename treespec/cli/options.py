@@ -212,12 +212,10 @@ def request_of(prompt: str, llm: "LLM", is_chat: bool, template: str | None = No
 
 
 def read_template(file: str) -> str:
-    """Read a chat template from a file."""
     return _decode(Path(file).expanduser().read_bytes(), f"--chat-template {file}")
 
 
 def parse_branching(text: str) -> tuple[int, ...]:
-    """Parse the numbers of children by depth."""
     if not re.fullmatch(r"\d+(,\d+)*", text):
         raise usage_error(f"--branching {text}: valid: children by depth, such as 4,2,1")
     return tuple(map(int, text.split(",")))
@@ -226,7 +224,6 @@ def parse_branching(text: str) -> tuple[int, ...]:
 def spec_config(
     nodes: str | None, max_depth: int | None, branching: str | None, verification: str | None = None
 ) -> "SpecConfig":
-    """Build a SpecConfig from the given options."""
     from treespec.config import SpecConfig
 
     values: dict[str, Any] = {

@@ -151,7 +151,6 @@ def _pad_token(config: Any) -> int:
 
 
 def _output(prompts: Prompts, rows: Sequence[Row], config: Any) -> Any:
-    """Build the return value of transformers' loop."""
     steps, pad = max(row.num_generated for row in rows), _pad_token(config)
     new = [row.output_token_ids + [pad] * (steps - row.num_generated) for row in rows]
     ids = prompts.input_ids

@@ -157,7 +157,6 @@ def _readable(messages: Sequence[Message], apply: Callable[[Sequence[Message]], 
 
 
 def _text_of(content: Any) -> str:
-    """Return the text of a content part."""
     text = content.get("text") if isinstance(content, Mapping) and content.get("type") == "text" else content
     if not isinstance(text, str):
         raise RequestError(f"content part {short_repr(content)}; valid: a text or {{'type': 'text', 'text': '...'}}")

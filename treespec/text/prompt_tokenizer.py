@@ -192,7 +192,6 @@ class Tokenization:
         return [*tokens[:start], *tokens[end - (self.truncate - added) : end], *tokens[end:]]
 
     def cut(self, tokens: list[int]) -> list[int]:
-        """Truncate a prompt's tokens."""
         return tokens if self.truncate is None else tokens[-self.truncate :]
 
 
@@ -208,7 +207,6 @@ def check_text(text: str) -> None:
 
 
 def _takes(function: Callable[..., Any], option: str) -> bool:
-    """Return whether a function accepts a keyword."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a builtin without signature

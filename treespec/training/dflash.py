@@ -120,7 +120,6 @@ class DFlashModule(nn.Module):
         self._rotary = Qwen3RotaryEmbedding(config)
 
     def get_output_embeddings(self) -> nn.Linear:
-        """Return the head over the vocabulary."""
         return self.lm_head
 
     def predict(self, batch: LessonBatch, states: TargetStates, seed: Sequence[int]) -> Iterator[Prediction]:

@@ -138,7 +138,6 @@ class Eagle3Module(nn.Module):
         self._rotary = LlamaRotaryEmbedding(config)
 
     def get_output_embeddings(self) -> nn.Linear:
-        """Return the head over the vocabulary."""
         return self.lm_head
 
     def predict(self, batch: LessonBatch, states: TargetStates, seed: Sequence[int]) -> Iterator[Prediction]:

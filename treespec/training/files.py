@@ -37,11 +37,9 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def atomic_write_text(path: Path, text: str) -> None:
-    """Write a text file atomically."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write a JSON file atomically."""
     atomic_write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")

@@ -62,13 +62,11 @@ class Lessons:
 
     @classmethod
     def concatenate(cls, shards: Sequence["Lessons"]) -> "Lessons":
-        """Concatenate lessons."""
         lengths = np.concatenate([np.diff(shard.starts) for shard in shards])
         joined = {name: np.concatenate([getattr(shard, name) for shard in shards]) for name in cls.__dataclass_fields__}
         return cls(**joined | {"starts": np.concatenate([[0], np.cumsum(lengths)])})
 
     def select(self, indices: np.ndarray) -> "Lessons":
-        """Return the sequences with these indices."""
         targets = self.targets
         pieces = [slice(self.starts[i], self.starts[i + 1]) for i in indices]
         rows = [slice(targets[i], targets[i + 1]) for i in indices]

@@ -153,7 +153,6 @@ def load_checkpoint(path: Path, model: nn.Module, optimizers: list[torch.optim.O
 
 
 def read_progress(path: Path) -> TrainingProgress:
-    """Read the progress of a checkpoint."""
     return TrainingProgress(**torch.load(path, map_location="cpu", weights_only=True, mmap=True)["progress"])
 
 
@@ -219,7 +218,6 @@ class ProgressLog:
         self._begin(progress)
 
     def _begin(self, progress: TrainingProgress) -> None:
-        """Start a new interval."""
         self.since, self.tokens = time.monotonic(), progress.tokens
         self.losses, self.agreements = list[float](), list[float]()
 

@@ -86,7 +86,6 @@ class TrainingRun:
 
     @property
     def target_size(self) -> int:
-        """Size of the target's vocabulary."""
         return self.llm.engine.runner.target.vocab_size
 
     def run(self) -> TrainingReport:
@@ -200,7 +199,6 @@ class TrainingRun:
 
     @cached_property
     def target_model(self) -> Any:
-        """The target as a transformers model."""
         return open_model(self.target)
 
     def begin(self) -> None:
@@ -231,7 +229,6 @@ class TrainingRun:
             raise ConfigError(f"{self.target} has no tokenizer to read the data with; put its tokenizer files there")
 
     def curriculum(self, lessons: Lessons, target_ids: np.ndarray) -> Curriculum:
-        """Return a curriculum over lessons."""
         return Curriculum(lessons, target_ids, self.target_size, STEP_TOKENS, self.settings.seed, self.device)
 
     def _budget(self, share: float, lessons: Lessons) -> Budget:

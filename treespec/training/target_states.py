@@ -56,7 +56,6 @@ class TargetStates:
         return computed
 
     def close(self) -> None:
-        """Delete the file."""
         self._kept = None
         self._file.unlink(missing_ok=True)
 

@@ -51,7 +51,6 @@ class BlockForm:
 
     @property
     def name(self) -> str:
-        """The kind, for users."""
         if self.markov_rank:
             return "DSpark draft"
         return "DFlash draft" if self.kind == "dflash" else "PARD draft"

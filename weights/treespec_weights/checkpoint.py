@@ -36,7 +36,6 @@ class TensorInfo(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of values."""
         return math.prod(self.shape)
 
 
@@ -114,7 +113,6 @@ class Checkpoint:
         )
 
     def names(self) -> KeysView[str]:
-        """Return the names of all tensors."""
         return self.tensors.keys()
 
     def dtype(self, name: str) -> torch.dtype:

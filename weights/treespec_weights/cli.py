@@ -52,7 +52,6 @@ def inspect(folder: Folder, draft: Drafts = None, as_json: Json = False) -> None
 
 
 def _compare(report: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Compare a draft or a draft head with the target of a report."""
     form = read_head(path)
     return compare_draft(report, inspect_checkpoint(path)) if form is None else compare_head(report, form)
 

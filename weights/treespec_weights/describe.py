@@ -110,7 +110,6 @@ def _verdict(draft: dict[str, Any]) -> str:
 
 
 def describe_verification(folder: Path, result: Verification) -> str:
-    """Format the result of `verify_checkpoint` as text for a terminal."""
     lines = [str(folder)]
     width = max(len(check.name) for check in result.checks)
     for check in result.checks:
@@ -123,7 +122,6 @@ def describe_verification(folder: Path, result: Verification) -> str:
 
 
 def describe_conversion(report: dict[str, Any]) -> str:
-    """Format the report of `convert_checkpoint` as text for a terminal."""
     facts = [
         ("family", report["family"]),
         ("stored", f"{' + '.join(report['dtypes'])} {_size(report['bytes'])} in {_count(report['files'], 'file')}"),
@@ -134,7 +132,6 @@ def describe_conversion(report: dict[str, Any]) -> str:
 
 
 def describe_timing(report: dict[str, Any]) -> str:
-    """Format the report of `time_loading` as text for a terminal."""
     rows: list[TableRow] = [("  ", "seconds", "GB/s")]
     for key, name in (("load_weights", "load_weights"), ("plain", "plain read")):
         rows.append((f"  {name}", f"{report[key]['median']:.3f}", f"{report[key]['gb_per_second']:.2f}"))

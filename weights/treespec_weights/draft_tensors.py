@@ -104,7 +104,6 @@ class DraftTensors:
         return name in self._stored
 
     def raw(self, name: str) -> Tensor | None:
-        """Return a stored tensor, or None."""
         return self._stored.get(name)
 
     def take(self, name: str, *shape: int) -> Tensor:

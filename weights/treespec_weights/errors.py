@@ -8,8 +8,6 @@ MAX_LISTED = 1000
 
 
 class Problem(NamedTuple):
-    """One problem of a checkpoint."""
-
     kind: str  # "file", "index", "config", "tokenizer", "missing", "unexpected", "shape", "dtype", "tied", "value"
     where: str  # the file, tensor or config key
     message: str  # description of the problem, with the bad value and the valid ones

@@ -64,7 +64,6 @@ class HeadForm:
 
     @property
     def name(self) -> str:
-        """The kind, for users."""
         if self.block:
             return "parallel EAGLE head"
         return "EAGLE-3 head" if self.kind == "eagle3" else "EAGLE head"

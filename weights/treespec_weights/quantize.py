@@ -31,8 +31,6 @@ _CHUNK = 1 << 20  # weights quantised at a time: 4 MiB as float32 fits in cache
 
 
 class Quantized(NamedTuple):
-    """A quantised weight."""
-
     # int8 [out_features, in_features], q itself; or uint8 [out_features, in_features / 2], pairs of q + 8 with 4 bits
     # each, the earlier input in the low bits
     values: Tensor

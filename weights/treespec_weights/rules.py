@@ -75,7 +75,6 @@ class ModelShape:
         return result
 
     def num_parameters(self) -> int:
-        """Return the number of values in all parameters."""
         return sum(math.prod(shape) for shape in self.parameters().values())
 
     @classmethod

@@ -31,7 +31,6 @@ class StateForm:
 
     @property
     def name(self) -> str:
-        """The kind, for users."""
         return "Medusa head" if self.kind == "medusa" else "MLPSpeculator head"
 
     def describe(self, layers: Sequence[int]) -> str:

@@ -20,8 +20,6 @@ CHUNK = 1 << 20  # values scanned at a time: 4 MiB as float32 stays in cache
 
 
 class Check(NamedTuple):
-    """Result of one step of a verification."""
-
     name: str  # "files", "config", "tokenizer", "tensors", "values"
     done: bool  # False if an earlier problem prevented the check
     detail: str  # what was checked, or why the check was skipped
@@ -29,8 +27,6 @@ class Check(NamedTuple):
 
 
 class Verification(NamedTuple):
-    """The result of `verify_checkpoint`."""
-
     checks: tuple[Check, ...]
 
     @property

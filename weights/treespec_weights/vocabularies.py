@@ -97,7 +97,6 @@ def connect(target: Path, target_size: int, draft: Path, draft_size: int) -> Con
 
 
 def _without_files(alike: Kind, present: list[Path], target_size: int, draft_size: int) -> Connection:
-    """Return the connection if at least one side has no tokenizer files."""
     if alike == "same":
         return Connection(alike)
     if not present:

@@ -23,8 +23,6 @@ CHUNK = 16 << 20  # bytes between progress reports
 
 
 class Output(NamedTuple):
-    """A tensor to write."""
-
     name: str
     dtype: str  # safetensors' name
     shape: tuple[int, ...]
@@ -35,8 +33,6 @@ class Output(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """A file to write."""
-
     file: str
     outputs: tuple[Output, ...]
 
@@ -61,7 +57,6 @@ class Shard(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Size of the file in bytes."""
         return len(self.encoded()) + self.tensor_bytes
 
 

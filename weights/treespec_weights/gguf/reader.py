@@ -177,7 +177,6 @@ class _Cursor:
         self.data, self.offset, self.size = data, 0, len(data)
 
     def take(self, count: int) -> bytes:
-        """Return the next bytes."""
         end = self.offset + count
         if end > self.size:
             raise ValueError(f"truncated: its header goes beyond the file's {self.size:,} bytes; download it again")
@@ -191,7 +190,6 @@ class _Cursor:
         return float(str(np.float32(value))) if code == "f" else value
 
     def text(self) -> str:
-        """Return a string."""
         return self.take(self.number("Q")).decode(errors="replace")
 
     def value(self, kind: int) -> Any:

@@ -135,7 +135,6 @@ def turn_ends(file: GgufFile) -> list[int]:
 
 
 def _byte_level(file: GgufFile, tokens: Sequence[str], types: Sequence[int]) -> Any:
-    """Build the tokenizers.Tokenizer of byte-level BPE."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     rule = _rule(file)

@@ -28,9 +28,6 @@ class Detokenizer:
     ):
         self._decode, self._stop, self._include_stop = decode, tuple(stop), include_stop
         self._longest = max(map(len, self._stop), default=1) - 1
-        self._by_letter: dict[str, list[str]] = {}  # stop strings by their first character
-        for text in self._stop:
-            self._by_letter.setdefault(text[0], []).append(text)
         end = self._end_of(prompt)
         self._window = end[:-_CHARACTER]  # tokens since a character boundary, and a few before it
         self._decoded = decode(self._window)  # its whole characters are in `text` or the prompt
@@ -120,6 +117,6 @@ class Detokenizer:
         """Return the number of trailing characters that may begin a stop string."""
         for count in range(min(self._longest, len(self.text)), 0, -1):
             beginning = self.text[-count:]
-            if any(stop.startswith(beginning) for stop in self._by_letter.get(beginning[0], ())):
+            if any(stop.startswith(beginning) for stop in self._stop):
                 return count
         return 0

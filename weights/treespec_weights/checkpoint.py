@@ -4,6 +4,7 @@ import logging
 import math
 import re
 from collections.abc import Collection, Iterator, KeysView
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,34 +40,25 @@ class TensorInfo(NamedTuple):
         return math.prod(self.shape)
 
 
+@dataclass(eq=False, repr=False)
 class Checkpoint:
     """The tensors of a checkpoint folder, by name. Create it with `Checkpoint.open`.
 
     Tensors are memory-mapped: opening reads only headers, and pages are read on access. Files must not be modified in
     place while their tensors are in use (replacing a file is safe).
-
-    Attributes: `folder`, the real path; `tensors`, name to TensorInfo, in the order of the files and within them;
-    `files`, file name to size in bytes; `absent`, name to file of the index's entries for tensors that no file holds;
-    `block_types`, dtypes of the blocks in a GGUF file, which `tensor` dequantises to float32; `loadable`, dtypes of
-    tensors that can be loaded as weights.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        tensors: dict[str, TensorInfo],
-        files: dict[str, int],
-        handles: dict[str, Any],
-        absent: dict[str, str],
-        block_types: tuple[str, ...] = (),
-    ) -> None:
-        self.folder = folder
-        self.tensors = tensors
-        self.files = files
-        self._handles = handles
-        self.absent = absent
-        self.block_types = block_types
-        self.loadable = (*LOADABLE, *block_types)
+    folder: Path  # the real path
+    tensors: dict[str, TensorInfo]  # by name, in the order of the files and within them
+    files: dict[str, int]  # file name to size in bytes
+    _handles: dict[str, Any]
+    absent: dict[str, str]  # name to file of the index's entries for tensors that no file holds
+    block_types: tuple[str, ...] = ()  # dtypes of the blocks in a GGUF file, which `tensor` dequantises to float32
+
+    @property
+    def loadable(self) -> tuple[str, ...]:
+        """Dtypes of tensors that can be loaded as weights."""
+        return (*LOADABLE, *self.block_types)
 
     @classmethod
     def open(cls, folder: Path | str) -> "Checkpoint":

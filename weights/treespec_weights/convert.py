@@ -21,10 +21,10 @@ from torch import Tensor
 from treespec_weights.checkpoint import INDEX, Checkpoint
 from treespec_weights.documents import CONFIG, read_config, write_documents
 from treespec_weights.errors import CheckpointError, OptionError, Problem, WriteError
-from treespec_weights.families import family_of
+from treespec_weights.families import FAMILIES, family_of
 from treespec_weights.files import is_gguf, read_json, resolve_folder
 from treespec_weights.gguf.reader import read_gguf
-from treespec_weights.layouts import family_named, translate_config
+from treespec_weights.layouts import translate_config
 from treespec_weights.load import (
     Placement,
     checked_placements,
@@ -138,7 +138,9 @@ def convert_checkpoint(
             )
         config.pop(KEY)
     shape = ModelShape.from_hf(config, rules, root)
-    written_as = rules if layout in (None, rules.model_type) else family_named(str(layout))
+    if layout not in (None, *FAMILIES):
+        raise OptionError(f"--layout {layout}: valid are {', '.join(FAMILIES)}")
+    written_as = rules if layout in (None, rules.model_type) else FAMILIES[str(layout)]
     if written_as is not rules:
         config = translate_config(root, config, shape, rules, written_as)
     transform: Transform = Cast(dtype)

@@ -22,7 +22,7 @@ benchmark counts the tokens that differ.
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -39,7 +39,7 @@ from treespec_weights.load import expected_tensors, load_weights
 from treespec_weights.quant_config import scheme_of
 from treespec_weights.rules import ModelShape
 from treespec_weights.staging import carried_files, check_room, copy_files, resolve_destination, staged
-from treespec_weights.writer import Output, Shard, plan_shards, progress, write_index, write_json, write_shard
+from treespec_weights.writer import Output, plan_shards, progress, write_index, write_json, write_shard
 
 SHARD_BYTES = 1 << 30
 _WIDEN = 4  # preferred MLP units per hidden dimension
@@ -149,8 +149,11 @@ def grow_checkpoint(
     }
     carried = carried_files(source, CONFIG, INDEX)
     with staged(place) as partial:
-        check_room(partial, sum(shard.tensor_bytes for shard in shards))
-        _write(partial, shards, tensors, on_bytes)
+        total = sum(shard.tensor_bytes for shard in shards)
+        check_room(partial, total)
+        advance = progress(on_bytes, total)
+        for shard in shards:
+            write_shard(partial, shard, itertools.islice(tensors, len(shard.outputs)), advance)
         write_index(partial, shards)
         write_json(partial, CONFIG, config)
         copy_files(source, carried, partial)
@@ -196,11 +199,3 @@ class _Growth:
             tensor[self.old.vocab_size :, -1] = -1.0
         elif kind in _NORMS:
             tensor[-1] = _RAISED if kind == "final_norm" else 0.0
-
-
-def _write(
-    folder: Path, shards: list[Shard], tensors: Iterator[Tensor], on_bytes: Callable[[int, int], None] | None
-) -> None:
-    advance = progress(on_bytes, sum(shard.tensor_bytes for shard in shards))
-    for shard in shards:
-        write_shard(folder, shard, itertools.islice(tensors, len(shard.outputs)), advance)

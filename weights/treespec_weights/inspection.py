@@ -13,7 +13,6 @@ from treespec_weights.families import FAMILIES, family_of
 from treespec_weights.files import resolve_folder
 from treespec_weights.load import ignored_names, match
 from treespec_weights.quant_config import scheme_of
-from treespec_weights.quant_schemes import QuantScheme
 from treespec_weights.rules import FamilyRules, ModelShape
 from treespec_weights.tokenizer import read_vocabulary
 from treespec_weights.vocabularies import Connection, connect
@@ -68,10 +67,11 @@ def compare_draft(target: dict[str, Any], draft: dict[str, Any]) -> dict[str, An
     `same_vocabulary` (None if one has no tokenizer file), `same_hidden_size`, `usable` (as a draft), `connection`
     (from `vocabularies.connect`: same, padded, translated or by text), `reason` (why it is not usable).
     """
-    sizes = [report["shape"] and report["shape"]["vocab_size"] for report in (target, draft)]
-    hidden = [report["shape"] and report["shape"]["hidden_size"] for report in (target, draft)]
+    sizes, hidden = (
+        [report["shape"] and report["shape"][name] for report in (target, draft)]
+        for name in ("vocab_size", "hidden_size")
+    )
     hashes = [report["vocabulary"] and report["vocabulary"]["sha256"] for report in (target, draft)]
-    same_vocabulary = hashes[0] == hashes[1] if all(hashes) else None
     connection: Connection | None = None
     if not (target["supported"] and draft["supported"]):
         reason = target["unsupported_because"] or draft["unsupported_because"]
@@ -92,7 +92,7 @@ def compare_draft(target: dict[str, Any], draft: dict[str, Any]) -> dict[str, An
         "parameters": draft["parameters"],
         "cost_ratio": draft["parameters"] / target["parameters"] if target["parameters"] else None,
         "same_vocab_size": sizes[0] == sizes[1] if all(sizes) else None,
-        "same_vocabulary": same_vocabulary,
+        "same_vocabulary": hashes[0] == hashes[1] if all(hashes) else None,
         "same_hidden_size": hidden[0] == hidden[1] if all(hidden) else None,
         "usable": reason is None,
         "connection": str(connection) if connection is not None and reason is None else None,
@@ -101,13 +101,8 @@ def compare_draft(target: dict[str, Any], draft: dict[str, Any]) -> dict[str, An
 
 
 def _as_model(config: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
-    shape: ModelShape | None = None
-    reason: str | None = None
-    problems: int | None = None
-    kv_values: int | None = None
+    shape = reason = problems = kv_values = rules = scheme = None
     ignored: list[str] = []
-    rules: FamilyRules | None = None
-    scheme: QuantScheme | None = None
     try:
         rules = family_of(config, checkpoint.folder)
     except UnsupportedModelError as error:

@@ -11,8 +11,7 @@ from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
-from treespec_weights.errors import CheckpointConfigError, OptionError, Problem, UnsupportedModelError
-from treespec_weights.families import FAMILIES
+from treespec_weights.errors import CheckpointConfigError, Problem, UnsupportedModelError
 from treespec_weights.rules import FamilyRules, ModelShape
 
 # Fields of FamilyRules that affect only names and configs. All others affect a layer's computation.
@@ -29,13 +28,6 @@ _NOT_OF_A_DECODER = (  # other keys that config classes write
     "return_dict"
 ).split()
 _ABSENT = (None, False, 0, 0.0)  # values equivalent to a missing key
-
-
-def family_named(name: str) -> FamilyRules:
-    """Return the rules of a family. Raises OptionError for an unknown name."""
-    if name not in FAMILIES:
-        raise OptionError(f"--layout {name}: valid are {', '.join(FAMILIES)}")
-    return FAMILIES[name]
 
 
 def translate_config(

@@ -175,10 +175,7 @@ def _prompts(options: Options, llm: LLM) -> tuple[list[Prompt], list[list[int]],
     encoded = [prompt._replace(content=encode_prompt(tokenizer, prompt.content)) for prompt in prompts]
     fitting = [prompt for prompt in encoded if 0 < len(prompt.content) <= room]
     if not fitting:
-        raise ConfigError(
-            f"no prompt of {path} has room: {llm.config.max_model_len} positions without --max-tokens "
-            f"{options.max_tokens} leave {room}"
-        )
+        raise ConfigError(f"no prompt of {path} has room: --max-tokens {options.max_tokens} leaves {room} positions")
     selected = choose(fitting, options.samples, options.seed)
     if len(selected) < max(options.batch):
         raise ConfigError(f"--batch {max(options.batch)}, but there are {len(selected)} prompts; give more --samples")

@@ -132,10 +132,8 @@ class _Generate:
         if strings is None and config is not None:
             strings = config.stop_strings
         if default is not None and default.stop_strings is not None:
-            raise ConfigError(
-                f"model.generation_config.stop_strings={default.stop_strings!r}; set it to None there, and give "
-                "stop_strings= and tokenizer= to the call"
-            )
+            named = f"model.generation_config.stop_strings={default.stop_strings!r}"
+            raise ConfigError(f"{named}; set it to None there, and give stop_strings= and tokenizer= to the call")
         if strings is None:
             return
         if tokenizer is None:

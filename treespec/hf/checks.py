@@ -99,10 +99,7 @@ def check_config(config: Any, processors: list[Any], criteria: list[Any], rows: 
     ends_alone = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
     others = [type(criterion).__name__ for criterion in criteria if type(criterion).__name__ != "MaxLengthCriteria"]
     if rows > 1 and others and not ends_alone:
-        raise ConfigError(
-            f"{', '.join(others)} with {rows} rows and no eos_token_id: transformers continues rows that have "
-            "stopped until all have; give an eos_token_id and a pad_token_id, or one row at a time"
-        )
+        raise ConfigError(f"{', '.join(others)} with {rows} rows: give an eos_token_id and a pad_token_id, or one row")
 
 
 def read_prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> Prompts:
@@ -118,10 +115,8 @@ def read_prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> Prompts:
             raise ConfigError("past_key_values: the engine uses its own cache; pass the whole prompt as input_ids")
     strange = sorted(name for name, value in remaining.items() if value is not None and name not in _PREPARED)
     if strange:
-        raise ConfigError(
-            f"{', '.join(strange)}: not supported by treespec.hf.generate; valid: input_ids, attention_mask, drafts, "
-            "spec, token_streamer, exact, and fields of GenerationConfig"
-        )
+        valid = "input_ids, attention_mask, drafts, spec, token_streamer, exact, and fields of GenerationConfig"
+        raise ConfigError(f"{', '.join(strange)}: not supported by treespec.hf.generate; valid: {valid}")
     rows, width = input_ids.shape
     if not rows or not width:
         raise RequestError(f"input_ids of shape {list(input_ids.shape)}; give at least one row and one token")

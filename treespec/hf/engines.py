@@ -133,7 +133,4 @@ def _build(build: Callable[..., LLM], sizes: Iterable[tuple[int, int]], others: 
                 break
             others.pop(0)
         logger.info("%d rows of %d positions do not fit: %s", rows, positions, short)
-    raise RequestError(
-        f"the cache of one row of {positions} tokens (prompt plus max_new_tokens or max_length) does not fit into "
-        "memory; lower max_new_tokens"
-    )
+    raise RequestError(f"the cache of one row of {positions} tokens does not fit into memory; lower max_new_tokens")

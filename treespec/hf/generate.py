@@ -88,16 +88,13 @@ def generate(
         resolved = SpecConfig.resolve(spec, SpecConfig())
         most = generation_config.max_length - input_ids.shape[1]
         if most < 1:
-            raise RequestError(
-                f"max_length={generation_config.max_length} leaves no room after {input_ids.shape[1]} tokens"
-            )
+            room = f"max_length={generation_config.max_length}"
+            raise RequestError(f"{room} leaves no room after {input_ids.shape[1]} tokens")
         longest = max(map(len, prompts.tokens)) + most
         positions = Source.from_model(model).max_positions
         if longest > positions:
-            raise RequestError(
-                f"{longest - most} tokens of prompt and {most} new ones, but the model has {positions} positions; "
-                "lower max_new_tokens"
-            )
+            tokens = f"{longest - most} tokens of prompt and {most} new ones"
+            raise RequestError(f"{tokens}, but the model has {positions} positions; lower max_new_tokens")
         began = time.time()
         check_drafts(drafts)
         sources = [draft for draft in drafts or () if not (isinstance(draft, str) and draft == "lookup")]  # always on

@@ -37,10 +37,8 @@ class Conversation(NamedTuple):
         if not self.messages:
             raise RequestError("the conversation has no messages; give at least one")
         if self.continue_final_message and self.messages[-1]["role"] != "assistant":
-            raise RequestError(
-                f"continue_final_message=True, but the last message is of role {self.messages[-1]['role']!r}; end with "
-                "an assistant message, or omit it"
-            )
+            role = self.messages[-1]["role"]
+            raise RequestError(f"continue_final_message=True: the last message is of role {role!r}; valid: 'assistant'")
 
         def apply(messages: Sequence[Message], continue_final_message: bool = False) -> Any:
             return tokenizer.apply_chat_template(
@@ -194,10 +192,7 @@ def conversations(
             "the model's tokenizer has no chat template (not a chat model); give chat_template=..., or use generate"
         )
     if add_generation_prompt and continue_final_message:
-        raise ConfigError(
-            "continue_final_message=True continues the last message, add_generation_prompt=True starts a new one; "
-            "set add_generation_prompt=False"
-        )
+        raise ConfigError("continue_final_message=True continues the last message; set add_generation_prompt=False")
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise ConfigError(f"messages={short_repr(messages)}; valid: a list of messages, or a list of such lists")
     several = bool(messages) and not isinstance(messages[0], Mapping)
@@ -228,10 +223,7 @@ def streamed(
             tokenizer, prompt, chat_template, add_generation_prompt, continue_final_message, tools, template_kwargs
         )
         if len(chats) > 1:
-            raise ConfigError(
-                f"stream takes one conversation, and {len(chats)} were given; stream each by itself (threads may share "
-                "an LLM), or use chat"
-            )
+            raise ConfigError(f"stream takes one conversation, not {len(chats)}; stream each by itself, or use chat")
         return chats[0]
     options = {
         "chat_template": chat_template,
@@ -241,15 +233,9 @@ def streamed(
         "chat_template_kwargs": template_kwargs,
     }
     if names := [name for name, value in options.items() if value is not None]:
-        raise ConfigError(
-            f"stream: {', '.join(names)} without a conversation; give a list of messages, such as "
-            "[{'role': 'user', 'content': '...'}], or leave it out"
-        )
+        raise ConfigError(f"stream: {', '.join(names)} without a conversation; give messages, or leave it out")
     if isinstance(prompt, list | tuple) and any(isinstance(item, str | Mapping) for item in prompt):
-        raise ConfigError(
-            f"stream takes one prompt, and {str(prompt)[:60]} is a list of {len(prompt)}; stream each by itself "
-            "(threads may share an LLM), or use generate"
-        )
+        raise ConfigError(f"stream takes one prompt, not {str(prompt)[:60]}; stream each by itself, or use generate")
     return prompt
 
 

@@ -51,14 +51,11 @@ def _load_folder(tokenizer: Any, source: str, shown: str) -> Any:
     try:
         loaded = kind.from_pretrained(source, local_files_only=True)
     except Exception as error:  # parsers may raise anything for damaged files: KeyError, TypeError, a plain Exception
-        raise ConfigError(
-            f"the tokenizer files of {shown} cannot be read ({describe_error(error)}); repair or remove them, "
-            "or give LLM(tokenizer=...)"
-        ) from error
+        reason = f"the tokenizer files of {shown} cannot be read ({describe_error(error)})"
+        raise ConfigError(f"{reason}; repair or remove them, or give LLM(tokenizer=...)") from error
     if isinstance(warned := getattr(loaded, "deprecation_warnings", None), dict):
-        warned["sequence-length-is-longer-than-the-specified-maximum"] = (
-            True  # treespec raises an error for such prompts
-        )
+        # treespec raises an error for such prompts
+        warned["sequence-length-is-longer-than-the-specified-maximum"] = True
     return loaded
 
 
@@ -169,10 +166,7 @@ class Tokenization:
         limit, special = options.get("truncate_prompt_tokens"), options.get("add_special_tokens")
         count = None if limit is None else as_int(limit, -1)
         if limit is not None and (count is None or count == 0 or count > max_model_len):
-            raise ConfigError(
-                f"truncate_prompt_tokens={limit!r}; valid: None, 1 to max_model_len={max_model_len}, or -1 for as many "
-                "as the context holds"
-            )
+            raise ConfigError(f"truncate_prompt_tokens={limit!r}; valid: None, 1 to max_model_len={max_model_len}, -1")
         if special is not None and not isinstance(special, bool):
             raise ConfigError(f"add_special_tokens={special!r}; valid: None, True or False")
         return cls(max_model_len - 1 if count == -1 else count, special)
@@ -200,10 +194,8 @@ def check_text(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise RequestError(
-            f"text {text[:40]!r} has the lone surrogate {text[error.start]!r} at {error.start}, which is no valid "
-            "character; remove it, or decode the source bytes with errors='replace'"
-        ) from None
+        where = f"the lone surrogate {text[error.start]!r} at {error.start}"
+        raise RequestError(f"text {text[:40]!r} has {where}, which is no valid character; remove it") from None
 
 
 def _takes(function: Callable[..., Any], option: str) -> bool:

@@ -116,8 +116,7 @@ class TrainingRun:
         lessons = Lessons.concatenate(shards)
         if (largest := int(max(lessons.tokens.max(), lessons.top_ids.max()))) >= self.target_size:
             raise ConfigError(
-                f"the lessons of {out} have the token {largest}, but the vocabulary of {self.target} has "
-                f"{self.target_size} tokens; give lessons of the same target"
+                f"{out} has lessons of another target: token {largest}, and this one has {self.target_size}"
             )
         self.begin()
         return lessons

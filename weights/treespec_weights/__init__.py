@@ -83,8 +83,7 @@ def default_folder(name: str, group: str = "default") -> Path:
         raise FileNotFoundError(
             f"no embedded model {name!r}; there are: {', '.join(names)}"
             if names
-            else f"no embedded model {name!r}: the embedded weights are missing from this installation; install "
-            "treespec again from a complete checkout, or rebuild them with weights/train_default.py"
+            else f"no embedded model {name!r}: the weights are missing; install treespec from a complete checkout"
         )
     return models_folder(group) / name
 

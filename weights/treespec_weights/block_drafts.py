@@ -22,7 +22,7 @@ from treespec_weights.draft_tensors import (
     own_embedding,
     take_layers,
 )
-from treespec_weights.errors import Problem
+from treespec_weights.errors import CheckpointError
 from treespec_weights.families import family_of
 from treespec_weights.load import load_weights
 from treespec_weights.rules import FamilyRules, ModelShape
@@ -68,12 +68,8 @@ class BlockForm:
     def read_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return the layers to read of a target with `num_layers` layers, numbered as by `HeadForm.read_layers`."""
         if not all(0 <= layer <= num_layers for layer in self.layers):
-            raise config_error(
-                self.folder,
-                "target_layer_ids",
-                f"the draft reads the inputs of the target's layers {self.layers}, and the target has {num_layers} "
-                "layers; use a draft that was trained for this target",
-            )
+            message = f"{self.layers}, and the target has {num_layers} layers; use a draft of this target"
+            raise config_error(self.folder, "target_layer_ids", message)
         return tuple(layer + (self.by_output and layer == num_layers) for layer in self.layers)
 
 
@@ -166,13 +162,8 @@ def load_block(
     hidden, tensors = shape.hidden_size, DraftTensors(form.folder, dtype, device)
     count, fc, head = len(form.layers), tensors.raw("fc.weight"), tensors.raw("lm_head.weight")
     if fc is not None and fc.shape[1] != count * target_hidden:
-        reason = (
-            f"the draft reads {fc.shape[1]} values per token, {count} layers of the target have {target_hidden} each"
-        )
-        tensors.problems.append(
-            Problem("shape", "'fc.weight'", f"{reason}; use a draft that was trained for this target")
-        )
-        tensors.check()
+        reason = f"{fc.shape[1]} values per token, {count} layers of the target have {target_hidden} each"
+        raise CheckpointError.of(form.folder, "shape", "fc.weight", f"{reason}; use a draft of this target")
     if hidden != target_hidden and (head is None or own_embedding(tensors, shape) is None):
         reason = f"{hidden}, the target has {target_hidden}, whose embeddings and vocabulary head the draft uses"
         raise config_error(form.folder, "hidden_size", reason)

@@ -132,10 +132,7 @@ def convert_checkpoint(
         dtype = dtype or DTYPES[config["dtype"]]
     elif (scheme := scheme_of(config, root)) is not None:
         if dtype is None or quantization is not None:
-            raise OptionError(
-                f"{str(source)!r} is quantised ({scheme.name}); give --dtype alone to dequantise it, or convert the "
-                "checkpoint that it was made of"
-            )
+            raise OptionError(f"{str(source)!r} is quantised ({scheme.name}); give --dtype alone to dequantise it")
         config.pop(KEY)
     shape = ModelShape.from_hf(config, rules, root)
     if layout not in (None, *FAMILIES):

@@ -144,11 +144,8 @@ def head_tokens(folder: Path, stored: Mapping[str, Tensor | None], rows: int, ta
         return None
     tokens: np.ndarray = np.arange(len(d2t)) + d2t.to(torch.int64).numpy()
     if len(tokens) != rows or len(np.unique(tokens)) != rows or tokens.min() < 0 or tokens.max() >= target_size:
-        raise problem(
-            "d2t",
-            f"{len(tokens)} tokens from {tokens.min()} to {tokens.max()} for {rows} rows of the head; expected one of "
-            f"the target's {target_size} for each row",
-        )
+        counts = f"{len(tokens)} tokens from {tokens.min()} to {tokens.max()} for {rows} rows of the head"
+        raise problem("d2t", f"{counts}; expected one of the target's {target_size} for each row")
     return tokens
 
 

@@ -42,15 +42,11 @@ def read_draft_vocabulary(folder: Path, rows: int, target_size: int) -> np.ndarr
     except (SafetensorError, OSError, ValueError) as error:
         raise problem(f"not a draft vocabulary: {error}") from error
     if size != target_size:
-        raise problem(
-            f"maps to a vocabulary of {size} tokens, the target has {target_size}; use it with its own target"
-        )
+        raise problem(f"maps to a vocabulary of {size} tokens, the target has {target_size}; use its own target")
     named = ids[:-1] if len(ids) and ids[-1] == -1 else ids
     if len(ids) != rows or not len(named) or named[0] < 0 or named[-1] >= target_size or (np.diff(named) <= 0).any():
-        raise problem(
-            f"{len(ids)} ids for {rows} rows; valid: one per row, ascending from 0 to {target_size - 1}, with an "
-            "optional last -1 for all other tokens"
-        )
+        valid = f"one per row, ascending from 0 to {target_size - 1}, with an optional last -1 for all others"
+        raise problem(f"{len(ids)} ids for {rows} rows; valid: {valid}")
     return ids
 
 

@@ -89,11 +89,8 @@ class HeadForm:
         if self.by_output and layers != default and layers[-1] != num_layers:
             layers = tuple(layer + 1 for layer in layers)
         if not all(0 <= layer <= num_layers for layer in layers):
-            raise config_error(
-                self.folder,
-                "eagle_aux_hidden_state_layer_ids",
-                f"the head reads the inputs of the target's layers {layers}, and the target has {num_layers} layers",
-            )
+            message = f"the head reads layers {layers}, and the target has {num_layers} layers"
+            raise config_error(self.folder, "eagle_aux_hidden_state_layer_ids", message)
         return layers
 
 
@@ -232,13 +229,8 @@ def load_head(
     if form.kind == "eagle":
         return _load_eagle(form, shape, target_hidden, tensors), None
     if (fc := tensors.raw("fc.weight")) is not None and fc.shape[1] != num_states * target_hidden:
-        raise CheckpointError.of(
-            form.folder,
-            "shape",
-            "fc.weight",
-            f"the head reads {fc.shape[1]} values per token, the target has {num_states} layers to read of "
-            f"hidden size {target_hidden}; use a head that was trained for this target",
-        )
+        reason = f"{fc.shape[1]} values per token, {num_states} layers of the target have {target_hidden} each"
+        raise CheckpointError.of(form.folder, "shape", "fc.weight", f"{reason}; use a head of this target")
     head = tensors.raw("lm_head.weight")
     rows = shape.vocab_size if head is None else len(head)
     tokens = head_tokens(form.folder, {name: tensors.raw(name) for name in ("d2t", "t2d")}, rows, shape.vocab_size)

@@ -92,9 +92,7 @@ class QuantScheme:
         stem = name.removesuffix("weight")
         group = self.group or inputs
         if inputs % group or (self.group and not self.floating and group % SMALLEST_GROUP):
-            raise ValueError(
-                f"{inputs} inputs in groups of {group}; valid: whole groups, multiples of {SMALLEST_GROUP}"
-            )
+            raise ValueError(f"{inputs} inputs in groups of {group}; valid: whole ones, multiples of {SMALLEST_GROUP}")
         groups, per_word = inputs // group, 32 // self.bits
         words = (inputs if self.method != "awq" else out) // per_word
         ragged = {"compressed-tensors": inputs if self.packed else 0, "gptq": inputs | out, "awq": out, "fp8": 0}
@@ -179,10 +177,8 @@ class QuantScheme:
         zero = present.get("weight_zero_point")
         in_words = zero is not None and zero.dtype == torch.int32
         if zero is not None and self.packed and len(zero) != (-(-out * self.bits // 32) if in_words else out):
-            raise ValueError(
-                f"its zero points are {zero.dtype} {list(zero.shape)}; expected int8 for every output, or "
-                f"int32 words of {32 // self.bits}"
-            )
+            expected = f"int8 for every output, or int32 words of {32 // self.bits}"
+            raise ValueError(f"its zero points are {zero.dtype} {list(zero.shape)}; expected {expected}")
         if zero is not None and in_words:
             zero = _words(zero.t().contiguous(), self.bits).t()[:out]
         elif zero is not None:

@@ -105,10 +105,8 @@ def quantise_transform(quantization: str, cast: Cast, shape: ModelShape, rules: 
     if quantization not in FORMATS:
         raise OptionError(f"--quantize {quantization}: valid are {', '.join(FORMATS)}")
     if any(rule.layout == "transposed" for rule in rules.tensors):
-        raise OptionError(
-            f"--quantize {quantization}: {rules.model_type} stores its projections transposed, for which there is no "
-            "published layout; quantise at load time, with LLM(quantization=...)"
-        )
+        reason = f"{rules.model_type} stores its projections transposed, for which there is no published layout"
+        raise OptionError(f"--quantize {quantization}: {reason}; use LLM(quantization=...)")
     matrices, head = quantizable(shape), rules.tied_copy.removesuffix(".weight")
     if quantization in FP8_FORMATS:
         ends = {"embed", "lm_head"} & set(shape.parameters()) if quantization == "fp8-all" else set()
@@ -120,7 +118,5 @@ def quantise_transform(quantization: str, cast: Cast, shape: ModelShape, rules: 
         raise OptionError(f"--quantize {quantization}: {error}") from error
     bad = sorted({size[1] for size in matrices.values() if size[1] * bits % 32})
     if bad:
-        raise OptionError(
-            f"--quantize {quantization}: {bad[0]} inputs do not fill int32 words; use the model unquantised"
-        )
+        raise OptionError(f"--quantize {quantization}: {bad[0]} inputs do not fill int32 words")
     return Quantise(bits, group, False, cast, frozenset(matrices), head)

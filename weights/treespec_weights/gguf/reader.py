@@ -151,10 +151,8 @@ def _parse(cursor: "_Cursor", path: Path, ggml: ModuleType) -> GgufFile:
     for name, (shape, kind, offset) in entries.items():
         tensors[name] = _entry(ggml, path.name, name, shape, kind, start + offset)
         if (end := start + offset + tensors[name].nbytes) > cursor.size:
-            raise ValueError(
-                f"truncated: the tensor {name!r} ends at byte {end:,}, and the file has {cursor.size:,}; download it "
-                "again"
-            )
+            ends = f"the tensor {name!r} ends at byte {end:,}, and the file has {cursor.size:,}"
+            raise ValueError(f"truncated: {ends}; download it again")
     return GgufFile(path, metadata, tensors, {path.name: cursor.size})
 
 

@@ -17,33 +17,6 @@ OURS = """acceptance_by_depth accepted_by_source nodes_per_pass profile_ms verif
     pass_ratio draft_share""".split()
 LOOPING = 0.5  # outputs whose share of distinct 4-grams is at most this count as looping
 
-DEFINITIONS = {
-    "acceptance_length": "output tokens per target pass, including the target's token; 1.00 for plain decoding",
-    "acceptance_length_interval": "95 % interval [low, high], bootstrap over prompts with all their repeats",
-    "acceptance_length_not_looping": f"the same over prompts whose plain output has more than {LOOPING:.0%} distinct "
-    "4-grams",
-    "acceptance_by_depth": "share of target passes whose accepted path reached depth 1, 2, ...",
-    "output_throughput": "output tokens per second of decoding, without prefill; median of the repeats",
-    "speedup": "decoding time per token of treespec's plain decoding over the mode's, in the same repeat and batch; "
-    "median, minimum and maximum of the repeats",
-    "e2e_speedup": "the same including prefill of target and drafts",
-    "mean_ttft_ms": "from a request's arrival to its first token, including prefill; transformers: a run of one token",
-    "p50_itl_ms": "a request's decoding time over its tokens; percentiles over requests and repeats",
-    "nodes_per_pass": "rows of the target pass per request, root included",
-    "mismatches": "output tokens that differ from treespec's plain decoding with the same seeds; maximum over repeats. "
-    "None for sampling with verification by rejection or traversal, which preserve the distribution, not the tokens",
-    "distinct_4grams": "share of distinct 4-grams of the outputs, mean over prompts",
-    "efficiency": "speedup / (acceptance_length / (pass_ratio + draft_share)): achieved share of the speed-up that the "
-    "passes allow; in a batch, whose requests end at different times, tokens per round over plain decoding's tokens "
-    "per round replace the acceptance length",
-    "pass_ratio": "mean time of a target pass over that of plain decoding",
-    "draft_share": "mean drafting time of a round over the mean time of plain decoding's target pass",
-    "verify_share": "verification's share of a round: logits to probabilities, choices, the walk; without noise",
-    "noise_share": "share of a round spent on drawing sampling noise, for drafting and verification",
-    "rules": "acceptance lengths of verification rules on one topology, and their differences on the same prompts and "
-    "seeds: [value, low, high], bootstrap over prompts with all their repeats",
-}
-
 
 def distinct_share(tokens: Sequence[int]) -> float:
     """Return the share of distinct 4-grams; 1 for fewer than 4 tokens."""

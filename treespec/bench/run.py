@@ -18,8 +18,9 @@ from treespec.bench.modes import PLAIN, Mode, Peer, Selection, our_modes, peer_m
 from treespec.bench.options import Options
 from treespec.bench.peers import Transformers
 from treespec.bench.prompts import choose, held_out_prompts
-from treespec.bench.report import DEFINITIONS, best, comparisons, mismatches, summarise
+from treespec.bench.report import best, comparisons, mismatches, summarise
 from treespec.bench.rule_comparison import default_branching, intervals, parse_rules, rule_modes
+from treespec.bench.text import LEGEND, RULES_LEGEND
 from treespec.config import AUTO_NODES, SpecConfig
 from treespec.errors import ConfigError
 from treespec.llm import LLM
@@ -123,7 +124,7 @@ def bench(options: Options, grown: GrownTarget | None = None) -> dict[str, Any]:
         "quantization": frozen["quantization"],
         "exact": frozen["exact"],
         "runs": runs,
-        "definitions": DEFINITIONS,
+        "definitions": [*LEGEND.splitlines(), *RULES_LEGEND.splitlines()],
     }
 
 

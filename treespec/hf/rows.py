@@ -55,22 +55,20 @@ class ProcessorScoring:
         self._processors, self._padding = processors, padding
         self.records: dict[int, tuple[Tensor, Tensor]] | None = {} if records else None  # position -> (logits, scores)
 
+    @outside_code()
     def scores(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int]) -> Tensor:
         """Return the processed scores, float32 [vocab].
 
         Raises RequestError if a processor fails or returns anything else.
         """
-        with outside_code():
-            return self._scores(logits, [*tokens, *ancestors])
-
-    def _scores(self, logits: Tensor, tokens: list[int]) -> Tensor:
-        sequence = torch.tensor(tokens, dtype=torch.int64, device=logits.device)
+        prefix = [*tokens, *ancestors]
+        sequence = torch.tensor(prefix, dtype=torch.int64, device=logits.device)
         ids = torch.cat((self._padding.to(logits.device), sequence))[None]
         raw = logits.to(torch.float32, copy=True)
         batch = raw[None].clone()
         scores = call_processor("a logits processor", lambda: self._processors(ids, batch), len(raw), logits.device)
         if self.records is not None:
-            self.records[len(tokens)] = raw, scores  # later paths overwrite it
+            self.records[len(prefix)] = raw, scores  # later paths overwrite it
         return scores
 
 
@@ -82,15 +80,12 @@ class Row(Request):
     padding: Tensor | None = None
     keeps_scores: bool = False
 
+    @outside_code()
     def accept(self, tokens: Sequence[int]) -> list[int]:
         """Return the verified tokens to emit, up to the first at which a criterion fires or fails.
 
         A failure ends only this row, with an error.
         """
-        with outside_code():
-            return self._accept(tokens)
-
-    def _accept(self, tokens: Sequence[int]) -> list[int]:
         assert self.padding is not None
         if self.first_token_at is None:
             self.first_token_at = time.perf_counter()

@@ -10,6 +10,7 @@ from typing import Any
 from treespec.config import SpecConfig
 from treespec.llm import LLM
 from treespec.sampling_params import SamplingParams
+from treespec.utils.tables import table
 
 NODES = 16
 REPEATS = 3
@@ -43,19 +44,19 @@ class TrainingReport:
         return asdict(self)
 
     def __str__(self) -> str:
-        lines = ["drafts  tokens/pass  with lookup  tokens/s  over plain  accepted from drafts"]
+        rows = [("drafts", "tokens/pass", "with lookup", "tokens/s", "over plain", "accepted from drafts")]
         for row in self.measured:
-            lines.append(
-                f"{row.drafts:6}  {row.acceptance_length:11.2f}  {row.with_lookup:11.2f}  "
-                f"{row.tokens_per_second:8.1f}  {row.speedup:9.2f}x  {row.from_drafts:20.0%}"
-            )
+            lengths = f"{row.acceptance_length:.2f}", f"{row.with_lookup:.2f}"
+            speeds = f"{row.tokens_per_second:.1f}", f"{row.speedup:.2f}x", f"{row.from_drafts:.0%}"
+            rows.append((str(row.drafts), *lengths, *speeds))
         advice = f"use the first {self.recommended}" if self.recommended else "use none of them: lookup alone is faster"
         if self.recommended == len(self.measured) - 1:
             advice = "use all of them"
         agreement = ", ".join(f"{name} {share:.3f}" for name, share in self.agreement.items())
-        lines.append(f"agreement on held-out lessons: {agreement}")
-        lines.append(f"plain decoding: {self.plain_tokens_per_second:.1f} tokens/s; recommended: {advice}")
-        return "\n".join(lines)
+        return (
+            f"{table(rows)}\nagreement on held-out lessons: {agreement}\n"
+            f"plain decoding: {self.plain_tokens_per_second:.1f} tokens/s; recommended: {advice}"
+        )
 
 
 def measure_drafts(

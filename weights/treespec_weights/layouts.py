@@ -7,7 +7,7 @@ effect.
 """
 
 from collections.abc import Mapping
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ def translate_config(
         for field in fields(FamilyRules)
         if field.name not in _NAMING_FIELDS and getattr(family, field.name) != getattr(other, field.name)
     ]
-    problems += _unmatched_parameters(shape, other)
+    problems += _other_switches(shape, other)
     if problems:
         raise UnsupportedModelError(folder, problems)
     before, after = _with_defaults(folder, config), _with_defaults(folder, {"model_type": other.model_type})
@@ -69,39 +69,18 @@ def translate_config(
     return result
 
 
-def _unmatched_parameters(shape: ModelShape, other: FamilyRules) -> list[Problem]:
-    """Return the parameters that only the model or only the other family has, as problems."""
+def _other_switches(shape: ModelShape, other: FamilyRules) -> list[Problem]:
+    """Return the sizes and switches of the model that the other family fixes to other values, as problems."""
     fixed = {
         field.name: other.constants.get(field.name, field.default)
         for field in fields(ModelShape)
         if field.name not in other.config_keys and field.default is not MISSING
     }
-    places = {param for rule in other.tensors for param in rule.params}
-    model_names = dict.fromkeys(_pattern(name) for name in shape.parameters())
-    family_names = dict.fromkeys(_pattern(name) for name in replace(shape, **fixed).parameters())
-    problems = [
-        Problem("unexpected", repr(name), f"a {other.model_type} model has no such parameter")
-        for name in model_names
-        if name not in family_names or name not in places
+    return [
+        Problem("config", repr(name), f"{getattr(shape, name)!r}, but always {value!r} in a {other.model_type} model")
+        for name, value in fixed.items()
+        if value != getattr(shape, name)
     ]
-    problems += [
-        Problem("missing", repr(name), f"a {other.model_type} model has this parameter, and the checkpoint does not")
-        for name in family_names
-        if name not in model_names
-    ]
-    if not problems:
-        problems = [
-            Problem(
-                "config", repr(name), f"{getattr(shape, name)!r}, but always {value!r} in a {other.model_type} model"
-            )
-            for name, value in fixed.items()
-            if value != getattr(shape, name)
-        ]
-    return problems
-
-
-def _pattern(parameter: str) -> str:
-    return ".".join("{i}" if component.isdecimal() else component for component in parameter.split("."))
 
 
 def _translated_values(

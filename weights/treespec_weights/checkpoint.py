@@ -64,9 +64,8 @@ class Checkpoint:
     def open(cls, folder: Path | str) -> "Checkpoint":
         """Open `model.safetensors`, the shards listed in `model.safetensors.index.json`, or a GGUF file.
 
-        Raises FileNotFoundError or NotADirectoryError for a wrong folder, and CheckpointError with all problems of
-        the files: no safetensors, a path or link outside of the folder, a malformed index, missing or malformed shards,
-        tensors in another shard than in the index, tensors in two shards; of a GGUF file, as `GgufTensors`.
+        Raises FileNotFoundError or NotADirectoryError for a wrong folder, and CheckpointError with all problems of the
+        files.
         """
         root = resolve_folder(folder)
         if root.is_file():

@@ -19,10 +19,8 @@ def resolve_folder(folder: Path | str) -> Path:
     """Return the real path of a checkpoint: of a folder, of a GGUF file, or of the only GGUF file in a folder.
 
     Files named *.gguf and files that start with "GGUF" count as GGUF files. In a folder with safetensors, GGUF files
-    are ignored.
-
-    Raises FileNotFoundError if it does not exist, NotADirectoryError if `folder` is another file, CheckpointError for
-    a folder with several GGUF models and no safetensors.
+    are ignored. Raises FileNotFoundError, NotADirectoryError for another file, and CheckpointError for several GGUF
+    models.
     """
     try:
         if not os.fspath(folder):

@@ -107,10 +107,7 @@ def grow_checkpoint(
 
     `source` is of the Llama family. No size of `shape` is below the source's, and the hidden dimension is 4 ** n times
     as wide. `device` draws the random weights (a CPU uses one thread); devices draw different numbers. `on_bytes` is
-    called with the bytes written so far and the total.
-
-    Raises OptionError if the source is of another family or quantised, or the folder exists or is inside of the source;
-    CheckpointError, WriteError.
+    called with the bytes written so far and the total. Raises OptionError, CheckpointError and WriteError.
     """
     source = resolve_folder(source)
     if source.is_file():

@@ -24,9 +24,7 @@ def fetch(hub_id: str, revision: str | None = None, to: Path | str | None = None
 
     Downloads only config, tokenizer, templates and safetensors, of a branch, tag or commit, into the cache or the
     folder `to`. Cache, token and mirror follow `huggingface_hub` (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE).
-
-    Raises OptionError for an invalid id; HubError if offline and not cached, unknown, gated, interrupted, or without
-    safetensors; CheckpointError for unusable safetensors.
+    Raises OptionError, HubError (offline, unknown, gated, interrupted, or without safetensors) and CheckpointError.
     """
     if not is_hub_id(hub_id):
         raise OptionError(f"{hub_id!r} is not a hub id; valid are names such as owner/model")

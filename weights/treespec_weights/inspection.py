@@ -23,14 +23,9 @@ MEMORY_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 def inspect_checkpoint(folder: Path | str) -> dict[str, Any]:
     """Describe a checkpoint as a JSON-ready dict, from headers, config and tokenizer, without reading tensors.
 
-    Keys: `folder`, `family` (model_type), `architectures`, `supported`, `unsupported_because`, `shape` (ModelShape
-    as a dict, None if unsupported), `context` (positions), `config_dtype`, `parameters`, `bytes`, `files`, `dtypes`,
-    `tensors` (one row per group of tensors that differ only in the layer `{i}`: name, count, dtype, shape, bytes each),
-    `ignored` (names), `problems` (the number found by `match`), `memory` (per dtype: weights_bytes,
-    kv_bytes_per_token), `quantization` (its name, None if not quantised), `vocabulary` (sha256, tokens, max_id),
-    `unused_ids` (rows of the embedding after the tokenizer's last id, None if either is unknown), `made_of` (norm,
-    activation, window and parallel of the layers; None if unsupported). `parameters` counts loaded parameters: a tied
-    head once, and no ignored buffers.
+    `shape`, `made_of` and `unsupported_because` depend on whether its family is supported; `tensors` has one row per
+    group of tensors that differ only in the layer `{i}`; `parameters` counts a tied head once, and no ignored buffers;
+    `problems` is the number found by `match`; `unused_ids` are rows of the embedding after the tokenizer's last id.
 
     Raises the errors of `Checkpoint.open`, and CheckpointConfigError for an unusable config.json.
     """
@@ -61,12 +56,7 @@ def inspect_checkpoint(folder: Path | str) -> dict[str, Any]:
 
 
 def compare_draft(target: dict[str, Any], draft: dict[str, Any]) -> dict[str, Any]:
-    """Compare a draft with a target, given two results of `inspect_checkpoint`.
-
-    Keys: `folder`, `family`, `parameters`, `cost_ratio` (draft parameters / target parameters), `same_vocab_size`,
-    `same_vocabulary` (None if one has no tokenizer file), `same_hidden_size`, `usable` (as a draft), `connection`
-    (from `vocabularies.connect`: same, padded, translated or by text), `reason` (why it is not usable).
-    """
+    """Compare a draft with a target, given two results of `inspect_checkpoint`; None stands for unknown."""
     sizes, hidden = (
         [report["shape"] and report["shape"][name] for report in (target, draft)]
         for name in ("vocab_size", "hidden_size")

@@ -79,18 +79,15 @@ def load_weights(
 
     Names, shapes and dtypes are checked from the headers before any tensor is read. Tensors are then cast one by one,
     in file order, so peak memory exceeds the result by at most one tensor. With `dtype=None`, or if the stored dtype is
-    `dtype`, CPU tensors stay memory-mapped (privately: writing never changes the file) and need no extra memory. The
-    mapping is closed with the last tensor that uses it.
+    `dtype`, CPU tensors stay memory-mapped (privately: writing never changes the file) and need no extra memory.
 
-    With `quantization`, "int8" or "int4", the layers' matrices are quantised one by one from the stored values
-    (quantize.py). Integers of a quantised checkpoint are loaded unchanged (quant_schemes.py). A quantised parameter is
-    int8, or uint8 with two 4-bit weights per byte. Together with `<name>_scale` and, if there are zero points,
-    `<name>_zero`, it forms a `Quantized`. With `head_blocks`, so does the head of a GGUF file whose blocks fit the
-    kernels' layouts; if it is tied, it is a parameter beside the embedding.
+    With `quantization`, "int8" or "int4", the layers' matrices are quantised one by one from the stored values. A
+    quantised parameter is int8, or uint8 with two 4-bit weights per byte. Together with `<name>_scale` and, if there
+    are zero points, `<name>_zero`, it forms a `Quantized`. With `head_blocks`, so does the head of a GGUF file whose
+    blocks fit the kernels' layouts; if it is tied, it is a parameter beside the embedding.
 
-    Raises CheckpointError with all problems: missing, unexpected or misshaped tensors; dtypes other than float64,
-    float32, float16 and bfloat16; a tied model whose stored head differs from its embedding; values that overflow in a
-    cast to `dtype`. Raises ValueError for any other `dtype`, and the errors of `Checkpoint.open`.
+    Raises CheckpointError with all problems, ValueError for an invalid `dtype` or `quantization`, and the errors of
+    `Checkpoint.open`.
     """
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"weights cannot be loaded as {dtype}; valid: {', '.join(map(str, DTYPES))}")

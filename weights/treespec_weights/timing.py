@@ -32,13 +32,10 @@ def time_loading(
 ) -> dict[str, Any]:
     """Time `load_weights` and safetensors' `load_file` alternately, after a first read that fills the page cache.
 
-    Both return every tensor on `device`, in `dtype` if given. Every page is touched, because mapped pages are read only
-    on access. `load_file` checks no names and shapes, so its time is a lower bound. With `cold` (Linux), the files are
-    dropped from the page cache before each load. `on_repeat` is called with the number of repeats done and the total.
-
-    Returns, JSON-ready: `bytes` of the tensors in the files; `load_weights` and `plain` (`seconds` of each load, their
-    `median` and its `gb_per_second`); `share`, the speed as a fraction of the plain read's: the median over pairs of
-    consecutive loads. Raises the errors of `load_weights`, and OptionError for a GGUF file.
+    Every page is touched, because mapped pages are read only on access. `load_file` checks no names and shapes, so its
+    time is a lower bound. With `cold` (Linux), files are dropped from the page cache before each load. `share` is the
+    speed as a fraction of the plain read's: the median over pairs of consecutive loads. Raises the errors of
+    `load_weights`, and OptionError for a GGUF file.
     """
     if cold and not hasattr(os, "posix_fadvise"):
         raise OptionError("--cold: this system cannot drop files from its page cache; omit the option")

@@ -186,9 +186,7 @@ def test_a_head_of_another_target() -> None:
     with pytest.raises(CheckpointError, match="for a vocabulary of 256 tokens, the target has 272"):
         open_llm(target_of(vocab_size=272), [head])
     deep = make_head("specforge, other layers, whole vocabulary")
-    with pytest.raises(
-        CheckpointError, match=r"reads layers \(1, 3, 6\), and the target has 4 layers"
-    ):
+    with pytest.raises(CheckpointError, match=r"reads layers \(1, 3, 6\), and the target has 4 layers"):
         open_llm(target_of(num_hidden_layers=4), [deep])
 
 

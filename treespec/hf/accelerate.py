@@ -18,13 +18,8 @@ from treespec.hf.streaming import EndingStreamer
 logger = logging.getLogger("treespec")
 
 # Draft sizes of assisted generation. They do not change tokens, and the planner chooses its own.
-_HINTS = (
-    "num_assistant_tokens",
-    "num_assistant_tokens_schedule",
-    "assistant_confidence_threshold",
-    "assistant_lookbehind",
-    "target_lookbehind",
-)
+_HINTS = """num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold assistant_lookbehind
+    target_lookbehind""".split()
 
 
 def accelerate(

@@ -50,7 +50,7 @@ class Detokenizer:
 
     def _append(self, token: int) -> str:
         """Append a token to the window. Returns the complete characters that it adds."""
-        previous = self._whole_characters(self._decoded)
+        previous = self._decoded.rstrip(_BROKEN)
         decoded = self._decode([*self._window, token])
         if decoded and decoded == self._decoded and not self._decode([token]):
             return ""  # tokens without text must not fill the window, or the next word would be decoded as the first
@@ -58,7 +58,7 @@ class Detokenizer:
             self._window, decoded, previous = [], self._decode([token]), ""
         self._window.append(token)
         self._decoded, self._shows = decoded, True
-        whole = self._whole_characters(decoded)
+        whole = decoded.rstrip(_BROKEN)
         if len(whole) == len(decoded) and len(self._window) >= 2 * _WINDOW:
             self._shorten()
         return whole[len(previous) :]
@@ -81,7 +81,7 @@ class Detokenizer:
     def flush(self) -> None:
         """End the output: release an incomplete character unchanged, unless it belongs only to the prompt."""
         if self._shows and self.stopped_by is None:
-            self._add(self._decoded[len(self._whole_characters(self._decoded)) :])
+            self._add(self._decoded[len(self._decoded.rstrip(_BROKEN)) :])
             self._shows = False
 
     def shown(self, ended: bool) -> str:
@@ -93,11 +93,6 @@ class Detokenizer:
         piece = self.shown(ended)[self._released :]
         self._released += len(piece)
         return piece
-
-    @staticmethod
-    def _whole_characters(text: str) -> str:
-        """Return `text` without a trailing incomplete character."""
-        return text.rstrip(_BROKEN)
 
     def _add(self, piece: str) -> None:
         """Append a piece and cut the text at the first stop string, or the longest if several start there."""

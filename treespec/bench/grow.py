@@ -42,14 +42,7 @@ class GrownTarget(NamedTuple):
 def grown(
     options: Options, size: str, vocab: int | None, keep: str | Path | None
 ) -> Iterator[tuple[Options, GrownTarget]]:
-    """Grow the target; yield the options of the grown models and a description.
-
-    Drafts are grown only if the vocabulary grows. The grown models stay in `keep`, or are temporary.
-
-    Raises:
-        ConfigError: an invalid size or vocabulary, models that cannot be grown, or existing folders in `keep`.
-        WriteError: the folders cannot be written. Otherwise as in `resolve_model`.
-    """
+    """Grow the target, and the drafts if the vocabulary grows; yield the options of the grown models and a summary."""
     source, drafts = resolve_model(options.model), resolve_folders(options.model, options.drafts)
     old = _shape_of(source)
     with ExitStack() as stack:

@@ -143,10 +143,7 @@ def best(modes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def comparisons(fastest: Mapping[str, str], samples: Mapping[str, Sequence[Sample]]) -> list[dict[str, Any]]:
-    """Return the speed of plain decoding, "auto" and the fastest mode relative to the fastest peer of each kind.
-
-    `fastest` is the result of `best`. The median, minimum and maximum are over repeats.
-    """
+    """Return the speed of plain decoding, "auto" and the fastest mode over that of the fastest peer of each kind."""
     ours = dict.fromkeys([PLAIN, "auto", *([fastest["ours"]] if "ours" in fastest else [])])
     peers = [name for name in ("hf-plain", fastest.get("assisted"), fastest.get("lookup")) if name is not None]
     result = []

@@ -20,8 +20,7 @@ _WIDEST, _DEEPEST = 4, 6
 def default_branching(nodes: int) -> tuple[int, ...]:
     """Return a non-increasing branching by depth, such as (3, 2, 1), for the largest tree of at most `nodes` nodes.
 
-    Ties are broken by the smallest sum, which avoids stars and chains, then by the greatest depth. `nodes`, at least 2,
-    includes the root.
+    Ties are broken by the smallest sum, which avoids stars and chains, then by the greatest depth.
     """
     shapes: list[tuple[int, ...]] = [()]
     for shape in shapes:  # extended while iterating

@@ -35,13 +35,7 @@ WHY_BATCH_ONE = "transformers' assisted decoding supports batch 1 only"
 
 
 def bench(options: Options, grown: GrownTarget | None = None) -> dict[str, Any]:
-    """Run the benchmark and return the `--json` document.
-
-    The source model of a grown target also decodes the prompts, for comparison.
-
-    Raises:
-        ConfigError: an invalid mode, prompt file or value. Otherwise as in `LLM`.
-    """
+    """Run the benchmark and return the `--json` document. The source of a grown target also decodes the prompts."""
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     target = resolve_model(options.model)

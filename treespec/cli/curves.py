@@ -63,10 +63,7 @@ def measure_in_children(
     quantization: str | None,
     seconds: float,
 ) -> list[dict[str, Any]]:
-    """Measure the curve for each number of threads in a child process, because an engine fixes it at its self-test.
-
-    Raises a child's user error, and RuntimeError if a child failed otherwise.
-    """
+    """Measure the curve for each number of threads in a child process, because an engine fixes it at its self-test."""
     from tqdm import tqdm
 
     from treespec.errors import TreespecError

@@ -182,10 +182,7 @@ class CommandTarget(NamedTuple):
 
 
 def choose_target(model: str | None, chat: bool | None) -> CommandTarget:
-    """Resolve the defaults of --model and --chat.
-
-    SmolLM2 answers if it is installed, else the embedded model continues the prompt.
-    """
+    """Resolve the defaults of --model and --chat: SmolLM2 answers if it is installed, else the embedded continues."""
     from treespec.startup import smollm2
 
     note = None

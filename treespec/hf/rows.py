@@ -57,10 +57,7 @@ class ProcessorScoring:
 
     @outside_code()
     def scores(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int]) -> Tensor:
-        """Return the processed scores, float32 [vocab].
-
-        Raises RequestError if a processor fails or returns anything else.
-        """
+        """Return the processed scores, float32 [vocab]. Raises RequestError if a processor fails."""
         prefix = [*tokens, *ancestors]
         sequence = torch.tensor(prefix, dtype=torch.int64, device=logits.device)
         ids = torch.cat((self._padding.to(logits.device), sequence))[None]
@@ -82,10 +79,7 @@ class Row(Request):
 
     @outside_code()
     def accept(self, tokens: Sequence[int]) -> list[int]:
-        """Return the verified tokens to emit, up to the first at which a criterion fires or fails.
-
-        A failure ends only this row, with an error.
-        """
+        """Return the verified tokens to emit, up to the first at which a criterion fires, or fails, for this row only."""
         assert self.padding is not None
         if self.first_token_at is None:
             self.first_token_at = time.perf_counter()

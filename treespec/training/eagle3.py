@@ -32,11 +32,7 @@ def head_layers(num_layers: int) -> tuple[int, ...]:
 
 
 def head_config(target: PreTrainedConfig, rows: int) -> LlamaConfig:
-    """Return the config of a head: one Llama layer of the target's size, and `rows` tokens.
-
-    Raises ModelError if the target's config has not the sizes of such a layer, or the target scales what the head
-    shares.
-    """
+    """Return the config of a head: one Llama layer of the target's size, and `rows` tokens. Raises ModelError."""
     if missing := [name for name in NEEDED if getattr(target, name, None) is None]:
         raise ModelError(f"cannot train a draft head for {target.model_type}: its config has no {missing[0]}")
     if target.model_type.startswith("gemma"):
@@ -177,8 +173,7 @@ class Eagle3Module(nn.Module):
 def make_head(target: Any, target_ids: np.ndarray, num_states: int) -> Eagle3Module:
     """Return an untrained head with the target's final norm and its head's rows, in float32.
 
-    Its feature begins as the last of the `num_states` states that it reads. `target_ids`, int64 [rows + 1], as for a
-    student.
+    Its feature begins as the last of the `num_states` states that it reads. `target_ids`: int64 [rows + 1].
     """
     config = head_config(target.config, len(target_ids) - 1)
     head = Eagle3Module(config, target.get_input_embeddings().weight, num_states)

@@ -206,10 +206,7 @@ def train(
 
 
 class ProgressLog:
-    """Shows a progress bar on a terminal; prints a line every 30 seconds elsewhere.
-
-    `held_out` is the latest agreement on held-out data, if there is one.
-    """
+    """Shows a progress bar on a terminal; prints a line every 30 seconds elsewhere."""
 
     def __init__(self, name: str, progress: TrainingProgress, budget: Budget | None = None) -> None:
         self.name, self.budget = name, budget

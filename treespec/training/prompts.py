@@ -26,8 +26,7 @@ class TrainingPrompt:
 def read_training_prompts(paths: Sequence[Path], chat: bool) -> list[TrainingPrompt]:
     """Read prompts from `.jsonl` and `.json` lists, and all other UTF-8 text files; raw texts are cut into passages.
 
-    Folders are read recursively. `chat` as in `read_prompts`. Raises ConfigError for an invalid entry, or no text in
-    any file, and OSError for a path that does not exist.
+    Folders are read recursively. `chat` as in `read_prompts`. Raises ConfigError and OSError.
     """
     prompts: list[TrainingPrompt] = []
     skipped = 0

@@ -47,10 +47,7 @@ def _k_means(vectors: np.ndarray, count: int, rng: np.random.Generator) -> tuple
 
 
 def balanced_owners(costs: np.ndarray) -> np.ndarray:
-    """Assign each lesson to its cheapest specialist, none of which gets less than half of an equal share.
-
-    `costs`: float [lessons, specialists].
-    """
+    """Assign each of [lessons, specialists] to a cheap specialist; none gets less than half of an equal share."""
     number, count = costs.shape
     owners = costs.argmin(1)
     for poor in np.argsort(np.bincount(owners, minlength=count)):

@@ -74,10 +74,7 @@ def default_names(group: str = "default") -> tuple[str, ...]:
 
 
 def default_folder(name: str, group: str = "default") -> Path:
-    """Return the folder of a model of a group: `target` or one of the SSMs.
-
-    Raises FileNotFoundError, listing the installed models, if there is no model of this name.
-    """
+    """Return the folder of a model of a group: `target` or one of the SSMs. Raises FileNotFoundError."""
     names = default_names(group)
     if name not in names:
         raise FileNotFoundError(

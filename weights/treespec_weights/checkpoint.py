@@ -190,10 +190,7 @@ def _info(handle: Any, file: str, name: str) -> TensorInfo:
 
 
 def _placement(root: Path) -> tuple[dict[str, str], list[str], list[Problem]]:
-    """Read the index: tensor name to shard (empty for a single file), the files to open, and the problems.
-
-    Raises CheckpointError if the folder has no safetensors file to open.
-    """
+    """Read the index: tensor name to shard (empty for a single file), the files to open, and the problems."""
     present = {entry.name for entry in root.iterdir()}
     if INDEX not in present:
         if SINGLE not in present:

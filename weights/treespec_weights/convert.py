@@ -198,10 +198,7 @@ def as_folder(path: Path, dtype: torch.dtype) -> Iterator[Path]:
 def plan_steps(
     checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules, written_as: FamilyRules, transform: Transform
 ) -> list[ConversionStep]:
-    """Return the steps of a conversion, layer by layer.
-
-    Raises CheckpointError if the checkpoint does not match its config, or if tensors of several dtypes would be fused.
-    """
+    """Return the steps of a conversion, layer by layer. Raises CheckpointError if several dtypes would be fused."""
     placements, problems = checked_placements(checkpoint, shape, rules), list[Problem]()
     stored = None if checkpoint.folder.is_file() else stored_scheme(checkpoint)  # a GGUF file's tensors are dequantised
     named = rules.for_names(checkpoint.names())

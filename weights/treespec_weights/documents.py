@@ -53,18 +53,12 @@ def read_document(folder: Path, name: str) -> Any:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the parsed config.json of a checkpoint (a result of `resolve_folder`).
-
-    Raises the errors of `read_document`, and CheckpointConfigError if it is not a JSON object.
-    """
+    """Return the parsed config.json of a checkpoint. Raises as `read_document`, and if it is not a JSON object."""
     return _read_object(folder, CONFIG)
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
-    """Return the parsed generation_config.json of a checkpoint without null values, or {} if it has none.
-
-    Raises as `read_config`.
-    """
+    """Return the parsed generation_config.json of a checkpoint without null values, or {} if it has none."""
     if not has_document(folder, GENERATION_CONFIG):
         return {}
     return {key: value for key, value in _read_object(folder, GENERATION_CONFIG).items() if value is not None}
@@ -79,10 +73,7 @@ def _read_object(folder: Path, name: str) -> dict[str, Any]:
 
 
 def write_documents(path: Path, folder: Path) -> None:
-    """Write all documents of a GGUF file except config.json, which depends on the format of the weights.
-
-    Raises CheckpointError as `read_document`, and WriteError.
-    """
+    """Write all documents of a GGUF file except config.json, which depends on the format of the weights."""
     for name in _MAKERS:
         if name != CONFIG and has_document(path, name) and (document := read_document(path, name)):
             # Indentation makes json several times slower, which takes seconds for a large tokenizer.

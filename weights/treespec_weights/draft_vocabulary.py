@@ -24,10 +24,7 @@ def write_draft_vocabulary(folder: Path, target_ids: np.ndarray, target_size: in
 
 
 def read_draft_vocabulary(folder: Path, rows: int, target_size: int) -> np.ndarray | None:
-    """Return the target's ids of a draft's rows, int64 [rows]; None if the draft has its own full vocabulary.
-
-    Raises CheckpointError for an unreadable file, a map for another vocabulary size, or ids out of order or range.
-    """
+    """Return the target's ids of a draft's rows, int64 [rows]; None for a full vocabulary. Raises CheckpointError."""
     path = folder / FILE
     if not path.exists():
         return None

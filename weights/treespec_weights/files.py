@@ -58,10 +58,7 @@ def _hub_hint(name: str) -> str:
 
 
 def _gguf_in(folder: Path) -> Path | None:
-    """Return the GGUF file, or its first part, of the only model of a folder without safetensors, or None.
-
-    Raises CheckpointError for several models, and for a link to a file outside.
-    """
+    """Return the GGUF file, or its first part, of the only model of a folder without safetensors, or None."""
     try:
         names = sorted(os.listdir(folder))
     except OSError:

@@ -128,10 +128,7 @@ DraftForm: TypeAlias = HeadForm | BlockForm | StateForm
 
 
 def read_head(folder: Path | str) -> DraftForm | None:
-    """Return the form of the draft head in a folder; None if its config.json is that of an ordinary model.
-
-    Raises UnsupportedModelError for another kind of head, and CheckpointConfigError for contradictory values.
-    """
+    """Return the form of the draft head in a folder; None for an ordinary model. Raises CheckpointConfigError."""
     root = resolve_folder(folder)
     if root.is_file():
         return None

@@ -126,10 +126,7 @@ def _values_match(wanted: object, written: object) -> bool:
 
 
 def _with_defaults(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with the defaults of its config class.
-
-    Raises CheckpointConfigError if transformers rejects it.
-    """
+    """Return a config with the defaults of its class. Raises CheckpointConfigError if transformers rejects it."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig  # takes seconds to import
 

@@ -141,10 +141,7 @@ def quantizable(shape: ModelShape) -> dict[str, TensorShape]:
 
 
 def quantized_group(shape: ModelShape, quantization: str) -> int | None:
-    """Return the number of inputs that share a scale in this quantisation, or None for one scale per row.
-
-    Raises ValueError if no supported group size divides all matrices.
-    """
+    """Return the inputs that share a scale, or None for one scale per row. Raises ValueError if none divides them."""
     return group_of({size[1] for size in quantizable(shape).values()}) if BITS[quantization] == 4 else None
 
 
@@ -269,9 +266,7 @@ def checked_placements(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyR
 
 
 def value_problems(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> list[Problem]:
-    """Return the problems that `match` cannot see: a stored head that is not the tied embedding, or biases that the
-    config rules out and that are not zero.
-    """
+    """Return the problems that `match` cannot see: a head that is not the embedding, or biases that are not zero."""
     rules = _rules_of(checkpoint, shape, rules)
     if shape.tied and rules.tied_copy in checkpoint.tensors:
         embed = _embedding(rules).name

@@ -13,10 +13,7 @@ KEY = "quantization_config"
 
 
 def scheme_of(config: Mapping[str, Any], folder: Path | str = ".") -> QuantScheme | None:
-    """Return the scheme of a parsed config.json, or of a GGUF file's config, or None if it is not quantised.
-
-    Raises UnsupportedModelError, naming the key and the unsupported value.
-    """
+    """Return the scheme of a config, or None if it is not quantised. Raises UnsupportedModelError."""
     section = config.get(KEY)
     if section is None:
         return None

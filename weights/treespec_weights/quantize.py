@@ -88,10 +88,7 @@ def _scale(grouped: Tensor, steps: float, dtype: torch.dtype) -> Tensor:
 
 
 def quantize_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a weight as E4M3 [out_features, in_features] and its scales, [out_features, 1] of the weight's dtype.
-
-    Raises ValueError for NaN or infinity.
-    """
+    """Return a finite weight as E4M3 [out_features, in_features] and its scales, [out_features, 1] of its dtype."""
     _check_matrix(weight)
     rows = weight.float()
     scale = _scale(rows.unsqueeze(1), _FP8_MAX, weight.dtype)

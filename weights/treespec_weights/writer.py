@@ -79,9 +79,7 @@ def plan_shards(groups: Iterable[Sequence[Output]], shard_bytes: int) -> list[Sh
 
 
 def progress(on_bytes: Callable[[int, int], None] | None, total: int, done: int = 0) -> Callable[[int], None]:
-    """Return an `on_bytes` for `write_shard` that accumulates bytes from `done` and reports (sum, `total`) to
-    another.
-    """
+    """Return an `on_bytes` for `write_shard` that reports the sum of bytes, from `done` on, and `total` to another."""
 
     def advance(count: int) -> None:
         nonlocal done

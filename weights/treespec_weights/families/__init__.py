@@ -27,10 +27,7 @@ FAMILIES = {
 
 
 def family_of(config: Mapping[str, Any], folder: Path | str = ".") -> FamilyRules:
-    """Return the rules for a parsed config.json.
-
-    Raises UnsupportedModelError for an unknown family, variant or quantisation.
-    """
+    """Return the rules for a parsed config.json. Raises UnsupportedModelError."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         message = f"{model_type!r} is not supported; supported: {', '.join(FAMILIES)}"

@@ -64,11 +64,7 @@ def rules_of(file: GgufFile) -> FamilyRules:
 
 
 def hf_config(file: GgufFile) -> dict[str, Any]:
-    """Return the config.json of a GGUF file, without a quantization_config.
-
-    Raises UnsupportedModelError for an unsupported architecture or variant, and CheckpointConfigError with all missing
-    and malformed values.
-    """
+    """Return the config.json of a GGUF file, without a quantization_config. Raises CheckpointConfigError."""
     rules, arch = rules_of(file), file.architecture
     variants = [
         Problem("config", repr(f"{arch}.{key}"), f"{value!r} is not supported")

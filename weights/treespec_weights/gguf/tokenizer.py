@@ -67,10 +67,7 @@ def has_tokenizer(file: GgufFile) -> bool:
 
 
 def tokenizer_json(file: GgufFile) -> dict[str, Any]:
-    """Return the tokenizer.json of a GGUF file; one beside the file takes precedence over its metadata.
-
-    Raises CheckpointError for an unsupported tokenizer or pre-tokenizer, and for unusable values.
-    """
+    """Return the tokenizer.json of a GGUF file; one beside the file takes precedence over its metadata."""
     if (file.path.parent / "tokenizer.json").exists():
         found = read_json(file.path.parent, "tokenizer.json", unique_keys=False)
         if not isinstance(found, dict):

@@ -79,7 +79,7 @@ class Row(Request):
 
     @outside_code()
     def accept(self, tokens: Sequence[int]) -> list[int]:
-        """Return the verified tokens to emit, up to the first at which a criterion fires, or fails, for this row only."""
+        """Return the verified tokens to emit, up to the first at which a criterion fires; a failure ends this row."""
         assert self.padding is not None
         if self.first_token_at is None:
             self.first_token_at = time.perf_counter()

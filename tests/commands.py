@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import typer
 from typer.testing import CliRunner
 
-from treespec.cli import app as treespec_app
+from treespec.cli import app
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -25,7 +24,7 @@ class Ran(NamedTuple):
         return json.loads(self.stdout)
 
 
-def run(*arguments: object, code: int = 0, stdin: str | bytes = "", app: typer.Typer = treespec_app) -> Ran:
+def run(*arguments: object, code: int = 0, stdin: str | bytes = "") -> Ran:
     """Run a command in this process; asserts its exit code, and that it ended by no exception of its own."""
     result = CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
     assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)

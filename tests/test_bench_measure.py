@@ -40,11 +40,11 @@ def test_a_peer_whose_first_token_took_longer_than_all_is_run_again(monkeypatch:
     peers, peer = Transformers.__new__(Transformers), Peer("hf-plain", "plain", "plain")
     seconds = [5.0, 3.0, 1.0, 3.0]  # to the first token and of all, twice
     monkeypatch.setattr(peers, "generate", lambda prompts, count, options: (seconds.pop(0), [[7] * count]))
-    sample = peers.run(peer, [[1, 2]], 5)
+    sample = peers.run(peer, 5, [[1, 2]])
     assert not seconds and (sample.decode_seconds, sample.total_seconds, sample.ttft) == (2.0, 3.0, [1.0])
     seconds = [5.0, 3.0] * 9
     with pytest.raises(ModelError, match="hf-plain: one token took longer than 5, 5 times"):
-        peers.run(peer, [[1, 2]], 5)
+        peers.run(peer, 5, [[1, 2]])
 
 
 def test_acceptance_of_an_oracle() -> None:
@@ -101,8 +101,8 @@ def test_transformers_reads_gguf_targets_and_reduced_drafts(tmp_path: Path) -> N
     draft = reduce_vocabulary(tmp_path / "draft", target, known)
     peers = Transformers(file, {"ssm": draft}, torch.device("cpu"), torch.float32)
     prompts = random_prompts((5, 9))
-    plain = [peers.run(Peer("hf-plain", "plain", "plain"), [prompt], 24) for prompt in prompts]
-    assisted = [peers.run(Peer("hf-assisted", "assisted", "assisted", "ssm", 3), [prompt], 24) for prompt in prompts]
+    plain = [peers.run(Peer("hf-plain", "plain", "plain"), 24, [prompt]) for prompt in prompts]
+    assisted = [peers.run(Peer("hf-assisted", "assisted", "assisted", "ssm", 3), 24, [prompt]) for prompt in prompts]
     assert [sample.tokens for sample in assisted] == [sample.tokens for sample in plain]
     # The draft is the target on half of the tokens, so it predicts all of these.
     accepted = sum(24 - sample.passes[0] for sample in assisted)

@@ -52,9 +52,9 @@ def test_failures_are_counted(engine: AsyncLLM, prompts: Path, tmp_path: Path) -
     "options, message",
     [
         (("--server", "http://127.0.0.1:9"), "--server http://127.0.0.1:9: Connection error."),
-        (("--server", "http://x", "--nodes", "8", "--draft", "d"), "--draft, --nodes: the server decides on it"),
-        (("--server", "http://x", "--request-rate", "0"), "--request-rate 0.0: valid: requests per second, above 0"),
-        (("--max-concurrency", "3"), "--request-rate and --max-concurrency go with --server URL"),
+        (("--server", "http://x", "--nodes", "8", "--draft", "d"), "drafts, nodes: the server decides on it"),
+        (("--server", "http://x", "--request-rate", "0"), "request_rate=0.0; valid: requests per second, above 0"),
+        (("--max-concurrency", "3"), "request_rate and max_concurrency go with server"),
     ],
 )
 def test_what_it_refuses(options: tuple[str, ...], message: str) -> None:

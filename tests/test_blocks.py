@@ -29,11 +29,11 @@ from tests.models import edit_config, greedy, make_draft, new_folder, open_llm, 
 from tests.quantized_checkpoints import needs_compiler
 from tests.tokenizers_made import TEXT, byte_level, save_tokenizer
 from treespec import RoundRecord, SamplingParams, SpecConfig
+from treespec.cli import app
 from treespec.drafters.ssm.forest import CompiledForest
 from treespec.drafters.ssm.levels import DraftModelCache
 from treespec.errors import ModelError
 from treespec_weights import CheckpointError, UnsupportedModelError
-from treespec_weights.cli import app
 
 SHAPE = TargetShape(num_hidden_layers=8)
 # By name: what `write_dflash` is told, and the layers of the target that are read.
@@ -260,7 +260,7 @@ def test_tensors_that_do_not_fit() -> None:
 
 def test_a_draft_of_another_target() -> None:
     write_dflash(draft := new_folder("block"), TargetShape(hidden_size=32), layout="z-lab")
-    with pytest.raises(CheckpointError, match="reads 96 values per token, 3 layers of the target have 64 each"):
+    with pytest.raises(CheckpointError, match="96 values per token, 3 layers of the target have 64 each"):
         open_llm(target_of(), [draft])
     write_dflash(mapped := new_folder("block"), TargetShape(vocab_size=128), layout="speculators", draft_vocab=64)
     with pytest.raises(CheckpointError, match="the head is for a vocabulary of 128 tokens, the target has 256"):
@@ -301,7 +301,7 @@ def test_inspect_describes_block_drafts() -> None:
     target = target_of()
     drafts = [make_block(kind, target) for kind in ("speculators", "pard", "peagle")]
     options = [option for draft in drafts for option in ("--draft", str(draft))]
-    result = CliRunner().invoke(app, ["inspect", str(target), *options, "--json"])
+    result = CliRunner().invoke(app, ["weights", "inspect", str(target), *options, "--json"])
     first, second, third = json.loads(result.stdout)["drafts"]
     assert first["connection"] == (
         "DFlash draft, reads the inputs of the target's layers 1, 4, 6 and predicts 5 tokens in a pass; "
@@ -312,6 +312,6 @@ def test_inspect_describes_block_drafts() -> None:
     assert third["connection"] == f"parallel EAGLE head, {reads}; proposes 96 of 256 tokens"
     assert first["usable"] and second["usable"] and third["usable"] and first["parameters"] > 0
     write_dflash(drafts[0], TargetShape(hidden_size=32), layout="z-lab")
-    result = CliRunner().invoke(app, ["inspect", str(target), "--draft", str(drafts[0]), "--json"])
+    result = CliRunner().invoke(app, ["weights", "inspect", str(target), "--draft", str(drafts[0]), "--json"])
     [unusable] = json.loads(result.stdout)["drafts"]
-    assert not unusable["usable"] and "use a draft that was trained for this target" in unusable["reason"]
+    assert not unusable["usable"] and "use a draft of this target" in unusable["reason"]

@@ -194,8 +194,8 @@ def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
     """Writing really fails, at a limit on files' sizes that needs no permission to set."""
     source = make(tmp_path / "a", **LARGE)
     script = (
-        "import resource, sys; from treespec_weights.cli import app\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000)); app(sys.argv[1:])"
+        "import resource, sys; from treespec.cli import app\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000)); app(['weights', *sys.argv[1:]])"
     )
     done = program("-c", script, "convert", str(source), str(tmp_path / "b"), "--shard-size=1KB", "--json")
     assert done.returncode == 2, done.stderr

@@ -27,6 +27,7 @@ from tests.gguf_files import add_tensor, finish, random_blocks, transformers_rea
 from tests.models import greedy, make_llama, new_folder, open_llm, random_prompts
 from tests.quantized_checkpoints import needs_compiler
 from treespec import LLM, SpecConfig
+from treespec.cli import app
 from treespec.errors import ModelError
 from treespec.models.model_config import ModelConfig
 from treespec.startup.memory import weight_bytes
@@ -44,7 +45,6 @@ from treespec_weights import (
     read_config,
     verify_checkpoint,
 )
-from treespec_weights.cli import app
 from treespec_weights.gguf import reader
 from treespec_weights.gguf.blocks import FORMS, read_blocks
 from treespec_weights.quantize import Quantized, dequantize
@@ -643,9 +643,9 @@ def test_inspection() -> None:
 def test_the_command_line(tmp_path: Path) -> None:
     path, runner = str(llama_file("Q8_0")), CliRunner()
     for arguments in (["inspect", path, "--draft", path], ["verify", path], ["convert", path, str(tmp_path / "new")]):
-        result = runner.invoke(app, arguments)
+        result = runner.invoke(app, ["weights", *arguments])
         assert result.exit_code == 0, result.output
-    assert "usable" in runner.invoke(app, ["inspect", path, "--draft", path]).output
+    assert "usable" in runner.invoke(app, ["weights", "inspect", path, "--draft", path]).output
     with mock.patch("treespec.cli.generate.load_llm", lambda model, *_, **__: open_llm(Path(model))):
         result = runner.invoke(treespec.cli.app, ["generate", "3 4 5", "--model", path, "--max-tokens", "4", "--json"])
     assert result.exit_code == 0 and len(json.loads(result.stdout)["token_ids"]) == 4

@@ -204,7 +204,8 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     ):
         pass
     (tmp_path / "other").mkdir()
+    sizes = {"n_layer": 1, "n_embd": 8, "n_head": 1, "vocab_size": 9, "n_positions": 4}
     for family, error, words in (("bloom", CheckpointError, "bloom"), ("gpt2", ConfigError, "gpt2 .* cannot be grown")):
-        (tmp_path / "other" / "config.json").write_text(json.dumps({"model_type": family}))
+        (tmp_path / "other" / "config.json").write_text(json.dumps({"model_type": family} | sizes))
         with pytest.raises(error, match=words), grown(Options(model=tmp_path / "other"), "1B", None, None):
             pass

@@ -31,9 +31,9 @@ from tests.heads_made import (
 from tests.models import edit_config, greedy, make_draft, new_folder, open_llm, quick, random_prompts
 from tests.quantized_checkpoints import needs_compiler
 from treespec import RoundRecord, SamplingParams, SpecConfig
+from treespec.cli import app
 from treespec.errors import KernelError
 from treespec_weights import CheckpointError, UnsupportedModelError
-from treespec_weights.cli import app
 
 SHAPE = TargetShape(num_hidden_layers=8)
 
@@ -181,14 +181,12 @@ def spoiled(folder: Path, **changes: Any) -> Path:
 def test_a_head_of_another_target() -> None:
     head = make_head("specforge")
     wider = target_of(hidden_size=128, num_hidden_layers=8)
-    with pytest.raises(CheckpointError, match=r"head reads 192 values per token, the target has 3 layers .* size 128"):
+    with pytest.raises(CheckpointError, match=r"192 values per token, 3 layers of the target have 128 each"):
         open_llm(wider, [head])
     with pytest.raises(CheckpointError, match="for a vocabulary of 256 tokens, the target has 272"):
         open_llm(target_of(vocab_size=272), [head])
     deep = make_head("specforge, other layers, whole vocabulary")
-    with pytest.raises(
-        CheckpointError, match=r"inputs of the target's layers \(1, 3, 6\), and the target has 4 layers"
-    ):
+    with pytest.raises(CheckpointError, match=r"reads layers \(1, 3, 6\), and the target has 4 layers"):
         open_llm(target_of(num_hidden_layers=4), [deep])
 
 
@@ -264,9 +262,11 @@ def test_inspection() -> None:
     head, eagle = make_head("speculators"), make_eagle1("eagle-1")
 
     def shown(target: Path, head: Path = head) -> str:
-        return " ".join(CliRunner().invoke(app, ["inspect", str(target), "--draft", str(head)]).output.split())
+        return " ".join(
+            CliRunner().invoke(app, ["weights", "inspect", str(target), "--draft", str(head)]).output.split()
+        )
 
     expected = "usable: EAGLE-3 head, reads the inputs of the target's layers 2, 4, 5; proposes 64 of 256 tokens"
     assert expected in shown(target_of())
     assert "usable: EAGLE head, reads the target's output states; proposes 256 of 256" in shown(target_of(), eagle)
-    assert "use a head that was trained for this target" in shown(target_of(hidden_size=128))
+    assert "use a head of this target" in shown(target_of(hidden_size=128))

@@ -14,10 +14,10 @@ from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNot
 from typer.testing import CliRunner
 
 from tests.models import make_llama
+from treespec.cli import app
 from treespec.errors import CheckpointError, ModelError
 from treespec.startup.options import resolve_model
 from treespec_weights import HubError, OptionError, fetch, is_hub_id
-from treespec_weights.cli import app
 from treespec_weights.hub import ALLOWED, IGNORED
 
 pytestmark = pytest.mark.slow
@@ -57,7 +57,7 @@ def http_error(kind: type[Exception], message: str) -> Exception:
 
 
 def run(*arguments: object, code: int = 0) -> Any:
-    result = CliRunner().invoke(app, ["fetch", *map(str, arguments), "--json"])
+    result = CliRunner().invoke(app, ["weights", "fetch", *map(str, arguments), "--json"])
     assert result.exit_code == code, result.output
     return json.loads(result.stdout)
 
@@ -81,7 +81,7 @@ def test_fetch(tmp_path: Path, hub: Any) -> None:
     assert run("owner/model", f"--to={tmp_path / 'to'}")["folder"] == str(folder)
     assert calls[0]["revision"] == "v1" and "local_dir" not in calls[0]
     assert calls[1]["revision"] is None and calls[1]["local_dir"] == str(tmp_path / "to")
-    text = CliRunner().invoke(app, ["fetch", "owner/model"])
+    text = CliRunner().invoke(app, ["weights", "fetch", "owner/model"])
     assert text.stdout == f"{folder}\n"
     assert resolve_model("owner/model") == folder and calls[-1]["repo_id"] == "owner/model"
 
@@ -166,6 +166,6 @@ def test_the_cache_serves_offline(tmp_path: Path) -> None:
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("0123abcd")
     command = f"import os; os.environ['HF_HUB_CACHE'] = {str(tmp_path)!r}; "
-    command += "from treespec_weights.cli import app; app(['fetch', 'owner/model', '--json'])"
+    command += "from treespec.cli import app; app(['weights', 'fetch', 'owner/model', '--json'])"
     done = offline("-c", command)
     assert json.loads(done.stdout)["folder"] == str(repository / "snapshots" / "0123abcd"), done.stderr

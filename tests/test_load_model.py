@@ -15,8 +15,8 @@ from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCau
 from typer.testing import CliRunner
 
 from tests.tokenizers_made import letters, save_tokenizer
+from treespec.cli import app
 from treespec_weights import compare_draft, inspect_checkpoint, verify_checkpoint
-from treespec_weights.cli import app
 
 ROOT = Path(__file__).resolve().parents[1]
 Q = "model.layers.1.self_attn.q_proj.weight"
@@ -54,7 +54,7 @@ def save_llama(folder: Path, hidden_size: int, vocab_size: int = 40, **options: 
 
 
 def run(*arguments: str | Path, code: int = 0) -> str:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    result = CliRunner().invoke(app, ["weights", *map(str, arguments)])
     assert result.exit_code == code, result.output
     assert result.exception is None or isinstance(result.exception, SystemExit)
     return result.stdout
@@ -326,7 +326,7 @@ def test_missing_folder(tmp_path: Path, command: str) -> None:
     error = json.loads(run(command, tmp_path / "nope", "--json", code=2))["error"]
     assert error["type"] == "FileNotFoundError"
     assert "nope" in error["message"]
-    result = CliRunner().invoke(app, [command, str(tmp_path / "nope")])
+    result = CliRunner().invoke(app, ["weights", command, str(tmp_path / "nope")])
     assert (result.exit_code, result.stdout) == (2, "")
     assert "no such checkpoint folder" in result.stderr
 

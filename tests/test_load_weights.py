@@ -360,7 +360,7 @@ def test_malformed_config(tmp_path: Path, text: str) -> None:
 
 def test_embedded_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(treespec_weights, "models_folder", lambda group: tmp_path / group)
-    with pytest.raises(FileNotFoundError, match=r"no embedded model 'target'.* missing from this installation"):
+    with pytest.raises(FileNotFoundError, match=r"no embedded model 'target'.* the weights are missing"):
         default_folder("target")
     (tmp_path / "default").mkdir()
     write(tmp_path / "default" / "target", llama_tensors())

@@ -603,9 +603,9 @@ def test_a_request_that_fails_ends_with_an_error(client: OpenAI, llm: LLM, monke
         (["--chat-template", "/absent"], "/absent"),
         (["--tool-call-parser", "xml"], "'xml'; valid: auto, hermes, llama3_json, mistral"),
         (["--reasoning-parser", "xml"], "'xml'; valid: auto, think"),
-        (["--audit", "2"], "'--audit'"),
-        (["--request-timeout", "0"], "'--request-timeout'"),
-        (["--port", "70000"], "'--port'"),
+        (["--audit", "2"], "audit=2.0"),
+        (["--request-timeout", "0"], "--request-timeout 0.0; valid"),
+        (["--port", "70000"], "port=70000"),
         (["/absent/model"], "/absent/model"),
     ],
 )

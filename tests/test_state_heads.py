@@ -30,8 +30,8 @@ from tests.state_heads_made import (
     write_speculator,
 )
 from treespec import LLM, RoundRecord, SamplingParams, SpecConfig
+from treespec.cli import app
 from treespec_weights import CheckpointError
-from treespec_weights.cli import app
 
 SHAPE = TargetShape(num_hidden_layers=3)
 HEADS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
@@ -134,7 +134,7 @@ def test_heads_of_another_target() -> None:
 
 def test_inspect_describes_them() -> None:
     options = [option for name in ("medusa, vllm", "speculator") for option in ("--draft", str(make_head(name)))]
-    result = CliRunner().invoke(app, ["inspect", str(target_of()), *options, "--json"])
+    result = CliRunner().invoke(app, ["weights", "inspect", str(target_of()), *options, "--json"])
     first, second = json.loads(result.stdout)["drafts"]
     reads = "reads the target's output states and predicts 3 tokens; proposes"
     assert first["connection"] == f"Medusa head, {reads} 96 of 256 tokens"

@@ -15,8 +15,9 @@ from tests.models import make_llama, new_folder
 from tests.tokenizers_made import TEXT, byte_level, save_tokenizer
 from treespec import LLM, SpecConfig, train_drafts
 from treespec.errors import ConfigError, ModelError
-from treespec.training.dflash import make_dflash, write_dflash
-from treespec.training.eagle3 import head_layers, make_head, write_head
+from treespec.training.dflash import make_dflash
+from treespec.training.eagle3 import head_layers, make_head
+from treespec.training.head_kinds import write_head
 
 VOCAB, DEPTHS = 384, 3
 
@@ -79,7 +80,7 @@ def test_block_predictions_are_those_of_the_reference(tmp_path: Path) -> None:
     torch.manual_seed(2)
     draft = make_dflash(target, ids, len(layers))
     randomise(draft)
-    write_dflash(draft, tmp_path, ids, target.config)
+    write_head(draft, tmp_path, ids, target.config)
     load_rounded(draft, tmp_path)
     tokens = torch.randint(VOCAB, (2, 12), generator=torch.Generator().manual_seed(3), dtype=torch.int64)
     roots = torch.tensor([[1, 4, 11], [2, 3, 9]])

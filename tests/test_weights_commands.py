@@ -12,21 +12,21 @@ import torch
 from typer.testing import CliRunner
 
 from tests.models import embedded_draft, make_llama
+from treespec.cli import app
 from treespec_weights import compare_draft, inspect_checkpoint, verify_checkpoint
-from treespec_weights.cli import app
 from treespec_weights.timing import time_loading
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def run(*arguments: object, code: int = 0) -> Any:
-    result = CliRunner().invoke(app, [*map(str, arguments), "--json"])
+    result = CliRunner().invoke(app, ["weights", *map(str, arguments), "--json"])
     assert result.exit_code == code, result.output
     return json.loads(result.stdout)
 
 
 def text(*arguments: object) -> str:
-    result = CliRunner().invoke(app, [*map(str, arguments)])
+    result = CliRunner().invoke(app, ["weights", *map(str, arguments)])
     assert (result.exit_code, result.stderr) == (0, ""), result.output
     return result.stdout
 

@@ -1,9 +1,11 @@
 """Inspect and convert safetensors models: `python weights/load_model.py inspect FOLDER`.
 
-The other commands are verify, load, convert, grow and fetch, as in `treespec weights`.
+The other commands are verify, load, convert, grow and fetch: it is `treespec weights`.
 """
 
-from treespec_weights.cli import app
+import sys
+
+from treespec.cli import app
 
 if __name__ == "__main__":
-    app()
+    app(["weights", *sys.argv[1:]])

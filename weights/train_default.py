@@ -151,15 +151,15 @@ class Build:
         def build(name: str) -> LlamaForCausalLM:
             return models.build(s.shape(name), s.vocab_size, s.seed).to(self.device)
 
-        minutes, rate = self.args.target_minutes, PEAK_RATE
+        minutes = self.args.target_minutes
         model = build("target")
         if (self.work / "target.pt").exists():
             self.progress["shallow"] = train.read_progress(self.work / "shallow.pt")
         else:
             budget = train.Budget(minutes, self.args.max_steps, end=SHALLOW)
-            models.stack(self._train("shallow", build("shallow"), loss_of(SHALLOW_WINDOWS), budget, rate), model)
+            models.stack(self._train("shallow", build("shallow"), loss_of(SHALLOW_WINDOWS), budget), model)
         budget = train.Budget(minutes, self.args.max_steps, start=SHALLOW)
-        return self._train("target", model, loss_of(0), budget, rate)
+        return self._train("target", model, loss_of(0), budget)
 
     def drafts(self) -> Path:
         """Train the drafts as `treespec train` does, each mostly on one kind of text; return their folder `drafts/`."""
@@ -183,10 +183,10 @@ class Build:
         return self.work / "drafts"
 
     def _train(
-        self, name: str, model: LlamaForCausalLM, loss_of: train.LossFunction, budget: train.Budget, rate: float
+        self, name: str, model: LlamaForCausalLM, loss_of: train.LossFunction, budget: train.Budget
     ) -> LlamaForCausalLM:
-        checkpoint = self.work / f"{name}.pt"
-        self.progress[name] = train.train(name, model, loss_of, budget, rate, checkpoint, self.pause)
+        file = self.work / f"{name}.pt"
+        self.progress[name] = train.train(name, model, loss_of, budget, PEAK_RATE, file, self.pause)
         return model.eval()
 
     def finish(self, target: LlamaForCausalLM, drafts: Path) -> None:
@@ -256,12 +256,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument(
-        "--work", type=Path, default=cache / "treespec" / "train", help="folder of intermediate results"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=folder / "treespec_weights" / "default", help="folder of the result"
-    )
+    parser.add_argument("--work", type=Path, default=cache / "treespec" / "train", help="intermediate results")
+    parser.add_argument("--out", type=Path, default=folder / "treespec_weights" / "default", help="the result")
     parser.add_argument("--resume", action="store_true", help="continue from the work folder")
     parser.add_argument("--target", type=Path, help="train SSMs for this target, and export only these")
     parser.add_argument("--target-minutes", type=float, default=80, help="training time of the target")
@@ -272,20 +268,12 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--kinds", nargs="+", choices=data.KINDS, default=list(data.KINDS), help="kinds of text")
     parser.add_argument("--held-out", nargs="+", default=list(data.HELD_OUT), help="packages excluded from training")
     parser.add_argument("--package-cap", type=int, default=8_000_000, help="maximum characters per package and kind")
-    parser.add_argument(
-        "--text-root", type=Path, action="append", default=[], help="use this folder's packages instead"
-    )
+    parser.add_argument("--text-root", type=Path, action="append", default=[], help="folder of packages to use instead")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
-    parser.add_argument(
-        "--compile",
-        action=argparse.BooleanOptionalAction,
-        default=shutil.which("g++") is not None,
-        help="compile the training step (a quarter faster on a CPU)",
-    )
-    parser.add_argument(
-        "--compare", action="store_true", help="also train a generalist, into the work folder's drafts/"
-    )
+    compiles = {"action": argparse.BooleanOptionalAction, "default": shutil.which("g++") is not None}
+    parser.add_argument("--compile", **compiles, help="compile the training step (a quarter faster on a CPU)")
+    parser.add_argument("--compare", action="store_true", help="also train a generalist, into drafts/ of --work")
     parser.add_argument("--prompts", type=int, default=256, help="held-out prompts to evaluate on and export")
     parser.add_argument("--new-tokens", type=int, default=128, help="tokens per continuation")
     parser.add_argument("--seed", type=int, default=0)

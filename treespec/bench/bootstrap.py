@@ -13,9 +13,6 @@ def resampled_lengths(samples: Sequence[Sample]) -> np.ndarray:
     """Return a mode's tokens per pass over all prompts, followed by those of each resample.
 
     Prompts are drawn with all their repeats, by a fixed seed: the same prompts for every mode.
-
-    Args:
-        samples: of the mode, one per repeat.
     """
     tokens = np.array([[len(tokens) for tokens in sample.tokens] for sample in samples]).sum(0)
     passes = np.array([sample.passes for sample in samples]).sum(0)

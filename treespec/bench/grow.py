@@ -5,41 +5,30 @@ See `treespec_weights.grow`.
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from treespec.bench.options import Options
 from treespec.errors import ConfigError
 from treespec.startup.options import resolve_device, resolve_folders, resolve_model
-from treespec_weights import LLAMA, ModelShape, as_folder, family_of, read_config
+from treespec_weights import ModelShape, as_folder, family_of, read_config
 from treespec_weights.errors import OptionError
 from treespec_weights.files import resolve_folder
 from treespec_weights.grow import grow_checkpoint, grown_shape, widened
-from treespec_weights.rules import FamilyRules
 from treespec_weights.sizes import parse_size
 
 
-@dataclass(frozen=True)
-class GrownTarget:
-    """A grown target.
-
-    Attributes:
-        source: folder of the source model.
-        shape: grown shape.
-        of: name of the source model.
-    """
-
-    source: Path
+class GrownTarget(NamedTuple):
+    source: Path  # folder of the source model
     shape: ModelShape
-    of: str
+    of: str  # name of the source model
 
     @property
     def figures(self) -> dict[str, Any]:
-        """Entry of the JSON document."""
         shape = self.shape
         return {
             "of": self.of,
@@ -50,27 +39,16 @@ class GrownTarget:
 
 
 @contextmanager
-def grown(options: Options, size: str, vocab: int | None, keep: Path | None) -> Iterator[tuple[Options, GrownTarget]]:
-    """Grow the target; yield the options of the grown models and a description.
-
-    Drafts are grown only if the vocabulary grows.
-
-    Args:
-        options: the benchmark's options.
-        size: number of parameters, such as "0.5B".
-        vocab: grown vocabulary size; None = unchanged.
-        keep: folder for the grown models; None = temporary folders.
-
-    Raises:
-        ConfigError: an invalid size or vocabulary, models that cannot be grown, or existing folders in `keep`.
-        WriteError: the folders cannot be written. Otherwise as in `resolve_model`.
-    """
+def grown(
+    options: Options, size: str, vocab: int | None, keep: str | Path | None
+) -> Iterator[tuple[Options, GrownTarget]]:
+    """Grow the target, and the drafts if the vocabulary grows; yield the options of the grown models and a summary."""
     source, drafts = resolve_model(options.model), resolve_folders(options.model, options.drafts)
     old = _shape_of(source)
     with ExitStack() as stack:
         try:
             shape = grown_shape(old, parse_size(size, "--grow"), vocab, ("--grow", "--grow-vocab"))
-            root = keep if keep is not None else Path(stack.enter_context(TemporaryDirectory(prefix="treespec-grown-")))
+            root = Path(keep or stack.enter_context(TemporaryDirectory(prefix="treespec-grown-")))
             root.mkdir(parents=True, exist_ok=True)
             grow_checkpoint(source, root / "target", shape, options.seed, resolve_device(options.device))
             folders = [str(folder) for _, folder in drafts]
@@ -97,11 +75,4 @@ def _grow_drafts(drafts: Sequence[tuple[str, Path]], root: Path, vocab: int, see
 def _shape_of(folder: Path) -> ModelShape:
     folder = resolve_folder(folder)
     config = read_config(folder)
-    return ModelShape.from_hf(config, _rules_of(config, folder), folder)
-
-
-def _rules_of(config: dict[str, Any], folder: Path) -> FamilyRules:
-    rules = family_of(config, folder)
-    if rules is not LLAMA:
-        raise ConfigError(f"{folder}: {rules.model_type} models cannot be grown; valid: {LLAMA.model_type}")
-    return rules
+    return ModelShape.from_hf(config, family_of(config, folder), folder)

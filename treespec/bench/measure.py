@@ -6,6 +6,7 @@ All modes decode a batch before the next batch starts, so that transient load on
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from treespec.bench.profile import profiled
 from treespec.config.configs import SpecConfig
@@ -16,35 +17,20 @@ from treespec.sampling_params import SamplingParams
 
 @dataclass
 class Sample:
-    """Measurements of one mode. Lists have one entry per prompt, in order; times are in seconds.
+    """Measurements of one mode. Lists have one entry per prompt, in order; times are in seconds."""
 
-    Attributes:
-        tokens: output token ids.
-        decode_seconds: sum over batches, without prefill.
-        decoded: tokens generated in `decode_seconds`.
-        total_seconds: sum over batches, with prefill.
-        ttft: from a batch's start to the first token.
-        per_token: the request's decode seconds per token.
-        passes: target passes that emitted tokens.
-        nodes: rows of these passes, summed over prompts; None if unknown.
-        accepted_by_source: accepted drafted tokens by source.
-        accepted: number of trees by accepted drafted tokens; empty if unknown.
-        rounds: number of rounds; a round is one target pass of the whole batch.
-        stages: seconds of all rounds by stage, as in `profile.MEANING`.
-    """
-
-    tokens: list[list[int]] = field(default_factory=list)
-    decode_seconds: float = 0.0
-    decoded: int = 0
-    total_seconds: float = 0.0
-    ttft: list[float] = field(default_factory=list)
-    per_token: list[float] = field(default_factory=list)
-    passes: list[int] = field(default_factory=list)
-    nodes: int | None = None
-    accepted_by_source: Counter[str] = field(default_factory=Counter)
-    accepted: Counter[int] = field(default_factory=Counter)
-    rounds: int = 0
-    stages: dict[str, float] = field(default_factory=dict)
+    tokens: list[list[int]] = field(default_factory=list)  # output token ids
+    decode_seconds: float = 0.0  # sum over batches, without prefill
+    decoded: int = 0  # tokens generated in `decode_seconds`
+    total_seconds: float = 0.0  # sum over batches, with prefill
+    ttft: list[float] = field(default_factory=list)  # from a batch's start to the first token
+    per_token: list[float] = field(default_factory=list)  # the request's decode seconds per token
+    passes: list[int] = field(default_factory=list)  # target passes that emitted tokens
+    nodes: int | None = None  # rows of these passes, summed over prompts; None if unknown
+    accepted_by_source: Counter[str] = field(default_factory=Counter)  # accepted drafted tokens by source
+    accepted: Counter[int] = field(default_factory=Counter)  # trees by accepted drafted tokens; empty if unknown
+    rounds: int = 0  # target passes of the whole batch
+    stages: dict[str, float] = field(default_factory=dict)  # seconds of all rounds by stage, as in `profile.MEANING`
 
     @property
     def seconds_per_token(self) -> float:
@@ -73,21 +59,10 @@ def run_ours(
 ) -> Sample:
     """Decode prompts as one batch without detokenization; times are measured from a request's arrival to its end.
 
-    Args:
-        llm, spec: engine and speculative decoding options.
-        prompts: token ids.
-        max_tokens: output tokens per prompt; end tokens are ignored.
-        temperature: 0 = greedy.
-        seeds: one per prompt if sampled.
-
-    Raises:
-        RequestError: a prompt was rejected.
+    End tokens are ignored. Sampled prompts need a seed each.
     """
-    params = [SamplingParams(max_tokens=max_tokens, ignore_eos=True)] * len(prompts)
-    if temperature > 0:
-        params = [
-            SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=temperature, seed=seed) for seed in seeds
-        ]
+    options: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": True, "temperature": temperature}
+    params = [SamplingParams(**options, seed=seed) for seed in (seeds if temperature > 0 else [None] * len(prompts))]
     with profiled(llm.engine) as profile:
         outputs = llm.generate(list(prompts), params, spec=spec)
     prefill, total = profile.prefill_seconds, max(output.metrics.seconds for output in outputs)
@@ -123,17 +98,12 @@ def interleave(
     batch: int,
     repeats: int,
     seed: int = 0,
+    advance: Callable[[], object] = lambda: None,
 ) -> dict[str, list[Sample]]:
     """Run every mode over all prompts and return one sample per mode and repeat.
 
-    The order of modes rotates from batch to batch, so that order effects average out.
-
-    Args:
-        runs: modes by name.
-        prompts: token ids.
-        batch: batch size.
-        repeats: runs of every mode over all prompts.
-        seed: sampling seeds derive from it; they differ by repeat and prompt, and are equal for all modes.
+    The order of modes rotates from batch to batch, so that order effects average out. Sampling seeds derive from
+    `seed`; they differ by repeat and prompt, and are equal for all modes. `advance` is called after each run.
     """
     samples: dict[str, list[Sample]] = {name: [] for name in runs}
     names, turn = list(runs), 0
@@ -145,5 +115,6 @@ def interleave(
             seeds = [sampling_seed(seed, repeat, prompt) for prompt in range(start, start + len(batch_prompts))]
             for name in names[turn:] + names[:turn]:
                 samples[name][-1].add(runs[name](batch_prompts, seeds))
+                advance()
             turn = (turn + 1) % len(names)
     return samples

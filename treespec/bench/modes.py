@@ -1,9 +1,9 @@
 """Benchmark modes of treespec and transformers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from treespec.config.configs import SpecConfig
 from treespec.errors import ConfigError
@@ -13,28 +13,19 @@ PLAIN = "plain"
 
 @dataclass(frozen=True)
 class Mode:
-    """A treespec mode.
+    """A treespec mode."""
 
-    Args:
-        name: name in `--only` and the JSON document, without spaces and commas.
-        label: name in tables.
-        options: arguments of `SpecConfig`; None = plain decoding.
-        keeps_tokens: whether tokens must equal plain decoding with the same seed.
-    """
-
-    name: str
-    label: str
-    options: dict[str, Any] | None
-    keeps_tokens: bool = True
+    name: str  # name in `--only` and the JSON document, without spaces and commas
+    label: str  # name in tables
+    options: dict[str, Any] | None  # arguments of `SpecConfig`; None = plain decoding
+    keeps_tokens: bool = True  # whether tokens must equal plain decoding with the same seed
 
     @property
     def spec(self) -> SpecConfig | str:
-        """Speculative decoding options."""
         return "off" if self.options is None else SpecConfig(**self.options)
 
     @property
     def figures(self) -> dict[str, Any]:
-        """Entry of the JSON document."""
         spec = SpecConfig.resolve(self.spec, SpecConfig())
         branching = spec.branching
         return {
@@ -50,24 +41,16 @@ class Mode:
 
 @dataclass(frozen=True)
 class Peer:
-    """A transformers mode.
-
-    Args:
-        name, label: as in `Mode`.
-        kind: kind of generation.
-        draft: name of the assistant model, for "assisted".
-        k: drafted tokens per round, for "assisted" and "lookup"; None = transformers' own schedule.
-    """
+    """A transformers mode."""
 
     name: str
     label: str
-    kind: Literal["plain", "assisted", "lookup"]
-    draft: str | None = None
-    k: int | None = None
+    kind: Literal["plain", "assisted", "lookup"]  # kind of generation
+    draft: str | None = None  # name of the assistant model, for "assisted"
+    k: int | None = None  # drafted tokens per round, for "assisted" and "lookup"; None = transformers' own schedule
 
     @property
     def figures(self) -> dict[str, Any]:
-        """Entry of the JSON document."""
         return {
             "engine": "transformers",
             "label": self.label,
@@ -84,27 +67,19 @@ class Peer:
         return self.kind != "plain"
 
 
-@dataclass(frozen=True)
-class Selection:
+class Selection(NamedTuple):
     """The modes of a run, plain decoding first."""
 
-    ours: list[Mode] = field(default_factory=list)
-    peers: list[Peer] = field(default_factory=list)
+    ours: list[Mode]
+    peers: list[Peer]
 
 
 def our_modes(
-    ssms: Sequence[str], k_values: Sequence[int], nodes: Sequence[int], combinations: Sequence[str] = ()
+    ssms: Sequence[str], k_values: Sequence[int], nodes: Sequence[int], combine: Sequence[str] = ()
 ) -> list[Mode]:
     """Return plain decoding, chains of each length, trees of each source alone and combined, and the default.
 
-    Args:
-        ssms: names of the SSMs.
-        k_values: chain lengths.
-        nodes: tree sizes.
-        combinations: further sets of sources, such as "head+lookup", for trees of each size and for "auto".
-
-    Raises:
-        ConfigError: a combination names an unknown source.
+    `combine` adds trees of each size, and "auto", of sets of sources such as "head+lookup".
     """
     modes = [Mode(PLAIN, "plain decoding", None)]
     if ssms:
@@ -126,7 +101,7 @@ def our_modes(
             options |= {"max_ssms": 1} if name.startswith("trusted") else {}
             modes.append(Mode(f"tree-{name}-n{count}", f"{label}, {count} nodes", options))
     valid = (*ssms, "ssm", "lookup", "suffix")
-    for name in combinations:
+    for name in combine:
         sources = tuple(name.split("+"))
         if unknown := [source for source in sources if source not in valid]:
             raise ConfigError(f"--combine {name}: unknown {', '.join(unknown)}; valid: {', '.join(valid)}, joined by +")
@@ -148,11 +123,7 @@ def peer_modes(ssms: Sequence[str], k_values: Sequence[int]) -> list[Peer]:
 
 
 def select(ours: Sequence[Mode], peers: Sequence[Peer], only: Sequence[str]) -> Selection:
-    """Return the modes whose names match a pattern of `only` (empty = all), and always plain decoding, the baseline.
-
-    Raises:
-        ConfigError: a pattern matches nothing.
-    """
+    """Return the modes whose names match a pattern of `only` (empty = all), and always plain decoding, the baseline."""
     names = [mode.name for mode in ours] + [peer.name for peer in peers]
     for pattern in only:
         if not any(fnmatchcase(name, pattern) for name in names):

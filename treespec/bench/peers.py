@@ -21,12 +21,8 @@ _TRIES = 5  # a disturbed run to the first token may take longer than a short fu
 class Transformers:
     """Runs a target and its SSMs in transformers.
 
-    Uses transformers' defaults, except greedy decoding, no end token, and a constant K if the peer has one.
-
-    Args:
-        target: the target's folder or GGUF file, which is dequantised.
-        drafts: the SSMs' folders by name. Reduced vocabularies are expanded to the target's.
-        device, dtype: those of the compared engine.
+    Uses transformers' defaults, except greedy decoding, no end token, and a constant K if the peer has one. A GGUF
+    target is dequantised; reduced vocabularies of drafts are expanded to the target's.
     """
 
     def __init__(self, target: Path, drafts: Mapping[str, Path], device: torch.device, dtype: torch.dtype):
@@ -36,13 +32,8 @@ class Transformers:
         self._passes = 0
         self._target.register_forward_pre_hook(self._count)
 
-    def run(self, peer: Peer, prompts: Sequence[list[int]], max_tokens: int) -> Sample:
-        """Decode prompts as one left-padded batch. Prefill time is measured as a run to the first token.
-
-        Args:
-            peer: the mode.
-            prompts: token ids; a single prompt if the peer supports batch 1 only.
-            max_tokens: output tokens per prompt, at least 2.
+    def run(self, peer: Peer, max_tokens: int, prompts: Sequence[list[int]], seeds: Sequence[int] = ()) -> Sample:
+        """Decode prompts as one left-padded batch, without `seeds`. Prefill time is that of a run to the first token.
 
         Raises:
             ModelError: transformers generated another number of tokens than `max_tokens`, or the run to the first token

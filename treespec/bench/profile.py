@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -21,29 +22,19 @@ MEANING = {
 }
 
 
+@dataclass
 class Profile:
-    """Measurements of a `profiled` context.
+    """Measurements of a `profiled` context."""
 
-    Attributes:
-        rounds: engine steps with at least one verified tree.
-        accepted: number of trees by accepted drafted tokens.
-        stages: seconds by stage, as in `MEANING`; the sum is the time of all steps without prefill.
-        prefill_seconds: seconds of prefill, including the SSMs'.
-    """
-
-    def __init__(self) -> None:
-        self.rounds = 0
-        self.accepted: Counter[int] = Counter()
-        self.stages = dict.fromkeys(MEANING, 0.0)
-        self.prefill_seconds = 0.0
+    rounds: int = 0  # engine steps with at least one verified tree
+    accepted: Counter[int] = field(default_factory=Counter)  # trees by accepted drafted tokens
+    # seconds by stage, as in `MEANING`; the sum is the time of all steps without prefill
+    stages: dict[str, float] = field(default_factory=dict)
+    prefill_seconds: float = 0.0  # including the SSMs'
 
 
 def acceptance_by_depth_of(accepted: Counter[int]) -> list[float]:
-    """Return the shares of trees whose accepted path reached depth 1, 2, ...
-
-    Args:
-        accepted: number of trees by accepted tokens.
-    """
+    """Return the shares of trees whose accepted path reached depth 1, 2, ..., from numbers of trees by its depth."""
     total, deepest = accepted.total(), max(accepted, default=0)
     return [sum(n for depth, n in accepted.items() if depth >= d) / total for d in range(1, deepest + 1)]
 

@@ -35,6 +35,5 @@ def choose(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:
 
 
 def _round_robin(lists: Sequence[Sequence[Prompt]]) -> Iterator[Prompt]:
-    """Yield the prompts of the lists in round-robin order."""
     for row in zip_longest(*lists):
         yield from (prompt for prompt in row if prompt is not None)

@@ -12,34 +12,10 @@ from treespec.bench.modes import PLAIN, Mode, Peer
 from treespec.bench.profile import acceptance_by_depth_of
 from treespec.text.prompt_files import Prompt
 
+# figures that are available for treespec's modes only
+OURS = """acceptance_by_depth accepted_by_source nodes_per_pass profile_ms verify_share noise_share efficiency
+    pass_ratio draft_share""".split()
 LOOPING = 0.5  # outputs whose share of distinct 4-grams is at most this count as looping
-
-DEFINITIONS = {
-    "acceptance_length": "output tokens per target pass, including the target's token; 1.00 for plain decoding",
-    "acceptance_length_interval": "95 % interval [low, high], bootstrap over prompts with all their repeats",
-    "acceptance_length_not_looping": f"the same over prompts whose plain output has more than {LOOPING:.0%} distinct "
-    "4-grams",
-    "acceptance_by_depth": "share of target passes whose accepted path reached depth 1, 2, ...",
-    "output_throughput": "output tokens per second of decoding, without prefill; median of the repeats",
-    "speedup": "decoding time per token of treespec's plain decoding over the mode's, in the same repeat and batch; "
-    "median, minimum and maximum of the repeats",
-    "e2e_speedup": "the same including prefill of target and drafts",
-    "mean_ttft_ms": "from a request's arrival to its first token, including prefill; transformers: a run of one token",
-    "p50_itl_ms": "a request's decoding time over its tokens; percentiles over requests and repeats",
-    "nodes_per_pass": "rows of the target pass per request, root included",
-    "mismatches": "output tokens that differ from treespec's plain decoding with the same seeds; maximum over repeats. "
-    "None for sampling with verification by rejection or traversal, which preserve the distribution, not the tokens",
-    "distinct_4grams": "share of distinct 4-grams of the outputs, mean over prompts",
-    "efficiency": "speedup / (acceptance_length / (pass_ratio + draft_share)): achieved share of the speed-up that the "
-    "passes allow; in a batch, whose requests end at different times, tokens per round over plain decoding's tokens "
-    "per round replace the acceptance length",
-    "pass_ratio": "mean time of a target pass over that of plain decoding",
-    "draft_share": "mean drafting time of a round over the mean time of plain decoding's target pass",
-    "verify_share": "verification's share of a round: logits to probabilities, choices, the walk; without noise",
-    "noise_share": "share of a round spent on drawing sampling noise, for drafting and verification",
-    "rules": "acceptance lengths of verification rules on one topology, and their differences on the same prompts and "
-    "seeds: [value, low, high], bootstrap over prompts with all their repeats",
-}
 
 
 def distinct_share(tokens: Sequence[int]) -> float:
@@ -61,14 +37,9 @@ def summarise(
     prompts: Sequence[Prompt],
     sampled: bool = False,
 ) -> dict[str, Any]:
-    """Summarise a mode over its repeats.
+    """Summarise a mode's samples, one per repeat, and those of plain decoding in the same repeats and batch.
 
-    Args:
-        mode: the measured mode.
-        samples: its samples, one per repeat.
-        plain: samples of plain decoding in the same repeats and batch.
-        prompts: in the samples' order.
-        sampled: whether seeds differ between repeats.
+    Prompts are in the samples' order. If `sampled`, seeds differ between repeats.
     """
     shares = [statistics.mean(distinct_share(base.tokens[i]) for base in plain) for i in range(len(prompts))]
     lively = [i for i, share in enumerate(shares) if share > LOOPING]
@@ -95,17 +66,9 @@ def summarise(
         "acceptance_length_interval": interval(resampled_lengths(samples))[1:],
         "acceptance_length_not_looping": _tau(samples, lively),
         "acceptance_length_by_kind": by_kind,
-        "acceptance_by_depth": None,
-        "accepted_by_source": None,
-        "nodes_per_pass": None,
         "mismatches": _mismatches(mode, samples, plain, sampled),
         "distinct_4grams": statistics.mean(distinct_share(tokens) for tokens in samples[0].tokens),
-        "efficiency": None,
-        "pass_ratio": None,
-        "draft_share": None,
-        "verify_share": None,
-        "noise_share": None,
-        "profile_ms": None,
+        **dict.fromkeys(OURS),
     }
     return figures | (_engine_figures(samples, plain) if isinstance(mode, Mode) else {})
 
@@ -118,7 +81,7 @@ def _mismatches(mode: Mode | Peer, samples: Sequence[Sample], plain: Sequence[Sa
 
 
 def _engine_figures(samples: Sequence[Sample], plain: Sequence[Sample]) -> dict[str, Any]:
-    """Return the figures that are available for treespec's modes only."""
+    """Return the figures of `OURS`, the last three only beside plain decoding."""
     accepted = sum((sample.accepted for sample in samples[1:]), samples[0].accepted.copy())
     sources = sum((sample.accepted_by_source for sample in samples[1:]), samples[0].accepted_by_source.copy())
     figures: dict[str, Any] = {
@@ -180,15 +143,7 @@ def best(modes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def comparisons(fastest: Mapping[str, str], samples: Mapping[str, Sequence[Sample]]) -> list[dict[str, Any]]:
-    """Return the speed of plain decoding, "auto" and the fastest mode relative to the fastest peer of each kind.
-
-    Args:
-        fastest: names as returned by `best`.
-        samples: samples of every mode, by name.
-
-    Returns:
-        Per pair, the median, minimum and maximum over repeats.
-    """
+    """Return the speed of plain decoding, "auto" and the fastest mode over that of the fastest peer of each kind."""
     ours = dict.fromkeys([PLAIN, "auto", *([fastest["ours"]] if "ours" in fastest else [])])
     peers = [name for name in ("hf-plain", fastest.get("assisted"), fastest.get("lookup")) if name is not None]
     result = []

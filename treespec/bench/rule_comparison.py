@@ -12,7 +12,6 @@ from treespec.bench.modes import PLAIN, Mode
 from treespec.config.configs import RANDOM_DRAWS, VERIFICATIONS, SpecConfig
 from treespec.errors import ConfigError
 
-TEMPERATURE = 0.8  # default for rule comparisons
 PAIRS = (("traversal", "rejection"), ("rejection", "naive"), ("coupled", "naive"), ("traversal", "coupled"))
 _WIDEST, _DEEPEST = 4, 6
 
@@ -21,9 +20,6 @@ def default_branching(nodes: int) -> tuple[int, ...]:
     """Return a non-increasing branching by depth, such as (3, 2, 1), for the largest tree of at most `nodes` nodes.
 
     Ties are broken by the smallest sum, which avoids stars and chains, then by the greatest depth.
-
-    Args:
-        nodes: at least 2, root included.
     """
     shapes: list[tuple[int, ...]] = [()]
     for shape in shapes:  # extended while iterating
@@ -41,13 +37,7 @@ def _size(branching: tuple[int, ...]) -> int:
 def rule_modes(rules: Sequence[str], branchings: Sequence[tuple[int, ...]], sampled: bool) -> list[Mode]:
     """Return plain decoding, and each rule on each topology. Only SSMs draft, because lookup has no probabilities.
 
-    Args:
-        rules: names from `VERIFICATIONS`.
-        branchings: topologies, as children per node by depth.
-        sampled: whether tokens are sampled; with greedy decoding, tokens are equal under all rules.
-
-    Raises:
-        ConfigError: an invalid topology.
+    If tokens are not `sampled`, they are equal under all rules.
     """
     modes = [Mode(PLAIN, "plain decoding", None)]
     for branching in branchings:
@@ -64,26 +54,17 @@ def rule_modes(rules: Sequence[str], branchings: Sequence[tuple[int, ...]], samp
 
 
 def parse_rules(values: Sequence[str]) -> tuple[str, ...]:
-    """Parse rule names (comma-separated, repeated or "all") into unique rules in the order of `VERIFICATIONS`.
-
-    Raises:
-        ConfigError: an unknown rule.
-    """
-    names = [name for value in values for name in value.split(",") if name]
-    for name in names:
+    """Return the named rules, or "all", once each, in the order of `VERIFICATIONS`. Raises ConfigError for others."""
+    for name in values:
         if name not in ("all", *VERIFICATIONS):
             raise ConfigError(f"--verification {name}: valid are {', '.join(VERIFICATIONS)}, or all")
-    return tuple(rule for rule in VERIFICATIONS if rule in names or "all" in names)
+    return tuple(rule for rule in VERIFICATIONS if rule in values or "all" in values)
 
 
 def intervals(modes: Sequence[Mode], samples: Mapping[str, Sequence[Sample]]) -> dict[str, Any]:
     """Return acceptance lengths of rules and their paired differences, with bootstrap intervals over prompts.
 
     Prompts are resampled with all their repeats, identically for every mode.
-
-    Args:
-        modes: rules on their topologies.
-        samples: samples by mode name, with at least one prompt.
     """
     by_rule: dict[int, dict[str, str]] = {}
     figures: dict[str, np.ndarray] = {}

@@ -1,7 +1,6 @@
 """Load test of an OpenAI-compatible server, with the measures and JSON fields of vLLM's `bench serve`."""
 
 import asyncio
-import math
 import os
 import time
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import openai
 
+from treespec.bench.options import Options
 from treespec.bench.prompts import choose, held_out_prompts
 from treespec.errors import ConfigError
 from treespec.text.prompt_files import Prompt, read_prompts
@@ -26,101 +26,65 @@ MEASURES = {
 }
 
 
-@dataclass(frozen=True)
-class Load:
-    """Requests to send to a server.
-
-    Attributes:
-        url: of the server, without /v1.
-        model: its name on the server; None for the first one that the server lists.
-        prompts: JSONL file; None for the held-out instructions.
-        num_prompts: number of requests.
-        max_tokens: tokens of each answer, which do not end earlier.
-        temperature: of all requests; request i has seed `seed` + i.
-        request_rate: mean arrivals per second, in a Poisson process; infinite sends all at once.
-        max_concurrency: maximum number of requests in flight; None = no limit.
-        seed: of the choice of prompts, the arrivals and the requests.
-    """
-
-    url: str
-    model: str | None
-    prompts: Path | None
-    num_prompts: int
-    max_tokens: int
-    temperature: float
-    request_rate: float
-    max_concurrency: int | None
-    seed: int
-
-
 @dataclass
 class Answer:
-    """Times of one request, in seconds from its start, and its tokens.
+    """Times of one request, in seconds from its start, and its tokens."""
 
-    Attributes:
-        chunks: arrival of each chunk with text.
-        prompt_tokens, tokens: as the server counts them.
-        error: why it failed; None if it succeeded.
-    """
-
-    chunks: list[float] = field(default_factory=list)
+    chunks: list[float] = field(default_factory=list)  # arrival of each chunk with text
     seconds: float = 0.0
-    prompt_tokens: int = 0
+    prompt_tokens: int = 0  # as the server counts them
     tokens: int = 0
-    error: str | None = None
+    error: str | None = None  # why it failed; None if it succeeded
 
 
-def bench_server(load: Load) -> dict[str, Any]:
-    """Send requests to a server and return the measurements.
-
-    Raises:
-        ConfigError: the server does not answer, no request succeeded, or invalid prompts.
-    """
-    prompts = choose(read_prompts(load.prompts or held_out_prompts(True), chat=True), load.num_prompts, load.seed)
-    return asyncio.run(_run(load, [prompts[i % len(prompts)] for i in range(load.num_prompts)]))
+def bench_server(options: Options) -> dict[str, Any]:
+    """Send requests to a server and return the measurements. Raises ConfigError if none succeeds."""
+    path = Path(options.prompts or held_out_prompts(True))
+    prompts = choose(read_prompts(path, chat=True), options.samples, options.seed)
+    return asyncio.run(_run(options, [prompts[i % len(prompts)] for i in range(options.samples)]))
 
 
-async def _run(load: Load, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    base = load.url.rstrip("/").removesuffix("/v1") + "/v1"
+async def _run(options: Options, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    base = str(options.server).rstrip("/").removesuffix("/v1") + "/v1"
     key = os.environ.get("OPENAI_API_KEY", "none")
     # Failures are counted, not retried.
     async with openai.AsyncOpenAI(base_url=base, api_key=key, max_retries=0, timeout=None) as client:
         try:
-            model = load.model or (await client.models.list()).data[0].id
-            await _ask(client, load, model, prompts[0], 0)  # warm-up
+            model = str(options.model or (await client.models.list()).data[0].id)
+            await _ask(client, options, model, prompts[0], 0)  # warm-up
         except openai.OpenAIError as error:
-            raise ConfigError(f"--server {load.url}: {error}") from error
-        limit = asyncio.Semaphore(load.max_concurrency or len(prompts))
-        arrivals = _arrivals(load, len(prompts))
+            raise ConfigError(f"--server {options.server}: {error}") from error
+        limit = asyncio.Semaphore(options.max_concurrency or len(prompts))
+        arrivals = _arrivals(options, len(prompts))
         began, date = time.perf_counter(), datetime.now().strftime("%Y%m%d-%H%M%S")
 
         async def one(i: int) -> Answer:
             await asyncio.sleep(began + arrivals[i] - time.perf_counter())
             async with limit:
                 try:
-                    return await _ask(client, load, model, prompts[i], i)
+                    return await _ask(client, options, model, prompts[i], i)
                 except openai.OpenAIError as error:
                     return Answer(error=str(error))
 
         answers = await asyncio.gather(*map(one, range(len(prompts))))
-        return _document(load, model, answers, time.perf_counter() - began, date)
+        return _document(options, model, answers, time.perf_counter() - began, date)
 
 
-def _arrivals(load: Load, count: int) -> np.ndarray:
+def _arrivals(options: Options, count: int) -> np.ndarray:
     """Return the seconds from the start at which requests arrive, float64 [count]."""
-    if math.isinf(load.request_rate):
+    if options.request_rate is None:
         return np.zeros(count)
-    gaps = np.random.default_rng(load.seed).exponential(1 / load.request_rate, count)
+    gaps = np.random.default_rng(options.seed).exponential(1 / options.request_rate, count)
     return np.cumsum(gaps) - gaps[0]
 
 
-async def _ask(client: openai.AsyncOpenAI, load: Load, model: str, prompt: Prompt, index: int) -> Answer:
+async def _ask(client: openai.AsyncOpenAI, options: Options, model: str, prompt: Prompt, index: int) -> Answer:
     """Stream one answer."""
-    options: dict[str, Any] = {
+    body: dict[str, Any] = {
         "model": model,
-        "max_tokens": load.max_tokens,
-        "temperature": load.temperature,
-        "seed": load.seed + index,
+        "max_tokens": options.max_tokens,
+        "temperature": options.temperature,
+        "seed": options.seed + index,
         "stream": True,
         "stream_options": {"include_usage": True},
         "extra_body": {"ignore_eos": True},
@@ -128,7 +92,7 @@ async def _ask(client: openai.AsyncOpenAI, load: Load, model: str, prompt: Promp
     answer, content, began = Answer(), prompt.content, time.perf_counter()
     is_chat = isinstance(content, list) and isinstance(content[0], dict)
     create: Any = client.chat.completions.create if is_chat else client.completions.create
-    stream = await create(**{"messages" if is_chat else "prompt": content}, **options)
+    stream = await create(**{"messages" if is_chat else "prompt": content}, **body)
     async for chunk in stream:
         if chunk.choices and (getattr(chunk.choices[0], "text", None) or _content(chunk.choices[0])):
             answer.chunks.append(time.perf_counter() - began)
@@ -143,19 +107,19 @@ def _content(choice: Any) -> str | None:
     return None if delta is None else delta.content or getattr(delta, "reasoning_content", None)
 
 
-def _document(load: Load, model: str, answers: Sequence[Answer], seconds: float, date: str) -> dict[str, Any]:
+def _document(options: Options, model: str, answers: Sequence[Answer], seconds: float, date: str) -> dict[str, Any]:
     done = [answer for answer in answers if answer.error is None and answer.chunks]
     if not done:
-        raise ConfigError(f"--server {load.url}: no request succeeded; the first failed with: {answers[0].error}")
+        raise ConfigError(f"--server {options.server}: no request succeeded; the first failed with: {answers[0].error}")
     tokens, prompt_tokens = sum(answer.tokens for answer in done), sum(answer.prompt_tokens for answer in done)
     document: dict[str, Any] = {
         "date": date,
         "endpoint_type": "openai",
         "model_id": model,
         "num_prompts": len(answers),
-        "request_rate": "inf" if math.isinf(load.request_rate) else load.request_rate,
-        "max_concurrency": load.max_concurrency,
-        "temperature": load.temperature,
+        "request_rate": "inf" if options.request_rate is None else options.request_rate,
+        "max_concurrency": options.max_concurrency,
+        "temperature": options.temperature,
         "duration": seconds,
         "completed": len(done),
         "failed": len(answers) - len(done),
@@ -180,7 +144,6 @@ def _document(load: Load, model: str, answers: Sequence[Answer], seconds: float,
 
 
 def table(document: dict[str, Any]) -> str:
-    """Format the measurements as text."""
     concurrency = document["max_concurrency"]
     limit = "" if concurrency is None else f", at most {concurrency} at once"
     lines = [

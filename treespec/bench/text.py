@@ -27,6 +27,7 @@ def header(document: Mapping[str, Any]) -> str:
     versions, grown = document["versions"], document["grown"]
     commit = f", commit {document['commit']}" if document["commit"] else ""
     threads = f"{document['threads']} thread{'' if document['threads'] == 1 else 's'}"
+    sampling = f"temperature {document['temperature']:g}" if document["temperature"] else "greedy"
     lines = [
         f"machine   {document['processor']}, {document['device']}, {threads}"
         + (", passes compiled (compile=True)" if document["linear"] == "compiled" else ""),
@@ -34,7 +35,7 @@ def header(document: Mapping[str, Any]) -> str:
         f"models    {document['model']}, drafts {', '.join(document['drafts']) or 'none'}, {document['dtype']}"
         + (f", target quantised to {document['quantization']}" if document.get("quantization") else ""),
         f"prompts   {document['num_prompts']}{_kinds(document['kinds'])}, "
-        f"{document['total_input_tokens']} tokens; {document['max_tokens']} output tokens each, {_sampling(document)}, "
+        f"{document['total_input_tokens']} tokens; {document['max_tokens']} output tokens each, {sampling}, "
         f"{document['repeats']} repeats, seed {document['seed']}",
     ]
     if document["prompts_left_out"]:
@@ -71,10 +72,6 @@ def body(document: Mapping[str, Any], profile: bool) -> str:
     used = ", ".join(f"{name.replace('_', ' ')} {mib:.0f} MiB" for name, mib in memory.items())
     legends = [LEGEND, RULES_LEGEND] if any(run["rules"] for run in document["runs"]) else [LEGEND]
     return "\n\n".join([*blocks, "\n".join(legends), f"memory  {used}"])
-
-
-def _sampling(document: Mapping[str, Any]) -> str:
-    return f"temperature {document['temperature']:g}" if document["temperature"] else "greedy"
 
 
 def _speed(title: str, modes: Sequence[Mapping[str, Any]]) -> str:

@@ -139,7 +139,6 @@ def _curves(entries: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _print(document: dict[str, Any], as_json: bool, done: str = "written") -> None:
-    """Print curves and stored kernels, or the whole document as JSON."""
     if as_json:
         print_json(document)
         return

@@ -1,6 +1,5 @@
 """Measure cost curves for `treespec autotune`, in one process per number of threads."""
 
-import builtins
 import json
 import os
 import subprocess
@@ -64,13 +63,10 @@ def measure_in_children(
     quantization: str | None,
     seconds: float,
 ) -> list[dict[str, Any]]:
-    """Measure the curve for each number of threads in a child process, because an engine fixes it at its self-test.
-
-    Raises:
-        A child's user error, with its type and message.
-        RuntimeError: a child failed otherwise.
-    """
+    """Measure the curve for each number of threads in a child process, because an engine fixes it at its self-test."""
     from tqdm import tqdm
+
+    from treespec.errors import TreespecError
 
     options = ["--device", "cpu", "--dtype", dtype, "--seconds", str(seconds), "--json"]
     options += ["--model", model] if model is not None else []
@@ -85,23 +81,12 @@ def measure_in_children(
             environment = os.environ | {"OMP_NUM_THREADS": str(count), "PYTHONPATH": os.pathsep.join(paths)}
             child = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
             if child.returncode == 2:
-                raise _error_of(json.loads(child.stdout)["error"])
+                raise TreespecError(json.loads(child.stdout)["error"]["message"])
             if child.returncode != 0:
                 raise RuntimeError(f"{' '.join(command)} ended with {child.returncode}:\n{child.stderr}")
             entries += json.loads(child.stdout)["curves"]
             bar.update()
     return entries
-
-
-def _error_of(error: dict[str, str]) -> Exception:
-    """Reconstruct a child's error."""
-    from treespec import errors
-    from treespec.cli.group import UsageError
-
-    for error_type in (UsageError, getattr(errors, error["type"], None), getattr(builtins, error["type"], None)):
-        if error_type is not None and error_type.__name__ == error["type"]:
-            return error_type(error["message"])
-    return errors.TreespecError(error["message"])
 
 
 def compare_threads(key: dict[str, Any]) -> dict[str, Any] | None:

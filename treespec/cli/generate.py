@@ -11,25 +11,17 @@ import typer
 
 from treespec.cli.group import print_json, usage_error, uses_colour
 from treespec.cli.options import (
-    Branching,
-    Chat,
     ChatModel,
     Drafts,
-    File,
+    GenerationFlags,
     Json,
-    MaxDepth,
-    Nodes,
     Prompt,
-    Seed,
-    Temperature,
-    Verification,
-    as_messages,
     choose_target,
-    encoded,
     flags,
     load_llm,
     read_prompt,
     read_template,
+    request_of,
     spec_config,
     status,
 )
@@ -48,41 +40,32 @@ DRAWING_RULES = ("rejection", "traversal")  # copy of RANDOM_DRAWS, whose module
 
 
 @flags(EngineOptions, "device", "dtype", "compile", "quantization")
+@flags(GenerationFlags)
 def generate(
     prompt: Prompt = None,
-    file: File = None,
     model: ChatModel = None,
     draft: Drafts = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", help="Maximum number of new tokens.")] = 128,
-    temperature: Temperature = 0.0,
-    top_p: Annotated[
-        float | None,
-        typer.Option("--top-p", metavar="P", help="Keep the most likely tokens with total probability P."),
-    ] = None,
-    top_k: Annotated[int | None, typer.Option("--top-k", metavar="K", help="Keep the K most likely tokens.")] = None,
-    min_p: Annotated[
-        float | None,
-        typer.Option("--min-p", metavar="P", help="Keep tokens with at least P times the top probability."),
-    ] = None,
-    seed: Seed = None,
     samples: Annotated[
         int, typer.Option("-n", "--samples", metavar="N", help="Number of outputs; more than 1 needs a temperature.")
     ] = 1,
-    verification: Verification = None,
-    nodes: Nodes = None,
-    max_depth: MaxDepth = None,
-    branching: Branching = None,
-    no_spec: Annotated[bool, typer.Option("--no-spec", help="Plain decoding, without drafts.")] = False,
-    check: Annotated[
-        bool, typer.Option("--check", help="Also decode plainly with the same seed; exit 1 if a token differs.")
-    ] = False,
-    stream: Annotated[bool, typer.Option("--stream", help="Print text as it is generated.")] = False,
-    chat: Chat = None,
-    chat_template: Annotated[
-        str | None,
-        typer.Option("--chat-template", metavar="F", help="Jinja file that replaces the model's chat template."),
-    ] = None,
     as_json: Json = False,
+    *,
+    file: str | None,
+    max_tokens: int,
+    temperature: float,
+    top_p: float | None,
+    top_k: int | None,
+    min_p: float | None,
+    seed: int | None,
+    verification: str | None,
+    nodes: str | None,
+    max_depth: int | None,
+    branching: str | None,
+    no_spec: bool,
+    check: bool,
+    stream: bool,
+    chat: bool | None,
+    chat_template: str | None,
     **engine: Any,
 ) -> None:
     """Answer a question with a chat model, or continue a prompt.
@@ -97,9 +80,8 @@ def generate(
         raise usage_error(
             "--no-spec is plain decoding; drop it, or drop --nodes, --max-depth, --branching and --verification"
         )
-    truncation: dict[str, Any] = {
-        name: value for name, value in (("top_p", top_p), ("top_k", top_k), ("min_p", min_p)) if value is not None
-    }
+    truncation: dict[str, Any] = {"top_p": top_p, "top_k": top_k, "min_p": min_p}
+    truncation = {name: value for name, value in truncation.items() if value is not None}
     if truncation and temperature == 0:
         flags = " and ".join(f"--{name.replace('_', '-')}" for name in truncation)
         raise usage_error(f"{flags} without --temperature: temperature 0 always takes the most likely token")
@@ -127,13 +109,14 @@ def generate(
         llm = load_llm(target.model, sources, "off" if no_spec else spec, at_once, **engine)
     if not as_json:
         target.tell()
-    inputs: Any = as_messages(text, llm, template) if target.is_chat else encoded(text, llm)
+    inputs = request_of(text, llm, target.is_chat, template)
     shown = "" if target.is_chat else text if isinstance(inputs, str) else " ".join(map(str, inputs))
     if uses_colour(sys.stdout):
         shown = typer.style(shown, dim=True)
     if stream:
         typer.echo(shown, nl=False)
-    output = _decode(llm, inputs, params(seed), None, template, _print_chunk if stream else None)
+    show = (lambda chunk: typer.echo(_text_or_ids(chunk), nl=False)) if stream else None
+    output = _decode(llm, inputs, params(seed), None, template, show)
     if stream:
         typer.echo()
     elif not as_json:
@@ -144,7 +127,7 @@ def generate(
     difference = None
     if check:
         plain = _decode(llm, inputs, params(output.metrics.seed), "off", template, None)
-        difference = first_of_outputs(output, plain)
+        difference = first_difference(output, plain)
     if as_json:
         print_json(_document(output, check, difference))
     else:
@@ -167,20 +150,16 @@ def generate(
 
 
 def pairs_of_seconds(speculative: Callable[[], float], plain: Callable[[], float]) -> list[tuple[float, float]]:
-    """Return the seconds of pairs of runs, until there are `MIN_PAIRS` that took `MEASURED_SECONDS`.
+    """Return the seconds of pairs of warm runs, until there are `MIN_PAIRS` that took `MEASURED_SECONDS`.
 
     Every second pair begins with the plain run, so that a machine that becomes faster or slower favours neither.
-
-    Args:
-        speculative, plain: run a decoding, warm, and return its seconds.
     """
     pairs: list[tuple[float, float]] = []
     while len(pairs) < MIN_PAIRS or sum(map(sum, pairs)) < MEASURED_SECONDS:
         if len(pairs) % 2 == 0:
             pairs.append((speculative(), plain()))
         else:
-            plain_seconds = plain()
-            pairs.append((speculative(), plain_seconds))
+            pairs.append((plain(), speculative())[::-1])
     return pairs
 
 
@@ -194,20 +173,13 @@ def speed_up(tokens: int, pairs: Sequence[tuple[float, float]]) -> str:
     )
 
 
-def first_difference(tokens: list[int], plain: list[int]) -> dict[str, int | None] | None:
-    """Return the first position where two outputs differ, and both tokens (None past the end)."""
-    for index, (ours, theirs) in enumerate(itertools.zip_longest(tokens, plain)):
-        if ours != theirs:
-            return {"index": index, "token": ours, "plain_token": theirs}
-    return None
-
-
-def first_of_outputs(ours: "RequestOutput", plain: "RequestOutput") -> dict[str, Any] | None:
-    """Return `first_difference` of the first differing output, with its index if there are several."""
-    for completion, plain_completion in zip(ours.outputs, plain.outputs, strict=True):
-        difference = first_difference(completion.token_ids, plain_completion.token_ids)
-        if difference is not None:
-            return ({"output": completion.index} if len(ours.outputs) > 1 else {}) | difference
+def first_difference(ours: "RequestOutput", plain: "RequestOutput") -> dict[str, Any] | None:
+    """Return the first position where outputs differ, both tokens (None past the end), and which of several outputs."""
+    for completion, other in zip(ours.outputs, plain.outputs, strict=True):
+        for index, (token, expected) in enumerate(itertools.zip_longest(completion.token_ids, other.token_ids)):
+            if token != expected:
+                output = {"output": completion.index} if len(ours.outputs) > 1 else {}
+                return output | {"index": index, "token": token, "plain_token": expected}
     return None
 
 
@@ -235,10 +207,6 @@ def _decode(
     return output
 
 
-def _print_chunk(chunk: "StreamChunk") -> None:
-    typer.echo(_text_or_ids(chunk), nl=False)
-
-
 def _text_or_ids(output: "CompletionOutput | StreamChunk") -> str:
     return output.text if output.text is not None else "".join(f" {token}" for token in output.token_ids)
 
@@ -257,10 +225,8 @@ def _document(output: "RequestOutput", check: bool, difference: dict[str, Any] |
         "seed": metrics.seed,
     }
     if len(output.outputs) > 1:
-        document["outputs"] = [
-            {"text": sample.text, "token_ids": sample.token_ids, "finish_reason": sample.finish_reason}
-            for sample in output.outputs
-        ]
+        names = ("text", "token_ids", "finish_reason")
+        document["outputs"] = [{name: getattr(sample, name) for name in names} for sample in output.outputs]
     if check:
         document["identical"] = difference is None
     if difference is not None:

@@ -30,7 +30,10 @@ def run_reporting(main: Callable[..., Any], args: Sequence[str] | None, **option
         _report("UsageError", error.format_message(), as_json)  # type: ignore[attr-defined]
         code = 2
     except (ValueError, OSError) as error:
-        if not _is_user_error(error):
+        from treespec.errors import TreespecError
+        from treespec_weights.errors import CheckpointError, HubError, OptionError
+
+        if not isinstance(error, TreespecError | CheckpointError | HubError | OptionError | OSError):
             raise
         _report(type(error).__name__, str(error), as_json)
         code = 2
@@ -39,13 +42,14 @@ def run_reporting(main: Callable[..., Any], args: Sequence[str] | None, **option
             _report("KeyboardInterrupt", "interrupted", as_json)
         else:
             print_interrupted()
-    _discard_unwritable(sys.stdout)
+    try:
+        sys.stdout.flush()
+    except OSError:  # nobody reads it, as of `| head`: Python would retry at exit and change the exit code
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code or 0)
 
 
 class Commands(TyperGroup):
-    """A group of commands."""
-
     def main(self, args: Sequence[str] | None = None, **options: Any) -> NoReturn:  # type: ignore[override]
         run_reporting(super().main, args, **options)
 
@@ -57,16 +61,8 @@ class Commands(TyperGroup):
 
 
 class Command(TyperCommand):
-    """A standalone command."""
-
     def main(self, args: Sequence[str] | None = None, **options: Any) -> NoReturn:  # type: ignore[override]
         run_reporting(super().main, args, **options)
-
-
-def _is_user_error(error: Exception) -> bool:
-    from treespec.errors import CheckpointError, TreespecError
-
-    return isinstance(error, TreespecError | CheckpointError | OSError)
 
 
 def _report(kind: str, message: str, as_json: bool) -> None:
@@ -74,14 +70,6 @@ def _report(kind: str, message: str, as_json: bool) -> None:
         print_json({"error": {"type": kind, "message": message}})
     else:
         typer.echo(f"error: {message}", err=True)
-
-
-def _discard_unwritable(stream: TextIO) -> None:
-    """Discard output that nobody reads, as of `| head`: Python would retry at exit and change the exit code."""
-    try:
-        stream.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def print_json(document: dict[str, Any]) -> None:

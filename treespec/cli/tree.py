@@ -8,24 +8,16 @@ import typer
 
 from treespec.cli.group import print_json, usage_error, uses_colour
 from treespec.cli.options import (
-    Branching,
-    Chat,
     ChatModel,
     Drafts,
-    File,
+    GenerationFlags,
     Json,
-    MaxDepth,
-    Nodes,
     Prompt,
-    Seed,
-    Temperature,
-    Verification,
-    as_messages,
     choose_target,
-    encoded,
     flags,
     load_llm,
     read_prompt,
+    request_of,
     spec_config,
     status,
 )
@@ -39,17 +31,11 @@ FIRST_ROUNDS = 8  # without --round, draw the one of these rounds that accepted 
 
 
 @flags(EngineOptions, "device", "dtype")
+@flags(GenerationFlags, *"file nodes max_depth branching temperature seed verification chat".split())
 def tree(
     prompt: Prompt = None,
-    file: File = None,
     model: ChatModel = None,
     draft: Drafts = None,
-    nodes: Nodes = None,
-    max_depth: MaxDepth = None,
-    branching: Branching = None,
-    temperature: Temperature = 0.0,
-    seed: Seed = None,
-    verification: Verification = None,
     number: Annotated[
         int | None,
         typer.Option(
@@ -59,8 +45,16 @@ def tree(
         ),
     ] = None,
     svg: Annotated[Path | None, typer.Option("--svg", metavar="F", help="Also write an SVG to F.")] = None,
-    chat: Chat = None,
     as_json: Json = False,
+    *,
+    file: str | None,
+    nodes: str | None,
+    max_depth: int | None,
+    branching: str | None,
+    temperature: float,
+    seed: int | None,
+    verification: str | None,
+    chat: bool | None,
     **engine: Any,
 ) -> None:
     """Draw the token tree of a round with sources, probabilities and the accepted path.
@@ -79,7 +73,7 @@ def tree(
     from treespec.drawing.recording import picture, record_rounds
     from treespec.errors import RequestError
 
-    inputs: Any = as_messages(text, llm) if target.is_chat else encoded(text, llm)
+    inputs = request_of(text, llm, target.is_chat)
     rounds = record_rounds(llm, inputs, number or FIRST_ROUNDS, None, temperature, seed)
     if number is not None and number > len(rounds):
         raise RequestError(f"--round {number}, but the output ended in round {len(rounds)}; valid: 1 to {len(rounds)}")

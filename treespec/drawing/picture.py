@@ -8,25 +8,15 @@ MAX_TOKEN_CELLS = 24
 
 @dataclass(frozen=True)
 class RoundPicture:
-    """A round to render. Lists are indexed by node: root first, parents before children.
+    """A round to render. Lists are indexed by node: root first, parents before children."""
 
-    Attributes:
-        tokens: decoded text of each node.
-        parents: index of each node's parent, -1 for the root.
-        sources: names of each node's sources; none for the root.
-        probs: draft probability of each node (mixture of its sources), or None.
-        path: accepted nodes, root first.
-        bonus: the target's token after the path; None if the request ended within the path.
-        context: end of the text before the root.
-    """
-
-    tokens: list[str]
-    parents: list[int]
-    sources: list[tuple[str, ...]]
-    probs: list[float | None]
-    path: list[int]
-    bonus: str | None
-    context: str
+    tokens: list[str]  # decoded text of each node
+    parents: list[int]  # index of each node's parent, -1 for the root
+    sources: list[tuple[str, ...]]  # names of each node's sources; none for the root
+    probs: list[float | None]  # draft probability of each node (mixture of its sources), or None
+    path: list[int]  # accepted nodes, root first
+    bonus: str | None  # the target's token after the path; None if the request ended within the path
+    context: str  # end of the text before the root
 
     def __post_init__(self) -> None:
         count = len(self.tokens)

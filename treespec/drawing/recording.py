@@ -23,11 +23,7 @@ def record_rounds(
     temperature: float = 0.0,
     seed: int | None = None,
 ) -> list[RoundRecord]:
-    """Record the first `count` rounds of a continuation, or fewer if the output ends earlier.
-
-    Raises:
-        RequestError: an error of `LLM.stream`.
-    """
+    """Record the first `count` rounds of a continuation, or fewer if the output ends earlier."""
     deepest = SpecConfig.resolve(spec, llm.spec).max_depth
     most = count * (deepest + 1)  # so that max_tokens truncates no tree
     params = SamplingParams(max_tokens=most, temperature=temperature, seed=seed)

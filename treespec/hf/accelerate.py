@@ -13,18 +13,13 @@ from treespec.config.configs import SpecConfig
 from treespec.errors import ConfigError
 from treespec.hf.checks import check_drafts, check_streamer
 from treespec.hf.generate import generate
-from treespec.hf.streaming import StreamerGuard
+from treespec.hf.streaming import EndingStreamer
 
 logger = logging.getLogger("treespec")
 
 # Draft sizes of assisted generation. They do not change tokens, and the planner chooses its own.
-_HINTS = (
-    "num_assistant_tokens",
-    "num_assistant_tokens_schedule",
-    "assistant_confidence_threshold",
-    "assistant_lookbehind",
-    "target_lookbehind",
-)
+_HINTS = """num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold assistant_lookbehind
+    target_lookbehind""".split()
 
 
 def accelerate(
@@ -102,7 +97,7 @@ class _Generate:
         streamer = arguments.pop("streamer", None)
         if streamer is None:
             streamer = arguments.pop("token_streamer", None)
-        with StreamerGuard(check_streamer("streamer", streamer)) as ending:
+        with EndingStreamer.of(check_streamer("streamer", streamer)) as ending:
             options = self._options | {name: arguments.pop(name) for name in self._options if name in arguments}
             options["drafts"] = self._drafts(options["drafts"], arguments)
             if any(isinstance(draft, tuple) for draft in options["drafts"] or ()):
@@ -110,7 +105,7 @@ class _Generate:
             _announce_hints(arguments)
             _check_unsupported(arguments)
             self._read_stop_strings(arguments)
-            return method(model, custom_generate=generate, token_streamer=ending.streamer, **options, **arguments)
+            return method(model, custom_generate=generate, token_streamer=ending, **options, **arguments)
 
     def _drafts(self, drafts: Sequence[Any] | None, arguments: dict[str, Any]) -> list[Any] | None:
         """Return the drafts of a call, including its assistant model."""
@@ -132,10 +127,8 @@ class _Generate:
         if strings is None and config is not None:
             strings = config.stop_strings
         if default is not None and default.stop_strings is not None:
-            raise ConfigError(
-                f"model.generation_config.stop_strings={default.stop_strings!r}; set it to None there, and give "
-                "stop_strings= and tokenizer= to the call"
-            )
+            named = f"model.generation_config.stop_strings={default.stop_strings!r}"
+            raise ConfigError(f"{named}; set it to None there, and give stop_strings= and tokenizer= to the call")
         if strings is None:
             return
         if tokenizer is None:

@@ -50,11 +50,8 @@ def check_streamer(name: str, streamer: Any) -> Any:
 def check_dropped_arguments(model: Any) -> None:
     """Reject arguments that transformers' `generate` received but does not pass to a custom loop.
 
-    transformers drops them silently, and the reader of a dropped streamer would wait forever. They are read from the
-    frame of transformers' function, the caller's caller.
-
-    Raises:
-        ConfigError: there is such an argument. The streamer has been ended.
+    transformers drops them silently, and the reader of a dropped streamer would wait forever, so it is ended. They are
+    read from the frame of transformers' function, the caller's caller.
     """
     frame = sys._getframe(2)
     if frame.f_code.co_name != "generate" or frame.f_globals.get("__name__") != "transformers.generation.utils":
@@ -72,11 +69,7 @@ def check_dropped_arguments(model: Any) -> None:
 
 
 def check_config(config: Any, processors: list[Any], criteria: list[Any], rows: int) -> None:
-    """Reject unsupported generation configs, processors and criteria.
-
-    Raises:
-        ConfigError: names the option and the valid values.
-    """
+    """Reject unsupported generation configs, processors and criteria. Raises ConfigError."""
     if config is None or not hasattr(config, "_pad_token_tensor"):
         raise ConfigError(
             "treespec.hf.generate is called by transformers, which prepares its arguments: "
@@ -106,22 +99,13 @@ def check_config(config: Any, processors: list[Any], criteria: list[Any], rows: 
     ends_alone = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
     others = [type(criterion).__name__ for criterion in criteria if type(criterion).__name__ != "MaxLengthCriteria"]
     if rows > 1 and others and not ends_alone:
-        raise ConfigError(
-            f"{', '.join(others)} with {rows} rows and no eos_token_id: transformers continues rows that have "
-            "stopped until all have; give an eos_token_id and a pad_token_id, or one row at a time"
-        )
+        raise ConfigError(f"{', '.join(others)} with {rows} rows: give an eos_token_id and a pad_token_id, or one row")
 
 
 def read_prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> Prompts:
-    """Strip the padding of the rows.
+    """Strip the padding of the rows, int64 [rows, width], and reject arguments of the model's forward that trees lack.
 
-    Args:
-        input_ids: int64 [rows, width].
-        model_kwargs: further arguments of the model's forward.
-
-    Raises:
-        RequestError: an empty row, or right padding.
-        ConfigError: an unsupported argument.
+    Raises RequestError for an empty row, or right padding, and ConfigError for an unsupported argument.
     """
     remaining = dict(model_kwargs)
     mask, positions = remaining.pop("attention_mask", None), remaining.pop("position_ids", None)
@@ -131,10 +115,8 @@ def read_prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> Prompts:
             raise ConfigError("past_key_values: the engine uses its own cache; pass the whole prompt as input_ids")
     strange = sorted(name for name, value in remaining.items() if value is not None and name not in _PREPARED)
     if strange:
-        raise ConfigError(
-            f"{', '.join(strange)}: not supported by treespec.hf.generate; valid: input_ids, attention_mask, drafts, "
-            "spec, token_streamer, exact, and fields of GenerationConfig"
-        )
+        valid = "input_ids, attention_mask, drafts, spec, token_streamer, exact, and fields of GenerationConfig"
+        raise ConfigError(f"{', '.join(strange)}: not supported by treespec.hf.generate; valid: {valid}")
     rows, width = input_ids.shape
     if not rows or not width:
         raise RequestError(f"input_ids of shape {list(input_ids.shape)}; give at least one row and one token")

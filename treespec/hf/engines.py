@@ -9,7 +9,8 @@ recently used engines are kept.
 import logging
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -61,21 +62,11 @@ def engine_for(
     most_positions: int,
     tokenizer: Any,
 ) -> LLM:
-    """Return an engine of a model, from the cache or newly built.
+    """Return an engine of a model in eval mode, from the cache or newly built, for a call of so many rows and
+    positions.
 
-    Args:
-        model: a `PreTrainedModel` in eval mode.
-        drafts: as in `LLM`.
-        spec: speculative decoding options.
-        exact: as in `LLM`.
-        rows: number of rows of the call.
-        length: number of positions that the call needs.
-        most_positions: the model's maximum number of positions.
-        tokenizer: the model's, as in `LLM`.
-
-    Raises:
-        ConfigError, ModelError, DraftError, ExactnessError: as in `LLM`.
-        RequestError: the cache of one row does not fit into memory.
+    Raises ConfigError, ModelError, DraftError and ExactnessError as `LLM`, and RequestError if the cache of one row
+    does not fit into memory.
     """
     components = [component for draft in drafts for component in (draft if isinstance(draft, tuple) else (draft,))]
     key = (
@@ -90,9 +81,11 @@ def engine_for(
     with _guard:
         engines = _engines.setdefault(model, _Engines())
     with engines.lock:
-        # Drop unusable engines first, to free their memory.
+        # Drop unusable engines first, also those of deleted drafts, to free their memory.
         engines.entries = [
-            entry for entry in engines.entries if entry.tensors == tensors and None not in _drafts_of(entry)
+            entry
+            for entry in engines.entries
+            if entry.tensors == tensors and all(reference() is not None for reference in entry.key[1])
         ]
         for index, entry in enumerate(engines.entries):
             config = entry.llm.config
@@ -100,17 +93,26 @@ def engine_for(
                 engines.entries.append(engines.entries.pop(index))
                 return entry.llm
         room = room_for(length, most_positions)
-        others = [entry for entry in engines.entries if entry.key != key or not _replaced_by(entry.llm, rows, room)]
-        engines.entries = others[len(others) - MAX_ENGINES + 1 :] if len(others) >= MAX_ENGINES else others
-        sizes = list(dict.fromkeys([(rows, room), (rows, length), (1, length)]))
-        llm = _build(model, drafts, spec, exact, sizes, tokenizer, engines.entries)
+        for entry in engines.entries.copy():  # the new one replaces those of no more rows and positions
+            if entry.key == key and entry.llm.config.max_num_seqs <= rows and entry.llm.config.max_model_len <= room:
+                engines.entries.remove(entry)
+        del engines.entries[: max(len(engines.entries) - MAX_ENGINES + 1, 0)]
+        parameter = next(model.parameters())
+        build = partial(
+            LLM,
+            model,
+            drafts,
+            SpecConfig(nodes=max(spec.max_nodes, AUTO_NODES)),
+            tokenizer,
+            device=parameter.device,
+            dtype=parameter.dtype,
+            exact=exact,
+            generation_config="treespec",
+        )
+        llm = _build(build, dict.fromkeys([(rows, room), (rows, length), (1, length)]), engines.entries)
+        llm.release_models()
         engines.entries.append(_Entry(tensors, key, llm))
         return llm
-
-
-def _replaced_by(llm: LLM, rows: int, room: int) -> bool:
-    """Return whether an engine of `rows` rows and `room` positions makes this one redundant."""
-    return llm.config.max_num_seqs <= rows and llm.config.max_model_len <= room
 
 
 def _tensors(model: nn.Module) -> tuple[Any, ...]:
@@ -119,52 +121,16 @@ def _tensors(model: nn.Module) -> tuple[Any, ...]:
     return tuple((id(tensor), tensor.data_ptr(), tensor.dtype, tensor.device) for tensor in tensors)
 
 
-def _drafts_of(entry: _Entry) -> list[nn.Module | None]:
-    """Return the in-memory draft models of an engine, None for deleted ones."""
-    return [reference() for reference in entry.key[1]]
-
-
-def _build(
-    model: nn.Module,
-    drafts: Sequence[Any],
-    spec: SpecConfig,
-    exact: bool,
-    sizes: Sequence[tuple[int, int]],
-    tokenizer: Any,
-    others: list[_Entry],
-) -> LLM:
-    """Build an engine with spare capacity.
-
-    If memory is short, drop `others`, then reduce the capacity to this call's needs: `sizes` are the numbers of rows
-    and positions to try.
-    """
-    parameter = next(model.parameters())
-    widest = SpecConfig(nodes=max(spec.max_nodes, AUTO_NODES))
-    for at_once, room in sizes:
+def _build(build: Callable[..., LLM], sizes: Iterable[tuple[int, int]], others: list[_Entry]) -> LLM:
+    """Build an engine of the first of these numbers of rows and positions that fits; first, drop `others` for it."""
+    for rows, positions in sizes:
         while True:
             try:
-                llm = LLM(
-                    model,
-                    drafts,
-                    widest,
-                    tokenizer,
-                    device=parameter.device,
-                    dtype=parameter.dtype,
-                    exact=exact,
-                    max_num_seqs=at_once,
-                    max_model_len=room,
-                    generation_config="treespec",
-                )
+                return build(max_num_seqs=rows, max_model_len=positions)
             except CacheMemoryError as error:
                 short = str(error)
-            else:
-                llm.release_models()
-                return llm
             if not others:
                 break
             others.pop(0)
-        logger.info("%d rows of %d positions do not fit: %s", at_once, room, short)
-    raise RequestError(
-        f"the cache of one row of {sizes[-1][1]} tokens (prompt plus max_new_tokens or max_length) does not fit into "
-        f"the memory of {parameter.device}; lower max_new_tokens"
-    )
+        logger.info("%d rows of %d positions do not fit: %s", rows, positions, short)
+    raise RequestError(f"the cache of one row of {positions} tokens does not fit into memory; lower max_new_tokens")

@@ -23,7 +23,7 @@ from treespec.hf.checks import (
 from treespec.hf.engines import engine_for
 from treespec.hf.metrics import record_metrics
 from treespec.hf.rows import Row, RowOptions, make_row, processors_of_row, temperature_of, with_delayed_start
-from treespec.hf.streaming import RowStreamer, StreamerGuard
+from treespec.hf.streaming import EndingStreamer, RowStreamer
 from treespec.sampling_params import SamplingParams
 
 logger = logging.getLogger("treespec")
@@ -81,7 +81,7 @@ def generate(
         ModelError, DraftError, ExactnessError: as in `LLM`.
     """
     check_dropped_arguments(model)
-    with StreamerGuard(check_streamer("token_streamer", token_streamer)) as ending:
+    with EndingStreamer.of(check_streamer("token_streamer", token_streamer)) as ending:
         processors, criteria = list(logits_processor or ()), list(stopping_criteria or ())
         check_config(generation_config, processors, criteria, len(input_ids))
         check_inputs(model)
@@ -89,18 +89,17 @@ def generate(
         resolved = SpecConfig.resolve(spec, SpecConfig())
         most = generation_config.max_length - input_ids.shape[1]
         if most < 1:
-            raise RequestError(
-                f"max_length={generation_config.max_length} leaves no room after {input_ids.shape[1]} tokens"
-            )
+            room = f"max_length={generation_config.max_length}"
+            raise RequestError(f"{room} leaves no room after {input_ids.shape[1]} tokens")
         longest = max(map(len, prompts.tokens)) + most
         positions = Source.from_model(model).max_positions
         if longest > positions:
-            raise RequestError(
-                f"{longest - most} tokens of prompt and {most} new ones, but the model has {positions} positions; "
-                "lower max_new_tokens"
-            )
+            tokens = f"{longest - most} tokens of prompt and {most} new ones"
+            raise RequestError(f"{tokens}, but the model has {positions} positions; lower max_new_tokens")
         began = time.time()
-        llm = engine_for(model, _sources(drafts), resolved, exact, len(input_ids), longest, positions, target_tokenizer)
+        check_drafts(drafts)
+        sources = [draft for draft in drafts or () if not (isinstance(draft, str) and draft == "lookup")]  # always on
+        llm = engine_for(model, sources, resolved, exact, len(input_ids), longest, positions, target_tokenizer)
         if torch.is_autocast_enabled(llm.config.device.type):
             _warn_autocast(llm.config.dtype)
         stopping = type(stopping_criteria)(with_delayed_start(criteria, time.time() - began))
@@ -123,7 +122,7 @@ def generate(
             )
             for row, (tokens, pad) in enumerate(zip(prompts.tokens, prompts.padding, strict=True))
         ]
-        streamer = RowStreamer(ending.streamer, prompts, rows, _pad_token(generation_config))
+        streamer = RowStreamer(ending, prompts, rows, _pad_token(generation_config))
         for row in llm._rounds.run(rows):
             if row.error is not None:
                 raise row.exception
@@ -141,21 +140,12 @@ def _warn_autocast(dtype: torch.dtype) -> None:
     logger.warning("torch.autocast has no effect in treespec.hf.generate: the model computes in %s", dtype)
 
 
-def _sources(drafts: Sequence[Any] | None) -> list[Any]:
-    """Return the drafts without "lookup", which is always on."""
-    if drafts is None:
-        return []
-    check_drafts(drafts)
-    return [draft for draft in drafts if not (isinstance(draft, str) and draft == "lookup")]
-
-
 def _pad_token(config: Any) -> int:
     pad = config._pad_token_tensor
     return 0 if pad is None else int(pad.reshape(-1)[0])
 
 
 def _output(prompts: Prompts, rows: Sequence[Row], config: Any) -> Any:
-    """Build the return value of transformers' loop."""
     steps, pad = max(row.num_generated for row in rows), _pad_token(config)
     new = [row.output_token_ids + [pad] * (steps - row.num_generated) for row in rows]
     ids = prompts.input_ids

@@ -36,7 +36,6 @@ def last_metrics(model: nn.Module) -> GenerateMetrics | None:
 
 
 def record_metrics(model: nn.Module, rows: Sequence[Row]) -> None:
-    """Record the metrics of a finished call."""
     total = RequestMetrics.of(rows)
     metrics = GenerateMetrics(
         **{field.name: getattr(total, field.name) for field in fields(RequestMetrics)},

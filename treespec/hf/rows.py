@@ -4,7 +4,6 @@ import copy
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,9 +27,9 @@ def processors_of_row(processors: Sequence[Any], row: int) -> list[Any]:
             processor = copy.copy(processor)
             processor.prompt_ignore_length = ignored[row : row + 1]
         if type(processor).__name__ == "PrefixConstrainedLogitsProcessor":
-            allowed = partial(_allowed, processor._prefix_allowed_tokens_fn, row)
+            function = processor._prefix_allowed_tokens_fn
             processor = copy.copy(processor)
-            processor._prefix_allowed_tokens_fn = allowed
+            processor._prefix_allowed_tokens_fn = lambda _, ids, function=function: function(row, ids)
         restricted.append(processor)
     return restricted
 
@@ -46,39 +45,27 @@ def with_delayed_start(criteria: Sequence[Any], seconds: float) -> list[Any]:
     return delayed
 
 
-def _allowed(function: Any, row: int, _: int, ids: Tensor) -> Any:
-    return function(row, ids)
-
-
 class ProcessorScoring:
     """Applies transformers' processors and warpers to the padded prefix of a row.
 
-    Args:
-        processors: transformers' LogitsProcessorList for this row.
-        padding: tokens before the row's tokens, int64 [n].
-        records: whether to keep logits and scores.
+    `padding`, int64 [n], are the tokens before the row's; `records` keeps logits and scores.
     """
 
     def __init__(self, processors: Any, padding: Tensor, records: bool):
         self._processors, self._padding = processors, padding
         self.records: dict[int, tuple[Tensor, Tensor]] | None = {} if records else None  # position -> (logits, scores)
 
+    @outside_code()
     def scores(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int]) -> Tensor:
-        """Return the processed scores, float32 [vocab].
-
-        Raises RequestError if a processor fails or returns anything else.
-        """
-        with outside_code():
-            return self._scores(logits, [*tokens, *ancestors])
-
-    def _scores(self, logits: Tensor, tokens: list[int]) -> Tensor:
-        sequence = torch.tensor(tokens, dtype=torch.int64, device=logits.device)
+        """Return the processed scores, float32 [vocab]. Raises RequestError if a processor fails."""
+        prefix = [*tokens, *ancestors]
+        sequence = torch.tensor(prefix, dtype=torch.int64, device=logits.device)
         ids = torch.cat((self._padding.to(logits.device), sequence))[None]
         raw = logits.to(torch.float32, copy=True)
         batch = raw[None].clone()
         scores = call_processor("a logits processor", lambda: self._processors(ids, batch), len(raw), logits.device)
         if self.records is not None:
-            self.records[len(tokens)] = raw, scores  # later paths overwrite it
+            self.records[len(prefix)] = raw, scores  # later paths overwrite it
         return scores
 
 
@@ -90,15 +77,9 @@ class Row(Request):
     padding: Tensor | None = None
     keeps_scores: bool = False
 
+    @outside_code()
     def accept(self, tokens: Sequence[int]) -> list[int]:
-        """Return the verified tokens to emit, up to the first at which a criterion fires or fails.
-
-        A failure ends only this row, with an error.
-        """
-        with outside_code():
-            return self._accept(tokens)
-
-    def _accept(self, tokens: Sequence[int]) -> list[int]:
+        """Return the verified tokens to emit, up to the first at which a criterion fires; a failure ends this row."""
         assert self.padding is not None
         if self.first_token_at is None:
             self.first_token_at = time.perf_counter()
@@ -118,17 +99,13 @@ class Row(Request):
     def _stops(self, ids: Tensor, count: int) -> bool:
         """Return whether a criterion fires after `count` new tokens. Sets `failure` if one raises."""
         try:
-            done = self.criteria(ids, self.scores_until(count))
+            scores = tuple(scores[None] for _, scores in self.recorded(count)) if self.keeps_scores else None
+            done = self.criteria(ids, scores)
             return bool(done.all() if isinstance(done, Tensor) else done)
         except Exception as error:  # user code may raise anything; only this row fails
             self.failure = RequestError(f"a stopping criterion failed: {describe_error(error)}")
             self.failure.__cause__ = error
             return False
-
-    def scores_until(self, more: int) -> tuple[Tensor, ...] | None:
-        """Return the [1, vocab] scores of the tokens so far and `more` upcoming ones, or None unless requested."""
-        records = self.recorded(more) if self.keeps_scores else None
-        return None if records is None else tuple(scores[None] for _, scores in records)
 
     def recorded(self, more: int = 0) -> list[tuple[Tensor, Tensor]]:
         """Return logits and scores, [vocab] each, of the output tokens and `more` upcoming ones."""
@@ -148,32 +125,19 @@ def temperature_of(config: Any) -> float:
 
 
 class RowOptions(NamedTuple):
-    """What all rows of a call have in common.
+    """What all rows of a call have in common."""
 
-    Attributes:
-        config: transformers' prepared GenerationConfig.
-        params: maximum number of new tokens, and the temperature of the drafts.
-        spec: speculative decoding options.
-        seed: RNG seed.
-        logits_of: vocabulary size and device of the target's logits.
-    """
-
-    config: Any
-    params: SamplingParams
+    config: Any  # transformers' prepared GenerationConfig
+    params: SamplingParams  # maximum number of new tokens, and the temperature of the drafts
     spec: SpecConfig
     seed: int
-    logits_of: tuple[int, torch.device]
+    logits_of: tuple[int, torch.device]  # vocabulary size and device of the target's logits
 
 
 def make_row(tokens: list[int], row: int, processors: Any, criteria: Any, padding: Tensor, options: RowOptions) -> Row:
-    """Create the request of one row.
+    """Create the request of one row, with transformers' prepared processors and criteria for this row.
 
-    Args:
-        tokens: prompt of the row, without padding.
-        row: index of the row, used as the sample index of the seed.
-        processors, criteria: prepared lists for this row.
-        padding: tokens before the prompt, int64 [n].
-        options: of the call.
+    `row` is the sample index of the seed, and `padding` the tokens before the prompt, int64 [n].
     """
     config, params, spec, seed, logits_of = options
     ends = getattr(config, "_eos_token_tensor", None)

@@ -1,7 +1,6 @@
 """Feed transformers' streamers as transformers' own loop does, and end them in every case."""
 
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -10,53 +9,39 @@ from treespec.hf.checks import Prompts
 from treespec.hf.rows import Row
 
 
-class StreamerGuard:
-    """Context manager that ends a streamer exactly once, so that no reader waits forever.
-
-    Attributes:
-        streamer: streamer to use inside the block, or None.
-    """
+class EndingStreamer:
+    """Wraps a streamer, or None, and ends it exactly once with the context, so that no reader waits forever."""
 
     def __init__(self, streamer: Any):
-        self.streamer = streamer if streamer is None or isinstance(streamer, _EndOnce) else _EndOnce(streamer)
+        self._streamer, self._ended = streamer, streamer is None
 
-    def __enter__(self) -> "StreamerGuard":
-        return self
+    @classmethod
+    def of(cls, streamer: Any) -> "EndingStreamer":
+        """Wrap a streamer that is not wrapped yet."""
+        return streamer if isinstance(streamer, cls) else cls(streamer)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.streamer is not None:
-            self.streamer.end()
-
-
-class _EndOnce:
-    """Streamer wrapper whose `end` takes effect once."""
-
-    def __init__(self, streamer: Any):
-        self._streamer, self._ended = streamer, False
-        self.put = streamer.put
+    def put(self, tokens: Any) -> None:
+        if self._streamer is not None:
+            self._streamer.put(tokens)
 
     def end(self) -> None:
         if not self._ended:
             self._ended = True
             self._streamer.end()
 
+    def __enter__(self) -> "EndingStreamer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
 
 class RowStreamer:
-    """Feeds a streamer with the prompt, then with one step of all rows at a time.
-
-    Args:
-        streamer: object with `put` and `end`, or None.
-        prompts: prompts of the call.
-        rows: requests of the prompts.
-        pad: token emitted for finished rows.
-    """
+    """Feeds a streamer with the prompt, then with one step of all rows at a time; finished rows get `pad`."""
 
     def __init__(self, streamer: Any, prompts: Prompts, rows: Sequence[Row], pad: int):
         self._streamer, self._rows, self._pad, self._steps = streamer, rows, pad, 0
-        if streamer is not None:
-            streamer.put(prompts.input_ids.cpu())
+        streamer.put(prompts.input_ids.cpu())
 
     def due(self) -> list[list[int]]:
         """Return the steps that all unfinished rows have reached and that are not streamed yet."""
@@ -74,5 +59,5 @@ class RowStreamer:
 
     def put(self, steps: list[list[int]]) -> None:
         """Stream the tokens of each step, one per row."""
-        for tokens in steps if self._streamer is not None else ():
+        for tokens in steps:
             self._streamer.put(torch.tensor(tokens, dtype=torch.int64, device="cpu"))

@@ -29,8 +29,7 @@ class Conversation(NamedTuple):
     def render(self, tokenizer: Any) -> str:
         """Render the prompt text, including the template's special tokens.
 
-        Raises:
-            RequestError: the messages are malformed, or the template raises.
+        Raises RequestError if the messages are malformed, or the template raises.
         """
         for message in self.messages:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
@@ -38,10 +37,8 @@ class Conversation(NamedTuple):
         if not self.messages:
             raise RequestError("the conversation has no messages; give at least one")
         if self.continue_final_message and self.messages[-1]["role"] != "assistant":
-            raise RequestError(
-                f"continue_final_message=True, but the last message is of role {self.messages[-1]['role']!r}; end with "
-                "an assistant message, or omit it"
-            )
+            role = self.messages[-1]["role"]
+            raise RequestError(f"continue_final_message=True: the last message is of role {role!r}; valid: 'assistant'")
 
         def apply(messages: Sequence[Message], continue_final_message: bool = False) -> Any:
             return tokenizer.apply_chat_template(
@@ -106,9 +103,6 @@ def _to_template_format(message: Message) -> Message:
     """Convert an OpenAI-style message to the format that templates expect.
 
     Content parts become objects of type "text". Tool-call arguments are parsed from JSON.
-
-    Raises:
-        RequestError: a part is not text, or arguments are not JSON.
     """
     changed, content = dict(message), message.get("content")
     if isinstance(content, list | tuple):
@@ -116,10 +110,6 @@ def _to_template_format(message: Message) -> Message:
     if isinstance(message.get("tool_calls"), list | tuple):
         changed["tool_calls"] = [_parse_arguments(call) for call in message["tool_calls"]]
     return changed
-
-
-def _as_parts(content: list[Any]) -> Any:
-    return content
 
 
 def _as_text(content: list[Any]) -> Any:
@@ -139,7 +129,7 @@ def _readable(messages: Sequence[Message], apply: Callable[[Sequence[Message]], 
     original, contents, probes = {}, {}, {}
     for i, message in enumerate(messages):
         if isinstance(content := message.get("content"), str | list) and content:
-            original[i] = _as_text if isinstance(content, str) else _as_parts
+            original[i] = _as_text if isinstance(content, str) else list
             contents[i] = [{"type": "text", "text": content}] if isinstance(content, str) else content
             probes[i] = [{**item, "text": f"probe{i}.{j}.", f"key{i}.": ""} for j, item in enumerate(contents[i])]
 
@@ -165,7 +155,6 @@ def _readable(messages: Sequence[Message], apply: Callable[[Sequence[Message]], 
 
 
 def _text_of(content: Any) -> str:
-    """Return the text of a content part."""
     text = content.get("text") if isinstance(content, Mapping) and content.get("type") == "text" else content
     if not isinstance(text, str):
         raise RequestError(f"content part {short_repr(content)}; valid: a text or {{'type': 'text', 'text': '...'}}")
@@ -193,11 +182,7 @@ def conversations(
     tools: Sequence[Mapping[str, Any]] | None,
     template_kwargs: Mapping[str, Any] | None,
 ) -> list[Conversation]:
-    """Validate one conversation (a list of messages) or several.
-
-    Raises:
-        ConfigError: no tokenizer, no template, or contradictory options.
-    """
+    """Validate one conversation (a list of messages) or several. Raises ConfigError."""
     if tokenizer is None:
         raise ConfigError("chat needs a tokenizer, and the model's folder has none; give LLM(tokenizer=...)")
     if not hasattr(tokenizer, "apply_chat_template"):
@@ -207,10 +192,7 @@ def conversations(
             "the model's tokenizer has no chat template (not a chat model); give chat_template=..., or use generate"
         )
     if add_generation_prompt and continue_final_message:
-        raise ConfigError(
-            "continue_final_message=True continues the last message, add_generation_prompt=True starts a new one; "
-            "set add_generation_prompt=False"
-        )
+        raise ConfigError("continue_final_message=True continues the last message; set add_generation_prompt=False")
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise ConfigError(f"messages={short_repr(messages)}; valid: a list of messages, or a list of such lists")
     several = bool(messages) and not isinstance(messages[0], Mapping)
@@ -235,39 +217,25 @@ def streamed(
     tools: Sequence[Mapping[str, Any]] | None,
     template_kwargs: Mapping[str, Any] | None,
 ) -> Any:
-    """Resolve the prompt of `LLM.stream`: a conversation, or the prompt unchanged.
-
-    Raises:
-        ConfigError: several prompts or conversations, conversation options without a conversation, or an error of
-            `conversations`.
-    """
+    """Resolve the prompt of `LLM.stream`: a conversation, or the prompt unchanged. Raises ConfigError."""
     if _holds_messages(prompt):
         chats = conversations(
             tokenizer, prompt, chat_template, add_generation_prompt, continue_final_message, tools, template_kwargs
         )
         if len(chats) > 1:
-            raise ConfigError(
-                f"stream takes one conversation, and {len(chats)} were given; stream each by itself (threads may share "
-                "an LLM), or use chat"
-            )
+            raise ConfigError(f"stream takes one conversation, not {len(chats)}; stream each by itself, or use chat")
         return chats[0]
     options = {
-        "chat_template": chat_template is not None,
-        "add_generation_prompt": add_generation_prompt is not True,
-        "continue_final_message": continue_final_message is not False,
-        "tools": tools is not None,
-        "chat_template_kwargs": template_kwargs is not None,
+        "chat_template": chat_template,
+        "add_generation_prompt": None if add_generation_prompt else False,
+        "continue_final_message": continue_final_message or None,
+        "tools": tools,
+        "chat_template_kwargs": template_kwargs,
     }
-    if names := [name for name, is_given in options.items() if is_given]:
-        raise ConfigError(
-            f"stream: {', '.join(names)} without a conversation; give a list of messages, such as "
-            "[{'role': 'user', 'content': '...'}], or leave it out"
-        )
+    if names := [name for name, value in options.items() if value is not None]:
+        raise ConfigError(f"stream: {', '.join(names)} without a conversation; give messages, or leave it out")
     if isinstance(prompt, list | tuple) and any(isinstance(item, str | Mapping) for item in prompt):
-        raise ConfigError(
-            f"stream takes one prompt, and {str(prompt)[:60]} is a list of {len(prompt)}; stream each by itself "
-            "(threads may share an LLM), or use generate"
-        )
+        raise ConfigError(f"stream takes one prompt, not {str(prompt)[:60]}; stream each by itself, or use generate")
     return prompt
 
 

@@ -20,11 +20,7 @@ _CHARACTER = 4  # maximum bytes of a UTF-8 character: of 4 consecutive cuts, one
 class Detokenizer:
     """Detokenizes one request's output.
 
-    Args:
-        decode: converts token ids to text, and handles special tokens.
-        prompt: the prompt's token ids.
-        stop: strings that end the text.
-        include_stop: whether to keep the stop string in the text.
+    `decode` converts token ids to text, and handles special tokens; the strings `stop` end the text.
     """
 
     def __init__(
@@ -32,9 +28,6 @@ class Detokenizer:
     ):
         self._decode, self._stop, self._include_stop = decode, tuple(stop), include_stop
         self._longest = max(map(len, self._stop), default=1) - 1
-        self._by_letter: dict[str, list[str]] = {}  # stop strings by their first character
-        for text in self._stop:
-            self._by_letter.setdefault(text[0], []).append(text)
         end = self._end_of(prompt)
         self._window = end[:-_CHARACTER]  # tokens since a character boundary, and a few before it
         self._decoded = decode(self._window)  # its whole characters are in `text` or the prompt
@@ -57,7 +50,7 @@ class Detokenizer:
 
     def _append(self, token: int) -> str:
         """Append a token to the window. Returns the complete characters that it adds."""
-        previous = self._whole_characters(self._decoded)
+        previous = self._decoded.rstrip(_BROKEN)
         decoded = self._decode([*self._window, token])
         if decoded and decoded == self._decoded and not self._decode([token]):
             return ""  # tokens without text must not fill the window, or the next word would be decoded as the first
@@ -65,7 +58,7 @@ class Detokenizer:
             self._window, decoded, previous = [], self._decode([token]), ""
         self._window.append(token)
         self._decoded, self._shows = decoded, True
-        whole = self._whole_characters(decoded)
+        whole = decoded.rstrip(_BROKEN)
         if len(whole) == len(decoded) and len(self._window) >= 2 * _WINDOW:
             self._shorten()
         return whole[len(previous) :]
@@ -88,7 +81,7 @@ class Detokenizer:
     def flush(self) -> None:
         """End the output: release an incomplete character unchanged, unless it belongs only to the prompt."""
         if self._shows and self.stopped_by is None:
-            self._add(self._decoded[len(self._whole_characters(self._decoded)) :])
+            self._add(self._decoded[len(self._decoded.rstrip(_BROKEN)) :])
             self._shows = False
 
     def shown(self, ended: bool) -> str:
@@ -100,11 +93,6 @@ class Detokenizer:
         piece = self.shown(ended)[self._released :]
         self._released += len(piece)
         return piece
-
-    @staticmethod
-    def _whole_characters(text: str) -> str:
-        """Return `text` without a trailing incomplete character."""
-        return text.rstrip(_BROKEN)
 
     def _add(self, piece: str) -> None:
         """Append a piece and cut the text at the first stop string, or the longest if several start there."""
@@ -124,6 +112,6 @@ class Detokenizer:
         """Return the number of trailing characters that may begin a stop string."""
         for count in range(min(self._longest, len(self.text)), 0, -1):
             beginning = self.text[-count:]
-            if any(stop.startswith(beginning) for stop in self._by_letter.get(beginning[0], ())):
+            if any(stop.startswith(beginning) for stop in self._stop):
                 return count
         return 0

@@ -26,13 +26,8 @@ class Prompt(NamedTuple):
 def read_prompts(path: Path, chat: bool = False) -> list[Prompt]:
     """Read prompts from JSON lines or from a JSON list of objects, such as those of Spec-Bench and HumanEval.
 
-    Args:
-        path: the file.
-        chat: the model has a chat template, so that "prompt" and "turns" are user messages; "text" is raw.
-
-    Raises:
-        ConfigError: an invalid entry; the message names file, line or entry, and the valid forms.
-        OSError: the file cannot be read.
+    With `chat`, for a model with a chat template, "prompt" and "turns" are user messages; "text" is raw. Raises
+    ConfigError for an invalid entry, with its line or number and the valid forms.
     """
     try:
         text = path.read_text(encoding="utf-8")

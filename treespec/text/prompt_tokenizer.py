@@ -23,11 +23,7 @@ logger = logging.getLogger("treespec")
 def load_tokenizer(tokenizer: Any, folder: str | os.PathLike[str]) -> Any:
     """Load a tokenizer from a folder or GGUF file; None means that of the model, if it has one.
 
-    Objects are returned unchanged.
-
-    Raises:
-        ConfigError: the given folder has no tokenizer files, or the files are unusable.
-        CheckpointError: the tokenizer of a GGUF file is not supported.
+    Objects are returned unchanged. Raises ConfigError for missing or unusable files.
     """
     if tokenizer is not None and not isinstance(tokenizer, str | os.PathLike):
         return tokenizer
@@ -55,14 +51,11 @@ def _load_folder(tokenizer: Any, source: str, shown: str) -> Any:
     try:
         loaded = kind.from_pretrained(source, local_files_only=True)
     except Exception as error:  # parsers may raise anything for damaged files: KeyError, TypeError, a plain Exception
-        raise ConfigError(
-            f"the tokenizer files of {shown} cannot be read ({describe_error(error)}); repair or remove them, "
-            "or give LLM(tokenizer=...)"
-        ) from error
+        reason = f"the tokenizer files of {shown} cannot be read ({describe_error(error)})"
+        raise ConfigError(f"{reason}; repair or remove them, or give LLM(tokenizer=...)") from error
     if isinstance(warned := getattr(loaded, "deprecation_warnings", None), dict):
-        warned["sequence-length-is-longer-than-the-specified-maximum"] = (
-            True  # treespec raises an error for such prompts
-        )
+        # treespec raises an error for such prompts
+        warned["sequence-length-is-longer-than-the-specified-maximum"] = True
     return loaded
 
 
@@ -85,16 +78,11 @@ def _is_fast_only(folder: str) -> bool:
 class UserTokenizer:
     """Wraps a user's tokenizer behind one interface, whatever options its methods accept.
 
-    Args:
-        own: an object with `encode(text)`, returning token ids or (like `tokenizers.Tokenizer`) an object with `ids`,
-            and `decode(ids)`, returning text. `add_special_tokens` and `skip_special_tokens` are passed if supported;
-            `clean_up_tokenization_spaces` is turned off, because it removes spaces that a stream has shown already.
+    It is an object with `encode(text)`, returning token ids or (like `tokenizers.Tokenizer`) an object with `ids`, and
+    `decode(ids)`, returning text. `add_special_tokens` and `skip_special_tokens` are passed if supported;
+    `clean_up_tokenization_spaces` is turned off, because it removes spaces that a stream has shown already.
 
-    Attributes:
-        eos_token_ids: the tokenizer's end token, if any.
-
-    Raises:
-        ConfigError: it fails to encode and decode a test letter.
+    Raises ConfigError if it fails to encode and decode a test letter.
     """
 
     def __init__(self, base: Any):
@@ -129,8 +117,7 @@ class UserTokenizer:
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Encode a text, with or without special tokens.
 
-        Raises:
-            RequestError: the text is not valid Unicode, or the tokenizer fails.
+        Raises RequestError for invalid Unicode, or if the tokenizer fails.
         """
         check_text(text)
         try:
@@ -146,11 +133,7 @@ class UserTokenizer:
         return [token for token in tokens if token is not None]
 
     def decode(self, tokens: list[int], skip_special: bool = False) -> str:
-        """Decode token ids. Special tokens are skipped if requested and supported.
-
-        Raises:
-            RequestError: the tokenizer fails or returns no text.
-        """
+        """Decode token ids. Special tokens are skipped if requested and supported. Raises RequestError."""
         try:
             text = self._decode(tokens, **({"skip_special_tokens": skip_special} if self._skips else {}))
         except Exception as error:  # as above
@@ -162,15 +145,11 @@ class UserTokenizer:
 
 @dataclass(frozen=True)
 class Tokenization:
-    """Tokenization options of a call.
+    """Tokenization options of a call."""
 
-    Args:
-        truncate: number of last tokens to keep; None = all. Special tokens around a text are kept, as in transformers.
-        special: whether to add special tokens around a text; None adds them except to conversations, whose template
-            adds them.
-    """
-
+    # number of last tokens to keep; None = all. Special tokens around a text are kept, as in transformers.
     truncate: int | None = None
+    # whether to add special tokens around a text; None adds them except to conversations, whose template adds them
     special: bool | None = None
 
     @classmethod
@@ -178,9 +157,6 @@ class Tokenization:
         """Parse vLLM's `tokenization_kwargs` (0.17): `truncate_prompt_tokens` and `add_special_tokens`.
 
         -1 keeps max_model_len - 1 tokens, which leaves room for one output token.
-
-        Raises:
-            ConfigError: an unknown option, or a value out of range.
         """
         if options is None:
             return cls()
@@ -190,10 +166,7 @@ class Tokenization:
         limit, special = options.get("truncate_prompt_tokens"), options.get("add_special_tokens")
         count = None if limit is None else as_int(limit, -1)
         if limit is not None and (count is None or count == 0 or count > max_model_len):
-            raise ConfigError(
-                f"truncate_prompt_tokens={limit!r}; valid: None, 1 to max_model_len={max_model_len}, or -1 for as many "
-                "as the context holds"
-            )
+            raise ConfigError(f"truncate_prompt_tokens={limit!r}; valid: None, 1 to max_model_len={max_model_len}, -1")
         if special is not None and not isinstance(special, bool):
             raise ConfigError(f"add_special_tokens={special!r}; valid: None, True or False")
         return cls(max_model_len - 1 if count == -1 else count, special)
@@ -213,7 +186,6 @@ class Tokenization:
         return [*tokens[:start], *tokens[end - (self.truncate - added) : end], *tokens[end:]]
 
     def cut(self, tokens: list[int]) -> list[int]:
-        """Truncate a prompt's tokens."""
         return tokens if self.truncate is None else tokens[-self.truncate :]
 
 
@@ -222,14 +194,11 @@ def check_text(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise RequestError(
-            f"text {text[:40]!r} has the lone surrogate {text[error.start]!r} at {error.start}, which is no valid "
-            "character; remove it, or decode the source bytes with errors='replace'"
-        ) from None
+        where = f"the lone surrogate {text[error.start]!r} at {error.start}"
+        raise RequestError(f"text {text[:40]!r} has {where}, which is no valid character; remove it") from None
 
 
 def _takes(function: Callable[..., Any], option: str) -> bool:
-    """Return whether a function accepts a keyword."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a builtin without signature

@@ -1,13 +1,12 @@
-"""DFlash drafts (arXiv 2602.06036): the module that is trained, its loss, and its published folder."""
+"""DFlash drafts (arXiv 2602.06036): the module that is trained."""
 
-import json
-from pathlib import Path
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import (
@@ -17,32 +16,24 @@ from transformers.models.qwen3.modeling_qwen3 import (
     apply_rotary_pos_emb,
 )
 
-from treespec.training.distillation import Curriculum, LessonBatch, distillation_losses
+from treespec.training.distillation import LessonBatch, Prediction
 from treespec.training.eagle3 import head_config, head_layers
-from treespec.training.loop import StepLoss, mixed_precision
+from treespec.training.loop import mixed_precision
 from treespec.training.target_states import TargetStates
 
 LAYERS = 2
 BLOCK = 8  # rows of a block, the root's included
 ROOTS = 24  # roots of a lesson that a step trains on
 EVALUATED_ROOTS = 48
-DECAY = 4.0  # depths in which the weight of a prediction falls by e
 
 
 class Roots(NamedTuple):
-    """Roots in the lessons of a batch.
+    """Roots in the lessons of a batch."""
 
-    Attributes:
-        positions: int64 [rows, roots], in the lesson; a lesson with fewer roots repeats some.
-        first: int64 [rows], index of each row's first target in the batch.
-        counts: int64 [rows], number of its targets.
-        begins: int64 [rows], position of its first target.
-    """
-
-    positions: Tensor
-    first: Tensor
-    counts: Tensor
-    begins: Tensor
+    positions: Tensor  # int64 [rows, roots], in the lesson; a lesson with fewer roots repeats some
+    first: Tensor  # int64 [rows], index of each row's first target in the batch
+    counts: Tensor  # int64 [rows], number of its targets
+    begins: Tensor  # int64 [rows], position of its first target
 
     def targets(self, depth: int) -> tuple[Tensor, Tensor]:
         """Return the targets of a depth below the roots: which roots have one, bool [rows, roots], and indices."""
@@ -51,7 +42,7 @@ class Roots(NamedTuple):
         return valid, (self.first[:, None] + offsets)[valid]
 
 
-def draw_roots(batch: LessonBatch, count: int, seed: tuple[int, ...]) -> Roots:
+def draw_roots(batch: LessonBatch, count: int, seed: Sequence[int]) -> Roots:
     """Draw up to `count` roots of each lesson of a batch."""
     generator, rows = np.random.default_rng(seed), batch.positions[:, 0].cpu().numpy()
     counts = np.bincount(rows, minlength=len(batch.tokens))
@@ -76,11 +67,9 @@ class _BlockAttention(nn.Module):
     def forward(self, x: Tensor, context: Tensor, rotations: tuple[Any, Any], visible: Tensor) -> Tensor:
         """Return the output of all blocks' rows, [batch, rows, hidden].
 
-        Args:
-            x: the rows, normalised.
-            context: projected states of the lessons' tokens, [batch, length, hidden].
-            rotations: cosine and sine of the rows, and of tokens and rows.
-            visible: bool [batch, 1, rows, length + rows].
+        `x` are the rows, normalised; `context` the projected states of the lessons' tokens, [batch, length, hidden];
+        `rotations` cosine and sine of the rows, and of tokens and rows; `visible` is bool [batch, 1, rows, length +
+        rows].
         """
         read = torch.cat((context, x), 1)
         q = self.q_norm(self._heads(self.q_proj(x))).transpose(1, 2)
@@ -114,15 +103,11 @@ class _BlockLayer(nn.Module):
 class DFlashModule(nn.Module):
     """A DFlash draft with its own head over a reduced vocabulary. Parameters are named as by speculators.
 
-    Args:
-        config: of the layers.
-        embed: embeddings of the target, [vocab_size, hidden_size]; not trained.
-        num_states: layers of the target that it reads.
-        mask_token: token of the rows below a root.
-        rows: tokens of the head.
+    It reads `num_states` layers of the target, and its embeddings [vocab_size, hidden_size], which are not trained.
     """
 
     embed: Tensor
+    decay = math.exp(-1 / 4)  # weight of a depth's loss over that of the depth before it
 
     def __init__(self, config: Qwen3Config, embed: Tensor, num_states: int, mask_token: int, rows: int):
         super().__init__()
@@ -135,16 +120,38 @@ class DFlashModule(nn.Module):
         self._rotary = Qwen3RotaryEmbedding(config)
 
     def get_output_embeddings(self) -> nn.Linear:
-        """Return the head over the vocabulary."""
         return self.lm_head
+
+    def predict(self, batch: LessonBatch, states: TargetStates, seed: Sequence[int]) -> Iterator[Prediction]:
+        """Yield the logits at a batch's targets 1, 2, ... below some roots."""
+        roots = draw_roots(batch, ROOTS if self.training else EVALUATED_ROOTS, seed)
+        with mixed_precision(batch.inputs.device):
+            hidden = self(states.of(batch), batch.tokens, roots.positions)
+        for depth in range(1, BLOCK):
+            valid, index = roots.targets(depth)
+            with mixed_precision(batch.inputs.device):
+                logits = self.lm_head(hidden[:, :, depth][valid]).float()
+            yield logits, batch.select(index)
+
+    def published_config(self, target: PreTrainedConfig) -> dict[str, Any]:
+        """Return the config.json of speculators' layout."""
+        return {
+            "architectures": ["DFlashDraftModel"],
+            "speculators_model_type": "dflash",
+            "dtype": "bfloat16",
+            "transformer_layer_config": self.config.to_dict(),
+            "aux_hidden_state_layer_ids": list(head_layers(target.num_hidden_layers)),
+            "draft_vocab_size": self.lm_head.out_features,
+            "block_size": BLOCK,
+            "mask_token_id": self.mask_token,
+            "sample_from_anchor": False,
+        }
 
     def forward(self, states: Tensor, tokens: Tensor, roots: Tensor) -> Tensor:
         """Return the normalised outputs of blocks below some roots, [batch, roots, BLOCK, hidden].
 
-        Args:
-            states: of the target at all tokens, [batch, length, num_states * hidden].
-            tokens: int64 [batch, length].
-            roots: int64 [batch, roots], their positions.
+        Args: target states [batch, length, num_states * hidden]; tokens and positions of the roots, int64 [batch,
+        length] and [batch, roots].
         """
         (batch, length), count = tokens.shape, roots.shape[1]
         context = self.hidden_norm(self.fc(states.to(self.fc.weight.dtype)))
@@ -212,78 +219,3 @@ def mask_token_of(target: Any) -> int:
         if isinstance(token, int) and 0 <= token < config.vocab_size:
             return token
     return 0
-
-
-def dflash_loss(draft: DFlashModule, curriculum: Curriculum, states: TargetStates, step: int) -> StepLoss:
-    """Return the loss of a step's lessons: the mean over the blocks' predictions, each weighted by its depth."""
-    total, weight, hits, count = torch.zeros(1, dtype=torch.float32, device=curriculum.device)[0], 0.0, 0.0, 0
-    for number, batch in enumerate(curriculum.batches(step)):
-        roots = draw_roots(batch, ROOTS, (curriculum.seed, 5, step, number))
-        with mixed_precision(batch.inputs.device):
-            hidden = draft(states.of(batch), batch.tokens, roots.positions)
-        for depth in range(1, BLOCK):
-            logits, targets = logits_of(draft, hidden, batch, roots, depth)
-            depth_weight = float(np.exp(-(depth - 1) / DECAY))
-            total = total + depth_weight * distillation_losses(logits, targets).sum()
-            weight += depth_weight * len(logits)
-            if depth == 1:
-                hits += float((logits.detach().argmax(1) == targets.ids[:, 0]).sum())
-                count += len(logits)
-    return StepLoss(total / weight, count, hits / count)
-
-
-def logits_of(
-    draft: DFlashModule, hidden: Tensor, batch: LessonBatch, roots: Roots, depth: int
-) -> tuple[Tensor, LessonBatch]:
-    """Return a depth's logits, float32 [targets, rows], and the batch of these targets.
-
-    Args:
-        draft: gave `hidden`, the outputs of the blocks.
-        hidden: [batch, roots, BLOCK, hidden].
-        batch, roots: the lessons, and the blocks' roots.
-        depth: of the predicted tokens.
-    """
-    valid, index = roots.targets(depth)
-    with mixed_precision(batch.inputs.device):
-        logits = draft.lm_head(hidden[:, :, depth][valid]).float()
-    return logits, LessonBatch(
-        batch.lessons, batch.tokens, batch.inputs, batch.positions[index], batch.ids[index], batch.probs[index]
-    )
-
-
-@torch.inference_mode()
-def dflash_agreement(draft: DFlashModule, curriculum: Curriculum, states: TargetStates) -> float:
-    """Return the share of first tokens below some roots of all lessons that the draft predicts."""
-    draft.eval()
-    hits = count = 0
-    for start in range(0, len(curriculum.lessons), 8):
-        batch = curriculum.of(range(start, min(start + 8, len(curriculum.lessons))))
-        roots = draw_roots(batch, EVALUATED_ROOTS, (curriculum.seed, 6, start))
-        with mixed_precision(batch.inputs.device):
-            hidden = draft(states.of(batch), batch.tokens, roots.positions)
-        logits, targets = logits_of(draft, hidden, batch, roots, 1)
-        hits += int((logits.argmax(1) == targets.ids[:, 0]).sum())
-        count += len(logits)
-    return hits / count
-
-
-def write_dflash(draft: DFlashModule, folder: Path, target_ids: np.ndarray, target: PreTrainedConfig) -> None:
-    """Write a draft in the layout of speculators, in bfloat16; arguments as in `write_head`."""
-    rows, size = torch.from_numpy(target_ids[:-1]), int(target.vocab_size)
-    tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in draft.state_dict().items()}
-    tensors["d2t"] = rows - torch.arange(len(rows), dtype=torch.int64, device="cpu")
-    tensors["t2d"] = torch.zeros(size, dtype=torch.bool, device="cpu").index_fill_(0, rows, True)
-    config = {
-        "architectures": ["DFlashDraftModel"],
-        "speculators_model_type": "dflash",
-        "dtype": "bfloat16",
-        "transformer_layer_config": draft.config.to_dict(),
-        "aux_hidden_state_layer_ids": list(head_layers(target.num_hidden_layers)),
-        "draft_vocab_size": len(rows),
-        "block_size": BLOCK,
-        "mask_token_id": draft.mask_token,
-        "sample_from_anchor": False,
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True, default=str) + "\n")

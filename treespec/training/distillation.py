@@ -1,8 +1,8 @@
 """Distillation of drafts from lessons, in the draft's own vocabulary."""
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,38 +20,29 @@ ARGMAX_SHARE = 0.3  # weight of the cross-entropy to the target's most likely to
 
 @dataclass(frozen=True)
 class LessonBatch:
-    """Lessons as rows, padded at the end.
+    """Lessons as rows, padded at the end."""
 
-    Attributes:
-        lessons: int64 [rows], their indices.
-        tokens: int64 [rows, length], of the target.
-        inputs: int64 [rows, length], draft rows of the tokens.
-        positions: int64 [targets, 2], row and position that predict each target.
-        ids: int64 [targets, TOP], draft rows of the target's most likely tokens; the last row for those it lacks.
-        probs: float32 [targets, TOP], their probabilities, 0 for those it lacks.
-    """
+    lessons: np.ndarray  # int64 [rows], their indices
+    tokens: Tensor  # int64 [rows, length], of the target
+    inputs: Tensor  # int64 [rows, length], draft rows of the tokens
+    positions: Tensor  # int64 [targets, 2], row and position that predict each target
+    ids: Tensor  # int64 [targets, TOP], draft rows of the target's most likely tokens; the last row for those it lacks
+    probs: Tensor  # float32 [targets, TOP], their probabilities, 0 for those it lacks
 
-    lessons: np.ndarray
-    tokens: Tensor
-    inputs: Tensor
-    positions: Tensor
-    ids: Tensor
-    probs: Tensor
+    def select(self, targets: Tensor) -> "LessonBatch":
+        """Return the batch with only these targets, by index or mask."""
+        return replace(self, positions=self.positions[targets], ids=self.ids[targets], probs=self.probs[targets])
+
+
+Prediction = tuple[Tensor, LessonBatch]
+"""Logits, float32 [targets, rows], and the batch of these targets."""
 
 
 class Curriculum:
     """Draws the lessons of each step with given odds. A draw depends only on the seed and the step.
 
-    Args:
-        lessons: of the target.
-        target_ids: the draft's vocabulary.
-        target_size: size of the target's.
-        step_tokens: generated tokens of a step, about.
-        seed: of the draws.
-        device: of the batches.
-
-    Attributes:
-        window_lengths: int64 [lessons], number of tokens of each lesson in a batch.
+    A step has about `step_tokens` generated tokens. `window_lengths`, int64 [lessons], is the number of tokens of each
+    lesson in a batch.
     """
 
     def __init__(
@@ -137,35 +128,21 @@ def distillation_losses(logits: Tensor, batch: LessonBatch) -> Tensor:
 
 @dataclass(frozen=True)
 class Fit:
-    """How well a draft predicts lessons.
+    """How well a draft predicts lessons."""
 
-    Attributes:
-        hits: bool [targets], whether the draft's first choice is the target's, by position.
-        missed: by lesson, the target's most likely tokens that the draft did not choose, as draft rows.
-    """
-
-    hits: np.ndarray
-    missed: list[np.ndarray]
+    hits: np.ndarray  # bool [targets], whether the draft's first choice is the target's, by position
+    missed: list[np.ndarray]  # by lesson, the target's most likely tokens that the draft did not choose, as draft rows
 
 
 @torch.inference_mode()
-def evaluate(
-    model: nn.Module, curriculum: Curriculum, logits: Callable[[Any, LessonBatch], Tensor] = logits_at, size: int = 16
-) -> Fit:
-    """Evaluate a draft on all lessons of a curriculum.
-
-    Args:
-        model: the draft.
-        curriculum: of the lessons.
-        logits: returns the draft's logits at a batch's targets.
-        size: lessons of a batch.
-    """
+def evaluate(model: nn.Module, curriculum: Curriculum) -> Fit:
+    """Evaluate a draft on all lessons of a curriculum."""
     model.eval()
     hits, missed, count = [], list[np.ndarray](), len(curriculum.lessons)
-    for start in range(0, count, size):
-        batch = curriculum.of(range(start, min(start + size, count)))
+    for start in range(0, count, 2 * BATCH_ROWS):
+        batch = curriculum.of(range(start, min(start + 2 * BATCH_ROWS, count)))
         rows, first = batch.positions[:, 0].cpu().numpy(), batch.ids[:, 0].cpu().numpy()
-        hit = logits(model, batch).argmax(1).cpu().numpy() == first
+        hit = logits_at(model, batch).argmax(1).cpu().numpy() == first
         hits.append(hit)
         missed += [first[~hit & (rows == row)] for row in range(len(batch.inputs))]
     return Fit(np.concatenate(hits), missed)

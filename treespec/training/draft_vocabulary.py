@@ -13,14 +13,9 @@ def choose_vocabulary(lessons: Lessons, target_size: int, ends: tuple[int, ...],
     """Return the target ids of a draft's rows, int64 ascending, then -1 for all other tokens.
 
     Tokens are counted by the probability that the target gives them in its own outputs, and by `PROMPT_WEIGHT` in its
-    prompts. The vocabulary has as many of the most frequent ones as cover `COVERAGE` of the counts, rounded up to a
-    multiple of `MULTIPLE`, or down where `most` or the target's vocabulary ends.
-
-    Args:
-        lessons: what the target wrote.
-        target_size: of its vocabulary.
-        ends: end tokens, always included.
-        most: maximum number of rows, the last one included; from `target_size` on, the vocabulary is the target's.
+    prompts. The vocabulary has the end tokens and as many of the most frequent ones as cover `COVERAGE` of the counts,
+    rounded up to a multiple of `MULTIPLE`, or down where `most` rows, the last one included, or the target's vocabulary
+    end.
     """
     if most >= target_size:
         return np.append(np.arange(target_size), -1)

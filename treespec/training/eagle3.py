@@ -1,15 +1,11 @@
-"""EAGLE-3 draft heads (arXiv 2503.01840): the module that is trained, its loss, and its published folder."""
+"""EAGLE-3 draft heads (arXiv 2503.01840): the module that is trained."""
 
-import json
-from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import (
@@ -20,12 +16,11 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from treespec.errors import ModelError
-from treespec.training.distillation import Curriculum, LessonBatch, distillation_losses, evaluate
-from treespec.training.loop import StepLoss, mixed_precision
+from treespec.training.distillation import LessonBatch, Prediction
+from treespec.training.loop import mixed_precision
 from treespec.training.target_states import TargetStates
 
 DEPTHS = 4  # drafted tokens in a row that a step trains on (training-time test)
-DECAY = 0.8  # weight of a depth's loss over that of the depth before it
 NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps")
 
 
@@ -37,11 +32,7 @@ def head_layers(num_layers: int) -> tuple[int, ...]:
 
 
 def head_config(target: PreTrainedConfig, rows: int) -> LlamaConfig:
-    """Return the config of a head: one Llama layer of the target's size, and `rows` tokens.
-
-    Raises:
-        ModelError: the target's config has not the sizes of such a layer, or the target scales what the head shares.
-    """
+    """Return the config of a head: one Llama layer of the target's size, and `rows` tokens. Raises ModelError."""
     if missing := [name for name in NEEDED if getattr(target, name, None) is None]:
         raise ModelError(f"cannot train a draft head for {target.model_type}: its config has no {missing[0]}")
     if target.model_type.startswith("gemma"):
@@ -78,12 +69,8 @@ class _PairAttention(nn.Module):
         """Return the attention of pairs at the depth `len(kept)` below verified ones, and append their keys and values.
 
         Pair p at depth d attends to the verified pairs up to p - d, and to the pairs p - d + 1 to p of the depths 1 to
-        d, as a tree's node attends to its ancestors.
-
-        Args:
-            x: [batch, pairs, 2 * hidden].
-            rotation: cosine and sine of the pairs' positions.
-            kept: keys and values of the depths before, [batch, heads, pairs, head_dim].
+        d, as a tree's node attends to its ancestors. `x` is [batch, pairs, 2 * hidden]; `kept` has the keys and values
+        of the depths before, [batch, heads, pairs, head_dim].
         """
         shape = (*x.shape[:2], -1, self.head_dim)
         q, k, v = (layer(x).view(shape).transpose(1, 2) for layer in (self.q_proj, self.k_proj, self.v_proj))
@@ -129,15 +116,12 @@ class Eagle3Module(nn.Module):
     """A draft head: a decoder layer over a token's embedding and the *feature* of the token before it, a pair.
 
     The feature after a verified token is a projection of the target's hidden states; after a drafted one it is the
-    layer's output. Parameters have the names of SpecForge's checkpoints.
-
-    Args:
-        config: from `head_config`.
-        embed: embeddings of the target, [vocab_size, hidden_size]; not trained.
-        num_states: layers of the target that it reads.
+    layer's output. Parameters have the names of SpecForge's checkpoints. It reads `num_states` layers of the target,
+    and its embeddings [vocab_size, hidden_size], which are not trained.
     """
 
     embed: Tensor
+    decay = 0.8  # weight of a depth's loss over that of the depth before it
 
     def __init__(self, config: LlamaConfig, embed: Tensor, num_states: int):
         super().__init__()
@@ -150,16 +134,31 @@ class Eagle3Module(nn.Module):
         self._rotary = LlamaRotaryEmbedding(config)
 
     def get_output_embeddings(self) -> nn.Linear:
-        """Return the head over the vocabulary."""
         return self.lm_head
+
+    def predict(self, batch: LessonBatch, states: TargetStates, seed: Sequence[int]) -> Iterator[Prediction]:
+        """Yield the logits at a batch's targets that are 0, 1, ... drafted tokens deep; `seed` is not used."""
+        pairs = batch.positions[:, 1] - 1
+        read = states.of(batch)[:, :-1]
+        with mixed_precision(batch.inputs.device):
+            for depth, hidden in enumerate(self(read, batch.tokens, DEPTHS)):
+                targets = batch.select(pairs >= depth)
+                rows, columns = targets.positions[:, 0], targets.positions[:, 1] - 1
+                yield self.lm_head(hidden[rows, columns]).float(), targets
+
+    def published_config(self, target: PreTrainedConfig) -> dict[str, Any]:
+        """Return the config.json of SpecForge's layout."""
+        names = {"architectures": ["LlamaForCausalLMEagle3"], "dtype": "bfloat16", "torch_dtype": "bfloat16"}
+        sizes = {"vocab_size": int(target.vocab_size), "draft_vocab_size": self.config.vocab_size}
+        layers = list(head_layers(target.num_hidden_layers))
+        read = {"eagle_aux_hidden_state_layer_ids": layers} if target.num_hidden_layers < 7 else {}
+        return self.config.to_dict() | names | sizes | read
 
     def forward(self, states: Tensor, tokens: Tensor, depths: int) -> Iterator[Tensor]:
         """Yield the normalised outputs [batch, pairs, hidden] of pairs that are 0, 1, ... drafted tokens deep.
 
-        Args:
-            states: of the target at all tokens but the last, [batch, pairs, num_states * hidden].
-            tokens: int64 [batch, pairs + 1].
-            depths: number of outputs.
+        `states` are those of the target at all tokens but the last, [batch, pairs, num_states * hidden]; tokens are
+        int64 [batch, pairs + 1].
         """
         embedded = F.embedding(tokens[:, 1:], self.embed)
         positions = torch.arange(states.shape[1], dtype=torch.int64, device=states.device)[None]
@@ -174,12 +173,7 @@ class Eagle3Module(nn.Module):
 def make_head(target: Any, target_ids: np.ndarray, num_states: int) -> Eagle3Module:
     """Return an untrained head with the target's final norm and its head's rows, in float32.
 
-    Its feature begins as the last state that it reads.
-
-    Args:
-        target: a transformers model.
-        target_ids: int64 [rows + 1], as for a student; the last one is not used.
-        num_states: layers of the target that the head reads.
+    Its feature begins as the last of the `num_states` states that it reads. `target_ids`: int64 [rows + 1].
     """
     config = head_config(target.config, len(target_ids) - 1)
     head = Eagle3Module(config, target.get_input_embeddings().weight, num_states)
@@ -193,62 +187,3 @@ def make_head(target: Any, target_ids: np.ndarray, num_states: int) -> Eagle3Mod
         head.lm_head.weight.copy_(target.get_output_embeddings().weight[token_ids])
         head.norm.weight.copy_(target.get_decoder().norm.weight)
     return head
-
-
-def logits_of(
-    head: Eagle3Module, batch: LessonBatch, states: TargetStates, depths: int
-) -> Iterator[tuple[Tensor, LessonBatch]]:
-    """Yield a head's logits, float32 [targets, rows], and the batch of these targets, by depth."""
-    pairs = batch.positions[:, 1] - 1
-    read = states.of(batch)[:, :-1]
-    with mixed_precision(batch.inputs.device):
-        for depth, hidden in enumerate(head(read, batch.tokens, depths)):
-            valid = pairs >= depth
-            rows, columns = batch.positions[valid, 0], pairs[valid]
-            targets = replace(batch, positions=batch.positions[valid], ids=batch.ids[valid], probs=batch.probs[valid])
-            yield head.lm_head(hidden[rows, columns]).float(), targets
-
-
-def head_loss(head: Eagle3Module, curriculum: Curriculum, states: TargetStates, step: int) -> StepLoss:
-    """Return the loss of a step's lessons, the mean over the depths' positions, each weighted by its depth."""
-    total, weight, hits, count = torch.zeros(1, dtype=torch.float32, device=curriculum.device)[0], 0.0, 0.0, 0
-    for batch in curriculum.batches(step):
-        for depth, (logits, targets) in enumerate(logits_of(head, batch, states, DEPTHS)):
-            total = total + DECAY**depth * distillation_losses(logits, targets).sum()
-            weight += DECAY**depth * len(targets.positions)
-            if depth == 0:
-                hits += float((logits.detach().argmax(1) == targets.ids[:, 0]).sum())
-                count += len(targets.positions)
-    return StepLoss(total / weight, count, hits / count)
-
-
-def head_agreement(head: Eagle3Module, curriculum: Curriculum, states: TargetStates) -> float:
-    """Return the share of the lessons' target tokens that a head predicts after verified ones."""
-
-    def logits(model: Any, batch: LessonBatch) -> Tensor:
-        return next(logits_of(model, batch, states, 1))[0]
-
-    return float(evaluate(head, curriculum, logits).hits.mean())
-
-
-def write_head(head: Eagle3Module, folder: Path, target_ids: np.ndarray, target: PreTrainedConfig) -> None:
-    """Write a head in SpecForge's layout, in bfloat16.
-
-    Args:
-        head: trained.
-        folder: is created.
-        target_ids: int64 [rows + 1], of the head's rows.
-        target: config of the target.
-    """
-    rows, size = torch.from_numpy(target_ids[:-1]), int(target.vocab_size)
-    tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in head.state_dict().items()}
-    tensors["d2t"] = rows - torch.arange(len(rows), dtype=torch.int64, device="cpu")
-    tensors["t2d"] = torch.zeros(size, dtype=torch.bool, device="cpu").index_fill_(0, rows, True)
-    config = head.config.to_dict()
-    config |= {"architectures": ["LlamaForCausalLMEagle3"], "vocab_size": size, "draft_vocab_size": len(rows)}
-    config |= {"dtype": "bfloat16", "torch_dtype": "bfloat16"}
-    if target.num_hidden_layers < 7:
-        config["eagle_aux_hidden_state_layer_ids"] = list(head_layers(target.num_hidden_layers))
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True, default=str) + "\n")

@@ -15,8 +15,7 @@ FULL_BYTES = 1 << 16  # a disk with less free space counts as full
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; move the file or folder into place when the block ends without an error.
 
-    Raises:
-        OSError: the disk is full, whatever the writer raised.
+    Raises OSError if the disk is full, whatever the writer raised.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -38,11 +37,9 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def atomic_write_text(path: Path, text: str) -> None:
-    """Write a text file atomically."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write a JSON file atomically."""
     atomic_write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")

@@ -1,6 +1,6 @@
 """Lessons: the target's continuations of training prompts, with its most likely next tokens at every position."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,22 +23,15 @@ MAX_PROMPT_TOKENS = 384
 
 @dataclass(frozen=True)
 class Lessons:
-    """Token sequences with the target's distribution after every position of its own output.
+    """Token sequences with the target's distribution after every position of its own output."""
 
-    Attributes:
-        tokens: int32 [total tokens], all sequences concatenated.
-        starts: int64 [count + 1], bounds of the sequences.
-        firsts: int64 [count], index within a sequence of the first generated token.
-        top_ids, top_logprobs: int32 and float16 [total generated tokens, TOP], most likely first, by generated token.
-        groups: str [count].
-    """
-
-    tokens: np.ndarray
-    starts: np.ndarray
-    firsts: np.ndarray
+    tokens: np.ndarray  # int32 [total tokens], all sequences concatenated
+    starts: np.ndarray  # int64 [count + 1], bounds of the sequences
+    firsts: np.ndarray  # int64 [count], index within a sequence of the first generated token
+    # top_ids, top_logprobs: int32 and float16 [total generated tokens, TOP], most likely first, by generated token
     top_ids: np.ndarray
     top_logprobs: np.ndarray
-    groups: np.ndarray
+    groups: np.ndarray  # str [count]
 
     def __len__(self) -> int:
         return len(self.firsts)
@@ -69,13 +62,11 @@ class Lessons:
 
     @classmethod
     def concatenate(cls, shards: Sequence["Lessons"]) -> "Lessons":
-        """Concatenate lessons."""
         lengths = np.concatenate([np.diff(shard.starts) for shard in shards])
         joined = {name: np.concatenate([getattr(shard, name) for shard in shards]) for name in cls.__dataclass_fields__}
         return cls(**joined | {"starts": np.concatenate([[0], np.cumsum(lengths)])})
 
     def select(self, indices: np.ndarray) -> "Lessons":
-        """Return the sequences with these indices."""
         targets = self.targets
         pieces = [slice(self.starts[i], self.starts[i + 1]) for i in indices]
         rows = [slice(targets[i], targets[i + 1]) for i in indices]
@@ -95,17 +86,10 @@ def shard_path(folder: Path, number: int) -> Path:
 
 
 class LessonWriter:
-    """Lets an engine continue prompts and writes the results in shards.
+    """Lets an engine continue prompts, by up to `max_tokens` each, and writes the results in shards.
 
     A shard depends only on the prompts, the seed and its number: interrupted runs continue at the next shard, and
     every shard has the bits of an uninterrupted run.
-
-    Args:
-        llm: the target.
-        prompts: training prompts in a fixed order.
-        folder: of the shards.
-        max_tokens: generated tokens of a lesson.
-        seed: of beginnings, temperatures and sampling.
     """
 
     def __init__(self, llm: LLM, prompts: Sequence[TrainingPrompt], folder: Path, max_tokens: int, seed: int):
@@ -147,20 +131,13 @@ def _collect(outputs: Sequence[RequestOutput], groups: Sequence[str]) -> Lessons
     if not kept:
         raise RequestError(f"no prompt of the shard could be continued: {outputs[0].error}")
     sequences = [output.prompt_token_ids + output.outputs[0].token_ids for output, _ in kept]
-    rows = list(_top_rows([output for output, _ in kept]))
+    positions = [position for output, _ in kept for position in output.outputs[0].logprobs or ()]
+    rows = [sorted(((-entry.logprob, token) for token, entry in position.items()))[:TOP] for position in positions]
     return Lessons(
         np.array([token for sequence in sequences for token in sequence], dtype=np.int32),
         np.concatenate([[0], np.cumsum([len(sequence) for sequence in sequences])]),
         np.array([len(output.prompt_token_ids) for output, _ in kept]),
-        np.array([[token for token, _ in row] for row in rows], dtype=np.int32).reshape(-1, TOP),
-        np.array([[logprob for _, logprob in row] for row in rows], dtype=np.float16).reshape(-1, TOP),
+        np.array([[token for _, token in row] for row in rows], dtype=np.int32).reshape(-1, TOP),
+        np.array([[-minus for minus, _ in row] for row in rows], dtype=np.float16).reshape(-1, TOP),
         np.array([group for _, group in kept]),
     )
-
-
-def _top_rows(outputs: Sequence[RequestOutput]) -> Iterator[list[tuple[int, float]]]:
-    """Yield (token, log-probability) of the TOP most likely tokens of every generated position."""
-    for output in outputs:
-        for position in output.outputs[0].logprobs or ():
-            ranked = sorted(position.items(), key=lambda item: (-item[1].logprob, item[0]))[:TOP]
-            yield [(token, entry.logprob) for token, entry in ranked]

@@ -153,7 +153,6 @@ def load_checkpoint(path: Path, model: nn.Module, optimizers: list[torch.optim.O
 
 
 def read_progress(path: Path) -> TrainingProgress:
-    """Read the progress of a checkpoint."""
     return TrainingProgress(**torch.load(path, map_location="cpu", weights_only=True, mmap=True)["progress"])
 
 
@@ -169,18 +168,8 @@ def train(
 ) -> TrainingProgress:
     """Train until the budget is spent, from `checkpoint` if it exists.
 
-    Args:
-        name: of the stage.
-        model: trained in place.
-        loss_of: loss of a step.
-        budget: length of the stage.
-        peak_rate: largest learning rate.
-        checkpoint: file of the resumable state.
-        pause: a requested stop, checked between steps.
-        held_out: returns the agreement on held-out data, which is logged after every checkpoint.
-
-    Raises:
-        Paused: a signal arrived; the checkpoint holds the state after the last complete step.
+    `held_out` returns the agreement on held-out data, which is logged after every checkpoint. Raises Paused if a signal
+    arrived; the checkpoint then holds the state after the last complete step.
     """
     optimizers = optimizers_for(model)
     progress = load_checkpoint(checkpoint, model, optimizers) if checkpoint.exists() else TrainingProgress()
@@ -217,16 +206,7 @@ def train(
 
 
 class ProgressLog:
-    """Shows a progress bar on a terminal; prints a line every 30 seconds elsewhere.
-
-    Args:
-        name: of the stage.
-        progress: at the start.
-        budget: of the stage; None leaves out the time left.
-
-    Attributes:
-        held_out: latest agreement on held-out data; None if there is none.
-    """
+    """Shows a progress bar on a terminal; prints a line every 30 seconds elsewhere."""
 
     def __init__(self, name: str, progress: TrainingProgress, budget: Budget | None = None) -> None:
         self.name, self.budget = name, budget
@@ -235,7 +215,6 @@ class ProgressLog:
         self._begin(progress)
 
     def _begin(self, progress: TrainingProgress) -> None:
-        """Start a new interval."""
         self.since, self.tokens = time.monotonic(), progress.tokens
         self.losses, self.agreements = list[float](), list[float]()
 

@@ -18,8 +18,7 @@ class Float32Muon(torch.optim.Muon):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Update all parameters that have gradients; `closure` is not supported."""
-        if closure is not None:
-            raise ValueError("closure: not supported; compute gradients before step()")
+        assert closure is None
         for group in self.param_groups:
             assert group["adjust_lr_fn"] == "match_rms_adamw", group["adjust_lr_fn"]
             momentum = group["momentum"]

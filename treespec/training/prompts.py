@@ -15,26 +15,18 @@ MAX_FILE_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class TrainingPrompt:
-    """A beginning that the target continues.
+    """A beginning that the target continues."""
 
-    Attributes:
-        content: raw text, token ids, or a conversation, to which the target's chat template is applied.
-        group: kind of text: an entry's "kind" or "category", or the folder below the given root, else the file's name.
-    """
-
+    # raw text, token ids, or a conversation, to which the target's chat template is applied
     content: str | list[int] | list[Message]
+    # kind of text: an entry's "kind" or "category", or the folder below the given root, else the file's name
     group: str
 
 
 def read_training_prompts(paths: Sequence[Path], chat: bool) -> list[TrainingPrompt]:
     """Read prompts from `.jsonl` and `.json` lists, and all other UTF-8 text files; raw texts are cut into passages.
 
-    Args:
-        paths: files, or folders that are read recursively.
-        chat: as in `read_prompts`.
-
-    Raises:
-        ConfigError: an invalid entry, or no text in any file. OSError: a path does not exist.
+    Folders are read recursively. `chat` as in `read_prompts`. Raises ConfigError and OSError.
     """
     prompts: list[TrainingPrompt] = []
     skipped = 0

@@ -10,6 +10,7 @@ from typing import Any
 from treespec.config.configs import SpecConfig
 from treespec.llm import LLM
 from treespec.sampling_params import SamplingParams
+from treespec.utils.tables import table
 
 NODES = 16
 REPEATS = 3
@@ -17,61 +18,45 @@ REPEATS = 3
 
 @dataclass(frozen=True)
 class Measured:
-    """The target with some drafts.
+    """The target with some drafts."""
 
-    Attributes:
-        drafts: number of drafts.
-        acceptance_length: tokens per target pass of a tree of 16 nodes from the drafts alone.
-        with_lookup: the same with prompt lookup in the tree.
-        tokens_per_second: of `nodes="auto"` with all sources; median of the repeats.
-        speedup: over plain decoding in the same repeat; median.
-        from_drafts: share of the accepted tokens of `nodes="auto"` that the drafts proposed.
-    """
-
-    drafts: int
-    acceptance_length: float
-    with_lookup: float
-    tokens_per_second: float
-    speedup: float
-    from_drafts: float
+    drafts: int  # number of drafts
+    acceptance_length: float  # tokens per target pass of a tree of 16 nodes from the drafts alone
+    with_lookup: float  # the same with prompt lookup in the tree
+    tokens_per_second: float  # of `nodes="auto"` with all sources; median of the repeats
+    speedup: float  # over plain decoding in the same repeat; median
+    from_drafts: float  # share of the accepted tokens of `nodes="auto"` that the drafts proposed
 
 
 @dataclass(frozen=True)
 class TrainingReport:
-    """What training brought on this machine.
+    """What training brought on this machine."""
 
-    Attributes:
-        plain_tokens_per_second: of plain decoding.
-        measured: for 0, 1, ... drafts.
-        recommended: number of drafts with the highest speed.
-        agreement: by draft, share of held-out positions where its first choice is the target's; also of a generalist.
-        differing: outputs that differ from plain decoding; 0 is expected.
-    """
-
-    plain_tokens_per_second: float
-    measured: tuple[Measured, ...]
-    recommended: int
+    plain_tokens_per_second: float  # of plain decoding
+    measured: tuple[Measured, ...]  # for 0, 1, ... drafts.
+    recommended: int  # number of drafts with the highest speed
+    # by draft, share of held-out positions where its first choice is the target's; also of a generalist
     agreement: dict[str, float]
-    differing: int
+    differing: int  # outputs that differ from plain decoding; 0 is expected
 
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON-serialisable values."""
         return asdict(self)
 
     def __str__(self) -> str:
-        lines = ["drafts  tokens/pass  with lookup  tokens/s  over plain  accepted from drafts"]
+        rows = [("drafts", "tokens/pass", "with lookup", "tokens/s", "over plain", "accepted from drafts")]
         for row in self.measured:
-            lines.append(
-                f"{row.drafts:6}  {row.acceptance_length:11.2f}  {row.with_lookup:11.2f}  "
-                f"{row.tokens_per_second:8.1f}  {row.speedup:9.2f}x  {row.from_drafts:20.0%}"
-            )
+            lengths = f"{row.acceptance_length:.2f}", f"{row.with_lookup:.2f}"
+            speeds = f"{row.tokens_per_second:.1f}", f"{row.speedup:.2f}x", f"{row.from_drafts:.0%}"
+            rows.append((str(row.drafts), *lengths, *speeds))
         advice = f"use the first {self.recommended}" if self.recommended else "use none of them: lookup alone is faster"
         if self.recommended == len(self.measured) - 1:
             advice = "use all of them"
         agreement = ", ".join(f"{name} {share:.3f}" for name, share in self.agreement.items())
-        lines.append(f"agreement on held-out lessons: {agreement}")
-        lines.append(f"plain decoding: {self.plain_tokens_per_second:.1f} tokens/s; recommended: {advice}")
-        return "\n".join(lines)
+        return (
+            f"{table(rows)}\nagreement on held-out lessons: {agreement}\n"
+            f"plain decoding: {self.plain_tokens_per_second:.1f} tokens/s; recommended: {advice}"
+        )
 
 
 def measure_drafts(
@@ -82,16 +67,7 @@ def measure_drafts(
     max_tokens: int,
     options: dict[str, Any],
 ) -> TrainingReport:
-    """Decode held-out prompts plainly and with 0, 1, ... of the drafts.
-
-    Args:
-        model: the target.
-        drafts: folders, in the order in which they are added.
-        prompts: held-out prompts as token ids.
-        agreement: for the report.
-        max_tokens: of each prompt.
-        options: further ones of `LLM`.
-    """
+    """Decode held-out prompts plainly and with the first 0, 1, ... of the drafts."""
     params = SamplingParams(max_tokens=max_tokens, detokenize=False)
     rows, rates, differing = [], list[float](), 0
     reference: list[list[int]] | None = None

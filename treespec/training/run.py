@@ -21,7 +21,7 @@ from treespec.training.distillation import Curriculum, evaluate
 from treespec.training.draft_vocabulary import choose_vocabulary
 from treespec.training.eagle3 import head_config, head_layers
 from treespec.training.files import replacing, write_json
-from treespec.training.head_kinds import HEAD_KINDS
+from treespec.training.head_kinds import HEAD_KINDS, head_agreement, head_loss, write_head
 from treespec.training.lessons import Lessons, LessonWriter, shard_path
 from treespec.training.loop import Budget, Paused, PauseRequest, ProgressLog, StepLoss, TrainingProgress, train
 from treespec.training.prompts import read_training_prompts
@@ -53,13 +53,8 @@ MAX_MODEL_LEN = 1024
 class TrainingRun:
     """One run of training, stage by stage; every stage resumes from the files of `out/work`.
 
-    Args:
-        settings: of the run. `out` receives `ssm-1`, `ssm-2`, ..., `generalist` if asked for, and `report.json`;
-            lessons and checkpoints stay in `out/work`.
-        pause: a requested stop, checked between steps.
-
-    Raises:
-        ConfigError: invalid settings, an `out` that holds a run (give `resume`) or another run's settings.
+    `out` receives `ssm-1`, `ssm-2`, ..., `generalist` if asked for, and `report.json`; lessons and checkpoints stay in
+    `out/work`. Raises ConfigError for an `out` that holds a run (give `resume`) or another run's settings.
     """
 
     def __init__(self, settings: TrainingSettings, pause: PauseRequest):
@@ -91,15 +86,10 @@ class TrainingRun:
 
     @property
     def target_size(self) -> int:
-        """Size of the target's vocabulary."""
         return self.llm.engine.runner.target.vocab_size
 
     def run(self) -> TrainingReport:
-        """Run all remaining stages.
-
-        Raises:
-            Paused: a stop was requested; the drafts trained so far are written to `out`.
-        """
+        """Run all remaining stages. At a requested stop, write the drafts trained so far to `out` and raise Paused."""
         lessons = self.make_lessons()
         is_held_out = held_out(len(lessons), self.settings.seed)
         target_ids, shape = self.choose_shape(lessons)
@@ -108,7 +98,7 @@ class TrainingRun:
         self._watched = self.curriculum(lessons.select(np.flatnonzero(is_held_out)[:WATCHED]), target_ids)
         curriculum = self.curriculum(lessons.select(np.flatnonzero(~is_held_out)), target_ids)
         try:
-            generalist = self.train_generalist(curriculum, self.read_texts(target_ids), target_ids, shape)
+            generalist = self.train_generalist(curriculum, target_ids, shape)
             students = self.train_specialists(curriculum, generalist, shape)
         except Paused:
             self.export(self._trained, target_ids)
@@ -116,11 +106,7 @@ class TrainingRun:
         return self.finish(students, lessons.select(np.flatnonzero(is_held_out)), target_ids)
 
     def earlier_lessons(self, out: Path) -> Lessons:
-        """Return the lessons of another run; if `tokens` is given, as many shards as have that many tokens.
-
-        Raises:
-            ConfigError: there are none, or they are of another vocabulary.
-        """
+        """Return the lessons of another run; if `tokens` is given, as many shards as have that many tokens."""
         folder, shards, num_tokens = out / "work" / "lessons", list[Lessons](), 0
         while shard_path(folder, len(shards)).exists() and num_tokens < (self.settings.tokens or math.inf):
             shards.append(Lessons.load([shard_path(folder, len(shards))]))
@@ -130,8 +116,7 @@ class TrainingRun:
         lessons = Lessons.concatenate(shards)
         if (largest := int(max(lessons.tokens.max(), lessons.top_ids.max()))) >= self.target_size:
             raise ConfigError(
-                f"the lessons of {out} have the token {largest}, but the vocabulary of {self.target} has "
-                f"{self.target_size} tokens; give lessons of the same target"
+                f"{out} has lessons of another target: token {largest}, and this one has {self.target_size}"
             )
         self.begin()
         return lessons
@@ -188,12 +173,9 @@ class TrainingRun:
                 student = make_student(self.target_model, shape, target_ids, self.end_tokens)
                 write_student(student, folder, target_ids, self.target_size)
 
+            layers, hidden, rows = 1, None, len(target_ids) - 1
             if settings.head is None:
                 layers, hidden = choose_size(self.target, write, config, settings.layers, settings.hidden, self.options)
-            else:
-                layers, hidden = 1, None
-            rows = len(target_ids) - 1
-            if settings.head is None:
                 width = hidden or config.hidden_size
                 logger.info("drafts of %d layers, width %d, %d of %d tokens", layers, width, rows, self.target_size)
             else:
@@ -216,7 +198,6 @@ class TrainingRun:
 
     @cached_property
     def target_model(self) -> Any:
-        """The target as a transformers model."""
         return open_model(self.target)
 
     def begin(self) -> None:
@@ -227,13 +208,7 @@ class TrainingRun:
             write_json(file, self.settings.stored())
 
     def check_inputs(self) -> None:
-        """Raise if no draft can be made from the target, `start` or the texts, before any lesson is written.
-
-        Raises:
-            ModelError: no draft of the target's family, or not of this width. CheckpointError: `start` is of another
-                target. ConfigError: too little text, or no tokenizer to read it with. OSError: a file of the texts does
-                not exist.
-        """
+        """Raise if no draft can be made from the target, `start` or the texts, before any lesson is written."""
         if self.settings.texts:
             self.check_tokenizer()
             logger.info("texts of %d tokens", len(self.text_tokens))
@@ -253,7 +228,6 @@ class TrainingRun:
             raise ConfigError(f"{self.target} has no tokenizer to read the data with; put its tokenizer files there")
 
     def curriculum(self, lessons: Lessons, target_ids: np.ndarray) -> Curriculum:
-        """Return a curriculum over lessons."""
         return Curriculum(lessons, target_ids, self.target_size, STEP_TOKENS, self.settings.seed, self.device)
 
     def _budget(self, share: float, lessons: Lessons) -> Budget:
@@ -270,17 +244,12 @@ class TrainingRun:
         """The tokens of all texts, int32 [tokens]."""
         return tokenize_texts([Path(path) for path in self.settings.texts], self.llm.get_tokenizer())
 
-    def read_texts(self, target_ids: np.ndarray) -> Texts | None:
-        """Return the texts to pre-train on, tokenised once per run; None if there are none."""
-        if not self.settings.texts:
-            return None
-        tokens = self._stored("texts", lambda: self.text_tokens)
-        return Texts(tokens, target_ids, self.target_size, self.settings.seed, self.device)
-
-    def train_generalist(
-        self, curriculum: Curriculum, texts: Texts | None, target_ids: np.ndarray, shape: StudentShape
-    ) -> Any:
-        """Train one draft on all lessons, mixed with texts as `Texts.is_text_step` chooses."""
+    def train_generalist(self, curriculum: Curriculum, target_ids: np.ndarray, shape: StudentShape) -> Any:
+        """Train one draft on all lessons, mixed with texts, if there are some, as `Texts.is_text_step` chooses."""
+        texts = None
+        if self.settings.texts:
+            tokens = self._stored("texts", lambda: self.text_tokens)
+            texts = Texts(tokens, target_ids, self.target_size, self.settings.seed, self.device)
         torch.manual_seed(self.settings.seed)
         if self.settings.start is None:
             model = make_student(self.target_model, shape, target_ids, self.end_tokens).to(self.device)
@@ -319,7 +288,13 @@ class TrainingRun:
         settings = self.settings
         if settings.ssms == 1:
             return [generalist]
-        owners = self._stored("clusters", lambda: self._clusters(curriculum, generalist, shape.rows))
+
+        def clusters() -> np.ndarray:
+            if settings.specialise == "folders":
+                return cluster_groups(curriculum.lessons.groups, settings.ssms)
+            return cluster_errors(evaluate(generalist, curriculum).missed, shape.rows, settings.ssms, settings.seed)
+
+        owners = self._stored("clusters", clusters)
         odds = {f"specialist-{i + 1}": odds_of(owners, i) for i in range(settings.ssms)}
         if settings.generalist:
             odds["generalist-2"] = curriculum.odds
@@ -337,8 +312,8 @@ class TrainingRun:
         """Train a draft head on all lessons, write it to `out`, measure it, and write the report."""
         name, target = str(self.settings.head), self.target_model
         torch.manual_seed(self.settings.seed)
-        kind, layers = HEAD_KINDS[name], head_layers(target.config.num_hidden_layers)
-        head = kind.make(target, target_ids, len(layers)).to(self.device)
+        layers = head_layers(target.config.num_hidden_layers)
+        head = HEAD_KINDS[name](target, target_ids, len(layers)).to(self.device)
 
         def subset(indices: np.ndarray, label: str) -> tuple[Curriculum, TargetStates]:
             curriculum = self.curriculum(lessons.select(indices), target_ids)
@@ -350,34 +325,28 @@ class TrainingRun:
 
         def export() -> None:
             with replacing(self.out / name) as temporary:
-                kind.write(head, temporary, target_ids, target.config)
+                write_head(head, temporary, target_ids, target.config)
 
         checkpoint, budget = self.work / f"{name}.ckpt", self._budget(1.0, training.lessons)
         try:
             train(
                 name,
                 head,
-                lambda _, step, done: kind.loss(head, training, states, step),
+                lambda _, step, done: head_loss(head, training, states, step),
                 budget,
                 PEAK_RATE,
                 checkpoint,
                 self.pause,
-                lambda _: kind.agreement(head, *watched),
+                lambda _: head_agreement(head, *watched),
             )
         except Paused:
             export()
             raise
         export()
-        agreement = {name: kind.agreement(head, *evaluated)}
+        agreement = {name: head_agreement(head, *evaluated)}
         for target_states in (states, watched[1], evaluated[1]):
             target_states.close()
         return self._report([name], evaluated[0].lessons, agreement)
-
-    def _clusters(self, curriculum: Curriculum, generalist: Any, rows: int) -> np.ndarray:
-        if self.settings.specialise == "folders":
-            return cluster_groups(curriculum.lessons.groups, self.settings.ssms)
-        missed = evaluate(generalist, curriculum).missed
-        return cluster_errors(missed, rows, self.settings.ssms, self.settings.seed)
 
     def _stored(self, name: str, compute: Callable[[], np.ndarray]) -> np.ndarray:
         """Return an array of `work`, computed and stored on first use."""

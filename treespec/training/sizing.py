@@ -22,12 +22,7 @@ NARROWER = (3 / 4, 2 / 3, 1 / 2, 1 / 3, 1 / 4)
 
 
 def most_rows(target_bytes: int, hidden_size: int) -> int:
-    """Return the most rows of a draft's vocabulary, whose head takes time in proportion to its bytes.
-
-    Args:
-        target_bytes: weights that a target pass reads.
-        hidden_size: of the draft.
-    """
+    """Return the most rows of a draft's vocabulary, whose head takes time in proportion to its bytes."""
     return max(int(HEAD_SHARE * PASS_SHARE * target_bytes / (2 * hidden_size)), 1024)
 
 
@@ -42,14 +37,9 @@ def choose_size(
     """Return the number of layers and the width, None for the target's, with which a draft level is cheap enough.
 
     A level may take `PASS_SHARE` of a target pass. Untrained drafts of two and three layers are measured, and a further
-    layer costs what the third one does. If two layers take too long, narrower drafts are measured.
-
-    Args:
-        model: the target.
-        write: writes an untrained draft of so many layers and this width to a folder.
-        config: of the target.
-        layers, hidden: chosen by the user; None chooses them here. A given number of layers is not measured.
-        options: further ones of `LLM`.
+    layer costs what the third one does. If two layers take too long, narrower drafts are measured. Where the user chose
+    `layers` or `hidden`, these are kept; a given number of layers is not measured. `write` writes an untrained draft of
+    so many layers and this width to a folder.
     """
     most = config.num_hidden_layers
     least = min(layers or LEAST_LAYERS, most)

@@ -19,15 +19,9 @@ def cluster_groups(groups: np.ndarray, count: int) -> np.ndarray:
 
 
 def cluster_errors(missed: Sequence[np.ndarray], rows: int, count: int, seed: int) -> np.ndarray:
-    """Cluster lessons by the tokens that a generalist missed, int64 [lessons].
+    """Cluster lessons by the tokens that a generalist missed in each, as draft rows; returns int64 [lessons].
 
     Spherical k-means over tf-idf vectors of the missed tokens, from k-means++ starts.
-
-    Args:
-        missed: by lesson, missed tokens as draft rows.
-        rows: size of the draft's vocabulary.
-        count: clusters.
-        seed: of the starts.
     """
     vectors = np.zeros((len(missed), rows), dtype=np.float32)
     for i, tokens in enumerate(missed):
@@ -53,11 +47,7 @@ def _k_means(vectors: np.ndarray, count: int, rng: np.random.Generator) -> tuple
 
 
 def balanced_owners(costs: np.ndarray) -> np.ndarray:
-    """Assign each lesson to its cheapest specialist, none of which gets less than half of an equal share.
-
-    Args:
-        costs: float [lessons, specialists].
-    """
+    """Assign each of [lessons, specialists] to a cheap specialist; none gets less than half of an equal share."""
     number, count = costs.shape
     owners = costs.argmin(1)
     for poor in np.argsort(np.bincount(owners, minlength=count)):

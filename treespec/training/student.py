@@ -30,16 +30,7 @@ class StudentShape:
 
 
 def student_config(target: PreTrainedConfig, shape: StudentShape, ends: Sequence[int]) -> PreTrainedConfig:
-    """Return the target's config with its first layers only and a reduced vocabulary.
-
-    Args:
-        target: config of the target.
-        shape: of the student.
-        ends: rows of the end tokens.
-
-    Raises:
-        ModelError: a width that is not below the target's, or for a family whose width is not set by `WIDTHS`.
-    """
+    """Return the target's config with its first layers only, a reduced vocabulary and these end tokens."""
     config = copy.deepcopy(target)
     if shape.hidden is not None:
         narrow(config, shape.hidden)
@@ -68,17 +59,10 @@ def narrow(config: PreTrainedConfig, hidden: int) -> None:
 def make_student(target: Any, shape: StudentShape, target_ids: np.ndarray, ends: Sequence[int]) -> Any:
     """Return a student with the target's first layers, final norm and embedding rows, in float32.
 
-    From SmolLM2's layers 0 and 1, training reached a higher agreement in the same time than from 0 and 15, 0 and 29,
-    or 1 and 20. A student of another width has the principal components of the embedding rows, and random layers.
-
-    Args:
-        target: a transformers model.
-        shape: of the student.
-        target_ids: int64 [shape.rows], see `treespec_weights.draft_vocabulary`.
-        ends: the target's end tokens.
-
-    Raises:
-        ModelError: the target's parameters are not those of a decoder with `model.layers`.
+    From SmolLM2's layers 0 and 1, training reached a higher agreement in the same time than from 0 and 15, 0 and 29, or
+    1 and 20. A student of another width has the principal components of the embedding rows, and random layers.
+    `target_ids`, int64 [shape.rows], is described in `treespec_weights.draft_vocabulary`. Raises ModelError if the
+    target's parameters are not those of a decoder with `model.layers`.
     """
     rows = [int(np.searchsorted(target_ids[:-1], token)) for token in ends]
     student: Any = AutoModelForCausalLM.from_config(student_config(target.config, shape, rows), dtype=torch.float32)
@@ -121,22 +105,16 @@ def write_student(model: Any, folder: Path, target_ids: np.ndarray, target_size:
 
 
 def open_model(path: Path, dtype: torch.dtype | None = None) -> Any:
-    """Open a model with transformers, in evaluation mode.
+    """Open a folder or GGUF file with transformers, in evaluation mode.
 
-    Args:
-        path: folder or GGUF file.
-        dtype: of the parameters; None keeps theirs, and dequantises a quantised model to bfloat16.
+    A dtype of None keeps that of the parameters, and dequantises a quantised model to bfloat16.
     """
     with as_folder(path, dtype or torch.bfloat16) as folder, progress_bars_on_terminals():
         return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto").eval()
 
 
 def read_vocabulary(folder: Path, target_size: int) -> np.ndarray:
-    """Return the reduced vocabulary of a trained draft, int64 [rows].
-
-    Raises:
-        ModelError: it has none. CheckpointError: it is of another target's vocabulary.
-    """
+    """Return the reduced vocabulary of a trained draft, int64 [rows]. Raises ModelError if it has none."""
     target_ids = read_draft_vocabulary(folder, read_config(folder)["vocab_size"], target_size)
     if target_ids is None:
         raise ModelError(f"{folder} has no reduced vocabulary; start from a draft of `treespec train`")

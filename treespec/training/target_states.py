@@ -19,13 +19,8 @@ DISK_SHARE = 0.5  # of the free disk, at most
 class TargetStates:
     """States of chosen layers, computed by passes of the target and kept in a file if they fit on the disk.
 
-    Training draws each lesson several times, and a pass of the target costs more than a step of a head.
-
-    Args:
-        target: a transformers model.
-        layers: whose inputs are read; the number of layers means the last one's output.
-        curriculum: of the lessons.
-        file: of the states, which is created, or overwritten.
+    Training draws each lesson several times, and a pass of the target costs more than a step of a head. The states are
+    the layers' inputs; the number of layers means the last one's output.
     """
 
     def __init__(self, target: Any, layers: Sequence[int], curriculum: Curriculum, file: Path):
@@ -61,7 +56,6 @@ class TargetStates:
         return computed
 
     def close(self) -> None:
-        """Delete the file."""
         self._kept = None
         self._file.unlink(missing_ok=True)
 

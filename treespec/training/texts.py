@@ -20,15 +20,7 @@ BATCH = 1024  # passages that are tokenised at once
 
 
 def tokenize_texts(paths: Sequence[Path], tokenizer: Any) -> np.ndarray:
-    """Return the tokens of all raw texts, int32 [tokens].
-
-    Args:
-        paths: UTF-8 files, or JSON lists whose entries have "text"; folders are read recursively.
-        tokenizer: of the target.
-
-    Raises:
-        ConfigError: less text than one window. OSError: a path does not exist.
-    """
+    """Return the tokens of all raw texts, int32 [tokens]. Raises ConfigError for less text than one window."""
     passages = [entry.content for entry in read_training_prompts(paths, chat=True) if isinstance(entry.content, str)]
     token_arrays = [np.zeros(0, dtype=np.int32)]
     for start in range(0, len(passages), BATCH):
@@ -42,15 +34,7 @@ def tokenize_texts(paths: Sequence[Path], tokenizer: Any) -> np.ndarray:
 
 
 class Texts:
-    """Draws the text windows of each step. A draw depends only on the seed and the step.
-
-    Args:
-        tokens: of the target, int32, longer than a window.
-        target_ids: the draft's vocabulary.
-        target_size: size of the target's.
-        seed: of the draws.
-        device: of the batches.
-    """
+    """Draws the text windows of each step from int32 tokens. A draw depends only on the seed and the step."""
 
     def __init__(self, tokens: np.ndarray, target_ids: np.ndarray, target_size: int, seed: int, device: torch.device):
         self._rows = rows_of_tokens(target_ids, target_size).astype(np.int32)[tokens]

@@ -74,17 +74,13 @@ def default_names(group: str = "default") -> tuple[str, ...]:
 
 
 def default_folder(name: str, group: str = "default") -> Path:
-    """Return the folder of a model of a group: `target` or one of the SSMs.
-
-    Raises FileNotFoundError, listing the installed models, if there is no model of this name.
-    """
+    """Return the folder of a model of a group: `target` or one of the SSMs. Raises FileNotFoundError."""
     names = default_names(group)
     if name not in names:
         raise FileNotFoundError(
             f"no embedded model {name!r}; there are: {', '.join(names)}"
             if names
-            else f"no embedded model {name!r}: the embedded weights are missing from this installation; install "
-            "treespec again from a complete checkout, or rebuild them with weights/train_default.py"
+            else f"no embedded model {name!r}: the weights are missing; install treespec from a complete checkout"
         )
     return models_folder(group) / name
 

@@ -14,10 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treespec_weights.draft_tensors import DraftTensors, canonical, config_error, head_tokens, layers_of, own_embedding
-from treespec_weights.errors import Problem
+from treespec_weights.draft_tensors import (
+    DraftTensors,
+    config_error,
+    head_tokens,
+    layers_of,
+    own_embedding,
+    take_layers,
+)
+from treespec_weights.errors import CheckpointError
 from treespec_weights.families import family_of
-from treespec_weights.load import expected_tensors, load_weights
+from treespec_weights.load import load_weights
 from treespec_weights.rules import FamilyRules, ModelShape
 
 PARALLEL_BLOCK = 8  # tokens that PARD's drafts are trained to predict in a pass
@@ -26,37 +33,24 @@ _TRANSFORMERS = "muse_glimmer_assistant"  # transformers' type of DFlash drafts,
 
 @dataclass(frozen=True)
 class BlockForm:
-    """What a published folder says about a block draft.
+    """What a published folder says about a block draft."""
 
-    Attributes:
-        folder: of the draft.
-        kind: "dflash" or "pard".
-        layers: of the target, whose inputs it reads, in the order of the draft's projection; empty for "pard".
-        config: of its layers, in the form of a model's config.json.
-        rules: family of its layers.
-        block_size: number of rows of a pass, the root's included.
-        mask_token: token of the rows below the root.
-        predicts_next: a row predicts the token after its position, not the one at its position.
-        by_output: layers were numbered by their outputs, of which transformers returns the last after the final norm.
-        markov_rank: rank of the bias that a DSpark draft adds by a node's token; 0 for none.
-        gated: this bias is gated by the hidden state.
-    """
-
-    folder: Path
-    kind: Literal["dflash", "pard"]
+    folder: Path  # of the draft
+    kind: Literal["dflash", "pard"]  # "dflash" or "pard"
+    # of the target, whose inputs it reads, in the order of the draft's projection; empty for "pard"
     layers: tuple[int, ...]
-    config: dict[str, Any]
-    rules: FamilyRules
-    block_size: int
-    mask_token: int
-    predicts_next: bool
+    config: dict[str, Any]  # of its layers, in the form of a model's config.json
+    rules: FamilyRules  # family of its layers
+    block_size: int  # number of rows of a pass, the root's included
+    mask_token: int  # token of the rows below the root
+    predicts_next: bool  # a row predicts the token after its position, not the one at its position
+    # layers were numbered by their outputs, of which transformers returns the last after the final norm
     by_output: bool = False
-    markov_rank: int = 0
-    gated: bool = False
+    markov_rank: int = 0  # rank of the bias that a DSpark draft adds by a node's token; 0 for none
+    gated: bool = False  # this bias is gated by the hidden state
 
     @property
     def name(self) -> str:
-        """The kind, for users."""
         if self.markov_rank:
             return "DSpark draft"
         return "DFlash draft" if self.kind == "dflash" else "PARD draft"
@@ -72,54 +66,32 @@ class BlockForm:
         return f"{reads}predicts {self.block} tokens in a pass"
 
     def read_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Return the layers to read of a target with `num_layers` layers, numbered as by `HeadForm.read_layers`.
-
-        Raises:
-            CheckpointConfigError: the target has no such layer.
-        """
+        """Return the layers to read of a target with `num_layers` layers, numbered as by `HeadForm.read_layers`."""
         if not all(0 <= layer <= num_layers for layer in self.layers):
-            raise config_error(
-                self.folder,
-                "target_layer_ids",
-                f"the draft reads the inputs of the target's layers {self.layers}, and the target has {num_layers} "
-                "layers; use a draft that was trained for this target",
-            )
+            message = f"{self.layers}, and the target has {num_layers} layers; use a draft of this target"
+            raise config_error(self.folder, "target_layer_ids", message)
         return tuple(layer + (self.by_output and layer == num_layers) for layer in self.layers)
 
 
 class MarkovWeights(NamedTuple):
-    """Weights of a DSpark draft's bias by a node's token.
+    """Weights of a DSpark draft's bias by a node's token."""
 
-    Attributes:
-        embed: of the tokens, [vocab, rank].
-        out: [rows of the vocabulary head, rank].
-        gate: weight [rank, hidden + rank] and bias [rank]; None for none.
-    """
-
-    embed: Tensor
-    out: Tensor
-    gate: tuple[Tensor, Tensor] | None
+    embed: Tensor  # of the tokens, [vocab, rank]
+    out: Tensor  # [rows of the vocabulary head, rank]
+    gate: tuple[Tensor, Tensor] | None  # weight [rank, hidden + rank] and bias [rank]; None for none
 
 
 class BlockWeights(NamedTuple):
-    """Weights of a block draft, in the compute dtype.
+    """Weights of a block draft, in the compute dtype."""
 
-    Attributes:
-        decoder: decoder parameters by name. A DFlash draft has one row of `embed`, and no `lm_head` if it uses the
-            target's.
-        fc: projection of the target's states, [hidden, number of layers * hidden of the target]; None for "pard".
-        state_norm: norm of the projected states, [hidden]; None for "pard".
-        embed: own embeddings of "dflash", [vocab, hidden]; None for the target's.
-        mask: embedding of the mask token of "pard", [hidden]; None for "dflash", which looks it up.
-        markov: of a DSpark draft; None for others.
-    """
-
+    # decoder parameters by name. A DFlash draft has one row of `embed`, and no `lm_head` if it uses the target's.
     decoder: dict[str, Tensor]
+    # projection of the target's states, [hidden, number of layers * hidden of the target]; None for "pard"
     fc: Tensor | None
-    state_norm: Tensor | None
-    embed: Tensor | None
-    mask: Tensor | None = None
-    markov: MarkovWeights | None = None
+    state_norm: Tensor | None  # norm of the projected states, [hidden]; None for "pard"
+    embed: Tensor | None  # own embeddings of "dflash", [vocab, hidden]; None for the target's
+    mask: Tensor | None = None  # embedding of the mask token of "pard", [hidden]; None for "dflash", which looks it up
+    markov: MarkovWeights | None = None  # of a DSpark draft; None for others
 
     @property
     def num_parameters(self) -> int:
@@ -133,11 +105,7 @@ class BlockWeights(NamedTuple):
 
 
 def dflash_form(folder: Path, raw: Mapping[str, Any]) -> BlockForm:
-    """Return the form of a DFlash draft.
-
-    Raises:
-        CheckpointConfigError: a value is missing or invalid, or a layer has a sliding window.
-    """
+    """Return the form of a DFlash draft. Raises CheckpointConfigError for invalid values, and for sliding windows."""
     nested = raw.get("dflash_config")
     values = {**raw, **nested} if isinstance(nested, dict) else dict(raw)
     by_input = isinstance(values.get("transformer_layer_config"), dict)  # speculators; the others number outputs
@@ -174,11 +142,7 @@ def dflash_form(folder: Path, raw: Mapping[str, Any]) -> BlockForm:
 
 
 def pard_form(folder: Path, raw: Mapping[str, Any]) -> BlockForm:
-    """Return the form of a PARD draft.
-
-    Raises:
-        CheckpointConfigError: the mask token is not one of the vocabulary.
-    """
+    """Return the form of a PARD draft. Raises CheckpointConfigError if the mask token is not in the vocabulary."""
     token, size = raw["pard_token"], raw.get("vocab_size")
     if type(token) is not int or type(size) is not int or not 0 <= token < size:
         raise config_error(folder, "pard_token", f"{token!r}; expected a token of the vocabulary of {size}")
@@ -192,23 +156,14 @@ def load_block(
     dtype: torch.dtype | None,
     device: torch.device | str,
 ) -> tuple[BlockWeights, np.ndarray | None]:
-    """Load a block draft; arguments and result as those of `load_head`.
-
-    Raises:
-        CheckpointError: with all missing and misshaped tensors; a draft of another target.
-    """
+    """Load a block draft; arguments, result and errors as those of `load_head`."""
     if form.kind == "pard":
         return _load_pard(form, shape, dtype, device), None
     hidden, tensors = shape.hidden_size, DraftTensors(form.folder, dtype, device)
     count, fc, head = len(form.layers), tensors.raw("fc.weight"), tensors.raw("lm_head.weight")
     if fc is not None and fc.shape[1] != count * target_hidden:
-        reason = (
-            f"the draft reads {fc.shape[1]} values per token, {count} layers of the target have {target_hidden} each"
-        )
-        tensors.problems.append(
-            Problem("shape", "'fc.weight'", f"{reason}; use a draft that was trained for this target")
-        )
-        tensors.check()
+        reason = f"{fc.shape[1]} values per token, {count} layers of the target have {target_hidden} each"
+        raise CheckpointError.of(form.folder, "shape", "fc.weight", f"{reason}; use a draft of this target")
     if hidden != target_hidden and (head is None or own_embedding(tensors, shape) is None):
         reason = f"{hidden}, the target has {target_hidden}, whose embeddings and vocabulary head the draft uses"
         raise config_error(form.folder, "hidden_size", reason)
@@ -216,14 +171,9 @@ def load_block(
     if head is not None:
         stored = {name: tensors.raw(name) for name in ("d2t", "t2d")}
         tokens = head_tokens(form.folder, stored, len(head), shape.vocab_size)
-    decoder = {"embed": torch.zeros(1, hidden, dtype=dtype, device=device)}
-    for placement in expected_tensors(shape, form.rules):
-        name, [(param, size)] = canonical(placement.name), placement.params.items()
-        if param == "lm_head":
-            if head is not None:
-                decoder[param] = tensors.take(name, len(head), hidden)
-        elif param != "embed":
-            decoder[param] = tensors.take(name, *size)
+    decoder = take_layers(tensors, shape, form.rules, ())
+    if head is not None:
+        decoder["lm_head"] = tensors.take("lm_head.weight", len(head), hidden)
     weights = BlockWeights(
         decoder,
         tensors.take("fc.weight", hidden, count * target_hidden),

@@ -4,6 +4,7 @@ import logging
 import math
 import re
 from collections.abc import Collection, Iterator, KeysView
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,46 +37,35 @@ class TensorInfo(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of values."""
         return math.prod(self.shape)
 
 
+@dataclass(eq=False, repr=False)
 class Checkpoint:
     """The tensors of a checkpoint folder, by name. Create it with `Checkpoint.open`.
 
     Tensors are memory-mapped: opening reads only headers, and pages are read on access. Files must not be modified in
     place while their tensors are in use (replacing a file is safe).
-
-    Attributes: `folder`, the real path; `tensors`, name to TensorInfo, in the order of the files and within them;
-    `files`, file name to size in bytes; `absent`, name to file of the index's entries for tensors that no file holds;
-    `block_types`, dtypes of the blocks in a GGUF file, which `tensor` dequantises to float32; `loadable`, dtypes of
-    tensors that can be loaded as weights.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        tensors: dict[str, TensorInfo],
-        files: dict[str, int],
-        handles: dict[str, Any],
-        absent: dict[str, str],
-        block_types: tuple[str, ...] = (),
-    ) -> None:
-        self.folder = folder
-        self.tensors = tensors
-        self.files = files
-        self._handles = handles
-        self.absent = absent
-        self.block_types = block_types
-        self.loadable = (*LOADABLE, *block_types)
+    folder: Path  # the real path
+    tensors: dict[str, TensorInfo]  # by name, in the order of the files and within them
+    files: dict[str, int]  # file name to size in bytes
+    _handles: dict[str, Any]
+    absent: dict[str, str]  # name to file of the index's entries for tensors that no file holds
+    block_types: tuple[str, ...] = ()  # dtypes of the blocks in a GGUF file, which `tensor` dequantises to float32
+
+    @property
+    def loadable(self) -> tuple[str, ...]:
+        """Dtypes of tensors that can be loaded as weights."""
+        return (*LOADABLE, *self.block_types)
 
     @classmethod
     def open(cls, folder: Path | str) -> "Checkpoint":
         """Open `model.safetensors`, the shards listed in `model.safetensors.index.json`, or a GGUF file.
 
-        Raises FileNotFoundError or NotADirectoryError for a wrong folder, and CheckpointError with all problems of
-        the files: no safetensors, a path or link outside of the folder, a malformed index, missing or malformed shards,
-        tensors in another shard than in the index, tensors in two shards; of a GGUF file, as `GgufTensors`.
+        Raises FileNotFoundError or NotADirectoryError for a wrong folder, and CheckpointError with all problems of the
+        files.
         """
         root = resolve_folder(folder)
         if root.is_file():
@@ -114,12 +104,7 @@ class Checkpoint:
         )
 
     def names(self) -> KeysView[str]:
-        """Return the names of all tensors."""
         return self.tensors.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape from the header. Raises CheckpointError for an unknown name."""
-        return self.info(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
         """Return a tensor's dtype from the header. Raises CheckpointError for an unknown name or dtype."""
@@ -146,7 +131,11 @@ class Checkpoint:
         tensor or a closed checkpoint.
         """
         self.dtype(name)
-        tensor = self._read(name)
+        handle = self._handle(name)
+        try:
+            tensor: Tensor = handle.get_tensor(name)
+        except (SafetensorError, OSError, RuntimeError, TypeError, ValueError) as error:
+            raise self._refuse("file", name, f"cannot be read from {self.info(name).file!r}: {error}") from error
         if tensor.data_ptr() % tensor.element_size():
             # The format does not require padded headers, so tensors may be unaligned.
             tensor = tensor.clone()
@@ -186,17 +175,8 @@ class Checkpoint:
             raise self._refuse("file", name, "the checkpoint is closed")
         return self._handles[file]
 
-    def _read(self, name: str) -> Tensor:
-        """Read a tensor as a mapping of its file."""
-        handle = self._handle(name)
-        try:
-            tensor: Tensor = handle.get_tensor(name)
-        except (SafetensorError, OSError, RuntimeError, TypeError, ValueError) as error:
-            raise self._refuse("file", name, f"cannot be read from {self.info(name).file!r}: {error}") from error
-        return tensor
-
     def _refuse(self, kind: str, name: str, message: str) -> CheckpointError:
-        return CheckpointError(self.folder, [Problem(kind, repr(name), message)])
+        return CheckpointError.of(self.folder, kind, name, message)
 
 
 def _info(handle: Any, file: str, name: str) -> TensorInfo:
@@ -210,21 +190,16 @@ def _info(handle: Any, file: str, name: str) -> TensorInfo:
 
 
 def _placement(root: Path) -> tuple[dict[str, str], list[str], list[Problem]]:
-    """Read the index: tensor name to shard (empty for a single file), the files to open, and the problems.
-
-    Raises CheckpointError if the folder has no safetensors file to open.
-    """
+    """Read the index: tensor name to shard (empty for a single file), the files to open, and the problems."""
     present = {entry.name for entry in root.iterdir()}
     if INDEX not in present:
         if SINGLE not in present:
-            raise CheckpointError(root, [Problem("file", repr(SINGLE), _missing_message(present))])
+            raise CheckpointError.of(root, "file", SINGLE, _missing_message(present))
         return {}, [SINGLE], []
     index = read_json(root, INDEX)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(
-            root, [Problem("index", repr(INDEX), "has no 'weight_map' object of tensor names to file names")]
-        )
+        raise CheckpointError.of(root, "index", INDEX, "has no 'weight_map' object of tensor names to file names")
     named = {repr(shard): shard for shard in weight_map.values()}.values()
     problems = [Problem("index", repr(INDEX), message) for shard in named if (message := _shard_problem(shard))]
     if SINGLE in present and SINGLE not in named:

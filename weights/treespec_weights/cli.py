@@ -1,21 +1,21 @@
-"""Commands of `treespec weights` and `weights/load_model.py`."""
+"""Commands of `treespec weights`, which reports their errors."""
 
 import json
+import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from tqdm import tqdm  # type: ignore[import-untyped]
-from typer.core import TyperGroup
 
 from treespec_weights import hub
 from treespec_weights.convert import DTYPES, SHARD_BYTES, convert_checkpoint
 from treespec_weights.describe import describe, describe_conversion, describe_timing, describe_verification
 from treespec_weights.documents import read_config
-from treespec_weights.errors import CheckpointError, HubError, OptionError
+from treespec_weights.errors import OptionError
 from treespec_weights.families import family_of
 from treespec_weights.files import resolve_folder
 from treespec_weights.grow import grow_checkpoint, grown_shape
@@ -27,28 +27,7 @@ from treespec_weights.timing import time_loading
 from treespec_weights.transform import FORMATS
 from treespec_weights.verify import verify_checkpoint
 
-# Depending on typer's version, UsageError comes from its vendored click or from the click package.
-UsageError: type[Exception] = typer.BadParameter.__bases__[0]
-
-
-class WeightCommands(TyperGroup):
-    """A command group that prints usage errors as JSON if `--json` is given."""
-
-    def main(
-        self, args: Sequence[str] | None = None, *arguments: Any, standalone_mode: bool = True, **options: Any
-    ) -> Any:
-        argv = list(sys.argv[1:] if args is None else args)
-        as_json = "--json" in (argv[: argv.index("--")] if "--" in argv else argv)
-        if not standalone_mode or not as_json:
-            return super().main(argv, *arguments, standalone_mode=standalone_mode, **options)
-        try:
-            sys.exit(super().main(argv, *arguments, standalone_mode=False, **options) or 0)
-        except UsageError as error:
-            _print_json(_error("UsageError", error.format_message()))  # type: ignore[attr-defined]
-            sys.exit(2)
-
-
-app = typer.Typer(cls=WeightCommands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 Folder = Annotated[
     Path, typer.Argument(help="A folder of config.json and safetensors, or a GGUF file.", show_default=False)
@@ -67,14 +46,12 @@ def commands() -> None:
 @app.command()
 def inspect(folder: Folder, draft: Drafts = None, as_json: Json = False) -> None:
     """Show a checkpoint's family, shapes, dtypes and memory, and how well drafts match it."""
-    with _user_errors(as_json):
-        report = inspect_checkpoint(folder)
-        report["drafts"] = [_compare(report, path) for path in draft or []]
+    report = inspect_checkpoint(folder)
+    report["drafts"] = [_compare(report, path) for path in draft or []]
     _show(report, as_json, describe)
 
 
 def _compare(report: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Compare a draft or a draft head with the target of a report."""
     form = read_head(path)
     return compare_draft(report, inspect_checkpoint(path)) if form is None else compare_head(report, form)
 
@@ -82,14 +59,12 @@ def _compare(report: dict[str, Any], path: Path) -> dict[str, Any]:
 @app.command()
 def verify(folder: Folder, as_json: Json = False) -> None:
     """Check files, index, config, tokenizer, names, shapes and every value. Exit code 1 on a problem."""
-    with _user_errors(as_json), _bar("value") as advance:
+    with _bar("value") as advance:
         result = verify_checkpoint(folder, advance)
-    if as_json:
-        problems = [problem._asdict() for problem in result.problems]
-        checks = [{"name": c.name, "done": c.done, "problems": len(c.problems)} for c in result.checks]
-        _print_json({"folder": str(folder), "ok": result.ok, "checks": checks, "problems": problems})
-    else:
-        typer.echo(describe_verification(folder, result))
+    problems = [problem._asdict() for problem in result.problems]
+    checks = [{"name": c.name, "done": c.done, "problems": len(c.problems)} for c in result.checks]
+    report = {"folder": str(folder), "ok": result.ok, "checks": checks, "problems": problems}
+    _show(report, as_json, lambda _: describe_verification(folder, result))
     raise typer.Exit(0 if result.ok else 1)
 
 
@@ -103,7 +78,7 @@ def load(
     as_json: Json = False,
 ) -> None:
     """Time loading a checkpoint, against a plain safetensors read of the same files."""
-    with _user_errors(as_json), _bar("load") as advance:
+    with _bar("load") as advance:
         report = time_loading(folder, _dtype(dtype), _device(device), repeats, cold, advance)
     _show(report, as_json, describe_timing)
 
@@ -128,7 +103,7 @@ def convert(
     as_json: Json = False,
 ) -> None:
     """Convert a checkpoint: to another dtype, shard size or family's layout, or quantised. The result is atomic."""
-    with _user_errors(as_json), _bar("B") as advance:
+    with _bar("B") as advance:
         report = convert_checkpoint(
             source,
             destination,
@@ -152,7 +127,7 @@ def grow(
     as_json: Json = False,
 ) -> None:
     """Write a larger model that computes the same function, to measure the cost of its size with real acceptance."""
-    with _user_errors(as_json), _bar("B") as advance:
+    with _bar("B") as advance:
         root = resolve_folder(source)
         config = read_config(root)
         inspect_checkpoint(root)  # fail early on errors of the final report, such as an unusable tokenizer
@@ -170,8 +145,7 @@ def fetch(
     as_json: Json = False,
 ) -> None:
     """Fetch a model from the hub, safetensors only, and print its local folder."""
-    with _user_errors(as_json):
-        folder = hub.fetch(hub_id, revision, to)
+    folder = hub.fetch(hub_id, revision, to)
     _show({"hub_id": hub_id, "revision": revision, "folder": str(folder)}, as_json, lambda report: report["folder"])
 
 
@@ -184,28 +158,12 @@ def _dtype(name: str | None) -> Any:
 def _device(name: str) -> Any:
     import torch
 
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise OptionError(f"--device {name}: valid are names such as cpu, cuda, cuda:1") from None
-    if device.type not in ("cpu", "cuda"):
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
         raise OptionError(f"--device {name}: valid are names such as cpu, cuda, cuda:1")
+    device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise OptionError(f"--device {name}: torch sees {torch.cuda.device_count()} GPUs here")
     return device
-
-
-@contextmanager
-def _user_errors(as_json: bool) -> Iterator[None]:
-    """Convert user errors into exit code 2 and a message: JSON on stdout, or text on stderr."""
-    try:
-        yield
-    except (OSError, CheckpointError, OptionError, HubError) as error:
-        if as_json:
-            _print_json(_error(type(error).__name__, str(error)))
-        else:
-            typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
 
 
 @contextmanager
@@ -220,16 +178,5 @@ def _bar(unit: str) -> Iterator[Callable[[int, int], None]]:
         yield advance
 
 
-def _error(kind: str, message: str) -> dict[str, Any]:
-    return {"error": {"type": kind, "message": message}}
-
-
 def _show(report: dict[str, Any], as_json: bool, text: Callable[[dict[str, Any]], str]) -> None:
-    if as_json:
-        _print_json(report)
-    else:
-        typer.echo(text(report))
-
-
-def _print_json(document: dict[str, Any]) -> None:
-    typer.echo(json.dumps(document, indent=2))
+    typer.echo(json.dumps(report, indent=2) if as_json else text(report))

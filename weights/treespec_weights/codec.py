@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from treespec_weights.documents import TOKENIZER, has_document, read_document
-from treespec_weights.errors import CheckpointError, Problem
+from treespec_weights.errors import CheckpointError
 from treespec_weights.sentencepiece import missing_packages, sentencepiece_error
 
 FILES = (TOKENIZER, "tokenizer.model", "vocab.json")
@@ -28,29 +28,21 @@ def has_tokenizer(folder: Path) -> bool:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Codec:
-    """A tokenizer that works on bytes.
+    """A tokenizer that works on bytes."""
 
-    Attributes:
-        tokens: bytes that each token adds to a text, by id; None for control tokens and unused ids.
-        controls: ids of control tokens, such as end tokens, by name.
-        byte_ids: byte -> token of that single byte.
-        start: control tokens that the tokenizer prepends to a text.
-        spaces_first: whether the tokenizer prepends a space to a text.
-    """
-
+    # bytes that each token adds to a text, by id; None for control tokens and unused ids
     tokens: tuple[bytes | None, ...]
-    controls: dict[str, int]
-    byte_ids: dict[int, int]
-    start: tuple[int, ...]
-    spaces_first: bool
+    controls: dict[str, int]  # ids of control tokens, such as end tokens, by name
+    byte_ids: dict[int, int]  # byte -> token of that single byte
+    start: tuple[int, ...]  # control tokens that the tokenizer prepends to a text
+    spaces_first: bool  # whether the tokenizer prepends a space to a text
     _inner: Any  # a tokenizers.Tokenizer that prepends nothing
 
     @classmethod
     def read(cls, folder: Path) -> "Codec":
         """Read the tokenizer of a folder (a result of `resolve_folder`).
 
-        Raises:
-            CheckpointError: no tokenizer, or one that tokenizers (transformers for older files) cannot read.
+        Raises CheckpointError if there is none to read.
         """
         from tokenizers import Tokenizer
 
@@ -64,14 +56,14 @@ class Codec:
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             message = f"refused by the tokenizers library: {error}"
-            raise CheckpointError(folder, [Problem("tokenizer", repr(TOKENIZER), message)]) from error
+            raise CheckpointError.of(folder, "tokenizer", TOKENIZER, message) from error
         by_id = {id: token for token, id in whole.get_vocab(with_added_tokens=True).items()}
         added = whole.get_added_tokens_decoder()
         byte_level = any(_mentions(raw.get(key), "ByteLevel") for key in ("pre_tokenizer", "decoder"))
         table = byte_characters() if byte_level else None
         if (last := max(by_id, default=-1)) > MAX_ID:
             message = f"{by_id[last]!r} has the id {last}; valid: up to {MAX_ID:,}"
-            raise CheckpointError(folder, [Problem("tokenizer", repr(TOKENIZER), message)])
+            raise CheckpointError.of(folder, "tokenizer", TOKENIZER, message)
         tokens: list[bytes | None] = [None] * (last + 1)
         for id, token in by_id.items():
             if id not in added:
@@ -122,7 +114,7 @@ def _converted(folder: Path) -> dict[str, Any]:
     """Convert older tokenizer files to tokenizer.json with transformers."""
     if missing := missing_packages(folder):
         message = sentencepiece_error(str(folder), missing)
-        raise CheckpointError(folder, [Problem("tokenizer", "'tokenizer.model'", message)])
+        raise CheckpointError.of(folder, "tokenizer", "tokenizer.model", message)
     from transformers import AutoTokenizer
 
     try:
@@ -130,7 +122,7 @@ def _converted(folder: Path) -> dict[str, Any]:
         return dict(json.loads(tokenizer.backend_tokenizer.to_str()))
     except Exception as error:  # each file format raises its own library's errors
         message = f"there is none, and transformers does not convert this folder's files: {error}"
-        raise CheckpointError(folder, [Problem("tokenizer", repr(TOKENIZER), message)]) from error
+        raise CheckpointError.of(folder, "tokenizer", TOKENIZER, message) from error
 
 
 def _mentions(component: Any, kind: str) -> bool:

@@ -8,9 +8,9 @@ tensor is computed.
 import contextlib
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -21,24 +21,30 @@ from torch import Tensor
 from treespec_weights.checkpoint import INDEX, Checkpoint
 from treespec_weights.documents import CONFIG, read_config, write_documents
 from treespec_weights.errors import CheckpointError, OptionError, Problem, WriteError
-from treespec_weights.families import family_of
+from treespec_weights.families import FAMILIES, family_of
 from treespec_weights.files import is_gguf, read_json, resolve_folder
 from treespec_weights.gguf.reader import read_gguf
-from treespec_weights.layouts import family_named, translate_config
+from treespec_weights.layouts import translate_config
 from treespec_weights.load import (
     Placement,
+    checked_placements,
     covered,
     expected_tensors,
-    extra_bias_problems,
-    match,
     read_dequantized,
     stored_scheme,
-    tied_head_problem,
 )
 from treespec_weights.quant_config import KEY, scheme_of
 from treespec_weights.quant_schemes import QuantScheme
 from treespec_weights.rules import FamilyRules, ModelShape
-from treespec_weights.staging import carried_files, check_room, copy_files, partial_of, publish, resolve_destination
+from treespec_weights.staging import (
+    carried_files,
+    check_room,
+    copy_files,
+    create_partial,
+    partial_of,
+    publish,
+    resolve_destination,
+)
 from treespec_weights.transform import Cast, Transform, quantise_transform
 from treespec_weights.writer import (
     Output,
@@ -57,19 +63,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class ConversionStep(NamedTuple):
-    """Conversion of the sources of one result tensor.
+    """Conversion of the sources of one result tensor."""
 
-    Attributes:
-        target: the result.
-        sources: checkpoint tensors that hold the target's parameters.
-        schemes: of the sources; None for one that is not quantised.
-        outputs: tensors to write.
-    """
-
-    target: Placement
-    sources: tuple[Placement, ...]
-    schemes: tuple[QuantScheme | None, ...]
-    outputs: tuple[Output, ...]
+    target: Placement  # the result
+    sources: tuple[Placement, ...]  # checkpoint tensors that hold the target's parameters
+    schemes: tuple[QuantScheme | None, ...]  # of the sources; None for one that is not quantised
+    outputs: tuple[Output, ...]  # tensors to write
 
     def tensors(self, checkpoint: Checkpoint, transform: Transform) -> Sequence[Tensor]:
         """Return the tensors to write. Raises CheckpointError if a value does not fit the dtype."""
@@ -105,7 +104,7 @@ def convert_checkpoint(
     quantization: str | None = None,
     on_bytes: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Write a converted checkpoint to another folder.
+    """Write a converted checkpoint to another folder, and return a JSON-ready report.
 
     Writes tensors one by one into `<destination>.partial`, and renames it at the end. If writing fails or the process
     is killed, finished files remain there for `resume`, and `destination` does not exist.
@@ -113,23 +112,15 @@ def convert_checkpoint(
     Args:
         source: a folder or GGUF file that `verify` accepts; not modified.
         destination: a folder that does not exist, or is empty; not inside of the source.
-        dtype: dtype of all tensors; None keeps their dtypes, and for a GGUF file takes that of its config. A quantised
+        dtype: of all tensors; None keeps their dtypes, and for a GGUF file takes that of its config. A quantised
             checkpoint needs one, and is dequantised.
         shard_bytes: maximum bytes of tensors per file; a larger tensor gets its own file.
-        layout: model_type of another family with the same parameters; None keeps the family.
-        resume: continue an interrupted conversion of the same source with the same options.
-        quantization: "int8", "int4" or "fp8" quantises the layers' matrices, after the cast (transform.py); "fp8-all"
-            also embedding and head.
+        layout: model_type of another family with the same parameters.
+        quantization: "int8", "int4" or "fp8" quantises the layers' matrices, after the cast; "fp8-all" also embedding
+            and head.
         on_bytes: called with the bytes written so far and the total.
 
-    Returns:
-        JSON-ready: `source`, `destination`, `family`, `dtypes`, `tensors`, `bytes`, `files` (name to size), `resumed`
-        (files finished by an earlier run).
-
-    Raises:
-        OptionError: an invalid option, an existing destination, an interrupted conversion without `resume`, or one of
-            other files or options. CheckpointError: the source is unusable. UnsupportedModelError: the layout cannot
-            express the model. WriteError: a file could not be written. OSError: no such folder.
+    Raises OptionError, CheckpointError, UnsupportedModelError (for the layout), WriteError and OSError.
     """
     root = resolve_folder(source)
     place = resolve_destination(destination, root)
@@ -141,13 +132,12 @@ def convert_checkpoint(
         dtype = dtype or DTYPES[config["dtype"]]
     elif (scheme := scheme_of(config, root)) is not None:
         if dtype is None or quantization is not None:
-            raise OptionError(
-                f"{str(source)!r} is quantised ({scheme.name}); give --dtype alone to dequantise it, or convert the "
-                "checkpoint that it was made of"
-            )
+            raise OptionError(f"{str(source)!r} is quantised ({scheme.name}); give --dtype alone to dequantise it")
         config.pop(KEY)
     shape = ModelShape.from_hf(config, rules, root)
-    written_as = rules if layout in (None, rules.model_type) else family_named(str(layout))
+    if layout not in (None, *FAMILIES):
+        raise OptionError(f"--layout {layout}: valid are {', '.join(FAMILIES)}")
+    written_as = rules if layout in (None, rules.model_type) else FAMILIES[str(layout)]
     if written_as is not rules:
         config = translate_config(root, config, shape, rules, written_as)
     transform: Transform = Cast(dtype)
@@ -171,11 +161,13 @@ def convert_checkpoint(
                 write_documents(root, partial)
             with Checkpoint.open(partial) as result:
                 files = result.files
-            (partial / STATE).unlink()
             publish(partial, place)
+            (place / STATE).unlink()
         except BaseException as error:
-            keep = not isinstance(error, CheckpointError) or isinstance(error, WriteError)
-            if _keep_finished(partial, shards if keep else (), state) and isinstance(error, WriteError):
+            source_is_unusable = isinstance(error, CheckpointError) and not isinstance(error, WriteError)
+            if source_is_unusable or not any(is_written(partial, shard) for shard in shards):
+                shutil.rmtree(partial, ignore_errors=True)
+            elif isinstance(error, WriteError):
                 note = Problem("file", repr(partial.name), "holds finished files: continue with --resume, or delete it")
                 raise WriteError(partial, [*error.problems, note]) from error
             raise
@@ -206,16 +198,8 @@ def as_folder(path: Path, dtype: torch.dtype) -> Iterator[Path]:
 def plan_steps(
     checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules, written_as: FamilyRules, transform: Transform
 ) -> list[ConversionStep]:
-    """Return the steps of a conversion, layer by layer.
-
-    Raises CheckpointError if the checkpoint does not match its config, or if tensors of several dtypes would be fused.
-    """
-    placements, problems = match(checkpoint, shape, rules)
-    if not problems:
-        head = tied_head_problem(checkpoint, shape, rules)
-        problems = [*([head] if head else []), *extra_bias_problems(checkpoint, shape, rules)]
-    if problems:
-        raise CheckpointError(checkpoint.folder, problems)
+    """Return the steps of a conversion, layer by layer. Raises CheckpointError if several dtypes would be fused."""
+    placements, problems = checked_placements(checkpoint, shape, rules), list[Problem]()
     stored = None if checkpoint.folder.is_file() else stored_scheme(checkpoint)  # a GGUF file's tensors are dequantised
     named = rules.for_names(checkpoint.names())
     order = {param: index for index, param in enumerate(shape.parameters())}
@@ -257,13 +241,9 @@ def _write_shards(
     for shard in shards:
         if shard.file not in resumed:
             shard_steps = [by_output[output] for output in shard.outputs if output in by_output]
-            write_shard(partial, shard, _tensors(shard_steps, checkpoint, transform), advance)
+            tensors = chain.from_iterable(step.tensors(checkpoint, transform) for step in shard_steps)
+            write_shard(partial, shard, tensors, advance)
     return resumed
-
-
-def _tensors(steps: Sequence[ConversionStep], checkpoint: Checkpoint, transform: Transform) -> Iterator[Tensor]:
-    for step in steps:
-        yield from step.tensors(checkpoint, transform)
 
 
 def _state(root: Path, written_as: FamilyRules, shards: Sequence[Shard], transform: Transform) -> dict[str, Any]:
@@ -279,17 +259,8 @@ def _state(root: Path, written_as: FamilyRules, shards: Sequence[Shard], transfo
 
 
 def _start(partial: Path, state: dict[str, Any]) -> None:
-    try:
-        partial.mkdir()
-    except FileExistsError:
-        raise OptionError(
-            f"{str(partial)!r} already exists, from an interrupted or running conversion; continue with --resume, or "
-            "delete it"
-        ) from None
-    except OSError as error:
-        raise WriteError(
-            partial, [Problem("file", repr(partial.name), f"cannot create it: {error.strerror}")]
-        ) from error
+    remedy = ", from an interrupted or running conversion; continue with --resume, or delete it"
+    create_partial(partial, remedy)
     try:
         write_json(partial, STATE, state)
     except BaseException:
@@ -310,22 +281,3 @@ def _check_state(partial: Path, state: dict[str, Any]) -> None:
     for key, reason in (("source", "another source"), ("files", "changed source files"), ("plan", "other options")):
         if saved[key] != json.loads(json.dumps(state[key])):
             raise OptionError(f"--resume: the conversion in {str(partial)!r} has {reason}; delete the folder")
-
-
-def _keep_finished(partial: Path, shards: Sequence[Shard], state: dict[str, Any]) -> bool:
-    """After an error, keep the folder for `resume` if a file is finished, else delete it.
-
-    Returns whether it is kept.
-    """
-    if not any(is_written(partial, shard) for shard in shards):
-        shutil.rmtree(partial, ignore_errors=True)
-        return False
-    names = {shard.file for shard in shards} | {STATE}
-    for entry in list(os.scandir(partial)):
-        if entry.name not in names:
-            with contextlib.suppress(OSError):
-                os.unlink(entry.path)
-    if not (partial / STATE).exists():  # the error came after the state was removed
-        with contextlib.suppress(WriteError):
-            write_json(partial, STATE, state)
-    return True

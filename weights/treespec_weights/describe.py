@@ -48,10 +48,9 @@ def describe(report: dict[str, Any]) -> str:
     blocks = [str(report["folder"]), _table([("  " + key, value) for key, value in facts])]
     blocks.append(_table(_memory_rows(report), right=(1, 2, 3)))
     tensors: list[TableRow] = [("  tensor", "count", "dtype", "shape", "each")]
-    tensors += [
-        ("  " + _printable(row["name"]), str(row["count"]), row["dtype"], _dims(row["shape"]), _size(row["bytes"]))
-        for row in report["tensors"]
-    ]
+    for row in report["tensors"]:
+        dims = " x ".join(f"{dim:,}" for dim in row["shape"]) or "scalar"
+        tensors.append(("  " + _printable(row["name"]), str(row["count"]), row["dtype"], dims, _size(row["bytes"])))
     blocks.append(_table(tensors, right=(1, 3, 4)))
     if report.get("drafts"):
         blocks.append(_table(_draft_rows(report["drafts"]), right=(1, 2)))
@@ -111,7 +110,6 @@ def _verdict(draft: dict[str, Any]) -> str:
 
 
 def describe_verification(folder: Path, result: Verification) -> str:
-    """Format the result of `verify_checkpoint` as text for a terminal."""
     lines = [str(folder)]
     width = max(len(check.name) for check in result.checks)
     for check in result.checks:
@@ -124,7 +122,6 @@ def describe_verification(folder: Path, result: Verification) -> str:
 
 
 def describe_conversion(report: dict[str, Any]) -> str:
-    """Format the report of `convert_checkpoint` as text for a terminal."""
     facts = [
         ("family", report["family"]),
         ("stored", f"{' + '.join(report['dtypes'])} {_size(report['bytes'])} in {_count(report['files'], 'file')}"),
@@ -135,7 +132,6 @@ def describe_conversion(report: dict[str, Any]) -> str:
 
 
 def describe_timing(report: dict[str, Any]) -> str:
-    """Format the report of `time_loading` as text for a terminal."""
     rows: list[TableRow] = [("  ", "seconds", "GB/s")]
     for key, name in (("load_weights", "load_weights"), ("plain", "plain read")):
         rows.append((f"  {name}", f"{report[key]['median']:.3f}", f"{report[key]['gb_per_second']:.2f}"))
@@ -155,18 +151,8 @@ def _printable(name: str) -> str:
 
 
 def _size(size: int) -> str:
-    if size < 1024:
-        return f"{size} B"
-    value = float(size)
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        value /= 1024
-        if value < 1024 or unit == "TiB":
-            return f"{value:.1f} {unit}"
-    raise AssertionError("unreachable")
-
-
-def _dims(shape: list[int]) -> str:
-    return " x ".join(f"{dim:,}" for dim in shape) or "scalar"
+    power = min(max(size.bit_length() - 1, 0) // 10, 4)
+    return f"{size / 1024**power:.1f} {'KMGT'[power - 1]}iB" if power else f"{size} B"
 
 
 def _table(rows: list[TableRow], right: tuple[int, ...] = ()) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from treespec_weights.errors import CheckpointConfigError, CheckpointError, Problem
+from treespec_weights.errors import CheckpointConfigError, CheckpointError
 from treespec_weights.files import read_json
 from treespec_weights.gguf.config import generation_config, hf_config
 from treespec_weights.gguf.reader import GgufFile, read_gguf
@@ -48,23 +48,17 @@ def read_document(folder: Path, name: str) -> Any:
     if not folder.is_file():
         return read_json(folder, name, unique_keys=name != TOKENIZER)
     if not has_document(folder, name):
-        raise CheckpointError(folder, [Problem("file", repr(name), "a GGUF file has no such document")])
+        raise CheckpointError.of(folder, "file", name, "a GGUF file has no such document")
     return _MAKERS[name](read_gguf(folder))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the parsed config.json of a checkpoint (a result of `resolve_folder`).
-
-    Raises the errors of `read_document`, and CheckpointConfigError if it is not a JSON object.
-    """
+    """Return the parsed config.json of a checkpoint. Raises as `read_document`, and if it is not a JSON object."""
     return _read_object(folder, CONFIG)
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
-    """Return the parsed generation_config.json of a checkpoint without null values, or {} if it has none.
-
-    Raises as `read_config`.
-    """
+    """Return the parsed generation_config.json of a checkpoint without null values, or {} if it has none."""
     if not has_document(folder, GENERATION_CONFIG):
         return {}
     return {key: value for key, value in _read_object(folder, GENERATION_CONFIG).items() if value is not None}
@@ -74,15 +68,12 @@ def _read_object(folder: Path, name: str) -> dict[str, Any]:
     document = read_document(folder, name)
     if not isinstance(document, dict):
         message = f"a JSON {type(document).__name__}, not an object"
-        raise CheckpointConfigError(folder, [Problem("config", repr(name), message)])
+        raise CheckpointConfigError.of(folder, "config", name, message)
     return document
 
 
 def write_documents(path: Path, folder: Path) -> None:
-    """Write all documents of a GGUF file except config.json, which depends on the format of the weights.
-
-    Raises CheckpointError as `read_document`, and WriteError.
-    """
+    """Write all documents of a GGUF file except config.json, which depends on the format of the weights."""
     for name in _MAKERS:
         if name != CONFIG and has_document(path, name) and (document := read_document(path, name)):
             # Indentation makes json several times slower, which takes seconds for a large tokenizer.

@@ -14,7 +14,7 @@ from torch import Tensor
 from treespec_weights.checkpoint import Checkpoint
 from treespec_weights.errors import CheckpointConfigError, CheckpointError, Problem, UnsupportedModelError
 from treespec_weights.families import LLAMA, family_of
-from treespec_weights.load import cast
+from treespec_weights.load import cast, expected_tensors
 from treespec_weights.rules import FamilyRules, ModelShape
 
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
@@ -55,7 +55,7 @@ def _unpickle(file: Path) -> dict[str, Tensor]:
 
 def config_error(folder: Path, key: str, message: str) -> CheckpointConfigError:
     """Return the error of an invalid value in a draft's config.json."""
-    return CheckpointConfigError(folder, [Problem("config", repr(key), message)])
+    return CheckpointConfigError.of(folder, "config", key, message)
 
 
 def layers_of(
@@ -63,10 +63,7 @@ def layers_of(
 ) -> tuple[dict[str, Any], FamilyRules]:
     """Return the config of a draft's layers, in the form of a model's, and their family.
 
-    Args:
-        folder: of the draft.
-        raw: its config.json.
-        num_layers: number of layers, if the config's may be that of the target.
+    `num_layers` replaces the config's number, which may be that of the target.
     """
     if isinstance(inner := raw.get("transformer_layer_config"), dict):  # speculators
         config = {"dtype": raw.get("dtype") or raw.get("torch_dtype"), **inner}
@@ -82,14 +79,6 @@ def layers_of(
     return config, rules
 
 
-def _load_medusa_file(folder: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(folder / MEDUSA_SAFETENSORS)
-    except (SafetensorError, OSError, ValueError) as error:
-        problem = Problem("file", repr(MEDUSA_SAFETENSORS), f"not a valid safetensors file: {error}")
-        raise CheckpointError(folder, [problem]) from error
-
-
 class DraftTensors:
     """The tensors of a draft's folder by name."""
 
@@ -97,20 +86,24 @@ class DraftTensors:
         self.folder, self.dtype, self.device, self.problems = folder, dtype, device, list[Problem]()
         pickled = _pickle_in(folder)
         if pickled is not None and not any(folder.glob("*.safetensors")):
-            self._stored = {canonical(name): tensor for name, tensor in _unpickle(pickled).items()}
+            stored = _unpickle(pickled)
         elif (folder / MEDUSA_SAFETENSORS).exists():
-            self._stored = {canonical(name): tensor for name, tensor in _load_medusa_file(folder).items()}
+            try:
+                stored = load_file(folder / MEDUSA_SAFETENSORS)
+            except (SafetensorError, OSError, ValueError) as error:
+                problem = Problem("file", repr(MEDUSA_SAFETENSORS), f"not a valid safetensors file: {error}")
+                raise CheckpointError(folder, [problem]) from error
         else:
             with Checkpoint.open(folder) as checkpoint:
-                self._stored = {canonical(name): checkpoint.tensor(name) for name in checkpoint.tensors}
+                stored = {name: checkpoint.tensor(name) for name in checkpoint.tensors}
                 # Without one of them, a draft could run with the target's part in its place.
                 self.problems += [checkpoint.missing(name, "missing") for name in checkpoint.absent]
+        self._stored = {canonical(name): tensor for name, tensor in stored.items()}
 
     def __contains__(self, name: str) -> bool:
         return name in self._stored
 
     def raw(self, name: str) -> Tensor | None:
-        """Return a stored tensor, or None."""
         return self._stored.get(name)
 
     def take(self, name: str, *shape: int) -> Tensor:
@@ -137,15 +130,11 @@ def canonical(name: str) -> str:
 
 
 def head_tokens(folder: Path, stored: Mapping[str, Tensor | None], rows: int, target_size: int) -> np.ndarray | None:
-    """Return the target's token of each row of the head, int64 [rows]; None if they are equal.
-
-    Raises:
-        CheckpointError: a map for another vocabulary.
-    """
+    """Return the target's token of each row of the head, int64 [rows]; None for equal ones. Raises CheckpointError."""
     d2t, t2d = stored["d2t"], stored["t2d"]
 
     def problem(name: str, text: str) -> CheckpointError:
-        return CheckpointError(folder, [Problem("value", repr(name), text)])
+        return CheckpointError.of(folder, "value", name, text)
 
     if t2d is not None and len(t2d) != target_size:
         raise problem("t2d", f"the head is for a vocabulary of {len(t2d)} tokens, the target has {target_size}")
@@ -155,12 +144,21 @@ def head_tokens(folder: Path, stored: Mapping[str, Tensor | None], rows: int, ta
         return None
     tokens: np.ndarray = np.arange(len(d2t)) + d2t.to(torch.int64).numpy()
     if len(tokens) != rows or len(np.unique(tokens)) != rows or tokens.min() < 0 or tokens.max() >= target_size:
-        raise problem(
-            "d2t",
-            f"{len(tokens)} tokens from {tokens.min()} to {tokens.max()} for {rows} rows of the head; expected one of "
-            f"the target's {target_size} for each row",
-        )
+        counts = f"{len(tokens)} tokens from {tokens.min()} to {tokens.max()} for {rows} rows of the head"
+        raise problem("d2t", f"{counts}; expected one of the target's {target_size} for each row")
     return tokens
+
+
+def take_layers(
+    tensors: DraftTensors, shape: ModelShape, rules: FamilyRules, skip: Collection[str]
+) -> dict[str, Tensor]:
+    """Return the decoder parameters of a draft's layers and final norm, but those to skip, and one row of `embed`."""
+    decoder = {"embed": torch.zeros(1, shape.hidden_size, dtype=tensors.dtype, device=tensors.device)}
+    for placement in expected_tensors(shape, rules):
+        [(param, size)] = placement.params.items()
+        if param not in ("embed", "lm_head", *skip):
+            decoder[param] = tensors.take(canonical(placement.name), *size)
+    return decoder
 
 
 def own_embedding(tensors: DraftTensors, shape: ModelShape) -> Tensor | None:

@@ -13,34 +13,24 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from treespec_weights.errors import CheckpointError, Problem
+from treespec_weights.errors import CheckpointError
 
 FILE = "draft_vocab.safetensors"
 
 
 def write_draft_vocabulary(folder: Path, target_ids: np.ndarray, target_size: int) -> None:
-    """Write `draft_vocab.safetensors`.
-
-    Args:
-        folder: of the draft.
-        target_ids: int64 [rows], ascending but for a last -1.
-        target_size: size of the target's vocabulary.
-    """
+    """Write `draft_vocab.safetensors`: `target_ids` are int64 [rows], ascending but for a last -1."""
     save_file({"target_ids": torch.from_numpy(target_ids)}, folder / FILE, {"target_size": str(target_size)})
 
 
 def read_draft_vocabulary(folder: Path, rows: int, target_size: int) -> np.ndarray | None:
-    """Return the target's ids of a draft's rows, int64 [rows]; None if the draft has its own full vocabulary.
-
-    Raises:
-        CheckpointError: an unreadable file, a map for another vocabulary size, or ids out of order or range.
-    """
+    """Return the target's ids of a draft's rows, int64 [rows]; None for a full vocabulary. Raises CheckpointError."""
     path = folder / FILE
     if not path.exists():
         return None
 
     def problem(text: str) -> CheckpointError:
-        return CheckpointError(folder, [Problem("file", repr(FILE), text)])
+        return CheckpointError.of(folder, "file", FILE, text)
 
     try:
         with safe_open(path, "pt") as file:
@@ -49,15 +39,11 @@ def read_draft_vocabulary(folder: Path, rows: int, target_size: int) -> np.ndarr
     except (SafetensorError, OSError, ValueError) as error:
         raise problem(f"not a draft vocabulary: {error}") from error
     if size != target_size:
-        raise problem(
-            f"maps to a vocabulary of {size} tokens, the target has {target_size}; use it with its own target"
-        )
+        raise problem(f"maps to a vocabulary of {size} tokens, the target has {target_size}; use its own target")
     named = ids[:-1] if len(ids) and ids[-1] == -1 else ids
     if len(ids) != rows or not len(named) or named[0] < 0 or named[-1] >= target_size or (np.diff(named) <= 0).any():
-        raise problem(
-            f"{len(ids)} ids for {rows} rows; valid: one per row, ascending from 0 to {target_size - 1}, with an "
-            "optional last -1 for all other tokens"
-        )
+        valid = f"one per row, ascending from 0 to {target_size - 1}, with an optional last -1 for all others"
+        raise problem(f"{len(ids)} ids for {rows} rows; valid: {valid}")
     return ids
 
 

@@ -2,14 +2,12 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 MAX_LISTED = 1000
 
 
 class Problem(NamedTuple):
-    """One problem of a checkpoint."""
-
     kind: str  # "file", "index", "config", "tokenizer", "missing", "unexpected", "shape", "dtype", "tied", "value"
     where: str  # the file, tensor or config key
     message: str  # description of the problem, with the bad value and the valid ones
@@ -29,6 +27,11 @@ class CheckpointError(ValueError):
         super().__init__(folder, tuple(problems))
         self.folder = Path(folder)
         self.problems = tuple(problems)
+
+    @classmethod
+    def of(cls, folder: Path | str, kind: str, name: str, message: str) -> Self:
+        """Return the error of one problem, of a named file, tensor or key."""
+        return cls(folder, [Problem(kind, repr(name), message)])
 
     def __str__(self) -> str:
         if len(self.problems) == 1:

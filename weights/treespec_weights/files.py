@@ -19,10 +19,8 @@ def resolve_folder(folder: Path | str) -> Path:
     """Return the real path of a checkpoint: of a folder, of a GGUF file, or of the only GGUF file in a folder.
 
     Files named *.gguf and files that start with "GGUF" count as GGUF files. In a folder with safetensors, GGUF files
-    are ignored.
-
-    Raises FileNotFoundError if it does not exist, NotADirectoryError if `folder` is another file, CheckpointError for
-    a folder with several GGUF models and no safetensors.
+    are ignored. Raises FileNotFoundError, NotADirectoryError for another file, and CheckpointError for several GGUF
+    models.
     """
     try:
         if not os.fspath(folder):
@@ -60,10 +58,7 @@ def _hub_hint(name: str) -> str:
 
 
 def _gguf_in(folder: Path) -> Path | None:
-    """Return the GGUF file, or its first part, of the only model of a folder without safetensors, or None.
-
-    Raises CheckpointError for several models, and for a link to a file outside.
-    """
+    """Return the GGUF file, or its first part, of the only model of a folder without safetensors, or None."""
     try:
         names = sorted(os.listdir(folder))
     except OSError:
@@ -88,7 +83,7 @@ def file_inside(folder: Path, name: str) -> Path:
     """
 
     def refuse(message: str) -> CheckpointError:
-        return CheckpointError(folder, [Problem("file", repr(name), message)])
+        return CheckpointError.of(folder, "file", name, message)
 
     if not is_plain_name(name):
         raise refuse("not a plain file name; a checkpoint's files are directly in its folder")
@@ -142,7 +137,7 @@ def read_json(folder: Path, name: str, *, unique_keys: bool = True) -> Any:
         reason = f"cannot be read ({error.strerror})"
     except ValueError as error:
         reason = str(error)
-    raise CheckpointError(folder, [Problem("file", repr(name), f"not usable JSON: {reason}")])
+    raise CheckpointError.of(folder, "file", name, f"not usable JSON: {reason}")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

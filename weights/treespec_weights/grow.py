@@ -22,8 +22,7 @@ benchmark counts the tokens that differ.
 
 import itertools
 import math
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -36,11 +35,11 @@ from treespec_weights.dtypes import NAMES
 from treespec_weights.errors import OptionError
 from treespec_weights.families import LLAMA, family_of
 from treespec_weights.files import resolve_folder
-from treespec_weights.load import load_weights
+from treespec_weights.load import expected_tensors, load_weights
 from treespec_weights.quant_config import scheme_of
 from treespec_weights.rules import ModelShape
 from treespec_weights.staging import carried_files, check_room, copy_files, resolve_destination, staged
-from treespec_weights.writer import Output, Shard, plan_shards, progress, write_index, write_json, write_shard
+from treespec_weights.writer import Output, plan_shards, progress, write_index, write_json, write_shard
 
 SHARD_BYTES = 1 << 30
 _WIDEN = 4  # preferred MLP units per hidden dimension
@@ -58,10 +57,8 @@ def grown_shape(
     """Return a shape of about `size` parameters that contains `shape`.
 
     Chooses the widest hidden dimension (times 1, 4, 16 ...) at which the model's own number of layers fits with an MLP
-    of twice the width. Then uses an MLP of four times the width and as many layers as fit.
-
-    Raises:
-        OptionError: the model is larger than `size`, or the vocabulary would shrink. The message names `options`.
+    of twice the width. Then uses an MLP of four times the width and as many layers as fit. Raises OptionError, which
+    names `options`, if the model is larger than `size`, or the vocabulary would shrink.
     """
     vocab = shape.vocab_size if vocab is None else vocab
     if vocab < shape.vocab_size:
@@ -108,17 +105,9 @@ def grow_checkpoint(
 ) -> None:
     """Write a Hugging Face folder that computes `source`'s function in the larger `shape`, atomically.
 
-    Args:
-        source: a checkpoint of the Llama family.
-        folder: the destination, which does not exist or is empty.
-        shape: the new shape: no size below the source's, and a hidden dimension 4 ** n times as wide.
-        seed: seed of the random weights.
-        device: device that draws the random weights (a CPU uses one thread); devices draw different numbers.
-        on_bytes: called with the bytes written so far and the total.
-
-    Raises:
-        OptionError: the source is of another family or quantised, or the folder exists or is inside of the source.
-            CheckpointError: the source cannot be read. WriteError: the folder cannot be written, or the disk is full.
+    `source` is of the Llama family. No size of `shape` is below the source's, and the hidden dimension is 4 ** n times
+    as wide. `device` draws the random weights (a CPU uses one thread); devices draw different numbers. `on_bytes` is
+    called with the bytes written so far and the total. Raises OptionError, CheckpointError and WriteError.
     """
     source = resolve_folder(source)
     if source.is_file():
@@ -140,8 +129,8 @@ def grow_checkpoint(
     if shape.vocab_size > old.vocab_size and dtype == torch.float16:
         raise OptionError(f"{source}: float16 has no room for a grown vocabulary; valid: bfloat16, float32")
     parameters = shape.parameters()
-    names = {rule.params[0]: rule.name for rule in rules.tensors}
-    outputs = [Output(_tensor_name(names, name), NAMES[dtype], size) for name, size in parameters.items()]
+    names = {param: placement.name for placement in expected_tensors(shape, rules) for param in placement.params}
+    outputs = [Output(names[name], NAMES[dtype], size) for name, size in parameters.items()]
     shards = plan_shards([[output] for output in outputs], SHARD_BYTES)
     tensors = (growth.tensor(name, size, small.get(name), dtype, generator) for name, size in parameters.items())
     config |= {
@@ -157,8 +146,11 @@ def grow_checkpoint(
     }
     carried = carried_files(source, CONFIG, INDEX)
     with staged(place) as partial:
-        check_room(partial, sum(shard.tensor_bytes for shard in shards))
-        _write(partial, shards, tensors, on_bytes)
+        total = sum(shard.tensor_bytes for shard in shards)
+        check_room(partial, total)
+        advance = progress(on_bytes, total)
+        for shard in shards:
+            write_shard(partial, shard, itertools.islice(tensors, len(shard.outputs)), advance)
         write_index(partial, shards)
         write_json(partial, CONFIG, config)
         copy_files(source, carried, partial)
@@ -204,17 +196,3 @@ class _Growth:
             tensor[self.old.vocab_size :, -1] = -1.0
         elif kind in _NORMS:
             tensor[-1] = _RAISED if kind == "final_norm" else 0.0
-
-
-def _tensor_name(names: dict[str, str], parameter: str) -> str:
-    """Return the checkpoint's name of a decoder parameter."""
-    layer = re.fullmatch(r"layers\.(\d+)\.(.+)", parameter)
-    return names[f"layers.{{i}}.{layer[2]}"].replace("{i}", layer[1]) if layer else names[parameter]
-
-
-def _write(
-    folder: Path, shards: list[Shard], tensors: Iterator[Tensor], on_bytes: Callable[[int, int], None] | None
-) -> None:
-    advance = progress(on_bytes, sum(shard.tensor_bytes for shard in shards))
-    for shard in shards:
-        write_shard(folder, shard, itertools.islice(tensors, len(shard.outputs)), advance)

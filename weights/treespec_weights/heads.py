@@ -20,16 +20,15 @@ from treespec_weights.documents import CONFIG, read_config
 from treespec_weights.draft_tensors import (
     FIRST_LAYER,
     DraftTensors,
-    canonical,
     config_error,
     head_tokens,
     layers_of,
     own_embedding,
+    take_layers,
     tensor_names,
 )
 from treespec_weights.errors import CheckpointError, Problem, UnsupportedModelError
 from treespec_weights.files import resolve_folder
-from treespec_weights.load import expected_tensors
 from treespec_weights.rules import FamilyRules, ModelShape
 from treespec_weights.state_heads import StateForm, StateWeights, load_state_head, medusa_form, speculator_form
 
@@ -45,39 +44,26 @@ _OTHER_KINDS = {  # part of an architecture or of a type -> name of the kind
     "xpress": "an Xpress draft",
 }
 _LAYER_TENSORS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_PROJECTIONS = tuple(f"layers.0.{name}{suffix}" for name in "qkv" for suffix in ("", "_bias"))
 
 
 @dataclass(frozen=True)
 class HeadForm:
-    """What a published folder says about a draft head.
+    """What a published folder says about a draft head."""
 
-    Attributes:
-        folder: of the head.
-        layers: of the target; None for the default, which depends on the target's depth.
-        by_output: `layers` are numbered by their outputs, as SpecForge and SGLang do, not by their inputs.
-        config: of the head's layers, in the form of a model's config.json.
-        rules: family of the head's layers.
-        residual_after_norm: the residual stream begins with the normalised feature.
-        norm_output: the feature of a drafted token is the output after the final norm.
-        kind: "eagle" is EAGLE-1 and EAGLE-2.
-        block: number of tokens that a parallel EAGLE head predicts in a pass; 0 for other heads.
-        mask_token: of a parallel head's pairs after the root.
-    """
-
-    folder: Path
-    layers: tuple[int, ...] | None
-    by_output: bool
-    config: dict[str, Any]
-    rules: FamilyRules
-    residual_after_norm: bool
-    norm_output: bool
-    kind: Literal["eagle", "eagle3"] = "eagle3"
-    block: int = 0
-    mask_token: int = 0
+    folder: Path  # of the head
+    layers: tuple[int, ...] | None  # of the target; None for the default, which depends on the target's depth
+    by_output: bool  # `layers` are numbered by their outputs, as SpecForge and SGLang do, not by their inputs
+    config: dict[str, Any]  # of the head's layers, in the form of a model's config.json
+    rules: FamilyRules  # family of the head's layers
+    residual_after_norm: bool  # the residual stream begins with the normalised feature
+    norm_output: bool  # the feature of a drafted token is the output after the final norm
+    kind: Literal["eagle", "eagle3"] = "eagle3"  # "eagle" is EAGLE-1 and EAGLE-2
+    block: int = 0  # number of tokens that a parallel EAGLE head predicts in a pass; 0 for other heads
+    mask_token: int = 0  # of a parallel head's pairs after the root
 
     @property
     def name(self) -> str:
-        """The kind, for users."""
         if self.block:
             return "parallel EAGLE head"
         return "EAGLE-3 head" if self.kind == "eagle3" else "EAGLE head"
@@ -92,10 +78,8 @@ class HeadForm:
     def read_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return the layers of a target with `num_layers` layers whose inputs the head reads, ascending.
 
-        `num_layers` means the output of the last layer, `num_layers` + 1 this output after the final norm.
-
-        Raises:
-            CheckpointConfigError: the target has no such layer.
+        `num_layers` means the output of the last layer, `num_layers` + 1 this output after the final norm. Raises
+        CheckpointConfigError if the target has no such layer.
         """
         if self.kind == "eagle":
             return (num_layers + 1,)
@@ -105,39 +89,32 @@ class HeadForm:
         if self.by_output and layers != default and layers[-1] != num_layers:
             layers = tuple(layer + 1 for layer in layers)
         if not all(0 <= layer <= num_layers for layer in layers):
-            raise config_error(
-                self.folder,
-                "eagle_aux_hidden_state_layer_ids",
-                f"the head reads the inputs of the target's layers {layers}, and the target has {num_layers} layers",
-            )
+            message = f"the head reads layers {layers}, and the target has {num_layers} layers"
+            raise config_error(self.folder, "eagle_aux_hidden_state_layer_ids", message)
         return layers
 
 
 class HeadWeights(NamedTuple):
-    """Weights of a head, in the compute dtype.
+    """Weights of a head, in the compute dtype."""
 
-    Attributes:
-        decoder: decoder parameters by name, without Q, K and V of the first layer and with one row of `embed`. An EAGLE
-            head has no norms before attention and at the end, and no `lm_head`: here these norms are ones.
-        fc: and its bias or None: [hidden, number of layers * hidden of the target]; of EAGLE, [hidden, 2 * hidden], of
-            a pair's embedding and feature.
-        qkv: of the first layer, and its bias or None: [(num_heads + 2 * num_kv_heads) * head_dim, 2 * hidden]; of
-            EAGLE, [..., hidden].
-        embed_norm, feature_norm: norms of the embedding and of the feature, [hidden]; None for EAGLE.
-        state_norms: norms of the target's states, [1, number of layers * hidden] over all of them or [number of layers,
-            hidden] of each; None for none.
-        embed: own embeddings [vocab, hidden]; None for the target's.
-        mask_states: in place of the target's states in the mask pairs of a parallel head, [number of layers, hidden of
-            the target]; None for other heads.
-    """
-
+    # decoder parameters by name, without Q, K and V of the first layer and with one row of `embed`. An EAGLE head has
+    # no norms before attention and at the end, and no `lm_head`: here these norms are ones.
     decoder: dict[str, Tensor]
+    # and its bias or None: [hidden, number of layers * hidden of the target]; of EAGLE, [hidden, 2 * hidden], of a
+    # pair's embedding and feature
     fc: tuple[Tensor, Tensor | None]
+    # of the first layer, and its bias or None: [(num_heads + 2 * num_kv_heads) * head_dim, 2 * hidden]; of EAGLE, [...,
+    # hidden]
     qkv: tuple[Tensor, Tensor | None]
+    # embed_norm, feature_norm: norms of the embedding and of the feature, [hidden]; None for EAGLE
     embed_norm: Tensor | None
     feature_norm: Tensor | None
+    # norms of the target's states, [1, number of layers * hidden] over all of them or [number of layers, hidden] of
+    # each; None for none
     state_norms: Tensor | None
-    embed: Tensor | None
+    embed: Tensor | None  # own embeddings [vocab, hidden]; None for the target's
+    # in place of the target's states in the mask pairs of a parallel head, [number of layers, hidden of the target];
+    # None for other heads
     mask_states: Tensor | None = None
 
     @property
@@ -151,12 +128,7 @@ DraftForm: TypeAlias = HeadForm | BlockForm | StateForm
 
 
 def read_head(folder: Path | str) -> DraftForm | None:
-    """Return the form of the draft head in a folder; None if its config.json is that of an ordinary model.
-
-    Raises:
-        UnsupportedModelError: a draft head of a kind that is not supported.
-        CheckpointConfigError: contradictory values.
-    """
+    """Return the form of the draft head in a folder; None for an ordinary model. Raises CheckpointConfigError."""
     root = resolve_folder(folder)
     if root.is_file():
         return None
@@ -245,43 +217,22 @@ def load_head(
 ) -> tuple[HeadWeights, np.ndarray | None]:
     """Load a head.
 
-    Args:
-        form: of the head.
-        shape: of its layers; the vocabulary size is the target's.
-        num_states: number of the target's layers that it reads.
-        target_hidden: hidden size of the target.
-        dtype, device: of the weights; a dtype of None keeps the stored ones, which stay memory-mapped.
-
-    Returns:
-        The weights, and the target's tokens of the head's rows, int64 ascending; None for the whole vocabulary.
-
-    Raises:
-        CheckpointError: with all missing and misshaped tensors; a head of another target.
+    `shape` is that of its layers, with the target's vocabulary size; `num_states` the number of the target's layers
+    that it reads. A dtype of None keeps the stored ones, which stay memory-mapped. Returns the weights, and the
+    target's tokens of the head's rows, int64 ascending; None for the whole vocabulary. Raises CheckpointError with all
+    missing and misshaped tensors, and for a head of another target.
     """
     hidden, tensors = shape.hidden_size, DraftTensors(form.folder, dtype, device)
     if form.kind == "eagle":
         return _load_eagle(form, shape, target_hidden, tensors), None
     if (fc := tensors.raw("fc.weight")) is not None and fc.shape[1] != num_states * target_hidden:
-        raise CheckpointError(
-            form.folder,
-            [
-                Problem(
-                    "shape",
-                    "'fc.weight'",
-                    f"the head reads {fc.shape[1]} values per token, the target has {num_states} layers to read of "
-                    f"hidden size {target_hidden}; use a head that was trained for this target",
-                )
-            ],
-        )
+        reason = f"{fc.shape[1]} values per token, {num_states} layers of the target have {target_hidden} each"
+        raise CheckpointError.of(form.folder, "shape", "fc.weight", f"{reason}; use a head of this target")
     head = tensors.raw("lm_head.weight")
     rows = shape.vocab_size if head is None else len(head)
     tokens = head_tokens(form.folder, {name: tensors.raw(name) for name in ("d2t", "t2d")}, rows, shape.vocab_size)
-    decoder = {"embed": torch.zeros(1, hidden, dtype=dtype, device=device)}
-    for placement in expected_tensors(shape, form.rules):
-        name, [(param, size)] = canonical(placement.name), placement.params.items()
-        if param == "embed" or param in _first_projections():
-            continue
-        decoder[param] = tensors.take(name, *((rows, hidden) if param == "lm_head" else size))
+    decoder = take_layers(tensors, shape, form.rules, (*_PROJECTIONS, "layers.0.attn_norm"))
+    decoder["lm_head"] = tensors.take("lm_head.weight", rows, hidden)
     decoder["layers.0.attn_norm"] = tensors.take(f"{FIRST_LAYER}hidden_norm.weight", hidden)
     weights = HeadWeights(
         decoder,
@@ -291,7 +242,7 @@ def load_head(
         decoder["layers.0.attn_norm"],
         _state_norms(tensors, num_states, target_hidden),
         own_embedding(tensors, shape),
-        _mask_states(form, tensors, num_states, target_hidden),
+        tensors.take("mask_hidden", 1, 1, num_states * target_hidden).view(-1, target_hidden) if form.block else None,
     )
     tensors.check()
     if form.mask_token >= shape.vocab_size:
@@ -310,21 +261,13 @@ def _load_eagle(form: HeadForm, shape: ModelShape, target_hidden: int, tensors: 
         if (value := form.config.get(key, size)) != size:
             reason = f"{value}, the target has {size}; use a head that was trained for this target"
             raise config_error(form.folder, key, reason)
-    ones = torch.ones(hidden, dtype=tensors.dtype, device=tensors.device)
-    decoder = {"embed": torch.zeros(1, hidden, dtype=tensors.dtype, device=tensors.device), "final_norm": ones}
-    decoder["layers.0.attn_norm"] = ones.clone()
-    for placement in expected_tensors(shape, form.rules):
-        name, [(param, size)] = canonical(placement.name), placement.params.items()
-        if param not in (*decoder, "lm_head", *_first_projections()):
-            decoder[param] = tensors.take(name, *size)
+    norms = ("layers.0.attn_norm", "final_norm")
+    decoder = take_layers(tensors, shape, form.rules, (*_PROJECTIONS, *norms))
+    decoder |= {name: torch.ones(hidden, dtype=tensors.dtype, device=tensors.device) for name in norms}
     fc = tensors.take("fc.weight", hidden, 2 * hidden), _bias(tensors, "fc", hidden)
     weights = HeadWeights(decoder, fc, _qkv(tensors, shape, hidden), None, None, None, own_embedding(tensors, shape))
     tensors.check()
     return weights
-
-
-def _first_projections() -> tuple[str, ...]:
-    return tuple(f"layers.0.{name}{suffix}" for name in "qkv" for suffix in ("", "_bias"))
 
 
 def _qkv(tensors: DraftTensors, shape: ModelShape, width: int) -> tuple[Tensor, Tensor | None]:
@@ -346,12 +289,6 @@ def _bias(tensors: DraftTensors, name: str, size: int) -> Tensor | None:
     return tensors.take(f"{name}.bias", size) if f"{name}.bias" in tensors else None
 
 
-def _mask_states(form: HeadForm, tensors: DraftTensors, num_states: int, target_hidden: int) -> Tensor | None:
-    if not form.block:
-        return None
-    return tensors.take("mask_hidden", 1, 1, num_states * target_hidden).view(-1, target_hidden)
-
-
 def _state_norms(tensors: DraftTensors, num_states: int, target_hidden: int) -> Tensor | None:
     if "input_norm.weight" in tensors:
         return tensors.take("input_norm.weight", num_states * target_hidden)[None]
@@ -361,12 +298,7 @@ def _state_norms(tensors: DraftTensors, num_states: int, target_hidden: int) -> 
 
 
 def compare_head(target: dict[str, Any], form: DraftForm) -> dict[str, Any]:
-    """Compare a head with a target: a row of `compare_draft`.
-
-    Args:
-        target: result of `inspect_checkpoint`.
-        form: of the head.
-    """
+    """Compare a head with a target, a result of `inspect_checkpoint`: a row of `compare_draft`."""
     reason = connection = None
     parameters, same_hidden = 0, False
     if target["shape"] is None:

@@ -22,17 +22,9 @@ def is_hub_id(name: str) -> bool:
 def fetch(hub_id: str, revision: str | None = None, to: Path | str | None = None) -> Path:
     """Return the local folder of a hub model, downloaded unless it is cached, and checked.
 
-    Downloads only config, tokenizer, templates and safetensors. Cache, token and mirror follow `huggingface_hub`
-    (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE).
-
-    Args:
-        hub_id: `owner/model`.
-        revision: branch, tag or commit; None for the main branch.
-        to: a folder to download into, instead of the cache.
-
-    Raises:
-        OptionError: not a valid hub id. HubError: offline and not cached, unknown, gated, interrupted, or without
-            safetensors. CheckpointError: unusable safetensors.
+    Downloads only config, tokenizer, templates and safetensors, of a branch, tag or commit, into the cache or the
+    folder `to`. Cache, token and mirror follow `huggingface_hub` (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE).
+    Raises OptionError, HubError (offline, unknown, gated, interrupted, or without safetensors) and CheckpointError.
     """
     if not is_hub_id(hub_id):
         raise OptionError(f"{hub_id!r} is not a hub id; valid are names such as owner/model")

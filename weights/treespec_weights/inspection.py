@@ -13,7 +13,6 @@ from treespec_weights.families import FAMILIES, family_of
 from treespec_weights.files import resolve_folder
 from treespec_weights.load import ignored_names, match
 from treespec_weights.quant_config import scheme_of
-from treespec_weights.quant_schemes import QuantScheme
 from treespec_weights.rules import FamilyRules, ModelShape
 from treespec_weights.tokenizer import read_vocabulary
 from treespec_weights.vocabularies import Connection, connect
@@ -24,14 +23,9 @@ MEMORY_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 def inspect_checkpoint(folder: Path | str) -> dict[str, Any]:
     """Describe a checkpoint as a JSON-ready dict, from headers, config and tokenizer, without reading tensors.
 
-    Keys: `folder`, `family` (model_type), `architectures`, `supported`, `unsupported_because`, `shape` (ModelShape
-    as a dict, None if unsupported), `context` (positions), `config_dtype`, `parameters`, `bytes`, `files`, `dtypes`,
-    `tensors` (one row per group of tensors that differ only in the layer `{i}`: name, count, dtype, shape, bytes each),
-    `ignored` (names), `problems` (the number found by `match`), `memory` (per dtype: weights_bytes,
-    kv_bytes_per_token), `quantization` (its name, None if not quantised), `vocabulary` (sha256, tokens, max_id),
-    `unused_ids` (rows of the embedding after the tokenizer's last id, None if either is unknown), `made_of` (norm,
-    activation, window and parallel of the layers; None if unsupported). `parameters` counts loaded parameters: a tied
-    head once, and no ignored buffers.
+    `shape`, `made_of` and `unsupported_because` depend on whether its family is supported; `tensors` has one row per
+    group of tensors that differ only in the layer `{i}`; `parameters` counts a tied head once, and no ignored buffers;
+    `problems` is the number found by `match`; `unused_ids` are rows of the embedding after the tokenizer's last id.
 
     Raises the errors of `Checkpoint.open`, and CheckpointConfigError for an unusable config.json.
     """
@@ -62,16 +56,12 @@ def inspect_checkpoint(folder: Path | str) -> dict[str, Any]:
 
 
 def compare_draft(target: dict[str, Any], draft: dict[str, Any]) -> dict[str, Any]:
-    """Compare a draft with a target, given two results of `inspect_checkpoint`.
-
-    Keys: `folder`, `family`, `parameters`, `cost_ratio` (draft parameters / target parameters), `same_vocab_size`,
-    `same_vocabulary` (None if one has no tokenizer file), `same_hidden_size`, `usable` (as a draft), `connection`
-    (from `vocabularies.connect`: same, padded, translated or by text), `reason` (why it is not usable).
-    """
-    sizes = [report["shape"] and report["shape"]["vocab_size"] for report in (target, draft)]
-    hidden = [report["shape"] and report["shape"]["hidden_size"] for report in (target, draft)]
+    """Compare a draft with a target, given two results of `inspect_checkpoint`; None stands for unknown."""
+    sizes, hidden = (
+        [report["shape"] and report["shape"][name] for report in (target, draft)]
+        for name in ("vocab_size", "hidden_size")
+    )
     hashes = [report["vocabulary"] and report["vocabulary"]["sha256"] for report in (target, draft)]
-    same_vocabulary = hashes[0] == hashes[1] if all(hashes) else None
     connection: Connection | None = None
     if not (target["supported"] and draft["supported"]):
         reason = target["unsupported_because"] or draft["unsupported_because"]
@@ -92,7 +82,7 @@ def compare_draft(target: dict[str, Any], draft: dict[str, Any]) -> dict[str, An
         "parameters": draft["parameters"],
         "cost_ratio": draft["parameters"] / target["parameters"] if target["parameters"] else None,
         "same_vocab_size": sizes[0] == sizes[1] if all(sizes) else None,
-        "same_vocabulary": same_vocabulary,
+        "same_vocabulary": hashes[0] == hashes[1] if all(hashes) else None,
         "same_hidden_size": hidden[0] == hidden[1] if all(hidden) else None,
         "usable": reason is None,
         "connection": str(connection) if connection is not None and reason is None else None,
@@ -101,13 +91,8 @@ def compare_draft(target: dict[str, Any], draft: dict[str, Any]) -> dict[str, An
 
 
 def _as_model(config: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
-    shape: ModelShape | None = None
-    reason: str | None = None
-    problems: int | None = None
-    kv_values: int | None = None
+    shape = reason = problems = kv_values = rules = scheme = None
     ignored: list[str] = []
-    rules: FamilyRules | None = None
-    scheme: QuantScheme | None = None
     try:
         rules = family_of(config, checkpoint.folder)
     except UnsupportedModelError as error:

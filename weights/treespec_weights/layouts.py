@@ -7,79 +7,36 @@ effect.
 """
 
 from collections.abc import Mapping
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from treespec_weights.errors import CheckpointConfigError, OptionError, Problem, UnsupportedModelError
-from treespec_weights.families import FAMILIES
+from treespec_weights.errors import CheckpointConfigError, Problem, UnsupportedModelError
 from treespec_weights.rules import FamilyRules, ModelShape
 
 # Fields of FamilyRules that affect only names and configs. All others affect a layer's computation.
 _NAMING_FIELDS = (
-    "model_type",
-    "tensors",
-    "tied_copy",
-    "ignored",
-    "prefix",
-    "config_keys",
-    "defaults",
-    "constants",
-    "requires",
-    "windows",
-    "assumed",
-)
+    "model_type tensors tied_copy ignored prefix config_keys defaults constants requires windows assumed"
+).split()
 _WITHOUT_EFFECT = (  # config keys that do not affect a decoder's computation
-    "architectures",
-    "attention_dropout",
-    "auto_map",
-    "bos_token_id",
-    "dtype",
-    "embd_pdrop",
-    "eos_token_id",
-    "hidden_dropout",
-    "initializer_range",
-    "model_type",
-    "pad_token_id",
-    "pretraining_tp",
-    "resid_pdrop",
-    "torch_dtype",
-    "transformers_version",
-    "use_cache",
-    "original_max_position_embeddings",
-)
+    "architectures attention_dropout auto_map bos_token_id dtype embd_pdrop eos_token_id hidden_dropout "
+    "initializer_range model_type pad_token_id pretraining_tp resid_pdrop torch_dtype transformers_version use_cache "
+    "original_max_position_embeddings"
+).split()
 _NOT_OF_A_DECODER = (  # other keys that config classes write
-    "chunk_size_feed_forward",
-    "id2label",
-    "is_encoder_decoder",
-    "label2id",
-    "output_attentions",
-    "output_hidden_states",
-    "problem_type",
-    "return_dict",
-)
+    "chunk_size_feed_forward id2label is_encoder_decoder label2id output_attentions output_hidden_states problem_type "
+    "return_dict"
+).split()
 _ABSENT = (None, False, 0, 0.0)  # values equivalent to a missing key
-
-
-def family_named(name: str) -> FamilyRules:
-    """Return the rules of a family. Raises OptionError for an unknown name."""
-    if name not in FAMILIES:
-        raise OptionError(f"--layout {name}: valid are {', '.join(FAMILIES)}")
-    return FAMILIES[name]
 
 
 def translate_config(
     folder: Path, config: Mapping[str, Any], shape: ModelShape, family: FamilyRules, other: FamilyRules
 ) -> dict[str, Any]:
-    """Return the config.json of the same model in the family `other`.
+    """Return the config.json of the same model, whose `config` has this shape, in the family `other`.
 
-    Args:
-        folder: of the checkpoint, for messages.
-        config: its parsed config.json, with `shape` read from it, of `family`.
-
-    Raises:
-        UnsupportedModelError: lists everything that the other family cannot express.
-        CheckpointConfigError: transformers rejects one of the two configs.
+    Raises UnsupportedModelError with everything that the other family cannot express, and CheckpointConfigError if
+    transformers rejects one of the two configs.
     """
     problems = [
         Problem(
@@ -91,58 +48,39 @@ def translate_config(
         for field in fields(FamilyRules)
         if field.name not in _NAMING_FIELDS and getattr(family, field.name) != getattr(other, field.name)
     ]
-    problems += _unmatched_parameters(shape, other)
+    problems += _other_switches(shape, other)
     if problems:
         raise UnsupportedModelError(folder, problems)
     before, after = _with_defaults(folder, config), _with_defaults(folder, {"model_type": other.model_type})
     sizes = {key: getattr(shape, name) for name, key in other.config_keys.items()}
     translated = sizes | _translated_values(folder, before, after, family, other)
     result = _with_defaults(folder, translated | {"model_type": other.model_type})
-    result["architectures"] = [_architecture(other.model_type)]
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    result["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[other.model_type]]
     if changed := [key for key, value in translated.items() if not _values_match(value, result.get(key))]:
         message = (
             f"a {other.model_type} model would have {result.get(changed[0])!r}, this one has {translated[changed[0]]!r}"
         )
-        raise UnsupportedModelError(folder, [Problem("config", repr(changed[0]), message)])
+        raise UnsupportedModelError.of(folder, "config", changed[0], message)
     if ModelShape.from_hf(result, other, folder) != shape:
         message = f"a {other.model_type} model of these sizes has other parameters than a {family.model_type} one"
-        raise UnsupportedModelError(folder, [Problem("config", "'model_type'", message)])
+        raise UnsupportedModelError.of(folder, "config", "model_type", message)
     return result
 
 
-def _unmatched_parameters(shape: ModelShape, other: FamilyRules) -> list[Problem]:
-    """Return the parameters that only the model or only the other family has, as problems."""
+def _other_switches(shape: ModelShape, other: FamilyRules) -> list[Problem]:
+    """Return the sizes and switches of the model that the other family fixes to other values, as problems."""
     fixed = {
         field.name: other.constants.get(field.name, field.default)
         for field in fields(ModelShape)
         if field.name not in other.config_keys and field.default is not MISSING
     }
-    places = {param for rule in other.tensors for param in rule.params}
-    model_names = dict.fromkeys(_pattern(name) for name in shape.parameters())
-    family_names = dict.fromkeys(_pattern(name) for name in replace(shape, **fixed).parameters())
-    problems = [
-        Problem("unexpected", repr(name), f"a {other.model_type} model has no such parameter")
-        for name in model_names
-        if name not in family_names or name not in places
+    return [
+        Problem("config", repr(name), f"{getattr(shape, name)!r}, but always {value!r} in a {other.model_type} model")
+        for name, value in fixed.items()
+        if value != getattr(shape, name)
     ]
-    problems += [
-        Problem("missing", repr(name), f"a {other.model_type} model has this parameter, and the checkpoint does not")
-        for name in family_names
-        if name not in model_names
-    ]
-    if not problems:
-        problems = [
-            Problem(
-                "config", repr(name), f"{getattr(shape, name)!r}, but always {value!r} in a {other.model_type} model"
-            )
-            for name, value in fixed.items()
-            if value != getattr(shape, name)
-        ]
-    return problems
-
-
-def _pattern(parameter: str) -> str:
-    return ".".join("{i}" if component.isdecimal() else component for component in parameter.split("."))
 
 
 def _translated_values(
@@ -188,10 +126,7 @@ def _values_match(wanted: object, written: object) -> bool:
 
 
 def _with_defaults(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with the defaults of its config class.
-
-    Raises CheckpointConfigError if transformers rejects it.
-    """
+    """Return a config with the defaults of its class. Raises CheckpointConfigError if transformers rejects it."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig  # takes seconds to import
 
@@ -199,11 +134,5 @@ def _with_defaults(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         values = AutoConfig.for_model(**config).to_dict()
     except (StrictDataclassError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         message = f"transformers refuses it: {error}"
-        raise CheckpointConfigError(folder, [Problem("config", repr(config["model_type"]), message)]) from error
+        raise CheckpointConfigError.of(folder, "config", config["model_type"], message) from error
     return {key: value for key, value in values.items() if not key.startswith("_") and key not in _NOT_OF_A_DECODER}
-
-
-def _architecture(model_type: str) -> str:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])

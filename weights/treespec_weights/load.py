@@ -79,18 +79,15 @@ def load_weights(
 
     Names, shapes and dtypes are checked from the headers before any tensor is read. Tensors are then cast one by one,
     in file order, so peak memory exceeds the result by at most one tensor. With `dtype=None`, or if the stored dtype is
-    `dtype`, CPU tensors stay memory-mapped (privately: writing never changes the file) and need no extra memory. The
-    mapping is closed with the last tensor that uses it.
+    `dtype`, CPU tensors stay memory-mapped (privately: writing never changes the file) and need no extra memory.
 
-    With `quantization`, "int8" or "int4", the layers' matrices are quantised one by one from the stored values
-    (quantize.py). Integers of a quantised checkpoint are loaded unchanged (quant_schemes.py). A quantised parameter is
-    int8, or uint8 with two 4-bit weights per byte. Together with `<name>_scale` and, if there are zero points,
-    `<name>_zero`, it forms a `Quantized`. With `head_blocks`, so does the head of a GGUF file whose blocks fit the
-    kernels' layouts; if it is tied, it is a parameter beside the embedding.
+    With `quantization`, "int8" or "int4", the layers' matrices are quantised one by one from the stored values. A
+    quantised parameter is int8, or uint8 with two 4-bit weights per byte. Together with `<name>_scale` and, if there
+    are zero points, `<name>_zero`, it forms a `Quantized`. With `head_blocks`, so does the head of a GGUF file whose
+    blocks fit the kernels' layouts; if it is tied, it is a parameter beside the embedding.
 
-    Raises CheckpointError with all problems: missing, unexpected or misshaped tensors; dtypes other than float64,
-    float32, float16 and bfloat16; a tied model whose stored head differs from its embedding; values that overflow in a
-    cast to `dtype`. Raises ValueError for any other `dtype`, and the errors of `Checkpoint.open`.
+    Raises CheckpointError with all problems, ValueError for an invalid `dtype` or `quantization`, and the errors of
+    `Checkpoint.open`.
     """
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"weights cannot be loaded as {dtype}; valid: {', '.join(map(str, DTYPES))}")
@@ -105,14 +102,8 @@ def load_weights(
         raise ValueError(f"{checkpoint.folder} is quantised already ({scheme.name}); load it with quantization=None")
     matrices = quantizable(shape)
     bits = None if quantization is None else BITS[quantization]
-    group = group_of({size[1] for size in matrices.values()}) if bits == 4 else None
-    placements, problems = match(checkpoint, shape, rules)
-    if problems:
-        raise CheckpointError(checkpoint.folder, problems)
-    if problem := tied_head_problem(checkpoint, shape, rules):
-        raise CheckpointError(checkpoint.folder, [problem])
-    if problems := extra_bias_problems(checkpoint, shape, rules):
-        raise CheckpointError(checkpoint.folder, problems)
+    group = None if quantization is None else quantized_group(shape, quantization)
+    placements = checked_placements(checkpoint, shape, rules)
     checkpoint.log_absent()
     head = _head_blocks(checkpoint, shape, rules) if head_blocks else None
     head_params = {} if head is None else _params_of("lm_head", head)
@@ -131,9 +122,7 @@ def load_weights(
                 try:
                     loaded |= _params_of(param, quantize(matrix, bits, group))
                 except ValueError as error:
-                    raise CheckpointError(
-                        checkpoint.folder, [Problem("value", repr(placement.name), str(error))]
-                    ) from error
+                    raise CheckpointError.of(checkpoint.folder, "value", placement.name, str(error)) from error
             continue
         tensor, infinite = cast(stored, dtype, device)
         if infinite:
@@ -152,10 +141,7 @@ def quantizable(shape: ModelShape) -> dict[str, TensorShape]:
 
 
 def quantized_group(shape: ModelShape, quantization: str) -> int | None:
-    """Return the number of inputs that share a scale in this quantisation, or None for one scale per row.
-
-    Raises ValueError if no supported group size divides all matrices.
-    """
+    """Return the inputs that share a scale, or None for one scale per row. Raises ValueError if none divides them."""
     return group_of({size[1] for size in quantizable(shape).values()}) if BITS[quantization] == 4 else None
 
 
@@ -222,7 +208,7 @@ def _stored_matrix(
     except ValueError as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(checkpoint.folder, [Problem("value", repr(placement.name), str(error))]) from error
+        raise CheckpointError.of(checkpoint.folder, "value", placement.name, str(error)) from error
 
 
 def match(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> tuple[list[Placement], list[Problem]]:
@@ -271,6 +257,31 @@ def match(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> tupl
     return placements, problems
 
 
+def checked_placements(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> list[Placement]:
+    """Return the placements of all parameters. Raises CheckpointError if the checkpoint does not match its config."""
+    placements, problems = match(checkpoint, shape, rules)
+    if problems := problems or value_problems(checkpoint, shape, rules):
+        raise CheckpointError(checkpoint.folder, problems)
+    return placements
+
+
+def value_problems(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> list[Problem]:
+    """Return the problems that `match` cannot see: a head that is not the embedding, or biases that are not zero."""
+    rules = _rules_of(checkpoint, shape, rules)
+    if shape.tied and rules.tied_copy in checkpoint.tensors:
+        embed = _embedding(rules).name
+        infos = [checkpoint.info(name) for name in (rules.tied_copy, embed)]
+        alike = (infos[0].dtype, infos[0].shape) == (infos[1].dtype, infos[1].shape)
+        # As bytes, so that equal NaNs compare equal.
+        head, tied = (checkpoint.tensor(name).view(torch.uint8) for name in (rules.tied_copy, embed))
+        if not alike or not torch.equal(head, tied):
+            message = f"{rules.config_keys['tied']!r} is true, but it differs from {embed!r}; untie it or drop it"
+            return [Problem("tied", repr(rules.tied_copy), message)]
+    message = "the config says that the model has no such bias, and it is not zero"
+    extra = _extra_biases(checkpoint, expected_tensors(shape, rules), rules)
+    return [Problem("value", repr(name), message) for name in extra if bool(checkpoint.tensor(name).count_nonzero())]
+
+
 def _rules_of(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> FamilyRules:
     """Return the rules with the names of a checkpoint: without a missing prefix; a tied embedding may be its head."""
     rules = rules.for_names(checkpoint.names())
@@ -296,35 +307,9 @@ def _extra_biases(checkpoint: Checkpoint, placements: Sequence[Placement], rules
     return {name: rows for name, rows in names.items() if name not in weight_names and name in checkpoint.tensors}
 
 
-def extra_bias_problems(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> list[Problem]:
-    """Return a problem for each bias that the config rules out and that is not zero."""
-    rules = _rules_of(checkpoint, shape, rules)
-    extra = _extra_biases(checkpoint, expected_tensors(shape, rules), rules)
-    message = "the config says that the model has no such bias, and it is not zero"
-    return [Problem("value", repr(name), message) for name in extra if bool(checkpoint.tensor(name).count_nonzero())]
-
-
 def ignored_names(shape: ModelShape, rules: FamilyRules) -> set[str]:
     """Return the names of derived buffers, which are not loaded."""
     return {pattern.replace("{i}", str(i)) for pattern in rules.ignored for i in range(shape.num_layers)}
-
-
-def tied_head_problem(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> Problem | None:
-    """Return the problem of a tied model whose stored head differs from its embedding, or None."""
-    if not shape.tied or rules.tied_copy not in checkpoint.tensors:
-        return None
-    embed = _embedding(_rules_of(checkpoint, shape, rules)).name
-    head_info, embed_info = checkpoint.info(rules.tied_copy), checkpoint.info(embed)
-    alike = (head_info.dtype, head_info.shape) == (embed_info.dtype, embed_info.shape)
-    if alike and torch.equal(_bits(checkpoint.tensor(rules.tied_copy)), _bits(checkpoint.tensor(embed))):
-        return None
-    message = f"{rules.config_keys['tied']!r} is true, but it differs from {embed!r}; untie it or drop it"
-    return Problem("tied", repr(rules.tied_copy), message)
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """View a tensor as bytes, so that equal NaNs compare equal."""
-    return tensor.view(torch.uint8)
 
 
 def expected_tensors(shape: ModelShape, rules: FamilyRules) -> list[Placement]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from treespec_weights.errors import Problem, UnsupportedModelError
+from treespec_weights.errors import UnsupportedModelError
 from treespec_weights.gguf.blocks import GgufScheme
 from treespec_weights.quant_schemes import METHODS, QuantScheme
 
@@ -13,10 +13,7 @@ KEY = "quantization_config"
 
 
 def scheme_of(config: Mapping[str, Any], folder: Path | str = ".") -> QuantScheme | None:
-    """Return the scheme of a parsed config.json, or of a GGUF file's config, or None if it is not quantised.
-
-    Raises UnsupportedModelError, naming the key and the unsupported value.
-    """
+    """Return the scheme of a config, or None if it is not quantised. Raises UnsupportedModelError."""
     section = config.get(KEY)
     if section is None:
         return None
@@ -27,15 +24,11 @@ def scheme_of(config: Mapping[str, Any], folder: Path | str = ".") -> QuantSchem
     if method == "compressed-tensors":
         return _compressed_tensors(found)
     if method == "fp8":
-        block = found.value("weight_block_size")
-        if block is not None and not (
-            isinstance(block, list) and len(block) == 2 and all(_is_positive_int(n) for n in block)
-        ):
-            raise found.refuse("weight_block_size", block, "[128, 128]")
+        block = found.block("weight_block_size") if found.value("weight_block_size") is not None else None
         found.one("activation_scheme", ("dynamic", None))
         found.one("scale_fmt", (None, "float", "ue8m0"))
         ignore = found.names("modules_to_not_convert") or found.names("ignored_layers")
-        return QuantScheme("fp8", 8, floating=True, block=tuple(block) if block else None, ignore=ignore)
+        return QuantScheme("fp8", 8, floating=True, block=block, ignore=ignore)
     bits = found.one("bits", (4,) if method == "awq" else (4, 8))
     group = found.value("group_size")
     if not _is_positive_int(group) and group != -1:
@@ -82,11 +75,7 @@ def _compressed_tensors(found: "_Reader") -> QuantScheme:
     group = weights.value("group_size") if strategy == "group" else None
     if strategy == "group" and not _is_positive_int(group):
         raise weights.refuse("group_size", group, "a multiple of 32")
-    block = weights.value("block_structure") if strategy == "block" else None
-    if strategy == "block" and not (
-        isinstance(block, list) and len(block) == 2 and all(_is_positive_int(n) for n in block)
-    ):
-        raise weights.refuse("block_structure", block, "[128, 128]")
+    block = weights.block("block_structure") if strategy == "block" else None
     if layout == "float-quantized" and not floating:
         raise weights.refuse("type", "int", '"float" in the format "float-quantized"')
     if layout in ("pack-quantized", "int-quantized") and floating:
@@ -104,7 +93,7 @@ def _compressed_tensors(found: "_Reader") -> QuantScheme:
         packed=layout == "pack-quantized",
         floating=floating,
         symmetric=weights.one("symmetric", (True, False)),
-        block=tuple(block) if block else None,
+        block=block,
         embeddings=embeddings,
         ignore=ignore,
     )
@@ -125,9 +114,16 @@ class _Reader:
 
     def one(self, key: str, valid: tuple[Any, ...]) -> Any:
         value = self.values.get(key)
-        if not any(value is each or (type(value) is type(each) and value == each) for each in valid):
-            raise self.refuse(key, value, ", ".join(repr(each) for each in valid))
+        if not any(type(value) is type(choice) and value == choice for choice in valid):
+            raise self.refuse(key, value, ", ".join(map(repr, valid)))
         return value
+
+    def block(self, key: str) -> tuple[int, int]:
+        match self.values.get(key):
+            case [rows, columns] if _is_positive_int(rows) and _is_positive_int(columns):
+                return rows, columns
+            case value:
+                raise self.refuse(key, value, "[128, 128]")
 
     def names(self, key: str) -> tuple[str, ...]:
         value = self.values.get(key)
@@ -139,4 +135,4 @@ class _Reader:
 
     def refuse(self, key: str, value: object, valid: str) -> UnsupportedModelError:
         message = f"{key!r} is {value!r}, which is not supported; supported: {valid}"
-        return UnsupportedModelError(self.folder, [Problem("config", repr(KEY), message)])
+        return UnsupportedModelError.of(self.folder, "config", KEY, message)

@@ -46,32 +46,19 @@ class StoredTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class QuantScheme:
-    """Quantisation scheme of a checkpoint's linear layers.
+    """Quantisation scheme of a checkpoint's linear layers."""
 
-    Args:
-        method: name of the quantisation method.
-        bits: 4 or 8; 8 for fp8.
-        group: number of inputs that share a scale; None for whole rows.
-        packed: compressed-tensors only: integers are packed in int32 words.
-        floating: whether the values are fp8.
-        symmetric: whether zero points are absent.
-        block: fp8 only: numbers of outputs and inputs that share a scale.
-        zero_minus_one: GPTQ's first format, which stores zero points minus one.
-        centred: GPTQ only: all stored zero points are the middle value.
-        embeddings: compressed-tensors' fp8 only: the embedding is quantised, too.
-        ignore: modules that are not quantised: names, `re:` patterns, or, for fp8 and AWQ, parts of names.
-    """
-
-    method: Method
-    bits: int
-    group: int | None = None
-    packed: bool = False
-    floating: bool = False
-    symmetric: bool = True
-    block: tuple[int, int] | None = None
-    zero_minus_one: bool = False
-    centred: bool = False
-    embeddings: bool = False
+    method: Method  # name of the quantisation method
+    bits: int  # 4 or 8; 8 for fp8
+    group: int | None = None  # number of inputs that share a scale; None for whole rows
+    packed: bool = False  # compressed-tensors only: integers are packed in int32 words
+    floating: bool = False  # whether the values are fp8
+    symmetric: bool = True  # whether zero points are absent
+    block: tuple[int, int] | None = None  # fp8 only: numbers of outputs and inputs that share a scale
+    zero_minus_one: bool = False  # GPTQ's first format, which stores zero points minus one
+    centred: bool = False  # GPTQ only: all stored zero points are the middle value
+    embeddings: bool = False  # compressed-tensors' fp8 only: the embedding is quantised, too
+    # modules that are not quantised: names, `re:` patterns, or, for fp8 and AWQ, parts of names
     ignore: tuple[str, ...] = ()
 
     @property
@@ -105,9 +92,7 @@ class QuantScheme:
         stem = name.removesuffix("weight")
         group = self.group or inputs
         if inputs % group or (self.group and not self.floating and group % SMALLEST_GROUP):
-            raise ValueError(
-                f"{inputs} inputs in groups of {group}; valid: whole groups, multiples of {SMALLEST_GROUP}"
-            )
+            raise ValueError(f"{inputs} inputs in groups of {group}; valid: whole ones, multiples of {SMALLEST_GROUP}")
         groups, per_word = inputs // group, 32 // self.bits
         words = (inputs if self.method != "awq" else out) // per_word
         ragged = {"compressed-tensors": inputs if self.packed else 0, "gptq": inputs | out, "awq": out, "fp8": 0}
@@ -159,12 +144,9 @@ class QuantScheme:
     ) -> Quantized | Tensor:
         """Read the weight `name` of shape [out, inputs].
 
-        Args:
-            get: returns a tensor of `stored_tensors` by name, or None if an optional one is missing.
-            dtype: dtype of an fp8 weight; None for the scale's dtype if it is a 16- or 32-bit float, else bfloat16.
-
-        Raises:
-            ValueError: unsupported values, such as groups that do not follow the input order.
+        `get` returns a tensor of `stored_tensors` by name, or None if an optional one is missing. `dtype` is that of an
+        fp8 weight; None takes the scale's if it is a 16- or 32-bit float, else bfloat16. Raises ValueError for
+        unsupported values, such as groups that do not follow the input order.
         """
         tensors = {
             stored_name.removeprefix(name.removesuffix("weight")): get(stored_name)
@@ -195,10 +177,8 @@ class QuantScheme:
         zero = present.get("weight_zero_point")
         in_words = zero is not None and zero.dtype == torch.int32
         if zero is not None and self.packed and len(zero) != (-(-out * self.bits // 32) if in_words else out):
-            raise ValueError(
-                f"its zero points are {zero.dtype} {list(zero.shape)}; expected int8 for every output, or "
-                f"int32 words of {32 // self.bits}"
-            )
+            expected = f"int8 for every output, or int32 words of {32 // self.bits}"
+            raise ValueError(f"its zero points are {zero.dtype} {list(zero.shape)}; expected {expected}")
         if zero is not None and in_words:
             zero = _words(zero.t().contiguous(), self.bits).t()[:out]
         elif zero is not None:

@@ -31,18 +31,11 @@ _CHUNK = 1 << 20  # weights quantised at a time: 4 MiB as float32 fits in cache
 
 
 class Quantized(NamedTuple):
-    """A quantised weight.
-
-    Args:
-        values: int8 [out_features, in_features], q itself; or uint8 [out_features, in_features / 2], pairs of q + 8
-            with 4 bits each, the earlier input in the low bits.
-        scale: [out_features, groups], floating point; in_features / groups consecutive inputs share a scale.
-        zero: int8 or float32 [out_features, groups], or None if all are 0.
-    """
-
+    # int8 [out_features, in_features], q itself; or uint8 [out_features, in_features / 2], pairs of q + 8 with 4 bits
+    # each, the earlier input in the low bits
     values: Tensor
-    scale: Tensor
-    zero: Tensor | None = None
+    scale: Tensor  # [out_features, groups], floating point; in_features / groups consecutive inputs share a scale
+    zero: Tensor | None = None  # int8 or float32 [out_features, groups], or None if all are 0
 
 
 def group_of(sizes: set[int]) -> int:
@@ -55,16 +48,10 @@ def group_of(sizes: set[int]) -> int:
 
 
 def quantize(weight: Tensor, bits: int, group: int | None = None) -> Quantized:
-    """Quantise a weight symmetrically.
+    """Quantise a weight, floating point [out_features, in_features], symmetrically to 8 or 4 bits.
 
-    Args:
-        weight: [out_features, in_features], floating point.
-        bits: 8 or 4.
-        group: number of inputs that share a scale, a divisor of in_features; None for whole rows.
-
-    Raises:
-        ValueError: NaN or infinity, another number of bits, or in_features that is not a multiple of the group (or is
-            odd, for 4 bits).
+    `group` inputs share a scale, None for whole rows. Raises ValueError for NaN or infinity, and for in_features that
+    are not a multiple of the group (or odd, for 4 bits).
     """
     if bits not in _STEPS:
         raise ValueError(f"{bits} bits; valid: {', '.join(map(str, _STEPS))}")
@@ -101,14 +88,7 @@ def _scale(grouped: Tensor, steps: float, dtype: torch.dtype) -> Tensor:
 
 
 def quantize_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a weight as E4M3 [out_features, in_features] and its scales, [out_features, 1] of the weight's dtype.
-
-    Args:
-        weight: [out_features, in_features], floating point.
-
-    Raises:
-        ValueError: NaN or infinity.
-    """
+    """Return a finite weight as E4M3 [out_features, in_features] and its scales, [out_features, 1] of its dtype."""
     _check_matrix(weight)
     rows = weight.float()
     scale = _scale(rows.unsqueeze(1), _FP8_MAX, weight.dtype)
@@ -136,17 +116,11 @@ def unpacked(values: Tensor) -> Tensor:
 
 
 def compressed_tensors(name: str, quantized: Quantized) -> dict[str, Tensor]:
-    """Return one weight in compressed-tensors' format "pack-quantized", as tensors by name.
+    """Return the weight `name` in compressed-tensors' format "pack-quantized", as tensors by name.
 
     vLLM reads weight-only quantisation (W8A16, W4A16) only from this format. It reads "int-quantized" as W8A8.
-
-    Args:
-        name: name of the unquantised weight, "....weight".
-        quantized: a weight without zero points, with in_features a multiple of 32 / bits.
-
-    Returns:
-        `weight_packed`, int32 [out, in * bits / 32]: q + 2 ** (bits - 1), the first in the lowest bits;
-        `weight_scale` [out, groups]; `weight_shape` int64 [2].
+    `weight_packed` is int32 [out, in * bits / 32]: q + 2 ** (bits - 1), the first in the lowest bits; `weight_scale`
+    [out, groups]; `weight_shape` int64 [2].
     """
     values, scale, zero = quantized
     if not name.endswith(".weight") or zero is not None or values.shape[1] % 4:
@@ -163,13 +137,10 @@ def compressed_tensors(name: str, quantized: Quantized) -> dict[str, Tensor]:
 def compressed_tensors_config(
     bits: int, group: int | None, ignore: list[str], floating: bool = False, embeddings: bool = False
 ) -> dict[str, object]:
-    """Return the `quantization_config` of config.json for `compressed_tensors`, or for fp8 weights.
+    """Return the `quantization_config` of config.json for `compressed_tensors`, or for fp8 weights (`floating`).
 
-    Args:
-        bits, group: those of every weight; group None for one scale per output.
-        ignore: linear modules that are not quantised, such as "lm_head".
-        floating: whether weights are fp8, in the format "float-quantized".
-        embeddings: whether embeddings are quantised, too.
+    `group` None is one scale per output; the linear modules `ignore` are not quantised; with `embeddings`, embeddings
+    are.
     """
     targets = ["Linear", "Embedding"] if embeddings else ["Linear"]
     weights = {

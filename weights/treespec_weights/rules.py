@@ -75,7 +75,6 @@ class ModelShape:
         return result
 
     def num_parameters(self) -> int:
-        """Return the number of values in all parameters."""
         return sum(math.prod(shape) for shape in self.parameters().values())
 
     @classmethod
@@ -99,7 +98,10 @@ class ModelShape:
                 problems += [Problem("config", repr(key), message)] if message else []
             values[name] = value
         if not problems:
-            _derive(values)
+            if values.get("num_kv_heads") is None:
+                values["num_kv_heads"] = values["num_heads"]
+            if values.setdefault("head_dim", None) is None and values["hidden_size"] % values["num_heads"] == 0:
+                values["head_dim"] = values["hidden_size"] // values["num_heads"]
             values.setdefault("intermediate_size", (rules.widening or 0) * values["hidden_size"])
             values["learned_positions"] = (
                 values.get("learned_positions", -rules.extra_positions) + rules.extra_positions
@@ -121,13 +123,6 @@ def _wrong_value(name: str, value: object) -> str | None:
     if type(value) is not int or not 1 <= value <= limit:
         return f"{value!r} is not a whole number from 1 to {limit}"
     return None
-
-
-def _derive(values: dict[str, Any]) -> None:
-    if values.get("num_kv_heads") is None:
-        values["num_kv_heads"] = values["num_heads"]
-    if values.setdefault("head_dim", None) is None and values["hidden_size"] % values["num_heads"] == 0:
-        values["head_dim"] = values["hidden_size"] // values["num_heads"]
 
 
 def _contradictions(values: Mapping[str, Any], keys: Mapping[str, str]) -> list[Problem]:
@@ -176,57 +171,38 @@ ACTIVATIONS: dict[str, Activation] = {
 
 @dataclass(frozen=True, kw_only=True)
 class FamilyRules:
-    """A model family: the tensor names and config keys of its checkpoints, and the components of its layers.
+    """A model family: the tensor names and config keys of its checkpoints, and the components of its layers."""
 
-    Args:
-        model_type: `model_type` in config.json.
-        tensors: the tensors of a checkpoint, and the parameters in them.
-        tied_copy: name of the output head; a file with a tied head may contain it, equal to the embedding.
-        ignored: names of derived buffers in old files.
-        prefix: prefix of all names, omitted by checkpoints of only the base model.
-        config_keys: ModelShape field -> key of config.json.
-        defaults: ModelShape field -> value if config.json lacks its key.
-        constants: ModelShape field -> value that the family fixes without a key.
-        assumed: key -> value if config.json lacks it, for keys without a ModelShape field.
-        widening: MLP units per hidden dimension if config.json does not give their number.
-        max_positions: key of the maximum context length.
-        extra_positions: rows of the position embedding before the row of position 0.
-        norm: "rms"; "rms_plus_one", scaled by 1 + w; or "layer", LayerNorm.
-        norm_eps: key of the norm's epsilon, or a fixed value.
-        activation: key of the MLP's activation, one of `ACTIVATIONS`.
-        rotary: whether q and k have rotary embeddings, as given by `rope_parameters` and its older spellings.
-        windows: whether config.json may limit layers to a sliding window (sliding_window, layer_types).
-        parallel: key of the switch that gives attention and MLP the same input; None if they never have.
-        query_scalar: key of the value that replaces head_dim in the attention scale 1 / sqrt(head_dim).
-        score_cap, logit_cap: keys of the soft caps c of attention scores and logits, c tanh(x / c); null disables.
-        scaled_embedding: whether embeddings are multiplied by sqrt(hidden_size), rounded to the model's dtype.
-        requires: key -> supported values; any other value is an unsupported variant.
-        equal_sizes: key -> key that must have the same value; a difference is an unsupported variant.
-    """
-
-    model_type: str
-    tensors: tuple[TensorRule, ...]
-    tied_copy: str
-    ignored: tuple[str, ...] = ()
-    prefix: str = ""
-    config_keys: Mapping[str, str]
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    model_type: str  # `model_type` in config.json
+    tensors: tuple[TensorRule, ...]  # the tensors of a checkpoint, and the parameters in them
+    tied_copy: str  # name of the output head; a file with a tied head may contain it, equal to the embedding
+    ignored: tuple[str, ...] = ()  # names of derived buffers in old files
+    prefix: str = ""  # prefix of all names, omitted by checkpoints of only the base model
+    config_keys: Mapping[str, str]  # ModelShape field -> key of config.json
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # ModelShape field -> value if config.json lacks its key
+    # ModelShape field -> value that the family fixes without a key
     constants: Mapping[str, Any] = field(default_factory=dict)
+    # key -> value if config.json lacks it, for keys without a ModelShape field
     assumed: Mapping[str, Any] = field(default_factory=dict)
-    widening: int | None = None
-    max_positions: str = "max_position_embeddings"
-    extra_positions: int = 0
-    norm: NormKind = "rms"
-    norm_eps: str | float = "rms_norm_eps"
-    activation: str = "hidden_act"
-    rotary: bool = True
-    windows: bool = False
+    widening: int | None = None  # MLP units per hidden dimension if config.json does not give their number
+    max_positions: str = "max_position_embeddings"  # key of the maximum context length
+    extra_positions: int = 0  # rows of the position embedding before the row of position 0
+    norm: NormKind = "rms"  # "rms"; "rms_plus_one", scaled by 1 + w; or "layer", LayerNorm
+    norm_eps: str | float = "rms_norm_eps"  # key of the norm's epsilon, or a fixed value
+    activation: str = "hidden_act"  # key of the MLP's activation, one of `ACTIVATIONS`
+    rotary: bool = True  # whether q and k have rotary embeddings, as given by `rope_parameters` and its older spellings
+    windows: bool = False  # whether config.json may limit layers to a sliding window (sliding_window, layer_types)
+    # key of the switch that gives attention and MLP the same input; None if they never have
     parallel: str | None = None
-    query_scalar: str | None = None
+    query_scalar: str | None = None  # key of the value that replaces head_dim in the attention scale 1 / sqrt(head_dim)
+    # score_cap, logit_cap: keys of the soft caps c of attention scores and logits, c tanh(x / c); null disables
     score_cap: str | None = None
     logit_cap: str | None = None
+    # whether embeddings are multiplied by sqrt(hidden_size), rounded to the model's dtype
     scaled_embedding: bool = False
+    # key -> supported values; any other value is an unsupported variant
     requires: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    # key -> key that must have the same value; a difference is an unsupported variant
     equal_sizes: Mapping[str, str] = field(default_factory=dict)
 
     def for_names(self, names: Collection[str]) -> "FamilyRules":
@@ -244,3 +220,9 @@ class FamilyRules:
 def one_to_one(pairs: Mapping[str, str]) -> tuple[TensorRule, ...]:
     """Return the rules of tensors that hold one parameter each, given as tensor name -> parameter."""
     return tuple(TensorRule(name, (param,)) for name, param in pairs.items())
+
+
+def with_biases(pairs: Mapping[str, str]) -> tuple[TensorRule, ...]:
+    """Return the rules of modules with a weight and a bias, given as module name -> parameter."""
+    ends = {".weight": "", ".bias": "_bias"}
+    return one_to_one({name + end: param + suffix for name, param in pairs.items() for end, suffix in ends.items()})

@@ -27,10 +27,7 @@ def sentencepiece_error(folder: str, missing: list[str]) -> str:
 
 
 def _is_sentencepiece(path: Path) -> bool:
-    """Return whether a file starts with the tag of a sentencepiece model's first piece.
-
-    A tiktoken file, which may have the same name, starts with base64 text.
-    """
+    """Return whether a file starts with the tag of a sentencepiece model's first piece, not with base64 (tiktoken)."""
     try:
         with path.open("rb") as file:
             return file.read(1) == b"\n"

@@ -10,22 +10,16 @@ _PARAMETERS = {"K": 10**3, "M": 10**6, "B": 10**9}
 
 def parse_bytes(text: str) -> int:
     """Parse a size such as 500MB, 2GB or 1.5GiB into bytes. Raises OptionError for anything else."""
-    size = _parse(text, _BYTES)
-    if size is None:
-        raise OptionError(f"--shard-size {text}: valid are sizes such as 500MB, 2GB or 1.5GiB")
-    return size
+    return _parse(text, _BYTES, "--shard-size", "500MB, 2GB or 1.5GiB")
 
 
 def parse_size(text: str, option: str = "--size") -> int:
     """Parse a parameter count such as 120M or 0.5B. Raises OptionError, which names `option`, for anything else."""
-    size = _parse(text, _PARAMETERS)
-    if size is None:
-        raise OptionError(f"{option} {text}: valid are sizes such as 120M, 0.5B or 7B")
-    return size
+    return _parse(text, _PARAMETERS, option, "120M, 0.5B or 7B")
 
 
-def _parse(text: str, units: dict[str, int]) -> int | None:
+def _parse(text: str, units: dict[str, int], option: str, examples: str) -> int:
     match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,12})?) ?([A-Z]+)", text.strip().upper())
-    if match is None or match[2] not in units:
-        return None
-    return round(float(match[1]) * units[match[2]]) or None
+    if match and match[2] in units and (size := round(float(match[1]) * units[match[2]])):
+        return size
+    raise OptionError(f"{option} {text}: valid are sizes such as {examples}")

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from treespec_weights import draft_vocabulary
-from treespec_weights.errors import OptionError, Problem, WriteError
+from treespec_weights.errors import OptionError, WriteError
 from treespec_weights.files import file_inside
 
 SUFFIX = ".partial"
@@ -15,11 +15,7 @@ _CARRIED = (".json", ".jinja", ".txt", ".md", ".model")
 
 
 def resolve_destination(destination: Path | str, source: Path) -> Path:
-    """Return the absolute path of a folder to create, in an existing, resolved parent.
-
-    Args:
-        destination: the folder.
-        source: the folder that it is created from, a result of `resolve_folder`.
+    """Return the absolute path of a folder to create from `source`, in an existing, resolved parent.
 
     Raises OptionError if the destination exists and is not empty, or is inside of the source; FileNotFoundError or
     NotADirectoryError if its parent is not a folder.
@@ -45,12 +41,22 @@ def check_room(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         message = f"{needed / 1e9:.2f} GB needed, {free / 1e9:.2f} GB free"
-        raise WriteError(folder, [Problem("file", repr(folder.name), message)])
+        raise WriteError.of(folder, "file", folder.name, message)
 
 
 def partial_of(place: Path) -> Path:
     """Return the temporary folder for the contents of `place`, a result of `resolve_destination`."""
     return place.parent / f"{place.name}{SUFFIX}"
+
+
+def create_partial(partial: Path, remedy: str) -> None:
+    """Create a temporary folder. Raises OptionError, which names the remedy, if it exists, and WriteError."""
+    try:
+        partial.mkdir()
+    except FileExistsError:
+        raise OptionError(f"{str(partial)!r} already exists{remedy}") from None
+    except OSError as error:
+        raise WriteError.of(partial, "file", partial.name, f"cannot create it: {error.strerror}") from error
 
 
 @contextmanager
@@ -61,14 +67,7 @@ def staged(place: Path) -> Iterator[Path]:
     if it cannot be created or renamed.
     """
     partial = partial_of(place)
-    try:
-        partial.mkdir()
-    except FileExistsError:
-        raise OptionError(f"{str(partial)!r} already exists; if no other process is writing it, delete it") from None
-    except OSError as error:
-        raise WriteError(
-            partial, [Problem("file", repr(partial.name), f"cannot create it: {error.strerror}")]
-        ) from error
+    create_partial(partial, "; if no other process is writing it, delete it")
     try:
         yield partial
         publish(partial, place)
@@ -82,17 +81,13 @@ def publish(partial: Path, place: Path) -> None:
     try:
         os.replace(partial, place)  # replaces an empty folder, never a non-empty one
     except OSError as error:
-        raise WriteError(place, [Problem("file", repr(place.name), f"cannot be renamed: {error.strerror}")]) from error
+        raise WriteError.of(place, "file", place.name, f"cannot be renamed: {error.strerror}") from error
 
 
 def carried_files(source: Path, *written: str) -> list[str]:
     """Return the files to copy along with a checkpoint's weights: tokenizer, draft vocabulary, licence, model card.
 
-    Args:
-        source: a result of `resolve_folder`.
-        written: names of files that the caller writes.
-
-    Raises CheckpointError for a link to a file outside of the folder.
+    Files named `written` are those of the caller. Raises CheckpointError for a link to a file outside of the folder.
     """
     if source.is_file():
         return []  # a GGUF file has no others
@@ -117,4 +112,4 @@ def copy_files(source: Path, names: list[str], folder: Path) -> None:
         try:
             shutil.copyfile(path, folder / name)
         except OSError as error:
-            raise WriteError(folder, [Problem("file", repr(name), f"cannot be copied: {error.strerror}")]) from error
+            raise WriteError.of(folder, "file", name, f"cannot be copied: {error.strerror}") from error

@@ -19,29 +19,18 @@ from treespec_weights.errors import Problem
 
 @dataclass(frozen=True)
 class StateForm:
-    """What a published folder says about a draft head without attention.
+    """What a published folder says about a draft head without attention."""
 
-    Attributes:
-        folder: of the head.
-        kind: "medusa" or "mlp_speculator".
-        depths: number of tokens that it predicts.
-        num_layers: residual layers of each Medusa head.
-        inner_size: width of an MLPSpeculator's state; 0 for the target's.
-        scale_input: an MLPSpeculator normalises the target's state.
-        shared: depths share weights, of which only the first ones may be stored.
-    """
-
-    folder: Path
-    kind: Literal["medusa", "mlp_speculator"]
-    depths: int
-    num_layers: int = 0
-    inner_size: int = 0
-    scale_input: bool = False
-    shared: bool = False
+    folder: Path  # of the head
+    kind: Literal["medusa", "mlp_speculator"]  # "medusa" or "mlp_speculator"
+    depths: int  # number of tokens that it predicts
+    num_layers: int = 0  # residual layers of each Medusa head
+    inner_size: int = 0  # width of an MLPSpeculator's state; 0 for the target's
+    scale_input: bool = False  # an MLPSpeculator normalises the target's state
+    shared: bool = False  # depths share weights, of which only the first ones may be stored
 
     @property
     def name(self) -> str:
-        """The kind, for users."""
         return "Medusa head" if self.kind == "medusa" else "MLPSpeculator head"
 
     def describe(self, layers: Sequence[int]) -> str:
@@ -54,16 +43,12 @@ class StateForm:
 
 
 class DepthWeights(NamedTuple):
-    """Weights of one depth; tensors that depths share are the same objects.
+    """Weights of one depth; tensors that depths share are the same objects."""
 
-    Attributes:
-        head: [rows, inner].
-        layers: weights and biases or None of a Medusa head's residual layers, [hidden, hidden] each.
-        embed, project, gain, shift: of an MLPSpeculator, [vocab, inner], [inner, hidden or inner], [inner], [inner].
-    """
-
-    head: Tensor
+    head: Tensor  # [rows, inner]
+    # weights and biases or None of a Medusa head's residual layers, [hidden, hidden] each
     layers: tuple[tuple[Tensor, Tensor | None], ...] = ()
+    # embed, project, gain, shift: of an MLPSpeculator, [vocab, inner], [inner, hidden or inner], [inner], [inner]
     embed: Tensor | None = None
     project: Tensor | None = None
     gain: Tensor | None = None
@@ -112,19 +97,7 @@ def _number(folder: Path, raw: Mapping[str, Any], key: str, least: int) -> int:
 def load_state_head(
     form: StateForm, target_hidden: int, vocab_size: int, dtype: torch.dtype | None, device: torch.device | str
 ) -> tuple[StateWeights, np.ndarray | None]:
-    """Load a head.
-
-    Args:
-        form: of the head.
-        target_hidden, vocab_size: of the target.
-        dtype, device: as in `load_head`.
-
-    Returns:
-        The weights, and the target's tokens of the heads' rows, int64 ascending; None for the whole vocabulary.
-
-    Raises:
-        CheckpointError: with all missing and misshaped tensors; a head of another target.
-    """
+    """Load a head of a target of these sizes; dtype, device, result and errors as those of `load_head`."""
     tensors = _Renamed(form, dtype, device)
     if form.kind == "mlp_speculator":
         weights, tokens = _load_speculator(form, target_hidden, vocab_size, tensors), None

@@ -32,23 +32,10 @@ def time_loading(
 ) -> dict[str, Any]:
     """Time `load_weights` and safetensors' `load_file` alternately, after a first read that fills the page cache.
 
-    Both return every tensor on `device`, in `dtype` if given. Every page is touched, because mapped pages are read only
-    on access. `load_file` checks no names and shapes, so its time is a lower bound.
-
-    Args:
-        folder: a checkpoint.
-        dtype, device: as in `load_weights`.
-        repeats: loads of each kind, at least 1.
-        cold: drop the files from the page cache before each load, so that it reads the disk. Linux only.
-        on_repeat: called with the number of repeats done and the total.
-
-    Returns:
-        JSON-ready: `folder`, `bytes` (of the tensors in the files), `dtype`, `device`, `repeats`, `cold`;
-        `load_weights` and `plain` (`seconds` of each load, their `median` and its `gb_per_second`); `share`, the speed
-        as a fraction of the plain read's: the median over pairs of consecutive loads.
-
-    Raises:
-        The errors of `load_weights`. OptionError: a GGUF file, or `cold` on a system without posix_fadvise.
+    Every page is touched, because mapped pages are read only on access. `load_file` checks no names and shapes, so its
+    time is a lower bound. With `cold` (Linux), files are dropped from the page cache before each load. `share` is the
+    speed as a fraction of the plain read's: the median over pairs of consecutive loads. Raises the errors of
+    `load_weights`, and OptionError for a GGUF file.
     """
     if cold and not hasattr(os, "posix_fadvise"):
         raise OptionError("--cold: this system cannot drop files from its page cache; omit the option")
@@ -71,21 +58,19 @@ def time_loading(
         touch(load_weights(root, shape, rules, dtype, device).values())
 
     seconds: dict[str, list[float]] = {"plain": [], "load_weights": []}
-    for repeat in range(-1, repeats):
-        pairs = (("plain", plain), ("load_weights", ours))
-        for name, load in pairs if repeat % 2 else pairs[::-1]:
+    pairs = [("plain", plain), ("load_weights", ours)]
+    for repeat in range(repeats + 1):  # the first fills the page cache
+        for name, load in pairs:
             if cold:
                 _drop_from_cache(files)
             start = time.perf_counter()
             load()
-            if repeat >= 0:
-                seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(time.perf_counter() - start)
+        pairs.reverse()
         if on_repeat:
-            on_repeat(repeat + 2, repeats + 1)
-    shares = [
-        plain_seconds / load_seconds
-        for plain_seconds, load_seconds in zip(seconds["plain"], seconds["load_weights"], strict=True)
-    ]
+            on_repeat(repeat + 1, repeats + 1)
+    seconds = {name: values[1:] for name, values in seconds.items()}
+    shares = [of_plain / of_load for of_plain, of_load in zip(*seconds.values(), strict=True)]
     return {
         "folder": str(folder),
         "bytes": size,

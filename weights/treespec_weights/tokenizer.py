@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from treespec_weights.documents import TOKENIZER, has_document, read_document
-from treespec_weights.errors import CheckpointError, Problem
+from treespec_weights.errors import CheckpointError
 from treespec_weights.files import file_inside
 
 SENTENCEPIECE = "tokenizer.model"
@@ -28,9 +28,11 @@ def read_vocabulary(folder: Path) -> Vocabulary | None:
     if has_document(folder, TOKENIZER):
         tokens = _tokens(folder, read_document(folder, TOKENIZER))
         canonical = json.dumps(sorted((id, token) for token, id in tokens.items()))
-        return Vocabulary(_sha256(canonical.encode()), len(tokens), max(tokens.values(), default=None))
+        return Vocabulary(
+            hashlib.sha256(canonical.encode()).hexdigest(), len(tokens), max(tokens.values(), default=None)
+        )
     if (folder / SENTENCEPIECE).exists():
-        return Vocabulary(_sha256(file_inside(folder, SENTENCEPIECE).read_bytes()), None, None)
+        return Vocabulary(hashlib.sha256(file_inside(folder, SENTENCEPIECE).read_bytes()).hexdigest(), None, None)
     return None
 
 
@@ -44,9 +46,5 @@ def _tokens(folder: Path, tokenizer: Any) -> dict[str, int]:
             raise TypeError
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         message = "malformed: expected model.vocab and added_tokens as the tokenizers library writes them"
-        raise CheckpointError(folder, [Problem("tokenizer", repr(TOKENIZER), message)]) from None
+        raise CheckpointError.of(folder, "tokenizer", TOKENIZER, message) from None
     return tokens
-
-
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()

@@ -47,22 +47,15 @@ class Cast:
 
 @dataclass(frozen=True)
 class Quantise:
-    """Quantises matrices: the layers', with the same integers and scales as quantising on load, or any to fp8.
+    """Quantises matrices: the layers', with the same integers and scales as quantising on load, or any to fp8."""
 
-    Args:
-        bits, group: those of the matrices; group None for one scale per output.
-        floating: whether they become fp8 instead of integers.
-        cast: cast of all tensors, applied before quantising.
-        params: the parameters to quantise.
-        head: name of the output head's module.
-    """
-
+    # bits, group: those of the matrices; group None for one scale per output
     bits: int
     group: int | None
-    floating: bool
-    cast: Cast
-    params: frozenset[str]
-    head: str
+    floating: bool  # whether they become fp8 instead of integers
+    cast: Cast  # cast of all tensors, applied before quantising
+    params: frozenset[str]  # the parameters to quantise
+    head: str  # name of the output head's module
 
     def __repr__(self) -> str:  # omits the set, whose order differs between processes: `--resume` compares the repr
         return f"Quantise({self.bits}, {self.group}, {self.floating}, {self.cast})"
@@ -105,18 +98,15 @@ Transform = Cast | Quantise
 
 
 def quantise_transform(quantization: str, cast: Cast, shape: ModelShape, rules: FamilyRules) -> Quantise:
-    """Return the quantising transform for a model written in a family's layout.
+    """Return the quantising transform for a model in a family's layout.
 
-    Raises:
-        OptionError: not one of `FORMATS`, sizes that no group divides, or a layout without a quantised format.
+    Raises OptionError for one that cannot be quantised.
     """
     if quantization not in FORMATS:
         raise OptionError(f"--quantize {quantization}: valid are {', '.join(FORMATS)}")
     if any(rule.layout == "transposed" for rule in rules.tensors):
-        raise OptionError(
-            f"--quantize {quantization}: {rules.model_type} stores its projections transposed, for which there is no "
-            "published layout; quantise at load time, with LLM(quantization=...)"
-        )
+        reason = f"{rules.model_type} stores its projections transposed, for which there is no published layout"
+        raise OptionError(f"--quantize {quantization}: {reason}; use LLM(quantization=...)")
     matrices, head = quantizable(shape), rules.tied_copy.removesuffix(".weight")
     if quantization in FP8_FORMATS:
         ends = {"embed", "lm_head"} & set(shape.parameters()) if quantization == "fp8-all" else set()
@@ -128,7 +118,5 @@ def quantise_transform(quantization: str, cast: Cast, shape: ModelShape, rules: 
         raise OptionError(f"--quantize {quantization}: {error}") from error
     bad = sorted({size[1] for size in matrices.values() if size[1] * bits % 32})
     if bad:
-        raise OptionError(
-            f"--quantize {quantization}: {bad[0]} inputs do not fill int32 words; use the model unquantised"
-        )
+        raise OptionError(f"--quantize {quantization}: {bad[0]} inputs do not fill int32 words")
     return Quantise(bits, group, False, cast, frozenset(matrices), head)

@@ -12,7 +12,7 @@ from treespec_weights.documents import CONFIG, GENERATION_CONFIG, read_config, r
 from treespec_weights.errors import CheckpointError, Problem
 from treespec_weights.families import family_of
 from treespec_weights.files import resolve_folder
-from treespec_weights.load import extra_bias_problems, match, tied_head_problem
+from treespec_weights.load import match, value_problems
 from treespec_weights.rules import FamilyRules, ModelShape
 from treespec_weights.tokenizer import read_vocabulary
 
@@ -20,8 +20,6 @@ CHUNK = 1 << 20  # values scanned at a time: 4 MiB as float32 stays in cache
 
 
 class Check(NamedTuple):
-    """Result of one step of a verification."""
-
     name: str  # "files", "config", "tokenizer", "tensors", "values"
     done: bool  # False if an earlier problem prevented the check
     detail: str  # what was checked, or why the check was skipped
@@ -29,8 +27,6 @@ class Check(NamedTuple):
 
 
 class Verification(NamedTuple):
-    """The result of `verify_checkpoint`."""
-
     checks: tuple[Check, ...]
 
     @property
@@ -50,31 +46,17 @@ def verify_checkpoint(folder: Path | str, on_values: Callable[[int, int], None] 
     """
     root = resolve_folder(folder)
     config, rules, shape, config_check = _check_config(root)
+    checks = [config_check, _check_tokenizer(root, config, shape)]
     try:
         checkpoint = Checkpoint.open(root)
     except CheckpointError as error:
-        skipped = "not reached: the files cannot be opened"
-        return Verification(
-            (
-                Check("files", True, "", error.problems),
-                config_check,
-                _check_tokenizer(root, config, shape),
-                Check("tensors", False, skipped, ()),
-                Check("values", False, skipped, ()),
-            )
-        )
+        skipped = [Check(name, False, "not reached: the files cannot be opened", ()) for name in ("tensors", "values")]
+        return Verification((Check("files", True, "", error.problems), *checks, *skipped))
     with checkpoint:
         kind = "GGUF" if root.is_file() else "safetensors"
-        files = f"{len(checkpoint.files)} {kind}, {len(checkpoint.tensors):,} tensors"
-        return Verification(
-            (
-                Check("files", True, files, ()),
-                config_check,
-                _check_tokenizer(root, config, shape),
-                _check_tensors(checkpoint, rules, shape),
-                _check_values(checkpoint, on_values),
-            )
-        )
+        files = Check("files", True, f"{len(checkpoint.files)} {kind}, {len(checkpoint.tensors):,} tensors", ())
+        checks += [_check_tensors(checkpoint, rules, shape), _check_values(checkpoint, on_values)]
+        return Verification((files, *checks))
 
 
 def _check_config(root: Path) -> tuple[dict[str, Any], FamilyRules | None, ModelShape | None, Check]:
@@ -116,10 +98,7 @@ def _check_tensors(checkpoint: Checkpoint, rules: FamilyRules | None, shape: Mod
     if rules is None or shape is None:
         return Check("tensors", False, "not reached: the config is not usable", ())
     placements, problems = match(checkpoint, shape, rules)
-    if not problems and (problem := tied_head_problem(checkpoint, shape, rules)):
-        problems.append(problem)
-    if not problems:
-        problems += extra_bias_problems(checkpoint, shape, rules)
+    problems = problems or value_problems(checkpoint, shape, rules)
     head = "tied head" if shape.tied else "untied head"
     return Check("tensors", True, f"all {len(placements):,} names and shapes as expected, {head}", tuple(problems))
 

@@ -45,20 +45,14 @@ L'été dernier, nous avons visité plusieurs villes. Die Straße war gesperrt. 
 
 @dataclass(frozen=True, eq=False)
 class Connection:
-    """How a draft proposes tokens for a target.
+    """How a draft proposes tokens for a target."""
 
-    Attributes:
-        kind: "same" (equal ids and sizes), "padded" (equal ids, different sizes), "translated" (through the
-            intersection), "text", or "none" (the draft cannot be used).
-        share: fraction of the draft's tokens in `SAMPLE` that the target has; 1 for equal ids.
-        reason: why the kind is "none".
-        codecs: codecs of target and draft, if the vocabularies differ.
-    """
-
+    # "same" (equal ids and sizes), "padded" (equal ids, different sizes), "translated" (through the intersection),
+    # "text", or "none" (the draft cannot be used)
     kind: Kind
-    share: float = 1.0
-    reason: str | None = None
-    codecs: tuple[Codec, Codec] | None = None
+    share: float = 1.0  # fraction of the draft's tokens in `SAMPLE` that the target has; 1 for equal ids
+    reason: str | None = None  # why the kind is "none"
+    codecs: tuple[Codec, Codec] | None = None  # codecs of target and draft, if the vocabularies differ
 
     def __str__(self) -> str:
         match self.kind:
@@ -78,18 +72,11 @@ REDUCED = Connection("reduced")  # of a draft with `draft_vocab.safetensors`
 
 
 def connect(target: Path, target_size: int, draft: Path, draft_size: int) -> Connection:
-    """Determine how a draft can propose tokens for a target.
+    """Determine how a draft can propose tokens for a target, given the folders and the rows of their embeddings.
 
     If one side has no tokenizer files, vocabularies of equal sizes count as equal. So do different sizes that both hold
     the tokens of the only tokenizer with less than `PADDING` ids of padding. If both sides have files, the vocabularies
     differ if some id has two different meanings. An id known to only one side does not make them differ.
-
-    Args:
-        target, draft: folders, results of `resolve_folder`.
-        target_size, draft_size: numbers of rows of their embeddings.
-
-    Raises:
-        CheckpointError: a tokenizer that cannot be read.
     """
     alike: Kind = "same" if target_size == draft_size else "padded"
     present = [folder for folder in (target, draft) if has_tokenizer(folder)]
@@ -110,7 +97,6 @@ def connect(target: Path, target_size: int, draft: Path, draft_size: int) -> Con
 
 
 def _without_files(alike: Kind, present: list[Path], target_size: int, draft_size: int) -> Connection:
-    """Return the connection if at least one side has no tokenizer files."""
     if alike == "same":
         return Connection(alike)
     if not present:

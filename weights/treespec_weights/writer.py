@@ -13,19 +13,16 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from treespec_weights.checkpoint import INDEX, SINGLE
 from treespec_weights.dtypes import NAMES, TORCH_DTYPES
-from treespec_weights.errors import Problem, WriteError
+from treespec_weights.errors import WriteError
 
 CHUNK = 16 << 20  # bytes between progress reports
 
 
 class Output(NamedTuple):
-    """A tensor to write."""
-
     name: str
     dtype: str  # safetensors' name
     shape: tuple[int, ...]
@@ -36,8 +33,6 @@ class Output(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """A file to write."""
-
     file: str
     outputs: tuple[Output, ...]
 
@@ -62,7 +57,6 @@ class Shard(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Size of the file in bytes."""
         return len(self.encoded()) + self.tensor_bytes
 
 
@@ -85,9 +79,7 @@ def plan_shards(groups: Iterable[Sequence[Output]], shard_bytes: int) -> list[Sh
 
 
 def progress(on_bytes: Callable[[int, int], None] | None, total: int, done: int = 0) -> Callable[[int], None]:
-    """Return an `on_bytes` for `write_shard` that accumulates bytes from `done` and reports (sum, `total`) to
-    another.
-    """
+    """Return an `on_bytes` for `write_shard` that reports the sum of bytes, from `done` on, and `total` to another."""
 
     def advance(count: int) -> None:
         nonlocal done
@@ -101,16 +93,11 @@ def progress(on_bytes: Callable[[int, int], None] | None, total: int, done: int 
 def write_shard(
     folder: Path, shard: Shard, tensors: Iterable[Tensor], on_bytes: Callable[[int], None] | None = None
 ) -> None:
-    """Write one file under a temporary name, read it back with safetensors, then rename it.
+    """Write one file under a temporary name, then rename it.
 
-    Args:
-        folder: an existing folder.
-        shard: the file to write.
-        tensors: values of the shard's outputs, in order, on any device. Each is written before the next is requested.
-        on_bytes: called with the number of bytes written since the last call.
-
-    Raises:
-        WriteError: the file cannot be written. No partial file is left.
+    `tensors` are the values of the shard's outputs, in order, on any device; each is written before the next is
+    requested. `on_bytes` is called with the number of bytes written since the last call. Raises WriteError; no partial
+    file is left.
     """
     path, temporary = folder / shard.file, folder / f"{shard.file}.part"
     temporary.unlink(missing_ok=True)  # left by a killed process
@@ -130,13 +117,10 @@ def write_shard(
             name = ""
             file.flush()
             os.fsync(file.fileno())
-        _read_back(temporary, shard)
         temporary.replace(path)
     except OSError as error:
         problem = f"tensor {name!r} cannot be written" if name else "cannot be written"
-        raise WriteError(
-            folder, [Problem("file", repr(shard.file), f"{problem}: {error.strerror or error}")]
-        ) from error
+        raise WriteError.of(folder, "file", shard.file, f"{problem}: {error.strerror or error}") from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -164,7 +148,7 @@ def write_json(folder: Path, name: str, document: Any, indent: int | None = 2) -
     try:
         (folder / name).write_text(json.dumps(document, indent=indent) + "\n", encoding="utf-8")
     except OSError as error:
-        raise WriteError(folder, [Problem("file", repr(name), f"cannot be written: {error.strerror}")]) from error
+        raise WriteError.of(folder, "file", name, f"cannot be written: {error.strerror}") from error
 
 
 def write_tensor(file: BinaryIO, tensor: Tensor, on_bytes: Callable[[int], None] | None) -> None:
@@ -175,14 +159,3 @@ def write_tensor(file: BinaryIO, tensor: Tensor, on_bytes: Callable[[int], None]
         file.write(chunk)
         if on_bytes:
             on_bytes(len(chunk))
-
-
-def _read_back(path: Path, shard: Shard) -> None:
-    """Raise OSError if safetensors does not read the expected tensors from a file."""
-    try:
-        with safe_open(path, "pt") as file:
-            outputs = {n: (file.get_slice(n).get_dtype(), tuple(file.get_slice(n).get_shape())) for n in file.keys()}
-    except SafetensorError as error:
-        raise OSError(f"it reads back as {error}") from error
-    if outputs != {output.name: (output.dtype, output.shape) for output in shard.outputs}:
-        raise OSError("it reads back with other tensors")

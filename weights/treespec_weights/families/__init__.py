@@ -27,15 +27,11 @@ FAMILIES = {
 
 
 def family_of(config: Mapping[str, Any], folder: Path | str = ".") -> FamilyRules:
-    """Return the rules for a parsed config.json.
-
-    Raises:
-        UnsupportedModelError: an unknown model_type, an unsupported variant, or an unsupported quantisation.
-    """
+    """Return the rules for a parsed config.json. Raises UnsupportedModelError."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         message = f"{model_type!r} is not supported; supported: {', '.join(FAMILIES)}"
-        raise UnsupportedModelError(folder, [Problem("config", "'model_type'", message)])
+        raise UnsupportedModelError.of(folder, "config", "model_type", message)
     scheme_of(config, folder)
     rules = FAMILIES[model_type]
     problems = [

@@ -1,6 +1,6 @@
 """GPT-2. Its projections are stored transposed, and its first releases hold only the base model."""
 
-from treespec_weights.rules import FamilyRules, TensorRule, one_to_one
+from treespec_weights.rules import FamilyRules, TensorRule, one_to_one, with_biases
 
 
 def _conv1d(name: str, *params: str) -> tuple[TensorRule, TensorRule]:
@@ -16,16 +16,17 @@ def _conv1d(name: str, *params: str) -> tuple[TensorRule, TensorRule]:
 GPT2 = FamilyRules(
     model_type="gpt2",
     tensors=(
+        *with_biases(
+            {
+                "transformer.h.{i}.ln_1": "layers.{i}.attn_norm",
+                "transformer.h.{i}.ln_2": "layers.{i}.mlp_norm",
+                "transformer.ln_f": "final_norm",
+            }
+        ),
         *one_to_one(
             {
                 "transformer.wte.weight": "embed",
                 "transformer.wpe.weight": "positions",
-                "transformer.h.{i}.ln_1.weight": "layers.{i}.attn_norm",
-                "transformer.h.{i}.ln_1.bias": "layers.{i}.attn_norm_bias",
-                "transformer.h.{i}.ln_2.weight": "layers.{i}.mlp_norm",
-                "transformer.h.{i}.ln_2.bias": "layers.{i}.mlp_norm_bias",
-                "transformer.ln_f.weight": "final_norm",
-                "transformer.ln_f.bias": "final_norm_bias",
                 "lm_head.weight": "lm_head",
             }
         ),

@@ -1,25 +1,23 @@
 """GPT-NeoX and Pythia."""
 
-from treespec_weights.rules import FamilyRules, TensorRule, one_to_one
+from treespec_weights.rules import FamilyRules, TensorRule, one_to_one, with_biases
 
 GPT_NEOX = FamilyRules(
     model_type="gpt_neox",
     tensors=(
+        *with_biases(
+            {
+                "gpt_neox.layers.{i}.input_layernorm": "layers.{i}.attn_norm",
+                "gpt_neox.layers.{i}.attention.dense": "layers.{i}.o",
+                "gpt_neox.layers.{i}.post_attention_layernorm": "layers.{i}.mlp_norm",
+                "gpt_neox.layers.{i}.mlp.dense_h_to_4h": "layers.{i}.up",
+                "gpt_neox.layers.{i}.mlp.dense_4h_to_h": "layers.{i}.down",
+                "gpt_neox.final_layer_norm": "final_norm",
+            }
+        ),
         *one_to_one(
             {
                 "gpt_neox.embed_in.weight": "embed",
-                "gpt_neox.layers.{i}.input_layernorm.weight": "layers.{i}.attn_norm",
-                "gpt_neox.layers.{i}.input_layernorm.bias": "layers.{i}.attn_norm_bias",
-                "gpt_neox.layers.{i}.attention.dense.weight": "layers.{i}.o",
-                "gpt_neox.layers.{i}.attention.dense.bias": "layers.{i}.o_bias",
-                "gpt_neox.layers.{i}.post_attention_layernorm.weight": "layers.{i}.mlp_norm",
-                "gpt_neox.layers.{i}.post_attention_layernorm.bias": "layers.{i}.mlp_norm_bias",
-                "gpt_neox.layers.{i}.mlp.dense_h_to_4h.weight": "layers.{i}.up",
-                "gpt_neox.layers.{i}.mlp.dense_h_to_4h.bias": "layers.{i}.up_bias",
-                "gpt_neox.layers.{i}.mlp.dense_4h_to_h.weight": "layers.{i}.down",
-                "gpt_neox.layers.{i}.mlp.dense_4h_to_h.bias": "layers.{i}.down_bias",
-                "gpt_neox.final_layer_norm.weight": "final_norm",
-                "gpt_neox.final_layer_norm.bias": "final_norm_bias",
                 "embed_out.weight": "lm_head",
             }
         ),

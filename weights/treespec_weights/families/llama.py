@@ -1,26 +1,22 @@
 """Llama 1, 2, 3, 3.1 and later, and models with its layout."""
 
-from treespec_weights.rules import FamilyRules, one_to_one
+from treespec_weights.rules import FamilyRules, one_to_one, with_biases
 
-LLAMA_TENSORS = one_to_one(
+LLAMA_TENSORS = with_biases(
+    {
+        "model.layers.{i}.self_attn.q_proj": "layers.{i}.q",
+        "model.layers.{i}.self_attn.k_proj": "layers.{i}.k",
+        "model.layers.{i}.self_attn.v_proj": "layers.{i}.v",
+        "model.layers.{i}.self_attn.o_proj": "layers.{i}.o",
+        "model.layers.{i}.mlp.gate_proj": "layers.{i}.gate",
+        "model.layers.{i}.mlp.up_proj": "layers.{i}.up",
+        "model.layers.{i}.mlp.down_proj": "layers.{i}.down",
+    }
+) + one_to_one(
     {
         "model.embed_tokens.weight": "embed",
         "model.layers.{i}.input_layernorm.weight": "layers.{i}.attn_norm",
-        "model.layers.{i}.self_attn.q_proj.weight": "layers.{i}.q",
-        "model.layers.{i}.self_attn.k_proj.weight": "layers.{i}.k",
-        "model.layers.{i}.self_attn.v_proj.weight": "layers.{i}.v",
-        "model.layers.{i}.self_attn.o_proj.weight": "layers.{i}.o",
-        "model.layers.{i}.self_attn.q_proj.bias": "layers.{i}.q_bias",
-        "model.layers.{i}.self_attn.k_proj.bias": "layers.{i}.k_bias",
-        "model.layers.{i}.self_attn.v_proj.bias": "layers.{i}.v_bias",
-        "model.layers.{i}.self_attn.o_proj.bias": "layers.{i}.o_bias",
         "model.layers.{i}.post_attention_layernorm.weight": "layers.{i}.mlp_norm",
-        "model.layers.{i}.mlp.gate_proj.weight": "layers.{i}.gate",
-        "model.layers.{i}.mlp.up_proj.weight": "layers.{i}.up",
-        "model.layers.{i}.mlp.down_proj.weight": "layers.{i}.down",
-        "model.layers.{i}.mlp.gate_proj.bias": "layers.{i}.gate_bias",
-        "model.layers.{i}.mlp.up_proj.bias": "layers.{i}.up_bias",
-        "model.layers.{i}.mlp.down_proj.bias": "layers.{i}.down_bias",
         "model.norm.weight": "final_norm",
         "lm_head.weight": "lm_head",
     }

@@ -1,31 +1,26 @@
 """OPT. Its position embedding starts with two unused rows."""
 
-from treespec_weights.rules import FamilyRules, one_to_one
+from treespec_weights.rules import FamilyRules, one_to_one, with_biases
 
 OPT = FamilyRules(
     model_type="opt",
-    tensors=one_to_one(
+    tensors=with_biases(
+        {
+            "model.decoder.layers.{i}.self_attn_layer_norm": "layers.{i}.attn_norm",
+            "model.decoder.layers.{i}.self_attn.q_proj": "layers.{i}.q",
+            "model.decoder.layers.{i}.self_attn.k_proj": "layers.{i}.k",
+            "model.decoder.layers.{i}.self_attn.v_proj": "layers.{i}.v",
+            "model.decoder.layers.{i}.self_attn.out_proj": "layers.{i}.o",
+            "model.decoder.layers.{i}.final_layer_norm": "layers.{i}.mlp_norm",
+            "model.decoder.layers.{i}.fc1": "layers.{i}.up",
+            "model.decoder.layers.{i}.fc2": "layers.{i}.down",
+            "model.decoder.final_layer_norm": "final_norm",
+        }
+    )
+    + one_to_one(
         {
             "model.decoder.embed_tokens.weight": "embed",
             "model.decoder.embed_positions.weight": "positions",
-            "model.decoder.layers.{i}.self_attn_layer_norm.weight": "layers.{i}.attn_norm",
-            "model.decoder.layers.{i}.self_attn_layer_norm.bias": "layers.{i}.attn_norm_bias",
-            "model.decoder.layers.{i}.self_attn.q_proj.weight": "layers.{i}.q",
-            "model.decoder.layers.{i}.self_attn.q_proj.bias": "layers.{i}.q_bias",
-            "model.decoder.layers.{i}.self_attn.k_proj.weight": "layers.{i}.k",
-            "model.decoder.layers.{i}.self_attn.k_proj.bias": "layers.{i}.k_bias",
-            "model.decoder.layers.{i}.self_attn.v_proj.weight": "layers.{i}.v",
-            "model.decoder.layers.{i}.self_attn.v_proj.bias": "layers.{i}.v_bias",
-            "model.decoder.layers.{i}.self_attn.out_proj.weight": "layers.{i}.o",
-            "model.decoder.layers.{i}.self_attn.out_proj.bias": "layers.{i}.o_bias",
-            "model.decoder.layers.{i}.final_layer_norm.weight": "layers.{i}.mlp_norm",
-            "model.decoder.layers.{i}.final_layer_norm.bias": "layers.{i}.mlp_norm_bias",
-            "model.decoder.layers.{i}.fc1.weight": "layers.{i}.up",
-            "model.decoder.layers.{i}.fc1.bias": "layers.{i}.up_bias",
-            "model.decoder.layers.{i}.fc2.weight": "layers.{i}.down",
-            "model.decoder.layers.{i}.fc2.bias": "layers.{i}.down_bias",
-            "model.decoder.final_layer_norm.weight": "final_norm",
-            "model.decoder.final_layer_norm.bias": "final_norm_bias",
             "lm_head.weight": "lm_head",
         }
     ),

@@ -22,13 +22,9 @@ FORMS: Mapping[str, Form] = {
 
 @dataclass(frozen=True)
 class GgufScheme(QuantScheme):
-    """Quantisation scheme of a GGUF file's matrices.
+    """Quantisation scheme of a GGUF file's matrices."""
 
-    Args:
-        types: pairs of tensor name and block type (a key of `FORMS`).
-    """
-
-    types: tuple[tuple[str, str], ...] = ()
+    types: tuple[tuple[str, str], ...] = ()  # pairs of tensor name and block type (a key of `FORMS`)
 
     @classmethod
     def of(cls, types: Mapping[str, str]) -> "GgufScheme":

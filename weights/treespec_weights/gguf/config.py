@@ -59,16 +59,12 @@ def rules_of(file: GgufFile) -> FamilyRules:
     """Return the family of a GGUF file. Raises UnsupportedModelError if no family has its architecture."""
     if file.architecture not in ARCHITECTURES:
         message = f"{file.architecture!r} is not supported; supported GGUF architectures: {', '.join(ARCHITECTURES)}"
-        raise UnsupportedModelError(file.path, [Problem("config", "'general.architecture'", message)])
+        raise UnsupportedModelError.of(file.path, "config", "general.architecture", message)
     return ARCHITECTURES[file.architecture]
 
 
 def hf_config(file: GgufFile) -> dict[str, Any]:
-    """Return the config.json of a GGUF file, without a quantization_config.
-
-    Raises UnsupportedModelError for an unsupported architecture or variant, and CheckpointConfigError with all missing
-    and malformed values.
-    """
+    """Return the config.json of a GGUF file, without a quantization_config. Raises CheckpointConfigError."""
     rules, arch = rules_of(file), file.architecture
     variants = [
         Problem("config", repr(f"{arch}.{key}"), f"{value!r} is not supported")
@@ -259,7 +255,7 @@ def _factors(file: GgufFile, name: str) -> list[float] | None:
     if tensor is None:
         return None
     if tensor.type != "F32":
-        raise CheckpointConfigError(file.path, [Problem("dtype", repr(name), f"has type {tensor.type}, expected F32")])
+        raise CheckpointConfigError.of(file.path, "dtype", name, f"has type {tensor.type}, expected F32")
     values = np.fromfile(file.path.parent / tensor.file, "<f4", tensor.nbytes // 4, offset=tensor.offset)
     return [float(str(value)) for value in values]
 

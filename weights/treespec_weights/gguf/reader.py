@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from treespec_weights.errors import CheckpointError, Problem
+from treespec_weights.errors import CheckpointError
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -39,19 +39,12 @@ class GgufTensor(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class GgufFile:
-    """Header of a GGUF file, or of a model split into several files. It is cached: do not modify its mappings.
+    """Header of a GGUF file, or of a model split into several files. It is cached: do not modify its mappings."""
 
-    Attributes:
-        path: path of the file, or of the first part.
-        metadata: values by key; arrays are lists.
-        tensors: entries by GGUF name, in file order.
-        files: file name to size in bytes.
-    """
-
-    path: Path
-    metadata: Mapping[str, Any]
-    tensors: Mapping[str, GgufTensor]
-    files: Mapping[str, int]
+    path: Path  # path of the file, or of the first part
+    metadata: Mapping[str, Any]  # values by key; arrays are lists
+    tensors: Mapping[str, GgufTensor]  # entries by GGUF name, in file order
+    files: Mapping[str, int]  # file name to size in bytes
 
     @property
     def architecture(self) -> str:
@@ -69,7 +62,7 @@ def gguf_package(path: Path) -> ModuleType:
         import gguf
     except ImportError as error:
         message = "GGUF files need the package gguf, which is not installed: pip install 'treespec[gguf]'"
-        raise CheckpointError(path, [Problem("file", repr(path.name), message)]) from error
+        raise CheckpointError.of(path, "file", path.name, message) from error
     module: ModuleType = gguf
     return module
 
@@ -87,33 +80,33 @@ def read_gguf(path: Path) -> GgufFile:
     named = SHARD.fullmatch(path.name)
     if named is None or int(named["count"]) != count:
         message = f"a part of a model split into {count} files, which must be named NAME-00001-of-{count:05}.gguf"
-        raise CheckpointError(path, [Problem("file", repr(path.name), message)])
+        raise CheckpointError.of(path, "file", path.name, message)
     names = [f"{named['stem']}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
     if int(named["part"]) != 1:
         message = f"part {int(named['part'])} of {count}; give the first one, {names[0]!r}"
-        raise CheckpointError(path, [Problem("file", repr(path.name), message)])
+        raise CheckpointError.of(path, "file", path.name, message)
     if missing := [name for name in names if not (path.parent / name).is_file()]:
         message = f"{', '.join(map(repr, missing))} missing beside it; a split model needs all {count} files"
-        raise CheckpointError(path, [Problem("file", repr(path.name), message)])
+        raise CheckpointError.of(path, "file", path.name, message)
     tensors, files = dict(first.tensors), dict(first.files)
     for name in names[1:]:
         split = _read_part(path.parent / name)
         if twice := tensors.keys() & split.tensors.keys():
             message = f"holds {min(twice)!r}, which another part holds too"
-            raise CheckpointError(path, [Problem("file", repr(name), message)])
+            raise CheckpointError.of(path, "file", name, message)
         tensors |= split.tensors
         files |= split.files
     return GgufFile(path, first.metadata, tensors, files)
 
 
 def _read_part(path: Path) -> GgufFile:
-    """Read the header of one file."""
     stat = path.stat()
     return _read_header(path, stat.st_mtime_ns, stat.st_size)
 
 
 @functools.lru_cache(maxsize=16)
 def _read_header(path: Path, mtime_ns: int, size: int) -> GgufFile:
+    """Read the header of one file."""
     ggml = gguf_package(path)
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -122,7 +115,7 @@ def _read_header(path: Path, mtime_ns: int, size: int) -> GgufFile:
         if isinstance(error, CheckpointError):
             raise
         reason = "metadata nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise CheckpointError(path, [Problem("file", repr(path.name), f"not a usable GGUF file: {reason}")]) from error
+        raise CheckpointError.of(path, "file", path.name, f"not a usable GGUF file: {reason}") from error
 
 
 def _parse(cursor: "_Cursor", path: Path, ggml: ModuleType) -> GgufFile:
@@ -158,10 +151,8 @@ def _parse(cursor: "_Cursor", path: Path, ggml: ModuleType) -> GgufFile:
     for name, (shape, kind, offset) in entries.items():
         tensors[name] = _entry(ggml, path.name, name, shape, kind, start + offset)
         if (end := start + offset + tensors[name].nbytes) > cursor.size:
-            raise ValueError(
-                f"truncated: the tensor {name!r} ends at byte {end:,}, and the file has {cursor.size:,}; download it "
-                "again"
-            )
+            ends = f"the tensor {name!r} ends at byte {end:,}, and the file has {cursor.size:,}"
+            raise ValueError(f"truncated: {ends}; download it again")
     return GgufFile(path, metadata, tensors, {path.name: cursor.size})
 
 
@@ -184,7 +175,6 @@ class _Cursor:
         self.data, self.offset, self.size = data, 0, len(data)
 
     def take(self, count: int) -> bytes:
-        """Return the next bytes."""
         end = self.offset + count
         if end > self.size:
             raise ValueError(f"truncated: its header goes beyond the file's {self.size:,} bytes; download it again")
@@ -198,7 +188,6 @@ class _Cursor:
         return float(str(np.float32(value))) if code == "f" else value
 
     def text(self) -> str:
-        """Return a string."""
         return self.take(self.number("Q")).decode(errors="replace")
 
     def value(self, kind: int) -> Any:

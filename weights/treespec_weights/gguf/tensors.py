@@ -92,10 +92,7 @@ def block_types(file: GgufFile) -> dict[str, str]:
 
 
 def describe_storage(path: Path, dtype: torch.dtype, head_blocks: bool = False) -> str:
-    """Return a log line with the number of matrices by type and by the form in memory of a model in `dtype`.
-
-    `head_blocks`: as in `load_weights`.
-    """
+    """Return a log line with the number of matrices by type and by the form in memory of a model in `dtype`."""
     file = read_gguf(path)
     blocks, untied = block_types(file), "output.weight" in file.tensors
     head_kind = file.tensors["output.weight" if untied else "token_embd.weight"].type

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from treespec_weights.errors import CheckpointError, Problem
+from treespec_weights.errors import CheckpointError
 from treespec_weights.files import file_inside, read_json
 from treespec_weights.gguf.reader import GgufFile
 
@@ -67,10 +67,7 @@ def has_tokenizer(file: GgufFile) -> bool:
 
 
 def tokenizer_json(file: GgufFile) -> dict[str, Any]:
-    """Return the tokenizer.json of a GGUF file; one beside the file takes precedence over its metadata.
-
-    Raises CheckpointError for an unsupported tokenizer or pre-tokenizer, and for unusable values.
-    """
+    """Return the tokenizer.json of a GGUF file; one beside the file takes precedence over its metadata."""
     if (file.path.parent / "tokenizer.json").exists():
         found = read_json(file.path.parent, "tokenizer.json", unique_keys=False)
         if not isinstance(found, dict):
@@ -135,7 +132,6 @@ def turn_ends(file: GgufFile) -> list[int]:
 
 
 def _byte_level(file: GgufFile, tokens: Sequence[str], types: Sequence[int]) -> Any:
-    """Build the tokenizers.Tokenizer of byte-level BPE."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     rule = _rule(file)
@@ -253,4 +249,4 @@ def _strings(file: GgufFile, name: str) -> list[str]:
 
 
 def _refuse(file: GgufFile, key: str, message: str) -> CheckpointError:
-    return CheckpointError(file.path, [Problem("tokenizer", repr(key), message)])
+    return CheckpointError.of(file.path, "tokenizer", key, message)

@@ -36,6 +36,8 @@ logger = logging.getLogger("treespec")
     "dtype",
     "max_num_seqs",
     "max_model_len",
+    "kv_cache_memory_bytes",
+    "scheduling_policy",
     "compile",
     "generation_config",
     "quantization",

@@ -70,7 +70,7 @@ def test_a_long_prompt_does_not_hold_up_the_others() -> None:
     assert max(rows) == 16 and sum(rows) == 2 + 99 + 19
     ended = [short.request_id not in now for now in running].index(True)
     assert ended == 3, "the short request did not wait for the long prompt"
-    assert long.metrics.prefill_passes == 7  # 14 rows beside the 2, then 16 each, and 5 beside the third request's 11
+    assert long.metrics.prefill_passes == 7  # at least half of the 16 rows from its second step on
     assert other.metrics.prefill_passes == 2
     assert all(m.target_passes == m.generated_tokens for m in (short.metrics, long.metrics, other.metrics))
 

@@ -365,6 +365,7 @@ def test_metrics(client: OpenAI, url: str, llm: LLM) -> None:
     ):
         assert more(f"{histogram}_seconds_count") == 1
     assert after["num_requests_running", None] == after["kv_cache_usage_perc", None] == 0
+    assert more("num_preemptions_total") == 0
 
 
 # --- bad input
@@ -416,6 +417,7 @@ BAD: list[tuple[Any, str, int]] = [
     ({"prompt": "x", "response_format": {"type": "json_schema"}}, "json_schema goes with", 400),
     ({"prompt": "x", "stream": True, "temperature": -1}, "temperature=-1", 400),
     ({"prompt": "x" * 200_000}, "more than 100000 bytes", 413),
+    ({"prompt": "x", "priority": 1}, "scheduling_policy", 400),
     ({"messages": []}, "no messages", 400),
     ({"messages": [{"role": 3}]}, "messages.0.role=3: ", 400),
     ({"messages": [3]}, "messages", 400),

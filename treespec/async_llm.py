@@ -167,6 +167,7 @@ class AsyncLLM:
         *,
         spec: SpecConfig | str | dict[str, Any] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        priority: int = 0,
         **vllm_options: Unpack[CallOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate for one prompt and yield outputs as rounds add to them. Leaving the loop ends the request.
@@ -174,7 +175,7 @@ class AsyncLLM:
         `SamplingParams.output_kind` states what an output holds. A reader that asks rarely gets fewer and larger ones.
 
         Args:
-            prompt, sampling_params, spec, tokenization_kwargs: as of `LLM.generate`, for one prompt.
+            prompt, sampling_params, spec, tokenization_kwargs, priority: as of `LLM.generate`, for one prompt.
             request_id: for `abort` and the outputs; None is a new one.
 
         Raises:
@@ -183,7 +184,12 @@ class AsyncLLM:
         """
         refuse_unknown(AsyncLLM.generate, vllm_options)
         stream = await self.add_request(
-            request_id, prompt, sampling_params, spec=spec, tokenization_kwargs=tokenization_kwargs
+            request_id,
+            prompt,
+            sampling_params,
+            spec=spec,
+            tokenization_kwargs=tokenization_kwargs,
+            priority=priority,
         )
         try:
             async for output in stream:
@@ -199,6 +205,7 @@ class AsyncLLM:
         *,
         spec: SpecConfig | str | dict[str, Any] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        priority: int = 0,
         **vllm_options: Unpack[CallOptions],
     ) -> RequestStream:
         """Add a request to the next round and return its outputs, to be read with `async for`.
@@ -208,7 +215,7 @@ class AsyncLLM:
         """
         refuse_unknown(AsyncLLM.add_request, vllm_options)
         self._frontend.rounds.check_threads()
-        create = partial(self._create, prompt, params, spec, tokenization_kwargs)
+        create = partial(self._create, prompt, params, spec, tokenization_kwargs, priority)
         if self._is_closed:
             raise ConfigError("this AsyncLLM is shut down; build another one")
         samples = await asyncio.get_running_loop().run_in_executor(self._creator, create)
@@ -254,10 +261,12 @@ class AsyncLLM:
     ) -> None:
         self.shutdown()
 
-    def _create(self, prompt: Any, params: Any, spec: Any, tokenization: Mapping[str, Any] | None) -> list[Request]:
+    def _create(
+        self, prompt: Any, params: Any, spec: Any, tokenization: Mapping[str, Any] | None, priority: int
+    ) -> list[Request]:
         """Return the samples of a prompt. Raises RequestError if it is invalid."""
         stream = getattr(params, "output_kind", None) is not RequestOutputKind.FINAL_ONLY
-        (samples,) = self._frontend.new_requests([prompt], params, spec, tokenization, stream)
+        (samples,) = self._frontend.new_requests([prompt], params, spec, tokenization, stream, priority)
         if isinstance(samples, RequestOutput):
             self._submit(partial(self.llm.engine.stats.add_rejected, 1))
             raise RequestError(samples.error)

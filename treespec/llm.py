@@ -32,6 +32,7 @@ from treespec.startup.options import resolve_device
 from treespec.text.chat import Message, conversations, streamed
 from treespec.text.prompt_tokenizer import Tokenization, UserTokenizer, check_sentencepiece, load_tokenizer
 from treespec.utils.options import built_from
+from treespec.utils.scalars import to_python
 from treespec.utils.torch_state import on_device, own_passes
 
 
@@ -100,6 +101,7 @@ class LLM(VllmMethods):
         spec: SpecConfig | str | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = False,
+        priority: int | Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         **vllm_options: Unpack[CallOptions],
     ) -> list[RequestOutput]:
@@ -111,6 +113,8 @@ class LLM(VllmMethods):
             sampling_params: one for all prompts, or a list; None is `get_default_sampling_params()`.
             spec: overrides the engine's for this call; "off" is plain decoding.
             use_tqdm: show a progress bar of finished outputs; a callable replaces `tqdm.tqdm`.
+            priority: lower ones are served first, with `LLM(scheduling_policy="priority")`; one for all prompts, or a
+                list.
             tokenization_kwargs: `truncate_prompt_tokens` keeps the last so many tokens of a prompt, -1 as many as the
                 context holds. `add_special_tokens` adds the tokenizer's special tokens to a text; truncation keeps
                 them.
@@ -121,7 +125,7 @@ class LLM(VllmMethods):
                 finish_reason "error" and `error`.
         """
         refuse_unknown(LLM.generate, vllm_options)
-        return self._generate(as_list(prompts), sampling_params, spec, use_tqdm, tokenization_kwargs)
+        return self._generate(as_list(prompts), sampling_params, spec, use_tqdm, tokenization_kwargs, priority)
 
     def _generate(
         self,
@@ -130,6 +134,7 @@ class LLM(VllmMethods):
         spec: SpecConfig | str | None,
         use_tqdm: Any,
         tokenization: Mapping[str, Any] | None,
+        priority: Any,
     ) -> list[RequestOutput]:
         """Generate for prompts: texts, token ids or conversations."""
         if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
@@ -137,7 +142,7 @@ class LLM(VllmMethods):
                 f"use_tqdm={short_repr(use_tqdm)}; valid: True, False, or what takes the place of tqdm.tqdm"
             )
         with self.between_rounds():
-            entries = self._requests(prompts, params, spec, tokenization)
+            entries = self._requests(prompts, params, spec, tokenization, priority=priority)
         log_rejected(prompts, entries)
         requests = [request for entry in entries if isinstance(entry, list) for request in entry]
         make_bar = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
@@ -163,6 +168,7 @@ class LLM(VllmMethods):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = False,
+        priority: int | Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         **vllm_options: Unpack[CallOptions],
     ) -> list[RequestOutput]:
@@ -171,7 +177,7 @@ class LLM(VllmMethods):
         Args:
             messages: a list of {"role": ..., "content": ...}, or a list of such lists. As in OpenAI's API, a content
                 may be a list of {"type": "text", "text": ...}, and the arguments of a tool call may be JSON text.
-            sampling_params, spec, use_tqdm, tokenization_kwargs: as of `generate`.
+            sampling_params, spec, use_tqdm, priority, tokenization_kwargs: as of `generate`.
             chat_template: replaces the tokenizer's (Jinja, as in transformers).
             add_generation_prompt: append the start of the assistant's answer.
             continue_final_message: continue the last message, which is the assistant's; needs
@@ -192,7 +198,7 @@ class LLM(VllmMethods):
             tools,
             chat_template_kwargs,
         )
-        return self._generate(list(prompts), sampling_params, spec, use_tqdm, tokenization_kwargs)
+        return self._generate(list(prompts), sampling_params, spec, use_tqdm, tokenization_kwargs, priority)
 
     def stream(
         self,
@@ -205,6 +211,7 @@ class LLM(VllmMethods):
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: int | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         **vllm_options: Unpack[CallOptions],
     ) -> Iterator[StreamChunk]:
@@ -215,7 +222,7 @@ class LLM(VllmMethods):
 
         Args:
             prompt: a prompt of `generate`, or the messages of a conversation as `chat` takes them.
-            sampling_params, spec, tokenization_kwargs: as of `generate`.
+            sampling_params, spec, priority, tokenization_kwargs: as of `generate`.
             chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs: as of `chat`,
                 for a conversation.
 
@@ -234,7 +241,7 @@ class LLM(VllmMethods):
             chat_template_kwargs,
         )
         with self.between_rounds():
-            samples = self._requests([prompt], sampling_params, spec, tokenization_kwargs, stream=True)[0]
+            samples = self._requests([prompt], sampling_params, spec, tokenization_kwargs, True, priority)[0]
         if isinstance(samples, RequestOutput):
             raise RequestError(samples.error)
         unread = UnreadSamples(samples)
@@ -261,7 +268,9 @@ class LLM(VllmMethods):
         """Forget all earlier outputs, which the source "suffix" drafts from."""
         with self.between_rounds():
             if self.engine.sources.lookup is not None:
-                self.engine.sources.lookup.forget(self.engine.scheduler.running)
+                scheduler = self.engine.scheduler
+                preempted = (request for request in scheduler.waiting if request.num_preemptions)
+                self.engine.sources.lookup.forget([*scheduler.running, *preempted])
 
     def get_tokenizer(self) -> Any:
         """Return the tokenizer, or None."""
@@ -332,9 +341,10 @@ class LLM(VllmMethods):
         spec: SpecConfig | str | None,
         tokenization: Mapping[str, Any] | None,
         stream: bool = False,
+        priority: int | Sequence[int] | None = None,
     ) -> list[list[Request] | RequestOutput]:
         """Return for each prompt its samples, or, if it is invalid, its finished output with the error."""
-        entries = self._new_requests(prompts, params, spec, tokenization, stream)
+        entries = self._new_requests(prompts, params, spec, tokenization, stream, priority)
         self.engine.stats.add_rejected(sum(isinstance(entry, RequestOutput) for entry in entries))
         return entries
 
@@ -345,6 +355,7 @@ class LLM(VllmMethods):
         spec: SpecConfig | str | None,
         tokenization: Mapping[str, Any] | None,
         stream: bool,
+        priority: int | Sequence[int] | None = None,
     ) -> list[list[Request] | RequestOutput]:
         """Like `_requests`, but counts nothing, so that a thread may call it while another runs a round."""
         if params is None:
@@ -356,6 +367,14 @@ class LLM(VllmMethods):
         for one in params:
             if not isinstance(one, SamplingParams):
                 raise ConfigError(f"sampling_params={one!r}; valid: a SamplingParams, or a list of them")
+        priority = to_python(0 if priority is None else priority)
+        priorities = priority if isinstance(priority, Sequence) else [priority] * len(prompts)
+        if len(priorities) != len(prompts) or not all(type(one) is int for one in priorities):
+            raise ConfigError(
+                f"priority={short_repr(priority)} for {len(prompts)} prompts; valid: an int, or a list of one for each"
+            )
+        if any(priorities) and self.config.scheduling_policy != "priority":
+            raise ConfigError(f'priority={short_repr(priority)} goes with LLM(scheduling_policy="priority")')
         snapshots = {key: one.snapshot() for key, one in {id(one): one for one in params}.items()}
         resolved = SpecConfig.resolve(spec, self.spec)
         self.check_sources(resolved)
@@ -366,9 +385,13 @@ class LLM(VllmMethods):
                 "SpecConfig to LLM"
             )
         how, make = Tokenization.resolve(tokenization, self.config.max_model_len), self._request_factory.requests
-        return [
+        entries = [
             make(prompt, snapshots[id(one)], resolved, stream, how) for prompt, one in zip(prompts, params, strict=True)
         ]
+        for entry, one in zip(entries, priorities, strict=True):
+            for sample in entry if isinstance(entry, list) else ():
+                sample.priority = one
+        return entries
 
 
 class Frontend(NamedTuple):

@@ -39,6 +39,7 @@ class LLMEngine:
         *,
         spec: SpecConfig | str | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        priority: int = 0,
         **vllm_options: Unpack[CallOptions],
     ) -> None:
         """Add a request to the next round. Arguments are those of `LLM.generate`, for one prompt.
@@ -54,7 +55,7 @@ class LLMEngine:
             raise ConfigError(f"request_id={request_id!r} is in use; give another one")
         llm = self.llm
         with llm.between_rounds():
-            (samples,) = llm._requests([prompt], params, spec, tokenization_kwargs, stream=True)
+            (samples,) = llm._requests([prompt], params, spec, tokenization_kwargs, True, priority)
             if isinstance(samples, RequestOutput):
                 raise RequestError(samples.error)
             for sample in samples:

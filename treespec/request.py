@@ -68,7 +68,7 @@ class Request:
     user-visible id, common to all samples of a prompt; `sample` is the index among them and `group` their shared state.
     `max_tokens` is the parameter clipped to the context. `ended` is set when a token ends the output, `finish_reason`
     when the engine has released the request. Prefill fills `prompt_logprobs` if requested, in the sample that computes
-    the prompt.
+    the prompt. A preempted request has no pages; its prefill computes the output so far, too.
     """
 
     prompt_token_ids: list[int]
@@ -85,9 +85,15 @@ class Request:
     sample: int = 0
     request_id: str = field(default_factory=new_request_id)
     output_id: str = ""
+    priority: int = 0  # lower ones are admitted first
+    order: int = 0  # of arrival at the scheduler
+    passed: int = 0  # number of later requests that were admitted before it
+    num_preemptions: int = 0
     tokens: list[int] = field(init=False)
     context_len: int = 0
+    prefill_len: int = field(init=False)  # positions that prefill computes: those of all tokens but the last
     pages: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    reserved_len: int = 0  # number of tokens up to which the pages suffice for a round
     page_keys: list[bytes] = field(default_factory=list)  # of the prompt's full pages, see `prefix_cache`
     num_cached: int = 0  # prompt tokens whose K/V another request computed
     draft_lengths: np.ndarray = field(default_factory=lambda: np.zeros(1, dtype=np.int64))  # as in `Prefix`
@@ -104,6 +110,7 @@ class Request:
     runs_ahead: bool = False  # a round that may not be the request's next one writes behind its context
     target_passes: int = 0
     prefill_passes: int = 0
+    num_prefilled: int = 0  # positions that these passes computed
     nodes_verified: int = 0
     num_rounds: int = 0
     accepted_tokens: int = 0
@@ -115,6 +122,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt_token_ids)
+        self.prefill_len = len(self.tokens) - 1
         self.max_tokens = self.max_tokens or self.params.max_tokens or 0
         self.output_id = self.output_id or self.request_id
         if self.params.prompt_logprobs is not None:
@@ -172,13 +180,14 @@ class Request:
 
     @property
     def needs_prefill(self) -> bool:
-        return self.context_len < self.num_prompt - 1
+        return self.context_len < self.prefill_len
 
     @property
     def has_verified_prompt(self) -> bool:
         """Whether the pages hold the whole prompt and a token, of this sample or of the one that computed it, has shown
         it to be finite."""
-        return bool(self.num_generated or (self.context_len and not self.prefill_passes and not self.needs_prefill))
+        verified = self.num_generated or (self.context_len and not self.prefill_passes)
+        return bool(verified) and not self.needs_prefill
 
     @property
     def finished(self) -> bool:

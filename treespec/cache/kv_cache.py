@@ -152,25 +152,31 @@ class KVCache:
             num_slots: required slots.
             shared: int64, pages of another holder or of `prefixes`, used read-only as the first pages.
         """
-        count = pages_for(num_slots) - len(shared)
-        free = 1 + np.flatnonzero(self._holders[1:] == 0)
-        free = free[~np.isin(free, shared)]
         assert request_id not in self._held, f"{request_id} holds pages already"
-        assert 0 <= count <= len(free), "admission checks can_reserve first"
-        if self.prefixes is None:
-            assert self._holders[shared].all(), "a shared page has no holder"
-        else:
+        assert self.prefixes is not None or self._holders[shared].all(), "a shared page has no holder"
+        assert self.can_reserve(num_slots, shared), "admission checks can_reserve first"
+        assert len(shared) <= pages_for(num_slots), "more pages are shared than needed"
+        self._holders[shared] += 1
+        self._held[request_id] = shared
+        if self.prefixes is not None:
+            self.prefixes.touch(shared)
+        return self.grow(request_id, num_slots)
+
+    def grow(self, request_id: str, num_slots: int) -> np.ndarray:
+        """Allocate the pages that a holder lacks for `num_slots` slots, and return all of its pages."""
+        held = self._held[request_id]
+        count, free = pages_for(num_slots) - len(held), 1 + np.flatnonzero(self._holders[1:] == 0)
+        assert 0 <= count <= len(free), "growth checks can_reserve first"
+        if self.prefixes is not None:
             free = np.sort(self.prefixes.oldest_first(free)[: max(count, self.prefixes.num_empty(free))])
         allocated = free[:count]
         runs = np.flatnonzero(free[count - 1 :] - free[: len(free) - count + 1] == count - 1) if count else NO_PAGES
         if len(runs):
             allocated = free[runs[0] : runs[0] + count]
         if self.prefixes is not None:
-            self.prefixes.touch(shared)
             self.prefixes.forget(allocated)
-        pages = np.concatenate((shared, allocated))
-        self._holders[pages] += 1
-        self._held[request_id] = pages
+        self._holders[allocated] += 1
+        pages = self._held[request_id] = np.concatenate((held, allocated))
         return pages
 
     def release(self, request_id: str, scrub: bool = False) -> None:
@@ -190,11 +196,13 @@ class KVCache:
     def transfer(self, request_id: str, new_holder: str, num_slots: int, scrub: bool = False) -> np.ndarray:
         """Release a request, transfer the pages of its first `num_slots` slots to `new_holder`, and return them.
 
-        The rest of the last page is zeroed.
+        The rest of the last page, which must have no other holder, is zeroed.
         """
         pages = self.reserve(new_holder, num_slots, self._held[request_id][: pages_for(num_slots)])
         self.release(request_id, scrub)
         if num_slots % PAGE_SIZE:
+            if self.prefixes is not None:
+                self.prefixes.forget(pages[-1:])
             for pool in range(len(self.pools)):
                 self.scrub_slots(pool, pages, num_slots, PAGE_SIZE - num_slots % PAGE_SIZE)
         return pages

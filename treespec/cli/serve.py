@@ -73,8 +73,8 @@ class ServeFlags:
             raise usage_error(f"--request-timeout {self.request_timeout}; valid: seconds, at least 0.01")
 
 
-_ENGINE = """tokenizer device dtype max_num_seqs max_model_len compile generation_config quantization
-    suffix_tokens""".split()
+_ENGINE = """tokenizer device dtype max_num_seqs max_model_len kv_cache_memory_bytes scheduling_policy compile
+    generation_config quantization suffix_tokens""".split()
 
 
 @flags(EngineOptions, *_ENGINE)

@@ -197,6 +197,7 @@ class EngineConfig:
     exact: bool
     max_num_seqs: int
     max_model_len: int
+    scheduling_policy: str
     prefill_chunk: int
     max_tree_slots: int
     num_threads: int

@@ -47,7 +47,12 @@ class EngineOptions(VllmEngineOptions):
             products on a GPU.
         max_num_seqs: requests decoded at once.
         max_model_len: positions of the longest request; None is the model's maximum, or less where half of the free
-            memory cannot hold `max_num_seqs` requests of it.
+            memory cannot hold `max_num_seqs` requests of it, or `kv_cache_memory_bytes` one.
+        kv_cache_memory_bytes: size of the KV cache; drafts with another tokenizer have theirs beside it. None holds
+            `max_num_seqs` requests of `max_model_len`. In a smaller one, requests that outgrow it are preempted: they
+            wait, and compute their tokens again. Changes no token.
+        scheduling_policy: which waiting request is next: "fcfs" (first come first served) or "priority" (lowest
+            `priority` first; of equal ones, the first that came). The last of this order is preempted first.
         attention: the implementation of tree attention: "cpu-packed", "cpu-gathered", "triton" or "auto".
         prefill_chunk: prompt rows computed in one step; None is 512, and up to 2,048 on a GPU with enough memory.
         compile: run CPU passes as C++ that is compiled on first use (seconds) and kept in the user's cache folder; the
@@ -88,6 +93,8 @@ class EngineOptions(VllmEngineOptions):
     exact: bool = option(True, choices=(True, False))
     max_num_seqs: int = option(8, least=1)
     max_model_len: int | None = option(None, least=2)
+    kv_cache_memory_bytes: int | None = option(None, least=1)
+    scheduling_policy: str = option("fcfs", choices=("fcfs", "priority"))
     attention: str = option("auto", choices=("auto", "cpu-packed", "cpu-gathered", "triton"))
     prefill_chunk: int | None = option(None, least=1)
     compile: bool | str = option("auto", choices=(True, False, "auto"))

@@ -47,7 +47,7 @@ _LORA = "merge the adapter into the model (merge_and_unload of peft) and open th
 _TEXT_ONLY = "prompts are text or token ids: omit it"
 _ONE_DEVICE = "a model runs on one device here, such as device='cuda:1'"
 _REVISION = "fetch it (treespec weights fetch) and give the folder"
-_MEMORY = "max_num_seqs and max_model_len bound the memory"
+_MEMORY = "max_num_seqs and max_model_len bound the memory, or kv_cache_memory_bytes does"
 _CHUNK = "prefill_chunk is the number of prompt tokens of a step"
 _LEAVE_OUT = "it has no effect: omit it"
 _POOLING = "LLM generates text; run embedding, classification and reward models with transformers itself"
@@ -140,10 +140,6 @@ class CallOptions(TypedDict, total=False):
     chat_template_content_format: Annotated[str, Absent("contents may be texts or lists of parts: omit it", (), True)]
     lora_request: Annotated[Any, Absent(_LORA)]
     mm_processor_kwargs: Annotated[dict[str, Any] | None, Absent(_TEXT_ONLY)]
-    priority: Annotated[
-        int | list[int] | None,
-        Absent("requests enter in the order of the prompts: put the urgent ones first", (0,)),
-    ]
     prompt_token_ids: Annotated[
         Any, Absent("give the ids as prompts, as in vLLM today: generate({'prompt_token_ids': ids})")
     ]

@@ -13,6 +13,8 @@ import torch
 from treespec.cache.kv_cache import KVCache
 from treespec.drafters.calls import Failures, call_commit, call_release
 from treespec.drafters.draft_sources import DraftSources
+from treespec.drafters.foreign.foreign_drafter import ForeignDrafter
+from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 from treespec.engine.execution import Execution, StageClock, VerifiedRequest, follow
 from treespec.engine.executor import Executor
 from treespec.engine.host_executor import HostExecutor
@@ -81,11 +83,24 @@ class Engine:
             remaining = [request for request in remaining if request not in served or request in execution.undecided]
         self.clock.enter("update")
         self.update(batch.decode)
+        self._grow()
         self._launch_next()
         self.clock.enter("update")
         self._decode(batch.decode)
         self.clock.enter("idle")
         return batch.decode
+
+    def _grow(self) -> None:
+        """Reserve the pages of the next round, before it is launched. Where too few are free, preempt requests."""
+        while (request := self.scheduler.grow()) is not None:
+            self.learn()
+            if (ssms := self.sources.ssms) is not None:
+                request.draft_lengths = ssms.lengths(request)
+            self.scheduler.preempt(request)
+            for source in self.sources:
+                if isinstance(source, SsmDrafter | ForeignDrafter):
+                    source.evict(request)
+            self.stats.num_preemptions += 1
 
     def _launch_next(self) -> None:
         """Launch the next round at the end of this one, so that the device computes while the caller reads the outputs.
@@ -127,8 +142,8 @@ class Engine:
             for request in computed:
                 if request.spec.is_adaptive and request.group is not None and request.group.trust is None:
                     request.group.without_ssms = not self._expects_ssms(request)
-            ssms.prefill([r for r in computed if not r.spec.is_adaptive or _shares_ssms(r)])
             ssms.fork(batch.forked)
+            ssms.prefill([r for r in computed if not r.spec.is_adaptive or _shares_ssms(r)])
         if batch.prefill:
             self.runner.wait()  # keeps asynchronous prefill time out of the round that the planner learns from
 

@@ -35,14 +35,15 @@ class SourceCounts:
 class Stats:
     """Counters since the engine was built.
 
-    A request, including a rejected one, is counted when it ends. `rounds` and `accepted_lengths` (number of verified
-    trees by accepted drafted tokens) are updated in every round, as is `drafts`: by source, and of whole trees under
-    `WHOLE_TREE`.
+    A request, including a rejected one, is counted when it ends. `rounds`, `num_preemptions` and `accepted_lengths`
+    (number of verified trees by accepted drafted tokens) are updated in every round, as is `drafts`: by source, and of
+    whole trees under `WHOLE_TREE`. `prefill_tokens` includes what preempted requests computed again.
     """
 
     requests: int = 0
     failed_requests: int = 0
     rounds: int = 0
+    num_preemptions: int = 0
     target_passes: int = 0
     prefill_tokens: int = 0
     cached_tokens: int = 0
@@ -76,8 +77,7 @@ class Stats:
         self.requests += 1
         self.failed_requests += request.finish_reason == "error"
         self.target_passes += request.target_passes
-        if request.prefill_passes:  # skip samples whose prompt another one prefilled
-            self.prefill_tokens += min(request.context_len, request.num_prompt - 1) - request.num_cached
+        self.prefill_tokens += request.num_prefilled
         self.cached_tokens += request.num_cached
         self.generated_tokens += request.num_generated
         self.accepted_tokens += request.accepted_tokens
@@ -97,6 +97,7 @@ class Stats:
             "requests": self.requests,
             "failed_requests": self.failed_requests,
             "rounds": self.rounds,
+            "num_preemptions": self.num_preemptions,
             "target_passes": self.target_passes,
             "prefill_tokens": self.prefill_tokens,
             "cached_tokens": self.cached_tokens,

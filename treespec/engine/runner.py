@@ -70,10 +70,10 @@ class Runner:
         self.target, self.cache, self.max_rows, self.captured = target, cache, max_rows, captured
 
     def prefill(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
-        """Prefill the next `counts[i]` prompt tokens of each request in one pass.
+        """Prefill the next `counts[i]` tokens of each request in one pass: of the prompt, or of a preempted request.
 
-        Computes logits only for requests with `prompt_logprobs`, which get those of the following tokens. The prompt's
-        last token is left to decoding. Sets `error` of a request whose logits are not finite.
+        Computes logits only for requests with `prompt_logprobs`, which get those of the following tokens. The last
+        token is left to decoding. Sets `error` of a request whose logits are not finite.
         """
         if not requests:
             return
@@ -84,13 +84,14 @@ class Runner:
         tokens = [t for r, n in zip(requests, counts, strict=True) for t in r.tokens[r.context_len : r.context_len + n]]
         hidden = self.run_pass(rows, np.array(tokens))
         for request, count, states in zip(requests, counts, hidden.split(list(counts)), strict=True):
-            if request.params.prompt_logprobs is not None:
+            if request.params.prompt_logprobs is not None and not request.num_generated:
                 try:
                     self.score_prompt(request, states, request.params.prompt_logprobs)
                 except RequestError as error:
                     request.error = str(error)
             request.context_len += count
             request.prefill_passes += 1
+            request.num_prefilled += count
 
     def score_prompt(self, request: Request, hidden: Tensor, count: int) -> None:
         """Append log-probabilities of the prompt tokens that follow these rows, from logits with the bits of decoding.

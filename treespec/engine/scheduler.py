@@ -1,13 +1,13 @@
-"""Continuous batching: admission, chunked prefill and release of requests. Holds no tensors."""
+"""Continuous batching: admission, chunked prefill, preemption and release of requests. Holds no tensors."""
 
 import logging
 import time
-from collections import deque
+from bisect import insort
 from typing import NamedTuple
 
 import numpy as np
 
-from treespec.cache.kv_cache import NO_PAGES, KVCache
+from treespec.cache.kv_cache import NO_PAGES, KVCache, pages_for
 from treespec.cache.prefix_cache import Prefix, page_keys
 from treespec.outputs import FinishReason
 from treespec.request import PromptGroup, Request
@@ -16,6 +16,7 @@ from treespec_kernels.attention.tree_batch import PAGE_SIZE
 logger = logging.getLogger("treespec")
 
 NO_LENGTHS = np.zeros(1, dtype=np.int64)
+MOST_PASSED = 16  # later requests that may be admitted before one whose pages are not free
 
 
 class Batch(NamedTuple):
@@ -23,7 +24,7 @@ class Batch(NamedTuple):
 
     Attributes:
         prefill, counts: requests to prefill, `counts[i]` rows each.
-        forked: samples admitted with a prompt that another sample prefilled.
+        forked: samples admitted with a prompt that another sample prefilled. Preempted ones are in `prefill`, too.
         decode: requests to decode, including `forked`.
     """
 
@@ -33,11 +34,20 @@ class Batch(NamedTuple):
     decode: list[Request]
 
 
+def rank(request: Request) -> tuple[int, int]:
+    """Return the place of a request among others: by priority, then first come first served."""
+    return request.priority, request.order
+
+
 class Scheduler:
-    """Admits waiting requests, first come first served, as slots and pages become free.
+    """Admits waiting requests in the order of `rank`, as slots and pages become free.
+
+    A request reserves all pages that it can need if as many are there for each of `max_num_seqs` requests. Another one
+    reserves those of its next round, and grows by pages. Where none is free, the running request of the last rank is
+    preempted: it frees its pages, keeps its tokens, and computes them again once it is readmitted.
 
     Args:
-        cache: admission reserves all pages that a request can need, so that no preemption is necessary.
+        cache: whose pages to reserve.
         max_num_seqs: maximum number of running requests.
         prefill_chunk: prompt rows per step.
         scratch: slots per request for the token tree.
@@ -47,8 +57,9 @@ class Scheduler:
     def __init__(self, cache: KVCache, max_num_seqs: int, prefill_chunk: int, scratch: int, short_context: int = 0):
         self._short_context, self._has_noted_factors = short_context, False
         self.cache, self.max_num_seqs, self.prefill_chunk, self.scratch = cache, max_num_seqs, prefill_chunk, scratch
-        self.waiting: deque[Request] = deque()
+        self.waiting: list[Request] = []  # by rank
         self.running: list[Request] = []
+        self._num_added = 0
 
     @property
     def is_idle(self) -> bool:
@@ -64,9 +75,9 @@ class Scheduler:
                 differs = f"{request.request_id} differs from {group.group_id} in prompt, spec or longrope's factors"
                 assert same, differs
             group.waiting += 1
-        self.waiting.append(request)
-        if self.cache.prefixes is not None and request.params.prompt_logprobs is None:
-            request.page_keys = page_keys(request.prompt_token_ids, self._salt(request))
+        self._num_added += 1
+        request.order = self._num_added
+        self._wait(request)
         if self._is_long(request) and request.num_prompt <= self._short_context and not self._has_noted_factors:
             self._has_noted_factors = True
             logger.warning(
@@ -85,57 +96,120 @@ class Scheduler:
     def _salt(self, request: Request) -> bytes:
         return b"long" if self._is_long(request) else b""
 
+    def _wait(self, request: Request) -> None:
+        """Insert a request into the queue by its rank."""
+        insort(self.waiting, request, key=rank)
+        if self.cache.prefixes is not None and (request.params.prompt_logprobs is None or request.num_generated):
+            request.page_keys = page_keys(request.tokens, self._salt(request))
+
     def slots_needed(self, request: Request) -> int:
-        """Maximum number of slots of a request, tree included."""
-        return request.max_len + self.scratch
+        """Number of slots to reserve for a request now, tree included."""
+        most = request.max_len + self.scratch
+        if pages_for(most) * self.max_num_seqs <= self.cache.num_pages:
+            return most
+        return _next_len(request) + self.scratch
 
     def next(self) -> Batch:
-        """Admit requests in order of arrival, then schedule prefill chunks up to the budget and all decodes.
+        """Admit requests, then schedule prefill chunks up to the budget and all decodes."""
+        forked = []
+        while (request := self._admissible()) is not None:
+            place = self.waiting.index(request)
+            del self.waiting[place]
+            for other in self.waiting[:place]:
+                other.passed += 1
+            if self._admit(request):
+                forked.append(request)
+        counts = self._chunks()
+        ready = [r for r in self.running if r.context_len + counts.get(r, 0) >= r.prefill_len]
+        return Batch(list(counts), list(counts.values()), forked, ready)
 
-        A sample that waits for its leader's prefill is skipped, but keeps its place in the queue.
-        """
-        forked, place = [], 0
-        while place < len(self.waiting) and len(self.running) < self.max_num_seqs:
-            request = self.waiting[place]
-            if request.group is not None and request.group.is_prefilling:
-                place += 1
-            elif not self._has_room(request):
-                break
-            else:
-                del self.waiting[place]
-                if self._admit(request):
-                    forked.append(request)
-        prefill, counts, budget = [], [], self.prefill_chunk
-        for request in self.running:
-            if request.needs_prefill and budget:
-                count = min(request.num_prompt - 1 - request.context_len, budget)
-                prefill.append(request)
-                counts.append(count)
-                budget -= count
-        ready = [
-            request
-            for request in self.running
-            if not request.needs_prefill
-            or (request in prefill and request.context_len + counts[prefill.index(request)] == request.num_prompt - 1)
-        ]
-        return Batch(prefill, counts, forked, ready)
+    def _chunks(self) -> dict[Request, int]:
+        """Divide the prompt rows of a step: one half goes to the request that came first, the other to the shortest
+        prompts, so that neither waits long for the other."""
+        prefilling = sorted((request for request in self.running if request.needs_prefill), key=rank)
+        left = {request: request.prefill_len - request.context_len for request in prefilling}
+        shortest_first = sorted(prefilling, key=lambda request: (request.priority, left[request]))
+        counts, budget = dict.fromkeys(prefilling, 0), self.prefill_chunk
+        shares = [(request, (budget + 1) // 2) for request in prefilling[:1]]
+        for request, most in [*shares, *((request, budget) for request in shortest_first)]:
+            count = min(left[request] - counts[request], most, budget)
+            counts[request] += count
+            budget -= count
+        return {request: count for request, count in counts.items() if count}
 
     @property
     def can_admit(self) -> bool:
         """Whether the next step may admit a request beside those that run."""
-        return bool(self.waiting) and len(self.running) < self.max_num_seqs and self._has_room(self.waiting[0])
+        return self._admissible() is not None
+
+    def _admissible(self) -> Request | None:
+        """Return the waiting request to admit next, or None.
+
+        Samples that wait for their leader's prefill are skipped. Later requests of the same priority may pass one whose
+        pages are not free, but not more than `MOST_PASSED`.
+        """
+        if len(self.running) >= self.max_num_seqs:
+            return None
+        blocked: list[Request] = []
+        for request in self.waiting:
+            if blocked and (request.priority != blocked[0].priority or len(blocked) == MOST_PASSED):
+                break
+            if request.group is not None and request.group.is_prefilling:
+                continue
+            if self._has_room(request):
+                return request
+            if request.passed >= MOST_PASSED:
+                break
+            blocked.append(request)
+        return None
 
     def _has_room(self, request: Request) -> bool:
-        """Whether the request's pages are free. An idle engine first reclaims the prompt pages that later groups keep;
-        their next sample prefills the prompt again."""
-        needed, shared = self.slots_needed(request), self._shared(request).pages
+        """Whether the request's pages are free, and one more for each running request that may grow."""
+        slots, shared = self.slots_needed(request), self._shared(request).pages
         if not self.running:
-            for other in reversed(self.waiting):
-                if self.cache.can_reserve(needed, shared):
+            self._reclaim(slots, shared, request.group)
+        slots += PAGE_SIZE * sum(other.reserved_len < other.max_len for other in self.running)
+        return self.cache.can_reserve(slots, shared)
+
+    def _reclaim(self, slots: int, held: np.ndarray, group: PromptGroup | None) -> bool:
+        """Drop prompt pages that other groups keep until enough are free, those of later groups first. Return whether
+        they are. The next sample of such a group prefills the prompt again."""
+        for other in reversed(self.waiting):
+            if other.group is not None and other.group.kept is not None and other.group is not group:
+                if self.cache.can_reserve(slots, held):
                     break
-                if other.group is not None and other.group is not request.group:
-                    self._drop(other.group)
-        return self.cache.can_reserve(needed, shared)
+                self._drop(other.group)
+        return self.cache.can_reserve(slots, held)
+
+    def grow(self) -> Request | None:
+        """Reserve the pages of the running requests' next round. Return a request to preempt if they are too few."""
+        growing = [request for request in self.running if request.reserved_len < _next_len(request)]
+        for request in sorted(growing, key=rank):
+            slots = self.slots_needed(request)
+            if not self._reclaim(slots, request.pages, None):
+                return max(self.running, key=rank)
+            self._hold(request, self.cache.grow(request.request_id, slots))
+        return None
+
+    def preempt(self, request: Request) -> None:
+        """Free the pages of a running request, which returns to its place in the queue."""
+        unchecked = request.poisoned or request.runs_ahead or not request.has_verified_prompt
+        if not unchecked:
+            self.cache_prefix(request)
+        self.running.remove(request)
+        if request.group is not None:
+            request.group.waiting += 1
+        self._leave(request, scrub=unchecked)
+        self._hold(request, NO_PAGES)
+        request.context_len, request.prefill_len, request.draft_lengths = 0, len(request.tokens) - 1, NO_LENGTHS
+        request.poisoned = request.runs_ahead = False
+        request.num_preemptions += 1
+        if not request.num_generated:
+            del request.prompt_logprobs[1:]
+        self._wait(request)
+
+    def _hold(self, request: Request, pages: np.ndarray) -> None:
+        request.pages, request.reserved_len = pages, len(pages) * PAGE_SIZE - self.scratch
 
     def _shared(self, request: Request) -> Prefix:
         """Return the pages that a waiting request would share: of its group, or else of a cached prefix.
@@ -150,15 +224,16 @@ class Scheduler:
         if prefixes is None:
             return Prefix(NO_PAGES, NO_LENGTHS)
         # The last token is left to decoding, and the leader of a group prefills at least one for the drafts.
-        most = (request.num_prompt - 1 - (group is not None)) // PAGE_SIZE
+        most = (request.prefill_len - (group is not None)) // PAGE_SIZE
         return prefixes.find(request.page_keys[: max(most, 0)])
 
     def _admit(self, request: Request) -> bool:
         """Reserve a request's pages, reusing what is in the cache. Return whether its group has the whole prompt."""
         shared, draft_lengths = self._shared(request)
-        request.pages = self.cache.reserve(request.request_id, self.slots_needed(request), shared)
+        self._hold(request, self.cache.reserve(request.request_id, self.slots_needed(request), shared))
         self.running.append(request)
-        request.admitted_at = time.perf_counter()
+        if request.admitted_at is None:
+            request.admitted_at = time.perf_counter()
         group, prefix = request.group, request.num_prompt - 1
         leader = None if group is None else group.leader
         if group is not None:
@@ -169,8 +244,9 @@ class Scheduler:
                 self._drop(group)
                 request.context_len = prefix
                 return prefix > 0
-            request.context_len = request.num_cached = PAGE_SIZE * len(shared)
-            request.draft_lengths = draft_lengths
+            request.context_len, request.draft_lengths = PAGE_SIZE * len(shared), draft_lengths
+            if not request.num_preemptions:
+                request.num_cached = request.context_len
             return False
         if prefix % PAGE_SIZE:
             tail = len(shared)
@@ -197,8 +273,10 @@ class Scheduler:
         group = request.group
         if group is not None and group.leader is request:
             group.leader = next((other for other in self.running if other.group is group), None)
-            if group.leader is None and group.waiting and request.has_verified_prompt:
-                prefix = request.num_prompt - 1
+            prefix = request.num_prompt - 1
+            last = request.pages[prefix // PAGE_SIZE : pages_for(prefix)]  # of the prompt, if it is not a full one
+            is_kept = group.leader is None and group.waiting and request.has_verified_prompt
+            if is_kept and (self.cache.num_holders(last) == 1).all():
                 group.kept = self.cache.transfer(request.request_id, group.group_id, prefix, scrub)
                 return
         self.cache.release(request.request_id, scrub)
@@ -225,9 +303,12 @@ class Scheduler:
         return [request for request in [*self.running, *self.waiting] if request.output_id == request_id]
 
     def check_integrity(self) -> None:
-        """Assert that group counts match the queues, and that groups keep pages only while samples wait and none
-        runs."""
+        """Assert that running requests have the pages of their next round, that group counts match the queues, and that
+        groups keep pages only while samples wait and none runs."""
+        assert self.waiting == sorted(self.waiting, key=rank), "the queue is out of order"
         for request in [*self.running, *self.waiting]:
+            enough = not len(request.pages) if request in self.waiting else request.reserved_len >= _next_len(request)
+            assert enough, f"{request.request_id} has {len(request.pages)} pages"
             group = request.group
             if group is None:
                 continue
@@ -235,3 +316,8 @@ class Scheduler:
             assert group.waiting == sum(other.group is group for other in self.waiting), group.group_id
             assert (group.leader in running) == bool(running), f"{group.group_id} has no leader, or one that ended"
             assert group.kept is None or (group.waiting and not running), f"{group.group_id} keeps pages without need"
+
+
+def _next_len(request: Request) -> int:
+    """Return the number of tokens for which a request needs pages in its next round."""
+    return min(len(request.tokens) + 1, request.max_len)

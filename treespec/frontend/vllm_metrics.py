@@ -51,6 +51,7 @@ def as_metrics(engine: Engine) -> list[Metric]:
     """
     stats, scheduler = engine.stats, engine.scheduler
     counts = {
+        "vllm:num_preemptions": stats.num_preemptions,
         "vllm:generation_tokens": stats.generated_tokens,
         "vllm:spec_decode_num_drafts": stats.target_passes,
         "vllm:spec_decode_num_draft_tokens": stats.nodes_verified - stats.target_passes,

@@ -197,6 +197,8 @@ class GraphExecutor(Executor[GraphExecution]):
             return
         if any(request.finished or request.tokens_left <= most for request in requests):
             return
+        if any(request.reserved_len <= len(request.tokens) + most for request in requests):
+            return  # they get other pages before the next round
         size, context = self.rounds.size_for(len(requests)), max(request.context_len for request in requests)
         if self.rounds.round_for(size, min(context + most, self.max_model_len)) is batch:
             batch.launch_following()

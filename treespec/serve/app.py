@@ -139,7 +139,12 @@ class Server:
                 ends.callback(feed.close)
             for prompt in prompts:
                 stream = await self._engine.add_request(
-                    answer.request_id, prompt, params, spec=body.speculation, tokenization_kwargs=tokenization
+                    answer.request_id,
+                    prompt,
+                    params,
+                    spec=body.speculation,
+                    tokenization_kwargs=tokenization,
+                    priority=body.priority or 0,
                 )
                 ends.callback(stream.close)
                 streams.append(stream)

@@ -93,6 +93,7 @@ class _EngineCollector(Collector):
         drafts = dict(stats.drafts)
         whole = drafts.get(WHOLE_TREE)
         counts = {
+            "num_preemptions": ("Preemptions of requests, whose pages others needed.", stats.num_preemptions),
             "prefill_tokens": ("Prompt tokens computed, of finished requests.", stats.prefill_tokens),
             "prompt_tokens_cached": ("Prompt tokens of cached prefixes, of finished requests.", stats.cached_tokens),
             "generation_tokens": ("Tokens generated, of finished requests.", stats.generated_tokens),

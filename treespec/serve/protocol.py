@@ -103,6 +103,7 @@ class GenerationBody(BaseModel):
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     return_token_ids: bool | None = None
+    priority: int | None = None
     # treespec's
     speculation: Literal["off"] | dict[str, Any] | None = None
     speculative_decoding_stats: bool | None = None

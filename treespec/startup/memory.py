@@ -84,7 +84,7 @@ def plan_memory(resolved: Resolved) -> MemoryPlan:
     if not resolved.compile:
         cache_dtype = make_attention(loader.attention, target.shape, loader.dtype, loader.device).cache_dtype
     page = KVCache.bytes_per_page([*shapes, *([features] if features else [])], cache_dtype)
-    page += int(
+    foreign_page = int(
         CAPACITY_FACTOR * KVCache.bytes_per_page([draft.config.shape for draft in resolved.foreign], cache_dtype)
     )
     reserved, chunk = 0, options.prefill_chunk or PREFILL_CHUNK
@@ -92,14 +92,18 @@ def plan_memory(resolved: Resolved) -> MemoryPlan:
         if options.prefill_chunk is None:
             chunk = _prefill_chunk(resolved, scratch)
         reserved = _weight_bytes(resolved) + _round_bytes(resolved, scratch, chunk)
-    max_num_seqs = options.max_num_seqs
-    length = resolve_max_model_len(options.max_model_len, target, page, max_num_seqs, scratch, loader.device, reserved)
+    max_num_seqs, cache_bytes = options.max_num_seqs, options.kv_cache_memory_bytes
+    arguments = options.max_model_len, target, page + (0 if cache_bytes else foreign_page), max_num_seqs, scratch
+    length = resolve_max_model_len(*arguments, loader.device, reserved, cache_bytes)
+    num_pages = max_num_seqs * pages_for(length + scratch)
+    if cache_bytes is not None:
+        num_pages = min(num_pages, cache_bytes // page)
     return MemoryPlan(
         max_model_len=length,
         scratch=scratch,
         prefill_chunk=chunk,
         largest_pass=max(chunk, max_num_seqs * spec.max_nodes),
-        num_pages=max_num_seqs * pages_for(length + scratch),
+        num_pages=num_pages,
         cache_dtype=cache_dtype,
         shapes=shapes,
         stacks=_cache_stacks(resolved) if triton else None,
@@ -115,17 +119,20 @@ def resolve_max_model_len(
     scratch: int,
     device: torch.device,
     reserved: int = 0,
+    cache_bytes: int | None = None,
 ) -> int:
     """Return the maximum number of positions of a request.
 
     Args:
-        asked: the user's value; None means the model's maximum, or fewer if half of the free memory holds fewer.
+        asked: the user's value; None means the model's maximum, or fewer if half of the free memory or `cache_bytes`
+            holds fewer.
         target: config of the target.
         bytes_per_page: bytes per page of all models in the KV cache.
         seqs: number of concurrent requests.
         scratch: slots after each request.
         device: device that holds the cache.
         reserved: bytes reserved for weights and captured rounds.
+        cache_bytes: of a cache that must hold one request; None = of one that must hold all of them.
 
     Raises:
         ConfigError: `asked` is out of range, or the free memory holds no context at all.
@@ -137,6 +144,13 @@ def resolve_max_model_len(
             f"weights and captured rounds need {reserved / 2**30:.1f} GiB, and {(free + reserved) / 2**30:.1f} GiB of "
             f"{device} are free; use a smaller model, or lower max_num_seqs, max_model_len or nodes"
         )
+    share = 2  # of the free memory
+    if cache_bytes is not None:
+        if cache_bytes > free:
+            raise CacheMemoryError(
+                f"kv_cache_memory_bytes={cache_bytes}, and {free / 2**30:.1f} GiB of {device} are free; lower it"
+            )
+        free, share, seqs = cache_bytes, 1, 1
     if asked is not None:
         if not 2 <= asked <= target.max_positions:
             raise ConfigError(f"max_model_len={asked!r}; valid: an int from 2 to the model's {target.max_positions}")
@@ -144,10 +158,15 @@ def resolve_max_model_len(
         if needed > free:
             raise CacheMemoryError(
                 f"max_num_seqs={seqs} requests of max_model_len={asked} need {needed / 2**30:.1f} GiB of cache, and "
-                f"{free / 2**30:.1f} GiB are free; lower one of them"
+                f"{free / 2**30:.1f} GiB are free; lower one of them, or let them share kv_cache_memory_bytes"
+                if cache_bytes is None
+                else f"a request of max_model_len={asked} needs {needed} bytes of cache; kv_cache_memory_bytes={free}"
             )
         return asked
-    fits = free // 2 // bytes_per_page // seqs * PAGE_SIZE - scratch
+    fits = free // share // bytes_per_page // seqs * PAGE_SIZE - scratch
+    if fits < 2 and cache_bytes is not None:
+        least = pages_for(2 + scratch) * bytes_per_page
+        raise ConfigError(f"kv_cache_memory_bytes={cache_bytes} holds no context; valid: {least} or more")
     if fits < 2:
         raise ConfigError(f"half of the free memory holds no context for max_num_seqs={seqs}; lower max_num_seqs")
     length = min(target.max_positions, fits)

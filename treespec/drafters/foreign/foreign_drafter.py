@@ -176,6 +176,10 @@ class ForeignDrafter(ABC):
 
     def release(self, request: Request) -> None:
         """Release a request and its pages."""
+        self.evict(request)
+
+    def evict(self, request: Request) -> None:
+        """Release a preempted request's pages. Its next draft computes the context again."""
         state = self._states.pop(request.request_id, None)
         if state is not None:
             self.cache.release(request.request_id, scrub=state.poisoned)
@@ -190,7 +194,9 @@ class ForeignDrafter(ABC):
             if state is None:
                 pages = self.cache.reserve(request.request_id, self.capacity + self.scratch)
                 max_len = min(int(CAPACITY_FACTOR * request.max_len), self.capacity)
-                state = ForeignState(Context(self.translation, self._fallback), pages, max_len)
+                alone = request.accepted_only_by_source.get(self.name, 0)
+                context = Context(self.translation, self._fallback)
+                state = ForeignState(context, pages, max_len, accepted_alone=alone)
                 self._states[request.request_id] = state
             state.update(request.tokens)
             state.proposed = None

@@ -56,6 +56,7 @@ class SsmDrafter:
         self.evidence = SeedEvidence()
         self.drafted = Drafted()
         self._states: dict[str, SsmState] = {}
+        self._evicted: dict[str, tuple[Trust, RandomOracle | None]] = {}  # what lasts, of preempted requests
         self._catch_up_policy = CatchUpPolicy(len(models))
         self._by_sources: dict[Sequence[str] | None, list[int]] = {}
         self._draft_models = DraftModelCache(models, cache)
@@ -231,13 +232,13 @@ class SsmDrafter:
         for draft in self.drafts:
             self.read(draft, [request for request in requests if draft.ssm in self.allowed(request)])
         for request in requests:
-            if request.group is not None:
+            if request.group is not None and not request.num_generated:
                 request.group.trust = self.state(request).trust.copy()
 
     def fork(self, requests: Sequence[Request]) -> None:
         """Initialise samples whose pages already hold the prompt's K/V, with the group's trust after the prompt.
 
-        The prompt counts as read, so no SSM writes to its shared pages again.
+        The prompt counts as read, so no SSM writes to its shared pages again. A preempted sample keeps its own trust.
         """
         for request in requests:
             assert request.group is not None
@@ -245,7 +246,8 @@ class SsmDrafter:
                 continue
             assert request.group.trust is not None, "the group's prompt is not prefilled"
             state = self.state(request)
-            state.trust = request.group.trust.copy()
+            if not request.num_generated:
+                state.trust = request.group.trust.copy()
             state.valid = np.maximum(state.valid, request.num_prompt - 1)
 
     def commit(self, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> None:
@@ -287,6 +289,12 @@ class SsmDrafter:
     def release(self, request: Request) -> None:
         """Release a request's state."""
         self._states.pop(request.request_id, None)
+        self._evicted.pop(request.request_id, None)
+
+    def evict(self, request: Request) -> None:
+        """Release what depends on a preempted request's pages."""
+        if (state := self._states.pop(request.request_id, None)) is not None:
+            self._evicted[request.request_id] = state.trust, state.oracle
 
     def assume_context(self, request: Request) -> None:
         """Mark the K/V of all committed positions as computed, for measurements that repeat an uncommitted round."""
@@ -311,7 +319,8 @@ class SsmDrafter:
         if request.request_id not in self._states:
             count, first = len(self.models), np.array([model.offset for model in self.models])
             valid = np.maximum(first, request.draft_lengths)
-            state = SsmState(Trust(count), valid, np.full(count, MIN_LAG), np.zeros(count))
+            trust, oracle = self._evicted.pop(request.request_id, (Trust(count), None))
+            state = SsmState(trust, valid, np.full(count, MIN_LAG), np.zeros(count), oracle=oracle)
             self._states[request.request_id] = state
             self._catch_up_policy.begin_request()
         return self._states[request.request_id]

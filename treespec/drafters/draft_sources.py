@@ -4,8 +4,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from treespec.drafters.base import Drafter
+from treespec.drafters.foreign.foreign_drafter import ForeignDrafter
 from treespec.drafters.lookup.lookup_drafter import LookupDrafter
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
+from treespec.request import Request
 
 
 @dataclass
@@ -25,3 +27,9 @@ class DraftSources:
     def __iter__(self) -> Iterator[Drafter | SsmDrafter]:
         sources: Sequence[Drafter | SsmDrafter | None] = (self.ssms, self.lookup, *self.others)
         return (source for source in sources if source is not None)
+
+    def evict(self, request: Request) -> None:
+        """Release the K/V of a preempted request. Sources without K/V depend on its tokens alone, which stay."""
+        for source in self:
+            if isinstance(source, SsmDrafter | ForeignDrafter):
+                source.evict(request)

@@ -13,8 +13,6 @@ import torch
 from treespec.cache.kv_cache import KVCache
 from treespec.drafters.calls import Failures, call_commit, call_release
 from treespec.drafters.draft_sources import DraftSources
-from treespec.drafters.foreign.foreign_drafter import ForeignDrafter
-from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 from treespec.engine.execution import Execution, StageClock, VerifiedRequest, follow
 from treespec.engine.executor import Executor
 from treespec.engine.host_executor import HostExecutor
@@ -97,9 +95,7 @@ class Engine:
             if (ssms := self.sources.ssms) is not None:
                 request.draft_lengths = ssms.lengths(request)
             self.scheduler.preempt(request)
-            for source in self.sources:
-                if isinstance(source, SsmDrafter | ForeignDrafter):
-                    source.evict(request)
+            self.sources.evict(request)
             self.stats.num_preemptions += 1
 
     def _launch_next(self) -> None:

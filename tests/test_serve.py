@@ -413,6 +413,7 @@ BAD: list[tuple[Any, str, int]] = [
     ({"prompt": "x", "speculation": {"sources": ["absent"]}}, "this engine has", 400),
     ({"prompt": "x", "structured_outputs": {"regex": "("}}, "regex", 400),
     ({"prompt": "x", "structured_outputs": {"json": {}, "regex": "a"}}, "give one of", 400),
+    ({"prompt": "x", "structured_outputs": {"grammar": "root ::= root"}}, "no token of the model's continues", 400),
     ({"prompt": "x", "response_format": {"type": "json_schema"}}, "json_schema goes with", 400),
     ({"prompt": "x", "stream": True, "temperature": -1}, "temperature=-1", 400),
     ({"prompt": "x" * 200_000}, "more than 100000 bytes", 413),

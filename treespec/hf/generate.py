@@ -24,6 +24,7 @@ from treespec.hf.engines import engine_for
 from treespec.hf.metrics import record_metrics
 from treespec.hf.rows import Row, make_row, processors_of_row, with_delayed_start
 from treespec.hf.streaming import RowStreamer, StreamerGuard
+from treespec.llm import frontend_of
 
 logger = logging.getLogger("treespec")
 
@@ -155,10 +156,11 @@ def _generate(
         for row, (tokens, pad) in enumerate(zip(prompts.tokens, prompts.padding, strict=True))
     ]
     streamer = RowStreamer(token_streamer, prompts, rows, _pad_token(generation_config))
-    for row in llm._rounds.run(rows):
+    rounds = frontend_of(llm).rounds
+    for row in rounds.run(rows):
         if row.error is not None:
             raise row.exception
-        with llm._rounds.lock:
+        with rounds.lock:
             due = streamer.due()
         streamer.put(due)
     streamer.put(streamer.due())

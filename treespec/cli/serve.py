@@ -21,6 +21,8 @@ from treespec.engine_options import EngineOptions
 from treespec.utils.interrupts import raise_on_interrupt
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from treespec.llm import LLM
     from treespec.sampling_params import SamplingParams
 
@@ -92,7 +94,8 @@ def serve(
     tool_call_parser: Annotated[
         str,
         typer.Option(
-            "--tool-call-parser", help="Format of tool calls: hermes, llama3_json, mistral; auto is the template's."
+            "--tool-call-parser",
+            help="Format of tool calls: hermes, llama3_json, mistral, qwen3_coder; auto is the template's.",
         ),
     ] = "auto",
     reasoning_parser: Annotated[
@@ -102,6 +105,15 @@ def serve(
     request_timeout: Annotated[
         float | None,
         typer.Option("--request-timeout", metavar="SECONDS", help="Longest time of a request; default: any.", min=0.01),
+    ] = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            "--replicas",
+            metavar="N",
+            help="Processes with an engine each, which Ray Serve runs behind one port; needs the extra [ray].",
+            min=1,
+        ),
     ] = None,
     audit: Annotated[
         float,
@@ -127,8 +139,12 @@ def serve(
 
         from treespec.serve.app import ServerOptions, create_app
         from treespec.serve.output_parser import CALL_FORMATS, REASONING_TAGS
+
+        if replicas is not None:
+            from treespec.serve.replicas import serve_replicas
     except ModuleNotFoundError as error:
-        raise usage_error(f"serve needs the package {error.name}; install treespec with its extra: [serve]") from error
+        extras = "[serve]" if replicas is None else "[serve,ray]"
+        raise usage_error(f"serve needs the package {error.name}; install treespec with its extra: {extras}") from error
     from treespec.async_llm import AsyncLLM
     from treespec.frontend.engine_args import EngineArgs
     from treespec.serve.errors import LOOPBACK
@@ -146,6 +162,8 @@ def serve(
     ):
         if name not in ("auto", *valid):
             raise usage_error(f"{option} {name!r}; valid: auto, {', '.join(valid)}")
+    if replicas is not None and not port:
+        raise usage_error("--replicas: Ray Serve chooses no free port; give a --port other than 0")
     template = None if chat_template is None else read_template(chat_template)
     target = choose_target(model, None)
     target.tell()
@@ -158,25 +176,32 @@ def serve(
         enable_prefix_caching=enable_prefix_caching,
         **engine_options,
     )
+    only_loopback = host in LOOPBACK
+
+    def build(engine: AsyncLLM) -> "FastAPI":
+        options = ServerOptions(
+            model_names=served_model_name or [target.model or "embedded"],
+            defaults=default_params(engine.llm, args.generation_config),
+            chat_template=template,
+            api_key=api_key or None,
+            max_body_bytes=max_body_bytes,
+            only_loopback=only_loopback,
+            tool_call_parser=tool_call_parser,
+            reasoning_parser=reasoning_parser,
+            request_timeout=request_timeout,
+            audit=audit,
+        )
+        return create_app(engine, options)
+
+    if not only_loopback and not api_key:
+        logger.warning("anybody who reaches port %d of %s may use the model: there is no --api-key", port, host)
+    if replicas is not None:
+        serve_replicas(lambda: build(AsyncLLM.from_engine_args(args)), replicas, host, port)
+        return
     with status("loading"):
         engine = AsyncLLM.from_engine_args(args)
-    only_loopback = host in LOOPBACK
-    options = ServerOptions(
-        model_names=served_model_name or [target.model or "embedded"],
-        defaults=default_params(engine.llm, args.generation_config),
-        chat_template=template,
-        api_key=api_key or None,
-        max_body_bytes=max_body_bytes,
-        only_loopback=only_loopback,
-        tool_call_parser=tool_call_parser,
-        reasoning_parser=reasoning_parser,
-        request_timeout=request_timeout,
-        audit=audit,
-    )
-    if not only_loopback and options.api_key is None:
-        logger.warning("anybody who reaches port %d of %s may use the model: there is no --api-key", port, host)
     with engine:
-        uvicorn.run(create_app(engine, options), host=host, port=port, timeout_graceful_shutdown=GRACE)
+        uvicorn.run(build(engine), host=host, port=port, timeout_graceful_shutdown=GRACE)
 
 
 def parse_speculative_config(text: str) -> dict[str, Any]:

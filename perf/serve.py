@@ -319,12 +319,14 @@ def throughput(args: argparse.Namespace) -> list[dict[str, Any]]:
     options = Options(device="cpu", model=args.model)
     with grown(options, args.grow, None, None) if args.grow else contextlib.nullcontext((options, None)) as (target, _):
         drafts = [] if target.drafts is None else [item for draft in target.drafts for item in ("--draft", draft)]
-        prompts = [prompt.content for prompt in read_prompts(held_out_prompts(args.model == "smollm2"))]
+        is_chat = args.model == "smollm2"
+        prompts = [prompt.content for prompt in read_prompts(held_out_prompts(is_chat), is_chat)]
         for clients in (1, 4, 8, 16):
             engine = ENGINE | {"max_model_len": 1024, "max_num_seqs": clients}
             llm = LLM(target.model, target.drafts, **engine)
             work = [prompts[i % len(prompts)] for i in range(max(args.prompts, 2 * clients))]
-            with serving(target.model or "embedded", *drafts, *_flags(engine), "--served-model-name", "m") as url:
+            flags = [*drafts, *_flags(engine), "--no-enable-prefix-caching", "--served-model-name", "m"]
+            with serving(target.model or "embedded", *flags) as url:
                 rows.append({"clients": clients, "requests": len(work)} | _measure(llm, url, work, clients, args))
             print(rows[-1], flush=True)
     return rows
@@ -344,10 +346,10 @@ def _measure(llm: LLM, url: str, work: Sequence[Any], clients: int, args: argpar
                 tokens = asyncio.run(_load(url, work, clients, args.max_tokens, name == "server_off"))
             if repeat:
                 values.append(tokens / (time.perf_counter() - began))
-    return {name: measuring.spread(values) for name, values in rates.items()} | {
-        "server_by_generate": measuring.speed_ups(rates["server"], rates["generate"]),
-        "on_by_off": measuring.speed_ups(rates["server_off"], rates["server"]),
-    }
+    figures = {name: measuring.spread(values) for name, values in rates.items()}
+    for name, one, other in (("server_by_generate", "server", "generate"), ("on_by_off", "server", "server_off")):
+        figures[name] = measuring.spread([a / b for a, b in zip(rates[one], rates[other], strict=True)])
+    return figures
 
 
 async def _load(url: str, work: Sequence[Any], clients: int, max_tokens: int, is_off: bool) -> int:

@@ -195,6 +195,8 @@ class KVCache:
         pages = self.reserve(new_holder, num_slots, self._held[request_id][: pages_for(num_slots)])
         self.release(request_id, scrub)
         if num_slots % PAGE_SIZE:
+            if self.prefixes is not None:
+                self.prefixes.forget(pages[-1:])
             for pool in range(len(self.pools)):
                 self.scrub_slots(pool, pages, num_slots, PAGE_SIZE - num_slots % PAGE_SIZE)
         return pages

@@ -187,26 +187,23 @@ class Soak:
 
     def __init__(self, url: str, work: Sequence[Case], expected: Sequence[Answers], seed: int):
         self._url, self._work, self._expected, self._rng = url, work, expected, random.Random(seed)
-        self.sent, self.failures, self.slowest_refusal = Counter[str](), list[str](), 0.0
+        self._sent, self._failures, self._slowest_refusal = Counter[str](), list[str](), 0.0
+        self._held_after = list[dict[str, int]]()
 
     async def run(self, count: int) -> dict[str, Any]:
-        """Send `count` requests in ten parts, and return what the server held after each."""
-        held = list[dict[str, int]]()
-        for _ in range(10):
-            limits = openai.DefaultAsyncHttpxClient(timeout=PATIENCE)
-            async with AsyncOpenAI(
-                base_url=f"{self._url}/v1", api_key="none", max_retries=0, http_client=limits
-            ) as client:
-                self._client = client
-                await at_random_times(count // 10, 150, self._rng, lambda i: self._one())
-            held.append(await self._held())
-            print(f"{self.sent.total()} requests, {len(self.failures)} failures: {held[-1]}", flush=True)
+        """Send further requests; return what went wrong so far, and what the server held after each call."""
+        http = openai.DefaultAsyncHttpxClient(timeout=PATIENCE)
+        async with AsyncOpenAI(base_url=f"{self._url}/v1", api_key="none", max_retries=0, http_client=http) as client:
+            self._client = client
+            await at_random_times(count, 150, self._rng, lambda i: self._one())
+        self._held_after.append(await self._held())
+        print(f"{self._sent.total()} requests, {len(self._failures)} failures: {self._held_after[-1]}", flush=True)
         return {
-            "requests": dict(self.sent),
-            "failures": len(self.failures),
-            "first_failures": self.failures[:10],
-            "slowest_refusal_seconds": self.slowest_refusal,
-            "held_after_each_tenth": held,
+            "requests": dict(self._sent),
+            "failures": len(self._failures),
+            "first_failures": self._failures[:10],
+            "slowest_refusal_seconds": self._slowest_refusal,
+            "held_after_each_tenth": self._held_after,
         }
 
     async def _held(self) -> dict[str, int]:
@@ -221,7 +218,7 @@ class Soak:
 
     async def _one(self) -> None:
         (kind,) = self._rng.choices([*KINDS], [*KINDS.values()])
-        self.sent[kind] += 1
+        self._sent[kind] += 1
         i = self._rng.randrange(len(self._work))
         try:
             async with asyncio.timeout(PATIENCE):
@@ -229,8 +226,8 @@ class Soak:
         except (openai.OpenAIError, OSError, TimeoutError) as error:
             problem = f"{type(error).__name__}: {error}"
         if problem:
-            self.failures.append(f"{kind}: {problem}"[:400])
-            print(self.failures[-1], flush=True)
+            self._failures.append(f"{kind}: {problem}"[:400])
+            print(self._failures[-1], flush=True)
 
     async def _whole(self, case: Case, expected: Answers) -> str | None:
         return differ(case, await ask(self._client, case), expected)
@@ -277,7 +274,7 @@ class Soak:
         try:
             await self._client.post(path, cast_to=object, content=text.encode())
         except openai.APIStatusError as error:
-            self.slowest_refusal = max(self.slowest_refusal, time.perf_counter() - began)
+            self._slowest_refusal = max(self._slowest_refusal, time.perf_counter() - began)
             if 400 <= error.status_code < 500 and isinstance(error.body, dict) and error.body["message"]:
                 return None
             return f"{text[:100]}: {error.status_code} {error}"
@@ -407,9 +404,11 @@ def main() -> None:
                 document["tokens"] = asyncio.run(compare(url, work, expected, args.seed))
                 print(document["tokens"], flush=True)
                 measuring.write_json(args.json, document)
-            if args.soak:
-                document["soak"] = asyncio.run(Soak(url, again, expected_again, args.seed).run(args.soak))
-    return measuring.write_json(args.json, document)
+            soak = Soak(url, again, expected_again, args.seed)
+            for _ in range(10 if args.soak else 0):
+                document["soak"] = asyncio.run(soak.run(args.soak // 10))
+                measuring.write_json(args.json, document)
+    return None
 
 
 if __name__ == "__main__":

@@ -224,7 +224,7 @@ class Soak:
             async with asyncio.timeout(PATIENCE):
                 problem = await getattr(self, f"_{kind.replace(' ', '_')}")(self._work[i], self._expected[i])
         except (openai.OpenAIError, OSError, TimeoutError) as error:
-            problem = f"{type(error).__name__}: {error}"
+            problem = f"{type(error).__name__}: {error} {error.__cause__!r}"
         if problem:
             self._failures.append(f"{kind}: {problem}"[:400])
             print(self._failures[-1], flush=True)

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from treespec.sampling_params import SamplingParams
 
 GRACE = 5  # seconds that running requests get to end after Ctrl-C or SIGTERM
+# Seconds that idle connections stay open: longer than in the pools of clients (httpx: 5), which would otherwise send
+# requests on connections that are being closed.
+KEEP_ALIVE = 75
 
 logger = logging.getLogger("treespec")
 
@@ -201,7 +204,8 @@ def serve(
     with status("loading"):
         engine = AsyncLLM.from_engine_args(args)
     with engine:
-        uvicorn.run(build(engine), host=host, port=port, timeout_graceful_shutdown=GRACE)
+        timeouts = {"timeout_graceful_shutdown": GRACE, "timeout_keep_alive": KEEP_ALIVE}
+        uvicorn.run(build(engine), host=host, port=port, **timeouts)
 
 
 def parse_speculative_config(text: str) -> dict[str, Any]:

@@ -204,8 +204,8 @@ def serve(
     with status("loading"):
         engine = AsyncLLM.from_engine_args(args)
     with engine:
-        timeouts = {"timeout_graceful_shutdown": GRACE, "timeout_keep_alive": KEEP_ALIVE}
-        uvicorn.run(build(engine), host=host, port=port, **timeouts)
+        app = build(engine)
+        uvicorn.run(app, host=host, port=port, timeout_graceful_shutdown=GRACE, timeout_keep_alive=KEEP_ALIVE)
 
 
 def parse_speculative_config(text: str) -> dict[str, Any]:

@@ -141,6 +141,19 @@ def test_a_prompt_and_outputs_that_fail_are_not_shared() -> None:
     assert_clean(llm)
 
 
+def test_the_rest_of_a_page_that_a_group_keeps_is_not_shared() -> None:
+    """A sample fills the prompt's last page, and ends; the next sample gets this page, without what was filled in."""
+    llm = caching(max_num_seqs=1)
+    prompt = random_prompts((50,))[0]
+    samples = llm.generate([prompt], greedy(40, temperature=0.8, seed=1, n=2), spec="off")[0].outputs
+    for sample in samples:
+        longer = [*prompt, *sample.token_ids, 1]
+        expected = tiny_llm(torch.float32).generate([longer], greedy(20), spec="off")[0].outputs[0].token_ids
+        assert llm.generate([longer], greedy(20), spec="off")[0].outputs[0].token_ids == expected
+    assert len(llm.engine.cache.prefixes._page_of) == len(llm.engine.cache.prefixes._key_of)  # type: ignore[union-attr]
+    assert_clean(llm)
+
+
 def test_prompt_logprobs_are_computed() -> None:
     llm = caching()
     stem = random_prompts((150,))[0]

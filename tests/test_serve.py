@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import httpx2
@@ -179,6 +180,19 @@ def test_several_prompts_are_streamed_together(client: OpenAI, llm: LLM) -> None
     assert reasons == {place: completion.finish_reason for place, completion in enumerate(completions)}
     assert usage is not None and usage.completion_tokens == sum(len(completion.token_ids) for completion in completions)
     assert usage.prompt_tokens == sum(len(output.prompt_token_ids) for output in outputs)
+
+
+def test_every_chunk_tells_the_usage_so_far(client: OpenAI) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    arguments: dict[str, Any] = {"model": NAME, "prompt": "def add(", "max_tokens": 24, "temperature": 0}
+    extra = {"ignore_eos": True, "speculation": "off", "return_token_ids": True}
+    stream = client.completions.create(**arguments, stream=True, stream_options=options, extra_body=extra)
+    count, prompt = 0, client.completions.create(**arguments).usage.prompt_tokens  # type: ignore[union-attr]
+    for chunk in stream:
+        count += sum(len(choice.token_ids) for choice in chunk.choices)  # type: ignore[attr-defined]
+        assert chunk.usage is not None
+        assert (chunk.usage.prompt_tokens, chunk.usage.completion_tokens) == (prompt, count)
+    assert count == 24 and not chunk.choices
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -414,6 +428,7 @@ BAD: list[tuple[Any, str, int]] = [
     ({"prompt": "x", "speculation": {"sources": ["absent"]}}, "this engine has", 400),
     ({"prompt": "x", "structured_outputs": {"regex": "("}}, "regex", 400),
     ({"prompt": "x", "structured_outputs": {"json": {}, "regex": "a"}}, "give one of", 400),
+    ({"prompt": "x", "structured_outputs": {"grammar": "root ::= root"}}, "no token of the model's continues", 400),
     ({"prompt": "x", "response_format": {"type": "json_schema"}}, "json_schema goes with", 400),
     ({"prompt": "x", "stream": True, "temperature": -1}, "temperature=-1", 400),
     ({"prompt": "x" * 200_000}, "more than 100000 bytes", 413),
@@ -603,7 +618,7 @@ def test_a_request_that_fails_ends_with_an_error(client: OpenAI, llm: LLM, monke
         (["--speculative-config", '{"num_speculative_tokens": 3}', "--nodes", "8"], "give one of them"),
         (["--no-spec", "--nodes", "8"], "--no-spec is plain decoding"),
         (["--chat-template", "/absent"], "/absent"),
-        (["--tool-call-parser", "xml"], "'xml'; valid: auto, hermes, llama3_json, mistral"),
+        (["--tool-call-parser", "xml"], "'xml'; valid: auto, hermes, llama3_json, mistral, qwen3_coder"),
         (["--reasoning-parser", "xml"], "'xml'; valid: auto, think"),
         (["--audit", "2"], "audit=2.0"),
         (["--request-timeout", "0"], "--request-timeout 0.0; valid"),
@@ -613,6 +628,11 @@ def test_a_request_that_fails_ends_with_an_error(client: OpenAI, llm: LLM, monke
 )
 def test_refused_options(options: list[str], message: str) -> None:
     assert message in run("serve", *options, code=2).stderr
+
+
+def test_replicas_need_ray() -> None:
+    options, message = (["--port", "0"], "other than 0") if find_spec("ray") else ([], "[serve,ray]")
+    assert message in run("serve", "--replicas", "2", *options, code=2).stderr
 
 
 @pytest.mark.slow

@@ -3,7 +3,8 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import httpx2
 import openai
@@ -15,7 +16,15 @@ from openai import OpenAI
 from tests.serving import NAME, PATIENCE, serving
 from tests.speech import scripted
 from treespec import LLM, AsyncLLM
-from treespec.serve.output_parser import CALL_FORMATS, REASONING_TAGS, REQUIRED_CALLS, OutputParser, Parsed, ToolCall
+from treespec.serve.output_parser import (
+    CALL_FORMATS,
+    REASONING_TAGS,
+    REQUIRED_CALLS,
+    CallFormat,
+    OutputParser,
+    detect_call_format,
+)
+from treespec.serve.output_reader import OutputReader, _Nesting
 
 pytestmark = pytest.mark.usefixtures("gives_all_pages_back")
 
@@ -31,6 +40,19 @@ TEMPLATE = (
     "<tool_call>{{ call.function.name }} {{ call.function.arguments.city }}{% endfor %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% if think %}<think>{% endif %}{% endif %}{# </think> #}"
 )
+
+
+class ToolCall(NamedTuple):
+    name: str
+    arguments: str
+
+
+class Parsed(NamedTuple):
+    reasoning: str = ""
+    content: str = ""
+    calls: tuple[ToolCall, ...] = ()
+
+
 ROME, NOW = '{"city": "Rome}</tool_call>"}', "{}"
 CALLS = (ToolCall("weather", ROME), ToolCall("now", NOW))
 
@@ -66,27 +88,66 @@ ANSWERS: list[tuple[str, str, Parsed]] = [
         Parsed(content="Well.", calls=CALLS),
     ),
     ("mistral", "[1]", Parsed(content="[1]")),
+    ("mistral", f"Well.[TOOL_CALLS]weather[ARGS]{ROME}[TOOL_CALLS]now[ARGS]{{}}", Parsed("", "Well.", CALLS)),
+    ("mistral", f"[TOOL_CALLS]weather[CALL_ID]a1[ARGS]{ROME}", Parsed(calls=CALLS[:1])),
+    ("mistral", '[TOOL_CALLS]now{} and {"a": 1}', Parsed("", 'and {"a": 1}', CALLS[1:])),
+    ("mistral", "[TOOL_CALLS]as such {", Parsed(content="[TOOL_CALLS]as such {")),
+    (
+        "qwen3_coder",
+        "Well.\n<tool_call>\n<function=weather>\n<parameter=city>\nRome}</tool_call>\n</parameter>\n</function>\n"
+        "</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+        Parsed(content="Well.", calls=CALLS),
+    ),
+    (
+        "qwen3_coder",
+        '<tool_call><function=add><parameter=a>\n1\n</parameter><parameter=b>\n\nx\n"\n\n</parameter>'
+        "<parameter=c>True</parameter><parameter=d>{</parameter></function></tool_call> ok",
+        Parsed("", "ok", (ToolCall("add", r'{"a": 1, "b": "\nx\n\"\n", "c": true, "d": "{"}'),)),
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call><function=weather><parameter=city>\nRo",
+        Parsed(calls=(ToolCall("weather", '{"city": "Ro'),)),
+    ),
+    ("qwen3_coder", "<tool_call><function=now>\n</func", Parsed(calls=(ToolCall("now", ""),))),
+    ("qwen3_coder", "<tool_call><function=a b>", Parsed(content="<tool_call><function=a b>")),
 ]
+FUNCTIONS: dict[str, Any] = {
+    "weather": {"properties": {"city": {"type": "string"}}},
+    "now": {},
+    "add": {"properties": {"b": {"type": "string"}}},
+}
+
+
+def read(parser: OutputParser, pieces: list[str], is_reasoning: bool = False) -> Parsed:
+    """What the parts of an answer that comes in pieces add up to."""
+    reader = OutputReader(parser, is_reasoning)
+    reasoning, content, calls = "", "", list[ToolCall]()
+    for place, piece in enumerate(pieces, start=1):
+        part = reader.read(piece, ended=place == len(pieces))
+        reasoning, content = reasoning + part.reasoning, content + part.content
+        for index, name, arguments in part.calls:
+            assert (name is None) == (index < len(calls)), "a call begins once"
+            if name is not None:
+                calls.append(ToolCall(name, ""))
+            assert index == len(calls) - 1
+            calls[index] = ToolCall(calls[index].name, calls[index].arguments + arguments)
+    assert reader.num_calls >= len(calls)
+    return Parsed(reasoning, content, tuple(calls))
 
 
 def grows(parser: OutputParser, text: str, is_reasoning: bool = False) -> Parsed:
-    """Parse all beginnings of a text; what is certain of one stays so."""
-    before = Parsed()
-    for end in range(len(text) + 2):
-        after = parser.parse(text[:end], is_reasoning, ended=end > len(text))
-        assert after.reasoning.startswith(before.reasoning) and after.content.startswith(before.content)
-        assert len(after.calls) >= len(before.calls)
-        for old, new in zip(before.calls, after.calls, strict=False):
-            assert new.name == old.name and new.arguments.startswith(old.arguments)
-        before = after
-    return before
+    """Read a text whole, and character by character."""
+    whole = read(parser, [text], is_reasoning)
+    assert read(parser, [*text, ""], is_reasoning) == whole
+    return whole
 
 
 @pytest.mark.parametrize(("form", "text", "expected"), ANSWERS)
 @pytest.mark.parametrize("reasons", [False, True])
 def test_the_parser(form: str, text: str, expected: Parsed, reasons: bool) -> None:
     tags = REASONING_TAGS["qwen3"]
-    parser = OutputParser(tags if reasons else None, CALL_FORMATS[form], functions=frozenset({"weather", "now"}))
+    parser = OutputParser(tags if reasons else None, CALL_FORMATS[form], functions=FUNCTIONS)
     assert grows(parser, text) == expected
     if reasons:
         thought = "\nIs </think it?\n</think>\n\n"
@@ -95,11 +156,53 @@ def test_the_parser(form: str, text: str, expected: Parsed, reasons: bool) -> No
         assert grows(parser, "<think> a ") == Parsed("a") == grows(parser, " a ", is_reasoning=True)
 
 
-@settings(max_examples=50)
-@given(st.lists(st.sampled_from([*'{}[]",:\\ xn', "<tool_call>", "</tool_call>", '{"name": "now", "arguments": {'])))
-def test_the_parser_reads_anything(pieces: list[str]) -> None:
-    for form in (*CALL_FORMATS.values(), REQUIRED_CALLS):
-        grows(OutputParser(REASONING_TAGS["think"], form, functions=frozenset({"now"})), "".join(pieces))
+PIECES = [
+    *'{}[]",:\\ xn<>',
+    "\n",
+    "<tool_call>",
+    "</tool_call>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    '{"name": "now", "arguments": {',
+]
+PIECES += ["<think>", "</think>", "<function=now>", "<parameter=a>", "</parameter>", "</function>", "<|python_tag|>"]
+
+
+@settings(max_examples=150)
+@given(st.lists(st.sampled_from(PIECES)), st.integers(1, 9), st.sampled_from([*CALL_FORMATS.values(), REQUIRED_CALLS]))
+def test_the_parser_reads_anything(pieces: list[str], size: int, form: CallFormat) -> None:
+    """How the text is cut into pieces changes nothing."""
+    parser, text = OutputParser(REASONING_TAGS["think"], form, functions=FUNCTIONS), "".join(pieces)
+    whole = grows(parser, text)
+    assert read(parser, [text[i : i + size] for i in range(0, len(text) + 1, size)]) == whole
+    assert read(parser, [*pieces, ""]) == whole
+
+
+def test_a_long_call_is_read_once() -> None:
+    """Each character is looked at a bounded number of times, whatever the order of the object's keys."""
+    for start in ('{"name": "now", "arguments": {"a": "', '{"arguments": {"a": "'):
+        parser, text = OutputParser(calls=CALL_FORMATS["hermes"]), f"<tool_call>{start}"
+        reader = OutputReader(parser)
+        reader.read(text, False)
+        seen = 0
+        with mock.patch.object(_Nesting, "end", autospec=True, side_effect=_Nesting.end) as end:
+            for _ in range(1000):
+                reader.read("text ", False)
+            seen = sum(len(call.args[1]) for call in end.call_args_list)
+        assert seen == 5000
+
+
+def test_formats_of_templates() -> None:
+    for text, name in (
+        ("<tool_call>", "hermes"),
+        ("<tool_call><function=", "qwen3_coder"),
+        ("[TOOL_CALLS]", "mistral"),
+        ("<|python_tag|>", "llama3_json"),
+        ("<tool_call>{name}<arg_key>", None),
+        ("<|python_tag|><function=", None),
+        ("", None),
+    ):
+        assert detect_call_format(text) == name
 
 
 # --- the server
@@ -141,7 +244,7 @@ def says(llm: LLM, client: OpenAI, text: str, **body: Any) -> Any:
     return scripted(llm, [[*answer.json()["tokens"], *tokenizer.encode(text), tokenizer.eos_token_id]])
 
 
-@pytest.mark.parametrize(("form", "text", "expected"), [ANSWERS[2], ANSWERS[5], ANSWERS[9], ANSWERS[13]])
+@pytest.mark.parametrize(("form", "text", "expected"), [ANSWERS[i] for i in (2, 5, 9, 13, 15, 19)])
 def test_calls_of_the_model(engine: AsyncLLM, llm: LLM, form: str, text: str, expected: Parsed) -> None:
     with talking(engine, form) as client, says(llm, client, text):
         for choice in answers(client, tools=TOOLS, temperature=0):
@@ -282,6 +385,6 @@ def test_bad_bodies(engine: AsyncLLM, body: dict[str, Any], message: str) -> Non
 def test_a_format_that_nobody_knows(engine: AsyncLLM) -> None:
     with talking(engine, "auto", chat_template="{{ messages[0].content }}") as client:
         arguments: dict[str, Any] = {"model": NAME, "messages": MESSAGES, "tools": TOOLS, "max_tokens": 2}
-        with pytest.raises(openai.BadRequestError, match=r"--tool-call-parser \(hermes, llama3_json, mistral\)"):
+        with pytest.raises(openai.BadRequestError, match=r"--tool-call-parser \(hermes, .*, qwen3_coder\)"):
             client.chat.completions.create(**arguments)
         assert client.chat.completions.create(**arguments, tool_choice="none").choices

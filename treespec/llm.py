@@ -395,7 +395,7 @@ class LLM(VllmMethods):
 
 
 class Frontend(NamedTuple):
-    """What `AsyncLLM` and the server share with an `LLM`.
+    """What the package's other interfaces (`AsyncLLM`, `LLMEngine`, the server, transformers) share with an `LLM`.
 
     Attributes:
         rounds: runs rounds.

@@ -73,6 +73,7 @@ class PrefixCache:
             page = self._page_of.setdefault(key, page)
             if page not in self._key_of:
                 self._key_of[page], self._last_use[page] = key, 1
+            assert self._key_of[page] == key, "a page's contents changed without being forgotten"
             self._has_draft[:, page] |= draft_lengths >= (i + 1) * PAGE_SIZE
         self.touch(np.array([self._page_of[key] for key in keys], dtype=np.int64))
 

@@ -24,10 +24,15 @@ from treespec.utils.interrupts import raise_on_interrupt
 from treespec.utils.options import check_values, option
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from treespec.llm import LLM
     from treespec.sampling_params import SamplingParams
 
 GRACE = 5  # seconds that running requests get to end after Ctrl-C or SIGTERM
+# Seconds that idle connections stay open: longer than in the pools of clients (httpx: 5), which would otherwise send
+# requests on connections that are being closed.
+KEEP_ALIVE = 75
 
 logger = logging.getLogger("treespec")
 
@@ -45,9 +50,10 @@ class ServeFlags:
         speculative_config: JSON of vLLM's keys method (ngram, suffix, draft_model), model and num_speculative_tokens.
         chat_template: Jinja file that replaces the model's chat template.
         enable_prefix_caching: share the KV cache of common prefixes between requests.
-        tool_call_parser: format of tool calls: hermes, llama3_json, mistral; auto is the template's.
+        tool_call_parser: format of tool calls: hermes, llama3_json, mistral, qwen3_coder; auto is the template's.
         reasoning_parser: tags of reasoning: think, mistral, none; auto is the template's.
         request_timeout: longest seconds of a request; any if not set.
+        replicas: processes with an engine each, which Ray Serve runs behind one port; needs the extra [ray].
         audit: share of finished requests to decode again without speculation while the server is idle; differing tokens
             are counted and logged.
         max_body_bytes: largest request.
@@ -64,6 +70,7 @@ class ServeFlags:
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     request_timeout: float | None = None
+    replicas: int | None = option(None, least=1)
     audit: float = option(0.0, least=0, most=1)
     max_body_bytes: int = option(4 << 20, least=1)
 
@@ -98,19 +105,23 @@ def serve(
 
     POST /v1/chat/completions, /v1/completions, /tokenize, /detokenize; GET /v1/models, /health, /version, /metrics.
     """
+    engine_options = {name: values.pop(name) for name in _ENGINE}
+    server = ServeFlags(**values)
     try:
         import uvicorn
 
         from treespec.serve.app import ServerOptions, create_app
         from treespec.serve.output_parser import CALL_FORMATS, REASONING_TAGS
+
+        if server.replicas is not None:
+            from treespec.serve.replicas import serve_replicas
     except ModuleNotFoundError as error:
-        raise usage_error(f"serve needs the package {error.name}; install treespec with its extra: [serve]") from error
+        extras = "[serve]" if server.replicas is None else "[serve,ray]"
+        raise usage_error(f"serve needs the package {error.name}; install treespec with its extra: {extras}") from error
     from treespec.async_llm import AsyncLLM
     from treespec.frontend.engine_args import EngineArgs
     from treespec.serve.errors import LOOPBACK
 
-    engine_options = {name: values.pop(name) for name in _ENGINE}
-    server = ServeFlags(**values)
     config = {} if server.speculative_config is None else parse_speculative_config(server.speculative_config)
     if num_tokens := config.pop("num_speculative_tokens", None):
         if nodes is not None:
@@ -124,6 +135,8 @@ def serve(
     ):
         if name not in ("auto", *valid):
             raise usage_error(f"{flag} {name!r}; valid: auto, {', '.join(valid)}")
+    if server.replicas is not None and not server.port:
+        raise usage_error("--replicas: Ray Serve chooses no free port; give a --port other than 0")
     template = None if server.chat_template is None else read_template(server.chat_template)
     target = choose_target(model, None)
     target.tell()
@@ -136,27 +149,37 @@ def serve(
         enable_prefix_caching=server.enable_prefix_caching,
         **engine_options,
     )
-    with status("loading"):
-        engine = AsyncLLM.from_engine_args(args)
-    only_loopback = server.host in LOOPBACK
-    options = ServerOptions(
-        model_names=server.served_model_name or [target.model or "embedded"],
-        defaults=default_params(engine.llm, args.generation_config),
-        chat_template=template,
-        api_key=server.api_key or os.environ.get("TREESPEC_API_KEY") or None,
-        max_body_bytes=server.max_body_bytes,
-        only_loopback=only_loopback,
-        tool_call_parser=server.tool_call_parser,
-        reasoning_parser=server.reasoning_parser,
-        request_timeout=server.request_timeout,
-        audit=server.audit,
-    )
-    if not only_loopback and options.api_key is None:
+    only_loopback, api_key = server.host in LOOPBACK, server.api_key or os.environ.get("TREESPEC_API_KEY") or None
+
+    def build(engine: AsyncLLM) -> "FastAPI":
+        options = ServerOptions(
+            model_names=server.served_model_name or [target.model or "embedded"],
+            defaults=default_params(engine.llm, args.generation_config),
+            chat_template=template,
+            api_key=api_key,
+            max_body_bytes=server.max_body_bytes,
+            only_loopback=only_loopback,
+            tool_call_parser=server.tool_call_parser,
+            reasoning_parser=server.reasoning_parser,
+            request_timeout=server.request_timeout,
+            audit=server.audit,
+        )
+        return create_app(engine, options)
+
+    if not only_loopback and api_key is None:
         logger.warning(
             "anybody who reaches port %d of %s may use the model: there is no --api-key", server.port, server.host
         )
+    if server.replicas is not None:
+        serve_replicas(lambda: build(AsyncLLM.from_engine_args(args)), server.replicas, server.host, server.port)
+        return
+    with status("loading"):
+        engine = AsyncLLM.from_engine_args(args)
     with engine:
-        uvicorn.run(create_app(engine, options), host=server.host, port=server.port, timeout_graceful_shutdown=GRACE)
+        app = build(engine)
+        uvicorn.run(
+            app, host=server.host, port=server.port, timeout_graceful_shutdown=GRACE, timeout_keep_alive=KEEP_ALIVE
+        )
 
 
 def parse_speculative_config(text: str) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from treespec.hf.engines import engine_for
 from treespec.hf.metrics import record_metrics
 from treespec.hf.rows import Row, RowOptions, make_row, processors_of_row, temperature_of, with_delayed_start
 from treespec.hf.streaming import EndingStreamer, RowStreamer
+from treespec.llm import frontend_of
 from treespec.sampling_params import SamplingParams
 
 logger = logging.getLogger("treespec")
@@ -123,10 +124,11 @@ def generate(
             for row, (tokens, pad) in enumerate(zip(prompts.tokens, prompts.padding, strict=True))
         ]
         streamer = RowStreamer(ending, prompts, rows, _pad_token(generation_config))
-        for row in llm._rounds.run(rows):
+        rounds = frontend_of(llm).rounds
+        for row in rounds.run(rows):
             if row.error is not None:
                 raise row.exception
-            with llm._rounds.lock:
+            with rounds.lock:
                 due = streamer.due()
             streamer.put(due)
         streamer.put(streamer.due())

@@ -25,7 +25,8 @@ from pydantic import BaseModel
 
 from treespec.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from treespec.sampling.logprobs import Logprob
-from treespec.serve.output_parser import OutputParser, Parsed
+from treespec.serve.output_parser import OutputParser
+from treespec.serve.output_reader import OutputReader, Part
 from treespec.serve.protocol import GenerationBody
 
 
@@ -69,11 +70,13 @@ class Answer:
 
     def chunks(self, place: int, output: RequestOutput, rounds: list[dict[str, Any]] | None = None) -> Iterator[str]:
         """Return the events of new output of a prompt, as JSON. The first one carries the rounds."""
-        if output.finished:
+        if output.finished or self._body.continues_usage:
             self._count(place, output)
         for completion in output.outputs:
             choice = self._part(*self._parts(place, output, completion))
             extra: dict[str, Any] = {"usage": None} if self._body.includes_usage else {}
+            if self._body.continues_usage:
+                extra["usage"] = self._total()
             if rounds is not None:
                 extra["rounds"], rounds = rounds, []
             yield _json(self.chunk, **self._head, object=self.chunk_object, choices=[choice], **extra)
@@ -169,8 +172,7 @@ class ChatAnswer(Answer):
     def __init__(self, body: GenerationBody, model: str, parser: OutputParser | None = None):
         super().__init__(body, model)
         self._parser, self._begins_with_reasoning = parser, False
-        self._texts: dict[int, str] = {}  # by choice; those whose role was sent
-        self._sent: dict[int, Parsed] = {}
+        self._readers: dict[int, OutputReader] = {}  # by choice
         self._ids: dict[tuple[int, int], str] = {}  # of calls, by choice and place
 
     @property
@@ -185,56 +187,55 @@ class ChatAnswer(Answer):
         return super()._parts(place, output, completion)
 
     def _whole(self, index: int, completion: CompletionOutput, extra: dict[str, Any]) -> BaseModel:
-        parsed = self._parse(index, completion, extra)
+        part = self._read(index, completion, extra)
         fields: dict[str, Any] = {}
-        if parsed.reasoning:
-            fields["reasoning_content"] = parsed.reasoning
-        if parsed.calls:
+        if part.reasoning:
+            fields["reasoning_content"] = part.reasoning
+        if part.calls:
             fields["tool_calls"] = [
                 ChatCompletionMessageFunctionToolCall(
-                    id=self._id(index, place), type="function", function=Function(**call._asdict())
+                    id=self._id(index, call.place),
+                    type="function",
+                    function=Function(name=call.name or "", arguments=call.arguments),
                 )
-                for place, call in enumerate(parsed.calls)
+                for call in part.calls
             ]
-        text = None if parsed.calls and not parsed.content else parsed.content
+        text = None if part.calls and not part.content else part.content
         message = ChatCompletionMessage(role="assistant", content=text, refusal=None, **fields)
         content = self._logprobs(completion)
         logprobs = None if content is None else ChoiceLogprobs(content=content)
         return Choice(index=index, message=message, logprobs=logprobs, **extra)
 
     def _part(self, index: int, completion: CompletionOutput, extra: dict[str, Any]) -> BaseModel:
-        role: dict[str, Any] = {} if index in self._texts else {"role": "assistant"}
-        sent, parsed = self._sent.get(index, Parsed()), self._parse(index, completion, extra)
-        self._sent[index] = parsed
-        if reasoning := parsed.reasoning[len(sent.reasoning) :]:
-            role["reasoning_content"] = reasoning
+        role: dict[str, Any] = {} if index in self._readers else {"role": "assistant"}
+        part = self._read(index, completion, extra)
+        if part.reasoning:
+            role["reasoning_content"] = part.reasoning
         calls = []
-        for place, call in enumerate(parsed.calls):
-            if place >= len(sent.calls):
-                function = ChoiceDeltaToolCallFunction(**call._asdict())
-                call_id = self._id(index, place)
-                calls.append(ChoiceDeltaToolCall(index=place, id=call_id, type="function", function=function))
-            elif more := call.arguments[len(sent.calls[place].arguments) :]:
-                calls.append(ChoiceDeltaToolCall(index=place, function=ChoiceDeltaToolCallFunction(arguments=more)))
+        for call in part.calls:
+            begins: dict[str, Any] = {}
+            if call.name is not None:
+                begins = {"id": self._id(index, call.place), "type": "function"}
+            function = ChoiceDeltaToolCallFunction(arguments=call.arguments, **({"name": call.name} if begins else {}))
+            calls.append(ChoiceDeltaToolCall(index=call.place, function=function, **begins))
         if calls:
             role["tool_calls"] = calls
-        text = parsed.content[len(sent.content) :]
-        if text or role.keys() <= {"role"}:
-            role["content"] = text
+        if part.content or role.keys() <= {"role"}:
+            role["content"] = part.content
         content = self._logprobs(completion)
         logprobs = None if content is None else ChunkLogprobs(content=content)
         return ChunkChoice(index=index, delta=ChoiceDelta(**role), logprobs=logprobs, **extra)
 
-    def _parse(self, index: int, completion: CompletionOutput, extra: dict[str, Any]) -> Parsed:
-        """Parse the text so far, and let the reason to end say whether there are calls."""
-        text = self._texts[index] = self._texts.get(index, "") + (completion.text or "")
-        if self._parser is None:
-            return Parsed(content=text)
-        ended = completion.finish_reason is not None
-        parsed = self._parser.parse(text, self._begins_with_reasoning, ended)
-        if parsed.calls and completion.finish_reason == "stop" and self._parser.named is None:  # as OpenAI's
+    def _read(self, index: int, completion: CompletionOutput, extra: dict[str, Any]) -> Part:
+        """Return what is new, and let the reason to end say whether there are calls."""
+        reader = self._readers.get(index)
+        if reader is None:
+            reader = OutputReader(self._parser or OutputParser(), self._begins_with_reasoning)
+            self._readers[index] = reader
+        part = reader.read(completion.text or "", completion.finish_reason is not None)
+        if reader.num_calls and completion.finish_reason == "stop" and reader.parser.named is None:  # as OpenAI's
             extra["finish_reason"] = "tool_calls"
-        return parsed
+        return part
 
     def _id(self, index: int, place: int) -> str:
         """Return the id of a call: nine letters, as Mistral's templates require."""

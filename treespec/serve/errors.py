@@ -17,7 +17,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class ServerError(Exception):
-    """A failure that is not the client's."""
+    """A failure after the request was accepted."""
 
     def __init__(self, message: str, status: int = 500):
         super().__init__(message)

@@ -1,19 +1,11 @@
-"""Split the text of a chat's answer into reasoning, content and tool calls, also while it grows."""
+"""How models write reasoning and tool calls."""
 
-import json
-import re
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 REASONING_TAGS = {"think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}
 REASONING_TAGS |= {"deepseek_r1": REASONING_TAGS["think"], "qwen3": REASONING_TAGS["think"]}  # vLLM's names
-
-# The usual head of a call, in the order that lets the arguments be streamed.
-_HEAD = re.compile(
-    r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:'
-    r"\s*(?=\{)"
-)
-_STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\\?\Z)|[{}\[\]]', re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -26,6 +18,9 @@ class CallFormat:
         closing: the tag behind an object, which `between` includes.
         bare: first character of a text that is calls without the tag.
         is_special: whether the tag is a special token, which `skip_special_tokens` would remove.
+        is_named: whether the tag may also precede `name[ARGS]{...}`, where the object holds the arguments.
+        is_xml: whether calls may also be `<function=name>`, a `<parameter=key>value</parameter>` each and
+            `</function>`.
     """
 
     tag: str
@@ -33,47 +28,38 @@ class CallFormat:
     closing: str = ""
     bare: str = ""
     is_special: bool = False
+    is_named: bool = False
+    is_xml: bool = False
 
 
+_BETWEEN_TOOL_CALLS = r"(?:\s|</?tool_call>)*"
 CALL_FORMATS = {
-    "hermes": CallFormat("<tool_call>", r"(?:\s|</?tool_call>)*", closing="</tool_call>"),
+    "hermes": CallFormat("<tool_call>", _BETWEEN_TOOL_CALLS, closing="</tool_call>"),
     "llama3_json": CallFormat("<|python_tag|>", r"(?:[\s;,]|<\|python_tag\|>)*", bare="{"),
-    "mistral": CallFormat("[TOOL_CALLS]", r"(?:\[TOOL_CALLS\]|[\s,\[\]])*", is_special=True),
+    "mistral": CallFormat("[TOOL_CALLS]", r"(?:\[TOOL_CALLS\]|[\s,\[\]])*", is_special=True, is_named=True),
+    "qwen3_coder": CallFormat("<tool_call>", _BETWEEN_TOOL_CALLS, closing="</tool_call>", is_xml=True),
 }
+_OTHER_FORMATS = ("<arg_key>", "<invoke ", "<tool_calls>")  # GLM's and MiniMax's use the tag of Hermes too
 REQUIRED_CALLS = CallFormat("", r"[\s,\[\]]*", bare="[")  # what `calls_schema` describes
-
-
-class ToolCall(NamedTuple):
-    """A call: `arguments` are JSON as the model wrote it, and may break off."""
-
-    name: str
-    arguments: str
-
-
-class Parsed(NamedTuple):
-    """An answer, or what is certain of one that grows: each text then only gets longer, and calls are only added."""
-
-    reasoning: str = ""
-    content: str = ""
-    calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True)
 class OutputParser:
-    """Parses the answers to one request.
+    """How to read the answers to one request.
 
     Attributes:
         reasoning: tags around the reasoning; None = all text is content.
         calls: format of tool calls; None = there are none.
         named: function whose arguments are the whole text.
-        functions: names of the functions. A text without the tag is a call only if it names one of them.
+        functions: schemas of the parameters of the functions, by name. A text without the tag is a call only if it
+            names one of them.
         most_calls: None = any number.
     """
 
     reasoning: tuple[str, str] | None = None
     calls: CallFormat | None = None
     named: str | None = None
-    functions: frozenset[str] = frozenset()
+    functions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     most_calls: int | None = None
 
     @property
@@ -86,124 +72,15 @@ class OutputParser:
         """Return whether the chat template has opened the reasoning."""
         return self.reasoning is not None and (prompt or "").rstrip().endswith(self.reasoning[0])
 
-    def parse(self, text: str, is_reasoning: bool, ended: bool) -> Parsed:
-        """Parse the text so far.
-
-        Args:
-            text: of the answer.
-            is_reasoning: whether it begins within the reasoning.
-            ended: whether no text will follow.
-        """
-        if self.named is not None:
-            return Parsed(calls=(ToolCall(self.named, text),))
-        reasoning = ""
-        if self.reasoning is not None:
-            reasoning, text = _split_reasoning(text, *self.reasoning, is_reasoning, ended)
-        if self.calls is None:
-            return Parsed(reasoning, text)
-        content, calls = self._split_calls(self.calls, text, ended)
-        return Parsed(reasoning, content, tuple(calls[: self.most_calls]))
-
-    def _split_calls(self, form: CallFormat, text: str, ended: bool) -> tuple[str, list[ToolCall]]:
-        content, calls = "", list[ToolCall]()
-        if form.bare and text.lstrip()[:1] == form.bare:
-            calls, rest = self._read_calls(form, text, ended, is_bare=True)
-            if calls or not rest:
-                text = rest
-        while form.tag and form.tag in text:
-            before, _, behind = text.partition(form.tag)
-            read, text = self._read_calls(form, behind, ended)
-            content += before if text and not read else before.rstrip()
-            if text and not read:
-                content += form.tag  # of something else
-            calls += read
-        if not ended:
-            text = _without_beginning(text, form.tag).rstrip()
-        return content + text, calls
-
-    def _read_calls(
-        self, form: CallFormat, text: str, ended: bool, is_bare: bool = False
-    ) -> tuple[list[ToolCall], str]:
-        """Return the calls with which a text begins, and what follows them, as far as that is certain."""
-        calls = list[ToolCall]()
-        while True:
-            match = re.match(form.between, text)
-            assert match is not None, "it may be empty"
-            text = text[match.end() :]
-            if not text.startswith("{"):
-                is_open = not ended and any(tag.startswith(text) for tag in (form.tag, form.closing))
-                return calls, "" if is_open else text
-            call, end = _read_call(text, ended)
-            if call is not None and is_bare and call.name not in self.functions:
-                call, end = None, 0
-            if call is not None:
-                calls.append(call)
-            if not end:
-                return calls, text if end == 0 else ""
-            text = text[end:]
-
-
-def _read_call(text: str, ended: bool) -> tuple[ToolCall | None, int | None]:
-    """Return the call with which a text begins, and its end: None if it goes on, 0 if this is no call."""
-    end = _object_end(text, 0)
-    if head := _HEAD.match(text):
-        name, start = _loads(head[1]), head.end()
-        if not isinstance(name, str):
-            return None, 0
-        return ToolCall(name, text[start : _object_end(text, start)]), end
-    if end is None:
-        return None, 0 if ended else None
-    call = _loads(text[:end])
-    if not isinstance(call, dict) or not isinstance(name := call.get("name"), str):
-        return None, 0
-    arguments = call.get("arguments", call.get("parameters")) or {}
-    return ToolCall(name, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)), end
-
-
-def _loads(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _object_end(text: str, start: int) -> int | None:
-    """Return the end of the JSON object or list at `start`, or None if it is incomplete."""
-    depth = 0
-    for match in _STRING_OR_BRACKET.finditer(text, start):
-        depth += (match[0] in "{[") - (match[0] in "}]")
-        if not depth:
-            return match.end()
-    return None
-
-
-def _split_reasoning(text: str, opening: str, closing: str, is_reasoning: bool, ended: bool) -> tuple[str, str]:
-    """Return reasoning and the rest, without the white space beside the tags."""
-    begin = text.lstrip()
-    if begin.startswith(opening):
-        text = begin.removeprefix(opening)
-    elif not ended and opening.startswith(begin):
-        return "", ""
-    elif not is_reasoning:
-        return "", text
-    reasoning, end, rest = text.partition(closing)
-    if not end and not ended:
-        reasoning = _without_beginning(reasoning, closing)
-    return reasoning.strip(), rest.lstrip()
-
-
-def _without_beginning(text: str, tag: str) -> str:
-    """Return `text` without an end that may begin the tag."""
-    for count in range(min(len(tag) - 1, len(text)), 0, -1):
-        if tag.startswith(text[-count:]):
-            return text[:-count]
-    return text
-
 
 def detect_call_format(template: str) -> str | None:
     """Return the name of the format in which a chat template describes or repeats calls, or None."""
-    if "<tool_call>" in template and "<function=" not in template:  # the latter is XML
-        return "hermes"
+    if any(tag in template for tag in _OTHER_FORMATS):
+        return None
+    if "<tool_call>" in template:
+        return "qwen3_coder" if "<function=" in template else "hermes"
+    if "<function=" in template:  # without the tag, by others
+        return None
     if "[TOOL_CALLS]" in template:
         return "mistral"
     if "<|python_tag|>" in template or '"parameters": dictionary' in template:

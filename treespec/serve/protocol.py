@@ -38,11 +38,12 @@ TokenIdLists = TypeAliasType("TokenIdLists", Annotated[list[TokenIds], FailFast(
 
 
 class StreamOptions(BaseModel):
-    """OpenAI's `stream_options`; obfuscation of the lengths of events is not supported, and ignored."""
+    """OpenAI's `stream_options` and vLLM's `continuous_usage_stats`; obfuscation of lengths is ignored."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class JsonSchema(BaseModel):
@@ -129,6 +130,11 @@ class GenerationBody(BaseModel):
     def includes_usage(self) -> bool:
         """Whether a stream ends with a chunk of usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continues_usage(self) -> bool:
+        """Whether every chunk carries the usage so far."""
+        return self.includes_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -236,9 +242,9 @@ class ChatBody(GenerationBody):
         return self.tool_choice.function.name if isinstance(self.tool_choice, ToolChoice) else None
 
     @property
-    def functions(self) -> frozenset[str]:
-        """Names of the functions of `tools`."""
-        return frozenset(tool.function.name for tool in self.tools or ())
+    def functions(self) -> dict[str, dict[str, Any]]:
+        """Schemas of the parameters of the functions of `tools`."""
+        return {tool.function.name: tool.function.parameters or {} for tool in self.tools or ()}
 
     @property
     def must_call(self) -> bool:

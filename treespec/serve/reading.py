@@ -67,8 +67,8 @@ class Reading:
                 output = await anext(self._streams[place])
         except TimeoutError:
             raise ServerError(f"the request took more than {self._seconds:g} s (--request-timeout)", 504) from None
-        except TreespecError as error:
-            raise ServerError(str(error)) from error
+        except TreespecError as error:  # what a grammar leaves no token for is the client's
+            raise ServerError(str(error), 400 if str(error).startswith("structured_outputs: ") else 500) from error
         if any(completion.finish_reason == "abort" for completion in output.outputs):
             raise ServerError("the request was aborted", 503)
         if output.finished:

@@ -1,0 +1,414 @@
+"""Sends requests to a real `treespec serve`: tokens against plain decoding, a soak, and throughput.
+
+    python perf/serve.py --json out.json
+    python perf/serve.py --throughput --model smollm2 --json out.json
+
+The first compares the tokens of `--requests` requests of mixed parameters, which arrive at random times, with
+`LLM.generate(spec="off")` in this process at the same seeds. Then `--soak` requests follow, many of which are
+cancelled, cut off, invalid or read slowly; after every tenth of them, when all have ended, it records what the server
+holds. The second measures tokens per second of the server relative to `LLM.generate` on the same requests, and of the
+server with speculation relative to without; nothing else may run on the machine.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import json
+import os
+import random
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import measuring
+import openai
+import torch
+from openai import AsyncOpenAI
+from serve_requests import TEMPLATE, Answers, Case, ask, cases, differ, plainly
+
+from treespec import LLM, AsyncLLM, SamplingParams
+from treespec.bench.grow import grown
+from treespec.bench.options import Options
+from treespec.bench.prompts import held_out_prompts
+from treespec.cli import main as treespec
+from treespec.serve import app as serve_app
+from treespec.text.prompt_files import read_prompts
+
+ENGINE: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16", "max_model_len": 512, "max_num_seqs": 8}
+AT_ONCE = 48  # clients
+PATIENCE = 60.0  # seconds for anything that must end
+
+
+# --- the server
+
+
+@contextlib.contextmanager
+def serving(*arguments: Any) -> Iterator[str]:
+    """Run `treespec serve` on a free port in another process; its URL."""
+    command = [sys.executable, __file__, "--child", *map(str, arguments), "--port", "0"]
+    log: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **log, start_new_session=True) as process:
+        assert process.stderr is not None
+        try:
+            lines = iter(process.stderr.readline, "")
+            url = next(line.split("running on ")[1].split()[0] for line in lines if "running on http" in line)
+            threading.Thread(target=lambda: [*map(sys.stderr.write, lines)]).start()  # warnings, and how it ends
+            yield url
+            process.send_signal(signal.SIGINT)
+            assert process.wait(PATIENCE) == 0
+        finally:
+            process.kill()
+
+
+def child(arguments: list[str]) -> None:
+    """Be the server, with one more path: what the process holds."""
+    create = serve_app.create_app
+
+    def create_app(engine: AsyncLLM, options: serve_app.ServerOptions) -> Any:
+        async def held() -> dict[str, int]:
+            return held_by(engine)
+
+        app = create(engine, options)
+        app.add_api_route("/held", held)
+        return app
+
+    serve_app.create_app = create_app
+    sys.argv = ["treespec", "serve", *arguments]
+    treespec()
+
+
+def held_by(engine: AsyncLLM) -> dict[str, int]:
+    """Return what this process and an engine hold now."""
+    gc.collect()
+    inner, kinds = engine.llm.engine, Counter(type(each).__qualname__ for each in gc.get_objects())
+    with engine.llm.between_rounds():
+        inner.check_integrity()
+        return {
+            "rss_kib": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024,
+            "pages": inner.cache.num_pages - inner.cache.num_free,
+            "requests": len(inner.scheduler.running) + len(inner.scheduler.waiting) + kinds["RequestStream"],
+            "tasks": len(asyncio.all_tasks()),
+            "threads": threading.active_count(),
+            "files": len(os.listdir("/proc/self/fd")),
+            "observers": int(bool(inner.observers)),
+        }
+
+
+# --- tokens
+
+
+async def at_random_times(count: int, rate: float, rng: random.Random, one: Any) -> None:
+    """Run `one(i)` for all i, `AT_ONCE` of them at most at once; the gaps between starts are exponential."""
+    limit = asyncio.Semaphore(AT_ONCE)
+
+    async def limited(i: int) -> None:
+        try:
+            await one(i)
+        finally:
+            limit.release()
+
+    async with asyncio.TaskGroup() as tasks:
+        for i in range(count):
+            await limit.acquire()
+            tasks.create_task(limited(i))
+            await asyncio.sleep(rng.expovariate(rate))
+
+
+async def compare(url: str, work: Sequence[Case], expected: Sequence[Answers], seed: int) -> dict[str, Any]:
+    """Send all requests at random times and compare their answers."""
+    differing = list[str]()
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=None) as client:
+
+        async def one(i: int) -> None:
+            if difference := differ(work[i], await ask(client, work[i]), expected[i]):
+                differing.append(f"request {i}: {difference}")
+                print(differing[-1], work[i].fields())
+
+        await at_random_times(len(work), 60, random.Random(seed), one)
+    tokens = sum(len(answer[0]) for answers in expected for answer in answers.values())
+    return {
+        "requests": len(work),
+        "streamed": sum(case.body["stream"] for case in work),
+        "tokens_compared": tokens,
+        "requests_that_differ": len(differing),
+    }
+
+
+# --- the soak
+
+DEEP = "[" * 100_000
+BAD: list[Any] = [
+    "{",
+    DEEP,
+    f'{{"prompt": {DEEP}',
+    '{"prompt": "\\ud800"}',
+    {},
+    {"prompt": 3},
+    {"prompt": []},
+    {"prompt": [9999]},
+    {"prompt": "word " * 4000},
+    {"prompt": "x" * (5 << 20)},
+    {"prompt": "x", "temperature": "hot"},
+    {"prompt": "x", "max_tokens": -1},
+    {"prompt": "x", "n": 10**9},
+    {"prompt": "x", "absent": 1},
+    {"prompt": "x", "stop": ["a"] * 100_000},
+    {"prompt": "x", "speculation": {"nodes": 10**6}},
+    {"prompt": "x", "structured_outputs": {"regex": "("}},
+    {"prompt": "x", "structured_outputs": {"json": {"$ref": "#/$defs/absent"}}},
+    {"prompt": "x", "structured_outputs": {"grammar": "root ::= root"}},
+    {"prompt": "x", "logit_bias": {str(i): 1 for i in range(100_000)}},
+    {"messages": [{"role": "user", "content": "x"}] * 5000},
+    {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]},
+    {"messages": [{"role": "user", "content": "x"}], "chat_template": "{{ 1 }}"},
+]
+KINDS = {"whole": 35, "cancelled": 20, "disconnected": 14, "cut off": 5, "bad": 16, "slow": 5, "other": 5}
+
+
+class Soak:
+    """Sends random requests of random clients, and records what goes wrong.
+
+    Args:
+        url: of the server.
+        work, expected: requests and their answers.
+        seed: of all choices.
+    """
+
+    def __init__(self, url: str, work: Sequence[Case], expected: Sequence[Answers], seed: int):
+        self._url, self._work, self._expected, self._rng = url, work, expected, random.Random(seed)
+        self._sent, self._failures, self._slowest_refusal = Counter[str](), list[str](), 0.0
+        self._held_after = list[dict[str, int]]()
+
+    async def run(self, count: int) -> dict[str, Any]:
+        """Send further requests; return what went wrong so far, and what the server held after each call."""
+        http = openai.DefaultAsyncHttpxClient(timeout=PATIENCE)
+        async with AsyncOpenAI(base_url=f"{self._url}/v1", api_key="none", max_retries=0, http_client=http) as client:
+            self._client = client
+            await at_random_times(count, 150, self._rng, lambda i: self._one())
+        self._held_after.append(await self._held())
+        print(f"{self._sent.total()} requests, {len(self._failures)} failures: {self._held_after[-1]}", flush=True)
+        return {
+            "requests": dict(self._sent),
+            "failures": len(self._failures),
+            "first_failures": self._failures[:10],
+            "slowest_refusal_seconds": self._slowest_refusal,
+            "held_after_each_tenth": self._held_after,
+        }
+
+    async def _held(self) -> dict[str, int]:
+        """Return what the server holds as soon as it is idle; after a minute, whatever it is."""
+        async with AsyncOpenAI(base_url=self._url, api_key="none", timeout=PATIENCE) as client:
+            for _ in range(60):
+                held = await client.get("/held", cast_to=dict[str, int])
+                if not held["requests"]:
+                    break
+                await asyncio.sleep(1)
+        return held
+
+    async def _one(self) -> None:
+        (kind,) = self._rng.choices([*KINDS], [*KINDS.values()])
+        self._sent[kind] += 1
+        i = self._rng.randrange(len(self._work))
+        try:
+            async with asyncio.timeout(PATIENCE):
+                problem = await getattr(self, f"_{kind.replace(' ', '_')}")(self._work[i], self._expected[i])
+        except (openai.OpenAIError, OSError, TimeoutError) as error:
+            problem = f"{type(error).__name__}: {error} {error.__cause__!r}"
+        if problem:
+            self._failures.append(f"{kind}: {problem}"[:400])
+            print(self._failures[-1], flush=True)
+
+    async def _whole(self, case: Case, expected: Answers) -> str | None:
+        return differ(case, await ask(self._client, case), expected)
+
+    async def _cancelled(self, case: Case, expected: Answers) -> str | None:
+        case = case._replace(body=case.body | {"stream": True})
+        answers = await ask(self._client, case, self._rng.randint(1, 4))
+        for index, (tokens, *_) in answers.items():
+            if tokens != expected[index][0][: len(tokens)]:
+                return f"tokens {tokens}, expected {expected[index][0]}"
+        return None
+
+    async def _disconnected(self, case: Case, expected: Answers) -> None:
+        _, writer = await self._open()
+        writer.write(self._request(case))
+        await asyncio.sleep(self._rng.choice([0, 0.001, 0.02, 0.2]))
+        if self._rng.random() < 0.5:  # a reset instead of an orderly end
+            linger = struct.pack("ii", 1, 0)
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        writer.close()
+
+    async def _cut_off(self, case: Case, expected: Answers) -> None:
+        _, writer = await self._open()
+        request = self._request(case)
+        writer.write(request[: self._rng.randrange(1, len(request))])
+        await asyncio.sleep(self._rng.choice([0, 0.02, 0.2]))
+        writer.close()
+
+    async def _slow(self, case: Case, expected: Answers) -> str | None:
+        reader, writer = await self._open(limit=256, buffer=1024)
+        writer.write(self._request(case._replace(body=case.body | {"stream": True}), b"Connection: close\r\n"))
+        received = b""
+        while data := await reader.read(200):
+            received += data
+            await asyncio.sleep(0.01)
+        writer.close()
+        return None if b"[DONE]" in received else f"ended with {received[-200:]!r}"
+
+    async def _bad(self, case: Case, expected: Answers) -> str | None:
+        body = self._rng.choice(BAD)
+        text = body if isinstance(body, str) else json.dumps(body)
+        path = "/chat/completions" if "messages" in body else "/completions"
+        began = time.perf_counter()
+        try:
+            await self._client.post(path, cast_to=object, content=text.encode())
+        except openai.APIStatusError as error:
+            self._slowest_refusal = max(self._slowest_refusal, time.perf_counter() - began)
+            if 400 <= error.status_code < 500 and isinstance(error.body, dict) and error.body["message"]:
+                return None
+            return f"{text[:100]}: {error.status_code} {error}"
+        except openai.APIConnectionError:  # the server closes while a large body is on its way
+            return None if len(text) > 1 << 20 else f"{text[:100]}: no answer"
+        return f"{text[:100]} was answered"
+
+    async def _other(self, case: Case, expected: Answers) -> str | None:
+        path = self._rng.choice(["/v1/models", "/metrics", "/health", "/version", "/", "/page/page.js"])
+        reader, writer = await self._open()
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+        status = (await reader.read()).split(b"\r\n")[0]
+        writer.close()
+        return None if b" 200 " in status else f"{path}: {status!r}"
+
+    async def _open(self, limit: int = 1 << 16, buffer: int | None = None) -> Any:
+        host, port = self._url.removeprefix("http://").split(":")
+        connection = socket.socket()
+        if buffer is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+        connection.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(connection, (host, int(port)))
+        return await asyncio.open_connection(sock=connection, limit=limit)
+
+    def _request(self, case: Case, headers: bytes = b"") -> bytes:
+        prompt = {"messages" if case.is_chat else "prompt": case.prompt}
+        body = json.dumps(case.fields(**prompt)).encode()
+        path = "/v1/chat/completions" if case.is_chat else "/v1/completions"
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        return head.encode() + headers + f"Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+# --- throughput
+
+
+def throughput(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return tokens per second of the server and of `LLM.generate` for each number of clients, and their ratios."""
+    rows = []
+    options = Options(device="cpu", model=args.model)
+    with grown(options, args.grow, None, None) if args.grow else contextlib.nullcontext((options, None)) as (target, _):
+        drafts = [] if target.drafts is None else [item for draft in target.drafts for item in ("--draft", draft)]
+        is_chat = args.model == "smollm2"
+        prompts = [prompt.content for prompt in read_prompts(held_out_prompts(is_chat), is_chat)]
+        for clients in (1, 4, 8, 16):
+            engine = ENGINE | {"max_model_len": 1024, "max_num_seqs": clients}
+            llm = LLM(target.model, target.drafts, **engine)
+            work = [prompts[i % len(prompts)] for i in range(max(args.prompts, 2 * clients))]
+            flags = [*drafts, *_flags(engine), "--no-enable-prefix-caching", "--served-model-name", "m"]
+            with serving(target.model or "embedded", *flags) as url:
+                rows.append({"clients": clients, "requests": len(work)} | _measure(llm, url, work, clients, args))
+            print(rows[-1], flush=True)
+    return rows
+
+
+def _measure(llm: LLM, url: str, work: Sequence[Any], clients: int, args: argparse.Namespace) -> dict[str, Any]:
+    rates: dict[str, list[float]] = {"generate": [], "server": [], "server_off": []}
+    params = SamplingParams(max_tokens=args.max_tokens, ignore_eos=True)
+    for repeat in range(args.repeats + 1):  # the first warms up
+        for name, values in rates.items():
+            began = time.perf_counter()
+            if name == "generate":
+                chats = isinstance(work[0], list)
+                outputs = llm.chat(work, params) if chats else llm.generate(work, params)
+                tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+            else:
+                tokens = asyncio.run(_load(url, work, clients, args.max_tokens, name == "server_off"))
+            if repeat:
+                values.append(tokens / (time.perf_counter() - began))
+    figures = {name: measuring.spread(values) for name, values in rates.items()}
+    for name, one, other in (("server_by_generate", "server", "generate"), ("on_by_off", "server", "server_off")):
+        figures[name] = measuring.spread([a / b for a, b in zip(rates[one], rates[other], strict=True)])
+    return figures
+
+
+async def _load(url: str, work: Sequence[Any], clients: int, max_tokens: int, is_off: bool) -> int:
+    """Let clients stream all requests, each one after another; the number of tokens."""
+    queue, tokens = [*work], 0
+    fields = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True} | (
+        {"speculation": "off"} if is_off else {}
+    )
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=None) as client:
+
+        async def one() -> None:
+            nonlocal tokens
+            while queue:
+                prompt = queue.pop(0)
+                chats = isinstance(prompt, list)
+                create: Any = client.chat.completions.create if chats else client.completions.create
+                arguments = {"messages" if chats else "prompt": prompt, "stream_options": {"include_usage": True}}
+                async for chunk in await create(model="m", stream=True, extra_body=fields, **arguments):
+                    if chunk.usage is not None:
+                        tokens += chunk.usage.completion_tokens
+
+        await asyncio.gather(*(one() for _ in range(clients)))
+    return tokens
+
+
+def _flags(engine: dict[str, Any]) -> list[Any]:
+    return [item for name, value in engine.items() for item in (f"--{name.replace('_', '-')}", value)]
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--child"]:
+        return child(sys.argv[2:])
+    sizes = {"requests": 2000, "soak": 20_000, "seed": 0, "threads": 1}
+    parser = measuring.parser(__doc__, **sizes, prompts=32, max_tokens=64, repeats=5)
+    parser.add_argument("--throughput", action="store_true", help="measure throughput instead")
+    parser.add_argument("--model", help="target for --throughput; default: the embedded one")
+    args = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    torch.set_num_threads(args.threads)
+    if args.throughput:
+        document = measuring.setup(args, "threads", "prompts", "max_tokens", "repeats", "model")
+        return measuring.write_json(args.json, document | {"rows": throughput(args)})
+    document = measuring.setup(args, "requests", "seed", "threads", soak_requests=args.soak)
+    llm = LLM("embedded", **ENGINE)
+    tokenizer = llm.get_tokenizer()
+    work = cases(args.requests, args.seed, tokenizer, 48)
+    again = cases(100, args.seed + 1, tokenizer, 12) + cases(20, args.seed + 2, tokenizer, 100)
+    expected, expected_again = ([plainly(llm, case) for case in group] for group in (work, again))
+    with tempfile.NamedTemporaryFile("w", suffix=".jinja") as template:
+        template.write(TEMPLATE)
+        template.flush()
+        flags = ["embedded", *_flags(ENGINE), "--chat-template", template.name, "--served-model-name", "m"]
+        with serving(*flags) as url:
+            if args.requests:
+                document["tokens"] = asyncio.run(compare(url, work, expected, args.seed))
+                print(document["tokens"], flush=True)
+                measuring.write_json(args.json, document)
+            soak = Soak(url, again, expected_again, args.seed)
+            for _ in range(10 if args.soak else 0):
+                document["soak"] = asyncio.run(soak.run(args.soak // 10))
+                measuring.write_json(args.json, document)
+    return None
+
+
+if __name__ == "__main__":
+    main()

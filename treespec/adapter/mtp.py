@@ -29,13 +29,9 @@ MTP = "mtp"  # in `drafts`, the target's own layer
 
 @dataclass(frozen=True)
 class MtpForm:
-    """The MTP layer of a target, with the interface of a draft head's form.
+    """The MTP layer of a target, with the interface of a draft head's form."""
 
-    Attributes:
-        folder: the target's.
-    """
-
-    folder: Path
+    folder: Path  # the target's
     name = "MTP layer"
 
     @classmethod

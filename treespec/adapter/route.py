@@ -39,26 +39,16 @@ _WITHOUT_EFFECT = frozenset(
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """One attention call of a pass over flattened rows.
+    """One attention call of a pass over flattened rows."""
 
-    Attributes:
-        index: of the call within the pass; also the layer of the KV cache.
-        query: [num_rows, num_heads, key width].
-        key, value: [num_rows, num_kv_heads, key or value width], of the same rows.
-        mask: visible keys by position, within the row's own path.
-        scale: of the scores.
-        softcap: c of s -> c tanh(s / c).
-        sinks: [num_heads], attention sink scores.
-    """
-
-    index: int
-    query: Tensor
-    key: Tensor
+    index: int  # of the call within the pass; also the layer of the KV cache
+    query: Tensor  # [num_rows, num_heads, key width]
+    key: Tensor  # [num_rows, num_kv_heads, key or value width], of the same rows
     value: Tensor
-    mask: MaskRule
-    scale: float
-    softcap: float | None
-    sinks: Tensor | None
+    mask: MaskRule  # visible keys by position, within the row's own path
+    scale: float  # of the scores
+    softcap: float | None  # c of s -> c tanh(s / c)
+    sinks: Tensor | None  # [num_heads], attention sink scores
 
 
 Handler = Callable[[AttentionCall], Tensor]

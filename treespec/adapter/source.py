@@ -26,29 +26,17 @@ _STATES = ("linear", "mamba", "conv", "recurrent", "rwkv", "ssm", "lstm", "hybri
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A model that has not been traced yet.
+    """A model that has not been traced yet."""
 
-    Attributes:
-        folder: of the checkpoint, or a label for a model in memory.
-        hf_config: transformers' config.
-        model_ref: weak reference to a model in memory; None for a checkpoint.
-        generation: non-default values of its generation config.
-        max_positions: maximum context length.
-        short_context: as in `ModelConfig`.
-        dtype: of the stored weights.
-        eos_token_ids: tokens that end a text.
-        tokenizer: one given with a model in memory: an object, or a folder.
-    """
-
-    folder: Path
+    folder: Path  # of the checkpoint, or a label for a model in memory
     hf_config: Any
-    model_ref: "weakref.ref[nn.Module] | None"
-    generation: dict[str, Any]
+    model_ref: "weakref.ref[nn.Module] | None"  # of a model in memory; None for a checkpoint
+    generation: dict[str, Any]  # non-default values of its generation config
     max_positions: int
-    short_context: int
-    dtype: torch.dtype
-    eos_token_ids: tuple[int, ...]
-    tokenizer: Any = None
+    short_context: int  # as in `ModelConfig`
+    dtype: torch.dtype  # of the stored weights
+    eos_token_ids: tuple[int, ...]  # tokens that end a text
+    tokenizer: Any = None  # one given with a model in memory: an object, or a folder
 
     @property
     def name(self) -> str:

@@ -24,22 +24,15 @@ from treespec_kernels.linear.linear import Linear
 
 
 class Unread(NamedTuple):
-    """The tokens of a request that a block draft has not read.
+    """The tokens of a request that a block draft has not read."""
 
-    Attributes:
-        tokens: committed tokens and, last, the root.
-        start: position of the first of them.
-        pages: of the request.
-        states: the target's states from position `start` - `BlockDraft.offset` to that before the root, [num states,
-            number of layers, hidden_size]; None for drafts that read none.
-        max_len: of the request, as in `RequestRows`.
-    """
-
-    tokens: Sequence[int]
-    start: int
-    pages: np.ndarray
+    tokens: Sequence[int]  # committed tokens and, last, the root
+    start: int  # position of the first of them
+    pages: np.ndarray  # of the request
+    # The target's states from position `start` - `BlockDraft.offset` to that before the root, [num states, number of
+    # layers, hidden_size]; None for drafts that read none
     states: Tensor | None
-    max_len: int
+    max_len: int  # of the request, as in `RequestRows`
 
     @property
     def root(self) -> int:

@@ -85,15 +85,11 @@ class CompiledPasses(Protocol):
 
 
 class StreamInput(NamedTuple):
-    """Residual stream that a draft's pass begins with, instead of embeddings; in the model's dtype.
+    """Residual stream that a draft's pass begins with, instead of embeddings; in the model's dtype."""
 
-    Attributes:
-        rows: [num_rows, hidden_size], the residual stream before the first layer.
-        qkv: [num_rows, (num_heads + 2 * num_kv_heads) * head_dim], the first layer's projections before rotation; None
-            if they are those of `rows`.
-    """
-
-    rows: Tensor
+    rows: Tensor  # [num_rows, hidden_size], the residual stream before the first layer
+    # [num_rows, (num_heads + 2 * num_kv_heads) * head_dim], the first layer's projections before rotation; None if they
+    # are those of `rows`
     qkv: Tensor | None
 
 

@@ -19,38 +19,23 @@ from treespec_weights.rules import ACTIVATIONS, Activation, FamilyRules, ModelSh
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Architecture of a checkpoint, as the native decoder needs it.
-
-    Attributes:
-        folder, rules, shape: path, family rules and sizes.
-        norm_eps: of all norms.
-        activation: of the MLP.
-        parallel: attention and MLP read the same residual stream (parallel block).
-        query_scale: factor on attention scores.
-        score_cap, logit_cap: soft caps c of scores and logits, x -> c tanh(x / c); None = none.
-        embed_scale: factor on embeddings, rounded to the model's dtype.
-        ropes: rotary embeddings; () for learned positions.
-        layers: by layer, its rope and window.
-        max_positions: maximum context length.
-        dtype: of the stored weights.
-        eos_token_ids: tokens that end a text.
-    """
+    """Architecture of a checkpoint, as the native decoder needs it."""
 
     folder: Path
     rules: FamilyRules
     shape: ModelShape
-    norm_eps: float
-    activation: Activation
-    parallel: bool
-    query_scale: float
-    score_cap: float | None
-    logit_cap: float | None
-    embed_scale: float
-    ropes: tuple[Rope, ...]
-    layers: tuple[LayerKind, ...]
+    norm_eps: float  # of all norms
+    activation: Activation  # of the MLP
+    parallel: bool  # attention and MLP read the same residual stream (parallel block)
+    query_scale: float  # factor on attention scores
+    score_cap: float | None  # soft cap c of scores, x -> c tanh(x / c); None = none
+    logit_cap: float | None  # of logits
+    embed_scale: float  # factor on embeddings, rounded to the model's dtype
+    ropes: tuple[Rope, ...]  # rotary embeddings; () for learned positions
+    layers: tuple[LayerKind, ...]  # by layer, its rope and window
     max_positions: int
-    dtype: torch.dtype
-    eos_token_ids: tuple[int, ...]
+    dtype: torch.dtype  # of the stored weights
+    eos_token_ids: tuple[int, ...]  # tokens that end a text
     quantization: QuantScheme | None = None  # the checkpoint's own
     head_rows: int | None = None  # of a draft's reduced head; None = the vocabulary
 

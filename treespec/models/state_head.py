@@ -111,17 +111,11 @@ class MedusaHeads(StateHead):
 
 
 class SpeculatorStep(NamedTuple):
-    """Weights of an MLPSpeculator for one depth.
+    """Weights of an MLPSpeculator for one depth."""
 
-    Attributes:
-        embed: [vocab_size, inner].
-        project: of the state before, to [inner].
-        gain, shift: of the norm, [inner].
-    """
-
-    embed: Tensor
-    project: AnyLinear
-    gain: Tensor
+    embed: Tensor  # [vocab_size, inner]
+    project: AnyLinear  # of the state before, to [inner]
+    gain: Tensor  # of the norm, [inner]
     shift: Tensor
 
 

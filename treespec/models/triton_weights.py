@@ -103,22 +103,14 @@ class LayerWeights:
 
 @dataclass(frozen=True, eq=False)
 class ModelWeights:
-    """Weights of G stacked models of one shape.
+    """Weights of G stacked models of one shape."""
 
-    Args:
-        embed: [G * vocab_size, hidden_size]; token t of model g is row g * vocab_size + t.
-        layers: layers of all models.
-        final_norm, final_norm_bias: [G, hidden_size].
-        head: [G, vocab_size, hidden_size]; a view of `embed` if tied.
-        positions: learned position embeddings, [G * P, hidden_size], or None.
-    """
-
-    embed: Tensor
-    layers: tuple[LayerWeights, ...]
-    final_norm: Tensor
+    embed: Tensor  # [G * vocab_size, hidden_size]; token t of model g is row g * vocab_size + t
+    layers: tuple[LayerWeights, ...]  # layers of all models
+    final_norm: Tensor  # [G, hidden_size]
     final_norm_bias: Tensor | None
-    head: Tensor
-    positions: Tensor | None
+    head: Tensor  # [G, vocab_size, hidden_size]; a view of `embed` if tied
+    positions: Tensor | None  # learned position embeddings, [G * P, hidden_size], or None
 
     @property
     def groups(self) -> int:

@@ -53,25 +53,16 @@ class Built:
     """An engine and the settings it was built with.
 
     It keeps no model in memory that the engine does not keep itself.
-
-    Attributes:
-        engine, config: the engine and its resolved resources.
-        target: config of the target.
-        backend: backend of the target: "native" or "transformers".
-        exactness: guarantee about the output tokens.
-        memory: bytes in use, by purpose.
-        kernels: configurations of the Triton kernels; None without Triton.
-        connections: how each draft model proposes tokens for the target, by name.
     """
 
     engine: Engine
     config: EngineConfig
     target: ModelConfig | AdapterConfig
-    backend: str
-    exactness: str
-    memory: dict[str, int]
-    kernels: KernelConfigs | None
-    connections: dict[str, str]
+    backend: str  # of the target: "native" or "transformers"
+    exactness: str  # guarantee about the output tokens
+    memory: dict[str, int]  # bytes in use, by purpose
+    kernels: KernelConfigs | None  # None without Triton
+    connections: dict[str, str]  # how each draft model proposes tokens for the target, by name
 
     def stats(self) -> dict[str, Any]:
         """Return the document of `LLM.stats`."""
@@ -121,19 +112,12 @@ class Built:
 
 @dataclass(frozen=True)
 class Target:
-    """A loaded target.
-
-    Attributes:
-        decoder: decoder of the target.
-        cache: KV cache of the engine; the self-test leaves it zeroed.
-        fixed_rows: rows of every pass if exactness needs padding, else None.
-        exactness: guarantee about the output tokens, for `stats` and the log.
-    """
+    """A loaded target."""
 
     decoder: Decoder
-    cache: KVCache
-    fixed_rows: int | None
-    exactness: str
+    cache: KVCache  # KV cache of the engine; the self-test leaves it zeroed
+    fixed_rows: int | None  # rows of every pass if exactness needs padding, else None
+    exactness: str  # guarantee about the output tokens, for `stats` and the log
 
 
 def load_target(resolved: Resolved, plan: MemoryPlan) -> Target:

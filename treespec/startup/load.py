@@ -51,20 +51,13 @@ _ANY_HEAD = 16  # head size of the library build; linear layers do not use it
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """A draft head, or block draft, and what it reads of its target.
+    """A draft head, or block draft, and what it reads of its target."""
 
-    Attributes:
-        form: of the published folder.
-        decoder: config of its layers, with the target's vocabulary size; of a head without attention, the target's with
-            no layers.
-        layers: of the target, whose inputs it reads; see `HeadForm.read_layers`.
-        target_hidden: hidden size of the target.
-    """
-
-    form: DraftForm | MtpForm
+    form: DraftForm | MtpForm  # of the published folder
+    # Config of its layers, with the target's vocabulary size; of a head without attention, the target's with no layers
     decoder: ModelConfig | AdapterConfig
-    layers: tuple[int, ...]
-    target_hidden: int
+    layers: tuple[int, ...]  # of the target, whose inputs it reads; see `HeadForm.read_layers`
+    target_hidden: int  # the target's hidden size
 
     @property
     def folder(self) -> Path:
@@ -131,25 +124,17 @@ def _is_quantized(config: ModelConfig) -> bool:
 
 @dataclass(frozen=True)
 class Loader:
-    """Loads the models of an engine.
+    """Loads the models of an engine."""
 
-    Args:
-        device, dtype: device and dtype of the passes.
-        attention: implementation of tree attention.
-        linear: implementation of native models' linear layers; "compiled" runs whole passes in C++.
-        exact: as in `LLM`.
-        configs: tuned configurations of the Triton kernels; None without Triton.
-        int8_drafts: quantise drafts while loading, and their activations; compiled passes only.
-        integer: quantise the target's activations to int8 before products with quantised weights; compiled passes only.
-    """
-
-    device: torch.device
+    device: torch.device  # of the passes, as dtype
     dtype: torch.dtype
-    attention: str
+    attention: str  # implementation of tree attention
+    # Implementation of native models' linear layers; "compiled" runs whole passes in C++
     linear: LinearImpl | Literal["compiled", "triton"]
-    exact: bool
-    configs: KernelConfigs | None
-    int8_drafts: bool = False
+    exact: bool  # as in `LLM`
+    configs: KernelConfigs | None  # None without Triton
+    int8_drafts: bool = False  # quantise drafts while loading, and their activations; compiled passes only
+    # Quantise the target's activations to int8 before products with quantised weights; compiled passes only
     integer: bool = False
     _modules: dict[Source, nn.Module] = field(default_factory=dict)
     _layers: dict[MtpForm, nn.Module] = field(default_factory=dict)

@@ -33,29 +33,17 @@ CHUNK_SHARE = 8  # a larger chunk may take this part of the free memory
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Memory sizes of an engine.
+    """Memory sizes of an engine."""
 
-    Attributes:
-        max_model_len: maximum positions of a request.
-        scratch: KV slots after a request's committed slots, for its tree and its drafts.
-        prefill_chunk: prompt rows per step.
-        largest_pass: rows of the largest pass.
-        num_pages: number of pages of the KV cache.
-        cache_dtype: dtype of the KV cache.
-        shapes: shapes of the models in the KV cache, target first.
-        stacks: numbers of consecutive models that share a tensor of the KV cache (see `KVCache`).
-        features: hidden states of the target that draft heads read; None without heads.
-    """
-
-    max_model_len: int
-    scratch: int
-    prefill_chunk: int
-    largest_pass: int
+    max_model_len: int  # maximum positions of a request
+    scratch: int  # KV slots after a request's committed slots, for its tree and its drafts
+    prefill_chunk: int  # prompt rows per step
+    largest_pass: int  # rows of the largest pass
     num_pages: int
     cache_dtype: torch.dtype
-    shapes: list[ModelShape]
-    stacks: list[int] | None
-    features: FeatureShape | None
+    shapes: list[ModelShape]  # shapes of the models in the KV cache, target first
+    stacks: list[int] | None  # numbers of consecutive models that share a tensor of the KV cache (see `KVCache`)
+    features: FeatureShape | None  # hidden states of the target that draft heads read; None without heads
 
     @property
     def positions(self) -> int:

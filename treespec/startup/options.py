@@ -256,31 +256,18 @@ def resolve_quantization(quantization: str | None, target: ModelConfig | Source,
 
 @dataclass(frozen=True)
 class Resolved:
-    """Options of an engine with every "auto" replaced and every config read. No native weights are loaded.
+    """Options of an engine with every "auto" replaced and every config read. No native weights are loaded."""
 
-    Attributes:
-        options: what the user asked for.
-        spec: default speculative decoding options.
-        loader: loads models with the resolved device, dtype and implementations.
-        compile: whether passes run in compiled libraries.
-        quantization: quantisation to apply to the target's layers.
-        fixed_rows: rows of every pass if exactness needs padding, else None.
-        target: config of the target.
-        drafts: draft models, connected to the target's vocabulary.
-        heads: draft heads by name.
-        drafters: the user's own `Drafter` objects.
-    """
-
-    options: EngineOptions
+    options: EngineOptions  # what the user asked for
     spec: SpecConfig
-    loader: Loader
-    compile: bool
-    quantization: str | None
-    fixed_rows: int | None
+    loader: Loader  # loads models with the resolved device, dtype and implementations
+    compile: bool  # whether passes run in compiled libraries
+    quantization: str | None  # quantisation to apply to the target's layers
+    fixed_rows: int | None  # rows of every pass if exactness needs padding, else None
     target: ModelConfig | AdapterConfig
-    drafts: list[Draft]
+    drafts: list[Draft]  # draft models, connected to the target's vocabulary
     heads: list[tuple[str, HeadConfig]]
-    drafters: list[Drafter]
+    drafters: list[Drafter]  # the user's own `Drafter` objects
 
     @property
     def device(self) -> torch.device:

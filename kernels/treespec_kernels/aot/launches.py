@@ -33,21 +33,14 @@ class Pointer:
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of a kernel.
+    """One launch of a kernel."""
 
-    Args:
-        module, kernel: module and name of the `triton.jit` function.
-        arguments: arguments by name; tensors are `Pointer`s.
-        options: num_warps, num_stages, enable_fp_fusion, launch_pdl.
-        case: the op's case that made the launch.
-        first: the launch of the kernel's first tile, if this one has a larger tile that must give a row the same bits.
-    """
-
-    module: str
+    module: str  # of the `triton.jit` function
     kernel: str
-    arguments: dict[str, Any]
-    options: dict[str, Any]
-    case: str = ""
+    arguments: dict[str, Any]  # tensors are `Pointer`s
+    options: dict[str, Any]  # num_warps, num_stages, enable_fp_fusion, launch_pdl
+    case: str = ""  # the op's case that made the launch
+    # The launch of the kernel's first tile, if this one has a larger tile that must give a row the same bits
     first: "Launch | None" = None
 
     @classmethod

@@ -29,18 +29,13 @@ ITEM_FIELDS = ("request", "slot_row", "m_lo", "m_hi", "key_lo", "key_hi", "segme
 
 
 class AttentionShape(NamedTuple):
-    """Sizes of tree attention.
-
-    Args:
-        num_heads, num_kv_heads, head_dim, dtype: of the model.
-        window: number of positions that a row reads, its own included; None for all.
-    """
+    """Sizes of tree attention."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
-    window: int | None = None
+    window: int | None = None  # number of positions that a row reads, its own included; None for all
 
     @property
     def group(self) -> int:

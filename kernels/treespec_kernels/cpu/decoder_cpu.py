@@ -33,80 +33,54 @@ class NormWeights(NamedTuple):
 
 
 class CompiledLayerWeights(NamedTuple):
-    """Weights of one layer. Projections are [out_features, in_features], in the model's dtype or quantised.
-
-    Attributes:
-        head_norm: norm of each head of Q and K, [num_heads + num_kv_heads, head_dim].
-        gate_up: gate and up stacked; only up in an MLP without a gate.
-        qkv: None in the first layer of a draft head, which is given these projections.
-        rope: index of the layer's rope.
-        window: number of positions that a row attends to, its own included; None for all.
-    """
+    """Weights of one layer. Projections are [out_features, in_features], in the model's dtype or quantised."""
 
     attn_norm: NormWeights
     mlp_norm: NormWeights
     attn_post_norm: NormWeights | None
     mlp_post_norm: NormWeights | None
-    head_norm: Tensor | None
-    qkv: Tensor | QuantizedWeight | None
+    head_norm: Tensor | None  # norm of each head of Q and K, [num_heads + num_kv_heads, head_dim]
+    qkv: Tensor | QuantizedWeight | None  # None in the first layer of a draft head, which is given these projections
     qkv_bias: Tensor | None
     o: Tensor | QuantizedWeight
     o_bias: Tensor | None
-    gate_up: Tensor | QuantizedWeight
+    gate_up: Tensor | QuantizedWeight  # gate and up stacked; only up in an MLP without a gate
     gate_up_bias: Tensor | None
     down: Tensor | QuantizedWeight
     down_bias: Tensor | None
-    rope: int
-    window: int | None
+    rope: int  # index of the layer's rope
+    window: int | None  # number of positions that a row attends to, its own included; None for all
 
 
 class Architecture(NamedTuple):
-    """Architecture of a model. Sizes are multiples of 16 (`unsupported_reason`).
-
-    Attributes:
-        query_scale: factor on the attention scores.
-        activation: one of ACTIVATIONS.
-        layer_norm: LayerNorm instead of RMSNorm.
-        parallel: attention and MLP of a layer have the same input.
-        num_ropes: number of different ropes, 0 for learned positions.
-        embed_scale: factor on the embeddings.
-        score_cap: soft cap c: scores x become c tanh(x / c); None for no cap.
-    """
+    """Architecture of a model. Sizes are multiples of 16 (`unsupported_reason`)."""
 
     num_heads: int
     num_kv_heads: int
     norm_eps: float
-    query_scale: float
-    activation: str = "silu"
-    layer_norm: bool = False
-    parallel: bool = False
-    num_ropes: int = 1
-    embed_scale: float = 1.0
-    score_cap: float | None = None
+    query_scale: float  # factor on the attention scores
+    activation: str = "silu"  # one of ACTIVATIONS
+    layer_norm: bool = False  # LayerNorm instead of RMSNorm
+    parallel: bool = False  # attention and MLP of a layer have the same input
+    num_ropes: int = 1  # number of different ropes, 0 for learned positions
+    embed_scale: float = 1.0  # factor on the embeddings
+    score_cap: float | None = None  # soft cap c: scores x become c tanh(x / c); None for no cap
 
 
 class PassEntries(NamedTuple):
     """Addresses and sizes with which another library runs a model's passes.
 
-    Attributes:
-        forward, probs: addresses of the functions.
-        model, head: addresses of their first arguments.
-        num_learned_positions: number of learned positions, or 0.
-        hidden_bytes: size of one row's hidden state.
-        threads: number of threads of a pass.
-        pairs, pairing, qkv_bytes, norm_output: of a draft head, from `PairInputs`; 0 for an SSM.
-
     All are 0 for a block draft, which runs no pass in the call that grows trees.
     """
 
-    forward: int
+    forward: int  # addresses of the functions
     probs: int
-    model: int
+    model: int  # addresses of their first arguments
     head: int
-    num_learned_positions: int
-    hidden_bytes: int
+    num_learned_positions: int  # number of learned positions, or 0
+    hidden_bytes: int  # size of one row's hidden state
     threads: int
-    pairs: int = 0
+    pairs: int = 0  # this and the rest: of a draft head, from `PairInputs`; 0 for an SSM
     pairing: int = 0
     qkv_bytes: int = 0
     norm_output: bool = False

@@ -41,23 +41,17 @@ def lookup_library(compiler: tuple[str, ...], folder: Path) -> ctypes.CDLL:
 
 
 class LookupTree(NamedTuple):
-    """Tree of proposals in descending order of value; arrays [num_nodes].
+    """Tree of proposals in descending order of value; arrays [num_nodes]."""
 
-    Attributes:
-        tokens, parents, depths: int64, as in `TokenTree`.
-        classes, lengths: int64 [2, num_nodes], class of each node and length of the match that it continues, in the
-            text and in the history; -1 if not proposed by this source. The root's are 0.
-        probs: float64, acceptance probability of the node if its parent is accepted.
-        values: float64, product of probs along the path.
-    """
-
-    tokens: np.ndarray
+    tokens: np.ndarray  # this, parents and depths: int64, as in `TokenTree`
     parents: np.ndarray
     depths: np.ndarray
+    # int64 [2, num_nodes], class of each node and length of the match that it continues, in the text and in the
+    # history; -1 if not proposed by this source. The root's are 0
     classes: np.ndarray
     lengths: np.ndarray
-    probs: np.ndarray
-    values: np.ndarray
+    probs: np.ndarray  # float64, acceptance probability of the node if its parent is accepted
+    values: np.ndarray  # float64, product of probs along the path
 
 
 class CompiledHistory:

@@ -22,17 +22,11 @@ from treespec_kernels.linear.row_tiles import RowTile, RowTiledConfig, fewer_sta
 
 
 class BlockStats(NamedTuple):
-    """Summary of each row's blocks of consecutive tokens; a NaN counts as +inf.
+    """Summary of each row's blocks of consecutive tokens; a NaN counts as +inf."""
 
-    Attributes:
-        values: [rows, num_blocks] float32, maximum of the block.
-        tokens: [rows, num_blocks] int32, first token with the maximum.
-        sums: [rows, num_blocks] float32, sum of exp(v - maximum), with 0 in place of an infinite maximum.
-    """
-
-    values: Tensor
-    tokens: Tensor
-    sums: Tensor
+    values: Tensor  # [rows, num_blocks] float32, maximum of the block
+    tokens: Tensor  # [rows, num_blocks] int32, first token with the maximum
+    sums: Tensor  # [rows, num_blocks] float32, sum of exp(v - maximum), with 0 in place of an infinite maximum
 
     @classmethod
     def empty(cls, num_rows: int, num_blocks: int, device: torch.device | str) -> Self:
@@ -50,21 +44,14 @@ class LmHead(NamedTuple):
 
 @dataclass(frozen=True)
 class LmHeadConfig(RowTiledConfig):
-    """Configuration of the LM head: tiles and launch options.
+    """Configuration of the LM head: tiles and launch options."""
 
-    Args:
-        block_m: rows per tile. Every tile of rows but the first reads the weight from L2.
-        block_n: tokens per tile, and per block of the summary.
-        block_k: features per step of the loop.
-        larger: tiles of more rows, chosen by the number of rows of a launch.
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
+    block_m: int  # rows per tile. Every tile of rows but the first reads the weight from L2
+    block_n: int  # tokens per tile, and per block of the summary
+    block_k: int  # features per step of the loop
     num_warps: int
     num_stages: int
-    larger: tuple[RowTile, ...] = ()
+    larger: tuple[RowTile, ...] = ()  # tiles of more rows, chosen by the number of rows of a launch
 
     @classmethod
     def default(cls, dtype: torch.dtype, vocab_size: int, hidden_size: int, target: str | None = None) -> Self:

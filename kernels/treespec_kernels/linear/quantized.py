@@ -15,17 +15,11 @@ SMALLEST_GROUP = 32
 
 
 class WeightForm(NamedTuple):
-    """Quantisation format of a model's layers, for which kernels are compiled and tuned.
+    """Quantisation format of a model's layers, for which kernels are compiled and tuned."""
 
-    Args:
-        bits: 8 or 4.
-        group: number of inputs that share a scale; None for all of them.
-        has_zero: whether there are zero points.
-    """
-
-    bits: int
-    group: int | None = None
-    has_zero: bool = False
+    bits: int  # 8 or 4
+    group: int | None = None  # number of inputs that share a scale; None for all of them
+    has_zero: bool = False  # whether there are zero points
 
     def group_of(self, in_features: int) -> int:
         """Return the number of inputs of a layer that share a scale; all of them if groups do not divide them."""
@@ -33,18 +27,13 @@ class WeightForm(NamedTuple):
 
 
 class QuantizedWeight(NamedTuple):
-    """Quantised weight of a projection.
+    """Quantised weight of a projection."""
 
-    Args:
-        values: int8 [out_features, in_features], q itself; or uint8 [out_features, in_features / 2], pairs of q + 8
-            with 4 bits each, the earlier input in the low bits.
-        scale: floating point [out_features, groups]; in_features / groups consecutive inputs share a scale.
-        zero: zero points, int8 or float32 [out_features, groups]; None if all are 0.
-    """
-
+    # int8 [out_features, in_features], q itself; or uint8 [out_features, in_features / 2], pairs of q + 8 with 4 bits
+    # each, the earlier input in the low bits
     values: Tensor
-    scale: Tensor
-    zero: Tensor | None = None
+    scale: Tensor  # floating point [out_features, groups]; in_features / groups consecutive inputs share a scale
+    zero: Tensor | None = None  # zero points, int8 or float32 [out_features, groups]; None if all are 0
 
     @property
     def bits(self) -> int:

@@ -15,24 +15,15 @@ AMD_STAGES = 3  # they fit in the 64 KB of gfx942; the number of stages does not
 
 @dataclass(frozen=True)
 class RowLinearConfig(RowTiledConfig):
-    """Configuration of a weight, which gives a row the same bits for every number of rows.
+    """Configuration of a weight, which gives a row the same bits for every number of rows."""
 
-    Args:
-        block_m: rows per tile.
-        block_n: weight rows per tile (with silu_gate half of them are gates).
-        block_k: features per step of the loop.
-        split_k: parts of K, in whole blocks of block_k, that are summed separately and then added in order.
-        num_stages: a launch option that does not affect bits.
-        larger: tiles of more rows, chosen by the number of rows of a launch.
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    split_k: int
+    block_m: int  # rows per tile
+    block_n: int  # weight rows per tile (with silu_gate half of them are gates)
+    block_k: int  # features per step of the loop
+    split_k: int  # parts of K, in whole blocks of block_k, that are summed separately and then added in order
     num_warps: int
-    num_stages: int
-    larger: tuple[RowTile, ...] = ()
+    num_stages: int  # a launch option that does not affect bits
+    larger: tuple[RowTile, ...] = ()  # tiles of more rows, chosen by the number of rows of a launch
 
     def __post_init__(self) -> None:
         super().__post_init__()

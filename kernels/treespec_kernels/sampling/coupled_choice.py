@@ -22,19 +22,12 @@ from treespec_kernels.launch.arguments import Argument
 
 
 class RowNoise(NamedTuple):
-    """Temperatures, and the keys of the noise.
+    """Temperatures, and the keys of the noise."""
 
-    Args:
-        temperatures: [rows] float32, >= 0. At 0 a token's value is its score without noise.
-        seeds: [rows] int64, the bits of an unsigned 64-bit seed.
-        samples: [rows] int64, index of the sample of a prompt.
-        positions: [rows] int64, position of the chosen token in the sequence.
-    """
-
-    temperatures: Tensor
-    seeds: Tensor
-    samples: Tensor
-    positions: Tensor
+    temperatures: Tensor  # [rows] float32, >= 0. At 0 a token's value is its score without noise
+    seeds: Tensor  # [rows] int64, the bits of an unsigned 64-bit seed
+    samples: Tensor  # [rows] int64, index of the sample of a prompt
+    positions: Tensor  # [rows] int64, position of the chosen token in the sequence
 
     @property
     def arguments(self) -> dict[str, Argument]:

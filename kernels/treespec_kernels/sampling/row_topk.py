@@ -30,19 +30,12 @@ SELECT_WARPS = 8  # with noise, 16 blocks spill in 4 warps
 
 
 class RowTopk(NamedTuple):
-    """The k best tokens of each row, best first.
+    """The k best tokens of each row, best first."""
 
-    Attributes:
-        tokens: [rows, k] int32.
-        values: [rows, k] float32, +inf for a NaN.
-        lse: [rows] float32, log of the sum of exp(value) over the whole vocabulary.
-        finite: [rows] bool, whether the best value is finite and no value is NaN.
-    """
-
-    tokens: Tensor
-    values: Tensor
-    lse: Tensor
-    finite: Tensor
+    tokens: Tensor  # [rows, k] int32
+    values: Tensor  # [rows, k] float32, +inf for a NaN
+    lse: Tensor  # [rows] float32, log of the sum of exp(value) over the whole vocabulary
+    finite: Tensor  # [rows] bool, whether the best value is finite and no value is NaN
 
 
 def row_topk_ref(logits: Tensor, k: int, noise: RowNoise | None = None) -> RowTopk:

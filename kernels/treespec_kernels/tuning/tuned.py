@@ -32,25 +32,17 @@ Key = Mapping[str, "int | str | bool | torch.dtype"]
 
 @dataclass(frozen=True)
 class TunedEntry:
-    """Best configuration of an op for one shape.
+    """Best configuration of an op for one shape."""
 
-    Args:
-        op, key: the op and its problem, such as "row_linear" and dtype, out_features, ...
-        config: fields of the op's configuration.
-        microseconds, default_microseconds: weighted mean over `loads`, of the best and the default configuration.
-        loads: microseconds, default_microseconds, share_of_copy and weight of each timed case, by its load.
-        versions: `versions_of` the device and op when measured.
-        measured: time of the measurement, ISO 8601.
-    """
-
-    op: str
+    op: str  # the op and its problem, such as "row_linear" and dtype, out_features, ...
     key: dict[str, Any]
-    config: dict[str, Any]
-    microseconds: float
+    config: dict[str, Any]  # fields of the op's configuration
+    microseconds: float  # weighted mean over `loads`, of the best and the default configuration
     default_microseconds: float
+    # microseconds, default_microseconds, share_of_copy and weight of each timed case, by its load
     loads: dict[str, dict[str, float]]
-    versions: dict[str, str]
-    measured: str
+    versions: dict[str, str]  # `versions_of` the device and op when measured
+    measured: str  # time of the measurement, ISO 8601
 
     @property
     def label(self) -> str:

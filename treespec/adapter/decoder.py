@@ -244,7 +244,6 @@ class AdapterDecoder(Decoder):
 
         Args:
             base: of the model.
-            long: as in `AdapterPass`.
         """
         if not self.config.short_context:
             return base
@@ -325,7 +324,6 @@ class UpcastDecoder(AdapterDecoder):
     """Decoder that computes in a wider dtype than its model, for comparisons without rounding noise.
 
     Args:
-        config, model, longest: as in `AdapterDecoder`.
         attention: over a float32 cache; runs without the mode.
         mode: active while the model's code runs.
     """
@@ -385,9 +383,6 @@ def open_adapter(
         dtype, device: of the computation.
         attention: name of the attention backend.
         packed: whether linear layers may be replaced by row-invariant ones.
-
-    Raises:
-        CheckpointError, ModelError: as in `Source.load`, `trace` and `Probe`.
     """
     model = source.load(dtype, device)
     config = trace(source, model)

@@ -29,13 +29,7 @@ def read_model(
 
     Args:
         model: a folder, or a model in memory (transformers backend only).
-        max_model_len: as in `ModelConfig.from_hf`.
         backend: "auto" prefers a native family.
-        tokenizer: as in `Source.from_model`.
-
-    Raises:
-        ConfigError: the native backend for a model in memory.
-        CheckpointError, ModelError, OSError: as in `ModelConfig.from_hf` and `Source.from_folder`.
     """
     if isinstance(model, nn.Module):
         if backend == "native":
@@ -92,9 +86,6 @@ def find_exact_adapter(
 
     Returns:
         The decoder, and the fixed number of rows, or None if none is needed.
-
-    Raises:
-        ExactnessError: no padding is exact.
     """
     decoder = make(attentions[0], 2, 1)
     experts = sorted({type(m).__name__ for m in decoder.model.modules() if _EXPERTS.search(type(m).__name__)})

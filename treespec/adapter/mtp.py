@@ -40,9 +40,6 @@ class MtpForm:
 
         Args:
             target: its `Source`, or its config if it is of a native family.
-
-        Raises:
-            ModelError: the target has no such layer, or several.
         """
         if not isinstance(target, Source):
             raise ModelError(
@@ -80,9 +77,6 @@ def open_mtp(target: AdapterConfig, model: nn.Module) -> tuple[AdapterConfig, nn
 
     Returns:
         Config of a decoder of one layer, and transformers' module, which shares the target's embeddings.
-
-    Raises:
-        ModelError: transformers cannot load or run it.
     """
     who = f"the MTP layer of {target.source.name}"
     try:
@@ -161,7 +155,6 @@ class MtpDecoder(AdapterDecoder):
 
     Args:
         config, layer: results of `open_mtp`.
-        attention, longest: as in `AdapterDecoder`.
     """
 
     def __init__(self, config: AdapterConfig, layer: nn.Module, attention: Attention, longest: int):
@@ -183,7 +176,6 @@ class MtpDecoder(AdapterDecoder):
         Args:
             tokens: int64 [num_rows].
             states: of the tokens before them, [num_rows, hidden_size].
-            layout, kv: as in `Decoder.forward`.
         """
         count = len(tokens)
         padding = layout.num_rows - count

@@ -49,9 +49,6 @@ class Probe:
     Args:
         source, config: of the model.
         model: in eval mode; its linear layers may be packed after step 1.
-
-    Raises:
-        ModelError: transformers cannot run the model, or it computes NaN.
     """
 
     def __init__(self, source: Source, config: AdapterConfig, model: nn.Module):
@@ -79,9 +76,6 @@ class Probe:
         Args:
             model: as passed to the constructor.
             make: creates its decoder, which computes in a wider dtype over a float32 cache.
-
-        Raises:
-            ModelError: the logits differ, or the model's code fails on flattened rows.
         """
         worst, device = float("inf"), next(model.parameters()).device
         for dtype in (torch.float32, torch.float64):
@@ -111,11 +105,7 @@ class Probe:
         raise self._error(worst, STRUCTURE_BOUND, "computed in float32")
 
     def compare(self, decoder: Decoder, cache_dtype: torch.dtype) -> None:
-        """Run step 2.
-
-        Raises:
-            ModelError: the logits differ too much, or the model's code fails on flattened rows.
-        """
+        """Run step 2."""
         try:
             logits = self._adapter_logits(decoder, cache_dtype)
         except ModelError:

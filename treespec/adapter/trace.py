@@ -133,11 +133,7 @@ def _watched(model: nn.Module) -> Iterator[list[tuple[str, Any]]]:
 
 
 def trace(source: Source, model: nn.Module) -> AdapterConfig:
-    """Run a few tokens through a model and record its attention calls.
-
-    Raises:
-        ModelError: the model does not reach the registered attention, or is unsupported.
-    """
+    """Run a few tokens through a model and record its attention calls."""
     calls: list[AttentionCall] = []
 
     def record(call: AttentionCall) -> Tensor:

@@ -16,11 +16,7 @@ _VALID = f"{', '.join(map(repr, _NAMES))}, or a folder with a {GENERATION_CONFIG
 
 
 def check_generation_config(generation_config: Any) -> None:
-    """Check `generation_config` before the model is loaded. The model's own file is read later.
-
-    Raises:
-        ConfigError: an invalid value, or a folder without the file. OSError: no such folder.
-    """
+    """Check `generation_config` before the model is loaded. The model's own file is read later."""
     if not isinstance(generation_config, str | os.PathLike):
         raise ConfigError(f"generation_config={generation_config!r}; valid: {_VALID}")
     if generation_config not in _NAMES:
@@ -37,9 +33,6 @@ def default_sampling_params(
             "vllm", vLLM's defaults; or another folder with the file.
         folder: folder of the model.
         given: generation config of a model in memory, used by "auto" instead of the file.
-
-    Raises:
-        ConfigError: the file is missing. ModelError, CheckpointError: its values are invalid.
     """
     if generation_config == "treespec":
         return SamplingParams()

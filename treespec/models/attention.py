@@ -46,11 +46,7 @@ def make_attention(
     device: torch.device,
     configs: KernelConfigs | None = None,
 ) -> Attention:
-    """Create a backend by name for a model of this shape. `configs` are tuned for the device.
-
-    Raises:
-        KernelError: the backend does not run on the device.
-    """
+    """Create a backend by name for a model of this shape. `configs` are tuned for the device."""
     if kind == "triton":
         from treespec.models.attention_triton import TritonAttention
 

@@ -24,9 +24,6 @@ class TritonAttention:
     Args:
         num_heads, num_kv_heads, head_dim, dtype, device: those of the model.
         configs: kernel configurations tuned for the device.
-
-    Raises:
-        KernelError: no GPU, and Triton's interpreter is off (set TRITON_INTERPRET=1 before importing triton).
     """
 
     name = "triton"

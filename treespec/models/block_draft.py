@@ -44,7 +44,6 @@ class BlockDraft(DecoderWrapper, ABC):
     """Base of block drafts.
 
     Args:
-        decoder, target: as in `DecoderWrapper`.
         block: number of depths that one pass predicts.
     """
 
@@ -80,7 +79,6 @@ class BlockDraft(DecoderWrapper, ABC):
 
         Args:
             unread: by request.
-            kv: as in `Decoder.forward`.
         """
 
     @abstractmethod
@@ -109,7 +107,6 @@ class BlockDraft(DecoderWrapper, ABC):
         """Run a causal pass over the unread tokens of each request and the masks after its root.
 
         Args:
-            unread, kv: as in `read`.
             stream: of the rows, a request's masks after its tokens.
 
         Returns:
@@ -168,7 +165,6 @@ class DFlashDraft(BlockDraft):
     attend to these, and to each other in both directions.
 
     Args:
-        decoder, target: as in `DecoderWrapper`.
         embed: embeddings [vocab_size, hidden_size], and the factor on them.
         mask_token: id of the mask token.
         block_size: number of rows of a block.

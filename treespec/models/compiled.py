@@ -94,12 +94,8 @@ class CompiledDecoder(Decoder):
     """A `Decoder` whose passes run in the compiled library.
 
     Args:
-        config, weights: as in `Decoder`.
         folder: folder of built libraries.
         integer: quantise activations to int8 before products with quantised weights.
-
-    Raises:
-        KernelError: the library cannot be built.
     """
 
     library: ctypes.CDLL

@@ -410,7 +410,6 @@ class Decoder:
         """Run one layer in place on the stream.
 
         Args:
-            layer, stream, rotation, layout: as in `_forward`.
             cache: the layer's pool, [2, num_pages, kv_heads, PAGE_SIZE, head_dim].
             qkv: the layer's projections, if they are given.
         """

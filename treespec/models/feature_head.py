@@ -27,7 +27,6 @@ class FeatureHead(DecoderWrapper, ABC):
     relative, so the distributions are those of the published implementations.
 
     Args:
-        decoder, target: as in `DecoderWrapper`.
         columns: indices of the states that it reads among the features.
 
     Attributes:
@@ -74,7 +73,6 @@ class FeatureHead(DecoderWrapper, ABC):
         Args:
             tokens: int64 [num_rows].
             features: [num_rows, hidden_size], of the tokens before them.
-            layout, kv: as in `Decoder.forward`.
 
         Returns:
             Hidden states for `logits`, and the features of these tokens, [num_rows, hidden_size] each.
@@ -88,7 +86,6 @@ class Eagle3Head(FeatureHead):
         form: its arithmetic.
         decoder: its layers and its head; the first layer has no `qkv`.
         weights: of the norms of the states.
-        columns: as in `FeatureHead`.
         fc: projection of the target's states to a feature.
         pairs: returns the inputs of the layers.
 

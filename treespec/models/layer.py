@@ -23,11 +23,7 @@ def make_linear(
 
 
 def take_projection(weights: dict[str, Tensor], prefix: str, names: tuple[str, ...]) -> Tensor | QuantizedWeight:
-    """Pop and concatenate the matrices `prefix + name`, with their scales and zero points.
-
-    Raises:
-        ModelError: the matrices are not all quantised alike.
-    """
+    """Pop and concatenate the matrices `prefix + name`, with their scales and zero points."""
     values = [weights.pop(prefix + name) for name in names]
     scales = [weights.pop(f"{prefix}{name}_scale", None) for name in names]
     zeros = [weights.pop(f"{prefix}{name}_zero", None) for name in names]

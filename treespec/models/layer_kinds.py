@@ -59,11 +59,7 @@ class LayerKind(NamedTuple):
 def read_layers(
     folder: Path, raw: dict[str, Any], rules: FamilyRules, shape: ModelShape, length: int
 ) -> tuple[tuple[Rope, ...], tuple[LayerKind, ...]]:
-    """Read ropes and layer kinds from a parsed config.json. `length` is the maximum context length in use.
-
-    Raises:
-        ModelError: a malformed or unsupported value.
-    """
+    """Read ropes and layer kinds from a parsed config.json. `length` is the maximum context length in use."""
     parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(parameters, dict):
         raise ModelError(f"{folder}: rope_parameters={parameters!r}; expected an object")

@@ -82,7 +82,6 @@ class MedusaHeads(StateHead):
     """Medusa heads: head d predicts depth d + 1 from the state before the root, whatever is drafted above.
 
     Args:
-        target, columns, heads, vocabulary: as in `StateHead`.
         blocks: by depth, linear layers of the residual blocks.
     """
 
@@ -123,7 +122,6 @@ class MlpSpeculator(StateHead):
     """An MLPSpeculator: a state of its own, updated by the token of each depth.
 
     Args:
-        target, columns, heads, vocabulary: as in `StateHead`.
         steps: by depth.
         scale_input: normalise the target's state first.
     """

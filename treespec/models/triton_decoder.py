@@ -301,7 +301,6 @@ class TritonDecoder(Decoder):
     """A `Decoder` on Triton kernels, row-invariant for any number of rows.
 
     Args:
-        config, weights: as in `Decoder`.
         attention: Triton backend for the same shape.
         configs: kernel configurations tuned for this device.
         exact: False uses cuBLAS.

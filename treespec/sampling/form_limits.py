@@ -32,11 +32,7 @@ _COMBINES = ("allOf", "anyOf", "oneOf", "$ref", "$dynamicRef")  # may require se
 
 
 def check_form(form: StructuredOutputsParams) -> None:
-    """Reject a constraint that would take llguidance too much time or memory to compile.
-
-    Raises:
-        RequestError: names the size, the limit and the remedy.
-    """
+    """Reject a constraint that would take llguidance too much time or memory to compile."""
     if form.choice is not None:
         check_length("choice", sum(map(len, form.choice)), MAX_CHARACTERS, "give fewer or shorter texts")
         check_length("a text of choice", max(map(len, form.choice)), MAX_TEXT, "give shorter ones")
@@ -67,9 +63,6 @@ def check_lark(grammar: str) -> None:
     """Reject a Lark grammar with an oversized rule or terminal.
 
     A terminal expands to one regex that inlines all referenced terminals: twenty lines can expand to a million parts.
-
-    Raises:
-        RequestError: names the rule or terminal, its size and the limit.
     """
     _check_multiples([*map(_number, _MULTIPLE_OF.findall(grammar))], combined=True)
     definitions = list(_DEFINITION.finditer(grammar))

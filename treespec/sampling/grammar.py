@@ -51,11 +51,7 @@ class Grammars:
         self._lock = threading.Lock()  # of `_parsers`: `AsyncLLM` creates requests while another thread runs rounds
 
     def grammar(self, form: StructuredOutputsParams, num_prompt: int) -> "Grammar":
-        """Create the grammar state of a request with `num_prompt` prompt tokens.
-
-        Raises:
-            RequestError: llguidance is missing or cannot compile the constraint, or the tokenizer is unsupported.
-        """
+        """Create the grammar state of a request with `num_prompt` prompt tokens."""
         with self._lock:
             parser = self._parsers.get(form)
             if parser is not None:
@@ -108,9 +104,6 @@ def _run_with_large_stack(call: Callable[[], "LLMatcher"], form: str) -> "LLMatc
 
     A chain of 800 references, `{"$ref": ...}`, overflows the usual 8 MB and kills the process. A constraint that passes
     `check_form` and still exceeds the time limit is abandoned. Its thread cannot be stopped and continues to run.
-
-    Raises:
-        RequestError: the call takes more than `SECONDS` of CPU time.
     """
     result: Future[LLMatcher] = Future()
     clocks: queue.SimpleQueue[Callable[[], float]] = queue.SimpleQueue()

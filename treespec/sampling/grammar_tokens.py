@@ -16,9 +16,6 @@ def read_tokenizer(tokenizer: Any, vocab_size: int, end_tokens: Sequence[int]) -
         tokenizer: a transformers tokenizer or `tokenizers.Tokenizer`, or None.
         vocab_size: the target's vocabulary size.
         end_tokens: ids below `vocab_size`.
-
-    Raises:
-        RequestError: there is no fast tokenizer or no end token, or llguidance cannot read the tokenizer.
     """
     from llguidance import LLTokenizer, TokenizerWrapper
     from tokenizers import Tokenizer

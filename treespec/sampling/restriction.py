@@ -32,9 +32,6 @@ class Restriction:
         Args:
             tokens: prompt and output so far.
             ancestors: tree path after them.
-
-        Raises:
-            RequestError: an error of `Grammar.excluded`.
         """
         if self.grammar is None:
             return self._unlisted_on_device

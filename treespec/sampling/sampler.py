@@ -156,9 +156,6 @@ class Sampler:
             logits: [num_nodes, vocab].
             tokens: prompt and output up to the root.
             most: remaining tokens of the request.
-
-        Raises:
-            RequestError: an error of `choose` at the root.
         """
         below = list(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True))
         children = {key: node for node, key in enumerate(below) if node}

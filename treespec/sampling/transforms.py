@@ -80,9 +80,6 @@ class Transforms:
             logits: the target's logits after the last of `ancestors`, [vocab]; not modified.
             tokens: prompt and output so far.
             ancestors: tree path after them.
-
-        Raises:
-            RequestError: a processor failed or returned invalid scores, or an error of `Grammar.excluded`.
         """
         if len(self._biases):
             self._count(tokens)

@@ -121,12 +121,7 @@ class Target:
 
 
 def load_target(resolved: Resolved, plan: MemoryPlan) -> Target:
-    """Load the target, allocate the KV cache, and run the self-test unless exact=False.
-
-    Raises:
-        ExactnessError: trees are not bit-identical to plain decoding. KernelError: a kernel does not run, or the target
-            returns no hidden states for its draft heads.
-    """
+    """Load the target, allocate the KV cache, and run the self-test unless exact=False."""
     loader, config, fixed_rows = resolved.loader, resolved.target, resolved.fixed_rows
     min_rows = fixed_rows or 2
     decoder = loader.load(config, config.shape.vocab_size, plan.positions, min_rows, resolved.quantization)
@@ -146,11 +141,7 @@ def load_target(resolved: Resolved, plan: MemoryPlan) -> Target:
 
 
 def check_exact(decoder: Decoder, cache: KVCache, attention: str, largest_pass: int) -> None:
-    """Run the self-test on a native decoder. attention="auto" falls back from packed to gathered attention.
-
-    Raises:
-        ExactnessError: the self-test fails. KernelError: a Triton kernel does not compile or launch.
-    """
+    """Run the self-test on a native decoder. attention="auto" falls back from packed to gathered attention."""
     try:
         differences = differing_rows(decoder, cache.pools[0], largest_pass)
     except Exception as error:
@@ -228,11 +219,7 @@ def build(options: EngineOptions) -> Built:
 
 
 def assemble(resolved: Resolved, plan: MemoryPlan) -> Built:
-    """Load and test the models, measure their costs, and create the engine.
-
-    Raises:
-        ExactnessError: trees are not bit-identical to plain decoding. KernelError: a kernel does not run.
-    """
+    """Load and test the models, measure their costs, and create the engine."""
     options, loader, length = resolved.options, resolved.loader, plan.max_model_len
     target = load_target(resolved, plan)
     decoder, chunk = target.decoder, min(plan.prefill_chunk, target.fixed_rows or plan.prefill_chunk)

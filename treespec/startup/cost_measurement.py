@@ -125,9 +125,6 @@ def measure(
             least once. Slow models are measured with fewer row counts, the slowest without those beyond an automatic
             tree, and a small cache limits their size.
         advance: progress callback, called with the completed fraction.
-
-    Raises:
-        ConfigError: the cache has no free page.
     """
     cache = runner.cache
     slots = min(cache.num_free * PAGE_SIZE, CONTEXT + ROWS[-1] + SCRATCH)

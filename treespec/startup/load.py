@@ -75,12 +75,7 @@ class HeadConfig:
 
     @classmethod
     def of(cls, form: DraftForm, target: ModelConfig | AdapterConfig, max_model_len: int | None) -> "HeadConfig":
-        """Return the config of a head for a target.
-
-        Raises:
-            ModelError: a PARD draft has other tokens.
-            CheckpointError: contradictory or unsupported config values.
-        """
+        """Return the config of a head for a target."""
         layers = form.read_layers(target.shape.num_layers)
         if isinstance(form, StateForm):
             shape = replace(target.shape, num_layers=0)

@@ -56,11 +56,7 @@ class MemoryPlan:
 
 
 def plan_memory(resolved: Resolved) -> MemoryPlan:
-    """Choose the maximum request length and the size of the KV cache.
-
-    Raises:
-        ConfigError: max_model_len is out of range. CacheMemoryError: the free memory is too small.
-    """
+    """Choose the maximum request length and the size of the KV cache."""
     options, spec, loader, target = resolved.options, resolved.spec, resolved.loader, resolved.target
     triton = loader.configs is not None
     shapes = [target.shape, *(config.shape for config in resolved.group)]
@@ -114,10 +110,6 @@ def resolve_max_model_len(
         scratch: slots after each request.
         device: device that holds the cache.
         reserved: bytes reserved for weights and captured rounds.
-
-    Raises:
-        ConfigError: `asked` is out of range, or the free memory holds no context at all.
-        CacheMemoryError: the cache, or the `reserved` bytes, do not fit into the free memory.
     """
     free = free_memory(device) - reserved
     if free <= 0:

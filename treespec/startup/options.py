@@ -83,10 +83,6 @@ def resolve_model(model: str | os.PathLike[str] | None) -> Path:
 
     None and "embedded" are the embedded target, "smollm2" is the installed SmolLM2-135M-Instruct. A name has precedence
     over a folder of the same name in the working directory.
-
-    Raises:
-        ConfigError: a value of another type. ModelError: the named model is not installed, or the hub id cannot be
-            fetched.
     """
     if model is None or model == EMBEDDED:
         return default_folder("target")
@@ -220,9 +216,6 @@ def resolve_quantization(quantization: str | None, target: ModelConfig | Source,
     """Resolve the quantisation to apply at load time. None keeps the checkpoint's weights.
 
     Validates before anything is loaded. Logs a warning if fp8 weights of the checkpoint are converted to `dtype`.
-
-    Raises:
-        ConfigError: an unknown name, a checkpoint that is already quantised, or sizes that no group size divides.
     """
     stored = None if isinstance(target, Source) else target.quantization
     method = str(quantization).removesuffix("_marlin")

@@ -77,11 +77,7 @@ class Launch:
         return replace(self, arguments=arguments, case="", first=None)
 
     def compile(self, target: str) -> Any:
-        """Compile the kernel, or load it from Triton's cache, and return Triton's `CompiledKernel`.
-
-        Raises:
-            ValueError: the target is unknown. Triton's own errors pass through.
-        """
+        """Compile the kernel, or load it from Triton's cache, and return Triton's `CompiledKernel`."""
         from triton.backends.compiler import GPUTarget
         from triton.runtime import driver
 
@@ -110,9 +106,6 @@ def launches_of(op: str, shape: KernelShape, target: str) -> list[Launch]:
     """Return the distinct launches of an op for a model's shape, in the target's default configurations.
 
     `PDL` stands for the launches of all ops with programmatic dependent launch.
-
-    Raises:
-        ValueError: the target or op is unknown, or triton is not installed or interprets its kernels.
     """
     require_triton("aot")
     if target not in SHARED_BYTES:

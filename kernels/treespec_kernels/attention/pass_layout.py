@@ -111,7 +111,6 @@ class DeviceLayout:
         Args:
             num_requests, rows_per_request: shape of the pass, idle requests and padding rows included.
             width: number of columns of `ancestors`, above every depth; for a chain usually rows_per_request.
-            shape, device, config: as in `plan_tree_attention`.
             chain: whether the passes are chains.
             max_context: maximum number of committed positions of a request. Partial results use
                 num_rows * segments * num_heads * (head_dim + 2) * 4 bytes, and every launch has programs for all
@@ -119,9 +118,6 @@ class DeviceLayout:
             page_size: slots per page of the cache.
             keeps_partials: whether the layout owns the memory of partial results; False allocates it for each pass, so
                 that captured graphs share it.
-
-        Raises:
-            ValueError: a size is not positive, or as `AttentionShape.check`.
         """
         sizes = {"num_requests": num_requests, "rows_per_request": rows_per_request, "width": width}
         sizes["page_size"] = page_size
@@ -187,9 +183,6 @@ class DeviceLayout:
 
         Returns:
             The keyword arguments of `tree_attention_triton` for this pass, except `scale` and `out`.
-
-        Raises:
-            ValueError: a shape, dtype, stride or device does not match, or a tree has no row_slots or ancestors.
         """
         if not self.chain and (row_slots is None or ancestors is None):
             raise ValueError("a layout of trees needs row_slots and ancestors; only a chain may omit them")

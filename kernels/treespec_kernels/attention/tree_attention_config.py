@@ -57,9 +57,6 @@ class TreeAttentionConfig(TileConfig):
         Args:
             dtype, head_dim: of the model.
             target: from `target_of`; None for a configuration that fits sm_80 and sm_90.
-
-        Raises:
-            ValueError: the dtype or head_dim is not supported.
         """
         check_supported(dtype, head_dim)
         if target is not None and target.startswith("gfx"):

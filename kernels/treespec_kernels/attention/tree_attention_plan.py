@@ -101,10 +101,6 @@ def plan_tree_attention(
             keys and need no gathering. None marks only requests of one row. Affects speed, not bits.
         config: None for `TreeAttentionConfig.default` of the device.
         num_rows: number of rows of the pass, of which those after the planned ones are padding; None for no padding.
-
-    Raises:
-        ValueError: lengths are inconsistent, values are negative, the depths of a chain do not ascend, or as
-            `AttentionShape.check`.
     """
     shape.check()
     config = config or TreeAttentionConfig.default(shape.dtype, shape.head_dim, target_of(device))

@@ -50,11 +50,7 @@ class CompileError(RuntimeError):
 
 
 def find_compiler() -> tuple[str, ...]:
-    """Return the command of the C++ compiler, with the flags of `instruction_flags`.
-
-    Raises:
-        CompileError: there is none, or as `instruction_flags`.
-    """
+    """Return the command of the C++ compiler, with the flags of `instruction_flags`."""
     compiler = _find_compiler()
     return *compiler, *instruction_flags(compiler, os.environ.get("TREESPEC_CPU"))
 
@@ -79,9 +75,6 @@ def instruction_flags(compiler: tuple[str, ...], instructions: str | None) -> tu
     Args:
         compiler: the command.
         instructions: one of `INSTRUCTION_SETS`, or None.
-
-    Raises:
-        CompileError: an unknown instruction set, or one that the machine lacks.
     """
     if instructions is None:
         return TILE_FLAGS if _grants_tiles() else ()
@@ -166,9 +159,6 @@ def compile_library(
         sources: the file to compile, then the files that it includes.
         defines: additional flags of this library.
         folder: cache folder, created if missing.
-
-    Raises:
-        CompileError: the compiler fails, or the library does not load.
     """
     command = [compiler[0], *_FLAGS, *compiler[1:], *defines]
     macros = _run([*command, "-x", "c++", "-dM", "-E", "-"])  # the compiler's version and the machine's instruction set

@@ -97,7 +97,6 @@ class PairInputs:
         eps: of the norms.
         residual_after_norm: the residual stream begins with the normalised feature.
         num_threads: number of threads that share the products.
-        integer: as in `CompiledModel`.
     """
 
     def __init__(
@@ -302,7 +301,6 @@ class CompiledModel:
 
         Args:
             rows: [num_rows, hidden_size] in the model's dtype, contiguous.
-            plan, rotation, kv: as in `forward`.
         """
         assert rows.is_contiguous() and rows.dtype == self.dtype and len(rows) == plan.num_rows
         batch = self._batch(plan, rotation, kv, len(self._layers))

@@ -31,12 +31,8 @@ def build(compiler: tuple[str, ...], head_dim: int, dtype: torch.dtype, folder: 
     """Load or compile the library for one head size and dtype.
 
     Args:
-        compiler, folder: as in `compile_library`.
         head_dim: a multiple of 16.
         dtype: float32 or bfloat16.
-
-    Raises:
-        CompileError: as `compile_library`.
     """
     defines = f"-DHEAD_DIM={head_dim}", f"-DBF16={int(dtype == torch.bfloat16)}"
     return compile_library(compiler, (SOURCE, *PARTS), defines, folder)

@@ -144,10 +144,9 @@ def lm_head_triton(
     stats: BlockStats | None = None,
     pdl: bool = False,
 ) -> LmHead:
-    """Compute `lm_head_ref` on a GPU, in one launch.
+    """Compute `lm_head_ref` on a GPU, in one launch. Rows of consecutive groups of x must follow each other.
 
     Args:
-        x, weight, config, logit_cap: as in `lm_head_ref`. Rows of consecutive groups of x must follow each other.
         logits: output [groups * rows, vocab] in the dtype of x; None allocates it.
         stats: output as from `BlockStats.empty`; None allocates it.
         pdl: see `launch_options`.

@@ -87,7 +87,6 @@ def row_linear_triton(
     must be aligned to 16 bytes; if that of an output row is, those of out and residual must be.
 
     Args:
-        x, weight, bias, residual, silu_gate, activation: as in `row_linear_ref`.
         config: None for the default of the weight.
         out: memory of the result; may be `residual`, but not x, which other programs still read.
         workspace: float32, contiguous, at least `config.workspace_size(rows of all groups, out_features)` elements;
@@ -124,7 +123,6 @@ def activated_ref(
 
     Args:
         product: [rows, out_features], or [groups, rows, out_features]; float32, bfloat16 or float16; contiguous.
-        bias, silu_gate, activation: as in `row_linear_ref`, with bias in the dtype of product.
 
     Returns:
         [rows, features], or [groups, rows, features], in the dtype of product, with features as in `row_linear_ref`.

@@ -65,7 +65,6 @@ class RowLinearConfig(RowTiledConfig):
         Args:
             dtype: float16, bfloat16 or float32.
             out_features, in_features: shape of the weight; with silu_gate, out_features counts gates and ups.
-            silu_gate: as in `row_linear_ref`.
             target: from `target_of`; None for a configuration that fits sm_80 and sm_90.
         """
         is_float32 = dtype == torch.float32

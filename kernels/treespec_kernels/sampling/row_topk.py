@@ -61,7 +61,6 @@ def row_topk_triton(
     """Compute `row_topk_ref` on a GPU, in two launches, or one with `stats`, and without a host sync.
 
     Args:
-        logits, k, noise: as in `row_topk_ref`.
         stats: summary of these logits, as from `lm_head_triton`; only without noise.
     """
     check_arguments(logits=(logits, "rows vocab+", FLOAT_TYPES), **(noise.arguments if noise is not None else {}))

@@ -128,11 +128,7 @@ class KernelConfigs:
 
 
 def config_of(values: Mapping[str, Any], like: ConfigT) -> ConfigT:
-    """Return a copy of the configuration `like` with the fields in `values` replaced.
-
-    Raises:
-        TypeError, ValueError: a field is unknown, or a value invalid.
-    """
+    """Return a copy of the configuration `like` with the fields in `values` replaced."""
     changes = dict(values)
     for field in dataclasses.fields(like):  # type: ignore[arg-type]
         current = getattr(like, field.name)

@@ -34,7 +34,8 @@ class StateHead(FeatureHead):
         self, target: Decoder, columns: Sequence[int], heads: Sequence[AnyLinear], vocabulary: HeadVocabulary | None
     ):
         super().__init__(target, None, columns)
-        self._heads, self._vocabulary, self._depth = heads, vocabulary, 0
+        self.head_vocabulary, self.quantization = vocabulary, None
+        self._heads, self._depth = heads, 0
 
     @property
     def cost_key(self) -> list[object]:
@@ -43,14 +44,6 @@ class StateHead(FeatureHead):
     @property
     def max_depth(self) -> int:
         return len(self._heads)
-
-    @property
-    def head_vocabulary(self) -> HeadVocabulary | None:
-        return self._vocabulary
-
-    @property
-    def quantization(self) -> str | None:
-        return None
 
     @property
     def plan_key(self) -> tuple[object, ...]:
@@ -72,7 +65,7 @@ class StateHead(FeatureHead):
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits = self._heads[self._depth](hidden)
-        return logits if self._vocabulary is None else self._vocabulary.expand(logits, -torch.inf)
+        return logits if self.head_vocabulary is None else self.head_vocabulary.expand(logits, -torch.inf)
 
     def probs(self, hidden: Tensor) -> Tensor:
         return torch.softmax(self._heads[self._depth](hidden).float(), -1)

@@ -7,7 +7,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from treespec.models.layer import take_projection
+from treespec.models.layer import take_layer, take_projection
 from treespec_kernels.linear.quantized import QuantizedWeight, dequantized, stacked
 from treespec_weights.rules import ModelShape
 
@@ -71,22 +71,9 @@ class LayerWeights:
     @classmethod
     def take(cls, weights: dict[str, Tensor], i: int) -> Self:
         """Pop layer i from decoder parameters by name."""
-        prefix = f"layers.{i}."
-        gate_up = ("gate", "up") if f"{prefix}gate" in weights else ("up",)
-        projections: dict[str, tuple[str, ...]] = {"o": ("o",), "gate_up": gate_up, "down": ("down",)}
-        if f"{prefix}q" in weights:
-            projections["qkv"] = ("q", "k", "v")
-        biases = {"qkv_bias": ("q_bias", "k_bias", "v_bias"), "gate_up_bias": ("gate_bias", "up_bias")}
-
-        def taken(name: str) -> Any:
-            if name in projections:
-                return take_projection(weights, prefix, projections[name])
-            tensors = [weights.pop(prefix + key, None) for key in biases.get(name, (name,))]
-            present = [tensor for tensor in tensors if tensor is not None]
-            return torch.cat(present) if present else None
-
-        values = {field.name: taken(field.name) for field in fields(cls)}
-        return cls(**{name: map_tensors(lambda x: _aligned(x)[None], value) for name, value in values.items()})
+        head_norms = {name: weights.pop(f"layers.{i}.{name}", None) for name in ("q_norm", "k_norm")}
+        layer = take_layer(weights, i) | head_norms
+        return cls(**{name: map_tensors(lambda x: _aligned(x)[None], value) for name, value in layer.items()})
 
     @classmethod
     def stack(cls, layers: Sequence["LayerWeights"]) -> Self:

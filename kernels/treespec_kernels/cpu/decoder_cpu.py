@@ -25,20 +25,11 @@ _NORMS, _LINEARS = ("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm"),
 _NormStruct, _LayerStruct, _LinearStruct = STRUCTS["Norm"], STRUCTS["Layer"], STRUCTS["Linear"]
 
 
-class NormWeights(NamedTuple):
-    """Weights of a norm, [hidden_size] each; RMSNorm has no bias."""
-
-    weight: Tensor
-    bias: Tensor | None = None
-
-
 class CompiledLayerWeights(NamedTuple):
     """Weights of one layer. Projections are [out_features, in_features], in the model's dtype or quantised."""
 
-    attn_norm: NormWeights
-    mlp_norm: NormWeights
-    attn_post_norm: NormWeights | None
-    mlp_post_norm: NormWeights | None
+    attn_norm: Tensor  # norms are [hidden_size]
+    mlp_norm: Tensor
     head_norm: Tensor | None  # norm of each head of Q and K, [num_heads + num_kv_heads, head_dim]
     qkv: Tensor | QuantizedWeight | None  # None in the first layer of a draft head, which is given these projections
     qkv_bias: Tensor | None
@@ -50,6 +41,10 @@ class CompiledLayerWeights(NamedTuple):
     down_bias: Tensor | None
     rope: int  # index of the layer's rope
     window: int | None  # number of positions that a row attends to, its own included; None for all
+    attn_norm_bias: Tensor | None = None
+    mlp_norm_bias: Tensor | None = None
+    attn_post_norm: Tensor | None = None
+    mlp_post_norm: Tensor | None = None
 
 
 class Architecture(NamedTuple):
@@ -168,7 +163,7 @@ class CompiledModel:
         embed: embeddings [vocab, hidden].
         positions: learned positions [positions, hidden], or None.
         layers: weights of the layers in order.
-        final_norm: weights of the final norm.
+        final_norm: weight of the final norm, [hidden], and its bias or None.
         head: weight of the LM head, [vocab, hidden].
         num_threads: number of threads of a pass; bits do not depend on it.
         integer: quantise activations to int8 before products with quantised weights.
@@ -181,7 +176,7 @@ class CompiledModel:
         embed: Tensor,
         positions: Tensor | None,
         layers: Sequence[CompiledLayerWeights],
-        final_norm: NormWeights,
+        final_norm: tuple[Tensor, Tensor | None],
         head: Tensor | QuantizedWeight,
         num_threads: int,
         integer: bool = False,
@@ -199,7 +194,7 @@ class CompiledModel:
             layers=ctypes.addressof(self._layers),
             embed=embed.data_ptr(),
             positions=None if positions is None else positions.data_ptr(),
-            final_norm=self._norm(final_norm),
+            final_norm=self._norm(*final_norm),
             hidden=self.hidden_size,
             mlp=self._layers[0].down.inputs,
             threads=num_threads,
@@ -223,7 +218,7 @@ class CompiledModel:
         return sum(tensor.nbytes for tensor in self._held)
 
     def _layer(self, layer: CompiledLayerWeights) -> ctypes.Structure:
-        norms = {name: self._norm(getattr(layer, name)) for name in _NORMS}
+        norms = {name: self._norm(getattr(layer, name), getattr(layer, f"{name}_bias", None)) for name in _NORMS}
         linears = {name: self._linear(getattr(layer, name), getattr(layer, f"{name}_bias")) for name in _LINEARS}
         head_norm = self._floats(layer.head_norm)
         return _LayerStruct(**norms, **linears, head_norm=head_norm, rope=layer.rope, window=layer.window or 0)
@@ -234,8 +229,8 @@ class CompiledModel:
         self._held.append(tensor.float().contiguous().clone())
         return self._held[-1].data_ptr()
 
-    def _norm(self, norm: NormWeights | None) -> ctypes.Structure:
-        return _NormStruct() if norm is None else _NormStruct(self._floats(norm.weight), self._floats(norm.bias))
+    def _norm(self, weight: Tensor | None, bias: Tensor | None) -> ctypes.Structure:
+        return _NormStruct(self._floats(weight), self._floats(bias))
 
     def _linear(self, weight: Tensor | QuantizedWeight | None, bias: Tensor | None) -> ctypes.Structure:
         if weight is None:

@@ -23,7 +23,7 @@ NormKind = Literal["rms", "rms_plus_one", "layer"]
 
 
 class Norm(NamedTuple):
-    """Parameters of a norm, [hidden] or [groups, hidden]; with groups, each applies to rows / groups consecutive rows."""
+    """Parameters of a norm, [hidden] or [groups, hidden]; with groups, each applies to rows / groups following rows."""
 
     weight: Tensor  # in the dtype, for "rms_plus_one" in float32
     eps: float  # added to the mean of squares

@@ -48,33 +48,25 @@ class AdapterPass:
 
 
 class AdapterDecoder(Decoder):
-    """Runs any causal language model of transformers that uses its attention interface.
-
-    Args:
-        config: from `trace`.
-        model: in eval mode; unmodified except by `pack`.
-        attention: for causal layers with or without a window and without sinks; other layers attend row by row.
-        longest: positions of the longest request, scratch included.
-        min_rows: minimum rows of a pass, by padding.
-        multiple: pads the number of rows to a multiple. ATen's activations compute the SIMD tail of a tensor with other
-            code; 16 rows of a width divisible by 4 have no tail.
-        model_vocab: the model's own vocabulary size, if the config was extended to a larger one; None = equal.
-        exact: whether experts are row-invariant.
-    """
+    """Runs any causal language model of transformers that uses its attention interface."""
 
     backend = "transformers"
     quantization = None
 
     def __init__(
         self,
-        config: AdapterConfig,
-        model: nn.Module,
+        config: AdapterConfig,  # from `trace`
+        model: nn.Module,  # in eval mode; unmodified except by `pack`
+        # for causal layers with or without a window and without sinks; other layers attend row by row
         attention: Attention,
-        longest: int,
-        min_rows: int = 2,
+        longest: int,  # positions of the longest request, scratch included
+        min_rows: int = 2,  # minimum rows of a pass, by padding
+        # pads the number of rows to a multiple. ATen's activations compute the SIMD tail of a tensor with other code;
+        # 16 rows of a width divisible by 4 have no tail
         multiple: int = 1,
+        # the model's own vocabulary size, if the config was extended to a larger one; None = equal
         model_vocab: int | None = None,
-        exact: bool = True,
+        exact: bool = True,  # whether experts are row-invariant
     ):
         shape, parameter = config.shape, next(model.parameters())
         self.config: AdapterConfig = config  # type: ignore[assignment]

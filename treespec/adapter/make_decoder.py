@@ -71,18 +71,13 @@ def check_adapter_options(models: Sequence[ModelConfig | Source], linear: str, d
 
 
 def find_exact_adapter(
+    # creates a decoder from attention backend, `min_rows` and `multiple`
     make: Callable[[str, int, int], AdapterDecoder],
-    differing: Callable[[AdapterDecoder], list[str]],
-    attentions: Sequence[str],
-    rows: int,
+    differing: Callable[[AdapterDecoder], list[str]],  # the self-test; returns descriptions of differences
+    attentions: Sequence[str],  # attention backends to try, in order
+    rows: int,  # fixed number of rows to try last
 ) -> tuple[AdapterDecoder, int | None]:
     """Find the cheapest padding of passes under which trees are bit-identical to plain decoding.
-
-    Args:
-        make: creates a decoder from attention backend, `min_rows` and `multiple`.
-        differing: the self-test; returns descriptions of differences.
-        attentions: attention backends to try, in order.
-        rows: fixed number of rows to try last.
 
     Returns:
         The decoder, and the fixed number of rows, or None if none is needed.

@@ -123,7 +123,7 @@ def causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 def _attend(
     module: nn.Module,
-    query: Tensor,
+    query: Tensor,  # [1, num_heads, num_rows, width]
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
@@ -133,9 +133,6 @@ def _attend(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """The registered attention function, with transformers' signature.
-
-    Args:
-        query: [1, num_heads, num_rows, width].
 
     Returns:
         [1, num_rows, num_heads, value width], and None for the attention weights.

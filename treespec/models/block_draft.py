@@ -163,17 +163,6 @@ class DFlashDraft(BlockDraft):
 
     K and V of committed positions are projections of the target's hidden states. The root and the mask tokens after it
     attend to these, and to each other in both directions.
-
-    Args:
-        embed: embeddings [vocab_size, hidden_size], and the factor on them.
-        mask_token: id of the mask token.
-        block_size: number of rows of a block.
-        predicts_next: a row predicts the token after its position; otherwise the one at its position, and the root's
-            row predicts nothing.
-        columns: indices of the states that it reads among the features.
-        fc: projection of the target's states.
-        state_norm: weight of the RMSNorm after `fc`, [hidden_size].
-        bias: of a DSpark draft; None for none.
     """
 
     kept_nodes = 0
@@ -182,14 +171,16 @@ class DFlashDraft(BlockDraft):
         self,
         decoder: Decoder,
         target: Decoder | None,
-        embed: tuple[Tensor, float],
-        mask_token: int,
-        block_size: int,
+        embed: tuple[Tensor, float],  # embeddings [vocab_size, hidden_size], and the factor on them
+        mask_token: int,  # id of the mask token
+        block_size: int,  # number of rows of a block
+        # a row predicts the token after its position; otherwise the one at its position, and the root's row predicts
+        # nothing
         predicts_next: bool,
-        columns: Sequence[int],
-        fc: Linear | CompiledLinear,
-        state_norm: Tensor,
-        bias: MarkovBias | None = None,
+        columns: Sequence[int],  # indices of the states that it reads among the features
+        fc: Linear | CompiledLinear,  # projection of the target's states
+        state_norm: Tensor,  # weight of the RMSNorm after `fc`, [hidden_size]
+        bias: MarkovBias | None = None,  # of a DSpark draft; None for none
     ):
         self._embedding, self._rows, self._first = embed, block_size, 0 if predicts_next else 1
         super().__init__(decoder, target, block_size - self._first)

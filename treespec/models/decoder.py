@@ -135,16 +135,6 @@ def _quantization(weights: dict[str, Tensor]) -> str | None:
 class Decoder:
     """Decoder of any native family.
 
-    Args:
-        config: the architecture.
-        weights: decoder parameters by name (`ModelShape.parameters`), in the compute dtype. The dict is emptied, so
-            that copies made by unpacking are freed one by one.
-        attention: tree attention backend.
-        linear: implementation of linear layers.
-        min_rows: number of rows to which smaller passes are padded: 2 if linear layers are row-invariant from two rows
-            on, otherwise the rows of the largest pass.
-        library: library that computes quantised layers; None dequantises them to the model's dtype.
-
     Attributes:
         head_vocabulary: tokens of a reduced head, set after loading; None if the head covers the vocabulary.
         growth: library of compiled tree growth; None without one.
@@ -167,10 +157,15 @@ class Decoder:
     def __init__(
         self,
         config: ModelConfig,
+        # decoder parameters by name (`ModelShape.parameters`), in the compute dtype. The dict is emptied, so that
+        # copies made by unpacking are freed one by one
         weights: dict[str, Tensor],
         attention: Attention,
         linear: LinearImpl | Literal["compiled", "triton"],
+        # number of rows to which smaller passes are padded: 2 if linear layers are row-invariant from two rows on,
+        # otherwise the rows of the largest pass
         min_rows: int = 2,
+        # library that computes quantised layers; None dequantises them to the model's dtype
         library: CDLL | None = None,
     ):
         shape = config.shape
@@ -404,15 +399,10 @@ class Decoder:
         stream: RmsStream | LayerStream,
         rotation: tuple[Tensor, ...],
         layout: Pass,
-        cache: Tensor,
-        qkv: Tensor | None,
+        cache: Tensor,  # the layer's pool, [2, num_pages, kv_heads, PAGE_SIZE, head_dim]
+        qkv: Tensor | None,  # the layer's projections, if they are given
     ) -> None:
-        """Run one layer in place on the stream.
-
-        Args:
-            cache: the layer's pool, [2, num_pages, kv_heads, PAGE_SIZE, head_dim].
-            qkv: the layer's projections, if they are given.
-        """
+        """Run one layer in place on the stream."""
         if qkv is None:
             assert layer.qkv is not None
             qkv = layer.qkv(stream.norm(layer.attn_norm))

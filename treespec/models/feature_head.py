@@ -82,13 +82,6 @@ class FeatureHead(DecoderWrapper, ABC):
 class Eagle3Head(FeatureHead):
     """An EAGLE-3 head.
 
-    Args:
-        form: its arithmetic.
-        decoder: its layers and its head; the first layer has no `qkv`.
-        weights: of the norms of the states.
-        fc: projection of the target's states to a feature.
-        pairs: returns the inputs of the layers.
-
     Attributes:
         pairs: of the arguments.
     """
@@ -97,12 +90,12 @@ class Eagle3Head(FeatureHead):
 
     def __init__(
         self,
-        form: HeadForm,
-        decoder: Decoder,
-        weights: HeadWeights,
+        form: HeadForm,  # its arithmetic
+        decoder: Decoder,  # its layers and its head; the first layer has no `qkv`
+        weights: HeadWeights,  # of the norms of the states
         columns: Sequence[int],
-        fc: Linear | CompiledLinear,
-        pairs: "TorchPairs | PairInputs",
+        fc: Linear | CompiledLinear,  # projection of the target's states to a feature
+        pairs: "TorchPairs | PairInputs",  # returns the inputs of the layers
     ):
         super().__init__(decoder, None, columns)
         self.form, self._fc, self.pairs, self._state_norms = form, fc, pairs, weights.state_norms

@@ -72,11 +72,7 @@ class StateHead(FeatureHead):
 
 
 class MedusaHeads(StateHead):
-    """Medusa heads: head d predicts depth d + 1 from the state before the root, whatever is drafted above.
-
-    Args:
-        blocks: by depth, linear layers of the residual blocks.
-    """
+    """Medusa heads: head d predicts depth d + 1 from the state before the root, whatever is drafted above."""
 
     kind = "medusa"
 
@@ -86,7 +82,7 @@ class MedusaHeads(StateHead):
         columns: Sequence[int],
         heads: Sequence[AnyLinear],
         vocabulary: HeadVocabulary | None,
-        blocks: Sequence[Sequence[AnyLinear]],
+        blocks: Sequence[Sequence[AnyLinear]],  # by depth, linear layers of the residual blocks
     ):
         super().__init__(target, columns, heads, vocabulary)
         self._blocks = blocks
@@ -112,12 +108,7 @@ class SpeculatorStep(NamedTuple):
 
 
 class MlpSpeculator(StateHead):
-    """An MLPSpeculator: a state of its own, updated by the token of each depth.
-
-    Args:
-        steps: by depth.
-        scale_input: normalise the target's state first.
-    """
+    """An MLPSpeculator: a state of its own, updated by the token of each depth."""
 
     kind = "mlp_speculator"
     EPS = 1e-6
@@ -128,8 +119,8 @@ class MlpSpeculator(StateHead):
         columns: Sequence[int],
         heads: Sequence[AnyLinear],
         vocabulary: HeadVocabulary | None,
-        steps: Sequence[SpeculatorStep],
-        scale_input: bool,
+        steps: Sequence[SpeculatorStep],  # by depth
+        scale_input: bool,  # normalise the target's state first
     ):
         super().__init__(target, columns, heads, vocabulary)
         self._steps, self._scale_input = steps, scale_input

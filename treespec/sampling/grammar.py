@@ -157,23 +157,15 @@ def _reason(parser: "LLMatcher") -> str:
 
 
 class Grammar:
-    """Grammar state of one request.
-
-    Args:
-        parser: parser before the first token; not modified.
-        renew: function that compiles a fresh parser.
-        num_prompt: number of prompt tokens, which the grammar does not constrain.
-        end_tokens: tokens allowed once the output is complete.
-        vocab_size, device: those of the target's logits.
-    """
+    """Grammar state of one request."""
 
     def __init__(
         self,
-        parser: "LLMatcher",
-        renew: Callable[[], "LLMatcher"],
-        num_prompt: int,
-        end_tokens: Sequence[int],
-        vocab_size: int,
+        parser: "LLMatcher",  # parser before the first token; not modified
+        renew: Callable[[], "LLMatcher"],  # function that compiles a fresh parser
+        num_prompt: int,  # number of prompt tokens, which the grammar does not constrain
+        end_tokens: Sequence[int],  # tokens allowed once the output is complete
+        vocab_size: int,  # those of the target's logits
         device: torch.device,
     ):
         self._vocab_size, self._device, self._end_tokens = vocab_size, device, frozenset(end_tokens)

@@ -44,19 +44,6 @@ class Scoring(Protocol):
 class Sampler:
     """Samples the tokens of a request whose output is not the plain argmax.
 
-    Args:
-        params: sampling parameters of the request.
-        prompt: prompt token ids.
-        end_tokens: tokens that end the request.
-        bad_words: token ids of each spelling.
-        vocab_size, device: those of the target's logits.
-        seed: seed of the noise.
-        sample: index among the request's samples.
-        kernel_noise: compute noise and transforms on the logits' device, with the kernels of captured rounds. They may
-            round differently from the host's, so an engine always uses the same ones.
-        transforms: replacement for the transforms of `params`, including temperature and truncation.
-        grammar: grammar of the structured output, if any.
-
     Attributes:
         key: seed and sample index, which identify the noise.
     """
@@ -65,13 +52,16 @@ class Sampler:
         self,
         params: SamplingParams,
         prompt: Sequence[int],
-        end_tokens: Sequence[int],
-        bad_words: Sequence[Sequence[int]],
-        vocab_size: int,
+        end_tokens: Sequence[int],  # tokens that end the request
+        bad_words: Sequence[Sequence[int]],  # token ids of each spelling
+        vocab_size: int,  # those of the target's logits
         device: torch.device,
-        seed: int,
-        sample: int = 0,
+        seed: int,  # of the noise
+        sample: int = 0,  # index among the request's samples
+        # compute noise and transforms on the logits' device, with the kernels of captured rounds. They may round
+        # differently from the host's, so an engine always uses the same ones
         kernel_noise: bool = False,
+        # replacement for the transforms of `params`, including temperature and truncation
         transforms: Scoring | None = None,
         grammar: Grammar | None = None,
     ):

@@ -31,29 +31,20 @@ _NUCLEUS = 64  # most likely draft tokens considered for top_p
 class Transforms:
     """Converts a row of logits to the scores that a request samples from, in the order stated in `SamplingParams`.
 
-    Args:
-        params: sampling parameters of the request; all token ids are within the vocabulary.
-        num_prompt: number of prompt tokens.
-        end_tokens: tokens masked before `min_tokens`.
-        bad_words: token ids of each spelling.
-        vocab_size: the target's vocabulary size.
-        device: device of the logits.
-        grammar: grammar of the structured output, if any.
-        by_kernel: use the kernel of captured rounds instead of its reference; only if `runs_by_kernels`.
-
     Attributes:
         restriction: allowed tokens, also for drafts; None = all.
     """
 
     def __init__(
         self,
-        params: SamplingParams,
+        params: SamplingParams,  # all token ids are within the vocabulary
         num_prompt: int,
-        end_tokens: Sequence[int],
-        bad_words: Sequence[Sequence[int]],
-        vocab_size: int,
-        device: torch.device,
+        end_tokens: Sequence[int],  # tokens masked before `min_tokens`
+        bad_words: Sequence[Sequence[int]],  # token ids of each spelling
+        vocab_size: int,  # the target's vocabulary size
+        device: torch.device,  # of the logits
         grammar: Grammar | None = None,
+        # use the kernel of captured rounds instead of its reference; only if `runs_by_kernels`
         by_kernel: bool = False,
     ):
         self.params, self._num_prompt, self._vocab_size, self._device = params, num_prompt, vocab_size, device

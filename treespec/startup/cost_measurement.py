@@ -112,20 +112,15 @@ def processor() -> str:
 
 @torch.inference_mode()
 def measure(
-    runner: Runner,
+    runner: Runner,  # of an idle engine
     ssms: SsmDrafter | None,
+    # approximate duration; on a busy machine up to `PATIENCE` times as long. Every row count is measured at least once.
+    # Slow models are measured with fewer row counts, the slowest without those beyond an automatic tree, and a small
+    # cache limits their size
     seconds: float = 1.0,
-    advance: Callable[[float], None] = lambda fraction: None,
+    advance: Callable[[float], None] = lambda fraction: None,  # progress callback, called with the completed fraction
 ) -> CostCurve:
-    """Measure the cost curve with passes over scratch requests. Uses the minimum time of several runs.
-
-    Args:
-        runner, ssms: of an idle engine.
-        seconds: approximate duration; on a busy machine up to `PATIENCE` times as long. Every row count is measured at
-            least once. Slow models are measured with fewer row counts, the slowest without those beyond an automatic
-            tree, and a small cache limits their size.
-        advance: progress callback, called with the completed fraction.
-    """
+    """Measure the cost curve with passes over scratch requests. Uses the minimum time of several runs."""
     cache = runner.cache
     slots = min(cache.num_free * PAGE_SIZE, CONTEXT + ROWS[-1] + SCRATCH)
     if not slots:
@@ -247,20 +242,16 @@ def _read(ssms: SsmDrafter, requests: Sequence[Request]) -> None:
 
 def least_seconds(
     runs: Sequence[Callable[[], object]],
-    least_runs: int,
+    least_runs: int,  # of turns
+    # intended duration. Continues up to `PATIENCE` times as long with the callables whose two lowest times differ by
+    # more than a factor of `_AGREEMENT`. 0 = only `least_runs` turns
     seconds: float = 0.0,
+    # progress callback, called with the completed fraction after each turn
     advance: Callable[[float], None] = lambda fraction: None,
 ) -> list[float]:
     """Return the minimum seconds of each callable over several interleaved runs.
 
     Interleaving spreads interference from other processes over all of them.
-
-    Args:
-        runs: the callables.
-        least_runs: minimum number of turns.
-        seconds: intended duration. Continues up to `PATIENCE` times as long with the callables whose two lowest times
-            differ by more than a factor of `_AGREEMENT`. 0 = only `least_runs` turns.
-        advance: progress callback, called with the completed fraction after each turn.
     """
     best, start, count, share = [(float("inf"), float("inf"))] * len(runs), time.perf_counter(), 0, 0.0
     turn = list(range(len(runs)))

@@ -148,23 +148,14 @@ class Loader:
 
     def load(
         self,
-        config: ModelConfig | AdapterConfig,
-        vocab_size: int,
-        positions: int,
-        min_rows: int,
-        quantization: str | None = None,
-        draft: Draft | None = None,
+        config: ModelConfig | AdapterConfig,  # result of `open`; its vocabulary size may be the target's
+        vocab_size: int,  # the model's own, as stored
+        positions: int,  # maximum context length
+        min_rows: int,  # number of rows to which smaller passes are padded
+        quantization: str | None = None,  # quantisation to apply to unquantised weights
+        draft: Draft | None = None,  # the model as a draft; None for the target
     ) -> Decoder:
-        """Load a model's weights and return its decoder.
-
-        Args:
-            config: result of `open`; its vocabulary size may be the target's.
-            vocab_size: the model's own, as stored.
-            positions: maximum context length.
-            min_rows: number of rows to which smaller passes are padded.
-            quantization: quantisation to apply to unquantised weights.
-            draft: the model as a draft; None for the target.
-        """
+        """Load a model's weights and return its decoder."""
         if isinstance(config, AdapterConfig):
             return self.adapt(config, vocab_size, positions, self.attention, min_rows, 1)
         size, stored = config.shape.vocab_size, replace(config.shape, vocab_size=vocab_size)

@@ -92,25 +92,16 @@ def plan_memory(resolved: Resolved) -> MemoryPlan:
 
 
 def resolve_max_model_len(
+    # the user's value; None means the model's maximum, or fewer if half of the free memory holds fewer
     asked: int | None,
     target: ModelConfig | AdapterConfig,
-    bytes_per_page: int,
+    bytes_per_page: int,  # bytes per page of all models in the KV cache
     seqs: int,
-    scratch: int,
+    scratch: int,  # slots after each request
     device: torch.device,
-    reserved: int = 0,
+    reserved: int = 0,  # bytes reserved for weights and captured rounds
 ) -> int:
-    """Return the maximum number of positions of a request.
-
-    Args:
-        asked: the user's value; None means the model's maximum, or fewer if half of the free memory holds fewer.
-        target: config of the target.
-        bytes_per_page: bytes per page of all models in the KV cache.
-        seqs: number of concurrent requests.
-        scratch: slots after each request.
-        device: device that holds the cache.
-        reserved: bytes reserved for weights and captured rounds.
-    """
+    """Return the maximum number of positions of a request."""
     free = free_memory(device) - reserved
     if free <= 0:
         raise CacheMemoryError(

@@ -82,28 +82,19 @@ class PassEntries(NamedTuple):
 
 
 class PairInputs:
-    """Inputs of a draft head's pass: a token's embedding and the feature of the token before it, a pair.
-
-    Args:
-        library: from `decoder_library.build`, for the dtype of the embeddings.
-        qkv: weight and bias or None of the first layer's projections of a pair, [..., 2 * hidden_size].
-        embed: embeddings, [vocab_size, hidden_size], contiguous.
-        embed_norm, feature_norm: weights of the RMSNorms, [hidden_size].
-        eps: of the norms.
-        residual_after_norm: the residual stream begins with the normalised feature.
-        num_threads: number of threads that share the products.
-    """
+    """Inputs of a draft head's pass: a token's embedding and the feature of the token before it, a pair."""
 
     def __init__(
         self,
-        library: ctypes.CDLL,
+        library: ctypes.CDLL,  # from `decoder_library.build`, for the dtype of the embeddings
+        # weight and bias or None of the first layer's projections of a pair, [..., 2 * hidden_size]
         qkv: tuple[Tensor | QuantizedWeight, Tensor | None],
-        embed: Tensor,
-        embed_norm: Tensor,
+        embed: Tensor,  # embeddings, [vocab_size, hidden_size], contiguous
+        embed_norm: Tensor,  # weights of the RMSNorms, [hidden_size]
         feature_norm: Tensor,
-        eps: float,
-        residual_after_norm: bool,
-        num_threads: int,
+        eps: float,  # of the norms
+        residual_after_norm: bool,  # the residual stream begins with the normalised feature
+        num_threads: int,  # number of threads that share the products
         integer: bool = False,
     ):
         assert embed.is_contiguous()
@@ -155,31 +146,19 @@ class PairInputs:
 
 
 class CompiledModel:
-    """Model with packed weights that runs in the library.
-
-    Args:
-        library: from `build`, for this head size and dtype.
-        architecture: architecture of the model.
-        embed: embeddings [vocab, hidden].
-        positions: learned positions [positions, hidden], or None.
-        layers: weights of the layers in order.
-        final_norm: weight of the final norm, [hidden], and its bias or None.
-        head: weight of the LM head, [vocab, hidden].
-        num_threads: number of threads of a pass; bits do not depend on it.
-        integer: quantise activations to int8 before products with quantised weights.
-    """
+    """Model with packed weights that runs in the library."""
 
     def __init__(
         self,
-        library: ctypes.CDLL,
+        library: ctypes.CDLL,  # from `build`, for this head size and dtype
         architecture: Architecture,
-        embed: Tensor,
-        positions: Tensor | None,
-        layers: Sequence[CompiledLayerWeights],
-        final_norm: tuple[Tensor, Tensor | None],
-        head: Tensor | QuantizedWeight,
-        num_threads: int,
-        integer: bool = False,
+        embed: Tensor,  # embeddings [vocab, hidden]
+        positions: Tensor | None,  # learned positions [positions, hidden], or None
+        layers: Sequence[CompiledLayerWeights],  # weights of the layers in order
+        final_norm: tuple[Tensor, Tensor | None],  # weight of the final norm, [hidden], and its bias or None
+        head: Tensor | QuantizedWeight,  # weight of the LM head, [vocab, hidden]
+        num_threads: int,  # number of threads of a pass; bits do not depend on it
+        integer: bool = False,  # quantise activations to int8 before products with quantised weights
     ):
         self._library, self._threads, self.num_ropes = library, num_threads, architecture.num_ropes
         self._integer = integer
@@ -241,31 +220,22 @@ class CompiledModel:
 
     def forward(
         self,
-        tokens: Tensor,
-        plan: CompiledPlan,
-        rotation: Tensor,
-        kv: Tensor,
-        num_layers: int | None = None,
-        learned_positions: Tensor | None = None,
+        tokens: Tensor,  # int64 [num_rows]
+        plan: CompiledPlan,  # from `plan_compiled`
+        rotation: Tensor,  # fp32 [positions, 2 * num_ropes, head_dim], cos and signed sin of each rope, contiguous
+        kv: Tensor,  # [num_layers, 2, num_pages, num_kv_heads, PAGE_SIZE, head_dim] in the model's dtype, contiguous
+        num_layers: int | None = None,  # number of layers to run; None for all
+        learned_positions: Tensor | None = None,  # int64 [num_rows], indices into the learned position embeddings
+        # [num_rows, hidden_size], the residual stream before the first layer; None for the embeddings
         inputs: Tensor | None = None,
+        # [num_rows, (num_heads + 2 * num_kv_heads) * head_dim], the first layer's projections; None for those of
+        # `inputs`
         qkv: Tensor | None = None,
+        # [num_rows, len(state_layers), hidden_size], receives the residual stream before `state_layers`
         states: Tensor | None = None,
-        state_layers: Sequence[int] = (),
+        state_layers: Sequence[int] = (),  # the number of layers means after the last one
     ) -> Tensor:
         """Run a pass: return the hidden states after the final norm, and write the rows' K/V to their slots.
-
-        Args:
-            tokens: int64 [num_rows].
-            plan: from `plan_compiled`.
-            rotation: fp32 [positions, 2 * num_ropes, head_dim], cos and signed sin of each rope, contiguous.
-            kv: [num_layers, 2, num_pages, num_kv_heads, PAGE_SIZE, head_dim] in the model's dtype, contiguous.
-            num_layers: number of layers to run; None for all.
-            learned_positions: int64 [num_rows], indices into the learned position embeddings.
-            inputs: [num_rows, hidden_size], the residual stream before the first layer; None for the embeddings.
-            qkv: [num_rows, (num_heads + 2 * num_kv_heads) * head_dim], the first layer's projections; None for
-                those of `inputs`.
-            states: [num_rows, len(state_layers), hidden_size], receives the residual stream before `state_layers`.
-            state_layers: the number of layers means after the last one.
 
         All hidden states are in the model's dtype and contiguous.
 

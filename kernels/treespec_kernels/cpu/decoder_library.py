@@ -59,24 +59,18 @@ def in_panels(tensor: Tensor) -> Tensor:
 
 
 class PanelLinear:
-    """Linear layer in the library's layout. `struct` has addresses of the tensors in `held`.
-
-    Args:
-        library: from `build`.
-        weight: [outputs, inputs] in the library's dtype, or quantised with an even number of inputs.
-        bias: [outputs] or None.
-        integer: quantise activations to int8 per row and group of inputs. Ignored for weights that are not quantised,
-            or whose groups are not multiples of 16.
-        memory: for the weights; None for memory of their own.
-    """
+    """Linear layer in the library's layout. `struct` has addresses of the tensors in `held`."""
 
     def __init__(
         self,
-        library: ctypes.CDLL,
+        library: ctypes.CDLL,  # from `build`
+        # [outputs, inputs] in the library's dtype, or quantised with an even number of inputs
         weight: Tensor | QuantizedWeight,
-        bias: Tensor | None,
+        bias: Tensor | None,  # [outputs] or None
+        # quantise activations to int8 per row and group of inputs. Ignored for weights that are not quantised, or whose
+        # groups are not multiples of 16
         integer: bool = False,
-        memory: HugePages | None = None,
+        memory: HugePages | None = None,  # for the weights; None for memory of their own
     ):
         self.held: list[Tensor] = []
         self.out_features, self.in_features = weight.shape

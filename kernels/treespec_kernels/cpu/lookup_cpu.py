@@ -81,25 +81,16 @@ class CompiledHistory:
 
 
 class LookupSearch:
-    """Search of texts, with probabilities from the acceptance counts of earlier proposals.
-
-    Args:
-        library: from `lookup_library`.
-        prior: float64 [CLASSES, MAX_MATCH + 1], prior acceptance probability.
-        prior_trials: pseudo-counts of the prior, added to the counts of all requests.
-        global_trials: pseudo-counts of the rate over all requests, added to a request's own counts.
-        common: float64 [2, CLASSES, MAX_MATCH + 1], proposed and accepted tokens of all requests.
-        history: history to search in addition to each text, or None.
-    """
+    """Search of texts, with probabilities from the acceptance counts of earlier proposals."""
 
     def __init__(
         self,
-        library: ctypes.CDLL,
-        prior: np.ndarray,
-        prior_trials: float,
-        global_trials: float,
-        common: np.ndarray,
-        history: CompiledHistory | None,
+        library: ctypes.CDLL,  # from `lookup_library`
+        prior: np.ndarray,  # float64 [CLASSES, MAX_MATCH + 1], prior acceptance probability
+        prior_trials: float,  # pseudo-counts of the prior, added to the counts of all requests
+        global_trials: float,  # pseudo-counts of the rate over all requests, added to a request's own counts
+        common: np.ndarray,  # float64 [2, CLASSES, MAX_MATCH + 1], proposed and accepted tokens of all requests
+        history: CompiledHistory | None,  # history to search in addition to each text, or None
     ):
         assert prior.shape == common.shape[1:] == (CLASSES, MAX_MATCH + 1) and prior.dtype == common.dtype == np.float64
         self._library, self._held = library, (prior, common, history)

@@ -18,25 +18,17 @@ from treespec_kernels.linear.quantized import QuantizedWeight, dequantized
 
 
 class CompiledLinear(PanelLinear):
-    """Linear layer with the interface of `Linear`; a row's bits do not depend on the number of rows.
-
-    Args:
-        library: from `decoder_library.build`, for `dtype`.
-        weight: [out_features, in_features] in `dtype`, or quantised, with an even number of inputs.
-        bias: [out_features] or None.
-        dtype: dtype of x and y, float32 or bfloat16.
-        num_threads: number of threads that share the outputs; bits do not depend on it.
-        integer: quantise activations to int8 before products with quantised weights.
-    """
+    """Linear layer with the interface of `Linear`; a row's bits do not depend on the number of rows."""
 
     def __init__(
         self,
-        library: ctypes.CDLL,
+        library: ctypes.CDLL,  # from `decoder_library.build`, for `dtype`
+        # [out_features, in_features] in `dtype`, or quantised, with an even number of inputs
         weight: Tensor | QuantizedWeight,
-        bias: Tensor | None,
-        dtype: torch.dtype,
-        num_threads: int,
-        integer: bool = False,
+        bias: Tensor | None,  # [out_features] or None
+        dtype: torch.dtype,  # dtype of x and y, float32 or bfloat16
+        num_threads: int,  # number of threads that share the outputs; bits do not depend on it
+        integer: bool = False,  # quantise activations to int8 before products with quantised weights
     ):
         super().__init__(library, weight, bias, integer)
         self._library, self._dtype, self._threads = library, dtype, num_threads

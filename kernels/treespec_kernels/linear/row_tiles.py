@@ -108,25 +108,16 @@ def cycles(block_m: int, block_n: int, num_rows: int, num_columns: int) -> float
 
 
 def larger_tiles(
-    target: str | None,
-    dtype: torch.dtype,
-    tile: tuple[int, int, int, int],
-    num_blocks: int,
+    target: str | None,  # from `target_of`
+    dtype: torch.dtype,  # of the operands
+    tile: tuple[int, int, int, int],  # block_m, block_n, block_k and num_warps for 64 rows
+    num_blocks: int,  # blocks of K of a program
     *,
+    # programs of 128 rows per multiprocessor that the stages leave memory for. One of 256 rows takes all registers
     residents: int = 1,
-    most_rows: int = 256,
+    most_rows: int = 256,  # rows of the largest tile
 ) -> tuple[RowTile, ...]:
-    """Return tiles of 128 and 256 rows for a tile of 64 rows; none where equal bits are not shown.
-
-    Args:
-        target: from `target_of`.
-        dtype: of the operands.
-        tile: block_m, block_n, block_k and num_warps for 64 rows.
-        num_blocks: blocks of K of a program.
-        residents: programs of 128 rows per multiprocessor that the stages leave memory for. One of 256 rows takes all
-            registers.
-        most_rows: rows of the largest tile.
-    """
+    """Return tiles of 128 and 256 rows for a tile of 64 rows; none where equal bits are not shown."""
     block_m, block_n, block_k, num_warps = tile
     # With 8 warps for 64 rows, or 256 columns, warp groups share rows, and larger tiles divide them otherwise.
     if target not in ORDERED or dtype.itemsize != 2 or (block_m, num_warps) != (64, 4) or block_n > 128:

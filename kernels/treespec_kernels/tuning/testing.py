@@ -99,26 +99,16 @@ class TreeAttentionInputs:
 
 
 def tree_attention_inputs(
-    context_lens: Sequence[int],
-    trees: Sequence[Sequence[int]],
+    context_lens: Sequence[int],  # number of committed positions of each request
+    trees: Sequence[Sequence[int]],  # parents of each request's nodes
     shape: AttentionShape,
     *,
-    nodes: Sequence[Sequence[int]] | None = None,
+    nodes: Sequence[Sequence[int]] | None = None,  # nodes of each request that are rows of the pass; None for all
     device: torch.device | str = "cpu",
-    page_size: int = 64,
+    page_size: int = 64,  # slots per page
     seed: int = 0,
 ) -> TreeAttentionInputs:
-    """Create random queries, keys and values of one tree per request. Slots that no row attends to contain NaN.
-
-    Args:
-        context_lens: number of committed positions of each request.
-        trees: parents of each request's nodes.
-        shape: sizes of the attention.
-        nodes: nodes of each request that are rows of the pass; None for all.
-        device: of the tensors.
-        page_size: slots per page.
-        seed: of the random numbers.
-    """
+    """Create random queries, keys and values of one tree per request. Slots that no row attends to contain NaN."""
     num_heads, num_kv_heads, head_dim, dtype, _ = shape
     generator = torch.Generator().manual_seed(seed)
     normal = partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")

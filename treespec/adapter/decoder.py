@@ -233,9 +233,6 @@ class AdapterDecoder(Decoder):
         """Return a copy of the base model whose longrope factors are each row's; the model itself without longrope.
 
         transformers chooses the factors of all rows by the largest position.
-
-        Args:
-            base: of the model.
         """
         if not self.config.short_context:
             return base
@@ -368,14 +365,7 @@ def shapes_of(layer: nn.Module) -> tuple[object, ...]:
 def open_adapter(
     source: Source, dtype: torch.dtype, device: torch.device, attention: str, packed: bool = True
 ) -> tuple[AdapterConfig, nn.Module]:
-    """Load and trace a model, and verify that the adapter reproduces its logits.
-
-    Args:
-        source: the model to load; in-memory models are never packed.
-        dtype, device: of the computation.
-        attention: name of the attention backend.
-        packed: whether linear layers may be replaced by row-invariant ones.
-    """
+    """Load and trace a model, and verify that the adapter reproduces its logits."""
     model = source.load(dtype, device)
     config = trace(source, model)
     probe = Probe(source, config, model)

@@ -25,12 +25,7 @@ _EXPERTS = re.compile(r"experts|moe", re.IGNORECASE)  # matches class names of m
 def read_model(
     model: Path | nn.Module, max_model_len: int | None, backend: str, tokenizer: Any = None
 ) -> ModelConfig | Source:
-    """Read a model's config for the native decoder, or its source for transformers.
-
-    Args:
-        model: a folder, or a model in memory (transformers backend only).
-        backend: "auto" prefers a native family.
-    """
+    """Read a model's config for the native decoder, or its source for transformers."""
     if isinstance(model, nn.Module):
         if backend == "native":
             raise ConfigError("backend='native' reads a folder; a model in memory runs with backend='transformers'")

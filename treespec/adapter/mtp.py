@@ -36,11 +36,7 @@ class MtpForm:
 
     @classmethod
     def of(cls, target: Source | ModelConfig) -> "MtpForm":
-        """Return the form of a target's layer.
-
-        Args:
-            target: its `Source`, or its config if it is of a native family.
-        """
+        """Return the form of a target's layer."""
         if not isinstance(target, Source):
             raise ModelError(
                 f"drafts: {MTP!r} is the MTP layer of the target's checkpoint, and native families have none; "
@@ -70,10 +66,6 @@ class MtpForm:
 
 def open_mtp(target: AdapterConfig, model: nn.Module) -> tuple[AdapterConfig, nn.Module]:
     """Load and trace the MTP layer of a target.
-
-    Args:
-        target: config of the target.
-        model: the target, in eval mode.
 
     Returns:
         Config of a decoder of one layer, and transformers' module, which shares the target's embeddings.
@@ -151,11 +143,7 @@ def _run(layer: Any, tokens: Tensor, states: Tensor, positions: Tensor) -> Tenso
 
 
 class MtpDecoder(AdapterDecoder):
-    """Decoder of an MTP layer, whose passes also take the states of the tokens before their rows.
-
-    Args:
-        config, layer: results of `open_mtp`.
-    """
+    """Decoder of an MTP layer, whose passes also take the states of the tokens before their rows."""
 
     def __init__(self, config: AdapterConfig, layer: nn.Module, attention: Attention, longest: int):
         self._layer = layer

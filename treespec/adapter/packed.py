@@ -7,12 +7,7 @@ from treespec_kernels.linear.linear import Linear, onednn_available
 
 
 class PackedLinear(nn.Module):
-    """Linear layer with weights reordered for oneDNN.
-
-    Args:
-        weight: [out_features, in_features], float32 or bfloat16, on the CPU.
-        bias: [out_features] or None.
-    """
+    """Linear layer with weights reordered for oneDNN."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
         super().__init__()

@@ -44,12 +44,7 @@ NOISE_FACTOR = 3.0
 
 
 class Probe:
-    """Compares a decoder with transformers on two random texts.
-
-    Args:
-        source, config: of the model.
-        model: in eval mode; its linear layers may be packed after step 1.
-    """
+    """Compares a decoder with transformers on two random texts."""
 
     def __init__(self, source: Source, config: AdapterConfig, model: nn.Module):
         self._source, self._config = source, config
@@ -71,12 +66,7 @@ class Probe:
             raise ModelError(f"{source.name} computes NaN or infinity for random tokens")
 
     def compare_structure(self, model: nn.Module, make: Callable[[UpcastMode], Decoder]) -> None:
-        """Run step 1 and keep its logits as the reference for step 2.
-
-        Args:
-            model: as passed to the constructor.
-            make: creates its decoder, which computes in a wider dtype over a float32 cache.
-        """
+        """Run step 1 and keep its logits as the reference for step 2."""
         worst, device = float("inf"), next(model.parameters()).device
         for dtype in (torch.float32, torch.float64):
             mode = UpcastMode(dtype)

@@ -289,12 +289,7 @@ def routed(configs: list[Any], handler: Handler, exact: bool = True) -> Abstract
 
 
 def visible_keys(mask: MaskRule, queries: Tensor, keys: Tensor) -> Tensor:
-    """Evaluate a mask rule: bool [num_queries, num_keys].
-
-    Args:
-        mask: the rule.
-        queries, keys: int64 positions.
-    """
+    """Evaluate a mask rule: bool [num_queries, num_keys]."""
     nothing = torch.zeros((), dtype=torch.int64, device=queries.device)
     visible = mask(nothing, nothing, queries[:, None], keys[None, :])
     return torch.as_tensor(visible, dtype=torch.bool, device=queries.device).expand(len(queries), len(keys))

@@ -14,12 +14,7 @@ from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 
 
 class RowPlan:
-    """Cache slots of each row's path.
-
-    Args:
-        requests: the rows of a pass.
-        device: of the cache.
-    """
+    """Cache slots of each row's path."""
 
     def __init__(self, requests: list[RequestRows], device: torch.device):
         self.positions: list[int] = []

@@ -17,10 +17,7 @@ class UpcastMode(TorchDispatchMode):
     """Dispatch mode that upcasts computations in narrower dtypes to `dtype`, in this thread only.
 
     Operations receive upcast copies of their operands, and dtype arguments are replaced. A bfloat16 model thus runs
-    with float32 rounding, without a float32 copy of the model and without changes visible to other threads.
-
-    Args:
-        dtype: torch.float32 or torch.float64.
+    with float32 or float64 rounding, without a wider copy of the model and without changes visible to other threads.
     """
 
     def __init__(self, dtype: torch.dtype):

@@ -47,9 +47,6 @@ class UnreadSamples:
     """The samples of a prompt that a stream has not read to their end.
 
     Holds positions in the requests' outputs, not copies, so that what a slow reader misses takes no memory.
-
-    Args:
-        samples: created with `stream=True`.
     """
 
     def __init__(self, samples: Sequence[Request]):

@@ -19,10 +19,6 @@ from treespec.utils.torch_state import on_device, own_passes, threads_of_passes
 class RoundLoop:
     """Runs the rounds of an engine, one at a time, for the requests of all threads.
 
-    Args:
-        engine: engine whose rounds to run.
-        config: config of the engine.
-
     Attributes:
         lock: held during a round. Requests do not change while another thread holds it.
     """

@@ -41,11 +41,7 @@ class Unread(NamedTuple):
 
 
 class BlockDraft(DecoderWrapper, ABC):
-    """Base of block drafts.
-
-    Args:
-        block: number of depths that one pass predicts.
-    """
+    """Base of block drafts."""
 
     offset = 0
     kept_nodes: int
@@ -75,11 +71,7 @@ class BlockDraft(DecoderWrapper, ABC):
 
     @abstractmethod
     def read(self, unread: Sequence[Unread], kv: Tensor) -> None:
-        """Write the K/V of committed tokens.
-
-        Args:
-            unread: by request.
-        """
+        """Write the K/V of committed tokens."""
 
     @abstractmethod
     def forward_block(self, unread: Sequence[Unread], kv: Tensor) -> Tensor:
@@ -105,9 +97,6 @@ class BlockDraft(DecoderWrapper, ABC):
 
     def _chain_blocks(self, unread: Sequence[Unread], kv: Tensor, stream: StreamInput) -> Tensor:
         """Run a causal pass over the unread tokens of each request and the masks after its root.
-
-        Args:
-            stream: of the rows, a request's masks after its tokens.
 
         Returns:
             The outputs of the roots and masks, as those of `forward_block`.

@@ -36,11 +36,7 @@ from treespec_kernels.cpu.lookup_cpu import lookup_library
 
 
 class CompiledAttention:
-    """Tree attention fused into the compiled pass. Only `plan` is supported.
-
-    Args:
-        dtype: dtype of the model and its KV cache.
-    """
+    """Tree attention fused into the compiled pass. Only `plan` is supported."""
 
     name = "compiled"
 
@@ -90,12 +86,7 @@ def _libraries(head_dim: int, dtype: torch.dtype, folder: Path) -> tuple[ctypes.
 
 
 class CompiledDecoder(Decoder):
-    """A `Decoder` whose passes run in the compiled library.
-
-    Args:
-        folder: folder of built libraries.
-        integer: quantise activations to int8 before products with quantised weights.
-    """
+    """A `Decoder` whose passes run in the compiled library."""
 
     library: ctypes.CDLL
     growth: ctypes.CDLL

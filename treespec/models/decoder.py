@@ -106,14 +106,7 @@ class HiddenStates(NamedTuple):
 def record_states(
     of: Sequence[int], num_layers: int, forward: Callable[[dict[int, Tensor | None]], Tensor]
 ) -> HiddenStates:
-    """Run a pass that also returns hidden states.
-
-    Args:
-        of: layers, as in `Decoder.check_states`.
-        num_layers: of the model.
-        forward: runs the pass, stores residual streams at the keys of its argument, and returns the states after the
-            final norm.
-    """
+    """Run a pass that also returns hidden states."""
     states: dict[int, Tensor | None] = dict.fromkeys(of)
     final = forward(states)
     if num_layers + 1 in states:

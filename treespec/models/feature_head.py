@@ -28,9 +28,6 @@ class FeatureHead(DecoderWrapper, ABC):
 
     Args:
         columns: indices of the states that it reads among the features.
-
-    Attributes:
-        kind: key of the cost of its passes.
     """
 
     kind: str
@@ -80,11 +77,7 @@ class FeatureHead(DecoderWrapper, ABC):
 
 
 class Eagle3Head(FeatureHead):
-    """An EAGLE-3 head.
-
-    Attributes:
-        pairs: of the arguments.
-    """
+    """An EAGLE-3 head."""
 
     kind = "eagle3"
 
@@ -173,15 +166,7 @@ class FusedPairs:
 
 
 class TorchPairs:
-    """Inputs of a head's layers, with the interface of `PairInputs`.
-
-    Args:
-        form: of the head.
-        weights: of the head.
-        embed: embeddings of the target's vocabulary, [vocab_size, hidden_size].
-        eps: of the norms.
-        impl: of the projections.
-    """
+    """Inputs of a head's layers, with the interface of `PairInputs`."""
 
     def __init__(self, form: HeadForm, weights: HeadWeights, embed: Tensor, eps: float, impl: LinearImpl):
         assert weights.embed_norm is not None and weights.feature_norm is not None

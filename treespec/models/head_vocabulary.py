@@ -12,9 +12,6 @@ class HeadVocabulary:
         tokens: int64 [width], ascending.
         size: of the whole vocabulary.
         device: of the logits.
-
-    Attributes:
-        index: `tokens` on the device.
     """
 
     def __init__(self, tokens: np.ndarray, size: int, device: torch.device):
@@ -28,11 +25,6 @@ class HeadVocabulary:
         return values.new_full((*values.shape[:-1], self.size), fill).index_copy_(-1, self.index, values)
 
     def probs_of(self, probs: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Return one token's probability per row, [num_rows].
-
-        Args:
-            probs: [num_rows, width].
-            tokens: int64 [num_rows].
-        """
+        """Return one token's probability per row of `probs`, [num_rows, width]."""
         columns = self._columns[tokens]
         return np.where(columns >= 0, probs[np.arange(len(probs)), columns], 0)

@@ -32,14 +32,7 @@ _stack_size = threading.Lock()  # of the size for new threads, which is one for 
 
 
 class Grammars:
-    """Creates and caches parsers for requests with structured outputs.
-
-    Args:
-        tokenizer: the model's transformers tokenizer or `tokenizers.Tokenizer`, or None.
-        vocab_size: the target's vocabulary size.
-        end_tokens: end tokens of the model and its tokenizer, allowed once the output is complete.
-        device: device of the target's logits.
-    """
+    """Creates and caches parsers for requests with structured outputs."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, end_tokens: Sequence[int], device: torch.device):
         self._user_tokenizer, self._vocab_size, self._device = tokenizer, vocab_size, device
@@ -178,10 +171,6 @@ class Grammar:
     def excluded(self, tokens: Sequence[int], ancestors: Sequence[int] = ()) -> Tensor:
         """Return the tokens that are not allowed next: bool [vocab] on the logits' device.
 
-        Args:
-            tokens: prompt and output so far.
-            ancestors: tree path after them.
-
         Raises:
             RequestError: the text violates the grammar or exceeds llguidance's limits.
         """
@@ -203,21 +192,13 @@ class Grammar:
         """Return the number of leading path tokens whose bytes the grammar accepts.
 
         A forced text in a tokenization that `excluded` masks still counts.
-
-        Args:
-            tokens: prompt and output so far.
-            path: candidate tokens after them.
         """
         self._follow(tokens)
         ends = [place for place, token in enumerate(path, start=1) if token in self._end_tokens]
         return self._parser.deep_copy().validate_tokens(list(path[: ends[0]] if ends else path))
 
     def forced(self, tokens: Sequence[int]) -> list[int]:
-        """Return the next tokens that the grammar forces, without end tokens.
-
-        Args:
-            tokens: prompt and output so far.
-        """
+        """Return the next tokens that the grammar forces, without end tokens."""
         self._follow(tokens)
         return list(self._parser.deep_copy().compute_ff_tokens())
 

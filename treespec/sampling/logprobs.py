@@ -66,12 +66,7 @@ class LogprobRows(NamedTuple):
         return cls(token_logprobs, rows[:, 1].long(), rows[:, 2 : 2 + count].long(), values)
 
     def named(self, token_ids: Sequence[int], count: int) -> list[dict[int, Logprob]]:
-        """Return the log-probabilities by token: of the chosen one, and then of the `count` most likely ones.
-
-        Args:
-            token_ids: the chosen token of each row.
-            count: at most the number of tokens of each row.
-        """
+        """Return the log-probabilities by token: of the chosen one, and then of the `count` most likely ones."""
         entries = []
         rows = zip(token_ids, *(column.tolist() for column in self), strict=True)
         for token, logprob, rank, tokens, values in rows:

@@ -16,13 +16,7 @@ _ROOM = np.float32(1.05 * np.exp(2.82))
 
 
 class Noise:
-    """Noise of one sample, with one cached row per position.
-
-    Args:
-        seed: 0 to 2**64 - 1.
-        sample: index among the request's samples.
-        vocab_size: the target's vocabulary size.
-    """
+    """Noise of one sample, with one cached row per position."""
 
     def __init__(self, seed: int, sample: int, vocab_size: int):
         self.seed, self.sample, self.vocab_size = seed, sample, vocab_size

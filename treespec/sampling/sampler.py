@@ -42,11 +42,7 @@ class Scoring(Protocol):
 
 
 class Sampler:
-    """Samples the tokens of a request whose output is not the plain argmax.
-
-    Attributes:
-        key: seed and sample index, which identify the noise.
-    """
+    """Samples the tokens of a request whose output is not the plain argmax."""
 
     def __init__(
         self,

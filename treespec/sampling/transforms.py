@@ -114,9 +114,6 @@ class _BadWords:
     """Forbidden token sequences.
 
     They are indexed by the tokens before their last one, so that the cost of a lookup does not grow with their number.
-
-    Args:
-        words: token ids of each spelling.
     """
 
     def __init__(self, words: Sequence[Sequence[int]]):
@@ -175,12 +172,6 @@ def truncate_rows(logits: Tensor, params: SamplingParams) -> None:
 
 def call_processor(name: str, call: Callable[[], Any], size: int, device: torch.device) -> Tensor:
     """Call a logits processor and return a copy of its scores, which it may keep and modify.
-
-    Args:
-        name: name of the processor, for messages.
-        call: runs the processor, within `outside_code`.
-        size: vocabulary size.
-        device: device of the logits.
 
     Returns:
         float32 [size].

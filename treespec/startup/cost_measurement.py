@@ -295,14 +295,7 @@ def measuring_alone(patience: float = _MEASURE_LOCK_TIMEOUT) -> Iterator[None]:
 
 
 def save(curve: CostCurve, key: dict[str, Any], folder: Path | None = None, names: Sequence[str] = ()) -> Path:
-    """Store a curve atomically and return the file.
-
-    Args:
-        curve: the curve.
-        key: as from `cost_key`; replaces a stored curve with the same key.
-        folder: None = the user's cache folder.
-        names: model names, for readers of the file.
-    """
+    """Store a curve atomically and return the file."""
     path = costs_file(folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     entry = {"key": key, "names": list(names), **asdict(curve)}

@@ -75,13 +75,6 @@ def compile_report(
 ) -> dict[str, Any]:
     """Compile ops for models and targets, and report failures.
 
-    Args:
-        targets: names in `SHARED_BYTES`.
-        shapes: models to compile for.
-        only: the ops to compile.
-        jobs: number of processes; None for `num_processes`.
-        advance: called with the number of finished kernels and the total, at first with 0.
-
     Returns:
         `{"targets": {target: [row]}, "failed": [row with target and message]}`. A row has a kernel, its op's case, its
         constants and options, and the fields of `CompiledKernel`. A kernel has failed if it does not compile (and

@@ -53,10 +53,6 @@ class TreeAttentionConfig(TileConfig):
 
         M = 64 is one `wgmma` on sm_90: 16 nodes of a group of 4 heads per tile. float32 has no exact matrix instruction
         and uses small tiles.
-
-        Args:
-            dtype, head_dim: of the model.
-            target: from `target_of`; None for a configuration that fits sm_80 and sm_90.
         """
         check_supported(dtype, head_dim)
         if target is not None and target.startswith("gfx"):

@@ -70,12 +70,7 @@ def _find_compiler() -> tuple[str, ...]:
 
 @functools.cache
 def instruction_flags(compiler: tuple[str, ...], instructions: str | None) -> tuple[str, ...]:
-    """Return the compiler's flags for an instruction set; by default the machine's, with AMX if the kernel grants it.
-
-    Args:
-        compiler: the command.
-        instructions: one of `INSTRUCTION_SETS`, or None.
-    """
+    """Return the compiler's flags for one of `INSTRUCTION_SETS`; None is the machine's, with AMX if it is granted."""
     if instructions is None:
         return TILE_FLAGS if _grants_tiles() else ()
     if instructions not in INSTRUCTION_SETS:

@@ -134,12 +134,7 @@ class PairInputs:
         return inputs, qkv
 
     def add_to(self, entries: PassEntries, norm_output: bool) -> PassEntries:
-        """Return the entries of the head's layers completed with those of its inputs.
-
-        Args:
-            entries: of the layers.
-            norm_output: the feature of a drafted token is the output after the final norm.
-        """
+        """Return the entries of the head's layers completed with those of its inputs."""
         pairs, pairing = _address_of(self._library.treespec_pairs), ctypes.addressof(self._pairing)
         qkv_bytes = self._qkv.out_features * self._embed.itemsize
         return entries._replace(pairs=pairs, pairing=pairing, qkv_bytes=qkv_bytes, norm_output=norm_output)

@@ -28,12 +28,7 @@ STRUCTS = read_structs(SOURCE, SOURCE.with_name("batch_cpu.h"))
 
 @functools.cache
 def build(compiler: tuple[str, ...], head_dim: int, dtype: torch.dtype, folder: Path) -> ctypes.CDLL:
-    """Load or compile the library for one head size and dtype.
-
-    Args:
-        head_dim: a multiple of 16.
-        dtype: float32 or bfloat16.
-    """
+    """Load or compile the library for one head size and dtype."""
     defines = f"-DHEAD_DIM={head_dim}", f"-DBF16={int(dtype == torch.bfloat16)}"
     return compile_library(compiler, (SOURCE, *PARTS), defines, folder)
 

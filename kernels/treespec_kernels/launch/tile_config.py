@@ -10,10 +10,6 @@ class TileConfig:
 
     Results depend on them bit by bit (another number of warps may reduce a tile in another order), so they are fixed
     for an engine's lifetime.
-
-    Attributes:
-        block_m, block_n, block_k: tile sizes, powers of two.
-        num_warps, num_stages: launch options.
     """
 
     num_warps: int

@@ -62,11 +62,6 @@ class LmHeadConfig(RowTiledConfig):
         wave of 1,002 programs (128 k tokens, 132 multiprocessors) is 80 % full instead of 53 %. A small vocabulary uses
         narrow tiles, to occupy every multiprocessor. float32 has no exact matrix instruction; its tiles do not spill on
         any target. Tiles of 256 rows spill in the summary.
-
-        Args:
-            dtype: float16, bfloat16 or float32.
-            vocab_size, hidden_size: shape of the weight.
-            target: from `target_of`; None for a configuration that fits every target.
         """
         if dtype == torch.float32:
             return cls(block_m=16, block_n=32, block_k=32, num_warps=4, num_stages=3)

@@ -172,12 +172,6 @@ def quantized_default(
 
     Dequantised weights are in registers between their load and the product, so tiles have at most 64 outputs, or 32 in
     float32, where 64 outputs used 253 of 255 registers on NVIDIA.
-
-    Args:
-        dtype: dtype of x.
-        out_features, in_features: shape of the weight.
-        group: number of inputs that share a scale.
-        target: from `target_of`.
     """
     plain = RowLinearConfig.default(dtype, out_features, in_features, target=target)
     block_n = min(plain.block_n, 32 if dtype == torch.float32 else 64)

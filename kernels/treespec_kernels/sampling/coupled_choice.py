@@ -37,12 +37,7 @@ class RowNoise(NamedTuple):
 
 
 def gumbel_integers_of_row(seed: int, sample: int, position: int, vocab: int) -> np.ndarray:
-    """Return the integers x of one row, [vocab] uint32. A token's integer does not depend on the vocabulary's size.
-
-    Args:
-        seed, sample, position: integers from 0 to 2**64 - 1.
-        vocab: the number of tokens.
-    """
+    """Return the integers x of one row, [vocab] uint32. A token's integer does not depend on the vocabulary's size."""
     key = np.array([seed, sample], dtype=np.uint64)
     counter = np.array([0, 0, position, 0], dtype=np.uint64)  # numpy increments it before its first block
     words = np.random.Philox(key=key, counter=counter).random_raw(-(-vocab // 8) * 4)

@@ -65,31 +65,18 @@ def label_of(op: str, key: Key) -> str:
 
 
 class KernelConfigs:
-    """Kernel configurations of an engine: tuned ones from a file, otherwise defaults.
-
-    Attributes:
-        file: path of the file, or None.
-        tuned: labels for which `get` returned a tuned configuration, in order.
-        fallbacks: labels for which `get` returned the default.
-        stale: labels of stale entries, with the reason.
-    """
+    """Kernel configurations of an engine: tuned ones from a file, otherwise defaults."""
 
     def __init__(self, entries: Iterable[TunedEntry] = (), file: Path | None = None, stale: Sequence[str] = ()):
         self.file = str(file) if file else None
-        self.tuned: list[str] = []
-        self.fallbacks: list[str] = []
-        self.stale = list(stale)
+        self.tuned: list[str] = []  # labels for which `get` returned a tuned configuration, in order
+        self.fallbacks: list[str] = []  # labels for which `get` returned the default
+        self.stale = list(stale)  # labels of stale entries, with the reason
         self._entries = {entry.label: entry for entry in entries}
 
     @classmethod
     def load(cls, device: torch.device | str, *, name: str | None = None, folder: Path | None = None) -> Self:
-        """Load the entries for a device. An unreadable file is skipped with a warning; `describe` lists stale entries.
-
-        Args:
-            device: where the kernels run; a CPU has no tuned kernels.
-            name: name of the device; None for torch's.
-            folder: folder of the file; None for the user's.
-        """
+        """Load the entries of a device's file, which is skipped with a warning if it is unreadable."""
         if name is None:
             if torch.device(device).type == "cpu":
                 return cls()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -36,7 +37,7 @@ from treespec_kernels.linear.linear import Linear, LinearImpl
 from treespec_kernels.linear.quantized import QuantizedWeight
 from treespec_kernels.tuning.tuned import KernelConfigs
 from treespec_weights import load_weights
-from treespec_weights.block_drafts import BlockForm, MarkovWeights, load_block
+from treespec_weights.block_drafts import BlockForm, load_block
 from treespec_weights.gguf.tensors import describe_storage
 from treespec_weights.heads import DraftForm, load_head
 from treespec_weights.quantize import quantize
@@ -174,7 +175,7 @@ class Loader:
             except ValueError as error:
                 raise ModelError(f"{config.folder}: {error}; draft_quantization=None loads it as it is") from error
         integer = self.integer if draft is None else self.int8_drafts
-        decoder = self._make_decoder(config, weights, positions, min_rows, library, integer)
+        decoder = self._make_decoder(config, weights, positions, integer, min_rows, library)
         if tokens is not None:
             decoder.head_vocabulary = HeadVocabulary(tokens, size, self.device)
         if draft is None and self.integer:
@@ -196,31 +197,27 @@ class Loader:
             features: the states of the target that are stored, the head's among them; None if no head reads any.
             positions: maximum context length.
         """
+        columns = [] if features is None else [features.layers.index(layer) for layer in config.layers]
         if isinstance(config.form, BlockForm):
-            return self._load_block(config, config.form, target, features)
-        assert features is not None
+            return self._load_block(config, config.form, target, columns)
         if isinstance(config.form, MtpForm):
-            return self._load_mtp(config, config.form, target, features, positions)
+            return self._load_mtp(config, config.form, target, columns, positions)
         if isinstance(config.form, StateForm):
-            return self._load_state_head(config, config.form, target, features)
+            return self._load_state_head(config, config.form, target, columns)
         shape = config.decoder.shape
         sizes = len(config.layers), config.target_hidden
         weights, tokens = load_head(config.form, shape, *sizes, self.dtype, self.device)
         embed = (target.embed if weights.embed is None else weights.embed).to(self.dtype)
-        columns = [features.layers.index(layer) for layer in config.layers]
-        decoder = self._make_draft_layers(config, weights.decoder, positions)
-        fc, qkv = self._linear(decoder, *self._fitted(*weights.fc)), self._fitted(*weights.qkv)
+        decoder = self._make_draft_layers(config, weights.decoder, tokens, positions)
+        fc = self._linear(decoder, *weights.fc)
         if config.form.kind == "eagle":
-            qkv_linear = self._linear(decoder, *qkv)
-            return EagleHead(decoder, target, columns, FusedPairs(embed, fc, qkv_linear))
-        if tokens is not None:
-            decoder.head_vocabulary = HeadVocabulary(tokens, shape.vocab_size, self.device)
+            return EagleHead(decoder, target, columns, FusedPairs(embed, fc, self._linear(decoder, *weights.qkv)))
         pairs: TorchPairs | PairInputs
         eps = decoder.config.norm_eps
         if isinstance(decoder, CompiledDecoder):
             assert weights.embed_norm is not None and weights.feature_norm is not None
             norms, threads = (weights.embed_norm, weights.feature_norm), torch.get_num_threads()
-            after = config.form.residual_after_norm
+            qkv, after = (self._fitted(weights.qkv[0]), weights.qkv[1]), config.form.residual_after_norm
             pairs = PairInputs(decoder.library, qkv, embed, *norms, eps, after, threads, self.int8_drafts)
         else:
             pairs = TorchPairs(config.form, weights, embed, eps, self._impl)
@@ -229,19 +226,17 @@ class Loader:
             return head
         return ParallelEagle(head, config.form.block, config.form.mask_token, weights.mask_states)
 
-    def _load_block(
-        self, config: HeadConfig, form: BlockForm, target: Decoder, features: FeatureShape | None
-    ) -> BlockDraft:
-        """Load a block draft; arguments as in `load_head`."""
-        shape = config.decoder.shape
-        weights, tokens = load_block(form, shape, config.target_hidden, self.dtype, self.device)
+    def _load_block(self, config: HeadConfig, form: BlockForm, target: Decoder, columns: list[int]) -> BlockDraft:
+        weights, tokens = load_block(form, config.decoder.shape, config.target_hidden, self.dtype, self.device)
         owns_head, embed = "lm_head" in weights.decoder, weights.embed
-        decoder = self._make_draft_layers(config, weights.decoder)
-        if tokens is not None:
-            decoder.head_vocabulary = HeadVocabulary(tokens, shape.vocab_size, self.device)
+        decoder = self._make_draft_layers(config, weights.decoder, tokens)
         if weights.mask is not None:
             return ParallelDraft(decoder, form.block, weights.mask * decoder.embed_scale)
-        assert features is not None and weights.fc is not None and weights.state_norm is not None
+        assert weights.fc is not None and weights.state_norm is not None
+        bias = None
+        if weights.markov is not None:
+            gate = None if weights.markov.gate is None else self._linear(decoder, *weights.markov.gate)
+            bias = MarkovBias(weights.markov.embed, self._linear(decoder, weights.markov.out), gate)
         return DFlashDraft(
             decoder,
             None if owns_head else target,
@@ -249,30 +244,20 @@ class Loader:
             form.mask_token,
             form.block_size,
             form.predicts_next,
-            [features.layers.index(layer) for layer in config.layers],
-            self._linear(decoder, *self._fitted(weights.fc, None)),
+            columns,
+            self._linear(decoder, weights.fc),
             weights.state_norm,
-            None if weights.markov is None else self._make_bias(decoder, weights.markov),
+            bias,
         )
 
     def _load_mtp(
-        self, config: HeadConfig, form: MtpForm, target: Decoder, features: FeatureShape, positions: int
+        self, config: HeadConfig, form: MtpForm, target: Decoder, columns: list[int], positions: int
     ) -> MtpHead:
-        """Load the MTP layer of the target; arguments as in `load_head`."""
         assert isinstance(config.decoder, AdapterConfig)
-        shape, columns = config.decoder.shape, [features.layers.index(layer) for layer in config.layers]
-        op = make_attention(self.attention, shape, self.dtype, self.device, self.configs)
+        op = make_attention(self.attention, config.decoder.shape, self.dtype, self.device, self.configs)
         return MtpHead(MtpDecoder(config.decoder, self._layers[form], op, positions), target, columns)
 
-    def _make_bias(self, decoder: Decoder, weights: MarkovWeights) -> MarkovBias:
-        """Return the bias of a DSpark draft."""
-        gate = None if weights.gate is None else self._linear(decoder, *self._fitted(*weights.gate))
-        return MarkovBias(weights.embed, self._linear(decoder, *self._fitted(weights.out, None)), gate)
-
-    def _load_state_head(
-        self, config: HeadConfig, form: StateForm, target: Decoder, features: FeatureShape
-    ) -> StateHead:
-        """Load a head without attention; arguments as in `load_head`."""
+    def _load_state_head(self, config: HeadConfig, form: StateForm, target: Decoder, columns: list[int]) -> StateHead:
         size = target.vocab_size
         weights, tokens = load_state_head(form, config.target_hidden, size, self.dtype, self.device)
         vocabulary = None if tokens is None else HeadVocabulary(tokens, size, self.device)
@@ -281,10 +266,9 @@ class Loader:
         def linear(weight: Tensor | None, bias: Tensor | None = None) -> Linear | CompiledLinear:
             assert weight is not None
             if id(weight) not in made:  # depths may share it
-                made[id(weight)] = self._linear(target, *self._fitted(weight, bias))
+                made[id(weight)] = self._linear(target, weight, bias)
             return made[id(weight)]
 
-        columns = [features.layers.index(layer) for layer in config.layers]
         common = target, columns, [linear(step.head) for step in weights.steps], vocabulary
         if form.kind == "medusa":
             return MedusaHeads(*common, [[linear(*layer) for layer in step.layers] for step in weights.steps])
@@ -296,38 +280,29 @@ class Loader:
         return MlpSpeculator(*common, steps, form.scale_input)
 
     def _make_draft_layers(
-        self, config: HeadConfig, weights: dict[str, Tensor], positions: int | None = None
+        self, config: HeadConfig, weights: dict[str, Tensor], tokens: np.ndarray | None, positions: int | None = None
     ) -> Decoder:
-        """Return the decoder of a draft head's layers.
+        """Return the decoder of a draft head's layers, for captured rounds if `positions` is the context's length.
 
-        Args:
-            config: of the head.
-            weights: of its layers.
-            positions: maximum context length of a decoder that captured rounds may use; None for an eager one.
+        `tokens` are those of its reduced head, if any.
         """
         assert isinstance(config.decoder, ModelConfig)
-        if self.linear != "compiled":
-            op = make_attention(self.attention, config.decoder.shape, self.dtype, self.device, self.configs)
-            if self.configs is None or positions is None:
-                return Decoder(config.decoder, weights, op, self._impl)
-            assert isinstance(op, TritonAttention)
-            return TritonDecoder(config.decoder, weights, op, self.configs, self.exact, positions)
         if self.int8_drafts:
             quantize_matrices(weights)
-        return CompiledDecoder(config.decoder, weights, libraries_folder(), self.int8_drafts)
+        decoder = self._make_decoder(config.decoder, weights, positions, self.int8_drafts)
+        if tokens is not None:
+            decoder.head_vocabulary = HeadVocabulary(tokens, config.decoder.shape.vocab_size, self.device)
+        return decoder
 
-    def _fitted(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor | QuantizedWeight, Tensor | None]:
-        """Return a draft head's projection as its layers' matrices are kept, and its bias."""
-        return QuantizedWeight(*quantize(weight, 8)) if self.int8_drafts else weight, bias
+    def _fitted(self, weight: Tensor) -> Tensor | QuantizedWeight:
+        """Return a draft head's projection as its layers' matrices are kept."""
+        return QuantizedWeight(*quantize(weight, 8)) if self.int8_drafts else weight
 
-    def _linear(
-        self, decoder: Decoder, weight: Tensor | QuantizedWeight, bias: Tensor | None
-    ) -> Linear | CompiledLinear:
-        """Return a linear layer beside the layers of `decoder`."""
+    def _linear(self, decoder: Decoder, weight: Tensor, bias: Tensor | None = None) -> Linear | CompiledLinear:
+        """Return a draft's linear layer beside the layers of `decoder`."""
         if isinstance(decoder, CompiledDecoder):
-            threads = torch.get_num_threads()
-            return CompiledLinear(decoder.library, weight, bias, self.dtype, threads, self.int8_drafts)
-        assert isinstance(weight, Tensor)
+            sizes = self.dtype, torch.get_num_threads(), self.int8_drafts
+            return CompiledLinear(decoder.library, self._fitted(weight), bias, *sizes)
         return Linear(weight, bias, self._impl)
 
     @property
@@ -339,19 +314,19 @@ class Loader:
         self,
         config: ModelConfig,
         weights: dict[str, Tensor],
-        positions: int,
-        min_rows: int,
-        library: CDLL | None,
+        positions: int
+        | None,  # maximum context length of a decoder that captured rounds may use; None for an eager one
         integer: bool,
+        min_rows: int = 2,
+        library: CDLL | None = None,
     ) -> Decoder:
         if self.linear == "compiled":
             return CompiledDecoder(config, weights, libraries_folder(), integer)
         op = make_attention(self.attention, config.shape, self.dtype, self.device, self.configs)
-        if self.configs is not None:
-            assert isinstance(op, TritonAttention)
-            return TritonDecoder(config, weights, op, self.configs, self.exact, positions)
-        assert self.linear == "onednn" or self.linear == "torch"
-        return Decoder(config, weights, op, self.linear, min_rows, library)
+        if self.configs is None or positions is None:
+            return Decoder(config, weights, op, self._impl, min_rows, library)
+        assert isinstance(op, TritonAttention)
+        return TritonDecoder(config, weights, op, self.configs, self.exact, positions)
 
     def _library(self, config: ModelConfig, quantization: str | None) -> CDLL | None:
         """Return the library of an eager decoder's quantised layers, or None if it has none or cannot be built."""

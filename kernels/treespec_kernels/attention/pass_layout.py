@@ -119,13 +119,7 @@ class DeviceLayout:
             keeps_partials: whether the layout owns the memory of partial results; False allocates it for each pass, so
                 that captured graphs share it.
         """
-        sizes = {"num_requests": num_requests, "rows_per_request": rows_per_request, "width": width}
-        sizes["page_size"] = page_size
-        for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{name} is {size}; it must be 1 or more")
-        if max_context < 0:
-            raise ValueError(f"max_context is {max_context}; it must not be negative")
+        assert min(num_requests, rows_per_request, width, page_size) >= 1 and max_context >= 0
         shape.check()
         config = config or TreeAttentionConfig.default(shape.dtype, shape.head_dim, target_of(device))
         num_rows = num_requests * rows_per_request
@@ -184,8 +178,7 @@ class DeviceLayout:
         Returns:
             The keyword arguments of `tree_attention_triton` for this pass, except `scale` and `out`.
         """
-        if not self.chain and (row_slots is None or ancestors is None):
-            raise ValueError("a layout of trees needs row_slots and ancestors; only a chain may omit them")
+        assert self.chain or (row_slots is not None and ancestors is not None), "only a chain may omit them"
         row_slots = self.chain_slots if row_slots is None else row_slots
         sizes = {"num_requests": self.num_requests, "rows_per_request": self.rows_per_request, "width": self.width}
         check_arguments(

@@ -130,23 +130,13 @@ def _work_items(
     """
     group, window = shape.group, shape.window
     lengths, num_rows_of, depth = (np.array(x, dtype=np.int64) for x in (context_lens, rows_per_request, depths))
-    if len(lengths) != len(num_rows_of) or num_rows_of.sum() != len(depth):
-        raise ValueError(
-            f"{len(lengths)} context_lens, {len(num_rows_of)} rows_per_request that sum to {num_rows_of.sum()}, "
-            f"{len(depth)} depths: one length and row count per request and one depth per row are needed"
-        )
-    for name, values in (("context_lens", lengths), ("rows_per_request", num_rows_of), ("depths", depth)):
-        if (values < 0).any():
-            raise ValueError(f"{name} holds {values.min()}; it must not be negative")
+    assert len(lengths) == len(num_rows_of) and num_rows_of.sum() == len(depth)
     chain = num_rows_of <= 1
     if chains is not None:
-        if len(chains) != len(lengths):
-            raise ValueError(f"chains has {len(chains)} entries; expected {len(lengths)}, one per request")
         chain = chain | np.array(chains, dtype=bool)
     request = np.repeat(np.arange(len(lengths)), num_rows_of)
     same_chain = chain[request[1:]] & (request[1:] == request[:-1])
-    if (same_chain & (depth[1:] <= depth[:-1])).any():
-        raise ValueError(f"depths {depth.tolist()} of a chain must ascend")
+    assert not (same_chain & (depth[1:] <= depth[:-1])).any(), "the depths of a chain ascend"
 
     position = lengths[request] + depth
     start = np.zeros_like(position) if window is None else np.maximum(position - window + 1, 0)

@@ -19,6 +19,8 @@ class TileConfig:
         for name, size in vars(self).items():
             if name.startswith("block_") and (size < 16 or size & (size - 1)):
                 raise ValueError(f"{name} is {size}; it must be a power of two, 16 or more")
+            if name in ("split_k", "num_warps", "num_stages") and size < 1:
+                raise ValueError(f"{name} is {size}; it must be 1 or more")
 
     @property
     def constants(self) -> dict[str, int]:

@@ -25,12 +25,6 @@ class RowLinearConfig(RowTiledConfig):
     num_stages: int  # a launch option that does not affect bits
     larger: tuple[RowTile, ...] = ()  # tiles of more rows, chosen by the number of rows of a launch
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("split_k", "num_warps", "num_stages"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
-
     @classmethod
     def default(
         cls,

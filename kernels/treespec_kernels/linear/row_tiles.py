@@ -6,6 +6,7 @@ the same features in the same order (`aot/k_order.py` checks this in compiled co
 the bits are equal.
 """
 
+import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -55,18 +56,10 @@ class RowTiledConfig(TileConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "larger", tuple(RowTile(*tile) for tile in self.larger))  # lists, read from JSON
-        block_m = self.block_m
-        for tile in self.larger:
-            if tile.block_m <= block_m or tile.block_m & (tile.block_m - 1):
-                raise ValueError(f"larger has tiles of {tile.block_m} rows after {block_m}; use increasing powers of 2")
-            if tile.block_m * self.num_warps != self.block_m * tile.num_warps:
-                raise ValueError(
-                    f"larger has {tile.num_warps} warps for {tile.block_m} rows and num_warps is {self.num_warps} for "
-                    f"{self.block_m}; equal bits need as many rows per warp"
-                )
-            if tile.num_stages < 1:
-                raise ValueError(f"larger has {tile.num_stages} stages for {tile.block_m} rows; use 1 or more")
-            block_m = tile.block_m
+        for last, tile in itertools.pairwise(self.tiles):
+            increases = tile.block_m > last.block_m and not tile.block_m & (tile.block_m - 1)
+            if not increases or tile.block_m * last.num_warps != last.block_m * tile.num_warps or tile.num_stages < 1:
+                raise ValueError(f"larger has {tile}; use increasing powers of 2 of rows, with as many rows per warp")
 
     def with_tile(self: TiledConfigT, tile: RowTile) -> TiledConfigT:
         """Return the configuration with one tile for every number of rows."""

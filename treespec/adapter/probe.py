@@ -120,7 +120,8 @@ class Probe:
     @torch.inference_mode()
     def _reference_logits(self, model: nn.Module, mode: UpcastMode | None, device: torch.device) -> Tensor:
         """Compute transformers' logits [longest, vocab] after each prompt token and tree node, one pass per leaf."""
-        _, visible = _topology()
+        visible = RequestRows.tree(self.length, PARENTS, np.arange(0)).visible
+        assert visible is not None
         prompt, tree = np.split(self._texts[1], [self.length])
         after: dict[int, Tensor] = {}
         with implementation(configs_of(model), "eager"):
@@ -136,7 +137,6 @@ class Probe:
     @torch.inference_mode()
     def _adapter_logits(self, decoder: Decoder, cache_dtype: torch.dtype) -> Tensor:
         """Compute the same logits with a decoder, for the second of two batched requests."""
-        depths, visible = _topology()
         count = pages_for(self.longest)
         kv = KVCache.allocate(self._config.shape, 1 + 2 * count, cache_dtype, decoder.device)
         requests = [1 + np.arange(count), 1 + count + np.arange(count)]
@@ -153,19 +153,9 @@ class Probe:
             if start < stop:
                 rows = [RequestRows.chain(start, stop - start, pages, self.length) for pages in requests]
                 chunks.append(run(rows, start, stop))
-        nodes = np.arange(len(PARENTS))
-        trees = [RequestRows(self.length, nodes, depths, visible, depths, pages, self.length) for pages in requests]
+        trees = [RequestRows.tree(self.length, PARENTS, pages, self.length) for pages in requests]
         chunks.append(run(trees, self.length, self.longest))
         return torch.cat(chunks)
-
-
-def _topology() -> tuple[np.ndarray, np.ndarray]:
-    """Return depths and ancestor mask of the tree."""
-    depths, visible = np.zeros(len(PARENTS), dtype=np.int64), np.eye(len(PARENTS), dtype=bool)
-    for node in range(1, len(PARENTS)):
-        depths[node] = depths[PARENTS[node]] + 1
-        visible[node] |= visible[PARENTS[node]]
-    return depths, visible
 
 
 def _distance(actual: Tensor, expected: Tensor) -> Tensor:

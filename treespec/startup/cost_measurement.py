@@ -206,11 +206,7 @@ def with_drafting(curve: CostCurve, times: dict[Any, float], ssms: int, requests
 
 def star_pass(runner: Runner, request: Request, rows: int) -> None:
     """Run a target pass over a star of `rows` nodes (a root and its children), up to the argmax."""
-    nodes = np.arange(rows)
-    depths = np.minimum(nodes, 1)
-    visible = np.eye(rows, dtype=bool)
-    visible[:, 0] = True
-    star = RequestRows(request.context_len, nodes, depths, visible, depths, request.pages)
+    star = RequestRows.tree(request.context_len, np.minimum(np.arange(rows), 1) - 1, request.pages)
     if rows == 1:
         star = RequestRows.chain(request.context_len, 1, request.pages)
     target = runner.target

@@ -10,6 +10,7 @@ import copy
 import itertools
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -107,15 +108,8 @@ def _compare_after_prompt(
     """Compare a prompt and a tree after it. `twin` holds the pages of a second request in the batch."""
     prefix, differences = len(prompt), []
     tree = (np.arange(len(parents)) * 7919 + prefix) % model.vocab_size
-    depths = np.zeros(len(parents), dtype=np.int64)
-    visible = np.eye(len(parents), dtype=bool)
-    for node in range(1, len(parents)):
-        depths[node] = depths[parents[node]] + 1
-        visible[node] |= visible[parents[node]]
-
-    def tree_rows(pages: np.ndarray) -> RequestRows:
-        return RequestRows(prefix, np.arange(len(tree)), depths, visible, depths, pages)
-
+    rows = RequestRows.tree(prefix, parents, pages)
+    assert rows.visible is not None
     largest = model.min_rows if model.min_rows > 2 else prefix
     whole = _prefill(model, pool, prompt, largest, pages)
     for chunk in (1, 7) if prefix <= 2 * PAGE_SIZE else (7, 64):  # single tokens are too slow for a large model
@@ -123,15 +117,15 @@ def _compare_after_prompt(
             continue
         if not torch.equal(_prefill(model, pool, prompt, chunk, pages), whole):
             differences.append(f"a prompt of {prefix} tokens in chunks of {chunk}")
-    hidden = _hidden(model, pool, [tree_rows(pages)], tree)
+    hidden = _hidden(model, pool, [rows], tree)
     logits = model.logits(hidden)
     if twin is not None:
         _prefill(model, pool, prompt, largest, twin)
-        both = _hidden(model, pool, [tree_rows(twin), tree_rows(pages)], np.concatenate([tree, tree]))
+        both = _hidden(model, pool, [replace(rows, pages=twin), rows], np.concatenate([tree, tree]))
         if not torch.equal(both[len(tree) :], hidden) or not torch.equal(model.logits(both)[len(tree) :], logits):
             differences.append(f"a tree of {len(tree)} nodes after {prefix} tokens, in a batch")
     for node in (0, 5, 10, len(tree) - 1):
-        for depth, step in enumerate(np.flatnonzero(visible[node])):
+        for depth, step in enumerate(np.flatnonzero(rows.visible[node])):
             alone = _hidden(model, pool, [RequestRows.chain(prefix + depth, 1, pages)], tree[step : step + 1])
         if not torch.equal(alone[0], hidden[node]) or not torch.equal(model.logits(alone)[0], logits[node]):
             differences.append(f"node {node} of a tree of {len(tree)} nodes after {prefix} tokens")

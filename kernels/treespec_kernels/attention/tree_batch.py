@@ -35,6 +35,18 @@ class RequestRows:
         order = np.arange(num_rows)
         return cls(context_len, order, order, None, None, pages, max_len)
 
+    @classmethod
+    def tree(
+        cls, context_len: int, parents: np.ndarray, pages: np.ndarray, max_len: int = sys.maxsize
+    ) -> "RequestRows":
+        """Create the rows of a whole tree, whose root has position `context_len`. Parents precede their children."""
+        nodes = np.arange(len(parents))
+        depths, visible = np.zeros_like(nodes), np.eye(len(nodes), dtype=bool)
+        for node in nodes[1:]:
+            depths[node] = depths[parents[node]] + 1
+            visible[node] |= visible[parents[node]]
+        return cls(context_len, nodes, depths, visible, depths, pages, max_len)
+
     @property
     def num_rows(self) -> int:
         return len(self.nodes)

@@ -36,9 +36,6 @@ class CpuAttention:
         return tree_attention_cpu(q, k_cache, v_cache, plan, scale, cap)
 
 
-ATTENTIONS = ("cpu-packed", "cpu-gathered", "triton")
-
-
 def make_attention(
     kind: str,
     shape: ModelShape,

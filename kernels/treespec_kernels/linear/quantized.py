@@ -62,28 +62,12 @@ class QuantizedWeight(NamedTuple):
         return self.values.nbytes + self.scale.nbytes + (0 if self.zero is None else self.zero.nbytes)
 
     def check(self) -> None:
-        """Raise ValueError if the shapes or dtypes of the tensors do not match."""
-        if self.values.dtype not in (torch.int8, torch.uint8):
-            raise ValueError(
-                f"quantised values are {self.values.dtype}; expected int8, or uint8 with two 4-bit weights"
-            )
+        """Assert that the shapes and dtypes of the tensors match; a checkpoint's are checked when it is read."""
         groups = self.scale.shape[-1]
-        if list(self.scale.shape[:-1]) != list(self.values.shape[:-1]) or groups < 1 or self.in_features % groups:
-            raise ValueError(
-                f"scales are {list(self.scale.shape)} for quantised values {list(self.values.shape)}; expected "
-                f"[{self.out_features}, groups], and {self.in_features} inputs in equal groups"
-            )
-        if groups > 1 and self.group % SMALLEST_GROUP:
-            raise ValueError(
-                f"groups of {self.group} inputs; valid: multiples of {SMALLEST_GROUP}, or one group of all"
-            )
-        if self.zero is None:
-            return
-        if self.zero.shape != self.scale.shape or self.zero.dtype not in (torch.int8, torch.float32):
-            raise ValueError(
-                f"zero points are {self.zero.dtype} {list(self.zero.shape)}; expected int8 or float32 "
-                f"{list(self.scale.shape)}"
-            )
+        assert self.values.dtype in (torch.int8, torch.uint8) and self.scale.shape[:-1] == self.values.shape[:-1]
+        assert self.in_features % groups == 0 and (groups == 1 or self.group % SMALLEST_GROUP == 0)
+        assert self.zero is None or self.zero.shape == self.scale.shape
+        assert self.zero is None or self.zero.dtype in (torch.int8, torch.float32)
 
 
 def integers(weight: QuantizedWeight) -> Tensor:

@@ -39,20 +39,15 @@ class RowLinearConfig(RowTiledConfig):
         A layer is bound by reading its weight once. Programs should therefore not read more bytes than that from L2,
         and enough bytes must be in flight: about 4.3 TB/s times 1 us, 32 KB per multiprocessor.
 
-        - block_m 64 computes 64 rows with one read of the weight, and is one `wgmma` on sm_90 and later. Padded rows
-          are neither read nor stored; their arithmetic occupies the matrix units for at most a third of the time.
+        - block_m 64 computes 64 rows with one read of the weight, and is one `wgmma` on sm_90 and later. More rows
+          would read it from L2 once per 64 rows; `larger_tiles` read it once per 128 or 256.
         - block_n is the largest of 128, 64 and 32 that gives enough programs with a modest split_k. Every program reads
           its part of K of all its rows, which for 64 rows is 64 / block_n of the weight's bytes.
         - split_k, at most 8, raises the number of programs to 96 or more, with at least four blocks of K each, and if
           possible to at most 132, one per multiprocessor. Layers with silu_gate or at most 2^20 weights are not split,
           because adding the parts would cost more than it gains.
-        - On an H200 all programs are resident at once: one per multiprocessor with 144 KB of stages, or two with 96 KB
-          each. There are at most eight stages, and at most two more than blocks. One stage is being multiplied and the
-          previous one may still be read by its `wgmma`, so all but two are in flight, each with 16 KB of weights for
-          block_n 128: 6 MB for 96 programs of six stages, 4.5 MB for 144 of four. On a GPU with less shared memory, one
-          program with 96 KB is resident.
-        - More than 64 rows would read the weight from L2 once per 64 rows, which takes 3 times as long as the products.
-          `larger_tiles` read it once per 128 or 256 rows.
+        - On an H200 all programs are resident at once: one per multiprocessor with 144 KB of stages, or two with 96 KB.
+          All stages but two are in flight: one is multiplied, and one may still be read by its `wgmma`.
 
         float32 has no exact matrix instruction on NVIDIA, and uses 16 rows; with more it would be bound by arithmetic.
 

@@ -138,19 +138,6 @@ def test_stacked() -> None:
     assert torch.equal(dequantized(both), torch.cat([dequantized(first), dequantized(second)]))
 
 
-@needs_compiler
-def test_what_does_not_fit_is_refused() -> None:
-    weight = random_weight(*FORMS[2])
-    for bad, message in (
-        (weight._replace(values=weight.values.float()), "values are torch.float32"),
-        (weight._replace(scale=weight.scale[:, :2]), r"scales are \[33, 2\].*groups of 48|groups of 48"),
-        (weight._replace(scale=weight.scale[1:]), r"scales are \[32, 3\]"),
-        (weight._replace(zero=weight.scale.double()), "zero points are torch.float64"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            PanelLinear(library(torch.float32), bad, None)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_configurations(dtype: torch.dtype) -> None:
     for out, inputs in ((6144, 4096), (4096, 14336), (28672, 4096), (768, 256), (96, 96)):

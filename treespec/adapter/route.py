@@ -72,14 +72,14 @@ _route: ContextVar[_Route | None] = ContextVar("treespec_route", default=None)
 
 @dataclass
 class _PatchedConfig:
-    """A config set to `NAME` while routes exist, and its original names of attention and experts."""
+    """A config set to `NAME` while routes exist, and its original values of `_PATCHED`."""
 
     config: Any
-    attention: str | None
-    experts: str | None
+    names: dict[str, str | None]
     routes: int = 0
 
 
+_PATCHED = ("_attn_implementation_internal", "_experts_implementation_internal")
 _patched: dict[int, _PatchedConfig] = {}  # by id of the config, which the entry keeps alive
 _guard = threading.Lock()
 
@@ -89,11 +89,11 @@ def is_routed() -> bool:
     return _route.get() is not None
 
 
-def _own_name(config: Any) -> str | None:
-    """Return a config's attention name outside routes."""
+def _own_name(config: Any, attribute: str = "_attn_implementation_internal") -> str | None:
+    """Return a config's name of its attention (or experts) outside routes."""
     with _guard:
         patched = _patched.get(id(config))
-        name = config._attn_implementation_internal if patched is None else patched.attention
+        name = getattr(config, attribute) if patched is None else patched.names[attribute]
     return "eager" if name == NAME else name  # a config copied while its original was routed
 
 
@@ -210,11 +210,7 @@ def _run_experts(module: Any, hidden: Tensor, experts: Tensor, weights: Tensor) 
         return run_experts(module, hidden, experts, weights)
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    with _guard:
-        patched = _patched.get(id(module.config))
-        name = module.config._experts_implementation_internal if patched is None else patched.experts
-    eager = type(module).forward.__wrapped__
-    name = "eager" if name == NAME else name  # a config copied while its original was routed
+    name, eager = _own_name(module.config, "_experts_implementation_internal"), type(module).forward.__wrapped__
     result: Tensor = ALL_EXPERTS_FUNCTIONS.get_interface(name, eager)(module, hidden, experts, weights)
     return result
 
@@ -255,11 +251,11 @@ def _activate(configs: list[Any], route: _Route) -> Iterator[_Route]:
     try:
         with _guard:
             for config in configs:
-                names = config._attn_implementation_internal, config._experts_implementation_internal
-                patched = _patched.setdefault(id(config), _PatchedConfig(config, *names))
-                patched.routes += 1
+                names = {attribute: getattr(config, attribute) for attribute in _PATCHED}
+                _patched.setdefault(id(config), _PatchedConfig(config, names)).routes += 1
                 activated.append(config)
-                config._attn_implementation_internal = config._experts_implementation_internal = NAME
+                for attribute in _PATCHED:
+                    setattr(config, attribute, NAME)
         yield route
     finally:
         _route.reset(token)
@@ -269,10 +265,9 @@ def _activate(configs: list[Any], route: _Route) -> Iterator[_Route]:
                 patched.routes -= 1
                 if not patched.routes:
                     del _patched[id(config)]
-                    if config._attn_implementation_internal == NAME:  # the owner may have changed it meanwhile
-                        config._attn_implementation_internal = patched.attention
-                    if config._experts_implementation_internal == NAME:
-                        config._experts_implementation_internal = patched.experts
+                    for attribute, name in patched.names.items():
+                        if getattr(config, attribute) == NAME:  # the owner may have changed it meanwhile
+                            setattr(config, attribute, name)
 
 
 def implementation(configs: list[Any], name: str) -> AbstractContextManager[_Route]:

@@ -16,11 +16,9 @@ from torch import Tensor
 
 from treespec.models.decoder import Decoder, StreamInput
 from treespec.models.decoder_wrapper import DecoderWrapper
-from treespec.models.feature_head import Eagle3Head
+from treespec.models.feature_head import AnyLinear, Eagle3Head
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.cpu.decoder_cpu import PassEntries
-from treespec_kernels.linear.compiled_linear import CompiledLinear
-from treespec_kernels.linear.linear import Linear
 
 
 class Unread(NamedTuple):
@@ -134,7 +132,7 @@ class MarkovBias:
         gate: of hidden state and embedding, [hidden_size + rank] to [rank]; None for none.
     """
 
-    def __init__(self, embed: Tensor, out: Linear | CompiledLinear, gate: Linear | CompiledLinear | None):
+    def __init__(self, embed: Tensor, out: AnyLinear, gate: AnyLinear | None):
         self._embed, self._out, self._gate = embed, out, gate
 
     @property
@@ -167,7 +165,7 @@ class DFlashDraft(BlockDraft):
         # nothing
         predicts_next: bool,
         columns: Sequence[int],  # indices of the states that it reads among the features
-        fc: Linear | CompiledLinear,  # projection of the target's states
+        fc: AnyLinear,  # projection of the target's states
         state_norm: Tensor,  # weight of the RMSNorm after `fc`, [hidden_size]
         bias: MarkovBias | None = None,  # of a DSpark draft; None for none
     ):

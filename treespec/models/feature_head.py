@@ -19,6 +19,8 @@ from treespec_kernels.linear.compiled_linear import CompiledLinear
 from treespec_kernels.linear.linear import Linear, LinearImpl
 from treespec_weights.heads import HeadForm, HeadWeights
 
+AnyLinear = Linear | CompiledLinear
+
 
 class FeatureHead(DecoderWrapper, ABC):
     """Base of draft heads, whose rows are pairs of a token and a feature.
@@ -87,7 +89,7 @@ class Eagle3Head(FeatureHead):
         decoder: Decoder,  # its layers and its head; the first layer has no `qkv`
         weights: HeadWeights,  # of the norms of the states
         columns: Sequence[int],
-        fc: Linear | CompiledLinear,  # projection of the target's states to a feature
+        fc: AnyLinear,  # projection of the target's states to a feature
         pairs: "TorchPairs | PairInputs",  # returns the inputs of the layers
     ):
         super().__init__(decoder, None, columns)
@@ -126,43 +128,28 @@ class EagleHead(FeatureHead):
 
     Args:
         decoder, target, columns: as in `FeatureHead`; the one state is the output of the target's final norm.
-        pairs: returns the inputs of its layer.
-    """
-
-    kind = "eagle"
-
-    def __init__(self, decoder: Decoder, target: Decoder, columns: Sequence[int], pairs: "FusedPairs"):
-        super().__init__(decoder, target, columns)
-        self._pairs = pairs
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all weights in memory, without the target's embeddings and vocabulary head."""
-        return self.decoder.nbytes + self._pairs.nbytes
-
-    def forward_features(self, tokens: Tensor, features: Tensor, layout: Pass, kv: Tensor) -> tuple[Tensor, Tensor]:
-        stream = StreamInput(*self._pairs(tokens, features))
-        output = self.decoder.forward_stream(stream, layout, kv).streams[: len(tokens), 0]
-        return output, output
-
-
-class FusedPairs:
-    """Inputs of an EAGLE head's layer, with the interface of `PairInputs`.
-
-    Args:
         embed: embeddings of the target's vocabulary, [vocab_size, hidden_size].
         fc: projection of [embedding, feature] to the residual stream.
         qkv: projections of the layer.
     """
 
-    def __init__(self, embed: Tensor, fc: Linear | CompiledLinear, qkv: Linear | CompiledLinear):
-        self.embed, self._fc, self._qkv = embed, fc, qkv
-        self.nbytes = fc.nbytes + qkv.nbytes
+    kind = "eagle"
 
-    def __call__(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the residual stream before the layer, and its projections, as `PairInputs`."""
-        rows = self._fc(torch.cat((F.embedding(tokens, self.embed).to(features.dtype), features), 1))
-        return rows, self._qkv(rows)
+    def __init__(
+        self, decoder: Decoder, target: Decoder, columns: Sequence[int], embed: Tensor, fc: AnyLinear, qkv: AnyLinear
+    ):
+        super().__init__(decoder, target, columns)
+        self._embedding, self._fc, self._qkv = embed, fc, qkv
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights in memory, without the target's embeddings and vocabulary head."""
+        return self.decoder.nbytes + self._fc.nbytes + self._qkv.nbytes
+
+    def forward_features(self, tokens: Tensor, features: Tensor, layout: Pass, kv: Tensor) -> tuple[Tensor, Tensor]:
+        rows = self._fc(torch.cat((F.embedding(tokens, self._embedding).to(features.dtype), features), 1))
+        output = self.decoder.forward_stream(StreamInput(rows, self._qkv(rows)), layout, kv).streams[: len(tokens), 0]
+        return output, output
 
 
 class TorchPairs:

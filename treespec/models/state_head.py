@@ -12,13 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treespec.models.decoder import Decoder, Pass
-from treespec.models.feature_head import FeatureHead
+from treespec.models.feature_head import AnyLinear, FeatureHead
 from treespec.models.head_vocabulary import HeadVocabulary
 from treespec_kernels.attention.tree_batch import RequestRows
-from treespec_kernels.linear.compiled_linear import CompiledLinear
-from treespec_kernels.linear.linear import Linear
-
-AnyLinear = Linear | CompiledLinear
 
 
 class StateHead(FeatureHead):

@@ -23,7 +23,7 @@ from treespec.models.attention_triton import TritonAttention
 from treespec.models.block_draft import BlockDraft, DFlashDraft, MarkovBias, ParallelDraft, ParallelEagle
 from treespec.models.compiled import CompiledDecoder
 from treespec.models.decoder import Decoder
-from treespec.models.feature_head import Eagle3Head, EagleHead, FeatureHead, FusedPairs, TorchPairs
+from treespec.models.feature_head import AnyLinear, Eagle3Head, EagleHead, FeatureHead, TorchPairs
 from treespec.models.head_vocabulary import HeadVocabulary
 from treespec.models.model_config import ModelConfig
 from treespec.models.state_head import MedusaHeads, MlpSpeculator, SpeculatorStep, StateHead
@@ -211,7 +211,7 @@ class Loader:
         decoder = self._make_draft_layers(config, weights.decoder, tokens, positions)
         fc = self._linear(decoder, *weights.fc)
         if config.form.kind == "eagle":
-            return EagleHead(decoder, target, columns, FusedPairs(embed, fc, self._linear(decoder, *weights.qkv)))
+            return EagleHead(decoder, target, columns, embed, fc, self._linear(decoder, *weights.qkv))
         pairs: TorchPairs | PairInputs
         eps = decoder.config.norm_eps
         if isinstance(decoder, CompiledDecoder):
@@ -261,9 +261,9 @@ class Loader:
         size = target.vocab_size
         weights, tokens = load_state_head(form, config.target_hidden, size, self.dtype, self.device)
         vocabulary = None if tokens is None else HeadVocabulary(tokens, size, self.device)
-        made: dict[int, Linear | CompiledLinear] = {}
+        made: dict[int, AnyLinear] = {}
 
-        def linear(weight: Tensor | None, bias: Tensor | None = None) -> Linear | CompiledLinear:
+        def linear(weight: Tensor | None, bias: Tensor | None = None) -> AnyLinear:
             assert weight is not None
             if id(weight) not in made:  # depths may share it
                 made[id(weight)] = self._linear(target, weight, bias)
@@ -298,7 +298,7 @@ class Loader:
         """Return a draft head's projection as its layers' matrices are kept."""
         return QuantizedWeight(*quantize(weight, 8)) if self.int8_drafts else weight
 
-    def _linear(self, decoder: Decoder, weight: Tensor, bias: Tensor | None = None) -> Linear | CompiledLinear:
+    def _linear(self, decoder: Decoder, weight: Tensor, bias: Tensor | None = None) -> AnyLinear:
         """Return a draft's linear layer beside the layers of `decoder`."""
         if isinstance(decoder, CompiledDecoder):
             sizes = self.dtype, torch.get_num_threads(), self.int8_drafts

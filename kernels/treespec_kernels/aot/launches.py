@@ -108,10 +108,6 @@ def launches_of(op: str, shape: KernelShape, target: str) -> list[Launch]:
     `PDL` stands for the launches of all ops with programmatic dependent launch.
     """
     require_triton("aot")
-    if target not in SHARED_BYTES:
-        raise ValueError(f"aot: target {target!r} is not known; use one of {', '.join(SHARED_BYTES)}")
-    if op not in OPS:
-        raise ValueError(f"aot: op {op!r} has no kernels; use one of {', '.join(sorted(OPS))}")
     if is_interpreted():
         raise ValueError("aot: TRITON_INTERPRET is set, and interpreted kernels cannot be compiled; unset it")
     pdl = op == PDL

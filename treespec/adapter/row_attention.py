@@ -44,8 +44,8 @@ class RowPlan:
 
 def attend_rows(
     q: Tensor,  # [num_rows, num_heads, head_dim]; rows beyond the plan's are skipped
-    # [num_pages, num_kv_heads, PAGE_SIZE, head_dim] of one layer. Slots that no row attends to may hold any finite
-    # value
+    # Caches of one layer, [num_pages, num_kv_heads, PAGE_SIZE, head_dim]; slots that no row attends to may hold any
+    # finite value
     k_cache: Tensor,
     v_cache: Tensor,
     plan: RowPlan,  # of the pass

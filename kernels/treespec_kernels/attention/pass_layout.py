@@ -39,22 +39,14 @@ class PassPlaces(NamedTuple):
 
 
 def pass_layout_ref(
-    context_lens: torch.Tensor,
-    page_table: torch.Tensor,
-    depths: torch.Tensor,
-    row_slots: torch.Tensor,
+    context_lens: torch.Tensor,  # [num_requests] int32, number of committed positions L
+    page_table: torch.Tensor,  # [num_requests, max_pages] int32
+    depths: torch.Tensor,  # [num_requests, rows_per_request] int32, -1 for padding
+    row_slots: torch.Tensor,  # [num_requests, rows_per_request] int32; a row's own K/V go to logical slot L + row_slots
     *,
-    page_size: int = 64,
+    page_size: int = 64,  # slots per page
 ) -> PassPlaces:
-    """Compute positions and slots of a pass (reference; `plan_tree_attention` is the reference of the plan).
-
-    Args:
-        context_lens: [num_requests] int32, number of committed positions L.
-        page_table: [num_requests, max_pages] int32.
-        depths: [num_requests, rows_per_request] int32, -1 for padding.
-        row_slots: [num_requests, rows_per_request] int32; a row's own K/V go to logical slot L + row_slots.
-        page_size: slots per page.
-    """
+    """Compute positions and slots of a pass (reference; `plan_tree_attention` is the reference of the plan)."""
     positions = torch.zeros(depths.numel(), dtype=torch.int32, device=depths.device)
     slots = torch.zeros(depths.numel(), dtype=torch.int64, device=depths.device)
     for row, depth in enumerate(depths.flatten().tolist()):
@@ -94,31 +86,24 @@ class DeviceLayout:
     @classmethod
     def allocate(
         cls,
-        num_requests: int,
+        num_requests: int,  # shape of the pass, idle requests and padding rows included
         rows_per_request: int,
-        width: int,
+        width: int,  # number of columns of `ancestors`, above every depth; for a chain usually rows_per_request
         shape: AttentionShape,
         *,
-        chain: bool,
+        chain: bool,  # whether the passes are chains
+        # maximum number of committed positions of a request. Partial results use num_rows * segments * num_heads *
+        # (head_dim + 2) * 4 bytes, and every launch has programs for all segments, so use a separate layout for graphs
+        # of short contexts
         max_context: int,
         device: torch.device | str,
         config: TreeAttentionConfig | None = None,
-        page_size: int = 64,
+        page_size: int = 64,  # slots per page of the cache
+        # whether the layout owns the memory of partial results; False allocates it for each pass, so that captured
+        # graphs share it
         keeps_partials: bool = True,
     ) -> Self:
-        """Allocate a layout for passes of this shape.
-
-        Args:
-            num_requests, rows_per_request: shape of the pass, idle requests and padding rows included.
-            width: number of columns of `ancestors`, above every depth; for a chain usually rows_per_request.
-            chain: whether the passes are chains.
-            max_context: maximum number of committed positions of a request. Partial results use
-                num_rows * segments * num_heads * (head_dim + 2) * 4 bytes, and every launch has programs for all
-                segments, so use a separate layout for graphs of short contexts.
-            page_size: slots per page of the cache.
-            keeps_partials: whether the layout owns the memory of partial results; False allocates it for each pass, so
-                that captured graphs share it.
-        """
+        """Allocate a layout for passes of this shape."""
         assert min(num_requests, rows_per_request, width, page_size) >= 1 and max_context >= 0
         shape.check()
         config = config or TreeAttentionConfig.default(shape.dtype, shape.head_dim, target_of(device))

@@ -79,29 +79,20 @@ class TreeAttentionPlan:
 
 
 def plan_tree_attention(
-    context_lens: Sequence[int],
-    rows_per_request: Sequence[int],
-    depths: Sequence[int],
+    context_lens: Sequence[int],  # number of committed positions L of each request
+    rows_per_request: Sequence[int],  # number of rows of each request, in row order; may be 0
+    depths: Sequence[int],  # depth of each row
     shape: AttentionShape,
     *,
-    device: torch.device | str,
+    device: torch.device | str,  # where the attention runs
+    # per request, whether every row is an ancestor of the next one (a prefill chunk). Such rows share all keys and need
+    # no gathering. None marks only requests of one row. Affects speed, not bits
     chains: Sequence[bool] | None = None,
-    config: TreeAttentionConfig | None = None,
+    config: TreeAttentionConfig | None = None,  # None for `TreeAttentionConfig.default` of the device
+    # number of rows of the pass, of which those after the planned ones are padding; None for no padding
     num_rows: int | None = None,
 ) -> TreeAttentionPlan:
-    """Build the work items of one pass.
-
-    Args:
-        context_lens: number of committed positions L of each request.
-        rows_per_request: number of rows of each request, in row order; may be 0.
-        depths: depth of each row.
-        shape: sizes of the attention.
-        device: where the attention runs.
-        chains: per request, whether every row is an ancestor of the next one (a prefill chunk). Such rows share all
-            keys and need no gathering. None marks only requests of one row. Affects speed, not bits.
-        config: None for `TreeAttentionConfig.default` of the device.
-        num_rows: number of rows of the pass, of which those after the planned ones are padding; None for no padding.
-    """
+    """Build the work items of one pass."""
     shape.check()
     config = config or TreeAttentionConfig.default(shape.dtype, shape.head_dim, target_of(device))
     packed, node, *by_row = _work_items(context_lens, rows_per_request, depths, chains, shape, config)

@@ -133,17 +133,11 @@ def lm_head_triton(
     *,
     config: LmHeadConfig | None = None,
     logit_cap: float | None = None,
-    logits: Tensor | None = None,
-    stats: BlockStats | None = None,
-    pdl: bool = False,
+    logits: Tensor | None = None,  # output [groups * rows, vocab] in the dtype of x; None allocates it
+    stats: BlockStats | None = None,  # output as from `BlockStats.empty`; None allocates it
+    pdl: bool = False,  # see `launch_options`
 ) -> LmHead:
-    """Compute `lm_head_ref` on a GPU, in one launch. Rows of consecutive groups of x must follow each other.
-
-    Args:
-        logits: output [groups * rows, vocab] in the dtype of x; None allocates it.
-        stats: output as from `BlockStats.empty`; None allocates it.
-        pdl: see `launch_options`.
-    """
+    """Compute `lm_head_ref` on a GPU, in one launch. Rows of consecutive groups of x must follow each other."""
     assert logit_cap is None or logit_cap > 0
     prefix = "groups " * (x.dim() == 3)
     check_arguments(

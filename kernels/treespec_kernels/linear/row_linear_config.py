@@ -28,11 +28,11 @@ class RowLinearConfig(RowTiledConfig):
     @classmethod
     def default(
         cls,
-        dtype: torch.dtype,
-        out_features: int,
+        dtype: torch.dtype,  # float16, bfloat16 or float32
+        out_features: int,  # shape of the weight; with silu_gate, out_features counts gates and ups
         in_features: int,
         silu_gate: bool = False,
-        target: str | None = None,
+        target: str | None = None,  # from `target_of`; None for a configuration that fits sm_80 and sm_90
     ) -> Self:
         """Return the shipped configuration, within 12 % of the best of a sweep for every layer of 8B on an H200.
 
@@ -50,11 +50,6 @@ class RowLinearConfig(RowTiledConfig):
           All stages but two are in flight: one is multiplied, and one may still be read by its `wgmma`.
 
         float32 has no exact matrix instruction on NVIDIA, and uses 16 rows; with more it would be bound by arithmetic.
-
-        Args:
-            dtype: float16, bfloat16 or float32.
-            out_features, in_features: shape of the weight; with silu_gate, out_features counts gates and ups.
-            target: from `target_of`; None for a configuration that fits sm_80 and sm_90.
         """
         is_float32 = dtype == torch.float32
         block_m, block_k = (16, 32) if is_float32 else (64, 64)

@@ -45,19 +45,13 @@ _ZERO, _ONE, _MIN_PRIOR, _MAX_PRIOR = map(np.float32, (0, 1, MIN_MIXTURE, MAX_MI
 
 
 def merge_children(
-    shares: Sequence[Mapping[int, np.float32]],
-    seeds: Mapping[int, int],
-    most_seeds: int,
-    seed_probs: np.ndarray,
-    seed_ratios: np.ndarray,
+    shares: Sequence[Mapping[int, np.float32]],  # by SSM, the shares of the tokens that it proposes, in order
+    seeds: Mapping[int, int],  # indices of the node's seeds by token, in order
+    most_seeds: int,  # number of them that are proposed
+    seed_probs: np.ndarray,  # float32, probabilities of all seeds
+    seed_ratios: np.ndarray,  # float32, their evidence ratios
 ) -> dict[int, tuple[np.float32, int]]:
     """Merge what SSMs and seeds propose below one node.
-
-    Args:
-        shares: by SSM, the shares of the tokens that it proposes, in order.
-        seeds: indices of the node's seeds by token, in order.
-        most_seeds: number of them that are proposed.
-        seed_probs, seed_ratios: float32, probabilities and evidence ratios of all seeds.
 
     Returns:
         By token, in the order of first proposals, its probability and the index of its seed, -1 for none.

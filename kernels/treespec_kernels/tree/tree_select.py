@@ -25,27 +25,19 @@ from treespec_kernels.tree.device_trees import SEED_BIT, DeviceForest, DeviceTre
 
 
 def tree_select_ref(
-    forest: DeviceForest,
-    proposed: ProposedTrees,
-    root_tokens: Tensor,
+    forest: DeviceForest,  # not changed
+    proposed: ProposedTrees,  # as passed to `tree_merge`
+    root_tokens: Tensor,  # [B] int32, as passed to `tree_root`; the tree of a negative token has no nodes
+    # tree budget, the maximum number of nodes of a tree, root included, from 1 to the size of `out`; or an int32 tensor
+    # [B] with the number per request, clamped to that range, so that a captured graph can vary it
     nodes: int | Tensor,
-    least_values: Tensor,
-    max_depths: Tensor,
+    least_values: Tensor,  # [B] float32, minimum value of a node below the root; NaN selects none
+    max_depths: Tensor,  # [B] int32, 0 for only the root
     *,
+    # written in place and returned; None allocates trees of `nodes` nodes, which must then be an int
     out: DeviceTrees | None = None,
 ) -> DeviceTrees:
-    """Select the trees that the target scores (reference: numpy on the host, any device).
-
-    Args:
-        forest: not changed.
-        proposed: as passed to `tree_merge`.
-        root_tokens: [B] int32, as passed to `tree_root`; the tree of a negative token has no nodes.
-        nodes: tree budget, the maximum number of nodes of a tree, root included, from 1 to the size of `out`; or an
-            int32 tensor [B] with the number per request, clamped to that range, so that a captured graph can vary it.
-        least_values: [B] float32, minimum value of a node below the root; NaN selects none.
-        max_depths: [B] int32, 0 for only the root.
-        out: written in place and returned; None allocates trees of `nodes` nodes, which must then be an int.
-    """
+    """Select the trees that the target scores (reference: numpy on the host, any device)."""
     wanted, out = _checked(forest, proposed, root_tokens, nodes, least_values, max_depths, out)
     state = {name: tensor.cpu().numpy() for name, tensor in forest.tensors.items()}
     seeds = [tensor.cpu().numpy() for tensor in proposed]

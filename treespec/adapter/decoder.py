@@ -25,8 +25,8 @@ from treespec.adapter.trace import AdapterConfig, reference_attention, run, run_
 from treespec.adapter.upcast import UpcastMode
 from treespec.errors import KernelError, ModelError
 from treespec.models.attention import make_attention
-from treespec.models.decoder import Attention, Decoder, HiddenStates, LayerSubset, StreamInput
-from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
+from treespec.models.decoder import Attention, Decoder, HiddenStates, LayerSubset, StreamInput, cache_slots, padded
+from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.linear.linear import LinearImpl, onednn_available
 
 logger = logging.getLogger("treespec")
@@ -141,26 +141,22 @@ class AdapterDecoder(Decoder):
 
     def plan(self, requests: list[RequestRows], kv: Tensor) -> AdapterPass:  # type: ignore[override]
         """Plan a pass over the rows of `requests`, in order, over the KV pool `kv`."""
-        positions = np.concatenate([rows.positions for rows in requests])
-        pages, offsets = (np.concatenate(arrays) for arrays in zip(*(rows.slots for rows in requests), strict=True))
-        wanted = max(self.min_rows, -(-len(positions) // self.multiple) * self.multiple)
-        padding = np.zeros(wanted - len(positions), dtype=np.int64)  # slots of the null page, which is never read
-        positions, pages, offsets = (np.concatenate((array, padding)) for array in (positions, pages, offsets))
-        steps = np.arange(self.kv_heads) * PAGE_SIZE
-        steps = np.concatenate((steps, steps + kv.shape[2] * self.kv_heads * PAGE_SIZE))  # K, then V
-        # The self-test and cost measurements may exceed a model's learned positions; requests do not.
-        positions = np.minimum(positions, self.config.max_positions - 1)
-        slots = (pages * (self.kv_heads * PAGE_SIZE) + offsets)[:, None] + steps
         short_context, counts = self.config.short_context, [rows.num_rows for rows in requests]
+        wanted = self._padded(sum(counts))
+        # The self-test and cost measurements may exceed a model's learned positions; requests do not.
+        positions = np.minimum(padded([rows.positions for rows in requests], wanted), self.config.max_positions - 1)
         long = np.repeat([rows.max_len > short_context for rows in requests], counts)
         return AdapterPass(
             wanted,
             torch.from_numpy(positions).to(self.device),
-            torch.from_numpy(slots).to(self.device),
+            torch.from_numpy(cache_slots(requests, kv, wanted)).to(self.device),
             [self.attention.plan(requests, wanted, window) for window in self.windows],
             requests,
-            F.pad(torch.from_numpy(long), (0, len(padding))).to(self.device),
+            F.pad(torch.from_numpy(long), (0, wanted - len(long))).to(self.device),
         )
+
+    def _padded(self, num_rows: int) -> int:
+        return max(self.min_rows, -(-num_rows // self.multiple) * self.multiple)
 
     def forward(self, tokens: Tensor, layout: AdapterPass, kv: Tensor, num_layers: int | None = None) -> Tensor:  # type: ignore[override]
         """Run a pass and return the hidden states that enter the head.
@@ -301,9 +297,7 @@ class AdapterDecoder(Decoder):
         if rows is not None:
             hidden = hidden[rows]
         n = len(hidden)
-        wanted = max(self.min_rows, -(-n // self.multiple) * self.multiple)
-        if n < wanted:
-            hidden = F.pad(hidden, (0, 0, 0, wanted - n))
+        hidden = F.pad(hidden, (0, 0, 0, self._padded(n) - n))
         model = self.model
         logits = run_head(model, model.get_submodule(self.config.base), hidden, self.config.output)[:n]
         return F.pad(logits, (0, self.vocab_size - self.model_vocab), value=-torch.inf)  # negative padding truncates

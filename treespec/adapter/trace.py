@@ -71,13 +71,9 @@ def reference_attention(call: AttentionCall) -> Tensor:
 
 
 def run(module: nn.Module, tokens: Tensor, positions: Tensor) -> Any:
-    """Call a routed module on flattened rows.
+    """Call a routed model, or its base model, on flattened rows: int64 tokens and positions [num_rows].
 
     Passes a mask of ones, because without a mask transformers interprets jumps in positions as packed sequences.
-
-    Args:
-        module: the model or its base model.
-        tokens, positions: int64 [num_rows].
     """
     return module(
         input_ids=tokens[None],

@@ -44,28 +44,24 @@ class BlockDraft(DecoderWrapper, ABC):
     offset = 0
     kept_nodes: int
     columns: Sequence[int] = ()
+    block: int  # number of depths that one pass predicts
 
-    def __init__(self, decoder: Decoder, target: Decoder | None, block: int):
+    def __init__(self, decoder: Decoder, target: Decoder | None, block: int, uses_node_tokens: bool = False):
         super().__init__(decoder, target)
-        self.block: int = block
+        self.block = self.max_depth = block
+        self.plan_key = ("block", *decoder.plan_key)
+        self.uses_node_tokens = uses_node_tokens  # whether predictions also depend on the node's; see `for_tokens`
+        # The call that grows trees takes the block's predictions.
+        self.entries = None if uses_node_tokens else PassEntries(0, 0, 0, 0, 0, 0, 0)
 
     @property
     def cost_key(self) -> list[object]:
         return [type(self).__name__, self.block, len(self.columns), *self.decoder.cost_key]
 
     @property
-    def max_depth(self) -> int:
-        """Number of levels that the draft predicts."""
-        return self.block
-
-    @property
     def nbytes(self) -> int:
         """Bytes of all weights in memory, without the target's."""
         return self.decoder.nbytes
-
-    @property
-    def plan_key(self) -> tuple[object, ...]:
-        return ("block", *self.decoder.plan_key)
 
     @abstractmethod
     def read(self, unread: Sequence[Unread], kv: Tensor) -> None:
@@ -78,16 +74,6 @@ class BlockDraft(DecoderWrapper, ABC):
         Returns:
             Hidden states for `logits`, [len(unread) * block, hidden_size]: row d of a request predicts depth d + 1.
         """
-
-    @property
-    def uses_node_tokens(self) -> bool:
-        """Whether predictions also depend on the node's token; see `for_tokens`."""
-        return False
-
-    @property
-    def entries(self) -> PassEntries | None:
-        """Entry points for the call that grows trees, which takes the block's predictions; None if it cannot."""
-        return None if self.uses_node_tokens else PassEntries(0, 0, 0, 0, 0, 0, 0)
 
     def for_tokens(self, tokens: np.ndarray) -> Self:
         """Return the draft with `logits` and `probs` for nodes of these tokens, int64 [num_rows]."""
@@ -134,10 +120,7 @@ class MarkovBias:
 
     def __init__(self, embed: Tensor, out: AnyLinear, gate: AnyLinear | None):
         self._embed, self._out, self._gate = embed, out, gate
-
-    @property
-    def nbytes(self) -> int:
-        return self._embed.nbytes + self._out.nbytes + (0 if self._gate is None else self._gate.nbytes)
+        self.nbytes = embed.nbytes + out.nbytes + (0 if gate is None else gate.nbytes)
 
     def __call__(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """Return the bias of some rows, [num_rows, rows of the head]."""
@@ -170,7 +153,7 @@ class DFlashDraft(BlockDraft):
         bias: MarkovBias | None = None,  # of a DSpark draft; None for none
     ):
         self._embedding, self._rows, self._first = embed, block_size, 0 if predicts_next else 1
-        super().__init__(decoder, target, block_size - self._first)
+        super().__init__(decoder, target, block_size - self._first, uses_node_tokens=bias is not None)
         self._mask = embed[0][mask_token] * embed[1]
         self.columns, self._fc, self._state_norm = list(columns), fc, state_norm
         self._bias, self._tokens = bias, torch.empty(0, dtype=torch.int64, device=self.device)
@@ -180,10 +163,6 @@ class DFlashDraft(BlockDraft):
     @property
     def nbytes(self) -> int:
         return self.decoder.nbytes + self._fc.nbytes + (0 if self._bias is None else self._bias.nbytes)
-
-    @property
-    def uses_node_tokens(self) -> bool:
-        return self._bias is not None
 
     def for_tokens(self, tokens: np.ndarray) -> Self:
         result = copy.copy(self)

@@ -41,10 +41,7 @@ class Attention(Protocol):
     def plan(self, requests: list[RequestRows], num_rows: int, window: int | None = None) -> Any:
         """Plan a pass for all layers with one window, padded to `num_rows` rows.
 
-        Args:
-            requests: rows to compute.
-            num_rows: number of rows of the pass.
-            window: number of path positions visible to a row, including its own; None = all.
+        `window` is the number of path positions visible to a row, including its own; None = all.
         """
 
     def __call__(
@@ -103,6 +100,24 @@ class HiddenStates(NamedTuple):
     streams: Tensor
 
 
+def padded(arrays: Sequence[np.ndarray], size: int) -> np.ndarray:
+    """Concatenate int64 arrays and append zeros, [size]."""
+    result = np.zeros(size, dtype=np.int64)
+    np.concatenate(arrays, out=result[: sum(map(len, arrays))])
+    return result
+
+
+def cache_slots(requests: Sequence[RequestRows], kv: Tensor, num_rows: int) -> np.ndarray:
+    """Return where a pass writes K and V in a layer's pool viewed as [-1, head_dim]: K of each head, then V.
+
+    int64 [num_rows, 2 * num_kv_heads]; padding rows write to the null page, which is never read.
+    """
+    num_pages, kv_heads = kv.shape[2:4]
+    first = [pages * (kv_heads * PAGE_SIZE) + offsets for pages, offsets in (rows.slots for rows in requests)]
+    steps = np.arange(kv_heads) * PAGE_SIZE
+    return padded(first, num_rows)[:, None] + np.concatenate((steps, steps + num_pages * kv_heads * PAGE_SIZE))
+
+
 def record_states(
     of: Sequence[int], num_layers: int, forward: Callable[[dict[int, Tensor | None]], Tensor]
 ) -> HiddenStates:
@@ -126,26 +141,17 @@ def _quantization(weights: dict[str, Tensor]) -> str | None:
 
 
 class Decoder:
-    """Decoder of any native family.
-
-    Attributes:
-        head_vocabulary: tokens of a reduced head, set after loading; None if the head covers the vocabulary.
-        growth: library of compiled tree growth; None without one.
-        offset: number of slots by which a token's K/V lie before the token's position; 1 for draft heads.
-        kept_nodes: number of drafted nodes, the root first, whose K/V stay valid if they are accepted; None for all.
-        max_depth: number of levels that a draft predicts; None for any number.
-        block: number of depths that a block draft predicts in one pass; None for models that score every level.
-        columns: indices of the target's states that a draft head reads among the features.
-    """
+    """Decoder of any native family."""
 
     backend = "native"
-    offset = 0
+    offset = 0  # number of slots by which a token's K/V lie before the token's position; 1 for draft heads
+    # Number of drafted nodes, the root first, whose K/V stay valid if they are accepted; None for all.
     kept_nodes: int | None = None
-    max_depth: int | None = None
-    block: int | None = None
-    columns: Sequence[int] = ()
-    growth: CDLL | None = None
-    head_vocabulary: HeadVocabulary | None = None
+    max_depth: int | None = None  # number of levels that a draft predicts; None for any number
+    block: int | None = None  # number of depths that a block draft predicts in one pass; None if it scores every level
+    columns: Sequence[int] = ()  # indices of the target's states that a draft head reads among the features
+    growth: CDLL | None = None  # library of compiled tree growth
+    head_vocabulary: HeadVocabulary | None = None  # tokens of a reduced head, set after loading
 
     def __init__(
         self,
@@ -245,23 +251,12 @@ class Decoder:
 
     def plan(self, requests: list[RequestRows], kv: Tensor) -> Pass:
         """Plan a pass over the rows of `requests`, in order, for the pool `kv` passed to `forward`."""
-        if len(requests) == 1:
-            positions, (pages, offsets) = self._positions(requests[0]), requests[0].slots
-        else:
-            positions = np.concatenate([self._positions(rows) for rows in requests])
-            pages, offsets = (np.concatenate(arrays) for arrays in zip(*(rows.slots for rows in requests), strict=True))
-        missing = self.min_rows - len(positions)
-        if missing > 0:  # padding rows write to the null page and are never read
-            nothing = np.zeros(missing, dtype=np.int64)
-            positions, pages, offsets = (np.concatenate((array, nothing)) for array in (positions, pages, offsets))
-        first = pages * (self.kv_heads * PAGE_SIZE) + offsets  # of KV head 0 in a layer's pool viewed as [-1, D]
-        steps = np.arange(self.kv_heads) * PAGE_SIZE
-        steps = np.concatenate((steps, steps + kv.shape[2] * self.kv_heads * PAGE_SIZE))  # K, then V
-        slots = (first[:, None] + steps).reshape(-1)
+        num_rows = max(sum(rows.num_rows for rows in requests), self.min_rows)
+        positions = padded([self._positions(rows) for rows in requests], num_rows)
         return Pass(
-            len(positions),
+            num_rows,
             self._rotation_at(positions),
-            torch.from_numpy(slots).to(self.device),
+            torch.from_numpy(cache_slots(requests, kv, num_rows).reshape(-1)).to(self.device),
             [self.attention.plan(requests, len(positions), window) for window in self.windows],
             self._learned_at(positions),
         )
@@ -291,12 +286,10 @@ class Decoder:
 
         Args:
             tokens: int64 [num tokens], in the order of the planned rows.
-            layout: result of `plan`.
             kv: this model's pool, [num_layers, 2, num_pages, num_kv_heads, PAGE_SIZE, head_dim].
             num_layers: number of layers to run; None = all.
 
-        Returns:
-            [layout.num_rows, hidden_size]; padding rows last.
+        Returns [layout.num_rows, hidden_size]; padding rows last.
         """
         return self._forward(tokens, layout, kv, num_layers, {})
 

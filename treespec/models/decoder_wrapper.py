@@ -16,17 +16,15 @@ class DecoderWrapper:
     """
 
     block: int | None = None
+    max_depth: int | None = None  # number of levels that it predicts; None for any number
+    entries: PassEntries | None = None  # entry points for the call that grows trees
+    plan_key: tuple[object, ...]
 
     def __init__(self, decoder: Decoder, target: Decoder | None = None):
         self.decoder, self.vocabulary_head = decoder, decoder if target is None else target
         self.config, self.vocab_size, self.head_vocabulary = decoder.config, decoder.vocab_size, decoder.head_vocabulary
         self.device, self.dtype, self.backend = decoder.device, decoder.dtype, decoder.backend
         self.quantization, self.growth, self.compiled = decoder.quantization, decoder.growth, decoder.compiled
-
-    @property
-    def entries(self) -> PassEntries | None:
-        """Entry points for the call that grows trees, or None."""
-        return None
 
     def plan(self, requests: list[RequestRows], kv: Tensor) -> Pass:
         """Plan a pass, as `Decoder.plan`."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from treespec.models.decoder import Decoder, Pass, StreamInput
 from treespec.models.decoder_wrapper import DecoderWrapper
-from treespec_kernels.cpu.decoder_cpu import PairInputs, PassEntries
+from treespec_kernels.cpu.decoder_cpu import PairInputs
 from treespec_kernels.linear.compiled_linear import CompiledLinear
 from treespec_kernels.linear.linear import Linear, LinearImpl
 from treespec_weights.heads import HeadForm, HeadWeights
@@ -40,19 +40,11 @@ class FeatureHead(DecoderWrapper, ABC):
         super().__init__(decoder, target)
         self.columns = list(columns)
         self._columns = torch.tensor(self.columns, dtype=torch.int64, device=decoder.device)
-
-    @property
-    def plan_key(self) -> tuple[object, ...]:
-        return ("head", *self.decoder.plan_key)
+        self.plan_key = ("head", *decoder.plan_key)
 
     @property
     def cost_key(self) -> list[object]:
         return [self.kind, len(self.columns), *self.decoder.cost_key]
-
-    @property
-    def max_depth(self) -> int | None:
-        """Number of levels that the head predicts; None for any number."""
-        return None
 
     def features_of(self, states: Tensor) -> Tensor:
         """Return features [num_rows, hidden_size] from the target's states [num_rows, number of layers, hidden].
@@ -94,6 +86,8 @@ class Eagle3Head(FeatureHead):
     ):
         super().__init__(decoder, None, columns)
         self.form, self._fc, self.pairs, self._state_norms = form, fc, pairs, weights.state_norms
+        if decoder.entries is not None and isinstance(pairs, PairInputs):
+            self.entries = pairs.add_to(decoder.entries, form.norm_output)
 
     @property
     def nbytes(self) -> int:
@@ -114,13 +108,6 @@ class Eagle3Head(FeatureHead):
         final, streams = self.decoder.forward_stream(StreamInput(*self.pairs(tokens, features)), layout, kv)
         final = final[: len(tokens)]
         return final, final if self.form.norm_output else streams[: len(tokens), 0]
-
-    @property
-    def entries(self) -> PassEntries | None:
-        if (entries := self.decoder.entries) is None:
-            return None
-        assert isinstance(self.pairs, PairInputs)
-        return self.pairs.add_to(entries, self.form.norm_output)
 
 
 class EagleHead(FeatureHead):

@@ -8,10 +8,7 @@ from torch import Tensor
 class HeadVocabulary:
     """The tokens of a reduced head's columns. All other tokens have the logit -inf.
 
-    Args:
-        tokens: int64 [width], ascending.
-        size: of the whole vocabulary.
-        device: of the logits.
+    `tokens` are int64 [width], ascending; `size` is that of the whole vocabulary.
     """
 
     def __init__(self, tokens: np.ndarray, size: int, device: torch.device):

@@ -66,7 +66,6 @@ class ModelConfig:
         """Read config.json and generation_config.json of a Hugging Face folder.
 
         Args:
-            folder: the checkpoint's folder.
             max_model_len: the context in use. Length-dependent frequencies are fixed for it (dynamic), or for each
                 request (longrope), so that a key does not depend on when it was computed.
 

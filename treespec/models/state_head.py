@@ -31,19 +31,12 @@ class StateHead(FeatureHead):
     ):
         super().__init__(target, None, columns)
         self.head_vocabulary, self.quantization = vocabulary, None
+        self.max_depth, self.plan_key = len(heads), (self.kind,)
         self._heads, self._depth = heads, 0
 
     @property
     def cost_key(self) -> list[object]:
         return [self.kind, self.max_depth, self.nbytes]
-
-    @property
-    def max_depth(self) -> int:
-        return len(self._heads)
-
-    @property
-    def plan_key(self) -> tuple[object, ...]:
-        return (self.kind,)
 
     @property
     def nbytes(self) -> int:

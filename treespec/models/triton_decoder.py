@@ -296,13 +296,13 @@ class TritonDecoder(Decoder):
     ):
         self._configs, self._exact, self.triton_attention = configs, exact, attention
         super().__init__(config, weights, attention, "triton", min_rows=1)
-        # One fixed table for all passes, because captured graphs contain its address.
+        # One fixed table, fp32 [num_ropes, num_positions, 2, head_dim]: captured graphs contain its address.
         tables = [rotation.table(num_positions) for rotation in self.rotations]
         if len(tables) == 1:
-            self._table = tables[0][None]
+            self.table = tables[0][None]
         else:
             none = torch.empty(0, 0, 2, self.head_dim, device=self.device, dtype=torch.float32)
-            self._table = torch.stack(tables) if tables else none
+            self.table = torch.stack(tables) if tables else none
         self.rotations = ()  # drop the duplicate tables
 
     def _take(self, weights: dict[str, Tensor]) -> None:
@@ -315,13 +315,8 @@ class TritonDecoder(Decoder):
         self.kernels = PassKernels(self.config, weights, self.triton_attention, self._configs, self._exact)
 
     @property
-    def table(self) -> Tensor:
-        """RoPE tables, fp32 [num_ropes, num_positions, 2, head_dim]."""
-        return self._table
-
-    @property
     def nbytes(self) -> int:
-        return self.weights.nbytes + self._table.nbytes
+        return self.weights.nbytes + self.table.nbytes
 
     def _select_layers(self, layers: Sequence[int]) -> None:
         self.kernels = self.kernels.select_layers(layers, self.windows)
@@ -335,7 +330,7 @@ class TritonDecoder(Decoder):
 
         return TritonPass(
             len(positions),
-            self._table,
+            self.table,
             uploaded(pages * PAGE_SIZE + offsets, torch.int64),
             [self.attention.plan(requests, len(positions), window) for window in self.windows],
             uploaded(positions, torch.int32),

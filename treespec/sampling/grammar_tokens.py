@@ -39,13 +39,10 @@ class _PlainTextTokenizer:
     """Tokenizes a constraint's texts without special tokens.
 
     The model's tokenizer would encode the text "</s>" as the end token.
-
-    Attributes:
-        plain: llguidance's tokenizer restricted to the target's ordinary tokens.
     """
 
     bos_token_id = None
-    plain: "LLTokenizer"
+    plain: "LLTokenizer"  # llguidance's, restricted to the target's ordinary tokens
 
     def __init__(self, base: "LLTokenizer", vocab_size: int, end_tokens: Sequence[int]):
         self.eos_token_id, self._base = end_tokens[0], base

@@ -23,13 +23,9 @@ class Noise:
         self._rows: dict[int, np.ndarray] = {}
 
     def choose(self, scores: np.ndarray, position: int) -> tuple[int, float]:
-        """Return the first token with the largest score plus noise, and this sum.
+        """Return the first token with the largest score plus noise, and this sum; scores are float32 [vocab_size].
 
         Takes the logarithms only of tokens that can be chosen; the result is that of adding `row`.
-
-        Args:
-            scores: float32 [vocab_size].
-            position: of the chosen token.
         """
         most = scores.max()
         if not np.isfinite(most):

@@ -171,7 +171,6 @@ class Sampler:
         Args:
             logits: float32 [num_rows, vocab], modified in place.
             position: position of the drafted token.
-            rule: verification rule.
         """
         if self.temperature > 0:
             logits.div_(self.temperature)

@@ -29,11 +29,7 @@ _NUCLEUS = 64  # most likely draft tokens considered for top_p
 
 
 class Transforms:
-    """Converts a row of logits to the scores that a request samples from, in the order stated in `SamplingParams`.
-
-    Attributes:
-        restriction: allowed tokens, also for drafts; None = all.
-    """
+    """Converts a row of logits to the scores that a request samples from, in the order stated in `SamplingParams`."""
 
     def __init__(
         self,
@@ -49,7 +45,7 @@ class Transforms:
     ):
         self.params, self._num_prompt, self._vocab_size, self._device = params, num_prompt, vocab_size, device
         self._bad_words, self._grammar, self._by_kernel = _BadWords(bad_words), grammar, by_kernel
-        self.restriction: Restriction | None = None
+        self.restriction: Restriction | None = None  # allowed tokens, also for drafts; None = all
         if grammar is not None or params.allowed_token_ids is not None:
             self.restriction = Restriction(params.allowed_token_ids, grammar, vocab_size, device)
         self._row, self._num_counted = TransformRow.of(params, num_prompt, vocab_size), 0
@@ -153,7 +149,6 @@ def truncate_rows(logits: Tensor, params: SamplingParams) -> None:
 
     Args:
         logits: float32 [num_rows, vocab], already divided by the temperature.
-        params: sampling parameters of the request.
     """
     wide = logits.shape[1]
     if params.min_p > 0:

@@ -52,13 +52,10 @@ def differing_rows(model: Decoder, pool: Tensor, largest_pass: int = 512, seed: 
     """Compare plain decoding with trees, batches and prompt chunks, on one layer of each kind.
 
     Args:
-        model: the target.
         pool: the target's empty KV pool. The used pages are zeroed afterwards.
         largest_pass: rows of the engine's largest pass.
-        seed: seed of the random tokens.
 
-    Returns:
-        One line for each difference, or an empty list.
+    Returns one line for each difference.
     """
     rng = np.random.default_rng(seed)
     whole, (model, num_layers, windows) = pool, model.layer_subset(_WINDOW)
@@ -166,12 +163,9 @@ def differing_rounds(
     Args:
         host, scheduler: of an idle engine whose models and cache are used. Its learned state does not change, and
             custom drafters are not asked.
-        rounds: captured rounds of this engine.
         max_tokens: tokens that each request emits.
-        seed: seed of prompts and noise.
 
-    Returns:
-        One line per difference; empty if all tokens are equal.
+    Returns one line for each difference.
     """
     runner, length = host.runner, host.max_model_len
     sources = DraftSources(host.sources.ssms, None if host.sources.lookup is None else LookupDrafter())

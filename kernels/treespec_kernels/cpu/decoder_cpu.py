@@ -231,10 +231,7 @@ class CompiledModel:
     ) -> Tensor:
         """Run a pass: return the hidden states after the final norm, and write the rows' K/V to their slots.
 
-        All hidden states are in the model's dtype and contiguous.
-
-        Returns:
-            [num_rows, hidden_size].
+        All hidden states, [num_rows, hidden_size], are in the model's dtype and contiguous.
         """
         assert tokens.dtype == torch.int64 and tokens.is_contiguous() and len(tokens) == plan.num_rows
         layers = len(self._layers) if num_layers is None else num_layers
@@ -256,11 +253,7 @@ class CompiledModel:
         return out
 
     def write_context(self, rows: Tensor, plan: CompiledPlan, rotation: Tensor, kv: Tensor) -> None:
-        """Write the projections of given rows to their slots, as K and V of all layers.
-
-        Args:
-            rows: [num_rows, hidden_size] in the model's dtype, contiguous.
-        """
+        """Write the projections of rows, [num_rows, hidden_size], to their slots, as K and V of all layers."""
         assert rows.is_contiguous() and rows.dtype == self.dtype and len(rows) == plan.num_rows
         batch = self._batch(plan, rotation, kv, len(self._layers))
         batch.inputs = rows.data_ptr()

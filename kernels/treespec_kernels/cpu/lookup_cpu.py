@@ -57,9 +57,7 @@ class LookupTree(NamedTuple):
 class CompiledHistory:
     """Implementation of `History` in C++.
 
-    Args:
-        library: from `lookup_library`.
-        capacity: number of tokens, a power of two. A stored token uses BYTES_PER_TOKEN bytes.
+    `capacity` is the number of tokens, a power of two. A stored token uses BYTES_PER_TOKEN bytes.
     """
 
     def __init__(self, library: ctypes.CDLL, capacity: int):

@@ -43,15 +43,11 @@ class RowTile(NamedTuple):
 
 
 class RowTiledConfig(TileConfig):
-    """Base of configurations with tiles of several numbers of rows.
-
-    Attributes:
-        larger: tiles with more rows than block_m, in increasing order, that give a row the same bits.
-    """
+    """Base of configurations with tiles of several numbers of rows."""
 
     block_m: int
     block_n: int
-    larger: tuple[RowTile, ...]
+    larger: tuple[RowTile, ...]  # tiles with more rows than block_m, increasing, that give a row the same bits
 
     def __post_init__(self) -> None:
         super().__post_init__()

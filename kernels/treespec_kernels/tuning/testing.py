@@ -16,7 +16,6 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, *, max_error: flo
     Elementwise relative errors would demand an impossible precision of small elements.
 
     Args:
-        actual, expected: tensors to compare.
         max_error: bound on max |actual - expected| / rms(expected), beyond one rounding step of the dtype at
             `expected`: a gated activation has values of 14 RMS, whose bfloat16 neighbours are 0.1 RMS away.
         rms_error: bound on rms(actual - expected) / rms(expected).

@@ -57,14 +57,14 @@ class AdapterDecoder(Decoder):
         self,
         config: AdapterConfig,  # from `trace`
         model: nn.Module,  # in eval mode; unmodified except by `pack`
-        # for causal layers with or without a window and without sinks; other layers attend row by row
+        # For causal layers with or without a window and without sinks; other layers attend row by row
         attention: Attention,
         longest: int,  # positions of the longest request, scratch included
         min_rows: int = 2,  # minimum rows of a pass, by padding
-        # pads the number of rows to a multiple. ATen's activations compute the SIMD tail of a tensor with other code;
+        # Pads the number of rows to a multiple. ATen's activations compute the SIMD tail of a tensor with other code;
         # 16 rows of a width divisible by 4 have no tail
         multiple: int = 1,
-        # the model's own vocabulary size, if the config was extended to a larger one; None = equal
+        # The model's own vocabulary size, if the config was extended to a larger one; None = equal
         model_vocab: int | None = None,
         exact: bool = True,  # whether experts are row-invariant
     ):

@@ -66,7 +66,7 @@ def check_adapter_options(models: Sequence[ModelConfig | Source], linear: str, d
 
 
 def find_exact_adapter(
-    # creates a decoder from attention backend, `min_rows` and `multiple`
+    # Creates a decoder from attention backend, `min_rows` and `multiple`
     make: Callable[[str, int, int], AdapterDecoder],
     differing: Callable[[AdapterDecoder], list[str]],  # the self-test; returns descriptions of differences
     attentions: Sequence[str],  # attention backends to try, in order

@@ -144,7 +144,7 @@ class DFlashDraft(BlockDraft):
         embed: tuple[Tensor, float],  # embeddings [vocab_size, hidden_size], and the factor on them
         mask_token: int,  # id of the mask token
         block_size: int,  # number of rows of a block
-        # a row predicts the token after its position; otherwise the one at its position, and the root's row predicts
+        # A row predicts the token after its position; otherwise the one at its position, and the root's row predicts
         # nothing
         predicts_next: bool,
         columns: Sequence[int],  # indices of the states that it reads among the features

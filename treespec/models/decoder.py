@@ -156,15 +156,15 @@ class Decoder:
     def __init__(
         self,
         config: ModelConfig,
-        # decoder parameters by name (`ModelShape.parameters`), in the compute dtype. The dict is emptied, so that
+        # Decoder parameters by name (`ModelShape.parameters`), in the compute dtype. The dict is emptied, so that
         # copies made by unpacking are freed one by one
         weights: dict[str, Tensor],
         attention: Attention,
         linear: LinearImpl | Literal["compiled", "triton"],
-        # number of rows to which smaller passes are padded: 2 if linear layers are row-invariant from two rows on,
+        # Number of rows to which smaller passes are padded: 2 if linear layers are row-invariant from two rows on,
         # otherwise the rows of the largest pass
         min_rows: int = 2,
-        # library that computes quantised layers; None dequantises them to the model's dtype
+        # Library that computes quantised layers; None dequantises them to the model's dtype
         library: CDLL | None = None,
     ):
         shape = config.shape

@@ -171,7 +171,7 @@ class PassKernels:
         layout: TritonPass,  # plan of these rows
         kv: Tensor,  # pool of all G models, [num_layers, 2, num_pages, num_kv_heads, PAGE_SIZE, head_dim]
         num_layers: int | None = None,  # number of layers to run; None = all
-        # receives the residual stream at its keys, as in `Decoder.forward_with_states`
+        # Receives the residual stream at its keys, as in `Decoder.forward_with_states`
         states: dict[int, Tensor | None] | None = None,
         start: StreamInput | None = None,  # residual stream that the pass begins with
     ) -> Tensor:

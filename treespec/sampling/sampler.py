@@ -54,10 +54,10 @@ class Sampler:
         device: torch.device,
         seed: int,  # of the noise
         sample: int = 0,  # index among the request's samples
-        # compute noise and transforms on the logits' device, with the kernels of captured rounds. They may round
+        # Compute noise and transforms on the logits' device, with the kernels of captured rounds. They may round
         # differently from the host's, so an engine always uses the same ones
         kernel_noise: bool = False,
-        # replacement for the transforms of `params`, including temperature and truncation
+        # Replacement for the transforms of `params`, including temperature and truncation
         transforms: Scoring | None = None,
         grammar: Grammar | None = None,
     ):

@@ -40,7 +40,7 @@ class Transforms:
         vocab_size: int,  # the target's vocabulary size
         device: torch.device,  # of the logits
         grammar: Grammar | None = None,
-        # use the kernel of captured rounds instead of its reference; only if `runs_by_kernels`
+        # Use the kernel of captured rounds instead of its reference; only if `runs_by_kernels`
         by_kernel: bool = False,
     ):
         self.params, self._num_prompt, self._vocab_size, self._device = params, num_prompt, vocab_size, device

@@ -114,7 +114,7 @@ def processor() -> str:
 def measure(
     runner: Runner,  # of an idle engine
     ssms: SsmDrafter | None,
-    # approximate duration; on a busy machine up to `PATIENCE` times as long. Every row count is measured at least once.
+    # Approximate duration; on a busy machine up to `PATIENCE` times as long. Every row count is measured at least once.
     # Slow models are measured with fewer row counts, the slowest without those beyond an automatic tree, and a small
     # cache limits their size
     seconds: float = 1.0,
@@ -242,7 +242,7 @@ def least_seconds(
     # intended duration. Continues up to `PATIENCE` times as long with the callables whose two lowest times differ by
     # more than a factor of `_AGREEMENT`. 0 = only `least_runs` turns
     seconds: float = 0.0,
-    # progress callback, called with the completed fraction after each turn
+    # Progress callback, called with the completed fraction after each turn
     advance: Callable[[float], None] = lambda fraction: None,
 ) -> list[float]:
     """Return the minimum seconds of each callable over several interleaved runs.

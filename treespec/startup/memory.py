@@ -92,7 +92,7 @@ def plan_memory(resolved: Resolved) -> MemoryPlan:
 
 
 def resolve_max_model_len(
-    # the user's value; None means the model's maximum, or fewer if half of the free memory holds fewer
+    # The user's value; None means the model's maximum, or fewer if half of the free memory holds fewer
     asked: int | None,
     target: ModelConfig | AdapterConfig,
     bytes_per_page: int,  # bytes per page of all models in the KV cache

@@ -92,14 +92,14 @@ class DeviceLayout:
         shape: AttentionShape,
         *,
         chain: bool,  # whether the passes are chains
-        # maximum number of committed positions of a request. Partial results use num_rows * segments * num_heads *
+        # Maximum number of committed positions of a request. Partial results use num_rows * segments * num_heads *
         # (head_dim + 2) * 4 bytes, and every launch has programs for all segments, so use a separate layout for graphs
         # of short contexts
         max_context: int,
         device: torch.device | str,
         config: TreeAttentionConfig | None = None,
         page_size: int = 64,  # slots per page of the cache
-        # whether the layout owns the memory of partial results; False allocates it for each pass, so that captured
+        # Whether the layout owns the memory of partial results; False allocates it for each pass, so that captured
         # graphs share it
         keeps_partials: bool = True,
     ) -> Self:

@@ -36,7 +36,7 @@ def tree_attention_ref(
     ancestors: torch.Tensor,
     scale: float,  # factor on the scores, usually head_dim ** -0.5
     score_cap: float | None = None,  # soft cap c: scaled scores x become c tanh(x / c) (Gemma 2); None for no cap
-    # sliding window, the number of positions that a row reads, its own included; None for all
+    # Sliding window, the number of positions that a row reads, its own included; None for all
     window: int | None = None,
 ) -> torch.Tensor:
     """Compute softmax(scale * q k^T) v over each row's positions, in fp32 and one row at a time (reference).

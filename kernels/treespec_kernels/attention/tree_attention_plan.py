@@ -85,11 +85,11 @@ def plan_tree_attention(
     shape: AttentionShape,
     *,
     device: torch.device | str,  # where the attention runs
-    # per request, whether every row is an ancestor of the next one (a prefill chunk). Such rows share all keys and need
+    # Per request, whether every row is an ancestor of the next one (a prefill chunk). Such rows share all keys and need
     # no gathering. None marks only requests of one row. Affects speed, not bits
     chains: Sequence[bool] | None = None,
     config: TreeAttentionConfig | None = None,  # None for `TreeAttentionConfig.default` of the device
-    # number of rows of the pass, of which those after the planned ones are padding; None for no padding
+    # Number of rows of the pass, of which those after the planned ones are padding; None for no padding
     num_rows: int | None = None,
 ) -> TreeAttentionPlan:
     """Build the work items of one pass."""

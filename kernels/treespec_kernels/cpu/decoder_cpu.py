@@ -86,7 +86,7 @@ class PairInputs:
     def __init__(
         self,
         library: ctypes.CDLL,  # from `decoder_library.build`, for the dtype of the embeddings
-        # weight and bias or None of the first layer's projections of a pair, [..., 2 * hidden_size]
+        # Weight and bias or None of the first layer's projections of a pair, [..., 2 * hidden_size]
         qkv: tuple[Tensor | QuantizedWeight, Tensor | None],
         embed: Tensor,  # embeddings, [vocab_size, hidden_size], contiguous
         embed_norm: Tensor,  # weights of the RMSNorms, [hidden_size]

@@ -62,7 +62,7 @@ class PanelLinear:
         # [outputs, inputs] in the library's dtype, or quantised with an even number of inputs
         weight: Tensor | QuantizedWeight,
         bias: Tensor | None,  # [outputs] or None
-        # quantise activations to int8 per row and group of inputs. Ignored for weights that are not quantised, or whose
+        # Quantise activations to int8 per row and group of inputs. Ignored for weights that are not quantised, or whose
         # groups are not multiples of 16
         integer: bool = False,
         memory: HugePages | None = None,  # for the weights; None for memory of their own

@@ -32,9 +32,9 @@ def row_linear_ref(
     *,
     bias: Tensor | None = None,  # [out_features], or [groups, out_features], in x's dtype
     residual: Tensor | None = None,  # of the result's shape and dtype, added after the activation
-    # whether the first half of the weight (and bias) is a gate's, and the second an up projection's
+    # Whether the first half of the weight (and bias) is a gate's, and the second an up projection's
     silu_gate: bool = False,
-    # one of `ACTIVATIONS`, for the gate, or for y without a gate. None: SiLU with a gate, else no activation
+    # One of `ACTIVATIONS`, for the gate, or for y without a gate. None: SiLU with a gate, else no activation
     activation: str | None = None,
 ) -> Tensor:
     """Apply the layer in fp32 with one rounding at the end (reference: eager torch, any device).

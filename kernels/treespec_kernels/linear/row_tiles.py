@@ -102,7 +102,7 @@ def larger_tiles(
     tile: tuple[int, int, int, int],  # block_m, block_n, block_k and num_warps for 64 rows
     num_blocks: int,  # blocks of K of a program
     *,
-    # programs of 128 rows per multiprocessor that the stages leave memory for. One of 256 rows takes all registers
+    # Programs of 128 rows per multiprocessor that the stages leave memory for. One of 256 rows takes all registers
     residents: int = 1,
     most_rows: int = 256,  # rows of the largest tile
 ) -> tuple[RowTile, ...]:

@@ -28,13 +28,13 @@ def tree_select_ref(
     forest: DeviceForest,  # not changed
     proposed: ProposedTrees,  # as passed to `tree_merge`
     root_tokens: Tensor,  # [B] int32, as passed to `tree_root`; the tree of a negative token has no nodes
-    # tree budget, the maximum number of nodes of a tree, root included, from 1 to the size of `out`; or an int32 tensor
+    # Tree budget, the maximum number of nodes of a tree, root included, from 1 to the size of `out`; or an int32 tensor
     # [B] with the number per request, clamped to that range, so that a captured graph can vary it
     nodes: int | Tensor,
     least_values: Tensor,  # [B] float32, minimum value of a node below the root; NaN selects none
     max_depths: Tensor,  # [B] int32, 0 for only the root
     *,
-    # written in place and returned; None allocates trees of `nodes` nodes, which must then be an int
+    # Written in place and returned; None allocates trees of `nodes` nodes, which must then be an int
     out: DeviceTrees | None = None,
 ) -> DeviceTrees:
     """Select the trees that the target scores (reference: numpy on the host, any device)."""

@@ -138,11 +138,11 @@ def tune(
     clock: Clock,
     log: SweepLog,  # earlier measurements, which are not repeated; new ones are appended
     *,
-    # time after which no measurement starts; each problem gets an equal share of the remaining time
+    # Time after which no measurement starts; each problem gets an equal share of the remaining time
     budget_seconds: float = float("inf"),
-    # number of processes that compile kernels before the timing, for at most half of the budget; 0 skips this step
+    # Number of processes that compile kernels before the timing, for at most half of the budget; 0 skips this step
     jobs: int = 0,
-    # called with the label of the current step, the number of finished configurations, and the total
+    # Called with the label of the current step, the number of finished configurations, and the total
     advance: Callable[[str, int, int], None] = lambda label, done, total: None,
 ) -> list[Tuned]:
     """Sweep the configurations of every problem.

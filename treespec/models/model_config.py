@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from treespec.errors import ModelError, VariantError
-from treespec.models.layer_kinds import LayerKind, Rope, read_layers
+from treespec.models.layer_kinds import LayerKind, Rope, positive, read_layers
 from treespec_weights.documents import read_config, read_generation_config
 from treespec_weights.families import family_of
 from treespec_weights.files import resolve_folder
@@ -87,17 +87,17 @@ class ModelConfig:
         named = raw.get(rules.activation)
         if not isinstance(named, str) or named not in ACTIVATIONS:
             raise VariantError(f"{folder}: {rules.activation}={named!r}; supported: {', '.join(ACTIVATIONS)}")
-        max_positions = _number(folder, raw, rules.max_positions, 2048, int)
+        max_positions = positive(folder, rules.max_positions, raw.get(rules.max_positions, 2048), int)
         eps = rules.norm_eps
         if isinstance(eps, str):
-            eps = _number(folder, raw, eps, 1e-5 if rules.norm == "layer" else 1e-6, float)
+            eps = positive(folder, eps, raw.get(eps, 1e-5 if rules.norm == "layer" else 1e-6), float)
         ropes, layers = read_layers(folder, raw, rules, shape, min(max_model_len or max_positions, max_positions))
         parallel = rules.parallel is not None and raw.get(rules.parallel, True)
         if not isinstance(parallel, bool):
             raise ModelError(f"{folder}: {rules.parallel}={parallel!r}; expected true or false")
         scalar = shape.head_dim
         if rules.query_scalar is not None:
-            scalar = _number(folder, raw, rules.query_scalar, shape.head_dim, float)
+            scalar = positive(folder, rules.query_scalar, raw.get(rules.query_scalar, shape.head_dim), float)
         stored = raw.get("dtype") or raw.get("torch_dtype") or "float32"
         dtype = _DTYPES.get(stored) if isinstance(stored, str) else None
         if dtype is None:
@@ -126,19 +126,9 @@ class ModelConfig:
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def _number(folder: Path, raw: dict[str, Any], key: str, default: float, kind: type) -> Any:
-    """Read a positive number from config.json."""
-    value = raw.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float) or not value > 0:
-        raise ModelError(f"{folder}: {key}={value!r} in config.json; expected a positive {kind.__name__}")
-    return kind(value)
-
-
 def _soft_cap(folder: Path, raw: dict[str, Any], key: str | None) -> float | None:
     """Read a soft cap; None if the family or the model has none."""
-    if key is None or raw.get(key) is None:
-        return None
-    return float(_number(folder, raw, key, 1.0, float))
+    return None if key is None or raw.get(key) is None else positive(folder, key, raw[key], float)
 
 
 def end_tokens(folder: Path, value: object) -> tuple[int, ...]:

@@ -44,7 +44,7 @@ class UpcastMode(TorchDispatchMode):
             raise NotImplementedError(f"{func} reinterprets bits and cannot be upcast")
         if func is _aten.embedding.default:  # a gather does not round, and the table may be large
             return self._wide(func(*args, **kwargs))
-        if func is _aten.linear.default and self._is_large(args[1]):
+        if func is _aten.linear.default and args[1].numel() > CHUNK and args[1].dtype in self._narrow:
             return self._linear(*args, **kwargs)
         if func._schema.is_mutable:
             self._check_written(func, args, kwargs)
@@ -59,9 +59,6 @@ class UpcastMode(TorchDispatchMode):
         if isinstance(value, Tensor):
             return value.to(self.dtype) if value.dtype in self._narrow else value
         return self._wide_dtype(value)
-
-    def _is_large(self, weight: Tensor) -> bool:
-        return weight.dtype in self._narrow and weight.dim() == 2 and weight.numel() > CHUNK
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         x, rows = self._wide(x), max(CHUNK // weight.shape[1], 1)

@@ -310,7 +310,7 @@ class RequestFactory:
             request.stop_reason,
             logprobs,
             total,
-            metrics_of(request),
+            RequestMetrics.of([request]) if request.finished else None,
         )
 
     def _named(self, positions: Sequence[_Position], params: SamplingParams) -> list[_Position]:
@@ -338,11 +338,6 @@ def _fail(request: Request, error: RequestError) -> None:
     """Mark a finished request as failed and keep its first error. A running request is marked when it ends."""
     if request.finished:
         request.finish_reason, request.error = "error", request.error or str(error)
-
-
-def metrics_of(request: Request) -> RequestMetrics | None:
-    """Return the metrics of one sample, or None before it has finished."""
-    return RequestMetrics.of([request]) if request.finished else None
 
 
 def no_text(params: SamplingParams) -> str | None:

@@ -253,9 +253,10 @@ class Decoder:
         """Plan a pass over the rows of `requests`, in order, for the pool `kv` passed to `forward`."""
         num_rows = max(sum(rows.num_rows for rows in requests), self.min_rows)
         positions = padded([self._positions(rows) for rows in requests], num_rows)
+        ropes = [rotation.lookup(positions) for rotation in self.rotations]
         return Pass(
             num_rows,
-            self._rotation_at(positions),
+            torch.cat(ropes, 1) if ropes else torch.empty(num_rows, 0, 0, dtype=torch.float32, device=self.device),
             torch.from_numpy(cache_slots(requests, kv, num_rows).reshape(-1)).to(self.device),
             [self.attention.plan(requests, len(positions), window) for window in self.windows],
             self._learned_at(positions),
@@ -264,13 +265,6 @@ class Decoder:
     def _positions(self, rows: RequestRows) -> np.ndarray:
         """Return positions as rows of the RoPE tables, or of the learned positions, int64 [num_rows]."""
         return rows.positions + self.config.first_rotation(rows.max_len)
-
-    def _rotation_at(self, positions: np.ndarray) -> Tensor:
-        """Return cos and signed sin of every rope, fp32 [num_rows, 2 * number of ropes, head_dim]."""
-        ropes = [rotation.lookup(positions) for rotation in self.rotations]
-        if not ropes:
-            return torch.empty(len(positions), 0, 0, dtype=torch.float32, device=self.device)
-        return ropes[0] if len(ropes) == 1 else torch.cat(ropes, 1)
 
     def _learned_at(self, positions: np.ndarray) -> Tensor | None:
         """Return the indices of the learned positions, int64 [num_rows], or None without a position embedding.

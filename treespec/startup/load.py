@@ -201,7 +201,9 @@ class Loader:
         if isinstance(config.form, BlockForm):
             return self._load_block(config, config.form, target, columns)
         if isinstance(config.form, MtpForm):
-            return self._load_mtp(config, config.form, target, columns, positions)
+            assert isinstance(config.decoder, AdapterConfig)
+            op = make_attention(self.attention, config.decoder.shape, self.dtype, self.device, self.configs)
+            return MtpHead(MtpDecoder(config.decoder, self._layers[config.form], op, positions), target, columns)
         if isinstance(config.form, StateForm):
             return self._load_state_head(config, config.form, target, columns)
         shape = config.decoder.shape
@@ -249,13 +251,6 @@ class Loader:
             weights.state_norm,
             bias,
         )
-
-    def _load_mtp(
-        self, config: HeadConfig, form: MtpForm, target: Decoder, columns: list[int], positions: int
-    ) -> MtpHead:
-        assert isinstance(config.decoder, AdapterConfig)
-        op = make_attention(self.attention, config.decoder.shape, self.dtype, self.device, self.configs)
-        return MtpHead(MtpDecoder(config.decoder, self._layers[form], op, positions), target, columns)
 
     def _load_state_head(self, config: HeadConfig, form: StateForm, target: Decoder, columns: list[int]) -> StateHead:
         size = target.vocab_size

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -76,7 +77,7 @@ def plan_memory(resolved: Resolved) -> MemoryPlan:
         if options.prefill_chunk is None:
             chunk = _prefill_chunk(resolved, scratch)
         reserved = _weight_bytes(resolved) + _round_bytes(resolved, scratch, chunk)
-    max_num_seqs = options.max_num_seqs
+    max_num_seqs, ssms = options.max_num_seqs, _natives(draft.config for draft in resolved.ssms)
     length = resolve_max_model_len(options.max_model_len, target, page, max_num_seqs, scratch, loader.device, reserved)
     return MemoryPlan(
         max_model_len=length,
@@ -86,7 +87,7 @@ def plan_memory(resolved: Resolved) -> MemoryPlan:
         num_pages=max_num_seqs * pages_for(length + scratch),
         cache_dtype=cache_dtype,
         shapes=shapes,
-        stacks=_cache_stacks(resolved) if triton else None,
+        stacks=[1, *stack_sizes(ssms), *[1] * len(resolved.heads)] if triton else None,  # each head alone
         features=features,
     )
 
@@ -143,21 +144,13 @@ def _prefill_chunk(resolved: Resolved, scratch: int) -> int:
 
 def _round_bytes(resolved: Resolved, scratch: int, prefill_chunk: int) -> int:
     """Return the bytes of captured rounds and of a prefill pass for the maximum context length."""
-    options, most = resolved.options, resolved.target.max_positions
+    options, most, models = resolved.options, resolved.target.max_positions, [resolved.target, *resolved.group]
     longest = min(options.max_model_len or most, most)
-    limits = round_limits(resolved.spec, longest, scratch, len(resolved.group))
-    return planned_bytes(_natives(resolved), limits, options.max_num_seqs, prefill_chunk, resolved.loader.dtype)
+    limits, natives = round_limits(resolved.spec, longest, scratch, len(resolved.group)), _natives(models)
+    return planned_bytes(natives, limits, options.max_num_seqs, prefill_chunk, resolved.loader.dtype)
 
 
-def _cache_stacks(resolved: Resolved) -> list[int]:
-    """Return the numbers of models that share a tensor of the KV cache: the target, the SSMs, and each head alone."""
-    ssms = [draft.config for draft in resolved.ssms if isinstance(draft.config, ModelConfig)]
-    return [1, *stack_sizes(ssms), *[1] * len(resolved.heads)]
-
-
-def _natives(resolved: Resolved) -> list[ModelConfig]:
-    """Return the configs of the native models among the target and its SSMs."""
-    configs = (resolved.target, *resolved.group)
+def _natives(configs: Iterable[ModelConfig | AdapterConfig]) -> list[ModelConfig]:
     return [config for config in configs if isinstance(config, ModelConfig)]
 
 

@@ -306,7 +306,10 @@ def resolve(options: EngineOptions) -> Resolved:
         needs_padding = options.exact and not is_adapted  # `load_target` finds the padding of an adapter
         linear, fixed_rows = resolve_linear(asked, attention, dtype, device, needs_padding, spec)
     configs = KernelConfigs.load(device) if linear == "triton" else None
-    int8_drafts = _quantises_drafts(options.draft_quantization, compiles)
+    if options.draft_quantization == "int8" and not compiles:
+        raise ConfigError("draft_quantization='int8' is for compiled passes on a CPU; leave it at 'auto'")
+    # Compiled passes of few rows are bound by reading weights.
+    int8_drafts = options.draft_quantization is not None and compiles
     int8_target = _quantises_activations(options.activations, compiles, target, quantization)
     loader = Loader(device, dtype, attention, linear, options.exact, configs, int8_drafts, int8_target)
     config = loader.open(target)
@@ -336,13 +339,6 @@ def _resolve_passes(
         return dtype, True
     logger.warning("%s has no fast %s here; computing in float32", device, dtype)
     return torch.float32, resolve_compile(options, models, torch.float32, device)
-
-
-def _quantises_drafts(asked: str | None, compiles: bool) -> bool:
-    """Return whether drafts are quantised to int8: compiled passes of few rows are bound by reading weights."""
-    if asked == "int8" and not compiles:
-        raise ConfigError("draft_quantization='int8' is for compiled passes on a CPU; leave it at 'auto'")
-    return asked is not None and compiles
 
 
 def _quantises_activations(asked: str, compiles: bool, target: ModelConfig | Source, quantization: str | None) -> bool:

@@ -101,16 +101,4 @@ class Layer:
 
     @property
     def nbytes(self) -> int:
-        components = (
-            self.attn_norm,
-            self.mlp_norm,
-            self.attn_post_norm,
-            self.mlp_post_norm,
-            self.head_norm,
-            self.qkv,
-            self.o,
-            self.gate,
-            self.up,
-            self.down,
-        )
-        return sum(component.nbytes for component in components if component is not None)
+        return sum(getattr(weight, "nbytes", 0) for weight in vars(self).values())

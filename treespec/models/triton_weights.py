@@ -52,16 +52,13 @@ class LayerWeights:
     down_bias: Tensor | None
     mlp_post_norm: Tensor | None
 
-    def tensors(self) -> list[Tensor]:
-        """Return all tensors of the layer."""
-        values = [getattr(self, field.name) for field in fields(self)]
-        tensors = [tensor for value in values for tensor in (value if isinstance(value, QuantizedWeight) else (value,))]
-        return [tensor for tensor in tensors if tensor is not None]
+    @property
+    def nbytes(self) -> int:
+        return sum(weight.nbytes for weight in vars(self).values() if weight is not None)
 
     def map(self, change: Callable[[Any], Any]) -> "LayerWeights":
         """Return the layer with every weight changed, quantised ones as a whole."""
-        values = (getattr(self, field.name) for field in fields(self))
-        changed: list[Any] = [None if value is None else change(value) for value in values]
+        changed: list[Any] = [None if value is None else change(value) for value in vars(self).values()]
         return LayerWeights(*changed)
 
     def select(self, group: int) -> "LayerWeights":
@@ -108,10 +105,8 @@ class ModelWeights:
     def nbytes(self) -> int:
         """Bytes in memory. A tied head counts once."""
         tied = self.head.data_ptr() == self.embed.data_ptr()
-        tensors = [self.embed, self.final_norm, *([] if tied else [self.head])]
-        tensors += [tensor for tensor in (self.final_norm_bias, self.positions) if tensor is not None]
-        tensors += [tensor for layer in self.layers for tensor in layer.tensors()]
-        return sum(tensor.nbytes for tensor in tensors)
+        weights = self.embed, self.final_norm, self.final_norm_bias, self.positions, None if tied else self.head
+        return sum(weight.nbytes for weight in (*weights, *self.layers) if weight is not None)
 
     def select(self, group: int) -> "ModelWeights":
         """Return views of one of the models, with G = 1."""

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,26 +33,11 @@ class AdapterConfig:
     sinks: tuple[bool, ...]  # by layer, whether it has sinks
     base: str  # submodule that returns the hidden states for the head
     output: type  # its output class
-
-    @property
-    def folder(self) -> Any:
-        return self.source.folder
-
-    @property
-    def max_positions(self) -> int:
-        return self.source.max_positions
-
-    @property
-    def short_context(self) -> int:
-        return self.source.short_context
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.source.dtype
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        return self.source.eos_token_ids
+    folder: Path  # this and the rest: of the source
+    max_positions: int
+    short_context: int
+    dtype: torch.dtype
+    eos_token_ids: tuple[int, ...]
 
 
 def reference_attention(call: AttentionCall) -> Tensor:
@@ -170,4 +156,6 @@ def trace(source: Source, model: nn.Module) -> AdapterConfig:
         vocab_size=logits.shape[-1],
     )
     sinks = tuple(call.sinks is not None for call in calls)
-    return AdapterConfig(source, shape, tuple(call.mask for call in calls), sinks, base, type(out))
+    names = ("folder", "max_positions", "short_context", "dtype", "eos_token_ids")
+    copied: dict[str, Any] = {name: getattr(source, name) for name in names}
+    return AdapterConfig(source, shape, tuple(call.mask for call in calls), sinks, base, type(out), **copied)

@@ -18,6 +18,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -212,17 +213,13 @@ def _cores() -> Sequence[int]:
 
 
 def _cached(folder: Path, name: str) -> Path | None:
-    """Return the path of a complete cached library, or None."""
-    return next((cached for cached in sorted(folder.glob(f"{name}-*.so")) if _is_complete(cached)), None)
+    """Return the path of a cached library that matches the hash in its name, which a full disk may break, or None."""
+    for path in sorted(folder.glob(f"{name}-*.so")):
+        with suppress(OSError):
+            if path.stem.endswith(f"-{_digest(path)}"):
+                return path
+    return None
 
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-
-
-def _is_complete(path: Path) -> bool:
-    """Return whether a cached library matches the hash in its name, which a write to a full disk may break."""
-    try:
-        return path.stem.endswith(f"-{_digest(path)}")
-    except OSError:
-        return False

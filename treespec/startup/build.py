@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import re
 from ctypes import CDLL
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from treespec.adapter.decoder import AdapterDecoder
-from treespec.adapter.make_decoder import find_exact_adapter
+from treespec.adapter.experts import has_routed_experts
 from treespec.adapter.trace import AdapterConfig
 from treespec.cache import KVCache, pages_for
 from treespec.config import EngineConfig
@@ -45,6 +46,7 @@ from treespec_kernels.tuning.tuned import KernelConfigs
 
 logger = logging.getLogger("treespec")
 
+_EXPERTS = re.compile(r"experts|moe", re.IGNORECASE)  # matches class names of mixture-of-experts modules
 ADAPTER_ROWS = 32  # rows of every pass of an adapter if no weaker padding is exact
 
 
@@ -170,7 +172,7 @@ def fallback_options(resolved: Resolved, error: ExactnessError) -> EngineOptions
     Raises `error` if there is no other choice.
     """
     options = resolved.options
-    if isinstance(resolved.target, AdapterConfig):  # `find_exact_adapter` has tried all alternatives
+    if isinstance(resolved.target, AdapterConfig):  # `_exact_adapter` has tried all alternatives
         raise error
     if resolved.compile and options.compile == "auto":
         logger.warning("compiled passes are not exact on this machine; computing eagerly (%s)", error)
@@ -184,16 +186,37 @@ def fallback_options(resolved: Resolved, error: ExactnessError) -> EngineOptions
 def _exact_adapter(
     resolved: Resolved, plan: MemoryPlan, config: AdapterConfig, cache: KVCache
 ) -> tuple[AdapterDecoder, int | None]:
-    """Find the cheapest attention and padding with which an adapter passes the self-test."""
-    loader, vocab_size = resolved.loader, config.shape.vocab_size
+    """Find the cheapest attention and padding with which an adapter passes the self-test.
+
+    Returns the decoder, and the fixed number of rows, or None if none is needed.
+    """
+    loader, rows = resolved.loader, max(ADAPTER_ROWS, resolved.spec.max_nodes)
+    adapt = partial(loader.adapt, config, config.shape.vocab_size, plan.positions)
     attentions = [loader.attention]
     if resolved.options.attention == "auto" and loader.attention == "cpu-packed":
         attentions.append("cpu-gathered")
-    return find_exact_adapter(
-        lambda attention, *padding: loader.adapt(config, vocab_size, plan.positions, attention, *padding),
-        lambda decoder: differing_rows(decoder, cache.pools[0], plan.largest_pass),
-        attentions,
-        max(ADAPTER_ROWS, resolved.spec.max_nodes),
+    decoder = adapt(attentions[0], 2, 1)
+    experts = sorted({type(m).__name__ for m in decoder.model.modules() if _EXPERTS.search(type(m).__name__)})
+    if experts and not has_routed_experts(decoder.model):
+        raise ExactnessError(
+            f"{config.folder} has experts ({', '.join(experts)}) that transformers' experts interface does not "
+            "reach; their bits depend on the number of rows routed to each. Use exact=False to continue"
+        )
+    # torch's matrix products are not row-invariant in float32 or on a GPU, so only a fixed number of rows can be exact.
+    free = decoder.linear == "onednn" or (decoder.device.type == "cpu" and decoder.dtype == torch.bfloat16)
+    differences: list[str] = []
+    for attention in attentions:
+        for min_rows, multiple in [*([(2, 1), (2, 16)] if free else []), (rows, 1)]:
+            decoder = adapt(attention, min_rows, multiple)
+            differences = differing_rows(decoder, cache.pools[0], plan.largest_pass)
+            if not differences:
+                return decoder, rows if min_rows == rows else None
+            padded = f"multiples of {multiple}" if multiple > 1 else f"at least {min_rows}"
+            logger.info("%s, %s, passes of %s rows: %s", config.folder, attention, padded, differences[0])
+    raise ExactnessError(
+        f"{config.folder} run by transformers' code is not bit-identical to plain decoding, with "
+        f"attention={decoder.attention.name!r}, {decoder.dtype}, {torch.get_num_threads()} threads, even with {rows} "
+        f"rows in every pass: {'; '.join(differences[:3])}. Use exact=False to continue"
     )
 
 

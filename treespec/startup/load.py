@@ -1,7 +1,7 @@
 """Loads the decoders of an engine: native models, draft heads, and adapters around transformers models."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from ctypes import CDLL
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -328,7 +328,14 @@ class Loader:
         eager = self.linear != "compiled" and self.configs is None
         if not eager or (quantization is None and not _is_quantized(config)):
             return None
-        return quantized_library(self.dtype, self.device, libraries_folder)
+        try:
+            if self.device.type != "cpu" or self.dtype not in DTYPES:
+                raise CompileError(f"there is no kernel for {self.dtype} on {self.device}")
+            return build(find_compiler(), _ANY_HEAD, self.dtype, libraries_folder())
+        except (CompileError, OSError) as error:
+            message = "quantised weights are held as %s, which saves no memory and no time: %s"
+            logger.warning(message, self.dtype, error)
+            return None
 
     def adapt(
         self, config: AdapterConfig, vocab_size: int, positions: int, attention: str, min_rows: int, multiple: int
@@ -349,19 +356,3 @@ def quantize_matrices(weights: dict[str, Tensor]) -> None:
     for name in names:
         if (weight := weights[name]).dim() == 2 and weight.is_floating_point() and not name.endswith(_FACTORS):
             weights[name], weights[f"{name}_scale"], _ = quantize(weight, 8)
-
-
-def quantized_library(dtype: torch.dtype, device: torch.device, folder: Callable[[], Path]) -> CDLL | None:
-    """Return the library of quantised layers on a CPU, stored in `folder()`.
-
-    Returns None, with a warning, if it cannot be built or stored.
-    """
-    if device.type == "cpu" and dtype in DTYPES:
-        try:
-            return build(find_compiler(), _ANY_HEAD, dtype, folder())
-        except (CompileError, OSError) as error:
-            reason = str(error)
-    else:
-        reason = f"there is no kernel for {dtype} on {device}"
-    logger.warning("quantised weights are held as %s, which saves no memory and no time: %s", dtype, reason)
-    return None

@@ -25,7 +25,7 @@ from treespec.adapter.trace import AdapterConfig, reference_attention, run, run_
 from treespec.adapter.upcast import UpcastMode
 from treespec.errors import KernelError, ModelError
 from treespec.models.attention import make_attention
-from treespec.models.decoder import Attention, Decoder, HiddenStates, LayerSubset, StreamInput, cache_slots, padded
+from treespec.models.decoder import Attention, Decoder, HiddenStates, StreamInput, cache_slots, padded
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.linear.linear import LinearImpl, onednn_available
 
@@ -110,11 +110,11 @@ class AdapterDecoder(Decoder):
         packed = sum(module.nbytes for module in self.model.modules() if isinstance(module, PackedLinear))
         return packed + sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers()))
 
-    def layer_subset(self, max_window: int) -> LayerSubset:
+    def layer_subset(self, max_window: int) -> tuple[Decoder, int]:
         """Return the fewest leading layers that cover every kind (all if kinds are unknown), with clipped windows."""
         model = copy.copy(self)
         model.windows = tuple(None if window is None else min(window, max_window) for window in self.windows)
-        return LayerSubset(model, self._num_kept_calls, model.windows)
+        return model, self._num_kept_calls
 
     @property
     def embed(self) -> Tensor:  # type: ignore[override]

@@ -232,18 +232,18 @@ class Decoder:
         layers = sum(layer.nbytes for layer in self.layers)
         return self.embed.nbytes + positions + layers + self.final_norm.nbytes + self.head.nbytes
 
-    def layer_subset(self, max_window: int) -> "LayerSubset":
-        """Return a decoder with one layer of each kind, for the self-test.
+    def layer_subset(self, max_window: int) -> tuple["Decoder", int]:
+        """Return a decoder whose first layers, of this number, include every kind, for the self-test.
 
         Windows are clipped so that short contexts suffice.
         """
         kinds = {kind: i for i, kind in reversed([*enumerate(self.config.layers)])}
         if len(kinds) == 1 and self.windows == (None,):
-            return LayerSubset(self, 1, self.windows)
+            return self, 1
         model = copy.copy(self)
         model.windows = tuple(None if window is None else min(window, max_window) for window in self.windows)
         model._select_layers(sorted(kinds.values()))
-        return LayerSubset(model, len(kinds), model.windows)
+        return model, len(kinds)
 
     def _select_layers(self, layers: Sequence[int]) -> None:
         """Keep only these layers."""
@@ -455,11 +455,3 @@ class Decoder:
         """Return the maximum of each row of logits (NaN if the row has one) and its first token, [n] each."""
         values, tokens = logits.max(dim=-1)
         return values, tokens
-
-
-class LayerSubset(NamedTuple):
-    """A decoder whose first `num_layers` layers include every kind, with its windows."""
-
-    model: Decoder
-    num_layers: int
-    windows: tuple[int | None, ...]

@@ -129,7 +129,7 @@ def load_target(resolved: Resolved, plan: MemoryPlan) -> Target:
     decoder = loader.load(config, config.shape.vocab_size, plan.positions, min_rows, resolved.quantization)
     if plan.features is not None:
         decoder.check_states(plan.features.layers)
-    cache = plan.make_cache(loader.device)
+    cache = KVCache(plan.shapes, plan.num_pages, plan.cache_dtype, loader.device, plan.stacks, plan.features)
     if resolved.options.exact and isinstance(config, AdapterConfig):
         decoder, fixed_rows = _exact_adapter(resolved, plan, config, cache)
     elif resolved.options.exact:

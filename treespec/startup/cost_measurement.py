@@ -52,6 +52,7 @@ _MAX_START_SHARE = 0.9  # upper bound of the start of drafting, relative to draf
 _NUMBERS = tuple(field.name for field in fields(CostCurve))[2:]  # all fields but `rows` and `verify_seconds`
 _MEASURE_LOCK_TIMEOUT = 30.0  # seconds to wait for another process's measurement
 _WRITE_LOCK_TIMEOUT = 10.0  # seconds to wait for another process's write
+_STARTS = "starts"  # folder of costs measured at starts, apart from those of `treespec autotune`
 _MAX_STORED = 1000  # curves in a file; the oldest are dropped
 
 
@@ -268,9 +269,9 @@ def least_seconds(
     return [least for least, _ in best]
 
 
-def costs_file(folder: Path | None = None) -> Path:
-    """Return the file in which cost curves are stored."""
-    return (folder or cache_folder()) / "costs.json"
+def costs_file(folder: Path | str = "") -> Path:
+    """Return the file in which cost curves are stored: of `treespec autotune`, or of another folder of the cache."""
+    return cache_folder() / folder / "costs.json"
 
 
 @contextmanager
@@ -290,7 +291,7 @@ def measuring_alone(patience: float = _MEASURE_LOCK_TIMEOUT) -> Iterator[None]:
         yield
 
 
-def save(curve: CostCurve, key: dict[str, Any], folder: Path | None = None, names: Sequence[str] = ()) -> Path:
+def save(curve: CostCurve, key: dict[str, Any], folder: Path | str = "", names: Sequence[str] = ()) -> Path:
     """Store a curve atomically and return the file."""
     path = costs_file(folder)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -303,7 +304,7 @@ def save(curve: CostCurve, key: dict[str, Any], folder: Path | None = None, name
     return path
 
 
-def load_all(folder: Path | None = None) -> list[dict[str, Any]]:
+def load_all(folder: Path | str = "") -> list[dict[str, Any]]:
     """Return all valid stored entries; empty if the file is missing or unreadable."""
     try:
         entries = json.loads(costs_file(folder).read_text())
@@ -330,7 +331,7 @@ def curve_of(entry: dict[str, Any]) -> CostCurve:
     return CostCurve(rows, times, **{name: entry[name] for name in _NUMBERS})
 
 
-def load(key: dict[str, Any], folder: Path | None = None) -> CostCurve | None:
+def load(key: dict[str, Any], folder: Path | str = "") -> CostCurve | None:
     """Return the stored curve with exactly this key, or None."""
     return next((curve_of(entry) for entry in load_all(folder) if entry["key"] == key), None)
 
@@ -343,7 +344,7 @@ def round_seconds(curve: CostCurve) -> float:
     return float(curve.verify(ROUND_ROWS)) + curve.draft(DRAFT_LEVELS, DRAFT_LEVELS, DRAFT_LEVELS)
 
 
-def by_threads(key: dict[str, Any], folder: Path | None = None) -> dict[int, float]:
+def by_threads(key: dict[str, Any], folder: Path | str = "") -> dict[int, float]:
     """Return `round_seconds` by number of threads, ascending, of the stored curves that equal `key` in all else."""
     seconds_by_threads = {
         entry["key"]["threads"]: round_seconds(curve_of(entry))
@@ -365,25 +366,17 @@ def load_costs(runner: Runner, ssms: SsmDrafter | None, threads: int, interprete
         if runner.target.device.type == "cpu":
             warn_of_threads(by_threads(key), threads)
         return curve
-    key_of_start, folder = start_key(runner, key), starts_folder()
-    if (curve := load(key_of_start, folder)) is not None:
+    key_of_start = start_key(runner, key)
+    if (curve := load(key_of_start, _STARTS)) is not None:
         return curve
     with measuring_alone(START_SECONDS * PATIENCE), threads_of_passes(runner.target.linear == "compiled"):
-        if (curve := load(key) or load(key_of_start, folder)) is None:
+        if (curve := load(key) or load(key_of_start, _STARTS)) is None:
             curve = measure(runner, ssms, START_SECONDS)
             try:
-                save(curve, key_of_start, folder)
+                save(curve, key_of_start, _STARTS)
             except OSError as error:
                 logger.info("measured pass costs cannot be stored, and the next start measures them again: %s", error)
     return curve
-
-
-def starts_folder() -> Path | None:
-    """Return the folder of costs measured at starts, apart from those of `treespec autotune`; None without a home."""
-    try:
-        return cache_folder() / "starts"
-    except OSError:
-        return None
 
 
 def warn_of_threads(seconds: dict[int, float], threads: int) -> None:

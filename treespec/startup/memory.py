@@ -51,10 +51,6 @@ class MemoryPlan:
         """Number of positions that models compute, including scratch slots."""
         return self.max_model_len + self.scratch
 
-    def make_cache(self, device: torch.device) -> KVCache:
-        """Allocate the KV cache of the target and its SSMs."""
-        return KVCache(self.shapes, self.num_pages, self.cache_dtype, device, self.stacks, self.features)
-
 
 def plan_memory(resolved: Resolved) -> MemoryPlan:
     """Choose the maximum request length and the size of the KV cache."""

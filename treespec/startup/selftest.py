@@ -58,14 +58,14 @@ def differing_rows(model: Decoder, pool: Tensor, largest_pass: int = 512, seed: 
     Returns one line for each difference.
     """
     rng = np.random.default_rng(seed)
-    whole, (model, num_layers, windows) = pool, model.layer_subset(_WINDOW)
+    whole, (model, num_layers) = pool, model.layer_subset(_WINDOW)
     pool = pool[:num_layers]
     available = pool.shape[2] - 1
     pages = 1 + np.arange(min(_PAGES, available))
     twin = 1 + len(pages) + np.arange(len(pages)) if available >= 2 * len(pages) else None
     room = len(pages) * PAGE_SIZE
     differences = []
-    ends = [end for window in windows if window is not None for end in (window, window + PAGE_SIZE)]
+    ends = [end for window in model.windows if window is not None for end in (window, window + PAGE_SIZE)]
     borders = {end - 4 for end in ends if end > 4}  # so that the first position leaves the window of deeper nodes
     for prefix in (p for p in sorted({*_PREFIXES, *borders}) if p + len(_PARENTS) <= room):
         differences += _compare_after_prompt(

@@ -78,13 +78,8 @@ class Probe:
             except Exception as error:  # kernels may support one dtype only; model code may raise anything
                 if dtype == torch.float64:
                     break
-                logger.info(
-                    "%s does not compute in float32 (%s: %s): compared in %s alone",
-                    self._source.name,
-                    type(error).__name__,
-                    error,
-                    self._dtype,
-                )
+                message, who = "%s does not compute in float32 (%s: %s): compared in %s alone", self._source.name
+                logger.info(message, who, type(error).__name__, error, self._dtype)
                 return
             worst = float(_distance(logits, expected).max())
             if worst <= STRUCTURE_BOUND:

@@ -102,6 +102,8 @@ class HiddenStates(NamedTuple):
 
 def padded(arrays: Sequence[np.ndarray], size: int) -> np.ndarray:
     """Concatenate int64 arrays and append zeros, [size]."""
+    if len(arrays) == 1 and len(arrays[0]) == size:
+        return arrays[0]
     result = np.zeros(size, dtype=np.int64)
     np.concatenate(arrays, out=result[: sum(map(len, arrays))])
     return result
@@ -254,9 +256,10 @@ class Decoder:
         num_rows = max(sum(rows.num_rows for rows in requests), self.min_rows)
         positions = padded([self._positions(rows) for rows in requests], num_rows)
         ropes = [rotation.lookup(positions) for rotation in self.rotations]
+        ropes = ropes or [torch.empty(num_rows, 0, 0, dtype=torch.float32, device=self.device)]
         return Pass(
             num_rows,
-            torch.cat(ropes, 1) if ropes else torch.empty(num_rows, 0, 0, dtype=torch.float32, device=self.device),
+            ropes[0] if len(ropes) == 1 else torch.cat(ropes, 1),
             torch.from_numpy(cache_slots(requests, kv, num_rows).reshape(-1)).to(self.device),
             [self.attention.plan(requests, len(positions), window) for window in self.windows],
             self._learned_at(positions),

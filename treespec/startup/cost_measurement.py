@@ -391,10 +391,5 @@ def warn_of_threads(seconds: dict[int, float], threads: int) -> None:
         logger.warning(
             "with %d threads a round took %.3g ms here, with %d %.3g ms (treespec autotune); "
             "set OMP_NUM_THREADS=%d, or call torch.set_num_threads(%d) before LLM",
-            threads,
-            1000 * seconds[threads],
-            best,
-            1000 * seconds[best],
-            best,
-            best,
+            *(threads, 1000 * seconds[threads], best, 1000 * seconds[best], best, best),
         )

@@ -7,7 +7,6 @@ a regex of n optional parts takes n^2 steps. Within the limits below, compilatio
 import json
 import math
 import re
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -43,7 +42,7 @@ def check_form(form: StructuredOutputsParams) -> None:
     if form.schema is not None:
         _check("json", len(form.schema), MAX_CHARACTERS)
         _check_multiples(form.schema, combined=_COMBINES.search(form.schema) is not None)
-        _check_schema(json.loads(form.schema))
+        _check_schema(form.schema)
 
 
 def check_lark(grammar: str) -> None:
@@ -63,40 +62,37 @@ def check_lark(grammar: str) -> None:
         sizes = [(len(bodies[name]), _num_parts(bodies[name], _OPTIONAL + r"|\[")), *map(expanded, named)]
         return sum(length for length, _ in sizes), sum(parts for _, parts in sizes)
 
-    for name in bodies:
-        length, parts = expanded(name)
+    try:
+        sizes = {name: expanded(name) for name in bodies}
+    except RecursionError:
+        raise RequestError(
+            "structured_outputs: terminals of grammar name each other in a circle, or too deep"
+        ) from None
+    for name, (length, parts) in sizes.items():
         label = f"terminal {name} of grammar, with the terminals that it names," if name.isupper() else f"rule {name}"
         _check(label, length, MAX_GRAMMAR, remedy="use rules, whose names are in lower case")
         _check_parts(label, parts)
 
 
-def _check_schema(schema: Any) -> None:
+def _check_schema(schema: str) -> None:
     """Reject a JSON schema with oversized patterns or texts."""
     patterns: list[str] = []
-    properties = 0
-    for key, value in _entries(schema):
-        for text in (key, value):
-            if isinstance(text, str):
-                _check("a text in json", len(text), MAX_TEXT)
-        if key == "pattern" and isinstance(value, str):
-            patterns.append(value)
-        elif key == "patternProperties" and isinstance(value, dict):
-            patterns += value
-            properties += len(value)
-    _check("json", properties, MAX_PATTERN_PROPERTIES, "patternProperties", "join patterns by |")
-    _check_parts("json, in its patterns,", sum(map(_num_parts, patterns)))
+    properties: list[str] = []
 
+    def visit(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        for key, value in pairs:
+            for text in (key, *(value if isinstance(value, list) else (value,))):
+                if isinstance(text, str):
+                    _check("a text in json", len(text), MAX_TEXT)
+            if key == "pattern" and isinstance(value, str):
+                patterns.append(value)
+            elif key == "patternProperties" and isinstance(value, dict):
+                properties.extend(value)
+        return dict(pairs)
 
-def _entries(schema: Any) -> Iterator[tuple[str | None, Any]]:
-    """Yield every key with its value, and every list element with key None."""
-    stack = [schema]
-    while stack:
-        value = stack.pop()
-        pairs = value.items() if isinstance(value, dict) else ((None, element) for element in value)
-        for key, entry in pairs:
-            yield key, entry
-            if isinstance(entry, dict | list):
-                stack.append(entry)
+    json.loads(schema, object_pairs_hook=visit)
+    _check("json", len(properties), MAX_PATTERN_PROPERTIES, "patternProperties", "join patterns by |")
+    _check_parts("json, in its patterns,", sum(map(_num_parts, patterns + properties)))
 
 
 def _check_multiples(text: str, combined: bool) -> None:

@@ -69,7 +69,7 @@ class Built:
     def stats(self) -> dict[str, Any]:
         """Return the document of `LLM.stats`."""
         config, sources = self.config, self.engine.sources
-        drafts = sources.ssms.names if sources.ssms else ()
+        drafts, curve = sources.ssms.names if sources.ssms else (), self.engine.host.planner.costs.curve
         return self.engine.stats.as_dict() | {
             "frozen": self._frozen(),
             "suffix_tokens": 0 if sources.lookup is None else sources.lookup.remembered,
@@ -78,7 +78,12 @@ class Built:
             "max_model_len": config.max_model_len,
             "max_num_seqs": config.max_num_seqs,
             "memory": dict(self.memory),
-            "cost_curve": self._cost_curve(),
+            "cost_curve": {
+                "rows": list(curve.rows),
+                "verify_seconds": list(curve.verify_seconds),
+                "draft_seconds": curve.draft_seconds,
+                "draft_start_seconds": curve.draft_start_seconds,
+            },
         }
 
     def _frozen(self) -> dict[str, Any]:
@@ -100,15 +105,6 @@ class Built:
             "rounds": "on the device" if self.engine.captured is not None else "step by step",
             "tuned_file": None if kernels is None else kernels.file,
             "default_kernels": [] if kernels is None else list(kernels.fallbacks),
-        }
-
-    def _cost_curve(self) -> dict[str, Any]:
-        curve = self.engine.host.planner.costs.curve
-        return {
-            "rows": list(curve.rows),
-            "verify_seconds": list(curve.verify_seconds),
-            "draft_seconds": curve.draft_seconds,
-            "draft_start_seconds": curve.draft_start_seconds,
         }
 
 

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from treespec.adapter.decoder import AdapterDecoder, AdapterPass
-from treespec.adapter.route import AttentionCall, configs_of, routed
+from treespec.adapter.route import routed
 from treespec.adapter.source import Source
-from treespec.adapter.trace import AdapterConfig, reference_attention
+from treespec.adapter.trace import AdapterConfig, record_calls
 from treespec.errors import ModelError, describe_error
 from treespec.models.attention import Attention
 from treespec.models.feature_head import FeatureHead
@@ -85,19 +85,9 @@ def open_mtp(target: AdapterConfig, model: nn.Module) -> tuple[AdapterConfig, nn
             layer = layer.to(dtype).eval()
     except Exception as error:  # transformers may raise anything
         raise ModelError(f"{who}: transformers cannot load it: {describe_error(error)}") from error
-    calls: list[AttentionCall] = []
-
-    def record(call: AttentionCall) -> Tensor:
-        calls.append(call)
-        return reference_attention(call)
-
     tokens = torch.arange(5, dtype=torch.int64, device=device)
     states = torch.randn(5, target.shape.hidden_size, dtype=dtype, device=device)
-    try:
-        with torch.inference_mode(), routed(configs_of(layer), record):
-            _run(layer, tokens, states, tokens)
-    except Exception as error:  # model code may raise anything
-        raise ModelError(f"{who} fails on flattened rows: {describe_error(error)}") from error
+    calls, _ = record_calls(who, layer, lambda: _run(layer, tokens, states, tokens))
     if len(calls) != 1:
         raise ModelError(f"{who} attends {len(calls)} times; supported: once")
     [call] = calls

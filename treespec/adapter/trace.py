@@ -1,7 +1,7 @@
 """Tracing of a transformers model: its attention calls, shapes and head."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,23 +114,28 @@ def _watched(model: nn.Module) -> Iterator[list[tuple[str, Any]]]:
             handle.remove()
 
 
-def trace(source: Source, model: nn.Module) -> AdapterConfig:
-    """Run a few tokens through a model and record its attention calls."""
+def record_calls(who: str, model: nn.Module, forward: Callable[[], Any]) -> tuple[list[AttentionCall], Any]:
+    """Run code of a model with the reference attention. Returns the attention calls, and what `forward` returns."""
     calls: list[AttentionCall] = []
 
     def record(call: AttentionCall) -> Tensor:
         calls.append(call)
         return reference_attention(call)
 
-    device = next(model.parameters()).device
-    tokens = torch.arange(_TOKENS, device=device)
     try:
-        with torch.inference_mode(), routed(configs_of(model), record), _watched(model) as watched:
-            logits = run(model, tokens, tokens).logits[0]
+        with torch.inference_mode(), routed(configs_of(model), record):
+            return calls, forward()
     except ModelError as error:
-        raise ModelError(f"{source.name}: {error}") from error
+        raise ModelError(f"{who}: {error}") from error
     except Exception as error:  # model code may raise anything
-        raise ModelError(f"{source.name} fails on flattened rows: {describe_error(error)}") from error
+        raise ModelError(f"{who} fails on flattened rows: {describe_error(error)}") from error
+
+
+def trace(source: Source, model: nn.Module) -> AdapterConfig:
+    """Run a few tokens through a model and record its attention calls."""
+    tokens = torch.arange(_TOKENS, device=next(model.parameters()).device)
+    with _watched(model) as watched:
+        calls, logits = record_calls(source.name, model, lambda: run(model, tokens, tokens).logits[0])
     if not calls:
         raise ModelError(
             f"{source.name}: {type(model).__name__} does not use transformers' attention interface, so its keys "

@@ -152,18 +152,8 @@ class RequestFactory:
             spellings = self._tokenize_words(params.bad_words or ())
             form = StructuredOutputsParams.of(params.structured_outputs)
             grammar = None if form is None else self.grammars.grammar(form, len(tokens))
-            request.sampler = Sampler(
-                params,
-                tokens,
-                request.end_tokens,
-                spellings,
-                self.vocab_size,
-                self.device,
-                seed or 0,
-                sample,
-                self.kernel_noise,
-                grammar=grammar,
-            )
+            rest = spellings, self.vocab_size, self.device, seed or 0, sample, self.kernel_noise
+            request.sampler = Sampler(params, tokens, request.end_tokens, *rest, grammar=grammar)
         return request
 
     def _encode(self, prompt: Any, tokenization: Tokenization) -> list[int]:

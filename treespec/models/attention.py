@@ -23,12 +23,12 @@ class CpuAttention:
 
     cache_dtype = torch.float32
 
-    def __init__(self, num_heads: int, num_kv_heads: int, mode: AttentionMode = "packed"):
-        self.num_heads, self.num_kv_heads, self.mode = num_heads, num_kv_heads, mode
+    def __init__(self, num_heads: int, mode: AttentionMode = "packed"):
+        self.num_heads, self.mode = num_heads, mode
         self.name = f"cpu-{mode}"
 
     def plan(self, requests: list[RequestRows], num_rows: int, window: int | None = None) -> CpuAttentionPlan:
-        return plan_tree_attention_cpu(requests, self.num_heads, self.num_kv_heads, self.mode, window)
+        return plan_tree_attention_cpu(requests, self.num_heads, self.mode, window)
 
     def __call__(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Any, scale: float, cap: float | None = None
@@ -50,4 +50,4 @@ def make_attention(
         return TritonAttention(shape.num_heads, shape.num_kv_heads, shape.head_dim, dtype, device, configs)
     if device.type != "cpu":
         raise KernelError(f"attention={kind!r} runs on a CPU, the device is {device}; use attention='triton'")
-    return CpuAttention(shape.num_heads, shape.num_kv_heads, "packed" if kind == "cpu-packed" else "gathered")
+    return CpuAttention(shape.num_heads, "packed" if kind == "cpu-packed" else "gathered")

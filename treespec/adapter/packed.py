@@ -13,11 +13,8 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.linear = Linear(weight.detach(), None if bias is None else bias.detach(), "onednn")
+        self.nbytes = self.linear.nbytes
         self.weight = torch.empty_like(weight, device="meta")  # model code may read its dtype or shape
-
-    @property
-    def nbytes(self) -> int:
-        return self.linear.nbytes
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features)

@@ -27,7 +27,6 @@ from treespec_kernels.cpu.decoder_cpu import (
     Architecture,
     CompiledLayerWeights,
     CompiledModel,
-    PassEntries,
     unsupported_reason,
 )
 from treespec_kernels.cpu.decoder_library import build
@@ -122,6 +121,7 @@ class CompiledDecoder(Decoder):
             torch.get_num_threads(),
             self._integer,
         )
+        self.entries = self.model.entries if config.logit_cap is None else None  # with a cap, `probs` takes more calls
 
     def _select_layers(self, layers: Sequence[int]) -> None:
         kinds = [self.config.layers[i] for i in layers]
@@ -171,11 +171,6 @@ class CompiledDecoder(Decoder):
 
     def write_context(self, rows: Tensor, layout: Pass, kv: Tensor) -> None:
         self.model.write_context(rows.contiguous(), layout.attention, layout.rotation, kv)
-
-    @property
-    def entries(self) -> PassEntries | None:
-        """Entry points for calls from another library, or None if probabilities take more than two calls."""
-        return self.model.entries if self.config.logit_cap is None else None
 
     def probs(self, hidden: Tensor) -> Tensor:
         return super().probs(hidden) if self.config.logit_cap is not None else self.model.probs(hidden)

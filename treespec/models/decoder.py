@@ -153,6 +153,7 @@ class Decoder:
     block: int | None = None  # number of depths that a block draft predicts in one pass; None if it scores every level
     columns: Sequence[int] = ()  # indices of the target's states that a draft head reads among the features
     growth: CDLL | None = None  # library of compiled tree growth
+    entries: PassEntries | None = None  # entry points for calls from another library
     head_vocabulary: HeadVocabulary | None = None  # tokens of a reduced head, set after loading
 
     def __init__(
@@ -441,11 +442,6 @@ class Decoder:
         if self.config.logit_cap is not None:
             logits = soft_cap(logits, self.config.logit_cap)
         return logits if self.head_vocabulary is None else self.head_vocabulary.expand(logits, -torch.inf)
-
-    @property
-    def entries(self) -> PassEntries | None:
-        """Entry points for calls from another library, or None."""
-        return None
 
     def probs(self, hidden: Tensor) -> Tensor:
         """Return next-token probabilities, fp32 [num_rows, width]: of the tokens of `head_vocabulary`, if reduced."""

@@ -64,9 +64,8 @@ def tree_parents(kind: str, num_nodes: int, generator: torch.Generator) -> list[
         return list(range(-1, num_nodes - 1))
     if kind == "star":
         return [-1] + [0] * (num_nodes - 1)
-    if kind == "random":
-        return [-1] + [int(torch.randint(i, (1,), generator=generator, device="cpu")) for i in range(1, num_nodes)]
-    raise ValueError(f"tree kind {kind!r} is not known; use 'chain', 'star' or 'random'")
+    assert kind == "random"
+    return [-1] + [int(torch.randint(i, (1,), generator=generator, device="cpu")) for i in range(1, num_nodes)]
 
 
 def path_to(parents: Sequence[int], node: int) -> list[int]:

@@ -149,12 +149,7 @@ class MtpDecoder(AdapterDecoder):
         return sum(weight.nbytes for weight in self._layer.get_submodule("layers").parameters())
 
     def forward_pairs(self, tokens: Tensor, states: Tensor, layout: AdapterPass, kv: Tensor) -> Tensor:
-        """Run a pass: write the rows' K/V to their slots, and return the outputs [num_rows, hidden_size].
-
-        Args:
-            tokens: int64 [num_rows].
-            states: of the tokens before them, [num_rows, hidden_size].
-        """
+        """Run a pass: write the rows' K/V to their slots, and return the outputs of `_run`."""
         count = len(tokens)
         padding = layout.num_rows - count
         tokens, states = F.pad(tokens, (0, padding)), F.pad(states, (0, 0, 0, padding))
@@ -167,10 +162,9 @@ class MtpDecoder(AdapterDecoder):
 
 
 class MtpHead(FeatureHead):
-    """An MTP layer as a draft head; it drafts any number of tokens from its own outputs.
+    """An MTP layer as a draft head, whose state is the output of the target's final norm.
 
-    Args:
-        decoder, target, columns: as in `FeatureHead`; the one state is the output of the target's final norm.
+    It drafts any number of tokens from its own outputs.
     """
 
     kind = "mtp"

@@ -6,7 +6,6 @@ The tests compare with a parser that reads every text from the start.
 
 import json
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -38,15 +37,14 @@ class Grammars:
         self._user_tokenizer, self._vocab_size, self._device = tokenizer, vocab_size, device
         self._end_tokens = [token for token in end_tokens if token < vocab_size]
         self._tokenizer: LLTokenizer | None = None
-        self._parsers: OrderedDict[StructuredOutputsParams, LLMatcher] = OrderedDict()
+        self._parsers: dict[StructuredOutputsParams, LLMatcher] = {}
         self._lock = threading.Lock()  # of `_parsers`: `AsyncLLM` creates requests while another thread runs rounds
 
     def grammar(self, form: StructuredOutputsParams, num_prompt: int) -> "Grammar":
         """Create the grammar state of a request with `num_prompt` prompt tokens."""
         with self._lock:
-            parser = self._parsers.get(form)
-            if parser is not None:
-                self._parsers.move_to_end(form)
+            if (parser := self._parsers.pop(form, None)) is not None:
+                self._parsers[form] = parser  # the most recently used is the last
         if parser is None:
             parser = self._new_parser(form)
         renew = partial(self._new_parser, form)
@@ -56,10 +54,10 @@ class Grammars:
         """Compile a fresh parser and cache it."""
         parser = self.parse(form)
         with self._lock:
+            self._parsers.pop(form, None)
             self._parsers[form] = parser
-            self._parsers.move_to_end(form)
             if len(self._parsers) > _KEPT:
-                self._parsers.popitem(last=False)
+                del self._parsers[next(iter(self._parsers))]
         return parser
 
     def parse(self, form: StructuredOutputsParams) -> "LLMatcher":

@@ -142,13 +142,10 @@ def _process(processor: object, scores: Tensor, tokens: Sequence[int], ancestors
 
 
 def truncate_rows(logits: Tensor, params: SamplingParams) -> None:
-    """Apply top_k, top_p and min_p to draft logits in place.
+    """Apply top_k, top_p and min_p to draft logits, float32 [num_rows, vocab] divided by the temperature, in place.
 
     Drafts are truncated approximately: ties at the threshold stay, and a nucleus of more than `_NUCLEUS` tokens is not
     truncated.
-
-    Args:
-        logits: float32 [num_rows, vocab], already divided by the temperature.
     """
     wide = logits.shape[1]
     if params.min_p > 0:

@@ -18,10 +18,6 @@ class SegmentPartition:
     long: int = 1024
     long_from: int = 8192
 
-    def __post_init__(self) -> None:
-        if self.short < 1 or self.long < 1 or self.long_from < 0 or self.long_from % self.short:
-            raise ValueError(f"{self}: sizes must be positive and long_from a multiple of short")
-
     def segment_of(self, position: np.ndarray) -> np.ndarray:
         beyond = np.maximum(position - self.long_from, 0)
         return np.minimum(position, self.long_from) // self.short + beyond // self.long

@@ -52,11 +52,6 @@ class CompileError(RuntimeError):
 
 def find_compiler() -> tuple[str, ...]:
     """Return the command of the C++ compiler, with the flags of `instruction_flags`."""
-    compiler = _find_compiler()
-    return *compiler, *instruction_flags(compiler, os.environ.get("TREESPEC_CPU"))
-
-
-def _find_compiler() -> tuple[str, ...]:
     named = os.environ.get("CXX")
     try:
         commands = [shlex.split(named)] if named else [["c++"], ["g++"], ["clang++"]]
@@ -64,7 +59,7 @@ def _find_compiler() -> tuple[str, ...]:
         raise CompileError(f"CXX={named!r} is not a command: {error}") from error
     for command in commands:
         if command and shutil.which(command[0]):
-            return tuple(command)
+            return *command, *instruction_flags(tuple(command), os.environ.get("TREESPEC_CPU"))
     tried = f"CXX={named!r} is not one" if named else "none of c++, g++ and clang++ is installed"
     raise CompileError(f"no C++ compiler: {tried}")
 

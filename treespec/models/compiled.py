@@ -23,12 +23,7 @@ from treespec.models.norms import take_head_norm
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.cpu.compiled_plan import CompiledPlan, plan_compiled
 from treespec_kernels.cpu.cpu_library import CompileError, build_together, find_compiler
-from treespec_kernels.cpu.decoder_cpu import (
-    Architecture,
-    CompiledLayerWeights,
-    CompiledModel,
-    unsupported_reason,
-)
+from treespec_kernels.cpu.decoder_cpu import Architecture, CompiledLayerWeights, CompiledModel, unsupported_reason
 from treespec_kernels.cpu.decoder_library import build
 from treespec_kernels.cpu.growth_cpu import growth_library
 from treespec_kernels.cpu.lookup_cpu import lookup_library

@@ -13,7 +13,7 @@ from tests.quantized_checkpoints import needs_compiler
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 from treespec_kernels.cpu.compiled_plan import plan_compiled
 from treespec_kernels.cpu.cpu_library import find_compiler
-from treespec_kernels.cpu.decoder_cpu import Architecture, CompiledLayerWeights, CompiledModel, NormWeights
+from treespec_kernels.cpu.decoder_cpu import Architecture, CompiledLayerWeights, CompiledModel
 from treespec_kernels.cpu.decoder_library import build
 from treespec_kernels.tuning.testing import assert_close
 
@@ -22,7 +22,8 @@ HIDDEN, VOCAB = 32, 61
 LENGTH = 3 * PAGE_SIZE
 PAGES = np.array([5, 1, 3, 4])  # in the order of positions
 POISON = VOCAB  # a token of NaN
-ONES = NormWeights(torch.ones(HIDDEN))
+ONES = torch.ones(HIDDEN)
+NORM = ONES, None
 
 
 class Case(NamedTuple):
@@ -81,7 +82,7 @@ def random_weights(case: Case, layers: int) -> Weights:
         qkv = random((heads + 2 * case.kv_heads) * dim, HIDDEN, gain=1.5)
         o, gate_up = random(HIDDEN, heads * dim, gain=3.0), random(2 * HIDDEN, HIDDEN)
         matrices = (qkv, None, o, None, gate_up, None, down, None)  # each with its bias
-        parts.append(CompiledLayerWeights(ONES, ONES, None, None, None, *matrices, 0, case.window))
+        parts.append(CompiledLayerWeights(ONES, ONES, None, *matrices, 0, case.window))
     return Weights(embed, parts, random(VOCAB, HIDDEN))
 
 
@@ -91,7 +92,7 @@ def make_model(case: Case, threads: int = 1, layers: int = 2) -> CompiledModel:
     weights = random_weights(case, layers)
     heads, scale = case.kv_heads * case.group, case.head_dim**-0.5
     architecture = Architecture(heads, case.kv_heads, 1e-6, scale, score_cap=case.cap)
-    return CompiledModel(library, architecture, weights.embed, None, weights.layers, ONES, weights.head, threads)
+    return CompiledModel(library, architecture, weights.embed, None, weights.layers, NORM, weights.head, threads)
 
 
 def new_pool(case: Case, layers: int = 2) -> Tensor:

@@ -29,7 +29,7 @@ FORMS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "a long text": (lambda: {"regex": "x" * 10**7}, "regex has 10000000 characters"),
     "long choices": (
         lambda: {"choice": ["a" * i for i in range(1, 6000)]},
-        "choice has 17997000 characters, the limit is 1000000; give fewer or shorter texts",
+        "choice has 17997000 characters, the limit is 1000000; give a shorter one",
     ),
     "a long choice": (lambda: {"choice": ["b" * 500_000]}, "a text of choice has 500000 characters"),
     "a pattern": (
@@ -44,11 +44,11 @@ FORMS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "a multiple": (
         lambda: {"json": {"type": "integer", "multipleOf": 99_999_989}},
-        "multipleOf in json needs 99999989 states, the limit is 100000",
+        "multipleOf in json has 99999989 states, the limit is 100000",
     ),
     "two multiples": (
         lambda: {"json": {"allOf": [{"type": "integer", "multipleOf": n} for n in (9973, 9967)]}},
-        "multipleOf in json needs 99400891 states",
+        "multipleOf in json has 99400891 states",
     ),
     "white space": (
         lambda: {"json_object": True, "whitespace_pattern": " ?" * 2000},
@@ -59,10 +59,10 @@ FORMS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"grammar": 'root ::= t12\nt0 ::= "a"?\n' + "".join(f"t{i + 1} ::= t{i} t{i}\n" for i in range(12))},
         "terminal T10 of grammar",
     ),
-    "a rule": (lambda: {"grammar": "start: " + '"a"? ' * 12_000}, "rule start of grammar has 12000 optional"),
+    "a rule": (lambda: {"grammar": "start: " + '"a"? ' * 12_000}, "rule start has 12000 optional"),
     "a schema in a grammar": (
         lambda: {"grammar": 'start: x\nx: %json {"type": "integer", "multipleOf": 99999989}'},
-        "multipleOf in json needs 99999989 states",
+        "multipleOf in json has 99999989 states",
     ),
     "a grammar": (lambda: {"grammar": "start: " + '"a" ' * 60_000}, "grammar has 240007 characters"),
 }
@@ -119,7 +119,7 @@ def test_large_forms_are_served(name: str) -> None:
 
 
 def test_reading_that_takes_long_all_the_same_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the CPU time of the thread that reads; the others of the batch finish."""
+    """The others of the batch finish."""
     llm, stop = speaking_llm(), []
 
     def read(*given: Any, **options: Any) -> LLMatcher:

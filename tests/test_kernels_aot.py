@@ -165,10 +165,6 @@ def test_what_does_not_compile_or_spills_has_failed(tmp_path: Path) -> None:
 
 def test_what_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = default_shapes()[0]
-    with pytest.raises(ValueError, match="aot: target 'sm_89x' is not known; use one of sm_80,"):
-        launches_of("row_linear", shape, "sm_89x")
-    with pytest.raises(ValueError, match="aot: op 'softmax' has no kernels; use one of kv_commit,"):
-        launches_of("softmax", shape, "sm_90")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(ValueError, match="aot: TRITON_INTERPRET is set"):
         launches_of("row_linear", shape, "sm_90")

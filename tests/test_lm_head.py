@@ -47,10 +47,3 @@ def test_candidates_are_distinct_and_start_with_the_default(dtype: torch.dtype, 
     candidates = LmHeadConfig.candidates(dtype, vocab, hidden)
     assert candidates[0] == LmHeadConfig.default(dtype, vocab, hidden)
     assert len(set(candidates)) == len(candidates) > 3
-
-
-def test_a_configuration_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="block_n is 24; it must be a power of two, 16 or more"):
-        LmHeadConfig(16, 24, 16, 4, 2)
-    with pytest.raises(ValueError, match="block_m is 8; it must be a power of two, 16 or more"):
-        LmHeadConfig(8, 16, 16, 4, 2)

@@ -8,7 +8,7 @@ import torch
 from tests.libraries import LIBRARIES
 from tests.quantized_checkpoints import needs_compiler
 from treespec_kernels.cpu.cpu_library import find_compiler
-from treespec_kernels.cpu.decoder_library import PanelLinear, build
+from treespec_kernels.cpu.decoder_library import build
 from treespec_kernels.linear.compiled_linear import CompiledLinear, quantized_linear
 from treespec_kernels.linear.linear import Linear
 from treespec_kernels.linear.quantized import QuantizedWeight, dequantized, integers, stacked
@@ -136,19 +136,6 @@ def test_stacked() -> None:
     first, second = random_weight(*FORMS[2]), random_weight(*FORMS[1][:2], 8, 3, False)
     both = stacked([first, second])
     assert torch.equal(dequantized(both), torch.cat([dequantized(first), dequantized(second)]))
-
-
-@needs_compiler
-def test_what_does_not_fit_is_refused() -> None:
-    weight = random_weight(*FORMS[2])
-    for bad, message in (
-        (weight._replace(values=weight.values.float()), "values are torch.float32"),
-        (weight._replace(scale=weight.scale[:, :2]), r"scales are \[33, 2\].*groups of 48|groups of 48"),
-        (weight._replace(scale=weight.scale[1:]), r"scales are \[32, 3\]"),
-        (weight._replace(zero=weight.scale.double()), "zero points are torch.float64"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            PanelLinear(library(torch.float32), bad, None)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -79,16 +79,10 @@ def test_tuning_varies_the_stages_of_larger_tiles(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("larger", "message"),
-    [
-        ([(64, 4, 3)], "larger has tiles of 64 rows after 64; use increasing powers of 2"),
-        ([(256, 16, 3), (128, 8, 3)], "larger has tiles of 128 rows after 256"),
-        ([(192, 12, 3)], "larger has tiles of 192 rows after 64"),
-        ([(128, 4, 3)], "larger has 4 warps for 128 rows and num_warps is 4 for 64; equal bits need as many rows per"),
-        ([(128, 8, 0)], "larger has 0 stages for 128 rows; use 1 or more"),
-    ],
+    "larger", [[(64, 4, 3)], [(256, 16, 3), (128, 8, 3)], [(192, 12, 3)], [(128, 4, 3)], [(128, 8, 0)]]
 )
-def test_tiles_that_cannot_be_are_refused(larger: Any, message: str) -> None:
+def test_tiles_that_cannot_be_are_refused(larger: Any) -> None:
+    message = r"larger has RowTile\(.*\); use increasing powers of 2 of rows, with as many rows per warp"
     with pytest.raises(ValueError, match=message):
         replace(TILED, larger=larger)
     with pytest.raises(ValueError, match=message):

@@ -296,7 +296,7 @@ def test_layers_of_several_shapes_are_all_proven() -> None:
     layers = model.model.layers
     layers[2].mlp.gate_proj, layers[2].mlp.up_proj = nn.Linear(32, 50, bias=False), nn.Linear(32, 50, bias=False)
     layers[2].mlp.down_proj = nn.Linear(50, 32, bias=False)
-    decoder = AdapterDecoder(trace(config, model), model, CpuAttention(4, 2), 100)
+    decoder = AdapterDecoder(trace(config, model), model, CpuAttention(4), 100)
     pool = KVCache.allocate(decoder.config.shape, 3, torch.float32, "cpu")
     rows = [RequestRows.chain(0, 4, np.array([1]))]
     with torch.inference_mode():

@@ -106,7 +106,7 @@ def attend(
     window: int | None = None,
     cap: float | None = None,
 ) -> Tensor:
-    plan = plan_tree_attention_cpu([rows], q.shape[1], cache[0].shape[1], mode, window)
+    plan = plan_tree_attention_cpu([rows], q.shape[1], mode, window)
     return tree_attention_cpu(q, *cache, plan, q.shape[2] ** -0.5, cap)
 
 
@@ -210,7 +210,7 @@ def test_other_requests_change_nothing() -> None:
         shift += case.num_pages
     cache = torch.cat([k for k, _ in pools]), torch.cat([v for _, v in pools])
     q = torch.cat([case.q for case in cases] + [torch.full((3, 4, 48), float("nan"))])
-    plan = plan_tree_attention_cpu(moved, 4, 2)
+    plan = plan_tree_attention_cpu(moved, 4)
     together = tree_attention_cpu(q, *cache, plan, 48**-0.5)
     first = 0
     for case, pool in zip(cases, pools, strict=True):
@@ -257,7 +257,7 @@ def test_a_long_chunk_is_taken_in_blocks() -> None:
     """Beyond 16 MiB of scores: the same bits as in small chunks."""
     case = Case.make(0, "chain-1500", (16, 2), 16)
     whole = attend(RequestRows.chain(0, 1500, case.pages), "packed", case.q, case.cache())
-    assert len(plan_tree_attention_cpu([RequestRows.chain(0, 1500, case.pages)], 16, 2).blocks) > 1
+    assert len(plan_tree_attention_cpu([RequestRows.chain(0, 1500, case.pages)], 16).blocks) > 1
     for start in (0, 700, 1490):
         rows = RequestRows.chain(start, 10, case.pages)
         assert torch.equal(attend(rows, "packed", case.q[start : start + 10], case.cache()), whole[start : start + 10])

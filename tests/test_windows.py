@@ -101,9 +101,9 @@ def test_a_window_bounds_the_work() -> None:
     for context in (500, 5000, 12000):
         tree = RequestRows(context, np.arange(len(parents)), depths, visible, depths, pages)
         for rows in (tree, RequestRows.chain(context, 1, pages)):
-            (block,) = plan_tree_attention_cpu([rows], 4, 2, "packed", 100).blocks
+            (block,) = plan_tree_attention_cpu([rows], 4, "packed", 100).blocks
             assert block.num_full + block.num_tail <= 100 // PAGE_SIZE + 2  # type: ignore[union-attr]
-            (block,) = plan_tree_attention_cpu([rows], 4, 2, "gathered", 100).blocks
+            (block,) = plan_tree_attention_cpu([rows], 4, "gathered", 100).blocks
             assert block.slots.shape[1] <= (100 // PAGE_SIZE + 2) * PAGE_SIZE  # type: ignore[union-attr]
 
 

@@ -25,8 +25,8 @@ from treespec.adapter.trace import AdapterConfig, reference_attention, run, run_
 from treespec.adapter.upcast import UpcastMode
 from treespec.errors import KernelError, ModelError
 from treespec.models.attention import make_attention
-from treespec.models.decoder import Attention, Decoder, HiddenStates, LayerSubset, StreamInput
-from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
+from treespec.models.decoder import Attention, Decoder, HiddenStates, StreamInput, cache_slots, padded
+from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.linear.linear import LinearImpl, onednn_available
 
 logger = logging.getLogger("treespec")
@@ -48,33 +48,25 @@ class AdapterPass:
 
 
 class AdapterDecoder(Decoder):
-    """Runs any causal language model of transformers that uses its attention interface.
-
-    Args:
-        config: from `trace`.
-        model: in eval mode; unmodified except by `pack`.
-        attention: for causal layers with or without a window and without sinks; other layers attend row by row.
-        longest: positions of the longest request, scratch included.
-        min_rows: minimum rows of a pass, by padding.
-        multiple: pads the number of rows to a multiple. ATen's activations compute the SIMD tail of a tensor with other
-            code; 16 rows of a width divisible by 4 have no tail.
-        model_vocab: the model's own vocabulary size, if the config was extended to a larger one; None = equal.
-        exact: whether experts are row-invariant.
-    """
+    """Runs any causal language model of transformers that uses its attention interface."""
 
     backend = "transformers"
     quantization = None
 
     def __init__(
         self,
-        config: AdapterConfig,
-        model: nn.Module,
+        config: AdapterConfig,  # from `trace`
+        model: nn.Module,  # in eval mode; unmodified except by `pack`
+        # For causal layers with or without a window and without sinks; other layers attend row by row
         attention: Attention,
-        longest: int,
-        min_rows: int = 2,
+        longest: int,  # positions of the longest request, scratch included
+        min_rows: int = 2,  # minimum rows of a pass, by padding
+        # Pads the number of rows to a multiple. ATen's activations compute the SIMD tail of a tensor with other code;
+        # 16 rows of a width divisible by 4 have no tail
         multiple: int = 1,
+        # The model's own vocabulary size, if the config was extended to a larger one; None = equal
         model_vocab: int | None = None,
-        exact: bool = True,
+        exact: bool = True,  # whether experts are row-invariant
     ):
         shape, parameter = config.shape, next(model.parameters())
         self.config: AdapterConfig = config  # type: ignore[assignment]
@@ -118,11 +110,11 @@ class AdapterDecoder(Decoder):
         packed = sum(module.nbytes for module in self.model.modules() if isinstance(module, PackedLinear))
         return packed + sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers()))
 
-    def layer_subset(self, max_window: int) -> LayerSubset:
+    def layer_subset(self, max_window: int) -> tuple[Decoder, int]:
         """Return the fewest leading layers that cover every kind (all if kinds are unknown), with clipped windows."""
         model = copy.copy(self)
         model.windows = tuple(None if window is None else min(window, max_window) for window in self.windows)
-        return LayerSubset(model, self._num_kept_calls, model.windows)
+        return model, self._num_kept_calls
 
     @property
     def embed(self) -> Tensor:  # type: ignore[override]
@@ -149,26 +141,22 @@ class AdapterDecoder(Decoder):
 
     def plan(self, requests: list[RequestRows], kv: Tensor) -> AdapterPass:  # type: ignore[override]
         """Plan a pass over the rows of `requests`, in order, over the KV pool `kv`."""
-        positions = np.concatenate([rows.positions for rows in requests])
-        pages, offsets = (np.concatenate(arrays) for arrays in zip(*(rows.slots for rows in requests), strict=True))
-        wanted = max(self.min_rows, -(-len(positions) // self.multiple) * self.multiple)
-        padding = np.zeros(wanted - len(positions), dtype=np.int64)  # slots of the null page, which is never read
-        positions, pages, offsets = (np.concatenate((array, padding)) for array in (positions, pages, offsets))
-        steps = np.arange(self.kv_heads) * PAGE_SIZE
-        steps = np.concatenate((steps, steps + kv.shape[2] * self.kv_heads * PAGE_SIZE))  # K, then V
-        # The self-test and cost measurements may exceed a model's learned positions; requests do not.
-        positions = np.minimum(positions, self.config.max_positions - 1)
-        slots = (pages * (self.kv_heads * PAGE_SIZE) + offsets)[:, None] + steps
         short_context, counts = self.config.short_context, [rows.num_rows for rows in requests]
+        wanted = self._padded(sum(counts))
+        # The self-test and cost measurements may exceed a model's learned positions; requests do not.
+        positions = np.minimum(padded([rows.positions for rows in requests], wanted), self.config.max_positions - 1)
         long = np.repeat([rows.max_len > short_context for rows in requests], counts)
         return AdapterPass(
             wanted,
             torch.from_numpy(positions).to(self.device),
-            torch.from_numpy(slots).to(self.device),
+            torch.from_numpy(cache_slots(requests, kv, wanted)).to(self.device),
             [self.attention.plan(requests, wanted, window) for window in self.windows],
             requests,
-            F.pad(torch.from_numpy(long), (0, len(padding))).to(self.device),
+            F.pad(torch.from_numpy(long), (0, wanted - len(long))).to(self.device),
         )
+
+    def _padded(self, num_rows: int) -> int:
+        return max(self.min_rows, -(-num_rows // self.multiple) * self.multiple)
 
     def forward(self, tokens: Tensor, layout: AdapterPass, kv: Tensor, num_layers: int | None = None) -> Tensor:  # type: ignore[override]
         """Run a pass and return the hidden states that enter the head.
@@ -241,10 +229,6 @@ class AdapterDecoder(Decoder):
         """Return a copy of the base model whose longrope factors are each row's; the model itself without longrope.
 
         transformers chooses the factors of all rows by the largest position.
-
-        Args:
-            base: of the model.
-            long: as in `AdapterPass`.
         """
         if not self.config.short_context:
             return base
@@ -313,9 +297,7 @@ class AdapterDecoder(Decoder):
         if rows is not None:
             hidden = hidden[rows]
         n = len(hidden)
-        wanted = max(self.min_rows, -(-n // self.multiple) * self.multiple)
-        if n < wanted:
-            hidden = F.pad(hidden, (0, 0, 0, wanted - n))
+        hidden = F.pad(hidden, (0, 0, 0, self._padded(n) - n))
         model = self.model
         logits = run_head(model, model.get_submodule(self.config.base), hidden, self.config.output)[:n]
         return F.pad(logits, (0, self.vocab_size - self.model_vocab), value=-torch.inf)  # negative padding truncates
@@ -325,7 +307,6 @@ class UpcastDecoder(AdapterDecoder):
     """Decoder that computes in a wider dtype than its model, for comparisons without rounding noise.
 
     Args:
-        config, model, longest: as in `AdapterDecoder`.
         attention: over a float32 cache; runs without the mode.
         mode: active while the model's code runs.
     """
@@ -378,17 +359,7 @@ def shapes_of(layer: nn.Module) -> tuple[object, ...]:
 def open_adapter(
     source: Source, dtype: torch.dtype, device: torch.device, attention: str, packed: bool = True
 ) -> tuple[AdapterConfig, nn.Module]:
-    """Load and trace a model, and verify that the adapter reproduces its logits.
-
-    Args:
-        source: the model to load; in-memory models are never packed.
-        dtype, device: of the computation.
-        attention: name of the attention backend.
-        packed: whether linear layers may be replaced by row-invariant ones.
-
-    Raises:
-        CheckpointError, ModelError: as in `Source.load`, `trace` and `Probe`.
-    """
+    """Load and trace a model, and verify that the adapter reproduces its logits."""
     model = source.load(dtype, device)
     config = trace(source, model)
     probe = Probe(source, config, model)

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from treespec.adapter.decoder import AdapterDecoder, AdapterPass
-from treespec.adapter.route import AttentionCall, configs_of, routed
+from treespec.adapter.route import routed
 from treespec.adapter.source import Source
-from treespec.adapter.trace import AdapterConfig, reference_attention
+from treespec.adapter.trace import AdapterConfig, record_calls
 from treespec.errors import ModelError, describe_error
 from treespec.models.attention import Attention
 from treespec.models.feature_head import FeatureHead
@@ -29,25 +29,14 @@ MTP = "mtp"  # in `drafts`, the target's own layer
 
 @dataclass(frozen=True)
 class MtpForm:
-    """The MTP layer of a target, with the interface of a draft head's form.
+    """The MTP layer of a target, with the interface of a draft head's form."""
 
-    Attributes:
-        folder: the target's.
-    """
-
-    folder: Path
+    folder: Path  # the target's
     name = "MTP layer"
 
     @classmethod
     def of(cls, target: Source | ModelConfig) -> "MtpForm":
-        """Return the form of a target's layer.
-
-        Args:
-            target: its `Source`, or its config if it is of a native family.
-
-        Raises:
-            ModelError: the target has no such layer, or several.
-        """
+        """Return the form of a target's layer."""
         if not isinstance(target, Source):
             raise ModelError(
                 f"drafts: {MTP!r} is the MTP layer of the target's checkpoint, and native families have none; "
@@ -78,15 +67,8 @@ class MtpForm:
 def open_mtp(target: AdapterConfig, model: nn.Module) -> tuple[AdapterConfig, nn.Module]:
     """Load and trace the MTP layer of a target.
 
-    Args:
-        target: config of the target.
-        model: the target, in eval mode.
-
     Returns:
         Config of a decoder of one layer, and transformers' module, which shares the target's embeddings.
-
-    Raises:
-        ModelError: transformers cannot load or run it.
     """
     who = f"the MTP layer of {target.source.name}"
     try:
@@ -103,19 +85,9 @@ def open_mtp(target: AdapterConfig, model: nn.Module) -> tuple[AdapterConfig, nn
             layer = layer.to(dtype).eval()
     except Exception as error:  # transformers may raise anything
         raise ModelError(f"{who}: transformers cannot load it: {describe_error(error)}") from error
-    calls: list[AttentionCall] = []
-
-    def record(call: AttentionCall) -> Tensor:
-        calls.append(call)
-        return reference_attention(call)
-
     tokens = torch.arange(5, dtype=torch.int64, device=device)
     states = torch.randn(5, target.shape.hidden_size, dtype=dtype, device=device)
-    try:
-        with torch.inference_mode(), routed(configs_of(layer), record):
-            _run(layer, tokens, states, tokens)
-    except Exception as error:  # model code may raise anything
-        raise ModelError(f"{who} fails on flattened rows: {describe_error(error)}") from error
+    calls, _ = record_calls(who, layer, lambda: _run(layer, tokens, states, tokens))
     if len(calls) != 1:
         raise ModelError(f"{who} attends {len(calls)} times; supported: once")
     [call] = calls
@@ -161,12 +133,7 @@ def _run(layer: Any, tokens: Tensor, states: Tensor, positions: Tensor) -> Tenso
 
 
 class MtpDecoder(AdapterDecoder):
-    """Decoder of an MTP layer, whose passes also take the states of the tokens before their rows.
-
-    Args:
-        config, layer: results of `open_mtp`.
-        attention, longest: as in `AdapterDecoder`.
-    """
+    """Decoder of an MTP layer, whose passes also take the states of the tokens before their rows."""
 
     def __init__(self, config: AdapterConfig, layer: nn.Module, attention: Attention, longest: int):
         self._layer = layer
@@ -182,13 +149,7 @@ class MtpDecoder(AdapterDecoder):
         return sum(weight.nbytes for weight in self._layer.get_submodule("layers").parameters())
 
     def forward_pairs(self, tokens: Tensor, states: Tensor, layout: AdapterPass, kv: Tensor) -> Tensor:
-        """Run a pass: write the rows' K/V to their slots, and return the outputs [num_rows, hidden_size].
-
-        Args:
-            tokens: int64 [num_rows].
-            states: of the tokens before them, [num_rows, hidden_size].
-            layout, kv: as in `Decoder.forward`.
-        """
+        """Run a pass: write the rows' K/V to their slots, and return the outputs of `_run`."""
         count = len(tokens)
         padding = layout.num_rows - count
         tokens, states = F.pad(tokens, (0, padding)), F.pad(states, (0, 0, 0, padding))
@@ -201,10 +162,9 @@ class MtpDecoder(AdapterDecoder):
 
 
 class MtpHead(FeatureHead):
-    """An MTP layer as a draft head; it drafts any number of tokens from its own outputs.
+    """An MTP layer as a draft head, whose state is the output of the target's final norm.
 
-    Args:
-        decoder, target, columns: as in `FeatureHead`; the one state is the output of the target's final norm.
+    It drafts any number of tokens from its own outputs.
     """
 
     kind = "mtp"

@@ -7,22 +7,14 @@ from treespec_kernels.linear.linear import Linear, onednn_available
 
 
 class PackedLinear(nn.Module):
-    """Linear layer with weights reordered for oneDNN.
-
-    Args:
-        weight: [out_features, in_features], float32 or bfloat16, on the CPU.
-        bias: [out_features] or None.
-    """
+    """Linear layer with weights reordered for oneDNN."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.linear = Linear(weight.detach(), None if bias is None else bias.detach(), "onednn")
+        self.nbytes = self.linear.nbytes
         self.weight = torch.empty_like(weight, device="meta")  # model code may read its dtype or shape
-
-    @property
-    def nbytes(self) -> int:
-        return self.linear.nbytes
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features)

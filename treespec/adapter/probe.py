@@ -44,15 +44,7 @@ NOISE_FACTOR = 3.0
 
 
 class Probe:
-    """Compares a decoder with transformers on two random texts.
-
-    Args:
-        source, config: of the model.
-        model: in eval mode; its linear layers may be packed after step 1.
-
-    Raises:
-        ModelError: transformers cannot run the model, or it computes NaN.
-    """
+    """Compares a decoder with transformers on two random texts."""
 
     def __init__(self, source: Source, config: AdapterConfig, model: nn.Module):
         self._source, self._config = source, config
@@ -74,15 +66,7 @@ class Probe:
             raise ModelError(f"{source.name} computes NaN or infinity for random tokens")
 
     def compare_structure(self, model: nn.Module, make: Callable[[UpcastMode], Decoder]) -> None:
-        """Run step 1 and keep its logits as the reference for step 2.
-
-        Args:
-            model: as passed to the constructor.
-            make: creates its decoder, which computes in a wider dtype over a float32 cache.
-
-        Raises:
-            ModelError: the logits differ, or the model's code fails on flattened rows.
-        """
+        """Run step 1 and keep its logits as the reference for step 2."""
         worst, device = float("inf"), next(model.parameters()).device
         for dtype in (torch.float32, torch.float64):
             mode = UpcastMode(dtype)
@@ -94,13 +78,8 @@ class Probe:
             except Exception as error:  # kernels may support one dtype only; model code may raise anything
                 if dtype == torch.float64:
                     break
-                logger.info(
-                    "%s does not compute in float32 (%s: %s): compared in %s alone",
-                    self._source.name,
-                    type(error).__name__,
-                    error,
-                    self._dtype,
-                )
+                message, who = "%s does not compute in float32 (%s: %s): compared in %s alone", self._source.name
+                logger.info(message, who, type(error).__name__, error, self._dtype)
                 return
             worst = float(_distance(logits, expected).max())
             if worst <= STRUCTURE_BOUND:
@@ -111,11 +90,7 @@ class Probe:
         raise self._error(worst, STRUCTURE_BOUND, "computed in float32")
 
     def compare(self, decoder: Decoder, cache_dtype: torch.dtype) -> None:
-        """Run step 2.
-
-        Raises:
-            ModelError: the logits differ too much, or the model's code fails on flattened rows.
-        """
+        """Run step 2."""
         try:
             logits = self._adapter_logits(decoder, cache_dtype)
         except ModelError:
@@ -140,7 +115,8 @@ class Probe:
     @torch.inference_mode()
     def _reference_logits(self, model: nn.Module, mode: UpcastMode | None, device: torch.device) -> Tensor:
         """Compute transformers' logits [longest, vocab] after each prompt token and tree node, one pass per leaf."""
-        _, visible = _topology()
+        visible = RequestRows.tree(self.length, PARENTS, np.arange(0)).visible
+        assert visible is not None
         prompt, tree = np.split(self._texts[1], [self.length])
         after: dict[int, Tensor] = {}
         with implementation(configs_of(model), "eager"):
@@ -156,7 +132,6 @@ class Probe:
     @torch.inference_mode()
     def _adapter_logits(self, decoder: Decoder, cache_dtype: torch.dtype) -> Tensor:
         """Compute the same logits with a decoder, for the second of two batched requests."""
-        depths, visible = _topology()
         count = pages_for(self.longest)
         kv = KVCache.allocate(self._config.shape, 1 + 2 * count, cache_dtype, decoder.device)
         requests = [1 + np.arange(count), 1 + count + np.arange(count)]
@@ -173,19 +148,9 @@ class Probe:
             if start < stop:
                 rows = [RequestRows.chain(start, stop - start, pages, self.length) for pages in requests]
                 chunks.append(run(rows, start, stop))
-        nodes = np.arange(len(PARENTS))
-        trees = [RequestRows(self.length, nodes, depths, visible, depths, pages, self.length) for pages in requests]
+        trees = [RequestRows.tree(self.length, PARENTS, pages, self.length) for pages in requests]
         chunks.append(run(trees, self.length, self.longest))
         return torch.cat(chunks)
-
-
-def _topology() -> tuple[np.ndarray, np.ndarray]:
-    """Return depths and ancestor mask of the tree."""
-    depths, visible = np.zeros(len(PARENTS), dtype=np.int64), np.eye(len(PARENTS), dtype=bool)
-    for node in range(1, len(PARENTS)):
-        depths[node] = depths[PARENTS[node]] + 1
-        visible[node] |= visible[PARENTS[node]]
-    return depths, visible
 
 
 def _distance(actual: Tensor, expected: Tensor) -> Tensor:

@@ -39,26 +39,16 @@ _WITHOUT_EFFECT = frozenset(
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """One attention call of a pass over flattened rows.
+    """One attention call of a pass over flattened rows."""
 
-    Attributes:
-        index: of the call within the pass; also the layer of the KV cache.
-        query: [num_rows, num_heads, key width].
-        key, value: [num_rows, num_kv_heads, key or value width], of the same rows.
-        mask: visible keys by position, within the row's own path.
-        scale: of the scores.
-        softcap: c of s -> c tanh(s / c).
-        sinks: [num_heads], attention sink scores.
-    """
-
-    index: int
-    query: Tensor
-    key: Tensor
+    index: int  # of the call within the pass; also the layer of the KV cache
+    query: Tensor  # [num_rows, num_heads, key width]
+    key: Tensor  # [num_rows, num_kv_heads, key or value width], of the same rows
     value: Tensor
-    mask: MaskRule
-    scale: float
-    softcap: float | None
-    sinks: Tensor | None
+    mask: MaskRule  # visible keys by position, within the row's own path
+    scale: float  # of the scores
+    softcap: float | None  # c of s -> c tanh(s / c)
+    sinks: Tensor | None  # [num_heads], attention sink scores
 
 
 Handler = Callable[[AttentionCall], Tensor]
@@ -82,14 +72,14 @@ _route: ContextVar[_Route | None] = ContextVar("treespec_route", default=None)
 
 @dataclass
 class _PatchedConfig:
-    """A config set to `NAME` while routes exist, and its original names of attention and experts."""
+    """A config set to `NAME` while routes exist, and its original values of `_PATCHED`."""
 
     config: Any
-    attention: str | None
-    experts: str | None
+    names: dict[str, str | None]
     routes: int = 0
 
 
+_PATCHED = ("_attn_implementation_internal", "_experts_implementation_internal")
 _patched: dict[int, _PatchedConfig] = {}  # by id of the config, which the entry keeps alive
 _guard = threading.Lock()
 
@@ -99,11 +89,11 @@ def is_routed() -> bool:
     return _route.get() is not None
 
 
-def _own_name(config: Any) -> str | None:
-    """Return a config's attention name outside routes."""
+def _own_name(config: Any, attribute: str = "_attn_implementation_internal") -> str | None:
+    """Return a config's name of its attention (or experts) outside routes."""
     with _guard:
         patched = _patched.get(id(config))
-        name = config._attn_implementation_internal if patched is None else patched.attention
+        name = getattr(config, attribute) if patched is None else patched.names[attribute]
     return "eager" if name == NAME else name  # a config copied while its original was routed
 
 
@@ -133,7 +123,7 @@ def causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 def _attend(
     module: nn.Module,
-    query: Tensor,
+    query: Tensor,  # [1, num_heads, num_rows, width]
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
@@ -143,9 +133,6 @@ def _attend(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """The registered attention function, with transformers' signature.
-
-    Args:
-        query: [1, num_heads, num_rows, width].
 
     Returns:
         [1, num_rows, num_heads, value width], and None for the attention weights.
@@ -223,11 +210,7 @@ def _run_experts(module: Any, hidden: Tensor, experts: Tensor, weights: Tensor) 
         return run_experts(module, hidden, experts, weights)
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    with _guard:
-        patched = _patched.get(id(module.config))
-        name = module.config._experts_implementation_internal if patched is None else patched.experts
-    eager = type(module).forward.__wrapped__
-    name = "eager" if name == NAME else name  # a config copied while its original was routed
+    name, eager = _own_name(module.config, "_experts_implementation_internal"), type(module).forward.__wrapped__
     result: Tensor = ALL_EXPERTS_FUNCTIONS.get_interface(name, eager)(module, hidden, experts, weights)
     return result
 
@@ -268,11 +251,11 @@ def _activate(configs: list[Any], route: _Route) -> Iterator[_Route]:
     try:
         with _guard:
             for config in configs:
-                names = config._attn_implementation_internal, config._experts_implementation_internal
-                patched = _patched.setdefault(id(config), _PatchedConfig(config, *names))
-                patched.routes += 1
+                names = {attribute: getattr(config, attribute) for attribute in _PATCHED}
+                _patched.setdefault(id(config), _PatchedConfig(config, names)).routes += 1
                 activated.append(config)
-                config._attn_implementation_internal = config._experts_implementation_internal = NAME
+                for attribute in _PATCHED:
+                    setattr(config, attribute, NAME)
         yield route
     finally:
         _route.reset(token)
@@ -282,10 +265,9 @@ def _activate(configs: list[Any], route: _Route) -> Iterator[_Route]:
                 patched.routes -= 1
                 if not patched.routes:
                     del _patched[id(config)]
-                    if config._attn_implementation_internal == NAME:  # the owner may have changed it meanwhile
-                        config._attn_implementation_internal = patched.attention
-                    if config._experts_implementation_internal == NAME:
-                        config._experts_implementation_internal = patched.experts
+                    for attribute, name in patched.names.items():
+                        if getattr(config, attribute) == NAME:  # the owner may have changed it meanwhile
+                            setattr(config, attribute, name)
 
 
 def implementation(configs: list[Any], name: str) -> AbstractContextManager[_Route]:
@@ -302,12 +284,7 @@ def routed(configs: list[Any], handler: Handler, exact: bool = True) -> Abstract
 
 
 def visible_keys(mask: MaskRule, queries: Tensor, keys: Tensor) -> Tensor:
-    """Evaluate a mask rule: bool [num_queries, num_keys].
-
-    Args:
-        mask: the rule.
-        queries, keys: int64 positions.
-    """
+    """Evaluate a mask rule: bool [num_queries, num_keys]."""
     nothing = torch.zeros((), dtype=torch.int64, device=queries.device)
     visible = mask(nothing, nothing, queries[:, None], keys[None, :])
     return torch.as_tensor(visible, dtype=torch.bool, device=queries.device).expand(len(queries), len(keys))

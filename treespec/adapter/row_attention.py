@@ -14,12 +14,7 @@ from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 
 
 class RowPlan:
-    """Cache slots of each row's path.
-
-    Args:
-        requests: the rows of a pass.
-        device: of the cache.
-    """
+    """Cache slots of each row's path."""
 
     def __init__(self, requests: list[RequestRows], device: torch.device):
         self.positions: list[int] = []
@@ -48,26 +43,18 @@ class RowPlan:
 
 
 def attend_rows(
-    q: Tensor,
+    q: Tensor,  # [num_rows, num_heads, head_dim]; rows beyond the plan's are skipped
+    # Caches of one layer, [num_pages, num_kv_heads, PAGE_SIZE, head_dim]; slots that no row attends to may hold any
+    # finite value
     k_cache: Tensor,
     v_cache: Tensor,
-    plan: RowPlan,
-    mask: MaskRule,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    plan: RowPlan,  # of the pass
+    mask: MaskRule,  # visibility within a row's path
+    scale: float,  # of the scores
+    softcap: float | None = None,  # c of s -> c tanh(s / c)
+    sinks: Tensor | None = None,  # [num_heads], attention sink scores
 ) -> Tensor:
     """Attend from each row of a pass to its path, in float32.
-
-    Args:
-        q: [num_rows, num_heads, head_dim]; rows beyond the plan's are skipped.
-        k_cache, v_cache: [num_pages, num_kv_heads, PAGE_SIZE, head_dim] of one layer. Slots that no row
-            attends to may hold any finite value.
-        plan: of the pass.
-        mask: visibility within a row's path.
-        scale: of the scores.
-        softcap: c of s -> c tanh(s / c).
-        sinks: [num_heads], attention sink scores.
 
     Returns:
         float32 [num_rows, num_heads, head_dim]; 0 in skipped rows.

@@ -26,29 +26,17 @@ _STATES = ("linear", "mamba", "conv", "recurrent", "rwkv", "ssm", "lstm", "hybri
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A model that has not been traced yet.
+    """A model that has not been traced yet."""
 
-    Attributes:
-        folder: of the checkpoint, or a label for a model in memory.
-        hf_config: transformers' config.
-        model_ref: weak reference to a model in memory; None for a checkpoint.
-        generation: non-default values of its generation config.
-        max_positions: maximum context length.
-        short_context: as in `ModelConfig`.
-        dtype: of the stored weights.
-        eos_token_ids: tokens that end a text.
-        tokenizer: one given with a model in memory: an object, or a folder.
-    """
-
-    folder: Path
+    folder: Path  # of the checkpoint, or a label for a model in memory
     hf_config: Any
-    model_ref: "weakref.ref[nn.Module] | None"
-    generation: dict[str, Any]
+    model_ref: "weakref.ref[nn.Module] | None"  # of a model in memory; None for a checkpoint
+    generation: dict[str, Any]  # non-default values of its generation config
     max_positions: int
-    short_context: int
-    dtype: torch.dtype
-    eos_token_ids: tuple[int, ...]
-    tokenizer: Any = None
+    short_context: int  # as in `ModelConfig`
+    dtype: torch.dtype  # of the stored weights
+    eos_token_ids: tuple[int, ...]  # tokens that end a text
+    tokenizer: Any = None  # one given with a model in memory: an object, or a folder
 
     @property
     def name(self) -> str:
@@ -57,12 +45,7 @@ class Source:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Source":
-        """Read the config of a Hugging Face folder with transformers, without weights.
-
-        Raises:
-            CheckpointError, OSError: as in `Checkpoint.open`.
-            ModelError: transformers does not know the architecture, or the adapter cannot run it.
-        """
+        """Read the config of a Hugging Face folder with transformers, without weights."""
         folder = resolve_folder(folder)
         if folder.is_file():
             raise ModelError(
@@ -90,11 +73,7 @@ class Source:
 
     @classmethod
     def from_model(cls, model: nn.Module, tokenizer: Any = None) -> "Source":
-        """Wrap a `PreTrainedModel` in memory, without modifying it; `tokenizer` connects its vocabulary to others.
-
-        Raises:
-            ModelError: it is not a `PreTrainedModel`, is in training mode, or the adapter cannot run it.
-        """
+        """Wrap a `PreTrainedModel` in memory, without modifying it; `tokenizer` connects its vocabulary to others."""
         from transformers import PreTrainedModel
 
         kind = type(model).__name__
@@ -153,13 +132,7 @@ class Source:
         return Path(cached).parent if isinstance(cached, str) else self.folder
 
     def load(self, dtype: torch.dtype, device: torch.device) -> nn.Module:
-        """Load the model in eval mode; an in-memory model is returned unchanged.
-
-        Raises:
-            CheckpointError: files rejected by `Checkpoint.open`; missing, unexpected or mismatched tensors, which
-                transformers would randomly initialise or ignore.
-            ModelError: transformers cannot load it; `dtype` or `device` differs from the in-memory model's.
-        """
+        """Load the model in eval mode; an in-memory model is returned unchanged."""
         if self.model_ref is not None:
             model = self.model_ref()
             assert model is not None, "the in-memory model was garbage-collected"

@@ -1,9 +1,10 @@
 """Tracing of a transformers model: its attention calls, shapes and head."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,26 +33,11 @@ class AdapterConfig:
     sinks: tuple[bool, ...]  # by layer, whether it has sinks
     base: str  # submodule that returns the hidden states for the head
     output: type  # its output class
-
-    @property
-    def folder(self) -> Any:
-        return self.source.folder
-
-    @property
-    def max_positions(self) -> int:
-        return self.source.max_positions
-
-    @property
-    def short_context(self) -> int:
-        return self.source.short_context
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.source.dtype
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        return self.source.eos_token_ids
+    folder: Path  # this and the rest: of the source
+    max_positions: int
+    short_context: int
+    dtype: torch.dtype
+    eos_token_ids: tuple[int, ...]
 
 
 def reference_attention(call: AttentionCall) -> Tensor:
@@ -71,13 +57,9 @@ def reference_attention(call: AttentionCall) -> Tensor:
 
 
 def run(module: nn.Module, tokens: Tensor, positions: Tensor) -> Any:
-    """Call a routed module on flattened rows.
+    """Call a routed model, or its base model, on flattened rows: int64 tokens and positions [num_rows].
 
     Passes a mask of ones, because without a mask transformers interprets jumps in positions as packed sequences.
-
-    Args:
-        module: the model or its base model.
-        tokens, positions: int64 [num_rows].
     """
     return module(
         input_ids=tokens[None],
@@ -132,27 +114,28 @@ def _watched(model: nn.Module) -> Iterator[list[tuple[str, Any]]]:
             handle.remove()
 
 
-def trace(source: Source, model: nn.Module) -> AdapterConfig:
-    """Run a few tokens through a model and record its attention calls.
-
-    Raises:
-        ModelError: the model does not reach the registered attention, or is unsupported.
-    """
+def record_calls(who: str, model: nn.Module, forward: Callable[[], Any]) -> tuple[list[AttentionCall], Any]:
+    """Run code of a model with the reference attention. Returns the attention calls, and what `forward` returns."""
     calls: list[AttentionCall] = []
 
     def record(call: AttentionCall) -> Tensor:
         calls.append(call)
         return reference_attention(call)
 
-    device = next(model.parameters()).device
-    tokens = torch.arange(_TOKENS, device=device)
     try:
-        with torch.inference_mode(), routed(configs_of(model), record), _watched(model) as watched:
-            logits = run(model, tokens, tokens).logits[0]
+        with torch.inference_mode(), routed(configs_of(model), record):
+            return calls, forward()
     except ModelError as error:
-        raise ModelError(f"{source.name}: {error}") from error
+        raise ModelError(f"{who}: {error}") from error
     except Exception as error:  # model code may raise anything
-        raise ModelError(f"{source.name} fails on flattened rows: {describe_error(error)}") from error
+        raise ModelError(f"{who} fails on flattened rows: {describe_error(error)}") from error
+
+
+def trace(source: Source, model: nn.Module) -> AdapterConfig:
+    """Run a few tokens through a model and record its attention calls."""
+    tokens = torch.arange(_TOKENS, device=next(model.parameters()).device)
+    with _watched(model) as watched:
+        calls, logits = record_calls(source.name, model, lambda: run(model, tokens, tokens).logits[0])
     if not calls:
         raise ModelError(
             f"{source.name}: {type(model).__name__} does not use transformers' attention interface, so its keys "
@@ -178,4 +161,6 @@ def trace(source: Source, model: nn.Module) -> AdapterConfig:
         vocab_size=logits.shape[-1],
     )
     sinks = tuple(call.sinks is not None for call in calls)
-    return AdapterConfig(source, shape, tuple(call.mask for call in calls), sinks, base, type(out))
+    names = ("folder", "max_positions", "short_context", "dtype", "eos_token_ids")
+    copied: dict[str, Any] = {name: getattr(source, name) for name in names}
+    return AdapterConfig(source, shape, tuple(call.mask for call in calls), sinks, base, type(out), **copied)

@@ -17,10 +17,7 @@ class UpcastMode(TorchDispatchMode):
     """Dispatch mode that upcasts computations in narrower dtypes to `dtype`, in this thread only.
 
     Operations receive upcast copies of their operands, and dtype arguments are replaced. A bfloat16 model thus runs
-    with float32 rounding, without a float32 copy of the model and without changes visible to other threads.
-
-    Args:
-        dtype: torch.float32 or torch.float64.
+    with float32 or float64 rounding, without a wider copy of the model and without changes visible to other threads.
     """
 
     def __init__(self, dtype: torch.dtype):
@@ -47,7 +44,7 @@ class UpcastMode(TorchDispatchMode):
             raise NotImplementedError(f"{func} reinterprets bits and cannot be upcast")
         if func is _aten.embedding.default:  # a gather does not round, and the table may be large
             return self._wide(func(*args, **kwargs))
-        if func is _aten.linear.default and self._is_large(args[1]):
+        if func is _aten.linear.default and args[1].numel() > CHUNK and args[1].dtype in self._narrow:
             return self._linear(*args, **kwargs)
         if func._schema.is_mutable:
             self._check_written(func, args, kwargs)
@@ -62,9 +59,6 @@ class UpcastMode(TorchDispatchMode):
         if isinstance(value, Tensor):
             return value.to(self.dtype) if value.dtype in self._narrow else value
         return self._wide_dtype(value)
-
-    def _is_large(self, weight: Tensor) -> bool:
-        return weight.dtype in self._narrow and weight.dim() == 2 and weight.numel() > CHUNK
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         x, rows = self._wide(x), max(CHUNK // weight.shape[1], 1)

@@ -10,17 +10,12 @@ from treespec.sampling_params import SamplingParams
 from treespec_weights.documents import GENERATION_CONFIG, read_generation_config
 from treespec_weights.files import resolve_folder
 
-_TRUNCATIONS = ("top_k", "top_p", "min_p")
 _NAMES = ("auto", "treespec", "vllm")
 _VALID = f"{', '.join(map(repr, _NAMES))}, or a folder with a {GENERATION_CONFIG}"
 
 
 def check_generation_config(generation_config: Any) -> None:
-    """Check `generation_config` before the model is loaded. The model's own file is read later.
-
-    Raises:
-        ConfigError: an invalid value, or a folder without the file. OSError: no such folder.
-    """
+    """Check `generation_config` before the model is loaded. The model's own file is read later."""
     if not isinstance(generation_config, str | os.PathLike):
         raise ConfigError(f"generation_config={generation_config!r}; valid: {_VALID}")
     if generation_config not in _NAMES:
@@ -37,9 +32,6 @@ def default_sampling_params(
             "vllm", vLLM's defaults; or another folder with the file.
         folder: folder of the model.
         given: generation config of a model in memory, used by "auto" instead of the file.
-
-    Raises:
-        ConfigError: the file is missing. ModelError, CheckpointError: its values are invalid.
     """
     if generation_config == "treespec":
         return SamplingParams()
@@ -70,21 +62,14 @@ def _options(raw: Mapping[str, Any]) -> dict[str, Any]:
     temperature 1 and top_k 50.
     """
     options: dict[str, Any] = {}
-    sampled = raw.get("do_sample")
+    names, sampled = {"repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}, raw.get("do_sample")
     if sampled is not None and not isinstance(sampled, bool):
         raise ConfigError(f"do_sample={sampled!r}; valid: true or false")
     if sampled is True or (sampled is None and raw.get("temperature") is not None):
-        options["temperature"] = raw.get("temperature") if raw.get("temperature") is not None else 1.0
-        options |= {name: raw[name] for name in _TRUNCATIONS if raw.get(name) is not None}
-        if sampled and raw.get("top_k") is None:
-            options["top_k"] = 50
-    if raw.get("repetition_penalty") is not None:
-        options["repetition_penalty"] = raw["repetition_penalty"]
-    if raw.get("max_new_tokens") is not None:
-        options["max_tokens"] = raw["max_new_tokens"]
-    return {name: _whole(value) if name in ("top_k", "max_tokens") else value for name, value in options.items()}
-
-
-def _whole(value: Any) -> Any:
-    """Convert an integral float to int, because some tools write 50.0."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+        options = {"temperature": 1.0} | ({"top_k": 50} if sampled else {})
+        names |= {name: name for name in ("temperature", "top_k", "top_p", "min_p")}
+    options |= {option: raw[name] for name, option in names.items() if raw.get(name) is not None}
+    for name in {"top_k", "max_tokens"} & options.keys():  # some tools write 50.0
+        if isinstance(options[name], float) and options[name].is_integer():
+            options[name] = int(options[name])
+    return options

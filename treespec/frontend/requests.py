@@ -37,15 +37,10 @@ _PROMPT_KEYS = ("prompt", "prompt_token_ids")
 
 
 class NewTokens(NamedTuple):
-    """What a request has generated since it was last read.
+    """What a request has generated since it was last read."""
 
-    Attributes:
-        start: number of output tokens before these.
-        token_ids, text: may be empty; text also lags behind the tokens.
-    """
-
-    start: int
-    token_ids: list[int]
+    start: int  # number of output tokens before these
+    token_ids: list[int]  # may be empty; text also lags behind the tokens
     text: str | None
 
 
@@ -53,9 +48,6 @@ class UnreadSamples:
     """The samples of a prompt that a stream has not read to their end.
 
     Holds positions in the requests' outputs, not copies, so that what a slow reader misses takes no memory.
-
-    Args:
-        samples: created with `stream=True`.
     """
 
     def __init__(self, samples: Sequence[Request]):
@@ -94,29 +86,17 @@ class UnreadSamples:
 
 @dataclass(frozen=True)
 class RequestFactory:
-    """Creates requests, and outputs from requests.
+    """Creates requests, and outputs from requests."""
 
-    Args:
-        tokenizer: tokenizer of prompts and outputs; None for token ids only.
-        vocab_size: the target's vocabulary size.
-        eos_token_ids: end tokens of the target and of the tokenizer.
-        max_model_len: maximum positions of a request.
-        max_positions: the model's maximum positions, an upper bound of `max_model_len`.
-        device: device of the target's logits.
-        grammars: grammars for structured outputs.
-        kernel_noise: whether a kernel computes the noise (see `Sampler`).
-        draw_seed: returns a seed for a sampled request without one.
-    """
-
-    tokenizer: UserTokenizer | None
+    tokenizer: UserTokenizer | None  # tokenizer of prompts and outputs; None for token ids only
     vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    max_model_len: int
-    max_positions: int
-    device: torch.device
+    eos_token_ids: tuple[int, ...]  # end tokens of the target and of the tokenizer
+    max_model_len: int  # maximum positions of a request
+    max_positions: int  # the model's maximum positions, an upper bound of `max_model_len`
+    device: torch.device  # device of the target's logits
     grammars: Grammars
-    kernel_noise: bool = False
-    draw_seed: Callable[[], int] = new_seed
+    kernel_noise: bool = False  # whether a kernel computes the noise (see `Sampler`)
+    draw_seed: Callable[[], int] = new_seed  # returns a seed for a sampled request without one
 
     def requests(
         self, prompt: Any, params: SamplingParams, spec: SpecConfig, stream: bool, tokenization: Tokenization
@@ -317,7 +297,7 @@ class RequestFactory:
             request.stop_reason,
             logprobs,
             total,
-            metrics_of(request),
+            RequestMetrics.of([request]) if request.finished else None,
         )
 
     def _named(self, positions: Sequence[_Position], params: SamplingParams) -> list[_Position]:
@@ -345,11 +325,6 @@ def _fail(request: Request, error: RequestError) -> None:
     """Mark a finished request as failed and keep its first error. A running request is marked when it ends."""
     if request.finished:
         request.finish_reason, request.error = "error", request.error or str(error)
-
-
-def metrics_of(request: Request) -> RequestMetrics | None:
-    """Return the metrics of one sample, or None before it has finished."""
-    return RequestMetrics.of([request]) if request.finished else None
 
 
 def no_text(params: SamplingParams) -> str | None:

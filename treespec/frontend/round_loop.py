@@ -17,18 +17,10 @@ from treespec.utils.torch_state import on_device, own_passes, threads_of_passes
 
 
 class RoundLoop:
-    """Runs the rounds of an engine, one at a time, for the requests of all threads.
-
-    Args:
-        engine: engine whose rounds to run.
-        config: config of the engine.
-
-    Attributes:
-        lock: held during a round. Requests do not change while another thread holds it.
-    """
+    """Runs the rounds of an engine, one at a time, for the requests of all threads."""
 
     def __init__(self, engine: Engine, config: EngineConfig):
-        self.lock = RLock()
+        self.lock = RLock()  # held during a round: requests do not change while another thread holds it
         self._engine, self._config = engine, config
         self._in_round = False
         self._ending: deque[Request] = deque()  # requests to end after the current round

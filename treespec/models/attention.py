@@ -23,20 +23,17 @@ class CpuAttention:
 
     cache_dtype = torch.float32
 
-    def __init__(self, num_heads: int, num_kv_heads: int, mode: AttentionMode = "packed"):
-        self.num_heads, self.num_kv_heads, self.mode = num_heads, num_kv_heads, mode
+    def __init__(self, num_heads: int, mode: AttentionMode = "packed"):
+        self.num_heads, self.mode = num_heads, mode
         self.name = f"cpu-{mode}"
 
     def plan(self, requests: list[RequestRows], num_rows: int, window: int | None = None) -> CpuAttentionPlan:
-        return plan_tree_attention_cpu(requests, self.num_heads, self.num_kv_heads, self.mode, window)
+        return plan_tree_attention_cpu(requests, self.num_heads, self.mode, window)
 
     def __call__(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Any, scale: float, cap: float | None = None
     ) -> Tensor:
         return tree_attention_cpu(q, k_cache, v_cache, plan, scale, cap)
-
-
-ATTENTIONS = ("cpu-packed", "cpu-gathered", "triton")
 
 
 def make_attention(
@@ -46,15 +43,11 @@ def make_attention(
     device: torch.device,
     configs: KernelConfigs | None = None,
 ) -> Attention:
-    """Create a backend by name for a model of this shape. `configs` are tuned for the device.
-
-    Raises:
-        KernelError: the backend does not run on the device.
-    """
+    """Create a backend by name for a model of this shape. `configs` are tuned for the device."""
     if kind == "triton":
         from treespec.models.attention_triton import TritonAttention
 
         return TritonAttention(shape.num_heads, shape.num_kv_heads, shape.head_dim, dtype, device, configs)
     if device.type != "cpu":
         raise KernelError(f"attention={kind!r} runs on a CPU, the device is {device}; use attention='triton'")
-    return CpuAttention(shape.num_heads, shape.num_kv_heads, "packed" if kind == "cpu-packed" else "gathered")
+    return CpuAttention(shape.num_heads, "packed" if kind == "cpu-packed" else "gathered")

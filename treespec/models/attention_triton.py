@@ -19,15 +19,7 @@ from treespec_kernels.tuning.tuned import KernelConfigs
 
 
 class TritonAttention:
-    """Tree attention on a GPU, with the KV cache in the model's dtype.
-
-    Args:
-        num_heads, num_kv_heads, head_dim, dtype, device: those of the model.
-        configs: kernel configurations tuned for the device.
-
-    Raises:
-        KernelError: no GPU, and Triton's interpreter is off (set TRITON_INTERPRET=1 before importing triton).
-    """
+    """Tree attention on a GPU, with the KV cache in the model's dtype."""
 
     name = "triton"
 
@@ -38,7 +30,7 @@ class TritonAttention:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
-        configs: KernelConfigs | None = None,
+        configs: KernelConfigs | None = None,  # tuned for the device
     ):
         if device.type != "cuda" and not is_interpreted():
             raise KernelError(

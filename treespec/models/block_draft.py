@@ -16,30 +16,21 @@ from torch import Tensor
 
 from treespec.models.decoder import Decoder, StreamInput
 from treespec.models.decoder_wrapper import DecoderWrapper
-from treespec.models.feature_head import Eagle3Head
+from treespec.models.feature_head import AnyLinear, Eagle3Head
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.cpu.decoder_cpu import PassEntries
-from treespec_kernels.linear.compiled_linear import CompiledLinear
-from treespec_kernels.linear.linear import Linear
 
 
 class Unread(NamedTuple):
-    """The tokens of a request that a block draft has not read.
+    """The tokens of a request that a block draft has not read."""
 
-    Attributes:
-        tokens: committed tokens and, last, the root.
-        start: position of the first of them.
-        pages: of the request.
-        states: the target's states from position `start` - `BlockDraft.offset` to that before the root, [num states,
-            number of layers, hidden_size]; None for drafts that read none.
-        max_len: of the request, as in `RequestRows`.
-    """
-
-    tokens: Sequence[int]
-    start: int
-    pages: np.ndarray
+    tokens: Sequence[int]  # committed tokens and, last, the root
+    start: int  # position of the first of them
+    pages: np.ndarray  # of the request
+    # The target's states from position `start` - `BlockDraft.offset` to that before the root, [num states, number of
+    # layers, hidden_size]; None for drafts that read none
     states: Tensor | None
-    max_len: int
+    max_len: int  # of the request, as in `RequestRows`
 
     @property
     def root(self) -> int:
@@ -48,47 +39,33 @@ class Unread(NamedTuple):
 
 
 class BlockDraft(DecoderWrapper, ABC):
-    """Base of block drafts.
-
-    Args:
-        decoder, target: as in `DecoderWrapper`.
-        block: number of depths that one pass predicts.
-    """
+    """Base of block drafts."""
 
     offset = 0
     kept_nodes: int
     columns: Sequence[int] = ()
+    block: int  # number of depths that one pass predicts
 
-    def __init__(self, decoder: Decoder, target: Decoder | None, block: int):
+    def __init__(self, decoder: Decoder, target: Decoder | None, block: int, uses_node_tokens: bool = False):
         super().__init__(decoder, target)
-        self.block: int = block
+        self.block = self.max_depth = block
+        self.plan_key = ("block", *decoder.plan_key)
+        self.uses_node_tokens = uses_node_tokens  # whether predictions also depend on the node's; see `for_tokens`
+        # The call that grows trees takes the block's predictions.
+        self.entries = None if uses_node_tokens else PassEntries(0, 0, 0, 0, 0, 0, 0)
 
     @property
     def cost_key(self) -> list[object]:
         return [type(self).__name__, self.block, len(self.columns), *self.decoder.cost_key]
 
     @property
-    def max_depth(self) -> int:
-        """Number of levels that the draft predicts."""
-        return self.block
-
-    @property
     def nbytes(self) -> int:
         """Bytes of all weights in memory, without the target's."""
         return self.decoder.nbytes
 
-    @property
-    def plan_key(self) -> tuple[object, ...]:
-        return ("block", *self.decoder.plan_key)
-
     @abstractmethod
     def read(self, unread: Sequence[Unread], kv: Tensor) -> None:
-        """Write the K/V of committed tokens.
-
-        Args:
-            unread: by request.
-            kv: as in `Decoder.forward`.
-        """
+        """Write the K/V of committed tokens."""
 
     @abstractmethod
     def forward_block(self, unread: Sequence[Unread], kv: Tensor) -> Tensor:
@@ -98,26 +75,12 @@ class BlockDraft(DecoderWrapper, ABC):
             Hidden states for `logits`, [len(unread) * block, hidden_size]: row d of a request predicts depth d + 1.
         """
 
-    @property
-    def uses_node_tokens(self) -> bool:
-        """Whether predictions also depend on the node's token; see `for_tokens`."""
-        return False
-
-    @property
-    def entries(self) -> PassEntries | None:
-        """Entry points for the call that grows trees, which takes the block's predictions; None if it cannot."""
-        return None if self.uses_node_tokens else PassEntries(0, 0, 0, 0, 0, 0, 0)
-
     def for_tokens(self, tokens: np.ndarray) -> Self:
         """Return the draft with `logits` and `probs` for nodes of these tokens, int64 [num_rows]."""
         return self
 
     def _chain_blocks(self, unread: Sequence[Unread], kv: Tensor, stream: StreamInput) -> Tensor:
         """Run a causal pass over the unread tokens of each request and the masks after its root.
-
-        Args:
-            unread, kv: as in `read`.
-            stream: of the rows, a request's masks after its tokens.
 
         Returns:
             The outputs of the roots and masks, as those of `forward_block`.
@@ -155,12 +118,9 @@ class MarkovBias:
         gate: of hidden state and embedding, [hidden_size + rank] to [rank]; None for none.
     """
 
-    def __init__(self, embed: Tensor, out: Linear | CompiledLinear, gate: Linear | CompiledLinear | None):
+    def __init__(self, embed: Tensor, out: AnyLinear, gate: AnyLinear | None):
         self._embed, self._out, self._gate = embed, out, gate
-
-    @property
-    def nbytes(self) -> int:
-        return self._embed.nbytes + self._out.nbytes + (0 if self._gate is None else self._gate.nbytes)
+        self.nbytes = embed.nbytes + out.nbytes + (0 if gate is None else gate.nbytes)
 
     def __call__(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """Return the bias of some rows, [num_rows, rows of the head]."""
@@ -178,7 +138,7 @@ class StateProjection(NamedTuple):
     """
 
     columns: Sequence[int]
-    fc: Linear | CompiledLinear
+    fc: AnyLinear
     norm: Tensor
 
 
@@ -187,16 +147,6 @@ class DFlashDraft(BlockDraft):
 
     K and V of committed positions are projections of the target's hidden states. The root and the mask tokens after it
     attend to these, and to each other in both directions.
-
-    Args:
-        decoder, target: as in `DecoderWrapper`.
-        embed: embeddings [vocab_size, hidden_size], and the factor on them.
-        mask_token: id of the mask token.
-        block_size: number of rows of a block.
-        predicts_next: a row predicts the token after its position; otherwise the one at its position, and the root's
-            row predicts nothing.
-        states: projection of the target's states.
-        bias: of a DSpark draft; None for none.
     """
 
     kept_nodes = 0
@@ -205,15 +155,17 @@ class DFlashDraft(BlockDraft):
         self,
         decoder: Decoder,
         target: Decoder | None,
-        embed: tuple[Tensor, float],
-        mask_token: int,
-        block_size: int,
+        embed: tuple[Tensor, float],  # embeddings [vocab_size, hidden_size], and the factor on them
+        mask_token: int,  # id of the mask token
+        block_size: int,  # number of rows of a block
+        # A row predicts the token after its position; otherwise the one at its position, and the root's row predicts
+        # nothing
         predicts_next: bool,
-        states: StateProjection,
-        bias: MarkovBias | None = None,
+        states: StateProjection,  # of the target
+        bias: MarkovBias | None = None,  # of a DSpark draft; None for none
     ):
         self._embedding, self._rows, self._first = embed, block_size, 0 if predicts_next else 1
-        super().__init__(decoder, target, block_size - self._first)
+        super().__init__(decoder, target, block_size - self._first, uses_node_tokens=bias is not None)
         self._mask = embed[0][mask_token] * embed[1]
         self.columns, self._fc, self._state_norm = list(states.columns), states.fc, states.norm
         self._bias, self._tokens = bias, torch.empty(0, dtype=torch.int64, device=self.device)
@@ -223,10 +175,6 @@ class DFlashDraft(BlockDraft):
     @property
     def nbytes(self) -> int:
         return self.decoder.nbytes + self._fc.nbytes + (0 if self._bias is None else self._bias.nbytes)
-
-    @property
-    def uses_node_tokens(self) -> bool:
-        return self._bias is not None
 
     def for_tokens(self, tokens: np.ndarray) -> Self:
         result = copy.copy(self)

@@ -17,31 +17,20 @@ from torch import Tensor
 
 from treespec.errors import KernelError
 from treespec.models.decoder import Decoder, HiddenStates, Pass, StreamInput
-from treespec.models.layer import take_projection
+from treespec.models.layer import take_layer, take_projection
 from treespec.models.model_config import ModelConfig
 from treespec.models.norms import take_head_norm
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.cpu.compiled_plan import CompiledPlan, plan_compiled
 from treespec_kernels.cpu.cpu_library import CompileError, build_together, find_compiler
-from treespec_kernels.cpu.decoder_cpu import (
-    Architecture,
-    CompiledLayerWeights,
-    CompiledModel,
-    NormWeights,
-    PassEntries,
-    unsupported_reason,
-)
+from treespec_kernels.cpu.decoder_cpu import Architecture, CompiledLayerWeights, CompiledModel, unsupported_reason
 from treespec_kernels.cpu.decoder_library import build
 from treespec_kernels.cpu.growth_cpu import growth_library
 from treespec_kernels.cpu.lookup_cpu import lookup_library
 
 
 class CompiledAttention:
-    """Tree attention fused into the compiled pass. Only `plan` is supported.
-
-    Args:
-        dtype: dtype of the model and its KV cache.
-    """
+    """Tree attention fused into the compiled pass. Only `plan` is supported."""
 
     name = "compiled"
 
@@ -91,16 +80,7 @@ def _libraries(head_dim: int, dtype: torch.dtype, folder: Path) -> tuple[ctypes.
 
 
 class CompiledDecoder(Decoder):
-    """A `Decoder` whose passes run in the compiled library.
-
-    Args:
-        config, weights: as in `Decoder`.
-        folder: folder of built libraries.
-        integer: quantise activations to int8 before products with quantised weights.
-
-    Raises:
-        KernelError: the library cannot be built.
-    """
+    """A `Decoder` whose passes run in the compiled library."""
 
     library: ctypes.CDLL
     growth: ctypes.CDLL
@@ -131,11 +111,12 @@ class CompiledDecoder(Decoder):
             self.embed,
             self.positions,
             layers,
-            _take_norm(weights, "final_norm"),
+            (weights.pop("final_norm"), weights.pop("final_norm_bias", None)),
             take_projection(weights, "", ("lm_head",)) if "lm_head" in weights else self.embed,
             torch.get_num_threads(),
             self._integer,
         )
+        self.entries = self.model.entries if config.logit_cap is None else None  # with a cap, `probs` takes more calls
 
     def _select_layers(self, layers: Sequence[int]) -> None:
         kinds = [self.config.layers[i] for i in layers]
@@ -186,11 +167,6 @@ class CompiledDecoder(Decoder):
     def write_context(self, rows: Tensor, layout: Pass, kv: Tensor) -> None:
         self.model.write_context(rows.contiguous(), layout.attention, layout.rotation, kv)
 
-    @property
-    def entries(self) -> PassEntries | None:
-        """Entry points for calls from another library, or None if probabilities take more than two calls."""
-        return self.model.entries if self.config.logit_cap is None else None
-
     def probs(self, hidden: Tensor) -> Tensor:
         return super().probs(hidden) if self.config.logit_cap is not None else self.model.probs(hidden)
 
@@ -204,35 +180,6 @@ class CompiledDecoder(Decoder):
 
 def _take_layer(weights: dict[str, Tensor], i: int, config: ModelConfig) -> CompiledLayerWeights:
     """Pop one layer's weights from the model's weights."""
-    prefix, shape, kind = f"layers.{i}.", config.shape, config.layers[i]
-
-    def bias(*names: str) -> Tensor | None:
-        biases = [weights.pop(f"{prefix}{name}_bias", None) for name in names]
-        present = [tensor for tensor in biases if tensor is not None]
-        return torch.cat(present) if present else None
-
-    def post_norm(name: str) -> NormWeights | None:
-        return _take_norm(weights, f"{prefix}{name}") if shape.post_norms else None
-
-    up = ("gate", "up") if shape.gated else ("up",)
-    return CompiledLayerWeights(
-        _take_norm(weights, f"{prefix}attn_norm"),
-        _take_norm(weights, f"{prefix}mlp_norm"),
-        post_norm("attn_post_norm"),
-        post_norm("mlp_post_norm"),
-        take_head_norm(weights, prefix, shape.num_heads, shape.num_kv_heads),
-        take_projection(weights, prefix, ("q", "k", "v")) if f"{prefix}q" in weights else None,
-        bias("q", "k", "v"),
-        take_projection(weights, prefix, ("o",)),
-        bias("o"),
-        take_projection(weights, prefix, up),
-        bias(*up),
-        take_projection(weights, prefix, ("down",)),
-        bias("down"),
-        kind.rope,
-        kind.window,
-    )
-
-
-def _take_norm(weights: dict[str, Tensor], name: str) -> NormWeights:
-    return NormWeights(weights.pop(name), weights.pop(f"{name}_bias", None))
+    kind, heads = config.layers[i], (config.shape.num_heads, config.shape.num_kv_heads)
+    head_norm = take_head_norm(weights, f"layers.{i}.", *heads)
+    return CompiledLayerWeights(head_norm=head_norm, rope=kind.rope, window=kind.window, **take_layer(weights, i))

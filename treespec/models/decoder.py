@@ -41,10 +41,7 @@ class Attention(Protocol):
     def plan(self, requests: list[RequestRows], num_rows: int, window: int | None = None) -> Any:
         """Plan a pass for all layers with one window, padded to `num_rows` rows.
 
-        Args:
-            requests: rows to compute.
-            num_rows: number of rows of the pass.
-            window: number of path positions visible to a row, including its own; None = all.
+        `window` is the number of path positions visible to a row, including its own; None = all.
         """
 
     def __call__(
@@ -85,15 +82,11 @@ class CompiledPasses(Protocol):
 
 
 class StreamInput(NamedTuple):
-    """Residual stream that a draft's pass begins with, instead of embeddings; in the model's dtype.
+    """Residual stream that a draft's pass begins with, instead of embeddings; in the model's dtype."""
 
-    Attributes:
-        rows: [num_rows, hidden_size], the residual stream before the first layer.
-        qkv: [num_rows, (num_heads + 2 * num_kv_heads) * head_dim], the first layer's projections before rotation; None
-            if they are those of `rows`.
-    """
-
-    rows: Tensor
+    rows: Tensor  # [num_rows, hidden_size], the residual stream before the first layer
+    # [num_rows, (num_heads + 2 * num_kv_heads) * head_dim], the first layer's projections before rotation; None if they
+    # are those of `rows`
     qkv: Tensor | None
 
 
@@ -107,17 +100,30 @@ class HiddenStates(NamedTuple):
     streams: Tensor
 
 
+def padded(arrays: Sequence[np.ndarray], size: int) -> np.ndarray:
+    """Concatenate int64 arrays and append zeros, [size]."""
+    if len(arrays) == 1 and len(arrays[0]) == size:
+        return arrays[0]
+    result = np.zeros(size, dtype=np.int64)
+    np.concatenate(arrays, out=result[: sum(map(len, arrays))])
+    return result
+
+
+def cache_slots(requests: Sequence[RequestRows], kv: Tensor, num_rows: int) -> np.ndarray:
+    """Return where a pass writes K and V in a layer's pool viewed as [-1, head_dim]: K of each head, then V.
+
+    int64 [num_rows, 2 * num_kv_heads]; padding rows write to the null page, which is never read.
+    """
+    num_pages, kv_heads = kv.shape[2:4]
+    first = [pages * (kv_heads * PAGE_SIZE) + offsets for pages, offsets in (rows.slots for rows in requests)]
+    steps = np.arange(kv_heads) * PAGE_SIZE
+    return padded(first, num_rows)[:, None] + np.concatenate((steps, steps + num_pages * kv_heads * PAGE_SIZE))
+
+
 def record_states(
     of: Sequence[int], num_layers: int, forward: Callable[[dict[int, Tensor | None]], Tensor]
 ) -> HiddenStates:
-    """Run a pass that also returns hidden states.
-
-    Args:
-        of: layers, as in `Decoder.check_states`.
-        num_layers: of the model.
-        forward: runs the pass, stores residual streams at the keys of its argument, and returns the states after the
-            final norm.
-    """
+    """Run a pass that also returns hidden states."""
     states: dict[int, Tensor | None] = dict.fromkeys(of)
     final = forward(states)
     if num_layers + 1 in states:
@@ -137,44 +143,31 @@ def _quantization(weights: dict[str, Tensor]) -> str | None:
 
 
 class Decoder:
-    """Decoder of any native family.
-
-    Args:
-        config: the architecture.
-        weights: decoder parameters by name (`ModelShape.parameters`), in the compute dtype. The dict is emptied, so
-            that copies made by unpacking are freed one by one.
-        attention: tree attention backend.
-        linear: implementation of linear layers.
-        min_rows: number of rows to which smaller passes are padded: 2 if linear layers are row-invariant from two rows
-            on, otherwise the rows of the largest pass.
-        library: library that computes quantised layers; None dequantises them to the model's dtype.
-
-    Attributes:
-        head_vocabulary: tokens of a reduced head, set after loading; None if the head covers the vocabulary.
-        growth: library of compiled tree growth; None without one.
-        offset: number of slots by which a token's K/V lie before the token's position; 1 for draft heads.
-        kept_nodes: number of drafted nodes, the root first, whose K/V stay valid if they are accepted; None for all.
-        max_depth: number of levels that a draft predicts; None for any number.
-        block: number of depths that a block draft predicts in one pass; None for models that score every level.
-        columns: indices of the target's states that a draft head reads among the features.
-    """
+    """Decoder of any native family."""
 
     backend = "native"
-    offset = 0
+    offset = 0  # number of slots by which a token's K/V lie before the token's position; 1 for draft heads
+    # Number of drafted nodes, the root first, whose K/V stay valid if they are accepted; None for all.
     kept_nodes: int | None = None
-    max_depth: int | None = None
-    block: int | None = None
-    columns: Sequence[int] = ()
-    growth: CDLL | None = None
-    head_vocabulary: HeadVocabulary | None = None
+    max_depth: int | None = None  # number of levels that a draft predicts; None for any number
+    block: int | None = None  # number of depths that a block draft predicts in one pass; None if it scores every level
+    columns: Sequence[int] = ()  # indices of the target's states that a draft head reads among the features
+    growth: CDLL | None = None  # library of compiled tree growth
+    entries: PassEntries | None = None  # entry points for calls from another library
+    head_vocabulary: HeadVocabulary | None = None  # tokens of a reduced head, set after loading
 
     def __init__(
         self,
         config: ModelConfig,
+        # Decoder parameters by name (`ModelShape.parameters`), in the compute dtype. The dict is emptied, so that
+        # copies made by unpacking are freed one by one
         weights: dict[str, Tensor],
         attention: Attention,
         linear: LinearImpl | Literal["compiled", "triton"],
+        # Number of rows to which smaller passes are padded: 2 if linear layers are row-invariant from two rows on,
+        # otherwise the rows of the largest pass
         min_rows: int = 2,
+        # Library that computes quantised layers; None dequantises them to the model's dtype
         library: CDLL | None = None,
     ):
         shape = config.shape
@@ -242,18 +235,18 @@ class Decoder:
         layers = sum(layer.nbytes for layer in self.layers)
         return self.embed.nbytes + positions + layers + self.final_norm.nbytes + self.head.nbytes
 
-    def layer_subset(self, max_window: int) -> "LayerSubset":
-        """Return a decoder with one layer of each kind, for the self-test.
+    def layer_subset(self, max_window: int) -> tuple["Decoder", int]:
+        """Return a decoder whose first layers, of this number, include every kind, for the self-test.
 
         Windows are clipped so that short contexts suffice.
         """
         kinds = {kind: i for i, kind in reversed([*enumerate(self.config.layers)])}
         if len(kinds) == 1 and self.windows == (None,):
-            return LayerSubset(self, 1, self.windows)
+            return self, 1
         model = copy.copy(self)
         model.windows = tuple(None if window is None else min(window, max_window) for window in self.windows)
         model._select_layers(sorted(kinds.values()))
-        return LayerSubset(model, len(kinds), model.windows)
+        return model, len(kinds)
 
     def _select_layers(self, layers: Sequence[int]) -> None:
         """Keep only these layers."""
@@ -261,23 +254,14 @@ class Decoder:
 
     def plan(self, requests: list[RequestRows], kv: Tensor) -> Pass:
         """Plan a pass over the rows of `requests`, in order, for the pool `kv` passed to `forward`."""
-        if len(requests) == 1:
-            positions, (pages, offsets) = self._positions(requests[0]), requests[0].slots
-        else:
-            positions = np.concatenate([self._positions(rows) for rows in requests])
-            pages, offsets = (np.concatenate(arrays) for arrays in zip(*(rows.slots for rows in requests), strict=True))
-        missing = self.min_rows - len(positions)
-        if missing > 0:  # padding rows write to the null page and are never read
-            nothing = np.zeros(missing, dtype=np.int64)
-            positions, pages, offsets = (np.concatenate((array, nothing)) for array in (positions, pages, offsets))
-        first = pages * (self.kv_heads * PAGE_SIZE) + offsets  # of KV head 0 in a layer's pool viewed as [-1, D]
-        steps = np.arange(self.kv_heads) * PAGE_SIZE
-        steps = np.concatenate((steps, steps + kv.shape[2] * self.kv_heads * PAGE_SIZE))  # K, then V
-        slots = (first[:, None] + steps).reshape(-1)
+        num_rows = max(sum(rows.num_rows for rows in requests), self.min_rows)
+        positions = padded([self._positions(rows) for rows in requests], num_rows)
+        ropes = [rotation.lookup(positions) for rotation in self.rotations]
+        ropes = ropes or [torch.empty(num_rows, 0, 0, dtype=torch.float32, device=self.device)]
         return Pass(
-            len(positions),
-            self._rotation_at(positions),
-            torch.from_numpy(slots).to(self.device),
+            num_rows,
+            ropes[0] if len(ropes) == 1 else torch.cat(ropes, 1),
+            torch.from_numpy(cache_slots(requests, kv, num_rows).reshape(-1)).to(self.device),
             [self.attention.plan(requests, len(positions), window) for window in self.windows],
             self._learned_at(positions),
         )
@@ -285,13 +269,6 @@ class Decoder:
     def _positions(self, rows: RequestRows) -> np.ndarray:
         """Return positions as rows of the RoPE tables, or of the learned positions, int64 [num_rows]."""
         return rows.positions + self.config.first_rotation(rows.max_len)
-
-    def _rotation_at(self, positions: np.ndarray) -> Tensor:
-        """Return cos and signed sin of every rope, fp32 [num_rows, 2 * number of ropes, head_dim]."""
-        ropes = [rotation.lookup(positions) for rotation in self.rotations]
-        if not ropes:
-            return torch.empty(len(positions), 0, 0, dtype=torch.float32, device=self.device)
-        return ropes[0] if len(ropes) == 1 else torch.cat(ropes, 1)
 
     def _learned_at(self, positions: np.ndarray) -> Tensor | None:
         """Return the indices of the learned positions, int64 [num_rows], or None without a position embedding.
@@ -307,12 +284,10 @@ class Decoder:
 
         Args:
             tokens: int64 [num tokens], in the order of the planned rows.
-            layout: result of `plan`.
             kv: this model's pool, [num_layers, 2, num_pages, num_kv_heads, PAGE_SIZE, head_dim].
             num_layers: number of layers to run; None = all.
 
-        Returns:
-            [layout.num_rows, hidden_size]; padding rows last.
+        Returns [layout.num_rows, hidden_size]; padding rows last.
         """
         return self._forward(tokens, layout, kv, num_layers, {})
 
@@ -408,16 +383,10 @@ class Decoder:
         stream: RmsStream | LayerStream,
         rotation: tuple[Tensor, ...],
         layout: Pass,
-        cache: Tensor,
-        qkv: Tensor | None,
+        cache: Tensor,  # the layer's pool, [2, num_pages, kv_heads, PAGE_SIZE, head_dim]
+        qkv: Tensor | None,  # the layer's projections, if they are given
     ) -> None:
-        """Run one layer in place on the stream.
-
-        Args:
-            layer, stream, rotation, layout: as in `_forward`.
-            cache: the layer's pool, [2, num_pages, kv_heads, PAGE_SIZE, head_dim].
-            qkv: the layer's projections, if they are given.
-        """
+        """Run one layer in place on the stream."""
         if qkv is None:
             assert layer.qkv is not None
             qkv = layer.qkv(stream.norm(layer.attn_norm))
@@ -474,11 +443,6 @@ class Decoder:
             logits = soft_cap(logits, self.config.logit_cap)
         return logits if self.head_vocabulary is None else self.head_vocabulary.expand(logits, -torch.inf)
 
-    @property
-    def entries(self) -> PassEntries | None:
-        """Entry points for calls from another library, or None."""
-        return None
-
     def probs(self, hidden: Tensor) -> Tensor:
         """Return next-token probabilities, fp32 [num_rows, width]: of the tokens of `head_vocabulary`, if reduced."""
         logits = self.logits(hidden).float()
@@ -490,11 +454,3 @@ class Decoder:
         """Return the maximum of each row of logits (NaN if the row has one) and its first token, [n] each."""
         values, tokens = logits.max(dim=-1)
         return values, tokens
-
-
-class LayerSubset(NamedTuple):
-    """A decoder whose first `num_layers` layers include every kind, with its windows."""
-
-    model: Decoder
-    num_layers: int
-    windows: tuple[int | None, ...]

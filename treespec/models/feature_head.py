@@ -14,10 +14,12 @@ from torch import Tensor
 
 from treespec.models.decoder import Decoder, Pass, StreamInput
 from treespec.models.decoder_wrapper import DecoderWrapper
-from treespec_kernels.cpu.decoder_cpu import PairInputs, PassEntries
+from treespec_kernels.cpu.decoder_cpu import PairInputs
 from treespec_kernels.linear.compiled_linear import CompiledLinear
 from treespec_kernels.linear.linear import Linear, LinearImpl
 from treespec_weights.heads import HeadForm, HeadWeights
+
+AnyLinear = Linear | CompiledLinear
 
 
 class FeatureHead(DecoderWrapper, ABC):
@@ -27,11 +29,7 @@ class FeatureHead(DecoderWrapper, ABC):
     relative, so the distributions are those of the published implementations.
 
     Args:
-        decoder, target: as in `DecoderWrapper`.
         columns: indices of the states that it reads among the features.
-
-    Attributes:
-        kind: key of the cost of its passes.
     """
 
     kind: str
@@ -42,19 +40,11 @@ class FeatureHead(DecoderWrapper, ABC):
         super().__init__(decoder, target)
         self.columns = list(columns)
         self._columns = torch.tensor(self.columns, dtype=torch.int64, device=decoder.device)
-
-    @property
-    def plan_key(self) -> tuple[object, ...]:
-        return ("head", *self.decoder.plan_key)
+        self.plan_key = ("head", *decoder.plan_key)
 
     @property
     def cost_key(self) -> list[object]:
         return [self.kind, len(self.columns), *self.decoder.cost_key]
-
-    @property
-    def max_depth(self) -> int | None:
-        """Number of levels that the head predicts; None for any number."""
-        return None
 
     def features_of(self, states: Tensor) -> Tensor:
         """Return features [num_rows, hidden_size] from the target's states [num_rows, number of layers, hidden].
@@ -74,7 +64,6 @@ class FeatureHead(DecoderWrapper, ABC):
         Args:
             tokens: int64 [num_rows].
             features: [num_rows, hidden_size], of the tokens before them.
-            layout, kv: as in `Decoder.forward`.
 
         Returns:
             Hidden states for `logits`, and the features of these tokens, [num_rows, hidden_size] each.
@@ -82,33 +71,23 @@ class FeatureHead(DecoderWrapper, ABC):
 
 
 class Eagle3Head(FeatureHead):
-    """An EAGLE-3 head.
-
-    Args:
-        form: its arithmetic.
-        decoder: its layers and its head; the first layer has no `qkv`.
-        weights: of the norms of the states.
-        columns: as in `FeatureHead`.
-        fc: projection of the target's states to a feature.
-        pairs: returns the inputs of the layers.
-
-    Attributes:
-        pairs: of the arguments.
-    """
+    """An EAGLE-3 head."""
 
     kind = "eagle3"
 
     def __init__(
         self,
-        form: HeadForm,
-        decoder: Decoder,
-        weights: HeadWeights,
+        form: HeadForm,  # its arithmetic
+        decoder: Decoder,  # its layers and its head; the first layer has no `qkv`
+        weights: HeadWeights,  # of the norms of the states
         columns: Sequence[int],
-        fc: Linear | CompiledLinear,
-        pairs: "TorchPairs | PairInputs",
+        fc: AnyLinear,  # projection of the target's states to a feature
+        pairs: "TorchPairs | PairInputs",  # returns the inputs of the layers
     ):
         super().__init__(decoder, None, columns)
         self.form, self._fc, self.pairs, self._state_norms = form, fc, pairs, weights.state_norms
+        if decoder.entries is not None and isinstance(pairs, PairInputs):
+            self.entries = pairs.add_to(decoder.entries, form.norm_output)
 
     @property
     def nbytes(self) -> int:
@@ -130,68 +109,38 @@ class Eagle3Head(FeatureHead):
         final = final[: len(tokens)]
         return final, final if self.form.norm_output else streams[: len(tokens), 0]
 
-    @property
-    def entries(self) -> PassEntries | None:
-        if (entries := self.decoder.entries) is None:
-            return None
-        assert isinstance(self.pairs, PairInputs)
-        return self.pairs.add_to(entries, self.form.norm_output)
-
 
 class EagleHead(FeatureHead):
     """An EAGLE-1 or EAGLE-2 head: its features are the target's output states, and its vocabulary head the target's.
 
     Args:
         decoder, target, columns: as in `FeatureHead`; the one state is the output of the target's final norm.
-        pairs: returns the inputs of its layer.
-    """
-
-    kind = "eagle"
-
-    def __init__(self, decoder: Decoder, target: Decoder, columns: Sequence[int], pairs: "FusedPairs"):
-        super().__init__(decoder, target, columns)
-        self._pairs = pairs
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all weights in memory, without the target's embeddings and vocabulary head."""
-        return self.decoder.nbytes + self._pairs.nbytes
-
-    def forward_features(self, tokens: Tensor, features: Tensor, layout: Pass, kv: Tensor) -> tuple[Tensor, Tensor]:
-        stream = StreamInput(*self._pairs(tokens, features))
-        output = self.decoder.forward_stream(stream, layout, kv).streams[: len(tokens), 0]
-        return output, output
-
-
-class FusedPairs:
-    """Inputs of an EAGLE head's layer, with the interface of `PairInputs`.
-
-    Args:
         embed: embeddings of the target's vocabulary, [vocab_size, hidden_size].
         fc: projection of [embedding, feature] to the residual stream.
         qkv: projections of the layer.
     """
 
-    def __init__(self, embed: Tensor, fc: Linear | CompiledLinear, qkv: Linear | CompiledLinear):
-        self.embed, self._fc, self._qkv = embed, fc, qkv
-        self.nbytes = fc.nbytes + qkv.nbytes
+    kind = "eagle"
 
-    def __call__(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the residual stream before the layer, and its projections, as `PairInputs`."""
-        rows = self._fc(torch.cat((F.embedding(tokens, self.embed).to(features.dtype), features), 1))
-        return rows, self._qkv(rows)
+    def __init__(
+        self, decoder: Decoder, target: Decoder, columns: Sequence[int], embed: Tensor, fc: AnyLinear, qkv: AnyLinear
+    ):
+        super().__init__(decoder, target, columns)
+        self._embedding, self._fc, self._qkv = embed, fc, qkv
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights in memory, without the target's embeddings and vocabulary head."""
+        return self.decoder.nbytes + self._fc.nbytes + self._qkv.nbytes
+
+    def forward_features(self, tokens: Tensor, features: Tensor, layout: Pass, kv: Tensor) -> tuple[Tensor, Tensor]:
+        rows = self._fc(torch.cat((F.embedding(tokens, self._embedding).to(features.dtype), features), 1))
+        output = self.decoder.forward_stream(StreamInput(rows, self._qkv(rows)), layout, kv).streams[: len(tokens), 0]
+        return output, output
 
 
 class TorchPairs:
-    """Inputs of a head's layers, with the interface of `PairInputs`.
-
-    Args:
-        form: of the head.
-        weights: of the head.
-        embed: embeddings of the target's vocabulary, [vocab_size, hidden_size].
-        eps: of the norms.
-        impl: of the projections.
-    """
+    """Inputs of a head's layers, with the interface of `PairInputs`."""
 
     def __init__(self, form: HeadForm, weights: HeadWeights, embed: Tensor, eps: float, impl: LinearImpl):
         assert weights.embed_norm is not None and weights.feature_norm is not None

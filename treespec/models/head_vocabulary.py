@@ -8,13 +8,7 @@ from torch import Tensor
 class HeadVocabulary:
     """The tokens of a reduced head's columns. All other tokens have the logit -inf.
 
-    Args:
-        tokens: int64 [width], ascending.
-        size: of the whole vocabulary.
-        device: of the logits.
-
-    Attributes:
-        index: `tokens` on the device.
+    `tokens` are int64 [width], ascending; `size` is that of the whole vocabulary.
     """
 
     def __init__(self, tokens: np.ndarray, size: int, device: torch.device):
@@ -28,11 +22,6 @@ class HeadVocabulary:
         return values.new_full((*values.shape[:-1], self.size), fill).index_copy_(-1, self.index, values)
 
     def probs_of(self, probs: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Return one token's probability per row, [num_rows].
-
-        Args:
-            probs: [num_rows, width].
-            tokens: int64 [num_rows].
-        """
+        """Return one token's probability per row of `probs`, [num_rows, width]."""
         columns = self._columns[tokens]
         return np.where(columns >= 0, probs[np.arange(len(probs)), columns], 0)

@@ -1,6 +1,7 @@
 """Weights of one layer of the eager decoder, and fused projections for every decoder."""
 
 from ctypes import CDLL
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,11 +24,7 @@ def make_linear(
 
 
 def take_projection(weights: dict[str, Tensor], prefix: str, names: tuple[str, ...]) -> Tensor | QuantizedWeight:
-    """Pop and concatenate the matrices `prefix + name`, with their scales and zero points.
-
-    Raises:
-        ModelError: the matrices are not all quantised alike.
-    """
+    """Pop and concatenate the matrices `prefix + name`, with their scales and zero points."""
     values = [weights.pop(prefix + name) for name in names]
     scales = [weights.pop(f"{prefix}{name}_scale", None) for name in names]
     zeros = [weights.pop(f"{prefix}{name}_zero", None) for name in names]
@@ -42,6 +39,24 @@ def take_projection(weights: dict[str, Tensor], prefix: str, names: tuple[str, .
     for part in parts:
         part.check()
     return stacked(parts) if len(parts) > 1 else parts[0]
+
+
+def take_layer(weights: dict[str, Tensor], i: int) -> dict[str, Any]:
+    """Pop layer i: the fused projections `qkv`, `o`, `gate_up` and `down`, their biases, and the norms of its inputs.
+
+    Parts that the family lacks are None. The first layer of a draft head has no `qkv`: the head computes these
+    projections.
+    """
+    prefix = f"layers.{i}."
+    gate_up = ("gate", "up") if f"{prefix}gate" in weights else ("up",)
+    layer: dict[str, Any] = {}
+    for name, fused in {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": gate_up, "down": ("down",)}.items():
+        layer[name] = take_projection(weights, prefix, fused) if prefix + fused[0] in weights else None
+        biases = [weights.pop(f"{prefix}{part}_bias", None) for part in fused]
+        present = [bias for bias in biases if bias is not None]
+        layer[f"{name}_bias"] = torch.cat(present) if present else None
+    norms = ("attn_norm", "attn_norm_bias", "attn_post_norm", "mlp_norm", "mlp_norm_bias", "mlp_post_norm")
+    return layer | {name: weights.pop(prefix + name, None) for name in norms}
 
 
 class Layer:
@@ -86,16 +101,4 @@ class Layer:
 
     @property
     def nbytes(self) -> int:
-        components = (
-            self.attn_norm,
-            self.mlp_norm,
-            self.attn_post_norm,
-            self.mlp_post_norm,
-            self.head_norm,
-            self.qkv,
-            self.o,
-            self.gate,
-            self.up,
-            self.down,
-        )
-        return sum(component.nbytes for component in components if component is not None)
+        return sum(getattr(weight, "nbytes", 0) for weight in vars(self).values())

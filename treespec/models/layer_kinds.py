@@ -59,11 +59,7 @@ class LayerKind(NamedTuple):
 def read_layers(
     folder: Path, raw: dict[str, Any], rules: FamilyRules, shape: ModelShape, length: int
 ) -> tuple[tuple[Rope, ...], tuple[LayerKind, ...]]:
-    """Read ropes and layer kinds from a parsed config.json. `length` is the maximum context length in use.
-
-    Raises:
-        ModelError: a malformed or unsupported value.
-    """
+    """Read ropes and layer kinds from a parsed config.json. `length` is the maximum context length in use."""
     parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(parameters, dict):
         raise ModelError(f"{folder}: rope_parameters={parameters!r}; expected an object")
@@ -80,9 +76,7 @@ def read_layers(
     config = _resolved(folder, raw)
     kinds = _kinds(folder, config, shape) if rules.windows else [FULL] * shape.num_layers
     window = getattr(config, "sliding_window", None) if rules.windows else None
-    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
-        raise ModelError(f"{folder}: sliding_window={window!r}; expected a positive int or null")
-    if window is not None and window >= length:
+    if window is not None and positive(folder, "sliding_window", window, int) >= length:
         window = None  # no context exceeds it
     windows = {FULL: None, SLIDING: window}
     if not rules.rotary:
@@ -158,14 +152,17 @@ def _rope(
     return rope if short.key == rope.key else rope._replace(short=short, short_context=original)
 
 
+def positive(folder: Path, name: str, value: Any, kind: type) -> Any:
+    """Return a value of config.json as an int or float; ModelError unless it is such a positive number."""
+    if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float) or not value > 0:
+        raise ModelError(f"{folder}: {name}={value!r} in config.json; expected a positive {kind.__name__}")
+    return kind(value)
+
+
 def _default_rope(folder: Path, theta: object, partial: object, head_dim: int) -> Rope:
-    if isinstance(theta, bool) or not isinstance(theta, int | float) or not theta > 0:
-        raise ModelError(f"{folder}: rope_theta={theta!r}; expected a positive number")
-    if isinstance(partial, bool) or not isinstance(partial, int | float) or not 0 < partial <= 1:
-        raise ModelError(f"{folder}: partial_rotary_factor={partial!r}; expected a number above 0, at most 1")
-    dim = int(head_dim * partial)
+    dim = int(head_dim * positive(folder, "partial_rotary_factor", partial, float))
     exponent = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
-    return _padded(folder, 1.0 / (float(theta) ** exponent), 1.0, head_dim)
+    return _padded(folder, 1.0 / (positive(folder, "rope_theta", theta, float) ** exponent), 1.0, head_dim)
 
 
 def _padded(folder: Path, inv_freq: Tensor, scale: float, head_dim: int) -> Rope:

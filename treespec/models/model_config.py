@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from treespec.errors import ModelError, VariantError
-from treespec.models.layer_kinds import LayerKind, Rope, read_layers
+from treespec.models.layer_kinds import LayerKind, Rope, positive, read_layers
 from treespec_weights.documents import read_config, read_generation_config
 from treespec_weights.families import family_of
 from treespec_weights.files import resolve_folder
@@ -19,38 +19,23 @@ from treespec_weights.rules import ACTIVATIONS, Activation, FamilyRules, ModelSh
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Architecture of a checkpoint, as the native decoder needs it.
-
-    Attributes:
-        folder, rules, shape: path, family rules and sizes.
-        norm_eps: of all norms.
-        activation: of the MLP.
-        parallel: attention and MLP read the same residual stream (parallel block).
-        query_scale: factor on attention scores.
-        score_cap, logit_cap: soft caps c of scores and logits, x -> c tanh(x / c); None = none.
-        embed_scale: factor on embeddings, rounded to the model's dtype.
-        ropes: rotary embeddings; () for learned positions.
-        layers: by layer, its rope and window.
-        max_positions: maximum context length.
-        dtype: of the stored weights.
-        eos_token_ids: tokens that end a text.
-    """
+    """Architecture of a checkpoint, as the native decoder needs it."""
 
     folder: Path
     rules: FamilyRules
     shape: ModelShape
-    norm_eps: float
-    activation: Activation
-    parallel: bool
-    query_scale: float
-    score_cap: float | None
-    logit_cap: float | None
-    embed_scale: float
-    ropes: tuple[Rope, ...]
-    layers: tuple[LayerKind, ...]
+    norm_eps: float  # of all norms
+    activation: Activation  # of the MLP
+    parallel: bool  # attention and MLP read the same residual stream (parallel block)
+    query_scale: float  # factor on attention scores
+    score_cap: float | None  # soft cap c of scores, x -> c tanh(x / c); None = none
+    logit_cap: float | None  # of logits
+    embed_scale: float  # factor on embeddings, rounded to the model's dtype
+    ropes: tuple[Rope, ...]  # rotary embeddings; () for learned positions
+    layers: tuple[LayerKind, ...]  # by layer, its rope and window
     max_positions: int
-    dtype: torch.dtype
-    eos_token_ids: tuple[int, ...]
+    dtype: torch.dtype  # of the stored weights
+    eos_token_ids: tuple[int, ...]  # tokens that end a text
     quantization: QuantScheme | None = None  # the checkpoint's own
     head_rows: int | None = None  # of a draft's reduced head; None = the vocabulary
 
@@ -81,7 +66,6 @@ class ModelConfig:
         """Read config.json and generation_config.json of a Hugging Face folder.
 
         Args:
-            folder: the checkpoint's folder.
             max_model_len: the context in use. Length-dependent frequencies are fixed for it (dynamic), or for each
                 request (longrope), so that a key does not depend on when it was computed.
 
@@ -103,17 +87,17 @@ class ModelConfig:
         named = raw.get(rules.activation)
         if not isinstance(named, str) or named not in ACTIVATIONS:
             raise VariantError(f"{folder}: {rules.activation}={named!r}; supported: {', '.join(ACTIVATIONS)}")
-        max_positions = _number(folder, raw, rules.max_positions, 2048, int)
+        max_positions = positive(folder, rules.max_positions, raw.get(rules.max_positions, 2048), int)
         eps = rules.norm_eps
         if isinstance(eps, str):
-            eps = _number(folder, raw, eps, 1e-5 if rules.norm == "layer" else 1e-6, float)
+            eps = positive(folder, eps, raw.get(eps, 1e-5 if rules.norm == "layer" else 1e-6), float)
         ropes, layers = read_layers(folder, raw, rules, shape, min(max_model_len or max_positions, max_positions))
         parallel = rules.parallel is not None and raw.get(rules.parallel, True)
         if not isinstance(parallel, bool):
             raise ModelError(f"{folder}: {rules.parallel}={parallel!r}; expected true or false")
         scalar = shape.head_dim
         if rules.query_scalar is not None:
-            scalar = _number(folder, raw, rules.query_scalar, shape.head_dim, float)
+            scalar = positive(folder, rules.query_scalar, raw.get(rules.query_scalar, shape.head_dim), float)
         stored = raw.get("dtype") or raw.get("torch_dtype") or "float32"
         dtype = _DTYPES.get(stored) if isinstance(stored, str) else None
         if dtype is None:
@@ -142,19 +126,9 @@ class ModelConfig:
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def _number(folder: Path, raw: dict[str, Any], key: str, default: float, kind: type) -> Any:
-    """Read a positive number from config.json."""
-    value = raw.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float) or not value > 0:
-        raise ModelError(f"{folder}: {key}={value!r} in config.json; expected a positive {kind.__name__}")
-    return kind(value)
-
-
 def _soft_cap(folder: Path, raw: dict[str, Any], key: str | None) -> float | None:
     """Read a soft cap; None if the family or the model has none."""
-    if key is None or raw.get(key) is None:
-        return None
-    return float(_number(folder, raw, key, 1.0, float))
+    return None if key is None or raw.get(key) is None else positive(folder, key, raw[key], float)
 
 
 def end_tokens(folder: Path, value: object) -> tuple[int, ...]:

@@ -24,11 +24,6 @@ def prepare(config: ModelConfig, weights: dict[str, Tensor]) -> None:
         if order is not None:
             for name, suffix in itertools.product(("q", "k"), ("", "_scale", "_zero", "_bias", "_norm")):
                 key = f"layers.{i}.{name}{suffix}"
-                if key in weights:
-                    weights[key] = _reordered(weights[key], order)
-
-
-def _reordered(weight: Tensor, order: Tensor) -> Tensor:
-    """Permute the rows of [num_heads * head_dim, ...] within each head."""
-    heads = weight.unflatten(0, (-1, len(order)))
-    return torch.index_select(heads, 1, order.to(weight.device)).flatten(0, 1)
+                if key in weights:  # [num_heads * head_dim, ...]
+                    heads = weights[key].unflatten(0, (-1, len(order)))
+                    weights[key] = torch.index_select(heads, 1, order.to(heads.device)).flatten(0, 1)

@@ -12,10 +12,6 @@ class RotaryEmbedding:
 
     Each row is computed once, so its bits do not depend on the positions requested with it. With longrope, the rows of
     the short factors come first: `ModelConfig.first_rotation` is the row of a request's position 0.
-
-    Args:
-        rope: the rotary embedding.
-        device: of the table.
     """
 
     def __init__(self, rope: Rope, device: torch.device):

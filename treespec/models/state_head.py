@@ -12,13 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treespec.models.decoder import Decoder, Pass
-from treespec.models.feature_head import FeatureHead
+from treespec.models.feature_head import AnyLinear, FeatureHead
 from treespec.models.head_vocabulary import HeadVocabulary
 from treespec_kernels.attention.tree_batch import RequestRows
-from treespec_kernels.linear.compiled_linear import CompiledLinear
-from treespec_kernels.linear.linear import Linear
-
-AnyLinear = Linear | CompiledLinear
 
 
 class StateHead(FeatureHead):
@@ -34,27 +30,13 @@ class StateHead(FeatureHead):
         self, target: Decoder, columns: Sequence[int], heads: Sequence[AnyLinear], vocabulary: HeadVocabulary | None
     ):
         super().__init__(target, None, columns)
-        self._heads, self._vocabulary, self._depth = heads, vocabulary, 0
+        self.head_vocabulary, self.quantization = vocabulary, None
+        self.max_depth, self.plan_key = len(heads), (self.kind,)
+        self._heads, self._depth = heads, 0
 
     @property
     def cost_key(self) -> list[object]:
         return [self.kind, self.max_depth, self.nbytes]
-
-    @property
-    def max_depth(self) -> int:
-        return len(self._heads)
-
-    @property
-    def head_vocabulary(self) -> HeadVocabulary | None:
-        return self._vocabulary
-
-    @property
-    def quantization(self) -> str | None:
-        return None
-
-    @property
-    def plan_key(self) -> tuple[object, ...]:
-        return (self.kind,)
 
     @property
     def nbytes(self) -> int:
@@ -72,19 +54,14 @@ class StateHead(FeatureHead):
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits = self._heads[self._depth](hidden)
-        return logits if self._vocabulary is None else self._vocabulary.expand(logits, -torch.inf)
+        return logits if self.head_vocabulary is None else self.head_vocabulary.expand(logits, -torch.inf)
 
     def probs(self, hidden: Tensor) -> Tensor:
         return torch.softmax(self._heads[self._depth](hidden).float(), -1)
 
 
 class MedusaHeads(StateHead):
-    """Medusa heads: head d predicts depth d + 1 from the state before the root, whatever is drafted above.
-
-    Args:
-        target, columns, heads, vocabulary: as in `StateHead`.
-        blocks: by depth, linear layers of the residual blocks.
-    """
+    """Medusa heads: head d predicts depth d + 1 from the state before the root, whatever is drafted above."""
 
     kind = "medusa"
 
@@ -94,7 +71,7 @@ class MedusaHeads(StateHead):
         columns: Sequence[int],
         heads: Sequence[AnyLinear],
         vocabulary: HeadVocabulary | None,
-        blocks: Sequence[Sequence[AnyLinear]],
+        blocks: Sequence[Sequence[AnyLinear]],  # by depth, linear layers of the residual blocks
     ):
         super().__init__(target, columns, heads, vocabulary)
         self._blocks = blocks
@@ -111,28 +88,16 @@ class MedusaHeads(StateHead):
 
 
 class SpeculatorStep(NamedTuple):
-    """Weights of an MLPSpeculator for one depth.
+    """Weights of an MLPSpeculator for one depth."""
 
-    Attributes:
-        embed: [vocab_size, inner].
-        project: of the state before, to [inner].
-        gain, shift: of the norm, [inner].
-    """
-
-    embed: Tensor
-    project: AnyLinear
-    gain: Tensor
+    embed: Tensor  # [vocab_size, inner]
+    project: AnyLinear  # of the state before, to [inner]
+    gain: Tensor  # of the norm, [inner]
     shift: Tensor
 
 
 class MlpSpeculator(StateHead):
-    """An MLPSpeculator: a state of its own, updated by the token of each depth.
-
-    Args:
-        target, columns, heads, vocabulary: as in `StateHead`.
-        steps: by depth.
-        scale_input: normalise the target's state first.
-    """
+    """An MLPSpeculator: a state of its own, updated by the token of each depth."""
 
     kind = "mlp_speculator"
     EPS = 1e-6
@@ -143,8 +108,8 @@ class MlpSpeculator(StateHead):
         columns: Sequence[int],
         heads: Sequence[AnyLinear],
         vocabulary: HeadVocabulary | None,
-        steps: Sequence[SpeculatorStep],
-        scale_input: bool,
+        steps: Sequence[SpeculatorStep],  # by depth
+        scale_input: bool,  # normalise the target's state first
     ):
         super().__init__(target, columns, heads, vocabulary)
         self._steps, self._scale_input = steps, scale_input

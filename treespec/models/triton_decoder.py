@@ -51,13 +51,6 @@ class TritonPass(Pass):
 class PassKernels:
     """Kernels of a pass over stacked models, with fixed configurations.
 
-    Args:
-        config: the models' architecture.
-        weights: stacked weights.
-        attention: attention backend for the same shape.
-        configs: kernel configurations tuned for this device.
-        exact: False uses cuBLAS for unquantised weights; its bits depend on the number of rows.
-
     Attributes:
         pdl: whether to use programmatic dependent launch (PDL): where the device has it, unless tuning found it wrong
             or slower, and never together with cuBLAS, which tuning does not cover.
@@ -66,10 +59,10 @@ class PassKernels:
     def __init__(
         self,
         config: ModelConfig,
-        weights: ModelWeights,
-        attention: TritonAttention,
-        configs: KernelConfigs,
-        exact: bool = True,
+        weights: ModelWeights,  # stacked
+        attention: TritonAttention,  # attention backend for the same shape
+        configs: KernelConfigs,  # tuned for this device
+        exact: bool = True,  # False uses cuBLAS for unquantised weights; its bits depend on the number of rows
     ):
         shape = config.shape
         self.config, self.weights, self.attention, self.exact = config, weights, attention, exact
@@ -174,23 +167,15 @@ class PassKernels:
 
     def hidden(
         self,
-        tokens: Tensor,
-        layout: TritonPass,
-        kv: Tensor,
-        num_layers: int | None = None,
+        tokens: Tensor,  # int64 [G * rows], with g * vocab_size added for model g; not read with `start`
+        layout: TritonPass,  # plan of these rows
+        kv: Tensor,  # pool of all G models, [num_layers, 2, num_pages, num_kv_heads, PAGE_SIZE, head_dim]
+        num_layers: int | None = None,  # number of layers to run; None = all
+        # Receives the residual stream at its keys, as in `Decoder.forward_with_states`
         states: dict[int, Tensor | None] | None = None,
-        start: StreamInput | None = None,
+        start: StreamInput | None = None,  # residual stream that the pass begins with
     ) -> Tensor:
-        """Write the rows' K/V to their slots and return hidden states after the final norm, [G * rows, hidden_size].
-
-        Args:
-            tokens: int64 [G * rows], with g * vocab_size added for model g; not read with `start`.
-            layout: plan of these rows.
-            kv: pool of all G models, [num_layers, 2, num_pages, num_kv_heads, PAGE_SIZE, head_dim].
-            num_layers: number of layers to run; None = all.
-            states: receives the residual stream at its keys, as in `Decoder.forward_with_states`.
-            start: residual stream that the pass begins with.
-        """
+        """Write the rows' K/V to their slots and return hidden states after the final norm, [G * rows, hidden_size]."""
         weights, states = self.weights, states if states is not None else {}
         layers = self._layers[:num_layers]
         tables, qkv = layout.rotation.unbind(), None if start is None else start.qkv
@@ -298,34 +283,26 @@ class PassKernels:
 
 
 class TritonDecoder(Decoder):
-    """A `Decoder` on Triton kernels, row-invariant for any number of rows.
-
-    Args:
-        config, weights: as in `Decoder`.
-        attention: Triton backend for the same shape.
-        configs: kernel configurations tuned for this device.
-        exact: False uses cuBLAS.
-        num_positions: maximum number of positions.
-    """
+    """A `Decoder` on Triton kernels, row-invariant for any number of rows."""
 
     def __init__(
         self,
         config: ModelConfig,
         weights: dict[str, Tensor],
-        attention: TritonAttention,
-        configs: KernelConfigs,
-        exact: bool,
-        num_positions: int,
+        attention: TritonAttention,  # Triton backend for the same shape
+        configs: KernelConfigs,  # tuned for this device
+        exact: bool,  # False uses cuBLAS
+        num_positions: int,  # maximum number of positions
     ):
         self._configs, self._exact, self.triton_attention = configs, exact, attention
         super().__init__(config, weights, attention, "triton", min_rows=1)
-        # One fixed table for all passes, because captured graphs contain its address.
+        # One fixed table, fp32 [num_ropes, num_positions, 2, head_dim]: captured graphs contain its address.
         tables = [rotation.table(num_positions) for rotation in self.rotations]
         if len(tables) == 1:
-            self._table = tables[0][None]
+            self.table = tables[0][None]
         else:
             none = torch.empty(0, 0, 2, self.head_dim, device=self.device, dtype=torch.float32)
-            self._table = torch.stack(tables) if tables else none
+            self.table = torch.stack(tables) if tables else none
         self.rotations = ()  # drop the duplicate tables
 
     def _take(self, weights: dict[str, Tensor]) -> None:
@@ -338,13 +315,8 @@ class TritonDecoder(Decoder):
         self.kernels = PassKernels(self.config, weights, self.triton_attention, self._configs, self._exact)
 
     @property
-    def table(self) -> Tensor:
-        """RoPE tables, fp32 [num_ropes, num_positions, 2, head_dim]."""
-        return self._table
-
-    @property
     def nbytes(self) -> int:
-        return self.weights.nbytes + self._table.nbytes
+        return self.weights.nbytes + self.table.nbytes
 
     def _select_layers(self, layers: Sequence[int]) -> None:
         self.kernels = self.kernels.select_layers(layers, self.windows)
@@ -358,7 +330,7 @@ class TritonDecoder(Decoder):
 
         return TritonPass(
             len(positions),
-            self._table,
+            self.table,
             uploaded(pages * PAGE_SIZE + offsets, torch.int64),
             [self.attention.plan(requests, len(positions), window) for window in self.windows],
             uploaded(positions, torch.int32),

@@ -7,7 +7,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from treespec.models.layer import take_projection
+from treespec.models.layer import take_layer, take_projection
 from treespec_kernels.linear.quantized import QuantizedWeight, dequantized, stacked
 from treespec_weights.rules import ModelShape
 
@@ -52,16 +52,13 @@ class LayerWeights:
     down_bias: Tensor | None
     mlp_post_norm: Tensor | None
 
-    def tensors(self) -> list[Tensor]:
-        """Return all tensors of the layer."""
-        values = [getattr(self, field.name) for field in fields(self)]
-        tensors = [tensor for value in values for tensor in (value if isinstance(value, QuantizedWeight) else (value,))]
-        return [tensor for tensor in tensors if tensor is not None]
+    @property
+    def nbytes(self) -> int:
+        return sum(weight.nbytes for weight in vars(self).values() if weight is not None)
 
     def map(self, change: Callable[[Any], Any]) -> "LayerWeights":
         """Return the layer with every weight changed, quantised ones as a whole."""
-        values = (getattr(self, field.name) for field in fields(self))
-        changed: list[Any] = [None if value is None else change(value) for value in values]
+        changed: list[Any] = [None if value is None else change(value) for value in vars(self).values()]
         return LayerWeights(*changed)
 
     def select(self, group: int) -> "LayerWeights":
@@ -71,22 +68,9 @@ class LayerWeights:
     @classmethod
     def take(cls, weights: dict[str, Tensor], i: int) -> Self:
         """Pop layer i from decoder parameters by name."""
-        prefix = f"layers.{i}."
-        gate_up = ("gate", "up") if f"{prefix}gate" in weights else ("up",)
-        projections: dict[str, tuple[str, ...]] = {"o": ("o",), "gate_up": gate_up, "down": ("down",)}
-        if f"{prefix}q" in weights:
-            projections["qkv"] = ("q", "k", "v")
-        biases = {"qkv_bias": ("q_bias", "k_bias", "v_bias"), "gate_up_bias": ("gate_bias", "up_bias")}
-
-        def taken(name: str) -> Any:
-            if name in projections:
-                return take_projection(weights, prefix, projections[name])
-            tensors = [weights.pop(prefix + key, None) for key in biases.get(name, (name,))]
-            present = [tensor for tensor in tensors if tensor is not None]
-            return torch.cat(present) if present else None
-
-        values = {field.name: taken(field.name) for field in fields(cls)}
-        return cls(**{name: map_tensors(lambda x: _aligned(x)[None], value) for name, value in values.items()})
+        head_norms = {name: weights.pop(f"layers.{i}.{name}", None) for name in ("q_norm", "k_norm")}
+        layer = take_layer(weights, i) | head_norms
+        return cls(**{name: map_tensors(lambda x: _aligned(x)[None], value) for name, value in layer.items()})
 
     @classmethod
     def stack(cls, layers: Sequence["LayerWeights"]) -> Self:
@@ -103,22 +87,14 @@ class LayerWeights:
 
 @dataclass(frozen=True, eq=False)
 class ModelWeights:
-    """Weights of G stacked models of one shape.
+    """Weights of G stacked models of one shape."""
 
-    Args:
-        embed: [G * vocab_size, hidden_size]; token t of model g is row g * vocab_size + t.
-        layers: layers of all models.
-        final_norm, final_norm_bias: [G, hidden_size].
-        head: [G, vocab_size, hidden_size]; a view of `embed` if tied.
-        positions: learned position embeddings, [G * P, hidden_size], or None.
-    """
-
-    embed: Tensor
-    layers: tuple[LayerWeights, ...]
-    final_norm: Tensor
+    embed: Tensor  # [G * vocab_size, hidden_size]; token t of model g is row g * vocab_size + t
+    layers: tuple[LayerWeights, ...]  # layers of all models
+    final_norm: Tensor  # [G, hidden_size]
     final_norm_bias: Tensor | None
-    head: Tensor
-    positions: Tensor | None
+    head: Tensor  # [G, vocab_size, hidden_size]; a view of `embed` if tied
+    positions: Tensor | None  # learned position embeddings, [G * P, hidden_size], or None
 
     @property
     def groups(self) -> int:
@@ -129,10 +105,8 @@ class ModelWeights:
     def nbytes(self) -> int:
         """Bytes in memory. A tied head counts once."""
         tied = self.head.data_ptr() == self.embed.data_ptr()
-        tensors = [self.embed, self.final_norm, *([] if tied else [self.head])]
-        tensors += [tensor for tensor in (self.final_norm_bias, self.positions) if tensor is not None]
-        tensors += [tensor for layer in self.layers for tensor in layer.tensors()]
-        return sum(tensor.nbytes for tensor in tensors)
+        weights = self.embed, self.final_norm, self.final_norm_bias, self.positions, None if tied else self.head
+        return sum(weight.nbytes for weight in (*weights, *self.layers) if weight is not None)
 
     def select(self, group: int) -> "ModelWeights":
         """Return views of one of the models, with G = 1."""

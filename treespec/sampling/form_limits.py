@@ -7,170 +7,110 @@ a regex of n optional parts takes n^2 steps. Within the limits below, compilatio
 import json
 import math
 import re
-from collections.abc import Iterator
-from decimal import Decimal, InvalidOperation
+from functools import cache
 from typing import Any
 
 from treespec.errors import RequestError
 from treespec.sampling_params.structured_params import StructuredOutputsParams
 
 MAX_CHARACTERS = 1_000_000  # in all texts of a choice together, or in a JSON schema
-MAX_TEXT = 20_000  # characters of one text
-MAX_GRAMMAR = 100_000  # characters
+MAX_TEXT = 20_000  # characters of one text or regex
+MAX_GRAMMAR = 100_000  # characters of a grammar, or of a terminal with the terminals that it names
 MAX_PARTS = 1000  # optional or repeated parts per regex, terminal or rule
 MAX_PATTERN_PROPERTIES = 100  # compared pairwise
-MAX_MULTIPLE = 100_000  # states of the automaton of `multipleOf`
+MAX_MULTIPLE = 100_000  # states of the automaton of `multipleOf`, one per remainder
 
-# Operators that make a part optional or repeated, or an alternative empty; "(?" opens a group.
-_OPTIONAL = re.compile(r"(?<!\()\?|[*{]|\|\)|\(\||\|\||\(\)")
-_OPTIONAL_IN_LARK = re.compile(_OPTIONAL.pattern + r"|\[")
+# Operators that make a part optional or repeated, or an alternative empty; "(?" opens a group, and [] is Lark's.
+_OPTIONAL = r"(?<!\()\?|[*{]|\|\)|\(\||\|\||\(\)"
 _DEFINITION = re.compile(r"^[ \t]*[!?]*([A-Za-z_]\w*)(?:\[[^\n\]]*\]|\{[^\n}]*\}|[^\n:\"/\[{])*:", re.MULTILINE)
 _TERMINAL = re.compile(r"\b[A-Z_][A-Z0-9_]*\b")
 _MULTIPLE_OF = re.compile(r'"multipleOf"\s*:\s*([-+.\w]+)')
-_DIGITS = 18  # leading digits of a multiple to read; longer multiples exceed the limit anyway
-_COMBINES = ("allOf", "anyOf", "oneOf", "$ref", "$dynamicRef")  # may require several multiples at once
+_COMBINES = re.compile('"(?:allOf|anyOf|oneOf|\\$ref|\\$dynamicRef)"')  # may require several multiples at once
 
 
 def check_form(form: StructuredOutputsParams) -> None:
-    """Reject a constraint that would take llguidance too much time or memory to compile.
-
-    Raises:
-        RequestError: names the size, the limit and the remedy.
-    """
+    """Reject a constraint that would take llguidance too much time or memory to compile."""
     if form.choice is not None:
-        check_length("choice", sum(map(len, form.choice)), MAX_CHARACTERS, "give fewer or shorter texts")
-        check_length("a text of choice", max(map(len, form.choice)), MAX_TEXT, "give shorter ones")
-    if form.regex is not None:
-        check_regex("regex", form.regex)
-    if form.whitespace_pattern is not None:
-        check_regex("whitespace_pattern", form.whitespace_pattern)
+        _check("choice", sum(map(len, form.choice)), MAX_CHARACTERS)
+        _check("a text of choice", max(map(len, form.choice)), MAX_TEXT)
+    for label, regex in (("regex", form.regex), ("whitespace_pattern", form.whitespace_pattern)):
+        if regex is not None:
+            _check(label, len(regex), MAX_TEXT)
+            _check_parts(label, _num_parts(regex))
     if form.grammar is not None:
-        check_length("grammar", len(form.grammar), MAX_GRAMMAR, "give a shorter one")
+        _check("grammar", len(form.grammar), MAX_GRAMMAR)
     if form.schema is not None:
-        check_length("json", len(form.schema), MAX_CHARACTERS, "give a smaller schema")
-        _check_schema(json.loads(form.schema))
-
-
-def check_length(label: str, length: int, most: int, remedy: str) -> None:
-    """Raise RequestError if a text is longer than `most` characters."""
-    if length > most:
-        raise RequestError(f"structured_outputs: {label} has {length} characters, the limit is {most}; {remedy}")
-
-
-def check_regex(label: str, regex: str) -> None:
-    """Raise RequestError if a regex is too long or has too many optional or repeated parts."""
-    check_length(label, len(regex), MAX_TEXT, "use choice for a list of words, or a shorter regex")
-    _check_parts(label, len(_OPTIONAL.findall(regex)))
+        _check("json", len(form.schema), MAX_CHARACTERS)
+        _check_multiples(form.schema, combined=_COMBINES.search(form.schema) is not None)
+        _check_schema(form.schema)
 
 
 def check_lark(grammar: str) -> None:
     """Reject a Lark grammar with an oversized rule or terminal.
 
     A terminal expands to one regex that inlines all referenced terminals: twenty lines can expand to a million parts.
-
-    Raises:
-        RequestError: names the rule or terminal, its size and the limit.
     """
-    _check_multiples([*map(_number, _MULTIPLE_OF.findall(grammar))], combined=True)
+    _check_multiples(grammar, combined=True)
     definitions = list(_DEFINITION.finditer(grammar))
-    starts = [*(match.start() for match in definitions), len(grammar)]
-    bodies = {match[1]: grammar[match.end() : end] for match, end in zip(definitions, starts[1:], strict=True)}
-    part_counts = {name: len(_OPTIONAL_IN_LARK.findall(body)) for name, body in bodies.items()}
-    sizes = {name: len(body) for name, body in bodies.items()}
-    named = {name: [term for term in _TERMINAL.findall(body) if term in bodies] for name, body in bodies.items()}
-    for name in _inner_first(named):
-        if name.isupper():
-            part_counts[name] += sum(part_counts[term] for term in named[name])
-            sizes[name] += sum(sizes[term] for term in named[name])
-            label = f"terminal {name} of grammar, with the terminals that it names,"
-            check_length(label, sizes[name], MAX_GRAMMAR, "use rules, whose names are in lower case")
-            _check_parts(label, part_counts[name])
-        else:
-            _check_parts(f"rule {name} of grammar", part_counts[name])
+    ends = [*(match.start() for match in definitions[1:]), len(grammar)]
+    bodies = {match[1]: grammar[match.end() : end] for match, end in zip(definitions, ends, strict=False)}
+
+    @cache
+    def expanded(name: str) -> tuple[int, int]:
+        """Return the characters and parts of a rule, or of a terminal with those that it names."""
+        named = [term for term in _TERMINAL.findall(bodies[name]) if term in bodies] if name.isupper() else []
+        sizes = [(len(bodies[name]), _num_parts(bodies[name], _OPTIONAL + r"|\[")), *map(expanded, named)]
+        return sum(length for length, _ in sizes), sum(parts for _, parts in sizes)
+
+    try:
+        sizes = {name: expanded(name) for name in bodies}
+    except RecursionError:
+        raise RequestError(
+            "structured_outputs: terminals of grammar name each other in a circle, or too deep"
+        ) from None
+    for name, (length, parts) in sizes.items():
+        label = f"terminal {name} of grammar, with the terminals that it names," if name.isupper() else f"rule {name}"
+        _check(label, length, MAX_GRAMMAR, remedy="use rules, whose names are in lower case")
+        _check_parts(label, parts)
 
 
-def _inner_first(named: dict[str, list[str]]) -> list[str]:
-    """Return a topological order, referenced names first. The order within a cycle, which is an error, is arbitrary."""
-    order: dict[str, None] = {}
-    entered: set[str] = set()
-    for first in named:
-        stack = [first]
-        while stack:
-            name = stack[-1]
-            if name in entered:
-                order.setdefault(stack.pop())
-            else:
-                entered.add(name)
-                stack += [reference for reference in named[name] if reference not in entered]
-    return list(order)
+def _check_schema(schema: str) -> None:
+    """Reject a JSON schema with oversized patterns or texts."""
+    patterns: list[str] = []
+    properties: list[str] = []
+
+    def visit(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        for key, value in pairs:
+            for text in (key, *(value if isinstance(value, list) else (value,))):
+                if isinstance(text, str):
+                    _check("a text in json", len(text), MAX_TEXT)
+            if key == "pattern" and isinstance(value, str):
+                patterns.append(value)
+            elif key == "patternProperties" and isinstance(value, dict):
+                properties.extend(value)
+        return dict(pairs)
+
+    json.loads(schema, object_pairs_hook=visit)
+    _check("json", len(properties), MAX_PATTERN_PROPERTIES, "patternProperties", "join patterns by |")
+    _check_parts("json, in its patterns,", sum(map(_num_parts, patterns + properties)))
+
+
+def _check_multiples(text: str, combined: bool) -> None:
+    """Limit the automaton states of `multipleOf`; `combined`: a number may have to satisfy several."""
+    digits = {re.sub(r"[eE].*|\D", "", number).strip("0") for number in _MULTIPLE_OF.findall(text)}
+    numbers = [int(leading[:18] or "1") for leading in digits]  # longer ones exceed the limit anyway
+    states = math.lcm(*numbers) if combined else sum(numbers)
+    _check("multipleOf in json", states, MAX_MULTIPLE, "states", "use smaller or fewer distinct multiples")
+
+
+def _num_parts(regex: str, optional: str = _OPTIONAL) -> int:
+    return len(re.findall(optional, regex))
 
 
 def _check_parts(label: str, count: int) -> None:
-    if count > MAX_PARTS:
-        raise RequestError(
-            f"structured_outputs: {label} has {count} optional or repeated parts, the limit is {MAX_PARTS}; repeat a "
-            "group, as in (...){0,100}, instead of writing it out"
-        )
+    _check(label, count, MAX_PARTS, "optional or repeated parts", "repeat a group, as in (...){0,100}")
 
 
-def _check_schema(schema: Any) -> None:
-    """Reject a JSON schema with oversized patterns, texts or multiples."""
-    num_parts = patterns = 0
-    multiples: list[Decimal] = []
-    combined = False
-    for key, value in _entries(schema):
-        combined |= key in _COMBINES
-        if isinstance(value, str):
-            check_length("a text in json", len(value), MAX_TEXT, "give a shorter one")
-        if key == "pattern" and isinstance(value, str):
-            num_parts += len(_OPTIONAL.findall(value))
-        elif key == "patternProperties" and isinstance(value, dict):
-            patterns += len(value)
-            num_parts += sum(len(_OPTIONAL.findall(pattern)) for pattern in value)
-        elif key == "multipleOf" and isinstance(value, int | float):
-            multiples.append(_number(str(value)))
-        elif key is not None:
-            check_length("a name in json", len(key), MAX_TEXT, "give a shorter one")
-    _check_parts("json, in its patterns,", num_parts)
-    if patterns > MAX_PATTERN_PROPERTIES:
-        raise RequestError(
-            f"structured_outputs: json has {patterns} patternProperties, the limit is {MAX_PATTERN_PROPERTIES}; join "
-            "patterns by |"
-        )
-    _check_multiples(multiples, combined)
-
-
-def _entries(schema: Any) -> Iterator[tuple[str | None, Any]]:
-    """Yield every key with its value, and every list element with key None."""
-    stack = [schema]
-    while stack:
-        value = stack.pop()
-        pairs = value.items() if isinstance(value, dict) else ((None, element) for element in value)
-        for key, entry in pairs:
-            yield key, entry
-            if isinstance(entry, dict | list):
-                stack.append(entry)
-
-
-def _number(text: str) -> Decimal:
-    try:
-        return Decimal(text)
-    except InvalidOperation:
-        return Decimal(0)
-
-
-def _check_multiples(values: list[Decimal], combined: bool) -> None:
-    """Limit the automaton states of `multipleOf`, one per remainder.
-
-    Args:
-        values: values of `multipleOf`.
-        combined: whether a number may have to satisfy several of them.
-    """
-    texts = {"".join(map(str, value.as_tuple().digits)).rstrip("0") for value in values}
-    numbers = [int(text[:_DIGITS] or "1") for text in texts]
-    states = math.lcm(*numbers) if combined else sum(numbers)
-    if states > MAX_MULTIPLE:
-        raise RequestError(
-            f"structured_outputs: multipleOf in json needs {states} states, the limit is {MAX_MULTIPLE}; use smaller "
-            "or fewer distinct multiples"
-        )
+def _check(label: str, count: int, most: int, unit: str = "characters", remedy: str = "give a shorter one") -> None:
+    if count > most:
+        raise RequestError(f"structured_outputs: {label} has {count} {unit}, the limit is {most}; {remedy}")

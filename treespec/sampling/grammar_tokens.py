@@ -10,16 +10,7 @@ if TYPE_CHECKING:
 
 
 def read_tokenizer(tokenizer: Any, vocab_size: int, end_tokens: Sequence[int]) -> "LLTokenizer":
-    """Build llguidance's tokenizer over the tokens that an output may contain.
-
-    Args:
-        tokenizer: a transformers tokenizer or `tokenizers.Tokenizer`, or None.
-        vocab_size: the target's vocabulary size.
-        end_tokens: ids below `vocab_size`.
-
-    Raises:
-        RequestError: there is no fast tokenizer or no end token, or llguidance cannot read the tokenizer.
-    """
+    """Build llguidance's tokenizer over the tokens that an output may contain."""
     from llguidance import LLTokenizer, TokenizerWrapper
     from tokenizers import Tokenizer
 
@@ -48,18 +39,10 @@ class _PlainTextTokenizer:
     """Tokenizes a constraint's texts without special tokens.
 
     The model's tokenizer would encode the text "</s>" as the end token.
-
-    Args:
-        own: llguidance's tokenizer of the model.
-        vocab_size: the target's vocabulary size, possibly smaller than the tokenizer's.
-        end_tokens: tokens that end an output.
-
-    Attributes:
-        plain: llguidance's tokenizer restricted to the target's ordinary tokens.
     """
 
     bos_token_id = None
-    plain: "LLTokenizer"
+    plain: "LLTokenizer"  # llguidance's, restricted to the target's ordinary tokens
 
     def __init__(self, base: "LLTokenizer", vocab_size: int, end_tokens: Sequence[int]):
         self.eos_token_id, self._base = end_tokens[0], base

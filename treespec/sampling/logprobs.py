@@ -25,19 +25,12 @@ class Logprob(NamedTuple):
 
 
 class LogprobRows(NamedTuple):
-    """Log-probabilities of the chosen token and of the most likely tokens of each row.
+    """Log-probabilities of the chosen token and of the most likely tokens of each row."""
 
-    Attributes:
-        token_logprobs: float32 [num_rows], log-probabilities of the chosen tokens.
-        ranks: int64 [num_rows], ranks of the chosen tokens.
-        tokens: int64 [num_rows, count], the most likely tokens, best first; ties prefer lower ids.
-        values: float32 [num_rows, count], their log-probabilities.
-    """
-
-    token_logprobs: Tensor
-    ranks: Tensor
-    tokens: Tensor
-    values: Tensor
+    token_logprobs: Tensor  # float32 [num_rows], log-probabilities of the chosen tokens
+    ranks: Tensor  # int64 [num_rows], ranks of the chosen tokens
+    tokens: Tensor  # int64 [num_rows, count], the most likely tokens, best first; ties prefer lower ids
+    values: Tensor  # float32 [num_rows, count], their log-probabilities
 
     @classmethod
     def of(cls, logits: Tensor, token_ids: Tensor, count: int) -> "LogprobRows":
@@ -73,12 +66,7 @@ class LogprobRows(NamedTuple):
         return cls(token_logprobs, rows[:, 1].long(), rows[:, 2 : 2 + count].long(), values)
 
     def named(self, token_ids: Sequence[int], count: int) -> list[dict[int, Logprob]]:
-        """Return the log-probabilities by token: of the chosen one, and then of the `count` most likely ones.
-
-        Args:
-            token_ids: the chosen token of each row.
-            count: at most the number of tokens of each row.
-        """
+        """Return the log-probabilities by token: of the chosen one, and then of the `count` most likely ones."""
         entries = []
         rows = zip(token_ids, *(column.tolist() for column in self), strict=True)
         for token, logprob, rank, tokens, values in rows:

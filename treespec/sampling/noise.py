@@ -16,26 +16,16 @@ _ROOM = np.float32(1.05 * np.exp(2.82))
 
 
 class Noise:
-    """Noise of one sample, with one cached row per position.
-
-    Args:
-        seed: 0 to 2**64 - 1.
-        sample: index among the request's samples.
-        vocab_size: the target's vocabulary size.
-    """
+    """Noise of one sample, with one cached row per position."""
 
     def __init__(self, seed: int, sample: int, vocab_size: int):
         self.seed, self.sample, self.vocab_size = seed, sample, vocab_size
         self._rows: dict[int, np.ndarray] = {}
 
     def choose(self, scores: np.ndarray, position: int) -> tuple[int, float]:
-        """Return the first token with the largest score plus noise, and this sum.
+        """Return the first token with the largest score plus noise, and this sum; scores are float32 [vocab_size].
 
         Takes the logarithms only of tokens that can be chosen; the result is that of adding `row`.
-
-        Args:
-            scores: float32 [vocab_size].
-            position: of the chosen token.
         """
         most = scores.max()
         if not np.isfinite(most):

@@ -12,13 +12,7 @@ from treespec.tree import TokenTree
 
 
 class Restriction:
-    """Masks tokens by a list of allowed ids, a grammar or both.
-
-    Args:
-        allowed: allowed token ids; None = all.
-        grammar: grammar, if any.
-        vocab_size, device: those of the target's logits.
-    """
+    """Masks tokens by a list of allowed ids, a grammar or both."""
 
     def __init__(self, allowed: Sequence[int] | None, grammar: Grammar | None, vocab_size: int, device: torch.device):
         self.grammar = grammar
@@ -27,15 +21,7 @@ class Restriction:
         self._unlisted_on_device = torch.from_numpy(self._unlisted).to(device)
 
     def excluded(self, tokens: Sequence[int], ancestors: Sequence[int]) -> Tensor:
-        """Return the tokens that are not allowed next: bool [vocab]. Do not modify the result.
-
-        Args:
-            tokens: prompt and output so far.
-            ancestors: tree path after them.
-
-        Raises:
-            RequestError: an error of `Grammar.excluded`.
-        """
+        """Return the tokens that are not allowed next: bool [vocab]. Do not modify the result."""
         if self.grammar is None:
             return self._unlisted_on_device
         return self._unlisted_on_device | self.grammar.excluded(tokens, ancestors)
@@ -67,10 +53,6 @@ class Restriction:
         """Remove nodes that the target may not choose, with their subtrees.
 
         A tree with random draws is returned unchanged (see `TokenTree.keep`).
-
-        Args:
-            tree: tree over the last of `tokens`.
-            tokens: prompt and output so far.
         """
         if tree.draws.rows is not None:
             return tree

@@ -41,31 +41,19 @@ class Scoring(Protocol):
 
 
 class Sampler:
-    """Samples the tokens of a request whose output is not the plain argmax.
-
-    Args:
-        params: sampling parameters of the request.
-        transforms: the transforms of its logits, including temperature and truncation.
-        end_tokens: tokens that end the request.
-        vocab_size, device: those of the target's logits.
-        seed: seed of the noise.
-        sample: index among the request's samples.
-        kernel_noise: compute the noise on the logits' device, with the kernel of captured rounds. It may round
-            differently from the host's, so an engine always uses the same one.
-
-    Attributes:
-        key: seed and sample index, which identify the noise.
-    """
+    """Samples the tokens of a request whose output is not the plain argmax."""
 
     def __init__(
         self,
         params: SamplingParams,
-        transforms: Scoring,
-        end_tokens: Sequence[int],
-        vocab_size: int,
+        transforms: Scoring,  # of its logits, including temperature and truncation
+        end_tokens: Sequence[int],  # tokens that end the request
+        vocab_size: int,  # that of the target's logits
         device: torch.device,
-        seed: int,
-        sample: int = 0,
+        seed: int,  # of the noise
+        sample: int = 0,  # index among the request's samples
+        # Compute noise and transforms on the logits' device, with the kernels of captured rounds. They may round
+        # differently from the host's, so an engine always uses the same ones
         kernel_noise: bool = False,
     ):
         self.params, self.temperature, self._device = params, params.temperature, device
@@ -146,9 +134,6 @@ class Sampler:
             logits: [num_nodes, vocab].
             tokens: prompt and output up to the root.
             most: remaining tokens of the request.
-
-        Raises:
-            RequestError: an error of `choose` at the root.
         """
         below = list(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True))
         children = {key: node for node, key in enumerate(below) if node}
@@ -178,7 +163,6 @@ class Sampler:
         Args:
             logits: float32 [num_rows, vocab], modified in place.
             position: position of the drafted token.
-            rule: verification rule.
         """
         if self.temperature > 0:
             logits.div_(self.temperature)

@@ -29,38 +29,24 @@ _NUCLEUS = 64  # most likely draft tokens considered for top_p
 
 
 class Transforms:
-    """Converts a row of logits to the scores that a request samples from, in the order stated in `SamplingParams`.
-
-    Args:
-        params: sampling parameters of the request; all token ids are within the vocabulary.
-        num_prompt: number of prompt tokens.
-        end_tokens: tokens masked before `min_tokens`.
-        bad_words: token ids of each spelling.
-        vocab_size: the target's vocabulary size.
-        device: device of the logits.
-        grammar: grammar of the structured output, if any.
-        by_kernel: use the kernel of captured rounds instead of its reference, if `runs_by_kernels`. It may round
-            differently, so an engine always uses the same one.
-
-    Attributes:
-        restriction: allowed tokens, also for drafts; None = all.
-    """
+    """Converts a row of logits to the scores that a request samples from, in the order stated in `SamplingParams`."""
 
     def __init__(
         self,
-        params: SamplingParams,
+        params: SamplingParams,  # all token ids are within the vocabulary
         num_prompt: int,
-        end_tokens: Sequence[int],
-        bad_words: Sequence[Sequence[int]],
-        vocab_size: int,
-        device: torch.device,
+        end_tokens: Sequence[int],  # tokens masked before `min_tokens`
+        bad_words: Sequence[Sequence[int]],  # token ids of each spelling
+        vocab_size: int,  # the target's vocabulary size
+        device: torch.device,  # of the logits
         grammar: Grammar | None = None,
+        # Use the kernel of captured rounds instead of its reference; only if `runs_by_kernels`
         by_kernel: bool = False,
     ):
         self.params, self._num_prompt, self._vocab_size, self._device = params, num_prompt, vocab_size, device
         by_kernel = by_kernel and runs_by_kernels(params)
         self._bad_words, self._grammar, self._by_kernel = _BadWords(bad_words), grammar, by_kernel
-        self.restriction: Restriction | None = None
+        self.restriction: Restriction | None = None  # allowed tokens, also for drafts; None = all
         if grammar is not None or params.allowed_token_ids is not None:
             self.restriction = Restriction(params.allowed_token_ids, grammar, vocab_size, device)
         self._row, self._num_counted = TransformRow.of(params, num_prompt, vocab_size), 0
@@ -82,9 +68,6 @@ class Transforms:
             logits: the target's logits after the last of `ancestors`, [vocab]; not modified.
             tokens: prompt and output so far.
             ancestors: tree path after them.
-
-        Raises:
-            RequestError: a processor failed or returned invalid scores, or an error of `Grammar.excluded`.
         """
         if len(self._biases):
             self._count(tokens)
@@ -128,9 +111,6 @@ class _BadWords:
     """Forbidden token sequences.
 
     They are indexed by the tokens before their last one, so that the cost of a lookup does not grow with their number.
-
-    Args:
-        words: token ids of each spelling.
     """
 
     def __init__(self, words: Sequence[Sequence[int]]):
@@ -163,14 +143,10 @@ def _process(processor: object, scores: Tensor, tokens: Sequence[int], ancestors
 
 
 def truncate_rows(logits: Tensor, params: SamplingParams) -> None:
-    """Apply top_k, top_p and min_p to draft logits in place.
+    """Apply top_k, top_p and min_p to draft logits, float32 [num_rows, vocab] divided by the temperature, in place.
 
     Drafts are truncated approximately: ties at the threshold stay, and a nucleus of more than `_NUCLEUS` tokens is not
     truncated.
-
-    Args:
-        logits: float32 [num_rows, vocab], already divided by the temperature.
-        params: sampling parameters of the request.
     """
     wide = logits.shape[1]
     if params.min_p > 0:
@@ -189,12 +165,6 @@ def truncate_rows(logits: Tensor, params: SamplingParams) -> None:
 
 def call_processor(name: str, call: Callable[[], Any], size: int, device: torch.device) -> Tensor:
     """Call a logits processor and return a copy of its scores, which it may keep and modify.
-
-    Args:
-        name: name of the processor, for messages.
-        call: runs the processor, within `outside_code`.
-        size: vocabulary size.
-        device: device of the logits.
 
     Returns:
         float32 [size].

@@ -60,7 +60,7 @@ def _stop(name: str, value: Any) -> tuple[str, ...]:
     return texts
 
 
-def _stop_token_ids(name: str, value: Any) -> tuple[int, ...]:
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     tokens = _sequence(name, value, "a list of token ids")
     ids = [number for token in tokens if (number := as_int(token, 0)) is not None]
     if len(ids) < len(tokens):
@@ -90,13 +90,9 @@ def _logit_bias(name: str, value: Any) -> dict[int, float] | None:
 
 
 def _allowed_token_ids(name: str, value: Any) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    tokens = _sequence(name, value, "None or a list of token ids")
-    ids = [number for token in tokens if (number := as_int(token, 0)) is not None]
-    if not ids or len(ids) < len(tokens):
+    if value is not None and not (ids := _token_ids(name, value)):
         raise ConfigError(f"{name}={value!r}; valid: at least one token id, or None for all")
-    return tuple(ids)
+    return None if value is None else ids
 
 
 def _logits_processors(name: str, value: Any) -> tuple[Any, ...]:
@@ -117,7 +113,7 @@ def _output_kind(name: str, value: Any) -> RequestOutputKind:
 
 _CONVERTED: dict[str, Callable[[str, Any], Any]] = {
     "stop": _stop,
-    "stop_token_ids": _stop_token_ids,
+    "stop_token_ids": _token_ids,
     "bad_words": _bad_words,
     "logit_bias": _logit_bias,
     "allowed_token_ids": _allowed_token_ids,

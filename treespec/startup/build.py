@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import re
 from ctypes import CDLL
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from treespec.adapter.decoder import AdapterDecoder
-from treespec.adapter.make_decoder import find_exact_adapter
+from treespec.adapter.experts import has_routed_experts
 from treespec.adapter.trace import AdapterConfig
 from treespec.cache.kv_cache import KVCache, pages_for
 from treespec.cache.prefix_cache import PrefixCache
@@ -45,6 +46,7 @@ from treespec_kernels.tuning.tuned import KernelConfigs
 
 logger = logging.getLogger("treespec")
 
+_EXPERTS = re.compile(r"experts|moe", re.IGNORECASE)  # matches class names of mixture-of-experts modules
 ADAPTER_ROWS = 32  # rows of every pass of an adapter if no weaker padding is exact
 
 
@@ -53,30 +55,21 @@ class Built:
     """An engine and the settings it was built with.
 
     It keeps no model in memory that the engine does not keep itself.
-
-    Attributes:
-        engine, config: the engine and its resolved resources.
-        target: config of the target.
-        backend: backend of the target: "native" or "transformers".
-        exactness: guarantee about the output tokens.
-        memory: bytes in use, by purpose.
-        kernels: configurations of the Triton kernels; None without Triton.
-        connections: how each draft model proposes tokens for the target, by name.
     """
 
     engine: Engine
     config: EngineConfig
     target: ModelConfig | AdapterConfig
-    backend: str
-    exactness: str
-    memory: dict[str, int]
-    kernels: KernelConfigs | None
-    connections: dict[str, str]
+    backend: str  # of the target: "native" or "transformers"
+    exactness: str  # guarantee about the output tokens
+    memory: dict[str, int]  # bytes in use, by purpose
+    kernels: KernelConfigs | None  # None without Triton
+    connections: dict[str, str]  # how each draft model proposes tokens for the target, by name
 
     def stats(self) -> dict[str, Any]:
         """Return the document of `LLM.stats`."""
         config, sources = self.config, self.engine.sources
-        drafts = sources.ssms.names if sources.ssms else ()
+        drafts, curve = sources.ssms.names if sources.ssms else (), self.engine.host.planner.costs.curve
         return self.engine.stats.as_dict() | {
             "frozen": self._frozen(),
             "suffix_tokens": 0 if sources.lookup is None else sources.lookup.remembered,
@@ -85,7 +78,12 @@ class Built:
             "max_model_len": config.max_model_len,
             "max_num_seqs": config.max_num_seqs,
             "memory": dict(self.memory),
-            "cost_curve": self._cost_curve(),
+            "cost_curve": {
+                "rows": list(curve.rows),
+                "verify_seconds": list(curve.verify_seconds),
+                "draft_seconds": curve.draft_seconds,
+                "draft_start_seconds": curve.draft_start_seconds,
+            },
         }
 
     def _frozen(self) -> dict[str, Any]:
@@ -109,46 +107,25 @@ class Built:
             "default_kernels": [] if kernels is None else list(kernels.fallbacks),
         }
 
-    def _cost_curve(self) -> dict[str, Any]:
-        curve = self.engine.host.planner.costs.curve
-        return {
-            "rows": list(curve.rows),
-            "verify_seconds": list(curve.verify_seconds),
-            "draft_seconds": curve.draft_seconds,
-            "draft_start_seconds": curve.draft_start_seconds,
-        }
-
 
 @dataclass(frozen=True)
 class Target:
-    """A loaded target.
-
-    Attributes:
-        decoder: decoder of the target.
-        cache: KV cache of the engine; the self-test leaves it zeroed.
-        fixed_rows: rows of every pass if exactness needs padding, else None.
-        exactness: guarantee about the output tokens, for `stats` and the log.
-    """
+    """A loaded target."""
 
     decoder: Decoder
-    cache: KVCache
-    fixed_rows: int | None
-    exactness: str
+    cache: KVCache  # KV cache of the engine; the self-test leaves it zeroed
+    fixed_rows: int | None  # rows of every pass if exactness needs padding, else None
+    exactness: str  # guarantee about the output tokens, for `stats` and the log
 
 
 def load_target(resolved: Resolved, plan: MemoryPlan) -> Target:
-    """Load the target, allocate the KV cache, and run the self-test unless exact=False.
-
-    Raises:
-        ExactnessError: trees are not bit-identical to plain decoding. KernelError: a kernel does not run, or the target
-            returns no hidden states for its draft heads.
-    """
+    """Load the target, allocate the KV cache, and run the self-test unless exact=False."""
     loader, config, fixed_rows = resolved.loader, resolved.target, resolved.fixed_rows
     min_rows = fixed_rows or 2
     decoder = loader.load(config, config.shape.vocab_size, plan.positions, min_rows, resolved.quantization)
     if plan.features is not None:
         decoder.check_states(plan.features.layers)
-    cache = plan.make_cache(loader.device)
+    cache = KVCache(plan.shapes, plan.num_pages, plan.cache_dtype, loader.device, plan.stacks, plan.features)
     if resolved.options.exact and isinstance(config, AdapterConfig):
         decoder, fixed_rows = _exact_adapter(resolved, plan, config, cache)
     elif resolved.options.exact:
@@ -162,11 +139,7 @@ def load_target(resolved: Resolved, plan: MemoryPlan) -> Target:
 
 
 def check_exact(decoder: Decoder, cache: KVCache, attention: str, largest_pass: int) -> None:
-    """Run the self-test on a native decoder. attention="auto" falls back from packed to gathered attention.
-
-    Raises:
-        ExactnessError: the self-test fails. KernelError: a Triton kernel does not compile or launch.
-    """
+    """Run the self-test on a native decoder. attention="auto" falls back from packed to gathered attention."""
     try:
         differences = differing_rows(decoder, cache.pools[0], largest_pass)
     except Exception as error:
@@ -195,7 +168,7 @@ def fallback_options(resolved: Resolved, error: ExactnessError) -> EngineOptions
     Raises `error` if there is no other choice.
     """
     options = resolved.options
-    if isinstance(resolved.target, AdapterConfig):  # `find_exact_adapter` has tried all alternatives
+    if isinstance(resolved.target, AdapterConfig):  # `_exact_adapter` has tried all alternatives
         raise error
     if resolved.compile and options.compile == "auto":
         logger.warning("compiled passes are not exact on this machine; computing eagerly (%s)", error)
@@ -209,16 +182,37 @@ def fallback_options(resolved: Resolved, error: ExactnessError) -> EngineOptions
 def _exact_adapter(
     resolved: Resolved, plan: MemoryPlan, config: AdapterConfig, cache: KVCache
 ) -> tuple[AdapterDecoder, int | None]:
-    """Find the cheapest attention and padding with which an adapter passes the self-test."""
-    loader, vocab_size = resolved.loader, config.shape.vocab_size
+    """Find the cheapest attention and padding with which an adapter passes the self-test.
+
+    Returns the decoder, and the fixed number of rows, or None if none is needed.
+    """
+    loader, rows = resolved.loader, max(ADAPTER_ROWS, resolved.spec.max_nodes)
+    adapt = partial(loader.adapt, config, config.shape.vocab_size, plan.positions)
     attentions = [loader.attention]
     if resolved.options.attention == "auto" and loader.attention == "cpu-packed":
         attentions.append("cpu-gathered")
-    return find_exact_adapter(
-        lambda attention, *padding: loader.adapt(config, vocab_size, plan.positions, attention, *padding),
-        lambda decoder: differing_rows(decoder, cache.pools[0], plan.largest_pass),
-        attentions,
-        max(ADAPTER_ROWS, resolved.spec.max_nodes),
+    decoder = adapt(attentions[0], 2, 1)
+    experts = sorted({type(m).__name__ for m in decoder.model.modules() if _EXPERTS.search(type(m).__name__)})
+    if experts and not has_routed_experts(decoder.model):
+        raise ExactnessError(
+            f"{config.folder} has experts ({', '.join(experts)}) that transformers' experts interface does not "
+            "reach; their bits depend on the number of rows routed to each. Use exact=False to continue"
+        )
+    # torch's matrix products are not row-invariant in float32 or on a GPU, so only a fixed number of rows can be exact.
+    free = decoder.linear == "onednn" or (decoder.device.type == "cpu" and decoder.dtype == torch.bfloat16)
+    differences: list[str] = []
+    for attention in attentions:
+        for min_rows, multiple in [*([(2, 1), (2, 16)] if free else []), (rows, 1)]:
+            decoder = adapt(attention, min_rows, multiple)
+            differences = differing_rows(decoder, cache.pools[0], plan.largest_pass)
+            if not differences:
+                return decoder, rows if min_rows == rows else None
+            padded = f"multiples of {multiple}" if multiple > 1 else f"at least {min_rows}"
+            logger.info("%s, %s, passes of %s rows: %s", config.folder, attention, padded, differences[0])
+    raise ExactnessError(
+        f"{config.folder} run by transformers' code is not bit-identical to plain decoding, with "
+        f"attention={decoder.attention.name!r}, {decoder.dtype}, {torch.get_num_threads()} threads, even with {rows} "
+        f"rows in every pass: {'; '.join(differences[:3])}. Use exact=False to continue"
     )
 
 
@@ -244,11 +238,7 @@ def build(options: EngineOptions) -> Built:
 
 
 def assemble(resolved: Resolved, plan: MemoryPlan) -> Built:
-    """Load and test the models, measure their costs, and create the engine.
-
-    Raises:
-        ExactnessError: trees are not bit-identical to plain decoding. KernelError: a kernel does not run.
-    """
+    """Load and test the models, measure their costs, and create the engine."""
     options, loader, length = resolved.options, resolved.loader, plan.max_model_len
     target = load_target(resolved, plan)
     decoder, chunk = target.decoder, min(plan.prefill_chunk, target.fixed_rows or plan.prefill_chunk)

@@ -52,6 +52,7 @@ _MAX_START_SHARE = 0.9  # upper bound of the start of drafting, relative to draf
 _NUMBERS = tuple(field.name for field in fields(CostCurve))[2:]  # all fields but `rows` and `verify_seconds`
 _MEASURE_LOCK_TIMEOUT = 30.0  # seconds to wait for another process's measurement
 _WRITE_LOCK_TIMEOUT = 10.0  # seconds to wait for another process's write
+_STARTS = "starts"  # folder of costs measured at starts, apart from those of `treespec autotune`
 _MAX_STORED = 1000  # curves in a file; the oldest are dropped
 
 
@@ -112,23 +113,15 @@ def processor() -> str:
 
 @torch.inference_mode()
 def measure(
-    runner: Runner,
+    runner: Runner,  # of an idle engine
     ssms: SsmDrafter | None,
+    # Approximate duration; on a busy machine up to `PATIENCE` times as long. Every row count is measured at least once.
+    # Slow models are measured with fewer row counts, the slowest without those beyond an automatic tree, and a small
+    # cache limits their size
     seconds: float = 1.0,
-    advance: Callable[[float], None] = lambda fraction: None,
+    advance: Callable[[float], None] = lambda fraction: None,  # progress callback, called with the completed fraction
 ) -> CostCurve:
-    """Measure the cost curve with passes over scratch requests. Uses the minimum time of several runs.
-
-    Args:
-        runner, ssms: of an idle engine.
-        seconds: approximate duration; on a busy machine up to `PATIENCE` times as long. Every row count is measured at
-            least once. Slow models are measured with fewer row counts, the slowest without those beyond an automatic
-            tree, and a small cache limits their size.
-        advance: progress callback, called with the completed fraction.
-
-    Raises:
-        ConfigError: the cache has no free page.
-    """
+    """Measure the cost curve with passes over scratch requests. Uses the minimum time of several runs."""
     cache = runner.cache
     slots = min(cache.num_free * PAGE_SIZE, CONTEXT + ROWS[-1] + SCRATCH)
     if not slots:
@@ -214,11 +207,7 @@ def with_drafting(curve: CostCurve, times: dict[Any, float], ssms: int, requests
 
 def star_pass(runner: Runner, request: Request, rows: int) -> None:
     """Run a target pass over a star of `rows` nodes (a root and its children), up to the argmax."""
-    nodes = np.arange(rows)
-    depths = np.minimum(nodes, 1)
-    visible = np.eye(rows, dtype=bool)
-    visible[:, 0] = True
-    star = RequestRows(request.context_len, nodes, depths, visible, depths, request.pages)
+    star = RequestRows.tree(request.context_len, np.minimum(np.arange(rows), 1) - 1, request.pages)
     if rows == 1:
         star = RequestRows.chain(request.context_len, 1, request.pages)
     target = runner.target
@@ -250,20 +239,16 @@ def _read(ssms: SsmDrafter, requests: Sequence[Request]) -> None:
 
 def least_seconds(
     runs: Sequence[Callable[[], object]],
-    least_runs: int,
+    least_runs: int,  # of turns
+    # intended duration. Continues up to `PATIENCE` times as long with the callables whose two lowest times differ by
+    # more than a factor of `_AGREEMENT`. 0 = only `least_runs` turns
     seconds: float = 0.0,
+    # Progress callback, called with the completed fraction after each turn
     advance: Callable[[float], None] = lambda fraction: None,
 ) -> list[float]:
     """Return the minimum seconds of each callable over several interleaved runs.
 
     Interleaving spreads interference from other processes over all of them.
-
-    Args:
-        runs: the callables.
-        least_runs: minimum number of turns.
-        seconds: intended duration. Continues up to `PATIENCE` times as long with the callables whose two lowest times
-            differ by more than a factor of `_AGREEMENT`. 0 = only `least_runs` turns.
-        advance: progress callback, called with the completed fraction after each turn.
     """
     best, start, count, share = [(float("inf"), float("inf"))] * len(runs), time.perf_counter(), 0, 0.0
     turn = list(range(len(runs)))
@@ -284,9 +269,9 @@ def least_seconds(
     return [least for least, _ in best]
 
 
-def costs_file(folder: Path | None = None) -> Path:
-    """Return the file in which cost curves are stored."""
-    return (folder or cache_folder()) / "costs.json"
+def costs_file(folder: Path | str = "") -> Path:
+    """Return the file in which cost curves are stored: of `treespec autotune`, or of another folder of the cache."""
+    return cache_folder() / folder / "costs.json"
 
 
 @contextmanager
@@ -306,15 +291,8 @@ def measuring_alone(patience: float = _MEASURE_LOCK_TIMEOUT) -> Iterator[None]:
         yield
 
 
-def save(curve: CostCurve, key: dict[str, Any], folder: Path | None = None, names: Sequence[str] = ()) -> Path:
-    """Store a curve atomically and return the file.
-
-    Args:
-        curve: the curve.
-        key: as from `cost_key`; replaces a stored curve with the same key.
-        folder: None = the user's cache folder.
-        names: model names, for readers of the file.
-    """
+def save(curve: CostCurve, key: dict[str, Any], folder: Path | str = "", names: Sequence[str] = ()) -> Path:
+    """Store a curve atomically and return the file."""
     path = costs_file(folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     entry = {"key": key, "names": list(names), **asdict(curve)}
@@ -326,7 +304,7 @@ def save(curve: CostCurve, key: dict[str, Any], folder: Path | None = None, name
     return path
 
 
-def load_all(folder: Path | None = None) -> list[dict[str, Any]]:
+def load_all(folder: Path | str = "") -> list[dict[str, Any]]:
     """Return all valid stored entries; empty if the file is missing or unreadable."""
     try:
         entries = json.loads(costs_file(folder).read_text())
@@ -353,7 +331,7 @@ def curve_of(entry: dict[str, Any]) -> CostCurve:
     return CostCurve(rows, times, **{name: entry[name] for name in _NUMBERS})
 
 
-def load(key: dict[str, Any], folder: Path | None = None) -> CostCurve | None:
+def load(key: dict[str, Any], folder: Path | str = "") -> CostCurve | None:
     """Return the stored curve with exactly this key, or None."""
     return next((curve_of(entry) for entry in load_all(folder) if entry["key"] == key), None)
 
@@ -366,7 +344,7 @@ def round_seconds(curve: CostCurve) -> float:
     return float(curve.verify(ROUND_ROWS)) + curve.draft(DRAFT_LEVELS, DRAFT_LEVELS, DRAFT_LEVELS)
 
 
-def by_threads(key: dict[str, Any], folder: Path | None = None) -> dict[int, float]:
+def by_threads(key: dict[str, Any], folder: Path | str = "") -> dict[int, float]:
     """Return `round_seconds` by number of threads, ascending, of the stored curves that equal `key` in all else."""
     seconds_by_threads = {
         entry["key"]["threads"]: round_seconds(curve_of(entry))
@@ -388,25 +366,17 @@ def load_costs(runner: Runner, ssms: SsmDrafter | None, threads: int, interprete
         if runner.target.device.type == "cpu":
             warn_of_threads(by_threads(key), threads)
         return curve
-    key_of_start, folder = start_key(runner, key), starts_folder()
-    if (curve := load(key_of_start, folder)) is not None:
+    key_of_start = start_key(runner, key)
+    if (curve := load(key_of_start, _STARTS)) is not None:
         return curve
     with measuring_alone(START_SECONDS * PATIENCE), threads_of_passes(runner.target.linear == "compiled"):
-        if (curve := load(key) or load(key_of_start, folder)) is None:
+        if (curve := load(key) or load(key_of_start, _STARTS)) is None:
             curve = measure(runner, ssms, START_SECONDS)
             try:
-                save(curve, key_of_start, folder)
+                save(curve, key_of_start, _STARTS)
             except OSError as error:
                 logger.info("measured pass costs cannot be stored, and the next start measures them again: %s", error)
     return curve
-
-
-def starts_folder() -> Path | None:
-    """Return the folder of costs measured at starts, apart from those of `treespec autotune`; None without a home."""
-    try:
-        return cache_folder() / "starts"
-    except OSError:
-        return None
 
 
 def warn_of_threads(seconds: dict[int, float], threads: int) -> None:
@@ -421,10 +391,5 @@ def warn_of_threads(seconds: dict[int, float], threads: int) -> None:
         logger.warning(
             "with %d threads a round took %.3g ms here, with %d %.3g ms (treespec autotune); "
             "set OMP_NUM_THREADS=%d, or call torch.set_num_threads(%d) before LLM",
-            threads,
-            1000 * seconds[threads],
-            best,
-            1000 * seconds[best],
-            best,
-            best,
+            *(threads, 1000 * seconds[threads], best, 1000 * seconds[best], best, best),
         )

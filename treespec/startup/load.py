@@ -1,12 +1,13 @@
 """Loads the decoders of an engine: native models, draft heads, and adapters around transformers models."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from ctypes import CDLL
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -28,7 +29,7 @@ from treespec.models.block_draft import (
 )
 from treespec.models.compiled import CompiledDecoder
 from treespec.models.decoder import Decoder
-from treespec.models.feature_head import Eagle3Head, EagleHead, FeatureHead, FusedPairs, TorchPairs
+from treespec.models.feature_head import AnyLinear, Eagle3Head, EagleHead, FeatureHead, TorchPairs
 from treespec.models.head_vocabulary import HeadVocabulary
 from treespec.models.model_config import ModelConfig
 from treespec.models.state_head import MedusaHeads, MlpSpeculator, SpeculatorStep, StateHead
@@ -43,7 +44,7 @@ from treespec_kernels.linear.linear import Linear, LinearImpl
 from treespec_kernels.linear.quantized import QuantizedWeight
 from treespec_kernels.tuning.tuned import KernelConfigs
 from treespec_weights import load_weights
-from treespec_weights.block_drafts import BlockForm, MarkovWeights, load_block
+from treespec_weights.block_drafts import BlockForm, load_block
 from treespec_weights.gguf.tensors import describe_storage
 from treespec_weights.heads import DraftForm, load_head
 from treespec_weights.quantize import quantize
@@ -58,20 +59,13 @@ _ANY_HEAD = 16  # head size of the library build; linear layers do not use it
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """A draft head, or block draft, and what it reads of its target.
+    """A draft head, or block draft, and what it reads of its target."""
 
-    Attributes:
-        form: of the published folder.
-        decoder: config of its layers, with the target's vocabulary size; of a head without attention, the target's with
-            no layers.
-        layers: of the target, whose inputs it reads; see `HeadForm.read_layers`.
-        target_hidden: hidden size of the target.
-    """
-
-    form: DraftForm | MtpForm
+    form: DraftForm | MtpForm  # of the published folder
+    # Config of its layers, with the target's vocabulary size; of a head without attention, the target's with no layers
     decoder: ModelConfig | AdapterConfig
-    layers: tuple[int, ...]
-    target_hidden: int
+    layers: tuple[int, ...]  # of the target, whose inputs it reads; see `HeadForm.read_layers`
+    target_hidden: int  # the target's hidden size
 
     @property
     def folder(self) -> Path:
@@ -89,12 +83,7 @@ class HeadConfig:
 
     @classmethod
     def of(cls, form: DraftForm, target: ModelConfig | AdapterConfig, max_model_len: int | None) -> "HeadConfig":
-        """Return the config of a head for a target.
-
-        Raises:
-            ModelError: a PARD draft has other tokens.
-            CheckpointError: contradictory or unsupported config values.
-        """
+        """Return the config of a head for a target."""
         layers = form.read_layers(target.shape.num_layers)
         if isinstance(form, StateForm):
             shape = replace(target.shape, num_layers=0)
@@ -138,25 +127,17 @@ def _is_quantized(config: ModelConfig) -> bool:
 
 @dataclass(frozen=True)
 class Loader:
-    """Loads the models of an engine.
+    """Loads the models of an engine."""
 
-    Args:
-        device, dtype: device and dtype of the passes.
-        attention: implementation of tree attention.
-        linear: implementation of native models' linear layers; "compiled" runs whole passes in C++.
-        exact: as in `LLM`.
-        configs: tuned configurations of the Triton kernels; None without Triton.
-        int8_drafts: quantise drafts while loading, and their activations; compiled passes only.
-        integer: quantise the target's activations to int8 before products with quantised weights; compiled passes only.
-    """
-
-    device: torch.device
+    device: torch.device  # of the passes, as dtype
     dtype: torch.dtype
-    attention: str
+    attention: str  # implementation of tree attention
+    # Implementation of native models' linear layers; "compiled" runs whole passes in C++
     linear: LinearImpl | Literal["compiled", "triton"]
-    exact: bool
-    configs: KernelConfigs | None
-    int8_drafts: bool = False
+    exact: bool  # as in `LLM`
+    configs: KernelConfigs | None  # None without Triton
+    int8_drafts: bool = False  # quantise drafts while loading, and their activations; compiled passes only
+    # Quantise the target's activations to int8 before products with quantised weights; compiled passes only
     integer: bool = False
     _modules: dict[Source, nn.Module] = field(default_factory=dict)
     _layers: dict[MtpForm, nn.Module] = field(default_factory=dict)
@@ -175,23 +156,14 @@ class Loader:
 
     def load(
         self,
-        config: ModelConfig | AdapterConfig,
-        vocab_size: int,
-        positions: int,
-        min_rows: int,
-        quantization: str | None = None,
-        draft: Draft | None = None,
+        config: ModelConfig | AdapterConfig,  # result of `open`; its vocabulary size may be the target's
+        vocab_size: int,  # the model's own, as stored
+        positions: int,  # maximum context length
+        min_rows: int,  # number of rows to which smaller passes are padded
+        quantization: str | None = None,  # quantisation to apply to unquantised weights
+        draft: Draft | None = None,  # the model as a draft; None for the target
     ) -> Decoder:
-        """Load a model's weights and return its decoder.
-
-        Args:
-            config: result of `open`; its vocabulary size may be the target's.
-            vocab_size: the model's own, as stored.
-            positions: maximum context length.
-            min_rows: number of rows to which smaller passes are padded.
-            quantization: quantisation to apply to unquantised weights.
-            draft: the model as a draft; None for the target.
-        """
+        """Load a model's weights and return its decoder."""
         if isinstance(config, AdapterConfig):
             return self.adapt(config, vocab_size, positions, self.attention, min_rows, 1)
         size, stored = config.shape.vocab_size, replace(config.shape, vocab_size=vocab_size)
@@ -210,7 +182,7 @@ class Loader:
             except ValueError as error:
                 raise ModelError(f"{config.folder}: {error}; draft_quantization=None loads it as it is") from error
         integer = self.integer if draft is None else self.int8_drafts
-        decoder = self._make_decoder(config, weights, positions, min_rows, library, integer)
+        decoder = self._make_decoder(config, weights, positions, integer, min_rows, library)
         if tokens is not None:
             decoder.head_vocabulary = HeadVocabulary(tokens, size, self.device)
         if draft is None and self.integer:
@@ -232,31 +204,29 @@ class Loader:
             features: the states of the target that are stored, the head's among them; None if no head reads any.
             positions: maximum context length.
         """
+        columns = [] if features is None else [features.layers.index(layer) for layer in config.layers]
         if isinstance(config.form, BlockForm):
-            return self._load_block(config, config.form, target, features)
-        assert features is not None
+            return self._load_block(config, config.form, target, columns)
         if isinstance(config.form, MtpForm):
-            return self._load_mtp(config, config.form, target, features, positions)
+            assert isinstance(config.decoder, AdapterConfig)
+            op = make_attention(self.attention, config.decoder.shape, self.dtype, self.device, self.configs)
+            return MtpHead(MtpDecoder(config.decoder, self._layers[config.form], op, positions), target, columns)
         if isinstance(config.form, StateForm):
-            return self._load_state_head(config, config.form, target, features)
+            return self._load_state_head(config, config.form, target, columns)
         shape = config.decoder.shape
         sizes = len(config.layers), config.target_hidden
         weights, tokens = load_head(config.form, shape, *sizes, self.dtype, self.device)
         embed = (target.embed if weights.embed is None else weights.embed).to(self.dtype)
-        columns = [features.layers.index(layer) for layer in config.layers]
-        decoder = self._make_draft_layers(config, weights.decoder, positions)
-        fc, qkv = self._linear(decoder, *self._fitted(*weights.fc)), self._fitted(*weights.qkv)
+        decoder = self._make_draft_layers(config, weights.decoder, tokens, positions)
+        fc = self._linear(decoder, *weights.fc)
         if config.form.kind == "eagle":
-            qkv_linear = self._linear(decoder, *qkv)
-            return EagleHead(decoder, target, columns, FusedPairs(embed, fc, qkv_linear))
-        if tokens is not None:
-            decoder.head_vocabulary = HeadVocabulary(tokens, shape.vocab_size, self.device)
+            return EagleHead(decoder, target, columns, embed, fc, self._linear(decoder, *weights.qkv))
         pairs: TorchPairs | PairInputs
         eps = decoder.config.norm_eps
         if isinstance(decoder, CompiledDecoder):
             assert weights.embed_norm is not None and weights.feature_norm is not None
             norms, threads = (weights.embed_norm, weights.feature_norm), torch.get_num_threads()
-            after = config.form.residual_after_norm
+            qkv, after = (self._fitted(weights.qkv[0]), weights.qkv[1]), config.form.residual_after_norm
             pairs = PairInputs(decoder.library, qkv, embed, *norms, eps, after, threads, self.int8_drafts)
         else:
             pairs = TorchPairs(config.form, weights, embed, eps, self._impl)
@@ -265,19 +235,17 @@ class Loader:
             return head
         return ParallelEagle(head, config.form.block, config.form.mask_token, weights.mask_states)
 
-    def _load_block(
-        self, config: HeadConfig, form: BlockForm, target: Decoder, features: FeatureShape | None
-    ) -> BlockDraft:
-        """Load a block draft; arguments as in `load_head`."""
-        shape = config.decoder.shape
-        weights, tokens = load_block(form, shape, config.target_hidden, self.dtype, self.device)
+    def _load_block(self, config: HeadConfig, form: BlockForm, target: Decoder, columns: list[int]) -> BlockDraft:
+        weights, tokens = load_block(form, config.decoder.shape, config.target_hidden, self.dtype, self.device)
         owns_head, embed = "lm_head" in weights.decoder, weights.embed
-        decoder = self._make_draft_layers(config, weights.decoder)
-        if tokens is not None:
-            decoder.head_vocabulary = HeadVocabulary(tokens, shape.vocab_size, self.device)
+        decoder = self._make_draft_layers(config, weights.decoder, tokens)
         if weights.mask is not None:
             return ParallelDraft(decoder, form.block, weights.mask * decoder.embed_scale)
-        assert features is not None and weights.fc is not None and weights.state_norm is not None
+        assert weights.fc is not None and weights.state_norm is not None
+        bias = None
+        if weights.markov is not None:
+            gate = None if weights.markov.gate is None else self._linear(decoder, *weights.markov.gate)
+            bias = MarkovBias(weights.markov.embed, self._linear(decoder, weights.markov.out), gate)
         return DFlashDraft(
             decoder,
             None if owns_head else target,
@@ -285,44 +253,22 @@ class Loader:
             form.mask_token,
             form.block_size,
             form.predicts_next,
-            StateProjection(
-                [features.layers.index(layer) for layer in config.layers],
-                self._linear(decoder, *self._fitted(weights.fc, None)),
-                weights.state_norm,
-            ),
-            None if weights.markov is None else self._make_bias(decoder, weights.markov),
+            StateProjection(columns, self._linear(decoder, weights.fc), weights.state_norm),
+            bias,
         )
 
-    def _load_mtp(
-        self, config: HeadConfig, form: MtpForm, target: Decoder, features: FeatureShape, positions: int
-    ) -> MtpHead:
-        """Load the MTP layer of the target; arguments as in `load_head`."""
-        assert isinstance(config.decoder, AdapterConfig)
-        shape, columns = config.decoder.shape, [features.layers.index(layer) for layer in config.layers]
-        op = make_attention(self.attention, shape, self.dtype, self.device, self.configs)
-        return MtpHead(MtpDecoder(config.decoder, self._layers[form], op, positions), target, columns)
-
-    def _make_bias(self, decoder: Decoder, weights: MarkovWeights) -> MarkovBias:
-        """Return the bias of a DSpark draft."""
-        gate = None if weights.gate is None else self._linear(decoder, *self._fitted(*weights.gate))
-        return MarkovBias(weights.embed, self._linear(decoder, *self._fitted(weights.out, None)), gate)
-
-    def _load_state_head(
-        self, config: HeadConfig, form: StateForm, target: Decoder, features: FeatureShape
-    ) -> StateHead:
-        """Load a head without attention; arguments as in `load_head`."""
+    def _load_state_head(self, config: HeadConfig, form: StateForm, target: Decoder, columns: list[int]) -> StateHead:
         size = target.vocab_size
         weights, tokens = load_state_head(form, config.target_hidden, size, self.dtype, self.device)
         vocabulary = None if tokens is None else HeadVocabulary(tokens, size, self.device)
-        made: dict[int, Linear | CompiledLinear] = {}
+        made: dict[int, AnyLinear] = {}
 
-        def linear(weight: Tensor | None, bias: Tensor | None = None) -> Linear | CompiledLinear:
+        def linear(weight: Tensor | None, bias: Tensor | None = None) -> AnyLinear:
             assert weight is not None
             if id(weight) not in made:  # depths may share it
-                made[id(weight)] = self._linear(target, *self._fitted(weight, bias))
+                made[id(weight)] = self._linear(target, weight, bias)
             return made[id(weight)]
 
-        columns = [features.layers.index(layer) for layer in config.layers]
         common = target, columns, [linear(step.head) for step in weights.steps], vocabulary
         if form.kind == "medusa":
             return MedusaHeads(*common, [[linear(*layer) for layer in step.layers] for step in weights.steps])
@@ -334,38 +280,29 @@ class Loader:
         return MlpSpeculator(*common, steps, form.scale_input)
 
     def _make_draft_layers(
-        self, config: HeadConfig, weights: dict[str, Tensor], positions: int | None = None
+        self, config: HeadConfig, weights: dict[str, Tensor], tokens: np.ndarray | None, positions: int | None = None
     ) -> Decoder:
-        """Return the decoder of a draft head's layers.
+        """Return the decoder of a draft head's layers, for captured rounds if `positions` is the context's length.
 
-        Args:
-            config: of the head.
-            weights: of its layers.
-            positions: maximum context length of a decoder that captured rounds may use; None for an eager one.
+        `tokens` are those of its reduced head, if any.
         """
         assert isinstance(config.decoder, ModelConfig)
-        if self.linear != "compiled":
-            op = make_attention(self.attention, config.decoder.shape, self.dtype, self.device, self.configs)
-            if self.configs is None or positions is None:
-                return Decoder(config.decoder, weights, op, self._impl)
-            assert isinstance(op, TritonAttention)
-            return TritonDecoder(config.decoder, weights, op, self.configs, self.exact, positions)
         if self.int8_drafts:
             quantize_matrices(weights)
-        return CompiledDecoder(config.decoder, weights, libraries_folder(), self.int8_drafts)
+        decoder = self._make_decoder(config.decoder, weights, positions, self.int8_drafts)
+        if tokens is not None:
+            decoder.head_vocabulary = HeadVocabulary(tokens, config.decoder.shape.vocab_size, self.device)
+        return decoder
 
-    def _fitted(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor | QuantizedWeight, Tensor | None]:
-        """Return a draft head's projection as its layers' matrices are kept, and its bias."""
-        return QuantizedWeight(*quantize(weight, 8)) if self.int8_drafts else weight, bias
+    def _fitted(self, weight: Tensor) -> Tensor | QuantizedWeight:
+        """Return a draft head's projection as its layers' matrices are kept."""
+        return QuantizedWeight(*quantize(weight, 8)) if self.int8_drafts else weight
 
-    def _linear(
-        self, decoder: Decoder, weight: Tensor | QuantizedWeight, bias: Tensor | None
-    ) -> Linear | CompiledLinear:
-        """Return a linear layer beside the layers of `decoder`."""
+    def _linear(self, decoder: Decoder, weight: Tensor, bias: Tensor | None = None) -> AnyLinear:
+        """Return a draft's linear layer beside the layers of `decoder`."""
         if isinstance(decoder, CompiledDecoder):
-            threads = torch.get_num_threads()
-            return CompiledLinear(decoder.library, weight, bias, self.dtype, threads, self.int8_drafts)
-        assert isinstance(weight, Tensor)
+            sizes = self.dtype, torch.get_num_threads(), self.int8_drafts
+            return CompiledLinear(decoder.library, self._fitted(weight), bias, *sizes)
         return Linear(weight, bias, self._impl)
 
     @property
@@ -377,26 +314,33 @@ class Loader:
         self,
         config: ModelConfig,
         weights: dict[str, Tensor],
-        positions: int,
-        min_rows: int,
-        library: CDLL | None,
+        positions: int
+        | None,  # maximum context length of a decoder that captured rounds may use; None for an eager one
         integer: bool,
+        min_rows: int = 2,
+        library: CDLL | None = None,
     ) -> Decoder:
         if self.linear == "compiled":
             return CompiledDecoder(config, weights, libraries_folder(), integer)
         op = make_attention(self.attention, config.shape, self.dtype, self.device, self.configs)
-        if self.configs is not None:
-            assert isinstance(op, TritonAttention)
-            return TritonDecoder(config, weights, op, self.configs, self.exact, positions)
-        assert self.linear == "onednn" or self.linear == "torch"
-        return Decoder(config, weights, op, self.linear, min_rows, library)
+        if self.configs is None or positions is None:
+            return Decoder(config, weights, op, self._impl, min_rows, library)
+        assert isinstance(op, TritonAttention)
+        return TritonDecoder(config, weights, op, self.configs, self.exact, positions)
 
     def _library(self, config: ModelConfig, quantization: str | None) -> CDLL | None:
         """Return the library of an eager decoder's quantised layers, or None if it has none or cannot be built."""
         eager = self.linear != "compiled" and self.configs is None
         if not eager or (quantization is None and not _is_quantized(config)):
             return None
-        return quantized_library(self.dtype, self.device, libraries_folder)
+        try:
+            if self.device.type != "cpu" or self.dtype not in DTYPES:
+                raise CompileError(f"there is no kernel for {self.dtype} on {self.device}")
+            return build(find_compiler(), _ANY_HEAD, self.dtype, libraries_folder())
+        except (CompileError, OSError) as error:
+            message = "quantised weights are held as %s, which saves no memory and no time: %s"
+            logger.warning(message, self.dtype, error)
+            return None
 
     def adapt(
         self, config: AdapterConfig, vocab_size: int, positions: int, attention: str, min_rows: int, multiple: int
@@ -417,19 +361,3 @@ def quantize_matrices(weights: dict[str, Tensor]) -> None:
     for name in names:
         if (weight := weights[name]).dim() == 2 and weight.is_floating_point() and not name.endswith(_FACTORS):
             weights[name], weights[f"{name}_scale"], _ = quantize(weight, 8)
-
-
-def quantized_library(dtype: torch.dtype, device: torch.device, folder: Callable[[], Path]) -> CDLL | None:
-    """Return the library of quantised layers on a CPU, stored in `folder()`.
-
-    Returns None, with a warning, if it cannot be built or stored.
-    """
-    if device.type == "cpu" and dtype in DTYPES:
-        try:
-            return build(find_compiler(), _ANY_HEAD, dtype, folder())
-        except (CompileError, OSError) as error:
-            reason = str(error)
-    else:
-        reason = f"there is no kernel for {dtype} on {device}"
-    logger.warning("quantised weights are held as %s, which saves no memory and no time: %s", dtype, reason)
-    return None

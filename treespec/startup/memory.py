@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -33,46 +34,26 @@ CHUNK_SHARE = 8  # a larger chunk may take this part of the free memory
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Memory sizes of an engine.
+    """Memory sizes of an engine."""
 
-    Attributes:
-        max_model_len: maximum positions of a request.
-        scratch: KV slots after a request's committed slots, for its tree and its drafts.
-        prefill_chunk: prompt rows per step.
-        largest_pass: rows of the largest pass.
-        num_pages: number of pages of the KV cache.
-        cache_dtype: dtype of the KV cache.
-        shapes: shapes of the models in the KV cache, target first.
-        stacks: numbers of consecutive models that share a tensor of the KV cache (see `KVCache`).
-        features: hidden states of the target that draft heads read; None without heads.
-    """
-
-    max_model_len: int
-    scratch: int
-    prefill_chunk: int
-    largest_pass: int
+    max_model_len: int  # maximum positions of a request
+    scratch: int  # KV slots after a request's committed slots, for its tree and its drafts
+    prefill_chunk: int  # prompt rows per step
+    largest_pass: int  # rows of the largest pass
     num_pages: int
     cache_dtype: torch.dtype
-    shapes: list[ModelShape]
-    stacks: list[int] | None
-    features: FeatureShape | None
+    shapes: list[ModelShape]  # shapes of the models in the KV cache, target first
+    stacks: list[int] | None  # numbers of consecutive models that share a tensor of the KV cache (see `KVCache`)
+    features: FeatureShape | None  # hidden states of the target that draft heads read; None without heads
 
     @property
     def positions(self) -> int:
         """Number of positions that models compute, including scratch slots."""
         return self.max_model_len + self.scratch
 
-    def make_cache(self, device: torch.device) -> KVCache:
-        """Allocate the KV cache of the target and its SSMs."""
-        return KVCache(self.shapes, self.num_pages, self.cache_dtype, device, self.stacks, self.features)
-
 
 def plan_memory(resolved: Resolved) -> MemoryPlan:
-    """Choose the maximum request length and the size of the KV cache.
-
-    Raises:
-        ConfigError: max_model_len is out of range. CacheMemoryError: the free memory is too small.
-    """
+    """Choose the maximum request length and the size of the KV cache."""
     options, spec, loader, target = resolved.options, resolved.spec, resolved.loader, resolved.target
     triton = loader.configs is not None
     shapes = [target.shape, *(config.shape for config in resolved.group)]
@@ -93,6 +74,7 @@ def plan_memory(resolved: Resolved) -> MemoryPlan:
             chunk = _prefill_chunk(resolved, scratch)
         reserved = _weight_bytes(resolved) + _round_bytes(resolved, scratch, chunk)
     max_num_seqs, cache_bytes = options.max_num_seqs, options.kv_cache_memory_bytes
+    ssms = _natives(draft.config for draft in resolved.ssms)
     arguments = options.max_model_len, target, page + (0 if cache_bytes else foreign_page), max_num_seqs, scratch
     length = resolve_max_model_len(*arguments, loader.device, reserved, cache_bytes)
     num_pages = max_num_seqs * pages_for(length + scratch)
@@ -106,38 +88,23 @@ def plan_memory(resolved: Resolved) -> MemoryPlan:
         num_pages=num_pages,
         cache_dtype=cache_dtype,
         shapes=shapes,
-        stacks=_cache_stacks(resolved) if triton else None,
+        stacks=[1, *stack_sizes(ssms), *[1] * len(resolved.heads)] if triton else None,  # each head alone
         features=features,
     )
 
 
 def resolve_max_model_len(
+    # The user's value; None means the model's maximum, or fewer if half of the free memory holds fewer
     asked: int | None,
     target: ModelConfig | AdapterConfig,
-    bytes_per_page: int,
+    bytes_per_page: int,  # bytes per page of all models in the KV cache
     seqs: int,
-    scratch: int,
+    scratch: int,  # slots after each request
     device: torch.device,
-    reserved: int = 0,
-    cache_bytes: int | None = None,
+    reserved: int = 0,  # bytes reserved for weights and captured rounds
+    cache_bytes: int | None = None,  # of a cache that must hold one request; None = of one that must hold all of them
 ) -> int:
-    """Return the maximum number of positions of a request.
-
-    Args:
-        asked: the user's value; None means the model's maximum, or fewer if half of the free memory or `cache_bytes`
-            holds fewer.
-        target: config of the target.
-        bytes_per_page: bytes per page of all models in the KV cache.
-        seqs: number of concurrent requests.
-        scratch: slots after each request.
-        device: device that holds the cache.
-        reserved: bytes reserved for weights and captured rounds.
-        cache_bytes: of a cache that must hold one request; None = of one that must hold all of them.
-
-    Raises:
-        ConfigError: `asked` is out of range, or the free memory holds no context at all.
-        CacheMemoryError: the cache, or the `reserved` bytes, do not fit into the free memory.
-    """
+    """Return the maximum number of positions of a request."""
     free = free_memory(device) - reserved
     if free <= 0:
         raise CacheMemoryError(
@@ -191,21 +158,13 @@ def _prefill_chunk(resolved: Resolved, scratch: int) -> int:
 
 def _round_bytes(resolved: Resolved, scratch: int, prefill_chunk: int) -> int:
     """Return the bytes of captured rounds and of a prefill pass for the maximum context length."""
-    options, most = resolved.options, resolved.target.max_positions
+    options, most, models = resolved.options, resolved.target.max_positions, [resolved.target, *resolved.group]
     longest = min(options.max_model_len or most, most)
-    limits = round_limits(resolved.spec, longest, scratch, len(resolved.group))
-    return planned_bytes(_natives(resolved), limits, options.max_num_seqs, prefill_chunk, resolved.loader.dtype)
+    limits, natives = round_limits(resolved.spec, longest, scratch, len(resolved.group)), _natives(models)
+    return planned_bytes(natives, limits, options.max_num_seqs, prefill_chunk, resolved.loader.dtype)
 
 
-def _cache_stacks(resolved: Resolved) -> list[int]:
-    """Return the numbers of models that share a tensor of the KV cache: the target, the SSMs, and each head alone."""
-    ssms = [draft.config for draft in resolved.ssms if isinstance(draft.config, ModelConfig)]
-    return [1, *stack_sizes(ssms), *[1] * len(resolved.heads)]
-
-
-def _natives(resolved: Resolved) -> list[ModelConfig]:
-    """Return the configs of the native models among the target and its SSMs."""
-    configs = (resolved.target, *resolved.group)
+def _natives(configs: Iterable[ModelConfig | AdapterConfig]) -> list[ModelConfig]:
     return [config for config in configs if isinstance(config, ModelConfig)]
 
 

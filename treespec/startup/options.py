@@ -83,10 +83,6 @@ def resolve_model(model: str | os.PathLike[str] | None) -> Path:
 
     None and "embedded" are the embedded target, "smollm2" is the installed SmolLM2-135M-Instruct. A name has precedence
     over a folder of the same name in the working directory.
-
-    Raises:
-        ConfigError: a value of another type. ModelError: the named model is not installed, or the hub id cannot be
-            fetched.
     """
     if model is None or model == EMBEDDED:
         return default_folder("target")
@@ -220,9 +216,6 @@ def resolve_quantization(quantization: str | None, target: ModelConfig | Source,
     """Resolve the quantisation to apply at load time. None keeps the checkpoint's weights.
 
     Validates before anything is loaded. Logs a warning if fp8 weights of the checkpoint are converted to `dtype`.
-
-    Raises:
-        ConfigError: an unknown name, a checkpoint that is already quantised, or sizes that no group size divides.
     """
     stored = None if isinstance(target, Source) else target.quantization
     method = str(quantization).removesuffix("_marlin")
@@ -256,31 +249,18 @@ def resolve_quantization(quantization: str | None, target: ModelConfig | Source,
 
 @dataclass(frozen=True)
 class Resolved:
-    """Options of an engine with every "auto" replaced and every config read. No native weights are loaded.
+    """Options of an engine with every "auto" replaced and every config read. No native weights are loaded."""
 
-    Attributes:
-        options: what the user asked for.
-        spec: default speculative decoding options.
-        loader: loads models with the resolved device, dtype and implementations.
-        compile: whether passes run in compiled libraries.
-        quantization: quantisation to apply to the target's layers.
-        fixed_rows: rows of every pass if exactness needs padding, else None.
-        target: config of the target.
-        drafts: draft models, connected to the target's vocabulary.
-        heads: draft heads by name.
-        drafters: the user's own `Drafter` objects.
-    """
-
-    options: EngineOptions
+    options: EngineOptions  # what the user asked for
     spec: SpecConfig
-    loader: Loader
-    compile: bool
-    quantization: str | None
-    fixed_rows: int | None
+    loader: Loader  # loads models with the resolved device, dtype and implementations
+    compile: bool  # whether passes run in compiled libraries
+    quantization: str | None  # quantisation to apply to the target's layers
+    fixed_rows: int | None  # rows of every pass if exactness needs padding, else None
     target: ModelConfig | AdapterConfig
-    drafts: list[Draft]
+    drafts: list[Draft]  # draft models, connected to the target's vocabulary
     heads: list[tuple[str, HeadConfig]]
-    drafters: list[Drafter]
+    drafters: list[Drafter]  # the user's own `Drafter` objects
 
     @property
     def device(self) -> torch.device:
@@ -326,7 +306,10 @@ def resolve(options: EngineOptions) -> Resolved:
         needs_padding = options.exact and not is_adapted  # `load_target` finds the padding of an adapter
         linear, fixed_rows = resolve_linear(asked, attention, dtype, device, needs_padding, spec)
     configs = KernelConfigs.load(device) if linear == "triton" else None
-    int8_drafts = _quantises_drafts(options.draft_quantization, compiles)
+    if options.draft_quantization == "int8" and not compiles:
+        raise ConfigError("draft_quantization='int8' is for compiled passes on a CPU; leave it at 'auto'")
+    # Compiled passes of few rows are bound by reading weights.
+    int8_drafts = options.draft_quantization is not None and compiles
     int8_target = _quantises_activations(options.activations, compiles, target, quantization)
     loader = Loader(device, dtype, attention, linear, options.exact, configs, int8_drafts, int8_target)
     config = loader.open(target)
@@ -356,13 +339,6 @@ def _resolve_passes(
         return dtype, True
     logger.warning("%s has no fast %s here; computing in float32", device, dtype)
     return torch.float32, resolve_compile(options, models, torch.float32, device)
-
-
-def _quantises_drafts(asked: str | None, compiles: bool) -> bool:
-    """Return whether drafts are quantised to int8: compiled passes of few rows are bound by reading weights."""
-    if asked == "int8" and not compiles:
-        raise ConfigError("draft_quantization='int8' is for compiled passes on a CPU; leave it at 'auto'")
-    return asked is not None and compiles
 
 
 def _quantises_activations(asked: str, compiles: bool, target: ModelConfig | Source, quantization: str | None) -> bool:

@@ -10,6 +10,7 @@ import copy
 import itertools
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -52,23 +53,20 @@ def differing_rows(model: Decoder, pool: Tensor, largest_pass: int = 512, seed: 
     """Compare plain decoding with trees, batches and prompt chunks, on one layer of each kind.
 
     Args:
-        model: the target.
         pool: the target's empty KV pool. The used pages are zeroed afterwards.
         largest_pass: rows of the engine's largest pass.
-        seed: seed of the random tokens.
 
-    Returns:
-        One line for each difference, or an empty list.
+    Returns one line for each difference.
     """
     rng = np.random.default_rng(seed)
-    whole, (model, num_layers, windows) = pool, model.layer_subset(_WINDOW)
+    whole, (model, num_layers) = pool, model.layer_subset(_WINDOW)
     pool = pool[:num_layers]
     available = pool.shape[2] - 1
     pages = 1 + np.arange(min(_PAGES, available))
     twin = 1 + len(pages) + np.arange(len(pages)) if available >= 2 * len(pages) else None
     room = len(pages) * PAGE_SIZE
     differences = []
-    ends = [end for window in windows if window is not None for end in (window, window + PAGE_SIZE)]
+    ends = [end for window in model.windows if window is not None for end in (window, window + PAGE_SIZE)]
     borders = {end - 4 for end in ends if end > 4}  # so that the first position leaves the window of deeper nodes
     for prefix in (p for p in sorted({*_PREFIXES, *borders}) if p + len(_PARENTS) <= room):
         differences += _compare_after_prompt(
@@ -108,15 +106,8 @@ def _compare_after_prompt(
     """Compare a prompt and a tree after it. `twin` holds the pages of a second request in the batch."""
     prefix, differences = len(prompt), []
     tree = (np.arange(len(parents)) * 7919 + prefix) % model.vocab_size
-    depths = np.zeros(len(parents), dtype=np.int64)
-    visible = np.eye(len(parents), dtype=bool)
-    for node in range(1, len(parents)):
-        depths[node] = depths[parents[node]] + 1
-        visible[node] |= visible[parents[node]]
-
-    def tree_rows(pages: np.ndarray) -> RequestRows:
-        return RequestRows(prefix, np.arange(len(tree)), depths, visible, depths, pages)
-
+    rows = RequestRows.tree(prefix, parents, pages)
+    assert rows.visible is not None
     largest = model.min_rows if model.min_rows > 2 else prefix
     whole = _prefill(model, pool, prompt, largest, pages)
     for chunk in (1, 7) if prefix <= 2 * PAGE_SIZE else (7, 64):  # single tokens are too slow for a large model
@@ -124,15 +115,15 @@ def _compare_after_prompt(
             continue
         if not torch.equal(_prefill(model, pool, prompt, chunk, pages), whole):
             differences.append(f"a prompt of {prefix} tokens in chunks of {chunk}")
-    hidden = _hidden(model, pool, [tree_rows(pages)], tree)
+    hidden = _hidden(model, pool, [rows], tree)
     logits = model.logits(hidden)
     if twin is not None:
         _prefill(model, pool, prompt, largest, twin)
-        both = _hidden(model, pool, [tree_rows(twin), tree_rows(pages)], np.concatenate([tree, tree]))
+        both = _hidden(model, pool, [replace(rows, pages=twin), rows], np.concatenate([tree, tree]))
         if not torch.equal(both[len(tree) :], hidden) or not torch.equal(model.logits(both)[len(tree) :], logits):
             differences.append(f"a tree of {len(tree)} nodes after {prefix} tokens, in a batch")
     for node in (0, 5, 10, len(tree) - 1):
-        for depth, step in enumerate(np.flatnonzero(visible[node])):
+        for depth, step in enumerate(np.flatnonzero(rows.visible[node])):
             alone = _hidden(model, pool, [RequestRows.chain(prefix + depth, 1, pages)], tree[step : step + 1])
         if not torch.equal(alone[0], hidden[node]) or not torch.equal(model.logits(alone)[0], logits[node]):
             differences.append(f"node {node} of a tree of {len(tree)} nodes after {prefix} tokens")
@@ -173,12 +164,9 @@ def differing_rounds(
     Args:
         host, scheduler: of an idle engine whose models and cache are used. Its learned state does not change, and
             custom drafters are not asked.
-        rounds: captured rounds of this engine.
         max_tokens: tokens that each request emits.
-        seed: seed of prompts and noise.
 
-    Returns:
-        One line per difference; empty if all tokens are equal.
+    Returns one line for each difference.
     """
     runner, length = host.runner, host.max_model_len
     sources = DraftSources(host.sources.ssms, None if host.sources.lookup is None else LookupDrafter())

@@ -50,11 +50,6 @@ class Code(NamedTuple):
     instructions: list[AssemblyInstruction]
     places: dict[str, int]
 
-    def targets(self, instruction: AssemblyInstruction) -> list[int]:
-        """Return the indices of the instructions whose label or address is an operand."""
-        words = re.findall(r"[\w$]+", instruction.operands)
-        return [self.places[word] for word in words if word in self.places]
-
 
 def read_ptx(text: str) -> Code:
     """Read the first kernel of a PTX text."""
@@ -93,9 +88,9 @@ def _read(lines: Iterator[re.Match[str]]) -> Code:
 
 def following(code: Code, place: int) -> list[int]:
     """Return the places of the instructions that may follow one. Raises OrderError for a jump to elsewhere."""
-    predicate, opcode, operands = instruction = code.instructions[place]
+    predicate, opcode, operands = code.instructions[place]
     if _JUMPS.match(opcode):
-        targets = code.targets(instruction)
+        targets = [code.places[word] for word in re.findall(r"[\w$]+", operands) if word in code.places]
         if not targets:
             raise OrderError(f"{opcode} {operands} has an unknown target")
         is_certain = opcode in ("bra", "bra.uni", "BRA") and not predicate and "P" not in operands

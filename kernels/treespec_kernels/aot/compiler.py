@@ -36,13 +36,7 @@ class CompiledKernel:
 
 
 def compile_launch(target: str, launch: Launch) -> CompiledKernel:
-    """Compile one kernel, or load it from Triton's cache, check its order, and return its resource usage.
-
-    Raises:
-        ValueError: as of `Launch.compile`.
-        OrderError: the kernel uses PDL, and accesses memory or exits before its wait; or a fence is missing; or a
-            larger tile may give a row other bits than the first one.
-    """
+    """Compile one kernel, or load it from Triton's cache, check its order, and return its resource usage."""
     compiled = launch.compile(target)
     code, shared = compiled.asm, compiled.metadata.shared
     if launch.first is not None:
@@ -81,20 +75,10 @@ def compile_report(
 ) -> dict[str, Any]:
     """Compile ops for models and targets, and report failures.
 
-    Args:
-        targets: names in `SHARED_BYTES`.
-        shapes: models to compile for.
-        only: the ops to compile.
-        jobs: number of processes; None for `num_processes`.
-        advance: called with the number of finished kernels and the total, at first with 0.
-
     Returns:
         `{"targets": {target: [row]}, "failed": [row with target and message]}`. A row has a kernel, its op's case, its
         constants and options, and the fields of `CompiledKernel`. A kernel has failed if it does not compile (and
         is then not in `targets`), spills, or exceeds the target's shared memory.
-
-    Raises:
-        ValueError: a target or op is unknown, triton is not installed, or TRITON_INTERPRET is set.
     """
     requests = [
         (target, launch, (target, repr(launch.binary), repr(launch.first and launch.first.binary)))

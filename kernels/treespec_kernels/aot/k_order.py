@@ -32,15 +32,7 @@ _OFFSET = (1 << 14) - 1  # bits of a descriptor's start address, in units of 16 
 
 
 def k_order(ptx: str, constants: Mapping[str, Any]) -> list[list[MatrixStep]]:
-    """Return the matrix instructions of every block product in a kernel, in program order.
-
-    Args:
-        ptx: PTX of a kernel for sm_90 whose operands x [BLOCK_M, BLOCK_K] and weight [BLOCK_N, BLOCK_K] have 16 bits.
-        constants: the kernel's constants.
-
-    Raises:
-        OrderError: the kernel has no `wgmma`, or one that may discard the sum before it.
-    """
+    """Return the matrix instructions of every block product in a kernel, in program order."""
     products: dict[tuple[str, str], list[MatrixStep]] = {}
     values: dict[str, tuple[str, int]] = {}  # register: the register that it was computed from, and the added constant
     always = set()  # predicates that are true

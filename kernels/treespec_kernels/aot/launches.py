@@ -33,21 +33,14 @@ class Pointer:
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of a kernel.
+    """One launch of a kernel."""
 
-    Args:
-        module, kernel: module and name of the `triton.jit` function.
-        arguments: arguments by name; tensors are `Pointer`s.
-        options: num_warps, num_stages, enable_fp_fusion, launch_pdl.
-        case: the op's case that made the launch.
-        first: the launch of the kernel's first tile, if this one has a larger tile that must give a row the same bits.
-    """
-
-    module: str
+    module: str  # of the `triton.jit` function
     kernel: str
-    arguments: dict[str, Any]
-    options: dict[str, Any]
-    case: str = ""
+    arguments: dict[str, Any]  # tensors are `Pointer`s
+    options: dict[str, Any]  # num_warps, num_stages, enable_fp_fusion, launch_pdl
+    case: str = ""  # the op's case that made the launch
+    # The launch of the kernel's first tile, if this one has a larger tile that must give a row the same bits
     first: "Launch | None" = None
 
     @classmethod
@@ -84,11 +77,7 @@ class Launch:
         return replace(self, arguments=arguments, case="", first=None)
 
     def compile(self, target: str) -> Any:
-        """Compile the kernel, or load it from Triton's cache, and return Triton's `CompiledKernel`.
-
-        Raises:
-            ValueError: the target is unknown. Triton's own errors pass through.
-        """
+        """Compile the kernel, or load it from Triton's cache, and return Triton's `CompiledKernel`."""
         from triton.backends.compiler import GPUTarget
         from triton.runtime import driver
 
@@ -117,15 +106,8 @@ def launches_of(op: str, shape: KernelShape, target: str) -> list[Launch]:
     """Return the distinct launches of an op for a model's shape, in the target's default configurations.
 
     `PDL` stands for the launches of all ops with programmatic dependent launch.
-
-    Raises:
-        ValueError: the target or op is unknown, or triton is not installed or interprets its kernels.
     """
     require_triton("aot")
-    if target not in SHARED_BYTES:
-        raise ValueError(f"aot: target {target!r} is not known; use one of {', '.join(SHARED_BYTES)}")
-    if op not in OPS:
-        raise ValueError(f"aot: op {op!r} has no kernels; use one of {', '.join(sorted(OPS))}")
     if is_interpreted():
         raise ValueError("aot: TRITON_INTERPRET is set, and interpreted kernels cannot be compiled; unset it")
     pdl = op == PDL

@@ -50,19 +50,15 @@ def kv_commit_ref(kv_cache: Tensor, page_table: Tensor, context_lens: Tensor, pa
 
 def kv_commit_cpu(
     kv_cache: Tensor,
-    pages: Sequence[np.ndarray],
-    context_lens: Sequence[int],
-    paths: Sequence[np.ndarray],
+    pages: Sequence[np.ndarray],  # of each request, int64 [num_pages]
+    context_lens: Sequence[int],  # of each request, L
+    paths: Sequence[np.ndarray],  # of each request, int64 [path_len], root first
 ) -> None:
-    """Commit accepted paths as `kv_commit_ref`, from host arrays.
+    """Commit accepted paths as `kv_commit_ref`, in a cache on the CPU, from host arrays.
 
     numpy copies one slot of all layers at a time, in a fifth (batch 1) to a half (batch 64) of the time of torch's
     indexing with tensors. In ascending order no source is overwritten before it is read, because paths increase
     strictly.
-
-    Args:
-        kv_cache: as in `kv_commit_ref`, on the CPU.
-        pages, context_lens, paths: per request, int64 [num_pages], L, and int64 [path_len] with the root first.
     """
     cells = kv_cache.view(_INTEGER_OF_SIZE[kv_cache.element_size()]).numpy()
     page_size = kv_cache.shape[4]

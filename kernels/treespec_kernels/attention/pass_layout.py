@@ -39,22 +39,14 @@ class PassPlaces(NamedTuple):
 
 
 def pass_layout_ref(
-    context_lens: torch.Tensor,
-    page_table: torch.Tensor,
-    depths: torch.Tensor,
-    row_slots: torch.Tensor,
+    context_lens: torch.Tensor,  # [num_requests] int32, number of committed positions L
+    page_table: torch.Tensor,  # [num_requests, max_pages] int32
+    depths: torch.Tensor,  # [num_requests, rows_per_request] int32, -1 for padding
+    row_slots: torch.Tensor,  # [num_requests, rows_per_request] int32; a row's own K/V go to logical slot L + row_slots
     *,
-    page_size: int = 64,
+    page_size: int = 64,  # slots per page
 ) -> PassPlaces:
-    """Compute positions and slots of a pass (reference; `plan_tree_attention` is the reference of the plan).
-
-    Args:
-        context_lens: [num_requests] int32, number of committed positions L.
-        page_table: [num_requests, max_pages] int32.
-        depths: [num_requests, rows_per_request] int32, -1 for padding.
-        row_slots: [num_requests, rows_per_request] int32; a row's own K/V go to logical slot L + row_slots.
-        page_size: slots per page.
-    """
+    """Compute positions and slots of a pass (reference; `plan_tree_attention` is the reference of the plan)."""
     positions = torch.zeros(depths.numel(), dtype=torch.int32, device=depths.device)
     slots = torch.zeros(depths.numel(), dtype=torch.int64, device=depths.device)
     for row, depth in enumerate(depths.flatten().tolist()):
@@ -94,42 +86,25 @@ class DeviceLayout:
     @classmethod
     def allocate(
         cls,
-        num_requests: int,
+        num_requests: int,  # shape of the pass, idle requests and padding rows included
         rows_per_request: int,
-        width: int,
+        width: int,  # number of columns of `ancestors`, above every depth; for a chain usually rows_per_request
         shape: AttentionShape,
         *,
-        chain: bool,
+        chain: bool,  # whether the passes are chains
+        # Maximum number of committed positions of a request. Partial results use num_rows * segments * num_heads *
+        # (head_dim + 2) * 4 bytes, and every launch has programs for all segments, so use a separate layout for graphs
+        # of short contexts
         max_context: int,
         device: torch.device | str,
         config: TreeAttentionConfig | None = None,
-        page_size: int = 64,
+        page_size: int = 64,  # slots per page of the cache
+        # Whether the layout owns the memory of partial results; False allocates it for each pass, so that captured
+        # graphs share it
         keeps_partials: bool = True,
     ) -> Self:
-        """Allocate a layout for passes of this shape.
-
-        Args:
-            num_requests, rows_per_request: shape of the pass, idle requests and padding rows included.
-            width: number of columns of `ancestors`, above every depth; for a chain usually rows_per_request.
-            shape, device, config: as in `plan_tree_attention`.
-            chain: whether the passes are chains.
-            max_context: maximum number of committed positions of a request. Partial results use
-                num_rows * segments * num_heads * (head_dim + 2) * 4 bytes, and every launch has programs for all
-                segments, so use a separate layout for graphs of short contexts.
-            page_size: slots per page of the cache.
-            keeps_partials: whether the layout owns the memory of partial results; False allocates it for each pass, so
-                that captured graphs share it.
-
-        Raises:
-            ValueError: a size is not positive, or as `AttentionShape.check`.
-        """
-        sizes = {"num_requests": num_requests, "rows_per_request": rows_per_request, "width": width}
-        sizes["page_size"] = page_size
-        for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{name} is {size}; it must be 1 or more")
-        if max_context < 0:
-            raise ValueError(f"max_context is {max_context}; it must not be negative")
+        """Allocate a layout for passes of this shape."""
+        assert min(num_requests, rows_per_request, width, page_size) >= 1 and max_context >= 0
         shape.check()
         config = config or TreeAttentionConfig.default(shape.dtype, shape.head_dim, target_of(device))
         num_rows = num_requests * rows_per_request
@@ -187,12 +162,8 @@ class DeviceLayout:
 
         Returns:
             The keyword arguments of `tree_attention_triton` for this pass, except `scale` and `out`.
-
-        Raises:
-            ValueError: a shape, dtype, stride or device does not match, or a tree has no row_slots or ancestors.
         """
-        if not self.chain and (row_slots is None or ancestors is None):
-            raise ValueError("a layout of trees needs row_slots and ancestors; only a chain may omit them")
+        assert self.chain or (row_slots is not None and ancestors is not None), "only a chain may omit them"
         row_slots = self.chain_slots if row_slots is None else row_slots
         sizes = {"num_requests": self.num_requests, "rows_per_request": self.rows_per_request, "width": self.width}
         check_arguments(

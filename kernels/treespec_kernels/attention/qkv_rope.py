@@ -29,31 +29,24 @@ class HeadNorm(NamedTuple):
 
 
 def qkv_rope_ref(
+    # [rows, (num_heads + 2 * num_kv_heads) * head_dim], the heads of Q, of K, then of V, in the dtype (float32,
+    # bfloat16 or float16), or a split linear layer's partial sums fp32 [splits, rows, ..], added in order
     qkv: Tensor,
+    # [max_positions, 2, head_dim] fp32: cosines, and sines whose first half is negated. None: no rotation
     rotation: Tensor | None,
-    positions: Tensor,
+    positions: Tensor,  # [rows] int32, below max_positions
+    # [rows] int64, page * page_size + offset. Rows with the same slot overwrite each other in any order; all padding
+    # rows point to a slot that is never read
     slots: Tensor,
-    kv_layer: Tensor,
-    q_out: Tensor,
+    kv_layer: Tensor,  # [2, num_pages, num_kv_heads, page_size, head_dim] in the dtype, K then V; any outer strides
+    q_out: Tensor,  # [rows, num_heads, head_dim] in the dtype
     *,
+    # [(num_heads + 2 * num_kv_heads) * head_dim] or [groups, ..] in the dtype, added first; with groups, each applies
+    # to rows / groups consecutive rows
     bias: Tensor | None = None,
-    norm: HeadNorm | None = None,
+    norm: HeadNorm | None = None,  # norm of each head of Q and K, applied after the bias
 ) -> None:
-    """Write rotated Q to `q_out`, and rotated K and V to their slots of `kv_layer` (reference: eager torch, fp32).
-
-    Args:
-        qkv: [rows, (num_heads + 2 * num_kv_heads) * head_dim], the heads of Q, of K, then of V, in the dtype (float32,
-            bfloat16 or float16), or a split linear layer's partial sums fp32 [splits, rows, ..], added in order.
-        rotation: [max_positions, 2, head_dim] fp32: cosines, and sines whose first half is negated. None: no rotation.
-        positions: [rows] int32, below max_positions.
-        slots: [rows] int64, page * page_size + offset. Rows with the same slot overwrite each other in any order;
-            all padding rows point to a slot that is never read.
-        kv_layer: [2, num_pages, num_kv_heads, page_size, head_dim] in the dtype, K then V; any outer strides.
-        q_out: [rows, num_heads, head_dim] in the dtype.
-        bias: [(num_heads + 2 * num_kv_heads) * head_dim] or [groups, ..] in the dtype, added first; with groups, each
-            applies to rows / groups consecutive rows.
-        norm: norm of each head of Q and K, applied after the bias.
-    """
+    """Write rotated Q to `q_out`, and rotated K and V to their slots of `kv_layer` (reference: eager torch, fp32)."""
     num_rows, num_heads, head_dim = q_out.shape
     num_kv_heads, page_size = kv_layer.shape[2:4]
     total = sum_of_splits(qkv)

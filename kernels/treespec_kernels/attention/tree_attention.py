@@ -22,33 +22,24 @@ from treespec_kernels.linear.activations import soft_cap
 
 
 def tree_attention_ref(
+    # [num_rows, num_heads, head_dim], any float dtype. Head h reads KV head h // (num_heads / num_kv_heads)
     q: torch.Tensor,
-    k_cache: torch.Tensor,
+    k_cache: torch.Tensor,  # [num_pages, num_kv_heads, page_size, head_dim], any outer strides, as v_cache
     v_cache: torch.Tensor,
     *,
-    row_request: torch.Tensor,
-    context_lens: torch.Tensor,
-    page_table: torch.Tensor,
-    depths: torch.Tensor,
+    row_request: torch.Tensor,  # [num_rows] int32, the request of each row, ascending
+    context_lens: torch.Tensor,  # [num_requests] int32, number of committed positions L
+    page_table: torch.Tensor,  # [num_requests, max_pages] int32
+    depths: torch.Tensor,  # [num_rows] int32
+    # [num_rows, max_depth + 1] int32; `ancestors[r, j]` for j <= depths[r] is the tree index of the row's ancestor at
+    # depth j (j = depth is the row's own node). Other entries are ignored
     ancestors: torch.Tensor,
-    scale: float,
-    score_cap: float | None = None,
+    scale: float,  # factor on the scores, usually head_dim ** -0.5
+    score_cap: float | None = None,  # soft cap c: scaled scores x become c tanh(x / c) (Gemma 2); None for no cap
+    # Sliding window, the number of positions that a row reads, its own included; None for all
     window: int | None = None,
 ) -> torch.Tensor:
     """Compute softmax(scale * q k^T) v over each row's positions, in fp32 and one row at a time (reference).
-
-    Args:
-        q: [num_rows, num_heads, head_dim], any float dtype. Head h reads KV head h // (num_heads / num_kv_heads).
-        k_cache, v_cache: [num_pages, num_kv_heads, page_size, head_dim], any outer strides.
-        row_request: [num_rows] int32, the request of each row, ascending.
-        context_lens: [num_requests] int32, number of committed positions L.
-        page_table: [num_requests, max_pages] int32.
-        depths: [num_rows] int32.
-        ancestors: [num_rows, max_depth + 1] int32; `ancestors[r, j]` for j <= depths[r] is the tree index of the row's
-            ancestor at depth j (j = depth is the row's own node). Other entries are ignored.
-        scale: factor on the scores, usually head_dim ** -0.5.
-        score_cap: soft cap c: scaled scores x become c tanh(x / c) (Gemma 2); None for no cap.
-        window: sliding window, the number of positions that a row reads, its own included; None for all.
 
     Returns:
         [num_rows, num_heads, head_dim] in q's dtype.

@@ -18,10 +18,6 @@ class SegmentPartition:
     long: int = 1024
     long_from: int = 8192
 
-    def __post_init__(self) -> None:
-        if self.short < 1 or self.long < 1 or self.long_from < 0 or self.long_from % self.short:
-            raise ValueError(f"{self}: sizes must be positive and long_from a multiple of short")
-
     def segment_of(self, position: np.ndarray) -> np.ndarray:
         beyond = np.maximum(position - self.long_from, 0)
         return np.minimum(position, self.long_from) // self.short + beyond // self.long
@@ -53,13 +49,6 @@ class TreeAttentionConfig(TileConfig):
 
         M = 64 is one `wgmma` on sm_90: 16 nodes of a group of 4 heads per tile. float32 has no exact matrix instruction
         and uses small tiles.
-
-        Args:
-            dtype, head_dim: of the model.
-            target: from `target_of`; None for a configuration that fits sm_80 and sm_90.
-
-        Raises:
-            ValueError: the dtype or head_dim is not supported.
         """
         check_supported(dtype, head_dim)
         if target is not None and target.startswith("gfx"):

@@ -61,11 +61,7 @@ def _page_index(pages: np.ndarray) -> slice | Tensor:
 
 
 def plan_tree_attention_cpu(
-    requests: list[RequestRows],
-    num_heads: int,
-    num_kv_heads: int,
-    mode: AttentionMode = "packed",
-    window: int | None = None,
+    requests: list[RequestRows], num_heads: int, mode: AttentionMode = "packed", window: int | None = None
 ) -> CpuAttentionPlan:
     """Plan a pass over the rows of all requests, in order.
 

@@ -29,18 +29,13 @@ ITEM_FIELDS = ("request", "slot_row", "m_lo", "m_hi", "key_lo", "key_hi", "segme
 
 
 class AttentionShape(NamedTuple):
-    """Sizes of tree attention.
-
-    Args:
-        num_heads, num_kv_heads, head_dim, dtype: of the model.
-        window: number of positions that a row reads, its own included; None for all.
-    """
+    """Sizes of tree attention."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
-    window: int | None = None
+    window: int | None = None  # number of positions that a row reads, its own included; None for all
 
     @property
     def group(self) -> int:
@@ -84,33 +79,20 @@ class TreeAttentionPlan:
 
 
 def plan_tree_attention(
-    context_lens: Sequence[int],
-    rows_per_request: Sequence[int],
-    depths: Sequence[int],
+    context_lens: Sequence[int],  # number of committed positions L of each request
+    rows_per_request: Sequence[int],  # number of rows of each request, in row order; may be 0
+    depths: Sequence[int],  # depth of each row
     shape: AttentionShape,
     *,
-    device: torch.device | str,
+    device: torch.device | str,  # where the attention runs
+    # Per request, whether every row is an ancestor of the next one (a prefill chunk). Such rows share all keys and need
+    # no gathering. None marks only requests of one row. Affects speed, not bits
     chains: Sequence[bool] | None = None,
-    config: TreeAttentionConfig | None = None,
+    config: TreeAttentionConfig | None = None,  # None for `TreeAttentionConfig.default` of the device
+    # Number of rows of the pass, of which those after the planned ones are padding; None for no padding
     num_rows: int | None = None,
 ) -> TreeAttentionPlan:
-    """Build the work items of one pass.
-
-    Args:
-        context_lens: number of committed positions L of each request.
-        rows_per_request: number of rows of each request, in row order; may be 0.
-        depths: depth of each row.
-        shape: sizes of the attention.
-        device: where the attention runs.
-        chains: per request, whether every row is an ancestor of the next one (a prefill chunk). Such rows share all
-            keys and need no gathering. None marks only requests of one row. Affects speed, not bits.
-        config: None for `TreeAttentionConfig.default` of the device.
-        num_rows: number of rows of the pass, of which those after the planned ones are padding; None for no padding.
-
-    Raises:
-        ValueError: lengths are inconsistent, values are negative, the depths of a chain do not ascend, or as
-            `AttentionShape.check`.
-    """
+    """Build the work items of one pass."""
     shape.check()
     config = config or TreeAttentionConfig.default(shape.dtype, shape.head_dim, target_of(device))
     packed, node, *by_row = _work_items(context_lens, rows_per_request, depths, chains, shape, config)
@@ -139,23 +121,13 @@ def _work_items(
     """
     group, window = shape.group, shape.window
     lengths, num_rows_of, depth = (np.array(x, dtype=np.int64) for x in (context_lens, rows_per_request, depths))
-    if len(lengths) != len(num_rows_of) or num_rows_of.sum() != len(depth):
-        raise ValueError(
-            f"{len(lengths)} context_lens, {len(num_rows_of)} rows_per_request that sum to {num_rows_of.sum()}, "
-            f"{len(depth)} depths: one length and row count per request and one depth per row are needed"
-        )
-    for name, values in (("context_lens", lengths), ("rows_per_request", num_rows_of), ("depths", depth)):
-        if (values < 0).any():
-            raise ValueError(f"{name} holds {values.min()}; it must not be negative")
+    assert len(lengths) == len(num_rows_of) and num_rows_of.sum() == len(depth)
     chain = num_rows_of <= 1
     if chains is not None:
-        if len(chains) != len(lengths):
-            raise ValueError(f"chains has {len(chains)} entries; expected {len(lengths)}, one per request")
         chain = chain | np.array(chains, dtype=bool)
     request = np.repeat(np.arange(len(lengths)), num_rows_of)
     same_chain = chain[request[1:]] & (request[1:] == request[:-1])
-    if (same_chain & (depth[1:] <= depth[:-1])).any():
-        raise ValueError(f"depths {depth.tolist()} of a chain must ascend")
+    assert not (same_chain & (depth[1:] <= depth[:-1])).any(), "the depths of a chain ascend"
 
     position = lengths[request] + depth
     start = np.zeros_like(position) if window is None else np.maximum(position - window + 1, 0)

@@ -16,25 +16,17 @@ class RequestRows:
 
     The request's `context_len` committed positions have logical slots 0 .. context_len - 1; node i of its token tree
     has logical slot context_len + i. Logical slot j is offset `j % PAGE_SIZE` of page `pages[j // PAGE_SIZE]`.
-
-    Args:
-        context_len: number of committed positions L. A row at depth d has position L + d.
-        nodes: int64 [num_rows], tree index of each row; its K/V go to logical slot context_len + node.
-        depths: int64 [num_rows], depth of each row below the root.
-        visible: bool [num_rows, num_slots], the tree slots that a row attends to, its own included: a node's path, or
-            all slots of a block. None for a chain: row i is node i and attends to nodes 0 .. i (a prefill chunk, a
-            plain decoding step).
-        slot_depths: int64 [num_slots], depth of the node in each tree slot. None for a chain.
-        pages: int64 [num_pages], the request's pages in logical order.
-        max_len: maximum number of positions that the request may reach, on which its rotations may depend.
     """
 
-    context_len: int
-    nodes: np.ndarray
-    depths: np.ndarray
+    context_len: int  # number of committed positions L. A row at depth d has position L + d
+    nodes: np.ndarray  # int64 [num_rows], tree index of each row; its K/V go to logical slot context_len + node
+    depths: np.ndarray  # int64 [num_rows], depth of each row below the root
+    # bool [num_rows, num_slots], the tree slots that a row attends to, its own included: a node's path, or all slots of
+    # a block. None for a chain: row i is node i and attends to nodes 0 .. i (a prefill chunk, a plain decoding step)
     visible: np.ndarray | None
-    slot_depths: np.ndarray | None
-    pages: np.ndarray
+    slot_depths: np.ndarray | None  # int64 [num_slots], depth of the node in each tree slot. None for a chain
+    pages: np.ndarray  # int64 [num_pages], the request's pages in logical order
+    # Maximum number of positions that the request may reach, on which its rotations may depend
     max_len: int = sys.maxsize
 
     @classmethod
@@ -42,6 +34,18 @@ class RequestRows:
         """Create the rows of consecutive tokens from position `context_len` on."""
         order = np.arange(num_rows)
         return cls(context_len, order, order, None, None, pages, max_len)
+
+    @classmethod
+    def tree(
+        cls, context_len: int, parents: np.ndarray, pages: np.ndarray, max_len: int = sys.maxsize
+    ) -> "RequestRows":
+        """Create the rows of a whole tree, whose root has position `context_len`. Parents precede their children."""
+        nodes = np.arange(len(parents))
+        depths, visible = np.zeros_like(nodes), np.eye(len(nodes), dtype=bool)
+        for node in nodes[1:]:
+            depths[node] = depths[parents[node]] + 1
+            visible[node] |= visible[parents[node]]
+        return cls(context_len, nodes, depths, visible, depths, pages, max_len)
 
     @property
     def num_rows(self) -> int:

@@ -30,9 +30,7 @@ def plan_compiled(
     node slot by slot. Scores are stored by position, so a node's result is bit-identical to that of the same token in
     plain decoding.
 
-    Args:
-        requests: rows to compute.
-        first_rotation: returns the row of the rotations for position 0 of a request, by its `max_len`.
+    `first_rotation` returns the row of the rotations for position 0 of a request, by its `max_len`.
     """
     slots, rows, pages, paths = [], [], [], []
     first_page = first_path = 0

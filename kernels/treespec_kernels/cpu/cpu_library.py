@@ -18,6 +18,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -50,16 +51,7 @@ class CompileError(RuntimeError):
 
 
 def find_compiler() -> tuple[str, ...]:
-    """Return the command of the C++ compiler, with the flags of `instruction_flags`.
-
-    Raises:
-        CompileError: there is none, or as `instruction_flags`.
-    """
-    compiler = _find_compiler()
-    return *compiler, *instruction_flags(compiler, os.environ.get("TREESPEC_CPU"))
-
-
-def _find_compiler() -> tuple[str, ...]:
+    """Return the command of the C++ compiler, with the flags of `instruction_flags`."""
     named = os.environ.get("CXX")
     try:
         commands = [shlex.split(named)] if named else [["c++"], ["g++"], ["clang++"]]
@@ -67,22 +59,14 @@ def _find_compiler() -> tuple[str, ...]:
         raise CompileError(f"CXX={named!r} is not a command: {error}") from error
     for command in commands:
         if command and shutil.which(command[0]):
-            return tuple(command)
+            return *command, *instruction_flags(tuple(command), os.environ.get("TREESPEC_CPU"))
     tried = f"CXX={named!r} is not one" if named else "none of c++, g++ and clang++ is installed"
     raise CompileError(f"no C++ compiler: {tried}")
 
 
 @functools.cache
 def instruction_flags(compiler: tuple[str, ...], instructions: str | None) -> tuple[str, ...]:
-    """Return the compiler's flags for an instruction set; by default the machine's, with AMX if the kernel grants it.
-
-    Args:
-        compiler: the command.
-        instructions: one of `INSTRUCTION_SETS`, or None.
-
-    Raises:
-        CompileError: an unknown instruction set, or one that the machine lacks.
-    """
+    """Return the compiler's flags for one of `INSTRUCTION_SETS`; None is the machine's, with AMX if it is granted."""
     if instructions is None:
         return TILE_FLAGS if _grants_tiles() else ()
     if instructions not in INSTRUCTION_SETS:
@@ -166,9 +150,6 @@ def compile_library(
         sources: the file to compile, then the files that it includes.
         defines: additional flags of this library.
         folder: cache folder, created if missing.
-
-    Raises:
-        CompileError: the compiler fails, or the library does not load.
     """
     command = [compiler[0], *_FLAGS, *compiler[1:], *defines]
     macros = _run([*command, "-x", "c++", "-dM", "-E", "-"])  # the compiler's version and the machine's instruction set
@@ -227,17 +208,13 @@ def _cores() -> Sequence[int]:
 
 
 def _cached(folder: Path, name: str) -> Path | None:
-    """Return the path of a complete cached library, or None."""
-    return next((cached for cached in sorted(folder.glob(f"{name}-*.so")) if _is_complete(cached)), None)
+    """Return the path of a cached library that matches the hash in its name, which a full disk may break, or None."""
+    for path in sorted(folder.glob(f"{name}-*.so")):
+        with suppress(OSError):
+            if path.stem.endswith(f"-{_digest(path)}"):
+                return path
+    return None
 
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-
-
-def _is_complete(path: Path) -> bool:
-    """Return whether a cached library matches the hash in its name, which a write to a full disk may break."""
-    try:
-        return path.stem.endswith(f"-{_digest(path)}")
-    except OSError:
-        return False

@@ -1,8 +1,7 @@
 """Runs a whole pass of a decoder on a CPU in one call of C++, compiled on the user's machine.
 
-The source is `decoder_cpu.cpp`; the reference is the eager decoder in treespec/models/decoder.py. The eager pass of a
-small model is bound by call overhead: 25 torch calls per layer at 1 to 15 us each. Inductor does not help: half a layer
-(o, norm, MLP) took 110 us with it and 80 us eagerly, for 2 rows of 256 on one thread.
+The source is `decoder_cpu.cpp`; the reference is the eager decoder in treespec/models/decoder.py, whose pass of a small
+model is bound by call overhead: 25 torch calls per layer at 1 to 15 us each.
 """
 
 import copy
@@ -25,117 +24,76 @@ _NORMS, _LINEARS = ("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm"),
 _NormStruct, _LayerStruct, _LinearStruct = STRUCTS["Norm"], STRUCTS["Layer"], STRUCTS["Linear"]
 
 
-class NormWeights(NamedTuple):
-    """Weights of a norm, [hidden_size] each; RMSNorm has no bias."""
-
-    weight: Tensor
-    bias: Tensor | None = None
-
-
 class CompiledLayerWeights(NamedTuple):
-    """Weights of one layer. Projections are [out_features, in_features], in the model's dtype or quantised.
+    """Weights of one layer. Projections are [out_features, in_features], in the model's dtype or quantised."""
 
-    Attributes:
-        head_norm: norm of each head of Q and K, [num_heads + num_kv_heads, head_dim].
-        gate_up: gate and up stacked; only up in an MLP without a gate.
-        qkv: None in the first layer of a draft head, which is given these projections.
-        rope: index of the layer's rope.
-        window: number of positions that a row attends to, its own included; None for all.
-    """
-
-    attn_norm: NormWeights
-    mlp_norm: NormWeights
-    attn_post_norm: NormWeights | None
-    mlp_post_norm: NormWeights | None
-    head_norm: Tensor | None
-    qkv: Tensor | QuantizedWeight | None
+    attn_norm: Tensor  # norms are [hidden_size]
+    mlp_norm: Tensor
+    head_norm: Tensor | None  # norm of each head of Q and K, [num_heads + num_kv_heads, head_dim]
+    qkv: Tensor | QuantizedWeight | None  # None in the first layer of a draft head, which is given these projections
     qkv_bias: Tensor | None
     o: Tensor | QuantizedWeight
     o_bias: Tensor | None
-    gate_up: Tensor | QuantizedWeight
+    gate_up: Tensor | QuantizedWeight  # gate and up stacked; only up in an MLP without a gate
     gate_up_bias: Tensor | None
     down: Tensor | QuantizedWeight
     down_bias: Tensor | None
-    rope: int
-    window: int | None
+    rope: int  # index of the layer's rope
+    window: int | None  # number of positions that a row attends to, its own included; None for all
+    attn_norm_bias: Tensor | None = None
+    mlp_norm_bias: Tensor | None = None
+    attn_post_norm: Tensor | None = None
+    mlp_post_norm: Tensor | None = None
 
 
 class Architecture(NamedTuple):
-    """Architecture of a model. Sizes are multiples of 16 (`unsupported_reason`).
-
-    Attributes:
-        query_scale: factor on the attention scores.
-        activation: one of ACTIVATIONS.
-        layer_norm: LayerNorm instead of RMSNorm.
-        parallel: attention and MLP of a layer have the same input.
-        num_ropes: number of different ropes, 0 for learned positions.
-        embed_scale: factor on the embeddings.
-        score_cap: soft cap c: scores x become c tanh(x / c); None for no cap.
-    """
+    """Architecture of a model. Sizes are multiples of 16 (`unsupported_reason`)."""
 
     num_heads: int
     num_kv_heads: int
     norm_eps: float
-    query_scale: float
-    activation: str = "silu"
-    layer_norm: bool = False
-    parallel: bool = False
-    num_ropes: int = 1
-    embed_scale: float = 1.0
-    score_cap: float | None = None
+    query_scale: float  # factor on the attention scores
+    activation: str = "silu"  # one of ACTIVATIONS
+    layer_norm: bool = False  # LayerNorm instead of RMSNorm
+    parallel: bool = False  # attention and MLP of a layer have the same input
+    num_ropes: int = 1  # number of different ropes, 0 for learned positions
+    embed_scale: float = 1.0  # factor on the embeddings
+    score_cap: float | None = None  # soft cap c: scores x become c tanh(x / c); None for no cap
 
 
 class PassEntries(NamedTuple):
     """Addresses and sizes with which another library runs a model's passes.
 
-    Attributes:
-        forward, probs: addresses of the functions.
-        model, head: addresses of their first arguments.
-        num_learned_positions: number of learned positions, or 0.
-        hidden_bytes: size of one row's hidden state.
-        threads: number of threads of a pass.
-        pairs, pairing, qkv_bytes, norm_output: of a draft head, from `PairInputs`; 0 for an SSM.
-
     All are 0 for a block draft, which runs no pass in the call that grows trees.
     """
 
-    forward: int
+    forward: int  # addresses of the functions
     probs: int
-    model: int
+    model: int  # addresses of their first arguments
     head: int
-    num_learned_positions: int
-    hidden_bytes: int
+    num_learned_positions: int  # number of learned positions, or 0
+    hidden_bytes: int  # size of one row's hidden state
     threads: int
-    pairs: int = 0
+    pairs: int = 0  # this and the rest: of a draft head, from `PairInputs`; 0 for an SSM
     pairing: int = 0
     qkv_bytes: int = 0
     norm_output: bool = False
 
 
 class PairInputs:
-    """Inputs of a draft head's pass: a token's embedding and the feature of the token before it, a pair.
-
-    Args:
-        library: from `decoder_library.build`, for the dtype of the embeddings.
-        qkv: weight and bias or None of the first layer's projections of a pair, [..., 2 * hidden_size].
-        embed: embeddings, [vocab_size, hidden_size], contiguous.
-        embed_norm, feature_norm: weights of the RMSNorms, [hidden_size].
-        eps: of the norms.
-        residual_after_norm: the residual stream begins with the normalised feature.
-        num_threads: number of threads that share the products.
-        integer: as in `CompiledModel`.
-    """
+    """Inputs of a draft head's pass: a token's embedding and the feature of the token before it, a pair."""
 
     def __init__(
         self,
-        library: ctypes.CDLL,
+        library: ctypes.CDLL,  # from `decoder_library.build`, for the dtype of the embeddings
+        # Weight and bias or None of the first layer's projections of a pair, [..., 2 * hidden_size]
         qkv: tuple[Tensor | QuantizedWeight, Tensor | None],
-        embed: Tensor,
-        embed_norm: Tensor,
+        embed: Tensor,  # embeddings, [vocab_size, hidden_size], contiguous
+        embed_norm: Tensor,  # weights of the RMSNorms, [hidden_size]
         feature_norm: Tensor,
-        eps: float,
-        residual_after_norm: bool,
-        num_threads: int,
+        eps: float,  # of the norms
+        residual_after_norm: bool,  # the residual stream begins with the normalised feature
+        num_threads: int,  # number of threads that share the products
         integer: bool = False,
     ):
         assert embed.is_contiguous()
@@ -175,43 +133,26 @@ class PairInputs:
         return inputs, qkv
 
     def add_to(self, entries: PassEntries, norm_output: bool) -> PassEntries:
-        """Return the entries of the head's layers completed with those of its inputs.
-
-        Args:
-            entries: of the layers.
-            norm_output: the feature of a drafted token is the output after the final norm.
-        """
+        """Return the entries of the head's layers completed with those of its inputs."""
         pairs, pairing = _address_of(self._library.treespec_pairs), ctypes.addressof(self._pairing)
         qkv_bytes = self._qkv.out_features * self._embed.itemsize
         return entries._replace(pairs=pairs, pairing=pairing, qkv_bytes=qkv_bytes, norm_output=norm_output)
 
 
 class CompiledModel:
-    """Model with packed weights that runs in the library.
-
-    Args:
-        library: from `build`, for this head size and dtype.
-        architecture: architecture of the model.
-        embed: embeddings [vocab, hidden].
-        positions: learned positions [positions, hidden], or None.
-        layers: weights of the layers in order.
-        final_norm: weights of the final norm.
-        head: weight of the LM head, [vocab, hidden].
-        num_threads: number of threads of a pass; bits do not depend on it.
-        integer: quantise activations to int8 before products with quantised weights.
-    """
+    """Model with packed weights that runs in the library."""
 
     def __init__(
         self,
-        library: ctypes.CDLL,
+        library: ctypes.CDLL,  # from `build`, for this head size and dtype
         architecture: Architecture,
-        embed: Tensor,
-        positions: Tensor | None,
-        layers: Sequence[CompiledLayerWeights],
-        final_norm: NormWeights,
-        head: Tensor | QuantizedWeight,
-        num_threads: int,
-        integer: bool = False,
+        embed: Tensor,  # embeddings [vocab, hidden]
+        positions: Tensor | None,  # learned positions [positions, hidden], or None
+        layers: Sequence[CompiledLayerWeights],  # weights of the layers in order
+        final_norm: tuple[Tensor, Tensor | None],  # weight of the final norm, [hidden], and its bias or None
+        head: Tensor | QuantizedWeight,  # weight of the LM head, [vocab, hidden]
+        num_threads: int,  # number of threads of a pass; bits do not depend on it
+        integer: bool = False,  # quantise activations to int8 before products with quantised weights
     ):
         self._library, self._threads, self.num_ropes = library, num_threads, architecture.num_ropes
         self._integer = integer
@@ -226,7 +167,7 @@ class CompiledModel:
             layers=ctypes.addressof(self._layers),
             embed=embed.data_ptr(),
             positions=None if positions is None else positions.data_ptr(),
-            final_norm=self._norm(final_norm),
+            final_norm=self._norm(*final_norm),
             hidden=self.hidden_size,
             mlp=self._layers[0].down.inputs,
             threads=num_threads,
@@ -250,7 +191,7 @@ class CompiledModel:
         return sum(tensor.nbytes for tensor in self._held)
 
     def _layer(self, layer: CompiledLayerWeights) -> ctypes.Structure:
-        norms = {name: self._norm(getattr(layer, name)) for name in _NORMS}
+        norms = {name: self._norm(getattr(layer, name), getattr(layer, f"{name}_bias", None)) for name in _NORMS}
         linears = {name: self._linear(getattr(layer, name), getattr(layer, f"{name}_bias")) for name in _LINEARS}
         head_norm = self._floats(layer.head_norm)
         return _LayerStruct(**norms, **linears, head_norm=head_norm, rope=layer.rope, window=layer.window or 0)
@@ -261,8 +202,8 @@ class CompiledModel:
         self._held.append(tensor.float().contiguous().clone())
         return self._held[-1].data_ptr()
 
-    def _norm(self, norm: NormWeights | None) -> ctypes.Structure:
-        return _NormStruct() if norm is None else _NormStruct(self._floats(norm.weight), self._floats(norm.bias))
+    def _norm(self, weight: Tensor | None, bias: Tensor | None) -> ctypes.Structure:
+        return _NormStruct(self._floats(weight), self._floats(bias))
 
     def _linear(self, weight: Tensor | QuantizedWeight | None, bias: Tensor | None) -> ctypes.Structure:
         if weight is None:
@@ -273,36 +214,24 @@ class CompiledModel:
 
     def forward(
         self,
-        tokens: Tensor,
-        plan: CompiledPlan,
-        rotation: Tensor,
-        kv: Tensor,
-        num_layers: int | None = None,
-        learned_positions: Tensor | None = None,
+        tokens: Tensor,  # int64 [num_rows]
+        plan: CompiledPlan,  # from `plan_compiled`
+        rotation: Tensor,  # fp32 [positions, 2 * num_ropes, head_dim], cos and signed sin of each rope, contiguous
+        kv: Tensor,  # [num_layers, 2, num_pages, num_kv_heads, PAGE_SIZE, head_dim] in the model's dtype, contiguous
+        num_layers: int | None = None,  # number of layers to run; None for all
+        learned_positions: Tensor | None = None,  # int64 [num_rows], indices into the learned position embeddings
+        # [num_rows, hidden_size], the residual stream before the first layer; None for the embeddings
         inputs: Tensor | None = None,
+        # [num_rows, (num_heads + 2 * num_kv_heads) * head_dim], the first layer's projections; None for those of
+        # `inputs`
         qkv: Tensor | None = None,
+        # [num_rows, len(state_layers), hidden_size], receives the residual stream before `state_layers`
         states: Tensor | None = None,
-        state_layers: Sequence[int] = (),
+        state_layers: Sequence[int] = (),  # the number of layers means after the last one
     ) -> Tensor:
         """Run a pass: return the hidden states after the final norm, and write the rows' K/V to their slots.
 
-        Args:
-            tokens: int64 [num_rows].
-            plan: from `plan_compiled`.
-            rotation: fp32 [positions, 2 * num_ropes, head_dim], cos and signed sin of each rope, contiguous.
-            kv: [num_layers, 2, num_pages, num_kv_heads, PAGE_SIZE, head_dim] in the model's dtype, contiguous.
-            num_layers: number of layers to run; None for all.
-            learned_positions: int64 [num_rows], indices into the learned position embeddings.
-            inputs: [num_rows, hidden_size], the residual stream before the first layer; None for the embeddings.
-            qkv: [num_rows, (num_heads + 2 * num_kv_heads) * head_dim], the first layer's projections; None for
-                those of `inputs`.
-            states: [num_rows, len(state_layers), hidden_size], receives the residual stream before `state_layers`.
-            state_layers: the number of layers means after the last one.
-
-        All hidden states are in the model's dtype and contiguous.
-
-        Returns:
-            [num_rows, hidden_size].
+        All hidden states, [num_rows, hidden_size], are in the model's dtype and contiguous.
         """
         assert tokens.dtype == torch.int64 and tokens.is_contiguous() and len(tokens) == plan.num_rows
         layers = len(self._layers) if num_layers is None else num_layers
@@ -324,12 +253,7 @@ class CompiledModel:
         return out
 
     def write_context(self, rows: Tensor, plan: CompiledPlan, rotation: Tensor, kv: Tensor) -> None:
-        """Write the projections of given rows to their slots, as K and V of all layers.
-
-        Args:
-            rows: [num_rows, hidden_size] in the model's dtype, contiguous.
-            plan, rotation, kv: as in `forward`.
-        """
+        """Write the projections of rows, [num_rows, hidden_size], to their slots, as K and V of all layers."""
         assert rows.is_contiguous() and rows.dtype == self.dtype and len(rows) == plan.num_rows
         batch = self._batch(plan, rotation, kv, len(self._layers))
         batch.inputs = rows.data_ptr()

@@ -28,16 +28,7 @@ STRUCTS = read_structs(SOURCE, SOURCE.with_name("batch_cpu.h"))
 
 @functools.cache
 def build(compiler: tuple[str, ...], head_dim: int, dtype: torch.dtype, folder: Path) -> ctypes.CDLL:
-    """Load or compile the library for one head size and dtype.
-
-    Args:
-        compiler, folder: as in `compile_library`.
-        head_dim: a multiple of 16.
-        dtype: float32 or bfloat16.
-
-    Raises:
-        CompileError: as `compile_library`.
-    """
+    """Load or compile the library for one head size and dtype."""
     defines = f"-DHEAD_DIM={head_dim}", f"-DBF16={int(dtype == torch.bfloat16)}"
     return compile_library(compiler, (SOURCE, *PARTS), defines, folder)
 
@@ -63,24 +54,18 @@ def in_panels(tensor: Tensor) -> Tensor:
 
 
 class PanelLinear:
-    """Linear layer in the library's layout. `struct` has addresses of the tensors in `held`.
-
-    Args:
-        library: from `build`.
-        weight: [outputs, inputs] in the library's dtype, or quantised with an even number of inputs.
-        bias: [outputs] or None.
-        integer: quantise activations to int8 per row and group of inputs. Ignored for weights that are not quantised,
-            or whose groups are not multiples of 16.
-        memory: for the weights; None for memory of their own.
-    """
+    """Linear layer in the library's layout. `struct` has addresses of the tensors in `held`."""
 
     def __init__(
         self,
-        library: ctypes.CDLL,
+        library: ctypes.CDLL,  # from `build`
+        # [outputs, inputs] in the library's dtype, or quantised with an even number of inputs
         weight: Tensor | QuantizedWeight,
-        bias: Tensor | None,
+        bias: Tensor | None,  # [outputs] or None
+        # Quantise activations to int8 per row and group of inputs. Ignored for weights that are not quantised, or whose
+        # groups are not multiples of 16
         integer: bool = False,
-        memory: HugePages | None = None,
+        memory: HugePages | None = None,  # for the weights; None for memory of their own
     ):
         self.held: list[Tensor] = []
         self.out_features, self.in_features = weight.shape

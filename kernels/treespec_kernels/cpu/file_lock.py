@@ -18,30 +18,25 @@ def shared_work(path: Path, waiting_for: str, patience: float) -> Iterator[bool]
     locks, a folder that is not writable), or if the holder takes longer than `patience`, the block runs without the
     lock, with a warning. Its work must be safe to run concurrently.
 
+    Yields whether the lock is held.
+
     Args:
-        path: path of the lock file, in an existing folder. The file is not deleted.
+        path: of the lock file, in an existing folder. The file is not deleted.
         waiting_for: the work of the other process, such as "compile decoder_cpu".
         patience: maximum number of seconds to wait.
-
-    Yields:
-        Whether the lock is held.
     """
     lock = FileLock(path, thread_local=False)
-    held = False
     try:
         try:
             lock.acquire(timeout=0)
-            held = True
         except Timeout:
             logger.warning("waiting for another process to %s (%s)", waiting_for, path)
             lock.acquire(timeout=patience)
-            held = True
     except Timeout:
         logger.warning("another process took more than %.0f s to %s; not waiting any longer", patience, waiting_for)
     except (OSError, NotImplementedError) as error:
         logger.warning("cannot lock %s (%s); processes that start together may all %s", path, error, waiting_for)
     try:
-        yield held
+        yield lock.is_locked
     finally:
-        if held:
-            lock.release()
+        lock.release()

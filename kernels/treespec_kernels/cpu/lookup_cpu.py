@@ -41,31 +41,23 @@ def lookup_library(compiler: tuple[str, ...], folder: Path) -> ctypes.CDLL:
 
 
 class LookupTree(NamedTuple):
-    """Tree of proposals in descending order of value; arrays [num_nodes].
+    """Tree of proposals in descending order of value; arrays [num_nodes]."""
 
-    Attributes:
-        tokens, parents, depths: int64, as in `TokenTree`.
-        classes, lengths: int64 [2, num_nodes], class of each node and length of the match that it continues, in the
-            text and in the history; -1 if not proposed by this source. The root's are 0.
-        probs: float64, acceptance probability of the node if its parent is accepted.
-        values: float64, product of probs along the path.
-    """
-
-    tokens: np.ndarray
+    tokens: np.ndarray  # this, parents and depths: int64, as in `TokenTree`
     parents: np.ndarray
     depths: np.ndarray
+    # int64 [2, num_nodes], class of each node and length of the match that it continues, in the text and in the
+    # history; -1 if not proposed by this source. The root's are 0
     classes: np.ndarray
     lengths: np.ndarray
-    probs: np.ndarray
-    values: np.ndarray
+    probs: np.ndarray  # float64, acceptance probability of the node if its parent is accepted
+    values: np.ndarray  # float64, product of probs along the path
 
 
 class CompiledHistory:
     """Implementation of `History` in C++.
 
-    Args:
-        library: from `lookup_library`.
-        capacity: number of tokens, a power of two. A stored token uses BYTES_PER_TOKEN bytes.
+    `capacity` is the number of tokens, a power of two. A stored token uses BYTES_PER_TOKEN bytes.
     """
 
     def __init__(self, library: ctypes.CDLL, capacity: int):
@@ -87,25 +79,16 @@ class CompiledHistory:
 
 
 class LookupSearch:
-    """Search of texts, with probabilities from the acceptance counts of earlier proposals.
-
-    Args:
-        library: from `lookup_library`.
-        prior: float64 [CLASSES, MAX_MATCH + 1], prior acceptance probability.
-        prior_trials: pseudo-counts of the prior, added to the counts of all requests.
-        global_trials: pseudo-counts of the rate over all requests, added to a request's own counts.
-        common: float64 [2, CLASSES, MAX_MATCH + 1], proposed and accepted tokens of all requests.
-        history: history to search in addition to each text, or None.
-    """
+    """Search of texts, with probabilities from the acceptance counts of earlier proposals."""
 
     def __init__(
         self,
-        library: ctypes.CDLL,
-        prior: np.ndarray,
-        prior_trials: float,
-        global_trials: float,
-        common: np.ndarray,
-        history: CompiledHistory | None,
+        library: ctypes.CDLL,  # from `lookup_library`
+        prior: np.ndarray,  # float64 [CLASSES, MAX_MATCH + 1], prior acceptance probability
+        prior_trials: float,  # pseudo-counts of the prior, added to the counts of all requests
+        global_trials: float,  # pseudo-counts of the rate over all requests, added to a request's own counts
+        common: np.ndarray,  # float64 [2, CLASSES, MAX_MATCH + 1], proposed and accepted tokens of all requests
+        history: CompiledHistory | None,  # history to search in addition to each text, or None
     ):
         assert prior.shape == common.shape[1:] == (CLASSES, MAX_MATCH + 1) and prior.dtype == common.dtype == np.float64
         self._library, self._held = library, (prior, common, history)

@@ -55,9 +55,6 @@ def captured(launches: Callable[[], object], memory: GraphMemory) -> torch.cuda.
     """Capture the launches of `launches` in a graph, without running them.
 
     The current device must be that of `memory`.
-
-    Raises:
-        Exception: from `launches`, or from CUDA if the launches cannot be captured.
     """
     graph = torch.cuda.CUDAGraph()
     with _restored(memory), torch.cuda.graph(graph, memory.pool, memory.stream, capture_error_mode="thread_local"):

@@ -10,10 +10,6 @@ class TileConfig:
 
     Results depend on them bit by bit (another number of warps may reduce a tile in another order), so they are fixed
     for an engine's lifetime.
-
-    Attributes:
-        block_m, block_n, block_k: tile sizes, powers of two.
-        num_warps, num_stages: launch options.
     """
 
     num_warps: int
@@ -23,6 +19,8 @@ class TileConfig:
         for name, size in vars(self).items():
             if name.startswith("block_") and (size < 16 or size & (size - 1)):
                 raise ValueError(f"{name} is {size}; it must be a power of two, 16 or more")
+            if name in ("split_k", "num_warps", "num_stages") and size < 1:
+                raise ValueError(f"{name} is {size}; it must be 1 or more")
 
     @property
     def constants(self) -> dict[str, int]:

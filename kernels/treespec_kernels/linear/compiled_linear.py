@@ -1,9 +1,7 @@
 """Row-invariant linear layers on a CPU, dense or quantised, each one call of the compiled library.
 
-For quantised weights, torch's weight-only products are row-invariant too, but slower: for a weight of 4096 x 1024 and
-16 rows in bfloat16 (one thread, AVX-512), `_weight_int8pack_mm` took 5.0 ms, `_weight_int4pack_mm_for_cpu` 2.6 ms, and
-oneDNN's dense product 1.5 ms; in float32 both took more than 100 ms. Without a compiler, weights are therefore
-dequantised to the model's dtype.
+torch's products of quantised weights are row-invariant too, but slower than oneDNN's dense one (5.0 and 2.6 ms instead
+of 1.5 for 16 rows of 4096 x 1024 in bfloat16). Without a compiler, weights are therefore dequantised.
 """
 
 import ctypes
@@ -18,25 +16,17 @@ from treespec_kernels.linear.quantized import QuantizedWeight, dequantized
 
 
 class CompiledLinear(PanelLinear):
-    """Linear layer with the interface of `Linear`; a row's bits do not depend on the number of rows.
-
-    Args:
-        library: from `decoder_library.build`, for `dtype`.
-        weight: [out_features, in_features] in `dtype`, or quantised, with an even number of inputs.
-        bias: [out_features] or None.
-        dtype: dtype of x and y, float32 or bfloat16.
-        num_threads: number of threads that share the outputs; bits do not depend on it.
-        integer: quantise activations to int8 before products with quantised weights.
-    """
+    """Linear layer with the interface of `Linear`; a row's bits do not depend on the number of rows."""
 
     def __init__(
         self,
-        library: ctypes.CDLL,
+        library: ctypes.CDLL,  # from `decoder_library.build`, for `dtype`
+        # [out_features, in_features] in `dtype`, or quantised, with an even number of inputs
         weight: Tensor | QuantizedWeight,
-        bias: Tensor | None,
-        dtype: torch.dtype,
-        num_threads: int,
-        integer: bool = False,
+        bias: Tensor | None,  # [out_features] or None
+        dtype: torch.dtype,  # dtype of x and y, float32 or bfloat16
+        num_threads: int,  # number of threads that share the outputs; bits do not depend on it
+        integer: bool = False,  # quantise activations to int8 before products with quantised weights
     ):
         super().__init__(library, weight, bias, integer)
         self._library, self._dtype, self._threads = library, dtype, num_threads

@@ -22,17 +22,11 @@ from treespec_kernels.linear.row_tiles import RowTile, RowTiledConfig, fewer_sta
 
 
 class BlockStats(NamedTuple):
-    """Summary of each row's blocks of consecutive tokens; a NaN counts as +inf.
+    """Summary of each row's blocks of consecutive tokens; a NaN counts as +inf."""
 
-    Attributes:
-        values: [rows, num_blocks] float32, maximum of the block.
-        tokens: [rows, num_blocks] int32, first token with the maximum.
-        sums: [rows, num_blocks] float32, sum of exp(v - maximum), with 0 in place of an infinite maximum.
-    """
-
-    values: Tensor
-    tokens: Tensor
-    sums: Tensor
+    values: Tensor  # [rows, num_blocks] float32, maximum of the block
+    tokens: Tensor  # [rows, num_blocks] int32, first token with the maximum
+    sums: Tensor  # [rows, num_blocks] float32, sum of exp(v - maximum), with 0 in place of an infinite maximum
 
     @classmethod
     def empty(cls, num_rows: int, num_blocks: int, device: torch.device | str) -> Self:
@@ -50,36 +44,22 @@ class LmHead(NamedTuple):
 
 @dataclass(frozen=True)
 class LmHeadConfig(RowTiledConfig):
-    """Configuration of the LM head: tiles and launch options.
+    """Configuration of the LM head: tiles and launch options."""
 
-    Args:
-        block_m: rows per tile. Every tile of rows but the first reads the weight from L2.
-        block_n: tokens per tile, and per block of the summary.
-        block_k: features per step of the loop.
-        larger: tiles of more rows, chosen by the number of rows of a launch.
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
+    block_m: int  # rows per tile. Every tile of rows but the first reads the weight from L2
+    block_n: int  # tokens per tile, and per block of the summary
+    block_k: int  # features per step of the loop
     num_warps: int
     num_stages: int
-    larger: tuple[RowTile, ...] = ()
+    larger: tuple[RowTile, ...] = ()  # tiles of more rows, chosen by the number of rows of a launch
 
     @classmethod
     def default(cls, dtype: torch.dtype, vocab_size: int, hidden_size: int, target: str | None = None) -> Self:
         """Return the shipped configuration.
 
-        M = 64 is one `wgmma` on sm_90, and 64 rows read the weight once. With the 227 KB of sm_90, two programs of four
-        stages (96 KB) are resident: as many weights are in flight as with three programs of three stages, and the last
-        wave of 1,002 programs (128 k tokens, 132 multiprocessors) is 80 % full instead of 53 %. A small vocabulary uses
-        narrow tiles, to occupy every multiprocessor. float32 has no exact matrix instruction; its tiles do not spill on
-        any target. Tiles of 256 rows spill in the summary.
-
-        Args:
-            dtype: float16, bfloat16 or float32.
-            vocab_size, hidden_size: shape of the weight.
-            target: from `target_of`; None for a configuration that fits every target.
+        M = 64 is one `wgmma` on sm_90, and 64 rows read the weight once. Four stages fill the last wave of 128 k tokens
+        on 132 multiprocessors to 80 %, three to 53 %. A small vocabulary uses narrow tiles, to occupy every
+        multiprocessor. float32 has no exact matrix instruction. Tiles of 256 rows spill in the summary.
         """
         if dtype == torch.float32:
             return cls(block_m=16, block_n=32, block_k=32, num_warps=4, num_stages=3)
@@ -98,11 +78,8 @@ class LmHeadConfig(RowTiledConfig):
         elif vocab_size < _LARGE_VOCAB:
             tiles = [(m, n, k, 4, 3) for m in (16, 64) for n in (16, 32, 64) for k in (64, 128)]
         else:
-            tiles = [(64, 128, 64, 4, n) for n in (3, 4, 5)] + [
-                (64, 128, 64, 8, 3),
-                (64, 128, 128, 8, 2),
-                (64, 128, 128, 8, 3),
-            ]
+            tiles = [(64, 128, 64, 4, n) for n in (3, 4, 5)]
+            tiles += [(64, 128, 64, 8, 3), (64, 128, 128, 8, 2), (64, 128, 128, 8, 3)]
             tiles += [(64, 64, 64, 4, 4), (64, 64, 128, 4, 3), (64, 256, 64, 8, 3), (64, 256, 64, 8, 4)]
             tiles += [(32, 128, 64, 4, 4), (16, 128, 64, 4, 5), (16, 128, 128, 4, 3)]
             tiles += [(128, 128, 64, 8, 3)]
@@ -153,18 +130,11 @@ def lm_head_triton(
     *,
     config: LmHeadConfig | None = None,
     logit_cap: float | None = None,
-    logits: Tensor | None = None,
-    stats: BlockStats | None = None,
-    pdl: bool = False,
+    logits: Tensor | None = None,  # output [groups * rows, vocab] in the dtype of x; None allocates it
+    stats: BlockStats | None = None,  # output as from `BlockStats.empty`; None allocates it
+    pdl: bool = False,  # see `launch_options`
 ) -> LmHead:
-    """Compute `lm_head_ref` on a GPU, in one launch.
-
-    Args:
-        x, weight, config, logit_cap: as in `lm_head_ref`. Rows of consecutive groups of x must follow each other.
-        logits: output [groups * rows, vocab] in the dtype of x; None allocates it.
-        stats: output as from `BlockStats.empty`; None allocates it.
-        pdl: see `launch_options`.
-    """
+    """Compute `lm_head_ref` on a GPU, in one launch. Rows of consecutive groups of x must follow each other."""
     assert logit_cap is None or logit_cap > 0
     prefix = "groups " * (x.dim() == 3)
     check_arguments(
@@ -185,7 +155,7 @@ def lm_head_triton(
     num_blocks = -(-vocab // config.block_n)
     if stats is None:
         stats = BlockStats.empty(groups * num_rows, num_blocks, x.device)
-    check_block_stats(stats, logits, num_blocks)
+    assert stats.values.shape == (len(logits), num_blocks)
     config = config.for_rows(num_rows, num_blocks * groups)
     kernels.project_to_vocab[(-(-num_rows // config.block_m), num_blocks, groups)](
         *(x, weight, logits, *stats),
@@ -202,14 +172,3 @@ def lm_head_triton(
         **launch_options(pdl),
     )
     return LmHead(logits, stats)
-
-
-def check_block_stats(stats: BlockStats, logits: Tensor, num_blocks: int) -> None:
-    """Check that `stats` can be a summary of the logits in `num_blocks` blocks."""
-    check_arguments(
-        {"num_blocks": num_blocks},
-        logits=(logits, "rows _", logits.dtype),
-        values=(stats.values, "[rows num_blocks]", torch.float32),
-        tokens=(stats.tokens, "[rows num_blocks]", torch.int32),
-        sums=(stats.sums, "[rows num_blocks]", torch.float32),
-    )

@@ -15,17 +15,11 @@ SMALLEST_GROUP = 32
 
 
 class WeightForm(NamedTuple):
-    """Quantisation format of a model's layers, for which kernels are compiled and tuned.
+    """Quantisation format of a model's layers, for which kernels are compiled and tuned."""
 
-    Args:
-        bits: 8 or 4.
-        group: number of inputs that share a scale; None for all of them.
-        has_zero: whether there are zero points.
-    """
-
-    bits: int
-    group: int | None = None
-    has_zero: bool = False
+    bits: int  # 8 or 4
+    group: int | None = None  # number of inputs that share a scale; None for all of them
+    has_zero: bool = False  # whether there are zero points
 
     def group_of(self, in_features: int) -> int:
         """Return the number of inputs of a layer that share a scale; all of them if groups do not divide them."""
@@ -33,18 +27,13 @@ class WeightForm(NamedTuple):
 
 
 class QuantizedWeight(NamedTuple):
-    """Quantised weight of a projection.
+    """Quantised weight of a projection."""
 
-    Args:
-        values: int8 [out_features, in_features], q itself; or uint8 [out_features, in_features / 2], pairs of q + 8
-            with 4 bits each, the earlier input in the low bits.
-        scale: floating point [out_features, groups]; in_features / groups consecutive inputs share a scale.
-        zero: zero points, int8 or float32 [out_features, groups]; None if all are 0.
-    """
-
+    # int8 [out_features, in_features], q itself; or uint8 [out_features, in_features / 2], pairs of q + 8 with 4 bits
+    # each, the earlier input in the low bits
     values: Tensor
-    scale: Tensor
-    zero: Tensor | None = None
+    scale: Tensor  # floating point [out_features, groups]; in_features / groups consecutive inputs share a scale
+    zero: Tensor | None = None  # zero points, int8 or float32 [out_features, groups]; None if all are 0
 
     @property
     def bits(self) -> int:
@@ -73,28 +62,12 @@ class QuantizedWeight(NamedTuple):
         return self.values.nbytes + self.scale.nbytes + (0 if self.zero is None else self.zero.nbytes)
 
     def check(self) -> None:
-        """Raise ValueError if the shapes or dtypes of the tensors do not match."""
-        if self.values.dtype not in (torch.int8, torch.uint8):
-            raise ValueError(
-                f"quantised values are {self.values.dtype}; expected int8, or uint8 with two 4-bit weights"
-            )
+        """Assert that the shapes and dtypes of the tensors match; a checkpoint's are checked when it is read."""
         groups = self.scale.shape[-1]
-        if list(self.scale.shape[:-1]) != list(self.values.shape[:-1]) or groups < 1 or self.in_features % groups:
-            raise ValueError(
-                f"scales are {list(self.scale.shape)} for quantised values {list(self.values.shape)}; expected "
-                f"[{self.out_features}, groups], and {self.in_features} inputs in equal groups"
-            )
-        if groups > 1 and self.group % SMALLEST_GROUP:
-            raise ValueError(
-                f"groups of {self.group} inputs; valid: multiples of {SMALLEST_GROUP}, or one group of all"
-            )
-        if self.zero is None:
-            return
-        if self.zero.shape != self.scale.shape or self.zero.dtype not in (torch.int8, torch.float32):
-            raise ValueError(
-                f"zero points are {self.zero.dtype} {list(self.zero.shape)}; expected int8 or float32 "
-                f"{list(self.scale.shape)}"
-            )
+        assert self.values.dtype in (torch.int8, torch.uint8) and self.scale.shape[:-1] == self.values.shape[:-1]
+        assert self.in_features % groups == 0 and (groups == 1 or self.group % SMALLEST_GROUP == 0)
+        assert self.zero is None or self.zero.shape == self.scale.shape
+        assert self.zero is None or self.zero.dtype in (torch.int8, torch.float32)
 
 
 def integers(weight: QuantizedWeight) -> Tensor:

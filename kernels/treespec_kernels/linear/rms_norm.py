@@ -23,20 +23,13 @@ NormKind = Literal["rms", "rms_plus_one", "layer"]
 
 
 class Norm(NamedTuple):
-    """Parameters of a norm, [hidden] or [groups, hidden]; with groups, each applies to rows / groups consecutive rows.
+    """Parameters of a norm, [hidden] or [groups, hidden]; with groups, each applies to rows / groups following rows."""
 
-    Args:
-        weight: in the dtype, for "rms_plus_one" in float32.
-        eps: added to the mean of squares.
-        kind: kind of norm.
-        shift: like weight, added to the result (LayerNorm's bias); None for no shift.
-        post_weight: like weight, for the post norm of what is added to the residual; None for no post norm.
-    """
-
-    weight: Tensor
-    eps: float
+    weight: Tensor  # in the dtype, for "rms_plus_one" in float32
+    eps: float  # added to the mean of squares
     kind: NormKind = "rms"
-    shift: Tensor | None = None
+    shift: Tensor | None = None  # like weight, added to the result (LayerNorm's bias); None for no shift
+    # Like weight, for the post norm of what is added to the residual; None for no post norm
     post_weight: Tensor | None = None
 
     def scaled(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -25,25 +25,19 @@ REDUCE_WARPS = 2  # 16 bytes of each split per thread
 
 
 def row_linear_ref(
-    x: Tensor,
+    x: Tensor,  # [rows, in_features], or [groups, rows, in_features]; float32, bfloat16 or float16
+    # [out_features, in_features], or [groups, out_features, in_features], in x's dtype; or a quantised weight of this
+    # shape, whose scales and zero points also have the leading dimension
     weight: Tensor | QuantizedWeight,
     *,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
+    bias: Tensor | None = None,  # [out_features], or [groups, out_features], in x's dtype
+    residual: Tensor | None = None,  # of the result's shape and dtype, added after the activation
+    # Whether the first half of the weight (and bias) is a gate's, and the second an up projection's
     silu_gate: bool = False,
+    # One of `ACTIVATIONS`, for the gate, or for y without a gate. None: SiLU with a gate, else no activation
     activation: str | None = None,
 ) -> Tensor:
     """Apply the layer in fp32 with one rounding at the end (reference: eager torch, any device).
-
-    Args:
-        x: [rows, in_features], or [groups, rows, in_features]; float32, bfloat16 or float16.
-        weight: [out_features, in_features], or [groups, out_features, in_features], in x's dtype; or a quantised
-            weight of this shape, whose scales and zero points also have the leading dimension.
-        bias: [out_features], or [groups, out_features], in x's dtype.
-        residual: of the result's shape and dtype, added after the activation.
-        silu_gate: whether the first half of the weight (and bias) is a gate's, and the second an up projection's.
-        activation: one of `ACTIVATIONS`, for the gate, or for y without a gate. None: SiLU with a gate, else no
-            activation.
 
     Returns:
         [rows, features], or [groups, rows, features], in x's dtype; features is out_features, or half of it with
@@ -74,10 +68,12 @@ def row_linear_triton(
     residual: Tensor | None = None,
     silu_gate: bool = False,
     activation: str | None = None,
-    config: RowLinearConfig | None = None,
-    out: Tensor | None = None,
+    config: RowLinearConfig | None = None,  # None for the default of the weight
+    out: Tensor | None = None,  # memory of the result; may be `residual`, but not x, which other programs still read
+    # float32, contiguous, at least `config.workspace_size(rows of all groups, out_features)` elements; only used with
+    # split_k > 1 or a quantised weight. With it and `out`, nothing is allocated
     workspace: Tensor | None = None,
-    pdl: bool = False,
+    pdl: bool = False,  # see `launch_options`
 ) -> Tensor:
     """Compute `row_linear_ref` on a GPU, in one launch, or two with split_k > 1 or a quantised weight.
 
@@ -85,14 +81,6 @@ def row_linear_triton(
 
     The strides of rows and groups are arbitrary. If the size of a weight row is a multiple of 16 bytes, the rows of x
     must be aligned to 16 bytes; if that of an output row is, those of out and residual must be.
-
-    Args:
-        x, weight, bias, residual, silu_gate, activation: as in `row_linear_ref`.
-        config: None for the default of the weight.
-        out: memory of the result; may be `residual`, but not x, which other programs still read.
-        workspace: float32, contiguous, at least `config.workspace_size(rows of all groups, out_features)` elements;
-            only used with split_k > 1 or a quantised weight. With it and `out`, nothing is allocated.
-        pdl: see `launch_options`.
     """
     if out is None:
         out = x.new_empty(*x.shape[:-1], weight.shape[-2] // (1 + silu_gate))
@@ -124,7 +112,6 @@ def activated_ref(
 
     Args:
         product: [rows, out_features], or [groups, rows, out_features]; float32, bfloat16 or float16; contiguous.
-        bias, silu_gate, activation: as in `row_linear_ref`, with bias in the dtype of product.
 
     Returns:
         [rows, features], or [groups, rows, features], in the dtype of product, with features as in `row_linear_ref`.

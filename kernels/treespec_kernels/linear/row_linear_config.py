@@ -15,67 +15,41 @@ AMD_STAGES = 3  # they fit in the 64 KB of gfx942; the number of stages does not
 
 @dataclass(frozen=True)
 class RowLinearConfig(RowTiledConfig):
-    """Configuration of a weight, which gives a row the same bits for every number of rows.
+    """Configuration of a weight, which gives a row the same bits for every number of rows."""
 
-    Args:
-        block_m: rows per tile.
-        block_n: weight rows per tile (with silu_gate half of them are gates).
-        block_k: features per step of the loop.
-        split_k: parts of K, in whole blocks of block_k, that are summed separately and then added in order.
-        num_stages: a launch option that does not affect bits.
-        larger: tiles of more rows, chosen by the number of rows of a launch.
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    split_k: int
+    block_m: int  # rows per tile
+    block_n: int  # weight rows per tile (with silu_gate half of them are gates)
+    block_k: int  # features per step of the loop
+    split_k: int  # parts of K, in whole blocks of block_k, that are summed separately and then added in order
     num_warps: int
-    num_stages: int
-    larger: tuple[RowTile, ...] = ()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("split_k", "num_warps", "num_stages"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+    num_stages: int  # a launch option that does not affect bits
+    larger: tuple[RowTile, ...] = ()  # tiles of more rows, chosen by the number of rows of a launch
 
     @classmethod
     def default(
         cls,
-        dtype: torch.dtype,
-        out_features: int,
+        dtype: torch.dtype,  # float16, bfloat16 or float32
+        out_features: int,  # shape of the weight; with silu_gate, out_features counts gates and ups
         in_features: int,
         silu_gate: bool = False,
-        target: str | None = None,
+        target: str | None = None,  # from `target_of`; None for a configuration that fits sm_80 and sm_90
     ) -> Self:
         """Return the shipped configuration, within 12 % of the best of a sweep for every layer of 8B on an H200.
 
         A layer is bound by reading its weight once. Programs should therefore not read more bytes than that from L2,
         and enough bytes must be in flight: about 4.3 TB/s times 1 us, 32 KB per multiprocessor.
 
-        - block_m 64 computes 64 rows with one read of the weight, and is one `wgmma` on sm_90 and later. Padded rows
-          are neither read nor stored; their arithmetic occupies the matrix units for at most a third of the time.
+        - block_m 64 computes 64 rows with one read of the weight, and is one `wgmma` on sm_90 and later. More rows
+          would read it from L2 once per 64 rows; `larger_tiles` read it once per 128 or 256.
         - block_n is the largest of 128, 64 and 32 that gives enough programs with a modest split_k. Every program reads
           its part of K of all its rows, which for 64 rows is 64 / block_n of the weight's bytes.
         - split_k, at most 8, raises the number of programs to 96 or more, with at least four blocks of K each, and if
           possible to at most 132, one per multiprocessor. Layers with silu_gate or at most 2^20 weights are not split,
           because adding the parts would cost more than it gains.
-        - On an H200 all programs are resident at once: one per multiprocessor with 144 KB of stages, or two with 96 KB
-          each. There are at most eight stages, and at most two more than blocks. One stage is being multiplied and the
-          previous one may still be read by its `wgmma`, so all but two are in flight, each with 16 KB of weights for
-          block_n 128: 6 MB for 96 programs of six stages, 4.5 MB for 144 of four. On a GPU with less shared memory, one
-          program with 96 KB is resident.
-        - More than 64 rows would read the weight from L2 once per 64 rows, which takes 3 times as long as the products.
-          `larger_tiles` read it once per 128 or 256 rows.
+        - On an H200 all programs are resident at once: one per multiprocessor with 144 KB of stages, or two with 96 KB.
+          All stages but two are in flight: one is multiplied, and one may still be read by its `wgmma`.
 
         float32 has no exact matrix instruction on NVIDIA, and uses 16 rows; with more it would be bound by arithmetic.
-
-        Args:
-            dtype: float16, bfloat16 or float32.
-            out_features, in_features: shape of the weight; with silu_gate, out_features counts gates and ups.
-            silu_gate: as in `row_linear_ref`.
-            target: from `target_of`; None for a configuration that fits sm_80 and sm_90.
         """
         is_float32 = dtype == torch.float32
         block_m, block_k = (16, 32) if is_float32 else (64, 64)
@@ -182,12 +156,6 @@ def quantized_default(
 
     Dequantised weights are in registers between their load and the product, so tiles have at most 64 outputs, or 32 in
     float32, where 64 outputs used 253 of 255 registers on NVIDIA.
-
-    Args:
-        dtype: dtype of x.
-        out_features, in_features: shape of the weight.
-        group: number of inputs that share a scale.
-        target: from `target_of`.
     """
     plain = RowLinearConfig.default(dtype, out_features, in_features, target=target)
     block_n = min(plain.block_n, 32 if dtype == torch.float32 else 64)

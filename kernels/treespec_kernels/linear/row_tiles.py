@@ -6,6 +6,7 @@ the same features in the same order (`aot/k_order.py` checks this in compiled co
 the bits are equal.
 """
 
+import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -42,31 +43,19 @@ class RowTile(NamedTuple):
 
 
 class RowTiledConfig(TileConfig):
-    """Base of configurations with tiles of several numbers of rows.
-
-    Attributes:
-        larger: tiles with more rows than block_m, in increasing order, that give a row the same bits.
-    """
+    """Base of configurations with tiles of several numbers of rows."""
 
     block_m: int
     block_n: int
-    larger: tuple[RowTile, ...]
+    larger: tuple[RowTile, ...]  # tiles with more rows than block_m, increasing, that give a row the same bits
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "larger", tuple(RowTile(*tile) for tile in self.larger))  # lists, read from JSON
-        block_m = self.block_m
-        for tile in self.larger:
-            if tile.block_m <= block_m or tile.block_m & (tile.block_m - 1):
-                raise ValueError(f"larger has tiles of {tile.block_m} rows after {block_m}; use increasing powers of 2")
-            if tile.block_m * self.num_warps != self.block_m * tile.num_warps:
-                raise ValueError(
-                    f"larger has {tile.num_warps} warps for {tile.block_m} rows and num_warps is {self.num_warps} for "
-                    f"{self.block_m}; equal bits need as many rows per warp"
-                )
-            if tile.num_stages < 1:
-                raise ValueError(f"larger has {tile.num_stages} stages for {tile.block_m} rows; use 1 or more")
-            block_m = tile.block_m
+        for last, tile in itertools.pairwise(self.tiles):
+            increases = tile.block_m > last.block_m and not tile.block_m & (tile.block_m - 1)
+            if not increases or tile.block_m * last.num_warps != last.block_m * tile.num_warps or tile.num_stages < 1:
+                raise ValueError(f"larger has {tile}; use increasing powers of 2 of rows, with as many rows per warp")
 
     def with_tile(self: TiledConfigT, tile: RowTile) -> TiledConfigT:
         """Return the configuration with one tile for every number of rows."""
@@ -108,25 +97,16 @@ def cycles(block_m: int, block_n: int, num_rows: int, num_columns: int) -> float
 
 
 def larger_tiles(
-    target: str | None,
-    dtype: torch.dtype,
-    tile: tuple[int, int, int, int],
-    num_blocks: int,
+    target: str | None,  # from `target_of`
+    dtype: torch.dtype,  # of the operands
+    tile: tuple[int, int, int, int],  # block_m, block_n, block_k and num_warps for 64 rows
+    num_blocks: int,  # blocks of K of a program
     *,
+    # Programs of 128 rows per multiprocessor that the stages leave memory for. One of 256 rows takes all registers
     residents: int = 1,
-    most_rows: int = 256,
+    most_rows: int = 256,  # rows of the largest tile
 ) -> tuple[RowTile, ...]:
-    """Return tiles of 128 and 256 rows for a tile of 64 rows; none where equal bits are not shown.
-
-    Args:
-        target: from `target_of`.
-        dtype: of the operands.
-        tile: block_m, block_n, block_k and num_warps for 64 rows.
-        num_blocks: blocks of K of a program.
-        residents: programs of 128 rows per multiprocessor that the stages leave memory for. One of 256 rows takes all
-            registers.
-        most_rows: rows of the largest tile.
-    """
+    """Return tiles of 128 and 256 rows for a tile of 64 rows; none where equal bits are not shown."""
     block_m, block_n, block_k, num_warps = tile
     # With 8 warps for 64 rows, or 256 columns, warp groups share rows, and larger tiles divide them otherwise.
     if target not in ORDERED or dtype.itemsize != 2 or (block_m, num_warps) != (64, 4) or block_n > 128:

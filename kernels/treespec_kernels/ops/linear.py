@@ -123,11 +123,8 @@ def _layer_cases(op: Op, setting: Setting) -> Iterator[Case]:
         for count, weight in loads_of(setting, setting.prefill).items():
             yield layer_case(op, setting, LinearLayer("", *size), count, weight)
     for layer in shape.linear_layers:
-        make, bias, key = (
-            partial(_layer_inputs, setting, layer, rows),
-            "bias " * shape.biased,
-            _layer_key(setting, layer),
-        )
+        make = partial(_layer_inputs, setting, layer, rows)
+        bias, key = "bias " * shape.biased, _layer_key(setting, layer)
 
         def untimed(load: str, make: Any, key: dict[str, Any] = key, **changes: Any) -> Case:
             return Case(replace(op, **changes), setting, key, load, make, weight=0.0, num_rows=rows)

@@ -33,41 +33,30 @@ def _config_alone(inputs: Inputs, config: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class Op:
-    """One op.
+    """One op."""
 
-    Attributes:
-        name: name of the module with its Triton kernels, without "_kernels".
-        ref: reference, called with a case's arguments.
-        run: Triton implementation, called with a case's arguments and those of `plan`.
-        cases: the cases of an op in a setting, of which those with a weight are timed.
-        configs: configurations of a case, its default first.
-        plan: further arguments of `run`, made once for inputs and a configuration.
-        writes: arguments that the op changes; they belong to the results.
-        rows: dimension of the rows (or requests) by argument. Results of some rows must be bit-identical to theirs
-            among others. Empty if rows are not independent.
-        row_dim: dimension of the rows in the results.
-        some_rows: inputs of some rows, by ascending indices, if that takes more than `rows`.
-        by_row: the results of which each belongs to one row.
-        exact: whether floating-point results must equal the reference's.
-        compare: replaces the comparison with the reference's results.
-        check: replaces the whole check.
-        baselines: other implementations by name, as functions of inputs.
-    """
-
-    name: str
-    ref: Callable[..., Any]
-    run: Callable[..., Any]
+    name: str  # name of the module with its Triton kernels, without "_kernels"
+    ref: Callable[..., Any]  # reference, called with a case's arguments
+    run: Callable[..., Any]  # Triton implementation, called with a case's arguments and those of `plan`
+    # The cases of an op in a setting, of which those with a weight are timed
     cases: Callable[[Op, Setting], Iterable[Case]]
-    configs: Callable[[Case], Sequence[Any]] = lambda case: [None]
+    configs: Callable[[Case], Sequence[Any]] = lambda case: [None]  # configurations of a case, its default first
+    # Further arguments of `run`, made once for inputs and a configuration
     plan: Callable[[Inputs, Any], dict[str, Any]] = _config_alone
-    writes: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()  # arguments that the op changes; they belong to the results
+    # Dimension of the rows (or requests) by argument. Results of some rows must be bit-identical to theirs among
+    # others. Empty if rows are not independent
     rows: Mapping[str, int] = field(default_factory=dict)
-    row_dim: int = 0
+    row_dim: int = 0  # dimension of the rows in the results
+    # Inputs of some rows, by ascending indices, if that takes more than `rows`
     some_rows: Callable[[Inputs, list[int]], Inputs] | None = None
+    # The results of which each belongs to one row
     by_row: Callable[[Inputs, Results], Results] = lambda inputs, results: results
-    exact: bool = False
+    exact: bool = False  # whether floating-point results must equal the reference's
+    # Replaces the comparison with the reference's results
     compare: Callable[[Results, Results, Any], None] | None = None
-    check: Callable[[Case, Any], None] | None = None
+    check: Callable[[Case, Any], None] | None = None  # replaces the whole check
+    # Other implementations by name, as functions of inputs
     baselines: Mapping[str, Callable[[Inputs], Any]] = field(default_factory=dict)
 
     def results_of(self, inputs: Inputs, returned: Any) -> Results:
@@ -93,24 +82,15 @@ class Case:
 
     Nothing is allocated at first: inputs are created by the first run or by `prepare`, and dropped by `release`.
     Running several copies of the inputs in turn keeps them out of the caches.
-
-    Attributes:
-        entry: the op.
-        key: the problem for which a configuration of the op is tuned.
-        load: label that distinguishes the cases of one key, such as "rows 32".
-        make: creates one copy of the inputs; equal seeds give equal inputs.
-        bytes: minimum memory traffic of one run; 0 for the bytes of the arguments, known once inputs are created.
-        weight: weight of this load in the mean time that tuning minimises; 0 if the case is not timed.
-        num_rows: number of rows of the inputs.
     """
 
     entry: Op
     setting: Setting
-    key: dict[str, Any]
-    load: str
-    make: Callable[[torch.Generator], Inputs]
-    bytes: int = 0
-    weight: float = 1.0
+    key: dict[str, Any]  # the problem for which a configuration of the op is tuned
+    load: str  # label that distinguishes the cases of one key, such as "rows 32"
+    make: Callable[[torch.Generator], Inputs]  # creates one copy of the inputs; equal seeds give equal inputs
+    bytes: int = 0  # minimum memory traffic of one run; 0 for the bytes of the arguments, known once inputs are created
+    weight: float = 1.0  # weight of this load in the mean time that tuning minimises; 0 if the case is not timed
     num_rows: int = 1
 
     def __post_init__(self) -> None:

@@ -29,18 +29,7 @@ class LinearLayer(NamedTuple):
 
 @dataclass(frozen=True)
 class KernelShape:
-    """Properties of a model that its kernels depend on; defaults are those of Llama.
-
-    Args:
-        dtype, head_dim, num_heads, num_kv_heads, hidden_size, intermediate_size, vocab_size: dtype and sizes.
-        norm: kind of norm of the residual stream; a model with LayerNorm has biases in all layers.
-        post_norms: whether the outputs of attention and MLP are normalised before the residual add.
-        qk_norm: whether the heads of Q and K are normalised.
-        rotary: whether Q and K are rotated by position.
-        gated, activation: whether the MLP has a gate projection, and its activation.
-        capped: whether attention scores and logits have soft caps.
-        quantized: format of the linear layers; None if they are not quantised.
-    """
+    """Properties of a model that its kernels depend on; defaults are those of Llama."""
 
     dtype: torch.dtype
     head_dim: int
@@ -49,14 +38,14 @@ class KernelShape:
     hidden_size: int
     intermediate_size: int
     vocab_size: int
-    norm: NormKind = "rms"
-    post_norms: bool = False
-    qk_norm: bool = False
-    rotary: bool = True
-    gated: bool = True
+    norm: NormKind = "rms"  # kind of norm of the residual stream; a model with LayerNorm has biases in all layers
+    post_norms: bool = False  # whether the outputs of attention and MLP are normalised before the residual add
+    qk_norm: bool = False  # whether the heads of Q and K are normalised
+    rotary: bool = True  # whether Q and K are rotated by position
+    gated: bool = True  # whether the MLP has a gate projection
     activation: str = "silu"
-    capped: bool = False
-    quantized: WeightForm | None = None
+    capped: bool = False  # whether attention scores and logits have soft caps
+    quantized: WeightForm | None = None  # format of the linear layers; None if they are not quantised
 
     @property
     def linear_layers(self) -> tuple[LinearLayer, ...]:
@@ -88,29 +77,17 @@ class KernelShape:
 
 @dataclass(frozen=True)
 class Setting:
-    """Model and passes for which the cases of ops are made.
-
-    Args:
-        shape: shape and dtype of the model.
-        device: device of the inputs; "meta" for launches that are compiled and not run.
-        nodes: number of rows of one request's tree pass, root included.
-        context: number of committed positions of each request.
-        requests: number of requests of a batch.
-        prefill: number of rows of a prefill pass; 0 to leave it out.
-        groups: number of SSMs of equal shape that run stacked; 1 for a target.
-        layers: number of layers of the model.
-        compiled_for: target of launches on "meta", as from `target_of`.
-    """
+    """Model and passes for which the cases of ops are made."""
 
     shape: KernelShape
-    device: torch.device = META
-    nodes: int = 32
-    context: int = 2048
-    requests: int = 4
-    prefill: int = 0
-    groups: int = 1
+    device: torch.device = META  # device of the inputs; "meta" for launches that are compiled and not run
+    nodes: int = 32  # number of rows of one request's tree pass, root included
+    context: int = 2048  # number of committed positions of each request
+    requests: int = 4  # number of requests of a batch
+    prefill: int = 0  # number of rows of a prefill pass; 0 to leave it out
+    groups: int = 1  # number of SSMs of equal shape that run stacked; 1 for a target
     layers: int = 1
-    compiled_for: str | None = None
+    compiled_for: str | None = None  # target of launches on "meta", as from `target_of`
 
     @property
     def dtype(self) -> torch.dtype:

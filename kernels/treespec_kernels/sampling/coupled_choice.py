@@ -22,19 +22,12 @@ from treespec_kernels.launch.arguments import Argument
 
 
 class RowNoise(NamedTuple):
-    """Temperatures, and the keys of the noise.
+    """Temperatures, and the keys of the noise."""
 
-    Args:
-        temperatures: [rows] float32, >= 0. At 0 a token's value is its score without noise.
-        seeds: [rows] int64, the bits of an unsigned 64-bit seed.
-        samples: [rows] int64, index of the sample of a prompt.
-        positions: [rows] int64, position of the chosen token in the sequence.
-    """
-
-    temperatures: Tensor
-    seeds: Tensor
-    samples: Tensor
-    positions: Tensor
+    temperatures: Tensor  # [rows] float32, >= 0. At 0 a token's value is its score without noise
+    seeds: Tensor  # [rows] int64, the bits of an unsigned 64-bit seed
+    samples: Tensor  # [rows] int64, index of the sample of a prompt
+    positions: Tensor  # [rows] int64, position of the chosen token in the sequence
 
     @property
     def arguments(self) -> dict[str, Argument]:
@@ -44,12 +37,7 @@ class RowNoise(NamedTuple):
 
 
 def gumbel_integers_of_row(seed: int, sample: int, position: int, vocab: int) -> np.ndarray:
-    """Return the integers x of one row, [vocab] uint32. A token's integer does not depend on the vocabulary's size.
-
-    Args:
-        seed, sample, position: integers from 0 to 2**64 - 1.
-        vocab: the number of tokens.
-    """
+    """Return the integers x of one row, [vocab] uint32. A token's integer does not depend on the vocabulary's size."""
     key = np.array([seed, sample], dtype=np.uint64)
     counter = np.array([0, 0, position, 0], dtype=np.uint64)  # numpy increments it before its first block
     words = np.random.Philox(key=key, counter=counter).random_raw(-(-vocab // 8) * 4)

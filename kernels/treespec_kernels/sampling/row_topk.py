@@ -18,7 +18,7 @@ from torch import Tensor
 from treespec_kernels.launch.arguments import check_arguments
 from treespec_kernels.launch.rows import FLOAT_TYPES
 from treespec_kernels.launch.triton_launch import block_of, load_kernels
-from treespec_kernels.linear.lm_head import BlockStats, check_block_stats
+from treespec_kernels.linear.lm_head import BlockStats
 from treespec_kernels.sampling.coupled_choice import RowNoise, coupled_values_ref
 
 MAX_K = 16
@@ -30,19 +30,12 @@ SELECT_WARPS = 8  # with noise, 16 blocks spill in 4 warps
 
 
 class RowTopk(NamedTuple):
-    """The k best tokens of each row, best first.
+    """The k best tokens of each row, best first."""
 
-    Attributes:
-        tokens: [rows, k] int32.
-        values: [rows, k] float32, +inf for a NaN.
-        lse: [rows] float32, log of the sum of exp(value) over the whole vocabulary.
-        finite: [rows] bool, whether the best value is finite and no value is NaN.
-    """
-
-    tokens: Tensor
-    values: Tensor
-    lse: Tensor
-    finite: Tensor
+    tokens: Tensor  # [rows, k] int32
+    values: Tensor  # [rows, k] float32, +inf for a NaN
+    lse: Tensor  # [rows] float32, log of the sum of exp(value) over the whole vocabulary
+    finite: Tensor  # [rows] bool, whether the best value is finite and no value is NaN
 
 
 def row_topk_ref(logits: Tensor, k: int, noise: RowNoise | None = None) -> RowTopk:
@@ -68,7 +61,6 @@ def row_topk_triton(
     """Compute `row_topk_ref` on a GPU, in two launches, or one with `stats`, and without a host sync.
 
     Args:
-        logits, k, noise: as in `row_topk_ref`.
         stats: summary of these logits, as from `lm_head_triton`; only without noise.
     """
     check_arguments(logits=(logits, "rows vocab+", FLOAT_TYPES), **(noise.arguments if noise is not None else {}))
@@ -79,7 +71,7 @@ def row_topk_triton(
     if stats is not None:  # whose number of blocks determines their size, a power of two
         num_blocks = stats.values.shape[1]
         block = next(size for size in _BLOCKS if -(-vocab // size) == num_blocks)
-        check_block_stats(stats, logits, num_blocks)
+        assert len(stats.values) == rows, "the summary of other logits"
     device, num_read = logits.device, min(k, num_blocks)
     top = RowTopk(
         torch.empty(rows, k, dtype=torch.int32, device=device),

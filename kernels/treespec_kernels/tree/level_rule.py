@@ -14,22 +14,14 @@ class LevelRule:
 
     `growth_cpu.cpp` takes the same decisions between the levels of one call, so all sums are plain loops over doubles,
     in the order of the trees. Expected tokens and costs have the same unit; the price of time converts the latter.
-
-    Attributes:
-        calibration: accepted tokens per token that node values predict.
-        token_weights: weight of a token, by tree of the batch.
-        start_cost: cost of starting to draft.
-        level_cost: cost of a level of one tree.
-        marginal_cost: cost of a further tree in a level. All trees decided together: +4 %, see round_costs.py.
-        least_value: minimum value at which a node pays for its row of the target pass.
     """
 
-    calibration: float
-    token_weights: Sequence[float]
-    start_cost: float
-    level_cost: float
-    marginal_cost: float
-    least_value: float
+    calibration: float  # accepted tokens per token that node values predict
+    token_weights: Sequence[float]  # weight of a token, by tree of the batch
+    start_cost: float  # cost of starting to draft
+    level_cost: float  # cost of a level of one tree
+    marginal_cost: float  # cost of a further tree in a level. All trees decided together: +4 %, see round_costs.py
+    least_value: float  # minimum value at which a node pays for its row of the target pass
 
     def select(self, trees: Sequence[int]) -> "LevelRule":
         """Return the rule for a batch of some of the trees."""

@@ -10,24 +10,16 @@ import numpy as np
 
 
 class Level(NamedTuple):
-    """Nodes of one depth, ordered by tree and parent.
+    """Nodes of one depth, ordered by tree and parent."""
 
-    Attributes:
-        tokens: int64 [size].
-        parents, owners, seeds: int64 [size], as nodes, owners and seeds of a `Frontier`.
-        probs, values: float32 [size], probability after the parent, and product of probabilities along the path.
-        proposed: bool [size, num_ssms], whether each SSM proposed the node.
-        draft_probs: float32 [size, num_ssms], each SSM's probability of the node.
-    """
-
-    tokens: np.ndarray
-    parents: np.ndarray
+    tokens: np.ndarray  # int64 [size]
+    parents: np.ndarray  # int64 [size], as `Frontier.nodes`; owners and seeds likewise
     owners: np.ndarray
     seeds: np.ndarray
-    probs: np.ndarray
-    values: np.ndarray
-    proposed: np.ndarray
-    draft_probs: np.ndarray
+    probs: np.ndarray  # float32 [size], probability after the parent
+    values: np.ndarray  # float32 [size], product of probabilities along the path
+    proposed: np.ndarray  # bool [size, num_ssms], whether each SSM proposed the node
+    draft_probs: np.ndarray  # float32 [size, num_ssms], each SSM's probability of the node
 
     def select(self, nodes: np.ndarray | slice) -> "Level":
         """Return some of the nodes."""
@@ -35,23 +27,14 @@ class Level(NamedTuple):
 
 
 class Frontier(NamedTuple):
-    """Nodes to score, grouped by tree; [num_rows] each, int64 except values.
+    """Nodes to score, grouped by tree; [num_rows] each, int64 except values."""
 
-    Attributes:
-        nodes: indices over all levels of all trees.
-        tokens: tokens of the nodes.
-        owners: index of the tree.
-        seeds: index of the node among the seeds, or -1.
-        above: slot of the parent in its tree.
-        values: float32, product of probabilities along the path.
-    """
-
-    nodes: np.ndarray
-    tokens: np.ndarray
-    owners: np.ndarray
-    seeds: np.ndarray
-    above: np.ndarray
-    values: np.ndarray
+    nodes: np.ndarray  # indices over all levels of all trees
+    tokens: np.ndarray  # tokens of the nodes
+    owners: np.ndarray  # index of the tree
+    seeds: np.ndarray  # index of the node among the seeds, or -1
+    above: np.ndarray  # slot of the parent in its tree
+    values: np.ndarray  # float32, product of probabilities along the path
 
     def select(self, rows: np.ndarray | slice) -> "Frontier":
         """Return some of the nodes."""

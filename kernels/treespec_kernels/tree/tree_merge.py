@@ -45,19 +45,13 @@ _ZERO, _ONE, _MIN_PRIOR, _MAX_PRIOR = map(np.float32, (0, 1, MIN_MIXTURE, MAX_MI
 
 
 def merge_children(
-    shares: Sequence[Mapping[int, np.float32]],
-    seeds: Mapping[int, int],
-    most_seeds: int,
-    seed_probs: np.ndarray,
-    seed_ratios: np.ndarray,
+    shares: Sequence[Mapping[int, np.float32]],  # by SSM, the shares of the tokens that it proposes, in order
+    seeds: Mapping[int, int],  # indices of the node's seeds by token, in order
+    most_seeds: int,  # number of them that are proposed
+    seed_probs: np.ndarray,  # float32, probabilities of all seeds
+    seed_ratios: np.ndarray,  # float32, their evidence ratios
 ) -> dict[int, tuple[np.float32, int]]:
     """Merge what SSMs and seeds propose below one node.
-
-    Args:
-        shares: by SSM, the shares of the tokens that it proposes, in order.
-        seeds: indices of the node's seeds by token, in order.
-        most_seeds: number of them that are proposed.
-        seed_probs, seed_ratios: float32, probabilities and evidence ratios of all seeds.
 
     Returns:
         By token, in the order of first proposals, its probability and the index of its seed, -1 for none.
@@ -93,7 +87,6 @@ def tree_merge_ref(
         end_tokens: [B, E] int32, tokens that are not expanded; padded with -1.
         proposed: trees of sources without a draft model; the same in every level of a round.
     """
-    _check(forest, tokens, probs, weights, end_tokens, proposed)
     state = {name: tensor.cpu().numpy() for name, tensor in forest.tensors.items()}
     ssm_tokens, ssm_probs, weight = tokens.cpu().numpy(), probs.cpu().numpy(), weights.cpu().numpy()
     seeds = [tensor.cpu().numpy() for tensor in proposed]
@@ -166,7 +159,16 @@ def tree_merge_triton(
     forest: DeviceForest, tokens: Tensor, probs: Tensor, weights: Tensor, end_tokens: Tensor, proposed: ProposedTrees
 ) -> None:
     """Compute `tree_merge_ref` on a GPU, in one launch and without a host sync."""
-    _check(forest, tokens, probs, weights, end_tokens, proposed)
+    sizes = check_arguments(
+        {"F": forest.frontier_width, "S": forest.num_seeds},
+        levels=(forest.levels, "B", torch.int32),
+        tokens=(tokens, "G B F C", torch.int32),
+        probs=(probs, "G B F C", torch.float32),
+        weights=(weights, "B G", torch.float32),
+        end_tokens=(end_tokens, "B _", torch.int32),
+        **proposed.arguments,
+    )
+    assert (sizes["G"] + 1) * sizes["F"] * sizes["C"] == forest.candidates
     kernels = load_kernels("tree.tree_merge", probs)
     num_ssms, _, frontier, proposals = tokens.shape
     num_ends, block_p, block_c = end_tokens.shape[1], block_of(forest.candidates), block_of(proposals)
@@ -196,18 +198,3 @@ def tree_merge_triton(
         num_warps=min(max(block_p * block_c // 256, 1), 16),  # about 8 comparisons per thread with one SSM's proposals
         enable_fp_fusion=False,
     )
-
-
-def _check(
-    forest: DeviceForest, tokens: Tensor, probs: Tensor, weights: Tensor, end_tokens: Tensor, proposed: ProposedTrees
-) -> None:
-    sizes = check_arguments(
-        {"F": forest.frontier_width, "S": forest.num_seeds},
-        levels=(forest.levels, "B", torch.int32),
-        tokens=(tokens, "G B F C", torch.int32),
-        probs=(probs, "G B F C", torch.float32),
-        weights=(weights, "B G", torch.float32),
-        end_tokens=(end_tokens, "B _", torch.int32),
-        **proposed.arguments,
-    )
-    assert (sizes["G"] + 1) * sizes["F"] * sizes["C"] == forest.candidates

@@ -25,32 +25,24 @@ from treespec_kernels.tree.device_trees import SEED_BIT, DeviceForest, DeviceTre
 
 
 def tree_select_ref(
-    forest: DeviceForest,
-    proposed: ProposedTrees,
-    root_tokens: Tensor,
+    forest: DeviceForest,  # not changed
+    proposed: ProposedTrees,  # as passed to `tree_merge`
+    root_tokens: Tensor,  # [B] int32, as passed to `tree_root`; the tree of a negative token has no nodes
+    # Tree budget, the maximum number of nodes of a tree, root included, from 1 to the size of `out`; or an int32 tensor
+    # [B] with the number per request, clamped to that range, so that a captured graph can vary it
     nodes: int | Tensor,
-    least_values: Tensor,
-    max_depths: Tensor,
+    least_values: Tensor,  # [B] float32, minimum value of a node below the root; NaN selects none
+    max_depths: Tensor,  # [B] int32, 0 for only the root
     *,
+    # Written in place and returned; None allocates trees of `nodes` nodes, which must then be an int
     out: DeviceTrees | None = None,
 ) -> DeviceTrees:
-    """Select the trees that the target scores (reference: numpy on the host, any device).
-
-    Args:
-        forest: not changed.
-        proposed: as passed to `tree_merge`.
-        root_tokens: [B] int32, as passed to `tree_root`; the tree of a negative token has no nodes.
-        nodes: tree budget, the maximum number of nodes of a tree, root included, from 1 to the size of `out`; or an
-            int32 tensor [B] with the number per request, clamped to that range, so that a captured graph can vary it.
-        least_values: [B] float32, minimum value of a node below the root; NaN selects none.
-        max_depths: [B] int32, 0 for only the root.
-        out: written in place and returned; None allocates trees of `nodes` nodes, which must then be an int.
-    """
-    wanted, out = _checked(forest, proposed, root_tokens, nodes, least_values, max_depths, out)
+    """Select the trees that the target scores (reference: numpy on the host, any device)."""
+    out = _new_trees(forest, nodes) if out is None else out
     state = {name: tensor.cpu().numpy() for name, tensor in forest.tensors.items()}
     seeds = [tensor.cpu().numpy() for tensor in proposed]
     trees = DeviceTrees.allocate(out.num_requests, nodes=out.max_nodes, max_depth=out.max_depth)
-    wanted = wanted.clamp(1, out.max_nodes)
+    wanted = torch.as_tensor(nodes).expand(out.num_requests).clamp(1, out.max_nodes)
     for request, (token, most, least, deepest) in enumerate(
         zip(root_tokens.tolist(), wanted.tolist(), least_values.tolist(), max_depths.tolist(), strict=True)
     ):
@@ -127,7 +119,18 @@ def tree_select_triton(
     out: DeviceTrees | None = None,
 ) -> DeviceTrees:
     """Compute `tree_select_ref` on a GPU, in one launch and without a host sync."""
-    wanted, out = _checked(forest, proposed, root_tokens, nodes, least_values, max_depths, out)
+    out = _new_trees(forest, nodes) if out is None else out
+    wanted = torch.full_like(out.num_nodes, nodes) if isinstance(nodes, int) else nodes
+    check_arguments(
+        {"S": forest.num_seeds, "width": forest.max_depth + 1},
+        levels=(forest.levels, "B", torch.int32),
+        root_tokens=(root_tokens, "B", torch.int32),
+        least_values=(least_values, "B", torch.float32),
+        max_depths=(max_depths, "B", torch.int32),
+        nodes=(wanted, "B", torch.int32),
+        ancestors=(out.ancestors, "B _ width", torch.int32),
+        **proposed.arguments,
+    )
     kernels = load_kernels("tree.tree_select", least_values)
     max_depth, max_nodes = forest.max_depth, out.max_nodes
     block_q = block_of(max_depth * forest.candidates + forest.num_seeds)
@@ -156,29 +159,7 @@ def tree_select_triton(
     return out
 
 
-def _checked(
-    forest: DeviceForest,
-    proposed: ProposedTrees,
-    root_tokens: Tensor,
-    nodes: int | Tensor,
-    least_values: Tensor,
-    max_depths: Tensor,
-    out: DeviceTrees | None,
-) -> tuple[Tensor, DeviceTrees]:
-    """Check the arguments. Return the maximum number of nodes of each tree, [B] int32, and `out` or new trees."""
-    if out is None:
-        assert isinstance(nodes, int), "the host does not read a tensor to allocate trees"
-        device = forest.levels.device
-        out = DeviceTrees.allocate(forest.num_requests, nodes=nodes, max_depth=forest.max_depth, device=device)
-    wanted = torch.full_like(out.num_nodes, nodes) if isinstance(nodes, int) else nodes
-    check_arguments(
-        {"S": forest.num_seeds, "width": forest.max_depth + 1},
-        levels=(forest.levels, "B", torch.int32),
-        root_tokens=(root_tokens, "B", torch.int32),
-        least_values=(least_values, "B", torch.float32),
-        max_depths=(max_depths, "B", torch.int32),
-        nodes=(wanted, "B", torch.int32),
-        ancestors=(out.ancestors, "B _ width", torch.int32),
-        **proposed.arguments,
-    )
-    return wanted, out
+def _new_trees(forest: DeviceForest, nodes: int | Tensor) -> DeviceTrees:
+    assert isinstance(nodes, int), "the host does not read a tensor to allocate trees"
+    device = forest.levels.device
+    return DeviceTrees.allocate(forest.num_requests, nodes=nodes, max_depth=forest.max_depth, device=device)

@@ -42,7 +42,6 @@ def tree_walk_ref(trees: DeviceTrees, choices: Tensor, finite: Tensor, *, out: W
         finite: [B, N] bool, whether a node's logits are finite; arbitrary for padding.
         out: written in place and returned; None allocates.
     """
-    out = _checked(trees, choices, finite, out)
     walk = Walk.allocate(trees.num_requests, max_depth=trees.max_depth)
     host = {name: getattr(trees, name).tolist() for name in ("tokens", "parents", "num_nodes")}
     next_tokens, is_finite = choices.tolist(), finite.tolist()
@@ -64,6 +63,7 @@ def tree_walk_ref(trees: DeviceTrees, choices: Tensor, finite: Tensor, *, out: W
                 None,
             )
         walk.path_lens[request] = length
+    out = _new_walk(trees) if out is None else out
     for name, written in walk.tensors.items():
         out.tensors[name].copy_(written)
     return out
@@ -71,7 +71,13 @@ def tree_walk_ref(trees: DeviceTrees, choices: Tensor, finite: Tensor, *, out: W
 
 def tree_walk_triton(trees: DeviceTrees, choices: Tensor, finite: Tensor, *, out: Walk | None = None) -> Walk:
     """Compute `tree_walk_ref` on a GPU, in one launch and without a host sync."""
-    out = _checked(trees, choices, finite, out)
+    out = _new_walk(trees) if out is None else out
+    check_arguments(
+        ancestors=(trees.ancestors, "B N W", torch.int32),
+        choices=(choices, "B N", (torch.int32, torch.int64)),
+        finite=(finite, "B N", torch.bool),
+        paths=(out.paths, "B W", torch.int32),
+    )
     kernels = load_kernels("tree.tree_walk", choices)
     block_n, block_w = block_of(trees.max_nodes), block_of(trees.max_depth + 1)
     kernels.walk_down[(trees.num_requests,)](
@@ -94,14 +100,5 @@ def tree_walk_triton(trees: DeviceTrees, choices: Tensor, finite: Tensor, *, out
     return out
 
 
-def _checked(trees: DeviceTrees, choices: Tensor, finite: Tensor, out: Walk | None) -> Walk:
-    """Check the arguments, and return `out` or a new walk."""
-    if out is None:
-        out = Walk.allocate(trees.num_requests, max_depth=trees.max_depth, device=trees.ancestors.device)
-    check_arguments(
-        ancestors=(trees.ancestors, "B N W", torch.int32),
-        choices=(choices, "B N", (torch.int32, torch.int64)),
-        finite=(finite, "B N", torch.bool),
-        paths=(out.paths, "B W", torch.int32),
-    )
-    return out
+def _new_walk(trees: DeviceTrees) -> Walk:
+    return Walk.allocate(trees.num_requests, max_depth=trees.max_depth, device=trees.ancestors.device)

@@ -136,22 +136,16 @@ def problems_of(settings: Iterable[Setting], ops: Iterable[str] = TUNABLE) -> li
 def tune(
     problems: Sequence[TuningProblem],
     clock: Clock,
-    log: SweepLog,
+    log: SweepLog,  # earlier measurements, which are not repeated; new ones are appended
     *,
+    # Time after which no measurement starts; each problem gets an equal share of the remaining time
     budget_seconds: float = float("inf"),
+    # Number of processes that compile kernels before the timing, for at most half of the budget; 0 skips this step
     jobs: int = 0,
+    # Called with the label of the current step, the number of finished configurations, and the total
     advance: Callable[[str, int, int], None] = lambda label, done, total: None,
 ) -> list[Tuned]:
     """Sweep the configurations of every problem.
-
-    Args:
-        problems: the problems to tune.
-        clock: timer of the cases.
-        log: earlier measurements, which are not repeated; new ones are appended.
-        budget_seconds: time after which no measurement starts; each problem gets an equal share of the remaining time.
-        jobs: number of processes that compile kernels before the timing, for at most half of the budget; 0 skips this
-            step.
-        advance: called with the label of the current step, the number of finished configurations, and the total.
 
     Raises:
         TuningError: a kernel broke the device. The log records it as failed, so the next sweep skips it.

@@ -16,7 +16,6 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, *, max_error: flo
     Elementwise relative errors would demand an impossible precision of small elements.
 
     Args:
-        actual, expected: tensors to compare.
         max_error: bound on max |actual - expected| / rms(expected), beyond one rounding step of the dtype at
             `expected`: a gated activation has values of 14 RMS, whose bfloat16 neighbours are 0.1 RMS away.
         rms_error: bound on rms(actual - expected) / rms(expected).
@@ -65,9 +64,8 @@ def tree_parents(kind: str, num_nodes: int, generator: torch.Generator) -> list[
         return list(range(-1, num_nodes - 1))
     if kind == "star":
         return [-1] + [0] * (num_nodes - 1)
-    if kind == "random":
-        return [-1] + [int(torch.randint(i, (1,), generator=generator, device="cpu")) for i in range(1, num_nodes)]
-    raise ValueError(f"tree kind {kind!r} is not known; use 'chain', 'star' or 'random'")
+    assert kind == "random"
+    return [-1] + [int(torch.randint(i, (1,), generator=generator, device="cpu")) for i in range(1, num_nodes)]
 
 
 def path_to(parents: Sequence[int], node: int) -> list[int]:
@@ -99,26 +97,16 @@ class TreeAttentionInputs:
 
 
 def tree_attention_inputs(
-    context_lens: Sequence[int],
-    trees: Sequence[Sequence[int]],
+    context_lens: Sequence[int],  # number of committed positions of each request
+    trees: Sequence[Sequence[int]],  # parents of each request's nodes
     shape: AttentionShape,
     *,
-    nodes: Sequence[Sequence[int]] | None = None,
+    nodes: Sequence[Sequence[int]] | None = None,  # nodes of each request that are rows of the pass; None for all
     device: torch.device | str = "cpu",
-    page_size: int = 64,
+    page_size: int = 64,  # slots per page
     seed: int = 0,
 ) -> TreeAttentionInputs:
-    """Create random queries, keys and values of one tree per request. Slots that no row attends to contain NaN.
-
-    Args:
-        context_lens: number of committed positions of each request.
-        trees: parents of each request's nodes.
-        shape: sizes of the attention.
-        nodes: nodes of each request that are rows of the pass; None for all.
-        device: of the tensors.
-        page_size: slots per page.
-        seed: of the random numbers.
-    """
+    """Create random queries, keys and values of one tree per request. Slots that no row attends to contain NaN."""
     num_heads, num_kv_heads, head_dim, dtype, _ = shape
     generator = torch.Generator().manual_seed(seed)
     normal = partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")

@@ -32,25 +32,17 @@ Key = Mapping[str, "int | str | bool | torch.dtype"]
 
 @dataclass(frozen=True)
 class TunedEntry:
-    """Best configuration of an op for one shape.
+    """Best configuration of an op for one shape."""
 
-    Args:
-        op, key: the op and its problem, such as "row_linear" and dtype, out_features, ...
-        config: fields of the op's configuration.
-        microseconds, default_microseconds: weighted mean over `loads`, of the best and the default configuration.
-        loads: microseconds, default_microseconds, share_of_copy and weight of each timed case, by its load.
-        versions: `versions_of` the device and op when measured.
-        measured: time of the measurement, ISO 8601.
-    """
-
-    op: str
+    op: str  # the op and its problem, such as "row_linear" and dtype, out_features, ...
     key: dict[str, Any]
-    config: dict[str, Any]
-    microseconds: float
+    config: dict[str, Any]  # fields of the op's configuration
+    microseconds: float  # weighted mean over `loads`, of the best and the default configuration
     default_microseconds: float
+    # microseconds, default_microseconds, share_of_copy and weight of each timed case, by its load
     loads: dict[str, dict[str, float]]
-    versions: dict[str, str]
-    measured: str
+    versions: dict[str, str]  # `versions_of` the device and op when measured
+    measured: str  # time of the measurement, ISO 8601
 
     @property
     def label(self) -> str:
@@ -73,31 +65,18 @@ def label_of(op: str, key: Key) -> str:
 
 
 class KernelConfigs:
-    """Kernel configurations of an engine: tuned ones from a file, otherwise defaults.
-
-    Attributes:
-        file: path of the file, or None.
-        tuned: labels for which `get` returned a tuned configuration, in order.
-        fallbacks: labels for which `get` returned the default.
-        stale: labels of stale entries, with the reason.
-    """
+    """Kernel configurations of an engine: tuned ones from a file, otherwise defaults."""
 
     def __init__(self, entries: Iterable[TunedEntry] = (), file: Path | None = None, stale: Sequence[str] = ()):
         self.file = str(file) if file else None
-        self.tuned: list[str] = []
-        self.fallbacks: list[str] = []
-        self.stale = list(stale)
+        self.tuned: list[str] = []  # labels for which `get` returned a tuned configuration, in order
+        self.fallbacks: list[str] = []  # labels for which `get` returned the default
+        self.stale = list(stale)  # labels of stale entries, with the reason
         self._entries = {entry.label: entry for entry in entries}
 
     @classmethod
     def load(cls, device: torch.device | str, *, name: str | None = None, folder: Path | None = None) -> Self:
-        """Load the entries for a device. An unreadable file is skipped with a warning; `describe` lists stale entries.
-
-        Args:
-            device: where the kernels run; a CPU has no tuned kernels.
-            name: name of the device; None for torch's.
-            folder: folder of the file; None for the user's.
-        """
+        """Load the entries of a device's file, which is skipped with a warning if it is unreadable."""
         if name is None:
             if torch.device(device).type == "cpu":
                 return cls()
@@ -136,11 +115,7 @@ class KernelConfigs:
 
 
 def config_of(values: Mapping[str, Any], like: ConfigT) -> ConfigT:
-    """Return a copy of the configuration `like` with the fields in `values` replaced.
-
-    Raises:
-        TypeError, ValueError: a field is unknown, or a value invalid.
-    """
+    """Return a copy of the configuration `like` with the fields in `values` replaced."""
     changes = dict(values)
     for field in dataclasses.fields(like):  # type: ignore[arg-type]
         current = getattr(like, field.name)

@@ -15,7 +15,7 @@ from treespec import LLM, RoundRecord, SamplingParams, SpecConfig
 EXECUTORS = pytest.mark.parametrize(
     "executor",
     [
-        {"compile": False},
+        pytest.param({"compile": False}, marks=pytest.mark.slow),
         pytest.param({"compile": True}, marks=needs_compiler),
         pytest.param({"backend": "transformers", "prove": True}, marks=pytest.mark.slow),
     ],

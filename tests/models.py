@@ -203,16 +203,22 @@ def tiny_llm(dtype: torch.dtype = torch.float32, ssms: tuple[int, ...] = (0, 1, 
 
 @functools.cache
 def wide(dtype: torch.dtype) -> tuple[Path, Path]:
-    """A target of 8 heads of 32 over 4 KV heads and a draft of it, whose work is shared between threads."""
+    """A target of 16 heads over 8 KV heads and a draft of it, whose work is shared between threads."""
     root = new_folder("wide")
-    sizes = {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 8, "num_key_value_heads": 4}
-    target = make_llama(root / "target", 5, dtype, **sizes, head_dim=32, num_hidden_layers=2)
+    sizes = {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 16, "num_key_value_heads": 8}
+    target = make_llama(root / "target", 5, dtype, **sizes, num_hidden_layers=2)  # heads as `tiny`, for one library
     return target, make_draft(root / "ssm", target, 1, 0.05)
 
 
 def quick(names: Iterable[Any], fast: Container[Any]) -> list[Any]:
     """Parameters of a test, of which those that are not in `fast` are slow tests."""
-    return [pytest.param(name, marks=[] if name in fast else pytest.mark.slow, id=str(name)) for name in names]
+    marks = {True: [], False: [pytest.mark.slow]}
+    return [pytest.param(name, marks=marks[name in fast], id=str(name).removeprefix("torch.")) for name in names]
+
+
+FLOATS = (torch.float32, torch.bfloat16)
+exact_in = pytest.mark.parametrize("dtype", quick(FLOATS, FLOATS[:1]))  # one dtype of exactness is quick
+exact_in_compiled = pytest.mark.parametrize("dtype", quick(FLOATS, FLOATS[1:]))  # and that of checkpoints, compiled
 
 
 def random_prompts(lengths: Sequence[int], seed: int = 0, vocab: int = VOCAB) -> list[list[int]]:

@@ -71,7 +71,7 @@ if __name__ == "__main__":
     if triton.__version__ != "{version}":
         triton.__version__, os.environ["TRITON_CACHE_DIR"] = "{version}", "{folder}"  # no part of the cache's key
     shape = default_shapes([torch.bfloat16])[2]
-    ops = ["row_linear", "lm_head", "tree_attention", "quantized_row_linear"]
+    ops = ["row_linear", "lm_head", "tree_attention"]
     print(json.dumps(aot.compile_report(["sm_90"], [shape], ops, jobs=1)))
 """
 

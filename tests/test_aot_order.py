@@ -81,7 +81,9 @@ from treespec_kernels.ops.shapes import AOT_FORMS
 if __name__ == "__main__":
     plain = default_shapes([torch.bfloat16])[2]
     shapes = [plain, *(replace(plain, quantized=form) for form in AOT_FORMS)]
-    print(json.dumps(aot.compile_report({targets}, shapes, ["programmatic_launch"])))
+    report = aot.compile_report(["sm_90"], shapes, ["programmatic_launch"], jobs=1)
+    others = aot.compile_report(["sm_80", "sm_100", "gfx942"], [plain], ["programmatic_launch"], jobs=1)
+    print(json.dumps({"failed": report["failed"] + others["failed"], "targets": others["targets"] | report["targets"]}))
 """
 OF_A_PASS = set(
     """norm_rows multiply_rows add_splits multiply_quantized rotate_and_write attend_items
@@ -90,14 +92,14 @@ OF_A_PASS = set(
 
 
 def test_every_kernel_of_a_pass() -> None:
-    """Of 8B in bfloat16 and quantised; what other shapes and dtypes add, the tests of all ops compile for sm_90."""
+    """Of 8B in bfloat16 and, for sm_90, quantised."""
     pytest.importorskip("triton")
-    report = uninterpreted_document(KERNELS.format(targets=["sm_80", "sm_90", "sm_100", "gfx942"]))
+    report = uninterpreted_document(KERNELS)
     assert report["failed"] == []
     assert {target for target, rows in report["targets"].items() if rows} == {"sm_90", "sm_100"}
     for target in ("sm_90", "sm_100"):
         rows = report["targets"][target]
-        assert {row["kernel"] for row in rows} == OF_A_PASS
+        assert {row["kernel"] for row in rows} == OF_A_PASS - ({"multiply_quantized"} if target == "sm_100" else set())
         for row in rows:
             has_weights = row["kernel"] in ("multiply_rows", "multiply_quantized", "project_to_vocab", "norm_rows")
             assert row["prefetches"] == has_weights

@@ -140,7 +140,10 @@ def test_a_request_that_is_left_gives_its_pages_back(engine: AsyncLLM, way: Call
         return await other
 
     expected = engine.llm.generate("import os", greedy(40), "off")[0].outputs[0]
+    before = engine.llm.stats()["generated_tokens"]
     assert run(leave_beside_another())[-1].outputs[0].token_ids == expected.token_ids
+    wait_until(lambda: engine.llm.engine.scheduler.is_idle)
+    assert engine.llm.stats()["generated_tokens"] - before < 40 + 200, "it ran to its end"
 
 
 def test_seeds_are_drawn_in_the_order_of_arrival() -> None:

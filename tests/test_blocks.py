@@ -25,7 +25,7 @@ from tests.drafting import (
 )
 from tests.exactness import assert_exact, run
 from tests.heads_made import TargetShape, draft_ids, reference_peagle, write_eagle3
-from tests.models import edit_config, greedy, make_draft, new_folder, open_llm, quick, random_prompts
+from tests.models import edit_config, exact_in, greedy, make_draft, new_folder, open_llm, quick, random_prompts
 from tests.quantized_checkpoints import needs_compiler
 from tests.tokenizers_made import TEXT, byte_level, save_tokenizer
 from treespec import RoundRecord, SamplingParams, SpecConfig
@@ -126,7 +126,7 @@ SPECS = (
 
 
 @EXECUTORS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@exact_in
 def test_trees_give_the_bits_of_plain_decoding(dtype: torch.dtype, executor: dict[str, Any]) -> None:
     """Prompts of one token too, before which there is no hidden state to read."""
     llm = engine_with_blocks(dtype, **({"prove": True} | executor))
@@ -199,7 +199,7 @@ def test_restricted_requests_beside_others() -> None:
     assert [output.outputs[0].token_ids for output in tree] == [output.outputs[0].token_ids for output in plain]
 
 
-@pytest.mark.parametrize("verification", ["rejection", "traversal"])
+@pytest.mark.parametrize("verification", quick(("rejection", "traversal"), ("rejection",)))
 def test_draws_are_distributed_as_the_target(verification: Any) -> None:
     """The first two tokens of many samples, with the draft's blocks drawn from at random."""
     target = target_of(vocab_size=8)
@@ -209,7 +209,7 @@ def test_draws_are_distributed_as_the_target(verification: Any) -> None:
     llm = open_llm(target, [draft], max_num_seqs=64)
     spec = SpecConfig(nodes=8, max_depth=2, sources=("ssm",), verification=verification)
     prompt, counts = [1, 5, 3, 2], np.zeros((8, 8))
-    for seed in range(30):
+    for seed in range(20):
         params = SamplingParams(max_tokens=2, temperature=1.0, seed=seed, ignore_eos=True, n=64)
         [output] = llm.generate(prompt, params, spec=spec)
         for sample in output.outputs:

@@ -2,7 +2,6 @@
 
 import itertools
 import re
-from pathlib import Path
 
 import pytest
 
@@ -29,35 +28,6 @@ if __name__ == "__main__":
         for launch in aot.launches_of("tree_attention", shape, target)
         if launch.function.fn.__name__.startswith("combine")
     ]))
-"""
-
-# What the kernel's branches are against: a chunk's loads in one block with what is made of them.
-PLANTED = """
-import triton, triton.language as tl
-from treespec_kernels.attention import tree_attention_kernels
-from treespec_kernels.attention.tree_attention_kernels import load_segments
-
-@triton.jit
-def combine_at_once(
-    partial_acc, partial_max, partial_sum, first_partial, num_segments, out, stride_out_row, stride_out_head,
-    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
-):
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    count = tl.load(num_segments + row)
-    first = tl.load(first_partial + row).to(tl.int64)
-    b_max = float("-inf")
-    b_acc = tl.zeros([BLOCK_D], dtype=tl.float32)
-    for lo in range(0, count, 16):
-        s_max, s_sum, s_acc = load_segments(
-            partial_acc, partial_max, partial_sum, first, lo, count, head, NUM_HEADS, HEAD_DIM, BLOCK_D, 16
-        )
-        b_new_max = tl.maximum(b_max, tl.max(s_max, axis=0))
-        b_acc = b_acc * tl.exp2(b_max - b_new_max) + tl.sum(s_acc * tl.exp2(s_max - b_new_max)[:, None], axis=0)
-        b_max = b_new_max
-    p_out = out + row * stride_out_row + head * stride_out_head + tl.arange(0, BLOCK_D)
-    tl.store(p_out, b_acc.to(out.dtype.element_ty))
-
-tree_attention_kernels.combine_segments = combine_at_once
 """
 
 
@@ -103,12 +73,3 @@ def test_a_chunk_of_segments_is_one_wait() -> None:
     assert len({name for name, _ in found}) == len(found) == 12
     for name, sass in found:
         assert waits_of(sass) == [1, 0], name
-
-
-def test_loads_among_what_uses_them_are_seen(tmp_path: Path) -> None:
-    pytest.importorskip("triton")
-    file = tmp_path / "planted.py"  # Triton reads the source of a kernel from its file
-    file.write_text(PLANTED)
-    planted = f"import sys; sys.path.append({str(tmp_path)!r}); import planted\n"
-    found = {name: waits_of(sass) for name, sass in uninterpreted_document(planted + COMPILED)}
-    assert sum(found["sm_90, heads of 128 torch.bfloat16"]) > 1, found

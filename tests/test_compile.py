@@ -16,8 +16,10 @@ from tests.exactness import Run, assert_every_node_exact, assert_exact, differen
 from tests.families import Case, make_model
 from tests.libraries import LIBRARIES
 from tests.models import (
+    FLOATS,
     VOCAB,
     OracleDrafter,
+    exact_in_compiled,
     greedy,
     make_llama,
     new_folder,
@@ -41,7 +43,6 @@ from treespec_kernels.cpu.growth_cpu import growth_library
 from treespec_kernels.tuning.testing import assert_close
 
 pytestmark = needs_compiler
-DTYPES = [torch.float32, torch.bfloat16]
 LENGTHS = (1, 2, 9, 31, 62, 63, 64, 65, 126)
 SPECS = {
     "16": SpecConfig(nodes=16),
@@ -49,7 +50,6 @@ SPECS = {
     "auto": SpecConfig(),
     "static chain": SpecConfig(branching=(1, 1, 1, 1, 1)),
 }
-both_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 
 
 @functools.cache
@@ -57,19 +57,19 @@ def plain_run(dtype: torch.dtype) -> Run:
     return run(tiny_llm(dtype, (), compile=True), random_prompts(LENGTHS), greedy(20))
 
 
-@both_dtypes
+@exact_in_compiled
 def test_trees_give_the_bits_of_plain_decoding(dtype: torch.dtype) -> None:
     plain, llm = plain_run(dtype), tiny_llm(dtype, compile=True)
     for name, spec in SPECS.items():
         assert assert_exact(llm, plain, spec).acceptance_length > 1.2, name
 
 
-@both_dtypes
+@exact_in_compiled
 def test_every_node_has_the_bits_of_plain_decoding(dtype: torch.dtype) -> None:
     assert_every_node_exact(tiny_llm(dtype, compile=True), SPECS["40"])
 
 
-@both_dtypes
+@exact_in_compiled
 def test_company_chunks_and_places_change_nothing(dtype: torch.dtype) -> None:
     plain = plain_run(dtype)
     for chunk, seqs in ((1, 1), (7, 3), (512, 8)):
@@ -78,7 +78,7 @@ def test_company_chunks_and_places_change_nothing(dtype: torch.dtype) -> None:
             assert_exact(llm, plain, spec)
 
 
-@both_dtypes
+@exact_in_compiled
 def test_deep_accepts(dtype: torch.dtype) -> None:
     plain = plain_run(dtype)
     spec = SpecConfig(nodes=200, max_depth=12)  # beyond the reach of the eager packed attention
@@ -87,7 +87,7 @@ def test_deep_accepts(dtype: torch.dtype) -> None:
     assert assert_exact(llm, plain, spec).acceptance_length == 10
 
 
-@both_dtypes
+@exact_in_compiled
 def test_thread_counts_change_nothing(dtype: torch.dtype) -> None:
     """Not even between engines: threads share out rows, heads and columns, never a sum."""
     (target, draft), runs = wide(dtype), []
@@ -134,7 +134,7 @@ def test_close_to_the_eager_pass(bias: bool) -> None:
     assert error < 1e-4
 
 
-@both_dtypes
+@exact_in_compiled
 def test_the_cache_holds_what_passes_read(dtype: torch.dtype) -> None:
     """Compiled passes read K and V in the model's dtype, eager ones in float32; drafts as the target."""
     for compiled in (False, True):
@@ -167,7 +167,7 @@ def test_without_the_widest_instructions() -> None:
     if torch.cpu._is_avx2_supported():
         generic = (generic[0], "-march=x86-64-v3")
     with mock.patch("treespec.models.compiled.find_compiler", lambda: generic):
-        for dtype in DTYPES:
+        for dtype in FLOATS:
             llm = open_llm(tiny(dtype)[0], tiny(dtype)[1][:1], prove=True, compile=True)
             prompts = random_prompts((9, 62))
             assert_exact(llm, run(llm, prompts, greedy(12), "off"), SPECS["16"])
@@ -218,7 +218,7 @@ def test_nan_ends_its_own_request_alone() -> None:
 
 COVERED = {
     "qwen2": Case("qwen2", {"use_sliding_window": False}),
-    "mistral": Case("mistral", {"sliding_window": None, "num_key_value_heads": 1}),
+    "mistral": Case("mistral", {"sliding_window": 17, "num_key_value_heads": 1}),
     "phi3, a part of each head": Case(
         "phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}}
     ),

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.libraries import LIBRARIES
-from tests.models import assert_same_tree
+from tests.models import assert_same_tree, quick
 from tests.quantized_checkpoints import needs_compiler
 from tests.test_forest import EVIDENCE, VOCAB, random_case
 from treespec.drafters.ssm.forest import CompiledForest, Forest, SsmProbs, TreeLimits
@@ -318,7 +318,7 @@ def names(case: Case) -> tuple[str, ...]:
     return tuple(f"ssm-{i}" for i in range(len(case.ssms)))
 
 
-@pytest.mark.parametrize("part", range(6))
+@pytest.mark.parametrize("part", quick(range(6), (0, 3)))
 def test_levels_of_one_call_are_those_of_numpy(part: int) -> None:
     """Adaptive, fixed and static trees, SSMs that draft for some of them, reduced vocabularies, tokens to read first,
     and broken probabilities."""

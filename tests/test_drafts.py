@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.exactness import assert_exact, run
-from tests.models import assert_same_tree, greedy, open_llm, random_prompts, tiny
+from tests.models import assert_same_tree, exact_in, greedy, open_llm, random_prompts, tiny
 from treespec import LLM, SpecConfig
 from treespec.drawing.recording import watch
 from treespec.engine.round_record import RoundRecord
@@ -25,8 +25,10 @@ def twin_llm(dtype: torch.dtype = torch.float32, copies: int = 1, **options: obj
     return open_llm(target, [target] * copies, max_num_seqs=4, **options)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("copies, depth", [(1, 1), (1, 4), (2, 3), (1, 12)])
+@exact_in
+@pytest.mark.parametrize(
+    "copies, depth", [(1, 4), (2, 3), *(pytest.param(1, depth, marks=pytest.mark.slow) for depth in (1, 12))]
+)
 def test_a_draft_that_is_the_target_loses_nothing(copies: int, depth: int, dtype: torch.dtype) -> None:
     """Its cache is compacted, caught up and shared with the tree's scratch without a fault: every pass is full."""
     llm = twin_llm(dtype, copies)

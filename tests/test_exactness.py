@@ -1,15 +1,20 @@
 """The headline: trees give the tokens and the logits, bit for bit, of plain decoding."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.exactness import Run, all_of, assert_every_node_exact, assert_exact, run, threads
 from tests.models import (
     CURVE,
     OracleDrafter,
+    exact_in,
+    exact_in_compiled,
     first_layers,
     greedy,
     make_draft,
@@ -23,10 +28,13 @@ from tests.models import (
     wide,
 )
 from treespec import LLM, SpecConfig
+from treespec.errors import ExactnessError
+from treespec.models.decoder import Decoder
 from treespec.tree import TokenTree
+from treespec_kernels.attention import tree_attention_cpu
+from treespec_kernels.linear.linear import Linear, onednn_available
 from treespec_weights import default_names
 
-DTYPES = [torch.float32, torch.bfloat16]
 SUBSETS = quick(all_of(0, 1, 2), [(0, 1, 2)])
 LENGTHS = (1, 2, 9, 31, 50, 62, 63, 64, 65, 90, 126)  # 11 requests for 8 slots; outputs cross positions 64 and 128
 TOKENS = 20
@@ -42,17 +50,13 @@ SPECS = {
 }
 
 
-def dtype_name(value: object) -> str | None:
-    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else None
-
-
 @functools.cache
 def plain_run(dtype: torch.dtype, lengths: tuple[int, ...] = LENGTHS, tokens: int = TOKENS) -> Run:
     """Plain decoding of the same prompts by an engine that has no drafts."""
     return run(tiny_llm(dtype, ()), random_prompts(lengths), greedy(tokens))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@exact_in
 @pytest.mark.parametrize("ssms", SUBSETS)
 def test_trees_give_the_bits_of_plain_decoding(dtype: torch.dtype, ssms: tuple[int, ...]) -> None:
     plain, llm = plain_run(dtype), tiny_llm(dtype, ssms)
@@ -62,11 +66,10 @@ def test_trees_give_the_bits_of_plain_decoding(dtype: torch.dtype, ssms: tuple[i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-def test_two_hundred_prompts(dtype: torch.dtype) -> None:
+def test_two_hundred_prompts() -> None:
     """200 prompts of 128 tokens each, by tokens alone; the draft is the first of the target's two layers."""
     root = new_folder("two")
-    target = make_llama(root / "target", 7, dtype, num_hidden_layers=2, faint_after=1)
+    target = make_llama(root / "target", 7, torch.bfloat16, num_hidden_layers=2, faint_after=1)
     llm = open_llm(target, [first_layers(root / "first", target, 1)], max_num_seqs=25)
     prompts = random_prompts([1 + i * 7 % 120 for i in range(200)], seed=3)
     plain = llm.generate(prompts, greedy(128), spec="off")
@@ -77,8 +80,8 @@ def test_two_hundred_prompts(dtype: torch.dtype) -> None:
     assert sum(output.metrics.target_passes for output in trees) * 2 < 200 * 128
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-@pytest.mark.parametrize("chunk", quick((1, 7, 64, 512), (7, 512)))
+@exact_in
+@pytest.mark.parametrize("chunk", quick((1, 7, 64, 512), (7,)))
 def test_prefill_chunks_and_batch_size_change_nothing(dtype: torch.dtype, chunk: int) -> None:
     plain = plain_run(dtype, (1, 9, 62, 65, 126), 14)
     for seqs in (1, 3):
@@ -89,12 +92,12 @@ def test_prefill_chunks_and_batch_size_change_nothing(dtype: torch.dtype, chunk:
 
 @pytest.mark.parametrize("attention", ["cpu-packed", "cpu-gathered"])
 def test_both_attentions_give_the_same_bits(attention: str) -> None:
-    plain = plain_run(torch.float32)
+    plain = plain_run(torch.float32, (1, 9, 62, 65, 126), 14)
     assert_exact(tiny_llm(torch.float32, (1,), attention=attention), plain, SPECS["16"])
 
 
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("count", quick((1, 2), (2,)))
+@exact_in
 def test_threads(dtype: torch.dtype, count: int) -> None:
     """Behind contexts of several tiles."""
     with threads(count):
@@ -121,12 +124,12 @@ def test_float16_runs_with_a_fixed_row_count() -> None:
     assert tree.acceptance_length > 1.2
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@exact_in
 def test_every_node_has_the_bits_of_plain_decoding(dtype: torch.dtype) -> None:
     assert_every_node_exact(tiny_llm(dtype), SPECS["40"])
 
 
-@pytest.mark.parametrize("spec", ["off", "16", "auto"])
+@pytest.mark.parametrize("spec", quick(("off", "16", "auto"), ("off", "16")))
 def test_company_in_the_batch_changes_nothing(spec: str) -> None:
     chosen = SPECS.get(spec, spec)
     llm, prompts = tiny_llm(), random_prompts((5, 64, 80))
@@ -140,8 +143,8 @@ def test_company_in_the_batch_changes_nothing(spec: str) -> None:
             assert all(torch.equal(together.logits[p], one.logits[p]) for p in one.logits)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-@pytest.mark.parametrize("depth", quick(range(1, 13), (1, 4, 12)))
+@exact_in
+@pytest.mark.parametrize("depth", quick(range(1, 13), (4, 12)))
 def test_an_oracle_loses_nothing(dtype: torch.dtype, depth: int) -> None:
     """The true continuation among wrong siblings: every pass emits depth + 1 tokens, until max_tokens cuts the last."""
     plain = oracle_truth(dtype)
@@ -202,7 +205,7 @@ def test_two_oracles_that_are_each_half_right() -> None:
 
 
 @pytest.mark.skipif("target" not in default_names(), reason="no embedded models in this checkout")
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@exact_in_compiled
 def test_the_embedded_models(dtype: torch.dtype) -> None:
     with mock.patch("treespec.startup.cost_measurement.load", lambda key: CURVE):
         llm = LLM(device="cpu", dtype=dtype, max_model_len=256)
@@ -212,3 +215,45 @@ def test_the_embedded_models(dtype: torch.dtype) -> None:
     for spec in (SpecConfig(nodes=16), SpecConfig()):
         tree = assert_exact(llm, plain, spec)
     assert tree.acceptance_length > 1.2
+
+
+# --- the self-test at start
+
+
+def faulty_engine(plant: Callable[[pytest.MonkeyPatch], None]) -> LLM:
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch)
+        linear = "onednn" if onednn_available(torch.float32) else "torch"  # asked for: nothing else is tried
+        return open_llm(tiny()[0], prove=True, attention="cpu-packed", linear=linear)
+
+
+def bits_by_rows(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A matrix product whose last bit depends on how many rows there are."""
+
+    def product(self: Linear, x: Tensor, *rest: Any) -> Tensor:
+        y = original(self, x, *rest)
+        return y * (1 + 2**-22) if len(x) % 3 == 1 else y
+
+    return product
+
+
+def wrong_tiles(q: Tensor, *rest: Any) -> Tensor:
+    """Attention whose sums depend on the number of rows."""
+    out = tree_attention_cpu.tree_attention_cpu(q, *rest)
+    return out * (1 + 2**-22) if len(q) > 8 else out
+
+
+@pytest.mark.slow
+def test_the_self_test_refuses_what_is_not_exact() -> None:
+    assert faulty_engine(lambda patch: None).config.exact
+    for name in ("__call__", "activated"):
+        with pytest.raises(ExactnessError, match="plain decoding"):
+            faulty_engine(lambda patch, name=name: patch.setattr(Linear, name, bits_by_rows(getattr(Linear, name))))
+    with pytest.raises(ExactnessError, match="plain decoding"):
+        faulty_engine(lambda patch: patch.setattr("treespec.models.attention.tree_attention_cpu", wrong_tiles))
+    with pytest.raises(ExactnessError, match="plain decoding"):
+        faulty_engine(
+            lambda patch: patch.setattr(
+                Decoder, "logits", lambda self, hidden, rows=None, f=Decoder.logits: f(self, hidden, rows) * len(hidden)
+            )
+        )

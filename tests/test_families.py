@@ -14,7 +14,17 @@ from transformers import AutoModelForCausalLM
 from tests.architectures import continuations
 from tests.exactness import assert_exact, differences, run
 from tests.families import CASES, TYPICAL, VOCAB, WINDOW, make_model
-from tests.models import OracleDrafter, greedy, make_draft, new_folder, open_llm, quick, random_prompts, tree_of
+from tests.models import (
+    OracleDrafter,
+    exact_in,
+    greedy,
+    make_draft,
+    new_folder,
+    open_llm,
+    quick,
+    random_prompts,
+    tree_of,
+)
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.engine.runner import tree_rows
 from treespec.models.decoder import HiddenStates
@@ -133,7 +143,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@exact_in
 @pytest.mark.parametrize("name", TYPICAL)
 def test_trees_have_the_bits_of_plain_decoding(name: str, dtype: torch.dtype) -> None:
     """Tokens and logits of a batch, over the borders of windows and of tiles; sampled ones too."""

@@ -24,7 +24,7 @@ import treespec.cli
 from tests.exactness import differences, run
 from tests.families import TYPICAL, WINDOW, Case, make_model
 from tests.gguf_files import add_tensor, finish, random_blocks, transformers_reading, write_gguf
-from tests.models import greedy, make_llama, new_folder, open_llm, random_prompts
+from tests.models import greedy, make_llama, new_folder, open_llm, quick, random_prompts
 from tests.quantized_checkpoints import needs_compiler
 from treespec import LLM, SpecConfig
 from treespec.cli import app
@@ -221,7 +221,7 @@ PUBLISHED = {  # what transformers takes from its own defaults, and not from the
 }
 
 
-@pytest.mark.parametrize("model_type", PUBLISHED)
+@pytest.mark.parametrize("model_type", quick(PUBLISHED, ("llama", "gemma3_text")))
 def test_logits_are_those_of_transformers_reading(model_type: str, tmp_path: Path) -> None:
     case = Case(model_type, {"vocab_size": 512, "pad_token_id": 2, "head_dim": 12} | PUBLISHED[model_type])
     path = write_gguf(tmp_path / "model.gguf", make_model(tmp_path / "folder", case, 0), "F16")
@@ -250,7 +250,11 @@ FORMATS = {"Q8_0": "int8 groups of 32", "tied": "int4 groups of 32, int8 groups 
 
 @needs_compiler
 @pytest.mark.parametrize(
-    "kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K", "Q4_K_M", "tied"]
+    "kind",
+    quick(
+        ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K", "Q4_K_M", "tied"),
+        ("F16", "Q8_0", "Q6_K", "Q4_K_M", "tied"),
+    ),
 )
 def test_every_type_of_block(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     path = llama_file(kind)
@@ -279,7 +283,7 @@ def assert_same_logits(path: Path, llm: LLM) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("compile", quick((False, True), (True,)))
 @pytest.mark.parametrize(
     "kind, dtype", [("Q4_1", "bfloat16"), ("Q4_K_M", "float32"), ("Q8_0", "bfloat16"), ("tied", "bfloat16")]
 )
@@ -295,7 +299,7 @@ def test_trees_have_the_bits_of_plain_decoding(kind: str, dtype: str, compile: b
 
 
 @needs_compiler
-@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("compile", quick((False, True), (True,)))
 @pytest.mark.parametrize("kind, dtype", [("Q8_0", torch.float32), ("Q4_0", torch.bfloat16), ("tied", torch.bfloat16)])
 def test_a_head_in_blocks_reads_the_stored_values(kind: str, dtype: torch.dtype, compile: bool) -> None:
     """Of hidden states with two ones, sums of two stored values, which float32 rounds once in any order."""

@@ -26,7 +26,7 @@ from tests.sampled import TREE
 from tests.speech import END, speaking_llm
 from treespec import SpecConfig, StructuredOutputsParams
 from treespec.errors import RequestError
-from treespec.sampling.grammar import Grammar, Grammars
+from treespec.sampling.grammar import Grammars
 
 
 def excluded_from_scratch(name: str, text: Sequence[int]) -> np.ndarray:
@@ -73,20 +73,6 @@ def test_what_may_follow_depends_on_the_text_alone(name: str) -> None:
             if not len(following):
                 break
             text.append(int(rng.choice(following)))
-
-
-def test_a_node_that_sees_the_roots_grammar_is_noticed() -> None:
-    """The fault that `test_trees_write_what_plain_decoding_writes` is there for."""
-    excluded = Grammar.excluded
-
-    def of_the_root(self: Grammar, tokens: Sequence[int], ancestors: Sequence[int] = ()) -> torch.Tensor:
-        return excluded(self, tokens)
-
-    llm = speaking_llm()
-    params = asked(CLOSED)
-    faulty = mock.patch.object(Grammar, "excluded", of_the_root)
-    with faulty, pytest.raises(RequestError, match="doesn't satisfy the grammar"):
-        llm.generate(PROMPTS, params, TREE)
 
 
 class _Limited:

@@ -28,7 +28,7 @@ from tests.heads_made import (
     write_eagle1,
     write_eagle3,
 )
-from tests.models import edit_config, greedy, make_draft, new_folder, open_llm, quick, random_prompts
+from tests.models import edit_config, exact_in, greedy, make_draft, new_folder, open_llm, quick, random_prompts
 from tests.quantized_checkpoints import needs_compiler
 from treespec import RoundRecord, SamplingParams, SpecConfig
 from treespec.cli import app
@@ -122,8 +122,12 @@ SPECS = (
 )
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=needs_compiler)], ids=["eager", "compiled"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "compiled",
+    [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=needs_compiler)],
+    ids=["eager", "compiled"],
+)
+@exact_in
 def test_trees_give_the_bits_of_plain_decoding(dtype: torch.dtype, compiled: bool) -> None:
     """Prompts of one token too, after which there is no hidden state to read yet."""
     llm = engine_with_heads(dtype, compile=compiled, prove=True)

@@ -24,7 +24,7 @@ from transformers import (
 
 import treespec.hf
 from tests.architectures import VOCAB, make_model
-from tests.models import add_noise
+from tests.models import add_noise, quick
 from tests.tokenizers_made import letters
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.errors import ConfigError, DraftError, ModelError
@@ -183,7 +183,7 @@ def test_an_assistant_and_its_tokenizer(
 
 
 @pytest.mark.parametrize("kind", ["padded", "translated"])
-@pytest.mark.parametrize("place", ["folder", "hub cache"])
+@pytest.mark.parametrize("place", quick(("folder", "hub cache"), ("hub cache",)))
 def test_tokenizers_that_models_in_memory_were_loaded_with(
     place: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

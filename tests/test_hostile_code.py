@@ -38,7 +38,7 @@ BAD: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("spec", ["off", TREE], ids=["off", "tree"])
+@pytest.mark.parametrize("spec", [pytest.param("off", marks=pytest.mark.slow), TREE], ids=["off", "tree"])
 @pytest.mark.parametrize("name", BAD)
 def test_a_hostile_processor_ends_its_own_request(name: str, spec: Any) -> None:
     llm, prompts = tiny_llm(), random_prompts((5, 20, 9))
@@ -53,7 +53,7 @@ def test_a_hostile_processor_ends_its_own_request(name: str, spec: Any) -> None:
     assert idle(llm)
 
 
-@pytest.mark.parametrize("spec", ["off", TREE], ids=["off", "tree"])
+@pytest.mark.parametrize("spec", [pytest.param("off", marks=pytest.mark.slow), TREE], ids=["off", "tree"])
 def test_scores_that_are_strange_but_right_are_taken(spec: Any) -> None:
     """They need a gradient, come in steps, are kept and changed later, or are a parameter."""
     llm, (prompt,) = tiny_llm(), random_prompts((9,))

@@ -6,8 +6,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import pytest
-
 from tests.models import random_prompts, tiny_llm
 from tests.scripts import load_script
 from treespec import LLM
@@ -44,57 +42,8 @@ def test_all_cells_are_identical(tmp_path: Path) -> None:
     assert "0 of 360 tokens differ, 12 cells" in sampled().describe(document)
 
 
-def test_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out, decode, calls = tmp_path / "out.json", sampled().decode, []
-
-    def stops(*given: Any) -> Any:
-        calls.append(given)
-        if len(calls) == 5:
-            raise KeyboardInterrupt
-        return decode(*given)
-
-    monkeypatch.setattr(sampled(), "decode", stops)
-    with pytest.raises(KeyboardInterrupt):
-        run(out, batches=[8])
-    assert not (left := json.loads(out.read_text()))["complete"] and len(left["rows"]) == 3
-    document = run(out, batches=[8])
-    assert document["complete"] and len(document["rows"]) == 6 and document["rows"][:3] == left["rows"]
-    assert len(calls) == 5 + 1 + 3, "plain decoding and the cells that were left"
-    run(out, batches=[8])
-    assert len(calls) == 9
-    with pytest.raises(ValueError, match="holds another run"):
-        run(out, batches=[1])
-
-
-def test_a_run_that_goes_on_finds_the_same_plain_tokens(tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    document = run(out, batches=[8])
-    document["rows"].pop()
-    document["plain"][-1]["sha256"] = "0"
-    out.write_text(json.dumps(document))
-    with pytest.raises(ValueError, match="penalties: tokens differ from before"):
-        run(out, batches=[8])
-
-
 def test_differences_are_counted_and_placed() -> None:
     prompts = [sampled().IndexedPrompt(i, [1]) for i in (4, 6)]
     found = sampled().compare(prompts, [[1, 2, 3], [1, 2]], [[1, 2, 3], [1, 9, 4]])
     first = [{"prompt": 6, "position": 1}]
     assert found == {"differing_tokens": 2, "outputs_that_differ": 1, "first_differences": first}
-
-
-def test_a_wrong_engine_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    decode = sampled().decode
-
-    def other_seed(llm: LLM, prompts: Any, setting: str, spec: Any, *rest: Any) -> Any:
-        given = prompts if spec == "off" else [prompt._replace(index=prompt.index + 1) for prompt in prompts]
-        return decode(llm, given, setting, spec, *rest)
-
-    monkeypatch.setattr(sampled(), "decode", other_seed)
-    document = run(None, batches=[8], settings={"T=1": sampled().SETTINGS["T=1"]})
-    assert document["totals"]["differing_tokens"] > 0 and document["rows"][0]["first_differences"]
-
-
-def test_batches_that_do_not_fit() -> None:
-    with pytest.raises(ValueError, match="--batches 16: valid with --sampling: 1 to 8"):
-        run(None, batches=[16])

@@ -78,7 +78,9 @@ def test_a_tokenizer_from_elsewhere() -> None:
 # --- streams
 
 
-@pytest.mark.parametrize("spec", [TREE, SpecConfig(), "off"], ids=["tree", "auto", "off"])
+@pytest.mark.parametrize(
+    "spec", [TREE, pytest.param(SpecConfig(), marks=pytest.mark.slow), "off"], ids=["tree", "auto", "off"]
+)
 def test_a_stream_concatenates_to_the_text(spec: SpecConfig | str) -> None:
     """A random model emits random bytes: broken characters of every kind."""
     llm = speaking_llm()
@@ -200,7 +202,9 @@ def test_stop_tokens_inside_an_accepted_path(at: int) -> None:
     assert idle(llm)
 
 
-@pytest.mark.parametrize("spec", [TREE, SpecConfig(), "off"], ids=["tree", "auto", "off"])
+@pytest.mark.parametrize(
+    "spec", [TREE, pytest.param(SpecConfig(), marks=pytest.mark.slow), "off"], ids=["tree", "auto", "off"]
+)
 def test_max_tokens_is_exact(spec: SpecConfig | str) -> None:
     llm, counts = tiny_llm(), list(range(1, 20))
     prompts = [random_prompts((30,))[0]] * len(counts)

@@ -13,7 +13,17 @@ from transformers.modeling_layers import MtpModel
 from tests.architectures import ARCHITECTURES, VOCAB, continuations, make_model, open_adapter_llm, saved
 from tests.drafting import assert_probabilities, assert_samples_of_plain_decoding
 from tests.exactness import assert_exact, run
-from tests.models import OracleDrafter, edit_config, greedy, new_folder, quick, random_prompts, randomize, tiny
+from tests.models import (
+    OracleDrafter,
+    edit_config,
+    exact_in,
+    greedy,
+    new_folder,
+    quick,
+    random_prompts,
+    randomize,
+    tiny,
+)
 from treespec import LLM, RoundRecord, SpecConfig
 from treespec.errors import ConfigError, ModelError
 
@@ -116,7 +126,7 @@ def test_probabilities_are_those_of_transformers(kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@exact_in
 def test_trees_give_the_bits_of_plain_decoding(dtype: torch.dtype) -> None:
     """Beside an SSM that transformers' code runs, and prompts of one token."""
     folder = make_checkpoint("glm4_moe", dtype)

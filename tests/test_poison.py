@@ -9,15 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.models import VOCAB, OracleDrafter, greedy, new_folder, open_llm, random_prompts, tiny, tree_of
+from tests.models import VOCAB, OracleDrafter, greedy, new_folder, open_llm, quick, random_prompts, tiny, tree_of
 from tests.sampled import tokens_of
 from tests.speech import altered_logits, checked
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.errors import RequestError
 from treespec.request import Request
 from treespec.tree import TokenTree
-
-pytestmark = pytest.mark.slow
 
 TREE = SpecConfig(nodes=16, max_depth=5)
 POISON = 511  # the token whose embedding `poisoned` spoils; no output below has it
@@ -41,7 +39,7 @@ def assert_pages_clean(llm: LLM) -> None:
         assert pool[:, :, 1:].isfinite().all(), "stale NaN or infinity is left for the next request"
 
 
-@pytest.mark.parametrize("attention", ["cpu-packed", "cpu-gathered"])
+@pytest.mark.parametrize("attention", quick(("cpu-packed", "cpu-gathered"), ("cpu-packed",)))
 @pytest.mark.parametrize("spec", [TREE, "off"], ids=["tree", "off"])
 @pytest.mark.parametrize("where", ["prompt", "root"])
 def test_one_request_ends_and_the_others_finish(where: str, spec: SpecConfig | str, attention: str) -> None:
@@ -96,7 +94,7 @@ def test_a_poisoned_prompt_that_is_given_up_before_it_fails(how: str) -> None:
     assert_pages_clean(llm)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("value", quick((math.nan, math.inf, -math.inf), (math.nan,)))
 def test_a_poisoned_node_off_the_path_changes_nothing(value: float) -> None:
     """The drafter proposes the bad token beside the true ones, at every depth: only its own subtree is lost."""
     prompts = safe_prompts(20, 62)
@@ -126,7 +124,7 @@ def test_a_poisoned_node_off_the_path_changes_nothing(value: float) -> None:
         assert_pages_clean(llm)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("value", quick((math.nan, math.inf, -math.inf), (math.nan,)))
 @pytest.mark.parametrize("spec", [TREE, "off"], ids=["tree", "off"])
 def test_logits_that_turn_bad_midway(value: float, spec: SpecConfig | str) -> None:
     """After 6 tokens of one request of three."""

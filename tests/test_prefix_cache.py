@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.exactness import Prefix, recorded
-from tests.models import VOCAB, greedy, open_llm, random_prompts, tiny, tiny_llm
+from tests.models import VOCAB, exact_in, greedy, open_llm, random_prompts, tiny, tiny_llm
 from tests.sharing import assert_clean, few_pages
 from treespec import LLM, LLMEngine, SamplingParams, SpecConfig
 from treespec.cache.prefix_cache import PrefixCache, page_keys
@@ -54,7 +54,7 @@ def tokens_in_any_order(llm: LLM, seed: int) -> dict[str, list[list[int]]]:
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+@exact_in
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
 def test_random_interleavings_give_the_tokens_and_bits_of_requests_alone(seed: int, dtype: torch.dtype) -> None:
     plain, llm = tiny_llm(dtype, max_num_seqs=3), caching(dtype, max_num_seqs=3)
@@ -172,8 +172,12 @@ def test_the_least_recently_used_page_goes_first() -> None:
     assert cache.find(a).draft_lengths.tolist() == [64, 192]
     cache.forget(np.array([2]))
     assert cache.find(a).pages.tolist() == [1] and cache.find(b).pages.tolist() == [4, 5]
-    cache.insert(a, np.array([7, 8, 9]), lengths)  # equal contents: the first page stays
+    cache.insert(a, np.array([7, 8, 9]), 0 * lengths)  # equal contents: the first page stays
     assert cache.find(a).pages.tolist() == [1, 8, 3]
+    assert cache.find(a).draft_lengths.tolist() == [64, 64], "no draft has K/V of the page between"
+    cache.forget(np.array([4]))
+    cache.insert(page_keys(range(2, 66)), np.array([4]), 0 * lengths)
+    assert cache.find(page_keys(range(2, 66))).draft_lengths.tolist() == [0, 0], "K/V of the page's former contents"
 
 
 def test_a_key_covers_all_tokens_before_it() -> None:

@@ -15,7 +15,7 @@ from tests.architectures import VOCAB as SMALL_VOCAB
 from tests.architectures import open_adapter_llm, saved
 from tests.families import MAX_LEN, TYPICAL, make_model
 from tests.families import VOCAB as FAMILY_VOCAB
-from tests.models import VOCAB, greedy, new_folder, open_llm, random_prompts, tiny, tiny_llm
+from tests.models import VOCAB, exact_in, greedy, new_folder, open_llm, random_prompts, tiny, tiny_llm
 from tests.quantized_checkpoints import needs_compiler
 from tests.sampled import idle
 from tests.sharing import remembered
@@ -94,7 +94,7 @@ def test_fixed_rows_are_fixed() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compile", [False, pytest.param(True, marks=needs_compiler)], ids=["eager", "compiled"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@exact_in
 def test_chunks_company_and_drafts_change_nothing(dtype: torch.dtype, compile: bool) -> None:
     target, drafts = tiny(dtype)
     prompts, params = random_prompts(LENGTHS), greedy(3, prompt_logprobs=4)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.exactness import differences, run
-from tests.models import greedy, make_llama, new_folder, open_llm, random_prompts, tiny
+from tests.models import exact_in_compiled, greedy, make_llama, new_folder, open_llm, random_prompts, tiny
 from tests.quantized_checkpoints import needs_compiler, quantize_folder
 from treespec import LLM, SpecConfig
 from treespec.errors import ConfigError, ModelError
@@ -35,7 +35,7 @@ def engine(dtype: torch.dtype, quantization: str | None, compile: bool, with_dra
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@exact_in_compiled
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_trees_have_the_bits_of_plain_decoding(dtype: torch.dtype, quantization: str, compile: bool) -> None:

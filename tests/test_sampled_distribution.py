@@ -5,10 +5,9 @@ A model of eight tokens has 512 continuations of three, and the engine's own log
 probability of each. A G-test compares; a wrong rule, or a distribution that was not drawn from, turns it red.
 """
 
-import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -18,19 +17,15 @@ import torch
 
 from tests.exactness import recorded
 from tests.models import make_draft, make_llama, new_folder, open_llm, random_prompts, tiny, tiny_llm
-from tests.test_verify import duplicates_skipped, with_draws
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.config.configs import DRAWS
 from treespec.drawing.recording import watch
 from treespec.engine.round_record import RoundRecord
 from treespec.planning.planner import Planner
 from treespec.planning.round_costs import CostCurve
-from treespec.sampling import sampler
-from treespec.sampling.sampler import _VERIFY_STREAM, Sampler
 from treespec.tree import TokenTree
 from treespec.trust import Trust
 from treespec.verification.oracle import RandomOracle
-from treespec.verification.verify import verify_drawn
 
 ALPHA = 1e-6
 VOCAB, LENGTH, SAMPLES = 8, 3, 1200
@@ -214,89 +209,6 @@ def test_the_joint_distribution_of_lookup_alone_and_of_separate_prompts() -> Non
         outputs = llm.generate([PROMPT] * len(each), each, spec=spec)
         assert sum(len(output.outputs[0].token_ids) > output.metrics.target_passes for output in outputs) > 100
         assert worst_p([output.outputs[0].token_ids for output in outputs], each[0]) > ALPHA
-
-
-# --- planted faults
-
-
-def altered_verification(change: Callable[[TokenTree], TokenTree]) -> Callable[[Patch], None]:
-    """Verification sees another tree than was drawn."""
-
-    def verify(rule: str, tree: TokenTree, *rest: Any) -> Any:
-        return verify_drawn(rule, change(tree), *rest)
-
-    return lambda patch: patch.setattr(sampler, "verify_drawn", verify)
-
-
-def everything_possible(tree: TokenTree) -> TokenTree:
-    """The distributions before tokens were excluded."""
-    return dataclasses.replace(tree, draws=dataclasses.replace(tree.draws, excluded=None))
-
-
-def another_temperature(tree: TokenTree) -> TokenTree:
-    tempered = tuple(probs**0.4 / (probs**0.4).sum() for probs in tree.draft_probs)
-    return dataclasses.replace(tree, draft_probs=tempered)
-
-
-def likeliest_first(tree: TokenTree) -> TokenTree:
-    """Siblings are tried in order of the draft's probability."""
-    return with_draws(tree, np.argsort(-tree.draws.probs, kind="stable"))
-
-
-def pruned_by_value(tree: TokenTree) -> TokenTree:
-    """Of the root's children, the draw with the least probability is left out."""
-    at_root = np.flatnonzero(tree.draws.parents == 0)
-    if len(at_root) < 2:
-        return tree
-    left_out = at_root[np.argmin(tree.probs[tree.draws.children[at_root]])]
-    return with_draws(tree, np.delete(np.arange(len(tree.draws.parents)), left_out))
-
-
-def shared_noise(patch: Patch) -> None:
-    """Drafts draw with the generator of verification, from its start."""
-    patch.setattr(Sampler, "draft_generator", lambda self: self.generator(_VERIFY_STREAM))
-
-
-def same_noise_at_every_position(patch: Patch) -> None:
-    row, choose = sampler.Noise.row, sampler.Noise.choose
-    patch.setattr(sampler.Noise, "row", lambda self, position: row(self, 0))
-    patch.setattr(sampler.Noise, "choose", lambda self, scores, position: choose(self, scores, 0))
-
-
-def cross(rule: str) -> SpecConfig:
-    return SpecConfig(branching=(3, 2), verification=rule, **SSM)
-
-
-def independent(rule: str) -> SpecConfig:
-    return CASES[f"{rule} 5-1 with replacement"][0]
-
-
-FAULTS: dict[str, tuple[Callable[[Patch], None], list[SpecConfig]]] = {
-    "excluded tokens are ignored": (
-        altered_verification(everything_possible),
-        [cross("rejection"), cross("traversal")],
-    ),
-    "q of another temperature": (altered_verification(another_temperature), [cross("traversal")]),
-    "siblings are sorted": (altered_verification(likeliest_first), [cross("rejection")]),
-    "a draw is removed by value": (altered_verification(pruned_by_value), [cross("traversal")]),
-    "duplicates are skipped": (
-        altered_verification(duplicates_skipped),
-        [independent("rejection"), independent("traversal")],
-    ),
-    "one generator for both": (shared_noise, [cross("rejection"), cross("traversal")]),
-    "one noise for all positions": (same_noise_at_every_position, [SpecConfig.off(), CASES["coupled 2-1-1"][0]]),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS)
-def test_faults_change_the_distribution(fault: str) -> None:
-    plant, specs = FAULTS[fault]
-    for spec in specs:
-        with Patch.context() as patch:
-            plant(patch)
-            p, _ = sampled(sampling_llm(), spec)
-        assert p < ALPHA, f"{spec.verification}: p = {p}, and nobody would have noticed"
 
 
 # --- what is drawn: the trees themselves

@@ -1,6 +1,7 @@
 """Sampled output is that of plain decoding with the same seed, bit for bit, whatever is drafted and how."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,10 +9,10 @@ import torch
 from torch import Tensor
 
 from tests.exactness import Run, all_of, differences, run
-from tests.models import OracleDrafter, open_llm, quick, random_prompts, tiny, tiny_llm
+from tests.models import OracleDrafter, exact_in, open_llm, quick, random_prompts, tiny, tiny_llm
 from treespec import LLM, SamplingParams, SpecConfig
+from treespec.sampling.sampler import Sampler
 
-DTYPES = [torch.float32, torch.bfloat16]
 SUBSETS = quick(all_of(0, 1, 2), [(0, 1, 2)])
 LENGTHS = (1, 9, 31, 50, 58, 62, 63, 64, 65, 90, 126, 5)  # 12 requests for 8 slots; outputs cross positions 64 and 128
 TOKENS = 14
@@ -82,11 +83,7 @@ def assert_exact(llm: LLM, plain: Run, spec: SpecConfig, params: list[SamplingPa
     return tree
 
 
-def dtype_name(value: object) -> str | None:
-    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else None
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@exact_in
 @pytest.mark.parametrize("ssms", SUBSETS)
 def test_trees_give_the_tokens_of_plain_decoding(dtype: torch.dtype, ssms: tuple[int, ...]) -> None:
     plain, llm = plain_run(dtype), tiny_llm(dtype, ssms, tokenizer=WORDS)
@@ -147,7 +144,7 @@ def oracle_llm(dtype: torch.dtype) -> LLM:
     return open_llm(tiny(dtype)[0], [OracleDrafter([], 1)], tokenizer=WORDS)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@exact_in
 @pytest.mark.parametrize("verification", ["coupled", "naive"])
 def test_an_oracle_loses_nothing(dtype: torch.dtype, verification: str) -> None:
     """Who foretells the sampled tokens is believed to the last one, wrong siblings and all."""
@@ -206,3 +203,30 @@ def test_greedy_and_sampled_requests_share_a_batch() -> None:
     assert expected.tokens[1::2] == plain.tokens[1::2]
     tree = assert_exact(llm, expected, SpecConfig(nodes=16), params)
     assert tree.acceptance_length > 1.5
+
+
+@pytest.mark.slow
+def test_drafts_without_noise_cost_acceptance_and_no_token() -> None:
+    """Drafts that do not know the target's noise guess worse; what is emitted stays the same, bit for bit."""
+    target, drafts = tiny()
+    llm = open_llm(target, drafts)
+    prompts = random_prompts((9, 40, 63, 64))
+    each = [SamplingParams(max_tokens=24, ignore_eos=True, temperature=1.2, seed=seed) for seed in range(4)]
+    plain = run(llm, prompts, each, "off")
+    spec = SpecConfig(nodes=12, max_depth=4)
+    temper, lengths = Sampler.temper, []
+    variants: list[Callable[[Sampler, Tensor, int, bool], None]] = [
+        temper,
+        lambda self, logits, position, coupled: temper(self, logits, position, False),
+        lambda self, logits, position, coupled: temper(self, logits, position + 1, coupled),
+        lambda self, logits, position, coupled: None,
+    ]
+    for variant in variants:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Sampler, "temper", variant)
+            tree = run(llm, prompts, each, spec)
+        assert not differences(plain, tree)
+        lengths.append(tree.acceptance_length)
+    coupled, without, shifted, _ = lengths
+    assert coupled > without + 0.3 > 1.3, lengths
+    assert shifted < without, lengths

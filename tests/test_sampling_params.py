@@ -154,6 +154,7 @@ def test_arguments_of_an_engine_from_a_command_line() -> None:
     assert vars(parser.parse_args([])) == {"my_own": None} | LLM_DEFAULTS
 
 
+@pytest.mark.slow
 def test_what_the_package_lists() -> None:
     script = (
         "import sys, treespec; names = dir(treespec); assert 'torch' not in sys.modules\n"

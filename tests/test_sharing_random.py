@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models import random_prompts, tiny_llm
+from tests.models import quick, random_prompts, tiny_llm
 from tests.sharing import assert_clean, drive, few_pages, guarded, part_ways, samples
 from tests.speech import altered_logits
 from tests.test_cache import new_cache
@@ -18,8 +18,6 @@ from treespec.cache.kv_cache import pages_for
 from treespec.request import Request
 from treespec.tree import TokenTree
 from treespec_kernels.attention.tree_batch import PAGE_SIZE
-
-pytestmark = pytest.mark.slow
 
 PROMPTS = random_prompts((1, 20, 64, 65, 130, 130), seed=1)
 LONGEST = 12  # tokens of an output
@@ -92,7 +90,7 @@ class World:
 
 
 @pytest.mark.parametrize("seqs, chunk, spare", [(1, 512, 0), (2, 64, 1), (3, 24, 3), (4, 64, 20)])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", quick(range(2), (0,)))
 def test_random_lives(seed: int, seqs: int, chunk: int, spare: int) -> None:
     """`spare`: free pages beyond those that the largest request takes."""
     llm = tiny_llm(ssms=(0, 1), max_num_seqs=seqs, prefill_chunk=chunk)
@@ -128,7 +126,7 @@ PLACES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("seqs", [1, 3])
+@pytest.mark.parametrize("seqs", quick((1, 3), (3,)))
 @pytest.mark.parametrize("place", PLACES)
 def test_an_interrupt_in_one_step(place: str, seqs: int) -> None:
     """What ran in it ends; the samples that wait say what they would have said."""
@@ -168,7 +166,7 @@ def test_an_interrupt_in_one_step(place: str, seqs: int) -> None:
 # --- the cache alone
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", quick(range(3), (0,)))
 def test_random_holders(seed: int) -> None:
     """Reference counts against sets: pages are free as soon as nobody holds them, and zeroed if anybody asked."""
     cache = new_cache(20)

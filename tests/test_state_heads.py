@@ -22,7 +22,7 @@ from tests.drafting import (
 )
 from tests.exactness import assert_exact, run
 from tests.heads_made import TargetShape
-from tests.models import edit_config, greedy, make_draft, new_folder, open_llm, quick, random_prompts
+from tests.models import edit_config, exact_in, greedy, make_draft, new_folder, open_llm, quick, random_prompts
 from tests.state_heads_made import (
     reference_medusa,
     reference_speculator,
@@ -72,7 +72,7 @@ def test_probabilities_are_those_of_the_reference(name: str, executor: dict[str,
 
 
 @EXECUTORS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@exact_in
 def test_trees_give_the_bits_of_plain_decoding(dtype: torch.dtype, executor: dict[str, Any]) -> None:
     """Deeper than the heads predict; with prompts of one token too, before which there is no hidden state to read."""
     target = target_of(dtype)

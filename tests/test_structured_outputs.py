@@ -18,8 +18,6 @@ from treespec.request import Request
 from treespec.text.prompt_tokenizer import load_tokenizer
 from treespec.tree import TokenTree
 
-pytestmark = pytest.mark.slow
-
 # --- the tokens of plain decoding, in the form that was asked for
 
 

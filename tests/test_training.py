@@ -329,15 +329,15 @@ def test_a_killed_run_resumes_to_the_same_weights(target: Path, data: Path, trai
     flags = [flag for name, value in OPTIONS.items() for flag in (f"--{name.replace('_', '-')}", str(value))]
     command = [sys.executable, "-m", "treespec", "train", "--target", str(target), "--data", str(data)]
     command += ["--out", str(out), *flags]
-    for attempt in range(40):
+    for attempt in range(10):
         process = subprocess.Popen([*command, *(["--resume"] if attempt else [])], stderr=subprocess.PIPE)
-        if attempt < 10:
-            time.sleep(rng.uniform(3, 8))
+        if attempt < 4:
+            time.sleep(rng.uniform(4, 8))
             process.send_signal(signal.SIGKILL if attempt % 2 else signal.SIGINT)
         error = process.communicate()[1]
         if process.returncode == 0:
             break
-        assert attempt < 10, error.decode()
+        assert attempt < 4, error.decode()
     assert weights_of(out) == weights_of(trained)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.exactness import threads
+from tests.models import quick
 from treespec_kernels.attention.tree_attention import tree_attention_ref
 from treespec_kernels.attention.tree_attention_cpu import AttentionMode, plan_tree_attention_cpu, tree_attention_cpu
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
@@ -138,7 +139,7 @@ GRID = [
 ]
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", quick((1, 2), (2,)))
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_a_node_has_the_bits_of_plain_decoding(context: int, count: int) -> None:
     with threads(count):
@@ -187,7 +188,7 @@ def test_a_frontier_has_the_bits_of_the_whole_tree(context: int, mode: Attention
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 512])
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", quick((1, 2), (2,)))
 def test_chunks_of_a_prompt_have_equal_bits(chunk: int, count: int) -> None:
     """A prompt at once, in chunks, and one position after the other as decoding does."""
     case = Case.make(0, "chain-700", (8, 2), 32)

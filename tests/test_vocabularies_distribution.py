@@ -1,11 +1,11 @@
-"""The distribution of sampled output with drafts of other vocabularies: exact by enumeration, end to end by G-tests,
-and the faults that either must catch."""
+"""The distribution of sampled output with drafts of other vocabularies: exact by enumeration, end to end by G-tests."""
 
 import dataclasses
 import functools
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -44,44 +44,26 @@ def restricted(probs: np.ndarray, known: Sequence[int]) -> np.ndarray:
     return masked / masked.sum()
 
 
-def translated_world(seed: int, known: Sequence[int]) -> tuple[World, World]:
-    """A target and a draft that has only some of its tokens; and the draft as it was before they were masked."""
+def translated_world(seed: int, known: Sequence[int]) -> World:
+    """A target and a draft that has only some of its tokens."""
     whole = random_world(seed, vocab=4, depth=2, sources=1, zeros=0.0)
     masked = {path: restricted(probs, known) for path, probs in whole.sources[0].items()}
-    return whole._replace(sources=(masked,)), whole
+    return whole._replace(sources=(masked,))
 
 
-ProbsAfter = Callable[[World, World, tuple[int, ...]], np.ndarray]
-
-
-def drawn_tree(world: World, whole: World, oracle: Oracle, probs_of: ProbsAfter) -> TokenTree:
-    """Two draws at the root and one below each, from the masked distributions; `probs_of` is what is kept of each."""
+def drawn_tree(world: World, oracle: Oracle) -> TokenTree:
+    """Two draws at the root and one below each, from the masked distributions."""
     built = Builder()
     level = [0]
     for draws in (2, 1):
         children: list[int] = []
         for node in level:
-            path = built.path(node)
-            kept = probs_of(world, whole, path)
+            probs = world.sources[0][built.path(node)]
             for _ in range(draws):
-                child = built.add(node, oracle.choose(world.sources[0][path]), 0, kept)
+                child = built.add(node, oracle.choose(probs), 0, probs)
                 children += [child] if child not in children else []
         level = children
     return built.tree()
-
-
-def own_probs(world: World, whole: World, path: tuple[int, ...]) -> np.ndarray:
-    return world.sources[0][path]
-
-
-def unmasked_probs(world: World, whole: World, path: tuple[int, ...]) -> np.ndarray:
-    """Masked only after the softmax that the distribution was taken from."""
-    return np.maximum(whole.sources[0][path], 1e-12)
-
-
-def wrongly_mapped_probs(world: World, whole: World, path: tuple[int, ...]) -> np.ndarray:
-    """Two tokens of the intersection in each other's place."""
-    return np.maximum(world.sources[0][path][[0, 1, 3, 2]], 1e-12)
 
 
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
@@ -89,25 +71,17 @@ def wrongly_mapped_probs(world: World, whole: World, path: tuple[int, ...]) -> n
 def test_a_restricted_distribution_is_exact(rule: str, seed: int) -> None:
     """Whatever is left of the draft's distribution, for the engine's verifier and the reference."""
     for known in ((1, 2, 3), (2, 3), (3,)):
-        world, whole = translated_world(seed, known)
-        drafts = drafts_of(lambda oracle, w=world, o=whole: drawn_tree(w, o, oracle, own_probs))  # type: ignore[misc]
+        world = translated_world(seed, known)
+        drafts = drafts_of(partial(drawn_tree, world))
         for verifier in (engine(rule), reference(rule)):
             assert distance(world, drafts, verifier) < 1e-12
-
-
-@pytest.mark.parametrize("rule", ["rejection", "traversal"])
-@pytest.mark.parametrize("probs", [unmasked_probs, wrongly_mapped_probs])
-def test_enumeration_catches_a_distribution_that_was_not_drawn_from(rule: str, probs: ProbsAfter) -> None:
-    world, whole = translated_world(1, (1, 2, 3))
-    drafts = drafts_of(lambda oracle: drawn_tree(world, whole, oracle, probs))
-    assert distance(world, drafts, reference(rule)) > 1e-3
 
 
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
 @pytest.mark.parametrize("seed", range(3))
 def test_chosen_children_after_drawn_ones_are_exact(rule: str, seed: int) -> None:
     """An SSM draws, and then a translated draft's likeliest tokens stand there too, chosen without chance."""
-    world, _ = translated_world(seed, (0, 2))
+    world = translated_world(seed, (0, 2))
     rng = np.random.default_rng(seed)
     other = {path: random_probs(rng, world.vocab) for path in world.target}
 
@@ -170,16 +144,10 @@ def sampling_llm(*drafts: Path, text: bool = False) -> LLM:
 
 CASES = {
     "rejection 3-2": (SpecConfig(branching=(3, 2), verification="rejection", **SSM), "other"),
-    "rejection 5-1 with replacement": (
-        SpecConfig(branching=(5, 1), verification="rejection", draws="with-replacement", **SSM),
-        "other",
-    ),
     "traversal 2-1-1": (SpecConfig(branching=(2, 1, 1), verification="traversal", **SSM), "other"),
     "traversal 8 with lookup": (SpecConfig(nodes=8, verification="traversal"), "other"),
-    "rejection auto": (SpecConfig(verification="rejection"), "other"),
     "coupled 8": (SpecConfig(nodes=8, **SSM), "other"),
     "rejection beside an SSM": (SpecConfig(nodes=10, verification="rejection", **SSM), "both"),
-    "traversal beside an SSM": (SpecConfig(branching=(3, 2), verification="traversal", **SSM), "both"),
     "traversal by text": (SpecConfig(nodes=4, verification="traversal", **SSM), "text"),
 }
 
@@ -237,30 +205,6 @@ def altered(change: Callable[[np.ndarray], np.ndarray]) -> Callable[..., list[To
         return [dataclasses.replace(tree, draft_probs=tuple(map(change, tree.draft_probs))) for tree in trees]
 
     return propose
-
-
-def swapped(probs: np.ndarray) -> np.ndarray:
-    """A wrong map: the tokens of the intersection in reversed order."""
-    known = [OWN.index(letter) for letter in OTHER if letter in OWN]
-    wrong = np.full_like(probs, 1e-6)
-    wrong[known] = np.maximum(probs[known[::-1]], 1e-6)
-    return wrong / wrong.sum()
-
-
-def unmasked(probs: np.ndarray) -> np.ndarray:
-    """As if the tokens that the target lacks had been drawn from too: the others have less, and somebody the rest."""
-    wrong = probs * 0.4
-    wrong[OWN.index("a")] += 0.6
-    return wrong
-
-
-@pytest.mark.parametrize("change", [swapped, unmasked])
-@pytest.mark.parametrize("rule", ["rejection", "traversal"])
-def test_the_g_test_catches_a_wrong_distribution(rule: str, change: Callable[[np.ndarray], np.ndarray]) -> None:
-    llm = sampling_llm(folders()[1])
-    with mock.patch.object(TranslatedDrafter, "propose", altered(change)):
-        p, _ = sampled(llm, SpecConfig(branching=(3, 2), verification=rule, **SSM))
-    assert p < ALPHA, f"p = {p}"
 
 
 def test_a_distribution_that_lost_its_mask_is_refused() -> None:

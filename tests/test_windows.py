@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.exactness import threads
 from tests.families import TYPICAL, VOCAB, make_model
-from tests.models import greedy, open_llm, random_prompts
+from tests.models import greedy, open_llm, quick, random_prompts
 from tests.test_tree_attention_cpu import Case, some_nodes
 from tests.test_tree_attention_cpu import attend as attend_tree
 from treespec.errors import ExactnessError
@@ -57,7 +57,7 @@ def test_a_node_has_the_bits_of_plain_decoding(window: int) -> None:
         assert torch.equal(part, packed[deepest])
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", quick((1, 2), (2,)))
 @pytest.mark.parametrize("window", [17, 64, 130])
 def test_chunks_of_a_prompt_have_equal_bits(window: int, count: int) -> None:
     case = Case.make(0, "chain-700", (8, 2), 32)
@@ -107,7 +107,7 @@ def test_a_window_bounds_the_work() -> None:
             assert block.slots.shape[1] <= (100 // PAGE_SIZE + 2) * PAGE_SIZE  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", quick((1, 3), (3,)))
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_an_activation_has_equal_bits_for_any_number_of_rows(name: str, count: int) -> None:
     """At widths that are no multiple of a vector, where ATen's own differ; and after products of both kinds."""

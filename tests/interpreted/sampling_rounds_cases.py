@@ -57,24 +57,30 @@ def assert_equal(llm: LLM, params: SamplingParams | list[SamplingParams]) -> lis
 @pytest.mark.parametrize(
     "params",
     [
-        sampled(top_k=4),
-        sampled(top_p=0.7, temperature=1.5),
-        sampled(repetition_penalty=1.4, logit_bias={5: 3.0, 9: -100.0}),
-        sampled(frequency_penalty=1.5, presence_penalty=0.5, top_k=20, top_p=0.9, min_p=0.02),
-        greedy(4, repetition_penalty=3.0),
-        greedy(4, logit_bias={7: 50.0}, logprobs=2),
-        sampled(allowed_token_ids=SOME, top_p=0.8, logprobs=1),
-        greedy(4, logprobs=3),
-        sampled(logprobs=MAX_LOGPROBS, top_k=30),
+        [
+            sampled(top_k=4),
+            sampled(top_p=0.7, temperature=1.5),
+            sampled(repetition_penalty=1.4, logit_bias={5: 3.0, 9: -100.0}),
+        ],
+        [
+            sampled(frequency_penalty=1.5, presence_penalty=0.5, top_k=20, top_p=0.9, min_p=0.02),
+            greedy(4, repetition_penalty=3.0),
+            greedy(4, logit_bias={7: 50.0}, logprobs=2),
+        ],
+        [
+            sampled(allowed_token_ids=SOME, top_p=0.8, logprobs=1),
+            greedy(4, logprobs=3),
+            sampled(logprobs=MAX_LOGPROBS, top_k=30),
+        ],
     ],
-    ids=str,
+    ids=["truncated", "penalised", "restricted"],
 )
-def test_a_parameter(llm: LLM, plain: list[list[int]], params: SamplingParams) -> None:
-    tokens = assert_equal(llm, params)
-    if params.allowed_token_ids is not None:
-        assert {token for own in tokens for token in own} <= set(SOME)
-    if params != greedy(4, logprobs=3):
-        assert tokens != plain
+def test_parameters(llm: LLM, plain: list[list[int]], params: list[SamplingParams]) -> None:
+    found = assert_equal(llm, params)
+    assert found != plain
+    for tokens, unmodified, own in zip(found, plain, params, strict=True):
+        assert own.allowed_token_ids is None or set(tokens) <= set(SOME)
+        assert own != greedy(4, logprobs=3) or tokens == unmodified
 
 
 def test_requests_of_every_kind_together(llm: LLM) -> None:

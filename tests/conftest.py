@@ -28,42 +28,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
 
-# Of features beside the guarantees, the README's test command runs the tests whose names contain these words.
-FEATURES = {
-    "test_blocks": "probabilities bits",
-    "test_heads": "probabilities bits damaged",
-    "test_state_heads": "bits",
-    "test_mtp": "without",
-    "test_gguf": "file_is_the_model every_type bits keep_their_values damaged unusable",
-    "test_gguf_tokenizer": "byte_level unusable",
-    "test_hf_accelerate": "until_it_is_restored stop_strings refusals cannot",
-    "test_hf_threads": "overlap",
-    "test_longrope": "batch_of_both",
-    "test_draft_vocabulary": "plain_tokens map",
-    "test_retokenize": "codec intersection same_text",
-    "test_family_checkpoints": "older variants",
-    "test_training": "prompts refused clusters settings disk",
-    "test_train_heads": "settings",
-    "test_bench_measure": "depth oracle",
-    "test_bench_server": "refuses",
-    "test_identity_sampled": "counted",
-    "test_tuned": "key skipped merged",
-    "test_evidence": "ratios",
-    "test_hostile_forms": "own_requests_error long_lists",
-    "test_hostile_code": "hostile tokenizer",
-    "test_compile_refused": "refusals auto_compiles error damaged takes_the_eager",
-    "test_weights_commands": "grow_refuses load",
-    "test_vllm_scripts": "examples_that_run table",
-    "test_sentencepiece": "sentence",
-    "test_smollm2": "names takes_its_place",
-    "test_suffix": "plain_decoding attribution bad",
-    "test_serve_audit": "differs",
-    "test_examples": "own_drafter several",
-    "test_poison": "others_finish off_the_path equal_logits",
-    "test_sharing_random": "holders handed_over",
-    "test_structured_outputs": "each_keeps",
-}
-
 # An example's time depends on what else the machine does, so it says nothing about correctness.
 settings.register_profile("treespec", deadline=None)
 settings.load_profile("treespec")
@@ -132,9 +96,6 @@ def pytest_unconfigure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _calls(item, "run_cases", "run_uninterpreted", "uninterpreted_document"):
-            item.add_marker(pytest.mark.slow)
-        words = FEATURES.get(item.path.stem)
-        if words is not None and not any(word in item.originalname for word in words.split()):
             item.add_marker(pytest.mark.slow)
     # The longest first, so that no process ends with minutes of Triton's interpreter or compiler while others wait.
     order = ("run_cases",), ("runs_alone", "uninterpreted_document", "run_uninterpreted", "printed_by")

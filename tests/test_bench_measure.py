@@ -36,6 +36,7 @@ def test_acceptance_by_depth() -> None:
     assert acceptance_by_depth_of(Counter({0: 2})) == []
 
 
+@pytest.mark.slow
 def test_a_peer_whose_first_token_took_longer_than_all_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     peers, peer = Transformers.__new__(Transformers), Peer("hf-plain", "plain", "plain")
     seconds = [5.0, 3.0, 1.0, 3.0]  # to the first token and of all, twice
@@ -62,6 +63,7 @@ def test_acceptance_of_an_oracle() -> None:
     assert interleave(run, prompts, batch=2, repeats=1)["tree"][0].rounds == 4
 
 
+@pytest.mark.slow
 def test_the_profile_of_rounds_that_fail() -> None:
     llm, choose = tiny_llm(), Noise.choose
     began = time.perf_counter()
@@ -74,6 +76,7 @@ def test_the_profile_of_rounds_that_fail() -> None:
     assert sum(profile.stages.values()) + profile.prefill_seconds <= time.perf_counter() - began
 
 
+@pytest.mark.slow
 def test_every_batch_is_decoded_by_every_mode_in_turn() -> None:
     ran: list[tuple[str, int]] = []
 
@@ -94,6 +97,7 @@ def test_every_batch_is_decoded_by_every_mode_in_turn() -> None:
         assert (sample.decoded, sample.nodes, sample.stages) == (3, 2, {"draft": 2})
 
 
+@pytest.mark.slow
 def test_transformers_reads_gguf_targets_and_reduced_drafts(tmp_path: Path) -> None:
     target = make_llama(tmp_path / "target", 0)
     file = write_gguf(tmp_path / "target.gguf", target)

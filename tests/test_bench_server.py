@@ -19,6 +19,7 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--request-rate", "200", "--max-concurrency", "2", "--temperature", "0.7")])
 def test_every_request_is_measured(engine: AsyncLLM, prompts: Path, options: tuple[str, ...], tmp_path: Path) -> None:
     out, sizes = tmp_path / "out.json", ("--samples", "7", "--max-tokens", "9")
@@ -37,6 +38,7 @@ def test_every_request_is_measured(engine: AsyncLLM, prompts: Path, options: tup
     assert_all_pages_are_back(engine.llm)
 
 
+@pytest.mark.slow
 def test_failures_are_counted(engine: AsyncLLM, prompts: Path, tmp_path: Path) -> None:
     long = tmp_path / "long.jsonl"
     long.write_text(prompts.read_text() + json.dumps({"text": "a b " * 5000}) + "\n")

@@ -90,6 +90,7 @@ def test_probabilities_are_those_of_the_reference(kind: str, executor: dict[str,
     assert_probabilities(records, draft.name, ids, expected)
 
 
+@pytest.mark.slow
 def test_the_reference_is_the_module_of_transformers() -> None:
     draft = new_folder("block")
     write_dflash(draft, SHAPE, **DFLASH["transformers"])
@@ -138,6 +139,7 @@ def test_trees_give_the_bits_of_plain_decoding(dtype: torch.dtype, executor: dic
     assert any(name.startswith("ssm") and count for each in accepted for name, count in each.items())
 
 
+@pytest.mark.slow
 @EXECUTORS
 @pytest.mark.parametrize("kind", quick(KINDS, ("z-lab", "dspark", "pard", "peagle")))
 def test_a_block_draft_alone(kind: str, executor: dict[str, Any]) -> None:
@@ -152,6 +154,7 @@ def test_a_block_draft_alone(kind: str, executor: dict[str, Any]) -> None:
     llm.engine.check_integrity()
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_one_compiled_call_grows_the_trees_of_levels() -> None:
     """Over several rounds of a batch, with an SSM below the last depth of the blocks, and without one."""
@@ -179,12 +182,14 @@ def test_one_compiled_call_grows_the_trees_of_levels() -> None:
     assert max(int(tree.depths.max()) for tree in trees[0]) > 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verification", ["coupled", "naive"])
 def test_sampled_tokens_are_those_of_plain_decoding(verification: Any) -> None:
     spec = SpecConfig(nodes=16, max_depth=4, verification=verification)
     assert_samples_of_plain_decoding(engine_with_blocks(), random_prompts((30, 64), vocab=SHAPE.vocab_size), spec)
 
 
+@pytest.mark.slow
 def test_restricted_requests_beside_others() -> None:
     """A request with allowed tokens, a sampled and a greedy one in one batch."""
     llm = engine_with_blocks()
@@ -199,6 +204,7 @@ def test_restricted_requests_beside_others() -> None:
     assert [output.outputs[0].token_ids for output in tree] == [output.outputs[0].token_ids for output in plain]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verification", quick(("rejection", "traversal"), ("rejection",)))
 def test_draws_are_distributed_as_the_target(verification: Any) -> None:
     """The first two tokens of many samples, with the draft's blocks drawn from at random."""
@@ -227,6 +233,7 @@ def test_draws_are_distributed_as_the_target(verification: Any) -> None:
 # --- folders that do not fit, and what the command says of them
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -247,6 +254,7 @@ def test_a_config_that_does_not_fit(changes: dict[str, Any], message: str) -> No
         open_llm(target_of(), [draft])
 
 
+@pytest.mark.slow
 def test_tensors_that_do_not_fit() -> None:
     target, draft = target_of(), new_folder("block")
     write_dflash(draft, SHAPE, layout="z-lab")
@@ -258,6 +266,7 @@ def test_tensors_that_do_not_fit() -> None:
     assert "'norm.weight': [32], expected [64]" in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_draft_of_another_target() -> None:
     write_dflash(draft := new_folder("block"), TargetShape(hidden_size=32), layout="z-lab")
     with pytest.raises(CheckpointError, match="96 values per token, 3 layers of the target have 64 each"):
@@ -267,12 +276,14 @@ def test_a_draft_of_another_target() -> None:
         open_llm(target_of(), [mapped])
 
 
+@pytest.mark.slow
 def test_a_recurrent_bias_is_refused() -> None:
     write_dflash(draft := new_folder("block"), SHAPE, layout="speculators", markov="rnn")
     with pytest.raises(CheckpointError, match="'rnn' of rank 16; supported: vanilla and gated"):
         open_llm(target_of(), [draft])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["DFlash2DraftModel", "XPressDraftModel"])
 def test_other_kinds_are_refused_by_name(name: str) -> None:
     write_dflash(draft := new_folder("block"), SHAPE, layout="z-lab", architectures=[name])
@@ -280,6 +291,7 @@ def test_other_kinds_are_refused_by_name(name: str) -> None:
         open_llm(target_of(), [draft])
 
 
+@pytest.mark.slow
 def test_a_parallel_draft_of_a_smaller_vocabulary() -> None:
     target, draft = target_of(), make_block("pard", target_of(vocab_size=128))
     with pytest.raises(CheckpointError, match="128, and the target has 256 tokens"):
@@ -289,6 +301,7 @@ def test_a_parallel_draft_of_a_smaller_vocabulary() -> None:
         open_llm(target, [draft])
 
 
+@pytest.mark.slow
 def test_a_parallel_draft_with_another_tokenizer() -> None:
     target, other = target_of(vocab_size=384), target_of(vocab_size=384)
     save_tokenizer(target, byte_level(384, TEXT.splitlines()))
@@ -297,6 +310,7 @@ def test_a_parallel_draft_with_another_tokenizer() -> None:
         open_llm(target, [draft])
 
 
+@pytest.mark.slow
 def test_inspect_describes_block_drafts() -> None:
     target = target_of()
     drafts = [make_block(kind, target) for kind in ("speculators", "pard", "peagle")]

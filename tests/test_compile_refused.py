@@ -41,6 +41,7 @@ def test_refusals(options: dict[str, Any], error: type[Exception], words: str) -
         LLM(tiny()[0], **({"device": "cpu", "compile": True} | options))
 
 
+@pytest.mark.slow
 def test_a_size_that_does_not_fit_is_refused() -> None:
     target = make_llama(new_folder("uneven"), 0, intermediate_size=100)
     with pytest.raises(KernelError, match=r"MLP size of 100.*multiple of 16"):
@@ -78,6 +79,7 @@ def test_auto_compiles_where_it_can() -> None:
     assert not is_compiled(tiny()[0], compile=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options, why",
     [
@@ -93,6 +95,7 @@ def test_auto_says_why_not(options: dict[str, Any], why: str, caplog: pytest.Log
     assert why in caplog.text.partition("passes are not compiled: ")[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command, why",
     [
@@ -130,6 +133,7 @@ def test_a_damaged_library_is_built_anew(damage: str, tmp_path: Path) -> None:
     assert kept.read_bytes() == whole, "the compiler wrote another file"
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_without_a_cache_folder_libraries_are_built_for_each_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -142,6 +146,7 @@ def test_without_a_cache_folder_libraries_are_built_for_each_start(
     assert "cannot cache compiled libraries" in caplog.text and "set XDG_CACHE_HOME" in caplog.text
 
 
+@pytest.mark.slow
 def test_auto_needs_no_home(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A container may run under a number that no user has."""
     without_home(monkeypatch)
@@ -152,6 +157,7 @@ def test_auto_needs_no_home(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
         is_compiled(tiny()[0], compile=True)
 
 
+@pytest.mark.slow
 def test_quantised_layers_need_no_home(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     without_home(monkeypatch)
     assert not is_compiled(tiny()[0], quantization="int8")
@@ -191,6 +197,7 @@ def test_auto_takes_the_eager_pass_where_the_compiled_one_is_not_exact(caplog: p
     assert "compiled passes are not exact on this machine" in caplog.text
 
 
+@pytest.mark.slow
 def test_auto_pads_passes_where_no_linear_layer_is_row_invariant(caplog: pytest.LogCaptureFixture) -> None:
     with not_exact("compiled", "onednn"):
         llm = LLM(tiny()[0], device="cpu", max_num_seqs=1, max_model_len=64)

@@ -58,6 +58,7 @@ def _rows(draft: Path) -> int:
     return len(load_file(draft / "model.safetensors")["model.embed_tokens.weight"])
 
 
+@pytest.mark.slow
 def test_compiled_and_eager_drafts_grow_the_same_trees_as_a_masked_head(models: tuple[Path, list[Path]]) -> None:
     """The specification: a reduced head is a full one with -inf for all other tokens."""
     target, drafts = models
@@ -73,6 +74,7 @@ def test_compiled_and_eager_drafts_grow_the_same_trees_as_a_masked_head(models: 
     assert trees[0] == trees[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verification", ["coupled", "rejection", "traversal"])
 def test_sampled_requests(models: tuple[Path, list[Path]], verification: str) -> None:
     target, drafts = models
@@ -87,6 +89,7 @@ def test_sampled_requests(models: tuple[Path, list[Path]], verification: str) ->
     assert sum(output.metrics.target_passes for output in outputs) < 48
 
 
+@pytest.mark.slow
 def test_head_vocabulary() -> None:
     head = HeadVocabulary(np.array([1, 4, 6]), 8, torch.device("cpu"))
     full = head.expand(torch.tensor([[0.5, 0.25, 0.125]]), -torch.inf)
@@ -96,6 +99,7 @@ def test_head_vocabulary() -> None:
     assert head.probs_of(probs, np.array([4, 0, 6, 7])).tolist() == [0.3, 0, 0.2, 0]
 
 
+@pytest.mark.slow
 def test_expanded_embedding() -> None:
     rows = torch.arange(6.0).view(3, 2)
     assert expand_embedding(rows, np.array([1, 3, -1]), 4).tolist() == [[4, 5], [0, 1], [4, 5], [2, 3]]

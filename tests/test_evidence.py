@@ -22,6 +22,7 @@ def verified(own: float, mixture: float, held: bool, evidence: SeedEvidence) -> 
     return tree_of(3, {(7,): merged}, "lookup"), tree_of(3, {(7,): own}, "lookup"), 7 if held else 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bias", "slope"), [(2.0, 0.3), (-0.5, 1.2)])
 def test_what_verification_says_is_learned(bias: float, slope: float) -> None:
     """Guesses that hold as another bias and slope say."""
@@ -35,6 +36,7 @@ def test_what_verification_says_is_learned(bias: float, slope: float) -> None:
     assert evidence.bias == pytest.approx(bias, abs=0.25) and evidence.slope == pytest.approx(slope, abs=0.25)
 
 
+@pytest.mark.slow
 def test_only_seeds_below_accepted_nodes_that_ssms_scored_count() -> None:
     before = SeedEvidence()
     seed = tree_of(3, {(7,): 0.5, (7, 8): 0.25, (9,): 0.125, (7, 8, 1): 0.5}, "lookup")
@@ -52,6 +54,7 @@ def test_only_seeds_below_accepted_nodes_that_ssms_scored_count() -> None:
         assert (evidence.bias > before.bias) == rises and evidence.bias != before.bias
 
 
+@pytest.mark.slow
 def test_one_guess_changes_little_and_no_stream_runs_away() -> None:
     evidence = SeedEvidence()
     ratio = evidence.ratios(np.array([0.5]))[0]

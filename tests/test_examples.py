@@ -37,6 +37,7 @@ def arguments(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
     return []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -75,6 +75,7 @@ def test_older_spellings(name: str, tmp_path: Path) -> None:
     assert error < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TYPICAL)
 def test_bfloat16(name: str, tmp_path: Path) -> None:
     """As far from fp32 as transformers is."""
@@ -92,6 +93,7 @@ BUFFERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BUFFERS)
 def test_checkpoints_of_the_base_model_alone(name: str, tmp_path: Path) -> None:
     """As the first releases are: without the prefix, without a head, with buffers of masks."""
@@ -103,6 +105,7 @@ def test_checkpoints_of_the_base_model_alone(name: str, tmp_path: Path) -> None:
     assert verify_checkpoint(folder).ok
 
 
+@pytest.mark.slow
 def test_buffers_of_rotations_and_masks(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", TYPICAL["gpt_neox"], 7)
     expected = prefill_logits(folder)
@@ -145,12 +148,14 @@ def test_variants_that_no_declaration_covers(name: str, tmp_path: Path) -> None:
         ModelConfig.from_hf(folder)
 
 
+@pytest.mark.slow
 def test_a_window_that_nothing_leaves_is_none(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", TYPICAL["mistral"], 7)
     assert ModelConfig.from_hf(folder).windows == (WINDOW,)
     assert ModelConfig.from_hf(folder, WINDOW).windows == (None,)
 
 
+@pytest.mark.slow
 def test_drafts_of_other_families(tmp_path: Path) -> None:
     """Families in one tree: the vocabulary is all that they share."""
     names = ("gpt2", "gemma2", "gpt_neox")
@@ -165,6 +170,7 @@ def test_drafts_of_other_families(tmp_path: Path) -> None:
     assert all(output.metrics.nodes_verified > 16 for output in tree)
 
 
+@pytest.mark.slow
 def test_a_draft_of_fewer_positions_than_the_target(tmp_path: Path) -> None:
     """What it learned of no position it guesses with the last one."""
     target = make_model(tmp_path / "target", TYPICAL["gpt2"], 7)
@@ -176,6 +182,7 @@ def test_a_draft_of_fewer_positions_than_the_target(tmp_path: Path) -> None:
     assert plain.outputs[0].token_ids == tree.outputs[0].token_ids
 
 
+@pytest.mark.slow
 def test_hidden_states_that_there_are_not(tmp_path: Path) -> None:
     llm = open_llm(make_model(tmp_path / "model", TYPICAL["gpt2"], 7), exact=False)
     runner = llm.engine.runner
@@ -184,10 +191,12 @@ def test_hidden_states_that_there_are_not(tmp_path: Path) -> None:
             runner.target.check_states(layers)
 
 
+@pytest.mark.slow
 def test_every_family_has_a_case() -> None:
     assert {case.model_type for case in CASES.values()} == set(FAMILIES)
 
 
+@pytest.mark.slow
 def test_a_report_says_what_layers_are_made_of(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", TYPICAL["gemma3"], 7)
     text = describe(inspect_checkpoint(folder))

@@ -168,6 +168,7 @@ SCALED = [  # metadata; what they divide frequencies and multiply magnitudes by 
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, metadata, divisor, magnitude", SCALED)
 def test_scaled_rotations(
     name: str, metadata: dict[str, Any], divisor: float, magnitude: float, tmp_path: Path
@@ -183,6 +184,7 @@ def test_scaled_rotations(
         assert torch.equal(rope.inv_freq, expected.inv_freq)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, metadata, message",
     [
@@ -200,6 +202,7 @@ def test_rotations_that_no_config_expresses(name: str, metadata: dict[str, Any],
         ModelConfig.from_hf(path)
 
 
+@pytest.mark.slow
 def test_unknown_metadata_of_rotations_are_announced_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     more = {"rope__scaling__alpha": 2.0, "rope__scaling__finetuned": True, "rope__freq_base_swa": 5.0}
     path = write_gguf(tmp_path / "m.gguf", llama(), **more)
@@ -221,6 +224,7 @@ PUBLISHED = {  # what transformers takes from its own defaults, and not from the
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", quick(PUBLISHED, ("llama", "gemma3_text")))
 def test_logits_are_those_of_transformers_reading(model_type: str, tmp_path: Path) -> None:
     case = Case(model_type, {"vocab_size": 512, "pad_token_id": 2, "head_dim": 12} | PUBLISHED[model_type])
@@ -298,6 +302,7 @@ def test_trees_have_the_bits_of_plain_decoding(kind: str, dtype: str, compile: b
     assert llm.stats()["draft_vocabularies"] == {path.name: "same vocabulary"}
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("compile", quick((False, True), (True,)))
 @pytest.mark.parametrize("kind, dtype", [("Q8_0", torch.float32), ("Q4_0", torch.bfloat16), ("tied", torch.bfloat16)])
@@ -332,6 +337,7 @@ def test_blocks_keep_their_values(kind: str) -> None:
     torch.testing.assert_close(dequantize(found), expected, rtol=0, atol=2e-7 * float(expected.abs().max()))
 
 
+@pytest.mark.slow
 def test_products_are_in_blocks_only_as_a_whole(tmp_path: Path) -> None:
     types = {"blk.0.attn_k.weight": "Q4_0", "blk.1.ffn_up.weight": "Q8_0", "blk.1.ffn_down.weight": "F16"}
     path = write_gguf(tmp_path / "m.gguf", llama(), lambda name: types.get(name, "Q4_1"))
@@ -348,6 +354,7 @@ def test_products_are_in_blocks_only_as_a_whole(tmp_path: Path) -> None:
     assert weight_bytes(config, torch.bfloat16, None) < config.shape.num_parameters() * 2
 
 
+@pytest.mark.slow
 def test_an_unquantised_file_can_be_quantised_while_loading() -> None:
     llm = open_llm(llama_file("F16"), quantization="int8", dtype="float32")
     assert llm.stats()["frozen"]["quantization"] == "int8"
@@ -357,11 +364,13 @@ def test_an_unquantised_file_can_be_quantised_while_loading() -> None:
         open_llm(llama_file("Q4_0"), quantization="int8")
 
 
+@pytest.mark.slow
 def test_dtypes_follow_the_matrices() -> None:
     for kind, dtype in (("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16"), ("Q4_1", "bfloat16")):
         assert read_config(llama_file(kind))["dtype"] == dtype
 
 
+@pytest.mark.slow
 def test_end_tokens_and_sampling_parameters(tmp_path: Path) -> None:
     def more(writer: gguf.GGUFWriter) -> None:
         writer.add_eot_token_id(7)
@@ -375,6 +384,7 @@ def test_end_tokens_and_sampling_parameters(tmp_path: Path) -> None:
     assert (params.temperature, params.top_k) == (0.5, 9)
 
 
+@pytest.mark.slow
 def test_control_tokens_that_end_a_turn_by_their_name(tmp_path: Path) -> None:
     """Ids in the metadata come first."""
     tokens = {"<|endoftext|>": 3, "a": 1, "<|im_end|>": 3, "</s>": 4, "<|end|>": 3, "<|im_start|>": 3}
@@ -392,6 +402,7 @@ def test_control_tokens_that_end_a_turn_by_their_name(tmp_path: Path) -> None:
 # --- which file
 
 
+@pytest.mark.slow
 def test_a_folder_of_one_file(tmp_path: Path) -> None:
     path = shutil.copy(llama_file("F32"), tmp_path / "any.gguf")
     (tmp_path / "config.json").write_text("{}")
@@ -430,6 +441,7 @@ def split(path: Path, folder: Path, count: int = 3) -> list[Path]:
     return paths
 
 
+@pytest.mark.slow
 def test_split_files(tmp_path: Path) -> None:
     first, second, third = split(llama_file("Q4_1"), tmp_path)
     expected = loaded(llama_file("Q4_1"))
@@ -533,6 +545,7 @@ def test_unusable_models(options: dict[str, Any], error: type[Exception], messag
         open_llm(path)
 
 
+@pytest.mark.slow
 def test_patterns_of_windows(tmp_path: Path) -> None:
     """llama.cpp stores which layers have windows as their distance, as a flag for each layer, or not at all."""
     folder = folder_of("gemma3")
@@ -545,6 +558,7 @@ def test_patterns_of_windows(tmp_path: Path) -> None:
         ModelConfig.from_hf(path)
 
 
+@pytest.mark.slow
 def test_mutated_headers_are_read_or_refused(tmp_path: Path) -> None:
     """Whatever a byte of the header becomes, the file is either a model or a CheckpointError or ModelError."""
     source = write_gguf(tmp_path / "source.gguf", make_llama(tmp_path / "folder", 0, num_hidden_layers=1))
@@ -567,6 +581,7 @@ def test_mutated_headers_are_read_or_refused(tmp_path: Path) -> None:
     assert 100 < refused < 300
 
 
+@pytest.mark.slow
 def test_unknown_architectures_and_types(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "a.gguf", "mamba")
     add_tensor(writer, "token_embd.weight", torch.zeros(4, 32), "F32")
@@ -588,6 +603,7 @@ def test_unknown_architectures_and_types(tmp_path: Path) -> None:
             open_llm(path)
 
 
+@pytest.mark.slow
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
     path = llama_file("BF16")
@@ -596,6 +612,7 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
         open_llm(path)
 
 
+@pytest.mark.slow
 def test_what_needs_safetensors(tmp_path: Path) -> None:
     path = llama_file("F32")
     with pytest.raises(ModelError, match=r"backend='transformers' does not read GGUF files; convert it first"):
@@ -609,6 +626,7 @@ def test_what_needs_safetensors(tmp_path: Path) -> None:
 # --- the commands
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["F16", "Q4_K_M"])
 def test_a_converted_file_is_the_same_model(kind: str, tmp_path: Path) -> None:
     path, new = llama_file(kind), tmp_path / "new"
@@ -632,6 +650,7 @@ def test_a_converted_file_is_the_same_model(kind: str, tmp_path: Path) -> None:
     assert {tensor.dtype for tensor in loaded(tmp_path / "as-stored", None).values()} == {getattr(torch, dtype)}
 
 
+@pytest.mark.slow
 def test_inspection() -> None:
     report = inspect_checkpoint(llama_file("Q4_K_M"))
     assert report["supported"] and report["problems"] == 0 and report["quantization"] == "gguf Q4_K"
@@ -644,6 +663,7 @@ def test_inspection() -> None:
     assert report["shape"] == asdict(ModelConfig.from_hf(llama()).shape)
 
 
+@pytest.mark.slow
 def test_the_command_line(tmp_path: Path) -> None:
     path, runner = str(llama_file("Q8_0")), CliRunner()
     for arguments in (["inspect", path, "--draft", path], ["verify", path], ["convert", path, str(tmp_path / "new")]):

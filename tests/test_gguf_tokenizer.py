@@ -119,6 +119,7 @@ def test_byte_level(pre: str, tmp_path: Path) -> None:
         assert made.decode(made.encode(line).ids) == original.decode(original.encode(line).ids)
 
 
+@pytest.mark.slow
 def test_single_digits(tmp_path: Path) -> None:
     """GPT-2's rule, which transformers takes for every name it does not know, keeps a space with the digit after it."""
     metadata = metadata_of(json.loads(byte_level("smollm").to_str()))
@@ -130,6 +131,7 @@ def test_single_digits(tmp_path: Path) -> None:
     assert ours.encode("    5").tokens == ["ĠĠĠĠ", "5"] != gpt2.encode("    5").tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix", [True, False])
 @pytest.mark.parametrize("arch", ["llama", "gemma3"])
 def test_sentencepiece(arch: str, prefix: bool, tmp_path: Path) -> None:
@@ -176,6 +178,7 @@ def test_sentencepiece(arch: str, prefix: bool, tmp_path: Path) -> None:
     assert made.token_to_id("<|end|>") in made.encode("a<|end|>").ids
 
 
+@pytest.mark.slow
 def test_generating_and_chatting(tmp_path: Path) -> None:
     tokenizer = byte_level("smollm")
     size = tokenizer.get_vocab_size()
@@ -199,6 +202,7 @@ def test_generating_and_chatting(tmp_path: Path) -> None:
     assert converted.encode("def f(x):") == tokenizer.encode("def f(x):").ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("default", [TEMPLATE, None])
 def test_named_chat_templates(default: str | None, tmp_path: Path) -> None:
     tokenizer = byte_level("smollm")
@@ -216,6 +220,7 @@ def test_named_chat_templates(default: str | None, tmp_path: Path) -> None:
             llm.chat(messages, greedy(1))
 
 
+@pytest.mark.slow
 def test_a_tokenizer_beside_the_file_comes_first(tmp_path: Path) -> None:
     beside, inside = byte_level("llama-bpe"), byte_level("smollm")
     metadata = metadata_of(json.loads(inside.to_str())) | {"tokenizer.ggml.pre": "unknown-rule"}

@@ -139,6 +139,7 @@ def test_trees_give_the_bits_of_plain_decoding(dtype: torch.dtype, compiled: boo
     assert sum(output.metrics.accepted_by_source.get(ssm, 0) for output in tree.outputs) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verification", ["coupled", "naive"])
 def test_sampled_tokens_are_those_of_plain_decoding(verification: Any) -> None:
     """Samples of one prompt share its pages, and with them the hidden states."""
@@ -146,6 +147,7 @@ def test_sampled_tokens_are_those_of_plain_decoding(verification: Any) -> None:
     assert_samples_of_plain_decoding(engine_with_heads(), random_prompts((30, 64), vocab=SHAPE.vocab_size), spec)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verification", ["rejection", "traversal"])
 def test_draws_of_heads_are_verified(verification: Any) -> None:
     llm = engine_with_heads()
@@ -156,6 +158,7 @@ def test_draws_of_heads_are_verified(verification: Any) -> None:
     assert sum(output.metrics.nodes_verified - output.metrics.target_passes for output in outputs) > 0
 
 
+@pytest.mark.slow
 def test_a_head_is_a_source_like_any_other() -> None:
     llm = engine_with_heads()
     first, second, third = (name for name in llm.draft_names if name.startswith("head"))
@@ -182,6 +185,7 @@ def spoiled(folder: Path, **changes: Any) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_head_of_another_target() -> None:
     head = make_head("specforge")
     wider = target_of(hidden_size=128, num_hidden_layers=8)
@@ -216,6 +220,7 @@ def test_a_damaged_head() -> None:
         open_llm(target, [head])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "kind"),
     [
@@ -232,6 +237,7 @@ def test_kinds_that_are_not_supported(config: dict[str, Any], kind: str) -> None
         open_llm(target_of(), [folder])
 
 
+@pytest.mark.slow
 def test_an_eagle_1_head_of_another_target() -> None:
     head = make_eagle1("eagle-1")
     with pytest.raises(CheckpointError, match=r"hidden_size.*64, the target has 128; use a head that was trained"):
@@ -247,6 +253,7 @@ def test_an_eagle_1_head_of_another_target() -> None:
         open_llm(target_of(), [head])
 
 
+@pytest.mark.slow
 def test_a_target_run_by_transformers() -> None:
     llm = engine_with_heads(backend="transformers", prove=True)
     plain = run(llm, random_prompts((1, 40), vocab=SHAPE.vocab_size), greedy(12))
@@ -254,6 +261,7 @@ def test_a_target_run_by_transformers() -> None:
     assert tree.acceptance_length > 1.2
 
 
+@pytest.mark.slow
 def test_a_target_without_a_list_of_layers() -> None:
     """Run by transformers' code, one layer is no list that could be told from other modules."""
     options: dict[str, Any] = {"layout": "specforge", "draft_vocab": 64, "own_embedding": False, "boundaries": (0, 1)}
@@ -262,6 +270,7 @@ def test_a_target_without_a_list_of_layers() -> None:
         open_llm(target_of(num_hidden_layers=1), [head], backend="transformers")
 
 
+@pytest.mark.slow
 def test_inspection() -> None:
     head, eagle = make_head("speculators"), make_eagle1("eagle-1")
 

@@ -102,6 +102,7 @@ def test_generate_is_accelerated_until_it_is_restored(model: Any, draft: Any) ->
     treespec.hf.restore(model)
 
 
+@pytest.mark.slow
 def test_the_last_options_hold_and_a_call_has_its_own(model: Any, draft: Any) -> None:
     treespec.hf.accelerate(model, spec="off")
     treespec.hf.accelerate(model, drafts=[draft], spec=TREES)
@@ -114,6 +115,7 @@ def test_the_last_options_hold_and_a_call_has_its_own(model: Any, draft: Any) ->
         treespec.hf.restore(model)
 
 
+@pytest.mark.slow
 def test_a_streamer_is_fed_and_ended(accelerated: Any, tokenizer: Any) -> None:
     streamer, found = TextIteratorStreamer(tokenizer, skip_prompt=True), []
     given = inputs()
@@ -131,6 +133,7 @@ class Raises(StoppingCriteria):
         raise KeyError("criterion")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"num_beams": 2}, {"stopping_criteria": [Raises()]}, {"num_assistant": 3}])
 def test_a_streamer_ends_after_an_error(options: dict[str, Any], accelerated: Any, tokenizer: Any) -> None:
     """Before the first token, while tokens are generated, and where transformers refuses an argument."""
@@ -143,6 +146,7 @@ def test_a_streamer_ends_after_an_error(options: dict[str, Any], accelerated: An
     read(streamer, work)
 
 
+@pytest.mark.slow
 def test_custom_generate_refuses_what_transformers_keeps(model: Any, draft: Any, tokenizer: Any) -> None:
     """`streamer=` would never end, and `assistant_model=` would not be used."""
     options = {"max_new_tokens": 4, "pad_token_id": PAD, "custom_generate": treespec.hf.generate}
@@ -157,6 +161,7 @@ def test_custom_generate_refuses_what_transformers_keeps(model: Any, draft: Any,
         model.generate(**inputs(), assistant_model=draft, **options)
 
 
+@pytest.mark.slow
 def test_an_assistant_is_a_draft(accelerated: Any, draft: Any) -> None:
     given = inputs()
     wanted = by_transformers(accelerated, given, max_new_tokens=40)
@@ -168,6 +173,7 @@ def test_an_assistant_is_a_draft(accelerated: Any, draft: Any) -> None:
     assert set(metrics.accepted_by_source) == set(metrics.accepted_only_by_source)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["same", "padded", "translated"])
 def test_an_assistant_and_its_tokenizer(
     kind: str, accelerated: Any, tokenizer: Any, caplog: pytest.LogCaptureFixture
@@ -182,6 +188,7 @@ def test_an_assistant_and_its_tokenizer(
     assert torch.equal(found, by_transformers(accelerated, inputs(), max_new_tokens=12))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["padded", "translated"])
 @pytest.mark.parametrize("place", quick(("folder", "hub cache"), ("hub cache",)))
 def test_tokenizers_that_models_in_memory_were_loaded_with(
@@ -205,6 +212,7 @@ def test_tokenizers_that_models_in_memory_were_loaded_with(
     assert output.outputs[0].token_ids == wanted[0, 9:].tolist()
 
 
+@pytest.mark.slow
 def test_models_without_a_tokenizer_take_the_one_that_the_error_asks_for(model: Any, tokenizer: Any) -> None:
     larger = make_model("stablelm", vocab_size=VOCAB + 40)
     with pytest.raises(DraftError, match=r"drafts=\[\(draft, its tokenizer\)\], tokenizer="):
@@ -231,6 +239,7 @@ def test_stop_strings(place: str, accelerated: Any, tokenizer: Any) -> None:
         accelerated.generate(**given, stop_strings=[stop], max_new_tokens=4)
 
 
+@pytest.mark.slow
 def test_hints_are_announced_and_change_nothing(accelerated: Any, caplog: pytest.LogCaptureFixture) -> None:
     given = inputs()
     wanted = by_transformers(accelerated, given, max_new_tokens=8)
@@ -272,6 +281,7 @@ def test_what_cannot_be_accelerated(model: Any) -> None:
         defaults.generate(**inputs(), max_new_tokens=4)
 
 
+@pytest.mark.slow
 def test_prepared_inputs_are_refused(draft: Any) -> None:
     """As peft sets a soft prompt while it generates, or as a class of the user's; what it prepares would be ignored."""
     model, given = treespec.hf.accelerate(make_model("stablelm")), inputs()
@@ -298,6 +308,7 @@ def test_prepared_inputs_are_refused(draft: Any) -> None:
     assert torch.equal(found, by_transformers(model, given, max_new_tokens=4))
 
 
+@pytest.mark.slow
 def test_inputs_prepared_by_transformers_itself() -> None:
     sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": PAD}
@@ -308,6 +319,7 @@ def test_inputs_prepared_by_transformers_itself() -> None:
     assert torch.equal(model.generate(**inputs(), max_new_tokens=8, pad_token_id=PAD, do_sample=False), wanted)
 
 
+@pytest.mark.slow
 def test_another_loop_is_left_to_transformers(accelerated: Any, caplog: pytest.LogCaptureFixture) -> None:
     def own_loop(model: Any, input_ids: Tensor, **_: Any) -> Tensor:
         return input_ids + 1
@@ -319,6 +331,7 @@ def test_another_loop_is_left_to_transformers(accelerated: Any, caplog: pytest.L
     assert "left to transformers" in caplog.text
 
 
+@pytest.mark.slow
 def test_metrics_of_the_last_call(accelerated: Any) -> None:
     accelerated.generate(**inputs(3), max_new_tokens=16, pad_token_id=PAD, eos_token_id=None)
     metrics = treespec.hf.last_metrics(accelerated)
@@ -332,6 +345,7 @@ def test_metrics_of_the_last_call(accelerated: Any) -> None:
     assert treespec.hf.last_metrics(fresh) is None
 
 
+@pytest.mark.slow
 def test_copies_have_a_generate_of_their_own(accelerated: Any) -> None:
     """A copy decodes with the copy's weights; so does one that was pickled."""
     for twin in (copy.deepcopy(accelerated), pickle.loads(pickle.dumps(accelerated))):
@@ -341,6 +355,7 @@ def test_copies_have_a_generate_of_their_own(accelerated: Any) -> None:
         assert treespec.hf.last_metrics(twin).generated_tokens == wanted.shape[1] - 9
 
 
+@pytest.mark.slow
 def test_a_pipeline(accelerated: Any, tokenizer: Any, draft: Any) -> None:
     """It calls the model's `generate`, with options of its own."""
     text = tokenizer.decode(inputs()["input_ids"][0])

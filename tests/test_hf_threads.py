@@ -42,6 +42,7 @@ def elsewhere(work: Callable[[], Any]) -> Any:
     return found[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", ["sdpa", "eager"])
 def test_another_thread_runs_the_model_as_it_is(own: str, model: Any) -> None:
     """While a layer runs in a pass of treespec, and while its head does: at the start of an engine, and later."""

@@ -53,6 +53,7 @@ def test_a_hostile_processor_ends_its_own_request(name: str, spec: Any) -> None:
     assert idle(llm)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [pytest.param("off", marks=pytest.mark.slow), TREE], ids=["off", "tree"])
 def test_scores_that_are_strange_but_right_are_taken(spec: Any) -> None:
     """They need a gradient, come in steps, are kept and changed later, or are a parameter."""
@@ -85,6 +86,7 @@ def hf_model() -> Any:
     return make_model("stablelm")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("engines_start_quickly")
 @pytest.mark.parametrize("kind", ["logits_processor", "stopping_criteria"])
 def test_processors_and_criteria_of_transformers(kind: str, hf_model: Any) -> None:
@@ -162,6 +164,7 @@ def test_a_tokenizer_that_fails_ends_the_requests_that_need_it(text: Any, treach
     assert idle(llm)
 
 
+@pytest.mark.slow
 def test_a_chat_template_that_fails_ends_its_own_request(treacherous: tuple[LLM, Treacherous]) -> None:
     llm, tokenizer = treacherous
     tokenizer.unreadable = None

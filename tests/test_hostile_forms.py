@@ -111,6 +111,7 @@ LARGE: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[str], bool]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LARGE)
 def test_large_forms_are_served(name: str) -> None:
     form, fits = LARGE[name]
@@ -118,6 +119,7 @@ def test_large_forms_are_served(name: str) -> None:
     assert output.error is None and fits(output.outputs[0].text or "")
 
 
+@pytest.mark.slow
 def test_reading_that_takes_long_all_the_same_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others of the batch finish."""
     llm, stop = speaking_llm(), []
@@ -140,6 +142,7 @@ def test_reading_that_takes_long_all_the_same_is_given_up(monkeypatch: pytest.Mo
     assert good.outputs == alone
 
 
+@pytest.mark.slow
 def test_a_reader_that_was_given_up_does_not_keep_the_process() -> None:
     script = """
 import time
@@ -182,11 +185,13 @@ def test_long_lists_that_are_legitimate() -> None:
     assert [each.token_ids for each in output.outputs] == [each.token_ids for each in alone]
 
 
+@pytest.mark.slow
 def test_a_million_samples_are_refused() -> None:
     with pytest.raises(ConfigError, match="n=1000000; valid: an int from 1 to 16384"):
         SamplingParams(n=1_000_000, temperature=1.0)
 
 
+@pytest.mark.slow
 def test_the_error_is_raised_where_there_is_no_other_request() -> None:
     with pytest.raises(RequestError, match="regex has 120000 characters"):
         speaking_llm().generate("x", asked({"regex": "a?" * 60_000}))

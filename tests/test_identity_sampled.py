@@ -6,6 +6,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
+
 from tests.models import random_prompts, tiny_llm
 from tests.scripts import load_script
 from treespec import LLM
@@ -32,6 +34,7 @@ def run(out: Path | None, llm: Any = engine, **more: Any) -> dict[str, Any]:
     return sampled().run(llm, lambda llm: PROMPTS, setup(**more), out)
 
 
+@pytest.mark.slow
 def test_all_cells_are_identical(tmp_path: Path) -> None:
     document = run(tmp_path / "out.json")
     assert json.loads((tmp_path / "out.json").read_text())["rows"] == document["rows"]

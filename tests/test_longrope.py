@@ -54,6 +54,7 @@ def engine(compiled: bool, noise: float) -> LLM:
     return open_llm(target(), [draft], **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", COMPILED)
 def test_tokens_are_those_of_transformers(compiled: bool) -> None:
     """All in one batch: each request has the factors of its own limit."""
@@ -79,6 +80,7 @@ def test_a_batch_of_both_is_exact(compiled: bool) -> None:
             assert all(torch.equal(plain.logits[p], alone.logits[p]) for p in plain.logits.keys() & alone.logits.keys())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("compiled", COMPILED)
 def test_a_draft_has_the_factors_of_the_request(compiled: bool, temperature: float) -> None:
@@ -89,6 +91,7 @@ def test_a_draft_has_the_factors_of_the_request(compiled: bool, temperature: flo
     assert [output.metrics.target_passes for output in outputs] == [COUNT // 4] * len(PROMPTS)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_draft_behind_what_its_table_held() -> None:
     for prompt in random_prompts((1000, 1060), vocab=VOCAB):
@@ -96,6 +99,7 @@ def test_a_draft_behind_what_its_table_held() -> None:
         assert output.metrics.target_passes == COUNT // 4
 
 
+@pytest.mark.slow
 def test_samples_share_a_prompt_and_other_limits_do_not() -> None:
     llm = engine(False, 0.0)
     limits = [greedy(count, n=2, temperature=0.7, seed=3) for count in (COUNT, 2 * COUNT)]
@@ -112,6 +116,7 @@ def test_samples_share_a_prompt_and_other_limits_do_not() -> None:
     llm.engine.finish(short, "abort")
 
 
+@pytest.mark.slow
 def test_a_limit_that_makes_the_difference_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     llm = open_llm(target(), max_model_len=None)
     with caplog.at_level(logging.WARNING, "treespec"):
@@ -123,6 +128,7 @@ def test_a_limit_that_makes_the_difference_is_logged_once(caplog: pytest.LogCapt
     assert f"a prompt of 48 tokens with max_tokens=17 may outgrow the original context of {ORIGINAL}" in record.message
 
 
+@pytest.mark.slow
 def test_an_engine_of_short_contexts_has_one_table(tmp_path: Path) -> None:
     """So has a model whose factors are equal, as a GGUF file's of Llama 3."""
     limited, prompts = open_llm(target(), max_model_len=ORIGINAL), [PROMPTS[i] for i in SHORT]

@@ -102,6 +102,7 @@ def expected_logits(model: Any, layer: Any, context: list[int], drafted: list[in
     return model.lm_head(out[0, -1])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(MtpModel, "forward_layer"), reason="the reference needs transformers 5.24")
 @pytest.mark.parametrize("kind", quick(KINDS, ("glm4_moe",)))
 def test_probabilities_are_those_of_transformers(kind: str) -> None:
@@ -164,6 +165,7 @@ def test_a_checkpoint_without_its_layer() -> None:
         open_adapter_llm(folder, ["mtp"])
 
 
+@pytest.mark.slow
 def test_a_model_in_memory() -> None:
     """Its layer is in the folder that it was loaded from."""
     model = AutoModelForCausalLM.from_pretrained(make_checkpoint("glm4_moe")).eval()

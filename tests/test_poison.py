@@ -65,6 +65,7 @@ def test_one_request_ends_and_the_others_finish(where: str, spec: SpecConfig | s
     assert_pages_clean(llm)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["abort", "interrupt"])
 def test_a_poisoned_prompt_that_is_given_up_before_it_fails(how: str) -> None:
     """Its prompt is in the cache, and nobody has seen its logits yet: the next holder of its pages must not suffer."""
@@ -124,6 +125,7 @@ def test_a_poisoned_node_off_the_path_changes_nothing(value: float) -> None:
         assert_pages_clean(llm)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", quick((math.nan, math.inf, -math.inf), (math.nan,)))
 @pytest.mark.parametrize("spec", [TREE, "off"], ids=["tree", "off"])
 def test_logits_that_turn_bad_midway(value: float, spec: SpecConfig | str) -> None:
@@ -146,6 +148,7 @@ def test_logits_that_turn_bad_midway(value: float, spec: SpecConfig | str) -> No
     assert tokens_of(llm.generate(prompts, greedy(16), spec)) == alone
 
 
+@pytest.mark.slow
 def test_a_few_infinite_logits_are_no_error() -> None:
     """Minus infinity forbids a token; the largest logit is finite."""
     llm = open_llm(tiny()[0], tiny()[1][:1])
@@ -160,6 +163,7 @@ def test_a_few_infinite_logits_are_no_error() -> None:
             assert output.error is None and all(token % 2 for token in output.outputs[0].token_ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [TREE, SpecConfig(), SpecConfig(branching=(3, 2))], ids=["nodes", "auto", "static"])
 def test_a_draft_that_computes_nan_costs_only_time(spec: SpecConfig) -> None:
     folder = new_folder("bad-draft") / "ssm-bad"
@@ -179,6 +183,7 @@ def test_a_draft_that_computes_nan_costs_only_time(spec: SpecConfig) -> None:
         assert all(output.error is None for output in outputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["coupled", "rejection", "traversal"])
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"top_k": 9, "min_p": 0.01}], ids=["plain", "top_p", "top_k"])
 def test_a_draft_that_computes_nan_leaves_nothing_behind(rule: str, options: dict[str, Any]) -> None:

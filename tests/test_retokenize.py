@@ -64,6 +64,7 @@ def test_a_codec_writes_what_it_reads(codecs: dict[str, Codec], name: str) -> No
     assert all(codec.tokens[id] == bytes([byte]) for byte, id in codec.byte_ids.items())
 
 
+@pytest.mark.slow
 def test_what_stands_before_a_text(codecs: dict[str, Codec]) -> None:
     assert (codecs["unigram"].start, codecs["unigram"].spaces_first) == ((1,), True)
     assert (codecs["prefix"].start, codecs["prefix"].spaces_first) == ((), True)
@@ -119,6 +120,7 @@ def test_a_context_says_the_same_text(codecs: dict[str, Codec], target: str, dra
         assert tuple(context.tokens[: len(own.draft.start)]) == own.draft.start
 
 
+@pytest.mark.slow
 def test_known_words_are_taken_one_to_one(codecs: dict[str, Codec]) -> None:
     """Also where the draft's tokenizer would cut them in another way."""
     own = translation(codecs, "small", "embedded")
@@ -129,6 +131,7 @@ def test_known_words_are_taken_one_to_one(codecs: dict[str, Codec]) -> None:
     assert len(codecs["embedded"].encode(" hello")) < len(context.tokens)
 
 
+@pytest.mark.slow
 def test_words_with_unknown_tokens_are_written_anew(codecs: dict[str, Codec]) -> None:
     """Tokens merge across the border of the target's."""
     own, draft = translation(codecs, "embedded", "small"), codecs["small"]
@@ -147,6 +150,7 @@ def test_words_with_unknown_tokens_are_written_anew(codecs: dict[str, Codec]) ->
     assert context.tokens == [whole]
 
 
+@pytest.mark.slow
 def test_no_more_than_a_word_is_written_again(codecs: dict[str, Codec]) -> None:
     own = translation(codecs, "embedded", "small")
     context = Context(own)
@@ -159,6 +163,7 @@ def test_no_more_than_a_word_is_written_again(codecs: dict[str, Codec]) -> None:
     assert most <= 4 * (MAX_WORD + 2)
 
 
+@pytest.mark.slow
 def test_a_long_text_takes_no_longer_at_its_end(codecs: dict[str, Codec], monkeypatch: pytest.MonkeyPatch) -> None:
     own = translation(codecs, "embedded", "unigram")
     tokens = codecs["embedded"].encode(TEXT * 4)
@@ -179,6 +184,7 @@ def test_a_long_text_takes_no_longer_at_its_end(codecs: dict[str, Codec], monkey
     assert calls[1] < 2 * calls[0]
 
 
+@pytest.mark.slow
 def test_control_tokens_are_no_text(codecs: dict[str, Codec]) -> None:
     """One that both have is taken over, one that the draft lacks is left out, an end token is an end token."""
     own, other = codecs["other"], codecs["small"]
@@ -198,6 +204,7 @@ def test_control_tokens_are_no_text(codecs: dict[str, Codec]) -> None:
     assert nothing.tokens == [5]
 
 
+@pytest.mark.slow
 def test_shares(codecs: dict[str, Codec]) -> None:
     assert share_of_tokens(codecs["embedded"], codecs["embedded"]) == 1.0
     assert share_of_tokens(codecs["embedded"], codecs["small"]) > 0.8
@@ -206,6 +213,7 @@ def test_shares(codecs: dict[str, Codec]) -> None:
     assert LEAST_SHARE == 0.5
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"type": "Nonsense", "vocab": {"a": 0}}}))
     with pytest.raises(CheckpointError, match=r"tokenizer\.json.*refused by the tokenizers library"):
@@ -222,6 +230,7 @@ def test_a_tokenizer_that_cannot_be_read(tmp_path: Path) -> None:
         Codec.read(tmp_path)
 
 
+@pytest.mark.slow
 def test_connections(tmp_path: Path) -> None:
     folders = {
         "a": save_tokenizer(tmp_path / "a", letters("abcdefgh")),

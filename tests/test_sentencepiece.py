@@ -74,12 +74,14 @@ def test_one_sentence_says_what_to_install(
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_a_draft_says_so_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch, "sentencepiece")
     with pytest.raises(CheckpointError, match=r"sentencepiece model .*: pip install sentencepiece$"):
         open_llm(speaking_folder(), [folder])
 
 
+@pytest.mark.slow
 def test_a_tokenizer_json_beside_it_needs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch, *PACKAGES)
     folder = tmp_path / "model"

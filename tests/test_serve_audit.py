@@ -21,6 +21,7 @@ def client_of(url: str) -> OpenAI:
     return OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
 
 
+@pytest.mark.slow
 def test_a_request_that_takes_too_long_ends(engine: AsyncLLM, llm: LLM) -> None:
     before = llm.stats()["generated_tokens"]
     arguments: dict[str, Any] = {"model": NAME, "prompt": ["def add(", "x"], "max_tokens": 200}
@@ -49,6 +50,7 @@ def audited(url: str) -> tuple[float, float]:
     return values["treespec:audit_tokens_total"], values["treespec:audit_tokens_differing_total"]
 
 
+@pytest.mark.slow
 def test_the_audit_finds_nothing(engine: AsyncLLM) -> None:
     """Every second request is decoded again, with its seed, prompt and parameters."""
     work: list[dict[str, Any]] = [
@@ -93,6 +95,7 @@ def test_the_audit_finds_what_differs(engine: AsyncLLM, llm: LLM, caplog: pytest
     assert f"of 8 tokens of request {answer.id} (seed 77) differ from plain decoding" in line
 
 
+@pytest.mark.slow
 def test_the_audit_gives_way(engine: AsyncLLM, llm: LLM) -> None:
     """A request that comes while another is decoded again is not delayed by it."""
     with serving(engine, audit=1) as url, client_of(url) as client:

@@ -89,6 +89,7 @@ class World:
         assert {life.request.finish_reason for life in self.lives.values()} == {"length", "error", "abort"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seqs, chunk, spare", [(1, 512, 0), (2, 64, 1), (3, 24, 3), (4, 64, 20)])
 @pytest.mark.parametrize("seed", quick(range(2), (0,)))
 def test_random_lives(seed: int, seqs: int, chunk: int, spare: int) -> None:
@@ -126,6 +127,7 @@ PLACES: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seqs", quick((1, 3), (3,)))
 @pytest.mark.parametrize("place", PLACES)
 def test_an_interrupt_in_one_step(place: str, seqs: int) -> None:
@@ -224,6 +226,7 @@ def test_what_is_handed_over() -> None:
     cache.check_integrity()
 
 
+@pytest.mark.slow
 def test_shared_pages_are_not_written() -> None:
     cache = new_cache(6)
     pages = cache.reserve("a", 2 * PAGE_SIZE)

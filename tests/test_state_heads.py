@@ -54,6 +54,7 @@ def make_head(name: str, seed: int = 1) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @EXECUTORS
 @pytest.mark.parametrize("name", quick(HEADS, ("medusa, vllm", "speculator")))
 def test_probabilities_are_those_of_the_reference(name: str, executor: dict[str, Any]) -> None:
@@ -92,11 +93,13 @@ def sampling_engine() -> LLM:
     return open_llm(target, drafts, max_num_seqs=4)
 
 
+@pytest.mark.slow
 def test_sampled_tokens_are_those_of_plain_decoding() -> None:
     prompts = random_prompts((30, 64), vocab=SHAPE.vocab_size)
     assert_samples_of_plain_decoding(sampling_engine(), prompts, SpecConfig(nodes=16, max_depth=5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verification", ["rejection", "traversal"])
 def test_draws_of_heads_are_verified(verification: Any) -> None:
     llm, prompts = sampling_engine(), random_prompts((30, 64), vocab=SHAPE.vocab_size)
@@ -106,6 +109,7 @@ def test_draws_of_heads_are_verified(verification: Any) -> None:
     llm.engine.check_integrity()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
@@ -122,6 +126,7 @@ def test_a_config_that_does_not_fit(name: str, changes: dict[str, Any], message:
         open_llm(target_of(), [head])
 
 
+@pytest.mark.slow
 def test_heads_of_another_target() -> None:
     write_medusa(head := new_folder("head"), TargetShape(hidden_size=32), layout="tgi")
     with pytest.raises(CheckpointError, match=re.escape("[32, 32], expected [64, 64]")):
@@ -132,6 +137,7 @@ def test_heads_of_another_target() -> None:
         open_llm(target_of(), [mapped])
 
 
+@pytest.mark.slow
 def test_inspect_describes_them() -> None:
     options = [option for name in ("medusa, vllm", "speculator") for option in ("--draft", str(make_head(name)))]
     result = CliRunner().invoke(app, ["weights", "inspect", str(target_of()), *options, "--json"])

@@ -21,6 +21,7 @@ from treespec.tree import TokenTree
 # --- the tokens of plain decoding, in the form that was asked for
 
 
+@pytest.mark.slow
 @every_engine
 @every_form
 def test_trees_write_what_plain_decoding_writes(opened: Callable[[], LLM], name: str) -> None:
@@ -39,6 +40,7 @@ def test_trees_write_what_plain_decoding_writes(opened: Callable[[], LLM], name:
     assert idle(llm)
 
 
+@pytest.mark.slow
 def test_most_outputs_come_to_their_end() -> None:
     """Or the test above would say little: `check_form` leaves beginnings alone."""
     llm, ended = speaking_llm(), dict.fromkeys(FORMS, 0)
@@ -48,6 +50,7 @@ def test_most_outputs_come_to_their_end() -> None:
     assert sum(ended.values()) >= 2 * len(FORMS) and min(n for name, n in ended.items() if name != "any object"), ended
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", DRAWN.values(), ids=DRAWN)
 @every_form
 def test_rules_that_draw_at_random_keep_the_form(spec: SpecConfig, name: str) -> None:
@@ -73,6 +76,7 @@ def test_each_keeps_its_form_in_company() -> None:
     assert idle(llm)
 
 
+@pytest.mark.slow
 def test_several_outputs_a_stream_and_logprobs() -> None:
     llm = speaking_llm()
     params = asked(CLOSED, temperature=1.5, seed=4, n=3, logprobs=1)
@@ -85,6 +89,7 @@ def test_several_outputs_a_stream_and_logprobs() -> None:
         assert "".join(chunk.text or "" for chunk in chunks if chunk.index == index) == each.text
 
 
+@pytest.mark.slow
 def test_what_else_is_asked_for_still_counts() -> None:
     """A form narrows what other parameters leave, and they narrow what it leaves."""
     llm = speaking_llm()
@@ -103,6 +108,7 @@ def test_what_else_is_asked_for_still_counts() -> None:
     assert "structured_outputs" in str(outputs[0].error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verification", ["rejection", "traversal"])
 def test_what_must_follow_gives_way_to_random_draws(verification: Any) -> None:
     """Of a draft that draws as many nodes as a tree may have."""
@@ -132,6 +138,7 @@ def seen_trees(llm: LLM) -> Iterator[list[tuple[Request, list[int], TokenTree]]]
         yield seen
 
 
+@pytest.mark.slow
 @every_engine
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_no_row_is_spent_on_what_cannot_follow(opened: Callable[[], LLM], temperature: float) -> None:
@@ -157,6 +164,7 @@ def test_no_row_is_spent_on_what_cannot_follow(opened: Callable[[], LLM], temper
     assert nodes > len(seen) and proposers >= {"grammar", "ssm-1", "ssm-2", "oracle"}, (nodes, proposers)
 
 
+@pytest.mark.slow
 @every_engine
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_drafts_guess_allowed_tokens_only(opened: Callable[[], LLM], temperature: float) -> None:
@@ -176,6 +184,7 @@ def test_drafts_guess_allowed_tokens_only(opened: Callable[[], LLM], temperature
     assert passes < sum(output.metrics.target_passes for output in unaware)
 
 
+@pytest.mark.slow
 def test_what_must_follow_is_accepted_without_any_draft() -> None:
     llm = open_llm(speaking_folder())
     form = {"regex": "the arguments of the parser, which are [0-9]"}

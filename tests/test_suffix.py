@@ -81,6 +81,7 @@ def test_small_memories(tokens: int) -> None:
     assert llm.stats()["suffix_tokens"] == {1: 1, 2: 2, 7: 8, 100: 128}[tokens]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verification", ["naive", "rejection", "traversal"])
 def test_greedy_tokens_by_every_rule(verification: str) -> None:
     llm, spec = remembering(), SpecConfig(nodes=12, verification=verification)
@@ -110,6 +111,7 @@ def test_attribution() -> None:
     assert metrics.accepted_by_source == {"lookup": 13 + 5, "suffix": 8 + 5}
 
 
+@pytest.mark.slow
 def test_a_running_request_is_read_by_another() -> None:
     """Of two that write the same the second catches up with the first."""
     llm = remembering()
@@ -125,6 +127,7 @@ def test_a_running_request_is_read_by_another() -> None:
     assert accepted([second]) >= 8
 
 
+@pytest.mark.slow
 def test_samples_of_a_prompt_help_each_other() -> None:
     """Where they write the same, as at a low temperature, and one is ahead: it computed their prompt."""
     llm, params = remembering(), greedy(40, temperature=0.1, seed=5, n=3)
@@ -135,6 +138,7 @@ def test_samples_of_a_prompt_help_each_other() -> None:
     assert accepted([output]) > 0
 
 
+@pytest.mark.slow
 def test_samples_that_come_later_are_faster() -> None:
     """One after another: the same samples, of which the earlier ones have ended."""
     llm = open_llm(tiny()[0], max_num_seqs=1, suffix_tokens=4096)
@@ -145,6 +149,7 @@ def test_samples_that_come_later_are_faster() -> None:
     assert passes([output]) < 70 and accepted([output]) == 90 - passes([output])
 
 
+@pytest.mark.slow
 def test_plain_requests_are_remembered() -> None:
     llm = remembering()
     llm.generate(PROMPTS, greedy(30), "off")
@@ -153,6 +158,7 @@ def test_plain_requests_are_remembered() -> None:
     assert accepted(outputs) == 4 * 30 - passes(outputs) > 80
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sources", [(), ("lookup",), ("ssm",), ("ssm-1", "grammar")])
 def test_requests_without_suffix_stay_apart(sources: tuple[str, ...]) -> None:
     llm, spec = remembering(), SpecConfig(nodes=12, sources=sources)
@@ -168,6 +174,7 @@ def test_requests_without_suffix_stay_apart(sources: tuple[str, ...]) -> None:
         assert mine.accepted_by_source.keys() == theirs.accepted_by_source.keys()
 
 
+@pytest.mark.slow
 def test_an_engine_without_memory_remembers_nothing() -> None:
     llm = tiny_llm(max_num_seqs=4)
     llm.generate(PROMPTS[:1], greedy(9))
@@ -177,6 +184,7 @@ def test_an_engine_without_memory_remembers_nothing() -> None:
         llm.generate(PROMPTS[0], greedy(9), PAST)
 
 
+@pytest.mark.slow
 def test_a_call_may_ask_for_what_the_engine_leaves_out() -> None:
     """The engine's own sources are those of calls that name none; what it has is there for all."""
     llm = open_llm(tiny()[0], spec=SpecConfig(sources=("lookup",)), suffix_tokens=5000)
@@ -187,6 +195,7 @@ def test_a_call_may_ask_for_what_the_engine_leaves_out() -> None:
     assert accepted(llm.generate(PROMPTS[:1], greedy(9))) == 0
 
 
+@pytest.mark.slow
 def test_what_was_aborted_is_remembered_as_far_as_it_came() -> None:
     llm = remembering()
     (plain,) = tiny_llm(max_num_seqs=4).generate(PROMPTS[0], greedy(40), "off")
@@ -207,6 +216,7 @@ def test_what_was_aborted_is_remembered_as_far_as_it_came() -> None:
     assert llm.stats()["suffix_tokens"] == 2 * len(PROMPTS[0]) + 60 + len(PROMPTS[1]) + 1
 
 
+@pytest.mark.slow
 def test_a_reset_in_the_middle_of_a_stream() -> None:
     """It changes no token. What was written before is forgotten, by the running request too; what comes is not."""
     llm = remembering()
@@ -226,6 +236,7 @@ def test_a_reset_in_the_middle_of_a_stream() -> None:
     assert accepted([beginning]) == 0 and accepted([ending]) > 0
 
 
+@pytest.mark.slow
 def test_a_reset_of_requests_that_are_decoded_plainly() -> None:
     llm, tokens = remembering(), 0
     for chunk in llm.stream(PROMPTS[0], greedy(20), "off"):
@@ -235,6 +246,7 @@ def test_a_reset_of_requests_that_are_decoded_plainly() -> None:
     assert llm.stats()["suffix_tokens"] == 5
 
 
+@pytest.mark.slow
 def test_names_of_drafts() -> None:
     """A draft of this name is another source than the memory of the engine; the kind's name means both."""
     target = tiny()[0]
@@ -244,6 +256,7 @@ def test_names_of_drafts() -> None:
     assert output.metrics.accepted_by_source["suffix"] > 4
 
 
+@pytest.mark.slow
 def test_stop_strings_and_structured_outputs() -> None:
     """Of an engine that speaks: ends inside a guessed path, and guesses that a form does not allow."""
     pytest.importorskip("llguidance")
@@ -276,6 +289,7 @@ def test_bad_values(value: Any) -> None:
         open_llm(tiny()[0], suffix_tokens=value)
 
 
+@pytest.mark.slow
 def test_a_source_that_needs_a_memory() -> None:
     """The error says how to have one."""
     message = "sources=('suffix',): this engine does not store its outputs; use LLM(suffix_tokens="

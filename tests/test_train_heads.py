@@ -43,6 +43,7 @@ def load_rounded(head: torch.nn.Module, folder: Path) -> None:
     head.load_state_dict({name: tensor for name, tensor in stored.items() if name not in ("d2t", "t2d")})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_layers", [3, 8])
 def test_logits_at_every_depth_are_those_of_the_reference(num_layers: int, tmp_path: Path) -> None:
     """Of a head as it is trained, and of the paper's arithmetic for the folder that it is written to."""
@@ -73,6 +74,7 @@ def test_logits_at_every_depth_are_those_of_the_reference(num_layers: int, tmp_p
                     torch.testing.assert_close(logits[row, pair], expected.logits[-1], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_block_predictions_are_those_of_the_reference(tmp_path: Path) -> None:
     """Of a DFlash draft as it is trained, several roots of a row at once, for the folder that it is written to."""
     target = AutoModelForCausalLM.from_pretrained(tiny_target(8), dtype=torch.float32)
@@ -133,6 +135,7 @@ def test_settings_of_heads(changes: dict[str, Any], message: str, tmp_path: Path
         train_drafts("target", ["data"], tmp_path / "out", **OPTIONS | changes)
 
 
+@pytest.mark.slow
 def test_a_target_without_such_layers_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT[:2000])
     sizes = {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 128, "eos_token_id": 0, "bos_token_id": 0}

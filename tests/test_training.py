@@ -120,6 +120,7 @@ def test_missing_data_is_refused(tmp_path: Path) -> None:
         read_training_prompts([tmp_path / "nowhere"], chat=False)
 
 
+@pytest.mark.slow
 def test_shards_depend_on_their_number_alone(llm: LLM, tmp_path: Path) -> None:
     prompts = [TrainingPrompt(TEXT[i * 300 : (i + 1) * 300], f"group {i % 3}") for i in range(160)]
     forward, backward = (LessonWriter(llm, prompts, tmp_path / name, 12, seed=5) for name in "ab")
@@ -156,6 +157,7 @@ def toy_lessons(rows: list[tuple[list[int], list[int]]], groups: list[str] | Non
     )
 
 
+@pytest.mark.slow
 def test_vocabulary_holds_what_the_target_writes() -> None:
     lessons = toy_lessons([([7], [100, 100, 101]), ([8], [102, 100])])
     assert choose_vocabulary(lessons, 1000, (3,), most=1000).tolist() == [*range(1000), -1]
@@ -185,6 +187,7 @@ def test_clusters() -> None:
     assert odds.sum() == pytest.approx(1) and odds[0] > odds[-1] > 0
 
 
+@pytest.mark.slow
 def test_drafts_are_ordered_by_what_they_add() -> None:
     a, b, c = (np.array(row, dtype=bool) for row in ([1, 1, 1, 0, 0], [1, 1, 0, 0, 0], [0, 0, 0, 1, 0]))
     assert by_benefit([b, c, a]) == [2, 1, 0]
@@ -213,6 +216,7 @@ def test_settings_out_of_range(changes: dict[str, Any], message: str) -> None:
         TrainingSettings("target", ("data",), "out", **changes).check()
 
 
+@pytest.mark.slow
 def test_texts_train_by_their_own_next_tokens(llm: LLM, target: Path, data: Path, tmp_path: Path) -> None:
     tokens = tokenize_texts([data], llm.get_tokenizer())
     assert llm.get_tokenizer().decode(tokens) == "".join(
@@ -236,6 +240,7 @@ def test_texts_train_by_their_own_next_tokens(llm: LLM, target: Path, data: Path
     assert unknown.loss(model, 0).mean == 0, "no token of the vocabulary"
 
 
+@pytest.mark.slow
 def test_texts_are_checked_before_lessons_are_written(target: Path, data: Path, tmp_path: Path) -> None:
     (tmp_path / "short.md").write_text("A title\n")
     with pytest.raises(ConfigError, match=r"--texts .*short.md: \d+ tokens of raw text; give at least 257"):
@@ -245,6 +250,7 @@ def test_texts_are_checked_before_lessons_are_written(target: Path, data: Path, 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_width_is_checked_before_lessons_are_written(target: Path, data: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="hidden=64: the target has 64; give less, or leave hidden out"):
         train_drafts(target, [data], tmp_path / "out", hidden=64, **OPTIONS)
@@ -355,6 +361,7 @@ def test_another_run_is_refused(target: Path, data: Path, trained: Path) -> None
     assert load_file(trained / "ssm-1" / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_a_quantised_target_is_dequantised(tmp_path: Path) -> None:
     plain = make_llama(tmp_path / "plain", 0, torch.bfloat16)
     convert_checkpoint(plain, tmp_path / "int8", quantization="int8")
@@ -367,6 +374,7 @@ def test_a_quantised_target_is_dequantised(tmp_path: Path) -> None:
         assert torch.equal(own, right), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_students_start_from_the_targets_rows(tied: bool, tmp_path: Path) -> None:
     target = AutoModelForCausalLM.from_pretrained(make_llama(tmp_path, 0, tie_word_embeddings=tied))
@@ -381,6 +389,7 @@ def test_students_start_from_the_targets_rows(tied: bool, tmp_path: Path) -> Non
     assert trained == {id(student.get_input_embeddings().weight), id(student.get_output_embeddings().weight)}
 
 
+@pytest.mark.slow
 def test_muon_in_float32_makes_torchs_steps() -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = [(24, 40), (40, 24), (32, 32)]
@@ -403,6 +412,7 @@ def test_muon_in_float32_makes_torchs_steps() -> None:
     assert singular.min() > 0.5 and singular.max() < 1.3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_narrow_students_keep_the_similarity_of_tokens(tied: bool, tmp_path: Path) -> None:
     sizes = {"hidden_size": 192, "intermediate_size": 384, "num_attention_heads": 12, "num_key_value_heads": 6}
@@ -426,6 +436,7 @@ def test_narrow_students_keep_the_similarity_of_tokens(tied: bool, tmp_path: Pat
         make_student(target, StudentShape(2, 41, 192), target_ids, [7])
 
 
+@pytest.mark.slow
 def test_sizes_follow_from_measured_passes(tmp_path: Path) -> None:
     """Costs in proportion to layers and width, of a target whose pass takes 100 such units."""
     config = LlamaConfig(hidden_size=256, num_hidden_layers=12, num_attention_heads=4, num_key_value_heads=2)

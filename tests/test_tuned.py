@@ -58,6 +58,7 @@ def test_truth_is_a_number_in_keys() -> None:
     assert configs.get("row_linear", {"silu_gate": False, "dtype": "float16"}, DEFAULT) is DEFAULT
 
 
+@pytest.mark.slow
 def test_without_a_file_everything_falls_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for configs in (load(tmp_path), KernelConfigs.load("cpu")):
         assert configs.get("tree_attention", KEY, DEFAULT) is DEFAULT
@@ -82,6 +83,7 @@ def test_a_stale_entry_is_skipped_alone(tmp_path: Path, name: str, version: str 
     assert f"{name} {version}, now {versions[name]}" in reason and reason in configs.describe()
 
 
+@pytest.mark.slow
 def test_another_torch_makes_nothing_stale() -> None:
     now = versions_of(GPU, "tree_attention")
     assert entry(versions=now | {"torch": "2.11"}).stale(now) == []
@@ -137,6 +139,7 @@ def test_entries_are_merged(tmp_path: Path) -> None:
     assert configs.get("tree_attention", other.key, DEFAULT).block_m == 32
 
 
+@pytest.mark.slow
 def test_a_write_that_fails_leaves_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "nvidia-h200.json"
     tuned.save_entries(path, GPU, [entry()])
@@ -151,12 +154,14 @@ def test_a_write_that_fails_leaves_the_file(tmp_path: Path, monkeypatch: pytest.
     assert path.read_bytes() == before and [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
+@pytest.mark.slow
 def test_where_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert tuned.tuned_file(GPU) == tmp_path / "treespec" / "tuned" / "nvidia-h200.json"
     assert tuned.slug("AMD Instinct MI300X (x8)") == "amd-instinct-mi300x-x8"
 
 
+@pytest.mark.slow
 def test_the_hash_follows_the_kernels_and_what_they_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hashes = [tuned.source_hash(op) for op in tuned.kernel_files()]
     assert len(set(hashes)) == len(hashes)
@@ -184,6 +189,7 @@ class Outer:
     inner: Inner = field(default_factory=Inner)
 
 
+@pytest.mark.slow
 def test_configurations_survive_json() -> None:
     config = Outer(32, Inner(5))
     assert tuned.config_of(json.loads(json.dumps(asdict(config))), Outer()) == config

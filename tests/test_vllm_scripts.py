@@ -73,6 +73,7 @@ def test_examples_that_run(name: str, run: Callable[[Script], dict[str, Any]], r
         assert output.outputs == expected.outputs and output.prompt_logprobs == expected.prompt_logprobs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ANSWERED)
 def test_examples_that_are_answered(name: str, run: Callable[[Script], dict[str, Any]]) -> None:
     script = ANSWERED[name]
@@ -91,6 +92,7 @@ def test_the_documented_table() -> None:
 # --- engines that are stepped
 
 
+@pytest.mark.slow
 def test_steps_give_the_tokens_so_far(reference: LLM) -> None:
     from treespec import LLMEngine
     from treespec.errors import ConfigError, RequestError
@@ -115,6 +117,7 @@ def test_steps_give_the_tokens_so_far(reference: LLM) -> None:
     assert seen[-1].outputs == reference.generate("def add(", params)[0].outputs
 
 
+@pytest.mark.slow
 def test_a_stepped_request_is_aborted(reference: LLM) -> None:
     from treespec import LLMEngine
 
@@ -130,6 +133,7 @@ def test_a_stepped_request_is_aborted(reference: LLM) -> None:
 # --- hints and methods
 
 
+@pytest.mark.slow
 def test_hints_are_named_in_one_line(run: Callable[[Script], dict[str, Any]], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "treespec"):
         run(SERVED["qwen_1m"])
@@ -138,6 +142,7 @@ def test_hints_are_named_in_one_line(run: Callable[[Script], dict[str, Any]], ca
     assert not any(name in line for name in ("tensor_parallel_size", "cpu_offload_gb", "enforce_eager"))
 
 
+@pytest.mark.slow
 def test_missing_methods_are_missing_attributes(reference: LLM) -> None:
     for name in ("embed", "sleep", "llm_engine", "start_profile"):
         assert not hasattr(reference, name) and getattr(reference, name, None) is None

@@ -34,6 +34,7 @@ def text(*arguments: object) -> str:
 # --- grow
 
 
+@pytest.mark.slow
 def test_grow(tmp_path: Path) -> None:
     report = run("grow", embedded_draft("ssm-1"), tmp_path / "a", "--size=6M", "--seed=3")
     assert abs(report["parameters"] / 6e6 - 1) < 0.1 and report["problems"] == 0
@@ -86,6 +87,7 @@ def test_grow_refuses_a_broken_tokenizer_before_it_writes(tmp_path: Path) -> Non
     assert not (tmp_path / "new").exists(), "refused, and written all the same"
 
 
+@pytest.mark.slow
 def test_grow_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = ("grow", embedded_draft("ssm-1"), tmp_path / "a", "--size=6M")
     with monkeypatch.context() as patch:
@@ -140,6 +142,7 @@ def tokenizer(folder: Path, size: int) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(vocab))
 
 
+@pytest.mark.slow
 def test_a_padded_vocabulary_is_the_same(tmp_path: Path) -> None:
     target, draft = make_llama(tmp_path / "target", 0), make_llama(tmp_path / "draft", 1, vocab_size=528)
     for folder in (target, draft):
@@ -181,6 +184,7 @@ def test_the_measurement_of_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         loading.measure(10**6, tmp_path)
 
 
+@pytest.mark.slow
 def test_synthetic_checkpoints_have_the_size_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "perf"))
     import loading

@@ -41,7 +41,7 @@ FAULTS = (
     # engine and executors
     Fault(
         "engine: a request whose drafter failed goes on",
-        ENGINE + "engine.py",
+        ENGINE + "engine/engine.py",
         '            elif failure is not None:\n                self.finish(request, "error", failure)\n',
         "",
         "test_own_drafters.py::test_a_fault_names_drafter_request_and_remedy",
@@ -55,7 +55,7 @@ FAULTS = (
     ),
     Fault(
         "engine: the slots of a tree with NaN are not zeroed",
-        ENGINE + "executors/host_executor.py",
+        ENGINE + "engine/host_executor.py",
         "                self.runner.cache.scrub_slots(0, request.pages, request.context_len, len(tree))\n",
         "",
         "test_poison.py::test_a_poisoned_node_off_the_path_changes_nothing",
@@ -69,7 +69,7 @@ FAULTS = (
     ),
     Fault(
         "scheduler: samples share the last, partial page",
-        ENGINE + "scheduler.py",
+        ENGINE + "engine/scheduler.py",
         "group.leader.pages[: (request.num_prompt - 1) // PAGE_SIZE]",
         "group.leader.pages[: request.num_prompt // PAGE_SIZE]",
         "test_sharing.py::test_tokens_and_bits_are_those_of_samples_on_their_own",
@@ -84,21 +84,21 @@ FAULTS = (
     ),
     Fault(
         "cache: a dirty page is forgotten when a clean holder releases it",
-        ENGINE + "cache.py",
+        ENGINE + "cache/kv_cache.py",
         "        self._dirty[pages] |= scrub\n",
         "        self._dirty[pages] = scrub\n",
         "test_sharing_random.py::test_random_holders",
     ),
     Fault(
         "cache: one slot of a shared prompt is not copied",
-        ENGINE + "cache.py",
+        ENGINE + "cache/kv_cache.py",
         "pool[:, :, page, :, :count] = pool[:, :, source, :, :count]",
         "pool[:, :, page, :, : count - 1] = pool[:, :, source, :, : count - 1]",
         "test_sharing.py::test_tokens_and_bits_are_those_of_samples_on_their_own",
     ),
     Fault(
         "cache: features are not compacted",
-        ENGINE + "cache.py",
+        ENGINE + "cache/kv_cache.py",
         "        if self.features is not None:\n            self.commit(",
         "        if self.features is None:\n            self.commit(",
         "test_heads.py::test_probabilities_are_those_of_the_reference",
@@ -243,35 +243,35 @@ FAULTS = (
     # prefix cache
     Fault(
         "prefixes: a key covers its own page only",
-        ENGINE + "prefix_cache.py",
+        ENGINE + "cache/prefix_cache.py",
         "hashlib.sha256(key + page.tobytes())",
         "hashlib.sha256(salt + page.tobytes())",
         "test_prefix_cache.py::test_a_key_covers_all_tokens_before_it",
     ),
     Fault(
         "prefixes: pages that are written anew stay entered",
-        ENGINE + "cache.py",
+        ENGINE + "cache/kv_cache.py",
         "            self.prefixes.forget(allocated)\n",
         "",
         PREFIXES,
     ),
     Fault(
         "prefixes: a page without a draft's K/V is skipped",
-        ENGINE + "prefix_cache.py",
+        ENGINE + "cache/prefix_cache.py",
         "np.logical_and.accumulate(self._has_draft[:, found], axis=1).sum(axis=1)",
         "self._has_draft[:, found].sum(axis=1)",
         "test_prefix_cache.py::test_the_least_recently_used_page_goes_first",
     ),
     Fault(
         "prefixes: a draft keeps a page that another prefix got",
-        ENGINE + "prefix_cache.py",
+        ENGINE + "cache/prefix_cache.py",
         "        self._has_draft[:, pages] = False\n",
         "",
         "test_prefix_cache.py::test_the_least_recently_used_page_goes_first",
     ),
     Fault(
         "prefixes: outputs that failed are shared",
-        ENGINE + "scheduler.py",
+        ENGINE + "engine/scheduler.py",
         'reason not in ("stop", "length")',
         'reason == "abort"',
         "test_prefix_cache.py::test_a_prompt_and_outputs_that_fail_are_not_shared",
@@ -293,9 +293,9 @@ FAULTS = (
     ),
     Fault(
         "server: a streamed call repeats its arguments",
-        ENGINE + "serve/answers.py",
-        "call.arguments[len(sent.calls[place].arguments) :]",
-        "call.arguments",
+        ENGINE + "serve/output_reader.py",
+        "self._add_call(None, arguments)",
+        "self._add_call(None, 2 * arguments)",
         "test_serve_tools.py::test_a_call_is_streamed_as_it_is_written",
     ),
     Fault(

@@ -372,7 +372,7 @@ def test_only_what_works_is_offered() -> None:
             "Valid: generate, serve, bench, tree, train, autotune, weights"
         )
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert extras.keys() == {"test", "serve", "structured", "sentencepiece", "gguf"}
+    assert extras.keys() == {"test", "serve", "ray", "structured", "sentencepiece", "gguf"}
 
 
 def test_unknown_commands_and_the_weights(models: Models) -> None:

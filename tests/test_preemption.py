@@ -102,14 +102,15 @@ def test_rules_that_draw_at_random_go_on_with_their_draws() -> None:
     params = [SamplingParams(max_tokens=80, temperature=1.0, seed=i, ignore_eos=True) for i in range(4)]
     ssms = llm.engine.sources.ssms
     assert ssms is not None
-    forest = ssms._forest
+    grow = ssms._grow
 
-    def watched(requests: Any, states: Any, *rest: Any) -> Any:
-        made = forest(requests, states, *rest)
-        drawn.extend((request.request_id, id(state.oracle)) for request, state in zip(requests, states, strict=True))
-        return made
+    def watched(trees: Any) -> None:
+        grow(trees)
+        drawn.extend(
+            (request.request_id, id(state.oracle)) for request, state in zip(trees.requests, trees.states, strict=True)
+        )
 
-    with mock.patch.object(ssms, "_forest", watched):
+    with mock.patch.object(ssms, "_grow", watched):
         outputs = llm.generate(random_prompts((60, 50, 40, 30)), params, spec)
     assert all(len(output.outputs[0].token_ids) == 80 for output in outputs)
     assert llm.stats()["num_preemptions"] and len(set(drawn)) == 4, "one source of draws for each request"

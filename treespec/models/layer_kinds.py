@@ -160,7 +160,10 @@ def positive(folder: Path, name: str, value: Any, kind: type) -> Any:
 
 
 def _default_rope(folder: Path, theta: object, partial: object, head_dim: int) -> Rope:
-    dim = int(head_dim * positive(folder, "partial_rotary_factor", partial, float))
+    factor = positive(folder, "partial_rotary_factor", partial, float)
+    if factor > 1:
+        raise ModelError(f"{folder}: partial_rotary_factor={partial!r} in config.json; expected at most 1")
+    dim = int(head_dim * factor)
     exponent = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
     return _padded(folder, 1.0 / (positive(folder, "rope_theta", theta, float) ** exponent), 1.0, head_dim)
 

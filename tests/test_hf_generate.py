@@ -378,7 +378,7 @@ def test_prompts_that_are_refused(model: Any) -> None:
     embeds = model.get_input_embeddings()(one_prompt()["input_ids"])
     with pytest.raises((ConfigError, RequestError)):
         model.generate(inputs_embeds=embeds, max_new_tokens=4, pad_token_id=PAD, custom_generate=treespec.hf.generate)
-    with pytest.raises(ConfigError, match="no eos_token_id"):
+    with pytest.raises(ConfigError, match="give an eos_token_id"):
         by_trees(
             model,
             inputs,

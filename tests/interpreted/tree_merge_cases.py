@@ -27,7 +27,7 @@ from tests.growth import (
     random_seeds,
 )
 from tests.interpreted.common import DEVICE, IMPLEMENTATION
-from treespec.drafters.ssm.forest import Forest
+from treespec.drafters.ssm.reference_forest import ReferenceForest
 from treespec_kernels.tree.device_trees import SEED_BIT, DeviceForest, ProposedTrees
 from treespec_kernels.tree.tree_merge import tree_merge_ref, tree_merge_triton
 from treespec_kernels.tree.tree_root import tree_root_ref, tree_root_triton
@@ -175,7 +175,7 @@ def test_seeds_by_hand() -> None:
 @pytest.mark.parametrize("number", range(4 if IMPLEMENTATION == "ref" else 40))
 def test_trees_are_those_of_the_host(number: int) -> None:
     case = growth_case(5 * number)
-    assert_same_trees(grown_by_ops(case, (tree_root, tree_merge, tree_select), DEVICE), grown_on_host(case, Forest))
+    assert_same_trees(grown_by_ops(case, (tree_root, tree_merge, tree_select), DEVICE), grown_on_host(case, ReferenceForest))
 
 
 def test_equal_tokens_become_one_by_hand() -> None:

@@ -101,7 +101,7 @@ def penalised_row(
 
 def _quotient(values: Tensor, divisor: float) -> Tensor:
     """Divide exactly rounded. On a GPU, torch divides by a number by multiplying with its reciprocal."""
-    return values / values.new_tensor(divisor)
+    return values / torch.full((), divisor, dtype=values.dtype, device=values.device)
 
 
 def truncated_row(values: Tensor, temperature: float, top_k: int, top_p: float, log_min_p: float) -> Tensor:

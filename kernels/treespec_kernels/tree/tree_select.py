@@ -42,7 +42,7 @@ def tree_select_ref(
     state = {name: tensor.cpu().numpy() for name, tensor in forest.tensors.items()}
     seeds = [tensor.cpu().numpy() for tensor in proposed]
     trees = DeviceTrees.allocate(out.num_requests, nodes=out.max_nodes, max_depth=out.max_depth)
-    wanted = torch.as_tensor(nodes).expand(out.num_requests).clamp(1, out.max_nodes)
+    wanted = torch.as_tensor(nodes, device="cpu").expand(out.num_requests).clamp(1, out.max_nodes)
     for request, (token, most, least, deepest) in enumerate(
         zip(root_tokens.tolist(), wanted.tolist(), least_values.tolist(), max_depths.tolist(), strict=True)
     ):

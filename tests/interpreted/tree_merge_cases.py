@@ -175,7 +175,9 @@ def test_seeds_by_hand() -> None:
 @pytest.mark.parametrize("number", range(4 if IMPLEMENTATION == "ref" else 40))
 def test_trees_are_those_of_the_host(number: int) -> None:
     case = growth_case(5 * number)
-    assert_same_trees(grown_by_ops(case, (tree_root, tree_merge, tree_select), DEVICE), grown_on_host(case, ReferenceForest))
+    assert_same_trees(
+        grown_by_ops(case, (tree_root, tree_merge, tree_select), DEVICE), grown_on_host(case, ReferenceForest)
+    )
 
 
 def test_equal_tokens_become_one_by_hand() -> None:

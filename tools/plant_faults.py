@@ -401,7 +401,8 @@ def run_tests(copy: Path, tests: list[str]) -> tuple[int, str]:
             torch.set_num_threads(1)
             paths = [str(copy / name) for name in ("", "kernels", "weights")]
             os.environ["PYTHONPATH"] = os.pathsep.join(paths)
-            sys.path[:] = [*paths, *(path for path in sys.path if ROOT not in (Path(path), *Path(path).parents))]
+            repository = {str(ROOT / name) for name in ("", "kernels", "weights", "tools", ".editable")}
+            sys.path[:] = [*paths, *(path for path in sys.path if path not in repository)]
             options = ["-qx", "--tb=line", "-p", "no:cacheprovider", "-m", "not slow"]
             code = pytest.main([*options, *(f"tests/{test}" for test in tests)])
             sys.stdout.flush()

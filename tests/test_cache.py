@@ -8,6 +8,7 @@ import torch
 
 from tests.models import quick
 from treespec.cache.kv_cache import KVCache, pages_for
+from treespec.cache.prefix_cache import PrefixCache, page_keys
 from treespec_kernels.attention.tree_batch import PAGE_SIZE
 from treespec_weights import ModelShape
 
@@ -283,3 +284,13 @@ def test_misuse_is_refused() -> None:
 def test_bytes_are_as_planned() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         assert new_cache(7, dtype).nbytes == 8 * KVCache.bytes_per_page(SHAPES, dtype)
+
+
+def test_a_page_that_is_allocated_again_holds_no_cached_prefix() -> None:
+    cache, keys = new_cache(2), page_keys(range(2 * PAGE_SIZE))
+    cache.prefixes = PrefixCache(cache.num_pages + 1, num_drafts=0)
+    cache.prefixes.insert(keys, cache.reserve("first", 2 * PAGE_SIZE), np.zeros(0, dtype=np.int64))
+    cache.release("first")
+    assert len(cache.prefixes.find(keys).pages) == 2
+    cache.reserve("second", 2 * PAGE_SIZE)
+    assert len(cache.prefixes.find(keys).pages) == 0

@@ -92,17 +92,6 @@ def test_a_second_request_computes_the_rest_only() -> None:
     assert_clean(llm)
 
 
-def test_the_end_of_a_prompt_that_later_samples_get_is_no_cached_page() -> None:
-    """A sample that ends leaves its prompt to the next one, which writes its own output behind it."""
-    llm, plain = caching(max_num_seqs=1), tiny_llm()
-    (prompt,) = random_prompts((70,))
-    params = greedy(70, temperature=1.0, seed=5, n=2)
-    for tokens in [one.token_ids for one in llm.generate([prompt], params)[0].outputs]:
-        longer = [[*prompt, *tokens[:65]]]
-        assert llm.generate(longer, greedy(20))[0].outputs == plain.generate(longer, greedy(20), "off")[0].outputs
-    assert_clean(llm)
-
-
 def test_drafts_have_their_part_of_a_prefix() -> None:
     """An SSM that read a prefix does not read it again for another request; one that did not, reads it then."""
     llm, spec = caching(), SpecConfig(nodes=8, sources=("ssm",))

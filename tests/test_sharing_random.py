@@ -90,7 +90,7 @@ class World:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seqs, chunk, spare", [(1, 512, 0), (2, 64, 3), (3, 24, 3), (4, 64, 20)])
+@pytest.mark.parametrize("seqs, chunk, spare", [(1, 512, 0), (2, 64, 1), (2, 64, 3), (3, 24, 3), (4, 64, 20)])
 @pytest.mark.parametrize("seed", quick(range(2), (0,)))
 def test_random_lives(seed: int, seqs: int, chunk: int, spare: int) -> None:
     """`spare`: free pages beyond those that the largest request takes."""
@@ -111,7 +111,8 @@ def test_random_lives(seed: int, seqs: int, chunk: int, spare: int) -> None:
         while not llm.engine.scheduler.is_idle:
             world.step()
     world.check(truth)
-    assert world.shared if seqs > 1 else world.kept, "nothing was shared"
+    # With one spare page, samples of a prompt rarely run at once; they hand its pages on.
+    assert world.shared if seqs > 1 and spare > 1 else world.kept, "nothing was shared"
     assert_clean(llm)
 
 

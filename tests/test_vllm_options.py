@@ -52,7 +52,7 @@ def test_as_much_of_a_prompt_as_the_context_holds() -> None:
     with pytest.raises(RequestError, match=f"a prompt of {most} tokens, but max_model_len={most}"):
         llm.generate(prompt, greedy(4), tokenization_kwargs={TRUNCATE: most})
     for bad in (0, -2, most + 1, 2.0, True, "9"):
-        with pytest.raises(ConfigError, match=rf"{TRUNCATE}={bad!r}; valid: None, 1 to max_model_len={most}"):
+        with pytest.raises(ConfigError, match=rf"{TRUNCATE}={bad!r}; valid: None, 1 to max_model_len={most}, or -1"):
             llm.generate(prompt, greedy(4), tokenization_kwargs={TRUNCATE: bad})
 
 

@@ -166,7 +166,9 @@ class Tokenization:
         limit, special = options.get("truncate_prompt_tokens"), options.get("add_special_tokens")
         count = None if limit is None else as_int(limit, -1)
         if limit is not None and (count is None or count == 0 or count > max_model_len):
-            raise ConfigError(f"truncate_prompt_tokens={limit!r}; valid: None, 1 to max_model_len={max_model_len}, -1")
+            raise ConfigError(
+                f"truncate_prompt_tokens={limit!r}; valid: None, 1 to max_model_len={max_model_len}, or -1"
+            )
         if special is not None and not isinstance(special, bool):
             raise ConfigError(f"add_special_tokens={special!r}; valid: None, True or False")
         return cls(max_model_len - 1 if count == -1 else count, special)

@@ -247,7 +247,7 @@ void add_groups(const Linear& layer, int64_t panel, const GroupSums& from, const
 struct Spans {
     int64_t group;    // blocks of a group
     int64_t length;   // blocks whose products are computed before the next rows: of whole groups, or a part of one
-    int64_t sharing;  // groups whose rows share tiles, if there are few rows: storing a tile is slow, however few it has
+    int64_t sharing;  // groups whose rows share tiles, if there are few rows: the time to store a tile is fixed
     int64_t ahead;    // blocks between a block that is multiplied and one that is widened
 
     Spans(const Linear& layer, int64_t rows) : group(layer.group / BLOCK) {
@@ -263,7 +263,8 @@ struct Spans {
     }
 };
 
-// Multiplies a panel with at most 64 rows. x: from `to_tiles`. group_sums: as `sums` of `multiply_part`.
+// Multiplies a panel with at most 64 rows. x: from `to_tiles`. group_sums: [rows, groups], sums of
+// each group's activations; null without zeros.
 template <int BITS>
 void multiply_tiles(const Linear& layer, const Spans& spans, int64_t panel, const scalar* x, int64_t rows,
                     const float* group_sums, void* out, Then then) {
@@ -288,18 +289,18 @@ void multiply_tiles(const Linear& layer, const Spans& spans, int64_t panel, cons
                 add_groups<count>(layer, panel, from, group_sums, rows, totals);
             });
     };
-    const bool in_parts = spans.length < spans.group;
+    const bool is_partial = spans.length < spans.group;  // a span is a part of one group
     const int64_t low = spans.sharing > 1 ? TILE_ROWS : std::min(rows, TILE_ROWS);
     const TileRows configured(low, row_blocks == 2 ? rows - TILE_ROWS : low);
     GroupSums pending = {};
     for (int64_t block = 0; block < spans.ahead; block++) widen(block);
     for (int64_t begin = 0, end, turn = 0; begin < blocks; begin = end) {
         end = spans.end(begin, blocks);
-        const int64_t g = begin / spans.group, count = in_parts ? 1 : (end - begin) / spans.group;
+        const int64_t g = begin / spans.group, count = is_partial ? 1 : (end - begin) / spans.group;
         const bool starts = begin % spans.group == 0, ends = end % spans.group == 0;
         for (int64_t t = 0; t < row_blocks; t += 2) {
             const bool is_tall = t + 1 < row_blocks;
-            const GroupSums span = {g, count, t * TILE_ROWS, sums[in_parts ? t / 2 : turn],
+            const GroupSums span = {g, count, t * TILE_ROWS, sums[is_partial ? t / 2 : turn],
                                     (1 + is_tall) * TILE_ROWS, spans.sharing};
             for (int64_t half = 0; half < 1 + is_tall; half++)
                 for (int64_t block = begin; block < end; block++) {
@@ -314,7 +315,7 @@ void multiply_tiles(const Linear& layer, const Spans& spans, int64_t panel, cons
                     if (block == end - 1 || ((block + 1) % spans.group == 0 && slot == spans.sharing - 1))
                         is_tall ? store_tall(tiles, half) : store_wide(tiles);
                 }
-            if (in_parts) {
+            if (is_partial) {
                 if (ends) add(span);
             } else {
                 add(pending);

@@ -33,7 +33,7 @@ from treespec.config.configs import DRAWS
 from treespec.sampling.sampler import Sampler
 from treespec.text.prompt_files import read_prompts
 from treespec.tree import TokenTree
-from treespec.verification.verify import RandomOracle, Verified, verify_drawn
+from treespec.verification.verify import RandomOracle, verify_drawn
 
 REPEATS = 4
 FIRST_SEED = 1000
@@ -47,7 +47,9 @@ def verified_by_all(rng: np.random.Generator) -> Iterator[dict[int, dict[str, li
     lengths: dict[int, dict[str, list[int]]] = {}
     original = Sampler.verify_drawn
 
-    def verify(self: Sampler, rule: str, tree: TokenTree, logits: Tensor, tokens: Sequence[int]) -> Verified:
+    def verify(
+        self: Sampler, rule: str, tree: TokenTree, logits: Tensor, tokens: Sequence[int]
+    ) -> tuple[np.ndarray, int]:
         rows: dict[int, np.ndarray] = {}
 
         def target(node: int) -> np.ndarray:
@@ -61,7 +63,7 @@ def verified_by_all(rng: np.random.Generator) -> Iterator[dict[int, dict[str, li
         for _ in range(REPEATS):
             for name in RULES[:3]:  # "rejection" of one-hot draft distributions is the naive rule
                 how = ("rejection", deterministic) if name == "naive" else (name, tree)
-                seed_lengths[name].append(len(verify_drawn(*how, target, oracle).path))
+                seed_lengths[name].append(len(verify_drawn(*how, target, oracle)[0]))
         return original(self, rule, tree, logits, tokens)
 
     with mock.patch.object(Sampler, "verify_drawn", verify):

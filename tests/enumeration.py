@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from treespec.tree import Draws, TokenTree
+from treespec.tree import TokenTree
 from treespec.verification.oracle import Oracle
 from treespec.verification.verify import verify_drawn, verify_tree
 
@@ -120,7 +120,7 @@ Scheme = Sequence[Sequence[Proposal]]  # by depth
 
 def probs_of(tree: TokenTree, draw: int) -> np.ndarray | None:
     """float64 [vocab]: what the draw's token came from; None where there was no chance."""
-    rows, excluded = tree.draws.rows, tree.draws.excluded
+    rows, excluded = tree.draw_rows, tree.draw_excluded
     if rows is None or rows[draw] < 0:
         return None
     return restricted(tree.draft_probs[rows[draw]], excluded[draw] if excluded else ())
@@ -179,15 +179,18 @@ class Builder:
 
     def tree(self) -> TokenTree:
         columns = np.array([draw[:4] for draw in self.draws], dtype=np.int64).reshape(-1, 4).T
-        parents, children, sources, rows = columns
-        excluded = tuple(draw[4] for draw in self.draws)
+        _, nodes, sources, rows = columns
         tree = TokenTree(
             tokens=np.array(self.tokens),
             parents=np.array(self.parents),
             depths=np.array(self.depths),
             probs=np.ones(len(self.tokens)),
-            draws=Draws(parents, children, sources, np.ones(len(self.draws)), rows, excluded),
+            draw_nodes=nodes,
+            draw_sources=sources,
+            draw_probs=np.ones(len(self.draws)),
             source_names=tuple(f"s{i}" for i in range(8)),
+            draw_rows=rows,
+            draw_excluded=tuple(draw[4] for draw in self.draws),
             draft_probs=tuple(self.rows),
         )
         tree.check_integrity()
@@ -229,11 +232,9 @@ def reference(rule: str) -> Verifier:
     def verify(tree: TokenTree, world: World, oracle: Oracle) -> tuple[list[int], int]:
         drawn_from: list[np.ndarray] = []
         draws = []
-        for i, (parent, child) in enumerate(
-            zip(tree.draws.parents.tolist(), tree.draws.children.tolist(), strict=True)
-        ):
+        for i, child in enumerate(tree.draw_nodes.tolist()):
             probs = probs_of(tree, i)
-            draws.append((parent, child, None if probs is None else len(drawn_from)))
+            draws.append((int(tree.parents[child]), child, None if probs is None else len(drawn_from)))
             drawn_from += [] if probs is None else [probs]
         target = np.stack([world.target[path] for path in paths_of(tree)])
         rows = np.stack(drawn_from) if drawn_from else np.empty((0, world.vocab))
@@ -247,8 +248,8 @@ def engine(rule: str) -> Verifier:
 
     def verify(tree: TokenTree, world: World, oracle: Oracle) -> tuple[list[int], int]:
         paths = paths_of(tree)
-        verified = verify_drawn(rule, tree, lambda node: world.target[paths[node]], oracle)
-        return verified.path.tolist(), verified.bonus
+        path, bonus = verify_drawn(rule, tree, lambda node: world.target[paths[node]], oracle)
+        return path.tolist(), bonus
 
     return verify
 

@@ -323,7 +323,7 @@ def grown_on_host(case: GrowthCase, forest_type: Callable[..., Forest]) -> list[
             if len(rows):
                 said.append(SsmProbs(ssm, rows, np.stack([case.probs(int(owners[i]), ssm, paths[i]) for i in rows])))
         forest.extend(said, case.weights)
-    grown = [tree for tree, _ in forest.finish([f"ssm-{i}" for i in range(sizes.ssms)])]
+    grown = forest.finish([f"ssm-{i}" for i in range(sizes.ssms)])
     return [tree.best(nodes) for tree, nodes in zip(grown, case.nodes, strict=True)]
 
 

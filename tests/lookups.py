@@ -14,7 +14,7 @@ from treespec.request import Request
 from treespec.sampling_params import SamplingParams
 from treespec.tree import TokenTree
 from treespec_kernels.cpu.cpu_library import find_compiler
-from treespec_kernels.cpu.lookup_cpu import CompiledHistory, LookupTree, lookup_library
+from treespec_kernels.cpu.lookup_cpu import CompiledHistory, Matches, lookup_library
 
 LOOKUP = SpecConfig(nodes=16, sources=("lookup",))
 PAST = SpecConfig(nodes=16, sources=("suffix",))
@@ -60,7 +60,7 @@ class Inside(NamedTuple):
 
     counts: Counts
     own: dict[str, Counts]
-    found: dict[str, LookupTree]
+    found: dict[str, tuple[TokenTree, Matches]]
     texts: dict[str, Any]
     prior: np.ndarray
 

@@ -24,7 +24,7 @@ from treespec.models.decoder import Decoder
 from treespec.planning.round_costs import CostCurve
 from treespec.request import Request
 from treespec.startup import selftest
-from treespec.tree import Draws, TokenTree
+from treespec.tree import TokenTree
 from treespec_weights import convert_checkpoint, default_folder
 from treespec_weights.draft_vocabulary import write_draft_vocabulary
 
@@ -249,19 +249,19 @@ def tree_of(root: int, paths: dict[tuple[int, ...], float], name: str = "oracle"
         parents=parents,
         depths=np.array([0] + [len(path) for path in ordered]),
         probs=probs,
-        draws=Draws(parents[1:], nodes, np.zeros(len(nodes), dtype=np.int64), probs[1:]),
+        draw_nodes=nodes,
+        draw_sources=np.zeros(len(nodes), dtype=np.int64),
+        draw_probs=probs[1:],
         source_names=(name,),
     )
 
 
 def assert_same_tree(ours: TokenTree, theirs: TokenTree, rtol: float = 0.0) -> None:
     """Asserts that two trees have the same nodes and draws; their probabilities may be `rtol` apart, relatively."""
-    for name in ("tokens", "parents", "depths"):
+    for name in ("tokens", "parents", "depths", "draw_nodes", "draw_sources"):
         assert np.array_equal(getattr(ours, name), getattr(theirs, name)), name
-    for name in ("parents", "children", "sources"):
-        assert np.array_equal(getattr(ours.draws, name), getattr(theirs.draws, name)), name
-    for own, other in ((ours, theirs), (ours.draws, theirs.draws)):
-        np.testing.assert_allclose(own.probs, other.probs, rtol, equal_nan=False)
+    for name in ("probs", "draw_probs"):
+        np.testing.assert_allclose(getattr(ours, name), getattr(theirs, name), rtol, equal_nan=False)
 
 
 class OracleDrafter:

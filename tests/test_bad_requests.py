@@ -16,7 +16,7 @@ from tests.speech import speaking_llm
 from treespec import SamplingParams, SpecConfig
 from treespec.errors import ConfigError, DraftError, RequestError
 from treespec.request import Request
-from treespec.tree import Draws, TokenTree
+from treespec.tree import TokenTree
 
 TREE = SpecConfig(nodes=16, max_depth=5)
 
@@ -162,7 +162,9 @@ def bare_tree(tokens: list[int], parents: list[int], probs: list[float] | None =
         np.array(parents),
         np.array(depths),
         np.array(probs or [0.5] * len(tokens)),
-        Draws(np.array(parents[1:], dtype=np.int64), children, zeros, np.ones(len(children))),
+        children,
+        zeros,
+        np.ones(len(children)),
         ("bad",),
     )
 
@@ -241,7 +243,7 @@ def drawn_chain(request: Request, tokens: list[int], probs: np.ndarray, excluded
     """Tokens one below the other, each said to be drawn from the same distribution."""
     tree = bare_tree([request.tokens[-1], *tokens], list(range(-1, len(tokens))))
     rows = np.zeros(len(tokens), dtype=np.int64)
-    return replace(tree, draws=replace(tree.draws, rows=rows, excluded=excluded), draft_probs=(probs,))
+    return replace(tree, draw_rows=rows, draw_excluded=excluded, draft_probs=(probs,))
 
 
 UNIFORM, HALF = np.full(VOCAB, 1 / VOCAB), np.repeat([2 / VOCAB, 0.0], VOCAB // 2)

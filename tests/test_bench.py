@@ -21,10 +21,12 @@ from treespec.bench.prompts import choose, held_out_prompts
 from treespec.bench.report import best, comparisons, distinct_share, mismatches, percentile, summarise
 from treespec.bench.run import bench
 from treespec.cli.bench import repeat_flags
+from treespec.engine.host_executor import verify_request
+from treespec.engine.runner import Choices
 from treespec.errors import ConfigError
+from treespec.request import Request
 from treespec.text.prompt_files import Prompt, encode_prompt, read_prompts
 from treespec.tree import TokenTree
-from treespec.verification.verify import Verified, verify_greedy
 
 pytestmark = pytest.mark.slow
 
@@ -151,11 +153,11 @@ def test_a_planted_fault_is_reported(ids_file: Path, lent_engine: None, monkeypa
     [plain, tree] = bench(chosen)["runs"][0]["modes"]
     assert plain["mismatches"] == tree["mismatches"] == 0
 
-    def wrong_bonus(tree: TokenTree, choices: np.ndarray) -> Verified:
-        path, bonus = verify_greedy(tree, choices)
-        return Verified(path, (bonus + (len(tree) > 1)) % 512)
+    def wrong_bonus(request: Request, tree: TokenTree, choices: Choices) -> tuple[np.ndarray, int]:
+        path, bonus = verify_request(request, tree, choices)
+        return path, (bonus + (len(tree) > 1)) % 512
 
-    monkeypatch.setattr(treespec.engine.host_executor, "verify_greedy", wrong_bonus)
+    monkeypatch.setattr(treespec.engine.host_executor, "verify_request", wrong_bonus)
     [plain, tree] = bench(chosen)["runs"][0]["modes"]
     assert plain["mismatches"] == 0 and tree["mismatches"] > 0
 

@@ -22,7 +22,7 @@ from treespec.bench.rule_comparison import PAIRS, default_branching, intervals, 
 from treespec.bench.run import bench
 from treespec.config.configs import RANDOM_DRAWS, VERIFICATIONS
 from treespec.engine import execution
-from treespec.engine.execution import StageClock
+from treespec.engine.executor import StageClock
 from treespec.errors import ConfigError
 from treespec.planning.round_costs import RoundSeconds
 from treespec.sampling.noise import Noise

@@ -23,11 +23,13 @@ from treespec.cli import app
 from treespec.cli.generate import pairs_of_seconds, speed_up, summary
 from treespec.cli.group import uses_colour
 from treespec.drawing.recording import picture, record_rounds, watch
+from treespec.engine.host_executor import verify_request
 from treespec.engine.round_record import RoundRecord
+from treespec.engine.runner import Choices
+from treespec.request import Request
 from treespec.startup import cost_measurement as costs
 from treespec.tree import TokenTree
 from treespec.utils.tables import table
-from treespec.verification.verify import Verified, verify_greedy
 
 PROMPT = "def add(a, b):\n    return"
 VOCAB = 320
@@ -191,15 +193,15 @@ def test_check_finds_a_planted_difference(loaded: LLM, monkeypatch: pytest.Monke
     right = run("generate", PROMPT, "--max-tokens", 24, "--json").document["token_ids"]
     rounds = []
 
-    def one_wrong(tree: TokenTree, choices: Any) -> Verified:
-        found = verify_greedy(tree, choices)
+    def one_wrong(request: Request, tree: TokenTree, choices: Choices) -> tuple[np.ndarray, int]:
+        path, bonus = verify_request(request, tree, choices)
         if len(tree) > 1:
-            rounds.append(found)
-        return found._replace(bonus=(found.bonus + 1) % VOCAB) if len(tree) > 1 and len(rounds) == 2 else found
+            rounds.append(path)
+        return path, (bonus + 1) % VOCAB if len(tree) > 1 and len(rounds) == 2 else bonus
 
-    monkeypatch.setattr(treespec.engine.host_executor, "verify_greedy", one_wrong)
+    monkeypatch.setattr(treespec.engine.host_executor, "verify_request", one_wrong)
     ran = run("generate", PROMPT, "--max-tokens", 24, "--check", "--json", code=1)
-    position = sum(len(found.path) for found in rounds[:2]) - 1
+    position = sum(map(len, rounds[:2])) - 1
     assert ran.document["identical"] is False
     assert ran.document["first_difference"] == {
         "index": position,
@@ -290,20 +292,20 @@ def test_options_of_a_bad_device_or_dtype(models: Models) -> None:
 
 
 def test_a_bug_keeps_its_traceback(loaded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any) -> Verified:
+    def broken(*_: Any) -> tuple[np.ndarray, int]:
         raise ValueError("no user's error")
 
-    monkeypatch.setattr(treespec.engine.host_executor, "verify_greedy", broken)
+    monkeypatch.setattr(treespec.engine.host_executor, "verify_request", broken)
     result = CliRunner().invoke(app, ["generate", PROMPT])
     assert isinstance(result.exception, ValueError) and result.exit_code == 1
     loaded.engine.check_integrity()
 
 
 def test_ctrl_c(loaded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: Any) -> Verified:
+    def interrupted(*_: Any) -> tuple[np.ndarray, int]:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(treespec.engine.host_executor, "verify_greedy", interrupted)
+    monkeypatch.setattr(treespec.engine.host_executor, "verify_request", interrupted)
     ran = run("generate", PROMPT, "--model", "embedded", code=130)
     assert ran.stderr == "interrupted\n"
     assert run("generate", PROMPT, "--json", code=130).document["error"]["message"] == "interrupted"

@@ -220,7 +220,7 @@ class Grown(NamedTuple):
         broken: the trees of broken nodes.
     """
 
-    trees: list[tuple[TokenTree, np.ndarray]]
+    trees: list[TokenTree]
     depth: int
     scores: list[list[tuple[int, np.ndarray]]]
     counts: list[tuple[int, int]]
@@ -328,9 +328,10 @@ def test_levels_of_one_call_are_those_of_numpy(part: int) -> None:
         ours, theirs = in_one_call(case), by_levels(case)
         assert ours.depth == theirs.depth and ours.counts == theirs.counts, seed
         assert ours.broken == theirs.broken, seed
-        for (tree, slots), (expected, expected_slots) in zip(ours.trees, theirs.trees, strict=True):
+        for tree, expected in zip(ours.trees, theirs.trees, strict=True):
             assert_same_tree(tree, expected)
-            assert (slots == expected_slots).all() and tree.values.tolist() == expected.values.tolist()
+            np.testing.assert_array_equal(tree.slots, expected.slots)
+            assert tree.values.tolist() == expected.values.tolist()
         for own, expected_scores in zip(ours.scores, theirs.scores, strict=True):
             for (owner, probs), (expected_owner, expected_probs) in zip(own, expected_scores, strict=True):
                 assert owner == expected_owner
@@ -351,9 +352,9 @@ def test_drafts_of_sampling_requests_predict_the_choice_with_its_noise(part: int
         case = Case.random(seed).sampled()
         ours, theirs = in_one_call(case), by_levels(case)
         assert ours.depth == theirs.depth and ours.counts == theirs.counts and ours.broken == theirs.broken, seed
-        for (tree, slots), (expected, expected_slots) in zip(ours.trees, theirs.trees, strict=True):
+        for tree, expected in zip(ours.trees, theirs.trees, strict=True):
             assert_same_tree(tree, expected, rtol=1e-5)
-            assert (slots == expected_slots).all()
+            np.testing.assert_array_equal(tree.slots, expected.slots)
         for own, expected_scores in zip(ours.scores, theirs.scores, strict=True):
             for (owner, probs), (expected_owner, expected_probs) in zip(own, expected_scores, strict=True):
                 assert owner == expected_owner

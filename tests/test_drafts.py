@@ -130,4 +130,4 @@ def test_drafts_in_another_order_give_the_same_trees() -> None:
     for a, b in zip(*trees, strict=True):
         assert np.array_equal(np.sort(a.tokens), np.sort(b.tokens))
         assert np.allclose(np.sort(a.values), np.sort(b.values))
-        assert len(a.draws.children) == len(b.draws.children)
+        assert len(a.draw_nodes) == len(b.draw_nodes)

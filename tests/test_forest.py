@@ -110,11 +110,12 @@ def test_merge_against_a_dictionary(seed: int, kind: type[Forest]) -> None:
     shapes = [TreeLimits(3, nodes, None, ()), TreeLimits(3, nodes, None, (9,))]
     forest = kind(seeds, shapes, 2, EVIDENCE, max_children=width)
     expanded = grow(forest, speaker, weights)
-    for owner, (tree, slot_of_node) in enumerate(forest.finish(NAMES)):
+    for owner, tree in enumerate(forest.finish(NAMES)):
+        assert tree.slots is not None
         tree.check_integrity()
         paths = paths_of(tree)
         assert len(set(paths)) == len(paths)
-        assert [paths[n] for n in np.argsort(slot_of_node)[(slot_of_node < 0).sum() :]] == expanded[owner]
+        assert [paths[n] for n in np.argsort(tree.slots)[(tree.slots < 0).sum() :]] == expanded[owner]
         for node, path in enumerate(paths[1:], start=1):
             if path[:-1] in expanded[owner]:
                 own = expected_probs(speaker, path[:-1], weights, width, hints[owner])
@@ -146,7 +147,7 @@ def test_static_trees_have_their_shape(branching: tuple[int, ...], kind: type[Fo
     shape = TreeLimits(len(branching), 64, branching, ())
     forest = kind([tree_of(0, hints, "lookup")], [shape], 2, EVIDENCE, max_children=6)
     grow(forest, Speaker(5, 2), np.array([0.5, 0.5]))
-    ((tree, _),) = forest.finish(NAMES)
+    (tree,) = forest.finish(NAMES)
     tree.check_integrity()
     for depth, children in enumerate(branching):
         for node in np.flatnonzero(tree.depths == depth):
@@ -168,8 +169,9 @@ def test_a_tree_without_levels_is_its_seed(kind: type[Forest]) -> None:
     hints = {(1,): 0.5, (2,): 0.25, (1, 1): 0.5}
     forest = kind([tree_of(8, hints, "lookup"), TokenTree.root(2)], [TreeLimits(0, 16, None, ())] * 2, 2, EVIDENCE)
     assert not len(forest.frontier.nodes)
-    (seeded, slots), (root, _) = forest.finish(NAMES)
-    assert paths_of(seeded) == [(), *sorted(hints, key=len)] and len(root) == 1 and (slots == -1).all()
+    seeded, root = forest.finish(NAMES)
+    assert paths_of(seeded) == [(), *sorted(hints, key=len)] and len(root) == 1
+    assert seeded.slots is not None and (seeded.slots == -1).all()
 
 
 def random_case(rng: np.random.Generator) -> tuple[list[TokenTree], list[TreeLimits], int]:
@@ -225,8 +227,8 @@ def test_compiled_trees_are_those_of_numpy(seed: int) -> None:
         np.testing.assert_array_equal(pair[0].open_mass(), pair[1].open_mass())
         np.testing.assert_array_equal(pair[0].level_mass(0.01), pair[1].level_mass(0.01))
     names = tuple(f"ssm-{i}" for i in range(num_ssms))
-    for (ours, slots), (theirs, other) in zip(*(forest.finish(names) for forest in pair), strict=True):
-        assert (slots == other).all()
+    for ours, theirs in zip(*(forest.finish(names) for forest in pair), strict=True):
+        np.testing.assert_array_equal(ours.slots, theirs.slots)
         assert_same_tree(ours, theirs)
 
 

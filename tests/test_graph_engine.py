@@ -13,7 +13,6 @@ import torch
 from tests.models import greedy, open_llm, random_prompts, tiny, tokens_of
 from treespec import LLM, LLMEngine, SamplingParams, SpecConfig
 from treespec.drafters.ssm.captured_ssms import CapturedSsms
-from treespec.engine.execution import follow
 from treespec.graphs.graph_executor import GraphExecutor
 from treespec.graphs.round_inputs import RoundInput, RoundLimits
 from treespec.graphs.sampling_state import SamplingState
@@ -112,7 +111,7 @@ class SeededRounds(ScriptedRounds):
         self.accepts = levels
         result = super()._result(request, proposal, levels)
         text = [int(result.rows[0, 0]), *result.tokens]
-        right = 0 if proposal is None else len(follow(proposal, text[1:])) - 1
+        right = 0 if proposal is None else len(proposal.match(text[1:])) - 1
         most = min(right, levels, request.max_depth)
         return chain(text[: most + 2], 1 << SEED_BIT, result.read_probs)
 

@@ -26,7 +26,7 @@ from treespec.drafters.lookup.history import History
 from treespec.drafters.lookup.lookup_drafter import NAMES, PRIOR_TRIALS, PROMPT_TAIL, LookupDrafter
 from treespec.request import Request
 from treespec.tree import TokenTree
-from treespec_kernels.cpu.lookup_cpu import MAX_MATCH, PAST_MATCHES, STEPS, TEXT_CLASSES, LookupTree
+from treespec_kernels.cpu.lookup_cpu import MAX_MATCH, PAST_MATCHES, STEPS, TEXT_CLASSES, Matches
 
 SOLE, UNANIMOUS, MAJORITY, PLURALITY, SECOND, LATER = range(TEXT_CLASSES, TEXT_CLASSES + 6)
 
@@ -193,11 +193,11 @@ def test_the_latest_matches_are_kept() -> None:
 
 def found_after(
     drafter: LookupDrafter, tokens: list[int], spec: SpecConfig = PAST, depth: int = 1
-) -> tuple[Request, TokenTree, LookupTree]:
+) -> tuple[Request, TokenTree, Matches]:
     """A request of these tokens, its tree, and what was found for it."""
     request = request_of(tokens, spec)
     tree = propose(drafter, request, depth)
-    return request, tree, inside(drafter).found[request.request_id]
+    return request, tree, inside(drafter).found[request.request_id][1]
 
 
 @pytest.mark.parametrize(
@@ -220,10 +220,10 @@ def test_places_by_votes(new: New, behind: list[int], places: dict[int, int]) ->
     for token in behind:
         write(drafter, [1, 2, 3, token])
     _, tree, found = found_after(drafter, [9, 1, 2, 3])
-    assert dict(zip(found.tokens[1:].tolist(), found.classes[1, 1:].tolist(), strict=True)) == places
+    assert dict(zip(tree.tokens[1:].tolist(), found.classes[1, 1:].tolist(), strict=True)) == places
     assert (found.classes[0, 1:] == -1).all() and (found.lengths[0, 1:] == -1).all()
     assert (found.lengths[1, 1:] == 3).all()
-    for node, prob in zip(found.tokens.tolist()[1:], tree.probs.tolist()[1:], strict=True):
+    for node, prob in zip(tree.tokens.tolist()[1:], tree.probs.tolist()[1:], strict=True):
         assert prob == PRIOR_TRIALS * inside(drafter).prior[places[node], 3] / PRIOR_TRIALS, "nothing was counted yet"
 
 
@@ -251,11 +251,10 @@ def test_a_token_of_both_sources_has_the_larger_probability(new: New) -> None:
         both = inside(drafter).prior[[0, UNANIMOUS], found.lengths[:, seven]].tolist()
         assert tree.probs[seven] == pytest.approx(max(both)) and max(both) == both[larger] > min(both)
         assert tree.sources_of(seven) == NAMES == ("lookup", "suffix")
-        draws = tree.draws
-        assert sorted(draws.sources[draws.children == seven].tolist()) == [0, 1]
+        assert sorted(tree.draw_sources[tree.draw_nodes == seven].tolist()) == [0, 1]
         below = {int(tree.tokens[node]): tree.sources_of(node) for node in children_of(tree, seven)}
         assert below == {30: ("lookup",), 20: ("suffix",)}
-        assert len(draws.children) == 4
+        assert len(tree.draw_nodes) == 4
 
 
 def test_places_in_the_text_do_not_count_those_in_the_history(new: New) -> None:

@@ -127,7 +127,7 @@ def test_a_stop_inside_the_path_of_a_captured_round() -> None:
         outputs = llm.generate(prompts[:1], params, spec=SpecConfig(nodes=8, sources=("ssm",)))
     assert_tell(records, outputs)
     assert records[-1].bonus is None and records[0].bonus == plain[0][3]
-    assert records[0].tree.sources_of(1) == ("ssm-1",) and np.isnan(records[0].tree.draws.probs).all()
+    assert records[0].tree.sources_of(1) == ("ssm-1",) and np.isnan(records[0].tree.draw_probs).all()
     assert records[0].tree.probs.tolist() == pytest.approx([1.0, 0.9, 0.9, 0.9])
     assert records[0].target_seconds == 0.5 and records[0].draft_seconds >= 0.25, "lookup takes its own"
 

@@ -106,9 +106,7 @@ def test_rules_that_draw_at_random_go_on_with_their_draws() -> None:
 
     def watched(trees: Any) -> None:
         grow(trees)
-        drawn.extend(
-            (request.request_id, id(state.oracle)) for request, state in zip(trees.requests, trees.states, strict=True)
-        )
+        drawn.extend((request.request_id, id(request.sampler.draft_oracle)) for request in trees.requests)
 
     with mock.patch.object(ssms, "_grow", watched):
         outputs = llm.generate(random_prompts((60, 50, 40, 30)), params, spec)

@@ -23,6 +23,7 @@ from treespec.drawing.recording import watch
 from treespec.engine.round_record import RoundRecord
 from treespec.planning.planner import Planner
 from treespec.planning.round_costs import CostCurve
+from treespec.sampling.sampler import DRAFT_STREAM, Sampler
 from treespec.tree import TokenTree
 from treespec.trust import Trust
 from treespec.verification.oracle import RandomOracle
@@ -242,7 +243,9 @@ def drawn_rounds(spec: SpecConfig, temperature: float = 1.0) -> tuple[list[Round
         for seed in (1, 2)
     ]
     witness = type("Witnessed", (Witness,), {"asked": []})
-    with mock.patch("treespec.drafters.ssm.ssm_drafter.RandomOracle", witness), watch(llm.engine) as rounds:
+    oracle = functools.cached_property(lambda sampler: witness(sampler.generator(DRAFT_STREAM)))
+    oracle.__set_name__(Sampler, "draft_oracle")
+    with mock.patch.object(Sampler, "draft_oracle", oracle), watch(llm.engine) as rounds:
         llm.generate(random_prompts((30, 64)), params, spec=spec)
     return rounds, witness.asked
 
@@ -276,24 +279,22 @@ def test_trees_keep_every_draw_with_its_distribution(draws: str, shape: str) -> 
 
 
 def check_tree(tree: TokenTree, spec: SpecConfig, answers: Any) -> None:
-    draws = tree.draws
     tree.check_integrity()
     assert len(tree) <= spec.max_nodes and tree.depths.max() <= spec.max_depth
     if len(tree) == 1:
         return
-    assert draws.rows is not None and draws.excluded is not None and (draws.rows >= 0).all()
+    assert tree.draw_rows is not None and tree.draw_excluded is not None and (tree.draw_rows >= 0).all()
     before: dict[int, list[tuple[int, int]]] = {}
-    for i, (parent, child, source, row) in enumerate(
-        zip(draws.parents.tolist(), draws.children.tolist(), draws.sources.tolist(), draws.rows.tolist(), strict=True)
-    ):
+    columns = tree.parents[tree.draw_nodes], tree.draw_nodes, tree.draw_sources, tree.draw_rows
+    for i, (parent, child, source, row) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
         token, earlier, probs = int(tree.tokens[child]), before.setdefault(parent, []), tree.draft_probs[row].copy()
         assert abs(float(probs.sum(dtype=np.float64)) - 1) < 1e-5
         assert int(tree.tokens[parent]) not in ENDS or parent == 0
         cannot = {t for by, t in earlier if spec.draws == "cross-source" or by == source}
         cannot = set() if spec.draws == "with-replacement" else cannot
-        assert set(draws.excluded[i]) == cannot and token not in cannot
+        assert set(tree.draw_excluded[i]) == cannot and token not in cannot
         probs[list(cannot)] = 0.0
-        assert np.isclose(draws.probs[i], probs[token] / probs.sum(dtype=np.float64), rtol=1e-5)
+        assert np.isclose(tree.draw_probs[i], probs[token] / probs.sum(dtype=np.float64), rtol=1e-5)
         weights, answer = next(answers)
         assert answer == token and np.array_equal(weights, probs)
         earlier.append((source, token))
@@ -316,7 +317,7 @@ def test_the_distributions_are_the_drafts_own() -> None:
             prompt = (*each.context, int(each.tree.tokens[0]))
             own.generate([list(prompt)], SamplingParams(max_tokens=1))
         probs = torch.softmax(logits[prompt].float() / 0.8, -1).numpy()
-        first = each.tree.draft_probs[int(each.tree.draws.rows[0])]
+        first = each.tree.draft_probs[int(each.tree.draw_rows[0])]
         assert np.allclose(first, probs, atol=1e-6)
 
 
@@ -332,11 +333,11 @@ def test_random_draws_stand_before_chosen_ones(shape: str) -> None:
     both = 0
     for tree in (each.tree for each in rounds):
         assert len(tree) <= spec.max_nodes and tree.depths.max() <= spec.max_depth
-        rows = tree.draws.rows
+        rows = tree.draw_rows
         if rows is None:
             continue
         for node in range(len(tree)):
-            kinds = (rows[tree.draws.parents == node] < 0).tolist()
+            kinds = (rows[tree.parents[tree.draw_nodes] == node] < 0).tolist()
             assert kinds == sorted(kinds)
         both += bool((rows < 0).any() and (rows >= 0).any())
     assert both
@@ -352,5 +353,5 @@ def test_nodes_are_filled_as_far_as_distributions_reach() -> None:
             llm.generate([PROMPT], params, spec=spec)
         sizes = [len(each.tree) for each in rounds if each.number == 1]
         assert max(len(each.tree) for each in rounds) <= 16
-        assert max(len(each.tree.draws.children) for each in rounds) < 200, "drawing the same token again and again"
+        assert max(len(each.tree.draw_nodes) for each in rounds) < 200, "drawing the same token again and again"
         assert temperature < 5.0 or sizes == [16, 16]

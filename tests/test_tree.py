@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,8 +14,7 @@ from tests.enumeration import Path, paths_of
 from tests.models import greedy, random_prompts, tiny_llm
 from treespec import SpecConfig
 from treespec.drawing.recording import watch
-from treespec.tree import Draws, TokenTree, merge
-from treespec.verification.verify import verify_greedy
+from treespec.tree import TokenTree, merge
 from treespec_kernels.sampling.logit_transforms import topk_rows
 
 ROOT = 5
@@ -25,19 +25,14 @@ Draw = tuple[Path, str, float]
 def build(paths: Sequence[Path], probs: Sequence[float], draws: Sequence[Draw], names: tuple[str, ...]) -> TokenTree:
     """A tree with the given nodes below the root, in this order."""
     index = {(): 0} | {path: i for i, path in enumerate(paths, start=1)}
-    parents = np.array([-1] + [index[path[:-1]] for path in paths])
-    children = np.array([index[path] for path, _, _ in draws], dtype=np.int64)
     return TokenTree(
         tokens=np.array([ROOT] + [path[-1] for path in paths]),
-        parents=parents,
+        parents=np.array([-1] + [index[path[:-1]] for path in paths]),
         depths=np.array([0] + [len(path) for path in paths]),
         probs=np.array([1.0, *probs]),
-        draws=Draws(
-            parents[children],
-            children,
-            np.array([names.index(name) for _, name, _ in draws], dtype=np.int64),
-            np.array([q for _, _, q in draws], dtype=np.float64),
-        ),
+        draw_nodes=np.array([index[path] for path, _, _ in draws], dtype=np.int64),
+        draw_sources=np.array([names.index(name) for _, name, _ in draws], dtype=np.int64),
+        draw_probs=np.array([q for _, _, q in draws], dtype=np.float64),
         source_names=names,
     )
 
@@ -64,7 +59,7 @@ def trees(draw: st.DrawFn, max_nodes: int = 12) -> TokenTree:
 
 def draws_of(tree: TokenTree) -> list[Draw]:
     paths, names = paths_of(tree), tree.source_names
-    each = zip(tree.draws.children, tree.draws.sources, tree.draws.probs, strict=True)
+    each = zip(tree.draw_nodes, tree.draw_sources, tree.draw_probs, strict=True)
     return [(paths[child], names[source], float(q)) for child, source, q in each]
 
 
@@ -88,7 +83,6 @@ def test_merge_is_the_union_of_paths(several: list[TokenTree]) -> None:
 def test_merge_keeps_every_draw_in_order(several: list[TokenTree]) -> None:
     merged = merge(several)
     assert draws_of(merged) == [each for tree in several for each in draws_of(tree)]
-    assert (merged.draws.parents == merged.parents[merged.draws.children]).all()
     for node, path in enumerate(paths_of(merged)):
         sources = [name for drawn, name, _ in draws_of(merged) if drawn == path]
         assert merged.sources_of(node) == tuple(dict.fromkeys(sources))
@@ -149,17 +143,17 @@ def test_best(tree: TokenTree, data: st.DataObject) -> None:
         chosen = np.array(order)
         assert best.tokens.tolist() == given_tree.tokens[chosen].tolist()
         assert best.values.tolist() == given_tree.values[chosen].tolist()
-        fresh = TokenTree(best.tokens, best.parents, best.depths, best.probs, best.draws, best.source_names)
+        fresh = replace(best)
         assert best.values.tolist() == fresh.values.tolist(), "what is handed on is what would be computed"
-        assert len(best.draws.children) == np.isin(given_tree.draws.children, chosen).sum()
+        assert len(best.draw_nodes) == np.isin(given_tree.draw_nodes, chosen).sum()
 
 
 def in_order(tree: TokenTree, order: list[int]) -> TokenTree:
     """The same tree, its nodes in another order that puts parents first."""
     index = np.argsort(order)
     parents = np.array([-1, *index[tree.parents[order[1:]]]])
-    draws = Draws(index[tree.draws.parents], index[tree.draws.children], tree.draws.sources, tree.draws.probs)
-    return TokenTree(tree.tokens[order], parents, tree.depths[order], tree.probs[order], draws, tree.source_names)
+    nodes = tree.tokens[order], parents, tree.depths[order], tree.probs[order]
+    return TokenTree(*nodes, index[tree.draw_nodes], tree.draw_sources, tree.draw_probs, tree.source_names)
 
 
 def test_keep_refuses_an_orphan() -> None:
@@ -182,9 +176,9 @@ def test_the_greedy_walk(tree: TokenTree, data: st.DataObject) -> None:
             break
         assert len(below) == 1
         path.append(below[0])
-    verified = verify_greedy(tree, choices)
-    assert verified.path.tolist() == path
-    assert verified.bonus == choices[path[-1]]
+    assert tree.follow(choices.tolist()).tolist() == path
+    text = [*tree.tokens[path[1:]].tolist(), int(choices[path[-1]])]
+    assert tree.match(text).tolist() == path == tree.match(text[:-1]).tolist()
 
 
 # --- trees of a running engine
@@ -208,7 +202,7 @@ def test_trees_of_the_engine(name: str) -> None:
         each.tree.check_integrity()
         assert len(each.tree) <= spec.max_nodes
         assert each.tree.depths.max() <= spec.max_depth
-        assert (each.tree.probs <= 1.0).all() and (each.tree.draws.probs <= 1.0).all()
+        assert (each.tree.probs <= 1.0).all() and (each.tree.draw_probs <= 1.0).all()
         assert set(each.tree.source_names) <= {"ssm-1", "ssm-2", "ssm-3", "lookup"}
     if name == "static":
         whole = [each.tree for each in rounds if each.tree.depths.max() == 3]
@@ -234,7 +228,7 @@ def test_attribution_is_a_recount_of_the_rounds() -> None:
         for each in (each for each in rounds if each.request_id == output.request_id):
             nodes += len(each.tree)
             for node in each.path[1:]:
-                drawn = each.tree.draws.sources[each.tree.draws.children == node].tolist()
+                drawn = each.tree.draw_sources[each.tree.draw_nodes == node].tolist()
                 names = {each.tree.source_names[source] for source in drawn}
                 by_source.update(names)
                 only.update(names if len(names) == 1 else ())

@@ -171,8 +171,8 @@ def test_a_perfect_draft_is_accepted_at_once(name: str, rule: str, make: Callabl
     world, drafts = drafted(name, 1, same=True)
     for _, tree in drafts:
         firsts = [0]
-        while (tree.draws.parents == firsts[-1]).any():
-            firsts.append(int(tree.draws.children[(tree.draws.parents == firsts[-1]).argmax()]))
+        while (below := tree.parents[tree.draw_nodes] == firsts[-1]).any():
+            firsts.append(int(tree.draw_nodes[below.argmax()]))
         assert all(path == firsts for weight, (path, _) in runs(tree, world, make(rule)).values() if weight > EXACT)
 
 
@@ -202,7 +202,7 @@ def block_verification(tree: TokenTree, world: World, oracle: Oracle) -> tuple[l
     """Algorithm 2 of arXiv 2403.10444, on a chain: every prefix has its own coin, and the longest that wins is kept."""
     paths, length = paths_of(tree), len(tree) - 1
     big = [world.target[path] for path in paths]
-    small = [tree.draft_probs[row] for row in tree.draws.rows] if tree.draws.rows is not None else []
+    small = [tree.draft_probs[row] for row in tree.draw_rows] if tree.draw_rows is not None else []
     joint, kept, kept_joint = 1.0, 0, 1.0
     for i in range(1, length + 1):
         token = tree.tokens[i]

@@ -9,7 +9,7 @@ import pytest
 
 from tests.enumeration import Builder, Path, Proposal, World, draft, engine, outcomes, reference
 from treespec.errors import ConfigError
-from treespec.tree import Draws, TokenTree
+from treespec.tree import TokenTree
 from treespec.verification.oracle import Oracle, RandomOracle
 from treespec.verification.verify import verify_drawn, verify_tree
 
@@ -199,7 +199,7 @@ def test_only_rows_that_matter_are_asked_for() -> None:
         ("traversal", [True], [0, 1, 2], [0, 1, 2]),
     ]:
         asked.clear()
-        assert verify_drawn(rule, tree, target, Scripted(*answers)).path.tolist() == path
+        assert verify_drawn(rule, tree, target, Scripted(*answers))[0].tolist() == path
         assert asked == read, rule
 
 
@@ -227,9 +227,12 @@ def test_a_node_without_a_distribution_ends_the_output(rule: str, draws: int) ->
             parents,
             np.array([len(path) for path in paths]),
             np.ones(len(paths)),
-            Draws(parents[children], children, zeros, np.ones(len(drawn)), zeros),
+            children,
+            zeros,
+            np.ones(len(drawn)),
             ("a",),
-            (draft,),
+            draw_rows=zeros,
+            draft_probs=(draft,),
         )
 
         def target(node: int) -> np.ndarray | None:

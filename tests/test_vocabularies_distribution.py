@@ -173,7 +173,7 @@ def test_the_distributions_are_over_the_intersection() -> None:
     with watch(llm.engine) as rounds:
         llm.generate([PROMPT], params, spec=spec)
     tree = rounds[0].tree
-    assert tree.draws.rows is not None and (tree.draws.rows >= 0).all()
+    assert tree.draw_rows is not None and (tree.draw_rows >= 0).all()
     unknown = [OWN.index(letter) for letter in "ab"]
     assert all(not probs[unknown].any() for probs in tree.draft_probs)
     own = open_llm(folders()[1], max_model_len=64)
@@ -193,7 +193,7 @@ def test_the_distributions_are_over_the_intersection() -> None:
     for id, letter in enumerate(OTHER):
         if letter in OWN:
             probs[OWN.index(letter)] = np.exp(logits[id])
-    assert np.allclose(tree.draft_probs[int(tree.draws.rows[0])], probs / probs.sum(), atol=1e-6)
+    assert np.allclose(tree.draft_probs[int(tree.draw_rows[0])], probs / probs.sum(), atol=1e-6)
 
 
 def altered(change: Callable[[np.ndarray], np.ndarray]) -> Callable[..., list[TokenTree]]:
@@ -230,6 +230,6 @@ def test_only_one_source_draws_at_random() -> None:
         by_chance: set[str] = set()
         for tree in (each.tree for each in rounds):
             assert len(tree) <= 8
-            if tree.draws.rows is not None:
-                by_chance |= {tree.source_names[s] for s in tree.draws.sources[tree.draws.rows >= 0]}
+            if tree.draw_rows is not None:
+                by_chance |= {tree.source_names[s] for s in tree.draw_sources[tree.draw_rows >= 0]}
         assert by_chance == {drawing}

@@ -55,7 +55,7 @@ FAULTS = (
     Fault(
         "engine: the slots of a tree with NaN are not zeroed",
         ENGINE + "engine/host_executor.py",
-        "                self.runner.cache.scrub_slots(0, request.pages, request.context_len, len(tree))\n",
+        "                self.runner.cache.scrub_slots(0, request.pages, request.context_len, len(trees[i]))\n",
         "",
         "test_poison.py::test_a_poisoned_node_off_the_path_changes_nothing",
     ),
@@ -120,8 +120,8 @@ FAULTS = (
     Fault(
         "tree: draws are attributed to the first tree's sources",
         ENGINE + "tree.py",
-        "[names.index(tree.source_names[s]) for tree in trees for s in tree.draws.sources]",
-        "[s for tree in trees for s in tree.draws.sources]",
+        "[names.index(tree.source_names[s]) for tree in trees for s in tree.draw_sources]",
+        "[s for tree in trees for s in tree.draw_sources]",
         "test_tree.py::test_merge_keeps_every_draw_in_order",
     ),
     Fault(
@@ -155,9 +155,9 @@ FAULTS = (
     ),
     Fault(
         "verification: a child is found below any node",
-        ENGINE + "verification/verify.py",
+        ENGINE + "tree.py",
         "if parents[node] == path[-1] and tokens[node]",
-        "if tree.depths[node] == len(path) and tokens[node]",
+        "if self.depths[node] == len(path) and tokens[node]",
         EXACT,
     ),
     Fault(

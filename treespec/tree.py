@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 
 import numpy as np
 
@@ -14,40 +14,14 @@ def _read_only(array: np.ndarray) -> np.ndarray:
 
 
 _NO_PARENT, _ZERO, _ONE = _read_only(np.array([-1])), _read_only(np.zeros(1, dtype=np.int64)), _read_only(np.ones(1))
-
-
-@dataclass(frozen=True, eq=False)
-class Draws:
-    """The proposals of a tree, in draw order; a node may have several draws.
-
-    Args:
-        parents, children: int64 [num_draws], node indices.
-        sources: int64 [num_draws], indices into the tree's `source_names`.
-        probs: float64 [num_draws], the source's probability of the child; 1 for a deterministic source, NaN if unknown.
-        rows: int64 [num_draws], index of the distribution in `draft_probs` that the token was sampled from, -1 for a
-            deterministic proposal; None = all deterministic.
-        excluded: by draw, tokens excluded from sampling: the draw's distribution is its row, renormalised without
-            them; None = no exclusions.
-    """
-
-    parents: np.ndarray
-    children: np.ndarray
-    sources: np.ndarray
-    probs: np.ndarray
-    rows: np.ndarray | None = None
-    excluded: tuple[tuple[int, ...], ...] | None = None
-
-    @classmethod
-    @cache
-    def none(cls) -> "Draws":
-        """Return empty draws."""
-        empty = _read_only(np.empty(0, dtype=np.int64))
-        return cls(empty, empty, empty, _read_only(np.empty(0)))
+_NO_DRAWS = _read_only(np.empty(0, dtype=np.int64)), _read_only(np.empty(0, dtype=np.int64)), _read_only(np.empty(0))
 
 
 @dataclass(frozen=True, eq=False)
 class TokenTree:
     """One request's drafted tokens. Node 0 is the root, the last committed token; parents precede their children.
+
+    A *draw* is one source's proposal of a node. Columns of draws are in draw order; a node may have several draws.
 
     Args:
         tokens: int64 [num_nodes].
@@ -55,23 +29,37 @@ class TokenTree:
         depths: int64 [num_nodes], 0 for the root.
         probs: float64 [num_nodes], estimated probability of this node given its parent (1 for the root); a mixture if
             several sources propose it.
-        draws: proposals of each source.
-        source_names: indexed by `draws.sources`.
-        draft_probs: distributions indexed by `draws.rows`, float [vocab] each, sum 1.
+        draw_nodes: int64 [num_draws], the drawn node.
+        draw_sources: int64 [num_draws], indices into `source_names`.
+        draw_probs: float64 [num_draws], the source's probability of the node; 1 for a deterministic source, NaN if
+            unknown.
+        source_names: indexed by `draw_sources`.
+        draw_rows: int64 [num_draws], index of the distribution in `draft_probs` that the token was sampled from, -1 for
+            a deterministic proposal; None = all deterministic.
+        draw_excluded: by draw, tokens excluded from sampling: the draw's distribution is its row, renormalised without
+            them; None = no exclusions.
+        draft_probs: distributions indexed by `draw_rows`, float [vocab] each, sum 1.
+        slots: int64 [num_nodes], slot of each node in the caches of the drafts that grew the tree, -1 for a node that
+            they did not expand; None if no draft did, or if nodes were removed.
     """
 
     tokens: np.ndarray
     parents: np.ndarray
     depths: np.ndarray
     probs: np.ndarray
-    draws: Draws
+    draw_nodes: np.ndarray
+    draw_sources: np.ndarray
+    draw_probs: np.ndarray
     source_names: tuple[str, ...]
+    draw_rows: np.ndarray | None = None
+    draw_excluded: tuple[tuple[int, ...], ...] | None = None
     draft_probs: tuple[np.ndarray, ...] = ()
+    slots: np.ndarray | None = None
 
     @classmethod
     def root(cls, token: int) -> "TokenTree":
         """Return the one-node tree, which proposes nothing."""
-        return cls(np.array([token]), _NO_PARENT, _ZERO, _ONE, Draws.none(), ())
+        return cls(np.array([token]), _NO_PARENT, _ZERO, _ONE, *_NO_DRAWS, ())
 
     @classmethod
     def from_parents(
@@ -101,10 +89,9 @@ class TokenTree:
             if not 0 <= parents[node] < node:
                 raise ValueError(f"node {node} has parent {parents[node]}; valid: 0 to {node - 1}")
             depths.append(depths[parents[node]] + 1)
-        above, children = np.array([-1, *parents[1:]], dtype=np.int64), np.arange(1, count)
-        draws = Draws(above[1:], children, np.zeros(count - 1, dtype=np.int64), np.ones(count - 1))
-        chances = np.append(1.0, estimates[1:])
-        return cls(np.array(tokens, dtype=np.int64), above, np.array(depths), chances, draws, (source,))
+        above, chances = np.array([-1, *parents[1:]], dtype=np.int64), np.append(1.0, estimates[1:])
+        draws = np.arange(1, count), np.zeros(count - 1, dtype=np.int64), np.ones(count - 1)
+        return cls(np.array(tokens, dtype=np.int64), above, np.array(depths), chances, *draws, (source,))
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -133,21 +120,36 @@ class TokenTree:
         """Return the unique names of the sources that proposed a node, in draw order."""
         if node and len(self.source_names) == 1:
             return self.source_names
-        drawn = self.draws.sources[self.draws.children == node]
-        return tuple(dict.fromkeys(self.source_names[source] for source in drawn))
+        sources = self.draw_sources[self.draw_nodes == node]
+        return tuple(dict.fromkeys(self.source_names[source] for source in sources))
 
     def drafted_by_source(self) -> dict[str, int]:
         """Return the number of proposals of each source, which are its nodes unless it draws with replacement."""
-        counts = np.bincount(self.draws.sources, minlength=len(self.source_names)).tolist()
+        counts = np.bincount(self.draw_sources, minlength=len(self.source_names)).tolist()
         return {name: count for name, count in zip(self.source_names, counts, strict=True) if count}
-
-    def token_tree(self) -> "TokenTree":
-        """Return self: verified trees are token trees."""
-        return self
 
     def path_to(self, node: int) -> np.ndarray:
         """Return the nodes from the root to `node`: int64 [depth + 1]."""
         return np.flatnonzero(self.visible[node])
+
+    def follow(self, choices: Sequence[int]) -> np.ndarray:
+        """Descend from the root while a child has the token chosen after its parent: the naive rule.
+
+        Args:
+            choices: [num_nodes], the token chosen after each node.
+
+        Returns:
+            The path, int64 [1 + accepted], root first.
+        """
+        path, parents, tokens = [0], self.parents.tolist(), self.tokens.tolist()
+        for node in range(1, len(tokens)):  # parents precede their children
+            if parents[node] == path[-1] and tokens[node] == choices[path[-1]]:
+                path.append(node)
+        return np.array(path, dtype=np.int64)
+
+    def match(self, text: Sequence[int]) -> np.ndarray:
+        """Return the path that matches the longest prefix of the tokens after the root, as `follow` does."""
+        return self.follow([text[depth] if depth < len(text) else -1 for depth in self.depths.tolist()])
 
     def keep(self, nodes: np.ndarray) -> "TokenTree":
         """Return the subtree of the given nodes, renumbered.
@@ -157,38 +159,23 @@ class TokenTree:
         Args:
             nodes: int64, ascending, with the root and all parents of included nodes.
         """
-        if self.draws.rows is not None:
-            assert len(nodes) == len(self), "a random draw was removed"
+        count = len(nodes)
+        if self.draw_rows is not None:
+            assert count == len(self), "a random draw was removed"
             return self
-        if nodes[-1] == len(nodes) - 1:
-            return self._first(len(nodes))
-        new_index = np.full(len(self), -1, dtype=np.int64)
-        new_index[nodes] = np.arange(len(nodes))
-        kept = new_index[self.draws.children] >= 0
-        draws = Draws(
-            new_index[self.draws.parents[kept]],
-            new_index[self.draws.children[kept]],
-            self.draws.sources[kept],
-            self.draws.probs[kept],
-        )
-        parents = self.parents[nodes]
-        parents = np.where(parents < 0, -1, new_index[parents])
-        assert (parents[1:] >= 0).all(), "a kept node lost its parent"
-        tree = TokenTree(self.tokens[nodes], parents, self.depths[nodes], self.probs[nodes], draws, self.source_names)
-        return tree.with_values(self.values[nodes])
-
-    def _first(self, count: int) -> "TokenTree":
-        """Return the subtree of the first `count` nodes."""
-        draws, kept = self.draws, self.draws.children < count
-        tree = TokenTree(
-            self.tokens[:count],
-            self.parents[:count],
-            self.depths[:count],
-            self.probs[:count],
-            Draws(draws.parents[kept], draws.children[kept], draws.sources[kept], draws.probs[kept]),
-            self.source_names,
-        )
-        return tree.with_values(self.values[:count])
+        rows: slice | np.ndarray
+        if nodes[-1] == count - 1:  # the first nodes, which keep their numbers
+            rows, parents, drawn = slice(count), self.parents[:count], self.draw_nodes
+            kept = drawn < count
+        else:
+            new_index = np.full(len(self) + 1, -1, dtype=np.int64)  # the last entry is that of the root's parent
+            new_index[nodes] = np.arange(count)
+            rows, parents, drawn = nodes, new_index[self.parents[nodes]], new_index[self.draw_nodes]
+            kept = drawn >= 0
+            assert (parents[1:] >= 0).all(), "a kept node lost its parent"
+        draws = drawn[kept], self.draw_sources[kept], self.draw_probs[kept]
+        tree = TokenTree(self.tokens[rows], parents, self.depths[rows], self.probs[rows], *draws, self.source_names)
+        return tree.with_values(self.values[rows])
 
     def best(self, count: int) -> "TokenTree":
         """Return the subtree of the `count` nodes with the largest values.
@@ -202,9 +189,9 @@ class TokenTree:
 
     def as_deterministic(self) -> "TokenTree":
         """Return the tree with all draws marked deterministic, for rules that ignore the draft distributions."""
-        if self.draws.rows is None:
+        if self.draw_rows is None:
             return self
-        return replace(self, draws=replace(self.draws, rows=None, excluded=None), draft_probs=())
+        return replace(self, draw_rows=None, draw_excluded=None, draft_probs=())
 
     def find_problem(self) -> str | None:
         """Return the first violated invariant that verification or the mask relies on, or None."""
@@ -217,19 +204,18 @@ class TokenTree:
             return "a child's depth must be its parent's plus 1"
         if len(np.unique(np.stack([self.parents[1:], self.tokens[1:]], 1), axis=0)) != len(below):
             return "siblings must have distinct tokens"
-        draws = self.draws
-        if not len(draws.parents) == len(draws.children) == len(draws.sources) == len(draws.probs):
-            return "each draw needs one parent, child, source and prob"
-        if set(draws.children.tolist()) != set(below.tolist()) or (self.parents[draws.children] != draws.parents).any():
-            return "every node below the root needs a draw from its parent"
-        if draws.rows is not None:
-            if len(draws.rows) != len(draws.parents) or (
-                draws.excluded is not None and len(draws.excluded) != len(draws.parents)
-            ):
-                return "rows and excluded need one entry per draw"
-            if len(draws.rows) and not -1 <= draws.rows.min() <= draws.rows.max() < len(self.draft_probs):
+        if not len(self.draw_nodes) == len(self.draw_sources) == len(self.draw_probs):
+            return "each draw needs one node, source and prob"
+        if set(self.draw_nodes.tolist()) != set(below.tolist()):
+            return "every node below the root needs a draw"
+        if self.draw_rows is not None:
+            lengths = {len(column) for column in (self.draw_rows, self.draw_excluded) if column is not None}
+            if lengths != {len(self.draw_nodes)}:
+                return "draw_rows and draw_excluded need one entry per draw"
+            if len(self.draw_rows) and not -1 <= self.draw_rows.min() <= self.draw_rows.max() < len(self.draft_probs):
                 return "a draw's row must be an index into draft_probs, or -1"
-        if len(draws.sources) and not 0 <= draws.sources.min() <= draws.sources.max() < len(self.source_names):
+        sources = self.draw_sources
+        if len(sources) and not 0 <= sources.min() <= sources.max() < len(self.source_names):
             return "a draw's source must be an index into source_names"
         return None
 
@@ -240,12 +226,7 @@ class TokenTree:
 
 
 def path_values(probs: np.ndarray, parents: np.ndarray) -> np.ndarray:
-    """Return the products of `probs` along each node's path: float64 [num_nodes].
-
-    Args:
-        probs: float64 [num_nodes], probability of each node given its parent; 1 for the root.
-        parents: int64 [num_nodes], preceding their children; -1 for the root.
-    """
+    """Return the products of `probs`, 1 for the root, along each node's path: float64 [num_nodes]."""
     value, above = probs.tolist(), parents.tolist()
     for node in range(1, len(value)):
         value[node] *= value[above[node]]
@@ -271,6 +252,7 @@ def merge(trees: Sequence[TokenTree]) -> TokenTree:
     if len(trees) == 1:
         return trees[0]
     names = tuple(dict.fromkeys(name for tree in trees for name in tree.source_names))
+    sources = [names.index(tree.source_names[s]) for tree in trees for s in tree.draw_sources]
     paths: dict[tuple[int, ...], float] = {(): 1.0}
     path_of = []
     for tree in trees:
@@ -282,23 +264,18 @@ def merge(trees: Sequence[TokenTree]) -> TokenTree:
         path_of.append(node_paths)
     ordered = sorted(paths, key=len)  # stable: keeps the order of first draws within a depth
     index = {path: i for i, path in enumerate(ordered)}
-    children = np.array([index[path_of[i][c]] for i, tree in enumerate(trees) for c in tree.draws.children], np.int64)
-    parents = np.array([-1] + [index[path[:-1]] for path in ordered[1:]], dtype=np.int64)
     rows, excluded = _merge_draft_rows(trees)
     return TokenTree(
         tokens=np.array([roots.pop()] + [path[-1] for path in ordered[1:]], dtype=np.int64),
-        parents=parents,
+        parents=np.array([-1] + [index[path[:-1]] for path in ordered[1:]], dtype=np.int64),
         depths=np.array([len(path) for path in ordered], dtype=np.int64),
         probs=np.array([paths[path] for path in ordered]),
-        draws=Draws(
-            parents[children],
-            children,
-            np.array([names.index(tree.source_names[s]) for tree in trees for s in tree.draws.sources], np.int64),
-            np.concatenate([tree.draws.probs for tree in trees]),
-            rows,
-            excluded,
-        ),
+        draw_nodes=np.array([index[path_of[i][n]] for i, tree in enumerate(trees) for n in tree.draw_nodes], np.int64),
+        draw_sources=np.array(sources, dtype=np.int64),
+        draw_probs=np.concatenate([tree.draw_probs for tree in trees]),
         source_names=names,
+        draw_rows=rows,
+        draw_excluded=excluded,
         draft_probs=tuple(probs for tree in trees for probs in tree.draft_probs),
     )
 
@@ -321,14 +298,8 @@ def join_seed_tree(tree: TokenTree, seed_tree: TokenTree, seed_of_node: np.ndarr
     node_of_seed[missing] = len(tree) + np.arange(len(missing))
     names = tree.source_names + tuple(name for name in seed_tree.source_names if name not in tree.source_names)
     index = np.array([names.index(name) for name in seed_tree.source_names], dtype=np.int64)
-    first, second = tree.draws, seed_tree.draws
-    kept = np.flatnonzero(node_of_seed[second.children] >= 0)
-    draws = Draws(
-        np.concatenate([first.parents, node_of_seed[second.parents[kept]]]),
-        np.concatenate([first.children, node_of_seed[second.children[kept]]]),
-        np.concatenate([first.sources, index[second.sources[kept]]]),
-        np.concatenate([first.probs, second.probs[kept]]),
-    )
+    seed_draws = node_of_seed[seed_tree.draw_nodes]
+    kept = np.flatnonzero(seed_draws >= 0)
     probs, above = seed_tree.probs[missing].astype(np.float32), node_of_seed[seed_tree.parents[missing]]
     values = [*tree.values.astype(np.float32)]
     for prob, parent in zip(probs, above.tolist(), strict=True):
@@ -338,21 +309,24 @@ def join_seed_tree(tree: TokenTree, seed_tree: TokenTree, seed_of_node: np.ndarr
         np.concatenate([tree.parents, above]),
         np.concatenate([tree.depths, seed_tree.depths[missing]]),
         np.concatenate([tree.probs, probs]),
-        draws,
+        np.concatenate([tree.draw_nodes, seed_draws[kept]]),
+        np.concatenate([tree.draw_sources, index[seed_tree.draw_sources[kept]]]),
+        np.concatenate([tree.draw_probs, seed_tree.draw_probs[kept]]),
         names,
+        slots=None if tree.slots is None else np.concatenate([tree.slots, np.full(len(missing), -1)]),
     )
     return joined.with_values(np.array(values, dtype=np.float64))
 
 
 def _merge_draft_rows(trees: Sequence[TokenTree]) -> tuple[np.ndarray | None, tuple[tuple[int, ...], ...] | None]:
-    """Concatenate `rows` and `excluded` of the trees' draws."""
-    if all(tree.draws.rows is None for tree in trees):
+    """Concatenate `draw_rows` and `draw_excluded` of the trees."""
+    if all(tree.draw_rows is None for tree in trees):
         return None, None
     rows, first = [], 0
     excluded: list[tuple[int, ...]] = []
     for tree in trees:
-        count, index = len(tree.draws.parents), tree.draws.rows
+        count, index = len(tree.draw_nodes), tree.draw_rows
         rows.append(np.full(count, -1) if index is None else np.where(index >= 0, index + first, -1))
-        excluded += [()] * count if tree.draws.excluded is None else tree.draws.excluded
+        excluded += [()] * count if tree.draw_excluded is None else tree.draw_excluded
         first += len(tree.draft_probs)
     return np.concatenate(rows), tuple(excluded)

@@ -23,7 +23,7 @@ from tests.models import LONGROPE, greedy, make_draft, make_llama, new_folder, o
 from tests.simulated_gpu import Gpu
 from treespec import LLM, SpecConfig
 from treespec.cache.kv_cache import KVCache
-from treespec.engine.execution import Execution
+from treespec.engine.executor import Execution
 from treespec.engine.host_executor import HostExecutor
 from treespec.engine.runner import Runner
 from treespec.errors import ConfigError, KernelError

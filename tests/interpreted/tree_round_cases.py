@@ -8,8 +8,7 @@ import torch
 
 from tests.growth import Sizes, Trie, as_proposed, assert_trees, mixtures, proposals, random_seeds
 from tests.interpreted.common import DEVICE, IMPLEMENTATION
-from treespec.tree import Draws, TokenTree
-from treespec.verification.verify import verify_greedy
+from treespec.tree import TokenTree
 from treespec_kernels.tree.device_trees import DeviceTrees
 from treespec_kernels.tree.tree_merge import tree_merge_ref, tree_merge_triton
 from treespec_kernels.tree.tree_root import tree_root_ref, tree_root_triton
@@ -117,17 +116,12 @@ def test_rounds(levels: int) -> None:
             if not nodes or not finite[request, 0]:
                 assert length == 0
                 continue
-            tree = TokenTree(
-                np.array([path[-1] if path else trie.root for path in nodes]),
-                np.array([nodes.index(path[:-1]) if path else -1 for path in nodes]),
-                np.array([len(path) for path in nodes]),
-                np.ones(len(nodes)),
-                Draws.none(),
-                (),
-            )
-            verified = verify_greedy(tree, choices[request, : len(nodes)].numpy())
-            expected = [*tree.tokens[verified.path[1:]].tolist(), verified.bonus]
-            assert batch.walked.paths[request, :length].tolist() == verified.path.tolist()
+            parents = [nodes.index(path[:-1]) if path else -1 for path in nodes]
+            tree = TokenTree.from_parents([path[-1] if path else trie.root for path in nodes], parents, 1.0, "any")
+            chosen = choices[request, : len(nodes)].tolist()
+            path = tree.follow(chosen)
+            expected = [*tree.tokens[path[1:]].tolist(), chosen[path[-1]]]
+            assert batch.walked.paths[request, :length].tolist() == path.tolist()
             assert batch.walked.tokens[request, :length].tolist() == expected
             lengths.append(length)
     assert max(lengths) > 1

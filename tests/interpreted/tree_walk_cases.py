@@ -1,18 +1,16 @@
-"""Cases of tree_walk, by equality with `verify_greedy`, which knows no padding."""
+"""Cases of tree_walk, by equality with `TokenTree.follow`, which knows no padding."""
 
 import random
 
-import numpy as np
 import pytest
 import torch
 
 from tests.growth import poison
 from tests.interpreted.common import DEVICE, IMPLEMENTATION
-from treespec.tree import Draws, TokenTree
-from treespec.verification.verify import verify_greedy
+from treespec.tree import TokenTree
 from treespec_kernels.tree.device_trees import DeviceTrees
 from treespec_kernels.tree.tree_walk import Walk, tree_walk_ref, tree_walk_triton
-from treespec_kernels.tuning.testing import path_to, tree_parents
+from treespec_kernels.tuning.testing import tree_parents
 
 tree_walk = {"ref": tree_walk_ref, "triton": tree_walk_triton}[IMPLEMENTATION]
 ROUNDS = 12 if IMPLEMENTATION == "triton" else 100
@@ -21,13 +19,11 @@ TOO_LARGE = 2**31 - 1
 
 def tree_of(parents: list[int], vocab: int, choose: random.Random) -> TokenTree:
     """A tree whose siblings carry different tokens, few enough that they come up elsewhere too."""
-    paths = [path_to(parents, node) for node in range(len(parents))]
     tokens: list[int] = []
     for node, parent in enumerate(parents):
         taken = {tokens[other] for other in range(node) if parents[other] == parent}
         tokens.append(choose.choice([token for token in range(vocab + len(parents)) if token not in taken][:vocab]))
-    depths = np.array([len(path) - 1 for path in paths])
-    return TokenTree(np.array(tokens), np.array(parents), depths, np.ones(len(parents)), Draws.none(), ())
+    return TokenTree.from_parents(tokens, parents, 1.0, "any")
 
 
 def device_trees(trees: list[TokenTree | None], nodes: int, max_depth: int) -> DeviceTrees:
@@ -57,7 +53,7 @@ def walk(trees: DeviceTrees, choices: torch.Tensor, finite: torch.Tensor) -> Wal
 def assert_walks(
     trees: list[TokenTree | None], choices: torch.Tensor, finite: torch.Tensor, max_depth: int
 ) -> list[int]:
-    """Compares with `verify_greedy`, and what must stand beyond each path; returns the lengths."""
+    """Compares with `TokenTree.follow`, and what must stand beyond each path; returns the lengths."""
     walked = walk(device_trees(trees, choices.shape[1], max_depth), choices, finite)
     for request, tree in enumerate(trees):
         length = int(walked.path_lens[request])
@@ -67,9 +63,10 @@ def assert_walks(
         if tree is None or not finite[request, : len(tree)].all():
             assert length == 0
             continue
-        verified = verify_greedy(tree, choices[request, : len(tree)].long().numpy())
-        assert path[:length] == verified.path.tolist()
-        assert emitted[:length] == [*tree.tokens[verified.path[1:]].tolist(), verified.bonus]
+        chosen = choices[request, : len(tree)].tolist()
+        expected = tree.follow(chosen)
+        assert path[:length] == expected.tolist()
+        assert emitted[:length] == [*tree.tokens[expected[1:]].tolist(), chosen[expected[-1]]]
     return walked.path_lens.tolist()
 
 
@@ -121,9 +118,7 @@ def test_a_chain_is_accepted_to_its_end() -> None:
 def test_equal_tokens_elsewhere_do_not_mislead() -> None:
     """Nodes 3 and 4 carry the wanted tokens below another parent than the path's."""
     parents = [-1, 0, 0, 1, 1, 2]
-    tree = TokenTree(
-        np.array([9, 5, 6, 7, 8, 4]), np.array(parents), np.array([0, 1, 1, 2, 2, 2]), np.ones(6), Draws.none(), ()
-    )
+    tree = TokenTree.from_parents([9, 5, 6, 7, 8, 4], parents, 1.0, "any")
     choices = torch.tensor([[6, 7, 7, 1, 1, 1]])
     assert assert_walks([tree], choices, torch.ones(1, 6, dtype=torch.bool), 2) == [2]
 

@@ -86,11 +86,7 @@ def check_drafter(draft: Any) -> None:
 
 
 def check_names(drafters: Sequence[Drafter], models: Collection[str]) -> None:
-    """Check that all drafts have different names.
-
-    Args:
-        drafters: custom drafters.
-        models: names of the drafts that are models.
+    """Check that custom drafters and `models`, the names of the other drafts, all have different names.
 
     Raises:
         ConfigError: two drafts have the same name.
@@ -105,13 +101,7 @@ def check_names(drafters: Sequence[Drafter], models: Collection[str]) -> None:
 
 
 def check_proposal(name: str, request: Request, tree: object, vocab_size: int) -> TokenTree:
-    """Validate a drafter's proposal and return it with canonical dtypes.
-
-    Args:
-        name: of the drafter.
-        request: that the tree was proposed for.
-        tree: the proposal, possibly not a tree at all.
-        vocab_size: of the target.
+    """Validate a drafter's proposal for a request, which may be anything, and return it with canonical dtypes.
 
     Raises:
         DraftError: the proposal is not a well-formed tree rooted at the request's last token. The KV cache is
@@ -140,9 +130,9 @@ def check_proposal(name: str, request: Request, tree: object, vocab_size: int) -
     for row in tree.draft_probs:
         if row.shape != (vocab_size,) or not (np.isfinite(row).all() and row.min() >= 0 and abs(row.sum() - 1) < 1e-5):
             raise error(f"draft_probs that are not probabilities of {vocab_size} tokens")
-    if tree.draws.rows is not None:
-        rows, excluded = tree.draws.rows.tolist(), tree.draws.excluded or [()] * len(tree.draws.rows)
-        for child, row, out in zip(tree.draws.children.tolist(), rows, excluded, strict=True):
+    if tree.draw_rows is not None:
+        rows, excluded = tree.draw_rows.tolist(), tree.draw_excluded or [()] * len(tree.draw_rows)
+        for child, row, out in zip(tree.draw_nodes.tolist(), rows, excluded, strict=True):
             token = int(tree.tokens[child])
             if row >= 0 and (token in out or not tree.draft_probs[row][token] > 0):
                 raise error(f"token {token} as drawn from row {row} of draft_probs, which excludes it")

@@ -43,13 +43,7 @@ def may_draft(drafter: Drafter, request: Request) -> bool:
 def call_propose(
     drafter: Drafter, requests: Sequence[Request], max_depths: Sequence[int], vocab_size: int
 ) -> tuple[dict[str, TokenTree], Failures]:
-    """Call a drafter's `propose` and validate its trees.
-
-    Args:
-        drafter: a custom drafter, or a draft with another tokenizer.
-        requests: of the round.
-        max_depths: maximum tree depth of each request. Custom drafters are called only for requests above 0.
-        vocab_size: of the target.
+    """Call a drafter's `propose` and validate its trees. Custom drafters are called only for depths above 0.
 
     Returns:
         The valid trees by request id, and the error of each request for which the drafter failed.

@@ -69,10 +69,7 @@ class SeedEvidence:
     def _update(self, prob: float, merged: float, correct: bool) -> None:
         """Take one Newton step with the diagonal of the Fisher information.
 
-        Args:
-            prob: the seed's own probability.
-            merged: the probability that it had in the tree.
-            correct: whether the target chose its token.
+        The seed has the probability `prob` by itself, and had `merged` in the tree.
         """
         prob = min(max(prob, _MIN_PROB), _MAX_PROB)
         logit, variance, error = math.log(prob / (1 - prob)), merged * (1 - merged), correct - merged

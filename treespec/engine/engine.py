@@ -13,8 +13,7 @@ import torch
 from treespec.cache.kv_cache import KVCache
 from treespec.drafters.calls import Failures, call_commit, call_release
 from treespec.drafters.draft_sources import DraftSources
-from treespec.engine.execution import Execution, StageClock, VerifiedRequest, follow
-from treespec.engine.executor import Executor
+from treespec.engine.executor import Execution, Executor, StageClock, VerifiedRequest
 from treespec.engine.host_executor import HostExecutor
 from treespec.engine.metrics import Stats
 from treespec.engine.round_record import RoundObservers, RoundRecord
@@ -153,9 +152,7 @@ class Engine:
     def commit(self, execution: Execution, began: tuple[float, ...]) -> None:
         """Append verified tokens to their requests, up to a stop, and learn from the round, at once or in the next.
 
-        Args:
-            execution: result of one executor.
-            began: `clock.mark()` before it ran.
+        `began` is `clock.mark()` before the executor ran.
         """
         self._failures |= execution.failures
         for request, error in execution.failed:
@@ -193,10 +190,7 @@ class Engine:
     def _learn_from(self, execution: Execution, emitted: Sequence[list[int]], seconds: RoundSeconds) -> None:
         """Update log-probabilities, counters, evidence, the SSMs' weights and the planner from a round.
 
-        Args:
-            execution: result of the round.
-            emitted: its emitted tokens, by verified request.
-            seconds: its duration, without foreign drafts.
+        `seconds` are without foreign drafts.
         """
         if any(result.path_logits is not None or result.logprobs is not None for result in execution.verified):
             _add_logprobs(execution.verified, emitted)
@@ -224,7 +218,7 @@ class Engine:
         """Tell the sources which of their proposals were accepted."""
         for source, trees in execution.proposals:
             asked = [
-                (result.request, follow(trees[result.request.request_id], tokens))
+                (result.request, trees[result.request.request_id].match(tokens))
                 for result, tokens in zip(execution.verified, emitted, strict=True)
                 if result.request.request_id in trees
             ]

@@ -3,18 +3,18 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from treespec.drafters.calls import call_propose
 from treespec.drafters.draft_sources import DraftSources
 from treespec.drafters.foreign.foreign_drafter import ForeignDrafter
-from treespec.engine.execution import Execution, StageClock, VerifiedRequest
-from treespec.engine.executor import Executor
+from treespec.engine.executor import Execution, Executor, StageClock, VerifiedRequest
 from treespec.engine.runner import Choices, Runner
 from treespec.errors import DraftError, RequestError
 from treespec.planning.draft_plan import DraftPlan
 from treespec.planning.planner import Planner
 from treespec.request import Request
 from treespec.tree import TokenTree, merge
-from treespec.verification.verify import Verified, verify_greedy
 
 
 @dataclass
@@ -23,22 +23,15 @@ class HostExecution(Execution):
 
     Attributes:
         trees: by request, the merged and cut proposals.
-        scored: the trees that the target scored, with its choices.
+        choices: by request, the target's outputs for its tree.
     """
 
     trees: list[TokenTree] = field(default_factory=list)
-    scored: list[tuple[Request, TokenTree, Choices]] = field(default_factory=list)
+    choices: list[Choices] = field(default_factory=list)
 
 
 class HostExecutor(Executor[HostExecution]):
-    """Runs rounds for any request on any device.
-
-    Args:
-        runner: runs the target model.
-        planner: sizes drafts and trees.
-        sources: draft sources.
-        max_model_len: maximum positions of a request.
-    """
+    """Runs rounds for any request on any device."""
 
     def __init__(self, runner: Runner, planner: Planner, sources: DraftSources, max_model_len: int):
         self.runner, self.planner, self.sources, self.max_model_len = runner, planner, sources, max_model_len
@@ -113,18 +106,17 @@ class HostExecutor(Executor[HostExecution]):
         """
         clock.enter("forward")
         requests, trees = execution.requests, execution.trees
-        for request, tree, choices in zip(requests, trees, self.runner.forward(requests, trees), strict=True):
+        execution.choices = choices = self.runner.forward(requests, trees)
+        for i, request in enumerate(requests):
             request.target_passes += 1
-            if not choices.finite and len(tree) > 1:
-                request.nodes_verified += len(tree)
-                self.runner.cache.scrub_slots(0, request.pages, request.context_len, len(tree))
-                tree = TokenTree.root(request.tokens[-1])
-                choices = self.runner.forward([request], [tree])[0]
+            if not choices[i].finite and len(trees[i]) > 1:
+                request.nodes_verified += len(trees[i])
+                self.runner.cache.scrub_slots(0, request.pages, request.context_len, len(trees[i]))
+                trees[i] = TokenTree.root(request.tokens[-1])
+                [choices[i]] = self.runner.forward([request], [trees[i]])
                 request.target_passes += 1
-            if choices.finite:
-                execution.scored.append((request, tree, choices))
-            else:
-                request.nodes_verified += len(tree)
+            if not choices[i].finite:
+                request.nodes_verified += len(trees[i])
                 error = f"the target computed NaN or infinity at position {request.context_len}"
                 execution.failed.append((request, error))
         if self.runner.captured is not None and self.runner.captured.has_captured:
@@ -133,16 +125,18 @@ class HostExecutor(Executor[HostExecution]):
     def verify(self, execution: HostExecution, clock: StageClock) -> None:
         """Apply each request's verification rule. A request that raises RequestError fails alone."""
         clock.enter("verify")
-        for request, tree, choices in execution.scored:
+        for request, tree, choices in zip(execution.requests, execution.trees, execution.choices, strict=True):
+            if not choices.finite:
+                continue
             try:
-                path, bonus = _verify(request, tree, choices)
+                path, bonus = verify_request(request, tree, choices)
             except RequestError as error:
                 request.nodes_verified += len(tree)
                 execution.failed.append((request, str(error)))
             else:
                 logits = None if request.params.logprobs is None else choices.logits[path.tolist()]
                 tokens = [*tree.tokens[path[1:]].tolist(), bonus]
-                execution.verified.append(VerifiedRequest(request, path, tokens, tree.token_tree, logits))
+                execution.verified.append(VerifiedRequest(request, path, tokens, tree, logits))
 
     def commit(self, execution: HostExecution, clock: StageClock) -> None:
         clock.enter("commit")
@@ -151,12 +145,14 @@ class HostExecutor(Executor[HostExecution]):
         self.runner.cache.commit_target(pages, lengths, [verified.path for verified in execution.verified])
 
 
-def _verify(request: Request, tree: TokenTree, choices: Choices) -> Verified:
-    """Return the accepted path and the bonus token of one tree, by the request's rule."""
+def verify_request(request: Request, tree: TokenTree, choices: Choices) -> tuple[np.ndarray, int]:
+    """Return the accepted path, int64 [1 + accepted], root first, and the token after it, by the request's rule."""
     sampler = request.sampler
     if sampler is None:
         assert choices.tokens is not None
-        return verify_greedy(tree, choices.tokens)
+        wanted = choices.tokens.tolist()
+        path = tree.follow(wanted)
+        return path, wanted[path[-1]]
     if request.draws_at_random and len(tree) > 1:
         return sampler.verify_drawn(request.spec.verification, tree, choices.logits, request.tokens)
     return sampler.walk(tree, choices.logits, request.tokens, request.tokens_left)
@@ -171,9 +167,9 @@ def merge_proposals(request: Request, trees: Sequence[TokenTree]) -> TokenTree:
         DraftError: the draws alone exceed `spec.max_nodes`. Nothing has been written to the cache.
     """
     tree = _pruned(request, merge(trees))
-    if tree.draws.rows is None or len(tree) <= request.spec.max_nodes:
+    if tree.draw_rows is None or len(tree) <= request.spec.max_nodes:
         return tree
-    tree = merge([drawn for drawn in trees if drawn.draws.rows is not None])
+    tree = merge([drawn for drawn in trees if drawn.draw_rows is not None])
     if len(tree) > request.spec.max_nodes:
         raise DraftError(
             f"{', '.join(tree.source_names)} drew {len(tree)} nodes at random for request {request.request_id}, none "

@@ -14,7 +14,7 @@ from treespec.tree import TokenTree
 from treespec.utils.torch_state import outside_code
 
 if TYPE_CHECKING:
-    from treespec.engine.execution import VerifiedRequest
+    from treespec.engine.executor import VerifiedRequest
 
 logger = logging.getLogger("treespec")
 
@@ -25,7 +25,7 @@ RoundObserver = Callable[["RoundRecord"], object]
 class RoundRecord:
     """One round of one request: the verified token tree and the accepted path.
 
-    In rounds replayed from CUDA graphs, `tree.draws.probs` of SSMs are NaN: the device keeps the mixture, `tree.probs`.
+    In rounds replayed from CUDA graphs, `tree.draw_probs` of SSMs are NaN: the device keeps the mixture, `tree.probs`.
 
     Attributes:
         request_id: as in `RequestOutput`.

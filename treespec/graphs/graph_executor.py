@@ -10,8 +10,7 @@ import numpy as np
 from treespec.drafters.calls import may_draft
 from treespec.drafters.draft_sources import DraftSources
 from treespec.drafters.ssm.captured_ssms import CapturedSsms
-from treespec.engine.execution import Execution, StageClock, VerifiedRequest
-from treespec.engine.executor import Executor
+from treespec.engine.executor import Execution, Executor, StageClock, VerifiedRequest
 from treespec.engine.runner import Runner
 from treespec.graphs.batch_round import BatchRound
 from treespec.graphs.capture import Rounds
@@ -52,14 +51,7 @@ class GraphExecution(Execution):
 
 
 class GraphExecutor(Executor[GraphExecution]):
-    """Runs captured rounds for the requests whose parameters they support.
-
-    Args:
-        runner: runs the target model.
-        sources: draft sources.
-        rounds: the captured rounds.
-        max_model_len: maximum positions of a request.
-    """
+    """Runs captured rounds for the requests whose parameters they support."""
 
     def __init__(self, runner: Runner, sources: DraftSources, rounds: Rounds, max_model_len: int):
         self.runner, self.sources, self.rounds, self.max_model_len = runner, sources, rounds, max_model_len

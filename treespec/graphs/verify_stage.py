@@ -14,7 +14,7 @@ from treespec.graphs.sampling_state import SamplingState
 from treespec.graphs.stack_passes import ModelStack
 from treespec.graphs.tree_pass import TreePass
 from treespec.sampling.logprobs import LogprobRows
-from treespec.tree import Draws, TokenTree, join_seed_tree
+from treespec.tree import TokenTree, join_seed_tree
 from treespec_kernels.attention.kv_commit import kv_commit_triton
 from treespec_kernels.sampling.logit_transforms import TransformInputs, logit_transforms_triton
 from treespec_kernels.sampling.row_topk import row_topk_triton
@@ -50,17 +50,15 @@ class RoundResult(NamedTuple):
     def tree(self, names: Sequence[str], seed_tree: TokenTree | None) -> TokenTree:
         """Return the verified tree. The device keeps no probabilities of single sources, so those of SSMs are NaN.
 
-        Args:
-            names: of the SSMs.
-            seed_tree: what sources without a model proposed. The device does not distinguish these sources.
+        It does not distinguish the sources of the seed tree, which proposed it without a model.
         """
         tokens, parents, depths, masks = self.rows[:4, : self.num_nodes].astype(np.int64)
         values = self.rows[4, : len(tokens)].view(np.float32).astype(np.float64)
         above = values[parents[1:]]
         probs = np.append(1.0, np.minimum(np.divide(values[1:], above, where=above > 0, out=0 * above), 1.0))
-        children, sources = np.nonzero(masks[:, None] >> np.arange(len(names)) & 1)
-        draws = Draws(parents[children], children, sources, np.full(len(children), np.nan))
-        tree = TokenTree(tokens, parents, depths, probs, draws, tuple(names)).with_values(values)
+        nodes, sources = np.nonzero(masks[:, None] >> np.arange(len(names)) & 1)
+        draws = nodes, sources, np.full(len(nodes), np.nan)
+        tree = TokenTree(tokens, parents, depths, probs, *draws, tuple(names)).with_values(values)
         if seed_tree is None:
             return tree
         edges = zip(seed_tree.parents.tolist(), seed_tree.tokens.tolist(), strict=True)
@@ -94,15 +92,7 @@ LOGPROB_ROWS = 32  # rows whose log-probabilities are computed at once, because 
 
 
 class VerifyStage:
-    """Selects the trees' nodes, scores them in one target pass, walks the trees, and commits the accepted K/V.
-
-    Args:
-        inputs: the round's inputs.
-        target: the target, a stack of one model.
-        drafts: the draft stage, which grows the trees.
-        features: receives hidden states of the target; None without draft heads.
-        sampling: what the logit transforms of running requests depend on.
-    """
+    """Selects the trees' nodes, scores them in one target pass, walks the trees, and commits the accepted K/V."""
 
     def __init__(
         self,
@@ -152,9 +142,7 @@ class VerifyStage:
     def run(self, nodes: int, kind: RoundKind, side: int = 0) -> None:
         """Merge the last level, and verify trees of at most `nodes` nodes; the roots alone if 1.
 
-        Args:
-            nodes, kind: as in `BatchRound`.
-            side: index of the host's buffer; only plain rounds have two.
+        `side` is the index of the host's buffer; only plain rounds have two.
         """
         inputs, trees, target = self.inputs, self._trees[nodes], self._passes[nodes]
         b = inputs.num_requests
@@ -226,14 +214,9 @@ class VerifyStage:
     def results(
         self, requests: Sequence[RoundInput], nodes: int, drafted: bool, logprobs: bool = False, side: int = 0
     ) -> list[RoundResult]:
-        """Return the results that the last round with `nodes` nodes copied to the host.
+        """Return the results that the last round, of these requests and arguments, copied to the host.
 
-        Args:
-            requests: the requests of that round.
-            nodes: rows per request of its target pass.
-            drafted: whether the SSMs read tokens in that round.
-            logprobs: whether it computed log-probabilities.
-            side: as in `run`.
+        `drafted`: whether the SSMs read tokens in that round.
         """
         width, count = self.inputs.limits.width, len(requests)
         rows = self._host_rows[nodes, side][:count].copy()  # the next round overwrites both buffers

@@ -325,11 +325,8 @@ class Planner:
 
         These are the nodes with the largest values (`TokenTree.best`). Trees with random draws stay whole: removing a
         draw because of its token would change the distribution of the others.
-
-        Args:
-            requests, trees: one tree per request.
         """
-        draws = [tree.draws.rows is not None for tree in trees]
+        draws = [tree.draw_rows is not None for tree in trees]
         sizes = [
             len(tree) if drawn else min(len(tree), request.spec.max_nodes)
             for request, tree, drawn in zip(requests, trees, draws, strict=True)

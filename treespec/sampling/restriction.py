@@ -27,15 +27,10 @@ class Restriction:
         return self._unlisted_on_device | self.grammar.excluded(tokens, ancestors)
 
     def narrow(self, logits: Tensor, tokens: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Mask draft logits of tokens that the target may not choose.
+        """Mask draft logits [num_rows, vocab], in place, of tokens that the target may not choose after a row's path.
 
         A row is left unmasked if no token would remain or if the grammar rejects its text. Drafts there are never
         accepted.
-
-        Args:
-            logits: float [num_rows, vocab], modified in place.
-            tokens: prompt and output so far.
-            paths: tree path after them, by row.
         """
         excluded = torch.stack([self._excluded_if_known(tokens, path) for path in paths])
         narrowed = logits.masked_fill(excluded, -torch.inf)
@@ -54,7 +49,7 @@ class Restriction:
 
         A tree with random draws is returned unchanged (see `TokenTree.keep`).
         """
-        if tree.draws.rows is not None:
+        if tree.draw_rows is not None:
             return tree
         fits = np.append(True, ~self._unlisted[tree.tokens[1:]])
         if self.grammar is not None:

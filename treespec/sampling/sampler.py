@@ -3,6 +3,7 @@
 import math
 import secrets
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -18,11 +19,11 @@ from treespec.sampling_params import SamplingParams
 from treespec.tree import TokenTree
 from treespec.utils.torch_state import one_thread
 from treespec.verification.oracle import RandomOracle
-from treespec.verification.verify import Verified, verify_drawn
+from treespec.verification.verify import verify_drawn
 from treespec_kernels.sampling.coupled_choice import RowNoise
 from treespec_kernels.sampling.row_topk import row_topk_triton
 
-_VERIFY_STREAM, _DRAFT_STREAM = 1 << 32, 2 << 32  # added to the sample index in the generator's key
+_VERIFY_STREAM, DRAFT_STREAM = 1 << 32, 2 << 32  # added to the sample index in the generator's key
 
 
 SEED_BITS = 53  # bits of a generated seed, which is exact as a JSON number
@@ -62,7 +63,6 @@ class Sampler:
         self.noise = Noise(seed, sample, vocab_size)
         self.key = seed, sample
         self._kernel_noise = kernel_noise
-        self._oracle: RandomOracle | None = None
 
     @property
     def restriction(self) -> Restriction | None:
@@ -122,7 +122,7 @@ class Sampler:
             self._check(float(scores.max()), logits, len(tokens) + len(ancestors))
             return torch.softmax(scores, -1).cpu().numpy()
 
-    def walk(self, tree: TokenTree, logits: Tensor, tokens: Sequence[int], most: int) -> Verified:
+    def walk(self, tree: TokenTree, logits: Tensor, tokens: Sequence[int], most: int) -> tuple[np.ndarray, int]:
         """Verify naively: descend to the child that carries the target's choice until there is none.
 
         A node's choice depends only on its path and its own noise, so the emitted tokens equal plain decoding. The walk
@@ -134,6 +134,9 @@ class Sampler:
             logits: [num_nodes, vocab].
             tokens: prompt and output up to the root.
             most: remaining tokens of the request.
+
+        Returns:
+            The accepted path, int64 [1 + accepted], root first, and the token after it.
         """
         below = list(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True))
         children = {key: node for node, key in enumerate(below) if node}
@@ -145,11 +148,11 @@ class Sampler:
             except RequestError:
                 if not ancestors:
                     raise
-                return Verified(np.array(path[:-1], dtype=np.int64), ancestors[-1])
+                return np.array(path[:-1], dtype=np.int64), ancestors[-1]
             child = children.get((path[-1], token))
             if child is None or token in self._end_tokens or len(path) >= most:
                 self.noise.forget(len(tokens) + len(ancestors))
-                return Verified(np.array(path, dtype=np.int64), token)
+                return np.array(path, dtype=np.int64), token
             path.append(child)
             ancestors.append(token)
 
@@ -171,7 +174,7 @@ class Sampler:
             elif rule == "coupled":
                 logits.add_(torch.from_numpy(self.noise.row(position)).to(logits.device))
 
-    def verify_drawn(self, rule: str, tree: TokenTree, logits: Tensor, tokens: Sequence[int]) -> Verified:
+    def verify_drawn(self, rule: str, tree: TokenTree, logits: Tensor, tokens: Sequence[int]) -> tuple[np.ndarray, int]:
         """Verify a tree of random draws by "rejection" or "traversal"."""
 
         def target(node: int) -> np.ndarray | None:
@@ -185,13 +188,17 @@ class Sampler:
                     raise
                 return None  # as in plain decoding, emit the preceding token; the next round fails at its root
 
-        if self._oracle is None:
-            self._oracle = RandomOracle(self.generator(_VERIFY_STREAM))
         return verify_drawn(rule, tree, target, self._oracle)
 
-    def draft_generator(self) -> np.random.Generator:
-        """Return a generator for draft sampling, independent of verification."""
-        return self.generator(_DRAFT_STREAM)
+    @cached_property
+    def _oracle(self) -> RandomOracle:
+        """Randomness of verification."""
+        return RandomOracle(self.generator(_VERIFY_STREAM))
+
+    @cached_property
+    def draft_oracle(self) -> RandomOracle:
+        """Randomness of the drafts' draws, independent of verification."""
+        return RandomOracle(self.generator(DRAFT_STREAM))
 
     def generator(self, stream: int) -> np.random.Generator:
         """Return a generator keyed by seed, sample and stream, independent of the rest of the batch."""

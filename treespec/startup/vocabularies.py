@@ -172,7 +172,7 @@ def foreign_drafters(
         translation = Translation(*codecs, target.shape.vocab_size, draft.vocab_size, ends)
         arguments = (draft.name, model, cache, translation, draft.capacity(length), scratch, prices)
         if draft.connection.kind == "translated":
-            drafters.append(TranslatedDrafter(*arguments, partial(draws_for, draft.name)))
+            drafters.append(TranslatedDrafter(*arguments, draws_for=partial(draws_for, draft.name)))
         else:
             drafters.append(TextDrafter(*arguments))
     return drafters

@@ -14,7 +14,7 @@ probability of rejection. Induction over draws, then over depth.
 **Rules**, all lossless:
 
 - *naive*: sample the target's token and descend while a child has it: the lemma with one-hot q. It needs no q and is
-  valid for any tree, including pruned and reordered ones. At temperature 0 it equals `verify_greedy`.
+  valid for any tree, including pruned and reordered ones. At temperature 0 it is `TokenTree.follow`.
 - *rejection*: the lemma itself. One draw per node gives speculative sampling; several sources give SpecInfer's
   multi-step speculative sampling (arXiv 2305.09781); q over the tokens not yet drawn gives Sequoia (2402.12374) and
   recursive rejection sampling (RSD, 2402.14160); a one-hot q is a deterministic proposal.
@@ -43,7 +43,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 
@@ -53,49 +52,26 @@ from treespec.tree import TokenTree
 from treespec.verification.oracle import Oracle, RandomOracle
 from treespec.verification.reference import verify_tree
 
-__all__ = ["Oracle", "RandomOracle", "Verified", "verify_drawn", "verify_greedy", "verify_tree"]
+__all__ = ["Oracle", "RandomOracle", "verify_drawn", "verify_tree"]
 
 _MAX_SCALE = 1e30  # larger scales overflow float32 (0 * inf = NaN); the acceptance is then below 1e-30
 TargetProbs = Callable[[int], np.ndarray | None]
 
 
-class Verified(NamedTuple):
-    """Result of verifying one request's tree.
-
-    `path`: int64 [1 + accepted], node indices from the root. `bonus`: the token after the path.
-    """
-
-    path: np.ndarray
-    bonus: int
-
-
-def verify_greedy(tree: TokenTree, choices: np.ndarray) -> Verified:
-    """Descend from the root while a child has the target's choice: the naive rule at temperature 0.
-
-    Lossless for any tree: the emitted tokens are exactly `choices` along the path.
-
-    Args:
-        tree: siblings have distinct tokens.
-        choices: int64 [num_nodes], the target's argmax after each node.
-    """
-    path, parents, tokens, wanted = [0], tree.parents.tolist(), tree.tokens.tolist(), choices.tolist()
-    for node in range(1, len(tree)):  # parents precede their children
-        if parents[node] == path[-1] and tokens[node] == wanted[path[-1]]:
-            path.append(node)
-    return Verified(np.array(path, dtype=np.int64), wanted[path[-1]])
-
-
-def verify_drawn(rule: str, tree: TokenTree, target: TargetProbs, oracle: Oracle) -> Verified:
+def verify_drawn(rule: str, tree: TokenTree, target: TargetProbs, oracle: Oracle) -> tuple[np.ndarray, int]:
     """Verify a tree with a rule that uses the draft distributions.
 
     Args:
         rule: "rejection" or "traversal".
-        tree: a draw's distribution is row `draws.rows` of `draft_probs`, renormalised without the tokens of
-            `draws.excluded`; a row of -1, or `rows` None, means one-hot.
+        tree: a draw's distribution is row `draw_rows` of `draft_probs`, renormalised without the tokens of
+            `draw_excluded`; a row of -1, or `draw_rows` None, means one-hot.
         target: returns the target's distribution after a node, float32 or float64 [vocab]. It is called only for nodes
             whose distribution is needed, in any order, and its result is not modified. None (never for the root) ends
             the output: if the node is accepted, its token is the last one.
         oracle: source of randomness.
+
+    Returns:
+        The accepted path, int64 [1 + accepted], root first, and the token after it.
 
     Raises:
         ConfigError: unknown rule.
@@ -133,14 +109,13 @@ class Draw:
 
 def draws_below(tree: TokenTree) -> list[list[Draw]]:
     """Return the draws at each node, in draw order."""
-    draws, tokens = tree.draws, tree.tokens.tolist()
+    tokens, parents, children = tree.tokens.tolist(), tree.parents.tolist(), tree.draw_nodes.tolist()
     below: list[list[Draw]] = [[] for _ in tokens]
-    children = draws.children.tolist()
-    rows = [-1] * len(children) if draws.rows is None else draws.rows.tolist()
-    excluded = draws.excluded or [()] * len(children)
-    for parent, child, row, out in zip(draws.parents.tolist(), children, rows, excluded, strict=True):
+    rows = [-1] * len(children) if tree.draw_rows is None else tree.draw_rows.tolist()
+    excluded = tree.draw_excluded or [()] * len(children)
+    for child, row, out in zip(children, rows, excluded, strict=True):
         probs = tree.draft_probs[row] if row >= 0 else None
-        below[parent].append(Draw(child, tokens[child], probs, list(set(out))))
+        below[parents[child]].append(Draw(child, tokens[child], probs, list(set(out))))
     return below
 
 
@@ -204,14 +179,14 @@ class Residual:
         return probs, mass
 
 
-def _rejection(below: Sequence[Sequence[Draw]], target: TargetProbs, oracle: Oracle) -> Verified:
+def _rejection(below: Sequence[Sequence[Draw]], target: TargetProbs, oracle: Oracle) -> tuple[np.ndarray, int]:
     """Verify by the rejection rule."""
     path, token = [0], None
     while True:
         probs = target(path[-1])
         if probs is None:
             assert token is not None, "the root has a distribution"
-            return Verified(np.array(path[:-1], dtype=np.int64), token)
+            return np.array(path[:-1], dtype=np.int64), token
         residual = Residual(probs)
         for draw in below[path[-1]]:
             chance = residual.chance(draw)
@@ -221,10 +196,10 @@ def _rejection(below: Sequence[Sequence[Draw]], target: TargetProbs, oracle: Ora
                 token = draw.token
                 break
         else:  # all children were rejected and have no residual mass
-            return Verified(np.array(path, dtype=np.int64), oracle.choose(residual.probs))
+            return np.array(path, dtype=np.int64), oracle.choose(residual.probs)
 
 
-def _traversal(below: Sequence[Sequence[Draw]], target: TargetProbs, oracle: Oracle) -> Verified:
+def _traversal(below: Sequence[Sequence[Draw]], target: TargetProbs, oracle: Oracle) -> tuple[np.ndarray, int]:
     """Verify by the traversal rule."""
 
     def visit(node: int, accept: float, token: int | None = None) -> tuple[list[int], int] | None:
@@ -252,4 +227,4 @@ def _traversal(below: Sequence[Sequence[Draw]], target: TargetProbs, oracle: Ora
 
     result = visit(0, 1.0)
     assert result is not None, "the root is accepted with probability 1"
-    return Verified(np.array(result[0][::-1], dtype=np.int64), result[1])
+    return np.array(result[0][::-1], dtype=np.int64), result[1]

@@ -40,18 +40,14 @@ def lookup_library(compiler: tuple[str, ...], folder: Path) -> ctypes.CDLL:
     return compile_library(compiler, (_SOURCE,), sizes, folder)
 
 
-class LookupTree(NamedTuple):
-    """Tree of proposals in descending order of value; arrays [num_nodes]."""
+class Matches(NamedTuple):
+    """Class of each proposed node and length of the match that it continues, in the text and in the history.
 
-    tokens: np.ndarray  # this, parents and depths: int64, as in `TokenTree`
-    parents: np.ndarray
-    depths: np.ndarray
-    # int64 [2, num_nodes], class of each node and length of the match that it continues, in the text and in the
-    # history; -1 if not proposed by this source. The root's are 0
+    Both are int64 [2, num_nodes], -1 for nodes that are not proposed by this source, and 0 for the root.
+    """
+
     classes: np.ndarray
     lengths: np.ndarray
-    probs: np.ndarray  # float64, acceptance probability of the node if its parent is accepted
-    values: np.ndarray  # float64, product of probs along the path
 
 
 class CompiledHistory:
@@ -104,8 +100,8 @@ class LookupSearch:
 
     def search(
         self, tokens: int, length: int, depth: int, counts: int | None, least: float, looks_up: bool, owner: int | None
-    ) -> LookupTree | None:
-        """Return the tree of continuations of the longest matches, or None.
+    ) -> tuple[list[np.ndarray], Matches] | None:
+        """Return the tree of continuations of the longest matches, in descending order of value, or None.
 
         None means that there is no match, or that no child of the root is probable enough.
 
@@ -117,6 +113,9 @@ class LookupSearch:
             least: minimum probability of the root's most probable child.
             looks_up: whether to search the text itself.
             owner: request whose own tokens in the history are skipped; None to not search the history.
+
+        Returns:
+            Tokens, parents, depths, probs and values of the nodes, as in `TokenTree`, and their matches.
         """
         most = (MATCHES + PAST_MATCHES) * depth + 1
         if most > self._ints.shape[1]:
@@ -130,22 +129,22 @@ class LookupSearch:
         if not count:
             return None
         ints = self._ints[:, :count].copy()
-        return LookupTree(*ints[:3], ints[3:5], ints[5:], *self._floats[:, :count].copy())
+        return [*ints[:3], *self._floats[:, :count].copy()], Matches(ints[3:5], ints[5:])
 
-    def count(self, tree: LookupTree, path: np.ndarray, counts: np.ndarray) -> None:
+    def count(self, parents: np.ndarray, matches: Matches, path: np.ndarray, counts: np.ndarray) -> None:
         """Count the children of every node of `path` as proposed, and those on the path as accepted.
 
         Args:
-            tree: the verified tree.
+            parents, matches: of a tree that `search` returned.
             path: accepted path, int64 [length] node indices.
             counts: those of the request, updated like `common` and of the same shape.
         """
-        parents, row = address_of(tree.parents), tree.parents.nbytes  # parents, classes, lengths share an array
+        address, row = address_of(parents), parents.nbytes  # parents, classes and lengths share an array
         self._library.treespec_lookup_count(
-            parents,
-            parents + 2 * row,
-            parents + 4 * row,
-            len(tree.parents),
+            address,
+            address + 2 * row,
+            address + 4 * row,
+            len(parents),
             address_of(path),
             len(path),
             self._search.common,

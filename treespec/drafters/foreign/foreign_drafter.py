@@ -19,7 +19,6 @@ from treespec.models.decoder import Decoder
 from treespec.planning.draft_plan import Prices
 from treespec.request import Request
 from treespec.tree import TokenTree
-from treespec.verification.oracle import RandomOracle
 from treespec_kernels.attention.tree_batch import RequestRows
 
 CHUNK = 256  # maximum tokens of a request per prefill pass
@@ -43,9 +42,7 @@ class ForeignState:
         poisoned: whether its K/V may contain NaN.
         masks: ancestor mask of the tree being drafted, bool [slots, slots].
         proposed: this round's tree, or None.
-        slot_of_node: int64 [num_nodes], slots of the tree's nodes, -1 if not expanded.
         accepted_alone: number of accepted tokens so far that no other source proposed.
-        oracle: randomness of draws; None before the first one.
     """
 
     context: Context
@@ -56,9 +53,7 @@ class ForeignState:
     poisoned: bool = False
     masks: np.ndarray = field(default_factory=lambda: np.ones((1, 1), dtype=bool))
     proposed: TokenTree | None = None
-    slot_of_node: np.ndarray | None = None
     accepted_alone: int = 0
-    oracle: RandomOracle | None = None
 
     @property
     def is_timed(self) -> bool:
@@ -84,9 +79,6 @@ class PassValue:
 
     A pass pays if its calibrated expected tokens exceed the tokens that the engine generates in the time of the pass.
     The calibration is a running estimate of accepted per expected tokens.
-
-    Args:
-        prices: of the engine's planner.
     """
 
     def __init__(self, prices: Prices):
@@ -99,12 +91,9 @@ class PassValue:
 
     @contextmanager
     def timed(self, counts: bool = True) -> Iterator[None]:
-        """Update the running mean of a pass's seconds, clipping outliers to twice the mean.
+        """Update the running mean of a pass's seconds, if it `counts`, clipping outliers to twice the mean.
 
         The first pass is skipped, because it also computes RoPE tables and other one-time state.
-
-        Args:
-            counts: False to skip this pass.
         """
         began = time.perf_counter()
         yield
@@ -117,11 +106,9 @@ class PassValue:
             self._seconds += _SECONDS_RATE * (min(took, 2 * self._seconds) - self._seconds)
 
     def observe(self, tree: TokenTree, accepted_alone: int) -> None:
-        """Update the calibration from a verified tree.
+        """Update the calibration from a proposed tree.
 
-        Args:
-            tree: the proposed tree.
-            accepted_alone: accepted tokens that no other source proposed; the others needed no pass.
+        `accepted_alone` counts the accepted tokens that no other source proposed; the others needed no pass.
         """
         expected = float(tree.values[1:].sum())
         error = accepted_alone - self._calibration * expected
@@ -242,13 +229,7 @@ class ForeignDrafter(ABC):
         return logits
 
     def _forward(self, rows: list[RequestRows], tokens: Sequence[int], scored: np.ndarray | int | None) -> Tensor:
-        """Run one pass and return float32 logits [num_scored, draft vocab].
-
-        Args:
-            rows: of the pass.
-            tokens: of the rows.
-            scored: indices of the rows to score; 0 = none, None = all.
-        """
+        """Run one pass and return float32 logits [num_scored, draft vocab]; `scored`: 0 = no rows, None = all."""
         pool = self.cache.pools[0]
         ids = torch.tensor(tokens, dtype=torch.int64, device=self.model.device)
         hidden = self.model.forward(ids, self.model.plan(rows, pool), pool)

@@ -7,24 +7,20 @@ of an SSM.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from treespec.cache.kv_cache import KVCache
 from treespec.drafters.evidence import SeedEvidence
 from treespec.drafters.foreign.foreign_drafter import DrawsFor, ForeignDrafter, ForeignState, roots
-from treespec.drafters.foreign.retokenize import Translation
 from treespec.drafters.ssm.drawn_forest import DrawnForest
 from treespec.drafters.ssm.forest import Forest, SsmProbs, TreeLimits
 from treespec.drafters.ssm.reference_forest import ReferenceForest
 from treespec.drafters.ssm.ssm_state import grown_masks, rows_of_level
-from treespec.models.decoder import Decoder
-from treespec.planning.draft_plan import Prices
 from treespec.request import Request
 from treespec.tree import TokenTree
-from treespec.verification.oracle import RandomOracle
 
 _ONE = np.ones(1)
 
@@ -36,25 +32,15 @@ class TranslatedDrafter(ForeignDrafter):
     they are drawn from the draft's distribution if `draws_for` returns True.
 
     Args:
-        name, model, cache, translation, capacity, scratch, prices: as in `ForeignDrafter`.
+        arguments: those of `ForeignDrafter`.
         draws_for: whether this source draws at random for a request. At most one source may, because random draws
             cannot be cut to a node budget. The result must depend on the request only, not on drawn tokens.
     """
 
-    def __init__(
-        self,
-        name: str,
-        model: Decoder,
-        cache: KVCache,
-        translation: Translation,
-        capacity: int,
-        scratch: int,
-        prices: Prices,
-        draws_for: DrawsFor = lambda request: True,
-    ):
-        super().__init__(name, model, cache, translation, capacity, scratch, prices)
+    def __init__(self, *arguments: Any, draws_for: DrawsFor = lambda request: True):
+        super().__init__(*arguments)
         self._draws_for = draws_for
-        to_draft = torch.from_numpy(translation.to_draft).to(model.device)
+        to_draft = torch.from_numpy(self.translation.to_draft).to(self.model.device)
         self._columns, self._masked = to_draft.clamp(min=0), to_draft < 0
         self._first_level_mass = 0.7  # running mean of the first level's probability mass
 
@@ -69,23 +55,19 @@ class TranslatedDrafter(ForeignDrafter):
                 continue
             forest = self._forest(of_kind, [max_depths[i] for i in group], kind)
             self._grow(of_kind, forest)
-            for i, state, (tree, slot_of_node) in zip(group, states, forest.finish((self.name,)), strict=True):
-                state.proposed, state.slot_of_node, trees[i] = tree, slot_of_node, tree
+            for i, state, tree in zip(group, states, forest.finish((self.name,)), strict=True):
+                state.proposed = trees[i] = tree
         return trees
 
     def commit(self, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> None:
-        """Keep the K/V of accepted nodes, and update the pass value.
-
-        Args:
-            requests: of the round.
-            paths: by request, accepted nodes of the proposed tree, root first.
-        """
+        """Keep the K/V of accepted nodes, and update the pass value."""
         pages, lengths, moved = [], [], []
         for request, path in zip(requests, paths, strict=True):
             state = self._states.get(request.request_id)
-            if state is None or state.proposed is None or state.slot_of_node is None:
+            if state is None or state.proposed is None:
                 continue
-            kept = state.slot_of_node[path]
+            assert state.proposed.slots is not None
+            kept = state.proposed.slots[path]
             kept = kept[np.logical_and.accumulate(kept >= 0)]
             state.ahead = self.translation.to_draft[state.proposed.tokens[path[1 : len(kept)]]].tolist()
             self._observe(request, state)
@@ -102,14 +84,8 @@ class TranslatedDrafter(ForeignDrafter):
         ]
         if not random:
             return ReferenceForest(roots(requests), limits, 1, SeedEvidence())
-        oracles, adaptive = [self._oracle(request) for request in requests], [r.spec.is_adaptive for r in requests]
-        return DrawnForest(requests, roots(requests), limits, oracles, adaptive, self.prices.least_value)
-
-    def _oracle(self, request: Request) -> RandomOracle:
-        if (state := self._states[request.request_id]).oracle is None:
-            assert request.sampler is not None
-            state.oracle = RandomOracle(request.sampler.draft_generator())
-        return state.oracle
+        adaptive = [request.spec.is_adaptive for request in requests]
+        return DrawnForest(requests, roots(requests), limits, adaptive, self.prices.least_value)
 
     def _grow(self, requests: Sequence[Request], forest: Forest | DrawnForest) -> None:
         """Score and extend the trees level by level."""
@@ -136,16 +112,7 @@ class TranslatedDrafter(ForeignDrafter):
     def _stop_unprofitable(
         self, forest: Forest | DrawnForest, adaptive: np.ndarray, last_open_mass: np.ndarray
     ) -> np.ndarray:
-        """Stop all trees if they are adaptive and another level does not pay.
-
-        Args:
-            forest: the trees.
-            adaptive: bool [num_trees].
-            last_open_mass: float64 [num_trees], the open mass before the newest level.
-
-        Returns:
-            float64 [num_trees], the current open mass.
-        """
+        """Stop all trees if they are adaptive and another level does not pay; return the current open mass."""
         current = forest.open_mass()
         growing = np.unique(forest.frontier.owners)
         if not adaptive[growing].all():

@@ -18,9 +18,6 @@ class History:
     """Ring buffer of tokens with n-gram chains: reference of `CompiledHistory`, and fallback without a C++ compiler.
 
     Tokens are numbered from 1 in the order of insertion; `number % capacity` is the ring index.
-
-    Args:
-        capacity: number of tokens kept.
     """
 
     def __init__(self, capacity: int):
@@ -33,15 +30,9 @@ class History:
         return min(self._count, self._capacity)
 
     def add(self, owner: int, last: int, tokens: np.ndarray) -> int:
-        """Append tokens to a text.
+        """Append int64 tokens to the text of `owner`, whose last token is number `last`; return the new last number.
 
-        Args:
-            owner: identifies the text.
-            last: number of the text's last token so far; 0 starts a new text. An evicted token counts as 0.
-            tokens: int64 [length].
-
-        Returns:
-            The number of the text's last token.
+        `last` = 0 starts a new text. An evicted token counts as 0.
         """
         for token in tokens.tolist():
             self._count += 1

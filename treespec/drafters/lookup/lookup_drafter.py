@@ -20,7 +20,7 @@ import numpy as np
 
 from treespec.drafters.lookup.history import History
 from treespec.request import Request
-from treespec.tree import Draws, TokenTree
+from treespec.tree import TokenTree
 from treespec_kernels.cpu.cpu_library import address_of
 from treespec_kernels.cpu.lookup_cpu import (
     BYTES_PER_TOKEN,
@@ -31,7 +31,7 @@ from treespec_kernels.cpu.lookup_cpu import (
     TEXT_CLASSES,
     CompiledHistory,
     LookupSearch,
-    LookupTree,
+    Matches,
 )
 
 NAMES = ("lookup", "suffix")
@@ -159,8 +159,7 @@ class LookupDrafter:
     def forget(self, running: Sequence[Request] = ()) -> None:
         """Clear the history and all texts, but keep the acceptance counts.
 
-        Args:
-            running: running requests; only their future tokens enter the new history.
+        Of running requests, only future tokens enter the new history.
         """
         self._texts = {request.request_id: _Text(len(request.tokens)) for request in running}
         self._history: History | CompiledHistory | None = None
@@ -189,10 +188,7 @@ class LookupDrafter:
     ) -> list[TokenTree]:
         """Return one tree per request, rooted at its last token; only the root without a match.
 
-        Args:
-            requests: of this round.
-            max_depths: maximum tree depth of each request.
-            least_value: minimum probability of the best first token; applies to adaptive trees.
+        `least_value` is the minimum probability of the best first token of adaptive trees.
         """
         self._rounds += 1
         if self._rounds % DECAY_ROUNDS == 0:
@@ -203,11 +199,9 @@ class LookupDrafter:
         trees, self.proposed = [], LookupProposals(self)
         for request, depth in zip(requests, max_depths, strict=True):
             searched = self._search(request, depth, least_value) if depth else None
-            if searched is None:
-                trees.append(TokenTree.root(request.tokens[-1]))
-            else:
+            if searched is not None:
                 self.proposed.trees[request.request_id] = searched
-                trees.append(_tree(searched))
+            trees.append(TokenTree.root(request.tokens[-1]) if searched is None else searched[0])
         return trees
 
     def _text(self, request: Request) -> _Text:
@@ -222,7 +216,7 @@ class LookupDrafter:
             text.update(request.tokens)
             text.add_to(self._history)
 
-    def _search(self, request: Request, depth: int, least_value: float) -> LookupTree | None:
+    def _search(self, request: Request, depth: int, least_value: float) -> tuple[TokenTree, Matches] | None:
         """Search continuations of a request's text; None without a match, or if this round's search is skipped."""
         spec, counts, text = request.spec, self._own.get(request.request_id), self._text(request)
         looks_up, owner = spec.allows("lookup", "lookup"), text.owner if spec.allows("suffix", "suffix") else None
@@ -232,7 +226,8 @@ class LookupDrafter:
         min_prob = max(least_value if spec.is_adaptive else 0.0, MIN_PROB)
         if self._compiled is not None:
             own_counts = None if counts is None else counts.address
-            return self._compiled.search(*text.window_address, depth, own_counts, min_prob, looks_up, owner)
+            found = self._compiled.search(*text.window_address, depth, own_counts, min_prob, looks_up, owner)
+            return None if found is None else (_tree(*found), found[1])
         rates = self._counts.rates(self._prior, PRIOR_TRIALS)
         rates = rates if counts is None else counts.rates(rates, GLOBAL_TRIALS)
         history = self._history if owner is not None and isinstance(self._history, History) else None
@@ -242,17 +237,17 @@ class LookupDrafter:
         """Count trials and hits of the last proposals."""
         self.proposed.commit(requests, paths)
 
-    def count(self, request: Request, tree: LookupTree, path: np.ndarray) -> None:
+    def count(self, request: Request, tree: TokenTree, matches: Matches, path: np.ndarray) -> None:
         """Count trials and hits among the children of every accepted node."""
         if len(path) > 1:
             self._texts[request.request_id].misses = 0
         if (request_counts := self._own.get(request.request_id)) is None:
             request_counts = self._own[request.request_id] = Counts()
         if self._compiled is not None:
-            self._compiled.count(tree, path, request_counts.cells)
+            self._compiled.count(tree.parents, matches, path, request_counts.cells)
             return
         for counts in (self._counts, request_counts):
-            counts.add(*_count(tree, path))
+            counts.add(*_count(tree, matches, path))
 
     def release(self, request: Request) -> None:
         """Release a request's state, after adding its output to the history."""
@@ -266,24 +261,21 @@ class LookupDrafter:
 class LookupProposals:
     """The proposals of one round, which may be counted after the next round was proposed.
 
-    Args:
-        drafter: that proposed them.
-
     Attributes:
-        trees: search results by request id.
+        trees: by request id, with the matches of the nodes.
     """
 
     name = LookupDrafter.name
 
     def __init__(self, drafter: LookupDrafter) -> None:
         self._drafter = drafter
-        self.trees: dict[str, LookupTree] = {}
+        self.trees: dict[str, tuple[TokenTree, Matches]] = {}
 
     def commit(self, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> None:
         """Count trials and hits; arguments as in `Drafter.commit`."""
         for request, path in zip(requests, paths, strict=True):
-            if (tree := self.trees.pop(request.request_id, None)) is not None:
-                self._drafter.count(request, tree, path)
+            if (proposal := self.trees.pop(request.request_id, None)) is not None:
+                self._drafter.count(request, *proposal, path)
 
 
 def _begin(request: Request) -> int:
@@ -291,28 +283,29 @@ def _begin(request: Request) -> int:
     return max(request.num_prompt - PROMPT_TAIL, 0)
 
 
-def _tree(searched: LookupTree) -> TokenTree:
-    """Convert search results to a token tree with the sources "lookup" and "suffix"."""
-    below, from_history = len(searched.tokens) - 1, searched.classes[1, 1:] >= 0
-    if not from_history.any():
-        draws = Draws(searched.parents[1:], np.arange(1, below + 1), np.zeros(below, dtype=np.int64), np.ones(below))
-        tree = TokenTree(searched.tokens, searched.parents, searched.depths, searched.probs, draws, NAMES[:1])
+def _tree(columns: Sequence[np.ndarray], matches: Matches) -> TokenTree:
+    """Build a token tree with the sources "lookup" and "suffix" from what `LookupSearch.search` returns."""
+    names: tuple[str, ...]
+    tokens, parents, depths, probs, values = columns
+    in_text, in_history = matches.classes[:, 1:] >= 0
+    if not in_history.any():
+        below = len(in_text)
+        nodes, sources, names = np.arange(1, below + 1), np.zeros(below, dtype=np.int64), NAMES[:1]
     else:
-        nodes = [1 + np.flatnonzero(proposed) for proposed in (searched.classes[0, 1:] >= 0, from_history)]
-        children, sources = np.concatenate(nodes), np.repeat([0, 1], [len(proposed) for proposed in nodes])
-        draws = Draws(searched.parents[children], children, sources, np.ones(len(children)))
-        tree = TokenTree(searched.tokens, searched.parents, searched.depths, searched.probs, draws, NAMES)
-    return tree.with_values(searched.values)
+        by_source = [1 + np.flatnonzero(proposed) for proposed in (in_text, in_history)]
+        nodes, sources, names = np.concatenate(by_source), np.repeat([0, 1], [len(drawn) for drawn in by_source]), NAMES
+    draws = nodes, sources, np.ones(len(nodes))
+    return TokenTree(tokens, parents, depths, probs, *draws, names).with_values(values)
 
 
-def _count(tree: LookupTree, path: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _count(tree: TokenTree, matches: Matches, path: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return trials and hits among the children of the path's nodes; [CLASSES, MAX_MATCH + 1] each."""
     on_path = np.zeros(len(tree.tokens), dtype=bool)
     on_path[path] = True
     tested = 1 + np.flatnonzero(on_path[tree.parents[1:]])
 
     def cells(nodes: np.ndarray) -> np.ndarray:
-        classes, lengths = tree.classes[:, nodes].ravel(), tree.lengths[:, nodes].ravel()
+        classes, lengths = (column[:, nodes].ravel() for column in matches)
         flat = (classes * (MAX_MATCH + 1) + lengths)[classes >= 0]
         return np.bincount(flat, minlength=CLASSES * (MAX_MATCH + 1)).reshape(CLASSES, MAX_MATCH + 1)
 
@@ -341,7 +334,7 @@ class _Candidate:
     """A node of a tree under construction.
 
     Attributes:
-        classes, lengths: as in `LookupTree`, in the text and in the history.
+        classes, lengths: as in `Matches`, in the text and in the history.
         votes: number of matches in the history that continue with this node.
     """
 
@@ -363,7 +356,7 @@ def search(
     looks_up: bool = True,
     history: History | None = None,
     owner: int = 0,
-) -> LookupTree | None:
+) -> tuple[TokenTree, Matches] | None:
     """Build the tree of the best matches' continuations. Reference implementation of `LookupSearch.search`.
 
     Args:
@@ -376,7 +369,7 @@ def search(
         owner: whose texts in the history are skipped.
 
     Returns:
-        The tree, or None if nothing matches or the best first token is less probable than `min_prob`.
+        The tree and its nodes' matches; None without a match, or if no first token has the probability `min_prob`.
     """
     text, table = tokens.tolist(), rates.tolist()
     continuations: list[tuple[list[int], int, bool]] = []  # tokens, length of the match, whether from the history
@@ -416,15 +409,16 @@ def search(
     index = np.argsort(order)
     parents, ranked = index[[candidate.parent for candidate in candidates]], [candidates[node] for node in order]
     parents[0] = -1
-    return LookupTree(
-        tokens=np.array([candidate.token for candidate in ranked]),
-        parents=parents[order],
-        depths=np.array([candidate.depth for candidate in ranked]),
-        classes=np.array([candidate.classes for candidate in ranked]).T,
-        lengths=np.array([candidate.lengths for candidate in ranked]).T,
-        probs=np.array([candidate.prob for candidate in ranked]),
-        values=values[order],
+    columns = (
+        np.array([candidate.token for candidate in ranked]),
+        parents[order],
+        np.array([candidate.depth for candidate in ranked]),
+        np.array([candidate.prob for candidate in ranked]),
+        values[order],
     )
+    classes = np.array([candidate.classes for candidate in ranked]).T
+    matches = Matches(classes, np.array([candidate.lengths for candidate in ranked]).T)
+    return _tree(columns, matches), matches
 
 
 def _estimate_probs(candidates: list[_Candidate], first: int, rates: list[list[float]]) -> None:

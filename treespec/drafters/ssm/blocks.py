@@ -33,15 +33,7 @@ class Block(NamedTuple):
         tokens: np.ndarray,
         paths: Sequence[Sequence[int]],
     ) -> Rows:
-        """Return the scores of the nodes of one depth.
-
-        Args:
-            model: the draft.
-            request: of the tree.
-            depth: of the nodes.
-            tokens: int64, of the nodes.
-            paths: by node, its path from the root (exclusive), for a restriction.
-        """
+        """Return the scores of the nodes of one depth: int64 `tokens`, with their paths for a restriction."""
         count = len(tokens)
         if self.rows is None or request.restriction is not None:
             hidden = self.hidden[depth].expand(count, -1)
@@ -67,10 +59,7 @@ def score_blocks(
 ) -> list[Block]:
     """Run a block draft's pass at the roots of some requests, after reading the tokens before them.
 
-    Args:
-        model, cache, pool: the draft, the engine's cache, and the draft's pool.
-        chains: by request, the positions to read, the root's last.
-        plain: score without the requests' temperature and noise.
+    Each chain ends with the root's position. `plain` scores are without the requests' temperature and noise.
     """
     block, slices = model.block, []
     hidden = model.forward_block(unread_of(model, cache, chains), pool)

@@ -11,26 +11,16 @@ from treespec.tree import TokenTree
 
 
 class CapturedSsms:
-    """The host's part of drafting in captured rounds: what the SSMs have read, and how they are weighed.
-
-    Args:
-        ssms: the group.
-    """
+    """The host's part of drafting in captured rounds: what the SSMs have read, and how they are weighed."""
 
     def __init__(self, ssms: SsmDrafter):
         self.ssms = ssms
 
     def catch_up(self, requests: Sequence[Request], width: int) -> bool:
-        """Read the tokens that the SSMs missed, before a round.
+        """Read the tokens that the SSMs missed, before a round that reads the last `width` tokens itself.
 
-        With a draft head, the round does not read the first token, at whose position a head has no row.
-
-        Args:
-            requests: of the round.
-            width: number of last tokens that the round reads itself.
-
-        Returns:
-            Whether any SSM missed more than `width` tokens.
+        With a draft head, the round does not read the first token, at whose position a head has no row. Return whether
+        any SSM missed more tokens.
         """
         caught_up = True
         for request in requests:
@@ -86,7 +76,7 @@ class CapturedSsms:
         """
         state, end = self.ssms.state(request), len(request.tokens)
         state.valid[state.active] = state.captured.read_to = end
-        state.slot_of_node, state.accepted, state.seed_tree = None, None, seed_tree
+        state.slots, state.accepted, state.seed_tree = None, None, seed_tree
         return partial(self._score, request, state.active, end - probs.shape[1], probs)
 
     def _score(self, request: Request, ssms: Sequence[int], first: int, probs: np.ndarray) -> None:

@@ -20,9 +20,6 @@ class CatchUpPolicy:
 
     An SSM must have read a request's tokens to draft for it or to be compared. The leading SSM always reads them.
     Another one does if its expected advantage saves more time in the rest of the request than reading takes.
-
-    Args:
-        num_ssms: number of SSMs.
     """
 
     def __init__(self, num_ssms: int):
@@ -48,11 +45,7 @@ class CatchUpPolicy:
     def readers(self, state: SsmState, allowed: Sequence[int], context_len: int, time_left: float) -> list[int]:
         """Return the SSMs that read their missed tokens of a request now; one that is not selected reads more rarely.
 
-        Args:
-            state: of the request.
-            allowed: SSMs that may draft for it.
-            context_len: number of its committed tokens.
-            time_left: as in `DraftPlan`.
+        `time_left` is that of `DraftPlan`.
         """
         leader, readers = self.leader(state, allowed), []
         affordable = SAVED_PER_NAT * self._advantage * time_left

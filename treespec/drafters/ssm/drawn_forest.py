@@ -12,7 +12,7 @@ import numpy as np
 
 from treespec.drafters.ssm.forest import Frontier, SsmProbs, TreeLimits
 from treespec.request import Request
-from treespec.tree import Draws, TokenTree
+from treespec.tree import TokenTree
 from treespec.verification.oracle import RandomOracle
 from treespec_kernels.tree.growth_limits import FRONTIER, MAX_EXPANDED
 
@@ -63,7 +63,7 @@ class _Tree:
         self.tokens, self.parents, self.depths = [int(seed_tree.tokens[0])], [-1], [0]
         self.probs, self.values = [1.0], [1.0]
         self.child: dict[tuple[int, int], int] = {}
-        self.draws: list[tuple[int, int, int, float, int, tuple[int, ...]]] = []
+        self.draws: list[tuple[int, int, float, int, tuple[int, ...]]] = []  # by column of `TokenTree`
         self.distributions: list[np.ndarray] = []
         self.scored: list[_Node] = []
         self.slot_of_node: dict[int, int] = {}
@@ -100,7 +100,7 @@ class _Tree:
             if ssm not in node.rows:
                 node.rows[ssm] = len(self.distributions)
                 self.distributions.append(node.distributions[ssm])
-            self.draws.append((node.index, child, ssm, float(distribution[token]) / mass, node.rows[ssm], excluded))
+            self.draws.append((child, ssm, float(distribution[token]) / mass, node.rows[ssm], excluded))
             node.drawn.append((ssm, token))
             node.remaining -= share if new else 0.0
             node.repeats = 0 if new else node.repeats + 1
@@ -155,48 +155,35 @@ class _Tree:
             ):
                 open_nodes.remove(node)
 
-    def finish(self, names: Sequence[str]) -> tuple[TokenTree, np.ndarray]:
-        """Add the seeds as deterministic draws, after the random ones, and build the tree.
-
-        Args:
-            names: of the SSMs.
-
-        Returns:
-            The tree, and int64 [num_nodes], each node's draft slot (-1 if it was not scored).
-        """
+    def finish(self, names: Sequence[str]) -> TokenTree:
+        """Add the seeds as deterministic draws, after the random ones, and build the tree; `names` are the SSMs'."""
         names, seed_tree = tuple(names), self.seed_tree
         sources = names + tuple(name for name in seed_tree.source_names if name not in names)
         node_of_seed = {0: 0}
-        draws = seed_tree.draws
-        for parent, child, source in zip(
-            draws.parents.tolist(), draws.children.tolist(), draws.sources.tolist(), strict=True
-        ):
-            above, token = node_of_seed.get(parent), int(seed_tree.tokens[child])
+        for child, source in zip(seed_tree.draw_nodes.tolist(), seed_tree.draw_sources.tolist(), strict=True):
+            above, token = node_of_seed.get(int(seed_tree.parents[child])), int(seed_tree.tokens[child])
             if above is None or (self.limit.branching and (above, token) not in self.child):
                 continue
             prob = float(seed_tree.probs[child])
             node = node_of_seed[child] = self._child(above, token, prob, prob * self.values[above])
-            self.draws.append((above, node, sources.index(seed_tree.source_names[source]), 1.0, -1, ()))
-        parents, children, drawn_by, probs, rows, excluded = zip(*self.draws, strict=True) if self.draws else [()] * 6
+            self.draws.append((node, sources.index(seed_tree.source_names[source]), 1.0, -1, ()))
+        nodes, drawn_by, probs, rows, excluded = zip(*self.draws, strict=True) if self.draws else [()] * 5
         slots = np.full(len(self.tokens), -1)
         slots[list(self.slot_of_node)] = list(self.slot_of_node.values())
-        tree = TokenTree(
+        return TokenTree(
             np.array(self.tokens),
             np.array(self.parents),
             np.array(self.depths),
             np.array(self.probs),
-            Draws(
-                np.array(parents, dtype=np.int64),
-                np.array(children, dtype=np.int64),
-                np.array(drawn_by, dtype=np.int64),
-                np.array(probs, dtype=float),
-                np.array(rows, dtype=np.int64),
-                tuple(excluded),
-            ),
+            np.array(nodes, dtype=np.int64),
+            np.array(drawn_by, dtype=np.int64),
+            np.array(probs, dtype=float),
             sources,
+            np.array(rows, dtype=np.int64),
+            tuple(excluded),
             tuple(self.distributions),
+            slots,
         )
-        return tree, slots
 
 
 class DrawnForest:
@@ -205,7 +192,7 @@ class DrawnForest:
     Args:
         requests: whose trees to grow, with `SpecConfig.draws`.
         seed_trees: by request, nodes proposed by other sources, which must not depend on the draws.
-        limits, oracles: by request.
+        limits: by request.
         adaptive: by request, whether only draws that pay are made; otherwise, draws are added in the end until the tree
             has its full number of nodes.
         least_value: minimum value of a draw that pays.
@@ -220,13 +207,13 @@ class DrawnForest:
         requests: Sequence[Request],
         seed_trees: Sequence[TokenTree],
         limits: Sequence[TreeLimits],
-        oracles: Sequence[RandomOracle],
         adaptive: Sequence[bool],
         least_value: float,
     ):
         # With a fixed number of nodes n, about n draws have a value above 1 / n.
         min_values = [least_value if pays else 1 / s.nodes for s, pays in zip(limits, adaptive, strict=True)]
         modes, fills = [request.spec.draws for request in requests], [not pays for pays in adaptive]
+        oracles = [sampler.draft_oracle for request in requests if (sampler := request.sampler) is not None]
         rows = zip(seed_trees, limits, oracles, modes, min_values, fills, strict=True)
         self._trees = [_Tree(*row) for row in rows]
         self.depth = 0
@@ -241,15 +228,7 @@ class DrawnForest:
         return Frontier(index, tokens, owners, seeds, above, np.array([t.values[n] for t, _, n in rows]))
 
     def extend(self, ssm_probs: Sequence[SsmProbs], weights: Sequence[np.ndarray]) -> np.ndarray:
-        """Draw the children of the frontier, and select the next frontier.
-
-        Args:
-            ssm_probs: of the SSMs that scored the frontier. Rows that are not finite are ignored.
-            weights: by request, the SSMs' mixture weights, float64 [num_ssms].
-
-        Returns:
-            bool [frontier rows], True where an SSM's distribution is not finite.
-        """
+        """Draw the children of the frontier, and select the next frontier; otherwise as `Forest.extend`."""
         scored = self.frontier
         by_row: list[dict[int, np.ndarray]] = [{} for _ in scored.nodes]
         broken = np.zeros(len(scored.nodes), dtype=bool)
@@ -313,15 +292,8 @@ class DrawnForest:
         """Return the probability that each tree's newest level is reached: float64 [num_trees]. Ignores `least`."""
         return self._level_mass
 
-    def finish(self, names: Sequence[str]) -> list[tuple[TokenTree, np.ndarray]]:
-        """Fill up the trees and build them.
-
-        Args:
-            names: of the SSMs.
-
-        Returns:
-            By request, the tree and each node's draft slot, -1 if it was not scored.
-        """
+    def finish(self, names: Sequence[str]) -> list[TokenTree]:
+        """Fill up the trees and build them; `names` are the SSMs'."""
         for tree in self._trees:
             if tree.fills and not tree.limit.branching:
                 tree.fill()

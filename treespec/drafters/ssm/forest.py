@@ -11,18 +11,57 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain
-from typing import NamedTuple
+from itertools import accumulate, chain, pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from treespec.drafters.evidence import SeedEvidence
-from treespec.tree import Draws, TokenTree, join_seed_tree
+from treespec.tree import TokenTree, join_seed_tree
 from treespec_kernels.cpu.cpu_library import address_of
 from treespec_kernels.cpu.growth_cpu import NO_PAGE, STRUCTS, CallPasses, ScoredRows, packed
 from treespec_kernels.tree.growth_limits import CHILDREN, FRONTIER, SEEDS, frontier_width, level_widths
 from treespec_kernels.tree.level_rule import LevelRule
-from treespec_kernels.tree.tree_levels import Frontier, Level
+
+
+class Level(NamedTuple):
+    """Nodes of one depth, ordered by tree and parent."""
+
+    tokens: np.ndarray  # int64 [size]
+    parents: np.ndarray  # int64 [size], as `Frontier.nodes`; owners and seeds likewise
+    owners: np.ndarray
+    seeds: np.ndarray
+    probs: np.ndarray  # float32 [size], probability after the parent
+    values: np.ndarray  # float32 [size], product of probabilities along the path
+    proposed: np.ndarray  # bool [size, num_ssms], whether each SSM proposed the node
+    draft_probs: np.ndarray  # float32 [size, num_ssms], each SSM's probability of the node
+
+    def select(self, nodes: np.ndarray | slice) -> "Level":
+        """Return some of the nodes."""
+        return Level(*(column[nodes] for column in self))
+
+
+class Frontier(NamedTuple):
+    """Nodes to score, grouped by tree; [num_rows] each, int64 except values."""
+
+    nodes: np.ndarray  # indices over all levels of all trees
+    tokens: np.ndarray  # tokens of the nodes
+    owners: np.ndarray  # index of the tree
+    seeds: np.ndarray  # index of the node among the seeds, or -1
+    above: np.ndarray  # slot of the parent in its tree
+    values: np.ndarray  # float32, product of probabilities along the path
+
+    def select(self, rows: np.ndarray | slice) -> "Frontier":
+        """Return some of the nodes."""
+        return Frontier(*(column[rows] for column in self))
+
+    def slices(self) -> dict[int, slice]:
+        """Return the slice of rows of each tree that has any, by tree index."""
+        if len(self.owners) and self.owners[0] == self.owners[-1]:
+            return {int(self.owners[0]): slice(0, len(self.owners))}
+        starts = [0, *(np.flatnonzero(self.owners[1:] != self.owners[:-1]) + 1).tolist()]
+        bounds = pairwise([*starts, len(self.owners)])
+        return {owner: slice(*bound) for owner, bound in zip(self.owners[starts].tolist(), bounds, strict=True)}
 
 
 class SsmProbs(NamedTuple):
@@ -39,37 +78,6 @@ class SsmProbs(NamedTuple):
     rows: np.ndarray
     probs: np.ndarray
     tokens: np.ndarray | None = None
-
-
-class _SeedNodes:
-    """The seed trees of a batch, concatenated: node i of tree t has index `first[t] + i`.
-
-    Attributes:
-        children: int64 [num_nodes + 1, width], children of each node, padded with -1. The last row is empty, so that
-            index -1 (no seed) has no children.
-        ratios: float32 [num_nodes], evidence ratios.
-    """
-
-    def __init__(self, trees: Sequence[TokenTree], evidence: SeedEvidence):
-        sizes = [len(tree) for tree in trees]
-        self.trees, self.first = trees, np.array([0, *accumulate(sizes)])
-        self.tokens = np.concatenate([tree.tokens for tree in trees])
-        self.probs = np.concatenate([tree.probs for tree in trees]).astype(np.float32)
-        if len(self.tokens) == len(trees):  # only roots, as in most rounds
-            self.ratios, self.width = np.ones(len(trees), dtype=np.float32), 1
-            self.children = np.full((len(trees) + 1, 1), -1)
-            return
-        self.ratios = evidence.ratios(self.probs)
-        parents = np.concatenate([tree.parents for tree in trees])
-        shift = np.repeat(self.first[:-1], sizes)
-        below = np.flatnonzero(parents >= 0)
-        parents = parents + shift  # invalid for roots
-        order = below[np.argsort(parents[below], kind="stable")]
-        above = parents[order]
-        rank = np.arange(len(order)) - np.searchsorted(above, above)
-        self.width = int(rank.max(initial=0)) + 1
-        self.children = np.full((len(parents) + 1, self.width), -1)
-        self.children[above, rank] = order
 
 
 @dataclass(frozen=True)
@@ -107,6 +115,12 @@ class Forest(ABC):
     Attributes:
         frontier: nodes to score next.
         slots: by tree and level, indices of the expanded nodes, in slot order.
+        seed_trees: by request, the seeds that are used. Seed i of tree t is number `first_seeds[t] + i` of all seeds,
+            whose columns follow.
+        seed_tokens: int64 [num_seeds].
+        seed_probs, seed_ratios: float32 [num_seeds], probabilities and evidence ratios.
+        seed_children: int64 [num_seeds + 1, width], numbers of each seed's children, padded with -1. The last row is
+            empty, so that number -1 (no seed) has no children.
     """
 
     def __init__(
@@ -122,17 +136,37 @@ class Forest(ABC):
         self.limits, self.num_ssms = limits, num_ssms
         self.max_children, self.max_frontier = max_children, max_frontier
         pairs = zip(seed_trees, limits, strict=True)
-        used = [tree.best(1 + SEEDS) if limit.max_depth else tree for tree, limit in pairs]
-        self.seeds = _SeedNodes(used, evidence)
-        roots, trees, one = self.seeds.first[:-1], np.arange(count), np.ones(count, dtype=np.float32)
+        self.seed_trees = [tree.best(1 + SEEDS) if limit.max_depth else tree for tree, limit in pairs]
+        self._join_seeds(evidence)
+        roots, trees, one = self.first_seeds[:-1], np.arange(count), np.ones(count, dtype=np.float32)
         proposed = np.zeros((count, num_ssms), dtype=bool)
-        tokens = self.seeds.tokens[roots]
+        tokens = self.seed_tokens[roots]
         draft_probs = np.zeros((count, num_ssms), dtype=np.float32)
         self._levels = [Level(tokens, np.full(count, -1), trees, roots, one, one, proposed, draft_probs)]
         self._size, self._level_nodes = count, [count]
         self.slots: list[list[np.ndarray]] = [[] for _ in seed_trees]
         self.frontier = Frontier(trees, tokens, trees, roots, np.full(count, -1), one)
         self.stop(np.array([not limit.max_depth for limit in limits]))
+
+    def _join_seeds(self, evidence: SeedEvidence) -> None:
+        """Concatenate the columns of the seed trees."""
+        trees, sizes = self.seed_trees, [len(tree) for tree in self.seed_trees]
+        self.first_seeds = np.array([0, *accumulate(sizes)])
+        self.seed_tokens = np.concatenate([tree.tokens for tree in trees])
+        self.seed_probs = np.concatenate([tree.probs for tree in trees]).astype(np.float32)
+        if len(self.seed_tokens) == len(trees):  # only roots, as in most rounds
+            self.seed_ratios = np.ones(len(trees), dtype=np.float32)
+            self.seed_children = np.full((len(trees) + 1, 1), -1)
+            return
+        self.seed_ratios = evidence.ratios(self.seed_probs)
+        parents = np.concatenate([tree.parents for tree in trees])
+        below = np.flatnonzero(parents >= 0)
+        parents = parents + np.repeat(self.first_seeds[:-1], sizes)  # invalid for roots
+        order = below[np.argsort(parents[below], kind="stable")]
+        above = parents[order]
+        rank = np.arange(len(order)) - np.searchsorted(above, above)
+        self.seed_children = np.full((len(parents) + 1, int(rank.max(initial=0)) + 1), -1)
+        self.seed_children[above, rank] = order
 
     @property
     def depth(self) -> int:
@@ -177,9 +211,9 @@ class Forest(ABC):
 
         This is the probability that its frontier is reached and that the next token is not among the seeds.
         """
-        frontier, seeds = self.frontier, self.seeds
-        below = seeds.children[frontier.seeds]
-        covered = np.cumsum(seeds.probs[below] * (below >= 0), axis=1)[:, -1]  # unlike `sum`, in order
+        frontier = self.frontier
+        below = self.seed_children[frontier.seeds]
+        covered = np.cumsum(self.seed_probs[below] * (below >= 0), axis=1)[:, -1]  # unlike `sum`, in order
         values = frontier.values * np.maximum(1 - covered, 0.0)
         return np.bincount(frontier.owners, values, minlength=len(self.limits))
 
@@ -192,74 +226,53 @@ class Forest(ABC):
         counted = (level.values >= np.float32(least)) & (level.seeds < 0)
         return np.bincount(level.owners[counted], level.values[counted], minlength=len(self.limits))
 
-    def finish(self, names: Sequence[str]) -> list[tuple[TokenTree, np.ndarray]]:
-        """Build the trees, including seeds that were not reached.
-
-        Args:
-            names: of the SSMs.
-
-        Returns:
-            By request, the tree and each node's draft slot, -1 if it was not expanded.
-        """
+    def finish(self, names: Sequence[str]) -> list[TokenTree]:
+        """Build the trees, including seeds that were not reached; `names` are the SSMs'."""
         joined = Level(*(np.concatenate(columns) for columns in zip(*self._levels, strict=True)))
         depths = np.repeat(np.arange(len(self._level_nodes)), self._level_nodes)
         return [self._finish(owner, joined, depths, names) for owner in range(len(self.limits))]
 
-    def _finish(
-        self, owner: int, nodes: Level, depths: np.ndarray, names: Sequence[str]
-    ) -> tuple[TokenTree, np.ndarray]:
+    def _finish(self, owner: int, nodes: Level, depths: np.ndarray, names: Sequence[str]) -> TokenTree:
         """Build one tree from all levels of all trees."""
         expanded = np.concatenate(self.slots[owner]) if self.slots[owner] else np.empty(0, dtype=np.int64)
         if len(self.limits) > 1:
             of_tree = np.flatnonzero(nodes.owners == owner)
             nodes, depths, expanded = nodes.select(of_tree), depths[of_tree], np.searchsorted(of_tree, expanded)
             nodes.parents[1:] = np.searchsorted(of_tree, nodes.parents[1:])
-        count = len(nodes.tokens)
-        slot_of_node = np.full(count, -1)
-        slot_of_node[expanded] = np.arange(len(expanded))
-        children, sources = np.nonzero(nodes.proposed)
-        draft_probs = nodes.draft_probs[children, sources].astype(np.float64)
-        draws = Draws(nodes.parents[children], children, sources, draft_probs)
+        slots = np.full(len(nodes.tokens), -1)
+        slots[expanded] = np.arange(len(expanded))
+        drawn, sources = np.nonzero(nodes.proposed)
+        draws = drawn, sources, nodes.draft_probs[drawn, sources].astype(np.float64)
         probs = nodes.probs.astype(np.float64)
-        tree = TokenTree(nodes.tokens, nodes.parents, depths, probs, draws, tuple(names))
+        tree = TokenTree(nodes.tokens, nodes.parents, depths, probs, *draws, tuple(names), slots=slots)
         tree.with_values(nodes.values.astype(np.float64))
-        seed_tree = self.seeds.trees[owner]
-        if len(seed_tree) > 1:
-            complete = not self.limits[owner].branching or not self.slots[owner]
-            tree = join_seed_tree(tree, seed_tree, nodes.seeds - self.seeds.first[owner], complete)
-            slot_of_node = np.concatenate([slot_of_node, np.full(len(tree) - count, -1)])
-        return tree, slot_of_node
+        seed_tree = self.seed_trees[owner]
+        if len(seed_tree) == 1:
+            return tree
+        complete = not self.limits[owner].branching or not self.slots[owner]
+        return join_seed_tree(tree, seed_tree, nodes.seeds - self.first_seeds[owner], complete)
 
 
 class CompiledForest(Forest):
     """`Forest` with compiled growth; bit-identical.
 
     Args:
-        library: from `growth_library`; the other arguments are those of `Forest`.
+        arguments, sizes: those of `Forest`.
+        library: from `growth_library`.
     """
 
-    def __init__(
-        self,
-        seed_trees: Sequence[TokenTree],
-        limits: Sequence[TreeLimits],
-        num_ssms: int,
-        evidence: SeedEvidence,
-        library: ctypes.CDLL,
-        max_children: int = CHILDREN,
-        max_frontier: int = FRONTIER,
-    ):
-        super().__init__(seed_trees, limits, num_ssms, evidence, max_children, max_frontier)
+    def __init__(self, *arguments: Any, library: ctypes.CDLL, **sizes: Any):
+        super().__init__(*arguments, **sizes)
+        limits = self.limits
         count, nodes, ends = len(limits), [max(limit.nodes, 1) for limit in limits], [s.end_tokens for s in limits]
         starts, slots, values = [*accumulate(map(len, ends), initial=0)], [0] * count, [1] * count  # counts of them
         depths = [limit.max_depth for limit in limits]
         ints, addresses = packed(depths, nodes, [*chain(*ends)], starts, slots, values)
         floats = np.zeros((1 + max(nodes), count), dtype=np.float32)  # least value, and best values [num_trees, nodes]
         floats[1:].reshape(count, -1)[:, 0] = 1.0
-        seeds = self.seeds
-        seed_tokens = seeds.tokens.astype(np.int64)
-        self._library, self._held = library, (ints, floats, seed_tokens)
+        self._library, self._held = library, (ints, floats)
         self._growth = STRUCTS["Growth"](
-            num_ssms=num_ssms,
+            num_ssms=self.num_ssms,
             most_nodes=max(nodes),
             max_depths=addresses[0],
             nodes=addresses[1],
@@ -269,12 +282,12 @@ class CompiledForest(Forest):
             num_values=addresses[5],
             least=(least := address_of(floats, np.float32)),
             best=least + 4 * count,
-            seed_width=seeds.width,
-            seed_children=address_of(seeds.children),
-            seed_tokens=address_of(seed_tokens),
-            seed_probs=address_of(seeds.probs, np.float32),
-            seed_ratios=address_of(seeds.ratios, np.float32),
-            max_seeds=max_children,
+            seed_width=self.seed_children.shape[1],
+            seed_children=address_of(self.seed_children),
+            seed_tokens=address_of(self.seed_tokens),
+            seed_probs=address_of(self.seed_probs, np.float32),
+            seed_ratios=address_of(self.seed_ratios, np.float32),
+            max_seeds=self.max_children,
         )
         self._grown: Frontier | None = None  # the frontier of which the library has the addresses
         self._weights: Sequence[np.ndarray] | None = None
@@ -306,7 +319,7 @@ class CompiledForest(Forest):
         if frontier is not self._grown:
             self._set_rows(address_of(column) for column in frontier[:5])
             g.row_values = address_of(frontier.values, np.float32)
-        room = rows * (len(ssm_probs) * g.children + self.seeds.width)
+        room = rows * (len(ssm_probs) * g.children + self.seed_children.shape[1])
         level, expanded, broken = self._begin(rows, room, room)
         count = self._library.treespec_grow(ctypes.byref(g))
         self._set_rows((g.next_nodes, g.next_tokens, g.next_owners, g.next_seeds, g.next_above))
@@ -319,11 +332,7 @@ class CompiledForest(Forest):
     ) -> ScoredRows:
         """Run the SSMs' passes and extend the trees from their roots by all levels, in one call.
 
-        Args:
-            passes: the SSMs' passes over these trees.
-            weights: as in `extend`.
-            rule: ends adaptive trees early.
-            adaptive: by tree; empty if no tree is adaptive.
+        `adaptive`, by tree, says where `rule` may end growth early; it is empty if no tree is adaptive.
         """
         roots, g, num_levels = self.frontier, self._growth, max(limit.max_depth for limit in self.limits)
         level, expanded, broken = self._begin(len(roots.nodes), *self.room)
@@ -383,7 +392,7 @@ class CompiledForest(Forest):
             widths = level_widths(limit.max_depth, limit.branching, self.max_frontier)
             expanded += sum(widths)
             nodes += sum(widths) * (
-                max(limit.branching) if limit.branching else self.num_ssms * widest + self.seeds.width
+                max(limit.branching) if limit.branching else self.num_ssms * widest + self.seed_children.shape[1]
             )
         return nodes, expanded
 

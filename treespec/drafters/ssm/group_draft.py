@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from treespec_kernels.cpu.growth_cpu import DraftInputs
 from treespec_kernels.tree.level_rule import LevelRule
 
 CATCH_UP_CHUNK = 256  # maximum committed tokens of a request per catch-up pass
+Model = TypeVar("Model", bound=GroupModel)
 
 
 @dataclass
@@ -65,7 +67,7 @@ class GrowingTrees:
         # The bonus token may be an expanded node with valid K/V, but the root is always scored again.
         return request, min(int(self.states[tree].valid[ssm]), request.context_len), request.context_len + 1
 
-    def end_drafts(self, drafts: Sequence["GroupDraft"]) -> None:
+    def end_drafts(self, drafts: Sequence["GroupDraft[Any]"]) -> None:
         """Leave the drafts that predict no deeper than the frontier out of the weights."""
         depth = self.forest.depth
         if depth and any(draft.max_depth == depth for draft in drafts):
@@ -73,7 +75,7 @@ class GrowingTrees:
             remaining = [state.weights * scores for state in self.states]
             self.weights = [weights / max(float(weights.sum()), 1e-9) for weights in remaining]
 
-    def score(self, drafts: Sequence["GroupDraft"]) -> list[SsmProbs]:
+    def score(self, drafts: Sequence["GroupDraft[Any]"]) -> list[SsmProbs]:
         """Score the frontier with each active draft; a root, in the same pass as the tokens that it missed."""
         frontier, depth, results = self.forest.frontier, self.forest.depth, list[SsmProbs]()
         slices_of_trees = frontier.slices()
@@ -89,7 +91,7 @@ class GrowingTrees:
         return results
 
 
-class GroupDraft(ABC):
+class GroupDraft(ABC, Generic[Model]):
     """A draft of the group.
 
     Args:
@@ -102,9 +104,9 @@ class GroupDraft(ABC):
         pool: K/V of the draft.
     """
 
-    def __init__(self, ssm: int, model: GroupModel, cache: KVCache, is_compared: bool):
-        self.ssm, self.cache, self.pool, self.is_compared = ssm, cache, cache.pools[1 + ssm], is_compared
-        self.max_depth = model.max_depth
+    def __init__(self, ssm: int, model: Model, cache: KVCache, is_compared: bool):
+        self.ssm, self.cache, self.pool = ssm, cache, cache.pools[1 + ssm]
+        self.model, self.is_compared, self.max_depth = model, is_compared, model.max_depth
 
     def scores_at(self, depth: int) -> bool:
         """Return whether the draft predicts the tokens below nodes of this depth."""
@@ -112,14 +114,9 @@ class GroupDraft(ABC):
 
     @abstractmethod
     def read(self, chains: Sequence[Chain], counts: Sequence[int]) -> Rows | None:
-        """Compute the K/V of committed positions.
+        """Compute the K/V of committed positions, and return scores after the last `counts[i]` tokens of each chain.
 
-        Args:
-            chains: positions of some requests.
-            counts: by chain, after how many of its last tokens to score the next one.
-
-        Returns:
-            These scores; None if the draft is not scored on tokens that it reads.
+        None if the draft is not scored on tokens that it reads.
         """
 
     @abstractmethod
@@ -128,31 +125,18 @@ class GroupDraft(ABC):
 
     @abstractmethod
     def score_level(self, trees: GrowingTrees, slices: dict[int, slice], paths: Sequence[Sequence[int]]) -> SsmProbs:
-        """Score the nodes of the frontier.
-
-        Args:
-            trees: the trees.
-            slices: slice of the frontier of each tree that the draft scores.
-            paths: by frontier row, if a request has a restriction.
-        """
+        """Score the frontier's nodes in these slices of trees; `paths` are by row, if there is a restriction."""
 
     @abstractmethod
     def call_inputs(self, chains: Sequence[Chain], trees: Sequence[int], num_trees: int) -> DraftInputs:
-        """Return what the compiled call that grows all levels needs of this draft.
+        """Return what the compiled call that grows all levels needs of this draft, which drafts for `trees`.
 
-        Args:
-            chains: of the trees that it drafts for, from the first unread position to the root's (exclusive).
-            trees: their indices.
-            num_trees: number of all trees.
+        Their chains lead from the first unread position to the root's (exclusive).
         """
 
 
-class StepDraft(GroupDraft):
+class StepDraft(GroupDraft[StepModel]):
     """An SSM or a draft head, which scores the nodes of every level in a pass."""
-
-    def __init__(self, ssm: int, model: StepModel, cache: KVCache, is_compared: bool):
-        super().__init__(ssm, model, cache, is_compared)
-        self.model = model
 
     def read(self, chains: Sequence[Chain], counts: Sequence[int]) -> Rows:
         ends = np.cumsum([stop - start for _, start, stop in chains])
@@ -219,12 +203,8 @@ class StepDraft(GroupDraft):
         return DraftInputs(self.model.features_of(torch.cat(states)))
 
 
-class OnePassDraft(GroupDraft):
+class OnePassDraft(GroupDraft[BlockDraft]):
     """A block draft, whose pass at the root predicts the tokens of several depths."""
-
-    def __init__(self, ssm: int, model: BlockDraft, cache: KVCache, is_compared: bool):
-        super().__init__(ssm, model, cache, is_compared)
-        self.model = model
 
     def read(self, chains: Sequence[Chain], counts: Sequence[int]) -> None:
         unread = unread_of(self.model, self.cache, [(request, start, stop + 1) for request, start, stop in chains])
@@ -264,7 +244,7 @@ class OnePassDraft(GroupDraft):
         return DraftInputs(block_probs=block_probs)
 
 
-def group_draft(ssm: int, model: GroupModel, cache: KVCache, is_compared: bool) -> GroupDraft:
+def group_draft(ssm: int, model: GroupModel, cache: KVCache, is_compared: bool) -> GroupDraft[Any]:
     """Return a model as a draft of the group; arguments as of `GroupDraft`."""
     if isinstance(model, BlockDraft):
         return OnePassDraft(ssm, model, cache, is_compared)

@@ -23,14 +23,7 @@ from treespec_kernels.tree.level_rule import LevelRule
 def levels_for(
     models: Sequence[GroupModel], active: Collection[int], cache: KVCache, requests: Sequence[Request]
 ) -> "PlannedLevels | CompiledLevels":
-    """Create the levels of these requests' trees, which consist of their roots only.
-
-    Args:
-        models: all SSMs of the group.
-        active: indices of the SSMs that draft.
-        cache: the engine's.
-        requests: of the trees.
-    """
+    """Create the levels of these requests' trees, which consist of their roots only, for the `active` SSMs."""
     stepwise = [ssm for ssm in active if models[ssm].block is None]
     compiled = {ssm: decoder for ssm in stepwise if not models[ssm].offset and (decoder := models[ssm].compiled)}
     if compiled and len(compiled) == len(stepwise):
@@ -42,10 +35,6 @@ class PlannedLevels:
     """Levels for any decoder, through `Decoder.plan`.
 
     SSMs with equal plan keys share a plan, because planning takes a tenth of a pass.
-
-    Args:
-        models, cache: all SSMs of the group, and the engine's cache.
-        requests: of the trees.
     """
 
     def __init__(self, models: Sequence[GroupModel], cache: KVCache, requests: Sequence[Request]):
@@ -65,12 +54,7 @@ class PlannedLevels:
         self._row_owners = frontier.owners
 
     def plan(self, ssm: int, rows: np.ndarray) -> Pass:
-        """Lay out an SSM's pass over some rows of the newest level.
-
-        Args:
-            ssm: index of the SSM.
-            rows: int64, ascending; all or none of a tree's rows.
-        """
+        """Lay out an SSM's pass over some rows of the newest level: int64, ascending; all or none of a tree's rows."""
         owners = np.unique(self._row_owners[rows]).tolist()
         key = self._models[ssm].plan_key, tuple(owners)
         if key not in self._plans:
@@ -80,12 +64,7 @@ class PlannedLevels:
 
 
 class CompiledLevels:
-    """`PlannedLevels` for compiled passes, without `RequestRows`: a row's path is its parent's path plus its own slot.
-
-    Args:
-        models: by index, the SSMs that draft.
-        requests: of the trees.
-    """
+    """`PlannedLevels` for compiled passes, without `RequestRows`: a row's path is its parent's and its own slot."""
 
     def __init__(self, models: Mapping[int, CompiledPasses], requests: Sequence[Request]):
         self._models = models
@@ -116,24 +95,14 @@ class CompiledLevels:
 
 
 class DraftModelCache:
-    """Entry points of compiled SSMs, kept between rounds.
-
-    Args:
-        models: all SSMs of the group.
-        cache: the engine's; pool i + 1 belongs to SSM i.
-    """
+    """Entry points of compiled SSMs, kept between rounds."""
 
     def __init__(self, models: Sequence[GroupModel], cache: KVCache):
         self._models, self._cache = models, cache
         self._found: dict[tuple[int, ...], DraftModels] = {}
 
     def get(self, ssms: tuple[int, ...], num_positions: int) -> DraftModels | None:
-        """Return SSMs for passes at positions below `num_positions`; None if any lacks entry points.
-
-        Args:
-            ssms: indices of the SSMs, ascending.
-            num_positions: number of positions that their rotations must cover.
-        """
+        """Return these SSMs for passes at positions below `num_positions`; None if any lacks entry points."""
         num_positions += max(self._models[ssm].config.short_context for ssm in ssms)  # now in rows of the rotations
         if ssms not in self._found or self._found[ssms].num_positions < num_positions:
             models = [self._models[ssm] for ssm in ssms]
@@ -156,16 +125,9 @@ def stop_unprofitable(
     rule: LevelRule,
     last_open_mass: np.ndarray,
 ) -> np.ndarray:
-    """Stop adaptive trees whose next level does not pay.
+    """Stop adaptive trees whose next level does not pay; return the current open mass of all, float64 [num_trees].
 
-    Args:
-        forest: the trees.
-        adaptive: bool [num_trees], whether `rule` chooses the tree's depth.
-        rule: decides whether another level pays.
-        last_open_mass: float64 [num_trees], the open mass before the newest level.
-
-    Returns:
-        float64 [num_trees], the current open mass.
+    `last_open_mass` is the open mass before the newest level.
     """
     growing = np.unique(forest.frontier.owners)
     growing = growing[adaptive[growing]]

@@ -9,12 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from treespec.drafters.evidence import SeedEvidence
-from treespec.drafters.ssm.forest import Forest, SsmProbs, TreeLimits
-from treespec.tree import TokenTree
+from treespec.drafters.ssm.forest import Forest, Frontier, Level, SsmProbs
 from treespec_kernels.sampling.logit_transforms import topk_rows
-from treespec_kernels.tree.growth_limits import CHILDREN, FRONTIER, frontier_width
-from treespec_kernels.tree.tree_levels import Frontier, Level
+from treespec_kernels.tree.growth_limits import frontier_width
 from treespec_kernels.tree.tree_merge import merge_children
 
 _ZERO, _NOT_PROPOSED = np.float32(0), np.float32(np.nan)
@@ -23,34 +20,18 @@ _ZERO, _NOT_PROPOSED = np.float32(0), np.float32(np.nan)
 class ReferenceForest(Forest):
     """`Forest` with growth in numpy."""
 
-    def __init__(
-        self,
-        seed_trees: Sequence[TokenTree],
-        limits: Sequence[TreeLimits],
-        num_ssms: int,
-        evidence: SeedEvidence,
-        max_children: int = CHILDREN,
-        max_frontier: int = FRONTIER,
-    ):
-        super().__init__(seed_trees, limits, num_ssms, evidence, max_children, max_frontier)
-        self._num_slots = np.zeros(len(limits), dtype=np.int64)
-        self._min_values = np.zeros(len(limits), dtype=np.float32)  # by tree, minimum value of its best `nodes` so far
-        one = np.ones(1, dtype=np.float32)
-        self._values: list[list[np.ndarray]] = [[one] for _ in limits]  # by tree and level
-
     def extend(self, ssm_probs: Sequence[SsmProbs], weights: Sequence[np.ndarray]) -> np.ndarray:
         frontier, levels, frontiers = self.frontier, list[Level](), list[Frontier]()
         proposals, broken = self._proposals(ssm_probs)
         mixture = np.array(weights, dtype=np.float32)
         for owner, part in frontier.slices().items():
             rows, level = self._children(owner, part, proposals, mixture[owner])
-            kept = self._kept(owner, rows, level)
+            least = self._least_value(owner, level)
+            kept = self._kept(owner, rows, level, least)
             rows, level = rows[kept], level.select(kept)
-            slots = self._num_slots[owner] + rows - part.start  # the rows take the next slots of their tree
-            self._num_slots[owner] += part.stop - part.start
+            slots = sum(map(len, self.slots[owner])) + rows - part.start  # the rows take the next slots of their tree
             self.slots[owner].append(frontier.nodes[part])
-            self._values[owner].append(level.values)
-            best = self._expanded(owner, level)
+            best = self._expanded(owner, level, least)
             columns = level.tokens, level.owners, level.seeds, slots, level.values
             frontiers.append(Frontier(self._size + best, *(column[best] for column in columns)))
             self._size += len(rows)
@@ -79,13 +60,13 @@ class ReferenceForest(Forest):
         self, owner: int, part: slice, proposals: Sequence[dict[int, dict[int, np.float32]]], weights: np.ndarray
     ) -> tuple[np.ndarray, Level]:
         """Merge the proposals of SSMs and seeds below one tree's part of the frontier; return rows and nodes."""
-        frontier, seeds, nodes, draft_probs = self.frontier, self.seeds, list[Any](), list[list[np.float32]]()
+        frontier, nodes, draft_probs = self.frontier, list[Any](), list[list[np.float32]]()
         for row in range(part.start, part.stop):
             probs_of = proposals[row]
             shares = [{token: weights[ssm] * prob for token, prob in probs.items()} for ssm, probs in probs_of.items()]
-            children = seeds.children[frontier.seeds[row]]
-            below = {int(seeds.tokens[seed]): seed for seed in children[children >= 0].tolist()}
-            merged = merge_children(shares, below, self.max_children, seeds.probs, seeds.ratios)
+            children = self.seed_children[frontier.seeds[row]]
+            below = {int(self.seed_tokens[seed]): seed for seed in children[children >= 0].tolist()}
+            merged = merge_children(shares, below, self.max_children, self.seed_probs, self.seed_ratios)
             for token, (prob, seed) in merged.items():
                 nodes.append((row, token, frontier.nodes[row], seed, prob, frontier.values[row] * prob))
                 draft_probs.append([probs_of.get(ssm, {}).get(token, _NOT_PROPOSED) for ssm in range(self.num_ssms)])
@@ -96,29 +77,26 @@ class ReferenceForest(Forest):
         by_ssm = np.where(proposed, by_ssm, _ZERO)
         return rows, Level(tokens, parents, owners, seed_nodes, probs, values, proposed, by_ssm)
 
-    def _kept(self, owner: int, rows: np.ndarray, level: Level) -> np.ndarray:
-        """Return which new nodes of one tree are kept: bool [num_nodes].
+    def _least_value(self, owner: int, level: Level) -> np.float32:
+        """Return the least value of one tree's best `nodes` nodes, its newest level included; 0 if it has fewer."""
+        values = np.concatenate([*(nodes.values[nodes.owners == owner] for nodes in self._levels), level.values])
+        most = self.limits[owner].nodes
+        return np.partition(values, -most)[-most] if len(values) > most else _ZERO
+
+    def _kept(self, owner: int, rows: np.ndarray, level: Level, least: np.float32) -> np.ndarray:
+        """Return which new nodes of one tree are kept, bool [num_nodes]; `rows` are the frontier rows of their parents.
 
         Static branching keeps a fixed number of children per node, otherwise nodes that may be among the tree's best.
-
-        Args:
-            owner: index of the tree.
-            rows: int64 [num_nodes], ascending, frontier rows of the parents.
-            level: the nodes.
         """
         limit, values = self.limits[owner], level.values
         if limit.branching:
             ranks = np.empty(len(rows), dtype=np.int64)
             ranks[np.lexsort((-values, rows))] = np.arange(len(rows)) - np.searchsorted(rows, rows)
             return ranks < self.children_at(owner)
-        all_values = np.concatenate([*self._values[owner], values])
-        if len(all_values) <= limit.nodes:
-            return np.ones(len(rows), dtype=bool)
-        self._min_values[owner] = np.partition(all_values, -limit.nodes)[-limit.nodes]
         # Seeds are always kept: `finish` adds missing seeds with their own probability, a different value.
-        return (values >= self._min_values[owner]) | (level.seeds >= 0)
+        return (values >= least) | (level.seeds >= 0)
 
-    def _expanded(self, owner: int, level: Level) -> np.ndarray:
+    def _expanded(self, owner: int, level: Level, least: np.float32) -> np.ndarray:
         """Select the nodes to expand next among one tree's newest nodes; indices, best first without branching."""
         limit, depth, values = self.limits[owner], self.depth + 1, level.values
         if depth >= limit.max_depth:
@@ -126,7 +104,7 @@ class ReferenceForest(Forest):
         growable = ~np.isin(level.tokens, limit.end_tokens)
         if limit.branching:
             return np.flatnonzero(growable)
-        growable &= (values > 0) & (values >= self._min_values[owner])
+        growable &= (values > 0) & (values >= least)
         order = np.argsort(-values, kind="stable")
         return order[growable[order]][: frontier_width(depth, self.max_frontier)]
 

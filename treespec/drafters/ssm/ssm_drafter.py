@@ -10,6 +10,7 @@ after a commit only one or two tokens have to be caught up. Inactive SSMs read t
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +29,6 @@ from treespec.planning.draft_plan import Drafted, DraftPlan
 from treespec.request import Request
 from treespec.tree import TokenTree
 from treespec.trust import WINDOW, Trust
-from treespec.verification.oracle import RandomOracle
 from treespec_kernels.cpu.growth_cpu import CallPasses, DraftInputs, DraftSampling, TreePlaces
 from treespec_kernels.tree.level_rule import LevelRule
 
@@ -56,7 +56,7 @@ class SsmDrafter:
         self.evidence = SeedEvidence()
         self.drafted = Drafted()
         self._states: dict[str, SsmState] = {}
-        self._evicted: dict[str, tuple[Trust, RandomOracle | None]] = {}  # what lasts, of preempted requests
+        self._evicted: dict[str, Trust] = {}  # of preempted requests
         self._catch_up_policy = CatchUpPolicy(len(models))
         self._by_sources: dict[Sequence[str] | None, list[int]] = {}
         self._draft_models = DraftModelCache(models, cache)
@@ -103,25 +103,17 @@ class SsmDrafter:
             ]
             forest: Forest | DrawnForest
             if kind:
-                oracles = [self._oracle(request) for request in of_kind]
-                forest = DrawnForest(of_kind, seeds, limits, oracles, adaptive, rule.least_value)
+                forest = DrawnForest(of_kind, seeds, limits, adaptive, rule.least_value)
             elif (library := self.models[0].growth) is None:
                 forest = ReferenceForest(seeds, limits, len(self.models), self.evidence)
             else:
-                forest = CompiledForest(seeds, limits, len(self.models), self.evidence, library)
+                forest = CompiledForest(seeds, limits, len(self.models), self.evidence, library=library)
             self._grow(GrowingTrees(of_kind, states, forest, adaptive, rule.select(group), self.drafted))
             self.drafted.levels += forest.depth
-            for i, state, (tree, slot_of_node) in zip(group, states, forest.finish(self.names), strict=True):
-                state.slot_of_node, state.seed_tree = (slot_of_node, seed_trees[i]) if drafting[i] else (None, None)
+            for i, state, tree in zip(group, states, forest.finish(self.names), strict=True):
+                state.slots, state.seed_tree = (tree.slots, seed_trees[i]) if drafting[i] else (None, None)
                 trees[i] = tree
         return trees
-
-    def _oracle(self, request: Request) -> RandomOracle:
-        """Return the randomness of a request's draws."""
-        if (state := self.state(request)).oracle is None:
-            assert request.sampler is not None
-            state.oracle = RandomOracle(request.sampler.draft_generator())
-        return state.oracle
 
     def _grow(self, trees: GrowingTrees) -> None:
         """Score and extend trees, in one compiled call if possible, else level by level."""
@@ -251,19 +243,14 @@ class SsmDrafter:
             state.valid = np.maximum(state.valid, request.num_prompt - 1)
 
     def commit(self, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> None:
-        """Keep the K/V of accepted nodes.
-
-        Args:
-            requests: of the round.
-            paths: by request, accepted nodes of the proposed tree, root first.
-        """
+        """Keep the K/V of accepted nodes."""
         moves: list[tuple[SsmState, Request, np.ndarray]] = []
         for request, path in zip(requests, paths, strict=True):
             state = self._states.get(request.request_id)
-            if state is not None and state.slot_of_node is not None:
-                kept = state.slot_of_node[path]
+            if state is not None and state.slots is not None:
+                kept = state.slots[path]
                 kept = kept[np.logical_and.accumulate(kept >= 0)]  # up to the first node that was not expanded
-                state.slot_of_node, state.accepted = None, (request.context_len, kept)
+                state.slots, state.accepted = None, (request.context_len, kept)
                 moves.append((state, request, kept))
         for ssm, model in enumerate(self.models):
             moves_of_ssm = [(s, r, kept[: model.kept_nodes]) for s, r, kept in moves if ssm in s.active]
@@ -294,7 +281,7 @@ class SsmDrafter:
     def evict(self, request: Request) -> None:
         """Release what depends on a preempted request's pages."""
         if (state := self._states.pop(request.request_id, None)) is not None:
-            self._evicted[request.request_id] = state.trust, state.oracle
+            self._evicted[request.request_id] = state.trust
 
     def assume_context(self, request: Request) -> None:
         """Mark the K/V of all committed positions as computed, for measurements that repeat an uncommitted round."""
@@ -319,9 +306,8 @@ class SsmDrafter:
         if request.request_id not in self._states:
             count, first = len(self.models), np.array([model.offset for model in self.models])
             valid = np.maximum(first, request.draft_lengths)
-            trust, oracle = self._evicted.pop(request.request_id, (Trust(count), None))
-            state = SsmState(trust, valid, np.full(count, MIN_LAG), np.zeros(count), oracle=oracle)
-            self._states[request.request_id] = state
+            trust = self._evicted.pop(request.request_id, None) or Trust(count)
+            self._states[request.request_id] = SsmState(trust, valid, np.full(count, MIN_LAG), np.zeros(count))
             self._catch_up_policy.begin_request()
         return self._states[request.request_id]
 
@@ -371,7 +357,7 @@ class SsmDrafter:
             probs = state.token_probs(ssm, kept[: len(following)], following)
             state.trust.observe(ssm, root + 1, probs)
 
-    def read(self, draft: GroupDraft, requests: Sequence[Request]) -> None:
+    def read(self, draft: GroupDraft[Any], requests: Sequence[Request]) -> None:
         """Compute a draft's K/V of all committed positions of these requests, and score it on the tokens read."""
         began, ssm = time.perf_counter(), draft.ssm
         while behind := [r for r in requests if self.state(r).valid[ssm] < r.context_len]:

@@ -11,7 +11,6 @@ from treespec.drafters.ssm.blocks import Block
 from treespec.drafters.ssm.scoring import Rows
 from treespec.tree import TokenTree
 from treespec.trust import Trust
-from treespec.verification.oracle import RandomOracle
 from treespec_kernels.attention.tree_batch import RequestRows
 
 
@@ -23,9 +22,7 @@ def open_mass(seed_tree: TokenTree) -> float:
 def grown_masks(masks: np.ndarray, above: np.ndarray) -> np.ndarray:
     """Return the ancestor mask of a tree's slots after a new level: bool [slots + new, slots + new].
 
-    Args:
-        masks: bool [slots, slots], the mask before it.
-        above: int64 [new], the slot of each new node's parent.
+    `masks` is the mask before it, and `above`, int64 [new], the slot of each new node's parent.
     """
     first, count = len(masks), len(above)
     grown = np.zeros((first + count, first + count), dtype=bool)
@@ -67,9 +64,8 @@ class SsmState:
         active: SSMs that draft in this round, ascending.
         scores: by active SSM, the scores of the slots in order, in one or more parts.
         blocks: by active block draft, its predictions below the root.
-        slot_of_node: int64 [num_nodes], slots of the proposed tree's nodes, -1 if not expanded; None without a tree.
+        slots: of the proposed tree's nodes, see `TokenTree`; None without a tree.
         seed_tree: the seeds that the tree was grown over; None without a tree.
-        oracle: randomness of draws.
         captured: what only captured rounds need.
         accepted: (position of the root, slots of the accepted path), until the SSMs are scored on the path.
     """
@@ -81,9 +77,8 @@ class SsmState:
     active: list[int] = field(default_factory=list)
     scores: dict[int, list[Rows]] = field(default_factory=dict)
     blocks: dict[int, Block] = field(default_factory=dict)
-    slot_of_node: np.ndarray | None = None
+    slots: np.ndarray | None = None
     seed_tree: TokenTree | None = None
-    oracle: RandomOracle | None = None
     accepted: tuple[int, np.ndarray] | None = None
     captured: CapturedState = field(default_factory=CapturedState)
 
@@ -92,14 +87,9 @@ class SsmState:
         self.scores, self.blocks = {ssm: [] for ssm in self.active}, {}
 
     def token_probs(self, ssm: int, slots: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
-        """Return an SSM's probability of one token after each of some slots, without temperature and noise.
+        """Return an active SSM's probability of one token after each of some slots, without temperature and noise.
 
-        The result, [len(slots)], ends before the first slot that the SSM did not score.
-
-        Args:
-            ssm: an active SSM.
-            slots: int64, ascending.
-            tokens: by slot.
+        The slots are int64, ascending. The result, [len(slots)], ends before the first slot that the SSM did not score.
         """
         scores = self.scores[ssm]
         slots = slots[: np.searchsorted(slots, sum(len(part.probs) for part in scores))]
@@ -116,9 +106,7 @@ class SsmState:
 def outputs_of(scores: Sequence[Rows], slots: np.ndarray) -> Tensor:
     """Return what a draft head passes on from some slots to their children, [len(slots), hidden_size].
 
-    Args:
-        parts: scores of all slots in order.
-        slots: int64.
+    `scores` are those of all slots in order.
     """
     outputs = torch.cat([part.outputs for part in scores if part.outputs is not None])
     return outputs[torch.from_numpy(slots).to(outputs.device)]

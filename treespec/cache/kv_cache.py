@@ -145,12 +145,9 @@ class KVCache:
         return pages_for(num_slots) - int(np.count_nonzero(self._holders[shared])) <= self.num_free
 
     def reserve(self, request_id: str, num_slots: int, shared: np.ndarray = NO_PAGES) -> np.ndarray:
-        """Allocate a request's pages, int64 [pages_for(num_slots)]; contiguous if such a run is free.
+        """Allocate a holder's pages, int64 [pages_for(num_slots)]; contiguous if such a run is free.
 
-        Args:
-            request_id: the holder.
-            num_slots: required slots.
-            shared: int64, pages of another holder or of `prefixes`, used read-only as the first pages.
+        `shared` pages, of another holder or of `prefixes`, are used read-only as the first ones.
         """
         assert request_id not in self._held, f"{request_id} holds pages already"
         assert self.prefixes is not None or self._holders[shared].all(), "a shared page has no holder"
@@ -234,22 +231,14 @@ class KVCache:
         self.pools[pool][:, :, page.to(device), :, offset.to(device)] = 0
 
     def write_features(self, rows: Sequence[RequestRows], states: Tensor) -> None:
-        """Write hidden states to the slots of the rows of a target pass.
-
-        Args:
-            rows: by request.
-            states: [num_rows, number of layers, hidden_size].
-        """
+        """Write hidden states [num_rows, number of layers, hidden_size] to the slots of the rows of a target pass."""
         slots = zip(*(request_rows.slots for request_rows in rows), strict=True)
         page, offset = (torch.from_numpy(np.concatenate(column)).to(self.pools[-1].device) for column in slots)
         store_features(self.pools[-1], page, offset, states)
 
     def read_features(self, pages: np.ndarray, first: int, last: int) -> Tensor:
-        """Return the features of the committed positions first .. last - 1: [positions, number of layers, hidden_size].
-
-        Args:
-            pages: of the request.
-            first, last: positions, below the root's.
+        """Return the features of a request's committed positions first .. last - 1, below the root's:
+        [positions, number of layers, hidden_size].
         """
         logical, device = np.arange(first, last), self.pools[-1].device
         page, offset = torch.from_numpy(pages[logical // PAGE_SIZE]), torch.from_numpy(logical % PAGE_SIZE)

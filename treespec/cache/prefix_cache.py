@@ -22,12 +22,7 @@ class Prefix(NamedTuple):
 
 
 def page_keys(tokens: Sequence[int], salt: bytes = b"") -> list[bytes]:
-    """Return a key for each full page of tokens: a hash of all tokens up to its end.
-
-    Args:
-        tokens: from position 0.
-        salt: what else the K/V depends on.
-    """
+    """Return a key for each full page of tokens from position 0 on: a hash of `salt` and the tokens up to its end."""
     keys, key = list[bytes](), salt
     whole = np.array(tokens[: len(tokens) // PAGE_SIZE * PAGE_SIZE], dtype=np.int64)
     for page in whole.reshape(-1, PAGE_SIZE):
@@ -37,12 +32,7 @@ def page_keys(tokens: Sequence[int], salt: bytes = b"") -> list[bytes]:
 
 
 class PrefixCache:
-    """Contents of pages of a `KVCache`: of pages that requests hold, and of free pages until they are allocated again.
-
-    Args:
-        num_pages: of the KV cache, the null page included.
-        num_drafts: drafts with a pool in it.
-    """
+    """Contents of a `KVCache`: of pages that requests hold, and of free pages until they are allocated again."""
 
     def __init__(self, num_pages: int, num_drafts: int):
         self._page_of: dict[bytes, int] = {}
@@ -63,12 +53,7 @@ class PrefixCache:
         return Prefix(found, PAGE_SIZE * leading)
 
     def insert(self, keys: Sequence[bytes], pages: np.ndarray, draft_lengths: np.ndarray) -> None:
-        """Enter a request's leading pages; of pages with equal contents, the first one stays.
-
-        Args:
-            keys, pages: by page.
-            draft_lengths: as in `Prefix`.
-        """
+        """Enter a request's leading pages with their keys; of pages with equal contents, the first one stays."""
         for i, (key, page) in enumerate(zip(keys, pages.tolist(), strict=True)):
             page = self._page_of.setdefault(key, page)
             if page not in self._key_of:

@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from treespec.request import Request
@@ -93,17 +93,9 @@ class Stats:
         """
         drafted = self.nodes_verified - self.target_passes
         length = self.generated_tokens / self.target_passes if self.target_passes else 0.0
+        counters = {field.name: getattr(self, field.name) for field in fields(self) if field.type is int}
         return {
-            "requests": self.requests,
-            "failed_requests": self.failed_requests,
-            "rounds": self.rounds,
-            "num_preemptions": self.num_preemptions,
-            "target_passes": self.target_passes,
-            "prefill_tokens": self.prefill_tokens,
-            "cached_tokens": self.cached_tokens,
-            "generated_tokens": self.generated_tokens,
-            "accepted_tokens": self.accepted_tokens,
-            "nodes_verified": self.nodes_verified,
+            **counters,
             "acceptance_length": length,
             "avg_tokens_per_round": length,
             "acceptance_rate": self.accepted_tokens / drafted if drafted else 0.0,

@@ -1,6 +1,7 @@
 """Draft passes of captured rounds: over the tokens that the last round emitted, and over a frontier."""
 
-from typing import NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,9 +35,15 @@ class FeaturePool(NamedTuple):
         return load_features(self.pool, slots // PAGE_SIZE, slots % PAGE_SIZE)
 
 
-class DraftPasses(Protocol):
+class DraftPasses(ABC):
     """Passes of a stack of drafts, which return hidden states for its `logits`."""
 
+    def __init__(self, stack: ModelStack, inputs: RoundInputs):
+        self._inputs = inputs
+        self._chain = StackPasses(stack, inputs, inputs.limits.width, chain=True)
+        self._level = StackPasses(stack, inputs, FRONTIER, chain=False)
+
+    @abstractmethod
     def read(self, tokens: Tensor, first: Tensor, depths: Tensor) -> Tensor:
         """Read the tokens emitted in the last round, up to the roots; returns [G * B * (D + 1), hidden_size].
 
@@ -46,6 +53,7 @@ class DraftPasses(Protocol):
             depths: int32 [B, D + 1], index of each token; -1 for padding.
         """
 
+    @abstractmethod
     def score(self, forest: DeviceForest) -> Tensor:
         """Score the frontier; returns [G * B * FRONTIER, hidden_size]."""
 
@@ -55,18 +63,8 @@ def num_tree_slots(max_depth: int) -> int:
     return 1 + (max_depth - 1) * FRONTIER
 
 
-class SsmPasses:
-    """Passes of a stack of SSMs.
-
-    Args:
-        stack: the SSMs.
-        inputs: the round's inputs.
-    """
-
-    def __init__(self, stack: ModelStack, inputs: RoundInputs):
-        self._inputs = inputs
-        self._chain = StackPasses(stack, inputs, inputs.limits.width, chain=True)
-        self._level = StackPasses(stack, inputs, FRONTIER, chain=False)
+class SsmPasses(DraftPasses):
+    """Passes of a stack of SSMs."""
 
     def read(self, tokens: Tensor, first: Tensor, depths: Tensor) -> Tensor:
         return self._chain.hidden(tokens, first, depths)
@@ -76,24 +74,17 @@ class SsmPasses:
         return self._level.hidden(forest.frontier_tokens, self._inputs["context_lens"], *placed)
 
 
-class HeadPasses:
+class HeadPasses(DraftPasses):
     """Passes of a draft head, whose rows also read the feature of the token before theirs (see `FeatureHead`).
 
     The feature is the target's after a verified token, and the head's own output after a drafted one.
-
-    Args:
-        stack: the head.
-        inputs: the round's inputs.
-        features: the target's hidden states.
     """
 
     def __init__(self, stack: HeadStack, inputs: RoundInputs, features: FeaturePool):
-        self._stack, self._inputs, self._features = stack, inputs, features
-        b, limits, slots = inputs.num_requests, inputs.limits, num_tree_slots(inputs.limits.max_depth)
-        self._chain = StackPasses(stack, inputs, limits.width, chain=True)
-        self._level = StackPasses(stack, inputs, FRONTIER, chain=False)
+        super().__init__(stack, inputs)
+        self._stack, self._features = stack, features
         # Outputs at the nodes by their slot; those of an empty place in the frontier go to the last one.
-        size = b, slots + 1, stack.head.config.shape.hidden_size
+        size = inputs.num_requests, num_tree_slots(inputs.limits.max_depth) + 1, stack.head.config.shape.hidden_size
         self._outputs = torch.zeros(size, dtype=stack.head.dtype, device=inputs.device)
 
     def read(self, tokens: Tensor, first: Tensor, depths: Tensor) -> Tensor:

@@ -20,12 +20,6 @@ from treespec_kernels.tree.tree_root import tree_root_triton
 class DraftStage:
     """Grows the trees of a batch, level by level.
 
-    Args:
-        inputs: the round's inputs.
-        stacks: the SSMs and draft heads.
-        vocab_size: vocabulary size of all models.
-        features: hidden states of the target; None without draft heads.
-
     Attributes:
         forest: the growing trees.
         read_probs: float32 [num_ssms, B, D], probabilities that each SSM assigned to the tokens it read in this round.
@@ -93,14 +87,9 @@ class DraftStage:
         tree_merge_triton(self.forest, self._tokens, self._probs, *arguments)
 
     def _propose(self, ssms: slice, logits: Tensor, stats: BlockStats | None, rows: int, sampled: bool) -> None:
-        """Store what these SSMs propose at the first `rows` nodes of the frontier.
+        """Store what these SSMs propose at the first `rows` nodes of each request's frontier.
 
-        Args:
-            ssms: indices of the SSMs.
-            logits: [G * B * rows, vocab].
-            stats: block statistics of the logits, if available.
-            rows: number of frontier nodes per request.
-            sampled: whether noise is added to the logits.
+        The logits are [G * B * rows, vocab], with their block statistics if available.
         """
         inputs, groups = self.inputs, ssms.stop - ssms.start
         b = inputs.num_requests

@@ -147,14 +147,7 @@ def _field(memory: Tensor, first: int, dtype: torch.dtype, shape: tuple[int, ...
 
 
 class RoundInputs(DeviceInputs):
-    """The requests of a round as device buffers.
-
-    Args:
-        num_requests: B, the maximum number of requests.
-        num_ssms: number of SSMs.
-        limits: limits of the round.
-        device: device of the buffers.
-    """
+    """The requests of a round as device buffers."""
 
     def __init__(self, num_requests: int, num_ssms: int, limits: RoundLimits, device: torch.device):
         b = num_requests
@@ -192,12 +185,9 @@ class RoundInputs(DeviceInputs):
         self._rng_seeds = self.host["rng_seeds"].view(np.uint64)
 
     def noise(self, temperatures: Tensor, by_row: Callable[[Tensor], Tensor], positions: Tensor) -> RowNoise:
-        """Return the noise of `row_topk_triton`, one entry per row.
+        """Return the noise of `row_topk_triton`, one entry per row; `by_row` expands a field from requests to rows.
 
-        Args:
-            temperatures: float32 [B].
-            by_row: expands a field from requests to rows.
-            positions: int64 [rows], positions of the sampled tokens.
+        Positions are those of the sampled tokens, int64 [rows].
         """
         return RowNoise(by_row(temperatures), by_row(self["rng_seeds"]), by_row(self["samples"]), positions)
 

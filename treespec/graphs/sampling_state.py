@@ -62,12 +62,7 @@ class SamplingState:
         return num_slots * vocab_size * 8
 
     def count(self, slots: Tensor, tokens: Tensor) -> None:
-        """Add tokens to the counts; part of a captured round.
-
-        Args:
-            slots: int32 [B].
-            tokens: int32 [B, n], -1 for none.
-        """
+        """Add tokens, int32 [B, n], -1 for none, to the counts of slots, int32 [B]; part of a captured round."""
         rows = torch.where((tokens >= 0) & (slots >= 0)[:, None], slots[:, None], self.num_slots).long()
         places = (rows * self.vocab_size + tokens.clamp(min=0)).flatten()
         self._all_counts.view(-1).index_add_(0, places, torch.ones_like(places, dtype=torch.int32))

@@ -65,11 +65,7 @@ class ModelStack:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class HeadStack(ModelStack):
-    """A draft head that reads hidden states of the target, as a stack of its own.
-
-    Args:
-        head: the head.
-    """
+    """A draft head that reads hidden states of the target, as a stack of its own."""
 
     head: FeatureHead
 

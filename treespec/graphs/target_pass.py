@@ -74,13 +74,7 @@ class TargetPass:
         return len(self._graphs or ())
 
     def logits(self, requests: Sequence[Request], trees: Sequence[TokenTree], run: Callable[[], Tensor]) -> Tensor:
-        """Return the logits of a pass over all nodes of all requests, [total nodes, vocab].
-
-        Args:
-            requests: requests with pages for their trees.
-            trees: trees whose roots are the requests' last tokens.
-            run: runs the same pass without a graph.
-        """
+        """Return the logits of all nodes of all requests, [total nodes, vocab]; `run` runs the pass without a graph."""
         shape = self._shape_of(requests, trees)
         self.has_captured = False
         if shape is None or not is_on("captured_passes"):

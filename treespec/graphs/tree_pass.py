@@ -13,14 +13,7 @@ from treespec_kernels.linear.lm_head import LmHead
 
 
 class TreePass:
-    """Target pass over trees of at most N nodes in each of B requests; also stores the hidden states that heads read.
-
-    Args:
-        target: the target, a stack of one model.
-        inputs: B, and the requests' context lengths and pages.
-        nodes: N; 1 = plain decoding.
-        features: receives the hidden states; None without draft heads.
-    """
+    """Target pass over trees of at most N nodes in each of B requests; stores the hidden states that heads read."""
 
     def __init__(self, target: ModelStack, inputs: DeviceInputs, nodes: int, features: FeaturePool | None):
         self._target, self._inputs, self._features = target, inputs, features

@@ -105,9 +105,6 @@ class TreeYield:
     All shapes start from the assumption that every node is accepted, so the largest is tried first, which yields an
     estimate for all of them.
 
-    Args:
-        shapes: the shapes to choose from.
-
     Attributes:
         promised: expected accepted tokens before calibration, float64 [max_depth, len(shapes.nodes)].
     """

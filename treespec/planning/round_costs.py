@@ -82,13 +82,7 @@ class CostCurve:
         return np.interp(rows, x, y) + np.maximum(np.asarray(rows) - x[-1], 0) * slope
 
     def draft(self, levels: int, passes: int, request_passes: int) -> float:
-        """Return the seconds of a round's drafting, without reading prompts.
-
-        Args:
-            levels: draft levels.
-            passes: draft passes, one per level and SSM.
-            request_passes: draft passes times the requests in each.
-        """
+        """Return the seconds of a round's drafting, without reading prompts; arguments as in `Drafted`."""
         further = max(request_passes - passes, 0)
         seconds = levels * self.draft_seconds + (passes - levels) * self.ssm_seconds
         return seconds + further * self.draft_request_seconds + (self.draft_start_seconds if levels else 0.0)
@@ -192,10 +186,6 @@ class CostedBatch(NamedTuple):
 class RoundCosts:
     """Modelled seconds of the parts of a round, for the batch set by `begin`.
 
-    Args:
-        curve: the measured curve.
-        learns: whether measured rounds correct it.
-
     Attributes:
         batch: the batch that costs are modelled for.
         draft_scale: measured over modelled seconds of drafting (1 throughout: +10 %).
@@ -260,13 +250,9 @@ class RoundCosts:
         return self.curve.draft(drafted.levels, drafted.passes, drafted.request_passes) * self.draft_scale
 
     def learn(self, seconds: RoundSeconds, rows: int, drafted: Drafted, drafting: bool) -> None:
-        """Update the corrections with a round. Its parts are divided by the slowdown of its target pass.
+        """Update the corrections with a round, in which sources were asked if it was `drafting`.
 
-        Args:
-            seconds: measured seconds.
-            rows: rows of the target pass.
-            drafted: what the SSMs drafted.
-            drafting: whether any source was asked.
+        Its parts are divided by the slowdown of its target pass.
         """
         if not self.learns:
             return

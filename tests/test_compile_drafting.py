@@ -43,7 +43,7 @@ class Recorded(NamedTuple):
     """What the SSMs proposed, behind which tokens; and by round what that took, and how far each was trusted then."""
 
     trees: list[tuple[tuple[int, ...], TokenTree]]
-    rounds: list[tuple[tuple[int, ...], list[dict[str, float]]]]
+    rounds: list[tuple[tuple[int, ...], list[list[float]]]]
 
 
 @contextmanager
@@ -55,7 +55,8 @@ def recorded(llm: LLM) -> Iterator[Recorded]:
     def propose(requests: Any, *args: Any) -> Any:
         proposed = original(requests, *args)
         found.trees.extend((tuple(request.tokens), tree) for request, tree in zip(requests, proposed, strict=True))
-        found.rounds.append((astuple(drafter.drafted)[:4], [drafter.weights(request) for request in requests]))
+        trusted = [drafter.state(request).trust.weights(drafter.allowed(request)).tolist() for request in requests]
+        found.rounds.append((astuple(drafter.drafted)[:4], trusted))
         return proposed
 
     with mock.patch.object(drafter, "propose", propose):
@@ -65,8 +66,8 @@ def recorded(llm: LLM) -> Iterator[Recorded]:
 class NumpyForest(ReferenceForest):
     """Takes what a `CompiledForest` takes."""
 
-    def __init__(self, *parts: Any):
-        super().__init__(*parts[:-1])
+    def __init__(self, *parts: Any, library: Any):
+        super().__init__(*parts)
 
 
 SPECS = {

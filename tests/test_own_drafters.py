@@ -177,16 +177,16 @@ FAULTS: dict[str, tuple[Callable[[str, Sequence[Request]], Any], str]] = {
     "a generator": (proposing(iter), "propose returned list_iterator for 1 requests"),
     "no tree": (proposing(lambda trees: ["x"]), r"proposed str instead of a TokenTree \(TokenTree.root"),
     "lists": (
-        proposing(lambda trees: [TokenTree([1, 2], [-1, 0], [0, 1], [1, 1], None, ())]),
+        proposing(lambda trees: [TokenTree([1, 2], [-1, 0], [0, 1], [1, 1], None, None, None, ())]),
         r"proposed tokens as list instead of int64 \[num_nodes\]; TokenTree.from_parents",
     ),
     "words": (
-        proposing(lambda trees: [TokenTree(np.array(["a"]), *[np.zeros(1)] * 3, None, ())]),
+        proposing(lambda trees: [TokenTree(np.array(["a"]), *[np.zeros(1)] * 3, None, None, None, ())]),
         "tokens as <U1 .* instead",
     ),
     "no draws": (
-        proposing(lambda trees: [replace(tree, draws=None) for tree in trees]),
-        r"returned a malformed tree \(AttributeError: .*; TokenTree.from_parents",
+        proposing(lambda trees: [replace(tree, draw_nodes=None) for tree in trees]),
+        r"returned a malformed tree \(TypeError: .*; TokenTree.from_parents",
     ),
     "writes": (writing, r"propose changed request.tokens, the engine's own list; work on list\(request.tokens\)"),
     "replaces": (replacing, "commit changed request.tokens"),

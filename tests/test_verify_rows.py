@@ -268,8 +268,8 @@ def test_an_error_of_the_target_comes_through(rule: str) -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_the_root_alone(rule: str) -> None:
     world, _ = random_case(3, 64)
-    alone = verify_drawn(rule, TokenTree.root(0), lambda _: world.target[()], RandomOracle(np.random.default_rng(3)))
-    assert alone.path.tolist() == [0] and alone.path.dtype == np.int64
+    path, _ = verify_drawn(rule, TokenTree.root(0), lambda _: world.target[()], RandomOracle(np.random.default_rng(3)))
+    assert path.tolist() == [0] and path.dtype == np.int64
 
 
 # --- chance

@@ -207,10 +207,8 @@ class Engine:
             self.stats.count_draft(result.tree, accepted)
         counts = [len(tokens) for tokens in emitted]
         if execution.planner is not None:
-            requests, trees = (
-                [result.request for result in execution.verified],
-                [result.tree for result in execution.verified],
-            )
+            requests = [result.request for result in execution.verified]
+            trees = [result.tree for result in execution.verified]
             drafted, rows, planned = execution.drafted, execution.rows, execution.planned
             execution.planner.observe(requests, trees, counts, seconds, drafted, rows, planned)
 

@@ -39,13 +39,7 @@ from treespec_kernels.launch.graph_capture import GraphMemory, capture_replay
 
 logger = logging.getLogger("treespec")
 
-_LASTING = (
-    "temperature",
-    "draft_temperature",
-    "rng_seed",
-    "sample",
-    "max_len",
-)  # fields of a request in all its rounds
+_LASTING = "temperature", "draft_temperature", "rng_seed", "sample", "max_len"  # equal in all rounds of a request
 
 
 class _Round(NamedTuple):

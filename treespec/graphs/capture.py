@@ -156,9 +156,8 @@ def planned_bytes(
     needed = MARGIN
     for i, model in enumerate(models):
         shape, spans = model.shape, np.array([min(window or longest, longest) for window in model.windows])
-        segments = int(
-            (SegmentPartition().segment_of(spans) + 1 + (spans < longest)).sum()
-        )  # a window may start inside a segment
+        per_layer = SegmentPartition().segment_of(spans) + 1 + (spans < longest)  # a window may start inside a segment
+        segments = int(per_layer.sum())
         # Twice the captured rows, because the run before a capture, which compiles the kernels, allocates memory of its
         # own.
         captured = 2 * max_num_seqs * (max(limits.width, FRONTIER) if i else limits.nodes[-1])

@@ -95,9 +95,8 @@ class DraftStage:
         b = inputs.num_requests
 
         def by_row(values: Tensor) -> Tensor:
-            return (
-                values[None, :, None].expand(groups, b, rows).reshape(-1).contiguous()
-            )  # a copy, except for one request
+            expanded = values[None, :, None].expand(groups, b, rows)
+            return expanded.reshape(-1).contiguous()  # a copy, except for one request
 
         positions = inputs["context_lens"].long() + 1 + self.forest.level.long()
         options: dict[str, Any] = {"stats": stats}

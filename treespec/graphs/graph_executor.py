@@ -230,12 +230,7 @@ class GraphExecutor(Executor[GraphExecution]):
         execution.proposals.append((lookup.proposed, by_id))
         return seed_trees
 
-    def _input(
-        self,
-        request: Request,
-        plan: DraftPlan,
-        transforms: RequestTransforms | None,
-    ) -> RoundInput:
+    def _input(self, request: Request, plan: DraftPlan, transforms: RequestTransforms | None) -> RoundInput:
         sampler, spec, captured = request.sampler, request.spec, self.ssms
         temperature = sampler.temperature if sampler is not None else 0.0
         weights, new = np.zeros(0), request.tokens[-1:]

@@ -113,11 +113,7 @@ class StackPasses:
         return self._layouts[0].slots
 
     def place(
-        self,
-        context_lens: Tensor,
-        depths: Tensor,
-        row_slots: Tensor | None = None,
-        ancestors: Tensor | None = None,
+        self, context_lens: Tensor, depths: Tensor, row_slots: Tensor | None = None, ancestors: Tensor | None = None
     ) -> TritonPass:
         """Plan a pass over the same rows in every model.
 

@@ -222,9 +222,8 @@ class RoundCosts:
             rows: rows of the target pass.
             drafted: what the SSMs drafted.
         """
-        return (
-            float(self.verify(rows)) + self.draft(drafted) + self.batch.requests * self.host(self._work(rows, drafted))
-        )
+        host = self.batch.requests * self.host(self._work(rows, drafted))
+        return float(self.verify(rows)) + self.draft(drafted) + host
 
     def one_row(self, requests: int) -> float:
         """Return the seconds of a target pass over one row of each of `requests` requests."""

@@ -26,12 +26,7 @@ class Block(NamedTuple):
     rows: Rows | None
 
     def at(
-        self,
-        model: BlockDraft,
-        request: Request,
-        depth: int,
-        tokens: np.ndarray,
-        paths: Sequence[Sequence[int]],
+        self, model: BlockDraft, request: Request, depth: int, tokens: np.ndarray, paths: Sequence[Sequence[int]]
     ) -> Rows:
         """Return the scores of the nodes of one depth: int64 `tokens`, with their paths for a restriction."""
         count = len(tokens)

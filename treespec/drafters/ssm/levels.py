@@ -120,10 +120,7 @@ class DraftModelCache:
 
 
 def stop_unprofitable(
-    forest: Forest | DrawnForest,
-    adaptive: np.ndarray,
-    rule: LevelRule,
-    last_open_mass: np.ndarray,
+    forest: Forest | DrawnForest, adaptive: np.ndarray, rule: LevelRule, last_open_mass: np.ndarray
 ) -> np.ndarray:
     """Stop adaptive trees whose next level does not pay; return the current open mass of all, float64 [num_trees].
 

@@ -295,12 +295,6 @@ class SsmDrafter:
         """Return whether any SSM may draft for a request."""
         return bool(self.allowed(request))
 
-    def weights(self, request: Request) -> dict[str, float]:
-        """Return the mixture weights of a running request by SSM name; sum 1."""
-        allowed = self.allowed(request)
-        trust = self.state(request).trust.weights(allowed)
-        return {self.names[ssm]: float(weight) for ssm, weight in zip(allowed, trust, strict=True)}
-
     def state(self, request: Request) -> SsmState:
         """Return a request's state, a new one at first."""
         if request.request_id not in self._states:

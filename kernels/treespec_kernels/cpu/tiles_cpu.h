@@ -110,11 +110,13 @@ inline const uint16_t* to_tiles(const uint16_t* x, int64_t rows, int64_t inputs,
     memory.resize((row_blocks * blocks + 1) * TILE_SCALARS);
     if (sharing > 1) std::fill(memory.begin(), memory.end(), 0);
     uint16_t* tiled = (uint16_t*)((uintptr_t(memory.data()) + 63) / 64 * 64);
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t b = 0; b < blocks; b++) {
-            const int64_t row = r % TILE_ROWS + b / group % sharing * (TILE_ROWS / sharing);
-            uint16_t* to = tiled + (r / TILE_ROWS * blocks + b) * TILE_SCALARS + row * ROW_SCALARS;
-            std::memcpy(to, x + r * inputs + b * BLOCK, ROW_SCALARS * sizeof *x);
+    uint16_t* tile = tiled;
+    for (int64_t first = 0; first < rows; first += TILE_ROWS)
+        for (int64_t b = 0; b < blocks; b++, tile += TILE_SCALARS) {
+            const int64_t count = std::min(TILE_ROWS, rows - first);
+            uint16_t* to = tile + b / group % sharing * (TILE_SCALARS / sharing);
+            for (int64_t r = 0; r < count; r++)
+                std::memcpy(to + r * ROW_SCALARS, x + (first + r) * inputs + b * BLOCK, ROW_SCALARS * sizeof *x);
         }
     return tiled;
 }

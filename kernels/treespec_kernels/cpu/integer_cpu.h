@@ -43,28 +43,25 @@ const Activations& quantize(const scalar* x, int64_t rows, int64_t inputs, int64
     for (int64_t i = 0; i < count; i++) {
         const scalar* from = x + i * group;
         int8_t* to = result.values.data() + i * group;
-        vec most = {};
-        ivec broken = {};
+        ivec most = {};  // the bits of positive values are ordered like the values, below those of infinity and NaN
         for (int64_t j = 0; j < group; j += LANES) {
-            const vec value = (vec)((uvec)widen(from + j) & 0x7fffffffu);
-            most = value > most ? value : most, broken |= !(value < INFINITY);
+            const ivec bits = (ivec)widen(from + j) & 0x7fffffff;
+            most = bits > most ? bits : most;
         }
-        float size = 0.0f;
-        for (int64_t j = 0; j < LANES; j++) size = std::max(size, most[j]);
-        const bool finite = !any(broken);
+        const float size = as_float(uint32_t(largest_lane(most)));
+        const bool finite = size < INFINITY;
         const float factor = finite && size > 0.0f ? 127.0f / size : 0.0f;
-        ivec sum = {};
+        ivec lanes = {};
         for (int64_t j = 0; j < group; j += LANES) {
             // Adding 1.5 * 2^23 leaves the rounded integer in the low bits. `factor` may be infinite.
             const vec scaled = finite ? widen(from + j) * factor : vec{}, bound = splat(127.0f);
             const vec bounded = scaled > bound ? bound : scaled < -bound ? -bound : scaled == scaled ? scaled : vec{};
             const ivec q = (ivec)(bounded + 12582912.0f) - (ivec)splat(12582912.0f);
             for (int64_t lane = 0; lane < LANES; lane++) to[j + lane] = int8_t(q[lane]);
-            sum += q;
+            lanes += q;
         }
         result.scales[i] = finite ? size / 127.0f : NAN;
-        result.sums[i] = 0;
-        for (int64_t j = 0; j < LANES; j++) result.sums[i] += sum[j];
+        result.sums[i] = sum(lanes);
     }
     return result;
 }

@@ -81,9 +81,11 @@ void finish(const Linear& layer, int64_t panel, const vec (*sums)[VECS], int64_t
             vec y = sums[r][j];
             if (layer.bias) y += load<vec>(layer.bias + column);
             if (then == ROUND) {
+                scalar* p = (scalar*)out + r * layer.outputs + column;
                 scalar rounded[LANES];
                 store(rounded, y);
-                std::memcpy((scalar*)out + r * layer.outputs + column, rounded, width * sizeof(scalar));
+                if (width == LANES) std::memcpy(p, rounded, sizeof rounded);  // not a call, unlike a variable size
+                else std::memcpy(p, rounded, width * sizeof(scalar));
             } else {
                 float* p = (float*)out + r * layer.outputs + column;
                 store(p, then == ADD ? load<vec>(p) + y : y);

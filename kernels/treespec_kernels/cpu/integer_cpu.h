@@ -111,11 +111,10 @@ void multiply_integers(const Linear& layer, int64_t panel, const Activations& x,
     for (int64_t r = 0; r < ROWS; r++) std::memcpy(result[r] + PART * COLUMNS, total[r], sizeof total[r]);
 }
 
-template <int BITS, int ROWS, int... PART>
-void multiply_integers(const Linear& layer, int64_t panel, const Activations& x, int64_t row, void* out, Then then,
-                       std::integer_sequence<int, PART...>) {
+template <int BITS, int ROWS>
+void multiply_integers(const Linear& layer, int64_t panel, const Activations& x, int64_t row, void* out, Then then) {
     vec result[ROWS][VECS];
-    (multiply_integers<BITS, ROWS, PART>(layer, panel, x, row, result), ...);
+    with_all<PARTS>([&](auto part) { multiply_integers<BITS, ROWS, part>(layer, panel, x, row, result); });
     finish(layer, panel, result, ROWS, out, then);
 }
 
@@ -125,10 +124,9 @@ void integer_linear(const Linear& layer, const scalar* x, int64_t rows, void* ou
     parallel(threads, (layer.outputs + PANEL - 1) / PANEL, [&](int64_t panel) {
         in_parts(rows, FEW, [&](int64_t row, int64_t count) {
             with_constant<FEW>(count, [&](auto number) {
-                constexpr auto SEQUENCE = std::make_integer_sequence<int, PARTS>();
                 void* to = (char*)out + row * row_bytes;
-                if (layer.bits == 8) multiply_integers<8, number>(layer, panel, activations, row, to, then, SEQUENCE);
-                else multiply_integers<4, number>(layer, panel, activations, row, to, then, SEQUENCE);
+                if (layer.bits == 8) multiply_integers<8, number>(layer, panel, activations, row, to, then);
+                else multiply_integers<4, number>(layer, panel, activations, row, to, then);
             });
         });
     });

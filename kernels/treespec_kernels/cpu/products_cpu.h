@@ -72,6 +72,14 @@ template <int64_t MOST, class Body> inline void with_constant(int64_t count, Bod
     body(std::integral_constant<int, MOST>());
 }
 
+// Calls body(0), ..., body(N - 1) with constants of the compiler.
+template <int N, class Body> inline __attribute__((always_inline)) void with_all(Body body) {
+    if constexpr (N > 0) {
+        with_all<N - 1>(body);
+        body(std::integral_constant<int, N - 1>());
+    }
+}
+
 // Stores the sums of some rows and one panel.
 void finish(const Linear& layer, int64_t panel, const vec (*sums)[VECS], int64_t rows, void* out, Then then) {
     for (int64_t r = 0; r < rows; r++)

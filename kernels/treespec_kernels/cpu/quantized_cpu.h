@@ -192,17 +192,15 @@ inline void widen_block(const uint8_t* from, uint32_t* to) {
             _mm512_storeu_si512(to + 48, _mm512_permutexvar_epi16(_mm512_srli_epi16(q, 12), table));
         } else
 #endif
-            for (int64_t part = 0; part < PARTS; part++) {
+            with_all<PARTS>([&](auto part) {
                 widened even[COLUMNS], odd[COLUMNS];
-                with_constant<PARTS>(part + 1, [&](auto number) {
-                    unpack<BITS, (number - 1) * COLUMNS>(from, 0, even);
-                    unpack<BITS, (number - 1) * COLUMNS>(from, 1, odd);
-                });
+                unpack<BITS, part * COLUMNS>(from, 0, even);
+                unpack<BITS, part * COLUMNS>(from, 1, odd);
                 for (int64_t j = 0; j < COLUMNS; j++) {
                     const uvec units = (uvec)even[j] >> 16 | high_half((uvec)odd[j]);
                     std::memcpy(to + (part * COLUMNS + j) * LANES, &units, sizeof units);
                 }
-            }
+            });
 #endif
 }
 

@@ -59,14 +59,6 @@ template <int C, int A, int B> inline void tile_multiply() {
 #endif
 }
 
-// Calls body(0), ..., body(N - 1) with constants of the compiler.
-template <int N, class Body> inline __attribute__((always_inline)) void with_all(Body body) {
-    if constexpr (N > 0) {
-        with_all<N - 1>(body);
-        body(std::integral_constant<int, N - 1>());
-    }
-}
-
 // Number of rows from which on tiles are used. In a prototype on Sapphire Rapids, SmolLM2's products of two rows took
 // 8.9 ms in tiles and 9.5 ms by vdpbf16ps; with 4-bit weights, which have to be widened for tiles, 3.6 ms by either.
 constexpr int64_t TILED_ROWS = 2, TILED_ROWS_QUANTIZED = 3;

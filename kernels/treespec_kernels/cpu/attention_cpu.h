@@ -51,28 +51,29 @@ void transpose_keys(const scalar* keys, int64_t count, uint32_t* out, const scal
         }
 }
 
-// Computes scores of QUERIES queries and VECTORS * 16 positions. queries: [QUERIES][UNITS]; out: rows of `stride`
+// Computes scores of QUERIES queries and VECTORS * 16 positions. queries: [QUERIES][HEAD_DIM]; out: rows of `stride`
 // floats.
 template <int QUERIES, int VECTORS>
-void dots(const uint32_t* queries, const uint32_t* keys, float* out, int64_t stride) {
+void dots(const factor* queries, const uint32_t* keys, float* out, int64_t stride) {
     vec acc[QUERIES][VECTORS] = {};
     for (int64_t u = 0; u < UNITS; u++)
         for (int64_t q = 0; q < QUERIES; q++)
             for (int64_t j = 0; j < VECTORS; j++)
-                acc[q][j] = add_products(acc[q][j], load<uvec>(keys + u * PAGE + LANES * j), queries[q * UNITS + u]);
+                acc[q][j] = add_products(acc[q][j], load<uvec>(keys + u * PAGE + LANES * j),
+                                         queries + q * HEAD_DIM + PAIR * u);
     for (int64_t q = 0; q < QUERIES; q++)
         for (int64_t j = 0; j < VECTORS; j++) store(out + q * stride + LANES * j, acc[q][j]);
 }
 
 template <int VECTORS>
-void score(int64_t count, const uint32_t* queries, const uint32_t* keys, float* out, int64_t stride) {
+void score(int64_t count, const factor* queries, const uint32_t* keys, float* out, int64_t stride) {
     constexpr int AT_ONCE = std::min<int64_t>(VECTORS, SCORED);
     for (int64_t j = 0; j < VECTORS; j += AT_ONCE, keys += LANES * AT_ONCE, out += LANES * AT_ONCE) {
         int64_t q = 0;
         for (; q + STACKED <= count; q += STACKED)
-            dots<STACKED, AT_ONCE>(queries + q * UNITS, keys, out + q * stride, stride);
-        for (; q + 2 <= count; q += 2) dots<2, AT_ONCE>(queries + q * UNITS, keys, out + q * stride, stride);
-        for (; q < count; q++) dots<1, AT_ONCE>(queries + q * UNITS, keys, out + q * stride, stride);
+            dots<STACKED, AT_ONCE>(queries + q * HEAD_DIM, keys, out + q * stride, stride);
+        for (; q + 2 <= count; q += 2) dots<2, AT_ONCE>(queries + q * HEAD_DIM, keys, out + q * stride, stride);
+        for (; q < count; q++) dots<1, AT_ONCE>(queries + q * HEAD_DIM, keys, out + q * stride, stride);
     }
 }
 
@@ -85,9 +86,9 @@ inline void pair_up(const scalar* even, const scalar* odd, uint32_t* out) {
     }
 }
 
-// Adds `count` units of weighted values. weights: rows of `stride` units; values: [count][HEAD_DIM].
+// Adds `count` units of weighted values. weights: rows of `stride` factors; values: [count][HEAD_DIM].
 template <int QUERIES>
-void weigh(const uint32_t* weights, int64_t stride, int64_t count, const uint32_t* values, float* sums) {
+void weigh(const factor* weights, int64_t stride, int64_t count, const uint32_t* values, float* sums) {
     for (int64_t first = 0; first < HEAD_DIM; first += LANES * WEIGHED) {
         vec acc[QUERIES][WEIGHED];
         for (int64_t q = 0; q < QUERIES; q++) std::memcpy(acc[q], sums + q * HEAD_DIM + first, sizeof acc[q]);
@@ -95,13 +96,12 @@ void weigh(const uint32_t* weights, int64_t stride, int64_t count, const uint32_
         for (int64_t p = 0; p < count; p++, from += HEAD_DIM)
             for (int64_t q = 0; q < QUERIES; q++)
                 for (int64_t j = 0; j < WEIGHED; j++)
-                    acc[q][j] = add_products(acc[q][j], load<uvec>(from + LANES * j), weights[q * stride + p]);
+                    acc[q][j] = add_products(acc[q][j], load<uvec>(from + LANES * j), weights + q * stride + PAIR * p);
         for (int64_t q = 0; q < QUERIES; q++) std::memcpy(sums + q * HEAD_DIM + first, acc[q], sizeof acc[q]);
     }
 }
 
-void weigh(int64_t queries, const uint32_t* weights, int64_t stride, int64_t count, const uint32_t* values,
-           float* sums) {
+void weigh(int64_t queries, const factor* weights, int64_t stride, int64_t count, const uint32_t* values, float* sums) {
     int64_t q = 0;
     for (; q + MOST <= queries; q += MOST)
         weigh<MOST>(weights + q * stride, stride, count, values, sums + q * HEAD_DIM);
@@ -110,8 +110,8 @@ void weigh(int64_t queries, const uint32_t* weights, int64_t stride, int64_t cou
     for (; q < queries; q++) weigh<1>(weights + q * stride, stride, count, values, sums + q * HEAD_DIM);
 }
 
-// Replaces the scores of positions [begin, length) by weights in the model's dtype, and returns their sum. Other
-// positions of the first page and of the last 16 get weight 0.
+// Replaces the scores of positions [begin, length) by weights, rounded to the model's dtype, and returns their sum.
+// Other positions of the first page and of the last 16 get weight 0.
 float softmax(float* s, int64_t begin, int64_t length, float cap) {
     const int64_t start = begin / PAGE * PAGE, end = (length + 15) / 16 * 16;
     if (cap)
@@ -124,11 +124,10 @@ float softmax(float* s, int64_t begin, int64_t length, float cap) {
         const vec x = load<vec>(s + p);
         best = x > best ? x : best;
     }
-    float most = best[0];
-    for (int64_t i = 1; i < LANES; i++) most = std::max(most, best[i]);
+    const float most = largest_lane(best);
     for (int64_t p = start; p < end; p += LANES) {
-        scalar* out = (scalar*)s + p;
-        store(out, exp(load<vec>(s + p) - most));
+        factor* out = (factor*)s + p;
+        store_factors(out, exp(load<vec>(s + p) - most));
         mass.add(p, widen(out));
     }
     return mass.total();
@@ -162,7 +161,7 @@ std::vector<Scattered> scattered_of(const Batch& batch, int64_t first, int64_t l
 
 struct Memory {  // buffers of a thread
     std::vector<float> scores, totals, masses, found;  // [rows, group, ...]: positions, HEAD_DIM, one, PAGE
-    std::vector<uint32_t> queries;                     // [rows, group, UNITS]
+    std::vector<factor> queries;                       // [rows, group, HEAD_DIM]
     alignas(64) uint32_t keys[UNITS * PAGE], values[PAGE / PAIR * HEAD_DIM];
     alignas(64) scalar gathered[PAGE * HEAD_DIM];
 };
@@ -171,7 +170,7 @@ struct Memory {  // buffers of a thread
 class Attention {
     Memory& memory;
     const Batch& batch;
-    const int64_t first, last, group, page_step, stride, window;
+    const int64_t first, last, group, page_step, stride, weight_stride, window;
     const float cap;
     const scalar *const k, *const v;
 
@@ -189,8 +188,8 @@ class Attention {
     int64_t index_of(int64_t r) const { return (r - first) * group; }
     float* scores_of(int64_t r) const { return memory.scores.data() + index_of(r) * stride; }
     float* totals_of(int64_t r) const { return memory.totals.data() + index_of(r) * HEAD_DIM; }
-    const uint32_t* queries_of(int64_t r) const { return memory.queries.data() + index_of(r) * UNITS; }
-    const uint32_t* weights_of(int64_t r, int64_t p) const { return (const uint32_t*)scores_of(r) + p / PAIR; }
+    const factor* queries_of(int64_t r) const { return memory.queries.data() + index_of(r) * HEAD_DIM; }
+    const factor* weights_of(int64_t r, int64_t p) const { return (const factor*)scores_of(r) + p; }
     int64_t page_of(int64_t r, int64_t start) const { return batch.pages[batch.tables[r] + start / PAGE] * page_step; }
     int64_t place_of(int64_t slot) const { return slot / PAGE * page_step + slot % PAGE * HEAD_DIM; }
     int64_t place_of(int64_t r, int64_t p) const {
@@ -248,10 +247,10 @@ class Attention {
             const int64_t least = std::min(*std::min_element(batch.direct + r, batch.direct + end) - start, PAGE);
             const uint32_t* units = pair_up_page(v + page_of(r, start), most, next_of(r, start, v));
             if (least == most)
-                return weigh((end - r) * group, weights_of(r, start), stride, most / PAIR, units, totals_of(r));
+                return weigh((end - r) * group, weights_of(r, start), weight_stride, most / PAIR, units, totals_of(r));
             for (int64_t i = r; i < end; i++) {
                 const int64_t count = std::min(batch.direct[i] - start, PAGE);
-                weigh(group, weights_of(i, start), stride, count / PAIR, units, totals_of(i));
+                weigh(group, weights_of(i, start), weight_stride, count / PAIR, units, totals_of(i));
             }
         });
     }
@@ -284,7 +283,7 @@ class Attention {
                 std::memcpy(memory.values + i * HEAD_DIM, value, HEAD_DIM * sizeof(scalar));
 #endif
             }
-            weigh(group, weights_of(r, p), stride, (count + PAIR - 1) / PAIR, memory.values, totals_of(r));
+            weigh(group, weights_of(r, p), weight_stride, (count + PAIR - 1) / PAIR, memory.values, totals_of(r));
         }
     }
 
@@ -293,21 +292,22 @@ class Attention {
     Attention(Memory& memory, const Batch& batch, int64_t first, int64_t last, const scalar* k, const scalar* v,
               int64_t kv_heads, int64_t group, int64_t window, float cap)
         : memory(memory), batch(batch), first(first), last(last), group(group), page_step(kv_heads * PAGE * HEAD_DIM),
-          stride((longest(batch, first, last) + PAGE - 1) / PAGE * PAGE), window(window), cap(cap), k(k), v(v) {
+          stride((longest(batch, first, last) + PAGE - 1) / PAGE * PAGE),
+          weight_stride(stride * sizeof(float) / sizeof(factor)), window(window), cap(cap), k(k), v(v) {
         const int64_t queries = index_of(last);
         memory.scores.resize(queries * stride);
         memory.totals.assign(queries * HEAD_DIM, 0.0f);
         memory.masses.resize(queries);
         memory.found.resize(queries * PAGE);
-        memory.queries.resize(queries * UNITS);
+        memory.queries.resize(queries * HEAD_DIM);
     }
 
     // q: scaled queries; the group's heads of row r are at q + r * q_step. out: likewise with out_step.
     void run(const std::vector<Scattered>& scattered, const float* q, int64_t q_step, scalar* out, int64_t out_step) {
         for (int64_t i = 0; i < index_of(last); i++)
             for (int64_t j = 0; j < HEAD_DIM; j += LANES)
-                store((scalar*)(memory.queries.data() + i * UNITS) + j,
-                      load<vec>(q + (first + i / group) * q_step + i % group * HEAD_DIM + j));
+                store_factors(memory.queries.data() + i * HEAD_DIM + j,
+                              load<vec>(q + (first + i / group) * q_step + i % group * HEAD_DIM + j));
         score_pages();
         for (const Scattered& part : scattered) score_scattered(part);
         for (int64_t r = first; r < last; r++)

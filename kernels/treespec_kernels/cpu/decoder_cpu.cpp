@@ -53,16 +53,14 @@ inline uvec high_half(uvec bits) {
 #endif
 }
 
-// Adds the products of 32-bit units of x and y: of one fp32, or of two bf16 in order.
-inline vec add_products(vec acc, uvec x, uint32_t y) {
-    const uvec unit = uvec{} + y;
+// Adds the products of 32-bit units x, of one fp32 or of two bf16 in order, with the factors at y.
+inline vec add_products(vec acc, uvec x, const factor* y) {
 #if !BF16
-    return fma((vec)x, (vec)unit, acc);
+    return fma((vec)x, splat(*y), acc);
 #elif IN_PAIRS
-    return (vec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)x, (__m512bh)unit);
+    return (vec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)x, (__m512bh)_mm512_set1_epi32(load<int32_t>(y)));
 #else
-    acc = fma((vec)(x << 16), (vec)(unit << 16), acc);
-    return fma((vec)(x & 0xffff0000u), (vec)(unit & 0xffff0000u), acc);
+    return fma((vec)(x & 0xffff0000u), splat(y[1]), fma((vec)(x << 16), splat(y[0]), acc));
 #endif
 }
 
@@ -80,6 +78,15 @@ inline void store(uint16_t* p, vec v) {
 #endif
 #endif
     std::memcpy(p, &rounded, sizeof rounded);
+}
+
+// Stores values rounded to the model's dtype, as products read them.
+inline void store_factors(factor* p, vec v) {
+#if BF16 && !IN_PAIRS
+    scalar rounded[LANES];
+    store(rounded, v), v = widen(rounded);
+#endif
+    store(p, v);
 }
 
 }  // namespace
@@ -142,10 +149,21 @@ class Pass {
     static inline thread_local std::vector<scalar> narrow, normed_rows;
     float *x, *y;
     scalar *a, *h;
-    int64_t block;  // rows that are processed together, so that they share the reordering of pages
+    const int64_t block;  // rows that are processed together, so that they share the reordering of pages
     std::vector<std::vector<Scattered>> scattered;  // of each block
 
+    // Returns the size of equal blocks of at most 16 rows, enough for all threads. While the threads have unequal
+    // shares, blocks of 8 rows and more are divided.
+    static int64_t block_of(int64_t rows, int64_t kv_heads, int64_t threads) {
+        int64_t blocks = std::max({int64_t(1), (rows + 15) / 16, std::min(rows, (threads + kv_heads - 1) / kv_heads)});
+        while (kv_heads * blocks % threads && kv_heads * blocks < 4 * threads && rows >= 4 * (blocks + 1)) blocks++;
+        return (rows + blocks - 1) / blocks;
+    }
+
     scalar* keys(int64_t layer) const { return (scalar*)batch.cache + 2 * layer * pool; }
+
+    // Calls body(row) for each row, on all threads if there are enough rows to pay for starting them.
+    template <class Body> void for_rows(const Body& body) const { parallel(n < 32 ? 1 : threads, n, body); }
 
     void embed() {
         if (batch.inputs) {
@@ -161,23 +179,23 @@ class Pass {
     }
 
     void norm(const Norm& norm, scalar* out) const {
-        for (int64_t r = 0; r < n; r++) {
+        for_rows([&](int64_t r) {
             const float* row = x + r * hidden;
             const Moments of = moments(row, hidden, model.norm_eps, model.layer_norm);
             for (int64_t i = 0; i < hidden; i += LANES) store(out + r * hidden + i, normed(row, of, norm, i));
-        }
+        });
     }
 
     // Adds a layer's output to the residual stream, after a post norm if the model family has one.
     void add(const Linear& layer, const scalar* from, const Norm& norm) {
         if (!norm.weight) return linear(layer, from, n, x, ADD, threads);
         linear(layer, from, n, y, STORE, threads);
-        for (int64_t r = 0; r < n; r++) {
+        for_rows([&](int64_t r) {
             const float* row = y + r * hidden;
             float* to = x + r * hidden;
             const Moments of = moments(row, hidden, model.norm_eps, model.layer_norm);
             for (int64_t i = 0; i < hidden; i += LANES) store(to + i, load<vec>(to + i) + normed(row, of, norm, i));
-        }
+        });
     }
 
     // Normalises, rotates and scales a row's heads, and writes its K and V to the cache.
@@ -223,7 +241,7 @@ class Pass {
     // Writes the attention of the projections in `y` to `a`.
     void attend(const Layer& layer, scalar* k, scalar* v) {
         const int64_t group = heads / kv_heads, blocks = scattered.size();
-        for (int64_t r = 0; r < n; r++) rotate_and_write(layer, r, k, v);
+        for_rows([&](int64_t r) { rotate_and_write(layer, r, k, v); });
         parallel(threads, kv_heads * blocks, [&](int64_t index) {
             const int64_t i = index / blocks, r = index % blocks * block;
             const int64_t head = i * group * HEAD_DIM, page = i * PAGE * HEAD_DIM;
@@ -251,7 +269,7 @@ class Pass {
         : model(model), batch(batch), n(batch.num_rows), hidden(model.hidden), heads(model.num_heads),
           kv_heads(model.num_kv_heads), mlp(model.mlp), width((heads + 2 * kv_heads) * HEAD_DIM),
           pool(batch.num_pages * kv_heads * PAGE * HEAD_DIM),
-          threads(int(model.threads)), block(std::max<int64_t>(1, std::min<int64_t>(16, n * kv_heads / threads))) {
+          threads(int(model.threads)), block(block_of(n, kv_heads, threads)) {
         stream.resize(n * hidden);
         wide.resize(n * std::max({width, 2 * mlp, hidden}));
         narrow.resize(n * std::max(heads * HEAD_DIM, mlp));
@@ -264,7 +282,7 @@ class Pass {
     void write_context() {
         for (int64_t l = 0; l < batch.num_layers; l++) {
             linear(model.layers[l].qkv, (const scalar*)batch.inputs, n, y, STORE, threads);
-            for (int64_t r = 0; r < n; r++) rotate_and_write(model.layers[l], r, keys(l), keys(l) + pool);
+            for_rows([&](int64_t r) { rotate_and_write(model.layers[l], r, keys(l), keys(l) + pool); });
         }
     }
 

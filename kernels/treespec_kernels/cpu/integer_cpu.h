@@ -43,28 +43,25 @@ const Activations& quantize(const scalar* x, int64_t rows, int64_t inputs, int64
     for (int64_t i = 0; i < count; i++) {
         const scalar* from = x + i * group;
         int8_t* to = result.values.data() + i * group;
-        vec most = {};
-        ivec broken = {};
+        ivec most = {};  // the bits of positive values are ordered like the values, below those of infinity and NaN
         for (int64_t j = 0; j < group; j += LANES) {
-            const vec value = (vec)((uvec)widen(from + j) & 0x7fffffffu);
-            most = value > most ? value : most, broken |= !(value < INFINITY);
+            const ivec bits = (ivec)widen(from + j) & 0x7fffffff;
+            most = bits > most ? bits : most;
         }
-        float size = 0.0f;
-        for (int64_t j = 0; j < LANES; j++) size = std::max(size, most[j]);
-        const bool finite = !any(broken);
+        const float size = as_float(uint32_t(largest_lane(most)));
+        const bool finite = size < INFINITY;
         const float factor = finite && size > 0.0f ? 127.0f / size : 0.0f;
-        ivec sum = {};
+        ivec lanes = {};
         for (int64_t j = 0; j < group; j += LANES) {
             // Adding 1.5 * 2^23 leaves the rounded integer in the low bits. `factor` may be infinite.
             const vec scaled = finite ? widen(from + j) * factor : vec{}, bound = splat(127.0f);
             const vec bounded = scaled > bound ? bound : scaled < -bound ? -bound : scaled == scaled ? scaled : vec{};
             const ivec q = (ivec)(bounded + 12582912.0f) - (ivec)splat(12582912.0f);
             for (int64_t lane = 0; lane < LANES; lane++) to[j + lane] = int8_t(q[lane]);
-            sum += q;
+            lanes += q;
         }
         result.scales[i] = finite ? size / 127.0f : NAN;
-        result.sums[i] = 0;
-        for (int64_t j = 0; j < LANES; j++) result.sums[i] += sum[j];
+        result.sums[i] = sum(lanes);
     }
     return result;
 }
@@ -114,11 +111,10 @@ void multiply_integers(const Linear& layer, int64_t panel, const Activations& x,
     for (int64_t r = 0; r < ROWS; r++) std::memcpy(result[r] + PART * COLUMNS, total[r], sizeof total[r]);
 }
 
-template <int BITS, int ROWS, int... PART>
-void multiply_integers(const Linear& layer, int64_t panel, const Activations& x, int64_t row, void* out, Then then,
-                       std::integer_sequence<int, PART...>) {
+template <int BITS, int ROWS>
+void multiply_integers(const Linear& layer, int64_t panel, const Activations& x, int64_t row, void* out, Then then) {
     vec result[ROWS][VECS];
-    (multiply_integers<BITS, ROWS, PART>(layer, panel, x, row, result), ...);
+    with_all<PARTS>([&](auto part) { multiply_integers<BITS, ROWS, part>(layer, panel, x, row, result); });
     finish(layer, panel, result, ROWS, out, then);
 }
 
@@ -128,10 +124,9 @@ void integer_linear(const Linear& layer, const scalar* x, int64_t rows, void* ou
     parallel(threads, (layer.outputs + PANEL - 1) / PANEL, [&](int64_t panel) {
         in_parts(rows, FEW, [&](int64_t row, int64_t count) {
             with_constant<FEW>(count, [&](auto number) {
-                constexpr auto SEQUENCE = std::make_integer_sequence<int, PARTS>();
                 void* to = (char*)out + row * row_bytes;
-                if (layer.bits == 8) multiply_integers<8, number>(layer, panel, activations, row, to, then, SEQUENCE);
-                else multiply_integers<4, number>(layer, panel, activations, row, to, then, SEQUENCE);
+                if (layer.bits == 8) multiply_integers<8, number>(layer, panel, activations, row, to, then);
+                else multiply_integers<4, number>(layer, panel, activations, row, to, then);
             });
         });
     });

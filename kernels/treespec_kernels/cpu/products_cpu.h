@@ -72,6 +72,14 @@ template <int64_t MOST, class Body> inline void with_constant(int64_t count, Bod
     body(std::integral_constant<int, MOST>());
 }
 
+// Calls body(0), ..., body(N - 1) with constants of the compiler.
+template <int N, class Body> inline __attribute__((always_inline)) void with_all(Body body) {
+    if constexpr (N > 0) {
+        with_all<N - 1>(body);
+        body(std::integral_constant<int, N - 1>());
+    }
+}
+
 // Stores the sums of some rows and one panel.
 void finish(const Linear& layer, int64_t panel, const vec (*sums)[VECS], int64_t rows, void* out, Then then) {
     for (int64_t r = 0; r < rows; r++)
@@ -81,9 +89,11 @@ void finish(const Linear& layer, int64_t panel, const vec (*sums)[VECS], int64_t
             vec y = sums[r][j];
             if (layer.bias) y += load<vec>(layer.bias + column);
             if (then == ROUND) {
+                scalar* p = (scalar*)out + r * layer.outputs + column;
                 scalar rounded[LANES];
                 store(rounded, y);
-                std::memcpy((scalar*)out + r * layer.outputs + column, rounded, width * sizeof(scalar));
+                if (width == LANES) std::memcpy(p, rounded, sizeof rounded);  // not a call, unlike a variable size
+                else std::memcpy(p, rounded, width * sizeof(scalar));
             } else {
                 float* p = (float*)out + r * layer.outputs + column;
                 store(p, then == ADD ? load<vec>(p) + y : y);

@@ -192,27 +192,23 @@ inline void widen_block(const uint8_t* from, uint32_t* to) {
             _mm512_storeu_si512(to + 48, _mm512_permutexvar_epi16(_mm512_srli_epi16(q, 12), table));
         } else
 #endif
-            for (int64_t part = 0; part < PARTS; part++) {
+            with_all<PARTS>([&](auto part) {
                 widened even[COLUMNS], odd[COLUMNS];
-                with_constant<PARTS>(part + 1, [&](auto number) {
-                    unpack<BITS, (number - 1) * COLUMNS>(from, 0, even);
-                    unpack<BITS, (number - 1) * COLUMNS>(from, 1, odd);
-                });
+                unpack<BITS, part * COLUMNS>(from, 0, even);
+                unpack<BITS, part * COLUMNS>(from, 1, odd);
                 for (int64_t j = 0; j < COLUMNS; j++) {
                     const uvec units = (uvec)even[j] >> 16 | high_half((uvec)odd[j]);
                     std::memcpy(to + (part * COLUMNS + j) * LANES, &units, sizeof units);
                 }
-            }
+            });
 #endif
 }
 
 // Scaled sums of `count` groups of inputs from `group` on, and of rows from `row` on, that are not yet in the totals.
 struct GroupSums {
     int64_t group, count, row;
-    vec (*sums)[VECS];
+    const vec (*sums)[VECS];
     int64_t set, sharing;  // rows of a set of tiles, and groups whose rows share a set
-
-    vec* at(int64_t i, int64_t r) const { return sums[i / sharing * set + i % sharing * (TILE_ROWS / sharing) + r]; }
 };
 
 // Adds the sums of COUNT groups and at most 32 rows to the totals. group_sums: [rows, groups], sums of activations.
@@ -220,25 +216,28 @@ template <int COUNT>
 void add_groups(const Linear& layer, int64_t panel, const GroupSums& from, const float* group_sums, int64_t rows,
                 vec (*totals)[VECS]) {
     constexpr int64_t WIDTH = 2;  // vectors whose scales and zeros are in registers
-    const int64_t groups = layer.inputs / layer.group, last = std::min(from.row + 2 * TILE_ROWS, rows);
+    const int64_t groups = layer.inputs / layer.group, count = std::min(2 * TILE_ROWS, rows - from.row);
+    const bool has_zero = layer.zero;
+    const vec(*sums[COUNT])[VECS];
+    for (int64_t i = 0; i < COUNT; i++)
+        sums[i] = from.sums + i / from.sharing * from.set + i % from.sharing * (TILE_ROWS / from.sharing);
     for (int64_t column = 0; column < VECS; column += WIDTH) {
         vec scales[COUNT][WIDTH], zeros[COUNT][WIDTH] = {};
         for (int64_t i = 0; i < COUNT; i++)
             for (int64_t j = 0; j < WIDTH; j++) {
                 const int64_t factors = (panel * groups + from.group + i) * PANEL + (column + j) * LANES;
                 scales[i][j] = load<vec>(layer.scale + factors);
-                if (layer.zero) zeros[i][j] = load<vec>(layer.zero + factors);
+                if (has_zero) zeros[i][j] = load<vec>(layer.zero + factors);
             }
-        for (int64_t r = from.row; r < last; r++) {
-            vec sum[WIDTH];
-            std::memcpy(sum, totals[r] + column, sizeof sum);
-            for (int64_t i = 0; i < COUNT; i++) {
-                const float activations = layer.zero ? group_sums[r * groups + from.group + i] : 0.0f;
-                for (int64_t j = 0; j < WIDTH; j++)
-                    sum[j] = add_group(sum[j], from.at(i, r - from.row)[column + j], scales[i][j], layer.zero,
-                                       zeros[i][j], activations);
+        for (int64_t r = 0; r < count; r++) {
+            const float* activations = has_zero ? group_sums + (from.row + r) * groups + from.group : nullptr;
+            for (int64_t j = 0; j < WIDTH; j++) {
+                vec total = totals[from.row + r][column + j];
+                for (int64_t i = 0; i < COUNT; i++)
+                    total = add_group(total, sums[i][r][column + j], scales[i][j], has_zero, zeros[i][j],
+                                      has_zero ? activations[i] : 0.0f);
+                totals[from.row + r][column + j] = total;
             }
-            std::memcpy(totals[r] + column, sum, sizeof sum);
         }
     }
 }
@@ -249,6 +248,7 @@ struct Spans {
     int64_t length;   // blocks whose products are computed before the next rows: of whole groups, or a part of one
     int64_t sharing;  // groups whose rows share tiles, if there are few rows: the time to store a tile is fixed
     int64_t ahead;    // blocks between a block that is multiplied and one that is widened
+    int64_t ring;     // blocks that are in memory, widened; a power of two
 
     Spans(const Linear& layer, int64_t rows) : group(layer.group / BLOCK) {
         const bool many = rows > TILE_ROWS;
@@ -257,6 +257,7 @@ struct Spans {
         sharing = std::min<int64_t>(rows > 8 ? 1 : rows > 4 ? 2 : 4, groups == 3 ? 1 : groups);
         if (many) length = std::min<int64_t>(length, 8);
         ahead = many ? length : 2;
+        ring = ahead > 4 ? 16 : ahead > 2 ? 8 : 4;
     }
     int64_t end(int64_t begin, int64_t blocks) const {  // of the span that begins with a block
         return std::min(begin + length, length < group ? (begin / group + 1) * group : blocks);
@@ -277,7 +278,7 @@ void multiply_tiles(const Linear& layer, const Spans& spans, int64_t panel, cons
     alignas(64) uint32_t wide[16][BLOCK / STEP * PANEL];
     alignas(64) vec totals[4 * TILE_ROWS][VECS], sums[2][4 * TILE_ROWS][VECS];
     std::fill_n(&totals[0][0], rows * VECS, vec{});
-    const auto widened = [&](int64_t block) { return wide[block % (2 * spans.ahead)]; };
+    const auto widened = [&](int64_t block) { return wide[block & (spans.ring - 1)]; };
     const auto widen = [&](int64_t block) {
         if (block >= blocks) return;
         for (int64_t i = 0; i < block_bytes; i += 64) __builtin_prefetch(w + block * block_bytes + FETCHED + i);
@@ -297,23 +298,22 @@ void multiply_tiles(const Linear& layer, const Spans& spans, int64_t panel, cons
     for (int64_t begin = 0, end, turn = 0; begin < blocks; begin = end) {
         end = spans.end(begin, blocks);
         const int64_t g = begin / spans.group, count = is_partial ? 1 : (end - begin) / spans.group;
-        const bool starts = begin % spans.group == 0, ends = end % spans.group == 0;
+        const bool starts = begin == g * spans.group, ends = end == (g + count) * spans.group;
         for (int64_t t = 0; t < row_blocks; t += 2) {
             const bool is_tall = t + 1 < row_blocks;
-            const GroupSums span = {g, count, t * TILE_ROWS, sums[is_partial ? t / 2 : turn],
-                                    (1 + is_tall) * TILE_ROWS, spans.sharing};
+            vec(*tiles)[VECS] = sums[is_partial ? t / 2 : turn];
+            const GroupSums span = {g, count, t * TILE_ROWS, tiles, (1 + is_tall) * TILE_ROWS, spans.sharing};
             for (int64_t half = 0; half < 1 + is_tall; half++)
-                for (int64_t block = begin; block < end; block++) {
-                    if (t == 0 && half == 0) widen(block + spans.ahead);
-                    const int64_t i = block / spans.group - g, slot = i % spans.sharing;
-                    vec* tiles = span.at(i - slot, 0);
-                    if (block == begin || (block % spans.group == 0 && slot == 0))
-                        starts ? zero_tiles() : load_tiles(tiles, is_tall, half);
-                    const scalar* from = x + (t * blocks + block) * TILE_SCALARS;
-                    if (is_tall) multiply_tall(widened(block) + half * 32, from, blocks * TILE_SCALARS);
-                    else multiply_wide(widened(block), from);
-                    if (block == end - 1 || ((block + 1) % spans.group == 0 && slot == spans.sharing - 1))
-                        is_tall ? store_tall(tiles, half) : store_wide(tiles);
+                for (int64_t first = begin, last, set = 0; first < end; first = last, set += span.set) {
+                    last = std::min(first + spans.sharing * spans.group, end);
+                    starts ? zero_tiles() : load_tiles(tiles + set, is_tall, half);
+                    for (int64_t block = first; block < last; block++) {
+                        if (t == 0 && half == 0) widen(block + spans.ahead);
+                        const scalar* from = x + (t * blocks + block) * TILE_SCALARS;
+                        if (is_tall) multiply_tall(widened(block) + half * 32, from, blocks * TILE_SCALARS);
+                        else multiply_wide(widened(block), from);
+                    }
+                    is_tall ? store_tall(tiles + set, half) : store_wide(tiles + set);
                 }
             if (is_partial) {
                 if (ends) add(span);

@@ -45,22 +45,23 @@ inline vec fma(vec a, vec b, vec c) {
 #endif
 }
 
-// Adds the lanes of a vector to its lanes in another order.
-#define FOLD(v, ...) ((v) + __builtin_shufflevector(v, v, __VA_ARGS__))
-
-inline float sum(vec v) {
+// Combines all lanes of a vector by `op`, in halves: lane i with lane i + LANES / 2 first.
+template <class V, class Op> inline auto fold(V v, Op op) {
 #if defined(__AVX512F__)
-    v = FOLD(v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
-    v = FOLD(v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
-    v = FOLD(v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
-    v = FOLD(v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+    v = op(v, __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+    v = op(v, __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+    v = op(v, __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+    v = op(v, __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
 #else
-    v = FOLD(v, 4, 5, 6, 7, 0, 1, 2, 3);
-    v = FOLD(v, 2, 3, 0, 1, 6, 7, 4, 5);
-    v = FOLD(v, 1, 0, 3, 2, 5, 4, 7, 6);
+    v = op(v, __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3));
+    v = op(v, __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5));
+    v = op(v, __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6));
 #endif
     return v[0];
 }
+
+template <class V> inline auto sum(V v) { return fold(v, [](V a, V b) { return a + b; }); }
+template <class V> inline auto largest_lane(V v) { return fold(v, [](V a, V b) { return a > b ? a : b; }); }
 
 // Sums a row whose length is a multiple of 16, in 16 chains and one order for every number of lanes.
 class Sums {

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from treespec_kernels.attention.kv_commit import kv_commit_ref, kv_commit_triton
 from treespec_kernels.attention.pass_layout import DeviceLayout, PassPlaces, pass_layout_ref
@@ -86,18 +85,6 @@ def _some_rows(inputs: Inputs, index: list[int]) -> Inputs:
     counts = arguments["row_request"].long().bincount(minlength=len(arguments["context_lens"]))
     depths = [inputs.host["depths"][row] for row in index]
     return Inputs(arguments, inputs.host | {"rows_per_request": counts.tolist(), "depths": depths})
-
-
-def _torch_attention(inputs: Inputs) -> torch.Tensor:
-    """Attend by torch to as many contiguous keys, without a mask."""
-    q, cache = inputs.arguments["q"], inputs.arguments["k_cache"]
-    requests, length = len(inputs.arguments["context_lens"]), max(inputs.host["context_lens"])
-    keys = inputs.host.setdefault(
-        "keys", [q.new_ones(requests, cache.shape[1], length, q.shape[2]).normal_() for _ in range(2)]
-    )
-    return F.scaled_dot_product_attention(
-        q.view(requests, -1, *q.shape[1:]).transpose(1, 2), keys[0], keys[1], enable_gqa=True
-    )
 
 
 TREE_ATTENTION = Op(

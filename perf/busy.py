@@ -19,7 +19,6 @@ import measuring
 import torch
 
 from treespec import LLM, SamplingParams
-from treespec.text.prompt_files import read_prompts
 
 MODES = {"plain": "off", "auto": None}
 SPIN = "while True: pass"
@@ -91,9 +90,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     with measuring.opened(args.grow, max_num_seqs=1) as open_llm:
         llm = open_llm()
-        read = read_prompts(measuring.HELDOUT)
-        prompts = read[:: max(len(read) // args.prompts, 1)][: args.prompts]
-        rows = measure(llm, [llm.get_tokenizer().encode(prompt.content) for prompt in prompts], args)
+        rows = measure(llm, measuring.held_out(llm, args.prompts), args)
     print(f"{rows['tokens_that_differ']} of {rows['tokens_compared']} tokens differ")
     for mode in MODES:
         shown = {name: "{median:.3g} ({least:.3g} to {largest:.3g})".format(**rows[mode][name]) for name in rows[mode]}

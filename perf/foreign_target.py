@@ -8,7 +8,6 @@ SSM has, with its final norm and head. Reported are tokens per target pass on pr
 nodes, with paired bootstrap 95 % intervals over prompts. A second start continues in the same folder.
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -85,15 +84,11 @@ def truncated(target: Path, layers: int, folder: Path) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measuring.parser(__doc__, grows=False, prompts=60, max_tokens=96, seed=0)
     parser.add_argument("--work", type=Path, required=True, help="folder of all results")
     parser.add_argument("--target-minutes", type=float, default=15)
     parser.add_argument("--minutes", type=float, default=30, help="of `treespec train`")
-    parser.add_argument("--prompts", type=int, default=60)
-    parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--nodes", type=int, nargs="+", default=[8, 16, 32])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     target = make_target(args.work, args.target_minutes, args.seed)
     out = args.work / "drafts"

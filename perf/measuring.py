@@ -15,18 +15,26 @@ from treespec.bench.grow import grown
 from treespec.bench.options import Options
 from treespec.bench.prompts import held_out_prompts
 from treespec.startup.cost_measurement import processor
+from treespec.text.prompt_files import read_prompts
 
 HELDOUT = held_out_prompts(chat=False)
 
 
-def parser(doc: str | None, grow: str | None = None, **defaults: int) -> argparse.ArgumentParser:
-    """Return a parser with --grow, --json and an integer option for each of `defaults`."""
+def parser(doc: str | None, grow: str | None = None, grows: bool = True, **defaults: int) -> argparse.ArgumentParser:
+    """Return a parser with --json, an integer option for each of `defaults` and, if `grows`, --grow."""
     result = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    result.add_argument("--grow", default=grow, help="size of a grown target; default: the embedded one")
+    if grows:
+        result.add_argument("--grow", default=grow, help="size of a grown target; default: the embedded one")
     for name, default in defaults.items():
         result.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     result.add_argument("--json", type=Path)
     return result
+
+
+def held_out(llm: LLM, count: int) -> list[list[int]]:
+    """Return the tokens of held-out prompts of every kind."""
+    prompts = read_prompts(HELDOUT)
+    return [llm.get_tokenizer().encode(prompt.content) for prompt in prompts[:: max(len(prompts) // count, 1)][:count]]
 
 
 @contextmanager

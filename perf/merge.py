@@ -11,7 +11,6 @@ all prompts and over those with non-looping output (more than half of the 4-gram
 intervals over prompts. `draft passes`: SSM forward passes over one level, per target pass.
 """
 
-import argparse
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -66,19 +65,15 @@ def interval(tokens: np.ndarray, ours: np.ndarray, theirs: np.ndarray, selection
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measuring.parser(__doc__, grows=False, prompts=120, max_tokens=96, batch=8)
     parser.add_argument("--model", help="target; default: the embedded one")
     parser.add_argument("--draft", action="append", help="SSM of the target; repeatable. Default: as in LLM")
     parser.add_argument("--prompts-file", type=Path, help="default: held-out prompts of this repository")
-    parser.add_argument("--prompts", type=int, default=120)
-    parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--nodes", type=int, nargs="+", default=[8, 16, 32])
-    parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--compile", action="store_true", help="compiled passes")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--compare", type=Path, help="folder with further drafts as subfolders")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)

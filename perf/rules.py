@@ -11,12 +11,10 @@ output, and "naive" and "coupled" use the most likely children. Reports tokens p
 with bootstrap 95 % intervals over prompts, also of paired differences.
 """
 
-import argparse
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -120,17 +118,12 @@ def show(title: str, results: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=90)
-    parser.add_argument("--seeds", type=int, default=2, help="runs per prompt")
-    parser.add_argument("--max-tokens", type=int, default=128)
+    parser = measuring.parser(__doc__, grows=False, prompts=90, seeds=2, max_tokens=128, batch=8)
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--branching", type=int, nargs="+", default=[3, 2, 1])
-    parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)

@@ -19,7 +19,6 @@ import measuring
 import torch
 
 from treespec import LLM, SamplingParams
-from treespec.text.prompt_files import read_prompts
 
 CUTS = (0, 8, 20, 40)  # numbers of tokens to remove from the start of a prompt
 SEEDS = range(4)
@@ -42,13 +41,6 @@ def workloads(prompts: list[list[int]], max_tokens: int) -> dict[str, list[Job]]
         "4 samples at once, temperature 0.7": [(prompt, sampled(0, n=len(SEEDS))) for prompt in prompts],
         "unlike prompts, greedy": [(prompt, greedy) for prompt in prompts],
     }
-
-
-def held_out(llm: LLM, count: int) -> list[list[int]]:
-    """Return held-out prompts of every kind."""
-    read = read_prompts(measuring.HELDOUT)
-    prompts = read[:: max(len(read) // count, 1)][:count]
-    return [llm.get_tokenizer().encode(prompt.content) for prompt in prompts]
 
 
 def run(llm: LLM, jobs: list[Job], spec: str | None) -> tuple[float, list[list[int]], int, Counter[str]]:
@@ -109,7 +101,7 @@ def main() -> None:
         forgetful, remembering = open_llm(), open_llm(suffix_tokens=REMEMBERED)
         engines = dict(zip(WAYS, (forgetful, forgetful, remembering), strict=True))
         rows = {}
-        for name, jobs in workloads(held_out(forgetful, args.prompts), args.max_tokens).items():
+        for name, jobs in workloads(measuring.held_out(forgetful, args.prompts), args.max_tokens).items():
             rows[name] = row = measure(engines, jobs, args.repeats)
             print(f"{name}: plain {row['plain_tokens_per_second']:.1f} tokens/s; ", end="")
             print(f"{row['tokens_that_differ']} of {row['tokens_compared']} tokens differ", flush=True)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.heads_made import TargetShape, gains, matrix, norm, rope
+from tests.heads_made import TargetShape, gains, layer_tensors, llama_config, matrix, norm, rope
 
 DFlashLayout = Literal["z-lab", "transformers", "speculators"]
 LAYERS = 2
@@ -44,21 +44,10 @@ def write_dflash(
     `markov`, "vanilla" or "gated". `changes` are made to the config at last.
     """
     generator, hidden = torch.Generator().manual_seed(seed), target.hidden_size
-    queries, keys = target.num_attention_heads * HEAD_DIM, target.num_key_value_heads * HEAD_DIM
-    shapes = {
-        "self_attn.q_proj": (queries, hidden),
-        "self_attn.k_proj": (keys, hidden),
-        "self_attn.v_proj": (keys, hidden),
-        "self_attn.o_proj": (hidden, queries),
-        "mlp.gate_proj": (target.intermediate_size, hidden),
-        "mlp.up_proj": (target.intermediate_size, hidden),
-        "mlp.down_proj": (hidden, target.intermediate_size),
-    }
-    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
-    norms |= {"self_attn.q_norm": HEAD_DIM, "self_attn.k_norm": HEAD_DIM}
     tensors: dict[str, Tensor] = {}
     for i in range(LAYERS):
-        tensors |= {f"layers.{i}.{name}.weight": matrix(*size, 1.5, generator) for name, size in shapes.items()}
+        tensors |= layer_tensors(f"layers.{i}.", target, hidden, HEAD_DIM, hidden, 1.5, generator)
+        norms = {"input_layernorm": hidden, "self_attn.q_norm": HEAD_DIM, "self_attn.k_norm": HEAD_DIM}
         tensors |= {f"layers.{i}.{name}.weight": gains(size, generator) for name, size in norms.items()}
     encoder = "encoder." if layout == "transformers" else ""
     state_norm = "output_norm_enc" if layout == "transformers" else "hidden_norm"
@@ -77,20 +66,8 @@ def write_dflash(
         if markov == "gated":
             tensors["markov_head.gate_proj.weight"] = matrix(RANK, hidden + RANK, 2.0, generator)
             tensors["markov_head.gate_proj.bias"] = torch.randn(RANK, generator=generator)
-    layers = {
-        "hidden_size": hidden,
-        "intermediate_size": target.intermediate_size,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": target.num_attention_heads,
-        "num_key_value_heads": target.num_key_value_heads,
-        "head_dim": HEAD_DIM,
-        "vocab_size": target.vocab_size,
-        "rms_norm_eps": target.rms_norm_eps,
-        "max_position_embeddings": 2048,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "layer_types": ["full_attention"] * LAYERS,
-    }
+    layers = llama_config(target, hidden) | {"num_hidden_layers": LAYERS, "head_dim": HEAD_DIM}
+    layers |= {"attention_bias": False, "layer_types": ["full_attention"] * LAYERS}
     outputs = [layer - 1 for layer in read]
     config: dict[str, Any]
     if layout == "z-lab":

@@ -35,10 +35,10 @@ def run(*arguments: object, code: int = 0, stdin: str | bytes = "") -> Ran:
 def program(*arguments: str, **environment: str | None) -> subprocess.CompletedProcess[str]:
     """Run Python in a session of its own, with environment variables set, or unset where they are None."""
     given = {name: value for name, value in (os.environ | environment).items() if value is not None}
-    command, own_session = [sys.executable, *arguments], {"start_new_session": True, "preexec_fn": _take_interrupts}
+    command, own_session = [sys.executable, *arguments], {"start_new_session": True, "preexec_fn": take_interrupts}
     return subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, timeout=300, **own_session)
 
 
-def _take_interrupts() -> None:
+def take_interrupts() -> None:
     """In a new process: a Ctrl-C arrives, though jobs in the background, as tests may be, ignore it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -50,11 +50,17 @@ _GEMMA3_ROPES = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
+_CAPS = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 30.0}
+_PHI3 = {"head_dim": None, "hidden_size": 64}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
 
 
 def _layers(*kinds: str) -> list[str]:
     return [f"{kind}_attention" for kind in kinds]
+
+
+def _partial(factor: float) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": factor}
 
 
 def _longrope(pairs: int) -> dict[str, Any]:
@@ -66,125 +72,88 @@ def _longrope(pairs: int) -> dict[str, Any]:
     }
 
 
+def _case(model_type: str, **config: Any) -> Case:
+    return Case(model_type, config)
+
+
 TYPICAL = {
-    "llama": Case("llama", {"attention_bias": True, "mlp_bias": True}),
-    "mistral": Case("mistral", {"sliding_window": WINDOW, "num_key_value_heads": 1}),
-    "qwen2": Case("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
-    "qwen3": Case("qwen3", {"head_dim": 24, "tie_word_embeddings": True}),
-    "gemma2": Case(
-        "gemma2",
-        {
-            "sliding_window": WINDOW,
-            "query_pre_attn_scalar": 40,
-            "attn_logit_softcapping": 3.0,
-            "final_logit_softcapping": 30.0,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "gemma3": Case(
+    "llama": _case("llama", attention_bias=True, mlp_bias=True),
+    "mistral": _case("mistral", sliding_window=WINDOW, num_key_value_heads=1),
+    "qwen2": _case("qwen2", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
+    "qwen3": _case("qwen3", head_dim=24, tie_word_embeddings=True),
+    "gemma2": _case("gemma2", **_CAPS, sliding_window=WINDOW, query_pre_attn_scalar=40, tie_word_embeddings=True),
+    "gemma3": _case(
         "gemma3_text",
-        {
-            "sliding_window": WINDOW,
-            "query_pre_attn_scalar": 24,
-            "tie_word_embeddings": True,
-            "rope_parameters": _GEMMA3_ROPES,
-            "layer_types": _layers("sliding", "full", "sliding"),
-        },
+        sliding_window=WINDOW,
+        query_pre_attn_scalar=24,
+        tie_word_embeddings=True,
+        rope_parameters=_GEMMA3_ROPES,
+        layer_types=_layers("sliding", "full", "sliding"),
     ),
-    "phi3": Case(
-        "phi3",
-        {
-            "head_dim": None,
-            "hidden_size": 64,
-            "sliding_window": WINDOW,
-            "num_key_value_heads": 4,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75},
-        },
-    ),
-    "gpt_neox": Case(
-        "gpt_neox",
-        {
-            "hidden_size": 64,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
-        },
-    ),
+    "phi3": _case("phi3", **_PHI3, sliding_window=WINDOW, num_key_value_heads=4, rope_parameters=_partial(0.75)),
+    "gpt_neox": _case("gpt_neox", hidden_size=64, rope_parameters=_partial(0.25)),
     "opt": Case("opt", _OPT),
     "gpt2": Case("gpt2", _GPT2),
 }
 """One of each family, with what is its own: windows shorter than the context, caps, partial rotary."""
 
 CASES = TYPICAL | {
-    "llama, dynamic": Case("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
-    "mistral, no window, wide heads": Case("mistral", {"sliding_window": None, "head_dim": 40}),
-    "mistral, a window of one tile": Case("mistral", {"sliding_window": 64}),
-    "mistral, a window of one position": Case("mistral", {"sliding_window": 1, "tie_word_embeddings": True}),
-    "qwen2, no window, yarn": Case("qwen2", {"rope_parameters": _YARN, "num_key_value_heads": 1}),
-    "qwen3, biases, windows by layer": Case(
+    "llama, dynamic": _case("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+    "mistral, no window, wide heads": _case("mistral", sliding_window=None, head_dim=40),
+    "mistral, a window of one tile": _case("mistral", sliding_window=64),
+    "mistral, a window of one position": _case("mistral", sliding_window=1, tie_word_embeddings=True),
+    "qwen2, no window, yarn": _case("qwen2", rope_parameters=_YARN, num_key_value_heads=1),
+    "qwen3, biases, windows by layer": _case(
         "qwen3",
-        {
-            "attention_bias": True,
-            "use_sliding_window": True,
-            "sliding_window": 65,
-            "num_key_value_heads": 1,
-            "layer_types": _layers("full", "sliding", "full"),
-            "rms_norm_eps": 0.05,
-        },
+        attention_bias=True,
+        use_sliding_window=True,
+        sliding_window=65,
+        num_key_value_heads=1,
+        layer_types=_layers("full", "sliding", "full"),
+        rms_norm_eps=0.05,
     ),
-    "gemma2, no caps, narrow heads": Case(
+    "gemma2, no caps, narrow heads": _case(
         "gemma2",
-        {
-            "attn_logit_softcapping": None,
-            "final_logit_softcapping": None,
-            "sliding_window": 70,
-            "head_dim": 8,
-            "num_key_value_heads": 1,
-            "attention_bias": True,
-            "hidden_activation": "gelu",
-        },
+        **dict.fromkeys(_CAPS),
+        sliding_window=70,
+        head_dim=8,
+        num_key_value_heads=1,
+        attention_bias=True,
+        hidden_activation="gelu",
     ),
-    "gemma3, no window, one rope scaled": Case(
+    "gemma3, no window, one rope scaled": _case(
         "gemma3_text",
-        {
-            "sliding_window": 4096,
-            "query_pre_attn_scalar": 16,
-            "final_logit_softcapping": 40.0,
-            "head_dim": 24,
-            "rope_parameters": _GEMMA3_ROPES | {"full_attention": _YARN},
-            "num_key_value_heads": 1,
-        },
+        sliding_window=4096,
+        query_pre_attn_scalar=16,
+        final_logit_softcapping=40.0,
+        head_dim=24,
+        rope_parameters=_GEMMA3_ROPES | {"full_attention": _YARN},
+        num_key_value_heads=1,
     ),
-    "phi3, longrope, partial": Case(
+    "phi3, longrope, partial": _case(
         "phi3",
-        {
-            "head_dim": None,
-            "hidden_size": 64,
-            "num_key_value_heads": 1,
-            "original_max_position_embeddings": 64,
-            "rope_parameters": _longrope(6) | {"partial_rotary_factor": 0.75},
-            "tie_word_embeddings": True,
-        },
+        **_PHI3,
+        original_max_position_embeddings=64,
+        num_key_value_heads=1,
+        rope_parameters=_longrope(6) | {"partial_rotary_factor": 0.75},
+        tie_word_embeddings=True,
     ),
-    "phi3, longrope": Case(
+    "phi3, longrope": _case(
         "phi3",
-        {
-            "head_dim": None,
-            "hidden_size": 64,
-            "original_max_position_embeddings": 64,
-            "rope_parameters": _longrope(8),
-            "max_position_embeddings": 512,
-        },
+        **_PHI3,
+        original_max_position_embeddings=64,
+        rope_parameters=_longrope(8),
+        max_position_embeddings=512,
     ),
-    "gpt_neox, one after the other": Case(
+    "gpt_neox, one after the other": _case(
         "gpt_neox",
-        {
-            "hidden_size": 64,
-            "use_parallel_residual": False,
-            "attention_bias": False,
-            "intermediate_size": 173,
-            "hidden_act": "gelu_new",
-            "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e3, "partial_rotary_factor": 0.5},
-            "tie_word_embeddings": True,
-        },
+        hidden_size=64,
+        use_parallel_residual=False,
+        attention_bias=False,
+        intermediate_size=173,
+        hidden_act="gelu_new",
+        rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e3, "partial_rotary_factor": 0.5},
+        tie_word_embeddings=True,
     ),
     "opt, no biases, untied, gelu": Case(
         "opt", _OPT | {"enable_bias": False, "tie_word_embeddings": False, "activation_function": "gelu"}

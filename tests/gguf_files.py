@@ -68,9 +68,9 @@ def write_gguf(
     values = _metadata(config, rules, shape) | {key.replace("__", "."): value for key, value in metadata.items()}
     for key, value in values.items():
         if key not in drop and value is not None:
-            _add(writer, f"{arch}.{key}", value)
+            add_value(writer, f"{arch}.{key}", value)
     for key, value in (tokenizer or {}).items():
-        _add(writer, key, value)
+        add_value(writer, key, value)
     for key in ("bos", "eos", "padding"):
         if f"tokenizer.ggml.{key}_token_id" in (tokenizer or {}):
             continue
@@ -175,7 +175,7 @@ def _metadata(config: Mapping[str, Any], rules: FamilyRules, shape: ModelShape) 
     return found
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):

@@ -52,14 +52,6 @@ class HeadOutput(NamedTuple):
     hidden: Tensor  # [num_pairs, hidden], before the final norm
 
 
-def default_boundaries(num_layers: int) -> tuple[int, int, int]:
-    """The features an EAGLE-3 head reads if its config names none: the inputs of these decoder layers.
-
-    The input of layer `l` is the output of layer `l - 1`. Targets of fewer than seven layers have no three of them.
-    """
-    return 2, num_layers // 2, num_layers - 3
-
-
 def write_eagle3(
     folder: Path,
     target: TargetShape,
@@ -75,29 +67,24 @@ def write_eagle3(
 ) -> None:
     """Writes a random EAGLE-3 head, or a P-EAGLE head of two layers that predicts `parallel` tokens in a pass.
 
-    `boundaries` are the target's features as in `default_boundaries`, ascending; each layout has its own way to number
-    them, "eagle" has none. `hidden_size` is the head's own, if it differs from the target's. `flags` are keys of the
-    config: `norm_before_residual` (speculators), `norm_before_fc`, `fc_norm` and `norm_output`.
+    `boundaries` are the target's layers whose inputs the head reads, ascending, by default 2, the middle one and the
+    third from the end; each layout has its own way to number them, "eagle" has none. `hidden_size` is the head's own,
+    if it differs from the target's. `flags` are keys of the config: `norm_before_residual` (speculators),
+    `norm_before_fc`, `fc_norm` and `norm_output`.
     """
-    if layout == "eagle" and (boundaries or flags):
-        raise ValueError(f"layout 'eagle' has neither boundaries nor flags, got {boundaries} and {flags}")
-    if "norm_before_residual" in flags and layout != "speculators":
-        raise ValueError(f"norm_before_residual is a key of speculators, got layout {layout!r}")
-    if hidden_size not in (None, target.hidden_size) and not own_embedding:
-        raise ValueError(f"a head of {hidden_size} cannot share an embedding of {target.hidden_size}")
     hidden, count = hidden_size or target.hidden_size, len(boundaries or (0, 0, 0))
     vocab = draft_vocab or target.vocab_size
     generator = torch.Generator().manual_seed(seed)
     layer = "layers.0." if layout == "speculators" else "midlayer."
     head_dim = hidden // target.num_attention_heads if layout == "eagle" else target.head_dim  # "eagle" states none
-    tensors = _layer(layer, target, hidden, head_dim, 2 * hidden, 2.0, generator)
+    tensors = layer_tensors(layer, target, hidden, head_dim, 2 * hidden, 2.0, generator)
     tensors |= {f"{layer}{name}.weight": gains(hidden, generator) for name in ("input_layernorm", "hidden_norm")}
     tensors["fc.weight"] = matrix(hidden, count * target.hidden_size, 1.0, generator)
     tensors["norm.weight"] = gains(hidden, generator)
     tensors["lm_head.weight"] = matrix(vocab, hidden, 2.0, generator)
     if parallel is not None:
         tensors["mask_hidden"] = torch.randn(1, 1, count * target.hidden_size, generator=generator)
-        tensors |= _layer("layers.1.", target, hidden, head_dim, hidden, 1.0, generator)
+        tensors |= layer_tensors("layers.1.", target, hidden, head_dim, hidden, 1.0, generator)
         tensors["layers.1.input_layernorm.weight"] = gains(hidden, generator)
     if flags.get("norm_before_fc"):
         tensors["input_norm.weight"] = gains(count * target.hidden_size, generator)
@@ -132,12 +119,10 @@ def write_eagle1(
     `bias` is that of `fc`, `qkv_bias` that of the attention, as in the heads of Qwen2 targets. "speculators" is the
     layout of that library's versions before 0.7, which leaves the embedding to the target.
     """
-    if layout == "speculators" and (own_embedding or qkv_bias):
-        raise ValueError("layout 'speculators' has neither an embedding nor biases of its own")
     generator = torch.Generator().manual_seed(seed)
     layer, fc = ("layers.0.", "fc") if layout == "eagle" else ("transformer.", "fusion_fc")
     hidden = target.hidden_size
-    tensors = _layer(layer, target, hidden, target.head_dim, hidden, 1.0, generator)
+    tensors = layer_tensors(layer, target, hidden, target.head_dim, hidden, 1.0, generator)
     tensors[f"{fc}.weight"] = matrix(hidden, 2 * hidden, 0.7, generator)
     if bias:
         tensors[f"{fc}.bias"] = 0.2 * torch.randn(hidden, generator=generator)
@@ -147,7 +132,7 @@ def write_eagle1(
             tensors[f"{layer}self_attn.{name}.bias"] = 0.2 * torch.randn(rows, generator=generator)
     if own_embedding:
         tensors["embed_tokens.weight"] = torch.randn(target.vocab_size, hidden, generator=generator)
-    config = _llama(target, hidden)
+    config = llama_config(target, hidden)
     if layout == "eagle":
         config |= {"architectures": ["LlamaForCausalLM"], "rope_theta": THETA, "bias": bias, "torch_dtype": "float32"}
         config |= {"qkv_bias": True} if qkv_bias else {}
@@ -166,7 +151,7 @@ def _eagle3_config(
     boundaries: tuple[int, ...] | None,
     flags: dict[str, bool],
 ) -> dict[str, Any]:
-    llama, own = _llama(target, hidden), {"draft_vocab_size": draft_vocab}
+    llama, own = llama_config(target, hidden), {"draft_vocab_size": draft_vocab}
     if hidden != target.hidden_size or layout == "speculators":
         own["target_hidden_size"] = target.hidden_size if hidden != target.hidden_size else None
     if layout == "eagle":
@@ -184,7 +169,7 @@ def _eagle3_config(
     return _speculators("eagle3", llama | rope) | {"architectures": ["Eagle3DraftModel"]} | own
 
 
-def _llama(target: TargetShape, hidden: int) -> dict[str, Any]:
+def llama_config(target: TargetShape, hidden: int) -> dict[str, Any]:
     extra = {"hidden_act": "silu", "max_position_embeddings": 2048, "model_type": "llama", "tie_word_embeddings": False}
     return asdict(target) | extra | {"hidden_size": hidden, "num_hidden_layers": 1}
 
@@ -201,7 +186,7 @@ def _speculators(kind: str, llama: dict[str, Any]) -> dict[str, Any]:
     return top | {"speculators_config": described, "transformer_layer_config": llama, "dtype": "float32"}
 
 
-def _layer(
+def layer_tensors(
     prefix: str, target: TargetShape, hidden: int, head_dim: int, width: int, gain: float, generator: torch.Generator
 ) -> dict[str, Tensor]:
     """The matrices of a decoder layer whose attention reads `width`, and the norm of its MLP.

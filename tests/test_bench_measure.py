@@ -1,6 +1,5 @@
 """What a benchmark's measurements count: rounds, accepted tokens and seconds, of our engine and of transformers."""
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,16 +18,14 @@ from tests.models import (
     random_prompts,
     reduce_vocabulary,
     tiny,
-    tiny_llm,
     tokens_of,
 )
-from treespec import SpecConfig
-from treespec.bench.measure import Run, Sample, interleave, run_ours
+from treespec import SamplingParams, SpecConfig
+from treespec.bench.measure import Run, Sample, interleave, run_ours, sampling_seed
 from treespec.bench.modes import Peer
 from treespec.bench.peers import Transformers
-from treespec.bench.profile import MEANING, acceptance_by_depth_of, profiled
+from treespec.bench.profile import acceptance_by_depth_of
 from treespec.errors import ModelError
-from treespec.sampling.noise import Noise
 
 
 def test_acceptance_by_depth() -> None:
@@ -64,33 +61,24 @@ def test_acceptance_of_an_oracle() -> None:
 
 
 @pytest.mark.slow
-def test_the_profile_of_rounds_that_fail() -> None:
-    llm, choose = tiny_llm(), Noise.choose
-    began = time.perf_counter()
-    with pytest.raises(ZeroDivisionError), profiled(llm.engine) as profile:
-        llm.generate(random_prompts([5]), greedy(6), spec=SpecConfig(nodes=8))
-        raise ZeroDivisionError
-    assert Noise.choose is choose
-    assert list(profile.stages) == list(MEANING) and profile.prefill_seconds > 0
-    assert all((seconds > 0) == (part != "noise") for part, seconds in profile.stages.items()), "greedy has no noise"
-    assert sum(profile.stages.values()) + profile.prefill_seconds <= time.perf_counter() - began
-
-
-@pytest.mark.slow
 def test_every_batch_is_decoded_by_every_mode_in_turn() -> None:
-    ran: list[tuple[str, int]] = []
+    """With the same seeds in every mode, and others in every repeat."""
+    ran: list[tuple[str, list[int]]] = []
 
     def mode(name: str) -> Run:
         def run(prompts: Sequence[list[int]], seeds: Sequence[int]) -> Sample:
-            ran.append((name, len(prompts)))
+            ran.append((name, list(seeds)))
             return Sample(tokens=list(prompts), decoded=len(prompts), nodes=1, stages={"draft": 1.0})
 
         return run
 
-    samples = interleave({name: mode(name) for name in "abc"}, [[1], [2], [3]], batch=2, repeats=2)
-    assert [count for _, count in ran] == [2, 2, 2, 1, 1, 1] * 2
-    orders = ["".join(name for name, _ in ran[i : i + 3]) for i in range(0, 12, 3)]
-    assert orders == ["abc", "bca", "cab", "abc"]
+    samples = interleave({name: mode(name) for name in "abc"}, [[1], [2], [3]], batch=2, repeats=2, seed=5)
+    assert [len(seeds) for _, seeds in ran] == [2, 2, 2, 1, 1, 1] * 2
+    assert ["".join(name for name, _ in ran[i : i + 3]) for i in range(0, 12, 3)] == ["abc", "bca", "cab", "abc"]
+    by_mode = [[seed for name, seeds in ran if name == each for seed in seeds] for each in "abc"]
+    assert by_mode[0] == by_mode[1] == by_mode[2] and len(set(by_mode[0])) == 6
+    assert by_mode[0][0] == sampling_seed(5, 0, 0) and by_mode[0][-1] == sampling_seed(5, 1, 2)
+    assert SamplingParams(temperature=1.0, seed=sampling_seed(-7, 10**4, 10**4))
     assert {name: len(each) for name, each in samples.items()} == dict.fromkeys("abc", 2)
     for sample in samples["b"]:
         assert sample.tokens == [[1], [2], [3]]

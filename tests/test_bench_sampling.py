@@ -14,7 +14,7 @@ from tests.commands import run
 from tests.models import random_prompts, tiny_llm
 from tests.test_bench import arguments, options, sample_of
 from treespec import SamplingParams, SpecConfig
-from treespec.bench.measure import Sample, interleave, run_ours, sampling_seed
+from treespec.bench.measure import run_ours
 from treespec.bench.modes import PLAIN, Mode
 from treespec.bench.profile import MEANING, profiled
 from treespec.bench.report import summarise
@@ -66,23 +66,6 @@ def test_rules_that_were_asked_for() -> None:
     assert parse_rules(["traversal", "coupled", "coupled"]) == ("coupled", "traversal")
     with pytest.raises(ConfigError, match="--verification greedy: valid are coupled, naive, rejection, traversal"):
         parse_rules(["greedy"])
-
-
-def test_every_mode_has_the_same_seeds_and_every_repeat_others() -> None:
-    seen: dict[str, list[list[int]]] = {"a": [], "b": []}
-
-    def mode(name: str) -> Any:
-        def run(given: Any, seeds: Any) -> Sample:
-            seen[name].append(list(seeds))
-            return Sample(nodes=0)
-
-        return run
-
-    interleave({name: mode(name) for name in seen}, [[1], [2], [3]], batch=2, repeats=2, seed=5)
-    assert seen["a"] == seen["b"] and [len(seeds) for seeds in seen["a"]] == [2, 1, 2, 1]
-    seeds = [seed for batch in seen["a"] for seed in batch]
-    assert len(set(seeds)) == 6 and seeds[0] == sampling_seed(5, 0, 0) and seeds[-1] == sampling_seed(5, 1, 2)
-    assert SamplingParams(temperature=1.0, seed=sampling_seed(-7, 10**4, 10**4))
 
 
 def test_a_sampled_batch_has_its_seeds() -> None:
@@ -139,18 +122,19 @@ def test_a_stage_inside_another_is_counted_once(monkeypatch: pytest.MonkeyPatch)
     assert clock.since(mark, read=1.0) == (RoundSeconds(2.5, 1.0, 1.5, 2.0), 0.0)
 
 
-@pytest.mark.parametrize("rule", VERIFICATIONS)
-def test_the_noise_has_its_own_part(rule: str) -> None:
-    llm, choose = tiny_llm(), Noise.choose
-    before = dict(vars(Noise))
-    with profiled(llm.engine) as profile:
-        assert Noise.choose is not choose
-        params = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.8, seed=1)
-        llm.generate(random_prompts([5]), params, spec=SpecConfig(branching=(2, 1), verification=rule))
+@pytest.mark.parametrize("rule", [None, *VERIFICATIONS])
+def test_the_parts_of_a_round(rule: str | None) -> None:
+    """Of greedy rounds too; rounds that fail leave nothing patched."""
+    llm, before = tiny_llm(), dict(vars(Noise))
+    params = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.8 if rule else 0.0, seed=1)
+    with pytest.raises(ZeroDivisionError), profiled(llm.engine) as profile:
+        assert Noise.choose is not before["choose"]
+        llm.generate(random_prompts([5]), params, spec=SpecConfig(branching=(2, 1), verification=rule or "coupled"))
+        raise ZeroDivisionError
     assert dict(vars(Noise)) == before
     assert list(profile.stages) == list(MEANING)
-    drawn = rule in RANDOM_DRAWS  # then only trees of one node ask for noise
-    assert all(seconds > 0 or (drawn and part == "noise") for part, seconds in profile.stages.items())
+    without = rule is None or rule in RANDOM_DRAWS  # then only trees of one node ask for noise
+    assert all(seconds > 0 or (without and part == "noise") for part, seconds in profile.stages.items())
     assert profile.prefill_seconds > 0 and all(seconds >= 0 for seconds in profile.stages.values())
 
 

@@ -1,7 +1,9 @@
-"""DFlash, DSpark, PARD and P-EAGLE drafts: distributions, and the tokens of plain decoding with them in the tree."""
+"""DFlash, DSpark, PARD and P-EAGLE drafts: distributions, growth, and what does not fit.
 
-import json
-import re
+tests/test_heads.py compares trees of all kinds with plain decoding.
+"""
+
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,28 +14,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
-from typer.testing import CliRunner
 
 from tests.blocks_made import MASK, reference_dflash, write_dflash
-from tests.drafting import (
-    EXECUTORS,
-    assert_probabilities,
-    assert_samples_of_plain_decoding,
-    drafted_rounds,
-    make_target,
-    target_states,
-)
-from tests.exactness import assert_exact, run
+from tests.commands import run
+from tests.drafting import EXECUTORS, assert_probabilities, drafted_rounds, make_target, target_states
+from tests.exactness import assert_exact
+from tests.exactness import run as run_recorded
 from tests.heads_made import TargetShape, draft_ids, reference_peagle, write_eagle3
-from tests.models import edit_config, exact_in, greedy, make_draft, new_folder, open_llm, quick, random_prompts
+from tests.models import edit_config, greedy, make_draft, new_folder, open_llm, quick, random_prompts
 from tests.quantized_checkpoints import needs_compiler
 from tests.tokenizers_made import TEXT, byte_level, save_tokenizer
 from treespec import RoundRecord, SamplingParams, SpecConfig
-from treespec.cli import app
 from treespec.drafters.ssm.forest import CompiledForest
 from treespec.drafters.ssm.levels import DraftModelCache
 from treespec.errors import ModelError
-from treespec_weights import CheckpointError, UnsupportedModelError
+from treespec_weights import CheckpointError
 
 SHAPE = TargetShape(num_hidden_layers=8)
 # By name: what `write_dflash` is told, and the layers of the target that are read.
@@ -109,36 +104,6 @@ def test_the_reference_is_the_module_of_transformers() -> None:
 # --- the tokens of plain decoding
 
 
-def engine_with_blocks(dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    """Every kind of block draft, an EAGLE-3 head, and an SSM whose proposals are accepted."""
-    target = target_of(dtype)
-    ssm = make_draft(new_folder("ssm"), target, 1, 0.05)
-    write_eagle3(head := new_folder("head"), SHAPE, layout="eagle", draft_vocab=96, own_embedding=False, seed=4)
-    blocks = [make_block(kind, target) for kind in ("z-lab", "dspark", "pard", "peagle")]
-    return open_llm(target, [ssm, *blocks, head], **({"max_num_seqs": 3, "prefill_chunk": 40} | options))
-
-
-SPECS = (
-    SpecConfig(nodes=16, max_depth=8, sources=("ssm",)),
-    SpecConfig(nodes=24, max_depth=6),
-    SpecConfig(branching=(3, 2, 1), max_ssms=2),
-    SpecConfig(),
-)
-
-
-@EXECUTORS
-@exact_in
-def test_trees_give_the_bits_of_plain_decoding(dtype: torch.dtype, executor: dict[str, Any]) -> None:
-    """Prompts of one token too, before which there is no hidden state to read."""
-    llm = engine_with_blocks(dtype, **({"prove": True} | executor))
-    plain = run(llm, random_prompts((1, 2, 61, 90), vocab=SHAPE.vocab_size), greedy(20))
-    for spec in SPECS:
-        tree = assert_exact(llm, plain, spec)
-        assert tree.acceptance_length > 1.2
-    accepted = [output.metrics.accepted_by_source for output in tree.outputs]
-    assert any(name.startswith("ssm") and count for each in accepted for name, count in each.items())
-
-
 @pytest.mark.slow
 @EXECUTORS
 @pytest.mark.parametrize("kind", quick(KINDS, ("z-lab", "dspark", "pard", "peagle")))
@@ -146,7 +111,7 @@ def test_a_block_draft_alone(kind: str, executor: dict[str, Any]) -> None:
     """In a batch, deeper than its block, and with a width that its best tokens must cover."""
     target = target_of()
     llm = open_llm(target, [make_block(kind, target)], max_num_seqs=4, **executor)
-    plain = run(llm, random_prompts((1, 30, 64, 70), vocab=SHAPE.vocab_size), greedy(16))
+    plain = run_recorded(llm, random_prompts((1, 30, 64, 70), vocab=SHAPE.vocab_size), greedy(16))
     for spec in (SpecConfig(nodes=12, max_depth=12), SpecConfig(branching=(12, 2, 1))):
         tree = assert_exact(llm, plain, spec)
         drafted = sum(output.metrics.nodes_verified - output.metrics.target_passes for output in tree.outputs)
@@ -183,28 +148,6 @@ def test_one_compiled_call_grows_the_trees_of_levels() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("verification", ["coupled", "naive"])
-def test_sampled_tokens_are_those_of_plain_decoding(verification: Any) -> None:
-    spec = SpecConfig(nodes=16, max_depth=4, verification=verification)
-    assert_samples_of_plain_decoding(engine_with_blocks(), random_prompts((30, 64), vocab=SHAPE.vocab_size), spec)
-
-
-@pytest.mark.slow
-def test_restricted_requests_beside_others() -> None:
-    """A request with allowed tokens, a sampled and a greedy one in one batch."""
-    llm = engine_with_blocks()
-    prompts = random_prompts((20, 30, 40), vocab=SHAPE.vocab_size)
-    params = [
-        greedy(12, allowed_token_ids=list(range(20, 60))),
-        greedy(12, temperature=0.7, seed=3, allowed_token_ids=list(range(90))),
-        greedy(12),
-    ]
-    plain = llm.generate(prompts, params, spec="off")
-    tree = llm.generate(prompts, params, spec=SpecConfig(nodes=16, max_depth=5))
-    assert [output.outputs[0].token_ids for output in tree] == [output.outputs[0].token_ids for output in plain]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("verification", quick(("rejection", "traversal"), ("rejection",)))
 def test_draws_are_distributed_as_the_target(verification: Any) -> None:
     """The first two tokens of many samples, with the draft's blocks drawn from at random."""
@@ -233,72 +176,53 @@ def test_draws_are_distributed_as_the_target(verification: Any) -> None:
 # --- folders that do not fit, and what the command says of them
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"block_size": 1}, "'block_size': 1; expected an int, at least 2"),
-        ({"dflash_config": {"target_layer_ids": [1]}}, "'mask_token_id': None; expected an int"),
-        ({"dflash_config": {"mask_token_id": 3}}, "'target_layer_ids': None; expected a list"),
-        ({"dflash_config": {"mask_token_id": 900, "target_layer_ids": [0, 3, 5]}}, "900, and the vocabulary has 256"),
-        ({"dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 3]}}, "2 layers of the target have 64 each"),
-        ({"dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 3, 8]}}, "the target has 8 layers"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding windows are not supported"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantised draft heads are not supported"),
-    ],
-    ids=lambda value: None if isinstance(value, dict) else value[:20],
-)
-def test_a_config_that_does_not_fit(changes: dict[str, Any], message: str) -> None:
-    write_dflash(draft := new_folder("block"), SHAPE, layout="z-lab", **changes)
-    with pytest.raises(CheckpointError, match=re.escape(message)):
-        open_llm(target_of(), [draft])
+def block(shape: TargetShape = SHAPE, layout: Any = "z-lab", **changes: Any) -> Path:
+    write_dflash(folder := new_folder("block"), shape, layout=layout, **changes)
+    return folder
 
 
-@pytest.mark.slow
-def test_tensors_that_do_not_fit() -> None:
-    target, draft = target_of(), new_folder("block")
-    write_dflash(draft, SHAPE, layout="z-lab")
-    tensors = load_file(draft / "model.safetensors")
+def damaged() -> Path:
+    """A draft that lacks one norm, and whose other one has another size."""
+    tensors = load_file((folder := block()) / "model.safetensors")
     del tensors["layers.1.self_attn.q_norm.weight"]
-    save_file(tensors | {"norm.weight": torch.ones(32)}, draft / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"(?s)q_norm.*expected a tensor of shape") as error:
-        open_llm(target, [draft])
-    assert "'norm.weight': [32], expected [64]" in str(error.value)
+    save_file(tensors | {"norm.weight": torch.ones(32)}, folder / "model.safetensors")
+    return folder
+
+
+def reading(mask: int = 3, layers: tuple[int, ...] = (0, 3, 5)) -> Path:
+    return block(dflash_config={"mask_token_id": mask, "target_layer_ids": layers})
+
+
+def small_pard(**changes: Any) -> Path:
+    return edit_config(make_block("pard", target_of(vocab_size=128)), **changes)
+
+
+# Makes a draft, and what is said.
+WRONG: list[tuple[Callable[[], Path], str]] = [
+    (lambda: block(block_size=1), "'block_size': 1; expected an int, at least 2"),
+    (lambda: block(dflash_config={"target_layer_ids": [1]}), "'mask_token_id': None; expected an int"),
+    (lambda: block(dflash_config={"mask_token_id": 3}), "'target_layer_ids': None; expected a list"),
+    (lambda: reading(mask=900), "900, and the vocabulary has 256"),
+    (lambda: reading(layers=(0, 3)), "2 layers of the target have 64 each"),
+    (lambda: reading(layers=(0, 3, 8)), "the target has 8 layers"),
+    (lambda: block(layer_types=["full_attention", "sliding_attention"]), "sliding windows are not supported"),
+    (lambda: block(quantization_config={"quant_method": "awq"}), "quantised draft heads are not supported"),
+    (lambda: block(architectures=["DFlash2DraftModel"]), "DFlash 2 draft, which is not supported"),
+    (lambda: block(architectures=["XPressDraftModel"]), "Xpress draft, which is not supported"),
+    (damaged, r"(?s)(?=.*q_norm.*expected a tensor of shape).*'norm.weight': \[32\], expected \[64\]"),
+    (lambda: block(TargetShape(hidden_size=32)), "96 values per token, 3 layers of the target have 64 each"),
+    (lambda: block(TargetShape(vocab_size=128), "speculators", draft_vocab=64), "of 128 tokens, the target has 256"),
+    (lambda: block(layout="speculators", markov="rnn"), "'rnn' of rank 16; supported: vanilla and gated"),
+    (small_pard, "128, and the target has 256 tokens"),
+    (lambda: small_pard(pard_token=128), "128; expected a token of the vocabulary of 128"),
+]
 
 
 @pytest.mark.slow
-def test_a_draft_of_another_target() -> None:
-    write_dflash(draft := new_folder("block"), TargetShape(hidden_size=32), layout="z-lab")
-    with pytest.raises(CheckpointError, match="96 values per token, 3 layers of the target have 64 each"):
-        open_llm(target_of(), [draft])
-    write_dflash(mapped := new_folder("block"), TargetShape(vocab_size=128), layout="speculators", draft_vocab=64)
-    with pytest.raises(CheckpointError, match="the head is for a vocabulary of 128 tokens, the target has 256"):
-        open_llm(target_of(), [mapped])
-
-
-@pytest.mark.slow
-def test_a_recurrent_bias_is_refused() -> None:
-    write_dflash(draft := new_folder("block"), SHAPE, layout="speculators", markov="rnn")
-    with pytest.raises(CheckpointError, match="'rnn' of rank 16; supported: vanilla and gated"):
-        open_llm(target_of(), [draft])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["DFlash2DraftModel", "XPressDraftModel"])
-def test_other_kinds_are_refused_by_name(name: str) -> None:
-    write_dflash(draft := new_folder("block"), SHAPE, layout="z-lab", architectures=[name])
-    with pytest.raises(UnsupportedModelError, match=r"(DFlash 2|Xpress) draft, which is not supported"):
-        open_llm(target_of(), [draft])
-
-
-@pytest.mark.slow
-def test_a_parallel_draft_of_a_smaller_vocabulary() -> None:
-    target, draft = target_of(), make_block("pard", target_of(vocab_size=128))
-    with pytest.raises(CheckpointError, match="128, and the target has 256 tokens"):
-        open_llm(target, [draft])
-    edit_config(draft, pard_token=128)
-    with pytest.raises(CheckpointError, match="128; expected a token of the vocabulary of 128"):
-        open_llm(target, [draft])
+@pytest.mark.parametrize(("make", "message"), WRONG)
+def test_drafts_that_do_not_fit(make: Callable[[], Path], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        open_llm(target_of(), [make()])
 
 
 @pytest.mark.slow
@@ -314,18 +238,16 @@ def test_a_parallel_draft_with_another_tokenizer() -> None:
 def test_inspect_describes_block_drafts() -> None:
     target = target_of()
     drafts = [make_block(kind, target) for kind in ("speculators", "pard", "peagle")]
-    options = [option for draft in drafts for option in ("--draft", str(draft))]
-    result = CliRunner().invoke(app, ["weights", "inspect", str(target), *options, "--json"])
-    first, second, third = json.loads(result.stdout)["drafts"]
-    assert first["connection"] == (
-        "DFlash draft, reads the inputs of the target's layers 1, 4, 6 and predicts 5 tokens in a pass; "
-        "proposes 96 of 256 tokens"
-    )
-    assert second["connection"] == "PARD draft, predicts 8 tokens in a pass; proposes 256 of 256 tokens"
+
+    def reports(*drafts: Path) -> Any:
+        options = [option for draft in drafts for option in ("--draft", draft)]
+        return run("weights", "inspect", target, *options, "--json").document["drafts"]
+
+    first, second, third = reports(*drafts)
     reads = "reads the inputs of the target's layers 1, 4, 6 and predicts 5 tokens in a pass"
+    assert first["connection"] == f"DFlash draft, {reads}; proposes 96 of 256 tokens"
+    assert second["connection"] == "PARD draft, predicts 8 tokens in a pass; proposes 256 of 256 tokens"
     assert third["connection"] == f"parallel EAGLE head, {reads}; proposes 96 of 256 tokens"
     assert first["usable"] and second["usable"] and third["usable"] and first["parameters"] > 0
-    write_dflash(drafts[0], TargetShape(hidden_size=32), layout="z-lab")
-    result = CliRunner().invoke(app, ["weights", "inspect", str(target), "--draft", str(drafts[0]), "--json"])
-    [unusable] = json.loads(result.stdout)["drafts"]
+    [unusable] = reports(block(TargetShape(hidden_size=32)))
     assert not unusable["usable"] and "use a draft of this target" in unusable["reason"]

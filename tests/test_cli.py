@@ -29,7 +29,6 @@ from treespec.engine.runner import Choices
 from treespec.request import Request
 from treespec.startup import cost_measurement as costs
 from treespec.tree import TokenTree
-from treespec.utils.tables import table
 
 PROMPT = "def add(a, b):\n    return"
 VOCAB = 320
@@ -254,10 +253,8 @@ def test_token_ids_where_there_is_no_tokenizer(models: Models, monkeypatch: pyte
         (["x", "--file", "y"], "UsageError", "--file y"),
         (["--file", "/nowhere/prompt"], "FileNotFoundError", "/nowhere/prompt"),
         (["x", "--nodes", "many"], "ConfigError", "nodes='many'"),
-        (["x", "--nodes", "-3"], "ConfigError", "nodes=-3"),
         (["x", "--max-tokens", "0"], "ConfigError", "max_tokens=0"),
         (["x", "--max-tokens", "some"], "UsageError", "--max-tokens"),
-        (["x", "--max-depth", "0"], "ConfigError", "max_depth=0"),
         (["x", "--branching", "a,b"], "UsageError", "--branching a,b"),
         (["x", "--branching", "900,900"], "ConfigError", "branching"),
         (["x", "--no-spec", "--nodes", "4"], "UsageError", "--no-spec"),
@@ -271,7 +268,7 @@ def test_errors_are_documents(arguments: list[str], kind: str, named: str) -> No
     assert ran.document.keys() == {"error"} and ran.document["error"].keys() == {"type", "message"}
     assert ran.document["error"]["type"] == kind and named in ran.document["error"]["message"]
     assert ran.stderr == ""
-    if "--stream" not in arguments:
+    if kind == "UsageError" and "--stream" not in arguments:
         ran = run("generate", *arguments, code=2)
         assert ran.stdout == "" and ran.stderr.startswith("error: ") and named in ran.stderr
 
@@ -343,10 +340,8 @@ sys.exit(main())
     [
         ("treespec.cli", "raised"),
         ("torch", "cleared"),
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in [("typer", "cleared"), ("torch", "raised"), ("numpy", "cleared"), ("transformers", "raised")]
-        ),
+        pytest.param("typer", "cleared", marks=pytest.mark.slow),
+        pytest.param("transformers", "raised", marks=pytest.mark.slow),
     ],
 )
 def test_ctrl_c_while_it_starts(module: str, handled: str, models: Models) -> None:
@@ -491,7 +486,3 @@ def test_colour_only_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.delenv("NO_COLOR")
     monkeypatch.setenv("TERM", "dumb")
     assert not uses_colour(Terminal())
-
-
-def test_tables_are_aligned() -> None:
-    assert table([("name", "n"), ("a", "12")]) == "name   n\na     12"

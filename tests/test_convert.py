@@ -22,7 +22,6 @@ from treespec_weights import (
     CheckpointError,
     ModelShape,
     OptionError,
-    TensorRule,
     UnsupportedModelError,
     convert_checkpoint,
     family_of,
@@ -32,7 +31,7 @@ from treespec_weights import (
     verify_checkpoint,
 )
 from treespec_weights.draft_vocabulary import FILE, write_draft_vocabulary
-from treespec_weights.load import Placement, quantizable
+from treespec_weights.load import quantizable
 from treespec_weights.quantize import Quantized, dequantize, quantize_fp8
 from treespec_weights.writer import Output, Shard, is_written, plan_shards, write_shard
 
@@ -56,8 +55,18 @@ def document(*arguments: object, code: int = 0) -> dict[str, Any]:
 # --- dtype and shards
 
 
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("stored", "dtype"),
+    [
+        (torch.float32, None),
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.float16),
+        (torch.float16, torch.float32),
+        (torch.float64, None),
+        (torch.float64, torch.float16),
+    ],
+)
 def test_every_dtype(tmp_path: Path, stored: torch.dtype, dtype: torch.dtype | None) -> None:
     source = make(tmp_path / "a", stored)
     before = contents(source)
@@ -129,11 +138,9 @@ def test_sizes(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "2", "GB", "-1GB", "0GB", "0.0001KB", "1e3MB", "2G", "nanGB", "٣GB", "2GB2"])
-def test_bad_sizes(text: str, tmp_path: Path) -> None:
+def test_bad_sizes(text: str) -> None:
     with pytest.raises(OptionError, match=r"--shard-size .*500MB, 2GB"):
         parse_bytes(text)
-    error = document(make(tmp_path / "a"), tmp_path / "b", f"--shard-size={text}", code=2)["error"]
-    assert error["type"] == "OptionError" and not (tmp_path / "b").exists()
 
 
 def test_the_writer_aligns_what_it_writes(tmp_path: Path) -> None:
@@ -196,17 +203,6 @@ def test_every_layout_of_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert_same(source, tmp_path / "b", dtype)
     convert_checkpoint(tmp_path / "b", tmp_path / "c", layout="phi3")
     assert_same(source, tmp_path / "c", dtype)
-
-
-@pytest.mark.parametrize("layout", ["stacked", "per_head", "transposed"])
-@pytest.mark.parametrize("heads", [1, 3])
-def test_pack_undoes_unpack(layout: Any, heads: int) -> None:
-    sizes = {"q": (heads * 4, 5), "k": (heads * 2, 5), "v": (heads * 2, 5)}
-    placement = Placement("qkv", TensorRule("qkv", ("q", "k", "v"), layout), sizes, heads)
-    tensor = torch.randn(placement.shape)
-    parts = placement.unpack(tensor)
-    assert {name: tuple(part.shape) for name, part in parts.items()} == sizes
-    assert torch.equal(placement.pack(parts), tensor) and placement.pack(parts).is_contiguous()
 
 
 def test_keys_that_families_take_otherwise_when_missing_are_written_out(tmp_path: Path) -> None:
@@ -287,8 +283,9 @@ def test_quantised_while_converting(quantization: str, tmp_path: Path) -> None:
     assert fused["family"] == "phi3" and verify_checkpoint(tmp_path / "c").ok
 
 
-@pytest.mark.parametrize(("quantization", "ends"), [("fp8", False), ("fp8-all", True)])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("quantization", "ends", "tied"), [("fp8", False, False), ("fp8-all", True, True), ("fp8-all", True, False)]
+)
 def test_fp8_while_converting(quantization: str, ends: bool, tied: bool, tmp_path: Path) -> None:
     """Loading gives each matrix as its nearest fp8 numbers times their scales; a draft keeps its vocabulary."""
     source = make_llama(tmp_path / "a", 0, torch.bfloat16, tie_word_embeddings=tied)
@@ -314,8 +311,9 @@ def test_fp8_while_converting(quantization: str, ends: bool, tied: bool, tmp_pat
     assert (tmp_path / "b" / FILE).read_bytes() == (source / FILE).read_bytes()
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8", "fp8-all"])
-@pytest.mark.parametrize("layout", [None, "phi3"])
+@pytest.mark.parametrize(
+    ("quantization", "layout"), [("int8", None), ("int4", "phi3"), ("fp8", "phi3"), ("fp8-all", None)]
+)
 def test_a_quantised_checkpoint_is_dequantised(quantization: str, layout: str | None, tmp_path: Path) -> None:
     source = make_llama(tmp_path / "a", 0, torch.bfloat16)
     convert_checkpoint(source, tmp_path / "b", quantization=quantization)
@@ -361,6 +359,7 @@ def test_the_command(tmp_path: Path) -> None:
         ([source, tmp_path / "c", "--dtype=int8"], "OptionError"),
         ([source, tmp_path / "c", "--layout=bert"], "OptionError"),
         ([source, tmp_path / "c", "--resume"], "OptionError"),
+        ([source, tmp_path / "c", "--shard-size=2"], "OptionError"),
         ([tmp_path / "nowhere", tmp_path / "c"], "FileNotFoundError"),
         ([source], "UsageError"),
         ([source, tmp_path / "c", "--quantise=int8"], "UsageError"),

@@ -5,8 +5,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,9 +162,12 @@ def test_a_place_that_is_taken_meanwhile(tmp_path: Path) -> None:
     assert_same(source, tmp_path / "b")
 
 
-@pytest.mark.parametrize("failing", [1, 2, 7, 20])
+@pytest.mark.parametrize("failing", [1, 7])
 def test_a_disk_that_fills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
     source = make(tmp_path / "a")
+    with monkeypatch.context() as patch, pytest.raises(WriteError, match=r"GB needed, 0.00 GB free"):
+        patch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=0))
+        convert_checkpoint(source, tmp_path / "b", shard_bytes=6000)
     write, count = treespec_weights.writer.write_tensor, 0
 
     def filling(file: Any, tensor: Tensor, on_bytes: Any) -> None:
@@ -186,7 +189,7 @@ def test_a_disk_that_fills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fail
         convert_checkpoint(source, tmp_path / "b", shard_bytes=6000, resume=True)
         assert_same(source, tmp_path / "b")
     else:
-        assert failing <= 2 and "--resume" not in str(caught.value)
+        assert failing == 1 and "--resume" not in str(caught.value)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
@@ -202,31 +205,6 @@ def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
     message = json.loads(done.stdout)["error"]["message"]
     assert "model-00001-of-" in message and "'model.embed_tokens.weight' cannot be written: File too large" in message
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 700 kB. Skips where none may be mounted."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=700k", "none", disk], capture_output=True).returncode:
-        pytest.skip("no permission to mount")
-    yield disk
-    subprocess.run(["umount", disk], check=True)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="mounts of Linux")
-def test_a_disk_that_is_really_full(tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = make(tmp_path / "a", **LARGE)
-    with pytest.raises(WriteError, match=r"GB needed, .* GB free"):
-        convert_checkpoint(source, small_disk / "b", shard_bytes=1)
-    assert not list(small_disk.iterdir())
-    plenty = type("Usage", (), {"free": 10**12})
-    monkeypatch.setattr("shutil.disk_usage", lambda folder: plenty)
-    with pytest.raises(WriteError) as caught:
-        convert_checkpoint(source, small_disk / "b", shard_bytes=1)
-    assert "'lm_head.weight' cannot be written: No space left on device" in str(caught.value)
-    assert [path.name for path in small_disk.iterdir()] == ["b.partial"] and not list(small_disk.rglob("*.part"))
 
 
 def test_a_process_that_is_killed(tmp_path: Path) -> None:

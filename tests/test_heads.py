@@ -1,6 +1,8 @@
 """Draft heads that read hidden states of the target: their distributions, and the tokens of plain decoding."""
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
+from tests import commands
 from tests.drafting import (
     EXECUTORS,
     assert_probabilities,
@@ -28,12 +30,22 @@ from tests.heads_made import (
     write_eagle1,
     write_eagle3,
 )
-from tests.models import edit_config, exact_in, greedy, make_draft, new_folder, open_llm, quick, random_prompts
-from tests.quantized_checkpoints import needs_compiler
-from treespec import RoundRecord, SamplingParams, SpecConfig
-from treespec.cli import app
+from tests.models import (
+    edit_config,
+    exact_in,
+    greedy,
+    make_draft,
+    new_folder,
+    open_llm,
+    quick,
+    random_prompts,
+    tokens_of,
+)
+from tests.test_blocks import make_block
+from tests.test_state_heads import make_head as make_state_head
+from treespec import LLM, RoundRecord, SpecConfig
 from treespec.errors import KernelError
-from treespec_weights import CheckpointError, UnsupportedModelError
+from treespec_weights import CheckpointError
 
 SHAPE = TargetShape(num_hidden_layers=8)
 
@@ -51,7 +63,6 @@ HEADS: dict[str, tuple[Layout, int | None, dict[str, Any]]] = {
     ),
 }
 FAST = ("eagle", "eagle-1", "speculators, norms before fc and after the output")  # the others are slow tests
-TREE = SpecConfig(nodes=16, max_depth=5, sources=("ssm",))
 
 
 def target_of(dtype: torch.dtype = torch.float32, **config: Any) -> Path:
@@ -105,32 +116,31 @@ def test_probabilities_are_those_of_the_reference(name: str, executor: dict[str,
 # --- the tokens of plain decoding
 
 
-def engine_with_heads(dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    """Heads of two kinds that read different layers, and an SSM whose proposals are accepted."""
+@functools.cache
+def engine_with_heads(dtype: torch.dtype = torch.float32, **options: Any) -> LLM:
+    """Every kind of head and of block draft in one engine, and an SSM whose proposals are accepted."""
     target = target_of(dtype)
-    draft = make_draft(new_folder("ssm"), target, 1, 0.05)
-    heads = [make_head("eagle"), make_head("specforge, other layers, whole vocabulary", seed=2)]
-    heads.append(make_eagle1("eagle-1", seed=3))
-    return open_llm(target, [heads[0], draft, *heads[1:]], **({"max_num_seqs": 3, "prefill_chunk": 40} | options))
+    heads = [make_head("eagle"), make_head("specforge, other layers, whole vocabulary", 2), make_eagle1("eagle-1", 3)]
+    heads += [make_block(kind, target) for kind in ("z-lab", "dspark", "pard", "peagle")]
+    heads += [make_state_head(name) for name in ("medusa, vllm", "speculator")]
+    ssm = make_draft(new_folder("ssm"), target, 1, 0.05)
+    return open_llm(target, [heads[0], ssm, *heads[1:]], **({"max_num_seqs": 4, "prefill_chunk": 40} | options))
 
 
 SPECS = (
-    TREE,
+    SpecConfig(nodes=16, max_depth=8, sources=("ssm",)),
     SpecConfig(nodes=24, max_depth=6),
-    SpecConfig(branching=(3, 2, 1), max_ssms=2),
+    SpecConfig(branching=(3, 2, 1, 1, 1), max_ssms=2),
     SpecConfig(),
 )
+PROMPTS = random_prompts((30, 64), vocab=SHAPE.vocab_size)
 
 
-@pytest.mark.parametrize(
-    "compiled",
-    [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=needs_compiler)],
-    ids=["eager", "compiled"],
-)
+@EXECUTORS
 @exact_in
-def test_trees_give_the_bits_of_plain_decoding(dtype: torch.dtype, compiled: bool) -> None:
-    """Prompts of one token too, after which there is no hidden state to read yet."""
-    llm = engine_with_heads(dtype, compile=compiled, prove=True)
+def test_trees_give_the_bits_of_plain_decoding(dtype: torch.dtype, executor: dict[str, Any]) -> None:
+    """Deeper than some heads predict; prompts of one token too, after which there is no hidden state to read yet."""
+    llm = engine_with_heads(dtype, **({"prove": True} | executor))
     plain = run(llm, random_prompts((1, 2, 61, 90), vocab=SHAPE.vocab_size), greedy(20))
     for spec in SPECS:
         tree = assert_exact(llm, plain, spec)
@@ -143,122 +153,44 @@ def test_trees_give_the_bits_of_plain_decoding(dtype: torch.dtype, compiled: boo
 @pytest.mark.parametrize("verification", ["coupled", "naive"])
 def test_sampled_tokens_are_those_of_plain_decoding(verification: Any) -> None:
     """Samples of one prompt share its pages, and with them the hidden states."""
-    spec = SpecConfig(nodes=16, max_depth=4, verification=verification)
-    assert_samples_of_plain_decoding(engine_with_heads(), random_prompts((30, 64), vocab=SHAPE.vocab_size), spec)
+    spec = SpecConfig(nodes=16, max_depth=5, verification=verification)
+    assert_samples_of_plain_decoding(engine_with_heads(), PROMPTS, spec)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("verification", ["rejection", "traversal"])
 def test_draws_of_heads_are_verified(verification: Any) -> None:
     llm = engine_with_heads()
-    params = SamplingParams(max_tokens=12, temperature=0.9, seed=5, ignore_eos=True)
-    spec = SpecConfig(nodes=12, max_depth=3, sources=("ssm",), verification=verification)
-    outputs = llm.generate(random_prompts((30, 64), vocab=SHAPE.vocab_size), params, spec=spec)
-    assert all(len(output.outputs[0].token_ids) == 12 for output in outputs)
+    params = greedy(12, temperature=0.9, seed=5, n=2)
+    spec = SpecConfig(nodes=12, max_depth=5, sources=("ssm",), verification=verification)
+    outputs = llm.generate(PROMPTS, params, spec=spec)
+    assert all(len(tokens) == 12 for tokens in tokens_of(outputs))
     assert sum(output.metrics.nodes_verified - output.metrics.target_passes for output in outputs) > 0
+    llm.engine.check_integrity()
+
+
+@pytest.mark.slow
+def test_restricted_requests_beside_others() -> None:
+    """A request with allowed tokens, a sampled and a greedy one in one batch."""
+    restricted = greedy(12, allowed_token_ids=list(range(20, 60)))
+    sampled = greedy(12, temperature=0.7, seed=3, allowed_token_ids=list(range(90)))
+    plain, tree = (
+        engine_with_heads().generate([*PROMPTS, [9] * 20], [restricted, sampled, greedy(12)], spec=spec)
+        for spec in ("off", SpecConfig(nodes=16, max_depth=5))
+    )
+    assert tokens_of(tree) == tokens_of(plain)
 
 
 @pytest.mark.slow
 def test_a_head_is_a_source_like_any_other() -> None:
-    llm = engine_with_heads()
-    first, second, third = (name for name in llm.draft_names if name.startswith("head"))
-    records: list[RoundRecord] = []
+    llm, records = engine_with_heads(), list[RoundRecord]()
+    first, second, third, *_ = (name for name in llm.draft_names if name.startswith("head"))
     with llm.add_round_observer(records.append):
-        llm.generate(
-            random_prompts((40,), vocab=SHAPE.vocab_size), greedy(8), spec=SpecConfig(nodes=8, sources=(second,))
-        )
-    proposed = {
-        source for record in records for node in range(len(record.tree)) for source in record.tree.sources_of(node)
-    }
-    assert proposed == {second} and len({first, second, third}) == 3
-    found = llm.stats()["draft_vocabularies"]
-    assert "EAGLE-3" in found[first] and "reads the target's output states" in found[third]
-
-
-# --- bad input
-
-
-def spoiled(folder: Path, **changes: Any) -> Path:
-    """A head whose tensors are replaced, or dropped if None."""
-    tensors = load_file(folder / "model.safetensors") | changes
-    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, folder / "model.safetensors")
-    return folder
-
-
-@pytest.mark.slow
-def test_a_head_of_another_target() -> None:
-    head = make_head("specforge")
-    wider = target_of(hidden_size=128, num_hidden_layers=8)
-    with pytest.raises(CheckpointError, match=r"192 values per token, 3 layers of the target have 128 each"):
-        open_llm(wider, [head])
-    with pytest.raises(CheckpointError, match="for a vocabulary of 256 tokens, the target has 272"):
-        open_llm(target_of(vocab_size=272), [head])
-    deep = make_head("specforge, other layers, whole vocabulary")
-    with pytest.raises(CheckpointError, match=r"reads layers \(1, 3, 6\), and the target has 4 layers"):
-        open_llm(target_of(num_hidden_layers=4), [deep])
-
-
-def test_a_damaged_head() -> None:
-    target = target_of()
-    with pytest.raises(CheckpointError, match=r"'layers.0.hidden_norm.weight': expected a tensor of shape"):
-        open_llm(target, [spoiled(make_head("specforge"), **{"midlayer.hidden_norm.weight": None})])
-    with pytest.raises(CheckpointError, match=r"d2t.*missing: the head has 96 rows, the target 256 tokens"):
-        open_llm(target, [spoiled(make_head("specforge"), d2t=None)])
-    with pytest.raises(CheckpointError, match=r"d2t.*96 tokens from 5 to 5 for 96 rows"):
-        open_llm(target, [spoiled(make_head("specforge"), d2t=5 - torch.arange(96))])
-    head = make_head("specforge")  # with an optional tensor in the index alone
-    index = dict.fromkeys([*load_file(head / "model.safetensors"), "fc.bias"], "model.safetensors")
-    (head / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    with pytest.raises(CheckpointError, match=r"'fc.bias': missing; the index places it in 'model.safetensors'"):
-        open_llm(target, [head])
-    head = make_head("eagle")
-    (head / "pytorch_model.bin").write_bytes((head / "pytorch_model.bin").read_bytes()[:2000])
-    with pytest.raises(CheckpointError, match=r"pytorch_model.bin.*not a file of tensors"):
-        open_llm(target, [head])
-    edit_config(head := make_head("specforge"), quantization_config={"quant_method": "awq"})
-    with pytest.raises(CheckpointError, match="quantised draft heads are not supported"):
-        open_llm(target, [head])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("config", "kind"),
-    [
-        ({"architectures": ["ArcticMLPSpeculatorPreTrainedModel"]}, "an Arctic speculator"),
-        ({"speculators_model_type": "xpress"}, "an Xpress draft"),
-    ],
-)
-def test_kinds_that_are_not_supported(config: dict[str, Any], kind: str) -> None:
-    folder = new_folder("head")
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        UnsupportedModelError, match=f"{kind}, which is not supported; supported: EAGLE-1, EAGLE-2 and EAGLE-3 heads"
-    ):
-        open_llm(target_of(), [folder])
-
-
-@pytest.mark.slow
-def test_an_eagle_1_head_of_another_target() -> None:
-    head = make_eagle1("eagle-1")
-    with pytest.raises(CheckpointError, match=r"hidden_size.*64, the target has 128; use a head that was trained"):
-        open_llm(target_of(hidden_size=128), [head])
-    with pytest.raises(CheckpointError, match=r"vocab_size.*256, the target has 272"):
-        open_llm(target_of(vocab_size=272), [head])
-    edit_config(other := make_eagle1("eagle-1 of speculators"), layernorms=True)
-    with pytest.raises(CheckpointError, match=r"layernorms.*not supported"):
-        open_llm(target_of(), [other])
-    kept = torch.load(head / "pytorch_model.bin")
-    torch.save({name: each for name, each in kept.items() if "q_proj" not in name}, head / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"'layers.0.self_attn.q_proj.weight': expected a tensor of shape"):
-        open_llm(target_of(), [head])
-
-
-@pytest.mark.slow
-def test_a_target_run_by_transformers() -> None:
-    llm = engine_with_heads(backend="transformers", prove=True)
-    plain = run(llm, random_prompts((1, 40), vocab=SHAPE.vocab_size), greedy(12))
-    tree = assert_exact(llm, plain, TREE)
-    assert tree.acceptance_length > 1.2
+        llm.generate(PROMPTS[:1], greedy(8), spec=SpecConfig(nodes=8, sources=(second,)))
+    trees = [record.tree for record in records]
+    assert {name for tree in trees for node in range(len(tree)) for name in tree.sources_of(node)} == {second}
+    connections = llm.stats()["draft_vocabularies"]
+    assert "EAGLE-3" in connections[first] and "reads the target's output states" in connections[third]
 
 
 @pytest.mark.slow
@@ -270,16 +202,92 @@ def test_a_target_without_a_list_of_layers() -> None:
         open_llm(target_of(num_hidden_layers=1), [head], backend="transformers")
 
 
+# --- bad input
+
+
+def spoiled(**changes: Any) -> Path:
+    """A head whose tensors are replaced, or dropped if None."""
+    folder = make_head("specforge")
+    tensors = load_file(folder / "model.safetensors") | changes
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, folder / "model.safetensors")
+    return folder
+
+
+def damaged(name: str, count: int | None = None) -> Path:
+    """A head in a pickle that is cut off, or that lacks some tensors."""
+    folder = make_head(name) if name in HEADS else make_eagle1(name)
+    path = folder / "pytorch_model.bin"
+    if count is not None:
+        path.write_bytes(path.read_bytes()[:count])
+    else:
+        torch.save({key: each for key, each in torch.load(path).items() if "q_proj" not in key}, path)
+    return folder
+
+
+def indexed() -> Path:
+    """A head with an optional tensor in the index alone."""
+    folder = make_head("specforge")
+    index = dict.fromkeys([*load_file(folder / "model.safetensors"), "fc.bias"], "model.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    return folder
+
+
+def unknown(**config: Any) -> Path:
+    (new := new_folder("head")).joinpath("config.json").write_text(json.dumps(config))
+    return new
+
+
+DEEP = "specforge, other layers, whole vocabulary"
+# By name: makes the head, what the target has otherwise, and what is said.
+WRONG: dict[str, tuple[Callable[[], Path], dict[str, Any], str]] = {
+    "no norm": (
+        lambda: spoiled(**{"midlayer.hidden_norm.weight": None}),
+        {},
+        "'layers.0.hidden_norm.weight': expected a tensor of shape",
+    ),
+    "no map": (lambda: spoiled(d2t=None), {}, "d2t.*missing: the head has 96 rows, the target 256 tokens"),
+    "a bad map": (lambda: spoiled(d2t=5 - torch.arange(96)), {}, "d2t.*96 tokens from 5 to 5 for 96 rows"),
+    "an index": (indexed, {}, "'fc.bias': missing; the index places it in 'model.safetensors'"),
+    "a cut pickle": (lambda: damaged("eagle", 2000), {}, "pytorch_model.bin.*not a file of tensors"),
+    "quantised": (
+        lambda: edit_config(make_head("specforge"), quantization_config={"quant_method": "awq"}),
+        {},
+        "quantised draft heads are not supported",
+    ),
+    "another width": (lambda: make_head("specforge"), {"hidden_size": 128}, "192 values per token, 3 .* have 128 each"),
+    "other tokens": (lambda: make_head("specforge"), {"vocab_size": 272}, "of 256 tokens, the target has 272"),
+    "fewer layers": (lambda: make_head(DEEP), {"num_hidden_layers": 4}, r"layers \(1, 3, 6\), and .* has 4 layers"),
+    "eagle-1, another width": (lambda: make_eagle1("eagle-1"), {"hidden_size": 128}, "64, the target has 128; use a"),
+    "eagle-1, other tokens": (lambda: make_eagle1("eagle-1"), {"vocab_size": 272}, "256, the target has 272"),
+    "eagle-1, norms": (
+        lambda: edit_config(make_eagle1("eagle-1 of speculators"), layernorms=True),
+        {},
+        "layernorms.*not supported",
+    ),
+    "eagle-1, no queries": (lambda: damaged("eagle-1"), {}, "'layers.0.self_attn.q_proj.weight': expected a tensor"),
+    "Arctic": (
+        lambda: unknown(architectures=["ArcticMLPSpeculatorPreTrainedModel"]),
+        {},
+        "an Arctic speculator, which is not supported; supported: EAGLE-1, EAGLE-2 and EAGLE-3 heads",
+    ),
+    "Xpress": (lambda: unknown(speculators_model_type="xpress"), {}, "an Xpress draft, which is not supported"),
+}
+
+
+@pytest.mark.parametrize("name", quick(WRONG, ("no norm", "a bad map", "a cut pickle", "an index")))
+def test_heads_that_do_not_fit(name: str) -> None:
+    make, config, message = WRONG[name]
+    with pytest.raises(CheckpointError, match=message):
+        open_llm(target_of(**config), [make()])
+
+
 @pytest.mark.slow
 def test_inspection() -> None:
+    def shown(target: Path, head: Path) -> str:
+        return " ".join(commands.run("weights", "inspect", target, "--draft", head).stdout.split())
+
     head, eagle = make_head("speculators"), make_eagle1("eagle-1")
-
-    def shown(target: Path, head: Path = head) -> str:
-        return " ".join(
-            CliRunner().invoke(app, ["weights", "inspect", str(target), "--draft", str(head)]).output.split()
-        )
-
     expected = "usable: EAGLE-3 head, reads the inputs of the target's layers 2, 4, 5; proposes 64 of 256 tokens"
-    assert expected in shown(target_of())
+    assert expected in shown(target_of(), head)
     assert "usable: EAGLE head, reads the target's output states; proposes 256 of 256" in shown(target_of(), eagle)
-    assert "use a head of this target" in shown(target_of(hidden_size=128))
+    assert "use a draft of this target" in shown(target_of(hidden_size=128), head)

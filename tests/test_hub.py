@@ -1,9 +1,5 @@
 """Models of the hub: from a name to a folder, offline too. No test reaches a network."""
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +7,9 @@ from typing import Any
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
-from typer.testing import CliRunner
 
+from tests import commands
 from tests.models import make_llama
-from treespec.cli import app
 from treespec.errors import CheckpointError, ModelError
 from treespec.startup.options import resolve_model
 from treespec_weights import HubError, OptionError, fetch, is_hub_id
@@ -22,7 +17,6 @@ from treespec_weights.hub import ALLOWED, IGNORED
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[1]
 Snapshot = Callable[..., str]
 
 
@@ -57,9 +51,7 @@ def http_error(kind: type[Exception], message: str) -> Exception:
 
 
 def run(*arguments: object, code: int = 0) -> Any:
-    result = CliRunner().invoke(app, ["weights", "fetch", *map(str, arguments), "--json"])
-    assert result.exit_code == code, result.output
-    return json.loads(result.stdout)
+    return commands.run("weights", "fetch", *arguments, "--json", code=code).document
 
 
 @pytest.mark.parametrize("name", ["gpt2", "owner/model", "Owner-1/Model.v0_2"])
@@ -81,7 +73,7 @@ def test_fetch(tmp_path: Path, hub: Any) -> None:
     assert run("owner/model", f"--to={tmp_path / 'to'}")["folder"] == str(folder)
     assert calls[0]["revision"] == "v1" and "local_dir" not in calls[0]
     assert calls[1]["revision"] is None and calls[1]["local_dir"] == str(tmp_path / "to")
-    text = CliRunner().invoke(app, ["weights", "fetch", "owner/model"])
+    text = commands.run("weights", "fetch", "owner/model")
     assert text.stdout == f"{folder}\n"
     assert resolve_model("owner/model") == folder and calls[-1]["repo_id"] == "owner/model"
 
@@ -142,12 +134,6 @@ def test_folders_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub
     assert not calls
 
 
-def offline(*command: str) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))}
-    env["PYTHONPATH"] += os.pathsep + str(ROOT / "weights")
-    return subprocess.run([sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-
-
 def test_offline(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     script = (
@@ -155,17 +141,16 @@ def test_offline(tmp_path: Path) -> None:
         f"import huggingface_hub.constants as c; c.HF_HUB_CACHE = {str(cache)!r}\n"
         "try: LLM('owner/model')\nexcept ModelError as error: print(error)"
     )
-    done = offline("-c", script)
+    done = commands.program("-c", script, HF_HUB_OFFLINE="1")
     for part in ("'owner/model' is no folder here", "not in the cache", "HF_HUB_OFFLINE is set", "weights fetch"):
         assert part in done.stdout, done.stdout + done.stderr
 
 
 def test_the_cache_serves_offline(tmp_path: Path) -> None:
     repository = tmp_path / "models--owner--model"
-    make_llama(repository / "snapshots" / "0123abcd", 0)
+    snapshot = make_llama(repository / "snapshots" / "0123abcd", 0)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("0123abcd")
-    command = f"import os; os.environ['HF_HUB_CACHE'] = {str(tmp_path)!r}; "
-    command += "from treespec.cli import app; app(['weights', 'fetch', 'owner/model', '--json'])"
-    done = offline("-c", command)
-    assert json.loads(done.stdout)["folder"] == str(repository / "snapshots" / "0123abcd"), done.stderr
+    command = ("-m", "treespec", "weights", "fetch", "owner/model")
+    done = commands.program(*command, HF_HUB_OFFLINE="1", HF_HUB_CACHE=str(tmp_path))
+    assert done.stdout == f"{snapshot}\n", done.stderr

@@ -1,10 +1,7 @@
-"""The safetensors model loader script: what it reports, what it finds, how it exits."""
+"""What `inspect` and `verify` report of a checkpoint, what they find, and how they exit."""
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM
-from typer.testing import CliRunner
 
+from tests import commands
+from tests.models import edit_config
 from tests.tokenizers_made import letters, save_tokenizer
-from treespec.cli import app
 from treespec_weights import compare_draft, inspect_checkpoint, verify_checkpoint
 
-ROOT = Path(__file__).resolve().parents[1]
 Q = "model.layers.1.self_attn.q_proj.weight"
 
 
@@ -53,11 +49,8 @@ def save_llama(folder: Path, hidden_size: int, vocab_size: int = 40, **options: 
     return folder
 
 
-def run(*arguments: str | Path, code: int = 0) -> str:
-    result = CliRunner().invoke(app, ["weights", *map(str, arguments)])
-    assert result.exit_code == code, result.output
-    assert result.exception is None or isinstance(result.exception, SystemExit)
-    return result.stdout
+def run(*arguments: object, code: int = 0) -> str:
+    return commands.run("weights", *arguments, code=code).stdout
 
 
 def edit(folder: Path, **tensors: torch.Tensor | None) -> None:
@@ -68,15 +61,12 @@ def edit(folder: Path, **tensors: torch.Tensor | None) -> None:
     save_file({name: tensor for name, tensor in stored.items() if tensor is not None}, path)
 
 
-def edit_config(folder: Path, **changes: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
 # --- inspect
 
 
-def test_inspect_json(folder: Path) -> None:
+@pytest.mark.parametrize("shard_size", ["1GB", "4KB"])
+def test_inspect_json(tmp_path: Path, shard_size: str) -> None:
+    folder = save_llama(tmp_path / "target", hidden_size=24, max_shard_size=shard_size)
     report = json.loads(run("inspect", folder, "--json"))
     count = LlamaForCausalLM(LlamaConfig.from_pretrained(folder)).num_parameters()
     assert report["family"] == "llama"
@@ -99,29 +89,13 @@ def test_inspect_json(folder: Path) -> None:
     row = rows["model.layers.{i}.self_attn.q_proj.weight"]
     assert (row["count"], row["shape"], row["dtype"], row["bytes"]) == (2, [32, 24], "BF16", 32 * 24 * 2)
     assert (report["vocabulary"]["tokens"], report["vocabulary"]["max_id"]) == (40, 39)
-    assert list(report["files"]) == ["model.safetensors"]
+    assert (list(report["files"]) == ["model.safetensors"]) == (shard_size == "1GB") and verify_checkpoint(folder).ok
     assert report["drafts"] == []
 
 
-def test_inspect_of_shards_is_the_same_model(folder: Path, tmp_path: Path) -> None:
-    sharded = tmp_path / "sharded"
-    LlamaForCausalLM.from_pretrained(folder).save_pretrained(sharded, max_shard_size="4KB")
-    (sharded / "tokenizer.json").write_text((folder / "tokenizer.json").read_text())
-    one, many = inspect_checkpoint(folder), inspect_checkpoint(sharded)
-    assert len(many["files"]) > 2
-    for key in ("parameters", "bytes", "shape", "memory", "dtypes", "vocabulary"):
-        assert one[key] == many[key], key
-    assert verify_checkpoint(sharded).ok
-
-
-def test_inspect_text_is_aligned(folder: Path, tmp_path: Path) -> None:
-    draft = save_llama(tmp_path / "draft", hidden_size=16)
-    text = run("inspect", folder, "--draft", draft)
-    lines = text.splitlines()
-    assert lines[0] == str(folder)
-    assert all(line == line.rstrip() for line in lines)
-    facts = lines[2 : lines.index("", 2)]
-    assert len({len(line) - len(line[2:].split("  ", 1)[1].lstrip()) for line in facts}) == 1
+def test_inspect_text(folder: Path, tmp_path: Path) -> None:
+    text = run("inspect", folder, "--draft", save_llama(tmp_path / "draft", hidden_size=16))
+    assert text.splitlines()[0] == str(folder) and all(line == line.rstrip() for line in text.splitlines())
     for part in (
         "llama (LlamaForCausalLM)",
         "KV per token",
@@ -206,13 +180,6 @@ def test_names_cannot_steer_the_terminal(folder: Path) -> None:
     assert "\x1b" not in run("verify", folder, code=1)
 
 
-def test_odd_config_values_do_not_break_the_report(folder: Path) -> None:
-    edit_config(folder, max_position_embeddings="many", architectures="x", dtype=3)
-    report = inspect_checkpoint(folder)
-    assert (report["context"], report["architectures"]) == (None, [])
-    assert "KV per token" in run("inspect", folder)
-
-
 @pytest.mark.parametrize("key", ["dtype", "hidden_act", "sliding_window", "max_position_embeddings", "architectures"])
 def test_values_that_are_no_json_stay_out_of_the_report(folder: Path, key: str) -> None:
     """Python's parser reads NaN, which others refuse."""
@@ -235,7 +202,7 @@ def test_verify_accepts(folder: Path) -> None:
     assert run("verify", folder).splitlines()[-1] == "no problems"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e5m2])
 def test_verify_finds_nan_and_inf(folder: Path, dtype: torch.dtype) -> None:
     bad = torch.zeros(32, 24)
     bad[3, 5], bad[4, 0], bad[31, 23] = float("inf"), float("nan"), float("nan")
@@ -299,9 +266,7 @@ def test_verify_reports_files_and_config_together(folder: Path) -> None:
     assert [check["done"] for check in report["checks"]] == [True, True, False, False, False]
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", '{"model": {}}', '{"model": {"vocab": {"a": "b"}}}', '{"model": {"vocab": [1]}}']
-)
+@pytest.mark.parametrize("text", ["", '{"model": {}}', '{"model": {"vocab": {"a": "b"}}}'])
 def test_malformed_tokenizer(folder: Path, text: str) -> None:
     (folder / "tokenizer.json").write_text(text)
     assert "'tokenizer.json'" in run("verify", folder, code=1)
@@ -318,22 +283,8 @@ def test_vocabulary_of_sentencepiece_and_unigram_files(folder: Path) -> None:
     assert "SentencePiece" in run("verify", folder)
 
 
-# --- exit codes and the script
-
-
-@pytest.mark.parametrize("command", ["inspect", "verify"])
-def test_missing_folder(tmp_path: Path, command: str) -> None:
-    error = json.loads(run(command, tmp_path / "nope", "--json", code=2))["error"]
-    assert error["type"] == "FileNotFoundError"
-    assert "nope" in error["message"]
-    result = CliRunner().invoke(app, ["weights", command, str(tmp_path / "nope")])
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "no such checkpoint folder" in result.stderr
-
-
-def test_the_script_runs_by_itself(folder: Path, tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "weights" / "load_model.py"), "verify", str(folder), "--json"]
-    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+@pytest.mark.slow
+def test_the_script_runs_by_itself(folder: Path) -> None:
+    done = commands.program("weights/load_model.py", "verify", str(folder), "--json", PYTHONPATH=None)
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["ok"] is True

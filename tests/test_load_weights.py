@@ -44,21 +44,22 @@ SHAPE = ModelShape.from_hf(CONFIG, LLAMA)
 Q = "model.layers.1.self_attn.q_proj.weight"
 
 
-def llama_tensors(shape: ModelShape = SHAPE) -> dict[str, Tensor]:
-    """Random tensors under the names of a Llama checkpoint, written down here without the rules under test."""
-    generator = torch.Generator().manual_seed(0)
+def llama_names(shape: ModelShape) -> dict[str, str]:
+    """The names of parameters in a Llama checkpoint, written down here without the rules under test."""
     names = {"embed": "model.embed_tokens", "final_norm": "model.norm", "lm_head": "lm_head"}
     parts = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
     parts |= {part: f"self_attn.{part}_proj" for part in "qkvo"} | {p: f"mlp.{p}_proj" for p in ("gate", "up", "down")}
-    result = {}
-    for param, dims in shape.parameters().items():
-        if param.startswith("layers."):
-            _, i, part = param.split(".")
-            name = f"model.layers.{i}.{parts[part.removesuffix('_bias')]}"
-        else:
-            name = names[param]
-        result[name + (".bias" if param.endswith("_bias") else ".weight")] = torch.randn(dims, generator=generator)
-    return result
+    for i in range(shape.num_layers):
+        names |= {f"layers.{i}.{part}": f"model.layers.{i}.{name}" for part, name in parts.items()}
+    return {
+        param: names[param.removesuffix("_bias")] + (".bias" if param.endswith("_bias") else ".weight")
+        for param in shape.parameters()
+    }
+
+
+def llama_tensors(shape: ModelShape = SHAPE) -> dict[str, Tensor]:
+    generator, names = torch.Generator().manual_seed(0), llama_names(shape)
+    return {names[param]: torch.randn(dims, generator=generator) for param, dims in shape.parameters().items()}
 
 
 def write(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any] = CONFIG) -> Path:
@@ -79,9 +80,9 @@ def load_refused(folder: Path, *parts: str, shape: ModelShape = SHAPE) -> Checkp
 # --- what is accepted
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize(
+    ("sharded", "tied", "biases"), [(False, False, True), (True, True, False), (True, False, True), (False, True, True)]
+)
 def test_round_trip_with_transformers(tmp_path: Path, sharded: bool, tied: bool, biases: bool) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -111,27 +112,16 @@ def test_round_trip_with_transformers(tmp_path: Path, sharded: bool, tied: bool,
     assert list(weights) == list(shape.parameters())
     assert shape.num_parameters() == model.num_parameters()
 
-    inner = model.model
-    expected = {"embed": inner.embed_tokens.weight, "final_norm": inner.norm.weight}
-    if not tied:
-        expected["lm_head"] = model.lm_head.weight
-    for i, layer in enumerate(inner.layers):
-        expected[f"layers.{i}.attn_norm"] = layer.input_layernorm.weight
-        expected[f"layers.{i}.mlp_norm"] = layer.post_attention_layernorm.weight
-        linears = {part: getattr(layer.self_attn, f"{part}_proj") for part in "qkvo"}
-        linears |= {part: getattr(layer.mlp, f"{part}_proj") for part in ("gate", "up", "down")}
-        for part, linear in linears.items():
-            expected[f"layers.{i}.{part}"] = linear.weight
-            if biases:
-                expected[f"layers.{i}.{part}_bias"] = linear.bias
-    assert expected.keys() == weights.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(weights[name], tensor), name
+    state = model.state_dict()
+    for param, name in llama_names(shape).items():
+        assert torch.equal(weights[param], state[name]), name
     assert verify_checkpoint(tmp_path).ok
 
 
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("stored", "dtype"),
+    [(torch.bfloat16, None), (torch.bfloat16, torch.float32), (torch.float64, torch.float16), (torch.float16, None)],
+)
 def test_cast_on_load(tmp_path: Path, stored: torch.dtype, dtype: torch.dtype | None) -> None:
     tensors = {name: tensor.to(stored) for name, tensor in llama_tensors().items()}
     weights = load_weights(write(tmp_path, tensors), SHAPE, dtype=dtype)
@@ -242,8 +232,7 @@ def test_infinite_after_the_cast_is_refused(tmp_path: Path) -> None:
 
 def test_other_layouts_are_data(tmp_path: Path) -> None:
     """Fused, per-head and transposed tensors, as Phi-3, GPT-NeoX and GPT-2 store them."""
-    tensors = llama_tensors()
-    names = dict(zip(SHAPE.parameters(), tensors, strict=True))
+    tensors, names = llama_tensors(), llama_names(SHAPE)
     stored, rules = {}, [rule for rule in LLAMA.tensors if not rule.params[0].endswith((".q", ".k", ".v", ".up"))]
     for i in range(2):
         q, k, v, gate, up = (tensors[names[f"layers.{i}.{part}"]] for part in ("q", "k", "v", "gate", "up"))

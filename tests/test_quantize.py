@@ -1,6 +1,5 @@
 """Quantising a weight, and checkpoints in others' layouts: each against its published formula, computed apart."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.models import make_llama, new_folder
+from tests.models import edit_config, make_llama, new_folder
 from treespec.models.model_config import ModelConfig
 from treespec_weights import CheckpointError, UnsupportedModelError, load_weights
 from treespec_weights.quant_config import scheme_of
@@ -27,6 +26,8 @@ from treespec_weights.quantize import (
 
 SIZES = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 64}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 Write = Callable[[str, Tensor], tuple[dict[str, Tensor], Tensor]]  # tensors that are stored, and the weight they mean
 
 
@@ -93,12 +94,11 @@ def rewrite(folder: Path, scheme: dict[str, Any], write: Write) -> dict[str, Ten
         else:
             stored[name] = tensor
     save_file({name: tensor.contiguous() for name, tensor in stored.items()}, folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": scheme}))
+    edit_config(folder, quantization_config=scheme)
     return meant
 
 
-def check_layout(scheme: dict[str, Any], write: Write, exact: bool = True) -> dict[str, Tensor]:
+def check_layout(scheme: dict[str, Any], write: Write) -> dict[str, Tensor]:
     """Loads a rewritten checkpoint; every weight is the one that was meant, and the rest as it was."""
     folder = make_llama(new_folder("layout") / "m", 0, torch.bfloat16, **SIZES)
     plain = load_weights(folder, ModelConfig.from_hf(folder).shape)
@@ -107,10 +107,7 @@ def check_layout(scheme: dict[str, Any], write: Write, exact: bool = True) -> di
     config = ModelConfig.from_hf(folder)
     loaded = load_weights(folder, config.shape, config.rules)
     for name, weight in meant.items():
-        kind = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o"}.get(name.split(".")[-2]) or (
-            name.split(".")[-2].removesuffix("_proj")
-        )
-        param = f"layers.0.{kind}"
+        param = f"layers.0.{name.split('.')[-2].removesuffix('_proj')}"
         if f"{param}_scale" in loaded:
             parts = Quantized(loaded[param], loaded[f"{param}_scale"], loaded.get(f"{param}_zero"))
             torch.testing.assert_close(dequantize(parts), weight.float(), rtol=1e-6, atol=1e-6)
@@ -197,8 +194,7 @@ def test_gptq(bits: int, version: str) -> None:
         meant = ((q - zero[index]) * scale.double()[index]).T
         return {stem + part: tensor for part, tensor in parts.items()}, meant
 
-    said = {"quant_method": "gptq", "bits": bits, "group_size": 32, "sym": False, "checkpoint_format": version}
-    check_layout(said | {"desc_act": False}, write)
+    check_layout(GPTQ | {"bits": bits, "sym": False, "checkpoint_format": version, "desc_act": False}, write)
 
 
 @pytest.mark.parametrize("zero_point", [True, False])
@@ -221,8 +217,7 @@ def test_awq(zero_point: bool) -> None:
         meant = ((q - zero.repeat_interleave(32, 0)) * scale.double().repeat_interleave(32, 0)).T
         return {stem + part: tensor for part, tensor in parts.items()}, meant
 
-    said = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": zero_point, "version": "gemm"}
-    check_layout(said, write)
+    check_layout(AWQ | {"group_size": 32, "zero_point": zero_point, "version": "gemm"}, write)
 
 
 @pytest.mark.parametrize("how", ["tensor", "channel", "block", "fp8", "fp8 block"])
@@ -259,35 +254,22 @@ def test_fp8(how: str) -> None:
     [
         ({}, "'quant_method' is None"),
         ({"quant_method": "bitsandbytes"}, "'quant_method' is 'bitsandbytes'"),
-        ({"quant_method": "awq", "bits": 3, "group_size": 128}, "'bits' is 3.*supported: 4"),
-        ({"quant_method": "awq", "bits": 8, "group_size": 128}, "'bits' is 8"),
-        ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}, "'version' is 'gemv'"),
-        ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "'bits' is 3"),
-        ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "'group_size' is 0"),
-        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "marlin"}, "'checkpoint_format'"),
-        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "lm_head": True}, "'lm_head' is True"),
+        (AWQ | {"bits": 8}, "'bits' is 8.*supported: 4"),
+        (AWQ | {"version": "gemv"}, "'version' is 'gemv'"),
+        (AWQ | {"modules_to_not_convert": [1]}, r"'modules_to_not_convert' is \[1\]"),
+        (GPTQ | {"bits": 3}, "'bits' is 3"),
+        (GPTQ | {"group_size": 0}, "'group_size' is 0"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "'checkpoint_format'"),
+        (GPTQ | {"lm_head": True}, "'lm_head' is True"),
         ({"quant_method": "fp8", "activation_scheme": "static"}, "'activation_scheme' is 'static'"),
-        ({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128]}, "'weight_block_size'"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "'weight_block_size'"),
+        ({"quant_method": "fp8", "ignored_layers": [None]}, r"'ignored_layers' is \[None\]"),
         (compressed_scheme(num_bits=2), "'num_bits' is 2"),
         (compressed_scheme(strategy="tensor_group"), "'strategy' is 'tensor_group'"),
         (compressed_scheme(actorder="group"), "'actorder' is 'group'"),
         (compressed_scheme(format="nvfp4-pack-quantized"), "'format' is 'nvfp4-pack-quantized'"),
-        (compressed_scheme(type="float"), "'num_bits' is 4|'type' is 'float'"),
         (compressed_scheme() | {"config_groups": {}}, "'config_groups' is {}"),
-        (compressed_scheme() | {"ignore": 7}, "'ignore' is 7"),
-        (compressed_scheme() | {"ignore": "lm_head"}, "'ignore' is 'lm_head'"),
         (compressed_scheme() | {"ignore": ["re:("]}, r"'ignore' is 're:\('"),
-        ({"quant_method": "fp8", "ignored_layers": [None]}, r"'ignored_layers' is \[None\]"),
-        ({"quant_method": "fp8", "modules_to_not_convert": {}}, "'modules_to_not_convert' is {}"),
-        (
-            {"quant_method": "awq", "bits": 4, "group_size": 128, "modules_to_not_convert": [1]},
-            r"'modules_to_not_convert' is \[1\]",
-        ),
-        (
-            compressed_scheme()
-            | {"config_groups": {"g": {"targets": ["Linear"], "weights": {}, "input_activations": 1}}},
-            "'input_activations' is 1",
-        ),
     ],
 )
 def test_what_is_not_covered_is_refused_by_its_key(said: dict[str, Any], message: str) -> None:
@@ -295,57 +277,59 @@ def test_what_is_not_covered_is_refused_by_its_key(said: dict[str, Any], message
         scheme_of({"quantization_config": said})
 
 
-def asymmetric(name: str, weight: Tensor, zero: Tensor | None) -> dict[str, Tensor]:
-    """A packed weight of compressed-tensors, group 32, with these zero points."""
-    parts = compressed_tensors(name, quantize(weight, 4, 32))
-    return parts | ({} if zero is None else {f"{name}_zero_point": zero})
-
-
 @pytest.mark.parametrize(
-    ("bad", "message"),
+    ("zero", "sizes", "message"),
     [
-        ("none", "'.*_zero_point': missing"),
-        ("bytes in the shape of words", r"its zero points are torch.int8 \["),
-        ("words in the shape of bytes", r"its zero points are torch.int32 \["),
-        ("other sizes", r"weight_shape says \[1, 2\], expected"),
+        (None, None, "'.*_zero_point': missing"),
+        (
+            lambda out, groups: torch.zeros(out // 8, groups, dtype=torch.int8),
+            None,
+            r"its zero points are torch.int8 \[",
+        ),
+        (lambda out, groups: torch.zeros(out, groups, dtype=torch.int32), None, r"its zero points are torch.int32 \["),
+        (
+            lambda out, groups: torch.zeros(out, groups, dtype=torch.int8),
+            [1, 2],
+            r"weight_shape says \[1, 2\], expected",
+        ),
     ],
 )
-def test_zero_points_and_sizes_that_contradict_the_weight(bad: str, message: str) -> None:
+def test_zero_points_and_sizes_that_contradict_the_weight(zero: Any, sizes: Any, message: str) -> None:
     """Each would be read as other numbers than were meant."""
 
     def write(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        out, groups = len(weight), weight.shape[1] // 32
-        in_words = bad == "bytes in the shape of words"
-        zero = torch.zeros(out // 8 if in_words else out, groups, dtype=torch.int8)
-        zero = zero.to(torch.int32) if bad == "words in the shape of bytes" else zero
-        parts = asymmetric(name, weight, None if bad == "none" else zero)
-        return parts | ({f"{name}_shape": torch.tensor([1, 2])} if bad == "other sizes" else {}), weight
+        parts = compressed_tensors(name, quantize(weight, 4, 32))
+        parts |= {f"{name}_zero_point": zero(len(weight), weight.shape[1] // 32)} if zero else {}
+        return parts | ({f"{name}_shape": torch.tensor(sizes)} if sizes else {}), weight
 
     with pytest.raises(CheckpointError, match=message):
         check_layout(compressed_scheme(symmetric=False), write)
 
 
-@pytest.mark.parametrize("value", [0.0, 0.5])
-def test_gptq_with_biases_that_the_model_has_not(value: float) -> None:
-    """AutoGPTQ writes one of zeros beside every weight; another one is refused."""
+def gptq_of_ones(**more: Callable[[int, int], Tensor]) -> Write:
+    """Writes weights of 1 - 8 in the first format, with further tensors made from the numbers of outputs and inputs."""
 
     def write(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         out, inputs = weight.shape
-        stem, eights = name.removesuffix("weight"), 0x77777777  # stored less one: zero points of 8
         parts = {
             "qweight": torch.full((inputs // 8, out), 0x11111111, dtype=torch.int32),
-            "qzeros": torch.full((inputs // 32, out // 8), eights, dtype=torch.int32),
+            "qzeros": torch.full((inputs // 32, out // 8), 0x77777777, dtype=torch.int32),  # stored less one
             "scales": torch.ones(inputs // 32, out).half(),
-            "bias": torch.full((out,), value).half(),
-        }
+        } | {part: make(out, inputs) for part, make in more.items()}
+        stem = name.removesuffix("weight")
         return {stem + part: tensor for part, tensor in parts.items()}, torch.full((out, inputs), -7.0)
 
-    said = {"quant_method": "gptq", "bits": 4, "group_size": 32}
-    if not value:
-        check_layout(said, write)
-        return
+    return write
+
+
+def test_gptq_with_tensors_that_the_model_has_not() -> None:
+    """AutoGPTQ writes biases of zeros beside every weight; others are refused, and so are groups in another order."""
+    check_layout(GPTQ, gptq_of_ones(bias=lambda out, _: torch.zeros(out).half()))
     with pytest.raises(CheckpointError, match="has no such bias, and it is not zero"):
-        check_layout(said, write)
+        check_layout(GPTQ, gptq_of_ones(bias=lambda out, _: torch.full((out,), 0.5).half()))
+    unordered = gptq_of_ones(g_idx=lambda _, inputs: (torch.arange(inputs).flip(0) // 32).to(torch.int32))
+    with pytest.raises(CheckpointError, match=r"do not follow the inputs' order \(g_idx, act-order\)"):
+        check_layout(GPTQ | {"desc_act": True}, unordered)
 
 
 def test_fp8_that_a_dtype_has_no_room_for() -> None:
@@ -355,22 +339,6 @@ def test_fp8_that_a_dtype_has_no_room_for() -> None:
     with pytest.raises(ValueError, match=r"4.48e\+05 is infinite in torch.float16"):
         scheme.read("a.weight", 2, 4, parts.get, torch.float16)
     assert scheme.read("a.weight", 2, 4, parts.get, torch.bfloat16).isfinite().all()  # type: ignore[union-attr]
-
-
-def test_groups_out_of_order_are_refused() -> None:
-    def write(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        out, inputs = weight.shape
-        stem = name.removesuffix("weight")
-        parts = {
-            "qweight": torch.zeros(inputs // 8, out, dtype=torch.int32),
-            "qzeros": torch.zeros(inputs // 32, out // 8, dtype=torch.int32),
-            "scales": torch.ones(inputs // 32, out).half(),
-            "g_idx": (torch.arange(inputs).flip(0) // 32).to(torch.int32),
-        }
-        return {stem + part: tensor for part, tensor in parts.items()}, weight
-
-    with pytest.raises(CheckpointError, match=r"do not follow the inputs' order \(g_idx, act-order\)"):
-        check_layout({"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}, write)
 
 
 def test_sizes_are_checked_before_tensors_are_read() -> None:
@@ -385,14 +353,3 @@ def test_sizes_are_checked_before_tensors_are_read() -> None:
     with pytest.raises(CheckpointError) as error:
         check_layout(compressed_tensors_config(4, 32, ["lm_head"]), write)
     assert {problem.kind for problem in error.value.problems} == {"shape", "missing"}
-
-
-def test_a_quantised_checkpoint_is_not_quantised_again() -> None:
-    folder = make_llama(new_folder("again") / "m", 0, torch.bfloat16, **SIZES)
-
-    def write(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        return compressed_tensors(name, quantize(weight, 4, 32)), weight
-
-    rewrite(folder, compressed_tensors_config(4, 32, ["lm_head"]), write)
-    with pytest.raises(ValueError, match="is quantised already"):
-        load_weights(folder, ModelConfig.from_hf(folder).shape, quantization="int8")

@@ -4,6 +4,7 @@ import functools
 import logging
 import shutil
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -36,8 +37,15 @@ def engine(dtype: torch.dtype, quantization: str | None, compile: bool, with_dra
 
 @needs_compiler
 @exact_in_compiled
-@pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize(
+    ("quantization", "compile"),
+    [
+        ("int4", True),
+        ("int8", False),
+        pytest.param("int8", True, marks=pytest.mark.slow),
+        pytest.param("int4", False, marks=pytest.mark.slow),
+    ],
+)
 def test_trees_have_the_bits_of_plain_decoding(dtype: torch.dtype, quantization: str, compile: bool) -> None:
     prompts = random_prompts(LENGTHS)
     llm = engine(dtype, quantization, compile)
@@ -52,10 +60,9 @@ def test_trees_have_the_bits_of_plain_decoding(dtype: torch.dtype, quantization:
 
 
 @needs_compiler
-@pytest.mark.parametrize("compile", [False, True])
-def test_sampled_tokens(compile: bool) -> None:
+def test_sampled_tokens() -> None:
     params = greedy(TOKENS, temperature=0.8, seed=5)
-    llm = engine(torch.bfloat16, "int4", compile)
+    llm = engine(torch.bfloat16, "int4", True)
     tree, plain = (run(llm, random_prompts(LENGTHS), params, spec) for spec in (SPECS[0], "off"))
     assert tree.tokens == plain.tokens
 
@@ -79,14 +86,39 @@ def test_compiled_drafts_are_quantised_and_outputs_stay(tmp_path: Path) -> None:
     assert bytes_by_form["auto"] == bytes_by_form["int8"] < 0.75 * bytes_by_form[None]
 
 
-def test_drafts_that_are_not_quantised() -> None:
+def test_eager_drafts_are_not_quantised() -> None:
     target, drafts = tiny(torch.bfloat16)
-    eager = open_llm(target, drafts, compile=False)
-    assert {model.quantization for model in eager.engine.sources.ssms.models} == {None}
-    with pytest.raises(ConfigError, match="draft_quantization='int8' is for compiled passes on a CPU"):
-        open_llm(target, drafts, compile=False, draft_quantization="int8")
-    with pytest.raises(ConfigError, match="draft_quantization='int4'; valid: 'auto', 'int8', None"):
-        open_llm(target, drafts, draft_quantization="int4")
+    models = open_llm(target, drafts).engine.sources.ssms.models
+    assert {model.quantization for model in models} == {None}
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"draft_quantization": "int8"}, "draft_quantization='int8' is for compiled passes on a CPU"),
+    ({"draft_quantization": "int4"}, "draft_quantization='int4'; valid: 'auto', 'int8', None"),
+    ({"quantization": "int8", "activations": "int8"}, "activations='int8' is for compiled passes on a CPU"),
+    ({"activations": "int4"}, "activations='int4'; valid: 'model', 'int8'"),
+    ({"quantization": "int3"}, "quantization='int3'; valid: None, 'int8', 'int4'"),
+    ({"quantization": 8}, "quantization=8"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED)
+def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
+    target, drafts = tiny(torch.bfloat16)
+    with pytest.raises(ConfigError, match=message):
+        open_llm(target, drafts, **options)
+
+
+@needs_compiler
+def test_int8_activations_need_quantised_weights() -> None:
+    with pytest.raises(ConfigError, match="activations='int8' is for quantised weights; set quantization"):
+        open_llm(tiny(torch.bfloat16)[0], compile=True, activations="int8")
+
+
+def test_sizes_that_no_group_divides_are_refused(tmp_path: Path) -> None:
+    folder = make_llama(tmp_path / "m", 0, num_hidden_layers=1, intermediate_size=80)
+    with pytest.raises(ConfigError, match="80 is no multiple; use int8"):
+        open_llm(folder, quantization="int4")
 
 
 @needs_compiler
@@ -103,20 +135,6 @@ def test_int8_activations_keep_trees_exact(quantization: str) -> None:
     assert first[0] != first[1]
 
 
-def test_int8_activations_that_cannot_be() -> None:
-    target, drafts = tiny(torch.bfloat16)
-    with pytest.raises(ConfigError, match="activations='int8' is for compiled passes on a CPU"):
-        open_llm(target, drafts, compile=False, quantization="int8", activations="int8")
-    with pytest.raises(ConfigError, match="activations='int4'; valid: 'model', 'int8'"):
-        open_llm(target, drafts, activations="int4")
-
-
-@needs_compiler
-def test_int8_activations_need_quantised_weights() -> None:
-    with pytest.raises(ConfigError, match="activations='int8' is for quantised weights; set quantization"):
-        open_llm(tiny(torch.bfloat16)[0], compile=True, activations="int8")
-
-
 @needs_compiler
 def test_a_draft_that_cannot_be_quantised(tmp_path: Path) -> None:
     target, drafts = tiny(torch.bfloat16)
@@ -131,8 +149,7 @@ def test_a_draft_that_cannot_be_quantised(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize(("quantization", "compile"), [("int8", True), ("int4", False)])
 def test_the_embedded_models_keep_their_tokens(quantization: str, compile: bool) -> None:
     with (
         mock.patch("treespec.startup.cost_measurement.load", return_value=None),
@@ -197,18 +214,3 @@ def test_without_a_compiler_it_says_so_and_goes_on(caplog: pytest.LogCaptureFixt
     prompts = random_prompts(LENGTHS[:3])
     plain, tree = (run(llm, prompts, greedy(8), spec) for spec in ("off", SPECS[0]))
     assert not differences(plain, tree)
-
-
-@pytest.mark.parametrize(
-    ("quantization", "message"),
-    [("int3", "quantization='int3'; valid: None, 'int8', 'int4'"), (8, "quantization=8"), ("", "quantization=''")],
-)
-def test_other_names_are_refused(quantization: object, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        open_llm(tiny()[0], quantization=quantization)
-
-
-def test_sizes_that_no_group_divides_are_refused(tmp_path: Path) -> None:
-    folder = make_llama(tmp_path / "m", 0, num_hidden_layers=1, intermediate_size=80)
-    with pytest.raises(ConfigError, match="80 is no multiple; use int8"):
-        open_llm(folder, quantization="int4")

@@ -95,7 +95,7 @@ def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, form: tuple[
     layer = CompiledLinear(library(dtype), weight, None, dtype, 1)
     x = torch.randn(70, form[1], generator=torch.Generator().manual_seed(2)).to(dtype)
     whole = layer(x)
-    for rows in range(1, 70):
+    for rows in (*range(1, 20), 31, 32, 33, 48, 63, 64, 65, 69):
         assert torch.equal(layer(x[:rows]), whole[:rows]) and torch.equal(layer(x[rows:]), whole[rows:])
     order = torch.randperm(70, generator=torch.Generator().manual_seed(3))
     assert torch.equal(layer(x[order]), whole[order])

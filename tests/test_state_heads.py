@@ -1,6 +1,5 @@
-"""Medusa and MLPSpeculator heads: their distributions, and the tokens of plain decoding with them in the tree."""
+"""Medusa and MLPSpeculator heads: their distributions, and what does not fit; tests/test_heads.py runs all kinds."""
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,27 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
-from tests.drafting import (
-    EXECUTORS,
-    assert_probabilities,
-    assert_samples_of_plain_decoding,
-    drafted_rounds,
-    make_target,
-    target_states,
-)
-from tests.exactness import assert_exact, run
+from tests import commands
+from tests.drafting import EXECUTORS, assert_probabilities, drafted_rounds, make_target, target_states
 from tests.heads_made import TargetShape
-from tests.models import edit_config, exact_in, greedy, make_draft, new_folder, open_llm, quick, random_prompts
-from tests.state_heads_made import (
-    reference_medusa,
-    reference_speculator,
-    write_medusa,
-    write_speculator,
-)
-from treespec import LLM, RoundRecord, SamplingParams, SpecConfig
-from treespec.cli import app
+from tests.models import edit_config, new_folder, open_llm, quick
+from tests.state_heads_made import reference_medusa, reference_speculator, write_medusa, write_speculator
+from treespec import RoundRecord
 from treespec_weights import CheckpointError
 
 SHAPE = TargetShape(num_hidden_layers=3)
@@ -72,43 +57,6 @@ def test_probabilities_are_those_of_the_reference(name: str, executor: dict[str,
     assert_probabilities(records, head.name, range(SHAPE.vocab_size), expected)
 
 
-@EXECUTORS
-@exact_in
-def test_trees_give_the_bits_of_plain_decoding(dtype: torch.dtype, executor: dict[str, Any]) -> None:
-    """Deeper than the heads predict; with prompts of one token too, before which there is no hidden state to read."""
-    target = target_of(dtype)
-    drafts = [make_draft(new_folder("ssm"), target, 1, 0.05), make_head("medusa, vllm"), make_head("speculator")]
-    llm = open_llm(target, drafts, max_num_seqs=3, prefill_chunk=40, **({"prove": True} | executor))
-    plain = run(llm, random_prompts((1, 2, 61, 90), vocab=SHAPE.vocab_size), greedy(20))
-    for spec in (SpecConfig(nodes=24, max_depth=6), SpecConfig(branching=(3, 2, 1, 1, 1), max_ssms=2), SpecConfig()):
-        assert assert_exact(llm, plain, spec).acceptance_length > 1.2
-    alone = SpecConfig(nodes=16, max_depth=8, sources=(drafts[1].name, drafts[2].name))
-    tree = assert_exact(llm, plain, alone)
-    assert sum(output.metrics.nodes_verified - output.metrics.target_passes for output in tree.outputs) > 0
-
-
-def sampling_engine() -> LLM:
-    target = target_of()
-    drafts = [make_draft(new_folder("ssm"), target, 1, 0.05), make_head("medusa, vllm"), make_head("speculator")]
-    return open_llm(target, drafts, max_num_seqs=4)
-
-
-@pytest.mark.slow
-def test_sampled_tokens_are_those_of_plain_decoding() -> None:
-    prompts = random_prompts((30, 64), vocab=SHAPE.vocab_size)
-    assert_samples_of_plain_decoding(sampling_engine(), prompts, SpecConfig(nodes=16, max_depth=5))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("verification", ["rejection", "traversal"])
-def test_draws_of_heads_are_verified(verification: Any) -> None:
-    llm, prompts = sampling_engine(), random_prompts((30, 64), vocab=SHAPE.vocab_size)
-    params = SamplingParams(max_tokens=16, temperature=0.8, seed=2, n=2, ignore_eos=True)
-    tree = llm.generate(prompts, params, spec=SpecConfig(nodes=16, max_depth=5, verification=verification))
-    assert all(len(each.token_ids) == 16 for output in tree for each in output.outputs)
-    llm.engine.check_integrity()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
@@ -140,8 +88,7 @@ def test_heads_of_another_target() -> None:
 @pytest.mark.slow
 def test_inspect_describes_them() -> None:
     options = [option for name in ("medusa, vllm", "speculator") for option in ("--draft", str(make_head(name)))]
-    result = CliRunner().invoke(app, ["weights", "inspect", str(target_of()), *options, "--json"])
-    first, second = json.loads(result.stdout)["drafts"]
+    first, second = commands.run("weights", "inspect", target_of(), *options, "--json").document["drafts"]
     reads = "reads the target's output states and predicts 3 tokens; proposes"
     assert first["connection"] == f"Medusa head, {reads} 96 of 256 tokens"
     assert second["connection"] == f"MLPSpeculator head, {reads} 256 of 256 tokens"

@@ -7,11 +7,14 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.architectures import quick_start
+from tests.exactness import threads
 from tests.scripts import load_script
 from treespec import LLM, SamplingParams, SpecConfig
 
@@ -28,12 +31,10 @@ def script() -> ModuleType:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Toy shapes gain nothing from threads, and lose much to waiting for them on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def toy_runs() -> Iterator[None]:
+    """Toy shapes gain nothing from threads, and engines that measure drafts start quickly."""
+    with threads(1), quick_start(), mock.patch("treespec.training.report.REPEATS", 1):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -59,20 +60,7 @@ def text_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def options(text_root: Path, folder: Path) -> list[str]:
-    toy = [
-        "--tiny",
-        "--max-steps",
-        "4",
-        "--draft-tokens",
-        "600",
-        "--no-compile",
-        "--device",
-        "cpu",
-        "--prompts",
-        "6",
-        "--new-tokens",
-        "8",
-    ]
+    toy = "--tiny --max-steps 4 --draft-tokens 600 --no-compile --device cpu --prompts 6 --new-tokens 8".split()
     text = ["--text-root", str(text_root), "--held-out", "secret", "--compare"]
     return [*toy, *text, "--work", str(folder / "work"), "--out", str(folder / "default")]
 
@@ -202,14 +190,7 @@ def test_work_folder_of_another_run_is_refused(script: ModuleType, text_root: Pa
 
 
 @pytest.mark.parametrize(
-    ("license", "permissive"),
-    [
-        ("MIT", True),
-        ("BSD-3-Clause AND Zlib", True),
-        ("MPL-2.0 AND MIT", False),
-        ("LGPL-2.1", False),
-        ("unknown", False),
-    ],
+    ("license", "permissive"), [("BSD-3-Clause AND Zlib", True), ("MPL-2.0 AND MIT", False), ("unknown", False)]
 )
 def test_permissive_licenses(script: ModuleType, license: str, permissive: bool) -> None:
     assert script.data.is_permissive(license) == permissive

@@ -1,6 +1,5 @@
-"""The commands `grow` and `load`, what `inspect` says of padded vocabularies, and the measurement of loading."""
+"""The commands `grow` and `load`, and the measurement of loading."""
 
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -9,26 +8,21 @@ from unittest import mock
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
+from tests import commands
 from tests.models import embedded_draft, make_llama
-from treespec.cli import app
-from treespec_weights import compare_draft, inspect_checkpoint, verify_checkpoint
+from treespec_weights import inspect_checkpoint, verify_checkpoint
 from treespec_weights.timing import time_loading
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def run(*arguments: object, code: int = 0) -> Any:
-    result = CliRunner().invoke(app, ["weights", *map(str, arguments), "--json"])
-    assert result.exit_code == code, result.output
-    return json.loads(result.stdout)
+    return commands.run("weights", *arguments, "--json", code=code).document
 
 
 def text(*arguments: object) -> str:
-    result = CliRunner().invoke(app, ["weights", *map(str, arguments)])
-    assert (result.exit_code, result.stderr) == (0, ""), result.output
-    return result.stdout
+    ran = commands.run("weights", *arguments)
+    assert ran.stderr == ""
+    return ran.stdout
 
 
 # --- grow
@@ -93,19 +87,14 @@ def test_grow_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.Mo
     with monkeypatch.context() as patch:
         patch.setattr("treespec_weights.writer.write_tensor", mock.Mock(side_effect=OSError(28, "disk full")))
         error = run(*command, code=2)["error"]
-    assert (
-        error["type"] == "WriteError" and "'model.embed_tokens.weight' cannot be written: disk full" in error["message"]
-    )
+    assert error["type"] == "WriteError"
+    assert "'model.embed_tokens.weight' cannot be written: disk full" in error["message"]
     assert not list(tmp_path.iterdir())
-    (tmp_path / "a.partial").mkdir()
-    assert "a.partial' already exists" in run(*command, code=2)["error"]["message"]
-    (tmp_path / "a.partial").rmdir()
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "x").touch()
-    assert "exists already" in run(*command, code=2)["error"]["message"]
-    assert (
-        run("grow", tmp_path / "nowhere", tmp_path / "b", "--size=6M", code=2)["error"]["type"] == "FileNotFoundError"
-    )
+    for taken, message in (("a.partial", "a.partial' already exists"), ("a/x", "exists already")):
+        (tmp_path / taken).mkdir(parents=True)
+        assert message in run(*command, code=2)["error"]["message"]
+        shutil.rmtree(tmp_path / taken.split("/")[0])
+    assert run("grow", tmp_path / "no", tmp_path / "b", "--size=6M", code=2)["error"]["type"] == "FileNotFoundError"
 
 
 # --- load
@@ -134,40 +123,13 @@ def test_loads_take_turns_and_report(tmp_path: Path) -> None:
     assert seen == [(1, 3), (2, 3), (3, 3)]
 
 
-# --- padded vocabularies
-
-
-def tokenizer(folder: Path, size: int) -> None:
-    vocab = {"model": {"type": "BPE", "vocab": {f"t{i}": i for i in range(size)}, "merges": []}}
-    (folder / "tokenizer.json").write_text(json.dumps(vocab))
-
-
-@pytest.mark.slow
-def test_a_padded_vocabulary_is_the_same(tmp_path: Path) -> None:
-    target, draft = make_llama(tmp_path / "target", 0), make_llama(tmp_path / "draft", 1, vocab_size=528)
-    for folder in (target, draft):
-        tokenizer(folder, 500)
-    reports = [inspect_checkpoint(folder) for folder in (target, draft)]
-    assert [report["unused_ids"] for report in reports] == [12, 28]
-    shared = compare_draft(*reports)
-    assert (shared["usable"], shared["same_vocab_size"], shared["same_vocabulary"]) == (True, False, True)
-    assert "usable: padded" in text("inspect", target, "--draft", draft)
-    tokenizer(draft, 499)  # an id that only one of them has means nothing else to the other
-    shared = compare_draft(reports[0], inspect_checkpoint(draft))
-    assert (shared["usable"], shared["same_vocabulary"], shared["connection"]) == (True, False, "padded")
-    (draft / "tokenizer.json").unlink()
-    (target / "tokenizer.json").unlink()
-    shared = compare_draft(*(inspect_checkpoint(folder) for folder in (target, draft)))
-    assert not shared["usable"] and "vocab_size differs" in shared["reason"]
-
-
 # --- the measurement
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's memory counters")
 def test_the_measurement_of_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "perf"))
+    monkeypatch.syspath_prepend(commands.ROOT / "perf")
     import loading
 
     document = loading.measure(0.064, tmp_path, repeats=1)
@@ -186,7 +148,7 @@ def test_the_measurement_of_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 def test_synthetic_checkpoints_have_the_size_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "perf"))
+    monkeypatch.syspath_prepend(commands.ROOT / "perf")
     import loading
 
     for size in (64e6, 1e9, 8e9, 30e9):

@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from treespec.bench.bootstrap import interval, resampled_lengths
+import numpy as np
+
 from treespec.bench.measure import Sample
 from treespec.bench.modes import PLAIN, Mode, Peer
 from treespec.bench.profile import acceptance_by_depth_of
@@ -15,6 +16,7 @@ from treespec.text.prompt_files import Prompt
 # figures that are available for treespec's modes only
 OURS = """acceptance_by_depth accepted_by_source nodes_per_pass profile_ms verify_share noise_share efficiency
     pass_ratio draft_share""".split()
+RESAMPLES, COVERAGE = 2000, 0.95  # of the bootstrap intervals over prompts
 LOOPING = 0.5  # outputs whose share of distinct 4-grams is at most this count as looping
 
 
@@ -52,15 +54,11 @@ def summarise(
         "mode": mode.name,
         **mode.figures,
         "total_output_tokens": sum(map(len, samples[0].tokens)),
-        "output_throughput": statistics.median(rates),
-        "output_throughput_min": min(rates),
-        "output_throughput_max": max(rates),
+        **_spread("output_throughput", rates),
         "mean_ttft_ms": statistics.mean(1000 * seconds for sample in samples for seconds in sample.ttft),
         "p50_itl_ms": percentile(per_token, 50),
         "p99_itl_ms": percentile(per_token, 99),
-        "speedup": statistics.median(speedups),
-        "speedup_min": min(speedups),
-        "speedup_max": max(speedups),
+        **_spread("speedup", speedups),
         "e2e_speedup": statistics.median(_ratios(plain, samples, lambda sample: sample.total_seconds)),
         "acceptance_length": _tau(samples, range(len(prompts))),
         "acceptance_length_interval": interval(resampled_lengths(samples))[1:],
@@ -71,6 +69,11 @@ def summarise(
         **dict.fromkeys(OURS),
     }
     return figures | (_engine_figures(samples, plain) if isinstance(mode, Mode) else {})
+
+
+def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Return the median, minimum and maximum of the repeats."""
+    return {name: statistics.median(values), f"{name}_min": min(values), f"{name}_max": max(values)}
 
 
 def _mismatches(mode: Mode | Peer, samples: Sequence[Sample], plain: Sequence[Sample], sampled: bool) -> int | None:
@@ -123,6 +126,23 @@ def _tau(samples: Sequence[Sample], indices: Sequence[int]) -> float | None:
     return tokens / passes if passes else None
 
 
+def resampled_lengths(samples: Sequence[Sample]) -> np.ndarray:
+    """Return a mode's tokens per pass over all prompts, followed by those of each resample.
+
+    Prompts are drawn with all their repeats, by a fixed seed: the same prompts for every mode.
+    """
+    tokens = np.array([[len(tokens) for tokens in sample.tokens] for sample in samples]).sum(0)
+    passes = np.array([sample.passes for sample in samples]).sum(0)
+    picks = np.random.default_rng(0).integers(0, len(tokens), (RESAMPLES, len(tokens)))
+    return np.concatenate([[tokens.sum() / passes.sum()], tokens[picks].sum(1) / passes[picks].sum(1)])
+
+
+def interval(values: np.ndarray) -> list[float]:
+    """Return [value, low, high]: the value of all prompts and the bounds of the bootstrap interval."""
+    outside = (1 - COVERAGE) / 2
+    return [float(values[0]), *np.quantile(values[1:], [outside, 1 - outside]).tolist()]
+
+
 def percentile(ordered: Sequence[float], percent: float) -> float:
     """Return the nearest-rank percentile of ascending values."""
     return ordered[max(math.ceil(len(ordered) * percent / 100) - 1, 0)]
@@ -146,18 +166,10 @@ def comparisons(fastest: Mapping[str, str], samples: Mapping[str, Sequence[Sampl
     """Return the speed of plain decoding, "auto" and the fastest mode over that of the fastest peer of each kind."""
     ours = dict.fromkeys([PLAIN, "auto", *([fastest["ours"]] if "ours" in fastest else [])])
     peers = [name for name in ("hf-plain", fastest.get("assisted"), fastest.get("lookup")) if name is not None]
-    result = []
+    result: list[dict[str, Any]] = []
     for mode in ours:
         for peer in peers:
             if mode in samples and peer in samples:
                 ratios = _ratios(samples[peer], samples[mode], lambda sample: sample.seconds_per_token)
-                result.append(
-                    {
-                        "mode": mode,
-                        "peer": peer,
-                        "times": statistics.median(ratios),
-                        "times_min": min(ratios),
-                        "times_max": max(ratios),
-                    }
-                )
+                result.append({"mode": mode, "peer": peer} | _spread("times", ratios))
     return result

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from treespec.bench.bootstrap import COVERAGE, RESAMPLES, interval, resampled_lengths
 from treespec.bench.measure import Sample
 from treespec.bench.modes import PLAIN, Mode
+from treespec.bench.report import COVERAGE, RESAMPLES, interval, resampled_lengths
 from treespec.config.configs import RANDOM_DRAWS, VERIFICATIONS, SpecConfig
 from treespec.errors import ConfigError
 

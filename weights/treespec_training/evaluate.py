@@ -2,6 +2,7 @@
 
 import copy
 import random
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import GenerationConfig, LlamaForCausalLM
 
+from treespec.bench.report import distinct_share
 from treespec.training.draft_vocabulary import rows_of_tokens
 from treespec.training.student import open_model
 from treespec_training.data import Document, Stream
@@ -135,16 +137,6 @@ def ranks(draft: RankedDraft, sequences: Sequence[Tensor], prompt_lengths: Seque
     return results
 
 
-def distinct_4grams(sequences: Sequence[Tensor], prompt_lengths: Sequence[int]) -> float:
-    """Return the mean share of distinct 4-grams in the continuations, which is low if greedy decoding loops."""
-    shares = []
-    for sequence, length in zip(sequences, prompt_lengths, strict=True):
-        tokens = sequence[length:].tolist()
-        grams = [tuple(tokens[i : i + 4]) for i in range(len(tokens) - 3)]
-        shares.append(len(set(grams)) / max(len(grams), 1))
-    return sum(shares) / len(shares)
-
-
 def agreement(ranks_per_draft: dict[str, Tensor]) -> dict[str, dict[str, float]]:
     """Compute how often each draft, and any draft (`union`), has the target's token among its top 1, 2 and 4.
 
@@ -179,6 +171,7 @@ def agreement_report(
     """
     sequences = greedy_continuations(target, prompts, new_tokens)
     lengths = [len(prompt) for prompt in prompts]
+    distinct = [distinct_share(row[length:].tolist()) for row, length in zip(sequences, lengths, strict=True)]
     draft_ranks = {name: ranks(draft, sequences, lengths) for name, draft in drafts.items()}
 
     def over(indices: Sequence[int]) -> dict[str, dict[str, float]]:
@@ -190,7 +183,7 @@ def agreement_report(
         "agreement_by_kind": {kind: over(indices) for kind, indices in by_kind.items()},
         "prompts": len(prompts),
         "new_tokens": new_tokens,
-        "distinct_4grams": round(distinct_4grams(sequences, lengths), 4),
+        "distinct_4grams": round(statistics.mean(distinct), 4),  # low if greedy decoding loops
     }
 
 

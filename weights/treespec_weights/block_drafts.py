@@ -16,13 +16,13 @@ from torch import Tensor
 
 from treespec_weights.draft_tensors import (
     DraftTensors,
+    check_states,
     config_error,
     head_tokens,
     layers_of,
     own_embedding,
     take_layers,
 )
-from treespec_weights.errors import CheckpointError
 from treespec_weights.families import family_of
 from treespec_weights.load import load_weights
 from treespec_weights.rules import FamilyRules, ModelShape
@@ -160,10 +160,8 @@ def load_block(
     if form.kind == "pard":
         return _load_pard(form, shape, dtype, device), None
     hidden, tensors = shape.hidden_size, DraftTensors(form.folder, dtype, device)
-    count, fc, head = len(form.layers), tensors.raw("fc.weight"), tensors.raw("lm_head.weight")
-    if fc is not None and fc.shape[1] != count * target_hidden:
-        reason = f"{fc.shape[1]} values per token, {count} layers of the target have {target_hidden} each"
-        raise CheckpointError.of(form.folder, "shape", "fc.weight", f"{reason}; use a draft of this target")
+    count, head = len(form.layers), tensors.raw("lm_head.weight")
+    check_states(tensors, count, target_hidden)
     if hidden != target_hidden and (head is None or own_embedding(tensors, shape) is None):
         reason = f"{hidden}, the target has {target_hidden}, whose embeddings and vocabulary head the draft uses"
         raise config_error(form.folder, "hidden_size", reason)

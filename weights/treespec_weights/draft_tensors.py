@@ -48,8 +48,7 @@ def _unpickle(file: Path) -> dict[str, Tensor]:
     try:
         stored = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # of pickle, zipfile or torch
-        problem = Problem("file", repr(file.name), f"not a file of tensors: {error}")
-        raise CheckpointError(file.parent, [problem]) from error
+        raise CheckpointError.of(file.parent, "file", file.name, f"not a file of tensors: {error}") from error
     return {name: tensor for name, tensor in stored.items() if isinstance(tensor, Tensor)}
 
 
@@ -74,8 +73,8 @@ def layers_of(
     config["tie_word_embeddings"] = False
     rules = family_of(config, folder) if config.get("model_type") else LLAMA
     if rules.model_type not in ("llama", "qwen3"):
-        problem = Problem("config", "'model_type'", f"a draft of {rules.model_type!r} layers; supported: llama, qwen3")
-        raise UnsupportedModelError(folder, [problem])
+        message = f"a draft of {rules.model_type!r} layers; supported: llama, qwen3"
+        raise UnsupportedModelError.of(folder, "config", "model_type", message)
     return config, rules
 
 
@@ -91,8 +90,8 @@ class DraftTensors:
             try:
                 stored = load_file(folder / MEDUSA_SAFETENSORS)
             except (SafetensorError, OSError, ValueError) as error:
-                problem = Problem("file", repr(MEDUSA_SAFETENSORS), f"not a valid safetensors file: {error}")
-                raise CheckpointError(folder, [problem]) from error
+                message = f"not a valid safetensors file: {error}"
+                raise CheckpointError.of(folder, "file", MEDUSA_SAFETENSORS, message) from error
         else:
             with Checkpoint.open(folder) as checkpoint:
                 stored = {name: checkpoint.tensor(name) for name in checkpoint.tensors}
@@ -159,6 +158,14 @@ def take_layers(
         if param not in ("embed", "lm_head", *skip):
             decoder[param] = tensors.take(canonical(placement.name), *size)
     return decoder
+
+
+def check_states(tensors: DraftTensors, count: int, target_hidden: int) -> None:
+    """Raise CheckpointError if the projection is of other states than those of `count` layers of the target."""
+    fc = tensors.raw("fc.weight")
+    if fc is not None and fc.shape[1] != count * target_hidden:
+        reason = f"{fc.shape[1]} values per token, {count} layers of the target have {target_hidden} each"
+        raise CheckpointError.of(tensors.folder, "shape", "fc.weight", f"{reason}; use a draft of this target")
 
 
 def own_embedding(tensors: DraftTensors, shape: ModelShape) -> Tensor | None:

@@ -20,6 +20,7 @@ from treespec_weights.documents import CONFIG, read_config
 from treespec_weights.draft_tensors import (
     FIRST_LAYER,
     DraftTensors,
+    check_states,
     config_error,
     head_tokens,
     layers_of,
@@ -27,7 +28,7 @@ from treespec_weights.draft_tensors import (
     take_layers,
     tensor_names,
 )
-from treespec_weights.errors import CheckpointError, Problem, UnsupportedModelError
+from treespec_weights.errors import CheckpointError, UnsupportedModelError
 from treespec_weights.files import resolve_folder
 from treespec_weights.rules import FamilyRules, ModelShape
 from treespec_weights.state_heads import StateForm, StateWeights, load_state_head, medusa_form, speculator_form
@@ -139,8 +140,8 @@ def read_head(folder: Path | str) -> DraftForm | None:
     lowered = [name.lower() for name in names if isinstance(name, str)]
     other = next((kind for marker, kind in _OTHER_KINDS.items() if any(marker in name for name in lowered)), None)
     if other is not None:
-        problem = Problem("config", repr(CONFIG), f"{other}, which is not supported; supported: {SUPPORTED}")
-        raise UnsupportedModelError(root, [problem])
+        message = f"{other}, which is not supported; supported: {SUPPORTED}"
+        raise UnsupportedModelError.of(root, "config", CONFIG, message)
     dflash = ("dflash", "dspark", "muse_glimmer_assistant")
     is_dflash = any(marker in name for name in lowered for marker in dflash)
     is_eagle3 = any("eagle3" in name or "peagle" in name for name in lowered) or "draft_vocab_size" in raw
@@ -225,9 +226,7 @@ def load_head(
     hidden, tensors = shape.hidden_size, DraftTensors(form.folder, dtype, device)
     if form.kind == "eagle":
         return _load_eagle(form, shape, target_hidden, tensors), None
-    if (fc := tensors.raw("fc.weight")) is not None and fc.shape[1] != num_states * target_hidden:
-        reason = f"{fc.shape[1]} values per token, {num_states} layers of the target have {target_hidden} each"
-        raise CheckpointError.of(form.folder, "shape", "fc.weight", f"{reason}; use a head of this target")
+    check_states(tensors, num_states, target_hidden)
     head = tensors.raw("lm_head.weight")
     rows = shape.vocab_size if head is None else len(head)
     tokens = head_tokens(form.folder, {name: tensors.raw(name) for name in ("d2t", "t2d")}, rows, shape.vocab_size)

@@ -29,7 +29,7 @@ from treespec.sampling.sampler import SEED_BITS, new_seed
 from treespec.sampling_params import SamplingParams
 from treespec.startup.build import build
 from treespec.startup.options import resolve_device
-from treespec.text.chat import Message, conversations, streamed
+from treespec.text.chat import ChatOptions, Message, conversations, streamed
 from treespec.text.prompt_tokenizer import Tokenization, UserTokenizer, check_sentencepiece, load_tokenizer
 from treespec.utils.options import built_from
 from treespec.utils.scalars import to_python
@@ -189,16 +189,9 @@ class LLM(VllmMethods):
             ConfigError: an unknown keyword, no tokenizer or no template. RequestError: as of `generate`.
         """
         refuse_unknown(LLM.chat, vllm_options)
-        prompts = conversations(
-            self._tokenizer,
-            messages,
-            chat_template,
-            add_generation_prompt,
-            continue_final_message,
-            tools,
-            chat_template_kwargs,
-        )
-        return self._generate(list(prompts), sampling_params, spec, use_tqdm, tokenization_kwargs, priority)
+        options = ChatOptions(chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
+        prompts: list[Any] = [*conversations(self._tokenizer, messages, options)]
+        return self._generate(prompts, sampling_params, spec, use_tqdm, tokenization_kwargs, priority)
 
     def stream(
         self,
@@ -231,15 +224,8 @@ class LLM(VllmMethods):
             RequestError: the request is invalid, or fails later.
         """
         refuse_unknown(LLM.stream, vllm_options)
-        prompt = streamed(
-            self._tokenizer,
-            prompt,
-            chat_template,
-            add_generation_prompt,
-            continue_final_message,
-            tools,
-            chat_template_kwargs,
-        )
+        options = ChatOptions(chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
+        prompt = streamed(self._tokenizer, prompt, options)
         with self.between_rounds():
             samples = self._requests([prompt], sampling_params, spec, tokenization_kwargs, True, priority)[0]
         if isinstance(samples, RequestOutput):

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treespec.models.decoder import Decoder, StreamInput
-from treespec.models.decoder_wrapper import DecoderWrapper
-from treespec.models.feature_head import AnyLinear, Eagle3Head
+from treespec.models.feature_head import AnyLinear, DecoderWrapper, Eagle3Head
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.cpu.decoder_cpu import PassEntries
 

@@ -19,11 +19,10 @@ from torch import Tensor
 
 from treespec.errors import ConfigError
 from treespec.models.head_vocabulary import HeadVocabulary
-from treespec.models.layer import Layer, make_linear, take_projection
+from treespec.models.layer import Layer, make_linear, prepare, take_projection
+from treespec.models.layer_kinds import RotaryEmbedding
 from treespec.models.model_config import ModelConfig
 from treespec.models.norms import STREAMS, LayerStream, RmsStream, norm_heads
-from treespec.models.prepare import prepare
-from treespec.models.rotation import RotaryEmbedding
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 from treespec_kernels.cpu.compiled_plan import CompiledPlan
 from treespec_kernels.cpu.decoder_cpu import PassEntries
@@ -305,8 +304,7 @@ class Decoder:
         return self
 
     def forward_with_states(self, tokens: Tensor, layout: Pass, kv: Tensor, of: Sequence[int]) -> HiddenStates:
-        """Run `forward` and also return the hidden states at the layers `of` (see `check_states`)."""
-        self.check_states(of)
+        """Run `forward` and also return the hidden states at the layers `of`, which `check_states` accepts."""
         return self._forward_with_states(tokens, layout, kv, of, None)
 
     def forward_stream(self, stream: StreamInput, layout: Pass, kv: Tensor) -> HiddenStates:

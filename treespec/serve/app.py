@@ -44,8 +44,7 @@ from treespec.serve.output_parser import (
     detect_reasoning,
 )
 from treespec.serve.protocol import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
-from treespec.serve.reading import Events, Reading, while_connected
-from treespec.serve.rounds import RoundFeed
+from treespec.serve.reading import Events, Reading, RoundFeed, while_connected
 from treespec.text.chat import ChatOptions, Conversation, conversations
 from treespec.text.prompt_tokenizer import UserTokenizer
 

@@ -72,6 +72,21 @@ class Tool(BaseModel):
 Tools = TypeAliasType("Tools", Annotated[list[Tool], FailFast(), Field(max_length=MOST_TOOLS)])
 
 
+class TemplateFields(BaseModel):
+    """Fields of a body with a conversation, for the chat template."""
+
+    tools: Tools | None = None
+    # vLLM's
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def tools_for_template(self) -> list[dict[str, Any]] | None:
+        """The tools that the chat template shows."""
+        return [tool.model_dump(exclude_unset=True) for tool in self.tools] if self.tools else None
+
+
 class ChosenFunction(BaseModel):
     """The function that `tool_choice` names."""
 

@@ -10,7 +10,7 @@ from typing_extensions import TypeAliasType
 
 from treespec.errors import ConfigError, RequestError, reject_unknown
 from treespec.sampling_params import RequestOutputKind, SamplingParams
-from treespec.serve.messages import Messages, ToolChoice, Tools, calls_schema
+from treespec.serve.messages import Messages, TemplateFields, ToolChoice, calls_schema
 
 MOST_CHOICES = 1024  # of one request: prompts times n
 MOST_LOGPROBS = 20  # OpenAI's and vLLM's limit
@@ -206,20 +206,15 @@ class CompletionBody(GenerationBody):
         return self.logprobs
 
 
-class ChatBody(GenerationBody):
+class ChatBody(TemplateFields, GenerationBody):
     """Body of `/v1/chat/completions`."""
 
     messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
-    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    # vLLM's
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
 
     def check(self) -> None:
         self._check("/v1/chat/completions", OpenAIChat, _UNSUPPORTED_CHAT)
@@ -254,9 +249,7 @@ class ChatBody(GenerationBody):
     @property
     def tools_for_template(self) -> list[dict[str, Any]] | None:
         """The tools that the chat template shows; none if there must be no call."""
-        if not self.tools or self.tool_choice == "none":
-            return None
-        return [tool.model_dump(exclude_unset=True) for tool in self.tools]
+        return None if self.tool_choice == "none" else super().tools_for_template
 
     def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
         params = super().sampling_params(defaults)
@@ -275,24 +268,15 @@ class ChatBody(GenerationBody):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class TokenizeBody(BaseModel):
+class TokenizeBody(TemplateFields):
     """Body of vLLM's `/tokenize`: a text, or the messages of a conversation."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
-    tools: Tools | None = None
     add_special_tokens: bool = True
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
-
-    @property
-    def tools_for_template(self) -> list[dict[str, Any]] | None:
-        """The tools that the chat template shows."""
-        return [tool.model_dump(exclude_unset=True) for tool in self.tools] if self.tools else None
 
 
 class DetokenizeBody(BaseModel):

@@ -48,11 +48,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
         self._is_exhausted = False
 
     async def __anext__(self) -> RequestOutput:
-        """Return the next output.
-
-        Raises:
-            RequestError, DraftError: the request has failed.
-        """
+        """Return the next output. Raises RequestError or DraftError if the request has failed."""
         if self._is_exhausted:
             raise StopAsyncIteration
         loop = asyncio.get_running_loop()
@@ -111,11 +107,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
         return self._kind is not RequestOutputKind.FINAL_ONLY and bool(self._unread.changed())
 
     def _take(self) -> RequestOutput:
-        """Return the output that the kind asks for.
-
-        Raises:
-            RequestError, DraftError: a sample has failed.
-        """
+        """Return the output that the kind asks for. Raises the error of a sample that has failed."""
         factory, ends = self._engine._frontend.factory, not self._is_running()
         if self._kind is RequestOutputKind.DELTA:
             new = [factory.delta(sample, self._unread.take(sample)) for sample in self._unread.changed()]
@@ -283,11 +275,7 @@ class AsyncLLM:
                 self._frontend.rounds.end(stream._samples)
 
     def _submit(self, call: Callable[[], object]) -> Future[None]:
-        """Make a call between rounds.
-
-        Raises:
-            ConfigError: the engine is shut down.
-        """
+        """Make a call between rounds. Raises ConfigError after `shutdown`."""
         made: Future[None] = Future()
         with self._lock:
             if self._is_closed:

@@ -152,7 +152,8 @@ class LLM(VllmMethods):
                     bar.update(1)
         with self.between_rounds():
             outputs = [self._request_factory.output(entry) if isinstance(entry, list) else entry for entry in entries]
-        if outputs and all(one.finish_reason == "error" for output in outputs for one in output.outputs):
+        completions = [completion for output in outputs for completion in output.outputs]
+        if outputs and all(completion.finish_reason == "error" for completion in completions):
             raise next((r.exception for r in requests if r.failure is not None), RequestError(outputs[0].error))
         return outputs
 
@@ -350,18 +351,17 @@ class LLM(VllmMethods):
             params = [params] * len(prompts)
         if len(params) != len(prompts):
             raise ConfigError(f"{len(params)} sampling_params for {len(prompts)} prompts; give one, or one for each")
-        for one in params:
-            if not isinstance(one, SamplingParams):
-                raise ConfigError(f"sampling_params={one!r}; valid: a SamplingParams, or a list of them")
+        if wrong := [value for value in params if not isinstance(value, SamplingParams)]:
+            raise ConfigError(f"sampling_params={wrong[0]!r}; valid: a SamplingParams, or a list of them")
         priority = to_python(0 if priority is None else priority)
         priorities = priority if isinstance(priority, Sequence) else [priority] * len(prompts)
-        if len(priorities) != len(prompts) or not all(type(one) is int for one in priorities):
+        if len(priorities) != len(prompts) or not all(type(value) is int for value in priorities):
             raise ConfigError(
                 f"priority={short_repr(priority)} for {len(prompts)} prompts; valid: an int, or a list of one for each"
             )
         if any(priorities) and self.config.scheduling_policy != "priority":
             raise ConfigError(f'priority={short_repr(priority)} goes with LLM(scheduling_policy="priority")')
-        snapshots = {key: one.snapshot() for key, one in {id(one): one for one in params}.items()}
+        snapshots = {key: value.snapshot() for key, value in {id(value): value for value in params}.items()}
         resolved = SpecConfig.resolve(spec, self.spec)
         self.check_sources(resolved)
         slots = min(self.config.max_tree_slots, self.engine.runner.max_rows or self.config.max_tree_slots)
@@ -372,11 +372,12 @@ class LLM(VllmMethods):
             )
         how, make = Tokenization.resolve(tokenization, self.config.max_model_len), self._request_factory.requests
         entries = [
-            make(prompt, snapshots[id(one)], resolved, stream, how) for prompt, one in zip(prompts, params, strict=True)
+            make(prompt, snapshots[id(original)], resolved, stream, how)
+            for prompt, original in zip(prompts, params, strict=True)
         ]
-        for entry, one in zip(entries, priorities, strict=True):
+        for entry, value in zip(entries, priorities, strict=True):
             for sample in entry if isinstance(entry, list) else ():
-                sample.priority = one
+                sample.priority = value
         return entries
 
 

@@ -153,19 +153,13 @@ CALLS: dict[str, Absent] = {
 
 def absent_options(options: Any) -> dict[str, Absent]:
     """Return the handling of each field that is `absent` or a `hint`."""
-    return {one.name: one.metadata[VLLM] for one in fields(options) if one.metadata.get(VLLM)}
+    return {field.name: field.metadata[VLLM] for field in fields(options) if field.metadata.get(VLLM)}
 
 
 def check_absent(kind: str, values: Mapping[str, Any], table: Mapping[str, Absent]) -> None:
-    """Log the ignored hints among `values`, and refuse what is not supported.
+    """Log the ignored hints among `values`, by name, and raise ConfigError for what is not supported.
 
-    Args:
-        kind: name of the object or call, for the message.
-        values: values by name; names that are not in `table` are of no concern.
-        table: handling by name.
-
-    Raises:
-        ConfigError: an unsupported value.
+    `kind` is the name of the object or call. Names that are not in `table` are of no concern.
     """
     from treespec.errors import ConfigError
 

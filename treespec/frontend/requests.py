@@ -66,8 +66,7 @@ class UnreadSamples:
     def take(self, request: Request) -> NewTokens:
         """Take what is new; a request that has finished is then read to its end. No round may run meanwhile.
 
-        Raises:
-            TreespecError: the request has failed.
+        Raises the error of a request that has failed.
         """
         if request.error is not None:
             raise request.exception

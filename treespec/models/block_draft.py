@@ -79,11 +79,7 @@ class BlockDraft(DecoderWrapper, ABC):
         return self
 
     def _chain_blocks(self, unread: Sequence[Unread], kv: Tensor, stream: StreamInput) -> Tensor:
-        """Run a causal pass over the unread tokens of each request and the masks after its root.
-
-        Returns:
-            The outputs of the roots and masks, as those of `forward_block`.
-        """
+        """Return the outputs of `forward_block` by a causal pass over the unread tokens and the masks after them."""
         counts = [len(request.tokens) + self.block - 1 for request in unread]
         starts = [request.start - self.offset for request in unread]
         chains = zip(starts, counts, unread, strict=True)
@@ -220,10 +216,7 @@ class DFlashDraft(BlockDraft):
 class ParallelDraft(BlockDraft):
     """A parallel draft (PARD, arXiv 2504.18583): a causal model that predicts several tokens after mask tokens.
 
-    Args:
-        decoder: the model.
-        block: number of depths, one more than there are mask tokens.
-        mask: embedding of the mask token, [hidden_size].
+    There are `block` - 1 masks. `mask` is the embedding of the mask token, [hidden_size].
     """
 
     kept_nodes = 1

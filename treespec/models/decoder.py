@@ -327,14 +327,10 @@ class Decoder:
         return record_states(of, self.config.shape.num_layers, lambda states: forward(states=states))
 
     def check_states(self, of: Sequence[int]) -> None:
-        """Validate layers whose hidden states are requested.
+        """Raise an error unless a pass can return the hidden states at the layers `of`.
 
-        Args:
-            of: l means the input of layer l (0 = embeddings), num_layers the output of the last layer before the final
-                norm, num_layers + 1 after it.
-
-        Raises:
-            ConfigError: there is no such layer. KernelError: this implementation does not return hidden states.
+        Layer l means its input (0 = embeddings), num_layers the output of the last layer before the final norm,
+        num_layers + 1 after it.
         """
         last = self.config.shape.num_layers + 1
         if not of or not all(type(layer) is int and 0 <= layer <= last for layer in of):

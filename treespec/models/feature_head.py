@@ -145,11 +145,7 @@ class Eagle3Head(FeatureHead):
 class EagleHead(FeatureHead):
     """An EAGLE-1 or EAGLE-2 head: its features are the target's output states, and its vocabulary head the target's.
 
-    Args:
-        decoder, target, columns: as in `FeatureHead`; the one state is the output of the target's final norm.
-        embed: embeddings of the target's vocabulary, [vocab_size, hidden_size].
-        fc: projection of [embedding, feature] to the residual stream.
-        qkv: projections of the layer.
+    `fc` projects [embedding, feature] to the residual stream; the embeddings are [vocab_size, hidden_size].
     """
 
     kind = "eagle"

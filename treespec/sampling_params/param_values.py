@@ -28,11 +28,7 @@ class RequestOutputKind(Enum):
 
 
 def checked(stated: Field[Any], value: Any) -> Any:
-    """Validate a field and convert it to Python numbers, tuples (from lists) or copies of dicts.
-
-    Raises:
-        ConfigError: wrong type or out of range; the message names the field, the value and the valid ones.
-    """
+    """Validate a field and convert it to Python numbers, tuples (from lists) or copies of dicts. Raises ConfigError."""
     if stated.name in _CONVERTED:
         return _CONVERTED[stated.name](stated.name, value)
     value = checked_value(stated, value)

@@ -31,13 +31,9 @@ from treespec.serve.protocol import GenerationBody
 
 
 class Answer:
-    """Builds the response to one request.
+    """Builds the response to one request, in which the model has the name that the client knows.
 
     Fields of vLLM and treespec are extra ones of the objects of `openai`.
-
-    Args:
-        body: the request.
-        model: name of the model, as the client knows it.
     """
 
     prefix: str
@@ -159,12 +155,7 @@ class CompletionAnswer(Answer):
 
 
 class ChatAnswer(Answer):
-    """The response of `/v1/chat/completions`.
-
-    Args:
-        body, model: as of `Answer`.
-        parser: splits the text; None = all of it is content.
-    """
+    """The response of `/v1/chat/completions`. Without a parser, which splits the text, all of it is content."""
 
     prefix, whole, chunk = "chatcmpl", ChatCompletion, ChatCompletionChunk
     whole_object, chunk_object = "chat.completion", "chat.completion.chunk"

@@ -140,8 +140,7 @@ class Server:
     def _parser(self, body: ChatBody) -> OutputParser | None:
         """Return what splits the answers to a request; None if all of their text is content.
 
-        Raises:
-            ConfigError: the request has tools, and the format of their calls is unknown.
+        Raises ConfigError if the request has tools, and the format of their calls is unknown.
         """
         if body.called is not None:
             return OutputParser(named=body.called)

@@ -55,12 +55,7 @@ class Audit:
         spec: Any,
         tokenization: Mapping[str, Any],
     ) -> None:
-        """Take a finished request into the share, or not.
-
-        Args:
-            stream, output: of the request; the last output.
-            prompt, params, spec, tokenization: arguments with which it was added.
-        """
+        """Take a finished request into the share, or not: its last output, and the arguments of `add_request`."""
         rule = SpecConfig.resolve(spec, self._engine.llm.spec).verification
         if rule in RANDOM_DRAWS and params.temperature > 0:
             return
@@ -105,7 +100,7 @@ class Audit:
 
     def _compare(self, finished: _Finished, again: list[list[int]]) -> None:
         pairs = [pair for both in zip(finished.token_ids, again, strict=True) for pair in zip_longest(*both)]
-        differing = sum(one != other for one, other in pairs)
+        differing = sum(token != plain for token, plain in pairs)
         self._count(len(pairs), differing)
         if differing:
             logger.error(

@@ -105,8 +105,7 @@ class ToolChoice(BaseModel):
 def calls_schema(functions: list[Function], most: int | None, only_arguments: bool) -> dict[str, Any]:
     """Return the schema of a list of calls, or of the arguments of one function.
 
-    Raises:
-        ConfigError: two functions give different definitions one name.
+    Raises ConfigError if two functions give different definitions one name.
     """
     if only_arguments:
         return functions[0].parameters or {"type": "object", "properties": {}}

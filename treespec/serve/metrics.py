@@ -21,12 +21,7 @@ _TIMES = {
 
 
 class ServerMetrics:
-    """Metrics of one server.
-
-    Args:
-        engine: whose counters are read at every scrape.
-        model: value of the label `model_name`.
-    """
+    """Metrics of one server. The engine's counters are read at every scrape; `model` is the label `model_name`."""
 
     def __init__(self, engine: Engine, model: str):
         self.registry = CollectorRegistry()

@@ -142,11 +142,7 @@ class GenerationBody(BaseModel):
         raise NotImplementedError
 
     def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
-        """Return the parameters of the request.
-
-        Raises:
-            ConfigError: a value out of range, or contradictory ones.
-        """
+        """Return the parameters of the request. Raises ConfigError for a value out of range, or contradictory ones."""
         params = defaults.clone()
         for name in _PARAMS:
             value = getattr(self, name, None)

@@ -45,11 +45,7 @@ class Reading:
         return [await self._next(place) for place in range(len(self._streams))]
 
     async def merged(self) -> AsyncIterator[tuple[int, RequestOutput]]:
-        """Yield the outputs of all streams as they come, each with the place of its stream.
-
-        Raises:
-            ServerError: the request fails or is too slow.
-        """
+        """Yield the outputs of all streams as they come, with the index of their stream. Errors as of `outputs`."""
         if len(self._streams) == 1:  # without the tasks of several
             while True:
                 output = await self._next(0)
@@ -85,12 +81,7 @@ class Reading:
 
 
 class RoundFeed:
-    """Collects the rounds of one request until `close`.
-
-    Args:
-        llm: the LLM to observe.
-        request_id: as in `RequestOutput`.
-    """
+    """Collects the rounds of one request of an LLM until `close`."""
 
     def __init__(self, llm: LLM, request_id: str):
         self._tokenizer, self._request_id = llm.get_tokenizer(), request_id

@@ -170,9 +170,8 @@ def resolve_compile(
 ) -> bool:
     """Return whether passes run in compiled libraries, and build missing libraries.
 
-    Raises:
-        KernelError, OSError: compile=True, but the models are not supported, the build fails, or the cache folder
-            cannot be written. "auto" logs the reason and returns False.
+    Where the models are not supported, the build fails, or the cache folder cannot be written, compile=True raises
+    KernelError or OSError, and "auto" logs the reason and returns False.
     """
     if options.compile is False or (options.compile == "auto" and device.type != "cpu"):
         return False

@@ -17,7 +17,7 @@ from treespec.config.vllm_options import CallOptions
 from treespec.errors import ConfigError, RequestError, TreespecError
 from treespec.frontend.engine_args import EngineArgs
 from treespec.frontend.requests import Prompt, UnreadSamples
-from treespec.llm import LLM, frontend_of, refuse_unknown
+from treespec.llm import LLM, CallArguments, frontend_of, refuse_unknown
 from treespec.outputs import RequestOutput
 from treespec.request import Request
 from treespec.sampling_params import RequestOutputKind, SamplingParams
@@ -207,7 +207,7 @@ class AsyncLLM:
         """
         refuse_unknown(AsyncLLM.add_request, vllm_options)
         self._frontend.rounds.check_threads()
-        create = partial(self._create, prompt, params, spec, tokenization_kwargs, priority)
+        create = partial(self._create, prompt, CallArguments(params, spec, tokenization_kwargs, priority))
         if self._is_closed:
             raise ConfigError("this AsyncLLM is shut down; build another one")
         samples = await asyncio.get_running_loop().run_in_executor(self._creator, create)
@@ -253,12 +253,10 @@ class AsyncLLM:
     ) -> None:
         self.shutdown()
 
-    def _create(
-        self, prompt: Any, params: Any, spec: Any, tokenization: Mapping[str, Any] | None, priority: int
-    ) -> list[Request]:
+    def _create(self, prompt: Any, arguments: CallArguments) -> list[Request]:
         """Return the samples of a prompt. Raises RequestError if it is invalid."""
-        stream = getattr(params, "output_kind", None) is not RequestOutputKind.FINAL_ONLY
-        (samples,) = self._frontend.new_requests([prompt], params, spec, tokenization, stream, priority)
+        stream = getattr(arguments.params, "output_kind", None) is not RequestOutputKind.FINAL_ONLY
+        (samples,) = self._frontend.new_requests([prompt], arguments, stream)
         if isinstance(samples, RequestOutput):
             self._submit(partial(self.llm.engine.stats.add_rejected, 1))
             raise RequestError(samples.error)

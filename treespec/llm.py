@@ -125,24 +125,17 @@ class LLM(VllmMethods):
                 finish_reason "error" and `error`.
         """
         refuse_unknown(LLM.generate, vllm_options)
-        return self._generate(as_list(prompts), sampling_params, spec, use_tqdm, tokenization_kwargs, priority)
+        arguments = CallArguments(sampling_params, spec, tokenization_kwargs, priority)
+        return self._generate(as_list(prompts), arguments, use_tqdm)
 
-    def _generate(
-        self,
-        prompts: list[Any],
-        params: Any,
-        spec: SpecConfig | str | None,
-        use_tqdm: Any,
-        tokenization: Mapping[str, Any] | None,
-        priority: Any,
-    ) -> list[RequestOutput]:
+    def _generate(self, prompts: list[Any], arguments: "CallArguments", use_tqdm: Any) -> list[RequestOutput]:
         """Generate for prompts: texts, token ids or conversations."""
         if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
             raise ConfigError(
                 f"use_tqdm={short_repr(use_tqdm)}; valid: True, False, or what takes the place of tqdm.tqdm"
             )
         with self.between_rounds():
-            entries = self._requests(prompts, params, spec, tokenization, priority=priority)
+            entries = self._requests(prompts, arguments)
         log_rejected(prompts, entries)
         requests = [request for entry in entries if isinstance(entry, list) for request in entry]
         make_bar = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
@@ -192,7 +185,8 @@ class LLM(VllmMethods):
         refuse_unknown(LLM.chat, vllm_options)
         options = ChatOptions(chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
         prompts: list[Any] = [*conversations(self._tokenizer, messages, options)]
-        return self._generate(prompts, sampling_params, spec, use_tqdm, tokenization_kwargs, priority)
+        arguments = CallArguments(sampling_params, spec, tokenization_kwargs, priority)
+        return self._generate(prompts, arguments, use_tqdm)
 
     def stream(
         self,
@@ -228,7 +222,8 @@ class LLM(VllmMethods):
         options = ChatOptions(chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
         prompt = streamed(self._tokenizer, prompt, options)
         with self.between_rounds():
-            samples = self._requests([prompt], sampling_params, spec, tokenization_kwargs, True, priority)[0]
+            arguments = CallArguments(sampling_params, spec, tokenization_kwargs, priority)
+            samples = self._requests([prompt], arguments, stream=True)[0]
         if isinstance(samples, RequestOutput):
             raise RequestError(samples.error)
         unread = UnreadSamples(samples)
@@ -322,38 +317,25 @@ class LLM(VllmMethods):
         self._options = None
 
     def _requests(
-        self,
-        prompts: list[Any],
-        params: Any,
-        spec: SpecConfig | str | None,
-        tokenization: Mapping[str, Any] | None,
-        stream: bool = False,
-        priority: int | Sequence[int] | None = None,
+        self, prompts: list[Any], arguments: "CallArguments", stream: bool = False
     ) -> list[list[Request] | RequestOutput]:
         """Return for each prompt its samples, or, if it is invalid, its finished output with the error."""
-        entries = self._new_requests(prompts, params, spec, tokenization, stream, priority)
+        entries = self._new_requests(prompts, arguments, stream)
         self.engine.stats.add_rejected(sum(isinstance(entry, RequestOutput) for entry in entries))
         return entries
 
     def _new_requests(
-        self,
-        prompts: list[Any],
-        params: Any,
-        spec: SpecConfig | str | None,
-        tokenization: Mapping[str, Any] | None,
-        stream: bool,
-        priority: int | Sequence[int] | None = None,
+        self, prompts: list[Any], arguments: "CallArguments", stream: bool
     ) -> list[list[Request] | RequestOutput]:
         """Like `_requests`, but counts nothing, so that a thread may call it while another runs a round."""
-        if params is None:
-            params = self._default_params
+        params = self._default_params if arguments.params is None else arguments.params
         if not isinstance(params, Sequence):
             params = [params] * len(prompts)
         if len(params) != len(prompts):
             raise ConfigError(f"{len(params)} sampling_params for {len(prompts)} prompts; give one, or one for each")
         if wrong := [value for value in params if not isinstance(value, SamplingParams)]:
             raise ConfigError(f"sampling_params={wrong[0]!r}; valid: a SamplingParams, or a list of them")
-        priority = to_python(0 if priority is None else priority)
+        priority = to_python(0 if arguments.priority is None else arguments.priority)
         priorities = priority if isinstance(priority, Sequence) else [priority] * len(prompts)
         if len(priorities) != len(prompts) or not all(type(value) is int for value in priorities):
             raise ConfigError(
@@ -362,7 +344,7 @@ class LLM(VllmMethods):
         if any(priorities) and self.config.scheduling_policy != "priority":
             raise ConfigError(f'priority={short_repr(priority)} goes with LLM(scheduling_policy="priority")')
         snapshots = {key: value.snapshot() for key, value in {id(value): value for value in params}.items()}
-        resolved = SpecConfig.resolve(spec, self.spec)
+        resolved = SpecConfig.resolve(arguments.spec, self.spec)
         self.check_sources(resolved)
         slots = min(self.config.max_tree_slots, self.engine.runner.max_rows or self.config.max_tree_slots)
         if resolved.max_nodes > slots:
@@ -370,15 +352,24 @@ class LLM(VllmMethods):
                 f"a tree of {resolved.max_nodes} nodes, but this engine keeps {slots} slots for one; give the larger "
                 "SpecConfig to LLM"
             )
-        how, make = Tokenization.resolve(tokenization, self.config.max_model_len), self._request_factory.requests
+        tokenization = Tokenization.resolve(arguments.tokenization_kwargs, self.config.max_model_len)
         entries = [
-            make(prompt, snapshots[id(original)], resolved, stream, how)
+            self._request_factory.requests(prompt, snapshots[id(original)], resolved, stream, tokenization)
             for prompt, original in zip(prompts, params, strict=True)
         ]
         for entry, value in zip(entries, priorities, strict=True):
             for sample in entry if isinstance(entry, list) else ():
                 sample.priority = value
         return entries
+
+
+class CallArguments(NamedTuple):
+    """Arguments of a call that generates, besides its prompts, as of `LLM.generate`."""
+
+    params: Any
+    spec: SpecConfig | str | dict[str, Any] | None
+    tokenization_kwargs: Mapping[str, Any] | None
+    priority: int | Sequence[int] | None
 
 
 class Frontend(NamedTuple):

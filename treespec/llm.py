@@ -57,11 +57,10 @@ class LLM(VllmMethods):
     @built_from(EngineOptions)
     def __init__(self, options: EngineOptions) -> None:
         options = options.translated()
-        tokenizer = options.tokenizer
         self.spec = SpecConfig.resolve(options.spec, SpecConfig())
         device = resolve_device(options.device)
         check_generation_config(options.generation_config)
-        spoken = None if tokenizer is None else UserTokenizer(load_tokenizer(tokenizer, ""))
+        tokenizer = None if options.tokenizer is None else UserTokenizer(load_tokenizer(options.tokenizer, ""))
         if tokenizer is None and isinstance(options.model, str | os.PathLike):
             check_sentencepiece(options.model)  # before the weights are loaded
         with own_passes(device), on_device(device):
@@ -72,10 +71,10 @@ class LLM(VllmMethods):
         target = self._built.target
         generation = target.source.generation if isinstance(target, AdapterConfig) else None
         self._default_params = default_sampling_params(options.generation_config, target.folder, generation)
-        if spoken is None and (stored := load_tokenizer(None, target.folder)) is not None:
-            spoken = UserTokenizer(stored)
-        self._tokenizer = None if spoken is None else spoken.own
-        self._request_factory = self._make_request_factory(spoken, options.seed)
+        if tokenizer is None and (stored := load_tokenizer(None, target.folder)) is not None:
+            tokenizer = UserTokenizer(stored)
+        self._tokenizer = None if tokenizer is None else tokenizer.base
+        self._request_factory = self._make_request_factory(tokenizer, options.seed)
 
     def _make_request_factory(self, tokenizer: UserTokenizer | None, seed: int | None) -> RequestFactory:
         target, device = self._built.target, self.engine.runner.target.device

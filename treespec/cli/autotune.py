@@ -98,7 +98,7 @@ def autotune(
         report = kernels.aot_report(targets, compiled, shapes)
         print_json(report) if as_json else kernels.echo_aot(report)
         raise typer.Exit(1 if report["failed"] else 0)
-    engine = {"model": model, "drafts": draft, "dtype": dtype, "quantization": quantization}
+    engine: dict[str, Any] = {"model": model, "drafts": draft, "dtype": dtype, "quantization": quantization}
     where = resolve_device(device)
     used = {"--ops": ops, "--nodes": nodes, "--context": context, "--budget-seconds": budget_seconds, "--fresh": fresh}
     flags = [name for name, value in used.items() if value]

@@ -55,12 +55,8 @@ def measure_in_children(
 
     from treespec.errors import TreespecError
 
-    flags = [
-        *engine.items(),
-        ("device", "cpu"),
-        ("seconds", str(seconds)),
-        *(("draft", draft) for draft in drafts or ()),
-    ]
+    flags = [*engine.items(), ("device", "cpu"), ("seconds", str(seconds))]
+    flags += [("draft", draft) for draft in drafts or ()]
     options = ["--json", *(word for name, value in flags if value is not None for word in (f"--{name}", value))]
     entries = []
     with tqdm(desc="measuring", total=len(counts), leave=False, disable=not sys.stderr.isatty()) as bar:

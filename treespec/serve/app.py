@@ -195,7 +195,7 @@ class Server:
         if body.prompt is not None:
             tokens = tokenizer.encode(body.prompt, body.add_special_tokens)
         else:
-            tokens = tokenizer.encode(self._conversation(body).render(tokenizer.own), special=False)
+            tokens = tokenizer.encode(self._conversation(body).render(tokenizer.base), special=False)
         return tokens, [tokenizer.decode([token]) for token in tokens] if body.return_token_strs else None
 
     async def detokenize(self, body: DetokenizeBody) -> Response:

@@ -85,10 +85,10 @@ class Conversation(NamedTuple):
         turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
         options = self.options._replace(add_generation_prompt=False, continue_final_message=False)
         try:
-            text = Conversation(turn, options).render(tokenizer.own)
+            text = Conversation(turn, options).render(tokenizer.base)
         except RequestError:  # the template takes only other conversations
             return ()
-        added = getattr(tokenizer.own, "added_tokens_decoder", {})
+        added = getattr(tokenizer.base, "added_tokens_decoder", {})
         for word in text.partition(_ANSWER)[2].split():
             if ends := [token for token in tokenizer.encode(word, special=False) if token in added]:
                 return () if not {*ends}.isdisjoint(end_tokens) else (ends[0],)

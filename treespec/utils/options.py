@@ -132,14 +132,14 @@ def _reject_unknown(kind: str, keywords: Iterable[str], options: Any) -> None:
     """Raise ConfigError for a keyword that is no field of `options`, with the nearest that treespec has."""
     from treespec.errors import reject_unknown
 
-    stated = fields(options)
-    unknown = [name for name in keywords if name not in {one.name for one in stated}]
-    reject_unknown(kind, unknown, [one.name for one in stated if VLLM not in one.metadata])
+    names = {stated.name: VLLM in stated.metadata for stated in fields(options)}
+    unknown = [name for name in keywords if name not in names]
+    reject_unknown(kind, unknown, [name for name, is_vllms in names.items() if not is_vllms])
 
 
 def _signature(options: Any, first: Sequence[Parameter] = ()) -> Signature:
     """Return the signature of a dataclass behind the parameters `first`. `**vllm_options` stands for vLLM's names."""
-    vllm_names = [one.name for one in fields(options) if VLLM in one.metadata]
+    vllm_names = [stated.name for stated in fields(options) if VLLM in stated.metadata]
     parameters = [p for p in inspect.signature(options).parameters.values() if p.name not in vllm_names]
     rest = [Parameter("vllm_options", Parameter.VAR_KEYWORD)] if vllm_names else []
     return Signature([*first, *parameters, *rest])

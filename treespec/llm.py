@@ -5,23 +5,25 @@ import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, Unpack
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from treespec.adapter.trace import AdapterConfig
 from treespec.config.configs import SpecConfig
 from treespec.config.engine_options import EngineOptions
-from treespec.config.vllm_options import CALLS, CallOptions, check_absent
+from treespec.config.vllm_options import CALLS, MISSING_METHODS, CallOptions, check_absent
 from treespec.drafters.calls import is_custom
 from treespec.engine.round_record import ObserverHandle, RoundObserver
-from treespec.errors import ConfigError, RequestError, reject_unknown, short_repr
+from treespec.errors import ConfigError, RequestError, UnsupportedError, reject_unknown, short_repr
+from treespec.frontend.engine_args import EngineArgs
 from treespec.frontend.generation_defaults import check_generation_config, default_sampling_params
 from treespec.frontend.requests import Prompt, RequestFactory, UnreadSamples, as_list, log_rejected
 from treespec.frontend.round_loop import RoundLoop
-from treespec.frontend.vllm_methods import VllmMethods
+from treespec.frontend.vllm_metrics import Metric, as_metrics
 from treespec.outputs import RequestOutput, StreamChunk
 from treespec.request import Request
 from treespec.sampling.grammar import Grammars
@@ -36,7 +38,7 @@ from treespec.utils.scalars import to_python
 from treespec.utils.torch_state import on_device, own_passes
 
 
-class LLM(VllmMethods):
+class LLM:
     """A target model with its drafts: treespec's engine behind vLLM's offline API.
 
     Any number of threads may call `generate`, `chat`, `stream`, `abort` and `stats`. Rounds run one at a time and serve
@@ -92,6 +94,19 @@ class LLM(VllmMethods):
             kernel_noise=self.config.linear == "triton",
             draw_seed=new_seed if seed is None else partial(random.Random(seed).getrandbits, SEED_BITS),
         )
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """Build an engine from its arguments."""
+        return cls(**{option.name: getattr(engine_args, option.name) for option in fields(engine_args)})
+
+    if not TYPE_CHECKING:  # type checkers would accept any attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise an error that names the alternative to a missing method of vLLM."""
+            if name in MISSING_METHODS:
+                raise UnsupportedError(f"LLM.{name} is not supported; {MISSING_METHODS[name]}")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     def generate(
         self,
@@ -276,6 +291,10 @@ class LLM(VllmMethods):
         """Return totals since the start, and the settings that bits depend on, under "frozen"."""
         with self.between_rounds():
             return self._built.stats()
+
+    def get_metrics(self) -> list[Metric]:
+        """Return the totals of `stats` as vLLM's metrics."""
+        return as_metrics(self.engine)
 
     def check_sources(self, spec: SpecConfig) -> None:
         """Raise ConfigError if `spec.sources` names a source that this engine lacks."""

@@ -1,4 +1,6 @@
-"""vLLM's options that treespec does not have: what asks for nothing passes, hints are logged, the rest is refused.
+"""vLLM's options and methods that treespec does not have.
+
+Options that ask for nothing pass, hints are logged, the rest is refused.
 
 A hint may change speed or memory, but no token. An error names the alternative.
 """
@@ -148,6 +150,27 @@ class CallOptions(TypedDict, total=False):
 
 CALLS: dict[str, Absent] = {
     name: hint.__metadata__[0] for name, hint in get_type_hints(CallOptions, include_extras=True).items()
+}
+
+_TRANSFORMERS = "LLM generates text; use transformers' AutoModel, or sentence-transformers"
+_IN_PROCESS = "the model runs in this process; load a transformers model, modify it, and give it to LLM(model)"
+MISSING_METHODS = {  # of vLLM's `LLM`: what to do instead
+    "apply_model": _IN_PROCESS,
+    "beam_search": (
+        "sample n outputs with logprobs=0 and choose by cumulative_logprob, or use generate(num_beams=...) of "
+        "transformers"
+    ),
+    "classify": f"{_TRANSFORMERS} (AutoModelForSequenceClassification)",
+    "collective_rpc": _IN_PROCESS,
+    "embed": _TRANSFORMERS,
+    "encode": f"{_TRANSFORMERS}; token ids are get_tokenizer().encode(text)",
+    "enqueue": "give all prompts to one generate call, or call generate or stream in several threads",
+    "llm_engine": "LLMEngine adds requests and runs rounds; llm.config has the resolved options, llm.stats() totals",
+    "reward": _TRANSFORMERS,
+    "score": f"{_TRANSFORMERS} (a CrossEncoder)",
+    "set_tokenizer": "give it when building the engine: LLM(model, tokenizer=...)",
+    "sleep": "delete the LLM to free its memory, and build it again",
+    "start_profile": "run the calls within torch.profiler.profile(), or measure with treespec bench --profile",
 }
 
 

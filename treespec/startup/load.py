@@ -314,8 +314,7 @@ class Loader:
         self,
         config: ModelConfig,
         weights: dict[str, Tensor],
-        positions: int
-        | None,  # maximum context length of a decoder that captured rounds may use; None for an eager one
+        positions: int | None,  # longest context of a decoder that captured rounds may use; None for an eager one
         integer: bool,
         min_rows: int = 2,
         library: CDLL | None = None,

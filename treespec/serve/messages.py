@@ -11,6 +11,12 @@ MOST_MESSAGES = 1024  # templates that read no contents are rendered once for ea
 MOST_TOOLS = 1024
 
 
+class Strict(BaseModel):
+    """An object without other fields, whose values are not converted."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
 class CalledFunction(BaseModel):
     """The function of a call in a message."""
 
@@ -51,20 +57,18 @@ class Message(BaseModel):
 Messages = TypeAliasType("Messages", Annotated[list[Message], FailFast(), Field(max_length=MOST_MESSAGES)])
 
 
-class Function(BaseModel):
+class Function(Strict):
     """A function of `tools`. `strict` is ignored with tool_choice "auto", and implied by the other choices."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(BaseModel):
+class Tool(Strict):
     """An entry of OpenAI's `tools`."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     type: Literal["function"]
     function: Function
 
@@ -87,17 +91,15 @@ class TemplateFields(BaseModel):
         return [tool.model_dump(exclude_unset=True) for tool in self.tools] if self.tools else None
 
 
-class ChosenFunction(BaseModel):
+class ChosenFunction(Strict):
     """The function that `tool_choice` names."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     name: str
 
 
-class ToolChoice(BaseModel):
+class ToolChoice(Strict):
     """OpenAI's `tool_choice` of one function."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     type: Literal["function"]
     function: ChosenFunction
 

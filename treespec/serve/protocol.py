@@ -10,7 +10,7 @@ from typing_extensions import TypeAliasType
 
 from treespec.errors import ConfigError, RequestError, reject_unknown
 from treespec.sampling_params import RequestOutputKind, SamplingParams
-from treespec.serve.messages import Messages, TemplateFields, ToolChoice, calls_schema
+from treespec.serve.messages import Messages, Strict, TemplateFields, ToolChoice, calls_schema
 
 MOST_CHOICES = 1024  # of one request: prompts times n
 MOST_LOGPROBS = 20  # OpenAI's and vLLM's limit
@@ -37,29 +37,26 @@ TokenIds = TypeAliasType("TokenIds", Annotated[list[int], FailFast()])
 TokenIdLists = TypeAliasType("TokenIdLists", Annotated[list[TokenIds], FailFast()])
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Strict):
     """OpenAI's `stream_options` and vLLM's `continuous_usage_stats`; obfuscation of lengths is ignored."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class JsonSchema(BaseModel):
+class JsonSchema(Strict):
     """OpenAI's named schema. Outputs always match it, as with `strict`."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     name: str
     schema_: dict[str, Any] = Field(alias="schema")
     description: str | None = None
     strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Strict):
     """OpenAI's `response_format`."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -264,10 +261,9 @@ class ChatBody(TemplateFields, GenerationBody):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class TokenizeBody(TemplateFields):
+class TokenizeBody(TemplateFields, Strict):
     """Body of vLLM's `/tokenize`: a text, or the messages of a conversation."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
@@ -275,10 +271,9 @@ class TokenizeBody(TemplateFields):
     return_token_strs: bool = False
 
 
-class DetokenizeBody(BaseModel):
+class DetokenizeBody(Strict):
     """Body of vLLM's `/detokenize`."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None
     tokens: TokenIds
 

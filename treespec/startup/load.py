@@ -32,7 +32,7 @@ from treespec.models.decoder import Decoder
 from treespec.models.feature_head import AnyLinear, Eagle3Head, EagleHead, FeatureHead, TorchPairs
 from treespec.models.head_vocabulary import HeadVocabulary
 from treespec.models.model_config import ModelConfig
-from treespec.models.state_head import MedusaHeads, MlpSpeculator, SpeculatorStep, StateHead
+from treespec.models.state_head import DepthHeads, MedusaHeads, MlpSpeculator, SpeculatorStep, StateHead
 from treespec.models.triton_decoder import TritonDecoder
 from treespec.startup import cost_measurement as costs
 from treespec.startup.vocabularies import Draft, fit_weights
@@ -269,15 +269,15 @@ class Loader:
                 made[id(weight)] = self._linear(target, weight, bias)
             return made[id(weight)]
 
-        common = target, columns, [linear(step.head) for step in weights.steps], vocabulary
+        heads = DepthHeads(target, columns, [linear(step.head) for step in weights.steps], vocabulary)
         if form.kind == "medusa":
-            return MedusaHeads(*common, [[linear(*layer) for layer in step.layers] for step in weights.steps])
+            return MedusaHeads(heads, [[linear(*layer) for layer in step.layers] for step in weights.steps])
         steps = [
             SpeculatorStep(step.embed, linear(step.project), step.gain, step.shift)
             for step in weights.steps
             if step.embed is not None and step.gain is not None and step.shift is not None
         ]
-        return MlpSpeculator(*common, steps, form.scale_input)
+        return MlpSpeculator(heads, steps, form.scale_input)
 
     def _make_draft_layers(
         self, config: HeadConfig, weights: dict[str, Tensor], tokens: np.ndarray | None, positions: int | None = None

@@ -391,17 +391,11 @@ class CallArguments(NamedTuple):
 
 
 class Frontend(NamedTuple):
-    """What the package's other interfaces (`AsyncLLM`, `LLMEngine`, the server, transformers) share with an `LLM`.
-
-    Attributes:
-        rounds: runs rounds.
-        factory: creates requests, and outputs from requests.
-        new_requests: creates the samples of prompts, counting nothing.
-    """
+    """What the package's other interfaces (`AsyncLLM`, `LLMEngine`, the server, transformers) share with an `LLM`."""
 
     rounds: RoundLoop
     factory: RequestFactory
-    new_requests: Callable[..., list[list[Request] | RequestOutput]]
+    new_requests: Callable[..., list[list[Request] | RequestOutput]]  # creates samples of prompts, counting nothing
 
 
 def frontend_of(llm: LLM) -> Frontend:

@@ -18,17 +18,11 @@ logger = logging.getLogger("treespec")
 
 
 class Absent(NamedTuple):
-    """Handling of an option that treespec does not have.
+    """Handling of an option that treespec does not have."""
 
-    Attributes:
-        instead: the alternative, for errors and log lines.
-        neutral: values that ask for nothing, as None does; lists of them too.
-        is_hint: other values are ignored with a log line, not refused.
-    """
-
-    instead: str
-    neutral: tuple[Any, ...] = (False, "", {})
-    is_hint: bool = False
+    instead: str  # the alternative, for errors and log lines
+    neutral: tuple[Any, ...] = (False, "", {})  # values that ask for nothing, as None does; lists of them too
+    is_hint: bool = False  # other values are ignored with a log line, not refused
 
 
 def absent(instead: str, *neutral: Any) -> Any:

@@ -124,17 +124,11 @@ class MarkovBias:
 
 
 class StateProjection(NamedTuple):
-    """Projection of the target's hidden states, which a DFlash draft attends to.
+    """Projection of the target's hidden states, which a DFlash draft attends to."""
 
-    Attributes:
-        columns: indices of the states that it reads among the features.
-        fc: the projection.
-        norm: weight of the RMSNorm after it, [hidden_size].
-    """
-
-    columns: Sequence[int]
-    fc: AnyLinear
-    norm: Tensor
+    columns: Sequence[int]  # indices of the states that it reads among the features
+    fc: AnyLinear  # the projection
+    norm: Tensor  # weight of the RMSNorm after it, [hidden_size]
 
 
 class DFlashDraft(BlockDraft):

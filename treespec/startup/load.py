@@ -196,13 +196,9 @@ class Loader:
     def load_head(
         self, config: HeadConfig, target: Decoder, features: FeatureShape | None, positions: int
     ) -> FeatureHead | BlockDraft:
-        """Load a draft head or a block draft.
+        """Load a draft head or a block draft. The target's embeddings serve a head without its own.
 
-        Args:
-            config: of the head.
-            target: the target, whose embeddings serve a head without its own.
-            features: the states of the target that are stored, the head's among them; None if no head reads any.
-            positions: maximum context length.
+        `features` are the states of the target that are stored, the head's among them; None if no head reads any.
         """
         columns = [] if features is None else [features.layers.index(layer) for layer in config.layers]
         if isinstance(config.form, BlockForm):

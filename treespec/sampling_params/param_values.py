@@ -50,7 +50,7 @@ def _sequence(name: str, value: Any, valid: str, is_valid: Callable[[Any], bool]
 
 
 def _stop(name: str, value: Any) -> tuple[str, ...]:
-    texts, valid = [value] if isinstance(value, str) else value, "a string or a list of strings, none of them empty"
+    texts, valid = [value] if isinstance(value, str) else value, "a string or a list of non-empty strings"
     return _sequence(name, texts, valid, lambda text: isinstance(text, str) and text != "")
 
 
@@ -60,7 +60,7 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
 
 
 def _bad_words(name: str, value: Any) -> tuple[str, ...]:
-    valid = "a list of strings, none of them blank"
+    valid = "a list of non-blank strings"
     return _sequence(name, value, valid, lambda word: isinstance(word, str) and word.strip() != "")
 
 

@@ -17,8 +17,7 @@ from treespec.adapter.source import Source
 from treespec.adapter.trace import AdapterConfig
 from treespec.cache.kv_cache import FeatureShape
 from treespec.errors import ModelError
-from treespec.models.attention import make_attention
-from treespec.models.attention_triton import TritonAttention
+from treespec.models.attention import TritonAttention, make_attention
 from treespec.models.block_draft import (
     BlockDraft,
     DFlashDraft,

@@ -199,11 +199,9 @@ def _text_or_ids(output: "CompletionOutput | StreamChunk") -> str:
 
 
 def _document(output: "RequestOutput", check: bool, difference: dict[str, Any] | None) -> dict[str, Any]:
-    completion, metrics = output.outputs[0], output.metrics
-    document: dict[str, Any] = {
-        "text": completion.text,
-        "token_ids": completion.token_ids,
-        "finish_reason": completion.finish_reason,
+    metrics, names = output.metrics, ("text", "token_ids", "finish_reason")
+    completions = [{name: getattr(completion, name) for name in names} for completion in output.outputs]
+    document: dict[str, Any] = completions[0] | {
         "target_passes": metrics.target_passes,
         "acceptance_length": metrics.acceptance_length,
         "accepted_by_source": metrics.accepted_by_source,
@@ -211,9 +209,8 @@ def _document(output: "RequestOutput", check: bool, difference: dict[str, Any] |
         "tokens_per_second": metrics.generated_tokens / metrics.seconds,
         "seed": metrics.seed,
     }
-    if len(output.outputs) > 1:
-        names = ("text", "token_ids", "finish_reason")
-        document["outputs"] = [{name: getattr(sample, name) for name in names} for sample in output.outputs]
+    if len(completions) > 1:
+        document["outputs"] = completions
     if check:
         document["identical"] = difference is None
     if difference is not None:

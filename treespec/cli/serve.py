@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,7 +21,6 @@ from treespec.cli.options import (
 from treespec.config.engine_options import EngineOptions
 from treespec.serve.options import ServerOptions
 from treespec.utils.interrupts import raise_on_interrupt
-from treespec.utils.options import check_values, option
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -37,33 +36,12 @@ KEEP_ALIVE = 75
 logger = logging.getLogger("treespec")
 
 
-@dataclass(frozen=True)
-class ServedEngineFlags:
-    """Options of the engines of a server, besides those of `LLM`.
-
-    Args:
-        no_spec: plain decoding, unless a request asks for more.
-        speculative_config: JSON of vLLM's keys method (ngram, suffix, draft_model), model and num_speculative_tokens.
-        enable_prefix_caching: share the KV cache of common prefixes between requests.
-        replicas: processes with an engine each, which Ray Serve runs behind one port; needs the extra [ray].
-    """
-
-    no_spec: bool = False
-    speculative_config: str | None = None
-    enable_prefix_caching: bool = True
-    replicas: int | None = option(None, least=1)
-
-    def __post_init__(self) -> None:
-        check_values(self)
-
-
 _ENGINE = """tokenizer device dtype max_num_seqs max_model_len kv_cache_memory_bytes scheduling_policy compile
     generation_config quantization suffix_tokens""".split()  # options of `LLM`
 
 
 @flags(EngineOptions, *_ENGINE)
 @flags(ServerOptions)
-@flags(ServedEngineFlags)
 @flags(GenerationFlags, "nodes")
 def serve(
     model: Annotated[
@@ -78,7 +56,6 @@ def serve(
     *,
     nodes: str | None,
     server: ServerOptions,
-    engine_flags: ServedEngineFlags,
     **engine_options: Any,
 ) -> None:
     """Serve the model on an HTTP port with OpenAI's API, and a page that shows token trees at /.
@@ -92,23 +69,22 @@ def serve(
 
         from treespec.serve.app import create_app
 
-        if engine_flags.replicas is not None:
+        if server.replicas is not None:
             from treespec.serve.replicas import serve_replicas
     except ModuleNotFoundError as error:
-        extras = "[serve]" if engine_flags.replicas is None else "[serve,ray]"
+        extras = "[serve]" if server.replicas is None else "[serve,ray]"
         raise usage_error(f"serve needs the package {error.name}; install treespec with its extra: {extras}") from error
     from treespec.async_llm import AsyncLLM
     from treespec.frontend.engine_args import EngineArgs
 
-    speculative_config = engine_flags.speculative_config
-    config = {} if speculative_config is None else parse_speculative_config(speculative_config)
+    config = {} if server.speculative_config is None else parse_speculative_config(server.speculative_config)
     if num_tokens := config.pop("num_speculative_tokens", None):
         if nodes is not None:
             raise usage_error("--nodes and num_speculative_tokens both set the size of drafts; give one of them")
         nodes = str(num_tokens + 1)
-    if engine_flags.no_spec and (nodes is not None or config):
+    if server.no_spec and (nodes is not None or config):
         raise usage_error("--no-spec is plain decoding; drop it, or drop --nodes and --speculative-config")
-    if engine_flags.replicas is not None and not server.port:
+    if server.replicas is not None and not server.port:
         raise usage_error("--replicas: Ray Serve chooses no free port; give a --port other than 0")
     target = choose_target(model, None)
     server = replace(
@@ -122,9 +98,9 @@ def serve(
     args = EngineArgs(
         model=target.model,
         drafts=draft,
-        spec="off" if engine_flags.no_spec else spec_config(nodes),
+        spec="off" if server.no_spec else spec_config(nodes),
         speculative_config=config or None,
-        enable_prefix_caching=engine_flags.enable_prefix_caching,
+        enable_prefix_caching=server.enable_prefix_caching,
         **engine_options,
     )
 
@@ -135,8 +111,8 @@ def serve(
         logger.warning(
             "anybody who reaches port %d of %s may use the model: there is no --api-key", server.port, server.host
         )
-    if engine_flags.replicas is not None:
-        serve_replicas(lambda: build(AsyncLLM.from_engine_args(args)), engine_flags.replicas, server.host, server.port)
+    if server.replicas is not None:
+        serve_replicas(lambda: build(AsyncLLM.from_engine_args(args)), server.replicas, server.host, server.port)
         return
     with status("loading"):
         engine = AsyncLLM.from_engine_args(args)

@@ -621,7 +621,7 @@ def test_a_request_that_fails_ends_with_an_error(client: OpenAI, llm: LLM, monke
         (["--tool-call-parser", "xml"], "'xml'; valid: 'auto', 'hermes', 'llama3_json', 'mistral', 'qwen3_coder'"),
         (["--reasoning-parser", "xml"], "'xml'; valid: 'auto', 'think'"),
         (["--audit", "2"], "audit=2.0"),
-        (["--request-timeout", "0"], "--request-timeout 0.0; valid"),
+        (["--request-timeout", "0"], "request_timeout=0.0; valid"),
         (["--port", "70000"], "port=70000"),
         (["/absent/model"], "/absent/model"),
     ],

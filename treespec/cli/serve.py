@@ -62,8 +62,6 @@ def serve(
 
     POST /v1/chat/completions, /v1/completions, /tokenize, /detokenize; GET /v1/models, /health, /version, /metrics.
     """
-    if server.request_timeout is not None and server.request_timeout < 0.01:
-        raise usage_error(f"--request-timeout {server.request_timeout}; valid: seconds, at least 0.01")
     try:
         import uvicorn
 

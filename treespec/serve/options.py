@@ -41,7 +41,7 @@ class ServerOptions:
     enable_prefix_caching: bool = True
     tool_call_parser: str = option("auto", choices=("auto", *CALL_FORMATS))
     reasoning_parser: str = option("auto", choices=("auto", *REASONING_TAGS, "none"))
-    request_timeout: float | None = None
+    request_timeout: float | None = option(None, least=0.01)
     replicas: int | None = option(None, least=1)
     audit: float = option(0.0, least=0, most=1)
     max_body_bytes: int = option(4 << 20, least=1)

@@ -32,7 +32,7 @@ def option(
 
     Args:
         default: the default value.
-        least, most: range of an int, or of a number if the default is a float.
+        least, most: range of an int, or of a number if `default` or `least` is a float.
         choices: the valid values.
         valid: describes the range in errors, where more is to be said.
     """
@@ -54,7 +54,7 @@ def checked_value(stated: Field[Any], value: Any) -> Any:
             return value
         valid = valid or ", ".join(map(repr, choices))
     else:
-        is_float = isinstance(stated.default, float)
+        is_float = isinstance(stated.default, float) or isinstance(least, float)
         number = as_number(value) if is_float else as_int(value, least)
         if number is not None and least <= number <= (math.inf if most is None else most):
             return number

@@ -38,6 +38,15 @@ from treespec.utils.scalars import to_python
 from treespec.utils.torch_state import on_device, own_passes
 
 
+class CallArguments(NamedTuple):
+    """Arguments of a call that generates, besides its prompts, as of `LLM.generate`."""
+
+    params: Any
+    spec: SpecConfig | str | dict[str, Any] | None
+    tokenization_kwargs: Mapping[str, Any] | None
+    priority: int | Sequence[int] | None
+
+
 class LLM:
     """A target model with its drafts: treespec's engine behind vLLM's offline API.
 
@@ -142,7 +151,7 @@ class LLM:
         arguments = CallArguments(sampling_params, spec, tokenization_kwargs, priority)
         return self._generate(as_list(prompts), arguments, use_tqdm)
 
-    def _generate(self, prompts: list[Any], arguments: "CallArguments", use_tqdm: Any) -> list[RequestOutput]:
+    def _generate(self, prompts: list[Any], arguments: CallArguments, use_tqdm: Any) -> list[RequestOutput]:
         """Generate for prompts: texts, token ids or conversations."""
         if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
             raise ConfigError(
@@ -335,7 +344,7 @@ class LLM:
         self._options = None
 
     def _requests(
-        self, prompts: list[Any], arguments: "CallArguments", stream: bool = False
+        self, prompts: list[Any], arguments: CallArguments, stream: bool = False
     ) -> list[list[Request] | RequestOutput]:
         """Return for each prompt its samples, or, if it is invalid, its finished output with the error."""
         entries = self._new_requests(prompts, arguments, stream)
@@ -343,7 +352,7 @@ class LLM:
         return entries
 
     def _new_requests(
-        self, prompts: list[Any], arguments: "CallArguments", stream: bool
+        self, prompts: list[Any], arguments: CallArguments, stream: bool
     ) -> list[list[Request] | RequestOutput]:
         """Like `_requests`, but counts nothing, so that a thread may call it while another runs a round."""
         params = self._default_params if arguments.params is None else arguments.params
@@ -379,15 +388,6 @@ class LLM:
             for sample in entry if isinstance(entry, list) else ():
                 sample.priority = value
         return entries
-
-
-class CallArguments(NamedTuple):
-    """Arguments of a call that generates, besides its prompts, as of `LLM.generate`."""
-
-    params: Any
-    spec: SpecConfig | str | dict[str, Any] | None
-    tokenization_kwargs: Mapping[str, Any] | None
-    priority: int | Sequence[int] | None
 
 
 class Frontend(NamedTuple):

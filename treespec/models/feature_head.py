@@ -23,11 +23,9 @@ AnyLinear = Linear | CompiledLinear
 
 
 class DecoderWrapper:
-    """Wraps a decoder, with its interface but for `forward`.
+    """Wraps the decoder of a draft's layers, with its interface but for `forward`.
 
-    Args:
-        decoder: holds the layers, and the vocabulary head unless `target` is given.
-        target: the decoder whose vocabulary head is used instead; None for the own one.
+    The vocabulary head is that of `target`, or the decoder's if it is None.
     """
 
     block: int | None = None
@@ -58,10 +56,8 @@ class FeatureHead(DecoderWrapper, ABC):
     """Base of draft heads, whose rows are pairs of a token and a feature.
 
     The row of the token at position p has slot p - 1, because there is no row without a feature. Rotations are
-    relative, so the distributions are those of the published implementations.
-
-    Args:
-        columns: indices of the states that it reads among the features.
+    relative, so the distributions are those of the published implementations. `columns` are the indices of the states
+    that it reads among the features.
     """
 
     kind: str

@@ -58,10 +58,7 @@ _PAGE_HEADERS = {
 class Server:
     """Handlers of the endpoints over one engine.
 
-    Args:
-        engine: generates.
-        options: of the server, with the names of the model and the text of a template.
-        defaults: parameters of requests that give none.
+    The options have the names of the model and the text of a template. `defaults` are for requests without parameters.
     """
 
     def __init__(self, engine: AsyncLLM, options: ServerOptions, defaults: SamplingParams):

@@ -32,12 +32,8 @@ class _Finished(NamedTuple):
 class Audit:
     """Compares finished requests with plain decoding while no others run.
 
-    Requests whose rule preserves only the distribution ("rejection", "traversal") are left out.
-
-    Args:
-        engine: decodes.
-        fraction: share of the requests, from 0 to 1.
-        count: called with the numbers of compared and of differing tokens.
+    Requests whose rule preserves only the distribution ("rejection", "traversal") are left out. `fraction` is the share
+    of the others, from 0 to 1; `count` is called with the numbers of compared and of differing tokens.
     """
 
     def __init__(self, engine: AsyncLLM, fraction: float, count: Callable[[int, int], None]):

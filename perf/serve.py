@@ -74,11 +74,11 @@ def child(arguments: list[str]) -> None:
     """Be the server, with one more path: what the process holds."""
     create = serve_app.create_app
 
-    def create_app(engine: AsyncLLM, options: serve_app.ServerOptions) -> Any:
+    def create_app(engine: AsyncLLM, *options: Any) -> Any:
         async def held() -> dict[str, int]:
             return held_by(engine)
 
-        app = create(engine, options)
+        app = create(engine, *options)
         app.add_api_route("/held", held)
         return app
 

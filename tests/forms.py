@@ -132,6 +132,6 @@ def no_form_read(llm: LLM) -> Iterator[None]:
     """While it lasts, the engine reads every form anew."""
     own = llm._request_factory
     assert own.tokenizer is not None
-    fresh = Grammars(own.tokenizer.own, own.vocab_size, own.eos_token_ids, own.device)
+    fresh = Grammars(own.tokenizer.base, own.vocab_size, own.eos_token_ids, own.device)
     with mock.patch.object(llm, "_request_factory", replace(own, grammars=fresh)):
         yield

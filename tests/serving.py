@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
+from treespec.serve.options import ServerOptions
 
 from treespec import LLM, AsyncLLM, SamplingParams
-from treespec.serve.app import ServerOptions, create_app
+from treespec.serve.app import create_app
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -35,8 +36,8 @@ def assert_all_pages_are_back(llm: LLM) -> None:
 @contextmanager
 def serving(engine: AsyncLLM, **options: Any) -> Iterator[str]:
     """Serve on a free port while the block runs; its address."""
-    defaults = {"model_names": [NAME, "other"], "defaults": SamplingParams(max_tokens=None), "chat_template": TEMPLATE}
-    app = create_app(engine, ServerOptions(**(defaults | options)))  # type: ignore[arg-type]
+    options = {"served_model_name": [NAME, "other"], "chat_template": TEMPLATE} | options
+    app = create_app(engine, ServerOptions(**options), SamplingParams(max_tokens=None))
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -129,7 +129,7 @@ def test_curves_are_measured_with_quantised_layers(monkeypatch: pytest.MonkeyPat
         return subprocess.CompletedProcess(command, 0, json.dumps({"curves": [{}]}), "")
 
     monkeypatch.setattr(subprocess, "run", child)
-    assert curves.measure_in_children([1, 2], None, None, "auto", "int8", 1.0) == [{}, {}]
+    assert curves.measure_in_children([1, 2], 1.0, quantization="int8") == [{}, {}]
 
     def load(*given: Any, quantization: str | None, **options: Any) -> None:
         asked.append(quantization)
@@ -156,7 +156,7 @@ def test_a_childs_error_is_the_commands(monkeypatch: pytest.MonkeyPatch) -> None
         subprocess, "run", lambda *given, **options: subprocess.CompletedProcess([], 1, "", "Traceback")
     )
     with pytest.raises(RuntimeError, match="ended with 1"):
-        curves.measure_in_children([1], None, None, "auto", None, 1.0)
+        curves.measure_in_children([1], 1.0)
 
 
 def test_only_other_numbers_of_threads_are_compared() -> None:

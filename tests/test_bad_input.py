@@ -72,7 +72,7 @@ SAMPLING_CASES: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {3: math.nan}}, "logit_bias={3: nan}"),
     ({"logit_bias": [3]}, "logit_bias=[3]"),
     ({"allowed_token_ids": []}, "allowed_token_ids=[]; valid: at least one token id, or None for all"),
-    ({"logits_processors": [3]}, "logits_processors: 3 cannot be called"),
+    ({"logits_processors": [3]}, "logits_processors=(3,); valid: a list of callable"),
     ({"max_token": 5}, "unknown 'max_token' (did you mean 'max_tokens'?)"),
 ]
 

@@ -8,8 +8,7 @@ import torch
 from transformers import AutoTokenizer
 
 from tests.scripts import run_script
-from treespec.models.layer_kinds import Rope
-from treespec.models.rotation import RotaryEmbedding
+from treespec.models.layer_kinds import Rope, RotaryEmbedding
 from treespec.text.prompt_tokenizer import load_tokenizer
 from treespec_weights import default_folder, default_names
 

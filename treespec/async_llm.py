@@ -17,7 +17,7 @@ from treespec.config.vllm_options import CallOptions
 from treespec.errors import ConfigError, RequestError, TreespecError
 from treespec.frontend.engine_args import EngineArgs
 from treespec.frontend.requests import Prompt, UnreadSamples
-from treespec.llm import LLM, frontend_of, refuse_unknown
+from treespec.llm import LLM, CallArguments, frontend_of, refuse_unknown
 from treespec.outputs import RequestOutput
 from treespec.request import Request
 from treespec.sampling_params import RequestOutputKind, SamplingParams
@@ -48,11 +48,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
         self._is_exhausted = False
 
     async def __anext__(self) -> RequestOutput:
-        """Return the next output.
-
-        Raises:
-            RequestError, DraftError: the request has failed.
-        """
+        """Return the next output. Raises RequestError or DraftError if the request has failed."""
         if self._is_exhausted:
             raise StopAsyncIteration
         loop = asyncio.get_running_loop()
@@ -111,11 +107,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
         return self._kind is not RequestOutputKind.FINAL_ONLY and bool(self._unread.changed())
 
     def _take(self) -> RequestOutput:
-        """Return the output that the kind asks for.
-
-        Raises:
-            RequestError, DraftError: a sample has failed.
-        """
+        """Return the output that the kind asks for. Raises the error of a sample that has failed."""
         factory, ends = self._engine._frontend.factory, not self._is_running()
         if self._kind is RequestOutputKind.DELTA:
             new = [factory.delta(sample, self._unread.take(sample)) for sample in self._unread.changed()]
@@ -215,7 +207,7 @@ class AsyncLLM:
         """
         refuse_unknown(AsyncLLM.add_request, vllm_options)
         self._frontend.rounds.check_threads()
-        create = partial(self._create, prompt, params, spec, tokenization_kwargs, priority)
+        create = partial(self._create, prompt, CallArguments(params, spec, tokenization_kwargs, priority))
         if self._is_closed:
             raise ConfigError("this AsyncLLM is shut down; build another one")
         samples = await asyncio.get_running_loop().run_in_executor(self._creator, create)
@@ -261,12 +253,10 @@ class AsyncLLM:
     ) -> None:
         self.shutdown()
 
-    def _create(
-        self, prompt: Any, params: Any, spec: Any, tokenization: Mapping[str, Any] | None, priority: int
-    ) -> list[Request]:
+    def _create(self, prompt: Any, arguments: CallArguments) -> list[Request]:
         """Return the samples of a prompt. Raises RequestError if it is invalid."""
-        stream = getattr(params, "output_kind", None) is not RequestOutputKind.FINAL_ONLY
-        (samples,) = self._frontend.new_requests([prompt], params, spec, tokenization, stream, priority)
+        stream = getattr(arguments.params, "output_kind", None) is not RequestOutputKind.FINAL_ONLY
+        (samples,) = self._frontend.new_requests([prompt], arguments, stream)
         if isinstance(samples, RequestOutput):
             self._submit(partial(self.llm.engine.stats.add_rejected, 1))
             raise RequestError(samples.error)
@@ -283,11 +273,7 @@ class AsyncLLM:
                 self._frontend.rounds.end(stream._samples)
 
     def _submit(self, call: Callable[[], object]) -> Future[None]:
-        """Make a call between rounds.
-
-        Raises:
-            ConfigError: the engine is shut down.
-        """
+        """Make a call between rounds. Raises ConfigError after `shutdown`."""
         made: Future[None] = Future()
         with self._lock:
             if self._is_closed:

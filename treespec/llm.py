@@ -5,23 +5,25 @@ import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, Unpack
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from treespec.adapter.trace import AdapterConfig
 from treespec.config.configs import SpecConfig
 from treespec.config.engine_options import EngineOptions
-from treespec.config.vllm_options import CALLS, CallOptions, check_absent
+from treespec.config.vllm_options import CALLS, MISSING_METHODS, CallOptions, check_absent
 from treespec.drafters.calls import is_custom
 from treespec.engine.round_record import ObserverHandle, RoundObserver
-from treespec.errors import ConfigError, RequestError, reject_unknown, short_repr
+from treespec.errors import ConfigError, RequestError, UnsupportedError, reject_unknown, short_repr
+from treespec.frontend.engine_args import EngineArgs
 from treespec.frontend.generation_defaults import check_generation_config, default_sampling_params
 from treespec.frontend.requests import Prompt, RequestFactory, UnreadSamples, as_list, log_rejected
 from treespec.frontend.round_loop import RoundLoop
-from treespec.frontend.vllm_methods import VllmMethods
+from treespec.frontend.vllm_metrics import Metric, as_metrics
 from treespec.outputs import RequestOutput, StreamChunk
 from treespec.request import Request
 from treespec.sampling.grammar import Grammars
@@ -29,14 +31,23 @@ from treespec.sampling.sampler import SEED_BITS, new_seed
 from treespec.sampling_params import SamplingParams
 from treespec.startup.build import build
 from treespec.startup.options import resolve_device
-from treespec.text.chat import Message, conversations, streamed
+from treespec.text.chat import ChatOptions, Message, conversations, streamed
 from treespec.text.prompt_tokenizer import Tokenization, UserTokenizer, check_sentencepiece, load_tokenizer
 from treespec.utils.options import built_from
 from treespec.utils.scalars import to_python
 from treespec.utils.torch_state import on_device, own_passes
 
 
-class LLM(VllmMethods):
+class CallArguments(NamedTuple):
+    """Arguments of a call that generates, besides its prompts, as of `LLM.generate`."""
+
+    params: Any
+    spec: SpecConfig | str | dict[str, Any] | None
+    tokenization_kwargs: Mapping[str, Any] | None
+    priority: int | Sequence[int] | None
+
+
+class LLM:
     """A target model with its drafts: treespec's engine behind vLLM's offline API.
 
     Any number of threads may call `generate`, `chat`, `stream`, `abort` and `stats`. Rounds run one at a time and serve
@@ -57,11 +68,10 @@ class LLM(VllmMethods):
     @built_from(EngineOptions)
     def __init__(self, options: EngineOptions) -> None:
         options = options.translated()
-        tokenizer = options.tokenizer
         self.spec = SpecConfig.resolve(options.spec, SpecConfig())
         device = resolve_device(options.device)
         check_generation_config(options.generation_config)
-        spoken = None if tokenizer is None else UserTokenizer(load_tokenizer(tokenizer, ""))
+        tokenizer = None if options.tokenizer is None else UserTokenizer(load_tokenizer(options.tokenizer, ""))
         if tokenizer is None and isinstance(options.model, str | os.PathLike):
             check_sentencepiece(options.model)  # before the weights are loaded
         with own_passes(device), on_device(device):
@@ -72,10 +82,10 @@ class LLM(VllmMethods):
         target = self._built.target
         generation = target.source.generation if isinstance(target, AdapterConfig) else None
         self._default_params = default_sampling_params(options.generation_config, target.folder, generation)
-        if spoken is None and (stored := load_tokenizer(None, target.folder)) is not None:
-            spoken = UserTokenizer(stored)
-        self._tokenizer = None if spoken is None else spoken.own
-        self._request_factory = self._make_request_factory(spoken, options.seed)
+        if tokenizer is None and (stored := load_tokenizer(None, target.folder)) is not None:
+            tokenizer = UserTokenizer(stored)
+        self._tokenizer = None if tokenizer is None else tokenizer.base
+        self._request_factory = self._make_request_factory(tokenizer, options.seed)
 
     def _make_request_factory(self, tokenizer: UserTokenizer | None, seed: int | None) -> RequestFactory:
         target, device = self._built.target, self.engine.runner.target.device
@@ -93,6 +103,19 @@ class LLM(VllmMethods):
             kernel_noise=self.config.linear == "triton",
             draw_seed=new_seed if seed is None else partial(random.Random(seed).getrandbits, SEED_BITS),
         )
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """Build an engine from its arguments."""
+        return cls(**{option.name: getattr(engine_args, option.name) for option in fields(engine_args)})
+
+    if not TYPE_CHECKING:  # type checkers would accept any attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise an error that names the alternative to a missing method of vLLM."""
+            if name in MISSING_METHODS:
+                raise UnsupportedError(f"LLM.{name} is not supported; {MISSING_METHODS[name]}")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     def generate(
         self,
@@ -125,24 +148,17 @@ class LLM(VllmMethods):
                 finish_reason "error" and `error`.
         """
         refuse_unknown(LLM.generate, vllm_options)
-        return self._generate(as_list(prompts), sampling_params, spec, use_tqdm, tokenization_kwargs, priority)
+        arguments = CallArguments(sampling_params, spec, tokenization_kwargs, priority)
+        return self._generate(as_list(prompts), arguments, use_tqdm)
 
-    def _generate(
-        self,
-        prompts: list[Any],
-        params: Any,
-        spec: SpecConfig | str | None,
-        use_tqdm: Any,
-        tokenization: Mapping[str, Any] | None,
-        priority: Any,
-    ) -> list[RequestOutput]:
+    def _generate(self, prompts: list[Any], arguments: CallArguments, use_tqdm: Any) -> list[RequestOutput]:
         """Generate for prompts: texts, token ids or conversations."""
         if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
             raise ConfigError(
                 f"use_tqdm={short_repr(use_tqdm)}; valid: True, False, or what takes the place of tqdm.tqdm"
             )
         with self.between_rounds():
-            entries = self._requests(prompts, params, spec, tokenization, priority=priority)
+            entries = self._requests(prompts, arguments)
         log_rejected(prompts, entries)
         requests = [request for entry in entries if isinstance(entry, list) for request in entry]
         make_bar = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
@@ -152,7 +168,8 @@ class LLM(VllmMethods):
                     bar.update(1)
         with self.between_rounds():
             outputs = [self._request_factory.output(entry) if isinstance(entry, list) else entry for entry in entries]
-        if outputs and all(one.finish_reason == "error" for output in outputs for one in output.outputs):
+        completions = [completion for output in outputs for completion in output.outputs]
+        if outputs and all(completion.finish_reason == "error" for completion in completions):
             raise next((r.exception for r in requests if r.failure is not None), RequestError(outputs[0].error))
         return outputs
 
@@ -189,16 +206,10 @@ class LLM(VllmMethods):
             ConfigError: an unknown keyword, no tokenizer or no template. RequestError: as of `generate`.
         """
         refuse_unknown(LLM.chat, vllm_options)
-        prompts = conversations(
-            self._tokenizer,
-            messages,
-            chat_template,
-            add_generation_prompt,
-            continue_final_message,
-            tools,
-            chat_template_kwargs,
-        )
-        return self._generate(list(prompts), sampling_params, spec, use_tqdm, tokenization_kwargs, priority)
+        options = ChatOptions(chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
+        prompts: list[Any] = [*conversations(self._tokenizer, messages, options)]
+        arguments = CallArguments(sampling_params, spec, tokenization_kwargs, priority)
+        return self._generate(prompts, arguments, use_tqdm)
 
     def stream(
         self,
@@ -231,17 +242,11 @@ class LLM(VllmMethods):
             RequestError: the request is invalid, or fails later.
         """
         refuse_unknown(LLM.stream, vllm_options)
-        prompt = streamed(
-            self._tokenizer,
-            prompt,
-            chat_template,
-            add_generation_prompt,
-            continue_final_message,
-            tools,
-            chat_template_kwargs,
-        )
+        options = ChatOptions(chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
+        prompt = streamed(self._tokenizer, prompt, options)
         with self.between_rounds():
-            samples = self._requests([prompt], sampling_params, spec, tokenization_kwargs, True, priority)[0]
+            arguments = CallArguments(sampling_params, spec, tokenization_kwargs, priority)
+            samples = self._requests([prompt], arguments, stream=True)[0]
         if isinstance(samples, RequestOutput):
             raise RequestError(samples.error)
         unread = UnreadSamples(samples)
@@ -296,6 +301,10 @@ class LLM(VllmMethods):
         with self.between_rounds():
             return self._built.stats()
 
+    def get_metrics(self) -> list[Metric]:
+        """Return the totals of `stats` as vLLM's metrics."""
+        return as_metrics(self.engine)
+
     def check_sources(self, spec: SpecConfig) -> None:
         """Raise ConfigError if `spec.sources` names a source that this engine lacks."""
         models = tuple(self._built.connections)
@@ -335,48 +344,34 @@ class LLM(VllmMethods):
         self._options = None
 
     def _requests(
-        self,
-        prompts: list[Any],
-        params: Any,
-        spec: SpecConfig | str | None,
-        tokenization: Mapping[str, Any] | None,
-        stream: bool = False,
-        priority: int | Sequence[int] | None = None,
+        self, prompts: list[Any], arguments: CallArguments, stream: bool = False
     ) -> list[list[Request] | RequestOutput]:
         """Return for each prompt its samples, or, if it is invalid, its finished output with the error."""
-        entries = self._new_requests(prompts, params, spec, tokenization, stream, priority)
+        entries = self._new_requests(prompts, arguments, stream)
         self.engine.stats.add_rejected(sum(isinstance(entry, RequestOutput) for entry in entries))
         return entries
 
     def _new_requests(
-        self,
-        prompts: list[Any],
-        params: Any,
-        spec: SpecConfig | str | None,
-        tokenization: Mapping[str, Any] | None,
-        stream: bool,
-        priority: int | Sequence[int] | None = None,
+        self, prompts: list[Any], arguments: CallArguments, stream: bool
     ) -> list[list[Request] | RequestOutput]:
         """Like `_requests`, but counts nothing, so that a thread may call it while another runs a round."""
-        if params is None:
-            params = self._default_params
+        params = self._default_params if arguments.params is None else arguments.params
         if not isinstance(params, Sequence):
             params = [params] * len(prompts)
         if len(params) != len(prompts):
             raise ConfigError(f"{len(params)} sampling_params for {len(prompts)} prompts; give one, or one for each")
-        for one in params:
-            if not isinstance(one, SamplingParams):
-                raise ConfigError(f"sampling_params={one!r}; valid: a SamplingParams, or a list of them")
-        priority = to_python(0 if priority is None else priority)
+        if wrong := [value for value in params if not isinstance(value, SamplingParams)]:
+            raise ConfigError(f"sampling_params={wrong[0]!r}; valid: a SamplingParams, or a list of them")
+        priority = to_python(0 if arguments.priority is None else arguments.priority)
         priorities = priority if isinstance(priority, Sequence) else [priority] * len(prompts)
-        if len(priorities) != len(prompts) or not all(type(one) is int for one in priorities):
+        if len(priorities) != len(prompts) or not all(type(value) is int for value in priorities):
             raise ConfigError(
                 f"priority={short_repr(priority)} for {len(prompts)} prompts; valid: an int, or a list of one for each"
             )
         if any(priorities) and self.config.scheduling_policy != "priority":
             raise ConfigError(f'priority={short_repr(priority)} goes with LLM(scheduling_policy="priority")')
-        snapshots = {key: one.snapshot() for key, one in {id(one): one for one in params}.items()}
-        resolved = SpecConfig.resolve(spec, self.spec)
+        snapshots = {key: value.snapshot() for key, value in {id(value): value for value in params}.items()}
+        resolved = SpecConfig.resolve(arguments.spec, self.spec)
         self.check_sources(resolved)
         slots = min(self.config.max_tree_slots, self.engine.runner.max_rows or self.config.max_tree_slots)
         if resolved.max_nodes > slots:
@@ -384,28 +379,23 @@ class LLM(VllmMethods):
                 f"a tree of {resolved.max_nodes} nodes, but this engine keeps {slots} slots for one; give the larger "
                 "SpecConfig to LLM"
             )
-        how, make = Tokenization.resolve(tokenization, self.config.max_model_len), self._request_factory.requests
+        tokenization = Tokenization.resolve(arguments.tokenization_kwargs, self.config.max_model_len)
         entries = [
-            make(prompt, snapshots[id(one)], resolved, stream, how) for prompt, one in zip(prompts, params, strict=True)
+            self._request_factory.requests(prompt, snapshots[id(original)], resolved, stream, tokenization)
+            for prompt, original in zip(prompts, params, strict=True)
         ]
-        for entry, one in zip(entries, priorities, strict=True):
+        for entry, value in zip(entries, priorities, strict=True):
             for sample in entry if isinstance(entry, list) else ():
-                sample.priority = one
+                sample.priority = value
         return entries
 
 
 class Frontend(NamedTuple):
-    """What the package's other interfaces (`AsyncLLM`, `LLMEngine`, the server, transformers) share with an `LLM`.
-
-    Attributes:
-        rounds: runs rounds.
-        factory: creates requests, and outputs from requests.
-        new_requests: creates the samples of prompts, counting nothing.
-    """
+    """What the package's other interfaces (`AsyncLLM`, `LLMEngine`, the server, transformers) share with an `LLM`."""
 
     rounds: RoundLoop
     factory: RequestFactory
-    new_requests: Callable[..., list[list[Request] | RequestOutput]]
+    new_requests: Callable[..., list[list[Request] | RequestOutput]]  # creates samples of prompts, counting nothing
 
 
 def frontend_of(llm: LLM) -> Frontend:

@@ -8,7 +8,7 @@ from treespec.config.vllm_options import CallOptions
 from treespec.errors import ConfigError, RequestError
 from treespec.frontend.engine_args import EngineArgs
 from treespec.frontend.requests import Prompt
-from treespec.llm import LLM, frontend_of, refuse_unknown
+from treespec.llm import LLM, CallArguments, frontend_of, refuse_unknown
 from treespec.outputs import RequestOutput
 from treespec.request import Request
 from treespec.sampling_params import RequestOutputKind, SamplingParams
@@ -56,7 +56,8 @@ class LLMEngine:
             raise ConfigError(f"request_id={request_id!r} is in use; give another one")
         llm = self.llm
         with llm.between_rounds():
-            (samples,) = self._frontend.new_requests([prompt], params, spec, tokenization_kwargs, True, priority)
+            arguments = CallArguments(params, spec, tokenization_kwargs, priority)
+            (samples,) = self._frontend.new_requests([prompt], arguments, True)
             if isinstance(samples, RequestOutput):
                 llm.engine.stats.add_rejected(1)
                 raise RequestError(samples.error)

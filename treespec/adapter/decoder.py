@@ -306,9 +306,7 @@ class AdapterDecoder(Decoder):
 class UpcastDecoder(AdapterDecoder):
     """Decoder that computes in a wider dtype than its model, for comparisons without rounding noise.
 
-    Args:
-        attention: over a float32 cache; runs without the mode.
-        mode: active while the model's code runs.
+    The mode is active while the model's code runs, and paused in attention, over a float32 cache.
     """
 
     def __init__(self, config: AdapterConfig, model: nn.Module, attention: Attention, longest: int, mode: UpcastMode):

@@ -67,8 +67,7 @@ class MtpForm:
 def open_mtp(target: AdapterConfig, model: nn.Module) -> tuple[AdapterConfig, nn.Module]:
     """Load and trace the MTP layer of a target.
 
-    Returns:
-        Config of a decoder of one layer, and transformers' module, which shares the target's embeddings.
+    Returns the config of a decoder of one layer, and transformers' module, which shares the target's embeddings.
     """
     who = f"the MTP layer of {target.source.name}"
     try:
@@ -102,12 +101,9 @@ def open_mtp(target: AdapterConfig, model: nn.Module) -> tuple[AdapterConfig, nn
 
 
 def _run(layer: Any, tokens: Tensor, states: Tensor, positions: Tensor) -> Tensor:
-    """Return the outputs of a routed layer for flattened rows, [num_rows, hidden_size].
+    """Return the outputs of a routed layer, transformers' module, for flattened rows, [num_rows, hidden_size].
 
-    Args:
-        layer: transformers' module.
-        tokens, positions: int64 [num_rows].
-        states: of the tokens before them, [num_rows, hidden_size].
+    `tokens` and `positions` are int64 [num_rows], `states` those of the tokens before, [num_rows, hidden_size].
     """
     from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 

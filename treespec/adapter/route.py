@@ -134,8 +134,7 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """The registered attention function, with transformers' signature.
 
-    Returns:
-        [1, num_rows, num_heads, value width], and None for the attention weights.
+    Returns [1, num_rows, num_heads, value width], and None for the attention weights.
     """
     route, kind = _route.get(), type(module).__name__
     if route is None or route.handler is None:

@@ -54,11 +54,7 @@ def attend_rows(
     softcap: float | None = None,  # c of s -> c tanh(s / c)
     sinks: Tensor | None = None,  # [num_heads], attention sink scores
 ) -> Tensor:
-    """Attend from each row of a pass to its path, in float32.
-
-    Returns:
-        float32 [num_rows, num_heads, head_dim]; 0 in skipped rows.
-    """
+    """Attend from each row of a pass to its path: float32 [num_rows, num_heads, head_dim]; 0 in skipped rows."""
     rows, heads, head_dim = q.shape
     kv_heads = k_cache.shape[1]
     group = heads // kv_heads

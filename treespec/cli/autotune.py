@@ -98,6 +98,7 @@ def autotune(
         report = kernels.aot_report(targets, compiled, shapes)
         print_json(report) if as_json else kernels.echo_aot(report)
         raise typer.Exit(1 if report["failed"] else 0)
+    engine: dict[str, Any] = {"model": model, "drafts": draft, "dtype": dtype, "quantization": quantization}
     where = resolve_device(device)
     used = {"--ops": ops, "--nodes": nodes, "--context": context, "--budget-seconds": budget_seconds, "--fresh": fresh}
     flags = [name for name, value in used.items() if value]
@@ -106,9 +107,9 @@ def autotune(
             raise usage_error(f"{flags[0]} is about kernels on a GPU, and torch finds none; --aot compiles them")
         counts = curves.thread_counts()
         if threads is not None or len(counts) == 1:
-            entries = [curves.measure_here(model, draft, "cpu", dtype, quantization, seconds, threads)]
+            entries = [curves.measure_here(seconds, threads, device="cpu", **engine)]
         else:
-            entries = curves.measure_in_children(counts, model, draft, dtype, quantization, seconds)
+            entries = curves.measure_in_children(counts, seconds, **engine)
         _print(_curves(entries), as_json)
         return
     if threads is not None:
@@ -126,7 +127,7 @@ def autotune(
     if not as_json:
         kernels.echo_tuned(tuned)
     if not ops and where.type == "cuda":
-        document |= _curves([curves.measure_here(model, draft, device, dtype, quantization, seconds, None)])
+        document |= _curves([curves.measure_here(seconds, None, device=device, **engine)])
     _print(document, as_json)
 
 

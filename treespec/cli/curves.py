@@ -15,16 +15,8 @@ from treespec.utils.tables import table
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}"
 
 
-def measure_here(
-    model: str | None,
-    drafts: list[str] | None,
-    device: str,
-    dtype: str,
-    quantization: str | None,
-    seconds: float,
-    threads: int | None,
-) -> dict[str, Any]:
-    """Measure and store an engine's cost curve in this process. Returns the stored entry."""
+def measure_here(seconds: float, threads: int | None, **options: Any) -> dict[str, Any]:
+    """Measure and store an engine's cost curve in this process. Returns the stored entry. `options` are `LLM`'s."""
     import torch
     from tqdm import tqdm  # type: ignore[import-untyped]
 
@@ -33,7 +25,7 @@ def measure_here(
     if threads is not None:
         torch.set_num_threads(threads)
     with status("loading"):
-        llm = load_llm(model, drafts, None, device=device, dtype=dtype, quantization=quantization)
+        llm = load_llm(spec=None, **options)
     engine = llm.engine
     silent = not sys.stderr.isatty()
     with (
@@ -56,27 +48,21 @@ def thread_counts() -> list[int]:
 
 
 def measure_in_children(
-    counts: Sequence[int],
-    model: str | None,
-    drafts: list[str] | None,
-    dtype: str,
-    quantization: str | None,
-    seconds: float,
+    counts: Sequence[int], seconds: float, drafts: Sequence[str] | None = None, **options: str | None
 ) -> list[dict[str, Any]]:
     """Measure the curve for each number of threads in a child process, because an engine fixes it at its self-test."""
     from tqdm import tqdm
 
     from treespec.errors import TreespecError
 
-    options = ["--device", "cpu", "--dtype", dtype, "--seconds", str(seconds), "--json"]
-    options += ["--model", model] if model is not None else []
-    options += ["--quantization", quantization] if quantization is not None else []
-    options += [argument for draft in drafts or () for argument in ("--draft", draft)]
+    flags = [*options.items(), ("device", "cpu"), ("seconds", str(seconds))]
+    flags += [("draft", draft) for draft in drafts or ()]
+    words = ["--json", *(word for name, value in flags if value is not None for word in (f"--{name}", value))]
     entries = []
     with tqdm(desc="measuring", total=len(counts), leave=False, disable=not sys.stderr.isatty()) as bar:
         for count in counts:
             bar.set_postfix_str(f"{count} thread{'s' * (count > 1)}")
-            command = [sys.executable, "-m", "treespec", "autotune", "--threads", str(count), *options]
+            command = [sys.executable, "-m", "treespec", "autotune", "--threads", str(count), *words]
             paths = [path for path in sys.path if path]
             environment = os.environ | {"OMP_NUM_THREADS": str(count), "PYTHONPATH": os.pathsep.join(paths)}
             child = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)

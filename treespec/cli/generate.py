@@ -50,63 +50,50 @@ def generate(
     ] = 1,
     as_json: Json = False,
     *,
-    file: str | None,
-    max_tokens: int,
-    temperature: float,
-    top_p: float | None,
-    top_k: int | None,
-    min_p: float | None,
-    seed: int | None,
-    verification: str | None,
-    nodes: str | None,
-    max_depth: int | None,
-    branching: str | None,
-    no_spec: bool,
-    check: bool,
-    stream: bool,
-    chat: bool | None,
-    chat_template: str | None,
+    decoding: GenerationFlags,
     **engine: Any,
 ) -> None:
     """Answer a question with a chat model, or continue a prompt.
 
     Prints the text to stdout and metrics to stderr.
     """
+    stream, check, temperature = decoding.stream, decoding.check, decoding.temperature
     if stream and as_json:
         raise usage_error("--stream prints text incrementally, --json one document at the end; drop one of them")
     if stream and samples > 1:
         raise usage_error(f"--stream prints one text, and -n {samples} generates several; drop one of them")
-    if no_spec and (nodes, max_depth, branching, verification) != (None, None, None, None):
+    if decoding.no_spec and any(value is not None for value in decoding.speculation):
         raise usage_error(
             "--no-spec is plain decoding; drop it, or drop --nodes, --max-depth, --branching and --verification"
         )
-    truncation: dict[str, Any] = {"top_p": top_p, "top_k": top_k, "min_p": min_p}
+    truncation: dict[str, Any] = {"top_p": decoding.top_p, "top_k": decoding.top_k, "min_p": decoding.min_p}
     truncation = {name: value for name, value in truncation.items() if value is not None}
     if truncation and temperature == 0:
-        flags = " and ".join(f"--{name.replace('_', '-')}" for name in truncation)
-        raise usage_error(f"{flags} without --temperature: temperature 0 always takes the most likely token")
-    if check and temperature > 0 and verification in DRAWING_RULES:
+        names = " and ".join(f"--{name.replace('_', '-')}" for name in truncation)
+        raise usage_error(f"{names} without --temperature: temperature 0 always takes the most likely token")
+    if check and temperature > 0 and decoding.verification in DRAWING_RULES:
         raise usage_error(
-            f"--check compares tokens, and --verification {verification} keeps the distribution of plain decoding, not "
-            "its tokens; use --verification coupled or naive, or drop --check"
+            f"--check compares tokens, and --verification {decoding.verification} keeps the distribution of plain "
+            "decoding, not its tokens; use --verification coupled or naive, or drop --check"
         )
-    target = choose_target(model, chat)
-    if chat_template is not None and not target.is_chat:
+    target = choose_target(model, decoding.chat)
+    if decoding.chat_template is not None and not target.is_chat:
         raise usage_error("--chat-template is the template of --chat; add --chat, or drop it")
-    template = None if chat_template is None else read_template(chat_template)
-    text = read_prompt(prompt, file)
+    template = None if decoding.chat_template is None else read_template(decoding.chat_template)
+    text = read_prompt(prompt, decoding.file)
 
     def params(seed: int | None) -> "SamplingParams":
         from treespec.sampling_params import SamplingParams
 
-        return SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, n=samples, **truncation)
+        options = {"max_tokens": decoding.max_tokens, "temperature": temperature, "n": samples} | truncation
+        return SamplingParams(seed=seed, **options)
 
     with status("loading"):
-        params(seed)  # validates before anything is loaded
-        spec = spec_config(nodes, max_depth, branching, verification)
+        params(decoding.seed)  # validates before anything is loaded
+        spec = spec_config(*decoding.speculation)
         at_once = min(samples, MOST_AT_ONCE)
-        sources = [] if no_spec else draft
-        llm = load_llm(target.model, sources, "off" if no_spec else spec, at_once, **engine)
+        sources = [] if decoding.no_spec else draft
+        llm = load_llm(target.model, sources, "off" if decoding.no_spec else spec, at_once, **engine)
     if not as_json:
         target.tell()
     inputs = request_of(text, llm, target.is_chat, template)
@@ -116,7 +103,7 @@ def generate(
     if stream:
         typer.echo(shown, nl=False)
     show = (lambda chunk: typer.echo(_text_or_ids(chunk), nl=False)) if stream else None
-    output = _decode(llm, inputs, params(seed), None, template, show)
+    output = _decode(llm, inputs, params(decoding.seed), None, template, show)
     if stream:
         typer.echo()
     elif not as_json:
@@ -138,7 +125,7 @@ def generate(
         raise typer.Exit(1)
     if check:
         typer.echo(f"identical to {plainly}: {_count(output.metrics.generated_tokens, 'token')}", err=True)
-    if check and not no_spec and not as_json:
+    if check and not decoding.no_spec and not as_json:
 
         def seconds(spec: str | None) -> float:
             again = _decode(llm, inputs, params(output.metrics.seed), spec, template, lambda chunk: None)
@@ -212,11 +199,9 @@ def _text_or_ids(output: "CompletionOutput | StreamChunk") -> str:
 
 
 def _document(output: "RequestOutput", check: bool, difference: dict[str, Any] | None) -> dict[str, Any]:
-    completion, metrics = output.outputs[0], output.metrics
-    document: dict[str, Any] = {
-        "text": completion.text,
-        "token_ids": completion.token_ids,
-        "finish_reason": completion.finish_reason,
+    metrics, names = output.metrics, ("text", "token_ids", "finish_reason")
+    completions = [{name: getattr(completion, name) for name in names} for completion in output.outputs]
+    document: dict[str, Any] = completions[0] | {
         "target_passes": metrics.target_passes,
         "acceptance_length": metrics.acceptance_length,
         "accepted_by_source": metrics.accepted_by_source,
@@ -224,9 +209,8 @@ def _document(output: "RequestOutput", check: bool, difference: dict[str, Any] |
         "tokens_per_second": metrics.generated_tokens / metrics.seconds,
         "seed": metrics.seed,
     }
-    if len(output.outputs) > 1:
-        names = ("text", "token_ids", "finish_reason")
-        document["outputs"] = [{name: getattr(sample, name) for name in names} for sample in output.outputs]
+    if len(completions) > 1:
+        document["outputs"] = completions
     if check:
         document["identical"] = difference is None
     if difference is not None:

@@ -91,28 +91,36 @@ class GenerationFlags:
     chat: bool | None = None
     chat_template: str | None = None
 
+    @property
+    def speculation(self) -> tuple[str | None, int | None, str | None, str | None]:
+        """The arguments of `spec_config`."""
+        return self.nodes, self.max_depth, self.branching, self.verification
+
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 def flags(options: type, *names: str) -> Callable[[_Command], _Command]:
-    """Give a command flags for the named fields of a dataclass, or for all: it has parameters of these names or `**`.
+    """Give a command flags for the named fields of a dataclass, or for all.
 
-    A flag that is not set has the field's default, or is an empty list where a list has none.
+    A command that has a parameter of this class gets an instance, others get the values as keywords. A flag that is not
+    set has the field's default, or is an empty list where a list has none.
     """
 
     def decorate(command: _Command) -> _Command:
         stated = {field.name: field for field in fields(options) if not names or field.name in names}
         parameters = inspect.signature(command).parameters.values()
-        others = [p for p in parameters if p.name not in stated and p.kind is not p.VAR_KEYWORD]
+        instance = next((p.name for p in parameters if p.annotation is options), None)
+        others = [p for p in parameters if p.name not in (*stated, instance) and p.kind is not p.VAR_KEYWORD]
         made = [_flag(field, help_texts(options)[name]) for name, field in stated.items()]
 
         @functools.wraps(command)
         def run(**values: Any) -> Any:
+            settings = {name: values.pop(name) for name in stated}
             for name, field in stated.items():
-                if values[name] is None:
-                    values[name] = () if field.default is MISSING else field.default
-            return command(**values)
+                if settings[name] is None:
+                    settings[name] = () if field.default is MISSING else field.default
+            return command(**values, **(settings if instance is None else {instance: options(**settings)}))
 
         run.__signature__ = inspect.Signature([*others, *made])  # type: ignore[attr-defined]
         return cast(_Command, run)
@@ -219,7 +227,7 @@ def parse_branching(text: str) -> tuple[int, ...]:
 
 
 def spec_config(
-    nodes: str | None, max_depth: int | None, branching: str | None, verification: str | None = None
+    nodes: str | None, max_depth: int | None = None, branching: str | None = None, verification: str | None = None
 ) -> "SpecConfig":
     from treespec.config.configs import SpecConfig
 

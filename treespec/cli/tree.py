@@ -47,14 +47,7 @@ def tree(
     svg: Annotated[Path | None, typer.Option("--svg", metavar="F", help="Also write an SVG to F.")] = None,
     as_json: Json = False,
     *,
-    file: str | None,
-    nodes: str | None,
-    max_depth: int | None,
-    branching: str | None,
-    temperature: float,
-    seed: int | None,
-    verification: str | None,
-    chat: bool | None,
+    decoding: GenerationFlags,
     **engine: Any,
 ) -> None:
     """Draw the token tree of a round with sources, probabilities and the accepted path.
@@ -63,8 +56,9 @@ def tree(
     """
     if number is not None and number < 1:
         raise usage_error(f"--round {number}: rounds count from 1")
-    text, target = read_prompt(prompt, file), choose_target(model, chat)
+    text, target = read_prompt(prompt, decoding.file), choose_target(model, decoding.chat)
     with status("loading"):
+        nodes, max_depth, branching, verification = decoding.speculation
         spec = spec_config(nodes or (None if branching else NODES), max_depth, branching, verification)
         llm = load_llm(target.model, draft, spec, **engine)
     if not as_json:
@@ -74,7 +68,7 @@ def tree(
     from treespec.errors import RequestError
 
     inputs = request_of(text, llm, target.is_chat)
-    rounds = record_rounds(llm, inputs, number or FIRST_ROUNDS, None, temperature, seed)
+    rounds = record_rounds(llm, inputs, number or FIRST_ROUNDS, None, decoding.temperature, decoding.seed)
     if number is not None and number > len(rounds):
         raise RequestError(f"--round {number}, but the output ended in round {len(rounds)}; valid: 1 to {len(rounds)}")
     shown = rounds[number - 1] if number is not None else max(rounds, key=lambda record: record.accepted)

@@ -133,15 +133,9 @@ class SpecConfig:
         return self.sources is None or kind in self.sources or name in self.sources
 
     def check_sources(self, names: Sequence[str], remembers: bool, drafters: Sequence[str] = ()) -> None:
-        """Check that an engine has all `sources`.
+        """Raise ConfigError unless an engine with these SSMs and `Drafter` objects has all `sources`.
 
-        Args:
-            names: of its SSMs.
-            remembers: whether it stores its outputs, as "suffix" requires.
-            drafters: names of its `Drafter` objects.
-
-        Raises:
-            ConfigError: a source is missing.
+        `remembers` says whether it stores its outputs, as "suffix" requires.
         """
         kinds = ("lookup", *(("suffix",) if remembers else ()), "grammar")
         available = (*(("ssm", *names) if names else ()), *drafters, *kinds)

@@ -116,10 +116,8 @@ class EngineOptions(VllmEngineOptions):
         """Return the options with vLLM's names translated, ignored with a log line, or refused.
 
         `enforce_eager` disables CUDA graphs; compiled passes on a CPU are not graphs. Of `speculative_config`, a draft
-        model becomes `drafts`, suffix decoding `suffix_tokens`; n-gram lookup is on by default.
-
-        Raises:
-            ConfigError: an option that treespec does not have.
+        model becomes `drafts`, suffix decoding `suffix_tokens`; n-gram lookup is on by default. Raises ConfigError for
+        an option that treespec does not have.
         """
         from treespec.errors import ConfigError
 

@@ -1,4 +1,6 @@
-"""vLLM's options that treespec does not have: what asks for nothing passes, hints are logged, the rest is refused.
+"""vLLM's options and methods that treespec does not have.
+
+Options that ask for nothing pass, hints are logged, the rest is refused.
 
 A hint may change speed or memory, but no token. An error names the alternative.
 """
@@ -16,17 +18,11 @@ logger = logging.getLogger("treespec")
 
 
 class Absent(NamedTuple):
-    """Handling of an option that treespec does not have.
+    """Handling of an option that treespec does not have."""
 
-    Attributes:
-        instead: the alternative, for errors and log lines.
-        neutral: values that ask for nothing, as None does; lists of them too.
-        is_hint: other values are ignored with a log line, not refused.
-    """
-
-    instead: str
-    neutral: tuple[Any, ...] = (False, "", {})
-    is_hint: bool = False
+    instead: str  # the alternative, for errors and log lines
+    neutral: tuple[Any, ...] = (False, "", {})  # values that ask for nothing, as None does; lists of them too
+    is_hint: bool = False  # other values are ignored with a log line, not refused
 
 
 def absent(instead: str, *neutral: Any) -> Any:
@@ -150,22 +146,37 @@ CALLS: dict[str, Absent] = {
     name: hint.__metadata__[0] for name, hint in get_type_hints(CallOptions, include_extras=True).items()
 }
 
+_TRANSFORMERS = "LLM generates text; use transformers' AutoModel, or sentence-transformers"
+_IN_PROCESS = "the model runs in this process; load a transformers model, modify it, and give it to LLM(model)"
+MISSING_METHODS = {  # of vLLM's `LLM`: what to do instead
+    "apply_model": _IN_PROCESS,
+    "beam_search": (
+        "sample n outputs with logprobs=0 and choose by cumulative_logprob, or use generate(num_beams=...) of "
+        "transformers"
+    ),
+    "classify": f"{_TRANSFORMERS} (AutoModelForSequenceClassification)",
+    "collective_rpc": _IN_PROCESS,
+    "embed": _TRANSFORMERS,
+    "encode": f"{_TRANSFORMERS}; token ids are get_tokenizer().encode(text)",
+    "enqueue": "give all prompts to one generate call, or call generate or stream in several threads",
+    "llm_engine": "LLMEngine adds requests and runs rounds; llm.config has the resolved options, llm.stats() totals",
+    "reward": _TRANSFORMERS,
+    "score": f"{_TRANSFORMERS} (a CrossEncoder)",
+    "set_tokenizer": "give it when building the engine: LLM(model, tokenizer=...)",
+    "sleep": "delete the LLM to free its memory, and build it again",
+    "start_profile": "run the calls within torch.profiler.profile(), or measure with treespec bench --profile",
+}
+
 
 def absent_options(options: Any) -> dict[str, Absent]:
     """Return the handling of each field that is `absent` or a `hint`."""
-    return {one.name: one.metadata[VLLM] for one in fields(options) if one.metadata.get(VLLM)}
+    return {field.name: field.metadata[VLLM] for field in fields(options) if field.metadata.get(VLLM)}
 
 
 def check_absent(kind: str, values: Mapping[str, Any], table: Mapping[str, Absent]) -> None:
-    """Log the ignored hints among `values`, and refuse what is not supported.
+    """Log the ignored hints among `values`, by name, and raise ConfigError for what is not supported.
 
-    Args:
-        kind: name of the object or call, for the message.
-        values: values by name; names that are not in `table` are of no concern.
-        table: handling by name.
-
-    Raises:
-        ConfigError: an unsupported value.
+    `kind` is the name of the object or call. Names that are not in `table` are of no concern.
     """
     from treespec.errors import ConfigError
 

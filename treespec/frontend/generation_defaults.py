@@ -23,35 +23,27 @@ def check_generation_config(generation_config: Any) -> None:
 
 
 def default_sampling_params(
-    generation_config: str | os.PathLike[str], folder: Path, given: Mapping[str, Any] | None = None
+    generation_config: str | os.PathLike[str], folder: Path, in_memory: Mapping[str, Any] | None = None
 ) -> SamplingParams:
-    """Return the sampling parameters of calls that give none.
+    """Return the sampling parameters of calls that give none, as `EngineOptions.generation_config` describes.
 
-    Args:
-        generation_config: "auto", the file in the model's folder; "treespec", the defaults of `SamplingParams`;
-            "vllm", vLLM's defaults; or another folder with the file.
-        folder: folder of the model.
-        given: generation config of a model in memory, used by "auto" instead of the file.
+    "auto" reads the file in the model's `folder`, or the generation config of a model in memory, `in_memory`.
     """
     if generation_config == "treespec":
         return SamplingParams()
     if generation_config == "vllm":
         return SamplingParams(temperature=1.0, max_tokens=16)
-    if generation_config == "auto":
-        where = folder
-        raw = read_generation_config(folder) if given is None else given
-    else:
-        where = resolve_folder(os.fspath(generation_config))
-        if not (where / GENERATION_CONFIG).is_file():
+    if generation_config != "auto":
+        folder, in_memory = resolve_folder(os.fspath(generation_config)), None
+        if not (folder / GENERATION_CONFIG).is_file():
             raise ConfigError(
                 f"generation_config={str(generation_config)!r} has no {GENERATION_CONFIG}; valid: {_VALID}"
             )
-        raw = read_generation_config(where)
     try:
-        return SamplingParams(**_options(raw))
+        return SamplingParams(**_options(read_generation_config(folder) if in_memory is None else in_memory))
     except ConfigError as error:
         raise ModelError(
-            f"{where / GENERATION_CONFIG}: {error}; correct it, or use generation_config='treespec'"
+            f"{folder / GENERATION_CONFIG}: {error}; correct it, or use generation_config='treespec'"
         ) from error
 
 

@@ -66,8 +66,7 @@ class UnreadSamples:
     def take(self, request: Request) -> NewTokens:
         """Take what is new; a request that has finished is then read to its end. No round may run meanwhile.
 
-        Raises:
-            TreespecError: the request has failed.
+        Raises the error of a request that has failed.
         """
         if request.error is not None:
             raise request.exception
@@ -108,8 +107,8 @@ class RequestFactory:
         try:
             if isinstance(prompt, Conversation):
                 assert self.tokenizer is not None, "conversations are made for a tokenizer"
-                text = prompt.render(self.tokenizer.own)
-                prompt.warn_unread_tools(self.tokenizer.own, text)
+                text = prompt.render(self.tokenizer.base)
+                prompt.warn_unread_tools(self.tokenizer.base, text)
                 ends += prompt.turn_end(self.tokenizer, ends)
                 prompt = tokenization.encode(self.tokenizer, text, special=False)
             tokens = self._encode(prompt, tokenization)

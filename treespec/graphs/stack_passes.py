@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from treespec.graphs.round_inputs import DeviceInputs
-from treespec.models.attention_triton import TritonAttention
+from treespec.models.attention import TritonAttention
 from treespec.models.feature_head import FeatureHead
 from treespec.models.head_vocabulary import HeadVocabulary
 from treespec.models.triton_decoder import PassKernels, TritonPass

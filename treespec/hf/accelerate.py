@@ -11,7 +11,7 @@ from torch import nn
 from treespec.adapter.source import Source, check_inputs
 from treespec.config.configs import SpecConfig
 from treespec.errors import ConfigError
-from treespec.hf.checks import check_drafts, check_streamer
+from treespec.hf.checks import check_drafts
 from treespec.hf.generate import generate
 from treespec.hf.streaming import EndingStreamer
 
@@ -97,7 +97,7 @@ class _Generate:
         streamer = arguments.pop("streamer", None)
         if streamer is None:
             streamer = arguments.pop("token_streamer", None)
-        with EndingStreamer.of(check_streamer("streamer", streamer)) as ending:
+        with EndingStreamer.of("streamer", streamer) as ending:
             options = self._options | {name: arguments.pop(name) for name in self._options if name in arguments}
             options["drafts"] = self._drafts(options["drafts"], arguments)
             if any(isinstance(draft, tuple) for draft in options["drafts"] or ()):

@@ -40,13 +40,6 @@ def check_drafts(drafts: Sequence[Any] | None) -> None:
         raise ConfigError(f"drafts={drafts!r}; valid: a list of folders, hub ids, models, Drafter objects or 'lookup'")
 
 
-def check_streamer(name: str, streamer: Any) -> Any:
-    """Return the streamer of argument `name`. Raises ConfigError if it is invalid."""
-    if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
-        raise ConfigError(f"{name}={streamer!r}; valid: an object with put and end")
-    return streamer
-
-
 def check_dropped_arguments(model: Any) -> None:
     """Reject arguments that transformers' `generate` received but does not pass to a custom loop.
 
@@ -56,15 +49,15 @@ def check_dropped_arguments(model: Any) -> None:
     frame = sys._getframe(2)
     if frame.f_code.co_name != "generate" or frame.f_globals.get("__name__") != "transformers.generation.utils":
         return
-    kept = frame.f_locals
-    if kept.get("self") is not model:
+    arguments = frame.f_locals
+    if arguments.get("self") is not model:
         return
     instead = "use treespec.hf.accelerate(model), whose generate accepts it, or"
-    streamer = kept.get("streamer")
+    streamer = arguments.get("streamer")
     if streamer is not None:
         streamer.end()
         raise ConfigError(f"streamer=: not passed to custom_generate; {instead} pass token_streamer=")
-    if kept.get("assistant_model") is not None:
+    if arguments.get("assistant_model") is not None:
         raise ConfigError(f"assistant_model=: not passed to custom_generate; {instead} pass drafts=[...]")
 
 

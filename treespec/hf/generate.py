@@ -17,7 +17,6 @@ from treespec.hf.checks import (
     check_config,
     check_drafts,
     check_dropped_arguments,
-    check_streamer,
     read_prompts,
 )
 from treespec.hf.engines import engine_for
@@ -82,7 +81,7 @@ def generate(
         ModelError, DraftError, ExactnessError: as in `LLM`.
     """
     check_dropped_arguments(model)
-    with EndingStreamer.of(check_streamer("token_streamer", token_streamer)) as ending:
+    with EndingStreamer.of("token_streamer", token_streamer) as ending:
         processors, criteria = list(logits_processor or ()), list(stopping_criteria or ())
         check_config(generation_config, processors, criteria, len(input_ids))
         check_inputs(model)

@@ -3,7 +3,7 @@
 import threading
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -36,10 +36,6 @@ def last_metrics(model: nn.Module) -> GenerateMetrics | None:
 
 
 def record_metrics(model: nn.Module, rows: Sequence[Row]) -> None:
-    total = RequestMetrics.of(rows)
-    metrics = GenerateMetrics(
-        **{field.name: getattr(total, field.name) for field in fields(RequestMetrics)},
-        rows=tuple(RequestMetrics.of([row]) for row in rows),
-    )
+    metrics = GenerateMetrics(**vars(RequestMetrics.of(rows)), rows=tuple(RequestMetrics.of([row]) for row in rows))
     with _guard:
         _metrics[model] = metrics

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from treespec.errors import ConfigError
 from treespec.hf.checks import Prompts
 from treespec.hf.rows import Row
 
@@ -16,8 +17,10 @@ class EndingStreamer:
         self._streamer, self._ended = streamer, streamer is None
 
     @classmethod
-    def of(cls, streamer: Any) -> "EndingStreamer":
-        """Wrap a streamer that is not wrapped yet."""
+    def of(cls, name: str, streamer: Any) -> "EndingStreamer":
+        """Wrap the streamer of the argument `name`, unless it is wrapped. Raises ConfigError if it is no streamer."""
+        if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+            raise ConfigError(f"{name}={streamer!r}; valid: an object with put and end")
         return streamer if isinstance(streamer, cls) else cls(streamer)
 
     def put(self, tokens: Any) -> None:

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treespec.models.decoder import Decoder, StreamInput
-from treespec.models.decoder_wrapper import DecoderWrapper
-from treespec.models.feature_head import AnyLinear, Eagle3Head
+from treespec.models.feature_head import AnyLinear, DecoderWrapper, Eagle3Head
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.cpu.decoder_cpu import PassEntries
 
@@ -80,11 +79,7 @@ class BlockDraft(DecoderWrapper, ABC):
         return self
 
     def _chain_blocks(self, unread: Sequence[Unread], kv: Tensor, stream: StreamInput) -> Tensor:
-        """Run a causal pass over the unread tokens of each request and the masks after its root.
-
-        Returns:
-            The outputs of the roots and masks, as those of `forward_block`.
-        """
+        """Return the outputs of `forward_block` by a causal pass over the unread tokens and the masks after them."""
         counts = [len(request.tokens) + self.block - 1 for request in unread]
         starts = [request.start - self.offset for request in unread]
         chains = zip(starts, counts, unread, strict=True)
@@ -129,17 +124,11 @@ class MarkovBias:
 
 
 class StateProjection(NamedTuple):
-    """Projection of the target's hidden states, which a DFlash draft attends to.
+    """Projection of the target's hidden states, which a DFlash draft attends to."""
 
-    Attributes:
-        columns: indices of the states that it reads among the features.
-        fc: the projection.
-        norm: weight of the RMSNorm after it, [hidden_size].
-    """
-
-    columns: Sequence[int]
-    fc: AnyLinear
-    norm: Tensor
+    columns: Sequence[int]  # indices of the states that it reads among the features
+    fc: AnyLinear  # the projection
+    norm: Tensor  # weight of the RMSNorm after it, [hidden_size]
 
 
 class DFlashDraft(BlockDraft):
@@ -221,10 +210,7 @@ class DFlashDraft(BlockDraft):
 class ParallelDraft(BlockDraft):
     """A parallel draft (PARD, arXiv 2504.18583): a causal model that predicts several tokens after mask tokens.
 
-    Args:
-        decoder: the model.
-        block: number of depths, one more than there are mask tokens.
-        mask: embedding of the mask token, [hidden_size].
+    There are `block` - 1 masks. `mask` is the embedding of the mask token, [hidden_size].
     """
 
     kept_nodes = 1

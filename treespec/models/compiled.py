@@ -49,8 +49,7 @@ class CompiledAttention:
 def check_compiled(configs: Sequence[ModelConfig], dtype: torch.dtype, device: torch.device, folder: Path) -> None:
     """Build the libraries for an engine's models in `folder`, in parallel, before anything is loaded.
 
-    Raises:
-        KernelError: the device is not a CPU, the compiler is missing or fails, or a model is unsupported.
+    Raises KernelError if the device is not a CPU, the compiler is missing or fails, or a model is unsupported.
     """
     if device.type != "cpu":
         raise KernelError(f"compile=True needs a CPU, the device is {device}; use compile=False")

@@ -19,11 +19,10 @@ from torch import Tensor
 
 from treespec.errors import ConfigError
 from treespec.models.head_vocabulary import HeadVocabulary
-from treespec.models.layer import Layer, make_linear, take_projection
+from treespec.models.layer import Layer, make_linear, prepare, take_projection
+from treespec.models.layer_kinds import RotaryEmbedding
 from treespec.models.model_config import ModelConfig
 from treespec.models.norms import STREAMS, LayerStream, RmsStream, norm_heads
-from treespec.models.prepare import prepare
-from treespec.models.rotation import RotaryEmbedding
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 from treespec_kernels.cpu.compiled_plan import CompiledPlan
 from treespec_kernels.cpu.decoder_cpu import PassEntries
@@ -305,8 +304,7 @@ class Decoder:
         return self
 
     def forward_with_states(self, tokens: Tensor, layout: Pass, kv: Tensor, of: Sequence[int]) -> HiddenStates:
-        """Run `forward` and also return the hidden states at the layers `of` (see `check_states`)."""
-        self.check_states(of)
+        """Run `forward` and also return the hidden states at the layers `of`, which `check_states` accepts."""
         return self._forward_with_states(tokens, layout, kv, of, None)
 
     def forward_stream(self, stream: StreamInput, layout: Pass, kv: Tensor) -> HiddenStates:
@@ -329,14 +327,10 @@ class Decoder:
         return record_states(of, self.config.shape.num_layers, lambda states: forward(states=states))
 
     def check_states(self, of: Sequence[int]) -> None:
-        """Validate layers whose hidden states are requested.
+        """Raise an error unless a pass can return the hidden states at the layers `of`.
 
-        Args:
-            of: l means the input of layer l (0 = embeddings), num_layers the output of the last layer before the final
-                norm, num_layers + 1 after it.
-
-        Raises:
-            ConfigError: there is no such layer. KernelError: this implementation does not return hidden states.
+        Layer l means its input (0 = embeddings), num_layers the output of the last layer before the final norm,
+        num_layers + 1 after it.
         """
         last = self.config.shape.num_layers + 1
         if not of or not all(type(layer) is int and 0 <= layer <= last for layer in of):

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treespec.models.decoder import Decoder, Pass, StreamInput
-from treespec.models.decoder_wrapper import DecoderWrapper
-from treespec_kernels.cpu.decoder_cpu import PairInputs
+from treespec_kernels.attention.tree_batch import RequestRows
+from treespec_kernels.cpu.decoder_cpu import PairInputs, PassEntries
 from treespec_kernels.linear.compiled_linear import CompiledLinear
 from treespec_kernels.linear.linear import Linear, LinearImpl
 from treespec_weights.heads import HeadForm, HeadWeights
@@ -22,14 +22,42 @@ from treespec_weights.heads import HeadForm, HeadWeights
 AnyLinear = Linear | CompiledLinear
 
 
+class DecoderWrapper:
+    """Wraps the decoder of a draft's layers, with its interface but for `forward`.
+
+    The vocabulary head is that of `target`, or the decoder's if it is None.
+    """
+
+    block: int | None = None
+    max_depth: int | None = None  # number of levels that it predicts; None for any number
+    entries: PassEntries | None = None  # entry points for the call that grows trees
+    plan_key: tuple[object, ...]
+
+    def __init__(self, decoder: Decoder, target: Decoder | None = None):
+        self.decoder, self.vocabulary_head = decoder, decoder if target is None else target
+        self.config, self.vocab_size, self.head_vocabulary = decoder.config, decoder.vocab_size, decoder.head_vocabulary
+        self.device, self.dtype, self.backend = decoder.device, decoder.dtype, decoder.backend
+        self.quantization, self.growth, self.compiled = decoder.quantization, decoder.growth, decoder.compiled
+
+    def plan(self, requests: list[RequestRows], kv: Tensor) -> Pass:
+        """Plan a pass, as `Decoder.plan`."""
+        return self.decoder.plan(requests, kv)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits of the target's vocabulary, [num_rows, vocab_size]."""
+        return self.vocabulary_head.logits(hidden)
+
+    def probs(self, hidden: Tensor) -> Tensor:
+        """Return probabilities as `Decoder.probs`."""
+        return self.vocabulary_head.probs(hidden)
+
+
 class FeatureHead(DecoderWrapper, ABC):
     """Base of draft heads, whose rows are pairs of a token and a feature.
 
     The row of the token at position p has slot p - 1, because there is no row without a feature. Rotations are
-    relative, so the distributions are those of the published implementations.
-
-    Args:
-        columns: indices of the states that it reads among the features.
+    relative, so the distributions are those of the published implementations. `columns` are the indices of the states
+    that it reads among the features.
     """
 
     kind: str
@@ -113,11 +141,7 @@ class Eagle3Head(FeatureHead):
 class EagleHead(FeatureHead):
     """An EAGLE-1 or EAGLE-2 head: its features are the target's output states, and its vocabulary head the target's.
 
-    Args:
-        decoder, target, columns: as in `FeatureHead`; the one state is the output of the target's final norm.
-        embed: embeddings of the target's vocabulary, [vocab_size, hidden_size].
-        fc: projection of [embedding, feature] to the residual stream.
-        qkv: projections of the layer.
+    `fc` projects [embedding, feature] to the residual stream; the embeddings are [vocab_size, hidden_size].
     """
 
     kind = "eagle"

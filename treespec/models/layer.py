@@ -1,5 +1,6 @@
-"""Weights of one layer of the eager decoder, and fused projections for every decoder."""
+"""Weights of the decoders: their preparation, fused projections, and one layer of the eager decoder."""
 
+import itertools
 from ctypes import CDLL
 from typing import Any
 
@@ -12,6 +13,27 @@ from treespec.models.norms import STREAMS, Norm, take_head_norm
 from treespec_kernels.linear.compiled_linear import CompiledLinear, quantized_linear
 from treespec_kernels.linear.linear import Linear, LinearImpl
 from treespec_kernels.linear.quantized import QuantizedWeight, stacked
+
+
+def prepare(config: ModelConfig, weights: dict[str, Tensor]) -> None:
+    """Transform decoder parameters in place, before fusing or packing.
+
+    - Norms that scale by 1 + w store 1 + w in fp32, because the bf16 sum would lose precision.
+    - With partial rotary embedding, q and k (weights with scales and zero points, biases, head norms) are permuted to
+      `Rope.head_order`, so that rotation works as in all other models.
+    """
+    if config.rules.norm == "rms_plus_one":
+        for name in weights:
+            if name.rpartition(".")[2].endswith("norm"):
+                weights[name] = 1.0 + weights[name].float()
+    for i, kind in enumerate(config.layers):
+        order = config.ropes[kind.rope].head_order if config.ropes else None
+        if order is not None:
+            for name, suffix in itertools.product(("q", "k"), ("", "_scale", "_zero", "_bias", "_norm")):
+                key = f"layers.{i}.{name}{suffix}"
+                if key in weights:  # [num_heads * head_dim, ...]
+                    heads = weights[key].unflatten(0, (-1, len(order)))
+                    weights[key] = torch.index_select(heads, 1, order.to(heads.device)).flatten(0, 1)
 
 
 def make_linear(
@@ -30,29 +52,33 @@ def take_projection(weights: dict[str, Tensor], prefix: str, names: tuple[str, .
     zeros = [weights.pop(f"{prefix}{name}_zero", None) for name in names]
     if all(scale is None for scale in scales):
         return torch.cat(values) if len(values) > 1 else values[0]
-    parts = [QuantizedWeight(v, s, z) for v, s, z in zip(values, scales, zeros, strict=True) if s is not None]
-    if len(parts) < len(names) or len({(part.bits, part.group) for part in parts}) > 1:
+    matrices = [QuantizedWeight(v, s, z) for v, s, z in zip(values, scales, zeros, strict=True) if s is not None]
+    if len(matrices) < len(names) or len({(matrix.bits, matrix.group) for matrix in matrices}) > 1:
         raise ModelError(
             f"{', '.join(prefix + name for name in names)} are fused into one product, but not all quantised alike; "
             "use a checkpoint that quantises all of them or none"
         )
-    for part in parts:
-        part.check()
-    return stacked(parts) if len(parts) > 1 else parts[0]
+    for matrix in matrices:
+        matrix.check()
+    return stacked(matrices) if len(matrices) > 1 else matrices[0]
 
 
-def take_layer(weights: dict[str, Tensor], i: int) -> dict[str, Any]:
+def take_layer(weights: dict[str, Tensor], i: int, fuses_gate: bool = True) -> dict[str, Any]:
     """Pop layer i: the fused projections `qkv`, `o`, `gate_up` and `down`, their biases, and the norms of its inputs.
 
-    Parts that the family lacks are None. The first layer of a draft head has no `qkv`: the head computes these
-    projections.
+    Without `fuses_gate`, `gate` and `up` are two projections. Parts that the family lacks are None. The first layer of
+    a draft head has no `qkv`: the head computes these projections.
     """
     prefix = f"layers.{i}."
-    gate_up = ("gate", "up") if f"{prefix}gate" in weights else ("up",)
+    projections: dict[str, tuple[str, ...]] = {"qkv": ("q", "k", "v"), "o": ("o",), "down": ("down",)}
+    if fuses_gate:
+        projections["gate_up"] = ("gate", "up") if f"{prefix}gate" in weights else ("up",)
+    else:
+        projections |= {"gate": ("gate",), "up": ("up",)}
     layer: dict[str, Any] = {}
-    for name, fused in {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": gate_up, "down": ("down",)}.items():
+    for name, fused in projections.items():
         layer[name] = take_projection(weights, prefix, fused) if prefix + fused[0] in weights else None
-        biases = [weights.pop(f"{prefix}{part}_bias", None) for part in fused]
+        biases = [weights.pop(f"{prefix}{matrix}_bias", None) for matrix in fused]
         present = [bias for bias in biases if bias is not None]
         layer[f"{name}_bias"] = torch.cat(present) if present else None
     norms = ("attn_norm", "attn_norm_bias", "attn_post_norm", "mlp_norm", "mlp_norm_bias", "mlp_post_norm")
@@ -60,9 +86,7 @@ def take_layer(weights: dict[str, Tensor], i: int) -> dict[str, Any]:
 
 
 class Layer:
-    """Weights of one layer with fused projections. Parts that the family lacks are None.
-
-    The first layer of a draft head has no `qkv`: the head computes these projections.
+    """Weights of one layer, as of `take_layer`.
 
     `rope` indexes its cos in `Pass.rotation`, `window` its plan in `Pass.attention`.
     """
@@ -76,26 +100,20 @@ class Layer:
         dtype: torch.dtype,
         library: CDLL | None,
     ):
-        def take(*names: str) -> Tensor | None:
-            tensors = [weights.pop(f"layers.{i}.{name}", None) for name in names]
-            present = [tensor for tensor in tensors if tensor is not None]
-            return (torch.cat(present) if len(present) > 1 else present[0]) if present else None
+        layer = take_layer(weights, i, fuses_gate=False)
 
-        def linear(*names: str) -> Linear | CompiledLinear:
-            weight, bias = take_projection(weights, f"layers.{i}.", names), take(*(f"{name}_bias" for name in names))
-            return make_linear(weight, bias, dtype, impl, library)
+        def linear(name: str) -> Linear | CompiledLinear:
+            return make_linear(layer[name], layer[f"{name}_bias"], dtype, impl, library)
 
-        def norm(name: str) -> Norm | None:
-            weight = take(name)
-            return None if weight is None else STREAMS[config.rules.norm].take(weight, take(f"{name}_bias"))
+        def norm(name: str) -> Norm:
+            return STREAMS[config.rules.norm].take(layer[name], layer.get(f"{name}_bias"))
 
-        attn_norm, mlp_norm = norm("attn_norm"), norm("mlp_norm")
-        assert attn_norm is not None and mlp_norm is not None
-        self.attn_norm, self.mlp_norm = attn_norm, mlp_norm
-        self.attn_post_norm, self.mlp_post_norm = norm("attn_post_norm"), norm("mlp_post_norm")
-        self.qkv = linear("q", "k", "v") if f"layers.{i}.q" in weights else None
+        self.attn_norm, self.mlp_norm = norm("attn_norm"), norm("mlp_norm")
+        self.attn_post_norm = None if layer["attn_post_norm"] is None else norm("attn_post_norm")
+        self.mlp_post_norm = None if layer["mlp_post_norm"] is None else norm("mlp_post_norm")
+        self.qkv = None if layer["qkv"] is None else linear("qkv")
         self.o, self.up, self.down = linear("o"), linear("up"), linear("down")
-        self.gate = linear("gate") if config.shape.gated else None
+        self.gate = None if layer["gate"] is None else linear("gate")
         self.head_norm = take_head_norm(weights, f"layers.{i}.", config.shape.num_heads, config.shape.num_kv_heads)
         self.rope, self.window = 2 * config.layers[i].rope, config.windows.index(config.layers[i].window)
 

@@ -86,12 +86,7 @@ def take_head_norm(weights: dict[str, Tensor], prefix: str, num_heads: int, num_
 
 
 def norm_heads(heads: Tensor, weight: Tensor, eps: float) -> None:
-    """Apply RMSNorm to each head, in place.
-
-    Args:
-        heads: fp32 [num_rows, num_heads, head_dim].
-        weight: fp32 [num_heads, head_dim].
-    """
+    """Apply RMSNorm to each head, fp32 [num_rows, num_heads, head_dim], in place; weight: [num_heads, head_dim]."""
     head_dim = heads.shape[-1]
     mirrored = F.layer_norm(torch.cat((heads, -heads), -1), (2 * head_dim,), None, None, eps)
     torch.mul(mirrored[..., :head_dim], weight, out=heads)

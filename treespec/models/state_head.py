@@ -17,22 +17,23 @@ from treespec.models.head_vocabulary import HeadVocabulary
 from treespec_kernels.attention.tree_batch import RequestRows
 
 
+class DepthHeads(NamedTuple):
+    """Vocabulary heads of the depths, and the target whose state they read."""
+
+    target: Decoder
+    columns: Sequence[int]  # as in `FeatureHead`: of the output of the target's final norm
+    heads: Sequence[AnyLinear]  # by depth
+    vocabulary: HeadVocabulary | None  # tokens of the heads' rows; None for the whole vocabulary
+
+
 class StateHead(FeatureHead):
-    """Base of heads without attention, which need no plan and keep no K/V.
+    """Base of heads without attention, which need no plan and keep no K/V."""
 
-    Args:
-        target, columns: as in `FeatureHead`; the one state is the output of the target's final norm.
-        heads: vocabulary head of each depth.
-        vocabulary: tokens of the heads' rows; None for the whole vocabulary.
-    """
-
-    def __init__(
-        self, target: Decoder, columns: Sequence[int], heads: Sequence[AnyLinear], vocabulary: HeadVocabulary | None
-    ):
-        super().__init__(target, None, columns)
-        self.head_vocabulary, self.quantization = vocabulary, None
-        self.max_depth, self.plan_key = len(heads), (self.kind,)
-        self._heads, self._depth = heads, 0
+    def __init__(self, heads: DepthHeads):
+        super().__init__(heads.target, None, heads.columns)
+        self.head_vocabulary, self.quantization = heads.vocabulary, None
+        self.max_depth, self.plan_key = len(heads.heads), (self.kind,)
+        self._heads, self._depth = heads.heads, 0
 
     @property
     def cost_key(self) -> list[object]:
@@ -65,16 +66,9 @@ class MedusaHeads(StateHead):
 
     kind = "medusa"
 
-    def __init__(
-        self,
-        target: Decoder,
-        columns: Sequence[int],
-        heads: Sequence[AnyLinear],
-        vocabulary: HeadVocabulary | None,
-        blocks: Sequence[Sequence[AnyLinear]],  # by depth, linear layers of the residual blocks
-    ):
-        super().__init__(target, columns, heads, vocabulary)
-        self._blocks = blocks
+    def __init__(self, heads: DepthHeads, blocks: Sequence[Sequence[AnyLinear]]):
+        super().__init__(heads)
+        self._blocks = blocks  # by depth, linear layers of the residual blocks
 
     @property
     def nbytes(self) -> int:
@@ -102,17 +96,10 @@ class MlpSpeculator(StateHead):
     kind = "mlp_speculator"
     EPS = 1e-6
 
-    def __init__(
-        self,
-        target: Decoder,
-        columns: Sequence[int],
-        heads: Sequence[AnyLinear],
-        vocabulary: HeadVocabulary | None,
-        steps: Sequence[SpeculatorStep],  # by depth
-        scale_input: bool,  # normalise the target's state first
-    ):
-        super().__init__(target, columns, heads, vocabulary)
-        self._steps, self._scale_input = steps, scale_input
+    def __init__(self, heads: DepthHeads, steps: Sequence[SpeculatorStep], scale_input: bool):
+        super().__init__(heads)
+        self._steps = steps  # by depth
+        self._scale_input = scale_input  # whether to normalise the target's state first
         state_weight = 0.5 ** (0.5 / len(steps))
         inner = len(steps[0].gain)
         self._embed_scale = ((1 - state_weight**2) * inner / 2) ** 0.5 / state_weight

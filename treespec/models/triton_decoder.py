@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from treespec.models.attention_triton import TritonAttention
+from treespec.models.attention import TritonAttention
 from treespec.models.decoder import Decoder, Pass, StreamInput
 from treespec.models.model_config import ModelConfig
 from treespec.models.triton_weights import LayerWeights, ModelWeights, Weight, map_tensors

@@ -135,8 +135,7 @@ class ModelWeights:
         if isinstance(head, QuantizedWeight):  # the LM head's kernel has no quantised form
             head = dequantized(head).to(embed.dtype)
         head = _aligned(head)
-        bias = weights.pop("final_norm_bias", None)
-        bias = None if bias is None else _aligned(bias)[None]
+        bias = map_tensors(lambda x: _aligned(x)[None], weights.pop("final_norm_bias", None))
         return cls(embed, layers, _aligned(weights.pop("final_norm"))[None], bias, head[None], positions)
 
     @classmethod

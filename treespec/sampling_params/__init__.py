@@ -125,11 +125,7 @@ class SamplingParams(VllmSamplingParams):
         return params
 
     def snapshot(self) -> Self:
-        """A validated copy for a request.
-
-        Raises:
-            ConfigError: contradictory fields.
-        """
+        """A validated copy for a request. Raises ConfigError for contradictory fields."""
         params = self.clone()
         params._check_together()
         return params

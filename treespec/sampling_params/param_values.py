@@ -28,11 +28,7 @@ class RequestOutputKind(Enum):
 
 
 def checked(stated: Field[Any], value: Any) -> Any:
-    """Validate a field and convert it to Python numbers, tuples (from lists) or copies of dicts.
-
-    Raises:
-        ConfigError: wrong type or out of range; the message names the field, the value and the valid ones.
-    """
+    """Validate a field and convert it to Python numbers, tuples (from lists) or copies of dicts. Raises ConfigError."""
     if stated.name in _CONVERTED:
         return _CONVERTED[stated.name](stated.name, value)
     value = checked_value(stated, value)
@@ -44,35 +40,28 @@ def checked(stated: Field[Any], value: Any) -> Any:
     return value
 
 
-def _sequence(name: str, value: Any, valid: str) -> tuple[Any, ...]:
-    value = to_python(value)
-    if value is None:
-        return ()
-    if not isinstance(value, list | tuple):
-        raise ConfigError(f"{name}={value!r}; valid: {valid}")
-    return tuple(value)
+def _sequence(name: str, value: Any, valid: str, is_valid: Callable[[Any], bool]) -> tuple[Any, ...]:
+    """Return the items of a list, each of which must be valid. None is an empty list."""
+    items = () if value is None else to_python(value)
+    items = tuple(items) if isinstance(items, list) else items
+    if not isinstance(items, tuple) or not all(map(is_valid, items)):
+        raise ConfigError(f"{name}={short_repr(items)}; valid: {valid}")
+    return items
 
 
 def _stop(name: str, value: Any) -> tuple[str, ...]:
-    texts = (value,) if isinstance(value, str) else _sequence(name, value, "a string or a list of strings")
-    if any(not isinstance(text, str) or not text for text in texts):
-        raise ConfigError(f"stop={texts!r}; valid: non-empty strings")
-    return texts
+    texts, valid = [value] if isinstance(value, str) else value, "a string or a list of non-empty strings"
+    return _sequence(name, texts, valid, lambda text: isinstance(text, str) and text != "")
 
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
-    tokens = _sequence(name, value, "a list of token ids")
-    ids = [number for token in tokens if (number := as_int(token, 0)) is not None]
-    if len(ids) < len(tokens):
-        raise ConfigError(f"{name}={tokens!r}; valid: token ids")
-    return tuple(ids)
+    tokens = _sequence(name, value, "a list of token ids", lambda token: as_int(token, 0) is not None)
+    return tuple(map(int, tokens))
 
 
 def _bad_words(name: str, value: Any) -> tuple[str, ...]:
-    words = _sequence(name, value, "a list of strings")
-    if any(not isinstance(word, str) or not word.strip() for word in words):
-        raise ConfigError(f"{name}={words!r}; valid: non-blank strings")
-    return words
+    valid = "a list of non-blank strings"
+    return _sequence(name, value, valid, lambda word: isinstance(word, str) and word.strip() != "")
 
 
 def _logit_bias(name: str, value: Any) -> dict[int, float] | None:
@@ -95,14 +84,6 @@ def _allowed_token_ids(name: str, value: Any) -> tuple[int, ...] | None:
     return None if value is None else ids
 
 
-def _logits_processors(name: str, value: Any) -> tuple[Any, ...]:
-    processors = _sequence(name, value, "a list of Hugging Face logits processors")
-    for processor in processors:
-        if not callable(processor):
-            raise ConfigError(f"{name}: {short_repr(processor)} cannot be called; valid: logits processors")
-    return processors
-
-
 def _output_kind(name: str, value: Any) -> RequestOutputKind:
     kinds = RequestOutputKind.__members__
     kind = "CUMULATIVE" if value is None else getattr(value, "name", value)  # vLLM's enum has the same names
@@ -117,7 +98,7 @@ _CONVERTED: dict[str, Callable[[str, Any], Any]] = {
     "bad_words": _bad_words,
     "logit_bias": _logit_bias,
     "allowed_token_ids": _allowed_token_ids,
-    "logits_processors": _logits_processors,
+    "logits_processors": lambda name, value: _sequence(name, value, "a list of callable logits processors", callable),
     "output_kind": _output_kind,
     "structured_outputs": lambda _, value: StructuredOutputsParams.of(value),
 }

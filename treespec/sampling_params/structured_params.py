@@ -75,8 +75,7 @@ class StructuredOutputsParams:
     def of(cls, value: Any) -> Self | None:
         """Convert the value of a request's `structured_outputs`: an instance, a dict of keywords or None.
 
-        Raises:
-            ConfigError: another type, or an error of the constructor.
+        Raises ConfigError for another type, or an error of the constructor.
         """
         if value is None or isinstance(value, cls):
             return value
@@ -118,11 +117,7 @@ def _schema_text(schema: Any) -> str:
 
 
 def closed_schema(schema: Any) -> Any:
-    """Set additionalProperties: false in every object schema with properties that does not set it.
-
-    Args:
-        schema: result of `json.loads`; not modified.
-    """
+    """Return a schema with additionalProperties: false in every object with properties that does not set it."""
     if isinstance(schema, list):
         return [closed_schema(item) for item in schema]
     if not isinstance(schema, dict):

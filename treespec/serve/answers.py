@@ -3,7 +3,7 @@
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from openai.types import Completion, CompletionChoice, CompletionUsage
 from openai.types.chat import (
@@ -29,15 +29,13 @@ from treespec.serve.output_parser import OutputParser
 from treespec.serve.output_reader import OutputReader, Part
 from treespec.serve.protocol import GenerationBody
 
+_AnyLogprobs = TypeVar("_AnyLogprobs", ChoiceLogprobs, ChunkLogprobs)
+
 
 class Answer:
-    """Builds the response to one request.
+    """Builds the response to one request, in which the model has the name that the client knows.
 
     Fields of vLLM and treespec are extra ones of the objects of `openai`.
-
-    Args:
-        body: the request.
-        model: name of the model, as the client knows it.
     """
 
     prefix: str
@@ -159,12 +157,7 @@ class CompletionAnswer(Answer):
 
 
 class ChatAnswer(Answer):
-    """The response of `/v1/chat/completions`.
-
-    Args:
-        body, model: as of `Answer`.
-        parser: splits the text; None = all of it is content.
-    """
+    """The response of `/v1/chat/completions`. Without a parser, which splits the text, all of it is content."""
 
     prefix, whole, chunk = "chatcmpl", ChatCompletion, ChatCompletionChunk
     whole_object, chunk_object = "chat.completion", "chat.completion.chunk"
@@ -202,9 +195,7 @@ class ChatAnswer(Answer):
             ]
         text = None if part.calls and not part.content else part.content
         message = ChatCompletionMessage(role="assistant", content=text, refusal=None, **fields)
-        content = self._logprobs(completion)
-        logprobs = None if content is None else ChoiceLogprobs(content=content)
-        return Choice(index=index, message=message, logprobs=logprobs, **extra)
+        return Choice(index=index, message=message, logprobs=self._logprobs(completion, ChoiceLogprobs), **extra)
 
     def _part(self, index: int, completion: CompletionOutput, extra: dict[str, Any]) -> BaseModel:
         role: dict[str, Any] = {} if index in self._readers else {"role": "assistant"}
@@ -222,8 +213,7 @@ class ChatAnswer(Answer):
             role["tool_calls"] = calls
         if part.content or role.keys() <= {"role"}:
             role["content"] = part.content
-        content = self._logprobs(completion)
-        logprobs = None if content is None else ChunkLogprobs(content=content)
+        logprobs = self._logprobs(completion, ChunkLogprobs)
         return ChunkChoice(index=index, delta=ChoiceDelta(**role), logprobs=logprobs, **extra)
 
     def _read(self, index: int, completion: CompletionOutput, extra: dict[str, Any]) -> Part:
@@ -241,7 +231,7 @@ class ChatAnswer(Answer):
         """Return the id of a call: nine letters, as Mistral's templates require."""
         return self._ids.setdefault((index, place), uuid.uuid4().hex[:9])
 
-    def _logprobs(self, completion: CompletionOutput) -> list[ChatCompletionTokenLogprob] | None:
+    def _logprobs(self, completion: CompletionOutput, kind: type[_AnyLogprobs]) -> _AnyLogprobs | None:
         if completion.logprobs is None:
             return None
         content = []
@@ -250,7 +240,7 @@ class ChatAnswer(Answer):
             best = sorted((logprob.rank, t, logprob) for t, logprob in entry.items() if logprob.rank <= most)
             top = [TopLogprob(**_named(t, logprob)) for _, t, logprob in best]
             content.append(ChatCompletionTokenLogprob(**_named(token, entry[token]), top_logprobs=top))
-        return content
+        return kind(content=content)
 
 
 def draft_stats(metrics: RequestMetrics) -> dict[str, Any]:

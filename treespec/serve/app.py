@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from time import time
 from typing import Any
@@ -35,6 +34,7 @@ from treespec.serve.errors import (
     on_user_error,
 )
 from treespec.serve.metrics import ServerMetrics
+from treespec.serve.options import ServerOptions
 from treespec.serve.output_parser import (
     CALL_FORMATS,
     REASONING_TAGS,
@@ -44,12 +44,10 @@ from treespec.serve.output_parser import (
     detect_reasoning,
 )
 from treespec.serve.protocol import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
-from treespec.serve.reading import Events, Reading, while_connected
-from treespec.serve.rounds import RoundFeed
-from treespec.text.chat import Conversation, conversations
+from treespec.serve.reading import Events, Reading, RoundFeed, while_connected
+from treespec.text.chat import ChatOptions, Conversation, conversations
 from treespec.text.prompt_tokenizer import UserTokenizer
 
-MAX_BODY_BYTES = 4 << 20
 PAGE = Path(__file__).parent / "page"
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src data:; frame-ancestors 'none'",
@@ -57,47 +55,16 @@ _PAGE_HEADERS = {
 }
 
 
-@dataclass(frozen=True)
-class ServerOptions:
-    """Options of the server, besides those of the engine.
-
-    Attributes:
-        model_names: names of the model for clients; the first one is reported.
-        defaults: of requests that give no sampling parameters.
-        chat_template: replaces the tokenizer's.
-        api_key: required of clients; None = none.
-        max_body_bytes: of a request.
-        only_loopback: whether the server listens on the loopback interface only.
-        tool_call_parser: a key of `CALL_FORMATS`; "auto" is that of the chat template.
-        reasoning_parser: a key of `REASONING_TAGS` or "none"; "auto" is that of the chat template.
-        request_timeout: seconds from arrival to the end of a request; None = any.
-        audit: share of the finished requests to decode again without speculation.
-    """
-
-    model_names: Sequence[str]
-    defaults: SamplingParams
-    chat_template: str | None = None
-    api_key: str | None = None
-    max_body_bytes: int = MAX_BODY_BYTES
-    only_loopback: bool = True
-    tool_call_parser: str = "auto"
-    reasoning_parser: str = "auto"
-    request_timeout: float | None = None
-    audit: float = 0.0
-
-
 class Server:
     """Handlers of the endpoints over one engine.
 
-    Args:
-        engine: generates.
-        options: of the server.
+    The options have the names of the model and the text of a template. `defaults` are for requests without parameters.
     """
 
-    def __init__(self, engine: AsyncLLM, options: ServerOptions):
-        self._engine, self._options = engine, options
+    def __init__(self, engine: AsyncLLM, options: ServerOptions, defaults: SamplingParams):
+        self._engine, self._options, self._defaults = engine, options, defaults
         self._created = int(time())
-        self._metrics = ServerMetrics(engine.llm.engine, options.model_names[0])
+        self._metrics = ServerMetrics(engine.llm.engine, options.served_model_name[0])
         factory = frontend_of(engine.llm).factory
         self._tokenizer, self._vocab_size = factory.tokenizer, factory.vocab_size
         template = str(options.chat_template or getattr(engine.llm.get_tokenizer(), "chat_template", None) or "")
@@ -122,7 +89,7 @@ class Server:
     async def _generate(
         self, body: GenerationBody, answer: Answer, prompts: Sequence[Any], request: Request
     ) -> Response:
-        params, tokenization = body.sampling_params(self._options.defaults), body.tokenization()
+        params, tokenization = body.sampling_params(self._defaults), body.tokenization()
         if answer.needs_special_tokens and body.skip_special_tokens is None:
             params.skip_special_tokens = False
 
@@ -170,8 +137,7 @@ class Server:
     def _parser(self, body: ChatBody) -> OutputParser | None:
         """Return what splits the answers to a request; None if all of their text is content.
 
-        Raises:
-            ConfigError: the request has tools, and the format of their calls is unknown.
+        Raises ConfigError if the request has tools, and the format of their calls is unknown.
         """
         if body.called is not None:
             return OutputParser(named=body.called)
@@ -192,7 +158,7 @@ class Server:
 
     def _model_name(self, name: str | None) -> str:
         """Return the name that the client uses, or the first one. Raises HTTPException for an unknown one."""
-        names = self._options.model_names
+        names = self._options.served_model_name
         if name is not None and name not in names:
             raise HTTPException(404, f"model {name[:100]!r}; this server has {', '.join(map(repr, names))}")
         return name or names[0]
@@ -202,11 +168,13 @@ class Server:
         (conversation,) = conversations(
             self._engine.llm.get_tokenizer(),
             [message.for_template() for message in body.messages or ()],
-            self._options.chat_template,
-            not body.continue_final_message if adds is None else adds,
-            body.continue_final_message,
-            body.tools_for_template,
-            body.chat_template_kwargs,
+            ChatOptions(
+                self._options.chat_template,
+                not body.continue_final_message if adds is None else adds,
+                body.continue_final_message,
+                body.tools_for_template,
+                body.chat_template_kwargs,
+            ),
         )
         return conversation
 
@@ -224,7 +192,7 @@ class Server:
         if body.prompt is not None:
             tokens = tokenizer.encode(body.prompt, body.add_special_tokens)
         else:
-            tokens = tokenizer.encode(self._conversation(body).render(tokenizer.own), special=False)
+            tokens = tokenizer.encode(self._conversation(body).render(tokenizer.base), special=False)
         return tokens, [tokenizer.decode([token]) for token in tokens] if body.return_token_strs else None
 
     async def detokenize(self, body: DetokenizeBody) -> Response:
@@ -242,7 +210,7 @@ class Server:
 
     async def models(self) -> Response:
         """List the model under its names."""
-        return JSONResponse({"object": "list", "data": [self._model(name) for name in self._options.model_names]})
+        return JSONResponse({"object": "list", "data": [*map(self._model, self._options.served_model_name)]})
 
     async def model(self, name: str) -> Response:
         """Describe the model."""
@@ -275,9 +243,9 @@ class Server:
         return Response(generate_latest(self._metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
-def create_app(engine: AsyncLLM, options: ServerOptions) -> FastAPI:
-    """Return the application. The engine remains the caller's to shut down."""
-    server = Server(engine, options)
+def create_app(engine: AsyncLLM, options: ServerOptions, defaults: SamplingParams) -> FastAPI:
+    """Return the application; arguments as of `Server`. The engine remains the caller's to shut down."""
+    server = Server(engine, options, defaults)
     app = FastAPI(title="treespec", version=__version__, docs_url=None, redoc_url=None)
     routes: dict[str, tuple[str, Callable[..., Any]]] = {
         "/v1/completions": ("POST", server.completions),
@@ -299,10 +267,5 @@ def create_app(engine: AsyncLLM, options: ServerOptions) -> FastAPI:
     app.add_exception_handler(StarletteHTTPException, on_http_error)
     app.add_exception_handler(ServerError, on_server_error)
     app.add_exception_handler(Exception, on_server_error)
-    app.add_middleware(
-        Guard,
-        api_key=options.api_key,
-        max_body_bytes=options.max_body_bytes,
-        only_loopback=options.only_loopback,
-    )
+    app.add_middleware(Guard, options=options)
     return app

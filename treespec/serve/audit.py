@@ -32,12 +32,8 @@ class _Finished(NamedTuple):
 class Audit:
     """Compares finished requests with plain decoding while no others run.
 
-    Requests whose rule preserves only the distribution ("rejection", "traversal") are left out.
-
-    Args:
-        engine: decodes.
-        fraction: share of the requests, from 0 to 1.
-        count: called with the numbers of compared and of differing tokens.
+    Requests whose rule preserves only the distribution ("rejection", "traversal") are left out. `fraction` is the share
+    of the others, from 0 to 1; `count` is called with the numbers of compared and of differing tokens.
     """
 
     def __init__(self, engine: AsyncLLM, fraction: float, count: Callable[[int, int], None]):
@@ -55,12 +51,7 @@ class Audit:
         spec: Any,
         tokenization: Mapping[str, Any],
     ) -> None:
-        """Take a finished request into the share, or not.
-
-        Args:
-            stream, output: of the request; the last output.
-            prompt, params, spec, tokenization: arguments with which it was added.
-        """
+        """Take a finished request into the share, or not: its last output, and the arguments of `add_request`."""
         rule = SpecConfig.resolve(spec, self._engine.llm.spec).verification
         if rule in RANDOM_DRAWS and params.temperature > 0:
             return
@@ -105,7 +96,7 @@ class Audit:
 
     def _compare(self, finished: _Finished, again: list[list[int]]) -> None:
         pairs = [pair for both in zip(finished.token_ids, again, strict=True) for pair in zip_longest(*both)]
-        differing = sum(one != other for one, other in pairs)
+        differing = sum(token != plain for token, plain in pairs)
         self._count(len(pairs), differing)
         if differing:
             logger.error(

@@ -11,9 +11,10 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from treespec.serve.options import LOOPBACK, ServerOptions
+
 _LONGEST = 2000  # characters of a message, which may quote the request
 _LONGEST_NAME = 200  # of a field, whose parts may be the client's
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class ServerError(Exception):
@@ -71,19 +72,13 @@ async def on_server_error(request: Request, error: Exception) -> JSONResponse:
 class Guard:
     """Middleware that refuses requests without the API key, to other hosts, or with too large bodies.
 
-    Args:
-        app: the application.
-        api_key: required of every request but `/health`; None = none.
-        max_body_bytes: of a request.
-        only_loopback: without a key, refuse names other than those of the loopback interface in `Host`, so that no web
-            page reaches the server by a name that it has pointed to 127.0.0.1.
-
-    The server's own page needs no key, as it asks for one.
+    `/health` needs no key, nor does the server's own page, which asks for one. Without a key, a server on the loopback
+    interface refuses other names in `Host`, so that no web page reaches it by a name that points to 127.0.0.1.
     """
 
-    def __init__(self, app: ASGIApp, api_key: str | None, max_body_bytes: int, only_loopback: bool):
-        self._app, self._key, self._max_body_bytes = app, api_key, max_body_bytes
-        self._only_loopback = only_loopback and api_key is None
+    def __init__(self, app: ASGIApp, options: ServerOptions):
+        self._app, self._key, self._max_body_bytes = app, options.api_key, options.max_body_bytes
+        self._only_loopback = options.only_loopback and options.api_key is None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

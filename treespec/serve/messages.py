@@ -11,6 +11,12 @@ MOST_MESSAGES = 1024  # templates that read no contents are rendered once for ea
 MOST_TOOLS = 1024
 
 
+class Strict(BaseModel):
+    """An object without other fields, whose values are not converted."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
 class CalledFunction(BaseModel):
     """The function of a call in a message."""
 
@@ -51,20 +57,18 @@ class Message(BaseModel):
 Messages = TypeAliasType("Messages", Annotated[list[Message], FailFast(), Field(max_length=MOST_MESSAGES)])
 
 
-class Function(BaseModel):
+class Function(Strict):
     """A function of `tools`. `strict` is ignored with tool_choice "auto", and implied by the other choices."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(BaseModel):
+class Tool(Strict):
     """An entry of OpenAI's `tools`."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     type: Literal["function"]
     function: Function
 
@@ -72,17 +76,30 @@ class Tool(BaseModel):
 Tools = TypeAliasType("Tools", Annotated[list[Tool], FailFast(), Field(max_length=MOST_TOOLS)])
 
 
-class ChosenFunction(BaseModel):
+class TemplateFields(BaseModel):
+    """Fields of a body with a conversation, for the chat template."""
+
+    tools: Tools | None = None
+    # vLLM's
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def tools_for_template(self) -> list[dict[str, Any]] | None:
+        """The tools that the chat template shows."""
+        return [tool.model_dump(exclude_unset=True) for tool in self.tools] if self.tools else None
+
+
+class ChosenFunction(Strict):
     """The function that `tool_choice` names."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     name: str
 
 
-class ToolChoice(BaseModel):
+class ToolChoice(Strict):
     """OpenAI's `tool_choice` of one function."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     type: Literal["function"]
     function: ChosenFunction
 
@@ -90,8 +107,7 @@ class ToolChoice(BaseModel):
 def calls_schema(functions: list[Function], most: int | None, only_arguments: bool) -> dict[str, Any]:
     """Return the schema of a list of calls, or of the arguments of one function.
 
-    Raises:
-        ConfigError: two functions give different definitions one name.
+    Raises ConfigError if two functions give different definitions one name.
     """
     if only_arguments:
         return functions[0].parameters or {"type": "object", "properties": {}}

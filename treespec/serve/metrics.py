@@ -21,12 +21,7 @@ _TIMES = {
 
 
 class ServerMetrics:
-    """Metrics of one server.
-
-    Args:
-        engine: whose counters are read at every scrape.
-        model: value of the label `model_name`.
-    """
+    """Metrics of one server. The engine's counters are read at every scrape; `model` is the label `model_name`."""
 
     def __init__(self, engine: Engine, model: str):
         self.registry = CollectorRegistry()
@@ -85,10 +80,6 @@ class _EngineCollector(Collector):
                 1 - cache.num_free / cache.num_pages,
             ),
         }
-        for name, (text, value) in gauges.items():
-            gauge = GaugeMetricFamily(f"treespec:{name}", text, labels=["model_name"])
-            gauge.add_metric([self._model], value)
-            yield gauge
         passes = sum(list(stats.accepted_lengths.values()))
         drafts = dict(stats.drafts)
         whole = drafts.get(WHOLE_TREE)
@@ -101,10 +92,11 @@ class _EngineCollector(Collector):
             "nodes_verified": ("Rows of target passes.", passes + (whole.num_tokens if whole else 0)),
             "failed_requests": ("Requests that were refused or failed.", stats.failed_requests),
         }
-        for name, (text, value) in counts.items():
-            counter = CounterMetricFamily(f"treespec:{name}", text, labels=["model_name"])
-            counter.add_metric([self._model], value)
-            yield counter
+        for kind, values in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counts)):
+            for name, (text, value) in values.items():
+                metric = kind(f"treespec:{name}", text, labels=["model_name"])
+                metric.add_metric([self._model], value)
+                yield metric
         labels = ["model_name", "source"]
         by_source = f"By source; {WHOLE_TREE!r} is the merged tree, whose nodes may have several sources."
         trees = CounterMetricFamily("treespec:spec_decode_num_drafts", f"Trees with drafts. {by_source}", labels=labels)

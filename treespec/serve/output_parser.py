@@ -10,26 +10,15 @@ REASONING_TAGS |= {"deepseek_r1": REASONING_TAGS["think"], "qwen3": REASONING_TA
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How a model writes tool calls: a tag, and JSON objects with `name` and `arguments` (or `parameters`).
+    """How a model writes tool calls: a tag, and JSON objects with `name` and `arguments` (or `parameters`)."""
 
-    Attributes:
-        tag: begins the calls.
-        between: regex of what stands before, between and behind the objects.
-        closing: the tag behind an object, which `between` includes.
-        bare: first character of a text that is calls without the tag.
-        is_special: whether the tag is a special token, which `skip_special_tokens` would remove.
-        is_named: whether the tag may also precede `name[ARGS]{...}`, where the object holds the arguments.
-        is_xml: whether calls may also be `<function=name>`, a `<parameter=key>value</parameter>` each and
-            `</function>`.
-    """
-
-    tag: str
-    between: str
-    closing: str = ""
-    bare: str = ""
-    is_special: bool = False
-    is_named: bool = False
-    is_xml: bool = False
+    tag: str  # begins the calls
+    between: str  # regex of what stands before, between and behind the objects
+    closing: str = ""  # the tag behind an object, which `between` includes
+    bare: str = ""  # first character of a text that is calls without the tag
+    is_special: bool = False  # the tag is a special token, which `skip_special_tokens` would remove
+    is_named: bool = False  # the tag may also precede `name[ARGS]{...}`, where the object holds the arguments
+    is_xml: bool = False  # calls may be `<function=name>`, a `<parameter=key>value</parameter>` each, `</function>`
 
 
 _BETWEEN_TOOL_CALLS = r"(?:\s|</?tool_call>)*"
@@ -45,22 +34,14 @@ REQUIRED_CALLS = CallFormat("", r"[\s,\[\]]*", bare="[")  # what `calls_schema` 
 
 @dataclass(frozen=True)
 class OutputParser:
-    """How to read the answers to one request.
+    """How to read the answers to one request."""
 
-    Attributes:
-        reasoning: tags around the reasoning; None = all text is content.
-        calls: format of tool calls; None = there are none.
-        named: function whose arguments are the whole text.
-        functions: schemas of the parameters of the functions, by name. A text without the tag is a call only if it
-            names one of them.
-        most_calls: None = any number.
-    """
-
-    reasoning: tuple[str, str] | None = None
-    calls: CallFormat | None = None
-    named: str | None = None
+    reasoning: tuple[str, str] | None = None  # tags around the reasoning; None = all text is content
+    calls: CallFormat | None = None  # of tool calls; None = there are none
+    named: str | None = None  # function whose arguments are the whole text
+    # Schemas of the parameters of the functions, by name; a text without the tag is a call only if it names one of them
     functions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    most_calls: int | None = None
+    most_calls: int | None = None  # None = any number
 
     @property
     def needs_special_tokens(self) -> bool:

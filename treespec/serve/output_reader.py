@@ -46,28 +46,17 @@ _Decision = Generator[None, None, bool]
 class OutputReader:
     """Reads one answer piece by piece. How it is cut into pieces changes nothing.
 
-    Args:
-        parser: how to read it.
-        is_reasoning: whether it begins within the reasoning.
-
-    Attributes:
-        parser: as given.
-        num_calls: calls so far.
+    `is_reasoning` says whether the answer begins within the reasoning.
     """
 
     def __init__(self, parser: OutputParser, is_reasoning: bool = False):
-        self.num_calls = 0
+        self.num_calls = 0  # so far
         self.parser = parser
         self._text, self._ended, self._new = "", False, Part()  # text that is not yet decided on
         self._steps = self._read(is_reasoning)
 
     def read(self, text: str, ended: bool) -> Part:
-        """Return what is certain of the answer with a further piece, and was not before.
-
-        Args:
-            text: the piece.
-            ended: whether it is the last one.
-        """
+        """Return what is certain of the answer with a further piece, the last one if `ended`, and was not before."""
         self._text, self._ended, self._new = self._text + text, ended, Part()
         next(self._steps, None)
         return self._new
@@ -280,11 +269,7 @@ class OutputReader:
 
 
 class _Nesting:
-    """Finds the end of a JSON object or list whose text comes in pieces.
-
-    Args:
-        depth: brackets that are open before the first piece.
-    """
+    """Finds the end of a JSON object or list whose text comes in pieces, behind `depth` open brackets."""
 
     def __init__(self, depth: int = 0):
         self._depth, self._is_string, self._is_escaped = depth, False, False

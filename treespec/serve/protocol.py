@@ -10,7 +10,7 @@ from typing_extensions import TypeAliasType
 
 from treespec.errors import ConfigError, RequestError, reject_unknown
 from treespec.sampling_params import RequestOutputKind, SamplingParams
-from treespec.serve.messages import Messages, ToolChoice, Tools, calls_schema
+from treespec.serve.messages import Messages, Strict, TemplateFields, ToolChoice, calls_schema
 
 MOST_CHOICES = 1024  # of one request: prompts times n
 MOST_LOGPROBS = 20  # OpenAI's and vLLM's limit
@@ -37,29 +37,26 @@ TokenIds = TypeAliasType("TokenIds", Annotated[list[int], FailFast()])
 TokenIdLists = TypeAliasType("TokenIdLists", Annotated[list[TokenIds], FailFast()])
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Strict):
     """OpenAI's `stream_options` and vLLM's `continuous_usage_stats`; obfuscation of lengths is ignored."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class JsonSchema(BaseModel):
+class JsonSchema(Strict):
     """OpenAI's named schema. Outputs always match it, as with `strict`."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     name: str
     schema_: dict[str, Any] = Field(alias="schema")
     description: str | None = None
     strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Strict):
     """OpenAI's `response_format`."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -142,11 +139,7 @@ class GenerationBody(BaseModel):
         raise NotImplementedError
 
     def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
-        """Return the parameters of the request.
-
-        Raises:
-            ConfigError: a value out of range, or contradictory ones.
-        """
+        """Return the parameters of the request. Raises ConfigError for a value out of range, or contradictory ones."""
         params = defaults.clone()
         for name in _PARAMS:
             value = getattr(self, name, None)
@@ -206,20 +199,15 @@ class CompletionBody(GenerationBody):
         return self.logprobs
 
 
-class ChatBody(GenerationBody):
+class ChatBody(TemplateFields, GenerationBody):
     """Body of `/v1/chat/completions`."""
 
     messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
-    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    # vLLM's
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
 
     def check(self) -> None:
         self._check("/v1/chat/completions", OpenAIChat, _UNSUPPORTED_CHAT)
@@ -254,9 +242,7 @@ class ChatBody(GenerationBody):
     @property
     def tools_for_template(self) -> list[dict[str, Any]] | None:
         """The tools that the chat template shows; none if there must be no call."""
-        if not self.tools or self.tool_choice == "none":
-            return None
-        return [tool.model_dump(exclude_unset=True) for tool in self.tools]
+        return None if self.tool_choice == "none" else super().tools_for_template
 
     def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
         params = super().sampling_params(defaults)
@@ -275,30 +261,19 @@ class ChatBody(GenerationBody):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class TokenizeBody(BaseModel):
+class TokenizeBody(TemplateFields, Strict):
     """Body of vLLM's `/tokenize`: a text, or the messages of a conversation."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
-    tools: Tools | None = None
     add_special_tokens: bool = True
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
 
-    @property
-    def tools_for_template(self) -> list[dict[str, Any]] | None:
-        """The tools that the chat template shows."""
-        return [tool.model_dump(exclude_unset=True) for tool in self.tools] if self.tools else None
 
-
-class DetokenizeBody(BaseModel):
+class DetokenizeBody(Strict):
     """Body of vLLM's `/detokenize`."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None
     tokens: TokenIds
 

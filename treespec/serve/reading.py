@@ -1,8 +1,10 @@
-"""Read the streams of a request until they end, its time is over, or its client leaves."""
+"""Read the streams and the rounds of a request until they end, its time is over, or its client leaves."""
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -10,9 +12,15 @@ from sse_starlette import EventSourceResponse
 from starlette.types import Receive, Scope, Send
 
 from treespec.async_llm import RequestStream
+from treespec.drawing.recording import picture
+from treespec.engine.round_record import RoundRecord
 from treespec.errors import TreespecError
+from treespec.llm import LLM
 from treespec.outputs import RequestOutput
 from treespec.serve.errors import ServerError
+
+_MOST_UNREAD = 256  # rounds that the client has not read; a slow one misses the oldest
+_CONTEXT = 16  # tokens before the root, for the texts of the nodes
 
 _Result = TypeVar("_Result")
 
@@ -37,11 +45,7 @@ class Reading:
         return [await self._next(place) for place in range(len(self._streams))]
 
     async def merged(self) -> AsyncIterator[tuple[int, RequestOutput]]:
-        """Yield the outputs of all streams as they come, each with the place of its stream.
-
-        Raises:
-            ServerError: the request fails or is too slow.
-        """
+        """Yield the outputs of all streams as they come, with the index of their stream. Errors as of `outputs`."""
         if len(self._streams) == 1:  # without the tasks of several
             while True:
                 output = await self._next(0)
@@ -74,6 +78,34 @@ class Reading:
         if output.finished:
             self._ended(place, output)
         return output
+
+
+class RoundFeed:
+    """Collects the rounds of one request of an LLM until `close`."""
+
+    def __init__(self, llm: LLM, request_id: str):
+        self._tokenizer, self._request_id = llm.get_tokenizer(), request_id
+        self._records: deque[RoundRecord] = deque(maxlen=_MOST_UNREAD)
+        self._handle = llm.add_round_observer(self._add)
+
+    def _add(self, record: RoundRecord) -> None:
+        if record.request_id == self._request_id:
+            self._records.append(replace(record, context=record.context[-_CONTEXT:]))
+
+    def take(self) -> list[dict[str, Any]]:
+        """Return the rounds since the last call: `RoundRecord.as_dict` with the texts of nodes and bonus token."""
+        rounds = []
+        while self._records:
+            record = self._records.popleft()
+            drawn = picture(record, self._tokenizer)
+            document = record.as_dict() | {"texts": drawn.tokens, "bonus_text": drawn.bonus}
+            del document["request_id"], document["context"]
+            rounds.append(document)
+        return rounds
+
+    def close(self) -> None:
+        """Stop observing. Idempotent."""
+        self._handle.remove()
 
 
 class Events(EventSourceResponse):

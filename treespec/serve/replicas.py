@@ -17,10 +17,7 @@ ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
 def serve_replicas(build: Callable[[], FastAPI], replicas: int, host: str, port: int) -> None:
     """Serve until the process is interrupted. Ray restarts a replica whose process ends.
 
-    Args:
-        build: builds an engine and its application, in the process of each replica.
-        replicas: number of engines.
-        host, port: to listen on.
+    `build` builds an engine and its application, in the process of each replica.
     """
     serve.start(proxy_location="HeadOnly", http_options=HTTPOptions(host=host, port=port))
     deployment = serve.deployment(

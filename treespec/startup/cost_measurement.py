@@ -59,8 +59,7 @@ _MAX_STORED = 1000  # curves in a file; the oldest are dropped
 def cache_folder() -> Path:
     """Return the folder for measurements: $XDG_CACHE_HOME/treespec or ~/.cache/treespec.
 
-    Raises:
-        OSError: there is no home folder, for example in a container whose user id has no passwd entry.
+    Raises OSError without a home folder, for example in a container whose user id has no passwd entry.
     """
     named = os.environ.get("XDG_CACHE_HOME")
     try:

@@ -17,8 +17,7 @@ from treespec.adapter.source import Source
 from treespec.adapter.trace import AdapterConfig
 from treespec.cache.kv_cache import FeatureShape
 from treespec.errors import ModelError
-from treespec.models.attention import make_attention
-from treespec.models.attention_triton import TritonAttention
+from treespec.models.attention import TritonAttention, make_attention
 from treespec.models.block_draft import (
     BlockDraft,
     DFlashDraft,
@@ -32,7 +31,7 @@ from treespec.models.decoder import Decoder
 from treespec.models.feature_head import AnyLinear, Eagle3Head, EagleHead, FeatureHead, TorchPairs
 from treespec.models.head_vocabulary import HeadVocabulary
 from treespec.models.model_config import ModelConfig
-from treespec.models.state_head import MedusaHeads, MlpSpeculator, SpeculatorStep, StateHead
+from treespec.models.state_head import DepthHeads, MedusaHeads, MlpSpeculator, SpeculatorStep, StateHead
 from treespec.models.triton_decoder import TritonDecoder
 from treespec.startup import cost_measurement as costs
 from treespec.startup.vocabularies import Draft, fit_weights
@@ -196,13 +195,9 @@ class Loader:
     def load_head(
         self, config: HeadConfig, target: Decoder, features: FeatureShape | None, positions: int
     ) -> FeatureHead | BlockDraft:
-        """Load a draft head or a block draft.
+        """Load a draft head or a block draft. The target's embeddings serve a head without its own.
 
-        Args:
-            config: of the head.
-            target: the target, whose embeddings serve a head without its own.
-            features: the states of the target that are stored, the head's among them; None if no head reads any.
-            positions: maximum context length.
+        `features` are the states of the target that are stored, the head's among them; None if no head reads any.
         """
         columns = [] if features is None else [features.layers.index(layer) for layer in config.layers]
         if isinstance(config.form, BlockForm):
@@ -269,15 +264,15 @@ class Loader:
                 made[id(weight)] = self._linear(target, weight, bias)
             return made[id(weight)]
 
-        common = target, columns, [linear(step.head) for step in weights.steps], vocabulary
+        heads = DepthHeads(target, columns, [linear(step.head) for step in weights.steps], vocabulary)
         if form.kind == "medusa":
-            return MedusaHeads(*common, [[linear(*layer) for layer in step.layers] for step in weights.steps])
+            return MedusaHeads(heads, [[linear(*layer) for layer in step.layers] for step in weights.steps])
         steps = [
             SpeculatorStep(step.embed, linear(step.project), step.gain, step.shift)
             for step in weights.steps
             if step.embed is not None and step.gain is not None and step.shift is not None
         ]
-        return MlpSpeculator(*common, steps, form.scale_input)
+        return MlpSpeculator(heads, steps, form.scale_input)
 
     def _make_draft_layers(
         self, config: HeadConfig, weights: dict[str, Tensor], tokens: np.ndarray | None, positions: int | None = None
@@ -314,8 +309,7 @@ class Loader:
         self,
         config: ModelConfig,
         weights: dict[str, Tensor],
-        positions: int
-        | None,  # maximum context length of a decoder that captured rounds may use; None for an eager one
+        positions: int | None,  # longest context of a decoder that captured rounds may use; None for an eager one
         integer: bool,
         min_rows: int = 2,
         library: CDLL | None = None,

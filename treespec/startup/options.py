@@ -11,14 +11,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from treespec.adapter.make_decoder import check_adapter_options, read_model
 from treespec.adapter.mtp import MTP, MtpForm
 from treespec.adapter.source import Source, check_inputs
 from treespec.adapter.trace import AdapterConfig
 from treespec.config.configs import QUANTIZATIONS, SpecConfig
 from treespec.config.engine_options import EngineOptions
 from treespec.drafters.base import Drafter, check_drafter, check_names
-from treespec.errors import ConfigError, KernelError, ModelError
+from treespec.errors import ConfigError, KernelError, ModelError, VariantError
 from treespec.models.compiled import check_compiled
 from treespec.models.model_config import ModelConfig
 from treespec.startup import smollm2
@@ -28,6 +27,7 @@ from treespec_kernels.cpu.decoder_library import DTYPES as COMPILED_DTYPES
 from treespec_kernels.linear.linear import LinearImpl, onednn_available
 from treespec_kernels.tuning.tuned import KernelConfigs
 from treespec_weights import HubError, default_folder, default_names, fetch, is_hub_id
+from treespec_weights.errors import Problem, UnsupportedModelError
 from treespec_weights.heads import DraftForm, read_head
 from treespec_weights.load import quantized_group
 from treespec_weights.quant_schemes import METHODS
@@ -170,9 +170,8 @@ def resolve_compile(
 ) -> bool:
     """Return whether passes run in compiled libraries, and build missing libraries.
 
-    Raises:
-        KernelError, OSError: compile=True, but the models are not supported, the build fails, or the cache folder
-            cannot be written. "auto" logs the reason and returns False.
+    Where the models are not supported, the build fails, or the cache folder cannot be written, compile=True raises
+    KernelError or OSError, and "auto" logs the reason and returns False.
     """
     if options.compile is False or (options.compile == "auto" and device.type != "cpu"):
         return False
@@ -295,7 +294,7 @@ def resolve(options: EngineOptions) -> Resolved:
     attention = options.attention
     if attention == "auto":
         attention = "cpu-packed" if device.type == "cpu" else "triton"
-    check_adapter_options(models, options.linear, device)
+    _check_adapters(models, options.linear, device)
     dtype, compiles = _resolve_passes(options, models, target.dtype, device)
     quantization = resolve_quantization(options.quantization, target, dtype)
     linear: LinearImpl | Literal["compiled", "triton"] = "compiled"
@@ -361,7 +360,7 @@ def _read_models(
     """Read the configs of the target and of the draft models, and the forms of the heads, allowed by `spec`."""
     model, length, backend = options.model, options.max_model_len, options.backend
     source = model if isinstance(model, nn.Module) else resolve_model(model)
-    target = read_model(source, length, backend, options.tokenizer)
+    target = _read_model(source, length, backend, options.tokenizer)
     if isinstance(model, nn.Module):
         check_inputs(model)
     models, drafters = resolve_drafts(model, options.drafts)
@@ -378,5 +377,48 @@ def _read_models(
             heads.append((name, form))
         else:
             module, tokenizer = draft if isinstance(draft, tuple) else (draft, None)
-            drafts.append((name, read_model(module, length, backend, tokenizer)))
+            drafts.append((name, _read_model(module, length, backend, tokenizer)))
     return target, drafts, heads, drafters
+
+
+def _read_model(
+    model: Path | nn.Module, max_model_len: int | None, backend: str, tokenizer: Any = None
+) -> ModelConfig | Source:
+    """Read a model's config for the native decoder, or its source for transformers."""
+    if isinstance(model, nn.Module):
+        if backend == "native":
+            raise ConfigError("backend='native' reads a folder; a model in memory runs with backend='transformers'")
+        return Source.from_model(model, tokenizer)
+    if backend == "transformers":
+        return Source.from_folder(model)
+    try:
+        return ModelConfig.from_hf(model, max_model_len)
+    except (UnsupportedModelError, VariantError) as error:
+        if backend == "native":
+            raise
+        try:
+            source = Source.from_folder(model)
+        except ModelError as refusal:
+            if isinstance(error, VariantError):
+                raise VariantError(f"{error}; and backend='transformers' cannot run it: {refusal}") from refusal
+            also = Problem("config", "backend='transformers'", f"cannot run it either: {refusal}")
+            raise UnsupportedModelError(error.folder, [*error.problems, also]) from refusal
+        logger.info("no native family for %s (%s): backend=transformers", os.fspath(model), error)
+        return source
+
+
+def _check_adapters(models: Sequence[ModelConfig | Source], linear: str, device: torch.device) -> None:
+    """Raise KernelError for options that the transformers backend does not support."""
+    adapted = [model for model in models if isinstance(model, Source)]
+    if not adapted:
+        return
+    if isinstance(models[0], Source) and linear != "auto":
+        raise KernelError(
+            f"linear={linear!r} is for native families; {adapted[0].name} runs transformers' code with "
+            "its own choice of linear layers; use 'auto'"
+        )
+    if isinstance(models[0], ModelConfig) and device.type == "cuda" and linear != "torch":
+        raise KernelError(
+            f"{adapted[0].name} runs transformers' code and cannot draft in captured rounds; use "
+            "linear='torch', or a draft of a native family"
+        )

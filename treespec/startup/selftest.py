@@ -52,11 +52,8 @@ _TEMPERATURES = (0.0, 0.8)
 def differing_rows(model: Decoder, pool: Tensor, largest_pass: int = 512, seed: int = 0) -> list[str]:
     """Compare plain decoding with trees, batches and prompt chunks, on one layer of each kind.
 
-    Args:
-        pool: the target's empty KV pool. The used pages are zeroed afterwards.
-        largest_pass: rows of the engine's largest pass.
-
-    Returns one line for each difference.
+    The pages of the target's empty KV pool that are used are zeroed afterwards. `largest_pass` is the rows of the
+    engine's largest pass. Returns one line for each difference.
     """
     rng = np.random.default_rng(seed)
     whole, (model, num_layers) = pool, model.layer_subset(_WINDOW)
@@ -161,12 +158,8 @@ def differing_rounds(
 ) -> list[str]:
     """Compare captured rounds with plain decoding, greedy and sampled, for one request and for two.
 
-    Args:
-        host, scheduler: of an idle engine whose models and cache are used. Its learned state does not change, and
-            custom drafters are not asked.
-        max_tokens: tokens that each request emits.
-
-    Returns one line for each difference.
+    Uses the models and the cache of an idle engine, whose learned state does not change; custom drafters are not asked.
+    Each request emits `max_tokens`. Returns one line for each difference.
     """
     runner, length = host.runner, host.max_model_len
     sources = DraftSources(host.sources.ssms, None if host.sources.lookup is None else LookupDrafter())

@@ -30,21 +30,13 @@ logger = logging.getLogger("treespec")
 
 
 class Draft(NamedTuple):
-    """A draft and its connection to the target.
+    """A draft and its connection to the target."""
 
-    Attributes:
-        name: for attribution.
-        config: with the target's vocabulary size if the draft joins the SSM group.
-        connection: between the vocabularies.
-        vocab_size: size of the draft's own vocabulary.
-        target_ids: int64 [vocab_size], target token of each row of a reduced vocabulary, -1 for all others; None = own
-            ids.
-    """
-
-    name: str
-    config: ModelConfig | AdapterConfig
-    connection: Connection
-    vocab_size: int
+    name: str  # for attribution
+    config: ModelConfig | AdapterConfig  # with the target's vocabulary size if the draft joins the SSM group
+    connection: Connection  # between the vocabularies
+    vocab_size: int  # of the draft itself
+    # int64 [vocab_size], target token of each row of a reduced vocabulary, -1 for all others; None if ids are equal
     target_ids: np.ndarray | None = None
 
     @property
@@ -107,13 +99,8 @@ def fit_weights(weights: dict[str, Tensor], size: int, target_ids: np.ndarray | 
     The embedding gets a row for every token, so that the draft can process any text. The head keeps only the rows of
     tokens that the draft has. Rows beyond the target's vocabulary are dropped.
 
-    Args:
-        weights: decoder parameters by name; `embed` and `lm_head` are replaced.
-        size: the target's vocabulary size.
-        target_ids: int64, target token of each row, as in `read_draft_vocabulary`; None if ids are equal.
-
-    Returns:
-        int64, ascending, the tokens of the head's rows; None if it covers the vocabulary.
+    `weights` are decoder parameters by name, `size` is the target's vocabulary size, and `target_ids` as of `Draft`.
+    Returns the tokens of the head's rows, int64, ascending; None if it covers the vocabulary.
     """
     embed = weights["embed"]
     if target_ids is None and len(embed) >= size:
@@ -139,15 +126,9 @@ def foreign_drafters(
 ) -> list[ForeignDrafter]:
     """Create the drafters of foreign drafts, translated ones first.
 
-    Args:
-        drafts: the foreign drafts.
-        load: loads a draft's decoder, with a cache for a number of positions of every concurrent request.
-        target: config of the target.
-        length: positions of the longest request.
-        scratch: additional slots per request, for trees.
-        prices: of the engine's planner.
-        ssms: the SSM group, or None.
-        has_others: whether the engine has custom drafters, which may draw at random too.
+    `load` loads a draft's decoder, with a cache for a number of positions of every concurrent request: the longest has
+    `length` and `scratch` slots for its tree. `has_others` says whether there are custom drafters, which may draw at
+    random too.
     """
     drafters: list[ForeignDrafter] = []
 

@@ -16,15 +16,21 @@ Message = Mapping[str, Any]
 _ANSWER = "treespec"  # of a conversation that is rendered to see what follows an answer
 
 
+class ChatOptions(NamedTuple):
+    """How to render conversations, as `LLM.chat` and transformers' `apply_chat_template` take it."""
+
+    chat_template: str | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    tools: Sequence[Mapping[str, Any]] | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+
+
 class Conversation(NamedTuple):
-    """Messages and the arguments of transformers' `apply_chat_template`."""
+    """Messages, and how to render them."""
 
     messages: Sequence[Message]
-    chat_template: str | None
-    add_generation_prompt: bool
-    continue_final_message: bool
-    tools: Sequence[Mapping[str, Any]] | None
-    template_kwargs: Mapping[str, Any]
+    options: ChatOptions = ChatOptions()
 
     def render(self, tokenizer: Any) -> str:
         """Render the prompt text, including the template's special tokens.
@@ -36,24 +42,24 @@ class Conversation(NamedTuple):
                 raise RequestError(f"message {short_repr(message)}; valid: {{'role': 'user', 'content': '...'}}")
         if not self.messages:
             raise RequestError("the conversation has no messages; give at least one")
-        if self.continue_final_message and self.messages[-1]["role"] != "assistant":
+        if self.options.continue_final_message and self.messages[-1]["role"] != "assistant":
             role = self.messages[-1]["role"]
             raise RequestError(f"continue_final_message=True: the last message is of role {role!r}; valid: 'assistant'")
 
         def apply(messages: Sequence[Message], continue_final_message: bool = False) -> Any:
             return tokenizer.apply_chat_template(
                 messages,
-                tools=self.tools,
-                chat_template=self.chat_template,
+                tools=self.options.tools,
+                chat_template=self.options.chat_template,
                 tokenize=False,
-                add_generation_prompt=self.add_generation_prompt,
+                add_generation_prompt=self.options.add_generation_prompt,
                 continue_final_message=continue_final_message,
-                **self.template_kwargs,
+                **(self.options.chat_template_kwargs or {}),
             )
 
         messages = _readable([_to_template_format(message) for message in self.messages], apply)
         try:
-            text = apply(messages, self.continue_final_message)
+            text = apply(messages, self.options.continue_final_message)
         except Exception as error:  # templates may raise anything
             raise RequestError(f"the chat template rejects the messages: {describe_error(error)}") from error
         if not isinstance(text, str):
@@ -62,13 +68,13 @@ class Conversation(NamedTuple):
 
     def warn_unread_tools(self, tokenizer: Any, text: str) -> None:
         """Warn once per template if the rendered `text` does not depend on the tools."""
-        if self.tools:
+        if self.options.tools:
             try:
-                unread = self._replace(tools=None).render(tokenizer) == text
+                unread = self._replace(options=self.options._replace(tools=None)).render(tokenizer) == text
             except RequestError:  # the template needs tools
                 return
             if unread:
-                _warn_unread_tools(str(self.chat_template or tokenizer.chat_template))
+                _warn_unread_tools(str(self.options.chat_template or tokenizer.chat_template))
 
     def turn_end(self, tokenizer: UserTokenizer, end_tokens: Collection[int]) -> tuple[int, ...]:
         """Return the token with which the template ends an assistant's turn, or () if it is one of `end_tokens`.
@@ -77,12 +83,12 @@ class Conversation(NamedTuple):
         end of a text after the end of the turn, in another line.
         """
         turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
-        answered = self._replace(messages=turn, add_generation_prompt=False, continue_final_message=False)
+        options = self.options._replace(add_generation_prompt=False, continue_final_message=False)
         try:
-            text = answered.render(tokenizer.own)
+            text = Conversation(turn, options).render(tokenizer.base)
         except RequestError:  # the template takes only other conversations
             return ()
-        added = getattr(tokenizer.own, "added_tokens_decoder", {})
+        added = getattr(tokenizer.base, "added_tokens_decoder", {})
         for word in text.partition(_ANSWER)[2].split():
             if ends := [token for token in tokenizer.encode(word, special=False) if token in added]:
                 return () if not {*ends}.isdisjoint(end_tokens) else (ends[0],)
@@ -173,25 +179,17 @@ def _parse_arguments(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def conversations(
-    tokenizer: Any,
-    messages: Any,
-    chat_template: str | None,
-    add_generation_prompt: bool,
-    continue_final_message: bool,
-    tools: Sequence[Mapping[str, Any]] | None,
-    template_kwargs: Mapping[str, Any] | None,
-) -> list[Conversation]:
+def conversations(tokenizer: Any, messages: Any, options: ChatOptions) -> list[Conversation]:
     """Validate one conversation (a list of messages) or several. Raises ConfigError."""
     if tokenizer is None:
         raise ConfigError("chat needs a tokenizer, and the model's folder has none; give LLM(tokenizer=...)")
     if not hasattr(tokenizer, "apply_chat_template"):
         raise ConfigError(f"chat needs a tokenizer with apply_chat_template; {type(tokenizer).__name__} has none")
-    if chat_template is None and not getattr(tokenizer, "chat_template", None):
+    if options.chat_template is None and not getattr(tokenizer, "chat_template", None):
         raise ConfigError(
             "the model's tokenizer has no chat template (not a chat model); give chat_template=..., or use generate"
         )
-    if add_generation_prompt and continue_final_message:
+    if options.add_generation_prompt and options.continue_final_message:
         raise ConfigError("continue_final_message=True continues the last message; set add_generation_prompt=False")
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise ConfigError(f"messages={short_repr(messages)}; valid: a list of messages, or a list of such lists")
@@ -200,39 +198,18 @@ def conversations(
     for chat in chats:
         if not isinstance(chat, Sequence) or isinstance(chat, str | bytes):
             raise ConfigError(f"messages: {short_repr(chat)} is not a list of messages")
-    return [
-        Conversation(
-            chat, chat_template, add_generation_prompt, continue_final_message, tools, dict(template_kwargs or {})
-        )
-        for chat in chats
-    ]
+    return [Conversation(chat, options) for chat in chats]
 
 
-def streamed(
-    tokenizer: Any,
-    prompt: Any,
-    chat_template: str | None,
-    add_generation_prompt: bool,
-    continue_final_message: bool,
-    tools: Sequence[Mapping[str, Any]] | None,
-    template_kwargs: Mapping[str, Any] | None,
-) -> Any:
+def streamed(tokenizer: Any, prompt: Any, options: ChatOptions) -> Any:
     """Resolve the prompt of `LLM.stream`: a conversation, or the prompt unchanged. Raises ConfigError."""
     if _holds_messages(prompt):
-        chats = conversations(
-            tokenizer, prompt, chat_template, add_generation_prompt, continue_final_message, tools, template_kwargs
-        )
+        chats = conversations(tokenizer, prompt, options)
         if len(chats) > 1:
             raise ConfigError(f"stream takes one conversation, not {len(chats)}; stream each by itself, or use chat")
         return chats[0]
-    options = {
-        "chat_template": chat_template,
-        "add_generation_prompt": None if add_generation_prompt else False,
-        "continue_final_message": continue_final_message or None,
-        "tools": tools,
-        "chat_template_kwargs": template_kwargs,
-    }
-    if names := [name for name, value in options.items() if value is not None]:
+    unset = ChatOptions._field_defaults
+    if names := [name for name, value in options._asdict().items() if value != unset[name]]:
         raise ConfigError(f"stream: {', '.join(names)} without a conversation; give messages, or leave it out")
     if isinstance(prompt, list | tuple) and any(isinstance(item, str | Mapping) for item in prompt):
         raise ConfigError(f"stream takes one prompt, not {str(prompt)[:60]}; stream each by itself, or use generate")

@@ -45,7 +45,7 @@ def encode_prompt(tokenizer: Any, content: str | list[int] | list[Message]) -> l
         return list(tokenizer.encode(content))
     if isinstance(content[0], int):
         return content
-    rendered = Conversation(content, None, True, False, None, {}).render(tokenizer)
+    rendered = Conversation(content).render(tokenizer)
     return list(tokenizer.encode(rendered, add_special_tokens=False))
 
 

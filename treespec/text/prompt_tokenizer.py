@@ -86,7 +86,7 @@ class UserTokenizer:
     """
 
     def __init__(self, base: Any):
-        self.own = base
+        self.base = base
         if not all(callable(getattr(base, name, None)) for name in ("encode", "decode")):
             raise ConfigError(
                 f"tokenizer={short_repr(base)}; valid: a folder, or an object with encode(text) and decode(token_ids)"
@@ -108,11 +108,11 @@ class UserTokenizer:
         except RequestError as error:
             if error.__cause__ is not None and not isinstance(error.__cause__, TypeError):
                 return
-            raise ConfigError(f"tokenizer={short_repr(self.own)}: {error}; {valid}") from error
+            raise ConfigError(f"tokenizer={short_repr(self.base)}: {error}; {valid}") from error
         try:
             self.decode(ids)
         except RequestError as error:
-            raise ConfigError(f"tokenizer={short_repr(self.own)}: {error}; {valid}") from error
+            raise ConfigError(f"tokenizer={short_repr(self.base)}: {error}; {valid}") from error
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Encode a text, with or without special tokens.

@@ -32,7 +32,7 @@ def option(
 
     Args:
         default: the default value.
-        least, most: range of an int, or of a number if the default is a float.
+        least, most: range of an int, or of a number if `default` or `least` is a float.
         choices: the valid values.
         valid: describes the range in errors, where more is to be said.
     """
@@ -54,7 +54,7 @@ def checked_value(stated: Field[Any], value: Any) -> Any:
             return value
         valid = valid or ", ".join(map(repr, choices))
     else:
-        is_float = isinstance(stated.default, float)
+        is_float = isinstance(stated.default, float) or isinstance(least, float)
         number = as_number(value) if is_float else as_int(value, least)
         if number is not None and least <= number <= (math.inf if most is None else most):
             return number
@@ -132,14 +132,14 @@ def _reject_unknown(kind: str, keywords: Iterable[str], options: Any) -> None:
     """Raise ConfigError for a keyword that is no field of `options`, with the nearest that treespec has."""
     from treespec.errors import reject_unknown
 
-    stated = fields(options)
-    unknown = [name for name in keywords if name not in {one.name for one in stated}]
-    reject_unknown(kind, unknown, [one.name for one in stated if VLLM not in one.metadata])
+    names = {stated.name: VLLM in stated.metadata for stated in fields(options)}
+    unknown = [name for name in keywords if name not in names]
+    reject_unknown(kind, unknown, [name for name, is_vllms in names.items() if not is_vllms])
 
 
 def _signature(options: Any, first: Sequence[Parameter] = ()) -> Signature:
     """Return the signature of a dataclass behind the parameters `first`. `**vllm_options` stands for vLLM's names."""
-    vllm_names = [one.name for one in fields(options) if VLLM in one.metadata]
+    vllm_names = [stated.name for stated in fields(options) if VLLM in stated.metadata]
     parameters = [p for p in inspect.signature(options).parameters.values() if p.name not in vllm_names]
     rest = [Parameter("vllm_options", Parameter.VAR_KEYWORD)] if vllm_names else []
     return Signature([*first, *parameters, *rest])

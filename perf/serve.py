@@ -3,8 +3,8 @@
     python perf/serve.py --json out.json
     python perf/serve.py --throughput --model smollm2 --json out.json
 
-The first compares the tokens of `--requests` requests of mixed parameters, which arrive at random times, with
-`LLM.generate(spec="off")` in this process at the same seeds. Then `--soak` requests follow, many of which are
+The first compares the tokens of `--requests` requests of mixed parameters and priorities, which arrive at random times
+and share a cache that is too small for them, with `LLM.generate(spec="off")` in this process at the same seeds. Then `--soak` requests follow, many of which are
 cancelled, cut off, invalid or read slowly; after every tenth of them, when all have ended, it records what the server
 holds. The second measures tokens per second of the server relative to `LLM.generate` on the same requests, and of the
 server with speculation relative to without; nothing else may run on the machine.
@@ -45,6 +45,8 @@ from treespec.serve import app as serve_app
 from treespec.text.prompt_files import read_prompts
 
 ENGINE: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16", "max_model_len": 512, "max_num_seqs": 8}
+# A cache of 10 pages for 8 requests, which need 2 to 6 each: requests are preempted.
+SCARCE: dict[str, Any] = ENGINE | {"kv_cache_memory_bytes": 5_000_000, "scheduling_policy": "priority"}
 AT_ONCE = 48  # clients
 PATIENCE = 60.0  # seconds for anything that must end
 
@@ -101,6 +103,7 @@ def held_by(engine: AsyncLLM) -> dict[str, int]:
             "threads": threading.active_count(),
             "files": len(os.listdir("/proc/self/fd")),
             "observers": int(bool(inner.observers)),
+            "preemptions": inner.stats.num_preemptions,
         }
 
 
@@ -135,12 +138,14 @@ async def compare(url: str, work: Sequence[Case], expected: Sequence[Answers], s
                 print(differing[-1], work[i].fields())
 
         await at_random_times(len(work), 60, random.Random(seed), one)
+        preemptions = (await client.get(f"{url}/held", cast_to=dict[str, int]))["preemptions"]
     tokens = sum(len(answer[0]) for answers in expected for answer in answers.values())
     return {
         "requests": len(work),
         "streamed": sum(case.body["stream"] for case in work),
         "tokens_compared": tokens,
         "requests_that_differ": len(differing),
+        "preemptions": preemptions,
     }
 
 
@@ -397,7 +402,7 @@ def main() -> None:
     with tempfile.NamedTemporaryFile("w", suffix=".jinja") as template:
         template.write(TEMPLATE)
         template.flush()
-        flags = ["embedded", *_flags(ENGINE), "--chat-template", template.name, "--served-model-name", "m"]
+        flags = ["embedded", *_flags(SCARCE), "--chat-template", template.name, "--served-model-name", "m"]
         with serving(*flags) as url:
             if args.requests:
                 document["tokens"] = asyncio.run(compare(url, work, expected, args.seed))

@@ -83,7 +83,7 @@ def _case(rng: random.Random, texts: Sequence[str], prefixes: Sequence[str], tok
         "bad_words": sometimes(0.1, ["self", "import"]),
         "structured_outputs": sometimes(0.15, rng.choice(FORMS)),
     }
-    speculation = {"speculation": rng.choice(SPECULATION), "stream": rng.random() < 0.5}
+    further = {"speculation": rng.choice(SPECULATION), "stream": rng.random() < 0.5, "priority": rng.randint(-1, 1)}
     prompt: Any = text
     if rng.random() < 0.5:
         prompt = [{"role": "user", "content": text}]
@@ -101,7 +101,7 @@ def _case(rng: random.Random, texts: Sequence[str], prefixes: Sequence[str], tok
         prompt = list(tokenizer.encode(text))
     if params["structured_outputs"] is not None:
         params["ignore_eos"] = None
-    return Case(prompt, {name: value for name, value in params.items() if value is not None}, body | speculation)
+    return Case(prompt, {name: value for name, value in params.items() if value is not None}, body | further)
 
 
 Answers = dict[int, tuple[Any, ...]]  # by index: the token ids, the text, and the reason to end

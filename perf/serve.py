@@ -4,10 +4,11 @@
     python perf/serve.py --throughput --model smollm2 --json out.json
 
 The first compares the tokens of `--requests` requests of mixed parameters and priorities, which arrive at random times
-and share a cache that is too small for them, with `LLM.generate(spec="off")` in this process at the same seeds. Then `--soak` requests follow, many of which are
-cancelled, cut off, invalid or read slowly; after every tenth of them, when all have ended, it records what the server
-holds. The second measures tokens per second of the server relative to `LLM.generate` on the same requests, and of the
-server with speculation relative to without; nothing else may run on the machine.
+and share a cache that is too small for them, with `LLM.generate(spec="off")` in this process at the same seeds. Then
+`--soak` requests follow, many of which are cancelled, cut off, invalid or read slowly; after every tenth of them, when
+all have ended, it records what the server holds. The second measures tokens per second of the server relative to
+`LLM.generate` on the same requests, and of the server with speculation relative to without; nothing else may run on
+the machine.
 """
 
 import argparse

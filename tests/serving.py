@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
-from treespec.serve.options import ServerOptions
 
 from treespec import LLM, AsyncLLM, SamplingParams
 from treespec.serve.app import create_app
+from treespec.serve.options import ServerOptions
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"

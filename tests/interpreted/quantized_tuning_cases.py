@@ -39,10 +39,7 @@ def setting(form: WeightForm | None, groups: int = 1) -> Setting:
     return replace(SETTING, shape=replace(SETTING.shape, quantized=form), groups=groups)
 
 
-@pytest.mark.parametrize(
-    ("form", "groups"),
-    [(WeightForm(8), 1), (WeightForm(8, 32), 2), (WeightForm(4, 32), 1), (WeightForm(4, 64, True), 2)],
-)
+@pytest.mark.parametrize(("form", "groups"), [(WeightForm(8), 1), (WeightForm(4, 64, True), 2)])
 def test_every_case_is_right_by_its_own_check(form: WeightForm, groups: int) -> None:
     found = [problem[0] for problem in problems_of([setting(form, groups)], [OP])]  # the rows of a tree
     assert {(case.key["out_features"], case.key["in_features"]) for case in found} == {
@@ -108,20 +105,6 @@ def test_what_was_tuned_holds_for_its_form_alone(problems: list[TuningProblem], 
     plain = {name: value for name, value in key.items() if name not in ("bits", "group", "zero")} | {"silu_gate": 0}
     assert configs.get("row_linear", plain, SLOW) is SLOW and configs.get("row_linear", key, SLOW) is SLOW
     assert len(configs.tuned) == 1 and len(configs.fallbacks) == 6
-
-
-def test_a_wrong_kernel_is_refused_before_it_is_timed(problems: list[TuningProblem], tmp_path: Path) -> None:
-    [layer] = problems[0]
-
-    def planted(*given: Any, config: Any, **named: Any) -> torch.Tensor:
-        out = layer.entry.run(*given, config=config, **named)
-        if config == FAST:
-            out[-1, 0] += 0.1
-        return out
-
-    timed = Clock()
-    [found] = tune([(changed(layer, run=planted),)], timed, SweepLog(tmp_path / "log", NAME))
-    assert timed.timed == [SLOW] and [each.config for each in found.failed] == [FAST]
 
 
 # --- what an engine asks for

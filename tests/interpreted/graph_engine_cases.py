@@ -158,7 +158,7 @@ def test_the_deepest_round(folders: tuple[Path, list[Path]]) -> None:
     root = new_folder("sure")
     target = make_draft(root / "target", folders[0], 0, 0.0)
     tensors = load_file(target / "model.safetensors")
-    save_file(tensors | {"lm_head.weight": 20 * tensors["lm_head.weight"]}, target / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": 60 * tensors["lm_head.weight"]}, target / "model.safetensors")
     drafts = [make_draft(root / "ssm", target, 1, 0.0)]
     spec = SpecConfig(nodes=16, sources=("ssm",))
     llm = open_llm(target, drafts, spec=spec, max_num_seqs=1, **TRITON)

@@ -10,14 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.interpreted.tuning_cases import NAME, PlannedClock, changed
+from tests.interpreted.tuning_cases import NAME, PlannedClock, changed, decoder
 from tests.models import make_draft, make_llama, new_folder
 from tests.quantized_checkpoints import quantize_folder
 from treespec.cache.kv_cache import KVCache
 from treespec.cli.kernels import settings_of
-from treespec.models.attention import make_attention
-from treespec.models.model_config import ModelConfig
-from treespec.models.triton_decoder import TritonDecoder, stacked
+from treespec.models.triton_decoder import stacked
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.linear.quantized import QuantizedWeight, WeightForm
 from treespec_kernels.linear.row_linear import RowLinearConfig
@@ -26,7 +24,6 @@ from treespec_kernels.ops.shapes import KernelShape, Setting
 from treespec_kernels.tuning import tuned
 from treespec_kernels.tuning.sweep import SweepLog, TuningProblem, problems_of, tune
 from treespec_kernels.tuning.tuned import KernelConfigs
-from treespec_weights import load_weights
 
 torch.set_num_threads(1)
 CPU, OP = torch.device("cpu"), "quantized_row_linear"
@@ -87,13 +84,8 @@ def problems() -> list[TuningProblem]:
     return [(changed(layer, configs=lambda case: [SLOW, FAST]),)]
 
 
-class Clock(PlannedClock):
-    def __init__(self) -> None:
-        super().__init__({SLOW: 3.0, FAST: 1.0})
-
-
 def test_what_was_tuned_holds_for_its_form_alone(problems: list[TuningProblem], tmp_path: Path) -> None:
-    [found] = tune(problems, Clock(), SweepLog(tmp_path / "log", NAME))
+    [found] = tune(problems, PlannedClock({SLOW: 3.0, FAST: 1.0}), SweepLog(tmp_path / "log", NAME))
     assert found.best is not None and found.best.config == FAST and not found.failed
     entry = found.entry(tuned.versions_of(NAME, OP), 1e9)
     assert entry is not None and entry.config["block_n"] == 32
@@ -108,13 +100,6 @@ def test_what_was_tuned_holds_for_its_form_alone(problems: list[TuningProblem], 
 
 
 # --- what an engine asks for
-
-
-def decoder(folder: Path, configs: KernelConfigs, quantization: str | None = None) -> TritonDecoder:
-    config = ModelConfig.from_hf(folder)
-    weights = load_weights(config.folder, config.shape, config.rules, torch.float32, CPU, quantization)
-    attention = make_attention("triton", config.shape, torch.float32, CPU, configs)
-    return TritonDecoder(config, weights, attention, configs, True, 64)
 
 
 def labels(*given: Any) -> set[str]:

@@ -165,7 +165,7 @@ def test_a_decoder_launches_as_was_measured(gpu: Gpu, measured: bool | None, mon
 def test_rounds_of_heads(gpu: Gpu) -> None:
     """Each level of an EAGLE head is part of the captured round, as is what the target's passes store for it, beside an
     SSM. After a prompt of one token no head can draft."""
-    shape = TargetShape(num_hidden_layers=2, vocab_size=64, hidden_size=32, intermediate_size=48)
+    shape = TargetShape(32, 48, 2, num_attention_heads=2, num_key_value_heads=1, vocab_size=64)
     target, head, other = make_target(shape, torch.float16), new_folder("head"), new_folder("head")
     options: dict[str, Any] = {"draft_vocab": 48, "own_embedding": False, "boundaries": (0, 1)}
     write_eagle3(head, shape, layout="specforge", seed=1, **options)

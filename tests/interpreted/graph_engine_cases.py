@@ -11,7 +11,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.interpreted.engines import LONG, PROMPTS, TREES, TRITON, captured_rounds
-from tests.models import greedy, make_draft, make_llama, new_folder, open_llm, reduce_vocabulary, tokens_of
+from tests.models import (
+    greedy,
+    make_draft,
+    make_llama,
+    new_folder,
+    open_llm,
+    random_prompts,
+    reduce_vocabulary,
+    tokens_of,
+)
 from treespec import LLM, RoundRecord, SpecConfig
 from treespec.graphs.capture import MAX_DEPTH
 from treespec.graphs.graph_executor import GraphExecutor
@@ -120,8 +129,9 @@ def test_the_proof_at_start(llm: LLM) -> None:
 
 def test_requests_that_graphs_do_not_know_go_step_by_step(llm: LLM) -> None:
     params = [greedy(4), greedy(4, temperature=0.9, seed=5, logits_processors=[lambda tokens, logits: logits * 0.5])]
-    together = llm.generate(PROMPTS, params, spec=TREES)
-    alone = [llm.generate([p], one, spec="off")[0] for p, one in zip(PROMPTS, params, strict=True)]
+    prompts = random_prompts([3, 9], vocab=64)
+    together = llm.generate(prompts, params, spec=TREES)
+    alone = [llm.generate([p], one, spec="off")[0] for p, one in zip(prompts, params, strict=True)]
     assert tokens_of(together) == tokens_of(alone)
 
 

@@ -87,7 +87,7 @@ def test_the_check_of_programmatic_launches(gpu: Gpu, form: WeightForm | None, m
     monkeypatch.setattr(pass_chain, "LAYERS", 2)
     monkeypatch.setattr(pass_chain, "takes_pdl", lambda device: True)
     shape = KernelShape(torch.float16, 16, 4, 2, 32, 64, 100, quantized=form)
-    setting = Setting(shape, torch.device("cuda"), nodes=3, context=20, groups=2)
+    setting = Setting(shape, torch.device("cuda"), nodes=2, context=3, groups=2)
     for case in cases_of("programmatic_launch", setting):
         assert case.candidates() == [LaunchConfig(), LaunchConfig(pdl=True)]
         for config in case.candidates():
@@ -174,7 +174,7 @@ def test_rounds_of_heads(gpu: Gpu) -> None:
     llm = open_llm(target, drafts, spec=TREES, max_num_seqs=2, **ON_GPU)
     assert llm.stats()["frozen"]["rounds"] == "on the device"
     spec = SpecConfig(nodes=8, max_depth=2, sources=("ssm",))
-    prompts, params = random_prompts([1, 62], vocab=64), [greedy(4), greedy(4, temperature=0.9, seed=3)]
+    prompts, params = random_prompts([1, 9], vocab=64), [greedy(4), greedy(4, temperature=0.9, seed=3)]
     records: list[RoundRecord] = []
     with rounds_wait_for_nothing(gpu):
         plain = tokens_of(llm.generate(prompts, params, spec="off"))

@@ -56,7 +56,7 @@ def open_on_gpu() -> LLM:
         mock.patch("treespec.graphs.capture.is_interpreted", lambda: False),
         mock.patch("treespec.graphs.capture._REPEATS", 1),
     ):
-        return open_llm(target, drafts, spec=TREES, max_num_seqs=2, **ON_GPU)
+        return open_llm(target, drafts, spec=TREES, max_num_seqs=2, max_model_len=128, **ON_GPU)
 
 
 @contextlib.contextmanager

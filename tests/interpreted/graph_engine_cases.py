@@ -39,7 +39,7 @@ def folders() -> tuple[Path, list[Path]]:
 @pytest.fixture(scope="module")
 def llm(folders: tuple[Path, list[Path]]) -> LLM:
     spec = SpecConfig(max_depth=2, sources=("ssm", "lookup", "suffix"))
-    return open_llm(*folders, spec=spec, max_num_seqs=2, suffix_tokens=256, **TRITON)
+    return open_llm(*folders, spec=spec, max_num_seqs=2, max_model_len=128, suffix_tokens=256, **TRITON)
 
 
 @pytest.fixture(scope="module")

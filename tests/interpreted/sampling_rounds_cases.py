@@ -22,7 +22,7 @@ def llm() -> LLM:
     target = make_llama(root / "target", 0, **SMALL)
     draft = make_draft(root / "ssm", target, 1, 0.04)
     spec = SpecConfig(max_depth=2, sources=("ssm", "lookup"))
-    return open_llm(target, [draft], spec=spec, max_num_seqs=2, **TRITON)
+    return open_llm(target, [draft], spec=spec, max_num_seqs=2, max_model_len=128, **TRITON)
 
 
 @pytest.fixture(scope="module")

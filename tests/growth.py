@@ -16,6 +16,9 @@ from treespec.drafters.ssm.forest import Forest, SsmProbs, TreeLimits
 from treespec.tree import TokenTree
 from treespec_kernels.tree.device_trees import SEED_BIT, DeviceForest, DeviceTrees, ProposedTrees
 from treespec_kernels.tree.growth_limits import frontier_width
+from treespec_kernels.tree.tree_merge import tree_merge_ref
+from treespec_kernels.tree.tree_root import tree_root_ref
+from treespec_kernels.tree.tree_select import tree_select_ref
 
 Path = tuple[int, ...]
 ONE, ZERO = np.float32(1), np.float32(0)
@@ -247,9 +250,10 @@ def proposals(sizes: Sizes, kind: str, rng: np.random.Generator) -> tuple[torch.
 
 
 def mixtures(sizes: Sizes, rng: np.random.Generator) -> torch.Tensor:
-    """[B, G] float32 weights; some are 0, and some sum to more than 1."""
+    """[B, G] float32 weights; some are 0, some NaN for an SSM that is silent, and some sum to more than 1."""
     weights = rng.dirichlet(np.ones(sizes.ssms), sizes.requests) * rng.choice([1, 1, 2], (sizes.requests, 1))
-    return torch.from_numpy(np.float32(weights * (rng.random(weights.shape) < 0.9)))
+    fates = rng.random(weights.shape)
+    return torch.from_numpy(np.float32(np.where(fates < 0.05, np.nan, weights * (fates < 0.9))))
 
 
 @dataclass(frozen=True)
@@ -327,22 +331,21 @@ def grown_on_host(case: GrowthCase, forest_type: Callable[..., Forest]) -> list[
     return [tree.best(nodes) for tree, nodes in zip(grown, case.nodes, strict=True)]
 
 
-def grown_by_ops(case: GrowthCase, ops: tuple[Callable, Callable, Callable], device: str = "cpu") -> DeviceTrees:
-    """What tree_root, tree_merge and tree_select make of the same."""
-    (root, merge, select), sizes = ops, case.sizes
-    forest, host = sizes.forest(device), sizes.unproposed()
+def grown_by_ops(case: GrowthCase) -> DeviceTrees:
+    """What the references of tree_root, tree_merge and tree_select make of the same."""
+    sizes = case.sizes
+    forest, proposed = sizes.forest(), sizes.unproposed()
     for i, tree in enumerate(case.trees):
         below = slice(0, len(tree) - 1)
         of_nodes = tree.tokens, tree.parents - 1, tree.probs, case.evidence.ratios(tree.probs)
-        for tensor, values in zip(host, of_nodes, strict=True):
+        for tensor, values in zip(proposed, of_nodes, strict=True):
             tensor[i, below] = torch.tensor(values[1:].tolist(), dtype=tensor.dtype)
-    proposed = ProposedTrees(*(tensor.to(device) for tensor in host))
-    roots = torch.arange(sizes.requests, dtype=torch.int32, device=device)
-    weights = torch.from_numpy(np.where(case.weights > 0, case.weights, np.nan).astype(np.float32)).to(device)
+    roots = torch.arange(sizes.requests, dtype=torch.int32)
+    weights = torch.from_numpy(np.where(case.weights > 0, case.weights, np.nan).astype(np.float32))
     width = max(len(own) for own in case.ends)
     ends = torch.tensor([[*own, *[-1] * (width - len(own))] for own in case.ends], dtype=torch.int32)
-    ends = ends.view(sizes.requests, width).to(device)
-    root(forest, roots)
+    ends = ends.view(sizes.requests, width)
+    tree_root_ref(forest, roots)
     for _ in range(sizes.depth):
         shape = sizes.ssms, sizes.requests, sizes.frontier, sizes.proposals
         tokens, probs = np.full(shape, -1, dtype=np.int32), np.full(shape, np.nan, dtype=np.float32)
@@ -353,11 +356,11 @@ def grown_by_ops(case: GrowthCase, ops: tuple[Callable, Callable, Callable], dev
                     if np.isfinite(row).all():
                         best = np.argsort(-row, kind="stable")[: sizes.proposals]
                         tokens[ssm, request, f, : len(best)], probs[ssm, request, f, : len(best)] = best, row[best]
-        merge(forest, torch.from_numpy(tokens).to(device), torch.from_numpy(probs).to(device), weights, ends, proposed)
-    nodes = torch.tensor(case.nodes, dtype=torch.int32, device=device)
-    out = DeviceTrees.allocate(sizes.requests, nodes=max(case.nodes), max_depth=sizes.depth, device=device)
-    deepest = torch.full((sizes.requests,), sizes.depth, dtype=torch.int32, device=device)
-    return select(forest, proposed, roots, nodes, torch.zeros(sizes.requests, device=device), deepest, out=out)
+        tree_merge_ref(forest, torch.from_numpy(tokens), torch.from_numpy(probs), weights, ends, proposed)
+    nodes = torch.tensor(case.nodes, dtype=torch.int32)
+    out = DeviceTrees.allocate(sizes.requests, nodes=max(case.nodes), max_depth=sizes.depth)
+    deepest = torch.full((sizes.requests,), sizes.depth, dtype=torch.int32)
+    return tree_select_ref(forest, proposed, roots, nodes, torch.zeros(sizes.requests), deepest, out=out)
 
 
 def frontier_paths(forest: DeviceForest, request: int) -> list[Path]:

@@ -1,5 +1,6 @@
 """The engine of captured rounds: what it makes of their results, with rounds that are scripted."""
 
+import functools
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from treespec.tree import TokenTree
 from treespec_kernels.tree.device_trees import SEED_BIT
 
 NODES = (1, 8)
+CHAINS = SpecConfig(nodes=8, sources=("ssm",))
 
 
 class ScriptedRounds:
@@ -120,22 +122,26 @@ def scripted(
     accepts: int | None, made: type[ScriptedRounds] = ScriptedRounds, **options: Any
 ) -> tuple[LLM, ScriptedRounds, list[list[int]], list[list[int]]]:
     """An engine with scripted rounds over `tiny`, prompts, and what plain decoding says after them."""
-    target, drafts = tiny()
-    llm = open_llm(target, drafts[:2], max_num_seqs=2, **options)
-    prompts = random_prompts([5, 9])
-    plain = tokens_of(llm.generate(prompts, greedy(40), spec="off"))
+    llm, prompts, plain = engine_of(**options)
     rounds = made([(p, p + t) for p, t in zip(prompts, plain, strict=True)], accepts)
-    old = llm.engine
-    captured = GraphExecutor(old.runner, old.sources, rounds, old.host.max_model_len)  # type: ignore[arg-type]
-    old.captured = captured
-    old.executors.insert(0, captured)
+    engine = llm.engine
+    captured = GraphExecutor(engine.runner, engine.sources, rounds, engine.host.max_model_len)  # type: ignore[arg-type]
+    engine.captured, engine.executors[:] = captured, [captured, *engine.executors[-1:]]
     return llm, rounds, prompts, plain
+
+
+@functools.cache
+def engine_of(**options: Any) -> tuple[LLM, list[list[int]], list[list[int]]]:
+    """The same for all tests but for its rounds."""
+    target, drafts = tiny()
+    llm, prompts = open_llm(target, drafts[:2], max_num_seqs=2, **options), random_prompts([5, 9])
+    return llm, prompts, tokens_of(llm.generate(prompts, greedy(40), spec="off"))
 
 
 @pytest.mark.parametrize("accepts", [0, 1, 3])
 def test_what_rounds_emit_reaches_the_requests(accepts: int) -> None:
     llm, rounds, prompts, plain = scripted(accepts)
-    outputs = llm.generate(prompts, greedy(21), spec=SpecConfig(nodes=8, sources=("ssm",)))
+    outputs = llm.generate(prompts, greedy(21), spec=CHAINS)
     assert tokens_of(outputs) == [tokens[:21] for tokens in plain]
     assert all(levels == 4 and nodes == 8 for _, levels, nodes in rounds.seen[:-4])
     for output in outputs:
@@ -150,7 +156,7 @@ def test_what_rounds_emit_reaches_the_requests(accepts: int) -> None:
 
 def test_ssms_read_each_token_once() -> None:
     llm, rounds, prompts, _ = scripted(2)
-    llm.generate(prompts[:1], greedy(20), spec=SpecConfig(nodes=8, sources=("ssm",)))
+    llm.generate(prompts[:1], greedy(20), spec=CHAINS)
     read = [token for requests, _, _ in rounds.seen for token in requests[0].new_tokens]
     emitted = rounds.truths[0][1][len(prompts[0]) - 1 :]
     assert read == emitted[: len(read)] and len(read) > 15
@@ -187,7 +193,7 @@ class Weighed(ScriptedRounds):
 
 def test_ssms_are_weighed_by_what_they_read() -> None:
     llm, rounds, prompts, _ = scripted(2, Weighed)
-    llm.generate(prompts[:1], greedy(30), spec=SpecConfig(nodes=8, sources=("ssm",)))
+    llm.generate(prompts[:1], greedy(30), spec=CHAINS)
     weights = [requests[0].weights[0] for requests, levels, _ in rounds.seen if levels]
     assert weights[0] == weights[1], "the first round is learned from while the second one runs"
     assert all(later <= earlier for earlier, later in itertools.pairwise(weights)) and weights[-1] < 0.05
@@ -215,7 +221,7 @@ def test_the_host_learns_while_the_device_computes() -> None:
         return read
 
     with mock.patch.object(Planner, "observe", count), mock.patch.object(ScriptedRounds, "verify", watched):
-        llm.generate(prompts, greedy(21), spec=SpecConfig(nodes=8, sources=("ssm",)))
+        llm.generate(prompts, greedy(21), spec=CHAINS)
     assert before == [0, *range(len(rounds.seen) - 1)] and learned == len(rounds.seen) > 4
 
 
@@ -228,9 +234,6 @@ def steps_of(
         params = SamplingParams(max_tokens=21, ignore_eos=True)
         engine.add_request(str(i), {"prompt_token_ids": prompt}, params, spec=spec)
     return engine, lambda: {output.request_id: len(output.outputs[0].token_ids) for output in engine.step()}
-
-
-CHAINS = SpecConfig(nodes=8, sources=("ssm",))
 
 
 @pytest.mark.parametrize("spec", [CHAINS, SpecConfig(nodes=1)], ids=["trees", "plain"])
@@ -325,7 +328,7 @@ def test_counters_are_current_between_rounds() -> None:
     llm, _, prompts, _ = scripted(3)
     engine = LLMEngine(llm)
     params = SamplingParams(max_tokens=21, ignore_eos=True)
-    engine.add_request("one", {"prompt_token_ids": prompts[0]}, params, spec=SpecConfig(nodes=8, sources=("ssm",)))
+    engine.add_request("one", {"prompt_token_ids": prompts[0]}, params, spec=CHAINS)
     emitted = 0
     while engine.has_unfinished_requests():
         (output,) = engine.step()
@@ -337,7 +340,7 @@ def test_counters_are_current_between_rounds() -> None:
 
 def test_a_round_that_finds_nan_is_decided_step_by_step() -> None:
     llm, rounds, prompts, plain = scripted(None)
-    outputs = llm.generate(prompts, greedy(12), spec=SpecConfig(nodes=8, sources=("ssm",)))
+    outputs = llm.generate(prompts, greedy(12), spec=CHAINS)
     assert tokens_of(outputs) == [tokens[:12] for tokens in plain]
     assert rounds.seen
     llm.engine.check_integrity()
@@ -347,7 +350,7 @@ def test_a_stop_inside_a_path_ends_the_request() -> None:
     llm, _, prompts, plain = scripted(3)
     stop = plain[0][5]
     params = SamplingParams(max_tokens=30, ignore_eos=True, stop_token_ids=[stop])
-    [output] = llm.generate(prompts[:1], params, spec=SpecConfig(nodes=8, sources=("ssm",)))
+    [output] = llm.generate(prompts[:1], params, spec=CHAINS)
     assert output.outputs[0].token_ids == plain[0][: plain[0].index(stop) + 1]
     assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", stop)
     assert llm.engine.cache.num_free == llm.engine.cache.num_pages

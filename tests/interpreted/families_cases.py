@@ -2,12 +2,11 @@
 
 Layers of both kinds where they alternate, contexts longer than their windows. Every family's passes are compared; a
 captured round takes seconds of a family in the interpreter, so the engine runs with those that differ in what a
-round does: windows by layer, several ropes, parallel layers, learned positions. TREESPEC_FAMILIES names others.
+round does: windows by layer, several ropes, learned positions. TREESPEC_FAMILIES names others.
 """
 
 import os
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,10 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.families import TYPICAL, make_model, small
-from tests.models import greedy, make_draft, new_folder, open_llm, random_prompts
+from tests.interpreted.engines import TRITON, captured_rounds
+from tests.models import greedy, make_draft, new_folder, open_llm, random_prompts, tokens_of
 from treespec import SpecConfig
 from treespec.cache.kv_cache import KVCache
-from treespec.graphs.batch_round import BatchRound
 from treespec.models.attention import make_attention
 from treespec.models.model_config import ModelConfig
 from treespec.models.triton_decoder import TritonDecoder
@@ -27,12 +26,11 @@ from treespec_kernels.tuning.testing import assert_close, path_to
 from treespec_kernels.tuning.tuned import KernelConfigs
 from treespec_weights import load_weights
 
-torch.set_num_threads(1)
 CPU, VOCAB, PREFIX = torch.device("cpu"), 61, 23  # a window of 21 positions ends inside the prompt
 PARENTS = [-1, 0, 0, 1, 2, 4]
 NAMED = os.environ.get("TREESPEC_FAMILIES", "").split(",")
 CHOSEN = list(TYPICAL) if NAMED == [""] else NAMED
-IN_ROUNDS = ["gemma3", "gpt_neox", "gpt2"] if NAMED == [""] else NAMED
+IN_ROUNDS = ["gemma3", "gpt2"] if NAMED == [""] else NAMED
 
 
 @pytest.fixture(scope="module")
@@ -86,11 +84,10 @@ def test_rounds(name: str, folders: dict[str, Path]) -> None:
     drafts = [make_draft(target.with_name(f"{name}-ssm-{i}"), target, i, 0.05 * i) for i in (1, 2)]
     prompts, options = random_prompts([PREFIX], vocab=VOCAB), {"max_num_seqs": 1, "max_model_len": 128}
     spec = SpecConfig(nodes=5, max_depth=2, sources=("ssm",))
-    llm = open_llm(target, drafts, spec=spec, attention="triton", linear="triton", **options, prove=None)
-    with mock.patch.object(BatchRound, "draft", autospec=True, side_effect=BatchRound.draft) as run:
+    llm = open_llm(target, drafts, spec=spec, **options, **TRITON)
+    with captured_rounds():
         [trees] = llm.generate(prompts, greedy(4))
-    assert run.call_count, "no round was captured"
-    [plain] = open_llm(target, attention="cpu-packed", **options).generate(prompts, greedy(4), spec="off")
-    assert trees.outputs[0].token_ids == plain.outputs[0].token_ids
+    plain = open_llm(target, attention="cpu-packed", **options).generate(prompts, greedy(4), spec="off")
+    assert tokens_of([trees]) == tokens_of(plain)
     assert trees.metrics.acceptance_length > 1
     llm.engine.check_integrity()

@@ -17,7 +17,7 @@ def from_host(cache: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor, *
 
 
 kv_commit = {"ref": kv_commit_ref, "cpu": from_host, "triton": kv_commit_triton}[IMPLEMENTATION]
-ROUNDS = 25 if IMPLEMENTATION == "triton" else 300
+ROUNDS = 8 if IMPLEMENTATION == "triton" else 300
 
 
 def committed(inputs: KvCommitInputs) -> torch.Tensor:
@@ -49,17 +49,13 @@ def assert_commits(inputs: KvCommitInputs) -> None:
     "paths",
     [
         [[0, 1, 2, 3, 4, 5]],  # a chain, all accepted: nothing moves
-        [[0, 9]],  # depth 1
-        [[0]],  # all rejected: only the root
-        [[]],
         [[0, 2, 3, 4, 5, 6]],  # every destination but the last was a source one step before
-        [[0, 1, 5, 6, 30]],
-        [[0, 3], [], [0, 1, 4, 8], [0]],  # ragged
+        [[0, 3], [], [0, 1, 4, 8], [0]],  # ragged; all rejected; idle
         [[0, *range(2, 40)]],  # longer than one block of steps
     ],
     ids=str,
 )
-@pytest.mark.parametrize("length", [0, 1, 3, 4, 5])
+@pytest.mark.parametrize("length", [0, 3, 4])
 def test_paths(paths: list[list[int]], length: int) -> None:
     assert_commits(kv_commit_inputs([length + i for i in range(len(paths))], paths, device=DEVICE))
 

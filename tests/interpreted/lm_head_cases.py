@@ -1,11 +1,25 @@
-"""Cases of lm_head_triton."""
+"""Cases of lm_head: the reference against float64, the kernel against the reference."""
 
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from tests.interpreted.common import DEVICE, INF, INTERPRETED, NAN, each_dtype
+from tests.interpreted.common import (
+    DEVICE,
+    IMPLEMENTATION,
+    INF,
+    INTERPRETED,
+    NAN,
+    assert_near,
+    check,
+    each_dtype,
+    in_the_interpreter,
+    normal,
+    of_kernels,
+    on_a_gpu,
+)
 from treespec_kernels.launch.triton_launch import target_of
 from treespec_kernels.linear.lm_head import (
     BlockStats,
@@ -15,7 +29,6 @@ from treespec_kernels.linear.lm_head import (
     lm_head_ref,
     lm_head_triton,
 )
-from treespec_kernels.sampling.row_topk import row_topk_ref, row_topk_triton
 from treespec_kernels.tuning.testing import assert_close
 
 pytestmark = pytest.mark.usefixtures("poisoned_allocations")
@@ -23,31 +36,52 @@ ERRORS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}  # one
 
 SMALL = LmHeadConfig(block_m=16, block_n=16, block_k=16, num_warps=4, num_stages=2)
 WIDE = replace(SMALL, block_n=512, block_k=32)
+TILED = LmHeadConfig(64, 32, 32, 4, 2, larger=((128, 8, 2),))
+if INTERPRETED:  # a GPU has another instruction for 16 rows
+    TILED = replace(SMALL, larger=((32, 8, 2),))
 
 
-def inputs(
-    rows: int, vocab: int, hidden: int, dtype: torch.dtype, groups: int | None = None, seed: int = 0
-) -> tuple[torch.Tensor, torch.Tensor]:
+class Head(NamedTuple):
+    rows: int
+    vocab: int
+    hidden: int
+    groups: int | None = None
+    cap: float | None = None
+    config: LmHeadConfig = SMALL
+
+
+HEADS = [
+    Head(1, 1, 24),
+    Head(2, 63, 40),
+    Head(18, 64, 32),
+    Head(17, 40, 24, groups=2),
+    Head(3, 70, 48, cap=4.0),
+    Head(2, 600, 33, config=WIDE),
+    Head(33, 70, 40, config=TILED),
+]
+
+
+def arguments_of(head: Head, dtype: torch.dtype) -> dict[str, Any]:
     """x and weight, both inside larger matrices of NaN: nothing around them may be read."""
-    generator = torch.Generator().manual_seed(seed)
-    leading = () if groups is None else (groups,)
-    x = torch.full((*leading, rows, hidden + 16), NAN)
-    x[..., :hidden] = torch.randn(*leading, rows, hidden, generator=generator)
-    weight = torch.full((*leading, vocab + 3, hidden + 32), NAN)
-    weight[..., :vocab, :hidden] = torch.randn(*leading, vocab, hidden, generator=generator) * hidden**-0.5 * 3
-    return x.to(DEVICE, dtype)[..., :hidden], weight.to(DEVICE, dtype)[..., :vocab, :hidden]
+    draw, leading = normal(head.vocab), () if head.groups is None else (head.groups,)
+    x = torch.full((*leading, head.rows, head.hidden + 16), NAN, device=DEVICE, dtype=dtype)
+    x[..., : head.hidden] = draw(*leading, head.rows, head.hidden)
+    weight = torch.full((*leading, head.vocab + 3, head.hidden + 32), NAN, device=DEVICE, dtype=dtype)
+    scale = 3 * head.hidden**-0.5
+    weight[..., : head.vocab, : head.hidden] = draw(*leading, head.vocab, head.hidden) * scale
+    return {"x": x[..., : head.hidden], "weight": weight[..., : head.vocab, : head.hidden], "logit_cap": head.cap}
 
 
-def project(x: torch.Tensor, weight: torch.Tensor, config: LmHeadConfig = SMALL) -> LmHead:
-    """The head, with a check that its summary is that of its own logits."""
-    out = lm_head_triton(x, weight, config=config)
-    rows, vocab = x.shape[:-1].numel(), weight.shape[-2]
-    assert (out.logits.shape, out.logits.dtype) == ((rows, vocab), x.dtype)
-    check_stats(out, config)
-    return out
+def compare(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], config: Any) -> None:
+    """The logits, and whether the summary is that of the actual logits."""
+    logits, *stats = actual.values()
+    right = next(iter(expected.values()))
+    error = ERRORS[right.dtype] * max(1.0, float(right.abs().max()))
+    assert_close(logits, right, max_error=error, rms_error=error / 4)
+    check_stats(LmHead(logits, BlockStats(*stats)), config)
 
 
-def check_stats(out: LmHead, config: LmHeadConfig) -> None:
+def check_stats(out: LmHead, config: LmHeadConfig = SMALL) -> None:
     expected = block_stats_ref(out.logits, config.block_n)
     assert torch.equal(out.stats.values, expected.values)
     assert torch.equal(out.stats.tokens, expected.tokens) and out.stats.tokens.dtype == torch.int32
@@ -55,75 +89,59 @@ def check_stats(out: LmHead, config: LmHeadConfig) -> None:
 
 
 @each_dtype
-@pytest.mark.parametrize("rows", [1, 2, 7, 33])
-@pytest.mark.parametrize("vocab, hidden", [(1, 24), (5, 16), (63, 40), (64, 32), (1000, 16), (4099, 33)])
-def test_logits_and_their_summary(rows: int, vocab: int, hidden: int, dtype: torch.dtype) -> None:
-    config = WIDE if vocab >= 1000 else SMALL
-    x, weight = inputs(rows, vocab, hidden, dtype)
-    out = project(x, weight, config)
-    expected = lm_head_ref(x, weight, config=config)
-    error = ERRORS[dtype] * max(1.0, float(expected.logits.abs().max()))
-    assert_close(out.logits, expected.logits, max_error=error, rms_error=error / 4)
+@pytest.mark.parametrize("head", HEADS, ids=lambda head: "-".join(map(str, head[:-1])))
+def test_logits_and_their_summary(head: Head, dtype: torch.dtype) -> None:
+    arguments = arguments_of(head, dtype)
+    if IMPLEMENTATION != "ref":
+        check("lm_head", arguments, head.config, num_rows=head.rows, compare=compare)
+        return
+    expected = arguments["x"].double() @ arguments["weight"].double().mT
+    if head.cap is not None:
+        expected = head.cap * torch.tanh(expected / head.cap)
+        assert expected.abs().max() > 3.5
+    assert_near(lm_head_ref(**arguments).logits, expected.view(-1, head.vocab).to(dtype))
 
 
-@each_dtype
-@pytest.mark.parametrize("groups", [1, 2, 3])
-def test_groups_are_heads_of_their_own(groups: int, dtype: torch.dtype) -> None:
-    x, weight = inputs(18, 40, 24, dtype, groups)
-    out = project(x, weight)
-    for group in range(groups):
-        alone = project(x[group], weight[group])
-        part = slice(group * 18, (group + 1) * 18)
-        assert torch.equal(out.logits[part], alone.logits)
-        assert all(torch.equal(a[part], b) for a, b in zip(out.stats, alone.stats, strict=True))
-
-
-@each_dtype
-def test_a_row_has_the_same_bits_in_every_tile(dtype: torch.dtype) -> None:
-    config = LmHeadConfig(64, 32, 32, 4, 2, larger=((128, 8, 2),))
-    x, weight = inputs(300, 70, 40, dtype)
-    expected = project(x, weight, config.with_tile(config.tiles[0]))
-    for rows in (1, 63, 64, 65, 127, 128, 129, 255, 256, 300):
-        some = project(x[-rows:], weight, config.with_tile(config.larger[0]))
-        assert torch.equal(some.logits, expected.logits[-rows:]), rows
-        assert all(torch.equal(a, b[-rows:]) for a, b in zip(some.stats, expected.stats, strict=True)), rows
-    x, weight = inputs(100, 70 * 32, 16, dtype)  # so many columns that a launch takes the larger tile by itself
+@of_kernels
+def test_a_launch_takes_the_tile_for_its_rows() -> None:
+    """So many columns that the larger tile is the faster one."""
+    config = LmHeadConfig(64, 32, 16, 4, 2, larger=((128, 8, 2),))
+    arguments = arguments_of(Head(100, 70 * 32, 16), torch.float32)
     assert config.for_rows(100, 70).block_m == 128
-    assert torch.equal(project(x, weight, config).logits, project(x, weight, config.with_tile(config.tiles[0])).logits)
+    expected = lm_head_triton(**arguments, config=config.with_tile(config.tiles[0]))
+    assert torch.equal(lm_head_triton(**arguments, config=config).logits, expected.logits)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter's dot is not the GPU's")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=lambda dtype: str(dtype)[6:])
-@pytest.mark.parametrize("vocab, hidden", [(4096, 256), (32768, 2048)])
-def test_every_candidate_is_row_invariant(vocab: int, hidden: int, dtype: torch.dtype) -> None:
-    x, weight = inputs(257, vocab, hidden, dtype)
-    expected = lm_head_ref(x, weight)
-    error = ERRORS[dtype] * float(expected.logits.abs().max())
-    for config in LmHeadConfig.candidates(dtype, vocab, hidden, target_of(DEVICE)):
-        out = project(x, weight, config)
-        assert_close(out.logits, expected.logits, max_error=error, rms_error=error / 4)
-        for rows in (1, 2, 15, 16, 17, 63, 64, 65, 128):
-            some = project(x[-rows:], weight, config)
-            assert torch.equal(some.logits, out.logits[-rows:]), (config, rows)
-            assert all(torch.equal(a, b[-rows:]) for a, b in zip(some.stats, out.stats, strict=True)), (config, rows)
+@of_kernels
+def test_groups_are_heads_of_their_own() -> None:
+    arguments = arguments_of(Head(3, 40, 24, groups=2), torch.float32)
+    out = lm_head_triton(**arguments, config=SMALL)
+    for group in range(2):
+        alone = lm_head_triton(arguments["x"][group], arguments["weight"][group], config=SMALL)
+        assert torch.equal(out.logits[3 * group : 3 * group + 3], alone.logits)
 
 
+@of_kernels
 def test_ties_go_to_the_first_token() -> None:
-    x, weight = inputs(3, 40, 16, torch.float32)
+    arguments = arguments_of(Head(3, 40, 16), torch.float32)
+    weight = arguments["weight"]
     weight[[7, 9, 15, 20, 35]] = weight[3].clone()  # equal within block 0 and across blocks
-    x[:] = weight[3] * 10
-    out = project(x, weight)
+    arguments["x"][:] = weight[3] * 10
+    out = lm_head_triton(**arguments, config=SMALL)
+    check_stats(out)
     assert out.stats.tokens.tolist() == [[3, 20, 35]] * 3
     assert len(out.stats.values.unique()) == 1
 
 
+@of_kernels
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 def test_what_is_not_finite_surfaces(value: float) -> None:
     """In the block of the token, and nowhere else. A NaN counts as +inf, and -inf is a token that nobody takes."""
-    x, weight = inputs(2, 40, 16, torch.float32)
-    x[:, 0] = x[:, 0].abs() + 1
-    weight[20, 0] = value
-    out = project(x, weight)
+    arguments = arguments_of(Head(2, 40, 16), torch.float32)
+    arguments["x"][:, 0] = arguments["x"][:, 0].abs() + 1
+    arguments["weight"][20, 0] = value
+    out = lm_head_triton(**arguments, config=SMALL)
+    check_stats(out)
     torch.testing.assert_close(out.logits[:, 20], torch.full((2,), value, device=DEVICE), equal_nan=True)
     assert out.stats.values[:, [0, 2]].isfinite().all()
     if value == -INF:
@@ -133,21 +151,23 @@ def test_what_is_not_finite_surfaces(value: float) -> None:
         assert (out.stats.sums[:, 1] == INF).all()
 
 
+@of_kernels
 def test_a_block_without_a_number_has_the_sum_zero() -> None:
-    x, weight = inputs(2, 40, 16, torch.float32)
-    x[:, 0] = 1.0
-    weight[16:32, 0] = -INF
-    out = project(x, weight)
+    arguments = arguments_of(Head(2, 40, 16), torch.float32)
+    arguments["x"][:, 0] = 1.0
+    arguments["weight"][16:32, 0] = -INF
+    out = lm_head_triton(**arguments, config=SMALL)
     assert (out.stats.values[:, 1] == -INF).all() and (out.stats.sums[:, 1] == 0).all()
     assert out.stats.tokens[:, 1].tolist() == [16, 16]
 
 
+@of_kernels
 def test_it_writes_into_given_buffers_and_nowhere_else() -> None:
-    x, weight = inputs(5, 37, 24, torch.float32)
-    expected = project(x, weight)
+    arguments = arguments_of(Head(5, 37, 24), torch.float32)
+    expected = lm_head_triton(**arguments, config=SMALL)
     around = torch.full((7, 64), 123.0, device=DEVICE)
     stats = BlockStats.empty(5, 3, DEVICE)
-    out = lm_head_triton(x, weight, config=SMALL, logits=around[1:6, 8:45], stats=stats)
+    out = lm_head_triton(**arguments, config=SMALL, logits=around[1:6, 8:45], stats=stats)
     assert out.stats is stats and out.logits.data_ptr() == around[1:, 8:].data_ptr()
     assert torch.equal(out.logits, expected.logits)
     assert all(torch.equal(a, b) for a, b in zip(stats, expected.stats, strict=True))
@@ -155,18 +175,22 @@ def test_it_writes_into_given_buffers_and_nowhere_else() -> None:
     assert (around == 123.0).all()
 
 
-@each_dtype
-def test_its_summary_serves_row_topk(dtype: torch.dtype) -> None:
-    out = project(*inputs(7, 100, 24, dtype))
-    for k in (1, 5):
-        top, expected = row_topk_triton(out.logits, k, stats=out.stats), row_topk_ref(out.logits, k)
-        assert torch.equal(top.tokens, expected.tokens) and torch.equal(top.values, expected.values)
-        torch.testing.assert_close(top.lse, expected.lse, rtol=2e-6, atol=2e-6)
-        assert top.finite.all()
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="about the interpreter")
+@of_kernels
+@in_the_interpreter
 def test_bfloat16_is_refused_in_the_interpreter() -> None:
-    x, weight = inputs(1, 20, 16, torch.bfloat16)
     with pytest.raises(ValueError, match=r"bfloat16 wrongly; use float16 or float32"):
-        lm_head_triton(x, weight, config=SMALL)
+        lm_head_triton(**arguments_of(Head(1, 20, 16), torch.bfloat16), config=SMALL)
+
+
+@on_a_gpu
+@each_dtype
+@pytest.mark.parametrize("vocab, hidden", [(4096, 256), (32768, 2048)])
+def test_every_candidate_is_row_invariant(vocab: int, hidden: int, dtype: torch.dtype) -> None:
+    arguments = arguments_of(Head(257, vocab, hidden), dtype)
+    for config in LmHeadConfig.candidates(dtype, vocab, hidden, target_of(DEVICE)):
+        check("lm_head", arguments, config, num_rows=257, compare=compare)
+        out = lm_head_triton(**arguments, config=config)
+        for rows in (1, 2, 15, 16, 17, 63, 64, 65, 128):
+            some = lm_head_triton(**(arguments | {"x": arguments["x"][-rows:]}), config=config)
+            assert torch.equal(some.logits, out.logits[-rows:]), (config, rows)
+            assert all(torch.equal(a, b[-rows:]) for a, b in zip(some.stats, out.stats, strict=True)), (config, rows)

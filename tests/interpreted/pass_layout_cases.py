@@ -180,7 +180,7 @@ def test_deep_trees_cross_segments() -> None:
 def test_one_layout_serves_every_pass(chain: bool) -> None:
     """As under a captured graph: nothing of an earlier pass is left, idle requests and all of them included."""
     layout = None
-    for seed in range(5):
+    for seed in range(3):
         choose = random.Random(seed)
         lengths = [choose.choice([choose.randrange(140), *BORDERS]) for _ in range(3)]
         sizes = [choose.choice([0, 1, choose.randint(1, 7)]) for _ in range(3)] if seed else [0, 0, 0]
@@ -198,7 +198,7 @@ def test_one_layout_serves_every_pass(chain: bool) -> None:
             assert_same(padded, layout)
 
 
-@pytest.mark.parametrize("num_heads, num_kv_heads, head_dim", [(3, 1, 24), (20, 1, 16), (4, 2, 16)], ids=str)
+@pytest.mark.parametrize("num_heads, num_kv_heads, head_dim", [(3, 1, 24), (20, 1, 16)], ids=str)
 @pytest.mark.parametrize("chain", [False, True], ids=["trees", "chains"])
 def test_groups(num_heads: int, num_kv_heads: int, head_dim: int, chain: bool) -> None:
     sizes = [6, 0, 4]
@@ -218,7 +218,7 @@ def test_groups(num_heads: int, num_kv_heads: int, head_dim: int, chain: bool) -
     assert_same(padded, padded.layout(SMALL, chain, 64))
 
 
-@pytest.mark.parametrize("window", [1, 5, 17, 40, 100])
+@pytest.mark.parametrize("window", [1, 17, 100])
 @pytest.mark.parametrize("chain", [False, True], ids=["trees", "chains"])
 def test_windows(window: int, chain: bool) -> None:
     lengths, sizes = [0, 17, 64, 79, 130], [2, 6, 3, 0, 6]

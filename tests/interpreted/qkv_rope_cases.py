@@ -1,245 +1,210 @@
-"""Cases of qkv_rope."""
+"""Cases of qkv_rope: the reference against complex numbers in float64, the kernel against the reference."""
 
-from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from tests.interpreted.common import DEVICE, IMPLEMENTATION, NAN, assert_near, each_dtype
-from treespec_kernels.attention.qkv_rope import qkv_rope_ref, qkv_rope_triton
+from tests.interpreted.common import (
+    DEVICE,
+    IMPLEMENTATION,
+    NAN,
+    assert_near,
+    check,
+    each_dtype,
+    normal,
+    of_kernels,
+    on_a_gpu,
+)
+from treespec_kernels.attention.qkv_rope import HeadNorm, qkv_rope_ref, qkv_rope_triton
+from treespec_kernels.tuning.testing import same_bits
 
-MAX_POSITIONS, PAGE_SIZE, NUM_PAGES = 300, 4, 20
-# (max, rms) error relative to the RMS of the output: one rounding of it.
+MAX_POSITIONS, PAGE_SIZE, NUM_PAGES, EPS = 300, 4, 20, 1e-5
+# (max, rms) error relative to the RMS of the output: one rounding of it, and of norms.
 BOUNDS = {torch.float32: (3e-6, 3e-7), torch.float16: (5e-3, 5e-4), torch.bfloat16: (4e-2, 4e-3)}
 
-# (head_dim, query heads, KV heads)
-HEADS = [(2, 1, 1), (8, 8, 1), (16, 6, 2), (24, 3, 3), (64, 8, 2), (80, 4, 2), (128, 5, 1), (600, 2, 1)]
+qkv_rope = qkv_rope_ref if IMPLEMENTATION == "ref" else qkv_rope_triton
+
+
+class Case(NamedTuple):
+    rows: int
+    head_dim: int
+    heads: int
+    kv_heads: int
+    splits: int | None = None  # None: rows in the dtype
+    bias_groups: int | None = None  # None: no bias, 0: one of all rows
+    norm_groups: int | None = None  # the same of norms of heads
+    rotates: bool = True
+
+
+CASES = [
+    Case(1, 2, 1, 1),
+    Case(5, 8, 8, 1),
+    Case(2, 24, 3, 3, 1),
+    Case(3, 80, 4, 2, 3, 3),
+    Case(3, 64, 8, 2, 2, 0),
+    Case(6, 16, 4, 2, None, 3),
+    Case(1, 600, 2, 1, 4, 0),
+    Case(3, 24, 5, 1, 2, None, 0, False),
+    Case(4, 16, 3, 1, 2, None, 2),
+    Case(2, 16, 4, 2, rotates=False),
+]
 
 
 def angles(head_dim: int) -> torch.Tensor:
     """[MAX_POSITIONS, head_dim / 2] in float64."""
     inv_freq = 100.0 ** -(torch.arange(head_dim // 2).double() / (head_dim // 2))
-    return torch.arange(MAX_POSITIONS).double()[:, None] * inv_freq
+    return (torch.arange(MAX_POSITIONS).double()[:, None] * inv_freq).to(DEVICE)
 
 
-def rotation_of(head_dim: int) -> torch.Tensor:
-    cos, sin = angles(head_dim).cos(), angles(head_dim).sin()
-    return torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)), 1).float().to(DEVICE)
+def arguments_of(case: Case, dtype: torch.dtype) -> dict[str, Any]:
+    """Rows at any positions and slots of a layer whose elements hold a pattern, so that a write to a wrong slot shows.
+
+    The layer is the middle one of a pool that is dense in no layer.
+    """
+    draw, generator = normal(case.rows + case.head_dim), torch.Generator().manual_seed(case.rows)
+    width = (case.heads + 2 * case.kv_heads) * case.head_dim
+    cos, sin = angles(case.head_dim).cos(), angles(case.head_dim).sin()
+    rotation = torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)), 1).float()
+    pool = torch.empty(3, NUM_PAGES, 2, PAGE_SIZE, case.kv_heads, case.head_dim, device=DEVICE)
+    pattern = 1000.0 + torch.arange(pool.numel(), device=DEVICE) % 1000
+    pattern[::3] = NAN
+    arguments: dict[str, Any] = {
+        "qkv": draw(case.rows, width, dtype=dtype) if case.splits is None else draw(case.splits, case.rows, width),
+        "rotation": rotation if case.rotates else None,
+        "positions": torch.randint(MAX_POSITIONS, (case.rows,), generator=generator).int().to(DEVICE),
+        "slots": torch.randperm(NUM_PAGES * PAGE_SIZE, generator=generator)[: case.rows].to(DEVICE),
+        "kv_layer": pattern.to(dtype).view(pool.shape)[1].permute(1, 0, 3, 2, 4),
+        "q_out": torch.full((case.rows, case.heads, case.head_dim), NAN, dtype=dtype, device=DEVICE),
+    }
+    if case.bias_groups is not None:
+        arguments["bias"] = draw(*[case.bias_groups] * (case.bias_groups > 0), width, dtype=dtype)
+    if case.norm_groups is not None:
+        size = (*[case.norm_groups] * (case.norm_groups > 0), case.head_dim)
+        arguments["norm"] = HeadNorm(*(1 + draw(*size, dtype=dtype) / 4 for _ in range(2)), EPS)
+    return arguments
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """`pool` holds a pattern of its own in every element, so that a write to a wrong slot shows."""
-
-    qkv: torch.Tensor
-    rotation: torch.Tensor
-    positions: torch.Tensor
-    slots: torch.Tensor
-    pool: torch.Tensor  # [num_layers, NUM_PAGES, 2, PAGE_SIZE, num_kv_heads, head_dim]: no layer of it is dense
-    q_out: torch.Tensor
-    bias: torch.Tensor | None
-
-    @property
-    def kv_layer(self) -> torch.Tensor:
-        """[2, NUM_PAGES, num_kv_heads, PAGE_SIZE, head_dim] of the middle layer."""
-        return self.pool[1].permute(1, 0, 3, 2, 4)
-
-    def rows(self, chosen: torch.Tensor) -> "Inputs":
-        """These rows alone, at slots and over a pool of their own; of a bias by group, a group for each of them."""
-        num_rows = len(self.q_out)
-        chosen = chosen.to(DEVICE)
-        bias = self.bias
-        if bias is not None and bias.dim() == 2:
-            bias = bias[chosen // (num_rows // len(bias))]
-        return replace(
-            self,
-            qkv=self.qkv[..., chosen, :].contiguous(),
-            positions=self.positions[chosen],
-            slots=PAGE_SIZE + torch.arange(len(chosen), device=DEVICE),
-            pool=pattern(self.pool),
-            q_out=torch.full_like(self.q_out[: len(chosen)], NAN),
-            bias=bias,
-        )
-
-
-def pattern(like: torch.Tensor) -> torch.Tensor:
-    """Numbers from 1,000 to 1,999, with every third a NaN."""
-    flat = 1000.0 + torch.arange(like.numel(), device=DEVICE) % 1000
-    flat[::3] = NAN
-    return flat.to(like.dtype).view(like.shape)
-
-
-def random_inputs(
-    rows: int,
-    head_dim: int,
-    num_heads: int,
-    num_kv_heads: int,
-    dtype: torch.dtype,
-    *,
-    splits: int = 0,
-    groups: int | None = None,
-    padding: int = 0,
-) -> Inputs:
-    """groups: None for no bias, 0 for one bias of all rows. The last `padding` rows point to the null page's slot 0."""
-    generator = torch.Generator().manual_seed(1000 * rows + head_dim + splits)
-    width = (num_heads + 2 * num_kv_heads) * head_dim
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(DEVICE)
-
-    slots = PAGE_SIZE + torch.randperm((NUM_PAGES - 1) * PAGE_SIZE, generator=generator)[:rows]
-    positions = torch.randint(MAX_POSITIONS, (rows,), generator=generator)
-    slots[rows - padding :], positions[rows - padding :] = 0, 0
-    pool = torch.empty(3, NUM_PAGES, 2, PAGE_SIZE, num_kv_heads, head_dim, dtype=dtype, device=DEVICE)
-    return Inputs(
-        normal(splits, rows, width) if splits else normal(rows, width).to(dtype),
-        rotation_of(head_dim),
-        positions.int().to(DEVICE),
-        slots.to(DEVICE),
-        pattern(pool),
-        torch.full((rows, num_heads, head_dim), NAN, dtype=dtype, device=DEVICE),
-        None if groups is None else normal(*(groups, width) if groups else (width,)).to(dtype),
-    )
-
-
-def run(inputs: Inputs) -> None:
-    qkv_rope = {"ref": qkv_rope_ref, "triton": qkv_rope_triton}[IMPLEMENTATION]
-    arguments = (inputs.qkv, inputs.rotation, inputs.positions, inputs.slots, inputs.kv_layer, inputs.q_out)
-    assert qkv_rope(*arguments, bias=inputs.bias) is None
-
-
-def written(inputs: Inputs) -> torch.Tensor:
+def written(arguments: dict[str, Any]) -> torch.Tensor:
     """[rows, num_heads + 2 * num_kv_heads, head_dim]: Q, and what lies in the rows' slots."""
-    pages, offsets = inputs.slots // PAGE_SIZE, inputs.slots % PAGE_SIZE
-    k, v = (cache[pages, :, offsets] for cache in inputs.kv_layer)
-    return torch.cat((inputs.q_out, k, v), 1)
+    slots = arguments["slots"]
+    k, v = (cache[slots // PAGE_SIZE, :, slots % PAGE_SIZE] for cache in arguments["kv_layer"])
+    return torch.cat((arguments["q_out"], k, v), 1)
 
 
-def model(inputs: Inputs) -> torch.Tensor:
+def model(arguments: dict[str, Any]) -> torch.Tensor:
     """The same in float64: a pair of dimensions is a complex number, and a position turns it by its angle."""
-    rows, num_heads, head_dim = inputs.q_out.shape
-    x = inputs.qkv.double() if inputs.qkv.dim() == 2 else inputs.qkv.double().sum(0)
-    if inputs.bias is not None:
-        bias = inputs.bias.double().view(-1, x.shape[1])
-        x = x + bias.repeat_interleave(rows // len(bias), 0)
-    heads = x.view(rows, x.shape[1] // head_dim, 2, head_dim // 2)
-    numbers = torch.complex(heads[:, :, 0], heads[:, :, 1])
-    angle = angles(head_dim).to(DEVICE)[inputs.positions.long()][:, None]
-    turned = numbers * torch.polar(torch.ones_like(angle), angle)
-    turned[:, num_heads + inputs.kv_layer.shape[2] :] = numbers[:, num_heads + inputs.kv_layer.shape[2] :]
-    return torch.cat((turned.real, turned.imag), -1).to(inputs.q_out.dtype)
+    (rows, heads, head_dim), kv_heads = arguments["q_out"].shape, arguments["kv_layer"].shape[2]
+    x = arguments["qkv"].double().view(-1, rows, (heads + 2 * kv_heads) * head_dim).sum(0)
 
+    def by_row(parameter: torch.Tensor) -> torch.Tensor:
+        stacked = parameter.double().view(-1, parameter.shape[-1])
+        return stacked.repeat_interleave(rows // len(stacked), 0)
 
-def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    integers = torch.int32 if actual.dtype == torch.float32 else torch.int16
-    assert torch.equal(actual.view(integers), expected.view(integers))
-
-
-def assert_turns(inputs: Inputs, padding: int = 0) -> None:
-    """Q, K and V against the model and bit for bit against the specification; every other slot as it was."""
-    before = inputs.pool.clone()
-    by_ref = replace(inputs, pool=before.clone(), q_out=torch.full_like(inputs.q_out, NAN))
-    run(inputs)
-    arguments = (by_ref.qkv, by_ref.rotation, by_ref.positions, by_ref.slots, by_ref.kv_layer, by_ref.q_out)
-    qkv_rope_ref(*arguments, bias=by_ref.bias)
-    real = slice(0, len(inputs.q_out) - padding)
-    assert_near(written(inputs)[real], model(inputs)[real], BOUNDS)
-    assert_same_bits(written(inputs)[real], written(by_ref)[real])
-    assert_same_bits(inputs.q_out, by_ref.q_out)
-
-    untouched = replace(inputs, pool=before)
-    for state in (inputs, untouched):
-        state.kv_layer[:, inputs.slots // PAGE_SIZE, :, inputs.slots % PAGE_SIZE] = 0
-    assert_same_bits(inputs.pool, untouched.pool)
+    x = x + by_row(arguments["bias"]) if "bias" in arguments else x
+    q, k, v = x.view(rows, -1, head_dim).split((heads, kv_heads, kv_heads), 1)
+    if "norm" in arguments:
+        weights = (by_row(weight)[:, None] for weight in arguments["norm"][:2])
+        q, k = (F.rms_norm(part, (head_dim,), eps=EPS) * w for part, w in zip((q, k), weights, strict=True))
+    turned = torch.cat((q, k), 1)
+    if arguments["rotation"] is not None:
+        first, second = turned.chunk(2, -1)
+        angle = angles(head_dim)[arguments["positions"].long()][:, None]
+        numbers = torch.complex(first, second) * torch.polar(torch.ones_like(angle), angle)
+        turned = torch.cat((numbers.real, numbers.imag), -1)
+    return torch.cat((turned, v), 1).to(arguments["q_out"].dtype)
 
 
 @each_dtype
-@pytest.mark.parametrize(("head_dim", "num_heads", "num_kv_heads"), HEADS)
-def test_rows_in_the_dtype(head_dim: int, num_heads: int, num_kv_heads: int, dtype: torch.dtype) -> None:
-    for rows in (1, 2, 5):
-        assert_turns(random_inputs(rows, head_dim, num_heads, num_kv_heads, dtype))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_rows(case: Case, dtype: torch.dtype) -> None:
+    """Without a norm bit for bit, every other slot included."""
+    arguments = arguments_of(case, dtype)
+    if IMPLEMENTATION == "ref":
+        expected = model(arguments)
+        qkv_rope(**arguments)
+        assert_near(written(arguments), expected, BOUNDS)
+        return
+
+    def near_where_written(results: dict[str, torch.Tensor], right: dict[str, torch.Tensor], config: Any) -> None:
+        sides = [arguments | {name: tensor.clone() for name, tensor in side.items()} for side in (results, right)]
+        assert_near(*map(written, sides), BOUNDS)
+        for side in sides:
+            side["kv_layer"][:, arguments["slots"] // PAGE_SIZE, :, arguments["slots"] % PAGE_SIZE] = 0
+        assert same_bits(*(side["kv_layer"] for side in sides))
+
+    changes: dict[str, Any] = {"exact": True} if case.norm_groups is None else {"compare": near_where_written}
+    if case.bias_groups or case.norm_groups:
+        changes["rows"] = {}  # the parameters of some rows are those of no other number
+    check("qkv_rope", arguments, num_rows=case.rows, **changes)
 
 
+@of_kernels
 @each_dtype
-@pytest.mark.parametrize("group", range(1, 9))
-def test_groups_of_query_heads(group: int, dtype: torch.dtype) -> None:
-    for num_kv_heads in (1, 3):
-        assert_turns(random_inputs(2, 24, group * num_kv_heads, num_kv_heads, dtype))
-
-
-@each_dtype
-@pytest.mark.parametrize("splits", [1, 2, 3, 4])
-def test_partial_sums_and_a_bias(splits: int, dtype: torch.dtype) -> None:
-    for head_dim, groups in ((24, None), (64, 0), (80, 3)):
-        assert_turns(random_inputs(3, head_dim, 4, 2, dtype, splits=splits, groups=groups))
-
-
-@each_dtype
-@pytest.mark.parametrize("groups", [0, 1, 2, 3])
-def test_a_bias_by_group(groups: int, dtype: torch.dtype) -> None:
-    assert_turns(random_inputs(6, 16, 4, 2, dtype, groups=groups))
-
-
-@each_dtype
-def test_63_rows(dtype: torch.dtype) -> None:
-    assert_turns(random_inputs(63, 16, 4, 2, dtype))
-    assert_turns(random_inputs(63, 24, 2, 1, dtype, splits=2, groups=3))
+def test_a_row_has_the_same_bits_in_every_group(dtype: torch.dtype) -> None:
+    arguments = arguments_of(Case(6, 16, 3, 1, 3, 3, 2), dtype)
+    qkv_rope(**arguments)
+    for row in (0, 2, 5):
+        one = slice(row, row + 1)
+        alone = arguments_of(Case(1, 16, 3, 1, 3, 0, 0), dtype) | {
+            "qkv": arguments["qkv"][:, one].contiguous(),
+            "bias": arguments["bias"][row // 2].contiguous(),
+            "norm": HeadNorm(*(weight[row // 3].contiguous() for weight in arguments["norm"][:2]), EPS),
+            "positions": arguments["positions"][one],
+        }
+        qkv_rope(**alone)
+        assert same_bits(written(alone)[0], written(arguments)[row])
 
 
 @each_dtype
 def test_padding_rows_share_the_null_slot(dtype: torch.dtype) -> None:
-    assert_turns(random_inputs(9, 24, 4, 2, dtype, padding=4), padding=4)
-    assert_turns(random_inputs(3, 24, 4, 2, dtype, splits=2, groups=0, padding=3), padding=3)
-
-
-@each_dtype
-def test_a_row_has_the_same_bits_in_every_pass(dtype: torch.dtype) -> None:
-    for options in ({}, {"splits": 3, "groups": 3}):
-        inputs = random_inputs(63, 24, 4, 2, dtype, **options)
-        run(inputs)
-        expected = written(inputs)
-        order = torch.randperm(63, generator=torch.Generator().manual_seed(1))
-        for chosen in (order, order[:7], order[:2], order[:1], order[-1:]):
-            alone = inputs.rows(chosen)
-            run(alone)
-            assert torch.equal(written(alone), expected[chosen.to(DEVICE)])
+    whole, padded = (arguments_of(Case(9, 24, 4, 2), dtype) for _ in range(2))
+    padded["slots"][5:], padded["positions"][5:] = 0, 0
+    qkv_rope(**whole)
+    qkv_rope(**padded)
+    assert same_bits(written(padded)[:5], written(whole)[:5])
+    assert padded["q_out"].isfinite().all()
 
 
 @each_dtype
 def test_position_0_turns_nothing(dtype: torch.dtype) -> None:
-    inputs = random_inputs(2, 24, 4, 2, dtype)
-    inputs.positions.zero_()
-    run(inputs)
-    assert torch.equal(written(inputs), inputs.qkv.view(2, -1, 24))
+    arguments = arguments_of(Case(2, 24, 4, 2), dtype)
+    arguments["positions"].zero_()
+    qkv_rope(**arguments)
+    assert torch.equal(written(arguments), arguments["qkv"].view(2, -1, 24))
 
 
 def test_values_are_copied_even_where_they_are_not_finite() -> None:
-    inputs = random_inputs(2, 24, 4, 2, torch.float32)
-    inputs.qkv[0, 6 * 24 :] = float("inf")
-    inputs.qkv[1, 6 * 24 + 3] = NAN
-    run(inputs)
-    assert_same_bits(written(inputs)[:, 6:], inputs.qkv.view(2, -1, 24)[:, 6:])
-    assert written(inputs)[:, :6].isfinite().all()
+    arguments = arguments_of(Case(2, 24, 4, 2), torch.float32)
+    qkv = arguments["qkv"]
+    qkv[0, 6 * 24 :] = float("inf")
+    qkv[1, 6 * 24 + 3] = NAN
+    qkv_rope(**arguments)
+    assert same_bits(written(arguments)[:, 6:], qkv.view(2, -1, 24)[:, 6:])
+    assert written(arguments)[:, :6].isfinite().all()
 
 
 def test_splits_may_lie_in_a_larger_buffer() -> None:
-    inputs = random_inputs(3, 24, 4, 2, torch.float32, splits=3)
+    apart, arguments = (arguments_of(Case(3, 24, 4, 2, 3), torch.float32) for _ in range(2))
     buffer = torch.full((3, 8, 8 * 24), NAN, device=DEVICE)
-    buffer[:, :3] = inputs.qkv
-    assert_turns(replace(inputs, qkv=buffer[:, :3]))
+    buffer[:, :3] = arguments["qkv"]
+    qkv_rope(**(apart | {"qkv": buffer[:, :3]}))
+    qkv_rope(**arguments)
+    assert same_bits(written(apart), written(arguments))
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+@on_a_gpu
 def test_a_captured_pass_replays_at_new_slots() -> None:
-    inputs = random_inputs(5, 24, 4, 2, torch.float16, splits=2, groups=0)
-    run(inputs)
+    arguments = arguments_of(Case(5, 24, 4, 2, 2, 0), torch.float16)
+    qkv_rope(**arguments)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        run(inputs)
-    fresh = replace(inputs.rows(torch.tensor([3, 1, 0, 4, 2])), slots=inputs.slots.flip(0))
-    inputs.qkv.copy_(fresh.qkv)
-    inputs.positions.copy_(fresh.positions)
-    inputs.slots.copy_(fresh.slots)
+        qkv_rope(**arguments)
+    for name, dim in (("qkv", 1), ("positions", 0), ("slots", 0)):
+        arguments[name].copy_(arguments[name].flip(dim))
+    fresh = arguments_of(Case(5, 24, 4, 2, 2, 0), torch.float16)
+    fresh |= {name: arguments[name] for name in ("qkv", "positions", "slots")}
     graph.replay()
-    run(fresh)
-    assert_same_bits(written(inputs), written(fresh))
+    qkv_rope(**fresh)
+    assert same_bits(written(arguments), written(fresh))

@@ -4,29 +4,25 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 
 from tests.gguf_files import write_gguf
+from tests.interpreted.engines import PROMPTS, SMALL, TREES, TRITON, captured_rounds
 from tests.interpreted.tuning_cases import NAME
-from tests.models import greedy, make_draft, make_llama, new_folder, open_llm, random_prompts
+from tests.models import greedy, make_draft, make_llama, new_folder, open_llm, tokens_of
 from tests.quantized_checkpoints import quantize_folder
 from treespec import SpecConfig
-from treespec.graphs.batch_round import BatchRound
 from treespec_kernels.linear.quantized import QuantizedWeight
 from treespec_kernels.tuning import tuned
 from treespec_kernels.tuning.tuned import KernelConfigs, TunedEntry
 
-torch.set_num_threads(1)
-PROMPTS = random_prompts([3, 62], vocab=64)
-SIZES = ((128, 32), (32, 64), (192, 32), (32, 96))  # of the layers: qkv, o, gate and up, down
-SMALL = {"num_hidden_layers": 1, "vocab_size": 64, "hidden_size": 32, "intermediate_size": 96}
+SIZES = ((64, 32), (32, 32), (192, 32), (32, 96))  # of the layers: qkv, o, gate and up, down
 
 
 @pytest.fixture(scope="module")
 def folders() -> tuple[Path, list[Path]]:
     """A target, and two drafts of its shape that are stored quantised, so that they are stacked."""
     root = new_folder("quantised-graphs")
-    target = make_llama(root / "target", 0, **SMALL)
+    target = make_llama(root / "target", 0, **(SMALL | {"intermediate_size": 96}))
     drafts = [make_draft(root / f"ssm-{i}", target, i, noise) for i, noise in ((1, 0.04), (2, 0.1))]
     return target, [quantize_folder(draft, 8, None) for draft in drafts]
 
@@ -47,25 +43,15 @@ def test_trees_give_the_tokens_of_plain_decoding(
     models: str, quantization: str | None, drafts: str, request: pytest.FixtureRequest
 ) -> None:
     folders = request.getfixturevalue(models)
-    llm = open_llm(
-        *folders,
-        spec=SpecConfig(max_depth=2, sources=("ssm",)),
-        attention="triton",
-        linear="triton",
-        max_num_seqs=2,
-        quantization=quantization,
-        dtype="float32",
-        prove=None,
-    )
+    spec, options = SpecConfig(max_depth=2, sources=("ssm",)), {"quantization": quantization, "dtype": "float32"}
+    llm = open_llm(*folders, spec=spec, max_num_seqs=2, **options, **TRITON)
     assert isinstance(llm.engine.runner.target.weights.layers[0].qkv, QuantizedWeight)
     assert [model.quantization for model in llm.engine.sources.ssms.models] == [drafts, drafts]
-    with mock.patch.object(BatchRound, "draft", autospec=True, side_effect=BatchRound.draft) as run:
-        trees = llm.generate(PROMPTS, greedy(6), spec=SpecConfig(nodes=8, max_depth=2))
-    assert run.call_count, "no round was captured"
-    plain = llm.generate(PROMPTS, greedy(6), spec="off")
-    cpu = open_llm(folders[0], quantization=quantization, dtype="float32", max_num_seqs=2).generate(PROMPTS, greedy(6))
-    tokens = [[output.outputs[0].token_ids for output in outputs] for outputs in (trees, plain, cpu)]
-    assert tokens[0] == tokens[1] == tokens[2]
+    with captured_rounds():
+        trees = llm.generate(PROMPTS, greedy(4), spec=TREES)
+    plain = llm.generate(PROMPTS, greedy(4), spec="off")
+    cpu = open_llm(folders[0], max_num_seqs=2, **options).generate(PROMPTS, greedy(4))
+    assert tokens_of(trees) == tokens_of(plain) == tokens_of(cpu)
     assert all(output.metrics.acceptance_length > 1.3 for output in trees)
     llm.engine.check_integrity()
 
@@ -89,19 +75,9 @@ def test_tuned_configurations_are_used_and_change_no_token(folders: tuple[Path, 
     ]
     tuned.save_entries(tmp_path / f"{tuned.slug(NAME)}.json", NAME, entries)
     load = KernelConfigs.load
-    with (
-        mock.patch.object(KernelConfigs, "load", lambda device: load("cuda", name=NAME, folder=tmp_path)),
-    ):
-        llm = open_llm(
-            folders[0],
-            [],
-            attention="triton",
-            linear="triton",
-            max_num_seqs=1,
-            quantization="int4",
-            max_model_len=128,
-            prove=None,
-        )
+    options = {"max_num_seqs": 1, "quantization": "int4"}
+    with mock.patch.object(KernelConfigs, "load", lambda device: load("cuda", name=NAME, folder=tmp_path)):
+        llm = open_llm(folders[0], [], max_model_len=128, **options, **TRITON)
     [linear] = llm.engine.runner.target.kernels._linear
     assert [(each.block_n, each.block_k, each.split_k) for each in linear.values()] == [
         (16, 16, 2),
@@ -118,8 +94,7 @@ def test_tuned_configurations_are_used_and_change_no_token(folders: tuple[Path, 
         for size in (o, gate_up)
     ]
     spec = SpecConfig(nodes=6, max_depth=2, sources=("lookup",))
-    trees, plain = (llm.generate(PROMPTS[1:], greedy(4), spec=how) for how in (spec, "off"))
-    cpu = open_llm(folders[0], quantization="int4", max_num_seqs=1).generate(PROMPTS[1:], greedy(4), spec="off")
-    tokens = [[output.outputs[0].token_ids for output in outputs] for outputs in (trees, plain, cpu)]
-    assert tokens[0] == tokens[1] == tokens[2]
+    trees, plain = (tokens_of(llm.generate(PROMPTS[1:], greedy(3), spec=how)) for how in (spec, "off"))
+    cpu = open_llm(folders[0], **options).generate(PROMPTS[1:], greedy(3), spec="off")
+    assert trees == plain == tokens_of(cpu)
     llm.engine.check_integrity()

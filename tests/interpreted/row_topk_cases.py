@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.interpreted.common import DEVICE, IMPLEMENTATION, INTERPRETED
+from tests.interpreted.common import DEVICE, IMPLEMENTATION
 from treespec_kernels.linear.lm_head import block_stats_ref
 from treespec_kernels.sampling.coupled_choice import RowNoise, gumbel_integers_ref
 from treespec_kernels.sampling.row_topk import BLOCK, RowTopk, row_topk_ref, row_topk_triton
@@ -14,8 +14,8 @@ from treespec_kernels.sampling.row_topk import BLOCK, RowTopk, row_topk_ref, row
 TRITON = IMPLEMENTATION == "triton"
 pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-VOCABS = [1, 5, 63, 64, 1000, 4099]
-KS = [1, 2, 8, 16]
+VOCABS = [1, 63, 1100]  # a token, a part of a block, and several spans of blocks
+KS = [1, 3, 16]
 INF, NAN = float("inf"), float("nan")
 
 
@@ -64,7 +64,7 @@ def best_first(values: np.ndarray, k: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
-@pytest.mark.parametrize("rows, k", [(1, 16), (2, 8), (7, 2), (33, 1), (33, 5)])
+@pytest.mark.parametrize("rows, k", [(1, 16), (7, 2), (3, 1)])
 def test_the_best_logits_in_order(rows: int, k: int, vocab: int) -> None:
     k, dtype = min(k, vocab), DTYPES[(rows + k) % 3]
     logits = random_logits(rows, vocab, dtype, seed=rows)
@@ -98,17 +98,8 @@ def test_the_best_with_noise(vocab: int, k: int) -> None:
     assert top.finite.all()
 
 
-@pytest.mark.parametrize("vocab", VOCABS)
-def test_the_first_with_noise_is_that_of_any_k(vocab: int) -> None:
-    rows = 12 if INTERPRETED else 1000
-    logits, noise = random_logits(rows, vocab, DTYPES[vocab % 3]), noise_of(rows)
-    logits[3, vocab // 2], logits[4, vocab // 2], logits[9], logits[10] = NAN, INF, -INF, -INF
-    one, some = topk(logits, 1, noise=noise), topk(logits, min(vocab, 3), noise=noise)
-    assert torch.equal(one.tokens[:, 0], some.tokens[:, 0]) and torch.equal(one.finite, some.finite)
-
-
 def test_a_token_is_chosen_alike_in_every_batch_and_padding() -> None:
-    logits, noise = random_logits(8, 1000), noise_of(8)
+    logits, noise = random_logits(8, 300), noise_of(8)
     tokens = topk(logits, 1, noise=noise).tokens
     for row in range(8):
         alone = RowNoise(*(tensor[row : row + 1] for tensor in noise))
@@ -124,24 +115,13 @@ def test_a_token_is_chosen_alike_in_every_batch_and_padding() -> None:
 def test_every_number_of_the_key_matters() -> None:
     """With equal logits the choice is the noise's alone: it changes with each number, and with nothing else."""
     rows = 6
-    zeros, flat = torch.zeros(rows, dtype=torch.int64, device=DEVICE), torch.zeros(rows, 4099, device=DEVICE)
+    zeros, flat = torch.zeros(rows, dtype=torch.int64, device=DEVICE), torch.zeros(rows, 2000, device=DEVICE)
     noise = RowNoise(torch.ones(rows, device=DEVICE), zeros, zeros, zeros)
     assert len(set(topk(flat, 1, noise=noise).tokens.flatten().tolist())) == 1
     large = torch.tensor([0, 1, 2**32, 2**32 + 1, 2**62, -1], device=DEVICE)
     for name in ("seeds", "samples", "positions"):
         varied = topk(flat, 1, noise=noise._replace(**{name: large}))
         assert len(set(varied.tokens.flatten().tolist())) == rows
-
-
-@pytest.mark.parametrize("vocab", VOCABS)
-def test_one_without_a_temperature_is_argmax(vocab: int) -> None:
-    logits = random_logits(3, vocab)
-    noise = noise_of(3, temperature=0.0)
-    plain = topk(logits, 1)
-    assert torch.equal(plain.tokens[:, 0].long(), logits.cpu().argmax(dim=1))
-    assert equal(topk(logits, 1, noise=noise), plain)
-    many = min(vocab, 16)
-    assert equal(topk(logits, many, noise=noise), topk(logits, many))
 
 
 def test_equal_values_go_by_rising_token() -> None:
@@ -188,11 +168,10 @@ def test_masked_tokens_come_last_and_in_order(temperature: float | None, k: int)
     assert top.lse[:3].isfinite().all() and top.lse[3] == -INF and (top.values[3] == -INF).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("k", [1, 3])
 @pytest.mark.parametrize("temperature", [None, 0.0, 0.9])
-def test_nan_and_infinity_are_reported(temperature: float | None, k: int, dtype: torch.dtype) -> None:
-    vocab = BLOCK + 30
+def test_nan_and_infinity_are_reported(temperature: float | None, k: int) -> None:
+    vocab, dtype = BLOCK + 30, torch.float16 if k == 1 else torch.bfloat16
     noise = None if temperature is None else noise_of(6, temperature=temperature)
     logits = random_logits(6, vocab, dtype)
     clean = topk(logits, k, noise=noise)
@@ -220,7 +199,7 @@ def test_a_temperature_that_is_no_number_is_reported() -> None:
 def test_a_given_summary_changes_nothing(vocab: int) -> None:
     """Whatever its blocks: the log-sum-exp alone may differ in its last bits."""
     logits = random_logits(3, vocab, torch.float16)
-    for k, block in ((1, 16), (1, 1024), (min(vocab, 16), 16), (min(vocab, 9), 128)):
+    for k, block in ((1, 1024), (min(vocab, 16), 16)):
         plain, top = topk(logits, k), topk(logits, k, stats=block_stats_ref(logits, block))
         assert equal(top._replace(lse=plain.lse), plain)
         torch.testing.assert_close(top.lse, plain.lse, rtol=2e-6, atol=2e-6)

@@ -1,9 +1,6 @@
 """Programmatic launches, and the engine, on a simulated GPU."""
 
 import contextlib
-import os
-import pickle
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,25 +15,19 @@ from triton.runtime.errors import OutOfResources
 from tests.drafting import make_target
 from tests.families import TYPICAL, WINDOW, make_model, small
 from tests.heads_made import TargetShape, write_eagle1, write_eagle3
+from tests.interpreted.engines import LONG, ON_GPU, PROMPTS, TREES, leave, rounds_wait_for_nothing
 from tests.interpreted.tuning_cases import PlannedClock
-from tests.models import LONGROPE, greedy, make_draft, make_llama, new_folder, open_llm, random_prompts, tokens_of
+from tests.models import greedy, make_draft, make_llama, new_folder, open_llm, random_prompts, tokens_of
 from tests.simulated_gpu import Gpu
-from treespec import LLM, SpecConfig
+from treespec import RoundRecord, SpecConfig
 from treespec.cache.kv_cache import KVCache
-from treespec.engine.executor import Execution
 from treespec.engine.host_executor import HostExecutor
-from treespec.engine.runner import Runner
 from treespec.errors import ConfigError, KernelError
-from treespec.graphs.batch_round import BatchRound
-from treespec.graphs.graph_executor import GraphExecutor
-from treespec.graphs.round_inputs import RoundInput
 from treespec.graphs.verify_stage import VerifyStage
 from treespec.models import triton_decoder
 from treespec.models.attention import make_attention
 from treespec.models.model_config import ModelConfig
 from treespec.models.triton_decoder import TritonDecoder
-from treespec.request import Request
-from treespec_kernels.aot.launches import Launch
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.launch.predecessors import wait_for_predecessors
 from treespec_kernels.launch.switches import without
@@ -48,37 +39,6 @@ from treespec_kernels.sampling.row_topk import row_topk_triton
 from treespec_kernels.tuning.sweep import SweepLog, problems_of, tune
 from treespec_kernels.tuning.tuned import KernelConfigs, TunedEntry
 from treespec_weights import load_weights
-
-torch.set_num_threads(1)
-SMALL = {
-    "num_hidden_layers": 1,
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "rope_parameters": LONGROPE,
-}
-NARROW = SMALL | {"num_attention_heads": 2, "num_key_value_heads": 1}  # half the programs of attention
-PROMPTS = random_prompts([3, 62], vocab=64)
-TREES = SpecConfig(nodes=8, max_depth=2)
-
-
-def leave(gpu: Gpu, of_each_switch: bool = False) -> None:
-    """Adds a GPU's launches to those that another process compiles; one `of_each_switch` of a kernel, where that was
-    not left before, or all: sizes and alignment differ, but compiling takes a fifth of a second."""
-    path = Path(os.environ["TREESPEC_LAUNCHES"])
-    found: list[Launch] = pickle.loads(path.read_bytes()) if path.exists() and path.stat().st_size else []
-    known = {switches_of(launch) for launch in found}
-    for launch in gpu.launches.signatures.values():
-        if not of_each_switch or switches_of(launch) not in known:
-            found.append(launch)
-            known.add(switches_of(launch))
-    path.write_bytes(pickle.dumps(found))
-
-
-def switches_of(launch: Launch) -> str:
-    """What tells variants of a kernel apart that differ in more than sizes."""
-    switches = {name: value for name, value in launch.arguments.items() if isinstance(value, bool | str)}
-    return repr((launch.module, launch.kernel, switches))
 
 
 @triton.jit
@@ -127,7 +87,7 @@ def test_the_check_of_programmatic_launches(gpu: Gpu, form: WeightForm | None, m
     monkeypatch.setattr(pass_chain, "LAYERS", 2)
     monkeypatch.setattr(pass_chain, "takes_pdl", lambda device: True)
     shape = KernelShape(torch.float16, 16, 4, 2, 32, 64, 100, quantized=form)
-    setting = Setting(shape, torch.device("cuda"), nodes=3, context=20, groups=2)
+    setting = Setting(shape, torch.device("cuda"), nodes=2, context=3, groups=2)
     for case in cases_of("programmatic_launch", setting):
         assert case.candidates() == [LaunchConfig(), LaunchConfig(pdl=True)]
         for config in case.candidates():
@@ -167,7 +127,7 @@ def test_programmatic_launches_are_chosen_where_they_are_right_and_faster(
 def test_a_decoder_launches_as_was_measured(gpu: Gpu, measured: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tree's pass and its logits, with the bits of kernels in order; the vendor's kernels stay in order."""
     monkeypatch.setattr(triton_decoder, "takes_pdl", lambda device: True)
-    config = ModelConfig.from_hf(make_llama(new_folder("launched") / "target", 0, torch.float16, **SMALL))
+    config = ModelConfig.from_hf(make_llama(new_folder("launched") / "target", 0, torch.float16, **LONG))
     key = {"dtype": "float16", "groups": 1, "hidden_size": config.shape.hidden_size}
     entry = TunedEntry("programmatic_launch", key, {"pdl": bool(measured)}, 1.0, 1.0, {}, {}, "2026-01-01")
     configs = KernelConfigs([] if measured is None else [entry])
@@ -196,116 +156,34 @@ def test_a_decoder_launches_as_was_measured(gpu: Gpu, measured: bool | None, mon
             *("norm_rows", "multiply_rows", "attend_items", "project_to_vocab")
         }
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
-    leave(gpu)
+    leave(gpu, of_each_switch=True)
 
 
 # --- the engine
 
 
-def open_on_gpu(config: dict[str, Any] = NARROW) -> LLM:
-    """An engine that captures its graphs and measures them once, as it does on a GPU; its SSMs have two shapes."""
-    root = new_folder("simulated")
-    target = make_llama(root / "target", 0, torch.float16, **config)
-    drafts = [
-        make_draft(root / "near", target, 1, 0.05),
-        make_llama(root / "other", 9, torch.float16, **(config | {"hidden_size": 48})),
-    ]
-    with (
-        mock.patch("treespec.graphs.capture.is_interpreted", lambda: False),
-        mock.patch("treespec.graphs.capture._REPEATS", 1),
-    ):
-        return open_llm(target, drafts, device="cuda", dtype="float16", spec=TREES, max_num_seqs=2, prove=None)
-
-
-@contextlib.contextmanager
-def rounds_wait_for_nothing(gpu: Gpu) -> Iterator[None]:
-    """Rounds replay graphs, and the host waits for their ends alone."""
-    run, waits = GraphExecutor.run, []
-
-    def watched(executor: GraphExecutor, *batch: Any) -> Execution:
-        before = len(gpu.waits)
-        execution = run(executor, *batch)
-        waits.extend(gpu.waits[before:])
-        return execution
-
-    before = gpu.replays
-    with mock.patch.object(GraphExecutor, "run", watched):
-        yield
-    assert gpu.replays > before and not waits
-
-
-def test_rounds_on_a_gpu(gpu: Gpu) -> None:
-    llm = open_on_gpu(SMALL)
-    with rounds_wait_for_nothing(gpu):
-        plain = tokens_of(llm.generate(PROMPTS, greedy(4), spec="off"))
-        trees = llm.generate(PROMPTS, greedy(4), spec=TREES)
-        assert tokens_of(trees) == plain
-        assert any(output.metrics.acceptance_length > 1 for output in trees)
-        some = list(range(3, 9))
-        mixed = [
-            greedy(2, allowed_token_ids=some),
-            greedy(4, temperature=0.9, seed=3, top_k=30, top_p=0.9, frequency_penalty=1.0, logprobs=1),
-        ]
-        told = []  # twice, since a graph is captured at its first use, which does not replay it
-        for spec in ("off", TREES, "off", TREES):
-            outputs = llm.generate(PROMPTS, mixed, spec=spec)
-            told.append([(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs])
-        assert told == [told[0]] * 4 and set(told[0][0][0]) <= set(some)
-        with mock.patch.object(GraphExecutor, "serves", lambda executor, request: False):
-            outputs = llm.generate(PROMPTS, mixed, spec="off")
-        assert [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs] == told[0]
-        gpu.launches.backwards = True  # no program of a launch leans on one before it
-        assert tokens_of(llm.generate(PROMPTS, greedy(4), spec=TREES)) == plain
-    llm.engine.check_integrity()
-    leave(gpu)
-
-
-def test_rounds_launched_ahead(gpu: Gpu) -> None:
-    """The device writes what the host would. One request ends by a token that no launch could foresee."""
-    llm = open_on_gpu()
-    for options in ({}, {"temperature": 0.9, "seed": 3}):
-        assert_launched_ahead(gpu, llm, options)
-
-
-def assert_launched_ahead(gpu: Gpu, llm: LLM, options: dict[str, Any]) -> None:
-    followed: list[tuple[bool, bool]] = []
-    with mock.patch.object(GraphExecutor, "serves", lambda executor, request: False):
-        plain = tokens_of(llm.generate(PROMPTS, greedy(12, **options), spec="off"))
-    params = [greedy(12, **options), greedy(12, stop_token_ids=[plain[1][6]], **options)]
-    expected = [plain[0], plain[1][: plain[1].index(plain[1][6]) + 1]]
-    draft = BatchRound.draft
-
-    def watched(batch: BatchRound, requests: Sequence[RoundInput], levels: int, *rest: Any) -> None:
-        draft(batch, requests, levels, *rest)
-        followed.append((levels > 0, batch.has_followed))
-
-    with (
-        rounds_wait_for_nothing(gpu),
-        mock.patch.object(BatchRound, "draft", watched),
-        mock.patch("treespec.graphs.graph_executor.STEADY_ROUNDS", 0),
-    ):
-        for spec in ("off", TREES, "off", TREES):  # twice, since a graph is captured at its first use
-            assert tokens_of(llm.generate(PROMPTS, params, spec=spec)) == expected
-            llm.engine.check_integrity()
-    assert {drafts for drafts, ahead in followed if ahead} == {False, True}
-    assert not all(ahead for _, ahead in followed)
-
-
 def test_rounds_of_heads(gpu: Gpu) -> None:
-    """Each level of an EAGLE head is part of the captured round, as is what the target's passes store for it."""
-    shape = TargetShape(num_hidden_layers=2, vocab_size=64, hidden_size=32, intermediate_size=48)
+    """Each level of an EAGLE head is part of the captured round, as is what the target's passes store for it, beside an
+    SSM. After a prompt of one token no head can draft."""
+    shape = TargetShape(32, 48, 2, num_attention_heads=2, num_key_value_heads=1, vocab_size=64)
     target, head, other = make_target(shape, torch.float16), new_folder("head"), new_folder("head")
     options: dict[str, Any] = {"draft_vocab": 48, "own_embedding": False, "boundaries": (0, 1)}
     write_eagle3(head, shape, layout="specforge", seed=1, **options)
     write_eagle1(other, shape, bias=True, own_embedding=False, seed=2)
-    llm = open_llm(target, [head, other], device="cuda", dtype="float16", spec=TREES, max_num_seqs=2, prove=None)
+    drafts = [make_draft(new_folder("ssm"), target, 1, 0.04), head, other]
+    llm = open_llm(target, drafts, spec=TREES, max_num_seqs=2, **ON_GPU)
     assert llm.stats()["frozen"]["rounds"] == "on the device"
     spec = SpecConfig(nodes=8, max_depth=2, sources=("ssm",))
+    prompts, params = random_prompts([1, 9], vocab=64), [greedy(4), greedy(4, temperature=0.9, seed=3)]
+    records: list[RoundRecord] = []
     with rounds_wait_for_nothing(gpu):
-        plain = tokens_of(llm.generate(PROMPTS, greedy(4), spec="off"))
-        trees = llm.generate(PROMPTS, greedy(4), spec=spec)
+        plain = tokens_of(llm.generate(prompts, params, spec="off"))
+        with llm.add_round_observer(records.append):
+            trees = llm.generate(prompts, params, spec=spec)
     assert tokens_of(trees) == plain
-    assert all(output.metrics.nodes_verified > output.metrics.target_passes for output in trees)
+    assert any(output.metrics.acceptance_length > 1.2 for output in trees)
+    names = {name for each in records for node in range(1, len(each.tree)) for name in each.tree.sources_of(node)}
+    assert names == set(llm.draft_names) - {"lookup", "suffix"}
     llm.engine.check_integrity()
     leave(gpu)
 
@@ -322,7 +200,7 @@ def test_rounds_of_other_families(gpu: Gpu, target: str, draft: str, layers: int
         heads = {"n_head": 2} if name == "gpt2" else {"num_attention_heads": 2, "num_key_value_heads": 1}
         folders.append(make_model(root / name, TYPICAL[name], 3, torch.float16, **small(name, layers), **heads))
     prompts, spec = random_prompts([length], vocab=61), SpecConfig(nodes=4, max_depth=1)
-    llm = open_llm(folders[0], folders[1:], device="cuda", dtype="float16", spec=spec, max_num_seqs=1, prove=None)
+    llm = open_llm(folders[0], folders[1:], spec=spec, max_num_seqs=1, **ON_GPU)
     with rounds_wait_for_nothing(gpu):
         plain = tokens_of(llm.generate(prompts, greedy(3), spec="off"))
         [trees] = llm.generate(prompts, greedy(3), spec=spec)
@@ -331,28 +209,8 @@ def test_rounds_of_other_families(gpu: Gpu, target: str, draft: str, layers: int
     leave(gpu, of_each_switch=True)
 
 
-def test_a_round_does_not_wait_for_prompts(gpu: Gpu) -> None:
-    """The planner learns from what a round takes, which a prompt before it is no part of."""
-    target = make_llama(new_folder("prompts") / "target", 0, torch.float16, **SMALL)
-    llm = open_llm(target, [], device="cuda", dtype="float16", spec="off", max_num_seqs=1, prove=None)
-    prefill, run, order = Runner.prefill, GraphExecutor.run, []
-
-    def prompts(runner: Runner, requests: Sequence[Request], counts: Sequence[int]) -> list[torch.Tensor]:
-        states = prefill(runner, requests, counts)
-        gpu.later(lambda: order.append("prompt computed"))
-        return states
-
-    def rounds(executor: GraphExecutor, requests: Sequence[Request], *rest: Any) -> Execution:
-        order.extend(["round begins"] if requests else [])
-        return run(executor, requests, *rest)
-
-    with mock.patch.object(Runner, "prefill", prompts), mock.patch.object(GraphExecutor, "run", rounds):
-        llm.generate(PROMPTS[:1], greedy(1))
-    assert order == ["prompt computed", "round begins"]
-
-
 def test_a_gpu_that_is_not_the_threads_own(gpu: Gpu) -> None:
-    target = make_llama(new_folder("other") / "target", 0, torch.float16, **SMALL)
+    target = make_llama(new_folder("other") / "target", 0, torch.float16, **LONG)
     gpu.current = 1
     with pytest.raises(ValueError, match="launched on cuda:1, its tensors lie on cuda:0"):
         row_topk_triton(torch.ones(2, 8, device="cuda:0"), 1)
@@ -365,7 +223,7 @@ def test_a_gpu_that_is_not_the_threads_own(gpu: Gpu) -> None:
 
 
 def test_a_kernel_that_does_not_fit(gpu: Gpu) -> None:
-    target = make_llama(new_folder("large") / "target", 0, torch.float16, **SMALL)
+    target = make_llama(new_folder("large") / "target", 0, torch.float16, **LONG)
     refused = OutOfResources(122880, 101376, "shared memory")
     message = r"does not run on cuda:0: out of resource: shared memory, Required: 122880.*treespec autotune"
     with (
@@ -393,7 +251,7 @@ def test_where_captured_rounds_fail_it_goes_step_by_step(
     gpu: Gpu, runs: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They do not run, or give other tokens; the log says which, and what they left in the cache is gone."""
-    target = make_llama(new_folder("failing") / "target", 0, torch.float16, **SMALL)
+    target = make_llama(new_folder("failing") / "target", 0, torch.float16, **LONG)
     capture = mock.Mock(side_effect=None if runs else RuntimeError("operation not permitted when stream is capturing"))
 
     def differing(host: HostExecutor, *rest: object) -> list[str]:
@@ -405,7 +263,7 @@ def test_where_captured_rounds_fail_it_goes_step_by_step(
         mock.patch("treespec.startup.build.captured_rounds", capture),
         mock.patch("treespec.startup.selftest.differing_rounds", differing),
     ):
-        llm = open_llm(target, [], device="cuda", dtype="float16", spec=TREES, max_num_seqs=1, prove=None)
+        llm = open_llm(target, [], spec=TREES, max_num_seqs=1, **ON_GPU)
     assert capture.call_count == 1 and llm.engine.captured is None
     assert not llm.engine.cache.pools[0].any()
     [warning] = [record for record in caplog.records if record.levelname == "WARNING"]
@@ -420,7 +278,7 @@ def test_where_captured_rounds_fail_it_goes_step_by_step(
 
 def test_rounds_that_cuda_does_not_capture(gpu: Gpu, caplog: pytest.LogCaptureFixture) -> None:
     """It goes step by step, with nothing of the capture that failed in the way of what follows."""
-    target = make_llama(new_folder("waiting") / "target", 0, torch.float16, **SMALL)
+    target = make_llama(new_folder("waiting") / "target", 0, torch.float16, **LONG)
     run, before = VerifyStage.run, torch.cuda.current_stream()
 
     def waiting(stage: VerifyStage, *args: Any) -> None:
@@ -432,7 +290,7 @@ def test_rounds_that_cuda_does_not_capture(gpu: Gpu, caplog: pytest.LogCaptureFi
         mock.patch("treespec.graphs.capture.is_interpreted", lambda: False),
         mock.patch.object(VerifyStage, "run", waiting),
     ):
-        llm = open_llm(target, [], device="cuda", dtype="float16", spec=TREES, max_num_seqs=1, prove=None)
+        llm = open_llm(target, [], spec=TREES, max_num_seqs=1, **ON_GPU)
     assert llm.stats()["frozen"]["rounds"] == "step by step"
     [warning] = [record for record in caplog.records if (record.name, record.levelname) == ("treespec", "WARNING")]
     assert warning.exc_info is not None and "host cannot wait" in str(warning.exc_info[1])

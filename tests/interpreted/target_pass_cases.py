@@ -1,7 +1,7 @@
 """Captured target passes of rounds that go step by step, on a simulated GPU."""
 
-import functools
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,16 +11,15 @@ import torch
 
 from tests.drafting import make_target
 from tests.heads_made import TargetShape, write_eagle3
-from tests.interpreted.simulated_gpu_cases import NARROW, PROMPTS, TREES
+from tests.interpreted.engines import LONG, ON_GPU, PROMPTS, TREES, told
 from tests.models import OracleDrafter, greedy, make_draft, make_llama, new_folder, open_llm, tokens_of
-from tests.simulated_gpu import Gpu
+from tests.simulated_gpu import Gpu, simulated_gpu
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.graphs import batch_round, capture, target_pass
+from treespec.graphs.graph_executor import GraphExecutor
 from treespec.startup import memory
 from treespec_kernels.attention.tree_batch import PAGE_SIZE
 from treespec_kernels.launch.switches import without
-
-torch.set_num_threads(1)
 
 
 def unchanged(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
@@ -32,25 +31,46 @@ def by_steps(count: int, **params: Any) -> SamplingParams:
     return greedy(count, logits_processors=[unchanged], **params)
 
 
-@functools.cache
-def plain_tokens(**options: Any) -> tuple[Path, list[list[int]]]:
-    """A target, and what it writes behind the prompts."""
-    target = make_llama(new_folder("passes") / "target", 0, torch.float16, **NARROW)
-    llm = open_llm(target, [], device="cuda", dtype="float16", spec="off", prove=None, **options)
-    return target, tokens_of(llm.generate(PROMPTS, greedy(6)))
+@pytest.fixture(scope="module")
+def gpu() -> Iterator[Gpu]:
+    """One for all cases, as an engine must not outlive it."""
+    with simulated_gpu() as gpu:
+        yield gpu
 
 
-def with_a_drafter(depth: int = 2, wrong: int = 2, **options: Any) -> tuple[LLM, list[list[int]]]:
-    """An engine whose rounds go step by step, since a drafter is asked that knows the output; and the output."""
-    target, plain = plain_tokens(**options)
+@pytest.fixture(scope="module")
+def target(gpu: Gpu) -> Path:
+    return make_llama(new_folder("passes") / "target", 0, torch.float16, **LONG)
+
+
+def written(target: Path, **options: Any) -> list[list[int]]:
+    llm = open_llm(target, [], spec="off", **options, **ON_GPU)
+    return tokens_of(llm.generate(PROMPTS, greedy(6)))
+
+
+@pytest.fixture(scope="module")
+def plain(target: Path) -> list[list[int]]:
+    return written(target)
+
+
+def with_a_drafter(target: Path, plain: list[list[int]], depth: int = 2, wrong: int = 2, **options: Any) -> LLM:
+    """An engine whose rounds go step by step, since a drafter is asked that knows the output."""
     oracle = OracleDrafter([[*p, *tokens] for p, tokens in zip(PROMPTS, plain, strict=True)], depth, wrong, vocab=64)
-    llm = open_llm(target, [oracle], device="cuda", dtype="float16", spec=TREES, max_num_seqs=2, prove=None, **options)
-    return llm, plain
+    return open_llm(target, [oracle], spec=TREES, max_num_seqs=2, **options, **ON_GPU)
 
 
-def test_trees_of_a_drafter(gpu: Gpu) -> None:
-    llm, plain = with_a_drafter()
-    passes = llm.engine.runner.captured
+def test_trees_of_a_drafter(gpu: Gpu, target: Path, plain: list[list[int]]) -> None:
+    """Log-probabilities show every bit of the logits; a request leaves the batch before the other."""
+    llm = with_a_drafter(target, plain)
+    passes, params = (
+        llm.engine.runner.captured,
+        [by_steps(3, logprobs=3), by_steps(6, logprobs=3, temperature=0.8, seed=5)],
+    )
+    with without("captured_passes"):
+        expected = told(llm, PROMPTS, params, TREES)
+    assert passes.num_graphs == 0
+    for _ in range(2):
+        assert told(llm, PROMPTS, params, TREES) == expected
     for _ in range(2):
         before = gpu.replays
         outputs = llm.generate(PROMPTS, greedy(6), spec=TREES)
@@ -58,80 +78,66 @@ def test_trees_of_a_drafter(gpu: Gpu) -> None:
         assert gpu.replays > before
     found = passes.num_graphs
     assert found > 0
+    gpu.launches.backwards = True
     with mock.patch.object(target_pass, "run_then_capture", side_effect=AssertionError("captured again")):
         assert tokens_of(llm.generate(PROMPTS, greedy(6), spec=TREES)) == plain
+    gpu.launches.backwards = False
     assert passes.num_graphs == found
-    gpu.launches.backwards = True
-    assert tokens_of(llm.generate(PROMPTS, greedy(6), spec=TREES)) == plain
     llm.engine.check_integrity()
 
 
-def test_bits_are_those_of_the_runners_passes(gpu: Gpu) -> None:
-    """Log-probabilities show every bit of the logits; a request leaves the batch before the other."""
-    llm, _ = with_a_drafter()
-    params = [by_steps(3, logprobs=3), by_steps(6, logprobs=3, temperature=0.8, seed=5)]
-
-    def told() -> list[Any]:
-        return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in llm.generate(PROMPTS, params, spec=TREES)]
-
-    passes = llm.engine.runner.captured
-    with without("captured_passes"):
-        expected = told()
-    assert passes.num_graphs == 0
-    for _ in range(2):
-        assert told() == expected
-    assert passes.num_graphs > 0
-
-
 @pytest.mark.parametrize("options", [{"exact": False}, {"quantization": "int8"}], ids=["vendor products", "int8"])
-def test_other_products(gpu: Gpu, options: dict[str, Any]) -> None:
-    llm, plain = with_a_drafter(**options)
+def test_other_products(target: Path, options: dict[str, Any]) -> None:
+    plain = written(target, **options)
+    llm = with_a_drafter(target, plain, **options)
     for _ in range(2):
         outputs = llm.generate(PROMPTS, greedy(6), spec=TREES)
         assert tokens_of(outputs) == plain and all(output.metrics.acceptance_length > 1.5 for output in outputs)
     assert llm.engine.runner.captured.num_graphs > 0
 
 
-@pytest.mark.parametrize("larger", [SpecConfig(nodes=12, max_depth=2), SpecConfig(nodes=8, max_depth=4)], ids=str)
-def test_trees_that_are_too_large_for_graphs(gpu: Gpu, larger: SpecConfig) -> None:
+def test_trees_that_are_too_large_for_graphs(target: Path, plain: list[list[int]]) -> None:
     """The engine was built for 8 nodes and depth 2; a call may ask for more."""
-    llm, plain = with_a_drafter(larger.max_depth, wrong=4)
+    llm = with_a_drafter(target, plain, 4, wrong=4)
     limits = llm.engine.runner.captured._limits
     assert limits.nodes[-1] == 8 and limits.max_depth == 2
-    nodes, depths, run = [], [], type(llm.engine.runner).forward
+    sizes, run = [], type(llm.engine.runner).forward
 
     def watched(runner: Any, requests: Any, trees: Any) -> Any:
-        nodes.extend(map(len, trees))
-        depths.extend(int(tree.depths.max()) for tree in trees)
+        sizes.extend((len(tree), int(tree.depths.max())) for tree in trees)
         return run(runner, requests, trees)
 
-    with mock.patch.object(type(llm.engine.runner), "forward", watched):
-        assert tokens_of(llm.generate(PROMPTS, greedy(6), spec=larger)) == plain
-    assert max(nodes) > 8 or max(depths) > 2
+    for larger in (SpecConfig(nodes=12, max_depth=2), SpecConfig(nodes=8, max_depth=4)):
+        sizes.clear()
+        with mock.patch.object(type(llm.engine.runner), "forward", watched):
+            assert tokens_of(llm.generate(PROMPTS, greedy(6), spec=larger)) == plain
+        assert any(nodes > 8 or depth > 2 for nodes, depth in sizes)
     llm.engine.check_integrity()
 
 
 def test_states_that_a_head_reads(gpu: Gpu) -> None:
-    shape = TargetShape(num_hidden_layers=2, vocab_size=64, hidden_size=32, intermediate_size=48)
+    shape = TargetShape(32, 48, 2, num_attention_heads=2, num_key_value_heads=1, vocab_size=64)
     target, head = make_target(shape, torch.float16), new_folder("head")
     write_eagle3(head, shape, layout="specforge", seed=1, draft_vocab=48, own_embedding=False, boundaries=(0, 1))
-    llm = open_llm(target, [head], device="cuda", dtype="float16", spec=TREES, max_num_seqs=2, prove=None)
+    llm = open_llm(target, [head], spec=TREES, max_num_seqs=2, **ON_GPU)
     spec = SpecConfig(nodes=8, max_depth=2, sources=("ssm",))
     passes, llm.engine.runner.captured = llm.engine.runner.captured, None
 
-    def told() -> list[Any]:
-        outputs = llm.generate(PROMPTS, by_steps(4), spec=spec)
+    def run() -> list[Any]:
+        outputs = llm.generate(PROMPTS[1:], by_steps(4), spec=spec)
         return [(o.outputs[0].token_ids, o.metrics.accepted_by_source, o.metrics.target_passes) for o in outputs]
 
-    expected = told()
+    expected = run()
     llm.engine.runner.captured = passes
-    assert told() == told() == expected and passes.num_graphs > 0
+    assert run() == run() == expected and passes.num_graphs > 0
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_where_graphs_do_not_run(gpu: Gpu, raises: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_where_graphs_do_not_run(
+    target: Path, plain: list[list[int]], raises: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     """The tokens are right, and what a graph left in the cache is overwritten."""
-    llm, plain = with_a_drafter()
+    llm = with_a_drafter(target, plain)
     fails = mock.Mock(side_effect=RuntimeError("operation not permitted when stream is capturing"))
     replay = target_pass._Graph.replay
 
@@ -155,9 +161,8 @@ def test_where_graphs_do_not_run(gpu: Gpu, raises: bool, caplog: pytest.LogCaptu
     assert tokens_of(llm.generate(PROMPTS, greedy(6), spec=TREES)) == plain
 
 
-def test_graphs_at_start(gpu: Gpu) -> None:
+def test_graphs_at_start(target: Path, plain: list[list[int]]) -> None:
     """Few are captured before the first token: those that the costs are measured with, and the largest."""
-    target = make_llama(new_folder("start") / "target", 0, torch.float16, **NARROW)
     draft = make_draft(new_folder("start") / "draft", target, 1, 0.05)
     captured = mock.Mock(wraps=batch_round.capture_replay)
     with (
@@ -166,22 +171,23 @@ def test_graphs_at_start(gpu: Gpu) -> None:
         mock.patch.object(capture, "CONTEXTS", (64, 128)),
         mock.patch.object(batch_round, "capture_replay", captured),
     ):
-        llm = open_llm(target, [draft], device="cuda", dtype="float16", spec=TREES, max_num_seqs=4, prove=None)
+        llm = open_llm(target, [draft], spec=TREES, max_num_seqs=4, **ON_GPU)
         at_start = captured.call_count
-        plain = tokens_of(llm.generate(PROMPTS, greedy(4), spec="off"))
-        assert tokens_of(llm.generate(PROMPTS, greedy(4), spec=TREES)) == plain
+        assert tokens_of(llm.generate(PROMPTS, greedy(3), spec=TREES)) == [tokens[:3] for tokens in plain]
     stages = 2 + 2  # the first level and the next, and a target pass of 1 and of 8 nodes
     assert at_start == 2 * stages + 3  # of 1 and of 4 requests; the largest round has one pass
     assert captured.call_count > at_start
 
 
-def test_a_graph_that_cannot_be_captured_later(gpu: Gpu, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_graph_that_cannot_be_captured_later(
+    gpu: Gpu, target: Path, plain: list[list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
     """The round has run by then, so nothing is lost; others keep their graphs, and its launches are made one by one."""
-    target = make_llama(new_folder("later") / "target", 0, torch.float16, **NARROW)
-    llm = open_llm(target, [], device="cuda", dtype="float16", spec="off", max_num_seqs=2, prove=None)
-    plain = tokens_of(llm.generate(PROMPTS, greedy(6)))
+    llm = open_llm(target, [], spec="off", max_num_seqs=2, **ON_GPU)
+    expected = [tokens[:3] for tokens in plain]
+    assert tokens_of(llm.generate(PROMPTS, greedy(3))) == expected
     full = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
-    params = greedy(6, temperature=0.8, seed=3)
+    params = greedy(4, temperature=0.8, seed=3)
     with mock.patch.object(batch_round, "capture_replay", full), caplog.at_level(logging.WARNING, "treespec"):
         sampled = tokens_of(llm.generate(PROMPTS, params))
     assert full.called and "cannot be captured" in caplog.text
@@ -189,19 +195,19 @@ def test_a_graph_that_cannot_be_captured_later(gpu: Gpu, caplog: pytest.LogCaptu
     with mock.patch.object(batch_round, "capture_replay", full):
         assert tokens_of(llm.generate(PROMPTS, params)) == sampled
         before = gpu.replays
-        assert tokens_of(llm.generate(PROMPTS, greedy(6))) == plain and gpu.replays > before
+        assert tokens_of(llm.generate(PROMPTS, greedy(3))) == expected and gpu.replays > before
     assert full.call_count == calls
-    other = open_llm(target, [], device="cuda", dtype="float16", spec="off", max_num_seqs=2, prove=None)
-    assert tokens_of(other.generate(PROMPTS, params)) == sampled
+    with mock.patch.object(GraphExecutor, "serves", lambda executor, request: False):
+        assert tokens_of(llm.generate(PROMPTS, params)) == sampled
     llm.engine.check_integrity()
 
 
 def test_prefill_chunks_by_free_memory(gpu: Gpu) -> None:
     """Larger chunks if their buffers, mostly logits, leave the memory to the cache; 512 rows in any case."""
-    target = make_llama(new_folder("wide") / "target", 0, torch.float16, **(NARROW | {"vocab_size": 150_000}))
+    target = make_llama(new_folder("wide") / "target", 0, torch.float16, **(LONG | {"vocab_size": 150_000}))
     chunks = []
     for gib in (1.7, 1.9, 2.6, 8.0):
         with mock.patch.object(memory, "free_memory", lambda device, gib=gib: int(gib * 2**30)):
-            llm = open_llm(target, [], device="cuda", dtype="float16", spec="off", max_num_seqs=1, prove=None)
+            llm = open_llm(target, [], spec="off", max_num_seqs=1, **ON_GPU)
         chunks.append(llm.config.prefill_chunk)
     assert chunks == [512, 1024, 1024, 2048]

@@ -1,11 +1,20 @@
-"""Cases of tree_attention_triton."""
+"""Cases of tree_attention: the reference against its definition, the kernels against the reference."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from tests.interpreted.common import DEVICE, INTERPRETED, assert_near, attention_inputs, each_dtype, poisoned_plan
+from tests.interpreted.common import (
+    DEVICE,
+    IMPLEMENTATION,
+    assert_near,
+    attention_inputs,
+    each_dtype,
+    in_the_interpreter,
+    of_kernels,
+    poisoned_plan,
+)
 from treespec_kernels.attention.tree_attention import (
     SegmentPartition,
     TreeAttentionConfig,
@@ -27,9 +36,10 @@ def attend(inputs: TreeAttentionInputs, config: TreeAttentionConfig, **options: 
     return out
 
 
-def assert_matches_ref(inputs: TreeAttentionInputs, config: TreeAttentionConfig, **options: Any) -> None:
-    expected = tree_attention_ref(inputs.q, inputs.k_cache, inputs.v_cache, **inputs.rows)
-    assert_near(attend(inputs, config, **options), expected)
+def assert_matches_ref(inputs: TreeAttentionInputs, config: TreeAttentionConfig, **options: Any) -> torch.Tensor:
+    out = attend(inputs, config, **options)
+    assert_near(out, tree_attention_ref(inputs.q, inputs.k_cache, inputs.v_cache, **inputs.rows))
+    return out
 
 
 def trees(kinds: str, num_nodes: list[int]) -> list[list[int]]:
@@ -37,36 +47,88 @@ def trees(kinds: str, num_nodes: list[int]) -> list[list[int]]:
     return [tree_parents(kind, n, generator) for kind, n in zip(kinds.split(), num_nodes, strict=True)]
 
 
+class Case(NamedTuple):
+    head_dim: int
+    num_heads: int
+    num_kv_heads: int
+    trees: str  # kind:nodes@context
+    window: int | None = None
+    cap: float | None = None
+    config: TreeAttentionConfig | None = SMALL
+
+    def inputs(self, dtype: torch.dtype) -> tuple[TreeAttentionInputs, list[list[int]]]:
+        """Of a pass, and the parents of its trees."""
+        parts = [tree.replace(":", "@").split("@") for tree in self.trees.split()]
+        parents = trees(" ".join(kind for kind, _, _ in parts), [int(nodes) for _, nodes, _ in parts])
+        lengths, shape = [int(length) for _, _, length in parts], (self.num_heads, self.num_kv_heads, self.head_dim)
+        inputs = attention_inputs(lengths, parents, *shape, dtype, page_size=16)
+        inputs.rows.update(window=self.window, score_cap=self.cap)
+        return inputs, parents
+
+
+CASES = [
+    Case(64, 4, 1, "random:5@0 chain:5@15 star:3@33 random:1@64"),
+    Case(48, 8, 1, "random:6@63 star:3@31"),
+    Case(128, 2, 2, "random:4@65 chain:2@128"),
+    Case(16, 20, 1, "random:3@20"),  # a group of more heads than one tile
+    Case(16, 1, 1, "random:17@59 chain:20@30"),
+    Case(64, 4, 1, "random:3@40", config=None),
+    Case(16, 4, 2, "random:5@64 chain:5@30 star:3@79 random:3@3", window=17),
+    Case(16, 2, 1, "random:4@37", window=2),
+    Case(16, 2, 1, "random:4@37", cap=1.5),
+]
+
+
+def assert_defined(inputs: TreeAttentionInputs, row: int) -> None:
+    """The reference, for a root: softmax in float64 over its keys, which lie in order."""
+    rows, (window, cap) = inputs.rows, (inputs.rows[name] for name in ("window", "score_cap"))
+    request = int(rows["row_request"][row])
+    length = inputs.plan["context_lens"][request]
+    slots = torch.arange(length + 1)[-(window or length + 1) :]
+    pages, group = rows["page_table"][request].long(), inputs.q.shape[1] // inputs.k_cache.shape[1]
+    keys, values = (
+        cache[pages[slots // cache.shape[2]], :, slots % cache.shape[2]].double().repeat_interleave(group, 1)
+        for cache in (inputs.k_cache, inputs.v_cache)
+    )
+    scores = torch.einsum("hd,nhd->hn", inputs.q[row].double(), keys) * rows["scale"]
+    scores = scores if cap is None else cap * torch.tanh(scores / cap)
+    expected = torch.einsum("hn,nhd->hd", scores.softmax(-1), values)
+    out = tree_attention_ref(inputs.q, inputs.k_cache, inputs.v_cache, **rows)
+    assert_near(out[row], expected.to(out.dtype))
+
+
 @each_dtype
-@pytest.mark.parametrize("head_dim, num_heads, num_kv_heads", [(64, 6, 2), (48, 8, 1), (128, 2, 2), (64, 4, 1)])
-def test_against_ref(dtype: torch.dtype, head_dim: int, num_heads: int, num_kv_heads: int) -> None:
-    parents = trees("random star chain random", [17, 3, 3, 1])
-    inputs = attention_inputs([0, 33, 15, 70], parents, num_heads, num_kv_heads, head_dim, dtype)
-    assert_matches_ref(inputs, SMALL)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[:-1])))
+def test_a_node_has_the_bits_of_plain_decoding(case: Case, dtype: torch.dtype) -> None:
+    """And is near the reference. Of larger trees every third node is decoded alone."""
+    inputs, parents = case.inputs(dtype)
+    if IMPLEMENTATION == "ref":
+        assert_defined(inputs, 0)
+        return
+    config = case.config or TreeAttentionConfig.default(dtype, case.head_dim)
+    out = assert_matches_ref(inputs, config)
+    row, different = 0, []
+    for request, tree in enumerate(parents):
+        for node in range(len(tree)):
+            if len(tree) <= 4 or node % 3 == 2:
+                if not torch.equal(out[row], decoded_alone(inputs, request, tree, node, row, config)):
+                    length = inputs.plan["context_lens"][request]
+                    different.append(f"node {node} behind {length} positions, path {path_to(tree, node)}")
+            row += 1
+    assert not different, f"{len(different)} of {row} rows differ in bits:\n" + "\n".join(different)
 
 
-@pytest.mark.parametrize("kinds", ["chain star random", "star random chain", "random chain star"])
-def test_context_lengths_around_borders(kinds: str) -> None:
+@of_kernels
+def test_context_lengths_around_borders() -> None:
     lengths = [0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 128]
-    parents = trees(" ".join([kinds] * 4), [3] * len(lengths))
+    parents = trees(" ".join(["chain star random"] * 4), [3] * len(lengths))
     assert_matches_ref(attention_inputs(lengths, parents, page_size=8), SMALL)
 
 
-@each_dtype
-def test_a_group_of_more_heads_than_one_m_tile(dtype: torch.dtype) -> None:
-    assert_matches_ref(attention_inputs([20], trees("random", [3]), num_heads=20, dtype=dtype), SMALL)
-
-
-@each_dtype
-def test_deep_chain_crosses_segments(dtype: torch.dtype) -> None:
-    inputs = attention_inputs([27, 60], trees("chain chain", [50, 9]), num_heads=1, dtype=dtype)
+@of_kernels
+def test_deep_chain_crosses_segments() -> None:
+    inputs = attention_inputs([27, 60], trees("chain chain", [50, 9]), num_heads=1)
     assert_matches_ref(inputs, SMALL, chains=[True, False])
-
-
-@each_dtype
-def test_the_shipped_default(dtype: torch.dtype) -> None:
-    inputs = attention_inputs([300], trees("random", [5]), num_heads=4, head_dim=64, dtype=dtype)
-    assert_matches_ref(inputs, TreeAttentionConfig.default(dtype, 64))
 
 
 def decoded_alone(
@@ -101,52 +163,17 @@ def decoded_alone(
             "depths": integers(0),
             "ancestors": integers(0)[None],
             "scale": inputs.rows["scale"],
-            "window": inputs.rows.get("window"),
+            "window": inputs.rows["window"],
+            "score_cap": inputs.rows["score_cap"],
         },
         plan={"context_lens": [len(source) - 1], "rows_per_request": [1], "depths": [0]},
     )
     return attend(alone, config)[0]
 
 
-def assert_bits_of_plain_decoding(
-    inputs: TreeAttentionInputs, parents: list[list[int]], config: TreeAttentionConfig
-) -> None:
-    out = attend(inputs, config)
-    different = []
-    row = 0
-    for request, tree in enumerate(parents):
-        length = inputs.plan["context_lens"][request]
-        for node in range(len(tree)):
-            if not torch.equal(out[row], decoded_alone(inputs, request, tree, node, row, config)):
-                different.append(f"node {node} behind {length} positions, path {path_to(tree, node)}")
-            row += 1
-    assert not different, f"{len(different)} of {row} rows differ in bits:\n" + "\n".join(different)
-
-
-@each_dtype
-@pytest.mark.parametrize(
-    "head_dim, num_heads, num_kv_heads, shapes",
-    [
-        (64, 4, 1, "random:17@0 chain:5@15 star:3@33 random:1@64"),
-        (64, 2, 2, "random:5@16 random:5@31 star:3@1"),
-        (48, 3, 1, "random:9@63 star:3@64"),
-        (128, 8, 1, "random:4@65 star:3@32 chain:2@128"),
-        (16, 1, 1, "random:17@59 chain:20@30"),
-    ],
-)
-def test_a_tree_node_has_the_bits_of_plain_decoding(
-    dtype: torch.dtype, head_dim: int, num_heads: int, num_kv_heads: int, shapes: str
-) -> None:
-    parts = [shape.replace(":", "@").split("@") for shape in shapes.split()]
-    lengths = [int(length) for _, _, length in parts]
-    parents = trees(" ".join(kind for kind, _, _ in parts), [int(n) for _, n, _ in parts])
-    inputs = attention_inputs(lengths, parents, num_heads, num_kv_heads, head_dim, dtype, page_size=16)
-    assert_bits_of_plain_decoding(inputs, parents, SMALL)
-
-
-@each_dtype
-def test_bits_do_not_follow_the_batch_the_rows_or_the_chain_flag(dtype: torch.dtype) -> None:
-    inputs = attention_inputs([45, 30], trees("random chain", [11, 19]), 4, 2, 32, dtype, page_size=16)
+@of_kernels
+def test_bits_do_not_follow_the_batch_the_rows_or_the_chain_flag() -> None:
+    inputs = attention_inputs([45, 30], trees("random chain", [11, 19]), 4, 2, 32, page_size=16)
     config = SMALL
     out = attend(inputs, config)
     assert torch.equal(attend(inputs, config, chains=[False, True]), out)
@@ -164,18 +191,17 @@ def test_bits_do_not_follow_the_batch_the_rows_or_the_chain_flag(dtype: torch.dt
 
 
 # Windows that begin before the root's tile, in it, and inside the tree; of one tile, across segments, of one position.
-@pytest.mark.parametrize("window", [1, 2, 7, 16, 17, 33, 64, 200])
+@of_kernels
+@pytest.mark.parametrize("window", [1, 7, 17, 33, 200])
 def test_windows(window: int) -> None:
     parents = trees("random chain star random", [7, 5, 3, 3])
-    inputs = attention_inputs([64, 30, 79, 3], parents, num_heads=4, num_kv_heads=2)
+    inputs = attention_inputs([64, 30, 79, 3], parents, num_heads=2)
     inputs.rows["window"] = window
-    assert_matches_ref(inputs, SMALL)
-    out = attend(inputs, SMALL)
+    out = assert_matches_ref(inputs, SMALL)
     assert torch.equal(attend(inputs, SMALL, chains=[False, True, False, False]), out)
-    if window in (2, 17):
-        assert_bits_of_plain_decoding(inputs, parents, SMALL)
 
 
+@of_kernels
 def test_what_lies_before_the_window_is_not_read() -> None:
     inputs = attention_inputs([200], trees("random", [5]))
     inputs.rows["window"] = 20
@@ -185,9 +211,9 @@ def test_what_lies_before_the_window_is_not_read() -> None:
     assert torch.equal(attend(inputs, SMALL), out)
 
 
-@each_dtype
-def test_padding_rows_become_zero(dtype: torch.dtype) -> None:
-    inputs = attention_inputs([33, 0], trees("random chain", [5, 2]), dtype=dtype, page_size=16)
+@of_kernels
+def test_padding_rows_become_zero() -> None:
+    inputs = attention_inputs([33, 0], trees("random chain", [5, 2]), page_size=16)
     num_rows, padding = len(inputs.q), 5
     plan = poisoned_plan(inputs, SMALL, num_rows=num_rows + padding)
     q = torch.cat([inputs.q, torch.full_like(inputs.q[:1], float("nan")).repeat(padding, 1, 1)])
@@ -200,6 +226,7 @@ def test_padding_rows_become_zero(dtype: torch.dtype) -> None:
     assert torch.equal(out[num_rows:], torch.zeros_like(out[num_rows:]))
 
 
+@of_kernels
 def test_a_nan_of_its_own_request_reaches_only_the_rows_that_see_it() -> None:
     inputs = attention_inputs([17, 5], trees("star random", [3, 4]), page_size=16)
     clean = attend(inputs, SMALL)
@@ -211,7 +238,8 @@ def test_a_nan_of_its_own_request_reaches_only_the_rows_that_see_it() -> None:
     assert torch.equal(out[others], clean[others])
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="about the interpreter")
+@of_kernels
+@in_the_interpreter
 def test_bfloat16_is_refused_in_the_interpreter() -> None:
     inputs = attention_inputs([3], [[-1]], dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"bfloat16 wrongly; use float16 or float32"):

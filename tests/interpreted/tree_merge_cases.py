@@ -16,26 +16,20 @@ from tests.growth import (
     Trie,
     as_proposed,
     assert_frontier,
-    assert_same_trees,
     assert_trees,
-    grown_by_ops,
-    grown_on_host,
-    growth_case,
     mixtures,
     poison,
     proposals,
     random_seeds,
 )
 from tests.interpreted.common import DEVICE, IMPLEMENTATION
-from treespec.drafters.ssm.reference_forest import ReferenceForest
 from treespec_kernels.tree.device_trees import SEED_BIT, DeviceForest, ProposedTrees
 from treespec_kernels.tree.tree_merge import tree_merge_ref, tree_merge_triton
 from treespec_kernels.tree.tree_root import tree_root_ref, tree_root_triton
-from treespec_kernels.tree.tree_select import tree_select_ref, tree_select_triton
+from treespec_kernels.tree.tree_select import tree_select_ref
 
 tree_root = {"ref": tree_root_ref, "triton": tree_root_triton}[IMPLEMENTATION]
 tree_merge = {"ref": tree_merge_ref, "triton": tree_merge_triton}[IMPLEMENTATION]
-tree_select = {"ref": tree_select_ref, "triton": tree_select_triton}[IMPLEMENTATION]
 
 SHAPES = [
     Sizes(1, 1, 1, 1, 1),
@@ -48,12 +42,12 @@ SHAPES = [
     Sizes(2, 0, 3, 3, 3, 9),  # no SSM
     Sizes(1, 1, 3, 2, 8),  # deep
 ]
-# The interpreter takes a second for the larger ones: every kind of one shape, and two kinds of each other.
+# The interpreter takes a second for the larger ones: every kind of one shape, and a kind of each other.
 CASES = [
     pytest.param(sizes, kind, id=f"{sizes}-{kind}")
     for i, sizes in enumerate(SHAPES)
     for j, kind in enumerate(KINDS)
-    if IMPLEMENTATION == "ref" or i == 3 or (i - j) % len(KINDS) < 2
+    if IMPLEMENTATION == "ref" or i == 3 or (i - j) % len(KINDS) == 0
 ]
 INF, NAN = float("inf"), float("nan")
 
@@ -137,21 +131,14 @@ def test_a_forest_at_its_depth_stays() -> None:
         assert torch.equal(getattr(growth.forest, field.name), getattr(before, field.name))
 
 
-def level_of(
-    tokens: list,
-    probs: list,
-    weights: list[float],
-    ends: list[int],
-    frontier: int = 4,
-    seeds: Seeds | None = None,
-) -> DeviceForest:
-    """The forest after one level of one request; tokens and probs: [G][C] below the root."""
-    sizes = Sizes(1, len(tokens), frontier, len(tokens[0]), 2)
-    said = torch.zeros(sizes.ssms, 1, frontier, sizes.proposals, dtype=torch.int32)
+def level_of(tokens: list[int], probs: list[float], seeds: Seeds) -> DeviceForest:
+    """The forest after one level of one request; tokens and probs: those of one SSM below the root."""
+    sizes = Sizes(1, 1, 4, len(tokens), 2)
+    said = torch.zeros(1, 1, 4, len(tokens), dtype=torch.int32)
     chance = torch.full(said.shape, NAN)  # no frontier node there: must not be heard
-    said[:, 0, 0], chance[:, 0, 0] = torch.tensor(tokens, dtype=torch.int32), torch.tensor(probs)
-    growth = Growth(sizes, [1], [seeds or {}])
-    growth.merge(said, chance, torch.tensor([weights]), torch.tensor([ends], dtype=torch.int32))
+    said[0, 0, 0], chance[0, 0, 0] = torch.tensor(tokens, dtype=torch.int32), torch.tensor(probs)
+    growth = Growth(sizes, [1], [seeds])
+    growth.merge(said, chance, torch.ones(1, 1), torch.full((1, 1), -1, dtype=torch.int32))
     return growth.forest
 
 
@@ -160,7 +147,7 @@ def test_seeds_by_hand() -> None:
     has more children than proposals."""
     children = [(7, 0.9, 3.0), (9, 0.2, 1.0), (4, 0.1, 1.0), (8, 0.3, 19.0)]
     seeds: Seeds = {(t,): Seed(i, np.float32(q), np.float32(r)) for i, (t, q, r) in enumerate(children)}
-    forest = level_of([[7, 8]], [[0.5, 0.25]], [1.0], [-1], seeds=seeds)
+    forest = level_of([7, 8], [0.5, 0.25], seeds)
     assert forest.cand_tokens[0, 0, :4].tolist() == [7, 8, -1, 9]
     assert forest.cand_masks[0, 0, :4].tolist() == [1 | 1 << SEED_BIT, 1 | 1 << SEED_BIT, 0, 1 << SEED_BIT]
     told = np.float32(19) * np.float32(0.25)
@@ -168,54 +155,8 @@ def test_seeds_by_hand() -> None:
     assert forest.cand_values[0, 0, :4].tolist() == [0.75, both, -INF, np.float32(0.05)]
     assert forest.frontier_seeds[0].tolist() == [3, 0, 1, -2]
     assert forest.seed_cands[0].tolist() == [0, 3, -1, 1]
-    alone = level_of([[-1, -1]], [[0.5, 0.25]], [1.0], [-1], seeds=seeds)
+    alone = level_of([-1, -1], [0.5, 0.25], seeds)
     assert alone.cand_values[0, 0, 2:4].tolist() == [np.float32(0.9), np.float32(0.2)]
-
-
-@pytest.mark.parametrize("number", range(4 if IMPLEMENTATION == "ref" else 40))
-def test_trees_are_those_of_the_host(number: int) -> None:
-    case = growth_case(5 * number)
-    assert_same_trees(
-        grown_by_ops(case, (tree_root, tree_merge, tree_select), DEVICE), grown_on_host(case, ReferenceForest)
-    )
-
-
-def test_equal_tokens_become_one_by_hand() -> None:
-    forest = level_of([[7, 8], [9, 7]], [[0.5, 0.25], [0.75, 0.25]], [0.5, 0.5], [-1])
-    assert forest.cand_tokens[0, 0, :4].tolist() == [7, 8, 9, -1]
-    assert forest.cand_values[0, 0, :4].tolist() == [0.375, 0.125, 0.375, -INF]
-    assert forest.cand_masks[0, 0, :4].tolist() == [0b11, 0b01, 0b10, 0]
-    assert forest.cand_parents[0, 0, :4].tolist() == [-1] * 4
-    assert forest.frontier[0].tolist() == [0, 2, 1, -1]  # equal values: the first in order
-    assert forest.frontier_tokens[0].tolist() == [7, 9, 8, 0]
-    assert forest.frontier_ancestors[0].tolist() == [[0, 1, 1], [0, 2, 2], [0, 3, 3], [0, 0, 0]]
-
-
-def test_what_is_no_number_is_not_heard() -> None:
-    """What one SSM breaks, the other says: the token keeps the share of the one that is sound."""
-    forest = level_of([[7, 8, 9], [7, 8, 4]], [[NAN, INF, 0.5], [0.5, 0.25, -INF]], [0.5, 0.5], [-1])
-    assert forest.cand_tokens[0, 0, :6].tolist() == [-1, -1, 9, 7, 8, -1]
-    assert forest.cand_values[0, 0, :6].tolist() == [-INF, -INF, 0.25, 0.25, 0.125, -INF]
-    assert forest.cand_masks[0, 0, :6].tolist() == [0, 0, 0b01, 0b10, 0b10, 0]
-    silent = level_of([[7], [7]], [[0.5], [0.5]], [NAN, 0.5], [-1])
-    assert silent.cand_values[0, 0, :2].tolist() == [-INF, 0.25]
-
-
-def test_sums_are_capped_and_ordered() -> None:
-    """In float32 (2^-25 + 2^-25) + 1/2 and (1/2 + 2^-25) + 2^-25 differ; the first SSM's share comes first."""
-    small = 2.0**-25
-    forward = level_of([[7], [7], [7]], [[small], [small], [0.5]], [1.0, 1.0, 1.0], [-1])
-    backward = level_of([[7], [7], [7]], [[0.5], [small], [small]], [1.0, 1.0, 1.0], [-1])
-    assert forward.cand_values[0, 0, 0].item() == 0.5 + 2 * small
-    assert backward.cand_values[0, 0, 0].item() == 0.5
-    capped = level_of([[7], [7]], [[0.75], [3e38]], [1.0, 1.0], [-1])
-    assert capped.cand_values[0, 0, 0].item() == 1.0
-
-
-def test_end_tokens_are_candidates_and_never_expanded() -> None:
-    forest = level_of([[7, 8, 9]], [[0.6, 0.3, 0.1]], [1.0], [8, 7, -1])
-    assert forest.cand_tokens[0, 0, :3].tolist() == [7, 8, 9]
-    assert forest.frontier_tokens[0].tolist() == [9, 0, 0, 0]
 
 
 def test_proposals_may_be_views() -> None:

@@ -219,9 +219,9 @@ def test_a_commit_needs_no_long_context() -> None:
         assert case.inputs[0].arguments["kv_cache"].nbytes < 100 * case.bytes
 
 
-def decoder(folder: Path, configs: tuned.KernelConfigs) -> TritonDecoder:
+def decoder(folder: Path, configs: tuned.KernelConfigs, quantization: str | None = None) -> TritonDecoder:
     config = ModelConfig.from_hf(folder)
-    weights = load_weights(config.folder, config.shape, config.rules, torch.float32, SETTING.device)
+    weights = load_weights(config.folder, config.shape, config.rules, torch.float32, SETTING.device, quantization)
     attention = make_attention("triton", config.shape, torch.float32, SETTING.device, configs)
     return TritonDecoder(config, weights, attention, configs, True, 64)
 

@@ -6,17 +6,15 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.models import greedy, make_draft, make_llama, new_folder, open_llm, random_prompts
+from tests.interpreted.engines import SMALL, TRITON
+from tests.models import greedy, make_draft, make_llama, new_folder, open_llm, random_prompts, tokens_of
 from tests.tokenizers_made import letters, permuted, resized, save_tokenizer
 from treespec import SpecConfig
 from treespec.drafters.foreign.translated import TranslatedDrafter
 from treespec.graphs.batch_round import BatchRound
 
-torch.set_num_threads(1)
 OWN, PADDED = 64, 72
-SMALL = {"num_hidden_layers": 1, "vocab_size": OWN, "hidden_size": 32, "intermediate_size": 48}
 SPEC = SpecConfig(nodes=8, max_depth=2, sources=("ssm",))
-TRITON = {"attention": "triton", "linear": "triton", "max_num_seqs": 2}
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +31,9 @@ def folders() -> dict[str, Path]:
     return made
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 3}], ids=["greedy", "sampled"])
-def test_padded_drafts_in_captured_rounds(folders: dict[str, Path], options: dict[str, float]) -> None:
+def test_padded_drafts_in_captured_rounds(folders: dict[str, Path]) -> None:
     """A draft with fewer tokens than the target and one with more have other heads, and so each is a stack."""
-    llm = open_llm(folders["wide"], [folders["small"], folders["large"]], spec=SPEC, **TRITON, prove=None)
+    llm = open_llm(folders["wide"], [folders["small"], folders["large"]], spec=SPEC, max_num_seqs=2, **TRITON)
     assert set(llm.stats()["draft_vocabularies"].values()) == {"padded"}
     prompts = [[OWN + 1, 3, PADDED - 1], random_prompts([9], vocab=PADDED)[0]]
     guesses = []
@@ -49,9 +46,9 @@ def test_padded_drafts_in_captured_rounds(folders: dict[str, Path], options: dic
     original = BatchRound.draft
     with mock.patch.object(BatchRound, "draft", draft):
         # One request ends before the other, which then is alone in a batch.
-        trees = llm.generate(prompts, [greedy(2, **options), greedy(7, **options)], spec=SPEC)
-    plain = llm.generate(prompts, [greedy(2, **options), greedy(7, **options)], spec="off")
-    assert [o.outputs[0].token_ids for o in trees] == [o.outputs[0].token_ids for o in plain]
+        params = [greedy(3), greedy(7, temperature=0.9, seed=3)]
+        trees = llm.generate(prompts, params, spec=SPEC)
+    assert tokens_of(trees) == tokens_of(llm.generate(prompts, params, spec="off"))
     assert sum(sum(o.metrics.accepted_by_source.values()) for o in trees) > 2
     largest = torch.stack(guesses).amax(0)
     assert largest[0] < OWN and OWN < largest[1] < PADDED
@@ -59,9 +56,9 @@ def test_padded_drafts_in_captured_rounds(folders: dict[str, Path], options: dic
 
 
 def test_a_translated_draft_goes_step_by_step(folders: dict[str, Path]) -> None:
-    llm = open_llm(folders["target"], [folders["shuffled"]], spec=SPEC, **TRITON, prove=None)
+    llm = open_llm(folders["target"], [folders["shuffled"]], spec=SPEC, max_num_seqs=2, **TRITON)
     assert llm.engine.captured is not None and isinstance(llm.engine.sources.others[0], TranslatedDrafter)
     prompts = random_prompts([3, 20], vocab=OWN)
     trees, plain = (llm.generate(prompts, greedy(6), spec=spec) for spec in (SPEC, "off"))
-    assert [o.outputs[0].token_ids for o in trees] == [o.outputs[0].token_ids for o in plain]
+    assert tokens_of(trees) == tokens_of(plain)
     assert all(output.metrics.accepted_by_source["shuffled"] > 1 for output in trees)

@@ -1,24 +1,106 @@
-"""Observers of captured rounds, on a simulated GPU."""
+"""Whole rounds of one engine on a simulated GPU: captured, launched ahead, and told to observers."""
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 from typer.testing import CliRunner
 
-from tests.interpreted.simulated_gpu_cases import NARROW, PROMPTS, TREES, open_on_gpu
-from tests.models import greedy, make_llama, new_folder, open_llm
-from tests.simulated_gpu import Gpu
-from treespec import LLM, RoundRecord, SamplingParams, SpecConfig
+from tests.interpreted.engines import LONG, ON_GPU, PROMPTS, TREES, leave, open_on_gpu, rounds_wait_for_nothing, told
+from tests.models import greedy, make_llama, new_folder, open_llm, random_prompts, tokens_of
+from tests.simulated_gpu import Gpu, simulated_gpu
+from treespec import LLM, RoundRecord, SamplingParams
 from treespec.bench.profile import profiled
 from treespec.cli import app
+from treespec.engine.executor import Execution
+from treespec.engine.runner import Runner
+from treespec.graphs.batch_round import BatchRound
+from treespec.graphs.graph_executor import GraphExecutor
+from treespec.graphs.round_inputs import RoundInput
 from treespec.outputs import RequestOutput
+from treespec.request import Request
 
-torch.set_num_threads(1)
+SHORT = random_prompts([3, 9], vocab=64)
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Iterator[Gpu]:
+    """One for all cases, as its engine must not outlive it."""
+    with simulated_gpu() as gpu:
+        yield gpu
+
+
+@pytest.fixture(scope="module")
+def llm(gpu: Gpu) -> LLM:
+    return open_on_gpu()
+
+
+def test_rounds_replay_graphs(gpu: Gpu, llm: LLM) -> None:
+    some = list(range(3, 9))
+    mixed = [
+        greedy(2, allowed_token_ids=some),
+        greedy(4, temperature=0.9, seed=3, top_k=30, top_p=0.9, frequency_penalty=1.0, logprobs=1),
+    ]
+    with mock.patch.object(GraphExecutor, "serves", lambda executor, request: False):
+        expected = told(llm, SHORT, mixed, "off")
+    assert set(expected[0][0]) <= set(some)
+    with rounds_wait_for_nothing(gpu):
+        for spec in ("off", TREES, "off", TREES):  # twice, since a graph is captured at its first use
+            assert told(llm, SHORT, mixed, spec) == expected
+        gpu.launches.backwards = True  # no program of a launch leans on one before it
+        assert told(llm, SHORT, mixed, TREES) == expected
+        gpu.launches.backwards = False
+    llm.engine.check_integrity()
+    leave(gpu)
+
+
+def test_rounds_launched_ahead(gpu: Gpu, llm: LLM) -> None:
+    """The device writes what the host would. One request ends by a token that no launch could foresee."""
+    followed: list[tuple[bool, bool]] = []
+    sampling: dict[str, Any] = {"temperature": 0.9, "seed": 3}
+    with mock.patch.object(GraphExecutor, "serves", lambda executor, request: False):
+        plain = tokens_of(llm.generate(PROMPTS, [greedy(12), greedy(12, **sampling)], spec="off"))
+    params = [greedy(12), greedy(12, stop_token_ids=[plain[1][6]], **sampling)]
+    expected = [plain[0], plain[1][: plain[1].index(plain[1][6]) + 1]]
+    draft = BatchRound.draft
+
+    def watched(batch: BatchRound, requests: Sequence[RoundInput], levels: int, *rest: Any) -> None:
+        draft(batch, requests, levels, *rest)
+        followed.append((levels > 0, batch.has_followed))
+
+    with (
+        rounds_wait_for_nothing(gpu),
+        mock.patch.object(BatchRound, "draft", watched),
+        mock.patch("treespec.graphs.graph_executor.STEADY_ROUNDS", 0),
+    ):
+        for spec in ("off", TREES):
+            assert tokens_of(llm.generate(PROMPTS, params, spec=spec)) == expected
+            llm.engine.check_integrity()
+    assert {drafts for drafts, ahead in followed if ahead} == {False, True}
+    assert not all(ahead for _, ahead in followed)
+
+
+def test_a_round_does_not_wait_for_prompts(gpu: Gpu, llm: LLM) -> None:
+    """The planner learns from what a round takes, which a prompt before it is no part of."""
+    prefill, run, order = Runner.prefill, GraphExecutor.run, []
+
+    def prompts(runner: Runner, requests: Sequence[Request], counts: Sequence[int]) -> list[torch.Tensor]:
+        states = prefill(runner, requests, counts)
+        gpu.later(lambda: order.append("prompt computed"))
+        return states
+
+    def rounds(executor: GraphExecutor, requests: Sequence[Request], *rest: Any) -> Execution:
+        order.extend(["round begins"] if requests else [])
+        return run(executor, requests, *rest)
+
+    with mock.patch.object(Runner, "prefill", prompts), mock.patch.object(GraphExecutor, "run", rounds):
+        llm.generate(PROMPTS[:1], greedy(1), spec="off")
+    assert order == ["prompt computed", "round begins"]
 
 
 def assert_tell(records: Sequence[RoundRecord], output: RequestOutput) -> None:
@@ -50,8 +132,7 @@ def run_tree(llm: LLM, *arguments: str, code: int = 0) -> Any:
     return json.loads(done.stdout)
 
 
-def test_captured_rounds_are_told(gpu: Gpu) -> None:
-    llm = open_on_gpu()
+def test_captured_rounds_are_told(llm: LLM) -> None:
     repeated = [5, 9, 2, 7] * 5
     prompts = [PROMPTS[0], repeated]
     params = [greedy(4), greedy(4, temperature=0.9, seed=3)]
@@ -87,9 +168,8 @@ def test_captured_rounds_are_told(gpu: Gpu) -> None:
 
 
 def test_plain_targets_and_outputs_of_one_round(gpu: Gpu) -> None:
-    target = make_llama(new_folder("plain") / "target", 0, torch.float16, **NARROW)
-    options: dict[str, Any] = {"device": "cuda", "dtype": "float16", "max_num_seqs": 1, "max_model_len": 12}
-    llm = open_llm(target, [], spec=SpecConfig(nodes=8, max_depth=2), **options, prove=None)
+    target = make_llama(new_folder("plain") / "target", 0, torch.float16, **LONG)
+    llm = open_llm(target, [], spec=TREES, max_num_seqs=1, max_model_len=12, **ON_GPU)
     assert llm.stats()["frozen"]["rounds"] == "on the device"
     whole = "5 9 2 5 9 2 5 9 2 5 9"  # room for one token
     [output] = llm.generate([[int(token) for token in whole.split()]], SamplingParams())

@@ -1,0 +1,95 @@
+"""What cases of engines share: small models, and rounds that must run captured."""
+
+import contextlib
+import os
+import pickle
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+
+from tests.models import LONGROPE, make_draft, make_llama, new_folder, open_llm, random_prompts
+from treespec import LLM, SpecConfig
+from treespec.engine.executor import Execution
+from treespec.graphs.batch_round import BatchRound
+from treespec.graphs.graph_executor import GraphExecutor
+from treespec_kernels.aot.launches import Launch
+
+if TYPE_CHECKING:
+    from tests.simulated_gpu import Gpu
+
+torch.set_num_threads(1)
+SMALL = {"num_hidden_layers": 1, "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48}
+SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 1}  # half the programs of attention
+LONG = SMALL | {"rope_parameters": LONGROPE}
+TREES = SpecConfig(nodes=8, max_depth=2)
+PROMPTS = random_prompts([3, 62], vocab=64)  # the longer one goes on over a border of pages
+TRITON: dict[str, Any] = {"attention": "triton", "linear": "triton", "prove": None}
+ON_GPU: dict[str, Any] = {"device": "cuda", "dtype": "float16", "prove": None}
+
+
+@contextlib.contextmanager
+def captured_rounds() -> Iterator[None]:
+    """Asserts that a captured round runs."""
+    with mock.patch.object(BatchRound, "draft", autospec=True, side_effect=BatchRound.draft) as run:
+        yield
+    assert run.call_count, "no round was captured"
+
+
+def told(llm: LLM, prompts: Sequence[list[int]], params: Any, spec: Any) -> list[Any]:
+    """Tokens and log-probabilities, which show every bit of the logits."""
+    outputs = llm.generate(prompts, params, spec=spec)
+    return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
+
+
+def open_on_gpu() -> LLM:
+    """An engine that captures its graphs and measures them once, as it does on a GPU; its SSMs have two shapes."""
+    root = new_folder("simulated")
+    target = make_llama(root / "target", 0, torch.float16, **LONG)
+    drafts = [
+        make_draft(root / "near", target, 1, 0.05),
+        make_llama(root / "other", 9, torch.float16, **(LONG | {"hidden_size": 48})),
+    ]
+    with (
+        mock.patch("treespec.graphs.capture.is_interpreted", lambda: False),
+        mock.patch("treespec.graphs.capture._REPEATS", 1),
+    ):
+        return open_llm(target, drafts, spec=TREES, max_num_seqs=2, max_model_len=128, **ON_GPU)
+
+
+@contextlib.contextmanager
+def rounds_wait_for_nothing(gpu: "Gpu") -> Iterator[None]:
+    """Rounds replay graphs, and the host waits for their ends alone."""
+    run, waits = GraphExecutor.run, []
+
+    def watched(executor: GraphExecutor, *batch: Any) -> Execution:
+        before = len(gpu.waits)
+        execution = run(executor, *batch)
+        waits.extend(gpu.waits[before:])
+        return execution
+
+    before = gpu.replays
+    with mock.patch.object(GraphExecutor, "run", watched):
+        yield
+    assert gpu.replays > before and not waits
+
+
+def leave(gpu: "Gpu", of_each_switch: bool = False) -> None:
+    """Adds a GPU's launches to those that another process compiles; one `of_each_switch` of a kernel, where that was
+    not left before, or all: sizes and alignment differ, but compiling takes a fifth of a second."""
+    path = Path(os.environ["TREESPEC_LAUNCHES"])
+    found: list[Launch] = pickle.loads(path.read_bytes()) if path.exists() and path.stat().st_size else []
+    known = {switches_of(launch) for launch in found}
+    for launch in gpu.launches.signatures.values():
+        if not of_each_switch or switches_of(launch) not in known:
+            found.append(launch)
+            known.add(switches_of(launch))
+    path.write_bytes(pickle.dumps(found))
+
+
+def switches_of(launch: Launch) -> str:
+    """What tells variants of a kernel apart that differ in more than sizes."""
+    switches = {name: value for name, value in launch.arguments.items() if isinstance(value, bool | str)}
+    return repr((launch.module, launch.kernel, switches))

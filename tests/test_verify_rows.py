@@ -138,7 +138,7 @@ def test_a_token_the_target_excludes_is_never_accepted(rule: str, verifier: str)
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("tiny", [1e-45, 1e-40, 1e-30, 0.0])
+@pytest.mark.parametrize("tiny", [1e-45, 1e-30, 0.0])
 def test_vanishing_probabilities_give_no_nan(rule: str, tiny: float) -> None:
     """A lookup proposes what the target all but excludes, with a random draw below it."""
     p, q = RandomProbs(1, 0, 0.0)[()].copy(), RandomProbs(1, 1, 0.5)[()].copy()
@@ -283,7 +283,7 @@ ALMOST_ONE = float(np.nextafter(1.0, 0.0))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("length", [1, 2, 511, 512, 513, 1024, 5000])
+@pytest.mark.parametrize("length", [1, 511, 512, 513, 5000])
 def test_choose_inverts_the_distribution_function(dtype: Any, length: int) -> None:
     rng = np.random.default_rng(length)
     for case in range(40):
@@ -353,27 +353,20 @@ GOOD: dict[str, Any] = {
 NEGATIVE, NOT_A_NUMBER = np.tile([-0.2, 0.9, 0.3], (4, 1)), np.tile([0.2, np.nan, 0.3], (4, 1))
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "unknown rule": ({"rule": "traversl"}, r"'traversl' \(did you mean 'traversal'\?\).*naive, rejection, traversal"),
-    "no nodes": ({"tokens": [], "parents": []}, "not 0 and 0"),
     "lengths": ({"parents": [-1, 0]}, "not 4 and 2"),
     "root's parent": ({"parents": [0, 0, 0, 1]}, r"parents\[0\] must be -1.*not 0"),
     "parents out of order": ({"parents": [-1, 0, 3, 1]}, r"parents\[2\].*0 to 1.*not 3"),
-    "a second root": ({"parents": [-1, 0, -1, 1]}, r"parents\[2\].*not -1"),
     "token": ({"tokens": [9, 0, 3, 0]}, r"tokens\[2\] must be below the vocabulary's 3, not 3"),
-    "negative token": ({"tokens": [9, 0, -1, 0]}, r"tokens\[2\].*not -1"),
     "equal siblings": ({"tokens": [9, 0, 0, 0]}, "siblings 1 and 2 under node 0 both carry token 0"),
     "draw of a stranger": ({"draws": [(0, 1, 0), (0, 2, None), (0, 3, 1)]}, r"draws\[2\]: node 3 is not a child.* 0"),
-    "draw of nothing": ({"draws": [(0, 7, 0)]}, r"draws\[0\]: node 7 is not"),
     "draw of the root": ({"draws": [(-1, 0, 0)]}, r"draws\[0\]: node 0 is not a child of node -1"),
     "no draw": ({"draws": [(0, 1, 0), (0, 1, 1)]}, r"nodes without one: \[2, 3\]"),
     "row": ({"draws": [(0, 1, 2), (0, 2, None), (1, 3, 1)]}, r"draws\[0\].*0 to 1.*not 2"),
-    "negative row": ({"draws": [(0, 1, -1), (0, 2, None), (1, 3, 1)]}, r"draws\[0\].*not -1"),
     "impossible draw": ({"draft_probs": np.array([[0.0, 1, 0], [0.1, 0.2, 0.7]])}, r"draws\[0\]: token 0.*row 0"),
     "target rows": ({"target_probs": np.full((3, 3), 1 / 3)}, r"\[4 nodes, vocab\], not \[3, 3\]"),
-    "flat target": ({"target_probs": np.full(4, 0.25)}, r"not \[4\]"),
     "draft vocabulary": ({"draft_probs": np.full((2, 4), 0.25)}, r"vocab 3\], not \[2, 4\]"),
     "negative": ({"target_probs": NEGATIVE}, r"target_probs\[0\] must be probabilities, but holds -0.2"),
     "NaN": ({"target_probs": NOT_A_NUMBER}, r"target_probs\[0\].*nan"),
-    "draft NaN": ({"draft_probs": np.array([[0.5, 0.5, 0.0], [np.nan, 0.2, 0.7]])}, r"draft_probs\[1\].*nan"),
     "sum": ({"draft_probs": np.array([[0.5, 0.5, 0.0], [0.1, 0.2, 0.6]])}, r"draft_probs\[1\] must sum to 1, not 0\.9"),
 }
 

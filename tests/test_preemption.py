@@ -68,7 +68,7 @@ def test_rules_that_draw_at_random_go_on_with_their_draws() -> None:
     """Their tokens depend on what is drafted; no draw is repeated."""
     llm, drawn = crowded(7), []
     spec = SpecConfig(nodes=8, verification="rejection")
-    params = [SamplingParams(max_tokens=60, temperature=1.0, seed=i, ignore_eos=True) for i in range(4)]
+    params = [SamplingParams(max_tokens=80, temperature=1.0, seed=i, ignore_eos=True) for i in range(4)]
     ssms = llm.engine.sources.ssms
     assert ssms is not None
     grow = ssms._grow
@@ -81,7 +81,7 @@ def test_rules_that_draw_at_random_go_on_with_their_draws() -> None:
 
     with mock.patch.object(ssms, "_grow", watched):
         outputs = llm.generate(random_prompts((60, 50, 40, 30)), params, spec)
-    assert all(len(output.outputs[0].token_ids) == 60 for output in outputs)
+    assert all(len(output.outputs[0].token_ids) == 80 for output in outputs)
     assert llm.stats()["num_preemptions"] and len(set(drawn)) == 4, "one source of draws for each request"
     assert_clean(llm)
 
@@ -89,13 +89,13 @@ def test_rules_that_draw_at_random_go_on_with_their_draws() -> None:
 def test_streams_go_on_where_they_were() -> None:
     """Text that was emitted before a preemption is not emitted again, and a form still holds."""
     llm = crowded(6, speaking_folder())
-    common: dict[str, Any] = {"ignore_eos": True, "max_tokens": 60, "output_kind": "DELTA"}
+    common: dict[str, Any] = {"ignore_eos": True, "max_tokens": 90, "output_kind": "DELTA"}
     params = [
         SamplingParams(**common),
         SamplingParams(temperature=0.9, seed=1, logprobs=1, **common),
         SamplingParams(temperature=0.9, seed=2, stop=["zzz"], **common),
         SamplingParams(
-            temperature=0.9, seed=3, structured_outputs={"regex": "[a-z ]{50,}"}, **common | {"ignore_eos": False}
+            temperature=0.9, seed=3, structured_outputs={"regex": "[a-z ]{80,}"}, **common | {"ignore_eos": False}
         ),
     ]
     prompts = ["def add(a, b):\n" * 4, "import os\n" * 9, "x = 1\ny = 2\n" * 4, "class Tree:\n" * 8]

@@ -36,8 +36,8 @@ from treespec_kernels.linear.linear import Linear, onednn_available
 from treespec_weights import default_names
 
 SUBSETS = quick([(0,), (0, 2), (0, 1, 2)], [(0, 1, 2)])
-LENGTHS = (1, 2, 9, 58, 62, 63, 64, 65, 126)  # 9 requests for 8 slots; outputs cross positions 64 and 128
-TOKENS = 12
+LENGTHS = (1, 2, 9, 31, 50, 62, 63, 64, 65, 90, 126)  # 11 requests for 8 slots; outputs cross positions 64 and 128
+TOKENS = 20
 SPECS = {
     "5": SpecConfig(nodes=5),
     "16": SpecConfig(nodes=16),
@@ -130,10 +130,10 @@ def test_every_node_has_the_bits_of_plain_decoding(dtype: torch.dtype) -> None:
 def test_company_in_the_batch_changes_nothing(spec: str) -> None:
     chosen = SPECS.get(spec, spec)
     llm, prompts = tiny_llm(), random_prompts((5, 64, 80))
-    alone = [run(llm, [prompt], greedy(TOKENS), "off") for prompt in prompts]
+    alone = [run(llm, [prompt], greedy(12), "off") for prompt in prompts]
     crowd = random_prompts((1, 70, 33, 128, 12, 64, 3, 9, 17), seed=9)
     for order in ([*prompts[::-1], *crowd], [crowd[0], prompts[1], *crowd, prompts[0], prompts[2]]):
-        together = run(llm, order, [greedy(3 + i % 5 if p in crowd else TOKENS) for i, p in enumerate(order)], chosen)
+        together = run(llm, order, [greedy(3 + i % 5 if p in crowd else 12) for i, p in enumerate(order)], chosen)
         assert not together.unequal
         for one in alone:
             assert together.tokens[order.index(one.prompts[0])] == one.tokens[0]

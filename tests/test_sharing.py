@@ -55,7 +55,7 @@ def compare(
     [((), "off"), ((), SpecConfig(nodes=8)), (ALL, NODES), (ALL, SpecConfig())],
     ids=["plain", "lookup", "nodes", "auto"],
 )
-@pytest.mark.parametrize("length", quick(LENGTHS, (64,)))
+@pytest.mark.parametrize("length", quick(LENGTHS, (64, 130)))
 def test_tokens_and_bits_are_those_of_samples_on_their_own(
     length: int, ssms: tuple[int, ...], spec: Any, dtype: torch.dtype
 ) -> None:

@@ -102,6 +102,12 @@ def make_model(kind: str, dtype: torch.dtype = torch.float32, seed: int = 0, **c
     return model.to(dtype).eval()
 
 
+def random_ids(rows: int = 1, length: int = 9, seed: int = 0) -> Tensor:
+    """Prompts for models of `VOCAB` tokens, without special tokens: int64 [rows, length]."""
+    torch.manual_seed(seed)
+    return torch.randint(3, VOCAB, (rows, length))
+
+
 @functools.cache
 def saved(kind: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Path]:
     """A model and its folder."""

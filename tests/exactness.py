@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 from unittest import mock
 
 import torch
@@ -127,8 +126,3 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def all_of(*options: Any) -> list[tuple[Any, ...]]:
-    """Every subset of the options but the empty one."""
-    return [tuple(option for i, option in enumerate(options) if mask >> i & 1) for mask in range(1, 1 << len(options))]

@@ -17,7 +17,10 @@ TRAVERSAL = SpecConfig(branching=(2, 2, 1), verification="traversal")
 SAME = {"tree": TREE, "naive": NAIVE}  # the tokens of plain decoding
 DRAWN = {"rejection": REJECTION, "traversal": TRAVERSAL}
 same_tokens = pytest.mark.parametrize("spec", SAME.values(), ids=SAME.keys())
-every_rule = pytest.mark.parametrize("spec", [TREE, *DRAWN.values()], ids=["tree", *DRAWN])
+quick_rule = pytest.mark.parametrize("spec", [TREE, pytest.param(NAIVE, marks=pytest.mark.slow)], ids=SAME.keys())
+every_rule = pytest.mark.parametrize(
+    "spec", [TREE, pytest.param(REJECTION, marks=pytest.mark.slow), TRAVERSAL], ids=["tree", *DRAWN]
+)
 PROMPTS = random_prompts((9, 40, 1, 63))
 
 
@@ -30,11 +33,6 @@ def two_ssms() -> LLM:
 
 def sampled(max_tokens: int = LENGTH, **options: Any) -> SamplingParams:
     return SamplingParams(**({"max_tokens": max_tokens, "ignore_eos": True, "temperature": 0.8, "seed": 7} | options))
-
-
-def idle(llm: LLM) -> bool:
-    llm.engine.check_integrity()
-    return llm.engine.scheduler.is_idle and llm.engine.cache.num_free == llm.engine.cache.num_pages
 
 
 def say_hush(ids: Tensor, scores: Tensor) -> Tensor:

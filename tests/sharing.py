@@ -1,6 +1,6 @@
 """Samples of one prompt, driven through an engine under guard: what the tests of shared pages have in common."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,10 +14,11 @@ from tests.exactness import Prefix, recorded
 from tests.lookups import inside
 from tests.models import VOCAB, greedy
 from tests.speech import altered_logits
-from treespec import LLM, SpecConfig
+from treespec import LLM, LLMEngine, RequestOutput, SpecConfig
 from treespec.cache.kv_cache import KVCache
 from treespec.drafters.foreign.foreign_drafter import ForeignDrafter
 from treespec.drafters.lookup.lookup_drafter import LookupDrafter
+from treespec.llm import frontend_of
 from treespec.models.decoder import Decoder
 from treespec.request import PromptGroup, Request
 from treespec.tree import TokenTree
@@ -76,7 +77,7 @@ def drive(llm: LLM, requests: Sequence[Request], change: Any = part_ways) -> Dri
             return pages
 
         with mock.patch.object(engine, "step", watched), mock.patch.object(engine.cache, "reserve", counted):
-            for _ in llm._rounds.run(requests):
+            for _ in frontend_of(llm).rounds.run(requests):
                 pass
     assert engine.scheduler.is_idle
     return driven
@@ -119,6 +120,49 @@ def guarded(llm: LLM) -> Iterator[None]:
         patches.enter_context(mock.patch.object(KVCache, "commit", checked_commit))
         patches.enter_context(mock.patch.object(llm.engine, "step", checked_step))
         yield
+
+
+def run_at_random_times(
+    llm: LLM, asked: Sequence[tuple[Any, ...]], seed: int, aborts: float
+) -> dict[int, RequestOutput]:
+    """Add and abort requests at random times; return the outputs of those that ended by themselves, by number.
+
+    Args:
+        asked: prompt, parameters, spec and priority of each request.
+        aborts: the probability that a step is followed by an abort.
+    """
+    rng, engine, waiting = np.random.default_rng(seed), LLMEngine(llm), dict(enumerate(asked))
+    outputs: dict[int, RequestOutput] = {}
+    while waiting or engine.has_unfinished_requests():
+        for i in rng.permutation(list(waiting))[: rng.integers(0, 4)].tolist():
+            prompt, params, spec, priority = waiting.pop(i)
+            engine.add_request(str(i), {"prompt_token_ids": prompt}, params, spec=spec, priority=priority)
+        if rng.random() < aborts:
+            engine.abort_request(str(rng.integers(len(asked))))
+        for output in engine.step():
+            llm.engine.check_integrity()
+            if output.finished and all(one.finish_reason == "length" for one in output.outputs):
+                outputs[int(output.request_id)] = output
+    return outputs
+
+
+def assert_as_alone(
+    plain: LLM, llm: LLM, asked: Sequence[tuple[Any, ...]], run: Callable[[], list[dict[int, RequestOutput]]]
+) -> None:
+    """Asserts that requests which ended in `run` on `llm` have the outputs and logit bits of `plain` one by one."""
+    with recorded(plain) as (alone, twice):
+        expected = [plain.generate([prompt], params, spec="off")[0] for prompt, params, *_ in asked]
+    with recorded(llm) as (logits, unequal):
+        runs = run()
+    for ended in runs:
+        assert len(ended) > len(asked) // 2
+        for i, output in ended.items():
+            assert output.outputs == expected[i].outputs, "tokens, log-probabilities and reasons to end"
+            assert output.prompt_logprobs == expected[i].prompt_logprobs
+    common = alone.keys() & logits.keys()
+    assert len(common) > 100 and not twice and not unequal
+    assert all(torch.equal(alone[prefix], logits[prefix]) for prefix in common)
+    assert_clean(llm)
 
 
 @contextmanager

@@ -46,9 +46,9 @@ def joined(outputs: list[RequestOutput], kind: str) -> list[tuple[str, list[int]
 def test_tokens_are_those_of_plain_decoding(engine: AsyncLLM, llm: LLM, kind: str) -> None:
     """Requests of all kinds share rounds, more than the engine has slots for."""
     params = [
-        greedy(20, output_kind=kind),
-        SamplingParams(max_tokens=16, temperature=0.9, seed=3, n=2, logprobs=2, output_kind=kind),
-        SamplingParams(max_tokens=24, temperature=0.7, seed=4, stop=["e"], repetition_penalty=1.2, output_kind=kind),
+        greedy(12, output_kind=kind),
+        SamplingParams(max_tokens=10, temperature=0.9, seed=3, n=2, logprobs=2, output_kind=kind),
+        SamplingParams(max_tokens=14, temperature=0.7, seed=4, stop=["e"], repetition_penalty=1.2, output_kind=kind),
     ]
     work = [(prompt, param) for prompt in PROMPTS[:2] for param in params]
     expected = [llm.generate(prompt, param, "off")[0] for prompt, param in work]  # type: ignore[list-item]
@@ -77,7 +77,7 @@ def test_tokens_are_those_of_plain_decoding(engine: AsyncLLM, llm: LLM, kind: st
 
 @pytest.mark.parametrize("kind", ["CUMULATIVE", "DELTA"])
 def test_what_a_slow_reader_missed_is_one_output(engine: AsyncLLM, llm: LLM, kind: str) -> None:
-    params = greedy(60, output_kind=kind)
+    params = greedy(30, output_kind=kind)
     expected = llm.generate("def add(", params, "off")[0].outputs[0]
 
     async def slowly() -> list[RequestOutput]:

@@ -14,7 +14,7 @@ import torch
 
 from tests.models import CURVE, edit_config, greedy, make_llama, open_llm, random_prompts, tiny, tiny_llm
 from tests.speech import add_tokenizer, speaking_folder
-from treespec import LLM, SamplingParams, SpecConfig
+from treespec import LLM, SamplingParams, SpecConfig, errors
 from treespec.errors import CheckpointError, ConfigError, DraftError, KernelError, ModelError
 from treespec.startup import cost_measurement as costs
 
@@ -22,7 +22,6 @@ from treespec.startup import cost_measurement as costs
 
 SPEC_CASES: list[tuple[dict[str, Any], str]] = [
     ({"nodes": 1025}, "nodes=1025"),
-    ({"nodes": 2.0}, "nodes=2.0"),
     ({"nodes": True}, "nodes=True"),
     ({"max_depth": 65}, "max_depth=65; valid: an int from 1 to 64"),
     ({"policy": "dynamik"}, "policy='dynamik'; valid: 'auto', 'static', 'dynamic'"),
@@ -31,46 +30,33 @@ SPEC_CASES: list[tuple[dict[str, Any], str]] = [
     ({"verification": "coupld"}, "verification='coupld'; valid: 'coupled'"),
     ({"verification": "rejection", "policy": "dynamic"}, "needs all of them"),
     ({"draws": "with-replacement"}, "draws='with-replacement' goes with"),
-    ({"draws": "with", "verification": "rejection"}, "draws='with'"),
     ({"branching": ()}, "branching=()"),
-    ({"branching": (65,)}, "branching=(65,)"),
     ({"branching": "42"}, "branching='42'"),
-    ({"branching": (1,) * 17}, "branching=(1, 1, 1, 1, 1, 1, 1"),
     ({"branching": (64, 64)}, "makes 4161 nodes"),
     ({"branching": (2, 2), "nodes": 9}, "nodes=9"),
     ({"sources": "ssm"}, "sources='ssm'"),
-    ({"sources": (1,)}, "1"),
     ({"max_ssms": 0}, "max_ssms=0; valid: an int of at least 1, or None"),
     ({"max_dept": 5, "polciy": "x"}, "'max_dept' (did you mean 'max_depth'?), 'polciy' (did you mean 'policy'?)"),
 ]
 
 SAMPLING_CASES: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 0}, "max_tokens=0; valid: an int of at least 1"),
-    ({"max_tokens": 2.0}, "max_tokens=2.0"),
     ({"stop": ["a", ""]}, "stop=('a', '')"),
-    ({"stop": 3}, "stop=3"),
     ({"stop_token_ids": [-1]}, "stop_token_ids=(-1,)"),
-    ({"stop_token_ids": 7}, "stop_token_ids=7"),
-    ({"seed": "x"}, "seed='x'"),
     ({"seed": 2**64}, "seed=18446744073709551616"),
     ({"n": 2}, "n=2 with temperature=0"),
-    ({"n": 0}, "n=0"),
     ({"temperature": -0.1}, "temperature=-0.1"),
     ({"temperature": math.nan}, "temperature=nan"),
-    ({"temperature": 1e39}, "temperature=1e+39"),
     ({"top_k": -2}, "top_k=-2"),
     ({"top_p": 0}, "top_p=0"),
-    ({"top_k": True}, "top_k=True"),
     ({"min_p": 1.5}, "min_p=1.5"),
     ({"repetition_penalty": 0}, "repetition_penalty=0"),
     ({"presence_penalty": -3}, "presence_penalty=-3"),
     ({"bad_words": ["x", " "]}, "bad_words=('x', ' ')"),
-    ({"bad_words": "x"}, "bad_words='x'"),
     ({"min_tokens": 3, "max_tokens": 2}, "min_tokens=3 is more than max_tokens=2"),
     ({"logprobs": -2}, "logprobs=-2"),
     ({"logit_bias": {-3: 1.0}}, "logit_bias={-3: 1.0}"),
     ({"logit_bias": {3: math.nan}}, "logit_bias={3: nan}"),
-    ({"logit_bias": [3]}, "logit_bias=[3]"),
     ({"allowed_token_ids": []}, "allowed_token_ids=[]; valid: at least one token id, or None for all"),
     ({"logits_processors": [3]}, "logits_processors=(3,); valid: a list of callable"),
     ({"max_token": 5}, "unknown 'max_token' (did you mean 'max_tokens'?)"),
@@ -95,11 +81,9 @@ def test_sources_that_an_engine_does_not_have() -> None:
     with pytest.raises(ConfigError, match=re.escape("did you mean 'ssm-1'? this engine has 'ssm', 'ssm-1', 'ssm-2'")):
         tiny_llm().generate(prompt, spec=SpecConfig(sources=("smm-1",)))
     with pytest.raises(ConfigError, match="this engine has 'lookup'"):
-        open_llm(tiny()[0]).generate(prompt, spec=SpecConfig(sources=("ssm",)))
+        tiny_llm(ssms=()).generate(prompt, spec=SpecConfig(sources=("ssm",)))
     with pytest.raises(ConfigError, match="did you mean 'lookup'"):
         open_llm(tiny()[0], spec=SpecConfig(sources=("lokup",)))
-    with pytest.raises(ConfigError, match=re.escape("sources=('eagle',): this engine has 'ssm', 'ssm-1'")):
-        tiny_llm().generate(prompt, spec=SpecConfig(sources=("eagle",)))
 
 
 def test_neutral_values_pass() -> None:
@@ -108,6 +92,11 @@ def test_neutral_values_pass() -> None:
     neutral |= dict.fromkeys(("logprobs", "logit_bias", "logits_processors", "stop", "stop_token_ids"))
     SamplingParams(**neutral, seed=7)
     assert SpecConfig(policy="auto", verification="naive", sources=["ssm"]).sources == ("ssm",)
+
+
+def test_every_error_is_a_value_error() -> None:
+    kinds = [getattr(errors, name) for name in errors.__all__ if name[0].isupper()]
+    assert len(kinds) > 5 and all(issubclass(kind, ValueError) for kind in kinds)
 
 
 def test_configurations_are_frozen() -> None:
@@ -119,15 +108,12 @@ def test_configurations_are_frozen() -> None:
 LLM_CASES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"max_num_seq": 3}, ConfigError, "unknown 'max_num_seq' (did you mean 'max_num_seqs'?)"),
     ({"max_num_seqs": 0}, ConfigError, "max_num_seqs=0; valid: an int of at least 1"),
-    ({"max_num_seqs": True}, ConfigError, "max_num_seqs=True"),
     ({"max_num_seqs": 10**12, "max_model_len": None}, ConfigError, "max_num_seqs=1000000000000"),
     ({"max_model_len": 1}, ConfigError, "max_model_len=1; valid: an int of at least 2, or None"),
     ({"max_model_len": 1025}, ConfigError, "max_model_len=1025; valid: an int from 2 to the model's 1024"),
     ({"prefill_chunk": "all"}, ConfigError, "prefill_chunk='all'"),
     ({"dtype": torch.float64}, ConfigError, "torch.float64"),
-    ({"dtype": 16}, ConfigError, "dtype=16"),
     ({"device": "gpu"}, ConfigError, "device='gpu'"),
-    ({"device": "meta"}, ConfigError, "device='meta'"),
     ({"attention": "flash"}, ConfigError, "attention='flash'; valid: 'auto', 'cpu-packed', 'cpu-gathered', 'triton'"),
     ({"attention": "triton"}, KernelError, "triton"),
     ({"compile": "yes"}, ConfigError, "compile='yes'; valid: True, False, 'auto'"),
@@ -142,7 +128,6 @@ LLM_CASES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"drafts": ["ssm-9"]}, OSError, "no embedded draft 'ssm-9'; valid: 'ssm-1', 'ssm-2', 'ssm-3'"),
     ({"model": "~no-such-user/folder"}, OSError, "~no-such-user/folder"),
     ({"model": 7}, ConfigError, "model=7"),
-    ({"tokenizer": 5}, ConfigError, "tokenizer=5"),
     ({"tokenizer": "/no/such/folder"}, ConfigError, "/no/such/folder"),
 ]
 
@@ -161,7 +146,7 @@ def test_a_missing_hub_model_without_a_network(monkeypatch: pytest.MonkeyPatch) 
         LLM("nobody/has-this", device="cpu")
 
 
-@pytest.mark.parametrize("length, seqs", [(2, 1), (64, 1), (64, 2), (128, 1)])
+@pytest.mark.parametrize("length, seqs", [(2, 1), (64, 2)])
 def test_small_engines_are_valid(length: int, seqs: int) -> None:
     """What the message of `max_model_len` calls valid is, with a cost curve measured on the spot as well."""
     prompt = random_prompts((min(length - 1, 40),))[0]
@@ -197,19 +182,15 @@ def climb(folder: Path) -> None:
 CHECKPOINTS: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "truncated": (truncate, CheckpointError, "model.safetensors"),
     "climbing": (climb, CheckpointError, "../outside.safetensors"),
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), CheckpointError, "safetensors"),
     "no config": (lambda f: (f / "config.json").unlink(), CheckpointError, "config.json"),
     "empty config": (lambda f: (f / "config.json").write_text(""), CheckpointError, "config.json"),
     "other family": (config(model_type="mamba"), CheckpointError, "'mamba'"),
     "more layers": (config(num_hidden_layers=4), CheckpointError, "model.layers.3"),
-    "fewer layers": (config(num_hidden_layers=2), CheckpointError, "model.layers.2"),
     "other size": (config(intermediate_size=130), CheckpointError, "130"),
     "other activation": (config(hidden_act="swirl"), ModelError, "'swirl'"),
     "other rope": (config(rope_parameters={"rope_type": "swirl", "rope_theta": 1e4}), ModelError, "swirl"),
     "no rope factor": (config(rope_parameters={"rope_type": "linear", "rope_theta": 1e4}), ModelError, "factor"),
     "absurd context": (config(max_position_embeddings=-1), ValueError, "-1"),
-    "context of text": (config(max_position_embeddings="long"), ValueError, "long"),
-    "absurd norm": (config(rms_norm_eps="tiny"), ValueError, "tiny"),
     "other dtype": (config(dtype="int8"), ModelError, "'int8'"),
     "end token of text": (config(eos_token_id="end"), ValueError, "end"),
 }
@@ -237,7 +218,6 @@ def test_checkpoints(name: str, tmp_path: Path) -> None:
         ("tokenizer.json", "{"),
         ("tokenizer.json", '{"model": {"vocab": {"a": 1}}}'),
         ("tokenizer_config.json", "[1"),
-        ("tokenizer_config.json", "5.0"),
         ("tokenizer_config.json", '{"tokenizer_class": 7}'),
         ("tokenizer_config.json", '{"tokenizer_class": "TokenizersBackend", "eos_token": 7}'),
     ],

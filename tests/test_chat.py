@@ -259,7 +259,7 @@ def test_bad_messages_end_a_stream_before_its_first_chunk(llm: LLM, messages: An
     assert llm.engine.scheduler.is_idle
 
 
-@pytest.mark.parametrize("messages", ["hello", {"role": "user", "content": "x"}, ["hello"], 7])
+@pytest.mark.parametrize("messages", ["hello", ["hello"], 7])
 def test_what_is_no_conversation(llm: LLM, messages: Any) -> None:
     with pytest.raises(ConfigError, match="messages"):
         llm.chat(messages, SHORT)
@@ -289,7 +289,6 @@ def test_the_models_own_parameters(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("generation", "params"),
     [
-        ({}, SamplingParams()),
         ({"do_sample": False, "temperature": 0.6, "top_k": 20}, SamplingParams()),
         ({"do_sample": True}, SamplingParams(temperature=1.0, top_k=50)),
         ({"temperature": 0.7, "top_k": 20, "min_p": 0.05}, SamplingParams(temperature=0.7, top_k=20, min_p=0.05)),
@@ -315,8 +314,7 @@ def test_unusable_generation_configs(tmp_path: Path) -> None:
     assert open_llm(folder, generation_config="treespec").get_default_sampling_params() == SamplingParams()
 
 
-@pytest.mark.parametrize("backend", ["native", "transformers"])
-@pytest.mark.parametrize("text", ["[1, 2]", "null", '"text"', "{"])
+@pytest.mark.parametrize(("text", "backend"), [("[1, 2]", "native"), ("null", "transformers"), ("{", "native")])
 def test_a_generation_config_that_is_no_object(text: str, backend: str, tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "model")
     (folder / "generation_config.json").write_text(text)

@@ -95,7 +95,7 @@ RUNS = st.lists(st.tuples(PIECES, st.sampled_from([1, 1, 1, 2, 7, 13])), max_siz
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(RUNS, RUNS, st.booleans())
 def test_any_tokens_of_a_sentencepiece_decoder(prompt: list[int], tokens: list[int], skip: bool) -> None:
     decode = functools.partial(like_llama_2().decode, skip_special_tokens=skip)
@@ -105,7 +105,7 @@ def test_any_tokens_of_a_sentencepiece_decoder(prompt: list[int], tokens: list[i
 
 
 @pytest.mark.skipif("target" not in default_names(), reason="no embedded models in this checkout")
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(st.integers(0, 300), max_size=20), st.lists(st.integers(0, 300), max_size=40), st.booleans())
 def test_any_tokens_of_the_embedded_tokenizer(prompt: list[int], tokens: list[int], skip: bool) -> None:
     assert_text_of_all_tokens(functools.partial(embedded(), skip_special_tokens=skip), prompt, tokens)
@@ -172,7 +172,7 @@ def test_spaces_before_punctuation_are_not_cleaned_up() -> None:
     assert "".join(chunk.text or "" for chunk in llm.stream([2], params)) == output.outputs[0].text
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.lists(st.integers(1, 511), max_size=20), st.lists(st.integers(1, 511), max_size=40))
 def test_any_tokens(prompt: list[int], tokens: list[int]) -> None:
     assert_text_of_all_tokens(decode, prompt, tokens)
@@ -181,7 +181,7 @@ def test_any_tokens(prompt: list[int], tokens: list[int]) -> None:
 BYTES = sorted({token for text in ("é", "😀", "日", "a") for token in encode(text)})
 
 
-@settings(max_examples=500)
+@settings(max_examples=150)
 @given(st.lists(st.sampled_from(BYTES), max_size=24))
 def test_broken_characters(tokens: list[int]) -> None:
     """Bytes of characters in any order: cut off, alone, complete behind broken ones."""

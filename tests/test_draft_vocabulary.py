@@ -15,6 +15,7 @@ from tests.models import (
     make_llama,
     new_folder,
     open_llm,
+    quick,
     random_prompts,
     reduce_vocabulary,
     tokens_of,
@@ -39,7 +40,7 @@ def models(request: pytest.FixtureRequest) -> tuple[Path, list[Path]]:
     return target, drafts
 
 
-@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("compile", quick((False, True), (True,)))
 def test_trees_have_plain_tokens_and_no_unknown_proposals(models: tuple[Path, list[Path]], compile: bool) -> None:
     target, drafts = models
     llm = open_llm(target, drafts, compile=compile)

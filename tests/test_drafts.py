@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from tests.exactness import assert_exact, run
-from tests.models import assert_same_tree, exact_in, greedy, open_llm, random_prompts, tiny
+from tests.models import assert_same_tree, exact_in, greedy, open_llm, random_prompts, tiny, tiny_llm
 from treespec import LLM, SpecConfig
 from treespec.drawing.recording import watch
 from treespec.engine.round_record import RoundRecord
 from treespec.tree import TokenTree
 from treespec.trust import Trust
 
-TOKENS = 40
-LENGTHS = (1, 2, 30, 58, 62, 63, 64, 65, 120, 126)
+TOKENS = 24
+LENGTHS = (1, 30, 62, 63, 64, 126)
 
 
 def twin_llm(dtype: torch.dtype = torch.float32, copies: int = 1, **options: object) -> LLM:
@@ -53,7 +53,7 @@ def proposals(rounds: list[RoundRecord]) -> dict[tuple[int, ...], TokenTree]:
 def first_proposals(llm: LLM, keys: Iterable[tuple[int, ...]], spec: SpecConfig) -> dict[tuple[int, ...], TokenTree]:
     """What new requests with those tokens draft first."""
     with watch(llm.engine) as rounds:
-        llm.generate([list(key) for key in keys], greedy(12), spec=spec)
+        llm.generate([list(key) for key in keys], greedy(7), spec=spec)
     return proposals([each for each in rounds if each.number == 1])
 
 
@@ -71,12 +71,12 @@ SSMS_321 = SpecConfig(branching=(3, 2, 1), sources=("ssm",))
 @pytest.mark.parametrize("spec", [SSMS_24, SSMS_321], ids=["24", "321"])
 def test_a_tree_does_not_depend_on_the_rounds_before(spec: SpecConfig) -> None:
     """Each tree of a run equals the first tree of a new request with the same tokens, to the last bit."""
-    llm = open_llm(tiny()[0], tiny()[1][1:], max_num_seqs=4)
+    llm = tiny_llm(ssms=(1, 2), max_num_seqs=4)
     with watch(llm.engine) as rounds:
-        llm.generate(random_prompts((1, 30, 58, 63, 120)), greedy(28), spec=spec)
+        llm.generate(random_prompts((1, 58, 63, 120)), greedy(20), spec=spec)
     deepest = len(spec.branching or "") or spec.max_depth  # near the end of an output trees are cut
     running = {key: tree for key, tree in proposals(rounds).items() if tree.depths.max() == deepest}
-    assert len(running) > 12
+    assert len(running) > 8
     fresh = first_proposals(llm, running, spec)
     for key, tree in running.items():
         assert_same_tree(tree, fresh[key])
@@ -85,7 +85,7 @@ def test_a_tree_does_not_depend_on_the_rounds_before(spec: SpecConfig) -> None:
 @pytest.mark.usefixtures("equal_trust")
 def test_a_pause_is_caught_up() -> None:
     """Rounds without drafting leave a gap in the SSMs' caches; the next tree does not show it."""
-    llm = open_llm(tiny()[0], tiny()[1][:2])
+    llm = tiny_llm(ssms=(0, 1))
     (prompt,) = random_prompts((40,))
     spec = SpecConfig(nodes=24, max_depth=4, sources=("ssm",))
     plans = llm.engine.host.planner.draft_plans

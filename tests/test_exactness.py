@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.exactness import Run, all_of, assert_every_node_exact, assert_exact, run, threads
+from tests.exactness import Run, assert_every_node_exact, assert_exact, run, threads
 from tests.models import (
     CURVE,
     OracleDrafter,
@@ -35,17 +35,15 @@ from treespec_kernels.attention import tree_attention_cpu
 from treespec_kernels.linear.linear import Linear, onednn_available
 from treespec_weights import default_names
 
-SUBSETS = quick(all_of(0, 1, 2), [(0, 1, 2)])
+SUBSETS = quick([(0,), (0, 2), (0, 1, 2)], [(0, 1, 2)])
 LENGTHS = (1, 2, 9, 31, 50, 62, 63, 64, 65, 90, 126)  # 11 requests for 8 slots; outputs cross positions 64 and 128
 TOKENS = 20
 SPECS = {
-    "2": SpecConfig(nodes=2),
     "5": SpecConfig(nodes=5),
     "16": SpecConfig(nodes=16),
     "40": SpecConfig(nodes=40, max_depth=4),
     "auto": SpecConfig(),
     "static 3-2-1": SpecConfig(branching=(3, 2, 1)),
-    "static chain": SpecConfig(branching=(1, 1, 1, 1, 1)),
     "static star": SpecConfig(branching=(12,)),
 }
 
@@ -60,40 +58,39 @@ def plain_run(dtype: torch.dtype, lengths: tuple[int, ...] = LENGTHS, tokens: in
 @pytest.mark.parametrize("ssms", SUBSETS)
 def test_trees_give_the_bits_of_plain_decoding(dtype: torch.dtype, ssms: tuple[int, ...]) -> None:
     plain, llm = plain_run(dtype), tiny_llm(dtype, ssms)
-    for name in SPECS if len(ssms) == 3 else ("5", "16", "auto", "static chain"):
+    for name in SPECS if len(ssms) == 3 else ("16", "auto"):
         tree = assert_exact(llm, plain, SPECS[name])
         assert tree.acceptance_length > 1.2, f"{name}: nothing was accepted, so nothing was shown"
 
 
 @pytest.mark.slow
 def test_two_hundred_prompts() -> None:
-    """200 prompts of 128 tokens each, by tokens alone; the draft is the first of the target's two layers."""
+    """Of 64 tokens each, by tokens alone; the draft is the first of the target's two layers."""
     root = new_folder("two")
     target = make_llama(root / "target", 7, torch.bfloat16, num_hidden_layers=2, faint_after=1)
     llm = open_llm(target, [first_layers(root / "first", target, 1)], max_num_seqs=25)
     prompts = random_prompts([1 + i * 7 % 120 for i in range(200)], seed=3)
-    plain = llm.generate(prompts, greedy(128), spec="off")
-    trees = llm.generate(prompts, greedy(128), spec=SpecConfig(branching=(3, 2, 1)))
+    plain = llm.generate(prompts, greedy(64), spec="off")
+    trees = llm.generate(prompts, greedy(64), spec=SpecConfig(branching=(3, 2, 1)))
     wrong = [i for i, (a, b) in enumerate(zip(plain, trees, strict=True)) if a.outputs[0] != b.outputs[0]]
     assert not wrong
-    assert sum(output.metrics.generated_tokens for output in trees) == 200 * 128
-    assert sum(output.metrics.target_passes for output in trees) * 2 < 200 * 128
+    assert sum(output.metrics.generated_tokens for output in trees) == 200 * 64
+    assert sum(output.metrics.target_passes for output in trees) * 2 < 200 * 64
 
 
 @exact_in
-@pytest.mark.parametrize("chunk", quick((1, 7, 64, 512), (7,)))
+@pytest.mark.parametrize("chunk", quick((1, 7, 64), (7,)))
 def test_prefill_chunks_and_batch_size_change_nothing(dtype: torch.dtype, chunk: int) -> None:
-    plain = plain_run(dtype, (1, 9, 62, 65, 126), 14)
+    plain = plain_run(dtype, (1, 62, 65, 126), 10)
     for seqs in (1, 3):
         llm = tiny_llm(dtype, (0, 2), prefill_chunk=chunk, max_num_seqs=seqs)
-        for spec in ("off", SPECS["16"]):
+        for spec in ("off", SPECS["16"])[seqs == 1 :]:
             assert_exact(llm, plain, spec)
 
 
-@pytest.mark.parametrize("attention", ["cpu-packed", "cpu-gathered"])
-def test_both_attentions_give_the_same_bits(attention: str) -> None:
-    plain = plain_run(torch.float32, (1, 9, 62, 65, 126), 14)
-    assert_exact(tiny_llm(torch.float32, (1,), attention=attention), plain, SPECS["16"])
+def test_both_attentions_give_the_same_bits() -> None:
+    plain = plain_run(torch.float32, (1, 62, 65, 126), 10)  # by the packed one, as everywhere else
+    assert_exact(tiny_llm(torch.float32, (1,), attention="cpu-gathered"), plain, SPECS["16"])
 
 
 @pytest.mark.parametrize("count", quick((1, 2), (2,)))
@@ -129,14 +126,14 @@ def test_every_node_has_the_bits_of_plain_decoding(dtype: torch.dtype) -> None:
     assert_every_node_exact(tiny_llm(dtype), SPECS["40"])
 
 
-@pytest.mark.parametrize("spec", quick(("off", "16", "auto"), ("off", "16")))
+@pytest.mark.parametrize("spec", quick(("off", "16", "auto"), ("16",)))
 def test_company_in_the_batch_changes_nothing(spec: str) -> None:
     chosen = SPECS.get(spec, spec)
     llm, prompts = tiny_llm(), random_prompts((5, 64, 80))
-    alone = [run(llm, [prompt], greedy(TOKENS), "off") for prompt in prompts]
+    alone = [run(llm, [prompt], greedy(12), "off") for prompt in prompts]
     crowd = random_prompts((1, 70, 33, 128, 12, 64, 3, 9, 17), seed=9)
-    for order in ([*crowd, *prompts], [*prompts[::-1], *crowd], [crowd[0], prompts[1], *crowd, prompts[0], prompts[2]]):
-        together = run(llm, order, [greedy(3 + i % 5 if p in crowd else TOKENS) for i, p in enumerate(order)], chosen)
+    for order in ([*prompts[::-1], *crowd], [crowd[0], prompts[1], *crowd, prompts[0], prompts[2]]):
+        together = run(llm, order, [greedy(3 + i % 5 if p in crowd else 12) for i, p in enumerate(order)], chosen)
         assert not together.unequal
         for one in alone:
             assert together.tokens[order.index(one.prompts[0])] == one.tokens[0]
@@ -144,7 +141,7 @@ def test_company_in_the_batch_changes_nothing(spec: str) -> None:
 
 
 @exact_in
-@pytest.mark.parametrize("depth", quick(range(1, 13), (4, 12)))
+@pytest.mark.parametrize("depth", quick((1, 4, 7, 12), (4, 12)))
 def test_an_oracle_loses_nothing(dtype: torch.dtype, depth: int) -> None:
     """The true continuation among wrong siblings: every pass emits depth + 1 tokens, until max_tokens cuts the last."""
     plain = oracle_truth(dtype)
@@ -160,7 +157,7 @@ def test_an_oracle_loses_nothing(dtype: torch.dtype, depth: int) -> None:
         assert sorted(oracle.released) == sorted(output.request_id for output in tree.outputs)
 
 
-ORACLE_TOKENS = 52
+ORACLE_TOKENS = 28
 
 
 @functools.cache
@@ -190,7 +187,6 @@ def test_an_oracle_beside_the_ssms() -> None:
 
 
 def test_two_oracles_that_are_each_half_right() -> None:
-    """Of two depths: the union is as deep as the better of them."""
     plain = oracle_truth(torch.float32)
 
     class Half(OracleDrafter):
@@ -209,9 +205,9 @@ def test_two_oracles_that_are_each_half_right() -> None:
 def test_the_embedded_models(dtype: torch.dtype) -> None:
     with mock.patch("treespec.startup.cost_measurement.load", lambda key: CURVE):
         llm = LLM(device="cpu", dtype=dtype, max_model_len=256)
-    prompts = ["def fibonacci(n):\n", "import os\n\n", "class Tree:\n    def __init__(self", "The result is"]
+    prompts = ["def fibonacci(n):\n", "The result is"]
     ids = [llm.get_tokenizer().encode(prompt) for prompt in prompts]
-    plain = run(llm, ids, greedy(32), "off")
+    plain = run(llm, ids, greedy(16), "off")
     for spec in (SpecConfig(nodes=16), SpecConfig()):
         tree = assert_exact(llm, plain, spec)
     assert tree.acceptance_length > 1.2

@@ -21,7 +21,7 @@ from tests.forms import (
     parsed,
     speaking_tokenizer,
 )
-from tests.models import VOCAB
+from tests.models import VOCAB, quick
 from tests.sampled import TREE
 from tests.speech import END, speaking_llm
 from treespec import SpecConfig, StructuredOutputsParams
@@ -112,7 +112,7 @@ class _Limited:
         return getattr(self._own, name)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("temperature", quick((0.0, 0.9), (0.9,)))
 def test_a_parser_that_fails_at_a_drafted_text_costs_no_token(temperature: float) -> None:
     """Plain decoding never asks it about that text."""
     llm = speaking_llm()

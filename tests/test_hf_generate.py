@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
+from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria, WatermarkingConfig
 from transformers.generation import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -21,7 +21,7 @@ from transformers.generation import (
 )
 
 import treespec.hf
-from tests.architectures import VOCAB, make_model
+from tests.architectures import VOCAB, make_model, random_ids
 from tests.models import add_noise
 from tests.scripts import run_script
 from tests.test_hf_accelerate import Raises
@@ -46,8 +46,7 @@ def draft() -> Any:
 
 
 def one_prompt(length: int = 9, seed: int = 0) -> dict[str, Tensor]:
-    torch.manual_seed(seed)
-    return {"input_ids": torch.randint(3, VOCAB, (1, length))}
+    return {"input_ids": random_ids(1, length, seed)}
 
 
 def padded_prompts() -> dict[str, Tensor]:
@@ -83,20 +82,15 @@ class EndsAfter(StoppingCriteria):
 
 
 GREEDY: dict[str, dict[str, Any]] = {
-    "plain": {"max_new_tokens": 64},
+    "plain": {"max_new_tokens": 32},
     "max_length": {"max_length": 40},
-    "end tokens": {"max_new_tokens": 60, "eos_token_id": [5, 7, 11, 13, 17, 19, 23, 29, 31]},
-    "min_new_tokens": {"max_new_tokens": 60, "min_new_tokens": 31, "eos_token_id": list(range(5, 60))},
-    "min_length": {"max_length": 60, "min_length": 31, "eos_token_id": list(range(5, 60))},
-    "repetition_penalty": {"max_new_tokens": 48, "repetition_penalty": 1.4},
-    "no_repeat_ngram_size": {"max_new_tokens": 48, "no_repeat_ngram_size": 2},
-    "bad_words_ids": {"max_new_tokens": 48, "bad_words_ids": [[i] for i in range(3, 60)] + [[70, 71]]},
-    "suppress_tokens": {"max_new_tokens": 48, "suppress_tokens": list(range(3, 50))},
+    "end tokens": {"max_new_tokens": 40, "eos_token_id": [5, 7, 11, 13, 17, 19, 23, 29, 31]},
+    "min_new_tokens": {"max_new_tokens": 40, "min_new_tokens": 21, "eos_token_id": list(range(5, 60))},
+    "repetition_penalty": {"max_new_tokens": 24, "repetition_penalty": 1.4},
+    "bad_words_ids": {"max_new_tokens": 24, "bad_words_ids": [[i] for i in range(3, 60)] + [[70, 71]]},
     "forced_eos_token_id": {"max_new_tokens": 24, "forced_eos_token_id": 4},
-    "sequence_bias": {"max_new_tokens": 24, "sequence_bias": {(9,): 3.0, (8, 9): 5.0}},
-    "exponential_decay": {"max_new_tokens": 40, "eos_token_id": 6, "exponential_decay_length_penalty": (5, 1.3)},
+    "exponential_decay": {"max_new_tokens": 24, "eos_token_id": 6, "exponential_decay_length_penalty": (5, 1.3)},
     "prefix_allowed": {"max_new_tokens": 24, "prefix_allowed_tokens_fn": lambda row, ids: [row + 7, 3 + len(ids) % 50]},
-    "processor": {"max_new_tokens": 48, "logits_processor": LogitsProcessorList([Alternate()])},
     "list of processors": {"max_new_tokens": 24, "logits_processor": [Alternate()], "repetition_penalty": 1.2},
 }
 
@@ -105,20 +99,19 @@ GREEDY: dict[str, dict[str, Any]] = {
 def test_greedy_tokens_are_transformers_own(name: str, model: Any, draft: Any) -> None:
     for inputs in (one_prompt(), padded_prompts()):
         wanted = model.generate(**inputs, do_sample=False, pad_token_id=PAD, **GREEDY[name])
-        for options in ({"drafts": [draft], "spec": TREES}, {"spec": "off"}, {"drafts": ["lookup"]}):
+        for options in ({"drafts": [draft], "spec": TREES}, {"drafts": ["lookup"]}):
             found = by_trees(model, inputs, do_sample=False, **GREEDY[name], **options)
             assert found.dtype == wanted.dtype
             assert torch.equal(found, wanted), f"{name}, {options}"
 
 
 def test_trees_are_deep(model: Any, draft: Any) -> None:
-    by_trees(model, one_prompt(), max_new_tokens=64, drafts=[draft], spec=TREES)
+    by_trees(model, one_prompt(), max_new_tokens=32, drafts=[draft], spec=TREES)
     assert treespec.hf.last_metrics(model).acceptance_length > 2
 
 
 @pytest.mark.parametrize("times", [1, 2, 7])
 def test_criteria_cut_where_they_fire(times: int, model: Any, draft: Any) -> None:
-    """Inside an accepted path, and row by row."""
     options = {"max_new_tokens": 50, "stopping_criteria": [EndsAfter(3, times)]}
     for inputs, more in ((one_prompt(), {}), (padded_prompts(), {"eos_token_id": 4})):
         wanted = model.generate(**inputs, pad_token_id=PAD, **options, **more)
@@ -144,24 +137,24 @@ def test_outputs_with_scores(model: Any, draft: Any) -> None:
 
 def test_sampled_tokens_come_from_the_seed_alone(model: Any, draft: Any) -> None:
     options = {"do_sample": True, "temperature": 1.2, "top_p": 0.95, "repetition_penalty": 1.1}
-    options |= {"max_new_tokens": 40, "num_return_sequences": 2}
+    options |= {"max_new_tokens": 20, "num_return_sequences": 2}
     for inputs in (one_prompt(), padded_prompts()):
         found = []
-        for seed in (1, 1, 1, 1, 2):
-            drafts: list[Any] = [[draft], ["lookup"], None, [draft, model], [draft]][len(found)]
+        for seed in (1, 1, 1, 2):
+            drafts: list[Any] = [[draft], None, [draft, model], [draft]][len(found)]
             torch.manual_seed(seed)
             spec = "off" if drafts is None else TREES
             found.append(by_trees(model, inputs, drafts=drafts, spec=spec, **options))
         assert found[0].shape[0] == 2 * len(inputs["input_ids"])
-        assert all(torch.equal(found[0], other) for other in found[1:4])
-        assert found[4].shape != found[0].shape or not torch.equal(found[4], found[0])
+        assert all(torch.equal(found[0], other) for other in found[1:3])
+        assert found[3].shape != found[0].shape or not torch.equal(found[3], found[0])
         assert not torch.equal(found[0][0], found[0][1]), "two samples of one prompt are the same"
 
 
 # --- the distribution
 
 
-SMALL, SAMPLES = 8, 1500
+SMALL, SAMPLES = 8, 1000
 SAMPLED_OPTIONS: dict[str, dict[str, Any]] = {
     "top_k of the config": {"temperature": 2.0, "top_k": 5},
     "default top_k, penalty": {"temperature": 3.0, "repetition_penalty": 1.7},
@@ -204,7 +197,6 @@ def probs_of(model: Any, prompt: list[int], options: dict[str, Any]) -> np.ndarr
     "name, verification", [(name, ("coupled", "rejection")[i % 2]) for i, name in enumerate(SAMPLED_OPTIONS)]
 )
 def test_the_distribution_is_transformers(name: str, verification: str) -> None:
-    """A G-test of 64 outcomes; drafted by a model far from the target."""
     small, far = small_models()
     prompt = [1, 2, 3, 4, 1, 2]
     probs = probs_of(small, prompt, SAMPLED_OPTIONS[name])
@@ -320,8 +312,8 @@ def test_an_engine_follows_its_drafts() -> None:
 def test_bfloat16_model(draft: Any) -> None:
     model = make_model("stablelm", torch.bfloat16)
     inputs = one_prompt()
-    plain = by_trees(model, inputs, max_new_tokens=40, spec="off")
-    assert torch.equal(plain, by_trees(model, inputs, max_new_tokens=40, drafts=[model], spec=TREES))
+    plain = by_trees(model, inputs, max_new_tokens=20, spec="off")
+    assert torch.equal(plain, by_trees(model, inputs, max_new_tokens=20, drafts=[model], spec=TREES))
 
 
 # --- refusals
@@ -338,6 +330,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "prompt lookup": ({"prompt_lookup_num_tokens": 3}, ConfigError, "prompt lookup is always on"),
     "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, ConfigError, "output_attentions"),
     "hidden states": ({"output_hidden_states": True, "return_dict_in_generate": True}, ConfigError, "output_hidden"),
+    "watermarks": ({"watermarking_config": WatermarkingConfig()}, ConfigError, "watermarking_config"),
     "drafts of text": ({"drafts": "lookup"}, ConfigError, "valid: a list"),
     "a draft that is none": ({"drafts": [3]}, ConfigError, "3 is neither"),
     "a streamer that is none": ({"token_streamer": print}, ConfigError, "put and end"),
@@ -356,13 +349,6 @@ def test_refusals(name: str, model: Any) -> None:
         by_trees(model, one_prompt(), **({"max_new_tokens": 4} | options))
     wanted = model.generate(**one_prompt(), max_new_tokens=4, pad_token_id=PAD)
     assert torch.equal(wanted, by_trees(model, one_prompt(), max_new_tokens=4)), "the engine did not recover"
-
-
-def test_watermarks_are_refused(model: Any) -> None:
-    from transformers import WatermarkingConfig
-
-    with pytest.raises(ConfigError, match="watermarking_config"):
-        by_trees(model, one_prompt(), max_new_tokens=4, watermarking_config=WatermarkingConfig())
 
 
 def test_prompts_that_are_refused(model: Any) -> None:
@@ -389,19 +375,12 @@ def test_prompts_that_are_refused(model: Any) -> None:
         )
 
 
-def test_models_that_are_refused(model: Any) -> None:
-    with pytest.raises(ModelError, match="attention interface"):
-        by_trees(make_model("bloom"), one_prompt(), max_new_tokens=4)
-    with pytest.raises(ModelError, match="training mode"):
-        by_trees(make_model("stablelm").train(), one_prompt(), max_new_tokens=4)
-    with pytest.raises(DraftError, match="vocabulary of 50"):
-        by_trees(model, one_prompt(), max_new_tokens=4, drafts=[make_model("stablelm", vocab_size=50)])
+def test_another_way_to_call(model: Any) -> None:
     with pytest.raises(ConfigError, match=r"custom_generate=treespec\.hf\.generate"):
         treespec.hf.generate(model, **one_prompt())
 
 
 def test_a_model_that_learns_in_between() -> None:
-    """An engine that is kept does not decode with dropout."""
     model = make_model("stablelm")
     by_trees(model, one_prompt(), max_new_tokens=4)
     model.train()
@@ -417,7 +396,6 @@ def test_tokens_outside_the_vocabulary(model: Any) -> None:
 
 
 def test_it_waits_for_its_imports() -> None:
-    """`import treespec` is light, and treespec.hf is at hand."""
     code = (
         "import sys, treespec; assert 'torch' not in sys.modules; treespec.hf.generate; "
         "assert not any(name.startswith('transformers.models') for name in sys.modules)"
@@ -427,5 +405,5 @@ def test_it_waits_for_its_imports() -> None:
 
 def test_every_sample_of_a_batch_has_its_own_noise(model: Any) -> None:
     torch.manual_seed(0)
-    out = by_trees(model, one_prompt(), do_sample=True, max_new_tokens=20, num_return_sequences=6, top_k=0)
+    out = by_trees(model, one_prompt(), do_sample=True, max_new_tokens=8, num_return_sequences=6, top_k=0)
     assert all(not torch.equal(a, b) for a, b in itertools.combinations(out, 2))

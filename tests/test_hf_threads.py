@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import treespec.hf
-from tests.architectures import VOCAB, make_model
+from tests.architectures import make_model, random_ids
 from treespec.adapter.route import NAME, configs_of, implementation, routed
 
 pytestmark = pytest.mark.usefixtures("engines_start_quickly")
@@ -22,14 +22,9 @@ def model() -> Any:
     return make_model("stablelm")
 
 
-def prompt(length: int = 9) -> Tensor:
-    torch.manual_seed(0)
-    return torch.randint(3, VOCAB, (1, length))
-
-
 @torch.no_grad()
 def logits_of(model: Any) -> Tensor:
-    return model(input_ids=prompt(), use_cache=False).logits
+    return model(input_ids=random_ids(), use_cache=False).logits
 
 
 def elsewhere(work: Callable[[], Any]) -> Any:
@@ -59,17 +54,16 @@ def test_another_thread_runs_the_model_as_it_is(own: str, model: Any) -> None:
         model.model.layers[1].register_forward_pre_hook(partial(look, "layer")),
         model.lm_head.register_forward_pre_hook(partial(look, "head")),
     ]
-    ids = model.generate(prompt(), max_new_tokens=2, do_sample=False, custom_generate=treespec.hf.generate)
+    ids = model.generate(random_ids(), max_new_tokens=2, do_sample=False, custom_generate=treespec.hf.generate)
     for handle in handles:
         handle.remove()
     for place, same in seen.items():
         assert len(same) > 4 and all(same), f"{place}: {same.count(False)} of {len(same)} passes elsewhere differ"
-    assert torch.equal(ids, model.generate(prompt(), max_new_tokens=2, do_sample=False))
+    assert torch.equal(ids, model.generate(random_ids(), max_new_tokens=2, do_sample=False))
     assert {config._attn_implementation for config in configs_of(model)} == {own}
 
 
 def test_routes_that_overlap_leave_nothing_behind(model: Any) -> None:
-    """The one that ends last puts back what stood before the first one."""
     configs = configs_of(model)
     before = [config._attn_implementation for config in configs]
     wanted = logits_of(model)

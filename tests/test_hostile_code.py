@@ -9,12 +9,10 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-import treespec.hf
-from tests.architectures import VOCAB as HF_VOCAB
-from tests.architectures import make_model
 from tests.forms import speaking_tokenizer
 from tests.models import greedy, open_llm, random_prompts, tiny_llm
-from tests.sampled import TREE, idle
+from tests.sampled import TREE
+from tests.sharing import assert_clean
 from tests.speech import speaking_folder
 from treespec import LLM, SamplingParams
 from treespec.errors import RequestError
@@ -30,7 +28,6 @@ def raising(error: Exception) -> Callable[..., Any]:
 BAD: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
     "sparse": (lambda ids, scores: scores.to_sparse(), "logits processor <lambda> failed: "),
     "complex": (lambda ids, scores: scores.to(torch.complex64), "returned torch.complex64 [1, "),
-    "NaN": (lambda ids, scores: torch.full_like(scores, torch.nan), "logits_processors made NaN or infinity"),
     "infinite": (lambda ids, scores: scores + torch.inf, "logits_processors made NaN or infinity"),
     "nothing left": (lambda ids, scores: torch.full_like(scores, -torch.inf), "no token is left at position"),
     "verbose": (raising(ValueError("x" * 10**7)), "failed: ValueError: xxxxxxxx"),
@@ -38,27 +35,25 @@ BAD: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("spec", [pytest.param("off", marks=pytest.mark.slow), TREE], ids=["off", "tree"])
 @pytest.mark.parametrize("name", BAD)
-def test_a_hostile_processor_ends_its_own_request(name: str, spec: Any) -> None:
-    llm, prompts = tiny_llm(), random_prompts((5, 20, 9))
+def test_a_hostile_processor_ends_its_own_request(name: str) -> None:
+    llm, prompts = tiny_llm(), random_prompts((5, 20))
     processor, message = BAD[name]
-    alone = [llm.generate([prompt], greedy(8), spec)[0].outputs for prompt in prompts]
+    alone = [llm.generate([prompt], greedy(8), TREE)[0].outputs for prompt in prompts]
     bad = SamplingParams(max_tokens=8, logits_processors=[processor])
-    outputs = llm.generate([prompts[0], prompts[1], *prompts], [bad, bad, *[greedy(8)] * 3], spec)
+    outputs = llm.generate([prompts[0], prompts[1], *prompts], [bad, bad, *[greedy(8)] * 2], TREE)
     for output in outputs[:2]:
         assert message in str(output.error) and len(str(output.error)) < 600
         assert output.outputs[0].finish_reason == "error"
     assert [output.outputs for output in outputs[2:]] == alone
-    assert idle(llm)
+    assert_clean(llm)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", [pytest.param("off", marks=pytest.mark.slow), TREE], ids=["off", "tree"])
-def test_scores_that_are_strange_but_right_are_taken(spec: Any) -> None:
+def test_scores_that_are_strange_but_right_are_taken() -> None:
     """They need a gradient, come in steps, are kept and changed later, or are a parameter."""
     llm, (prompt,) = tiny_llm(), random_prompts((9,))
-    expected = llm.generate([prompt], greedy(8), spec)[0].outputs[0].token_ids
+    expected = llm.generate([prompt], greedy(8), TREE)[0].outputs[0].token_ids
     kept: list[Tensor] = []
 
     def keeps(ids: Tensor, scores: Tensor) -> Tensor:
@@ -74,30 +69,8 @@ def test_scores_that_are_strange_but_right_are_taken(spec: Any) -> None:
         lambda ids, scores: torch.stack((scores, scores), 2)[..., 0],
     ]
     for processor in strange:
-        (output,) = llm.generate([prompt], SamplingParams(max_tokens=8, logits_processors=[processor]), spec)
+        (output,) = llm.generate([prompt], SamplingParams(max_tokens=8, logits_processors=[processor]), TREE)
         assert output.error is None and output.outputs[0].token_ids == expected
-
-
-# --- transformers' generate
-
-
-@pytest.fixture(scope="module")
-def hf_model() -> Any:
-    return make_model("stablelm")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("engines_start_quickly")
-@pytest.mark.parametrize("kind", ["logits_processor", "stopping_criteria"])
-def test_processors_and_criteria_of_transformers(kind: str, hf_model: Any) -> None:
-    torch.manual_seed(0)
-    options = {"max_new_tokens": 4, "pad_token_id": 2, "custom_generate": treespec.hf.generate}
-    ids = torch.randint(3, HF_VOCAB, (1, 9))
-    expected = hf_model.generate(input_ids=ids, **options)
-    what = {"logits_processor": "logits processor", "stopping_criteria": "stopping criterion"}[kind]
-    with pytest.raises(RequestError, match=f"a {what} failed: KeyError: 'oh'"):
-        hf_model.generate(input_ids=ids, **options, **{kind: [raising(KeyError("oh"))]})
-    assert torch.equal(hf_model.generate(input_ids=ids, **options), expected)
 
 
 # --- tokenizers
@@ -161,7 +134,7 @@ def test_a_tokenizer_that_fails_ends_the_requests_that_need_it(text: Any, treach
         assert output.error is None and output.outputs[0].token_ids == expected.token_ids
     with pytest.raises(RequestError, match="the tokenizer"):
         list(llm.stream(prompts[0], greedy(6)))
-    assert idle(llm)
+    assert_clean(llm)
 
 
 @pytest.mark.slow

@@ -9,8 +9,9 @@ from llguidance import LLMatcher
 
 from tests.forms import asked, no_form_read
 from tests.models import greedy
-from tests.sampled import TREE, idle
+from tests.sampled import TREE
 from tests.scripts import run_script
+from tests.sharing import assert_clean
 from tests.speech import speaking_llm
 from treespec import SamplingParams
 from treespec.errors import ConfigError, RequestError
@@ -76,7 +77,7 @@ def test_a_hostile_form_ends_as_its_own_requests_error(name: str) -> None:
     bad, good = llm.generate(["x", "def"], [asked(form()), greedy(4)], TREE)
     assert f"structured_outputs: {message}" in str(bad.error) and len(str(bad.error)) < 400
     assert bad.outputs[0].finish_reason == "error" and good.outputs == alone
-    assert idle(llm)
+    assert_clean(llm)
 
 
 LARGE: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[str], bool]]] = {

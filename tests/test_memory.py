@@ -47,7 +47,7 @@ def test_memory_is_constant_over_4000_tokens(request: pytest.FixtureRequest) -> 
     if not runs_alone(request.node.nodeid):
         return
     target, drafts = tiny()
-    llm = open_llm(target, drafts, max_num_seqs=8, max_model_len=600)
+    llm = open_llm(target, drafts[:1], max_num_seqs=8, max_model_len=600)
     prompts, spec = random_prompts([5, 60, 90, 33, 64, 1, 20, 77]), SpecConfig(nodes=16)
     for tokens in (500, 250):  # every page was touched, every shape was met, and the heap has its final size
         llm.generate(prompts, greedy(tokens), spec=spec)
@@ -88,8 +88,8 @@ def test_zeros_take_no_memory_before_they_are_written() -> None:
     assert part[100, 0] == 3, "a view keeps the memory"
 
 
-@pytest.mark.parametrize("size", [(), (0, 4), (3,), (2, 3, 5)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [(), (0, 4), (2, 3, 5)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_zeros_of_every_shape(size: tuple[int, ...], dtype: torch.dtype) -> None:
     assert torch.equal(lazy_zeros(size, dtype, CPU), torch.zeros(size, dtype=dtype))
 

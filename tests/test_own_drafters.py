@@ -13,8 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import treespec.hf
-from tests.models import OracleDrafter, greedy, open_llm, random_prompts, tiny
+from tests.models import OracleDrafter, greedy, open_llm, random_prompts, tiny, tiny_llm
 from tests.sampled import tokens_of
+from tests.sharing import assert_clean
 from treespec import LLM, Drafter, SpecConfig, TokenTree
 from treespec.errors import ConfigError, DraftError
 from treespec.request import Request
@@ -27,7 +28,7 @@ MINE = SpecConfig(nodes=16, sources=("mine",))
 @functools.cache
 def truths() -> tuple[list[int], ...]:
     """The prompts with what the target writes after them."""
-    outputs = open_llm(tiny()[0]).generate(PROMPTS, greedy(TOKENS), "off")
+    outputs = tiny_llm(ssms=()).generate(PROMPTS, greedy(TOKENS), "off")
     return tuple([*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs)
 
 
@@ -78,12 +79,7 @@ def engine_with(fault: Callable[[str, Sequence[Request]], Any]) -> Iterator[tupl
         yield llm, drafter
     finally:
         drafter.fault = lambda method, requests: None
-    assert_idle(llm)
-
-
-def assert_idle(llm: LLM) -> None:
-    llm.engine.check_integrity()
-    assert llm.engine.scheduler.is_idle
+    assert_clean(llm)
 
 
 # --- sources
@@ -117,16 +113,6 @@ def test_an_engines_own_sources_name_a_drafter() -> None:
     assert set(output.metrics.accepted_by_source) == {"mine"}
     [silent] = llm.generate(PROMPTS[0], greedy(TOKENS), SpecConfig(nodes=16, sources=("lookup",)))
     assert "mine" not in silent.metrics.accepted_by_source and tokens_of([silent]) == tokens_of([output])
-
-
-@pytest.mark.parametrize(
-    ("sources", "message"), [(("min",), "did you mean 'mine'"), (("ssm",), "has 'mine', 'lookup'")]
-)
-def test_sources_that_are_not_there(sources: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        shared()[0].generate(PROMPTS[0], greedy(3), SpecConfig(sources=sources))
-    with pytest.raises(ConfigError, match=message):
-        open_llm(tiny()[0], [Mine()], spec=SpecConfig(sources=sources))
 
 
 def test_only_requests_whose_trees_may_grow_are_asked_about() -> None:
@@ -196,7 +182,6 @@ FAULTS: dict[str, tuple[Callable[[str, Sequence[Request]], Any], str]] = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_names_drafter_request_and_remedy(name: str) -> None:
-    """The call raises; the engine goes on, and so do requests that do not ask the drafter."""
     fault, message = FAULTS[name]
     with engine_with(fault) as (llm, drafter):
         other = llm.stream(PROMPTS[1], greedy(TOKENS), "off")
@@ -214,7 +199,6 @@ def test_a_fault_names_drafter_request_and_remedy(name: str) -> None:
 
 
 def test_a_fault_for_one_request_ends_that_one() -> None:
-    """It comes back with the tokens that it had, all of them the target's."""
     calls = 0
 
     def spoil(trees: list[TokenTree]) -> list[Any]:
@@ -233,7 +217,6 @@ def test_a_fault_for_one_request_ends_that_one() -> None:
 
 @pytest.mark.parametrize("method", ["commit", "release"])
 def test_a_fault_at_the_end_loses_nothing(method: str, caplog: pytest.LogCaptureFixture) -> None:
-    """The output was complete; the log has the drafter's name and the traceback."""
 
     def fault(called: str, requests: Sequence[Request]) -> None:
         if called == method and (method == "release" or requests[0].tokens_left <= 5):

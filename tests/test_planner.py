@@ -187,7 +187,6 @@ def test_what_loses_rests_for_longer_and_longer(drafts: bool) -> None:
 
 
 def test_a_request_that_failed_does_not_count() -> None:
-    """The target computed NaN for one of three: the round is learned from the two others."""
     planner, requests = Planner(COST), [request_of() for _ in range(3)]
     planner.draft_plans(requests, 256)
     trees = cut(planner, requests, [tree_of(3, {(5,): 0.9})] * 3)

@@ -9,8 +9,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.models import VOCAB, OracleDrafter, greedy, new_folder, open_llm, quick, random_prompts, tiny, tree_of
+from tests.models import (
+    VOCAB,
+    OracleDrafter,
+    greedy,
+    new_folder,
+    open_llm,
+    quick,
+    random_prompts,
+    tiny,
+    tiny_llm,
+    tree_of,
+)
 from tests.sampled import tokens_of
+from tests.sharing import assert_clean
 from tests.speech import altered_logits, checked
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.errors import RequestError
@@ -32,13 +44,6 @@ def safe_prompts(*lengths: int) -> list[list[int]]:
     return random_prompts(lengths, vocab=POISON)
 
 
-def assert_pages_clean(llm: LLM) -> None:
-    llm.engine.check_integrity()
-    assert llm.engine.scheduler.is_idle
-    for pool in llm.engine.cache.pools:
-        assert pool[:, :, 1:].isfinite().all(), "stale NaN or infinity is left for the next request"
-
-
 @pytest.mark.parametrize("attention", quick(("cpu-packed", "cpu-gathered"), ("cpu-packed",)))
 @pytest.mark.parametrize("spec", [TREE, "off"], ids=["tree", "off"])
 @pytest.mark.parametrize("where", ["prompt", "root"])
@@ -56,13 +61,13 @@ def test_one_request_ends_and_the_others_finish(where: str, spec: SpecConfig | s
     assert f"position {len(bad) - 1}" in str(failed.error)
     assert [o.error for o in outputs if o is not failed] == [None] * 4
     assert llm.stats()["failed_requests"] == 1
-    assert_pages_clean(llm)
+    assert_clean(llm)
     with pytest.raises(RequestError, match="NaN"):
         llm.generate(bad, greedy(4), spec)
     with pytest.raises(RequestError, match="NaN"):
         list(llm.stream(bad, greedy(4), spec))
     assert tokens_of(llm.generate(good, greedy(12), spec)) == alone
-    assert_pages_clean(llm)
+    assert_clean(llm)
 
 
 @pytest.mark.slow
@@ -92,14 +97,14 @@ def test_a_poisoned_prompt_that_is_given_up_before_it_fails(how: str) -> None:
         except KeyboardInterrupt:
             assert how == "interrupt"
     assert tokens_of(llm.generate(prompt, greedy(8))) == expected
-    assert_pages_clean(llm)
+    assert_clean(llm)
 
 
 @pytest.mark.parametrize("value", quick((math.nan, math.inf, -math.inf), (math.nan,)))
 def test_a_poisoned_node_off_the_path_changes_nothing(value: float) -> None:
     """The drafter proposes the bad token beside the true ones, at every depth: only its own subtree is lost."""
     prompts = safe_prompts(20, 62)
-    expected = tokens_of(open_llm(tiny()[0]).generate(prompts, greedy(24)))
+    expected = tokens_of(tiny_llm(ssms=()).generate(prompts, greedy(24)))
     truths = [prompt + tokens for prompt, tokens in zip(prompts, expected, strict=True)]
     assert not any(POISON in truth for truth in truths)
 
@@ -122,7 +127,7 @@ def test_a_poisoned_node_off_the_path_changes_nothing(value: float) -> None:
             outputs = llm.generate(prompts, greedy(24), SpecConfig(nodes=48, max_depth=5))
         assert tokens_of(outputs) == expected
         assert all(output.metrics.acceptance_length > 1 for output in outputs)
-        assert_pages_clean(llm)
+        assert_clean(llm)
 
 
 @pytest.mark.slow
@@ -130,7 +135,7 @@ def test_a_poisoned_node_off_the_path_changes_nothing(value: float) -> None:
 @pytest.mark.parametrize("spec", [TREE, "off"], ids=["tree", "off"])
 def test_logits_that_turn_bad_midway(value: float, spec: SpecConfig | str) -> None:
     """After 6 tokens of one request of three."""
-    llm = open_llm(tiny()[0], tiny()[1][:2], max_num_seqs=2)
+    llm = tiny_llm(ssms=(0, 1), max_num_seqs=2)
     prompts = safe_prompts(9, 50, 33)
     alone = tokens_of(llm.generate(prompts, greedy(16), "off"))
 
@@ -144,14 +149,14 @@ def test_logits_that_turn_bad_midway(value: float, spec: SpecConfig | str) -> No
     assert tokens_of(outputs) == [alone[0], alone[1][:6], alone[2]]
     assert [o.outputs[0].finish_reason for o in outputs] == ["length", "error", "length"]
     assert outputs[1].metrics.generated_tokens == 6
-    assert_pages_clean(llm)
+    assert_clean(llm)
     assert tokens_of(llm.generate(prompts, greedy(16), spec)) == alone
 
 
 @pytest.mark.slow
 def test_a_few_infinite_logits_are_no_error() -> None:
     """Minus infinity forbids a token; the largest logit is finite."""
-    llm = open_llm(tiny()[0], tiny()[1][:1])
+    llm = tiny_llm(ssms=(0,))
     (prompt,) = safe_prompts(9)
 
     def change(request: Request, tree: TokenTree, logits: Tensor) -> None:
@@ -174,7 +179,7 @@ def test_a_draft_that_computes_nan_costs_only_time(spec: SpecConfig) -> None:
     tensors["model.norm.weight"][3] = math.nan
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     prompts = safe_prompts(9, 50, 63)
-    expected = tokens_of(open_llm(tiny()[0]).generate(prompts, greedy(16)))
+    expected = tokens_of(tiny_llm(ssms=()).generate(prompts, greedy(16)))
     for drafts in ([folder], [good, folder]):
         llm = open_llm(tiny()[0], drafts)
         with checked(llm):
@@ -187,7 +192,6 @@ def test_a_draft_that_computes_nan_costs_only_time(spec: SpecConfig) -> None:
 @pytest.mark.parametrize("rule", ["coupled", "rejection", "traversal"])
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"top_k": 9, "min_p": 0.01}], ids=["plain", "top_p", "top_k"])
 def test_a_draft_that_computes_nan_leaves_nothing_behind(rule: str, options: dict[str, Any]) -> None:
-    """Not for the next request on its pages either."""
     good = tiny()[1][0]
     llm = open_llm(tiny()[0], [good])
     (prompt,) = safe_prompts(9)
@@ -209,7 +213,7 @@ def test_a_draft_that_computes_nan_leaves_nothing_behind(rule: str, options: dic
 
 def test_equal_logits_choose_the_first_token() -> None:
     """Ties are common in bf16: the smallest id wins, alone and in a tree."""
-    llm = open_llm(tiny(torch.bfloat16)[0], tiny(torch.bfloat16)[1][:1])
+    llm = tiny_llm(torch.bfloat16, (0,))
     (prompt,) = safe_prompts(9)
 
     def change(request: Request, tree: TokenTree, logits: Tensor) -> None:

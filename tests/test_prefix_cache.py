@@ -2,16 +2,16 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from tests.exactness import Prefix, recorded
-from tests.models import VOCAB, exact_in, greedy, open_llm, random_prompts, tiny, tiny_llm
-from tests.sharing import assert_clean, few_pages
-from treespec import LLM, LLMEngine, SamplingParams, SpecConfig
+from tests.models import VOCAB, exact_in, greedy, open_llm, quick, random_prompts, tiny, tiny_llm
+from tests.sharing import assert_as_alone, assert_clean, few_pages, run_at_random_times
+from treespec import LLM, RequestOutput, SamplingParams, SpecConfig
 from treespec.cache.prefix_cache import PrefixCache, page_keys
 from treespec.errors import RequestError
 
@@ -23,7 +23,7 @@ def caching(dtype: torch.dtype = torch.float32, **options: Any) -> LLM:
     return open_llm(target, drafts, enable_prefix_caching=True, **options)
 
 
-def requests_of(seed: int) -> list[tuple[list[int], SamplingParams, Any]]:
+def requests_of(seed: int) -> list[tuple[list[int], SamplingParams, Any, int]]:
     """Prompts that branch off a few stems at any length, with mixed parameters."""
     rng = np.random.default_rng(seed)
     stems = random_prompts((200, 150), seed)
@@ -34,47 +34,22 @@ def requests_of(seed: int) -> list[tuple[list[int], SamplingParams, Any]]:
         options = {} if rng.random() < 0.5 else {"temperature": 0.8, "seed": i}
         options |= {"n": 2} if options and rng.random() < 0.4 else {}
         options |= {"prompt_logprobs": 1} if rng.random() < 0.1 else {}
-        found.append((kept, greedy(int(rng.integers(1, 40)), **options), SPECS[rng.integers(len(SPECS))]))
-    return found
-
-
-def tokens_in_any_order(llm: LLM, seed: int) -> dict[str, list[list[int]]]:
-    """Add and abort requests at random times; return the tokens of those that ended by themselves."""
-    rng, engine, waiting = np.random.default_rng(seed), LLMEngine(llm), dict(enumerate(requests_of(seed)))
-    found: dict[str, list[list[int]]] = {}
-    while waiting or engine.has_unfinished_requests():
-        for i in rng.permutation(list(waiting))[: rng.integers(0, 3)].tolist():
-            prompt, params, spec = waiting.pop(i)
-            engine.add_request(str(i), {"prompt_token_ids": prompt}, params, spec=spec)
-        if rng.random() < 0.05:
-            engine.abort_request(str(rng.integers(18)))
-        for output in engine.step():
-            if output.finished and all(one.finish_reason == "length" for one in output.outputs):
-                found[output.request_id] = [completion.token_ids for completion in output.outputs]
+        found.append((kept, greedy(int(rng.integers(1, 24)), **options), SPECS[rng.integers(len(SPECS))], 0))
     return found
 
 
 @exact_in
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
+@pytest.mark.parametrize("seed", quick(range(4), (0,)))
 def test_random_interleavings_give_the_tokens_and_bits_of_requests_alone(seed: int, dtype: torch.dtype) -> None:
-    plain, llm = tiny_llm(dtype, max_num_seqs=3), caching(dtype, max_num_seqs=3)
-    with recorded(plain) as (alone, twice):
-        expected = [
-            [completion.token_ids for completion in plain.generate([prompt], params, spec="off")[0].outputs]
-            for prompt, params, _ in requests_of(seed)
-        ]
-    logits: dict[Prefix, Tensor]
-    with few_pages(llm, 14), recorded(llm) as (logits, unequal):
-        found = tokens_in_any_order(llm, seed)
-        again = tokens_in_any_order(llm, seed)
-    assert len(found) > 10 and len(again) > 10
-    for tokens in (found, again):
-        assert {i: expected[int(i)] for i in tokens} == tokens
-    common = alone.keys() & logits.keys()
-    assert len(common) > 100 and not twice and not unequal
-    assert all(torch.equal(alone[prefix], logits[prefix]) for prefix in common)
+    plain, llm, asked = tiny_llm(dtype, max_num_seqs=3), caching(dtype, max_num_seqs=3), requests_of(seed)
+
+    def twice_in_few_pages() -> list[dict[int, RequestOutput]]:
+        cache = llm.engine.cache
+        with few_pages(llm, 14), mock.patch.object(llm.engine, "check_integrity", cache.check_integrity):
+            return [run_at_random_times(llm, asked, seed, aborts=0.05) for _ in range(2)]
+
+    assert_as_alone(plain, llm, asked, twice_in_few_pages)
     assert llm.stats()["cached_tokens"] > 500
-    assert_clean(llm)
 
 
 def test_a_second_request_computes_the_rest_only() -> None:
@@ -139,7 +114,6 @@ def test_the_rest_of_a_page_that_a_group_keeps_is_not_shared() -> None:
         longer = [*prompt, *sample.token_ids, 1]
         expected = tiny_llm(torch.float32).generate([longer], greedy(20), spec="off")[0].outputs[0].token_ids
         assert llm.generate([longer], greedy(20), spec="off")[0].outputs[0].token_ids == expected
-    assert len(llm.engine.cache.prefixes._page_of) == len(llm.engine.cache.prefixes._key_of)  # type: ignore[union-attr]
     assert_clean(llm)
 
 

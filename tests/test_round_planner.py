@@ -167,5 +167,4 @@ def test_what_takes_longer_than_modelled_is_avoided() -> None:
 
 @pytest.mark.parametrize("promised", [0.3, 0.9])
 def test_promises_are_measured_against_what_was_accepted(promised: float) -> None:
-    """Trees that promise much and hold nothing are worth nothing."""
     assert simulate(planner_of(), 0.0, 1500, promised)[-1000:].count(PLAIN) > 950

@@ -8,22 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.exactness import Run, all_of, differences, run
+from tests.exactness import Run, differences, run
 from tests.models import OracleDrafter, exact_in, open_llm, quick, random_prompts, tiny, tiny_llm
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.sampling.sampler import Sampler
 
-SUBSETS = quick(all_of(0, 1, 2), [(0, 1, 2)])
+SUBSETS = quick([(0,), (0, 2), (0, 1, 2)], [(0, 1, 2)])
 LENGTHS = (1, 9, 31, 50, 58, 62, 63, 64, 65, 90, 126, 5)  # 12 requests for 8 slots; outputs cross positions 64 and 128
-TOKENS = 14
+TOKENS = 10
 SHAPES: dict[str, dict[str, Any]] = {
-    "2": {"nodes": 2},
-    "5": {"nodes": 5},
     "16": {"nodes": 16},
     "40": {"nodes": 40, "max_depth": 4},
     "auto": {},
     "static 3-2-1": {"branching": (3, 2, 1)},
-    "chain": {"branching": (1, 1, 1, 1)},
     "star": {"branching": (12,)},
 }
 
@@ -54,8 +51,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "penalties": {"temperature": 0.8, "repetition_penalty": 1.3, "presence_penalty": 0.6, "frequency_penalty": 0.9},
     "bias, bad words, processors": {
         "temperature": 1.0,
-        "logit_bias": {0: 6.0, 3: 4.0, 77: 5.0},
-        "min_tokens": 6,
+        "logit_bias": {0: 8.0, 3: 4.0, 77: 7.0},
+        "min_tokens": 4,
         "ignore_eos": False,
         "stop_token_ids": [77],
         "bad_words": ["t3", "t5 t9", "t77 t3"],
@@ -87,10 +84,9 @@ def assert_exact(llm: LLM, plain: Run, spec: SpecConfig, params: list[SamplingPa
 @pytest.mark.parametrize("ssms", SUBSETS)
 def test_trees_give_the_tokens_of_plain_decoding(dtype: torch.dtype, ssms: tuple[int, ...]) -> None:
     plain, llm = plain_run(dtype), tiny_llm(dtype, ssms, tokenizer=WORDS)
-    everything = len(ssms) == 3
-    for name in SHAPES if everything else ("16",) if dtype == torch.float32 else ("chain",):
+    for name in SHAPES if len(ssms) == 3 else ("16", "static 3-2-1"):
         tree = assert_exact(llm, plain, SpecConfig(**SHAPES[name]))
-        assert tree.acceptance_length > (1.3 if name != "2" else 1.15), f"{name}: {tree.acceptance_length}"
+        assert tree.acceptance_length > 1.2, f"{name}: {tree.acceptance_length}"
     if len(ssms) != 2:
         tree = assert_exact(llm, plain, SpecConfig(nodes=5, verification="naive"))
         assert tree.acceptance_length > 1.2
@@ -111,11 +107,10 @@ def test_the_settings_do_something() -> None:
     assert len({tuple(tokens) for tokens in plain.tokens}) == len(LENGTHS)
 
 
-@pytest.mark.parametrize("verification", ["coupled", "naive"])
+@pytest.mark.parametrize("verification", quick(("coupled", "naive"), ("coupled",)))
 def test_batch_size_and_company_change_nothing(verification: str) -> None:
     plain = plain_run(torch.float32)
     alone = tiny_llm(torch.float32, (0, 2), tokenizer=WORDS, max_num_seqs=1)
-    assert not differences(plain, run(alone, plain.prompts, mixed(), "off"))
     assert_exact(alone, plain, SpecConfig(nodes=8 if verification == "naive" else "auto", verification=verification))
     llm = tiny_llm(tokenizer=WORDS)
     params = mixed()
@@ -126,12 +121,12 @@ def test_batch_size_and_company_change_nothing(verification: str) -> None:
 @pytest.mark.parametrize("lookup", ["lookup alone", "lookup with SSMs", "SSMs alone"])
 def test_repetitive_prompts_with_and_without_lookup(lookup: str) -> None:
     """Prompts that lookup can continue, and a bias that makes the output follow them."""
-    prompts = [[1 + (i + k) % 7 for i in range(30 + k)] for k in range(6)]
+    prompts = [[1 + (i + k) % 7 for i in range(30 + k)] for k in range(4)]
     bias = dict.fromkeys(range(1, 8), 12.0)
-    params = [SamplingParams(max_tokens=24, temperature=0.8, seed=k, logit_bias=bias, top_p=0.95) for k in range(6)]
+    params = [SamplingParams(max_tokens=16, temperature=0.8, seed=k, logit_bias=bias, top_p=0.95) for k in range(4)]
     plain = run(tiny_llm(torch.float32, (), tokenizer=WORDS), prompts, params)
     sources = {"lookup alone": ("lookup",), "SSMs alone": ("ssm",)}.get(lookup)
-    for shape in ("16", "auto") if lookup != "lookup with SSMs" else ("16", "static 3-2-1"):
+    for shape in ("16", "auto") if lookup == "lookup alone" else ("16",):
         tree = assert_exact(tiny_llm(tokenizer=WORDS), plain, SpecConfig(**SHAPES[shape], sources=sources), params)
         by_source = [output.metrics.accepted_by_source for output in tree.outputs]
         if shape == "16":
@@ -145,7 +140,7 @@ def oracle_llm(dtype: torch.dtype) -> LLM:
 
 
 @exact_in
-@pytest.mark.parametrize("verification", ["coupled", "naive"])
+@pytest.mark.parametrize("verification", quick(("coupled", "naive"), ("coupled",)))
 def test_an_oracle_loses_nothing(dtype: torch.dtype, verification: str) -> None:
     """Who foretells the sampled tokens is believed to the last one, wrong siblings and all."""
     plain, llm = plain_run(dtype), oracle_llm(dtype)
@@ -160,18 +155,17 @@ def test_an_oracle_loses_nothing(dtype: torch.dtype, verification: str) -> None:
 def test_an_oracle_beside_the_ssms() -> None:
     plain = plain_run(torch.float32)
     llm = open_llm(tiny()[0], [*tiny()[1][1:], OracleDrafter(plain.sequences, 5, wrong=1)], tokenizer=WORDS)
-    for spec in (SpecConfig(nodes=48, max_depth=5), SpecConfig()):
-        tree = assert_exact(llm, plain, spec)
-        assert tree.acceptance_length > 3
+    tree = assert_exact(llm, plain, SpecConfig(nodes=48, max_depth=5))
+    assert tree.acceptance_length > 3
     assert any("oracle" in output.metrics.accepted_by_source for output in tree.outputs)
 
 
-@pytest.mark.parametrize("seqs", [2, 8])
+@pytest.mark.parametrize("seqs", quick((2, 8), (2,)))
 def test_samples_of_one_prompt(seqs: int) -> None:
     """n=3 of several prompts and settings: all outputs are plain decoding's, all are different."""
     prompts = random_prompts((9, 63, 70, 1))
     params = [
-        SamplingParams(**({"max_tokens": 12, "ignore_eos": True, "n": 3, "seed": 7} | SETTINGS[name]))
+        SamplingParams(**({"max_tokens": 8, "ignore_eos": True, "n": 3, "seed": 7} | SETTINGS[name]))
         for name in ("1.0", "top_p", "penalties", "bias, bad words, processors")
     ]
     llm = tiny_llm(tokenizer=WORDS, max_num_seqs=seqs)

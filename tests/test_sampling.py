@@ -25,7 +25,7 @@ from transformers import (
 from treespec import SamplingParams
 from treespec.sampling.transforms import Transforms
 
-VOCABS = (5, 63, 64, 100, 4096, 4099)
+VOCABS = (5, 63, 64, 4099)
 CPU = torch.device("cpu")
 PROMPT = [3, 1, 4, 1, 0]
 OUTPUT = [2, 3, 2, 2]
@@ -89,42 +89,35 @@ def assert_same(ours: Tensor, theirs: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", VOCABS)
-@pytest.mark.parametrize("value", [1e-3, 0.3, 0.7, 1.0, 1.9, 100.0])
+@pytest.mark.parametrize("value", [1e-3, 0.7, 1.0, 100.0])
 def test_temperature(value: float, vocab: int, dtype: torch.dtype) -> None:
     logits = random_logits(vocab, dtype=dtype)
     assert torch.equal(transform(logits, temperature=value), hugging(logits, [TemperatureLogitsWarper(value)]))
 
 
+TRUNCATIONS: list[tuple[str, float, Any]] = [
+    *(("top_k", k, TopKLogitsWarper(k)) for k in (1, 5, 63, 64, 65, 10**9)),
+    *(("top_p", p, TopPLogitsWarper(p)) for p in (1e-300, 0.1, 0.5, 0.99)),
+    *(("min_p", p, MinPLogitsWarper(p)) for p in (1e-9, 0.1, 0.99, 1.0)),
+]
+
+
 @pytest.mark.parametrize("vocab", VOCABS)
-@pytest.mark.parametrize("value", [1, 2, 5, 63, 64, 65, 4095, 4096, 10**9])
-def test_top_k(value: int, vocab: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "theirs"), TRUNCATIONS, ids=[f"{name} {value}" for name, value, _ in TRUNCATIONS]
+)
+def test_truncations(name: str, value: float, theirs: Any, vocab: int) -> None:
     for seed in range(3):
         logits = random_logits(vocab, seed)
-        ours = transform(logits, top_k=value, **HOT)
-        assert_same(ours, hugging(logits, [TopKLogitsWarper(value)]))
-        assert len(kept(ours)) == min(value, vocab)
+        ours = transform(logits, **HOT | {name: value})
+        assert_same(ours, hugging(logits, [theirs]))
+        assert name != "top_k" or len(kept(ours)) == min(value, vocab)
 
 
 @pytest.mark.parametrize("value", [0, -1])
 def test_top_k_of_all(value: int) -> None:
     logits = random_logits(100)
     assert torch.equal(transform(logits, top_k=value, **HOT), logits)
-
-
-@pytest.mark.parametrize("vocab", VOCABS)
-@pytest.mark.parametrize("value", [1e-300, 1e-6, 0.1, 0.5, 0.9, 0.99])
-def test_top_p(value: float, vocab: int) -> None:
-    for seed in range(3):
-        logits = random_logits(vocab, seed)
-        assert_same(transform(logits, top_p=value, **HOT), hugging(logits, [TopPLogitsWarper(value)]))
-
-
-@pytest.mark.parametrize("vocab", VOCABS)
-@pytest.mark.parametrize("value", [1e-9, 0.01, 0.1, 0.5, 0.99, 1.0])
-def test_min_p(value: float, vocab: int) -> None:
-    for seed in range(3):
-        logits = random_logits(vocab, seed)
-        assert_same(transform(logits, min_p=value, **HOT), hugging(logits, [MinPLogitsWarper(value)]))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -244,8 +237,8 @@ def flatten(ids: Any, scores: Tensor) -> Tensor:
     return torch.where(scores > 2, 2 + (scores - 2).clamp(min=0) ** 0.7, scores - 0.1 * ids.shape[1])
 
 
-@pytest.mark.parametrize("vocab", [63, 64, 100, 4096, 4099])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("vocab", [63, 64, 4099])
+@pytest.mark.parametrize("seed", range(2))
 def test_all_in_the_documented_order(seed: int, vocab: int) -> None:
     logits = random_logits(vocab, seed, spread=1.0)
     ours = transform(
@@ -255,7 +248,7 @@ def test_all_in_the_documented_order(seed: int, vocab: int) -> None:
     assert 1 < len(kept(ours)) <= 12
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(
     st.sampled_from([5, 63, 64, 100, 300]),
     st.integers(0, 2**31),
@@ -321,7 +314,7 @@ def test_top_k_of_rounded_logits() -> None:
         assert kept(transform(logits, top_k=k, temperature=0.8)) == sorted(likeliest_first(logits)[:k])
 
 
-@pytest.mark.parametrize("vocab", [5, 63, 64, 100, 4099])
+@pytest.mark.parametrize("vocab", VOCABS)
 def test_top_p_of_ties_keeps_the_lower_ids(vocab: int) -> None:
     for value in (0.01, 0.25, 0.5, 0.75, 0.9):
         ours = kept(transform(torch.zeros(vocab), top_p=value, **HOT))
@@ -334,8 +327,8 @@ def test_top_p_of_ties_keeps_the_lower_ids(vocab: int) -> None:
         assert kept(transform(logits, top_p=value, **HOT)) == sorted(order[:count])
 
 
-@pytest.mark.parametrize("width", [1, 63, 64, 65, 255, 256, 257, 1024, 1025])
-@pytest.mark.parametrize("vocab", [1100, 4096, 4099])
+@pytest.mark.parametrize("width", [1, 63, 64, 65, 256, 257, 1025])
+@pytest.mark.parametrize("vocab", [1100, 4099])
 def test_wide_nuclei(vocab: int, width: int) -> None:
     """As many tokens share nearly all of the probability, scattered over the vocabulary."""
     logits = torch.full((vocab,), -20.0)
@@ -396,7 +389,6 @@ def test_excluded_tokens_stay_excluded() -> None:
 
 @pytest.mark.parametrize("options", [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}, {"top_k": 3, "min_p": 0.1}, {}])
 def test_nan_is_never_hidden_by_a_truncation(options: dict[str, Any]) -> None:
-    """It is an error, and whoever chooses sees it in the scores."""
     for places in ([7], [0, 1, 2, 3, 4], range(100)):
         logits = random_logits(100)
         logits[list(places)] = math.nan
@@ -410,7 +402,7 @@ def test_nan_is_never_hidden_by_a_truncation(options: dict[str, Any]) -> None:
 EVERY = ORDERED | {"logits_processors": [flatten]}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("only", [*EVERY, "bad_words", "all", "none"])
 def test_logits_are_left_as_they_were(only: str, dtype: torch.dtype) -> None:
     options = EVERY if only == "all" else {name: value for name, value in EVERY.items() if name == only}

@@ -43,10 +43,7 @@ def test_fields_may_be_set() -> None:
     ("name", "value", "message"),
     [
         ("temperature", "hot", "temperature='hot'; valid: 0"),
-        ("top_p", 0, "top_p=0; valid: more than 0"),
-        ("max_tokens", 0, "max_tokens=0; valid: an int of at least 1"),
         ("stop", 3, "stop=3; valid: a string or a list"),
-        ("logit_bias", {"a": 1}, "logit_bias={'a': 1}; valid: token ids"),
         ("max_token", 3, r"unknown 'max_token' \(did you mean 'max_tokens'\?\)"),
         ("best_of", 3, "best_of=3 is not supported; ask for n outputs"),
     ],
@@ -99,7 +96,7 @@ def test_the_defaults_of_an_engine_are_its_own() -> None:
     params = llm.get_default_sampling_params()
     params.max_tokens = 1
     assert llm.get_default_sampling_params() == SamplingParams()
-    assert len(llm.generate([1, 2])[0].outputs[0].token_ids) > 1
+    assert next(llm.stream([1, 2], spec="off")).finish_reason is None, "it is to write more than one token"
 
 
 def test_signatures_are_in_step() -> None:

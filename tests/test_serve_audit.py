@@ -97,7 +97,6 @@ def test_the_audit_finds_what_differs(engine: AsyncLLM, llm: LLM, caplog: pytest
 
 @pytest.mark.slow
 def test_the_audit_gives_way(engine: AsyncLLM, llm: LLM) -> None:
-    """A request that comes while another is decoded again is not delayed by it."""
     with serving(engine, audit=1) as url, client_of(url) as client:
         extra = {"ignore_eos": True}
         client.completions.create(model=NAME, prompt="x", max_tokens=100, temperature=0, extra_body=extra)

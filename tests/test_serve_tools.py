@@ -168,7 +168,7 @@ PIECES = [
 PIECES += ["<think>", "</think>", "<function=now>", "<parameter=a>", "</parameter>", "</function>", "<|python_tag|>"]
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(st.lists(st.sampled_from(PIECES)), st.integers(1, 9), st.sampled_from([*CALL_FORMATS.values(), REQUIRED_CALLS]))
 def test_the_parser_reads_anything(pieces: list[str], size: int, form: CallFormat) -> None:
     """How the text is cut into pieces changes nothing."""
@@ -179,7 +179,6 @@ def test_the_parser_reads_anything(pieces: list[str], size: int, form: CallForma
 
 
 def test_a_long_call_is_read_once() -> None:
-    """Each character is looked at a bounded number of times, whatever the order of the object's keys."""
     for start in ('{"name": "now", "arguments": {"a": "', '{"arguments": {"a": "'):
         parser, text = OutputParser(calls=CALL_FORMATS["hermes"]), f"<tool_call>{start}"
         reader = OutputReader(parser)
@@ -219,14 +218,12 @@ def talking(engine: AsyncLLM, parser: str = "hermes", **options: Any) -> Iterato
 
 
 def answers(client: OpenAI, **options: Any) -> Iterator[Any]:
-    """The answer with and without speculation, whole and streamed."""
+    """The whole answer without speculation, and the streamed one with it."""
     extra = options.pop("extra_body", {})
-    for speculation in ("off", {"nodes": 8}):
-        arguments: dict[str, Any] = {"model": NAME, "messages": MESSAGES, **options}
-        arguments["extra_body"] = {"speculation": speculation, **extra}
-        yield client.chat.completions.create(**arguments).choices[0]
-        with client.chat.completions.stream(**arguments) as stream:
-            yield stream.get_final_completion().choices[0]
+    arguments: dict[str, Any] = {"model": NAME, "messages": MESSAGES, **options}
+    yield client.chat.completions.create(**arguments, extra_body={"speculation": "off", **extra}).choices[0]
+    with client.chat.completions.stream(**arguments, extra_body={"speculation": {"nodes": 8}, **extra}) as stream:
+        yield stream.get_final_completion().choices[0]
 
 
 def parsed(choice: Any) -> Parsed:
@@ -249,7 +246,7 @@ def test_calls_of_the_model(engine: AsyncLLM, llm: LLM, form: str, text: str, ex
     with talking(engine, form) as client, says(llm, client, text):
         for choice in answers(client, tools=TOOLS, temperature=0):
             assert parsed(choice) == expected and choice.finish_reason == "tool_calls"
-        if len(expected.calls) > 1:
+        if form == "hermes":
             for choice in answers(client, tools=TOOLS, temperature=0, parallel_tool_calls=False):
                 assert parsed(choice) == expected._replace(calls=expected.calls[:1])
 
@@ -284,7 +281,6 @@ def test_a_call_is_streamed_as_it_is_written(engine: AsyncLLM, llm: LLM) -> None
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 def test_calls_that_must_be(engine: AsyncLLM, choice: Any) -> None:
-    """The constraint makes any model call, whatever it says."""
     with talking(engine) as client:
         sampled = {"temperature": 1.0, "seed": 1, "max_tokens": 150, "parallel_tool_calls": False}
         read = [*answers(client, tools=TOOLS[:1], tool_choice=choice, **sampled)]
@@ -349,7 +345,6 @@ def test_schemas_hold_beside_tools(engine: AsyncLLM) -> None:
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function"}]}, "tools.0.function: Field required"),
-    ({"tools": [{"type": "custom", "function": {"name": "f"}}]}, "tools.0.type='custom'"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name='a b'"),
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "tools.0.function.parameters=3"),
     ({"tools": [TOOLS[0], TOOLS[0]]}, "tools: 'weather' is there more than once"),
@@ -363,12 +358,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}]}, ""),
     ({"functions": [{"name": "f"}]}, "functions is not supported; use tools"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]}, "function.arguments: Field"),
     (
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
         "arguments of a tool call: '{' is not JSON",
     ),
-    ({"messages": [{"role": "assistant", "tool_calls": "f"}]}, "messages.0.tool_calls='f'"),
 ]
 
 

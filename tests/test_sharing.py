@@ -13,11 +13,12 @@ from tests.sharing import Driven, assert_clean, departures, drive, few_pages, gu
 from tests.test_poison import POISON, poisoned
 from treespec import LLM, SpecConfig
 from treespec.cache.kv_cache import pages_for
+from treespec.llm import frontend_of
 from treespec.request import Request
 from treespec.tree import TokenTree
 
-LENGTHS = (1, 2, 63, 64, 65, 130)
-COUNTS = (4, 11, 7, 9, 1)  # more than run at a time, and the leader ends first
+LENGTHS = (1, 63, 64, 130)
+COUNTS = (3, 8, 5, 6, 1)  # more than run at a time, and the leader ends first
 NODES = SpecConfig(nodes=8, max_depth=3, sources=("ssm",))  # what it drafts depends on the SSMs alone
 ALL: tuple[int, ...] = (0, 1, 2)
 
@@ -54,7 +55,7 @@ def compare(
     [((), "off"), ((), SpecConfig(nodes=8)), (ALL, NODES), (ALL, SpecConfig())],
     ids=["plain", "lookup", "nodes", "auto"],
 )
-@pytest.mark.parametrize("length", quick(LENGTHS, (1, 64, 130)))
+@pytest.mark.parametrize("length", quick(LENGTHS, (64, 130)))
 def test_tokens_and_bits_are_those_of_samples_on_their_own(
     length: int, ssms: tuple[int, ...], spec: Any, dtype: torch.dtype
 ) -> None:
@@ -95,8 +96,7 @@ def test_fewer_pages_are_held(spec: Any) -> None:
 
 
 def test_samples_wait_for_the_prompt_and_let_others_pass() -> None:
-    """A prompt of several chunks; a later request enters while it is computed, and the samples right after it."""
-    llm = open_llm(tiny()[0], max_num_seqs=4, prefill_chunk=32)
+    llm = tiny_llm(ssms=(), max_num_seqs=4, prefill_chunk=32)
     group = samples(llm, random_prompts((100,))[0], (6,) * 5)
     (other,) = samples(llm, [5, 6], (30,), group=False)
     driven = drive(llm, [*group, other])
@@ -106,7 +106,7 @@ def test_samples_wait_for_the_prompt_and_let_others_pass() -> None:
     assert_clean(llm)
 
 
-@pytest.mark.parametrize("length", quick((1, 30, 65, 130), (1, 65)))
+@pytest.mark.parametrize("length", quick((1, 65, 130), (65,)))
 @pytest.mark.parametrize("spec", ["off", NODES], ids=["off", "nodes"])
 def test_one_at_a_time_in_pages_for_one(length: int, spec: Any) -> None:
     """The pages that the group keeps are the next sample's own: nothing is computed twice, and nothing is stuck."""
@@ -130,10 +130,9 @@ def test_kept_pages_do_not_block_an_earlier_request() -> None:
 
 
 @pytest.mark.parametrize("when", quick((1, 3, 4, 6), (1, 4)))
-@pytest.mark.parametrize("who", [[0], [1], [0, 1, 2], [2, 3, 4], [3, 4, 5]])
+@pytest.mark.parametrize("who", [[0], [0, 1, 2], [3, 4, 5]])
 @pytest.mark.parametrize("seqs", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_aborts(who: list[int], when: int, seqs: int) -> None:
-    """Of the leader while it computes the prompt or after, and of those that wait or run."""
     llm = tiny_llm(ssms=(0,), max_num_seqs=seqs, prefill_chunk=64)
     prompt = random_prompts((130,), seed=5)[0]
     group, steps = samples(llm, prompt, (9,) * 6, NODES), 0
@@ -150,7 +149,7 @@ def test_aborts(who: list[int], when: int, seqs: int) -> None:
             return touched
 
         patch.setattr(llm.engine, "step", step_then_abort)
-        for _ in llm._rounds.run(group):
+        for _ in frontend_of(llm).rounds.run(group):
             pass
     truth = max((request.tokens for request in group), key=len)
     for request in group:
@@ -178,7 +177,7 @@ def failing(sample: int, at: int) -> Any:
 
 
 @pytest.mark.parametrize("seqs", quick((1, 3), (3,)))
-@pytest.mark.parametrize("sample, at", [(0, 0), (0, 1), (0, 3), (1, 0), (1, 2), (3, 0)])
+@pytest.mark.parametrize("sample, at", [(0, 0), (0, 3), (1, 0), (1, 2)])
 def test_errors(sample: int, at: int, seqs: int) -> None:
     llm = tiny_llm(ssms=(0, 1), max_num_seqs=seqs)
     prompt = random_prompts((100,), seed=6)[0]

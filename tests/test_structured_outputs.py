@@ -8,9 +8,11 @@ from unittest import mock
 
 import pytest
 
-from tests.forms import CLOSED, FORMS, PROMPTS, SPECS, asked, check_form, every_engine, every_form, grammars
+from tests.forms import CLOSED, ENGINES, FORMS, PROMPTS, SPECS, asked, check_form, every_engine, grammars
 from tests.models import OracleDrafter, open_llm
-from tests.sampled import DRAWN, TREE, idle
+from tests.quantized_checkpoints import needs_compiler
+from tests.sampled import DRAWN, TREE
+from tests.sharing import assert_clean
 from tests.speech import checked, speaking_folder, speaking_llm
 from tests.test_vocabularies import llm_of
 from treespec import LLM, SamplingParams, SpecConfig
@@ -18,26 +20,31 @@ from treespec.request import Request
 from treespec.text.prompt_tokenizer import load_tokenizer
 from treespec.tree import TokenTree
 
+COMPILED = [("compiled", "schema"), ("int8", "schema")]
+
 # --- the tokens of plain decoding, in the form that was asked for
 
 
 @pytest.mark.slow
-@every_engine
-@every_form
-def test_trees_write_what_plain_decoding_writes(opened: Callable[[], LLM], name: str) -> None:
-    llm, form = opened(), FORMS[name][0]
-    each = [asked(form), asked(form, temperature=0.9, seed=3), asked(form, temperature=2.0, seed=1, top_p=0.9)]
+@pytest.mark.parametrize(
+    ("engine", "name"),
+    [*(("eager", name) for name in FORMS), *(pytest.param(*case, marks=needs_compiler) for case in COMPILED)],
+)
+def test_trees_write_what_plain_decoding_writes(engine: str, name: str) -> None:
+    llm, form = ENGINES[engine](), FORMS[name][0]
+    specs = [*SPECS.values()] if name == "schema" else [SPECS["tree"], SPECS["auto"]]
+    each = [asked(form), asked(form, temperature=2.0, seed=1, top_p=0.9)]
     for params in each:
         plain = llm.generate(PROMPTS, params, "off")
         assert [output.error for output in plain] == [None] * len(PROMPTS)
         for output in plain:
             check_form(name, output)
-        for spec in SPECS.values():
+        for spec in specs:
             with checked(llm):
                 outputs = llm.generate(PROMPTS, params, spec)
             assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in plain]
             assert [o.outputs[0].text for o in outputs] == [o.outputs[0].text for o in plain]
-    assert idle(llm)
+    assert_clean(llm)
 
 
 @pytest.mark.slow
@@ -52,7 +59,7 @@ def test_most_outputs_come_to_their_end() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", DRAWN.values(), ids=DRAWN)
-@every_form
+@pytest.mark.parametrize("name", ["schema", "regex", "gbnf"])
 def test_rules_that_draw_at_random_keep_the_form(spec: SpecConfig, name: str) -> None:
     llm = speaking_llm()
     with checked(llm):
@@ -73,7 +80,7 @@ def test_each_keeps_its_form_in_company() -> None:
             bad, *outputs = llm.generate(["def main"] * (1 + len(each)), [asked({"regex": "["}), *each], spec)
         assert [output.outputs[0].token_ids for output in outputs] == alone
         assert bad.error is not None and bad.outputs[0].finish_reason == "error"
-    assert idle(llm)
+    assert_clean(llm)
 
 
 @pytest.mark.slow
@@ -118,7 +125,7 @@ def test_what_must_follow_gives_way_to_random_draws(verification: Any) -> None:
         (output,) = llm.generate(PROMPTS[:1], params, SpecConfig(nodes=nodes, verification=verification))
         assert output.error is None and output.metrics.accepted_by_source["perm-1"]
         assert re.fullmatch("the arguments of the parser [a-z]{20} of the parser", output.outputs[0].text or "")
-    assert idle(llm)
+    assert_clean(llm)
 
 
 # --- drafts know

@@ -70,7 +70,6 @@ WRONG: dict[str, tuple[Any, str]] = {
     "deep": ({"json": "[" * 200_000}, "is not JSON (maximum recursion depth exceeded"),
     "NaN": ({"json": {"const": float("nan")}}, "json: the schema cannot be written as JSON"),
     "no choice": ({"choice": []}, "choice=[]; valid: a list of at least one string"),
-    "numbers": ({"choice": [1]}, "choice=[1]; valid: a list of at least one string"),
     "regex": ({"regex": re.compile("a")}, "regex=re.compile('a'); valid: a string"),
     "flag": ({"json_object": 1}, "json_object=1; valid: True, False"),
     "stray": ({"regex": "a", "disable_any_whitespace": True}, "disable_any_whitespace=True is for json"),

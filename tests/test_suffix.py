@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.exactness import differences, run
-from tests.models import greedy, make_draft, new_folder, open_llm, random_prompts, tiny, tiny_llm
+from tests.models import greedy, make_draft, new_folder, open_llm, quick, random_prompts, tiny, tiny_llm
 from tests.speech import checked, scripted, speaking_folder
 from treespec import LLM, SamplingParams, SpecConfig, StructuredOutputsParams
 from treespec.config.engine_options import MAX_SUFFIX_TOKENS
@@ -18,9 +18,7 @@ BOTH = SpecConfig(nodes=16, sources=("lookup", "suffix"))
 SPECS = {
     "suffix": PAST,
     "both": BOTH,
-    "everything": SpecConfig(nodes=16),
     "auto": SpecConfig(),
-    "auto-suffix": SpecConfig(sources=("suffix",)),
     "chain": SpecConfig(branching=(1,) * 6, sources=("suffix",)),
     "static": SpecConfig(branching=(3, 2, 1)),
     "named": SpecConfig(nodes=9, max_depth=3, sources=("ssm-2", "suffix")),
@@ -44,28 +42,27 @@ def passes(outputs: Any) -> int:
 
 
 @pytest.mark.parametrize("temperature", [0, 0.9])
-@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 4])
-@pytest.mark.parametrize("name", SPECS)
-def test_tokens_are_those_of_plain_decoding(name: str, batch: int, temperature: float) -> None:
+@pytest.mark.parametrize("name", quick(SPECS, ("both", "auto")))
+def test_tokens_are_those_of_plain_decoding(name: str, temperature: float) -> None:
     """First with nothing remembered, then with the very texts, where guesses are many and deep."""
     llm, spec = remembering(), SPECS[name]
-    prompts = [prompt * 2 for prompt in PROMPTS[:batch]]
-    params = [greedy(40, temperature=temperature, seed=i) for i in range(batch)]
+    prompts = [prompt * 2 for prompt in PROMPTS]
+    params = [greedy(40, temperature=temperature, seed=i) for i in range(4)]
     plain = run(tiny_llm(max_num_seqs=4), prompts, params, "off")
-    for again in range(3):
+    for again in range(2):
         tree = run(llm, prompts, params, spec)
         assert not differences(plain, tree)
         here = {"lookup", "suffix", "ssm-1", "ssm-2", "ssm-3"}
         for output in tree.outputs:
             assert output.metrics.accepted_by_source.keys() <= (here & {*spec.sources} if spec.sources else here)
         if again:
-            least = {"named": 2.0, "static": 2.5, "auto": 2.0, "auto-suffix": 2.0}.get(name, 4.0)
+            least = {"named": 2.0, "static": 2.5, "auto": 2.0}.get(name, 4.0)
             assert tree.acceptance_length > least
             assert accepted(tree.outputs) > 0.5 * len(prompts) * 40 * (1 - 1 / least)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tokens", [1, 2, 7, 100])
+@pytest.mark.parametrize("tokens", [1, 7])
 def test_small_memories(tokens: int) -> None:
     """The ring turns over many times in one call; requests wait for one another, some end early, some are plain."""
     plain, llm = tiny_llm(max_num_seqs=4), open_llm(tiny()[0], max_num_seqs=3, suffix_tokens=tokens)
@@ -78,7 +75,7 @@ def test_small_memories(tokens: int) -> None:
     for spec in (SpecConfig(nodes=12), "off", PAST, SpecConfig()):
         with checked(llm):
             assert [output.outputs[0].token_ids for output in llm.generate(prompts, params, spec)] == expected
-    assert llm.stats()["suffix_tokens"] == {1: 1, 2: 2, 7: 8, 100: 128}[tokens]
+    assert llm.stats()["suffix_tokens"] == {1: 1, 7: 8}[tokens]
 
 
 @pytest.mark.slow
@@ -113,7 +110,6 @@ def test_attribution() -> None:
 
 @pytest.mark.slow
 def test_a_running_request_is_read_by_another() -> None:
-    """Of two that write the same the second catches up with the first."""
     llm = remembering()
     (alone,) = llm.generate(PROMPTS[0], greedy(40), PAST)
     assert accepted([alone]) == 0
@@ -128,19 +124,7 @@ def test_a_running_request_is_read_by_another() -> None:
 
 
 @pytest.mark.slow
-def test_samples_of_a_prompt_help_each_other() -> None:
-    """Where they write the same, as at a low temperature, and one is ahead: it computed their prompt."""
-    llm, params = remembering(), greedy(40, temperature=0.1, seed=5, n=3)
-    (plain,) = tiny_llm(max_num_seqs=4).generate(PROMPTS[0], params, "off")
-    with checked(llm):
-        (output,) = llm.generate(PROMPTS[0], params, PAST)
-    assert [one.token_ids for one in output.outputs] == [one.token_ids for one in plain.outputs]
-    assert accepted([output]) > 0
-
-
-@pytest.mark.slow
 def test_samples_that_come_later_are_faster() -> None:
-    """One after another: the same samples, of which the earlier ones have ended."""
     llm = open_llm(tiny()[0], max_num_seqs=1, suffix_tokens=4096)
     params = greedy(30, temperature=0.1, seed=5, n=3)
     (output,) = llm.generate(PROMPTS[0], params, PAST)
@@ -159,29 +143,11 @@ def test_plain_requests_are_remembered() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sources", [(), ("lookup",), ("ssm",), ("ssm-1", "grammar")])
-def test_requests_without_suffix_stay_apart(sources: tuple[str, ...]) -> None:
-    llm, spec = remembering(), SpecConfig(nodes=12, sources=sources)
-    llm.generate(PROMPTS, greedy(20), spec)
-    assert llm.stats()["suffix_tokens"] == 0
-    llm.generate(PROMPTS, greedy(20), PAST)
-    before = llm.stats()["suffix_tokens"]
-    apart = [output.metrics for output in llm.generate(PROMPTS, greedy(20), spec)]
-    fresh = [output.metrics for output in tiny_llm(max_num_seqs=4).generate(PROMPTS, greedy(20), spec)]
-    assert llm.stats()["suffix_tokens"] == before
-    for mine, theirs in zip(apart, fresh, strict=True):
-        assert "suffix" not in mine.accepted_by_source
-        assert mine.accepted_by_source.keys() == theirs.accepted_by_source.keys()
-
-
-@pytest.mark.slow
 def test_an_engine_without_memory_remembers_nothing() -> None:
     llm = tiny_llm(max_num_seqs=4)
     llm.generate(PROMPTS[:1], greedy(9))
     assert llm.stats()["suffix_tokens"] == llm.stats()["memory"]["suffix"] == 0
     llm.reset_suffix_cache()
-    with pytest.raises(ConfigError, match=re.escape("sources=('suffix',): this engine does not store its outputs")):
-        llm.generate(PROMPTS[0], greedy(9), PAST)
 
 
 @pytest.mark.slow
@@ -237,16 +203,6 @@ def test_a_reset_in_the_middle_of_a_stream() -> None:
 
 
 @pytest.mark.slow
-def test_a_reset_of_requests_that_are_decoded_plainly() -> None:
-    llm, tokens = remembering(), 0
-    for chunk in llm.stream(PROMPTS[0], greedy(20), "off"):
-        tokens += len(chunk.token_ids)
-        if tokens == 15:
-            llm.reset_suffix_cache()
-    assert llm.stats()["suffix_tokens"] == 5
-
-
-@pytest.mark.slow
 def test_names_of_drafts() -> None:
     """A draft of this name is another source than the memory of the engine; the kind's name means both."""
     target = tiny()[0]
@@ -282,7 +238,7 @@ def test_stop_strings_and_structured_outputs() -> None:
     assert ours.outputs == theirs.outputs and accepted([ours]) > 5
 
 
-@pytest.mark.parametrize("value", [True, -1, 1.5, "x", MAX_SUFFIX_TOKENS + 1, None])
+@pytest.mark.parametrize("value", [True, -1, MAX_SUFFIX_TOKENS + 1])
 def test_bad_values(value: Any) -> None:
     message = f"suffix_tokens={value!r}; valid: an int from 0 to {MAX_SUFFIX_TOKENS}"
     with pytest.raises(ConfigError, match=re.escape(message)):
@@ -291,7 +247,6 @@ def test_bad_values(value: Any) -> None:
 
 @pytest.mark.slow
 def test_a_source_that_needs_a_memory() -> None:
-    """The error says how to have one."""
     message = "sources=('suffix',): this engine does not store its outputs; use LLM(suffix_tokens="
     with pytest.raises(ConfigError, match=re.escape(message)):
         tiny_llm(max_num_seqs=4).generate(PROMPTS[0], greedy(5), PAST)

@@ -1,6 +1,5 @@
 """Several threads on one engine: rounds take turns, tokens are plain decoding's, and nothing stays behind."""
 
-import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -48,18 +47,6 @@ def test_threads_get_plain_decodings_tokens() -> None:
     with ThreadPoolExecutor(len(work)) as pool:
         found = list(pool.map(lambda each: each[0](llm, *each[1:]), work))
     assert found == expected
-    assert_idle(llm)
-
-
-def test_an_event_loop_that_hands_calls_to_threads() -> None:
-    llm = tiny_llm(max_num_seqs=4)
-    expected = [generated(llm, prompt, PARAMS[0], "off") for prompt in PROMPTS]
-
-    async def serve() -> list[list[list[int]]]:
-        calls = (asyncio.to_thread(generated, llm, prompt, PARAMS[0]) for prompt in PROMPTS)
-        return list(await asyncio.gather(*calls))
-
-    assert asyncio.run(serve()) == expected
     assert_idle(llm)
 
 

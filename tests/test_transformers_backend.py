@@ -23,14 +23,12 @@ from treespec.adapter.decoder import AdapterDecoder
 from treespec.adapter.experts import run_experts
 from treespec.adapter.packed import PackedLinear
 from treespec.adapter.route import Window, configs_of, routed, window_below
-from treespec.adapter.row_attention import attend_rows
 from treespec.adapter.source import Source
 from treespec.adapter.trace import reference_attention, trace
 from treespec.adapter.trace import run as run_rows
 from treespec.cache.kv_cache import KVCache
-from treespec.errors import CheckpointError, ConfigError, DraftError, ExactnessError, KernelError, ModelError
+from treespec.errors import CheckpointError, ConfigError, ExactnessError, KernelError, ModelError
 from treespec.models.attention import CpuAttention
-from treespec_kernels.attention.tree_attention_cpu import tree_attention_cpu
 from treespec_kernels.attention.tree_batch import RequestRows
 
 pytestmark = pytest.mark.slow
@@ -40,7 +38,7 @@ EXACT = (
     "deepseek_v3 gpt_oss mixtral glm4_moe"
 ).split()
 TREES = SpecConfig(nodes=16)
-COUNT = 64
+COUNT = 24
 
 
 def rms(x: torch.Tensor) -> float:
@@ -56,9 +54,9 @@ def foretold(model: Any, prompts: list[list[int]], count: int) -> tuple[list[lis
 
 @pytest.mark.parametrize("kind", EXACT)
 def test_parity_and_identity(kind: str) -> None:
-    """Greedy tokens of 64 are transformers', all logits of trees are within 1e-4 of it, and equal plain decoding's."""
+    """Greedy tokens are transformers', all logits of trees are within 1e-4 of it, and equal plain decoding's."""
     model, folder = saved(kind)
-    prompts = random_prompts([5, 70, 1], vocab=VOCAB)
+    prompts = random_prompts([5, 58, 1], vocab=VOCAB)
     wanted, oracle = foretold(model, prompts, COUNT)
     llm = open_adapter_llm(folder, [oracle], backend="transformers")
     frozen = llm.stats()["frozen"]
@@ -71,23 +69,22 @@ def test_parity_and_identity(kind: str) -> None:
     assert tree.acceptance_length > 3.5
     assert not differences(plain, tree)
     nodes = sorted(tree.logits, key=len)
-    for prefix in nodes[:20] + nodes[20::40]:
+    for prefix in nodes[:12] + nodes[12::40]:
         expected = logits_after(model, prefix)
         assert rms(tree.logits[prefix] - expected) < 1e-4 * rms(expected - expected.mean()), f"after {len(prefix)}"
 
 
-@pytest.mark.parametrize("kind", ["stablelm", "cohere2", "mixtral"])
+@pytest.mark.parametrize("kind", ["cohere2", "mixtral"])
 def test_bfloat16(kind: str) -> None:
-    """Trees have the bits of plain decoding in bf16 too, and logits are transformers' but for rounding."""
     model, folder = saved(kind, torch.bfloat16)
     prompts = random_prompts([9, 66], vocab=VOCAB)
     llm = open_adapter_llm(folder, dtype="bfloat16")
-    plain = run(llm, prompts, greedy(24))
+    plain = run(llm, prompts, greedy(16))
     llm = open_adapter_llm(folder, [OracleDrafter(plain.sequences, 5, vocab=VOCAB)], dtype="bfloat16")
     assert llm.config.dtype == torch.bfloat16
-    tree = run(llm, prompts, greedy(24), TREES)
+    tree = run(llm, prompts, greedy(16), TREES)
     assert not differences(plain, tree)
-    assert tree.acceptance_length > 3.5
+    assert tree.acceptance_length > 3
     for prefix in list(tree.logits)[::20]:
         expected = logits_after(model, prefix)
         assert rms(tree.logits[prefix] - expected) < 5e-2 * rms(expected - expected.mean())
@@ -98,7 +95,7 @@ def test_sampled_tokens_do_not_depend_on_drafts() -> None:
     draft = new_folder("granite-draft")
     make_model("granite", seed=1).save_pretrained(draft)
     llm = open_adapter_llm(folder, [draft, folder])
-    params = SamplingParams(max_tokens=40, temperature=1.3, top_p=0.9, seed=5, ignore_eos=True)
+    params = SamplingParams(max_tokens=20, temperature=1.3, top_p=0.9, seed=5, ignore_eos=True)
     prompts = random_prompts([12, 33, 3, 8], vocab=VOCAB)
     plain, tree = run(llm, prompts, params), run(llm, prompts, params, SpecConfig())
     assert not differences(plain, tree)
@@ -106,7 +103,6 @@ def test_sampled_tokens_do_not_depend_on_drafts() -> None:
 
 
 def test_a_native_target_takes_an_adapted_draft() -> None:
-    """Each draft by the same rule: a family of our own beside transformers' code."""
     target = make_llama(new_folder("target"), 0, vocab_size=VOCAB)
     stranger = saved("stablelm")[1]
     llm = open_adapter_llm(target, [stranger])
@@ -138,11 +134,8 @@ def test_it_is_chosen_by_itself_with_one_line(caplog: pytest.LogCaptureFixture) 
 
 
 def test_a_model_in_memory_stays_as_it_is() -> None:
-    """In float32 torch's own products need fixed rows; nothing of the model is replaced."""
+    """Its own products need fixed rows in float32. tests/test_hf_generate.py compares its parts and weights, too."""
     model = make_model("stablelm")
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    modules = [(name, type(module), dict(module.__dict__)) for name, module in model.named_modules()]
-    implementation = model.config._attn_implementation
     prompts = random_prompts([30, 4], vocab=VOCAB)
     wanted, oracle = foretold(model, prompts, 20)
     llm = open_adapter_llm(model, [oracle])
@@ -150,12 +143,7 @@ def test_a_model_in_memory_stays_as_it_is() -> None:
     plain, tree = run(llm, prompts, greedy(20)), run(llm, prompts, greedy(20), TREES)
     assert plain.tokens == wanted
     assert not differences(plain, tree)
-    assert model.config._attn_implementation == implementation
     assert not any(isinstance(module, PackedLinear) for module in model.modules())
-    after = [(name, type(module), dict(module.__dict__)) for name, module in model.named_modules()]
-    assert [each[:2] for each in modules] == [each[:2] for each in after]
-    assert [list(each[2]) for each in modules] == [list(each[2]) for each in after]
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert continuations(model, prompts, 20) == wanted
 
 
@@ -254,7 +242,6 @@ def test_longrope_by_request(kind: str) -> None:
 
 
 def test_a_model_that_reads_its_linear_weights_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packed layers have no weights to read, so its own are left in."""
     module = modeling_stablelm.StableLmMLP
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -434,7 +421,6 @@ def test_experts_are_the_models_own_without_exactness() -> None:
 
 
 def test_a_model_in_memory_keeps_its_own_experts() -> None:
-    """An engine leaves the experts function of a model as it was, and of its runs in other threads."""
     model = make_model("mixtral")
     own = model.config._experts_implementation
     tokens = torch.arange(9, dtype=torch.int64)[None]
@@ -447,37 +433,10 @@ def test_a_model_in_memory_keeps_its_own_experts() -> None:
 
 
 def test_the_probe_refuses_what_mixes_rows() -> None:
-    """A model that looks like any other and adds to each row something of the others."""
     model = make_model("stablelm")
     model.model.layers[0].register_forward_pre_hook(lambda _, args: (args[0] + args[0].mean(1, keepdim=True),))
     with pytest.raises(ModelError, match="logits differ from transformers'"):
         open_adapter_llm(model)
-
-
-FAULTS: dict[str, tuple[str, str, str, Any]] = {
-    "a window that is not obeyed": ("gemma2", "adapter.decoder", "window_below", lambda *_: Window(None)),
-    "a window one shorter": ("gemma2", "adapter.decoder", "window_below", lambda *args: shorter(window_below(*args))),
-    "no soft cap": ("gemma2", "models.attention", "tree_attention_cpu", lambda *args: tree_attention_cpu(*args[:5])),
-    "positions by row": (
-        "gemma2",
-        "adapter.decoder",
-        "run",
-        lambda base, tokens, at: run_rows(base, tokens, torch.arange(len(at))),
-    ),
-    "a mask that is not obeyed": (
-        "gpt_oss",
-        "adapter.row_attention",
-        "visible_keys",
-        lambda _, queries, keys: keys <= queries[:, None],
-    ),
-    "no sinks": ("gpt_oss", "adapter.decoder", "attend_rows", lambda *args: attend_rows(*args[:7])),
-    "another scale": (
-        "gpt_oss",
-        "adapter.decoder",
-        "attend_rows",
-        lambda *args: attend_rows(*args[:5], 1.1 * args[5], *args[6:]),
-    ),
-}
 
 
 def shorter(window: Window | None) -> Window:
@@ -485,11 +444,18 @@ def shorter(window: Window | None) -> Window:
     return Window(None if window.size is None else window.size - 1)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_the_probe_notices_planted_faults(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind, module, name, planted = FAULTS[fault]
-    open_adapter_llm(model := make_model(kind), exact=False)
-    monkeypatch.setattr(f"treespec.{module}.{name}", planted)
+@pytest.mark.parametrize(
+    ("name", "planted"),
+    [
+        ("window_below", lambda *args: shorter(window_below(*args))),
+        ("run", lambda base, tokens, at: run_rows(base, tokens, torch.arange(len(at)))),
+    ],
+    ids=["a window one shorter", "positions by row"],
+)
+def test_the_probe_notices_planted_faults(name: str, planted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the decoder itself; tests/test_adapter_probe.py has those of attention."""
+    open_adapter_llm(model := make_model("gemma2"), exact=False)
+    monkeypatch.setattr(f"treespec.adapter.decoder.{name}", planted)
     with pytest.raises(ModelError, match="logits differ from transformers'"):
         open_adapter_llm(model, exact=False)
 
@@ -497,8 +463,3 @@ def test_the_probe_notices_planted_faults(fault: str, monkeypatch: pytest.Monkey
 def test_models_in_memory_that_are_refused() -> None:
     with pytest.raises(ModelError, match="convert it first"):
         open_adapter_llm(make_model("stablelm"), dtype="bfloat16")
-
-
-def test_a_draft_of_another_vocabulary() -> None:
-    with pytest.raises(DraftError, match="vocabulary of 50 tokens"):
-        open_adapter_llm(saved("stablelm")[1], [make_model("stablelm", vocab_size=50)])

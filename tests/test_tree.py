@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +14,6 @@ from tests.models import greedy, random_prompts, tiny_llm
 from treespec import SpecConfig
 from treespec.drawing.recording import watch
 from treespec.tree import TokenTree, merge
-from treespec_kernels.sampling.logit_transforms import topk_rows
 
 ROOT = 5
 NAMES = ("a", "b", "c")
@@ -215,7 +213,6 @@ def test_trees_of_the_engine(name: str) -> None:
 
 
 def test_attribution_is_a_recount_of_the_rounds() -> None:
-    """accepted_by_source and accepted_only_by_source against the draws of every accepted node."""
     llm = tiny_llm()
     before = llm.stats()
     with watch(llm.engine) as rounds:
@@ -242,14 +239,3 @@ def test_attribution_is_a_recount_of_the_rounds() -> None:
     grown = Counter(llm.stats()["accepted_by_source"])
     grown.subtract(before["accepted_by_source"])
     assert +grown == total
-
-
-@pytest.mark.parametrize("width", [8, 100, 512, 1024, 4096])
-@pytest.mark.parametrize("k", [1, 3, 8])
-def test_topk_of_rows(width: int, k: int) -> None:
-    generator = torch.Generator().manual_seed(width)
-    for x in (torch.rand(5, width, generator=generator), torch.rand(3, width, generator=generator).round(decimals=2)):
-        values, columns = topk_rows(x, k)
-        assert torch.equal(values, x.topk(k, dim=1).values)
-        assert torch.equal(x.gather(1, columns), values)
-        assert all(len(set(row)) == k for row in columns.tolist())

@@ -24,11 +24,11 @@ from tests.enumeration import (
     reference,
     runs,
 )
+from tests.models import quick
 from treespec.tree import TokenTree, merge
 from treespec.verification.oracle import Oracle
 
 EXACT, WRONG = 1e-12, 1e-3
-SEEDS = (0, 1)
 DRAWN = ("rejection", "traversal")
 VERIFIERS = {
     "naive, reference": reference("naive"),
@@ -100,7 +100,7 @@ def drafted(name: str, seed: int, same: bool = False) -> tuple[World, Drafts]:
 
 
 @pytest.mark.parametrize("name", WAYS)
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", quick((0, 1), (0,)))
 def test_lossless(name: str, seed: int) -> None:
     world, drafts = drafted(name, seed)
     assert sum(weight for weight, _ in drafts) == pytest.approx(1, abs=EXACT)
@@ -113,7 +113,7 @@ def test_lossless(name: str, seed: int) -> None:
 def test_the_engine_goes_the_way_of_the_reference(name: str, rule: str) -> None:
     """The same questions to the oracle, with the same probabilities, and after the same answers the same result."""
     world, drafts = drafted(name, 1)
-    for _, tree in drafts[:: max(1, len(drafts) // 50)]:
+    for _, tree in drafts[:: max(1, len(drafts) // 25)]:
         ours, theirs = runs(tree, world, engine(rule)), runs(tree, world, reference(rule))
         for answers in ours.keys() | theirs.keys():
             weight, result = ours.get(answers, (0.0, None))
@@ -137,7 +137,7 @@ def accepted(world: World, drafts: Drafts) -> np.ndarray:
 @pytest.mark.parametrize("name", WAYS)
 def test_traversal_accepts_most_and_naive_least(name: str) -> None:
     """Exact means over drafting: on every world, or over the worlds where drafting looks at what it drew."""
-    means = np.array([accepted(*drafted(name, seed)) for seed in range(3)])
+    means = np.array([accepted(*drafted(name, seed)) for seed in range(2)])
     assert (np.diff(means.mean(axis=0)) >= -EXACT).all(), means
     if name not in BY_WHAT_WAS_DRAWN:
         assert (np.diff(means) >= -EXACT).all(), means
@@ -163,7 +163,7 @@ def test_rejection_can_accept_less_than_naive() -> None:
     assert accepted(world, drafts_of(by_draw)) == pytest.approx([0.75, 0.5, 0.5], abs=EXACT)
 
 
-@pytest.mark.parametrize("name", ["chain", "without replacement", "cross-source without replacement", "mixed", "deep"])
+@pytest.mark.parametrize("name", ["chain", "cross-source without replacement", "deep"])
 @pytest.mark.parametrize("rule", DRAWN)
 @pytest.mark.parametrize("make", [reference, engine])
 def test_a_perfect_draft_is_accepted_at_once(name: str, rule: str, make: Callable[[str], Verifier]) -> None:
@@ -178,7 +178,6 @@ def test_a_perfect_draft_is_accepted_at_once(name: str, rule: str, make: Callabl
 
 @pytest.mark.parametrize("rule", DRAWN)
 def test_the_order_of_sources_does_not_matter(rule: str) -> None:
-    """Trees of two sources merged either way round; sources that take turns either way round."""
     world, _ = drafted("sources apart", 0)
     one, other = proposals("own0 own0", "free0"), proposals("free1", "free1")
 
@@ -228,7 +227,7 @@ def test_traversal_of_a_chain_is_block_verification(make: Callable[[str], Verifi
         return probs
 
     apart = 0.0
-    for seed in range(4):
+    for seed in range(2):
         world, drafts = drafted("chain", seed)
         assert distance(world, drafts, block_verification) < EXACT
         for weight, tree in drafts:

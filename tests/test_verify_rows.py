@@ -138,7 +138,7 @@ def test_a_token_the_target_excludes_is_never_accepted(rule: str, verifier: str)
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("tiny", [1e-45, 1e-40, 1e-30, 0.0])
+@pytest.mark.parametrize("tiny", [1e-45, 1e-30, 0.0])
 def test_vanishing_probabilities_give_no_nan(rule: str, tiny: float) -> None:
     """A lookup proposes what the target all but excludes, with a random draw below it."""
     p, q = RandomProbs(1, 0, 0.0)[()].copy(), RandomProbs(1, 1, 0.5)[()].copy()
@@ -279,7 +279,7 @@ ALMOST_ONE = float(np.nextafter(1.0, 0.0))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("length", [1, 2, 511, 512, 513, 1024, 5000])
+@pytest.mark.parametrize("length", [1, 511, 512, 513, 5000])
 def test_choose_inverts_the_distribution_function(dtype: Any, length: int) -> None:
     rng = np.random.default_rng(length)
     for case in range(40):
@@ -324,7 +324,6 @@ GOOD: dict[str, Any] = {
 NEGATIVE, NOT_A_NUMBER = np.tile([-0.2, 0.9, 0.3], (4, 1)), np.tile([0.2, np.nan, 0.3], (4, 1))
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "unknown rule": ({"rule": "traversl"}, r"'traversl' \(did you mean 'traversal'\?\).*naive, rejection, traversal"),
-    "no nodes": ({"tokens": [], "parents": []}, "not 0 and 0"),
     "lengths": ({"parents": [-1, 0]}, "not 4 and 2"),
     "root's parent": ({"parents": [0, 0, 0, 1]}, r"parents\[0\] must be -1.*not 0"),
     "parents out of order": ({"parents": [-1, 0, 3, 1]}, r"parents\[2\].*0 to 1.*not 3"),

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from tests.models import EOS, greedy, open_llm, tiny, tiny_llm
 from tests.speech import END, scripted, speaking_folder, speaking_llm
 from treespec import LLM, SamplingParams, SpecConfig
-from treespec.errors import ConfigError, ModelError, RequestError
+from treespec.errors import ConfigError, ModelError
 from treespec.outputs import CompletionOutput
 from treespec.sampling_params import LEAST_TEMPERATURE
 
@@ -50,14 +50,10 @@ def test_a_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
         llm.generate([1, 2], greedy(3), use_tqdm="no")  # type: ignore[arg-type]
 
 
-def test_unknown_keywords() -> None:
+def test_unknown_keywords_of_chat() -> None:
     llm = speaking_llm()
-    with pytest.raises(ConfigError, match=r"generate: unknown 'use_tdqm' \(did you mean 'use_tqdm'\?\)"):
-        llm.generate(PROMPT, use_tdqm=False)
     with pytest.raises(ConfigError, match=r"chat: unknown 'tool' \(did you mean 'tools'\?\)"):
         llm.chat([{"role": "user", "content": PROMPT}], tool=[])
-    with pytest.raises(ConfigError, match=r"stream: unknown 'sampling_param' \(did you mean 'sampling_params'\?\)"):
-        next(llm.stream(PROMPT, sampling_param=greedy(3)))
 
 
 def test_no_limit_but_the_context() -> None:
@@ -242,24 +238,6 @@ def test_a_tokenizer_of_the_tokenizers_library() -> None:
     for skip, text in ((True, ""), (False, END)):
         found = ended(llm, eos, include_stop_str_in_output=True, skip_special_tokens=skip, stop_token_ids=[EOS])
         assert {str(each.text)[1:] for each in found} == {text}
-
-
-class Failing(Letters):
-    """Knows few letters."""
-
-    def encode(self, text: str) -> Any:
-        for letter in text:
-            if letter not in "bc":
-                raise KeyError(letter)
-        return super().encode(text)
-
-
-def test_a_tokenizer_that_refuses_a_text() -> None:
-    llm = open_llm(tiny()[0], tokenizer=Failing())
-    outputs = llm.generate(["cb", "xy"], greedy(2))
-    assert outputs[0].error is None and "the tokenizer rejects 'xy': KeyError: 'x'" in str(outputs[1].error)
-    with pytest.raises(RequestError, match="the tokenizer rejects 'xy'"):
-        llm.generate("xy", greedy(2))
 
 
 class Mute(Letters):

@@ -10,15 +10,12 @@ from unittest import mock
 
 import pytest
 
-from tests.models import CURVE, _differing_rows_once, open_llm, tiny
+from tests.models import CURVE, _differing_rows_once, open_llm, quick, tiny
+from tests.serving import TEMPLATE
 from tests.speech import speaking_folder
 from tests.vllm_scripts import ANSWERED, IMPORTS, SERVED, Script, ported
 from treespec import LLM, RequestOutput, SamplingParams
 
-TEMPLATE = (
-    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
-)
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "vllm.md"
 
 
@@ -56,9 +53,10 @@ def run(folder: Path) -> Iterator[Callable[[Script], dict[str, Any]]]:
         yield play
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize(
+    "name", quick(SERVED, ("generate", "chat", "structured_outputs", "async_llm_streaming", "spec_decode"))
+)
 def test_examples_that_run(name: str, run: Callable[[Script], dict[str, Any]], reference: LLM) -> None:
-    """Their tokens are those of plain decoding with the same parameters and seeds."""
     if name == "structured_outputs":
         pytest.importorskip("llguidance")
     left = run(SERVED[name])
@@ -82,7 +80,6 @@ def test_examples_that_are_answered(name: str, run: Callable[[Script], dict[str,
 
 
 def test_the_documented_table() -> None:
-    """The examples and import lines of these tests are those of the page."""
     text = DOCS.read_text(encoding="utf-8")
     assert not [name for name in SERVED if f"| {name} | runs" not in text]
     assert not [name for name in ANSWERED if f"| {name} | " not in text or f"| {name} | runs" in text]

@@ -69,7 +69,6 @@ def drawn_tree(world: World, oracle: Oracle) -> TokenTree:
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_restricted_distribution_is_exact(rule: str, seed: int) -> None:
-    """Whatever is left of the draft's distribution, for the engine's verifier and the reference."""
     for known in ((1, 2, 3), (2, 3), (3,)):
         world = translated_world(seed, known)
         drafts = drafts_of(partial(drawn_tree, world))
@@ -166,7 +165,6 @@ def test_the_joint_distribution(name: str) -> None:
 
 
 def test_the_distributions_are_over_the_intersection() -> None:
-    """What is drawn is the draft's own softmax over the tokens that both have, in the target's ids."""
     llm = sampling_llm(folders()[1])
     params = SamplingParams(temperature=2.0, seed=1, max_tokens=2, ignore_eos=True)
     spec = SpecConfig(branching=(2, 1), verification="rejection", **SSM)

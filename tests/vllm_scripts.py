@@ -327,108 +327,76 @@ print(len(outputs[0].prompt_token_ids))
 """
     ),
 }
+
+
+def _opening(arguments: str, then: str = "") -> str:
+    """A script that opens a model with these arguments, and calls a method of it."""
+    return f"from vllm import LLM, SamplingParams\n\nllm = LLM(model=MODEL, {arguments})\n{then}\n"
+
+
+def _engine(arguments: str) -> str:
+    return (
+        f"from vllm import EngineArgs, LLMEngine\n\nLLMEngine.from_engine_args(EngineArgs(model=MODEL, {arguments}))\n"
+    )
+
+
+_GENERATES = ("--runner", "generate")
+_IMAGE = """llm.generate({"prompt": "what is it?", "multi_modal_data": {"image": b""}}, SamplingParams(max_tokens=4))"""
 ANSWERED = {
     "classify": Script(_PARSER + "llm.classify(['a'])\n", answer="runner='pooling' is not supported; .*transformers"),
-    "embed": Script(
-        _PARSER + "llm.embed(['a'])\n", ("--runner", "generate"), r"LLM\.embed is not supported; .*AutoModel"
-    ),
-    "score": Script(
-        _PARSER + "llm.score('a', ['b'])\n", ("--runner", "generate"), r"LLM\.score is not supported; .*CrossEncoder"
-    ),
+    "embed": Script(_PARSER + "llm.embed(['a'])\n", _GENERATES, r"LLM\.embed is not supported; .*AutoModel"),
+    "score": Script(_PARSER + "llm.score('a', ['b'])\n", _GENERATES, r"LLM\.score is not supported; .*CrossEncoder"),
     "reward": Script(
         _PARSER + "llm.encode(['a'], pooling_task='token_classify')\n",
-        ("--runner", "generate"),
+        _GENERATES,
         r"LLM\.encode is not supported; .*AutoModel",
     ),
     "simple_profiling": Script(
-        """
-from vllm import LLM, SamplingParams
-
-llm = LLM(model=MODEL, tensor_parallel_size=1, profiler_config={"profiler": "torch", "torch_profiler_dir": "x"})
-llm.start_profile()
-""",
+        _opening("profiler_config={'profiler': 'torch', 'torch_profiler_dir': 'x'}", "llm.start_profile()"),
         answer=r"LLM\.start_profile is not supported; run the calls within torch\.profiler\.profile\(\)",
     ),
     "chat_with_tools": Script(
-        """
-from vllm import LLM
-from vllm.sampling_params import SamplingParams
-
-params = SamplingParams(max_tokens=8, temperature=0.0)
-llm = LLM(model=MODEL, tokenizer_mode="mistral", config_format="mistral", load_format="mistral")
-""",
+        _opening("tokenizer_mode='mistral', config_format='mistral', load_format='mistral'"),
         answer="config_format='mistral' is not supported; open a folder in Hugging Face's format",
     ),
     "spec_decode, EAGLE": Script(
-        """
-from vllm import LLM
-
-LLM(model=MODEL, speculative_config={"method": "eagle", "model": DRAFT, "num_speculative_tokens": 2})
-""",
+        _opening("speculative_config={'method': 'eagle', 'model': DRAFT, 'num_speculative_tokens': 2}"),
         answer=r"speculative_config=.*'eagle'.* is not supported; use drafts=\[\.\.\.\]",
     ),
     "context_extension": Script(
-        """
-from vllm import LLM
-
-LLM(model=MODEL, hf_overrides={"rope_parameters": {"rope_type": "yarn", "factor": 4.0}})
-""",
+        _opening("hf_overrides={'rope_parameters': {'rope_type': 'yarn', 'factor': 4.0}}"),
         answer=r"hf_overrides=.* is not supported; change config\.json",
     ),
     "logits_processor/custom": Script(
-        """
-from vllm import LLM
-
-class Processor:
-    pass
-
-LLM(model=MODEL, logits_processors=[Processor])
-""",
+        _opening("logits_processors=[object]"),
         answer=r"logits_processors=.*; give instances to the requests: SamplingParams\(logits_processors=\[\.\.\.\]\)",
     ),
     "multilora": Script(
-        """
-from vllm import EngineArgs, LLMEngine
-
-LLMEngine.from_engine_args(EngineArgs(model=MODEL, enable_lora=True, max_loras=1, max_lora_rank=8, max_num_seqs=2))
-""",
+        _engine("enable_lora=True, max_loras=1, max_lora_rank=8, max_num_seqs=2"),
         answer=r"enable_lora=True is not supported; merge the adapter into the model",
     ),
     "lora_with_quantization": Script(
-        """
-from vllm import EngineArgs, LLMEngine
-
-LLMEngine.from_engine_args(EngineArgs(model=MODEL, quantization="awq"))
-""",
+        _engine("quantization='awq'"),
         answer="quantization='awq': leave it out; a checkpoint's own quantisation is read from its config",
     ),
     "prompt_embed": Script(
-        """
-from vllm import LLM
-
-LLM(model=MODEL, enable_prompt_embeds=True)
-""",
+        _opening("enable_prompt_embeds=True"),
         answer="enable_prompt_embeds=True is not supported; prompts are text or token ids",
     ),
     "data_parallel": Script(
-        "from vllm import LLM\nLLM(model=MODEL, tensor_parallel_size=2)\n",
+        _opening("tensor_parallel_size=2"),
         answer="tensor_parallel_size=2 is not supported; a model runs on one device here",
     ),
     "sharded_state": Script(
-        "from vllm import LLM\nLLM(model=MODEL, load_format='sharded_state')\n",
+        _opening("load_format='sharded_state'"),
         answer="load_format='sharded_state' is not supported; weights are read from safetensors",
     ),
     "sleep_mode": Script(
-        "from vllm import LLM\nLLM(model=MODEL).sleep(level=1)\n",
+        _opening("seed=0", "llm.sleep(level=1)"),
         answer=r"LLM\.sleep is not supported; delete the LLM to free its memory",
     ),
     "vision_language": Script(
-        """
-from vllm import LLM, SamplingParams
-
-llm = LLM(model=MODEL, limit_mm_per_prompt={"image": 1})
-llm.generate({"prompt": "what is it?", "multi_modal_data": {"image": b""}}, SamplingParams(max_tokens=4))
-""",
+        _opening("limit_mm_per_prompt={'image': 1}", _IMAGE),
         answer="multi_modal_data.*keys of a dict: 'prompt' and 'prompt_token_ids'",
     ),
 }

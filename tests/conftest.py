@@ -36,7 +36,7 @@ settings.load_profile("treespec")
 @pytest.fixture
 def engines_start_quickly() -> Iterator[None]:
     """Engines that a test opens around models of transformers start as `quick_start` says."""
-    from tests.architectures import quick_start  # and with it transformers, which most tests do without
+    from tests.helpers.architectures import quick_start  # and with it transformers, which most tests do without
 
     with quick_start():
         yield
@@ -51,7 +51,7 @@ def without_smollm2(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def llm() -> "LLM":
     """The engine of tests of the server; files with another one define their own."""
-    from tests.speech import speaking_llm
+    from tests.helpers.speech import speaking_llm
 
     return speaking_llm(max_num_seqs=3)
 
@@ -67,7 +67,7 @@ def engine(llm: "LLM") -> Iterator["AsyncLLM"]:
 @pytest.fixture
 def gives_all_pages_back(llm: "LLM") -> Iterator[None]:
     """After the test, the engine is idle and holds no pages."""
-    from tests.serving import assert_all_pages_are_back
+    from tests.helpers.serving import assert_all_pages_are_back
 
     yield
     assert_all_pages_are_back(llm)
@@ -76,7 +76,7 @@ def gives_all_pages_back(llm: "LLM") -> Iterator[None]:
 @pytest.fixture
 def lent_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """`treespec bench` gets an engine that is there already."""
-    from tests.models import tiny_llm
+    from tests.helpers.models import tiny_llm
 
     engine = tiny_llm()  # before anything that the command prints is captured
     monkeypatch.setattr("treespec.bench.run.LLM", lambda *given, **options: engine)
@@ -108,5 +108,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _calls(item: pytest.Item, *functions: str) -> bool:
-    """Whether a test itself calls one of these functions of tests/child.py."""
+    """Whether a test itself calls one of these functions of tests/helpers/child.py."""
     return isinstance(item, pytest.Function) and not {*functions}.isdisjoint(item.function.__code__.co_names)

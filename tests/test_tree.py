@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.enumeration import Path, paths_of
-from tests.models import greedy, random_prompts, tiny_llm
+from tests.helpers.enumeration import Path, paths_of
+from tests.helpers.models import greedy, random_prompts, tiny_llm
 from treespec import SpecConfig
 from treespec.drawing.recording import watch
 from treespec.tree import TokenTree, merge

@@ -32,9 +32,9 @@ class Fault(NamedTuple):
     test: str
 
 
-EXACT = "test_exactness.py::test_trees_give_the_bits_of_plain_decoding[(0, 1, 2)-float32]"
-ORACLE = "test_exactness.py::test_an_oracle_loses_nothing[4-float32]"
-SAMPLED = "test_sampled_exactness.py::test_trees_give_the_tokens_of_plain_decoding[(0, 1, 2)-float32]"
+EXACT = "engine/test_exactness.py::test_trees_give_the_bits_of_plain_decoding[(0, 1, 2)-float32]"
+ORACLE = "engine/test_exactness.py::test_an_oracle_loses_nothing[4-float32]"
+SAMPLED = "sampling/test_sampled_exactness.py::test_trees_give_the_tokens_of_plain_decoding[(0, 1, 2)-float32]"
 
 FAULTS = (
     # engine and executors
@@ -43,21 +43,21 @@ FAULTS = (
         ENGINE + "engine/engine.py",
         '            elif failure is not None:\n                self.finish(request, "error", failure)\n',
         "",
-        "test_own_drafters.py::test_a_fault_names_drafter_request_and_remedy",
+        "drafters/test_own_drafters.py::test_a_fault_names_drafter_request_and_remedy",
     ),
     Fault(
         "engine: a stop inside the accepted path is overrun",
         ENGINE + "request.py",
         "                return list(tokens[:count])\n",
         "                return list(tokens[: count + 1])\n",
-        "test_llm.py::test_stop_tokens_inside_an_accepted_path",
+        "frontend/test_llm.py::test_stop_tokens_inside_an_accepted_path",
     ),
     Fault(
         "engine: the slots of a tree with NaN are not zeroed",
         ENGINE + "engine/host_executor.py",
         "                self.runner.cache.scrub_slots(0, request.pages, request.context_len, len(trees[i]))\n",
         "",
-        "test_poison.py::test_a_poisoned_node_off_the_path_changes_nothing",
+        "engine/test_poison.py::test_a_poisoned_node_off_the_path_changes_nothing",
     ),
     Fault(
         "runner: a node does not see its parent",
@@ -71,7 +71,7 @@ FAULTS = (
         ENGINE + "engine/scheduler.py",
         "group.leader.pages[: (request.num_prompt - 1) // PAGE_SIZE]",
         "group.leader.pages[: request.num_prompt // PAGE_SIZE]",
-        "test_sharing.py::test_tokens_and_bits_are_those_of_samples_on_their_own",
+        "cache/test_sharing.py::test_tokens_and_bits_are_those_of_samples_on_their_own",
     ),
     # cache
     Fault(
@@ -86,28 +86,28 @@ FAULTS = (
         ENGINE + "cache/kv_cache.py",
         "        self._dirty[pages] |= scrub\n",
         "        self._dirty[pages] = scrub\n",
-        "test_sharing_random.py::test_random_holders",
+        "cache/test_sharing_random.py::test_random_holders",
     ),
     Fault(
         "cache: one slot of a shared prompt is not copied",
         ENGINE + "cache/kv_cache.py",
         "pool[:, :, page, :, :count] = pool[:, :, source, :, :count]",
         "pool[:, :, page, :, : count - 1] = pool[:, :, source, :, : count - 1]",
-        "test_sharing.py::test_tokens_and_bits_are_those_of_samples_on_their_own",
+        "cache/test_sharing.py::test_tokens_and_bits_are_those_of_samples_on_their_own",
     ),
     Fault(
         "cache: features are not compacted",
         ENGINE + "cache/kv_cache.py",
         "        if self.features is not None:\n            self.commit(",
         "        if self.features is None:\n            self.commit(",
-        "test_heads.py::test_probabilities_are_those_of_the_reference",
+        "drafters/test_heads.py::test_probabilities_are_those_of_the_reference",
     ),
     Fault(
         "drafters: an SSM counts one position too many",
         ENGINE + "drafters/ssm/ssm_drafter.py",
         "state.valid[ssm] = request.context_len + len(kept)",
         "state.valid[ssm] = request.context_len + len(kept) + 1",
-        "test_drafts.py::test_a_tree_does_not_depend_on_the_rounds_before",
+        "drafters/test_drafts.py::test_a_tree_does_not_depend_on_the_rounds_before",
     ),
     # merge
     Fault(
@@ -137,21 +137,21 @@ FAULTS = (
         ENGINE + "verification/verify.py",
         "float(self.probs[draw.token]) / self.mass / draw.prob)",
         "float(self.probs[draw.token]) / draw.prob)",
-        "test_verify.py::test_lossless",
+        "verification/test_verify.py::test_lossless",
     ),
     Fault(
         "verification: draws without replacement count as with it",
         ENGINE + "verification/verify.py",
         "        if self.row is None or not self.excluded:\n            return 1.0\n",
         "        return 1.0\n",
-        "test_verify.py::test_lossless",
+        "verification/test_verify.py::test_lossless",
     ),
     Fault(
         "verification: the traversal forgets what a failed subtree took",
         ENGINE + "verification/verify.py",
         "        self.accept = remaining / (remaining + (1.0 - self.accept))",
         "        self.accept = remaining",
-        "test_verify.py::test_lossless",
+        "verification/test_verify.py::test_lossless",
     ),
     Fault(
         "verification: a child is found below any node",
@@ -173,28 +173,28 @@ FAULTS = (
         ENGINE + "planning/learning.py",
         "self._pause = min(2 * self._pause, MAX_PAUSE)",
         "self._pause = PAUSE",
-        "test_planner.py",
+        "planning/test_planner.py",
     ),
     Fault(
         "planner: rows are free when trees are cut",
         ENGINE + "planning/planner.py",
         "np.cumsum(value[order]) - self.rate * (seconds[1:] - seconds[0])",
         "np.cumsum(value[order]) - 0 * (seconds[1:] - seconds[0])",
-        "test_planner.py",
+        "planning/test_planner.py",
     ),
     Fault(
         "planner: the start of drafting is free",
         "kernels/treespec_kernels/tree/level_rule.py",
         "(self.start_cost if begins else 0.0)",
         "0.0",
-        "test_planner.py",
+        "planning/test_planner.py",
     ),
     Fault(
         "planner: a gain of a failed round counts",
         ENGINE + "planning/planner.py",
         "weights = [weight_of[request] for request in requests]",
         "weights = list(weight_of.values())",
-        "test_planner.py",
+        "planning/test_planner.py",
     ),
     # sampling
     Fault(
@@ -202,7 +202,7 @@ FAULTS = (
         ENGINE + "sampling/noise.py",
         "_ROOM = np.float32(1.05 * np.exp(2.82))",
         "_ROOM = np.float32(1.05)",
-        "test_noise.py::test_the_choice_is_that_of_all_sums",
+        "sampling/test_noise.py::test_the_choice_is_that_of_all_sums",
     ),
     Fault(
         "sampling: noise by depth in the tree",
@@ -216,28 +216,28 @@ FAULTS = (
         ENGINE + "sampling/transforms.py",
         "tokens[self._num_counted :], dtype",
         "tokens[self._num_counted + 1 :], dtype",
-        "test_sampling.py::test_penalties_follow_the_path_and_forget_it",
+        "sampling/test_sampling.py::test_penalties_follow_the_path_and_forget_it",
     ),
     Fault(
         "sampling: a bad word across root and path is allowed",
         ENGINE + "sampling/transforms.py",
         "        near = (*tokens[len(tokens) - min(self._lengths[-1], len(tokens)) :], *ancestors)\n",
         "        near = tuple(ancestors or tokens)\n",
-        "test_sampling.py::test_bad_words",
+        "sampling/test_sampling.py::test_bad_words",
     ),
     Fault(
         "sampling: one token fewer than min_tokens",
         ENGINE + "sampling/transforms.py",
         "if position < least_position else",
         "if position < least_position - 1 else",
-        "test_sampling.py::test_min_tokens",
+        "sampling/test_sampling.py::test_min_tokens",
     ),
     Fault(
         "sampling: a node sees the root's grammar",
         ENGINE + "sampling/transforms.py",
         "self._grammar.excluded(tokens, ancestors)",
         "self._grammar.excluded(tokens, ())",
-        "test_structured_outputs.py::test_each_keeps_its_form_in_company",
+        "sampling/test_structured_outputs.py::test_each_keeps_its_form_in_company",
     ),
     # prefix cache
     Fault(
@@ -245,35 +245,35 @@ FAULTS = (
         ENGINE + "cache/prefix_cache.py",
         "hashlib.sha256(key + page.tobytes())",
         "hashlib.sha256(salt + page.tobytes())",
-        "test_prefix_cache.py::test_a_key_covers_all_tokens_before_it",
+        "cache/test_prefix_cache.py::test_a_key_covers_all_tokens_before_it",
     ),
     Fault(
         "prefixes: pages that are written anew stay entered",
         ENGINE + "cache/kv_cache.py",
         "            self.prefixes.forget(allocated)\n",
         "            pass\n",
-        "test_cache.py::test_a_page_that_is_allocated_again_holds_no_cached_prefix",
+        "cache/test_cache.py::test_a_page_that_is_allocated_again_holds_no_cached_prefix",
     ),
     Fault(
         "prefixes: a page without a draft's K/V is skipped",
         ENGINE + "cache/prefix_cache.py",
         "np.logical_and.accumulate(self._has_draft[:, found], axis=1).sum(axis=1)",
         "self._has_draft[:, found].sum(axis=1)",
-        "test_prefix_cache.py::test_the_least_recently_used_page_goes_first",
+        "cache/test_prefix_cache.py::test_the_least_recently_used_page_goes_first",
     ),
     Fault(
         "prefixes: a draft keeps a page that another prefix got",
         ENGINE + "cache/prefix_cache.py",
         "        self._has_draft[:, pages] = False\n",
         "",
-        "test_prefix_cache.py::test_the_least_recently_used_page_goes_first",
+        "cache/test_prefix_cache.py::test_the_least_recently_used_page_goes_first",
     ),
     Fault(
         "prefixes: outputs that failed are shared",
         ENGINE + "engine/scheduler.py",
         'reason not in ("stop", "length")',
         'reason == "abort"',
-        "test_prefix_cache.py::test_a_prompt_and_outputs_that_fail_are_not_shared",
+        "cache/test_prefix_cache.py::test_a_prompt_and_outputs_that_fail_are_not_shared",
     ),
     # server
     Fault(
@@ -281,28 +281,28 @@ FAULTS = (
         ENGINE + "async_llm.py",
         "                self._engine._submit(partial(self._engine._frontend.rounds.end, self._samples))\n",
         "                pass\n",
-        "test_async_llm.py::test_a_request_that_is_left_gives_its_pages_back",
+        "frontend/test_async_llm.py::test_a_request_that_is_left_gives_its_pages_back",
     ),
     Fault(
         "server: choices of several prompts share their indices",
         ENGINE + "serve/answers.py",
         "return place * (self._body.n or 1) + completion.index",
         "return place + completion.index",
-        "test_serve.py::test_several_prompts_are_streamed_together",
+        "serve/test_serve.py::test_several_prompts_are_streamed_together",
     ),
     Fault(
         "server: a streamed call repeats its arguments",
         ENGINE + "serve/output_reader.py",
         "self._add_call(None, arguments)",
         "self._add_call(None, 2 * arguments)",
-        "test_serve_tools.py::test_a_call_is_streamed_as_it_is_written",
+        "serve/test_serve_tools.py::test_a_call_is_streamed_as_it_is_written",
     ),
     Fault(
         "server: usage counts the last prompt only",
         ENGINE + "serve/answers.py",
         "        self._usage[place] = len(",
         "        self._usage[0] = len(",
-        "test_serve.py::test_several_prompts_are_streamed_together",
+        "serve/test_serve.py::test_several_prompts_are_streamed_together",
     ),
     # loader
     Fault(
@@ -310,28 +310,28 @@ FAULTS = (
         WEIGHTS + "load.py",
         "        if name not in expected:\n            problems.append(",
         "        if name not in expected:\n            continue\n            problems.append(",
-        "test_load_weights.py::test_all_mismatches_are_listed_at_once",
+        "weights/test_load_weights.py::test_all_mismatches_are_listed_at_once",
     ),
     Fault(
         "loader: heads of a fused matrix are split as stacked",
         WEIGHTS + "load.py",
         '        if self.rule.layout == "per_head":\n            per_head',
         '        if self.rule.layout == "heads":\n            per_head',
-        "test_load_weights.py::test_other_layouts_are_data",
+        "weights/test_load_weights.py::test_other_layouts_are_data",
     ),
     Fault(
         "loader: int4 pairs in the other order",
         WEIGHTS + "quantize.py",
         "return torch.stack((values & 15, values >> 4), 2)",
         "return torch.stack((values >> 4, values & 15), 2)",
-        "test_quantize.py::test_packing",
+        "weights/test_quantize.py::test_packing",
     ),
     Fault(
         "loader: GGUF's rows of q and k stay permuted",
         WEIGHTS + "gguf/tensors.py",
         "data = data.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)",
         "pass",
-        "test_gguf.py::test_a_file_is_the_model_of_its_folder",
+        "weights/test_gguf.py::test_a_file_is_the_model_of_its_folder",
     ),
     # kernels
     Fault(
@@ -339,35 +339,35 @@ FAULTS = (
         CPU + "attention_cpu.h",
         "    std::fill(s + length, s + end, -INFINITY);\n",
         "    std::fill(s + std::min(length + 1, end), s + end, -INFINITY);\n",
-        "test_compile.py::test_close_to_the_eager_pass",
+        "models/test_compile.py::test_close_to_the_eager_pass",
     ),
     Fault(
         "kernels: a window of one position more",
         CPU + "attention_cpu.h",
         "std::max<int64_t>(length_of(r) - window, 0)",
         "std::max<int64_t>(length_of(r) - window - 1, 0)",
-        "test_compile.py::test_families_that_need_nothing_new",
+        "models/test_compile.py::test_families_that_need_nothing_new",
     ),
     Fault(
         "kernels: the second half of a head is rotated the other way",
         CPU + "pointwise_cpu.h",
         "x[i + HALF] * rotation[i + HALF] + x[i]",
         "x[i + HALF] * rotation[i + HALF] - x[i]",
-        "test_compile.py::test_close_to_the_eager_pass",
+        "models/test_compile.py::test_close_to_the_eager_pass",
     ),
     Fault(
         "kernels: drafted nodes stand one position further on",
         CPU + "drafts_cpu.h",
         "p.positions[last] = p.context[tree] + p.depth;",
         "p.positions[last] = p.context[tree] + p.depth + 1;",
-        "test_compile_drafting.py::test_trees_are_those_of_the_general_path",
+        "drafters/test_compile_drafting.py::test_trees_are_those_of_the_general_path",
     ),
     Fault(
         "kernels: ties go to the higher token",
         CPU + "growth_cpu.cpp",
         "while (i && values[i - 1] < value) i--;",
         "while (i && values[i - 1] <= value) i--;",
-        "test_forest.py",
+        "drafters/test_forest.py",
     ),
 )
 

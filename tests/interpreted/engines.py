@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from tests.models import LONGROPE, make_draft, make_llama, new_folder, open_llm, random_prompts
+from tests.helpers.models import LONGROPE, make_draft, make_llama, new_folder, open_llm, random_prompts
 from treespec import LLM, SpecConfig
 from treespec.engine.executor import Execution
 from treespec.graphs.batch_round import BatchRound

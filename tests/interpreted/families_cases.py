@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.families import TYPICAL, make_model, small
+from tests.helpers.families import TYPICAL, make_model, small
+from tests.helpers.models import greedy, make_draft, new_folder, open_llm, random_prompts, tokens_of
 from tests.interpreted.engines import TRITON, captured_rounds
-from tests.models import greedy, make_draft, new_folder, open_llm, random_prompts, tokens_of
 from treespec import SpecConfig
 from treespec.cache.kv_cache import KVCache
 from treespec.models.attention import make_attention

@@ -10,8 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.interpreted.engines import LONG, PROMPTS, TREES, TRITON, captured_rounds
-from tests.models import (
+from tests.helpers.models import (
     greedy,
     make_draft,
     make_llama,
@@ -21,6 +20,7 @@ from tests.models import (
     reduce_vocabulary,
     tokens_of,
 )
+from tests.interpreted.engines import LONG, PROMPTS, TREES, TRITON, captured_rounds
 from treespec import LLM, RoundRecord, SpecConfig
 from treespec.graphs.capture import MAX_DEPTH
 from treespec.graphs.graph_executor import GraphExecutor

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.blocks_made import write_dflash
-from tests.drafting import make_target
-from tests.heads_made import TargetShape, write_eagle1, write_eagle3
+from tests.helpers.blocks_made import write_dflash
+from tests.helpers.drafting import make_target
+from tests.helpers.heads_made import TargetShape, write_eagle1, write_eagle3
+from tests.helpers.models import edit_config, greedy, make_draft, new_folder, open_llm, random_prompts, tokens_of
+from tests.helpers.state_heads_made import write_medusa
 from tests.interpreted.engines import TRITON, captured_rounds
-from tests.models import edit_config, greedy, make_draft, new_folder, open_llm, random_prompts, tokens_of
-from tests.state_heads_made import write_medusa
 from treespec import RoundRecord, SpecConfig
 
 SHAPE = TargetShape(num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1, vocab_size=96)

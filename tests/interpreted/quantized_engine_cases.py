@@ -5,11 +5,11 @@ from unittest import mock
 
 import pytest
 
-from tests.gguf_files import write_gguf
+from tests.helpers.gguf_files import write_gguf
+from tests.helpers.models import greedy, make_draft, make_llama, new_folder, open_llm, tokens_of
+from tests.helpers.quantized_checkpoints import quantize_folder
 from tests.interpreted.engines import PROMPTS, SMALL, TREES, TRITON, captured_rounds
 from tests.interpreted.tuning_cases import NAME
-from tests.models import greedy, make_draft, make_llama, new_folder, open_llm, tokens_of
-from tests.quantized_checkpoints import quantize_folder
 from treespec import SpecConfig
 from treespec_kernels.linear.quantized import QuantizedWeight
 from treespec_kernels.tuning import tuned

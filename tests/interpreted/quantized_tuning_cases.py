@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.helpers.models import make_draft, make_llama, new_folder
+from tests.helpers.quantized_checkpoints import quantize_folder
 from tests.interpreted.tuning_cases import NAME, PlannedClock, changed, decoder
-from tests.models import make_draft, make_llama, new_folder
-from tests.quantized_checkpoints import quantize_folder
 from treespec.cache.kv_cache import KVCache
 from treespec.cli.kernels import settings_of
 from treespec.models.triton_decoder import stacked

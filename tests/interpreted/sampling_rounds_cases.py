@@ -5,8 +5,8 @@ from unittest import mock
 
 import pytest
 
+from tests.helpers.models import greedy, make_draft, make_llama, new_folder, open_llm, random_prompts
 from tests.interpreted.engines import SMALL, TREES, TRITON, told
-from tests.models import greedy, make_draft, make_llama, new_folder, open_llm, random_prompts
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.engine.host_executor import HostExecutor
 from treespec.graphs.graph_executor import GraphExecutor

@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 from triton.runtime.errors import OutOfResources
 
-from tests.drafting import make_target
-from tests.families import TYPICAL, WINDOW, make_model, small
-from tests.heads_made import TargetShape, write_eagle1, write_eagle3
+from tests.helpers.drafting import make_target
+from tests.helpers.families import TYPICAL, WINDOW, make_model, small
+from tests.helpers.heads_made import TargetShape, write_eagle1, write_eagle3
+from tests.helpers.models import greedy, make_draft, make_llama, new_folder, open_llm, random_prompts, tokens_of
 from tests.interpreted.engines import LONG, ON_GPU, PROMPTS, TREES, leave, rounds_wait_for_nothing
 from tests.interpreted.tuning_cases import PlannedClock
-from tests.models import greedy, make_draft, make_llama, new_folder, open_llm, random_prompts, tokens_of
 from tests.simulated_gpu import Gpu
 from treespec import RoundRecord, SpecConfig
 from treespec.cache.kv_cache import KVCache

@@ -11,8 +11,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tests.helpers.models import greedy, make_llama, new_folder, open_llm, random_prompts, tokens_of
 from tests.interpreted.engines import LONG, ON_GPU, PROMPTS, TREES, leave, open_on_gpu, rounds_wait_for_nothing, told
-from tests.models import greedy, make_llama, new_folder, open_llm, random_prompts, tokens_of
 from tests.simulated_gpu import Gpu, simulated_gpu
 from treespec import LLM, RoundRecord, SamplingParams
 from treespec.bench.profile import profiled

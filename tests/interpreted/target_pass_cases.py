@@ -9,10 +9,10 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.drafting import make_target
-from tests.heads_made import TargetShape, write_eagle3
+from tests.helpers.drafting import make_target
+from tests.helpers.heads_made import TargetShape, write_eagle3
+from tests.helpers.models import OracleDrafter, greedy, make_draft, make_llama, new_folder, open_llm, tokens_of
 from tests.interpreted.engines import LONG, ON_GPU, PROMPTS, TREES, told
-from tests.models import OracleDrafter, greedy, make_draft, make_llama, new_folder, open_llm, tokens_of
 from tests.simulated_gpu import Gpu, simulated_gpu
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.graphs import batch_round, capture, target_pass

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.growth import (
+from tests.helpers.growth import (
     KINDS,
     Seed,
     Seeds,

@@ -7,7 +7,17 @@ import numpy as np
 import pytest
 import torch
 
-from tests.growth import KINDS, Sizes, Trie, as_proposed, assert_trees, mixtures, poison, proposals, random_seeds
+from tests.helpers.growth import (
+    KINDS,
+    Sizes,
+    Trie,
+    as_proposed,
+    assert_trees,
+    mixtures,
+    poison,
+    proposals,
+    random_seeds,
+)
 from tests.interpreted.common import DEVICE, IMPLEMENTATION
 from treespec_kernels.tree.device_trees import DeviceForest, DeviceTrees, ProposedTrees
 from treespec_kernels.tree.tree_merge import tree_merge_ref

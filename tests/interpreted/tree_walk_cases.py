@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from tests.growth import poison
+from tests.helpers.growth import poison
 from tests.interpreted.common import DEVICE, IMPLEMENTATION
 from treespec.tree import TokenTree
 from treespec_kernels.tree.device_trees import DeviceTrees

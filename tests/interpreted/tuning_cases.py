@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.models import tiny
+from tests.helpers.models import tiny
 from treespec.cache.kv_cache import KVCache
 from treespec.cli.kernels import settings_of
 from treespec.models import triton_decoder

@@ -6,9 +6,9 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.helpers.models import greedy, make_draft, make_llama, new_folder, open_llm, random_prompts, tokens_of
+from tests.helpers.tokenizers_made import letters, permuted, resized, save_tokenizer
 from tests.interpreted.engines import SMALL, TRITON
-from tests.models import greedy, make_draft, make_llama, new_folder, open_llm, random_prompts, tokens_of
-from tests.tokenizers_made import letters, permuted, resized, save_tokenizer
 from treespec import SpecConfig
 from treespec.drafters.foreign.translated import TranslatedDrafter
 from treespec.graphs.batch_round import BatchRound

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from tests.gguf_files import metadata_of
-from tests.test_gguf_tokenizer import LINES, differing, tokenizer_of, write
+from tests.helpers.gguf_files import metadata_of
+from tests.weights.test_gguf_tokenizer import LINES, differing, tokenizer_of, write
 
 pytestmark = pytest.mark.real
 

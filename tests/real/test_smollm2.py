@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStreamer
 
 import treespec.hf
-from tests.faults import FAULTS, open_with
+from tests.helpers.faults import FAULTS, open_with
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.adapter.decoder import open_adapter
 from treespec.adapter.probe import Probe

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from tests.models import make_llama, open_llm
+from tests.helpers.models import make_llama, open_llm
 from tests.real.fetch import NPM
 from treespec import LLM, SamplingParams, SpecConfig, StructuredOutputsParams
 

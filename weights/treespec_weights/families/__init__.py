@@ -1,6 +1,7 @@
 """Model families of the native decoder, one declaration each.
 
-To add one, write a `FamilyRules` in its own module, list it here, and add a model of odd sizes to tests/families.py.
+To add one, write a `FamilyRules` in its own module, list it here, and add a model of odd sizes to
+tests/helpers/families.py.
 """
 
 from collections.abc import Mapping

@@ -1,0 +1,97 @@
+"""Nothing here depends on torch's default dtype and device: they are the caller's, and may be anything."""
+
+import ast
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import treespec
+import treespec_kernels
+import treespec_weights
+from tests.helpers.models import greedy, open_llm, random_prompts, tiny
+from tests.helpers.quantized_checkpoints import needs_compiler
+from treespec import LLM, SpecConfig
+
+pytestmark = pytest.mark.slow
+
+_FLOAT_BY_DEFAULT = {"empty", "zeros", "ones", "full", "tensor", "rand", "randn", "linspace", "eye", "empty_strided"}
+_FACTORIES = _FLOAT_BY_DEFAULT | {"arange", "as_tensor", "asarray", "randint", "randperm", "scalar_tensor"}
+
+
+def factory_calls_on_defaults(source: str) -> list[str]:
+    """What calls a factory of torch without a dtype, where the default would be a float, or without a device."""
+    found = []
+    for call in ast.walk(ast.parse(source)):
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+            continue
+        of = call.func.value
+        if call.func.attr not in _FACTORIES or not (isinstance(of, ast.Name) and of.id == "torch"):
+            continue
+        given = {keyword.arg for keyword in call.keywords}
+        if None in given:  # **options say it
+            continue
+        wanted = {"device"} | ({"dtype"} if call.func.attr in _FLOAT_BY_DEFAULT else set())
+        found += [f"{call.lineno}: torch.{call.func.attr} without {name}" for name in sorted(wanted - given)]
+    return found
+
+
+def test_factories_are_told_dtype_and_device() -> None:
+    wrong = []
+    for package in (treespec, treespec_kernels, treespec_weights):
+        for path in sorted(Path(package.__file__).parent.rglob("*.py")):
+            wrong += [f"{path}:{each}" for each in factory_calls_on_defaults(path.read_text())]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.fixture
+def defaults() -> Iterator[None]:
+    """Torch's defaults come back, whatever a test makes of them."""
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+
+
+PARAMS = (greedy(12), greedy(12, temperature=0.9, top_p=0.9, seed=3, repetition_penalty=1.2, logit_bias={5: 1.5}))
+
+
+def open_tiny(compiled: bool) -> LLM:
+    target, drafts = tiny(torch.bfloat16)
+    return open_llm(target, drafts[:1], compile=compiled)
+
+
+def tokens_of(llm: LLM) -> list[list[int]]:
+    """Greedily and sampled, as trees and plainly, and logprobs beside them."""
+    prompts = random_prompts([5, 70])
+    found = []
+    for params in PARAMS:
+        for spec in (SpecConfig(nodes=12), "off"):
+            found += [output.outputs[0].token_ids for output in llm.generate(prompts, params, spec=spec)]
+    [scored] = llm.generate(prompts[:1], replace(PARAMS[0], logprobs=2))
+    llm.engine.check_integrity()
+    return [*found, scored.outputs[0].token_ids]
+
+
+@functools.cache
+def expected(compiled: bool) -> list[list[int]]:
+    return tokens_of(open_tiny(compiled))
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=needs_compiler)], ids=["eager", "compiled"])
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64, "meta"], ids=str)
+@pytest.mark.usefixtures("defaults")
+def test_engines_compute_the_same_under_other_defaults(default: torch.dtype | str, compiled: bool) -> None:
+    want = expected(compiled)
+    before = open_tiny(compiled)
+    if isinstance(default, str):
+        torch.set_default_device(default)
+    else:
+        torch.set_default_dtype(default)
+    assert tokens_of(before) == want
+    after = open_tiny(compiled)
+    assert tokens_of(after) == want

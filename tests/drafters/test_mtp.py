@@ -1,0 +1,176 @@
+"""MTP layers of a target's checkpoint: their distributions, the tokens of plain decoding, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import MtpModel
+
+from tests.helpers.architectures import ARCHITECTURES, VOCAB, continuations, make_model, open_adapter_llm, saved
+from tests.helpers.drafting import assert_probabilities, assert_samples_of_plain_decoding
+from tests.helpers.exactness import assert_exact, run
+from tests.helpers.models import (
+    OracleDrafter,
+    edit_config,
+    exact_in,
+    greedy,
+    new_folder,
+    quick,
+    random_prompts,
+    randomize,
+    tiny,
+)
+from treespec import LLM, RoundRecord, SpecConfig
+from treespec.errors import ConfigError, ModelError
+
+NUM_LAYERS = ARCHITECTURES["glm4_moe"]["num_hidden_layers"]
+KINDS = ["glm4_moe", "deepseek_v3", "mellum"]
+
+
+@pytest.fixture(autouse=True)
+def layer_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers knows the layers' names in the published sizes of these models only."""
+    for kind in KINDS[:2]:
+        cls = type(make_model(kind))
+        monkeypatch.setattr(cls, "_keys_to_ignore_on_load_unexpected", [rf"model\.layers\.{NUM_LAYERS}.*"])
+
+
+def published(name: str) -> str:
+    """The name in DeepSeek-V3's and GLM-4.5's checkpoints of a tensor of transformers' module."""
+    name = name.removeprefix("layers.0.").removeprefix("mtp_block.")
+    return f"model.layers.{NUM_LAYERS}.{name.replace('post_norm', 'shared_head.norm')}"
+
+
+def published_by_mellum(name: str) -> str:
+    name = name.removeprefix("layers.0.")
+    if name.startswith("mtp_block."):
+        return f"mtp.layers.0.{name.removeprefix('mtp_block.')}"
+    renamed = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "post_norm": "norm"}
+    module, _, rest = name.partition(".")
+    return f"mtp.{renamed[module]}.{rest}"
+
+
+def split_experts(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Tensors of each expert, as they are published."""
+    for fused, parts in (("experts.gate_up_proj", ("gate_proj", "up_proj")), ("experts.down_proj", ("down_proj",))):
+        if name.endswith(fused):
+            stem = name.removesuffix(fused) + "experts"
+            return {
+                f"{stem}.{expert}.{part}.weight": piece.contiguous()
+                for expert, own in enumerate(weight)
+                for part, piece in zip(parts, own.chunk(len(parts)), strict=True)
+            }
+    return {name: weight.contiguous()}
+
+
+def make_checkpoint(kind: str, dtype: torch.dtype = torch.float32) -> Path:
+    """A random model with one random MTP layer, in the published layout."""
+    model, _ = saved(kind, dtype)
+    folder = new_folder(kind)
+    model.save_pretrained(folder)
+    layer = MtpModel(model, 1)
+    randomize(layer.layers, gain=1.5, head_gain=1.5)
+    rename = published_by_mellum if kind == "mellum" else published
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for name, weight in layer.state_dict().items():
+        if name.startswith("layers."):
+            tensors |= split_experts(rename(name), weight.detach().to(dtype))
+    save_file(tensors, file, {"format": "pt"})
+    return folder
+
+
+def expected_logits(model: Any, layer: Any, context: list[int], drafted: list[int]) -> torch.Tensor:
+    """Logits after the last of some drafted tokens, by a pass over all pairs for each of them.
+
+    Args:
+        model, layer: transformers' own.
+        context: verified tokens, the root among them.
+        drafted: tokens below the root.
+    """
+    states = model(torch.tensor([context[:-1]]), output_hidden_states=True).hidden_states[-1]
+    tokens = context[1:]
+    for token in [*drafted, None]:
+        positions = torch.arange(1, len(tokens) + 1)[None]
+        out = layer.forward_layer(0, states, positions, None, input_ids=torch.tensor([tokens]))
+        if token is not None:
+            states, tokens = torch.cat((states, out[:, -1:]), 1), [*tokens, token]
+    return model.lm_head(out[0, -1])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(MtpModel, "forward_layer"), reason="the reference needs transformers 5.24")
+@pytest.mark.parametrize("kind", quick(KINDS, ("glm4_moe",)))
+def test_probabilities_are_those_of_transformers(kind: str) -> None:
+    """At every drafted node, over rounds with partial accepts, after a prefill in chunks."""
+    folder = make_checkpoint(kind)
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    layer = MtpModel.from_pretrained(model).eval()
+    (prompt,) = random_prompts((61,), vocab=VOCAB)
+    (wanted,) = continuations(model, [prompt], 24)
+    oracle = OracleDrafter([prompt + wanted[:13]], 2, vocab=VOCAB)  # knows the first half
+    llm = open_adapter_llm(folder, ["mtp", oracle], prefill_chunk=24)
+    assert "MTP layer" in llm.stats()["draft_vocabularies"]["mtp"]
+    records: list[RoundRecord] = []
+    with llm.add_round_observer(records.append):
+        [output] = llm.generate(prompt, greedy(24), spec=SpecConfig(nodes=16, max_depth=4))
+    assert list(output.outputs[0].token_ids) == wanted
+
+    def expected(record: RoundRecord, drafted: list[int]) -> torch.Tensor:
+        return expected_logits(model, layer, [*record.context, int(record.tree.tokens[0])], drafted)
+
+    assert_probabilities(records, "mtp", range(VOCAB), expected)
+
+
+@pytest.mark.slow
+@exact_in
+def test_trees_give_the_bits_of_plain_decoding(dtype: torch.dtype) -> None:
+    """Beside an SSM that transformers' code runs, and prompts of one token."""
+    folder = make_checkpoint("glm4_moe", dtype)
+    draft = saved("stablelm", dtype)[1]
+    llm = open_adapter_llm(folder, ["mtp", draft], dtype=str(dtype).removeprefix("torch."), max_num_seqs=3)
+    plain = run(llm, random_prompts((1, 2, 61, 90), vocab=VOCAB), greedy(20))
+    for spec in (SpecConfig(nodes=16, max_depth=5, sources=("mtp",)), SpecConfig(branching=(3, 2, 1)), SpecConfig()):
+        assert_exact(llm, plain, spec)
+    spec = SpecConfig(nodes=12, max_depth=3)
+    assert_samples_of_plain_decoding(llm, random_prompts((30, 64), vocab=VOCAB), spec)
+
+
+# --- bad input
+
+
+def test_targets_without_one_layer() -> None:
+    with pytest.raises(ModelError, match=r"'mtp' is the MTP layer of the target's checkpoint, and native families"):
+        LLM(tiny()[0], drafts=["mtp"], device="cpu")
+    with pytest.raises(ModelError, match=r"stablelm.* has no MTP layer"):
+        open_adapter_llm(saved("stablelm")[1], ["mtp"])
+    folder = make_checkpoint("glm4_moe")
+    with pytest.raises(ConfigError, match="twice"):
+        open_adapter_llm(folder, ["mtp", "mtp"])
+    edit_config(folder, num_nextn_predict_layers=3)
+    with pytest.raises(ModelError, match="has 3 MTP layers; supported: one"):
+        open_adapter_llm(folder, ["mtp"])
+
+
+def test_a_checkpoint_without_its_layer() -> None:
+    """Several conversions drop it, and leave config.json as it was."""
+    folder = new_folder("glm4_moe")
+    saved("glm4_moe")[0].save_pretrained(folder)
+    assert json.loads((folder / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    with pytest.raises(ModelError, match=r"MTP layer of .*weights are missing"):
+        open_adapter_llm(folder, ["mtp"])
+
+
+@pytest.mark.slow
+def test_a_model_in_memory() -> None:
+    """Its layer is in the folder that it was loaded from."""
+    model = AutoModelForCausalLM.from_pretrained(make_checkpoint("glm4_moe")).eval()
+    llm = open_adapter_llm(model, ["mtp"])
+    prompts = random_prompts((12,), vocab=VOCAB)
+    assert_exact(llm, run(llm, prompts, greedy(12)), SpecConfig(nodes=8, max_depth=3))
+    with pytest.raises(ModelError, match="load the model from a local folder"):
+        open_adapter_llm(make_model("glm4_moe"), ["mtp"])

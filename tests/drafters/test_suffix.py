@@ -1,0 +1,256 @@
+"""What an engine remembers of its outputs: tokens are plain decoding's, and later requests are faster."""
+
+import re
+from typing import Any
+
+import pytest
+
+from tests.helpers.exactness import differences, run
+from tests.helpers.models import greedy, make_draft, new_folder, open_llm, quick, random_prompts, tiny, tiny_llm
+from tests.helpers.speech import checked, scripted, speaking_folder
+from treespec import LLM, SamplingParams, SpecConfig, StructuredOutputsParams
+from treespec.config.engine_options import MAX_SUFFIX_TOKENS
+from treespec.errors import ConfigError
+
+PROMPTS = random_prompts((17, 20, 9, 31))
+PAST = SpecConfig(nodes=16, sources=("suffix",))
+BOTH = SpecConfig(nodes=16, sources=("lookup", "suffix"))
+SPECS = {
+    "suffix": PAST,
+    "both": BOTH,
+    "auto": SpecConfig(),
+    "chain": SpecConfig(branching=(1,) * 6, sources=("suffix",)),
+    "static": SpecConfig(branching=(3, 2, 1)),
+    "named": SpecConfig(nodes=9, max_depth=3, sources=("ssm-2", "suffix")),
+}
+
+
+def remembering(**options: Any) -> LLM:
+    """An engine that remembers, and remembers nothing yet."""
+    llm = tiny_llm(max_num_seqs=4, suffix_tokens=4096, **options)
+    llm.reset_suffix_cache()
+    assert llm.stats()["suffix_tokens"] == 0
+    return llm
+
+
+def accepted(outputs: Any, source: str = "suffix") -> int:
+    return sum(output.metrics.accepted_by_source.get(source, 0) for output in outputs)
+
+
+def passes(outputs: Any) -> int:
+    return sum(output.metrics.target_passes for output in outputs)
+
+
+@pytest.mark.parametrize("temperature", [0, 0.9])
+@pytest.mark.parametrize("name", quick(SPECS, ("both", "auto")))
+def test_tokens_are_those_of_plain_decoding(name: str, temperature: float) -> None:
+    """First with nothing remembered, then with the very texts, where guesses are many and deep."""
+    llm, spec = remembering(), SPECS[name]
+    prompts = [prompt * 2 for prompt in PROMPTS]
+    params = [greedy(40, temperature=temperature, seed=i) for i in range(4)]
+    plain = run(tiny_llm(max_num_seqs=4), prompts, params, "off")
+    for again in range(2):
+        tree = run(llm, prompts, params, spec)
+        assert not differences(plain, tree)
+        here = {"lookup", "suffix", "ssm-1", "ssm-2", "ssm-3"}
+        for output in tree.outputs:
+            assert output.metrics.accepted_by_source.keys() <= (here & {*spec.sources} if spec.sources else here)
+        if again:
+            least = {"named": 2.0, "static": 2.5, "auto": 2.0}.get(name, 4.0)
+            assert tree.acceptance_length > least
+            assert accepted(tree.outputs) > 0.5 * len(prompts) * 40 * (1 - 1 / least)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_small_memories(tokens: int) -> None:
+    """The ring turns over many times in one call; requests wait for one another, some end early, some are plain."""
+    plain, llm = tiny_llm(max_num_seqs=4), open_llm(tiny()[0], max_num_seqs=3, suffix_tokens=tokens)
+    prompts = [prompt * times for times in (1, 2, 1) for prompt in PROMPTS]
+    params = [
+        greedy(5 + 3 * i, temperature=i % 3 * 0.5, seed=i % 4, stop_token_ids=[] if i % 2 else list(range(40, 80)))
+        for i in range(len(prompts))
+    ]
+    expected = [output.outputs[0].token_ids for output in plain.generate(prompts, params, "off")]
+    for spec in (SpecConfig(nodes=12), "off", PAST, SpecConfig()):
+        with checked(llm):
+            assert [output.outputs[0].token_ids for output in llm.generate(prompts, params, spec)] == expected
+    assert llm.stats()["suffix_tokens"] == {1: 1, 7: 8}[tokens]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verification", ["naive", "rejection", "traversal"])
+def test_greedy_tokens_by_every_rule(verification: str) -> None:
+    llm, spec = remembering(), SpecConfig(nodes=12, verification=verification)
+    plain = run(tiny_llm(max_num_seqs=4), PROMPTS, greedy(24), "off")
+    for _ in range(2):
+        tree = run(llm, PROMPTS, greedy(24), spec)
+        assert not differences(plain, tree)
+    assert accepted(tree.outputs) > 40
+    sampled = [greedy(24, temperature=0.9, seed=i) for i in range(4)]
+    for _ in range(2):
+        outputs = run(llm, PROMPTS, sampled, spec).outputs  # another distribution than plain decoding's tokens
+        assert all(output.error is None for output in outputs)
+
+
+def test_attribution() -> None:
+    """A text that goes on as its prompt, then as another one's output, and then as both, four guesses at a time."""
+    llm, spec = remembering(), SpecConfig(nodes=16, max_depth=4, sources=("lookup", "suffix"))
+    own, past, both = (list(range(first, first + 12)) for first in (10, 100, 300))
+    written = [200, *past, 201, *both]
+    prompt, output = [*own, *both, 210], [*own, 211, *past, 212, *both, 213]
+    with scripted(llm, [written, prompt + output], depth=0):
+        llm.generate(written[:2], greedy(len(written) - 2), spec)
+        metrics = llm.generate(prompt, greedy(len(output)), spec)[0].metrics
+    # Of the first 12 tokens 2 to 5, 7 to 10 and 12 are guessed, and of the second 4 to 7 and 9 to 12: three must stand
+    # there first. Of the third 2 to 5 are guessed from the text, which needs one, and 7 to 10 and 12 from both.
+    assert metrics.accepted_only_by_source == {"lookup": 9 + 4, "suffix": 8}
+    assert metrics.accepted_by_source == {"lookup": 13 + 5, "suffix": 8 + 5}
+
+
+@pytest.mark.slow
+def test_a_running_request_is_read_by_another() -> None:
+    llm = remembering()
+    (alone,) = llm.generate(PROMPTS[0], greedy(40), PAST)
+    assert accepted([alone]) == 0
+    llm.reset_suffix_cache()
+    first, emitted = llm.stream(PROMPTS[0], greedy(40), PAST), []
+    while len(emitted) < 13:
+        emitted += next(first).token_ids
+    (second,) = llm.generate(PROMPTS[0], greedy(40), PAST)
+    emitted += [token for chunk in first for token in chunk.token_ids]
+    assert emitted == second.outputs[0].token_ids == alone.outputs[0].token_ids
+    assert accepted([second]) >= 8
+
+
+@pytest.mark.slow
+def test_samples_that_come_later_are_faster() -> None:
+    llm = open_llm(tiny()[0], max_num_seqs=1, suffix_tokens=4096)
+    params = greedy(30, temperature=0.1, seed=5, n=3)
+    (output,) = llm.generate(PROMPTS[0], params, PAST)
+    (plain,) = tiny_llm(max_num_seqs=4).generate(PROMPTS[0], params, "off")
+    assert [one.token_ids for one in output.outputs] == [one.token_ids for one in plain.outputs]
+    assert passes([output]) < 70 and accepted([output]) == 90 - passes([output])
+
+
+@pytest.mark.slow
+def test_plain_requests_are_remembered() -> None:
+    llm = remembering()
+    llm.generate(PROMPTS, greedy(30), "off")
+    assert llm.stats()["suffix_tokens"] == sum(map(len, PROMPTS)) + 4 * 30
+    outputs = llm.generate(PROMPTS, greedy(30), PAST)
+    assert accepted(outputs) == 4 * 30 - passes(outputs) > 80
+
+
+@pytest.mark.slow
+def test_an_engine_without_memory_remembers_nothing() -> None:
+    llm = tiny_llm(max_num_seqs=4)
+    llm.generate(PROMPTS[:1], greedy(9))
+    assert llm.stats()["suffix_tokens"] == llm.stats()["memory"]["suffix"] == 0
+    llm.reset_suffix_cache()
+
+
+@pytest.mark.slow
+def test_a_call_may_ask_for_what_the_engine_leaves_out() -> None:
+    """The engine's own sources are those of calls that name none; what it has is there for all."""
+    llm = open_llm(tiny()[0], spec=SpecConfig(sources=("lookup",)), suffix_tokens=5000)
+    llm.generate(PROMPTS[:1], greedy(9))
+    assert llm.stats()["suffix_tokens"] == 0 and llm.stats()["memory"]["suffix"] == 8192 * 64
+    llm.generate(PROMPTS[:1], greedy(9), PAST)
+    assert accepted(llm.generate(PROMPTS[:1], greedy(9), PAST)) > 0
+    assert accepted(llm.generate(PROMPTS[:1], greedy(9))) == 0
+
+
+@pytest.mark.slow
+def test_what_was_aborted_is_remembered_as_far_as_it_came() -> None:
+    llm = remembering()
+    (plain,) = tiny_llm(max_num_seqs=4).generate(PROMPTS[0], greedy(40), "off")
+    chunks = []
+    with checked(llm):
+        for chunk in llm.stream(PROMPTS[0], greedy(40), PAST):
+            chunks.append(chunk)
+            if len(chunks) == 20:
+                llm.abort(chunk.request_id)
+    assert len(chunks[-1].output.outputs[0].token_ids) == 20
+    assert llm.stats()["suffix_tokens"] == len(PROMPTS[0]) + 20
+    (output,) = llm.generate(PROMPTS[0], greedy(40), PAST)
+    assert output.outputs[0].token_ids == plain.outputs[0].token_ids
+    assert 12 <= accepted([output]) < 20
+    stream = llm.stream(PROMPTS[1], greedy(40), PAST)
+    next(stream)
+    stream.close()
+    assert llm.stats()["suffix_tokens"] == 2 * len(PROMPTS[0]) + 60 + len(PROMPTS[1]) + 1
+
+
+@pytest.mark.slow
+def test_a_reset_in_the_middle_of_a_stream() -> None:
+    """It changes no token. What was written before is forgotten, by the running request too; what comes is not."""
+    llm = remembering()
+    (plain,) = tiny_llm(max_num_seqs=4).generate(PROMPTS[0], greedy(40), "off")
+    llm.generate(PROMPTS[0], greedy(20), PAST)
+    tokens: list[int] = []
+    with checked(llm):
+        for chunk in llm.stream(PROMPTS[0], greedy(40), PAST):
+            tokens += chunk.token_ids
+            if 10 <= len(tokens) - len(chunk.token_ids) <= 25:
+                llm.reset_suffix_cache()
+                assert llm.stats()["suffix_tokens"] == 0
+                since = len(tokens)
+    assert tokens == plain.outputs[0].token_ids
+    assert llm.stats()["suffix_tokens"] == 40 - since > 5
+    beginning, ending = (llm.generate(PROMPTS[0] + tokens[:n], greedy(5), BOTH)[0] for n in (3, since + 4))
+    assert accepted([beginning]) == 0 and accepted([ending]) > 0
+
+
+@pytest.mark.slow
+def test_names_of_drafts() -> None:
+    """A draft of this name is another source than the memory of the engine; the kind's name means both."""
+    target = tiny()[0]
+    draft = make_draft(new_folder("named") / "suffix", target, 1, 0.04)
+    llm = open_llm(target, [draft], max_num_seqs=4)
+    (output,) = llm.generate(PROMPTS[0], greedy(12), PAST)
+    assert output.metrics.accepted_by_source["suffix"] > 4
+
+
+@pytest.mark.slow
+def test_stop_strings_and_structured_outputs() -> None:
+    """Of an engine that speaks: ends inside a guessed path, and guesses that a form does not allow."""
+    pytest.importorskip("llguidance")
+    llm, plain = (open_llm(speaking_folder(), max_num_seqs=2, suffix_tokens=n) for n in (4096, 0))
+    text = plain.generate("def main", SamplingParams(max_tokens=40, ignore_eos=True), "off")[0].outputs[0].text
+    each = [
+        greedy(40),
+        greedy(40, stop=[text[20:23]]),
+        greedy(40, stop=[text[9:12]], include_stop_str_in_output=True),
+        SamplingParams(max_tokens=40, structured_outputs=StructuredOutputsParams(regex="[a-z]{3,9}[0-9]{3,9}")),
+        greedy(40, allowed_token_ids=list(range(5, 300, 7))),
+        greedy(40, temperature=0.8, seed=1, repetition_penalty=1.3),
+    ]
+    expected = [plain.generate("def main", params, "off")[0].outputs for params in each]
+    for spec in (PAST, SpecConfig(nodes=16), SpecConfig(), "off", PAST):
+        for order in (each, each[::-1]):
+            with checked(llm):
+                found = [output.outputs for output in llm.generate(["def main"] * len(each), order, spec)]
+            assert found == (expected if order is each else expected[::-1])
+    message = [{"role": "user", "content": "def main"}]
+    template = "{{ messages[0]['content'] }}"
+    ours, theirs = (one.chat(message, greedy(30), chat_template=template)[0] for one in (llm, plain))
+    assert ours.outputs == theirs.outputs and accepted([ours]) > 5
+
+
+@pytest.mark.parametrize("value", [True, -1, MAX_SUFFIX_TOKENS + 1])
+def test_bad_values(value: Any) -> None:
+    message = f"suffix_tokens={value!r}; valid: an int from 0 to {MAX_SUFFIX_TOKENS}"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        open_llm(tiny()[0], suffix_tokens=value)
+
+
+@pytest.mark.slow
+def test_a_source_that_needs_a_memory() -> None:
+    message = "sources=('suffix',): this engine does not store its outputs; use LLM(suffix_tokens="
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        tiny_llm(max_num_seqs=4).generate(PROMPTS[0], greedy(5), PAST)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        open_llm(tiny()[0], spec=PAST)
+    with pytest.raises(ConfigError, match="did you mean 'suffix'"):
+        remembering().generate(PROMPTS[0], greedy(5), SpecConfig(sources=("sufix",)))

@@ -1,0 +1,205 @@
+"""Weights of the SSMs: who foretold the text is believed, soon, and per request; what is emitted never changes."""
+
+import itertools
+import math
+from dataclasses import replace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.exactness import differences, run
+from tests.helpers.models import greedy, make_draft, new_folder, open_llm, random_prompts, tiny
+from treespec import LLM, SpecConfig
+from treespec.drafters.ssm.catch_up import INITIAL_ADVANTAGE, SAVED_PER_NAT, CatchUpPolicy
+from treespec.drafters.ssm.ssm_state import SsmState
+from treespec.trust import DECAY, MIN_LOGPROB, MIN_WEIGHT, WINDOW, Trust
+
+pytestmark = pytest.mark.slow
+
+SSMS = SpecConfig(nodes=12, max_depth=3, sources=("ssm",))
+
+
+def naive_weights(scores: list[dict[int, float]]) -> np.ndarray:
+    """The specification: fading sums over the latest positions that all have in an unbroken run."""
+    last = min(max(own) for own in scores)
+    total = np.zeros(len(scores))
+    for age in range(WINDOW):
+        if not all(last - age in own for own in scores):
+            break
+        for i, own in enumerate(scores):
+            total[i] += DECAY**age * max(np.log(max(own[last - age], 1e-9)), MIN_LOGPROB)
+    weights = np.exp(total - total.max())
+    return MIN_WEIGHT + (1 - len(scores) * MIN_WEIGHT) * weights / weights.sum()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_against_a_dictionary(seed: int) -> None:
+    """Chunks of random length, one SSM ahead of the other, gaps, and positions that are told twice."""
+    rng = np.random.default_rng(seed)
+    trust, scores, ends = Trust(3), [{}, {}, {}], [1, 1, 1]
+    for _ in range(60):
+        i, count = rng.integers(3), rng.integers(1, 9)
+        if ends[i] - min(ends) > WINDOW - 16:  # none is ever further ahead
+            i = int(np.argmin(ends))
+        start = ends[i] + (rng.integers(1, 5) if rng.random() < 0.05 else -rng.integers(0, 2))
+        start = max(start, 1)
+        if start > ends[i]:
+            scores[i].clear()  # a gap makes forget
+        probs = rng.uniform(0, 1, count) ** 3
+        trust.observe(int(i), int(start), probs)
+        for position, prob in enumerate(probs, start=start):
+            scores[i].setdefault(position, prob)
+        ends[i] = max(ends[i], start + count)
+    if all(scores) and len(set.intersection(*(set(own) for own in scores))):
+        assert np.allclose(trust.weights([0, 1, 2]), naive_weights(scores))
+
+
+def test_without_scores_all_are_equal() -> None:
+    trust = Trust(3)
+    trust.observe(0, 1, np.array([0.9, 0.9]))
+    assert trust.weights([0, 1, 2]).tolist() == [1 / 3] * 3
+    assert trust.weights([1]).tolist() == [1.0]
+
+
+def test_it_turns_with_the_text() -> None:
+    """Forty tokens of the one's kind, then of the other's: within sixteen tokens the weights have turned."""
+    trust = Trust(2)
+    for i, probs in enumerate(((0.8, 0.2), (0.2, 0.8))):
+        for own, prob in enumerate(probs):
+            trust.observe(own, 1 + 40 * i, np.full(40, prob))
+        assert trust.weights([0, 1])[i] > 0.95
+    trust.observe(0, 81, np.full(16, 0.8))
+    trust.observe(1, 81, np.full(16, 0.2))
+    assert trust.weights([0, 1])[0] > 0.5
+
+
+@pytest.fixture(scope="module")
+def good_and_bad() -> LLM:
+    """A draft that is nearly the target beside two that know next to nothing."""
+    target, drafts = tiny()
+    bad = [make_draft(new_folder("bad") / f"bad-{i}", target, 10 + i, 2.0) for i in range(2)]
+    return open_llm(target, [bad[0], drafts[0], bad[1]], max_num_seqs=4)
+
+
+def test_the_prompt_is_enough_to_know_whom_to_trust(good_and_bad: LLM) -> None:
+    engine = good_and_bad.engine
+    plain = run(good_and_bad, random_prompts((60,)), greedy(60), "off").outputs[0]
+    prompt = plain.prompt_token_ids + plain.outputs[0].token_ids  # what the target would write
+    seen = []
+    original = engine.sources.ssms.propose
+
+    def propose(requests: list, *rest: object) -> list:
+        trees = original(requests, *rest)
+        seen.append(engine.sources.ssms.weights(requests[0]))
+        return trees
+
+    with mock.patch.object(engine.sources.ssms, "propose", propose):
+        good_and_bad.generate(prompt, greedy(12), spec=SSMS)
+    assert seen[0]["ssm-1"] > 0.9, "in the first round"
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_one_ssm_in_a_round_is_the_trusted_one(good_and_bad: LLM, batch: int) -> None:
+    """`max_ssms=1` drafts nearly as well as the best SSM alone, though nobody has named it; tokens stay."""
+    prompts = random_prompts((40, 50, 60, 33))[:batch]
+    plain = run(good_and_bad, prompts, greedy(60), "off")
+    passes = {}
+    for name, spec in {
+        "best": SpecConfig(nodes=12, max_depth=3, sources=("ssm-1",)),
+        "worst": SpecConfig(nodes=12, max_depth=3, sources=("bad-0",)),
+        "one": SpecConfig(nodes=12, max_depth=3, sources=("ssm",), max_ssms=1),
+        "all": SSMS,
+    }.items():
+        tree = run(good_and_bad, prompts, greedy(60), spec)
+        assert not differences(plain, tree), name
+        passes[name] = sum(output.metrics.target_passes for output in tree.outputs)
+    assert passes["one"] < (passes["best"] + passes["worst"]) / 2, passes
+    assert passes["all"] < (passes["best"] + passes["worst"]) / 2, passes
+
+
+def test_resting_ssms_read_what_they_missed(good_and_bad: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They read after 16 more tokens, then after 32, 64 and so on, unless they become the best."""
+    drafter = good_and_bad.engine.sources.ssms
+    lags = []
+    original = drafter.propose
+
+    def propose(requests: list, *rest: object) -> list:
+        trees = original(requests, *rest)
+        state = drafter._states[requests[0].request_id]
+        lags.append((requests[0].context_len - state.valid)[[0, 2]].max())
+        return trees
+
+    monkeypatch.setattr(drafter, "propose", propose)
+    good_and_bad.generate(random_prompts((40,)), greedy(180), spec=SpecConfig(nodes=12, max_ssms=1, sources=("ssm",)))
+    ends = [before for before, after in itertools.pairwise(lags) if after < before]
+    assert 24 <= ends[-2] < 32 and 56 <= ends[-1] < 64, ends
+
+
+def test_resting_ssms_read_nothing_that_the_request_cannot_repay(
+    good_and_bad: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = good_and_bad.engine.sources.ssms
+    read, original = [], drafter.propose
+
+    def propose(requests: list, plans: list, *rest: object) -> list:
+        trees = original(requests, [replace(plan, time_left=0.0) for plan in plans], *rest)
+        read.append(drafter.drafted.read_tokens)
+        return trees
+
+    monkeypatch.setattr(drafter, "propose", propose)
+    prompts = random_prompts((40,))
+    tree = run(good_and_bad, prompts, greedy(80), SpecConfig(nodes=12, max_ssms=1, sources=("ssm",)))
+    assert len(read) > 8 and not any(read)
+    assert not differences(run(good_and_bad, prompts, greedy(80), "off"), tree)
+
+
+def test_advantage_is_a_lower_bound_in_nats_per_token() -> None:
+    trust = Trust(2)
+    trust.observe(0, 1, np.full(7, 0.8))
+    trust.observe(1, 1, np.full(7, 0.4))
+    assert trust.advantage(0, 1) is None, "too few tokens"
+    trust.observe(0, 8, np.full(9, 0.8))
+    trust.observe(1, 8, np.full(9, 0.4))
+    assert trust.advantage(0, 1) == pytest.approx(np.log(2))
+    assert trust.advantage(1, 0) == pytest.approx(-np.log(2))
+    noisy = Trust(2)
+    noisy.observe(0, 1, np.tile([0.9, 0.1], 16))
+    noisy.observe(1, 1, np.tile([0.1, 0.9], 16))
+    both = noisy.advantage(0, 1), noisy.advantage(1, 0)
+    assert both == pytest.approx((-np.log(9) / np.sqrt(32),) * 2), "chance is no advantage"
+
+
+def unread_state() -> SsmState:
+    return SsmState(Trust(2), np.zeros(2, dtype=np.int64), np.full(2, 16), np.zeros(2))
+
+
+def compare(policy: CatchUpPolicy, probs: tuple[float, float]) -> None:
+    """One request that both SSMs read."""
+    policy.begin_request()
+    state = unread_state()
+    assert sorted(policy.readers(state, [0, 1], 100, math.inf)) == [0, 1]
+    for ssm, prob in enumerate(probs):
+        state.trust.observe(ssm, 1, np.full(32, prob))
+    policy.learn()
+
+
+def test_an_ssm_reads_beside_the_leader_only_if_that_is_repaid() -> None:
+    policy = CatchUpPolicy(2)
+    enough = 100 / (INITIAL_ADVANTAGE * SAVED_PER_NAT)
+    assert policy.readers(unread_state(), [0, 1], 100, 0.9 * enough) == [0]
+    assert policy.readers(unread_state(), [0, 1], 100, 1.1 * enough) == [0, 1]
+    for _ in range(40):
+        compare(policy, (0.5, 0.5))
+    assert policy.readers(unread_state(), [0, 1], 100, 1.1 * enough) == [0], "equal SSMs gain nothing"
+    for _ in range(40):
+        compare(policy, (0.2, 0.5))
+    assert policy.leader(unread_state(), [0, 1]) == 1 and policy.unread(unread_state(), [0, 1], 100) == 84
+    assert policy.readers(unread_state(), [0, 1], 100, 0.0) == [1]
+
+
+def test_an_ssm_alone_needs_no_scores() -> None:
+    llm = open_llm(tiny()[0], tiny()[1][:1])
+    run(llm, random_prompts((30,)), greedy(20), SSMS)
+    assert torch.equal(llm.engine.cache.pools[1].isfinite().all(), torch.tensor(True))

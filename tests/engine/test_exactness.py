@@ -1,0 +1,255 @@
+"""The headline: trees give the tokens and the logits, bit for bit, of plain decoding."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers.exactness import Run, assert_every_node_exact, assert_exact, run, threads
+from tests.helpers.models import (
+    CURVE,
+    OracleDrafter,
+    exact_in,
+    exact_in_compiled,
+    first_layers,
+    greedy,
+    make_draft,
+    make_llama,
+    new_folder,
+    open_llm,
+    quick,
+    random_prompts,
+    tiny,
+    tiny_llm,
+    wide,
+)
+from treespec import LLM, SpecConfig
+from treespec.errors import ExactnessError
+from treespec.models.decoder import Decoder
+from treespec.tree import TokenTree
+from treespec_kernels.attention import tree_attention_cpu
+from treespec_kernels.linear.linear import Linear, onednn_available
+from treespec_weights import default_names
+
+SUBSETS = quick([(0,), (0, 2), (0, 1, 2)], [(0, 1, 2)])
+LENGTHS = (1, 2, 9, 31, 50, 62, 63, 64, 65, 90, 126)  # 11 requests for 8 slots; outputs cross positions 64 and 128
+TOKENS = 20
+SPECS = {
+    "5": SpecConfig(nodes=5),
+    "16": SpecConfig(nodes=16),
+    "40": SpecConfig(nodes=40, max_depth=4),
+    "auto": SpecConfig(),
+    "static 3-2-1": SpecConfig(branching=(3, 2, 1)),
+    "static star": SpecConfig(branching=(12,)),
+}
+
+
+@functools.cache
+def plain_run(dtype: torch.dtype, lengths: tuple[int, ...] = LENGTHS, tokens: int = TOKENS) -> Run:
+    """Plain decoding of the same prompts by an engine that has no drafts."""
+    return run(tiny_llm(dtype, ()), random_prompts(lengths), greedy(tokens))
+
+
+@exact_in
+@pytest.mark.parametrize("ssms", SUBSETS)
+def test_trees_give_the_bits_of_plain_decoding(dtype: torch.dtype, ssms: tuple[int, ...]) -> None:
+    plain, llm = plain_run(dtype), tiny_llm(dtype, ssms)
+    for name in SPECS if len(ssms) == 3 else ("16", "auto"):
+        tree = assert_exact(llm, plain, SPECS[name])
+        assert tree.acceptance_length > 1.2, f"{name}: nothing was accepted, so nothing was shown"
+
+
+@pytest.mark.slow
+def test_two_hundred_prompts() -> None:
+    """Of 64 tokens each, by tokens alone; the draft is the first of the target's two layers."""
+    root = new_folder("two")
+    target = make_llama(root / "target", 7, torch.bfloat16, num_hidden_layers=2, faint_after=1)
+    llm = open_llm(target, [first_layers(root / "first", target, 1)], max_num_seqs=25)
+    prompts = random_prompts([1 + i * 7 % 120 for i in range(200)], seed=3)
+    plain = llm.generate(prompts, greedy(64), spec="off")
+    trees = llm.generate(prompts, greedy(64), spec=SpecConfig(branching=(3, 2, 1)))
+    wrong = [i for i, (a, b) in enumerate(zip(plain, trees, strict=True)) if a.outputs[0] != b.outputs[0]]
+    assert not wrong
+    assert sum(output.metrics.generated_tokens for output in trees) == 200 * 64
+    assert sum(output.metrics.target_passes for output in trees) * 2 < 200 * 64
+
+
+@exact_in
+@pytest.mark.parametrize("chunk", quick((1, 7, 64), (7,)))
+def test_prefill_chunks_and_batch_size_change_nothing(dtype: torch.dtype, chunk: int) -> None:
+    plain = plain_run(dtype, (1, 62, 65, 126), 10)
+    for seqs in (1, 3):
+        llm = tiny_llm(dtype, (0, 2), prefill_chunk=chunk, max_num_seqs=seqs)
+        for spec in ("off", SPECS["16"])[seqs == 1 :]:
+            assert_exact(llm, plain, spec)
+
+
+def test_both_attentions_give_the_same_bits() -> None:
+    plain = plain_run(torch.float32, (1, 62, 65, 126), 10)  # by the packed one, as everywhere else
+    assert_exact(tiny_llm(torch.float32, (1,), attention="cpu-gathered"), plain, SPECS["16"])
+
+
+@pytest.mark.parametrize("count", quick((1, 2), (2,)))
+@exact_in
+def test_threads(dtype: torch.dtype, count: int) -> None:
+    """Behind contexts of several tiles."""
+    with threads(count):
+        llm = wide_llm(dtype, count)
+        plain = run(llm, random_prompts((700, 129, 5)), greedy(10))
+        tree = assert_exact(llm, plain, SpecConfig(nodes=40, max_depth=4))
+        assert tree.acceptance_length > 1.2
+
+
+@functools.cache
+def wide_llm(dtype: torch.dtype, count: int) -> LLM:
+    """`count` keeps engines of different thread counts apart."""
+    target, draft = wide(dtype)
+    return open_llm(target, [draft], max_model_len=768)
+
+
+def test_float16_runs_with_a_fixed_row_count() -> None:
+    """No row-invariant linear layers there: every pass is padded to one row count, also in a full batch of trees."""
+    target, drafts = tiny(torch.float16)
+    llm = open_llm(target, drafts[:1], dtype="float16", max_num_seqs=16)
+    assert llm.config.dtype == torch.float16
+    plain = run(llm, random_prompts([3 + i for i in range(16)]), greedy(6))
+    tree = assert_exact(llm, plain, SpecConfig(nodes=40, max_depth=3))
+    assert tree.acceptance_length > 1.2
+
+
+@exact_in
+def test_every_node_has_the_bits_of_plain_decoding(dtype: torch.dtype) -> None:
+    assert_every_node_exact(tiny_llm(dtype), SPECS["40"])
+
+
+@pytest.mark.parametrize("spec", quick(("off", "16", "auto"), ("16",)))
+def test_company_in_the_batch_changes_nothing(spec: str) -> None:
+    chosen = SPECS.get(spec, spec)
+    llm, prompts = tiny_llm(), random_prompts((5, 64, 80))
+    alone = [run(llm, [prompt], greedy(12), "off") for prompt in prompts]
+    crowd = random_prompts((1, 70, 33, 128, 12, 64, 3, 9, 17), seed=9)
+    for order in ([*prompts[::-1], *crowd], [crowd[0], prompts[1], *crowd, prompts[0], prompts[2]]):
+        together = run(llm, order, [greedy(3 + i % 5 if p in crowd else 12) for i, p in enumerate(order)], chosen)
+        assert not together.unequal
+        for one in alone:
+            assert together.tokens[order.index(one.prompts[0])] == one.tokens[0]
+            assert all(torch.equal(together.logits[p], one.logits[p]) for p in one.logits)
+
+
+@exact_in
+@pytest.mark.parametrize("depth", quick((1, 4, 7, 12), (4, 12)))
+def test_an_oracle_loses_nothing(dtype: torch.dtype, depth: int) -> None:
+    """The true continuation among wrong siblings: every pass emits depth + 1 tokens, until max_tokens cuts the last."""
+    plain = oracle_truth(dtype)
+    for wrong, bushy in ((0, False), (2, depth % 2 == 0)):
+        oracle = OracleDrafter(plain.sequences, depth, wrong=wrong, bushy=bushy)
+        llm = oracle_llm(dtype)
+        llm.engine.sources.others[:] = [oracle]
+        tree = assert_exact(llm, plain, SpecConfig(nodes=64, max_depth=12))
+        for output in tree.outputs:
+            assert output.metrics.target_passes == -(-ORACLE_TOKENS // (depth + 1))
+            assert output.metrics.accepted_by_source["oracle"] == ORACLE_TOKENS - output.metrics.target_passes
+            assert oracle.committed[output.request_id][0] == depth + 1
+        assert sorted(oracle.released) == sorted(output.request_id for output in tree.outputs)
+
+
+ORACLE_TOKENS = 28
+
+
+@functools.cache
+def oracle_truth(dtype: torch.dtype) -> Run:
+    return plain_run(dtype, (3, 30, 62, 64, 100), ORACLE_TOKENS)
+
+
+@functools.cache
+def oracle_llm(dtype: torch.dtype) -> LLM:
+    return open_llm(tiny(dtype)[0], [OracleDrafter([], 1)])
+
+
+def test_an_oracle_beside_the_ssms() -> None:
+    """Its tree and theirs are merged; the deep path is the oracle's, and sources are told apart."""
+    target, root = tiny()[0], new_folder("weak")  # better SSMs, following the oracle's path, would find all of it too
+    drafts = [make_draft(root / f"ssm-{i}", target, i, 0.5) for i in (1, 2, 3)]
+    plain = oracle_truth(torch.float32)
+    llm = open_llm(target, [*drafts, OracleDrafter(plain.sequences, 7, wrong=1, sure=0.999)])
+    tree = assert_exact(llm, plain, SpecConfig(nodes=64, max_depth=7))
+    for output in tree.outputs:
+        assert output.metrics.target_passes == -(-ORACLE_TOKENS // 8)
+        by_source, only = output.metrics.accepted_by_source, output.metrics.accepted_only_by_source
+        assert set(by_source) == {"ssm-1", "ssm-2", "ssm-3", "oracle"}
+        assert by_source["oracle"] == ORACLE_TOKENS - output.metrics.target_passes
+        assert only.get("oracle", 0) > 0
+        assert not only.keys() & {"ssm-1", "ssm-2", "ssm-3"}  # whatever they found, the oracle had too
+
+
+def test_two_oracles_that_are_each_half_right() -> None:
+    plain = oracle_truth(torch.float32)
+
+    class Half(OracleDrafter):
+        def _tree(self, tokens: list[int], max_depth: int) -> TokenTree:
+            return super()._tree(tokens, min(max_depth, 2 if len(tokens) % 2 else 1))
+
+    llm = open_llm(tiny()[0], [Half(plain.sequences, 2, wrong=3, name="half"), OracleDrafter(plain.sequences, 5)])
+    tree = assert_exact(llm, plain, SpecConfig(nodes=32, max_depth=5))
+    for output in tree.outputs:
+        assert output.metrics.target_passes == -(-ORACLE_TOKENS // 6)
+        assert 0 < output.metrics.accepted_by_source["half"] < output.metrics.accepted_by_source["oracle"]
+
+
+@pytest.mark.skipif("target" not in default_names(), reason="no embedded models in this checkout")
+@exact_in_compiled
+def test_the_embedded_models(dtype: torch.dtype) -> None:
+    with mock.patch("treespec.startup.cost_measurement.load", lambda key: CURVE):
+        llm = LLM(device="cpu", dtype=dtype, max_model_len=256)
+    prompts = ["def fibonacci(n):\n", "The result is"]
+    ids = [llm.get_tokenizer().encode(prompt) for prompt in prompts]
+    plain = run(llm, ids, greedy(16), "off")
+    for spec in (SpecConfig(nodes=16), SpecConfig()):
+        tree = assert_exact(llm, plain, spec)
+    assert tree.acceptance_length > 1.2
+
+
+# --- the self-test at start
+
+
+def faulty_engine(plant: Callable[[pytest.MonkeyPatch], None]) -> LLM:
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch)
+        linear = "onednn" if onednn_available(torch.float32) else "torch"  # asked for: nothing else is tried
+        return open_llm(tiny()[0], prove=True, attention="cpu-packed", linear=linear)
+
+
+def bits_by_rows(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A matrix product whose last bit depends on how many rows there are."""
+
+    def product(self: Linear, x: Tensor, *rest: Any) -> Tensor:
+        y = original(self, x, *rest)
+        return y * (1 + 2**-22) if len(x) % 3 == 1 else y
+
+    return product
+
+
+def wrong_tiles(q: Tensor, *rest: Any) -> Tensor:
+    """Attention whose sums depend on the number of rows."""
+    out = tree_attention_cpu.tree_attention_cpu(q, *rest)
+    return out * (1 + 2**-22) if len(q) > 8 else out
+
+
+@pytest.mark.slow
+def test_the_self_test_refuses_what_is_not_exact() -> None:
+    assert faulty_engine(lambda patch: None).config.exact
+    for name in ("__call__", "activated"):
+        with pytest.raises(ExactnessError, match="plain decoding"):
+            faulty_engine(lambda patch, name=name: patch.setattr(Linear, name, bits_by_rows(getattr(Linear, name))))
+    with pytest.raises(ExactnessError, match="plain decoding"):
+        faulty_engine(lambda patch: patch.setattr("treespec.models.attention.tree_attention_cpu", wrong_tiles))
+    with pytest.raises(ExactnessError, match="plain decoding"):
+        faulty_engine(
+            lambda patch: patch.setattr(
+                Decoder, "logits", lambda self, hidden, rows=None, f=Decoder.logits: f(self, hidden, rows) * len(hidden)
+            )
+        )

@@ -1,0 +1,266 @@
+"""Requests come and go: continuous batching, metrics, and what aborts, early leavers and Ctrl-C leave behind."""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.helpers.exactness import run
+from tests.helpers.models import greedy, open_llm, random_prompts, tiny, tiny_llm
+from tests.helpers.sharing import assert_clean
+from tests.helpers.speech import checked
+from treespec import LLM, SpecConfig
+
+TREE = SpecConfig(nodes=16, max_depth=5)
+
+
+# --- continuous batching
+
+
+@pytest.mark.parametrize("spec", [TREE, "off"], ids=["tree", "off"])
+def test_a_waiting_request_enters_as_soon_as_a_slot_is_free(spec: SpecConfig | str) -> None:
+    llm = tiny_llm(max_num_seqs=3)
+    scheduler, order = llm.engine.scheduler, []
+    original = scheduler.next
+
+    def admit() -> Any:
+        batch = original()
+        assert len(scheduler.running) == 3 or not scheduler.waiting
+        order.extend(r.request_id for r in scheduler.running if r.request_id not in order)
+        return batch
+
+    with mock.patch.object(scheduler, "next", admit), checked(llm) as running:
+        counts = [4, 20, 9, 15, 3, 3, 12]
+        outputs = llm.generate(random_prompts((5, 9, 64, 1, 30, 2, 70)), [greedy(n) for n in counts], spec)
+    assert order == [output.request_id for output in outputs], "not in order of arrival"
+    assert max(len(now) for now in running) <= 3
+    assert_clean(llm)
+
+
+def test_slots_are_refilled_at_once() -> None:
+    """Plain decoding, one token a step: occupancy of every step is known."""
+    llm = tiny_llm(ssms=(), max_num_seqs=2)
+    with checked(llm) as running:
+        a, b, c, d = llm.generate(random_prompts((2, 2, 2, 2)), [greedy(n) for n in (2, 5, 3, 1)], "off")
+    names = {a.request_id: "a", b.request_id: "b", c.request_id: "c", d.request_id: "d"}
+    # After each step: a ends in step 2, c enters in step 3 beside b; both end in step 5; d enters and ends in step 6.
+    assert ["".join(sorted(names[r] for r in now)) for now in running] == ["ab", "b", "bc", "bc", "", ""]
+
+
+def test_a_long_prompt_does_not_hold_up_the_others() -> None:
+    """Prompts are computed in chunks beside the decoding of others; every step stays within the prefill budget."""
+    llm = tiny_llm(ssms=(0,), max_num_seqs=3, prefill_chunk=16)
+    rows: list[int] = []
+    prefill = llm.engine.runner.prefill
+
+    def counted(requests: Any, counts: Any) -> None:
+        rows.append(sum(counts))
+        prefill(requests, counts)
+
+    with mock.patch.object(llm.engine.runner, "prefill", counted), checked(llm) as running:
+        short, long, other = llm.generate(random_prompts((3, 100, 20)), [greedy(4), greedy(4), greedy(9)], "off")
+    assert max(rows) == 16 and sum(rows) == 2 + 99 + 19
+    ended = [short.request_id not in now for now in running].index(True)
+    assert ended == 3, "the short request did not wait for the long prompt"
+    assert long.metrics.prefill_passes == 7  # at least half of the 16 rows from its second step on
+    assert other.metrics.prefill_passes == 2
+    assert all(m.target_passes == m.generated_tokens for m in (short.metrics, long.metrics, other.metrics))
+
+
+def test_admission_waits_for_pages() -> None:
+    llm = tiny_llm(ssms=(0,))
+    prompts = random_prompts((100,) * 8)
+    expected = [o.outputs[0].token_ids for o in llm.generate(prompts, greedy(12), TREE)]
+    cache = llm.engine.cache
+    hoard = cache.reserve("hoard", (cache.num_free - 7) * 64)
+    try:
+        with mock.patch.object(llm.engine, "check_integrity", cache.check_integrity), checked(llm) as running:
+            outputs = llm.generate(prompts, greedy(12), TREE)
+    finally:
+        cache.release("hoard")
+    assert len(hoard) and max(len(now) for now in running) == 2
+    assert [o.outputs[0].token_ids for o in outputs] == expected
+    assert_clean(llm)
+
+
+# --- figures
+
+
+def test_metrics_are_consistent() -> None:
+    llm = tiny_llm()
+    prompts = random_prompts((1, 30, 70))
+    for spec in (TREE, SpecConfig(), "off"):
+        for output in llm.generate(prompts, [greedy(n, seed=n) for n in (5, 17, 30)], spec):
+            m = output.metrics
+            assert m.generated_tokens == len(output.outputs[0].token_ids) == m.seed
+            assert m.acceptance_length == m.generated_tokens / m.target_passes
+            assert m.nodes_verified >= m.target_passes
+            assert m.prefill_passes == (len(output.prompt_token_ids) > 1)
+            assert m.ttft is not None and 0 < m.ttft <= m.seconds
+            assert set(m.accepted_only_by_source) <= set(m.accepted_by_source)
+            assert all(m.accepted_only_by_source[s] <= m.accepted_by_source[s] for s in m.accepted_only_by_source)
+            assert max(m.accepted_by_source.values(), default=0) <= m.generated_tokens - m.target_passes
+            if spec == "off":
+                assert m.acceptance_length == 1.0 and m.nodes_verified == m.target_passes
+                assert m.accepted_by_source == {} == m.accepted_only_by_source
+
+
+def test_stats_add_up() -> None:
+    llm = open_llm(tiny()[0], tiny()[1], max_num_seqs=4)
+    assert llm.stats()["requests"] == llm.stats()["target_passes"] == llm.stats()["prefill_tokens"] == 0
+    assert llm.stats()["acceptance_length"] == llm.stats()["acceptance_rate"] == 0.0
+    outputs = llm.generate(random_prompts((1, 30, 70, 5, 9)), greedy(12), TREE)
+    outputs += llm.generate(random_prompts((4, 8)), greedy(7), "off")
+    stats = llm.stats()
+    assert stats["requests"] == 7 and stats["failed_requests"] == 0
+    for key in ("target_passes", "generated_tokens", "accepted_tokens", "nodes_verified"):
+        assert stats[key] == sum(getattr(output.metrics, key) for output in outputs), key
+    assert stats["prefill_tokens"] == sum(len(output.prompt_token_ids) - 1 for output in outputs)
+    assert stats["acceptance_length"] == stats["generated_tokens"] / stats["target_passes"]
+    assert stats["avg_tokens_per_round"] == stats["acceptance_length"]
+    drafted = sum(output.metrics.nodes_verified - output.metrics.target_passes for output in outputs)
+    assert 0 < stats["acceptance_rate"] == stats["accepted_tokens"] / drafted < 1
+    assert stats["rounds"] >= max(output.metrics.target_passes for output in outputs)
+    assert stats["drafts"] == ["ssm-1", "ssm-2", "ssm-3"]
+    assert (stats["max_num_seqs"], stats["max_model_len"]) == (4, 256)
+    frozen = stats["frozen"]
+    assert frozen["dtype"] == "float32" and frozen["device"] == "cpu" and frozen["exact"] is True
+    assert frozen["attention"] == "cpu-packed" and frozen["threads"] >= 1
+    assert stats["memory"]["kv_cache"] == llm.engine.cache.nbytes
+    before = llm.stats()
+    before["accepted_by_source"].clear()
+    assert llm.stats()["accepted_by_source"], "stats hands out its own books"
+
+
+# --- leaving early
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_abort_from_inside_a_stream(after: int) -> None:
+    llm = tiny_llm()
+    prompt = random_prompts((30,))[0]
+    (whole,) = llm.generate(prompt, greedy(60), "off")
+    chunks = []
+    with checked(llm):
+        for chunk in llm.stream(prompt, greedy(60), TREE):
+            chunks.append(chunk)
+            if len(chunks) == after:
+                llm.abort(chunk.request_id)
+    final = chunks[-1].output
+    assert final is not None and final.outputs[0].finish_reason == chunks[-1].finish_reason == "abort"
+    emitted = [token for chunk in chunks for token in chunk.token_ids]
+    assert final.outputs[0].token_ids == emitted == whole.outputs[0].token_ids[: len(emitted)]
+    assert 0 < len(emitted) < 60
+    assert_clean(llm)
+
+
+def test_abort_of_a_waiting_and_of_an_unknown_request() -> None:
+    llm = tiny_llm(ssms=(), max_num_seqs=1)
+    steps = 0
+    step = llm.engine.step
+
+    def step_and_abort() -> Any:
+        nonlocal steps
+        steps += 1
+        if steps == 2:
+            waiting = [request.request_id for request in llm.engine.scheduler.waiting]
+            llm.abort(waiting[0])
+            llm.abort("never heard of")
+        return step()
+
+    with mock.patch.object(llm.engine, "step", step_and_abort):
+        a, b, c = llm.generate(random_prompts((3, 4, 5)), greedy(4))
+    assert [o.outputs[0].finish_reason for o in (a, b, c)] == ["length", "abort", "length"]
+    assert b.outputs[0].token_ids == [] and b.metrics.target_passes == 0 and b.metrics.acceptance_length == 0.0
+    assert len(c.outputs[0].token_ids) == 4
+    llm.abort(a.request_id)
+    assert_clean(llm)
+
+
+def test_leaving_a_stream_frees_its_slot() -> None:
+    llm = tiny_llm()
+    for _ in llm.stream(random_prompts((30,))[0], greedy(60), TREE):
+        assert len(llm.engine.scheduler.running) == 1
+        break
+    gc.collect()
+    assert_clean(llm)
+    stream = llm.stream(random_prompts((30,))[0], greedy(60), TREE)
+    next(stream)
+    stream.close()
+    assert_clean(llm)
+    never_started = llm.stream(random_prompts((30,))[0], greedy(60), TREE)
+    del never_started
+    assert_clean(llm)
+
+
+def test_a_stream_with_other_calls_in_its_loop() -> None:
+    llm = tiny_llm()
+    prompts = random_prompts((30, 12, 50))
+    expected = [run(llm, [prompt], greedy(24), "off").tokens[0] for prompt in prompts]
+    tokens: list[int] = []
+    with checked(llm):
+        for i, chunk in enumerate(llm.stream(prompts[0], greedy(24), TREE)):
+            tokens += chunk.token_ids
+            if i == 0:
+                (other,) = llm.generate(prompts[1], greedy(24), TREE)
+                assert other.outputs[0].token_ids == expected[1]
+            elif i == 1:
+                inner = [t for c in llm.stream(prompts[2], greedy(24), "off") for t in c.token_ids]
+                assert inner == expected[2]
+    assert tokens == expected[0]
+    assert_clean(llm)
+
+
+INTERRUPTIONS: dict[str, Callable[[LLM], Any]] = {
+    "prefill": lambda llm: mock.patch.object(llm.engine.runner, "prefill", side_effect=KeyboardInterrupt),
+    "draft": lambda llm: mock.patch.object(llm.engine.sources.ssms, "propose", side_effect=KeyboardInterrupt),
+    "forward": lambda llm: mock.patch.object(llm.engine.runner, "logits", side_effect=KeyboardInterrupt),
+    "commit": lambda llm: mock.patch.object(llm.engine.cache, "commit", side_effect=KeyboardInterrupt),
+    "update": lambda llm: mock.patch.object(llm.engine, "update", side_effect=KeyboardInterrupt),
+    "observe": lambda llm: mock.patch.object(llm.engine.host.planner, "observe", side_effect=KeyboardInterrupt),
+}
+
+
+@pytest.mark.parametrize("where", INTERRUPTIONS)
+def test_ctrl_c_frees_everything(where: str) -> None:
+    llm = tiny_llm()
+    prompts = random_prompts((1, 30, 64, 5, 5, 5, 5, 5, 5, 5))  # two of them wait
+    before = llm.stats()["requests"]
+    with INTERRUPTIONS[where](llm), pytest.raises(KeyboardInterrupt):
+        llm.generate(prompts, greedy(5), TREE)
+    assert_clean(llm)
+    assert llm.stats()["requests"] == before + len(prompts)
+    # In the middle of a stream: some rounds are done.
+    stream = llm.stream(prompts[1], greedy(40), TREE)
+    next(stream)
+    if where != "prefill":
+        with INTERRUPTIONS[where](llm), pytest.raises(KeyboardInterrupt):
+            next(stream)
+    del stream
+    assert_clean(llm)
+    again = llm.generate(prompts, greedy(5), TREE)
+    fresh = tiny_llm(max_num_seqs=4).generate(prompts, greedy(5), "off")
+    assert [o.outputs[0].token_ids for o in again] == [o.outputs[0].token_ids for o in fresh]
+
+
+def test_requests_of_different_specs_share_a_batch() -> None:
+    llm = tiny_llm()
+    prompts = random_prompts((30, 12, 50))
+    expected = [run(llm, [prompt], greedy(20), "off").tokens[0] for prompt in prompts]
+    specs = (TREE, "off", SpecConfig(branching=(2, 2)))
+    with checked(llm) as running:
+        streams = [llm.stream(prompt, greedy(20), spec) for prompt, spec in zip(prompts, specs, strict=True)]
+        tokens: list[list[int]] = [[], [], []]
+        open_streams = set(range(3))
+        while open_streams:
+            for i in sorted(open_streams):
+                chunk = next(streams[i], None)
+                if chunk is None:
+                    open_streams.remove(i)
+                else:
+                    tokens[i] += chunk.token_ids
+    assert tokens == expected
+    assert max(len(now) for now in running) == 3
+    assert_clean(llm)

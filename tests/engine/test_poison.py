@@ -1,0 +1,232 @@
+"""NaN and infinity: they end the request that computes them, alone, and leave nothing in its pages."""
+
+import math
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.helpers.models import (
+    VOCAB,
+    OracleDrafter,
+    greedy,
+    new_folder,
+    open_llm,
+    quick,
+    random_prompts,
+    tiny,
+    tiny_llm,
+    tree_of,
+)
+from tests.helpers.sampled import tokens_of
+from tests.helpers.sharing import assert_clean
+from tests.helpers.speech import altered_logits, checked
+from treespec import LLM, SamplingParams, SpecConfig
+from treespec.errors import RequestError
+from treespec.request import Request
+from treespec.tree import TokenTree
+
+TREE = SpecConfig(nodes=16, max_depth=5)
+POISON = 511  # the token whose embedding `poisoned` spoils; no output below has it
+
+
+def poisoned(llm: LLM, value: float = math.nan) -> LLM:
+    """Spoil one embedding of the target, after the engine's self-test met no fault."""
+    with torch.inference_mode():
+        llm.engine.runner.target.embed[POISON] = value
+    return llm
+
+
+def safe_prompts(*lengths: int) -> list[list[int]]:
+    return random_prompts(lengths, vocab=POISON)
+
+
+@pytest.mark.parametrize("attention", quick(("cpu-packed", "cpu-gathered"), ("cpu-packed",)))
+@pytest.mark.parametrize("spec", [TREE, "off"], ids=["tree", "off"])
+@pytest.mark.parametrize("where", ["prompt", "root"])
+def test_one_request_ends_and_the_others_finish(where: str, spec: SpecConfig | str, attention: str) -> None:
+    llm = poisoned(open_llm(tiny()[0], tiny()[1][:1], max_num_seqs=3, attention=attention))
+    good = safe_prompts(5, 70, 30, 64)
+    alone = [tokens_of(llm.generate(prompt, greedy(12), "off"))[0] for prompt in good]
+    bad = [*good[1][:40], POISON, *([5] * 30 if where == "prompt" else [])]
+    with checked(llm):
+        outputs = llm.generate([good[0], bad, *good[1:]], greedy(12), spec)
+    assert not any(POISON in tokens for tokens in alone)
+    assert tokens_of(outputs) == [alone[0], [], *alone[1:]]
+    failed = outputs[1]
+    assert failed.outputs[0].finish_reason == "error" and "NaN" in str(failed.error)
+    assert f"position {len(bad) - 1}" in str(failed.error)
+    assert [o.error for o in outputs if o is not failed] == [None] * 4
+    assert llm.stats()["failed_requests"] == 1
+    assert_clean(llm)
+    with pytest.raises(RequestError, match="NaN"):
+        llm.generate(bad, greedy(4), spec)
+    with pytest.raises(RequestError, match="NaN"):
+        list(llm.stream(bad, greedy(4), spec))
+    assert tokens_of(llm.generate(good, greedy(12), spec)) == alone
+    assert_clean(llm)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["abort", "interrupt"])
+def test_a_poisoned_prompt_that_is_given_up_before_it_fails(how: str) -> None:
+    """Its prompt is in the cache, and nobody has seen its logits yet: the next holder of its pages must not suffer."""
+    llm = poisoned(open_llm(tiny()[0], max_num_seqs=1, prefill_chunk=8))
+    (prompt,) = safe_prompts(100)
+    expected = tokens_of(llm.generate(prompt, greedy(8)))
+    bad = [POISON] * 60
+    calls = 0
+    step = llm.engine.step
+
+    def step_then_leave() -> Any:
+        nonlocal calls
+        calls += 1
+        touched = step()
+        if calls == 3:
+            if how == "interrupt":
+                raise KeyboardInterrupt
+            llm.abort(llm.engine.scheduler.running[0].request_id)
+        return touched
+
+    with mock.patch.object(llm.engine, "step", step_then_leave):
+        try:
+            llm.generate(bad, greedy(4))
+        except KeyboardInterrupt:
+            assert how == "interrupt"
+    assert tokens_of(llm.generate(prompt, greedy(8))) == expected
+    assert_clean(llm)
+
+
+@pytest.mark.parametrize("value", quick((math.nan, math.inf, -math.inf), (math.nan,)))
+def test_a_poisoned_node_off_the_path_changes_nothing(value: float) -> None:
+    """The drafter proposes the bad token beside the true ones, at every depth: only its own subtree is lost."""
+    prompts = safe_prompts(20, 62)
+    expected = tokens_of(tiny_llm(ssms=()).generate(prompts, greedy(24)))
+    truths = [prompt + tokens for prompt, tokens in zip(prompts, expected, strict=True)]
+    assert not any(POISON in truth for truth in truths)
+
+    class Poisoner(OracleDrafter):
+        def _tree(self, tokens: list[int], max_depth: int) -> TokenTree:
+            tree = super()._tree(tokens, max_depth)
+            paths = {
+                tuple(tree.tokens[tree.path_to(n)[1:]].tolist()): float(tree.probs[n]) for n in range(1, len(tree))
+            }
+            if len(tokens) % 3 == 0:  # in some rounds only, so that deep paths are committed behind poisoned ones
+                above = max((path for path in paths if path[0] == tree.tokens[1:][0]), key=len, default=())
+                for depth in range(min(len(above), 3) + 1):
+                    paths[(*above[:depth], POISON)] = 0.3
+                    paths[(*above[:depth], POISON, 7)] = 0.2
+            return tree_of(tokens[-1], paths)
+
+    for drafts in ([Poisoner(truths, 4)], [*tiny()[1][:2], Poisoner(truths, 4)]):
+        llm = poisoned(open_llm(tiny()[0], drafts, max_num_seqs=2), value)
+        with checked(llm):
+            outputs = llm.generate(prompts, greedy(24), SpecConfig(nodes=48, max_depth=5))
+        assert tokens_of(outputs) == expected
+        assert all(output.metrics.acceptance_length > 1 for output in outputs)
+        assert_clean(llm)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("value", quick((math.nan, math.inf, -math.inf), (math.nan,)))
+@pytest.mark.parametrize("spec", [TREE, "off"], ids=["tree", "off"])
+def test_logits_that_turn_bad_midway(value: float, spec: SpecConfig | str) -> None:
+    """After 6 tokens of one request of three."""
+    llm = tiny_llm(ssms=(0, 1), max_num_seqs=2)
+    prompts = safe_prompts(9, 50, 33)
+    alone = tokens_of(llm.generate(prompts, greedy(16), "off"))
+
+    def change(request: Request, tree: TokenTree, logits: Tensor) -> None:
+        if request.prompt_token_ids == prompts[1]:
+            late = torch.from_numpy(request.num_generated + tree.depths >= 6)
+            logits[late] = value
+
+    with altered_logits(llm, change), checked(llm):
+        outputs = llm.generate(prompts, greedy(16), spec)
+    assert tokens_of(outputs) == [alone[0], alone[1][:6], alone[2]]
+    assert [o.outputs[0].finish_reason for o in outputs] == ["length", "error", "length"]
+    assert outputs[1].metrics.generated_tokens == 6
+    assert_clean(llm)
+    assert tokens_of(llm.generate(prompts, greedy(16), spec)) == alone
+
+
+@pytest.mark.slow
+def test_a_few_infinite_logits_are_no_error() -> None:
+    """Minus infinity forbids a token; the largest logit is finite."""
+    llm = tiny_llm(ssms=(0,))
+    (prompt,) = safe_prompts(9)
+
+    def change(request: Request, tree: TokenTree, logits: Tensor) -> None:
+        logits[:, ::2] = -math.inf
+
+    with altered_logits(llm, change):
+        for spec in (TREE, "off"):
+            (output,) = llm.generate(prompt, greedy(8), spec)
+            assert output.error is None and all(token % 2 for token in output.outputs[0].token_ids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", [TREE, SpecConfig(), SpecConfig(branching=(3, 2))], ids=["nodes", "auto", "static"])
+def test_a_draft_that_computes_nan_costs_only_time(spec: SpecConfig) -> None:
+    folder = new_folder("bad-draft") / "ssm-bad"
+    folder.mkdir()
+    good = tiny()[1][0]
+    (folder / "config.json").write_text((good / "config.json").read_text())
+    tensors = load_file(good / "model.safetensors")
+    tensors["model.norm.weight"][3] = math.nan
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    prompts = safe_prompts(9, 50, 63)
+    expected = tokens_of(tiny_llm(ssms=()).generate(prompts, greedy(16)))
+    for drafts in ([folder], [good, folder]):
+        llm = open_llm(tiny()[0], drafts)
+        with checked(llm):
+            outputs = llm.generate(prompts, greedy(16), spec)
+        assert tokens_of(outputs) == expected
+        assert all(output.error is None for output in outputs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["coupled", "rejection", "traversal"])
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"top_k": 9, "min_p": 0.01}], ids=["plain", "top_p", "top_k"])
+def test_a_draft_that_computes_nan_leaves_nothing_behind(rule: str, options: dict[str, Any]) -> None:
+    good = tiny()[1][0]
+    llm = open_llm(tiny()[0], [good])
+    (prompt,) = safe_prompts(9)
+    params = [SamplingParams(temperature=1.0, seed=s, max_tokens=12, ignore_eos=True, **options) for s in range(4)]
+    spec = SpecConfig(branching=(2, 1), verification=rule)
+    model = llm.engine.sources.ssms.models[0]
+    embed = model.embed.clone()
+    with torch.inference_mode():
+        model.embed.fill_(math.nan)
+    with checked(llm):
+        outputs = llm.generate([prompt] * 4, params, spec)
+    assert all(output.error is None and output.metrics.acceptance_length == 1 for output in outputs)
+    assert all(bool(torch.isfinite(pool).all()) for pool in llm.engine.cache.pools)
+    with torch.inference_mode():
+        model.embed.copy_(embed)
+    outputs = llm.generate([prompt] * 4, params, spec)
+    assert sum(output.metrics.target_passes for output in outputs) < 44, "the SSM is dead on these pages"
+
+
+def test_equal_logits_choose_the_first_token() -> None:
+    """Ties are common in bf16: the smallest id wins, alone and in a tree."""
+    llm = tiny_llm(torch.bfloat16, (0,))
+    (prompt,) = safe_prompts(9)
+
+    def change(request: Request, tree: TokenTree, logits: Tensor) -> None:
+        tied = torch.arange(VOCAB) % 7 == (len(request.tokens) % 5)
+        logits[:, tied] = logits.amax(1, keepdim=True)
+
+    def first(request: Request, tree: TokenTree, logits: Tensor) -> None:
+        change(request, tree, logits)
+        winner = (logits == logits.amax(1, keepdim=True)).float().argmax(1)
+        logits.fill_(0.0)
+        logits[torch.arange(len(logits)), winner] = 1.0
+
+    with altered_logits(llm, change):
+        tied = tokens_of(llm.generate(prompt, greedy(12), "off"))
+    with altered_logits(llm, first):
+        assert tokens_of(llm.generate(prompt, greedy(12), "off")) == tied

@@ -1,0 +1,238 @@
+"""A cache that is too small for its requests: they wait, are preempted and computed again, and no token changes."""
+
+import asyncio
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from tests.graphs.test_graph_engine import ScriptedRounds, scripted
+from tests.helpers.models import VOCAB, greedy, open_llm, quick, random_prompts, tiny, tiny_llm, tokens_of
+from tests.helpers.sharing import assert_as_alone, assert_clean, run_at_random_times
+from tests.helpers.speech import checked, speaking_folder
+from treespec import LLM, AsyncLLM, LLMEngine, SamplingParams, SpecConfig
+from treespec.cache.kv_cache import pages_for
+from treespec.engine.scheduler import MOST_PASSED
+from treespec.errors import ConfigError, RequestError
+from treespec.graphs.round_inputs import RoundInput
+from treespec.graphs.verify_stage import RoundResult
+from treespec_kernels.attention.tree_batch import PAGE_SIZE
+
+SPECS = ("off", SpecConfig(nodes=8, max_depth=3), SpecConfig())
+LENGTH = 256  # positions of the longest request, which takes 5 pages with its tree
+SCRATCH = 64
+REQUESTS = 9
+
+
+def crowded(num_pages: int, model: Any = None, **options: Any) -> LLM:
+    """An engine over `tiny` with so many pages, and priorities."""
+    target, drafts = tiny()
+    page = tiny_llm(ssms=(0,)).engine.cache
+    size = num_pages * page.nbytes // (page.num_pages + 1)
+    defaults = {"max_num_seqs": 4, "max_model_len": LENGTH, "scheduling_policy": "priority", "prefill_chunk": 64}
+    return open_llm(model or target, drafts[:1], kv_cache_memory_bytes=size, **(defaults | options))
+
+
+def requests_of(seed: int) -> list[tuple[list[int], SamplingParams, Any, int]]:
+    """Prompts, some with a common stem, that together need many times the pages that there are."""
+    rng = np.random.default_rng(seed)
+    (stem,) = random_prompts((100,), seed)
+    made = []
+    for i in range(REQUESTS):
+        prompt = rng.integers(1, VOCAB, size=rng.integers(1, 50)).tolist()
+        if rng.random() < 0.4:
+            prompt = [*stem[: rng.integers(1, 100)], *prompt[:5]]
+        options: dict[str, Any] = {}
+        if rng.random() < 0.6:
+            options = {"temperature": 0.8, "seed": i, "n": int(rng.integers(1, 3)), "repetition_penalty": 1.1}
+        options |= {"logprobs": 2} if rng.random() < 0.3 else {}
+        options |= {"prompt_logprobs": 1} if rng.random() < 0.2 else {}
+        spec = SPECS[rng.integers(len(SPECS))]
+        made.append((prompt, greedy(int(rng.integers(80, 110)), **options), spec, int(rng.integers(3))))
+    return made
+
+
+@pytest.mark.parametrize("caching", quick((False, True), (True,)))
+@pytest.mark.parametrize("seed", quick(range(3), (0,)))
+def test_random_interleavings_give_what_requests_alone_give(seed: int, caching: bool) -> None:
+    llm, asked = crowded(12, max_num_seqs=16, enable_prefix_caching=caching), requests_of(seed)
+    run = partial(run_at_random_times, llm, asked, seed, aborts=0.003)
+    assert_as_alone(tiny_llm(max_model_len=LENGTH), llm, asked, lambda: [run()])
+    assert llm.stats()["num_preemptions"]
+
+
+def test_rules_that_draw_at_random_go_on_with_their_draws() -> None:
+    """Their tokens depend on what is drafted; no draw is repeated."""
+    llm, drawn = crowded(7), []
+    spec = SpecConfig(nodes=8, verification="rejection")
+    params = [SamplingParams(max_tokens=80, temperature=1.0, seed=i, ignore_eos=True) for i in range(4)]
+    ssms = llm.engine.sources.ssms
+    assert ssms is not None
+    grow = ssms._grow
+
+    def watched(trees: Any) -> None:
+        grow(trees)
+        drawn.extend((request.request_id, id(request.sampler.draft_oracle)) for request in trees.requests)
+
+    with mock.patch.object(ssms, "_grow", watched):
+        outputs = llm.generate(random_prompts((60, 50, 40, 30)), params, spec)
+    assert all(len(output.outputs[0].token_ids) == 80 for output in outputs)
+    assert llm.stats()["num_preemptions"] and len(set(drawn)) == 4, "one source of draws for each request"
+    assert_clean(llm)
+
+
+def test_streams_go_on_where_they_were() -> None:
+    """Text that was emitted before a preemption is not emitted again, and a form still holds."""
+    llm = crowded(6, speaking_folder())
+    common: dict[str, Any] = {"ignore_eos": True, "max_tokens": 90, "output_kind": "DELTA"}
+    params = [
+        SamplingParams(**common),
+        SamplingParams(temperature=0.9, seed=1, logprobs=1, **common),
+        SamplingParams(temperature=0.9, seed=2, stop=["zzz"], **common),
+        SamplingParams(
+            temperature=0.9, seed=3, structured_outputs={"regex": "[a-z ]{80,}"}, **common | {"ignore_eos": False}
+        ),
+    ]
+    prompts = ["def add(a, b):\n" * 4, "import os\n" * 9, "x = 1\ny = 2\n" * 4, "class Tree:\n" * 8]
+    reference = open_llm(speaking_folder(), [], max_model_len=LENGTH)
+    expected = [reference.generate(p, param, "off")[0].outputs[0] for p, param in zip(prompts, params, strict=True)]
+
+    async def collect(engine: AsyncLLM, prompt: str, param: SamplingParams) -> tuple[str, list[int], list[Any]]:
+        text, tokens, logprobs = "", list[int](), list[Any]()
+        async for output in engine.generate(prompt, param, spec=SpecConfig(nodes=8)):
+            (completion,) = output.outputs
+            text, tokens = text + str(completion.text), tokens + completion.token_ids
+            logprobs += completion.logprobs or []
+        return text, tokens, logprobs
+
+    async def together() -> list[Any]:
+        return await asyncio.gather(*(collect(engine, *each) for each in zip(prompts, params, strict=True)))
+
+    with AsyncLLM(llm) as engine:
+        streamed = asyncio.run(together())
+    assert streamed == [(one.text, one.token_ids, one.logprobs or []) for one in expected]
+    assert llm.stats()["num_preemptions"]
+    assert_clean(llm)
+
+
+@pytest.mark.parametrize(
+    ("priority", "preempted"),
+    [([1, 0, 0], [True, False, False]), (None, [False, False, True])],
+    ids=["priority", "fcfs"],
+)
+def test_the_lowest_priority_that_came_last_is_preempted(priority: Any, preempted: list[bool]) -> None:
+    llm, prompts = crowded(8), random_prompts((60,) * 3)
+    with checked(llm) as running:
+        outputs = llm.generate(prompts, greedy(90), "off", priority=priority)
+    found = []
+    for output in outputs:
+        among = [output.request_id in now for now in running]
+        found.append(False in among[among.index(True) : len(among) - among[::-1].index(True)])
+    assert found == preempted
+    assert tokens_of(outputs) == tokens_of(tiny_llm(max_model_len=LENGTH).generate(prompts, greedy(90), "off"))
+
+
+def test_priorities_order_the_queue() -> None:
+    llm = crowded(5, max_num_seqs=1)
+    with checked(llm) as running:
+        outputs = llm.generate(random_prompts((5,) * 4), greedy(3), "off", priority=[2, -1, 2, 0])
+    order = list(dict.fromkeys(name for now in running for name in now))
+    assert order == [outputs[i].request_id for i in (1, 3, 0, 2)]
+
+
+def flood(engine: LLMEngine, seed: int) -> Iterator[str]:
+    """Add another short request and return its name."""
+    rng = np.random.default_rng(seed)
+    for i in range(10**6):
+        prompt = rng.integers(1, VOCAB, size=9).tolist()
+        engine.add_request(f"short {i}", {"prompt_token_ids": prompt}, greedy(6), spec="off")
+        yield f"short {i}"
+
+
+def test_a_long_prompt_neither_starves_nor_is_starved() -> None:
+    """While its pages are not free, a few shorter ones that came later are served; then it is its turn."""
+    llm = crowded(7)
+    engine = LLMEngine(llm)
+    long, other = random_prompts((240, 60))
+    engine.add_request("running", {"prompt_token_ids": other}, greedy(190), spec="off")
+    engine.step()
+    engine.add_request("long", {"prompt_token_ids": long}, greedy(5), spec="off")
+    more, ended = flood(engine, 0), list[str]()
+    for _ in range(3):
+        next(more)
+    while "long" not in ended:
+        for output in engine.step():
+            if output.finished:
+                ended.append(output.request_id)
+                next(more)
+        llm.engine.check_integrity()
+        assert len(ended) < 200, "the long prompt is starved"
+    assert 3 <= ended.index("long") <= MOST_PASSED + 4 and ended[0] != "long"
+    engine.abort_request(list(engine._open))
+    while engine.has_unfinished_requests():
+        engine.step()
+
+
+def test_a_short_prompt_is_computed_beside_a_long_one() -> None:
+    llm = tiny_llm(ssms=(), max_num_seqs=2, max_model_len=1000, prefill_chunk=16)
+    with checked(llm) as running:
+        long, short = llm.generate(random_prompts((640, 60)), greedy(1), "off")
+    assert [short.request_id in now for now in running].index(False) < 9
+    assert short.metrics.prefill_passes == 8 and long.metrics.prefill_passes < 45
+
+
+class PagedRounds(ScriptedRounds):
+    """Scripted rounds of requests that are told apart by their maximum length, whose pages must hold their trees."""
+
+    def _result(self, request: RoundInput, proposal: Any, levels: int) -> RoundResult:
+        at, text = request.context_len + 1, self.texts[request.max_len]
+        assert len(request.pages) * PAGE_SIZE >= at + SCRATCH, "a round without pages"
+        assert text[at - len(request.new_tokens) : at] == request.new_tokens
+        self._texts[request.pages[0]] = text
+        return super()._result(request, proposal, levels)
+
+    texts: dict[int, list[int]]
+
+
+@pytest.mark.parametrize("accepts", quick((0, 3), (3,)))
+@pytest.mark.parametrize("spec", ["off", SpecConfig(nodes=8, sources=("ssm",))], ids=["plain", "trees"])
+def test_captured_rounds_have_their_pages_before_they_are_launched(spec: Any, accepts: int) -> None:
+    page = tiny_llm(ssms=(0, 1), max_num_seqs=3).engine.cache
+    size = 6 * page.nbytes // (page.num_pages + 1)
+    llm, rounds, *_ = scripted(accepts, PagedRounds, kv_cache_memory_bytes=size, max_model_len=256)
+    prompts, counts = random_prompts([30, 40, 50]), (200, 180, 160)
+    params = [greedy(count) for count in counts]
+    expected = tokens_of(tiny_llm().generate(prompts, params, "off"))
+    rounds.texts = {len(p) + len(t): [*p, *t] for p, t in zip(prompts, expected, strict=True)}  # type: ignore[attr-defined]
+    assert tokens_of(llm.generate(prompts, params, spec)) == expected
+    assert llm.stats()["num_preemptions"]
+    seen = [[request.pages for request in requests] for requests, _, _ in rounds.seen]
+    kept = [all(map(lambda a, b: a is b, seen[i - 1], seen[i])) for i in rounds.followed if i < len(seen)]
+    assert len(kept) > 20 and sum(kept) > len(kept) - 5, "rounds that were launched ahead are lost"
+    llm.engine.check_integrity()
+
+
+def test_the_size_of_the_cache() -> None:
+    assert crowded(8).engine.cache.num_pages == 8
+    assert crowded(1000).engine.cache.num_pages == 4 * pages_for(LENGTH + SCRATCH)
+    assert crowded(6, max_model_len=None).config.max_model_len == 6 * PAGE_SIZE - SCRATCH
+    for pages, options, text in (
+        (4, {}, "a request of max_model_len=256 needs"),
+        (1, {"max_model_len": None}, "holds no context"),
+        (1 << 40, {}, "GiB of cpu are free"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            crowded(pages, **options)
+    with pytest.raises(RequestError, match="a prompt of 256 tokens, but max_model_len=256"):
+        crowded(8).generate(random_prompts((256,)), greedy(5))
+
+
+@pytest.mark.parametrize("priority", [[1], "12", [True, 0]])
+def test_priorities_that_are_refused(priority: Any) -> None:
+    with pytest.raises(ConfigError, match="priority"):
+        crowded(8).generate(random_prompts((5, 5)), greedy(3), priority=priority)
+    with pytest.raises(ConfigError, match='goes with LLM\\(scheduling_policy="priority"\\)'):
+        tiny_llm().generate(random_prompts((5, 5)), greedy(3), priority=[0, 1])

@@ -1,0 +1,53 @@
+"""What an engine's start does not wait for, and what it computes once for good."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from tests.helpers.scripts import run_script
+from treespec.models.layer_kinds import Rope, RotaryEmbedding
+from treespec.text.prompt_tokenizer import load_tokenizer
+from treespec_weights import default_folder, default_names
+
+embedded = pytest.mark.skipif("target" not in default_names(), reason="no embedded models in this checkout")
+
+
+@embedded
+def test_the_embedded_tokenizer_brings_no_models_along() -> None:
+    """AutoTokenizer would import transformers' modelling code: 3 of the 6 seconds that `LLM()` took."""
+    code = (
+        "import json, sys; from treespec_weights import default_folder\n"
+        "from treespec.text.prompt_tokenizer import load_tokenizer\n"
+        "load_tokenizer(None, default_folder('target'))\n"
+        "print(json.dumps([name for name in sys.modules if name.startswith('transformers.model')]))"
+    )
+    assert not {"transformers.modeling_utils", "transformers.models.llama"} & set(json.loads(run_script(code)))
+
+
+@embedded
+def test_the_embedded_tokenizer_is_the_one_that_transformers_picks() -> None:
+    folder = default_folder("target")
+    ours, theirs = load_tokenizer(None, folder), AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    text = "def f(x):\n\treturn 'ünïcode', 3.14  # <|endoftext|>\n"
+    assert type(ours) is type(theirs)
+    assert ours.encode(text) == theirs.encode(text)
+    assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text))
+
+
+def test_a_rotation_is_the_same_whenever_it_is_asked_for() -> None:
+    """The table grows; what it held keeps its bits."""
+    inv_freq = 1.0 / 10000.0 ** (torch.arange(0, 20, 2).float() / 20)
+    positions = np.array([0, 1, 63, 1023, 1024, 2047, 5000])
+    scale = torch.full((10,), 1.5)
+    rope = Rope(inv_freq, scale, 20)
+    whole = RotaryEmbedding(rope, torch.device("cpu")).lookup(positions)
+    stepwise = RotaryEmbedding(rope, torch.device("cpu"))
+    rows = torch.cat([stepwise.lookup(positions[i : i + 1]) for i in range(len(positions))])
+    assert torch.equal(stepwise.lookup(positions), rows)
+    angle = torch.from_numpy(positions).double()[:, None] * inv_freq.double()
+    for found in (whole, rows):
+        torch.testing.assert_close(found[:, 0], (angle.cos() * 1.5).repeat(1, 2).float(), atol=1e-3, rtol=0)
+        torch.testing.assert_close(found[:, 1, 10:], (angle.sin() * 1.5).float(), atol=1e-3, rtol=0)

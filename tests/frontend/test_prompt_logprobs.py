@@ -1,0 +1,217 @@
+"""SamplingParams(prompt_logprobs=...): what the target said to each token of a prompt."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests.helpers.architectures import VOCAB as SMALL_VOCAB
+from tests.helpers.architectures import open_adapter_llm, saved
+from tests.helpers.families import MAX_LEN, TYPICAL, make_model
+from tests.helpers.families import VOCAB as FAMILY_VOCAB
+from tests.helpers.models import VOCAB, exact_in, greedy, new_folder, open_llm, random_prompts, tiny, tiny_llm
+from tests.helpers.quantized_checkpoints import needs_compiler
+from tests.helpers.sharing import assert_clean, remembered
+from tests.helpers.speech import checked, speaking_llm
+from treespec import LLM, RequestOutput, SamplingParams, SpecConfig
+from treespec.engine.runner import Runner
+from treespec.errors import RequestError
+from treespec.sampling.logprobs import Logprob, logprobs_of
+
+LENGTHS = (1, 2, 9, 62, 65, 130)
+TREE = SpecConfig(nodes=16, max_depth=5)
+STATIC = SpecConfig(branching=(2, 1))  # its SSMs read a prompt at once
+Positions = list[list[tuple[int, Logprob]]]
+
+
+def in_order(positions: Sequence[dict[int, Logprob] | None] | None) -> Positions:
+    """Positions as lists: the order of their tokens counts, and every bit of their numbers."""
+    return [list(each.items()) for each in positions or () if each is not None]
+
+
+def of_prompt(output: RequestOutput) -> Positions:
+    """An output's `prompt_logprobs`, an entry for each token but the first, the token's own before all others."""
+    found = output.prompt_logprobs
+    assert found is not None and found[0] is None and None not in found[1:]
+    positions = in_order(found)
+    assert [next(iter(each))[0] for each in positions] == output.prompt_token_ids[1:]
+    return positions
+
+
+@functools.cache
+def family(name: str, dtype: torch.dtype, compile: bool) -> LLM:
+    folder = make_model(new_folder(name), TYPICAL[name], 3, dtype, intermediate_size=96)
+    return open_llm(folder, compile=compile, max_model_len=MAX_LEN)
+
+
+ENGINES: dict[str, tuple[Callable[[], LLM], int]] = {
+    "float32": (lambda: tiny_llm(), VOCAB),
+    "bfloat16": (lambda: tiny_llm(torch.bfloat16, (0, 1)), VOCAB),
+    "fixed rows": (lambda: tiny_llm(ssms=(0,), linear="torch"), VOCAB),
+    "gemma2": (lambda: family("gemma2", torch.float32, False), FAMILY_VOCAB),
+    "adapter, bfloat16": (lambda: open_adapter_llm(saved("cohere2", torch.bfloat16)[1]), SMALL_VOCAB),
+}
+COMPILED: dict[str, tuple[Callable[[], LLM], int]] = {
+    "compiled": (lambda: tiny_llm(compile=True), VOCAB),
+    "compiled gemma2": (lambda: family("gemma2", torch.bfloat16, True), FAMILY_VOCAB),
+    "int8": (lambda: tiny_llm(torch.bfloat16, (), quantization="int8"), VOCAB),
+    "compiled int4": (lambda: tiny_llm(torch.float32, (), quantization="int4", compile=True), VOCAB),
+}
+every_engine = pytest.mark.parametrize(
+    ("opened", "vocab"),
+    [*ENGINES.values(), *(pytest.param(*case, marks=needs_compiler) for case in COMPILED.values())],
+    ids=[*ENGINES, *COMPILED],
+)
+
+
+@pytest.mark.slow
+@every_engine
+def test_they_are_what_decoding_says_of_the_same_tokens(opened: Callable[[], LLM], vocab: int) -> None:
+    """In every bit, over the borders of tiles and windows, from trees as from plain decoding."""
+    llm = opened()
+    prompts = random_prompts((1, 5, 58, 100), vocab=vocab)
+    for spec in ("off", TREE):
+        decoded = llm.generate(prompts, greedy(16, logprobs=3), spec)
+        texts = [[*one.prompt_token_ids, *one.outputs[0].token_ids] for one in decoded]
+        scored = llm.generate(texts, greedy(1, prompt_logprobs=3), spec)
+        for one, other in zip(decoded, scored, strict=True):
+            assert of_prompt(other)[-16:] == in_order(one.outputs[0].logprobs)
+    assert_clean(llm)
+
+
+def test_fixed_rows_are_fixed() -> None:
+    assert ENGINES["fixed rows"][0]().stats()["frozen"]["fixed_rows"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=needs_compiler)], ids=["eager", "compiled"])
+@exact_in
+def test_chunks_company_and_drafts_change_nothing(dtype: torch.dtype, compile: bool) -> None:
+    target, drafts = tiny(dtype)
+    prompts, params = random_prompts(LENGTHS), greedy(3, prompt_logprobs=4)
+    alone = [of_prompt(tiny_llm(dtype, (), compile=compile).generate(prompt, params)[0]) for prompt in prompts]
+    assert [len(positions) for positions in alone] == [length - 1 for length in LENGTHS]
+    for chunk in (1, 7, 64, 512):
+        llm = open_llm(target, drafts[:1], compile=compile, prefill_chunk=chunk, max_num_seqs=4)
+        mixed = [greedy(9, logprobs=1), params, greedy(3, temperature=2.0, top_k=4)]
+        company = [params if i < len(prompts) else mixed[i % 3] for i in range(2 * len(prompts))]
+        with checked(llm):
+            outputs = llm.generate([*prompts, *prompts[::-1]], company, STATIC if chunk == 7 else TREE)
+        assert [of_prompt(output) for output in outputs[: len(prompts)]] == alone
+        given = [output.prompt_logprobs is None for output in outputs]
+        assert given == [one.prompt_logprobs is None for one in company]
+
+
+def test_they_are_of_the_models_own_logits() -> None:
+    """Of transformers' too, whatever is done to the logits for sampling."""
+    (prompt,) = random_prompts((150,))
+    changes = {"temperature": 1.7, "top_k": 5, "repetition_penalty": 1.4, "logit_bias": {5: 9.0}, "n": 2, "seed": 3}
+    (output,) = tiny_llm().generate(prompt, greedy(3, prompt_logprobs=5, **changes))
+    (plain,) = tiny_llm(ssms=()).generate(prompt, greedy(1, prompt_logprobs=5))
+    assert of_prompt(output) == of_prompt(plain)
+    model = AutoModelForCausalLM.from_pretrained(tiny()[0], dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt])).logits[0]
+    for row, token, found in zip(torch.log_softmax(logits, -1), prompt[1:], of_prompt(output), strict=False):
+        values = {other: each.logprob for other, each in found}
+        assert 5 <= len(values) <= 6 and token in values
+        assert max(abs(value - float(row[other])) for other, value in values.items()) < 1e-4
+        ranked = sorted((each.rank, other) for other, each in found)
+        assert [other for _, other in ranked[:5]] == row.topk(5).indices.tolist()
+        assert dict(found)[token].rank == int((row > row[token]).sum()) + 1
+
+
+def test_as_many_as_asked_for() -> None:
+    llm, prompt = tiny_llm(), random_prompts((6,))[0]
+    none, own, some, every = (llm.generate(prompt, greedy(2, prompt_logprobs=count))[0] for count in (None, 0, 2, -1))
+    assert none.prompt_logprobs is None
+    assert [len(found) for found in of_prompt(own)] == [1] * 5
+    for one, few, many in zip(of_prompt(own), of_prompt(some), of_prompt(every), strict=True):
+        assert one == few[:1] == many[:1] and len(few) in (2, 3)
+        assert sorted(token for token, _ in many) == list(range(VOCAB)) and set(few) <= set(many)
+    assert math.isclose(sum(math.exp(each.logprob) for _, each in of_prompt(every)[0]), 1.0, abs_tol=1e-4)
+    (short,) = llm.generate([7], greedy(2, prompt_logprobs=1))
+    assert short.prompt_logprobs == [None] and short.outputs[0].token_ids
+    with pytest.raises(RequestError, match=f"prompt_logprobs={VOCAB + 1}; the vocabulary has {VOCAB} tokens"):
+        llm.generate(prompt, greedy(2, prompt_logprobs=VOCAB + 1))
+
+
+def test_who_does_not_ask_does_not_pay() -> None:
+    """Logits of prompt rows are computed for the requests that ask, in blocks, and once for all samples."""
+    llm = tiny_llm(ssms=(), prefill_chunk=100)
+    prompts = random_prompts((150, 80))
+    target, blocks = llm.engine.runner.target, list[int]()
+    original = target.logits
+
+    def logits(hidden: Tensor, *rest: Any) -> Tensor:
+        blocks.append(len(hidden))
+        return original(hidden, *rest)
+
+    def of_prompts(*params: SamplingParams) -> list[int]:
+        blocks.clear()
+        with mock.patch.object(target, "logits", logits):
+            outputs = llm.generate(prompts[: len(params)], list(params), "off")
+        decoding = sum(output.metrics.target_passes for output in outputs)
+        assert blocks.count(1) <= decoding, "plain decoding passes one row of a request"
+        return [rows for rows in blocks if rows > len(params)]
+
+    assert of_prompts(greedy(2), greedy(2, logprobs=1)) == []
+    # 50 rows of the first step, then 71 and 28: half of a step's 100 rows go to the shorter prompt while it has some.
+    assert of_prompts(greedy(2, prompt_logprobs=1), greedy(2)) == [50, 64, 7, 28]
+    scored = mock.patch("treespec.engine.runner.logprobs_of", side_effect=logprobs_of)
+    with scored as called:
+        (three,) = llm.generate(prompts[0], greedy(4, prompt_logprobs=1, n=3, temperature=1.0, seed=1))
+        assert sum(len(call.args[1]) for call in called.call_args_list) == 149
+    assert of_prompt(three) == of_prompt(llm.generate(prompts[0], greedy(1, prompt_logprobs=1))[0])
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("spec", [STATIC, TREE, "off"], ids=["static", "tree", "off"])
+def test_infinity_in_a_prompt_ends_its_request_alone(spec: SpecConfig | str, n: int) -> None:
+    """Where only the logits of a position are not finite, decoding goes well, and the request has no answer yet."""
+    llm = tiny_llm(ssms=(0,), max_num_seqs=4, prefill_chunk=50)
+    prompts = random_prompts((70, 40, 90))
+    params = [greedy(6, temperature=1.0, seed=1, n=n, prompt_logprobs=count) for count in (1, 2, None)]
+    alone = llm.generate(prompts, params, spec)
+    score = Runner.score_prompt
+    target = llm.engine.runner.target
+    original = target.logits
+
+    def spoiled(runner: Runner, request: Any, hidden: Tensor, count: int) -> None:
+        def logits(rows: Tensor) -> Tensor:
+            found = original(rows).clone()
+            if request.prompt_token_ids == prompts[0] and request.context_len <= 60 < request.context_len + len(rows):
+                found[60 - request.context_len, 3] = math.inf
+            return found
+
+        with mock.patch.object(target, "logits", logits):
+            score(runner, request, hidden, count)
+
+    with checked(llm), mock.patch.object(Runner, "score_prompt", spoiled):
+        bad, *good = llm.generate(prompts, params, spec)
+    assert {each.finish_reason for each in bad.outputs} == {"error"} and bad.prompt_logprobs is None
+    assert bad.metrics.target_passes == 0 and not any(each.token_ids for each in bad.outputs)
+    assert llm.engine.sources.ssms is not None and not remembered(llm), "a draft remembers a request that ended"
+    assert "NaN or infinity at position 60" in str(bad.error)
+    assert [one.outputs for one in good] == [one.outputs for one in alone[1:]]
+    assert of_prompt(good[0]) == of_prompt(alone[1])
+    assert_clean(llm)
+
+
+def test_in_a_stream_and_with_texts() -> None:
+    llm, text = speaking_llm(), "def add(a, b):"
+    decode = llm.get_tokenizer().decode
+    (output,) = llm.generate(text, greedy(3, prompt_logprobs=2, logprobs=2))
+    assert all(each.decoded_token == decode([token]) for found in of_prompt(output) for token, each in found)
+    last = [*llm.stream(text, greedy(3, prompt_logprobs=2, logprobs=2))][-1].output
+    assert last is not None and of_prompt(last) == of_prompt(output)
+    (silent,) = llm.generate(text, greedy(3, prompt_logprobs=2, logprobs=2, detokenize=False))
+    for found, named in ((silent, False), (output, True)):
+        positions = [*of_prompt(found), *in_order(found.outputs[0].logprobs)]
+        assert {each.decoded_token is not None for position in positions for _, each in position} == {named}

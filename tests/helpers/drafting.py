@@ -1,0 +1,88 @@
+"""Engines with published heads: their targets, the executors that tests run them on, and what they must draft."""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.heads_made import TargetShape
+from tests.helpers.models import greedy, make_llama, new_folder, open_llm, random_prompts
+from tests.helpers.quantized_checkpoints import needs_compiler
+from treespec import LLM, RoundRecord, SamplingParams, SpecConfig
+
+EXECUTORS = pytest.mark.parametrize(
+    "executor",
+    [
+        pytest.param({"compile": False}, marks=pytest.mark.slow),
+        pytest.param({"compile": True}, marks=needs_compiler),
+        pytest.param({"backend": "transformers", "prove": True}, marks=pytest.mark.slow),
+    ],
+    ids=["eager", "compiled", "transformers"],
+)
+
+
+def make_target(shape: TargetShape, dtype: torch.dtype = torch.float32, **config: Any) -> Path:
+    """A random Llama of this shape; `config` overrides it."""
+    sizes = {name: getattr(shape, name) for name in vars(shape)} | {"head_dim": shape.head_dim}
+    return make_llama(new_folder("target"), 3, dtype, faint_after=0, **(sizes | config))
+
+
+def drafted_rounds(
+    target: Path, draft: Path, vocab: int, executor: dict[str, Any], tokens: int = 24, **tree: int
+) -> list[RoundRecord]:
+    """Rounds behind a prompt that was read in chunks; lookup makes them accept tokens."""
+    llm = open_llm(target, [draft], prefill_chunk=24, draft_quantization=None, **executor)
+    records: list[RoundRecord] = []
+    spec = SpecConfig(**({"nodes": 16, "max_depth": 4} | tree), sources=("ssm", "lookup"))
+    with llm.add_round_observer(records.append):
+        llm.generate(random_prompts((61,), vocab=vocab), greedy(tokens), spec=spec)
+    return records
+
+
+@torch.inference_mode()
+def target_states(model: Any, records: Iterable[RoundRecord]) -> dict[int, list[torch.Tensor]]:
+    """By the numbers of rounds: the hidden states of transformers' model over their contexts, [length, hidden] each."""
+    found = {}
+    for record in records:
+        states = model(torch.tensor([record.context]), output_hidden_states=True).hidden_states
+        found[record.number] = [layer[0] for layer in states]
+    return found
+
+
+@torch.inference_mode()
+def assert_probabilities(
+    records: Sequence[RoundRecord],
+    draft: str,
+    ids: Iterable[int],
+    logits_of: Callable[[RoundRecord, list[int]], torch.Tensor],
+) -> None:
+    """At every node that a draft alone proposed, the probability is that of a reference.
+
+    Args:
+        ids: the draft's vocabulary.
+        logits_of: the reference's logits over `ids` behind a round's root and some drafted tokens.
+    """
+    rows, checked = {token: row for row, token in enumerate(ids)}, 0
+    for record in records:
+        tree = record.tree
+        for node in range(1, len(tree)):
+            if tree.sources_of(node) != (draft,):
+                continue
+            tokens = tree.tokens[tree.path_to(node)[1:]].tolist()
+            expected = float(torch.softmax(logits_of(record, tokens[:-1]), -1)[rows[tokens[-1]]])
+            assert tree.probs[node] == pytest.approx(expected, abs=1e-5), (record.number, tokens)
+            checked += 1
+    assert checked > 40 and len({record.accepted for record in records}) > 1
+
+
+def assert_samples_of_plain_decoding(llm: LLM, prompts: Sequence[list[int]], spec: SpecConfig) -> None:
+    """Two samples of each prompt, which share its pages, with a seed of its own."""
+    seeds = range(1, len(prompts) + 1)
+    params = [SamplingParams(max_tokens=16, temperature=0.8, seed=seed, n=2, ignore_eos=True) for seed in seeds]
+    plain, tree = (llm.generate(list(prompts), params, spec=each) for each in ("off", spec))
+    assert [[each.token_ids for each in output.outputs] for output in tree] == [
+        [each.token_ids for each in output.outputs] for output in plain
+    ]
+    llm.engine.check_integrity()

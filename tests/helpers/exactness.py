@@ -1,0 +1,128 @@
+"""Whether trees have the tokens and the logit bits of plain decoding: shared by the guards and the guards' guards."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from tests.helpers.models import greedy, random_prompts
+from treespec import LLM, SamplingParams, SpecConfig
+from treespec.outputs import RequestOutput
+from treespec.request import Request
+from treespec.tree import TokenTree
+
+Prefix = tuple[int, ...]
+
+
+@dataclass
+class Run:
+    """What a call generated, and the logits of every row of its target passes by the tokens that lead to it."""
+
+    prompts: list[list[int]]
+    outputs: list[RequestOutput]
+    logits: dict[Prefix, Tensor]
+    unequal: list[Prefix]  # prefixes that were computed twice with other bits
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        return [output.outputs[0].token_ids for output in self.outputs]
+
+    @property
+    def sequences(self) -> list[list[int]]:
+        return [prompt + tokens for prompt, tokens in zip(self.prompts, self.tokens, strict=True)]
+
+    @property
+    def acceptance_length(self) -> float:
+        metrics = [output.metrics for output in self.outputs]
+        return sum(m.generated_tokens for m in metrics) / sum(m.target_passes for m in metrics)
+
+
+def prefixes_of(request: Request, tree: TokenTree) -> list[Prefix]:
+    """The tokens that lead to each node, its own and the request's included."""
+    prefixes: list[Prefix] = []
+    for node, (token, parent) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)):
+        prefixes.append((*(prefixes[parent] if node else request.tokens[:-1]), token))
+    return prefixes
+
+
+@contextmanager
+def recorded(llm: LLM) -> Iterator[tuple[dict[Prefix, Tensor], list[Prefix]]]:
+    """Collect logits by prefix while the block runs."""
+    logits: dict[Prefix, Tensor] = {}
+    unequal: list[Prefix] = []
+    original = llm.engine.runner.logits
+
+    def record(requests: Sequence[Request], trees: Sequence[TokenTree]) -> Tensor:
+        result = original(requests, trees)
+        rows = iter(result)
+        for request, tree in zip(requests, trees, strict=True):
+            for prefix in prefixes_of(request, tree):
+                row = next(rows).clone()
+                if not torch.equal(logits.setdefault(prefix, row), row):
+                    unequal.append(prefix)
+        return result
+
+    with mock.patch.object(llm.engine.runner, "logits", record):
+        yield logits, unequal
+
+
+def run(
+    llm: LLM,
+    prompts: Sequence[list[int]],
+    params: SamplingParams | list[SamplingParams],
+    spec: SpecConfig | str = "off",
+) -> Run:
+    """Generate and record."""
+    with recorded(llm) as (logits, unequal):
+        outputs = llm.generate(prompts, params, spec=spec)
+    llm.engine.check_integrity()
+    return Run(list(prompts), outputs, logits, unequal)
+
+
+def differences(plain: Run, tree: Run) -> list[str]:
+    """Where `tree` departs from `plain`, a line each; empty where tokens and bits are the same."""
+    found = [
+        f"prompt {i}: token {_first_difference(a, b)} of {a[-8:]} and {b[-8:]}"
+        for i, (a, b) in enumerate(zip(plain.tokens, tree.tokens, strict=True))
+        if a != b
+    ]
+    common = plain.logits.keys() & tree.logits.keys()
+    found += [f"logits after {len(p)} tokens" for p in common if not torch.equal(plain.logits[p], tree.logits[p])]
+    found += [f"logits after {len(p)} tokens, computed twice" for p in [*plain.unequal, *tree.unequal]]
+    if len(common) < len(plain.logits):  # every prefix of the true output is a root or an accepted node
+        found.append(f"{len(plain.logits) - len(common)} true prefixes were never scored")
+    return found
+
+
+def assert_exact(llm: LLM, plain: Run, spec: SpecConfig | str) -> Run:
+    """Asserts that an engine has the tokens and bits of a greedy run of plain decoding; returns what it did."""
+    tree = run(llm, plain.prompts, greedy(len(plain.tokens[0])), spec)
+    assert not (found := differences(plain, tree)), (spec, found[:10])
+    return tree
+
+
+def assert_every_node_exact(llm: LLM, spec: SpecConfig) -> None:
+    """Asserts that all nodes, rejected ones too, have the bits of their path decoded plainly, as a prompt."""
+    tree = run(llm, random_prompts((61, 120)), greedy(4), spec)
+    plain = run(llm, [list(prefix) for prefix in tree.logits], greedy(1), "off")
+    assert len(plain.logits) > 80
+    assert not [len(p) for p in plain.logits if not torch.equal(plain.logits[p], tree.logits[p])]
+    assert not differences(plain, plain)
+
+
+def _first_difference(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Torch's threads while the block runs."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,78 @@
+"""Drafters that search texts, in numpy and compiled, and requests for them: shared by the tests of both sources."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from tests.helpers.libraries import LIBRARIES
+from tests.helpers.quantized_checkpoints import needs_compiler
+from treespec import SpecConfig
+from treespec.drafters.lookup.lookup_drafter import Counts, LookupDrafter
+from treespec.request import Request
+from treespec.sampling_params import SamplingParams
+from treespec.tree import TokenTree
+from treespec_kernels.cpu.cpu_library import find_compiler
+from treespec_kernels.cpu.lookup_cpu import CompiledHistory, Matches, lookup_library
+
+LOOKUP = SpecConfig(nodes=16, sources=("lookup",))
+PAST = SpecConfig(nodes=16, sources=("suffix",))
+BOTH = SpecConfig(nodes=16)
+New = Callable[..., LookupDrafter]
+
+
+def numpy(remembers: int = 0) -> LookupDrafter:
+    return LookupDrafter(history_tokens=remembers)
+
+
+def compiled(remembers: int = 0) -> LookupDrafter:
+    return LookupDrafter(lookup_library(find_compiler(), LIBRARIES), remembers)
+
+
+def compiled_history(capacity: int) -> CompiledHistory:
+    return CompiledHistory(lookup_library(find_compiler(), LIBRARIES), capacity)
+
+
+WAYS = [pytest.param(numpy, id="numpy"), pytest.param(compiled, id="compiled", marks=needs_compiler)]
+"""What makes drafters, by the tokens that they remember."""
+
+
+def request_of(tokens: list[int], spec: SpecConfig = LOOKUP) -> Request:
+    return Request(tokens, SamplingParams(), spec)
+
+
+def propose(drafter: LookupDrafter, request: Request, depth: int) -> TokenTree:
+    (tree,) = drafter.propose([request], [depth])
+    tree.check_integrity()
+    return tree
+
+
+def write(drafter: LookupDrafter, tokens: list[int], spec: SpecConfig = PAST) -> None:
+    """Let a request have come and gone that wrote these tokens behind the first of them."""
+    request = request_of(tokens[:1], spec)
+    request.tokens += tokens[1:]
+    drafter.release(request)
+
+
+class Inside(NamedTuple):
+    """What a drafter keeps: counts over all requests and by request, what it proposed last, texts, and the prior."""
+
+    counts: Counts
+    own: dict[str, Counts]
+    found: dict[str, tuple[TokenTree, Matches]]
+    texts: dict[str, Any]
+    prior: np.ndarray
+
+
+def inside(drafter: LookupDrafter) -> Inside:
+    return Inside(drafter._counts, drafter._own, drafter.proposed.trees, drafter._texts, drafter._prior)
+
+
+def paths_of(tree: TokenTree) -> dict[tuple[int, ...], int]:
+    """The node at the end of every path below the root."""
+    return {tuple(tree.tokens[tree.path_to(node)[1:]].tolist()): node for node in range(len(tree))}
+
+
+def children_of(tree: TokenTree, node: int) -> list[int]:
+    return np.flatnonzero(tree.parents == node).tolist()

@@ -1,0 +1,215 @@
+"""Samples of one prompt, driven through an engine under guard: what the tests of shared pages have in common."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tests.helpers.exactness import Prefix, recorded
+from tests.helpers.lookups import inside
+from tests.helpers.models import VOCAB, greedy
+from tests.helpers.speech import altered_logits
+from treespec import LLM, LLMEngine, RequestOutput, SpecConfig
+from treespec.cache.kv_cache import KVCache
+from treespec.drafters.foreign.foreign_drafter import ForeignDrafter
+from treespec.drafters.lookup.lookup_drafter import LookupDrafter
+from treespec.llm import frontend_of
+from treespec.models.decoder import Decoder
+from treespec.request import PromptGroup, Request
+from treespec.tree import TokenTree
+from treespec_kernels.attention.tree_batch import PAGE_SIZE
+
+
+def samples(llm: LLM, prompt: list[int], counts: Sequence[int], spec: Any = "off", group: bool = True) -> list[Request]:
+    """A request for each of `counts`, the tokens that it is to generate; of one group, or on their own."""
+    shared = PromptGroup() if group else None
+    resolved = SpecConfig.resolve(spec, llm.spec)
+    return [
+        Request(prompt, greedy(count), resolved, group=shared, sample=sample) for sample, count in enumerate(counts)
+    ]
+
+
+_NOISE = 3.0 * torch.randn((8, VOCAB), generator=torch.Generator().manual_seed(9))
+
+
+def part_ways(request: Request, tree: TokenTree, logits: Tensor) -> None:
+    """Add noise of the sample's own: samples say different things, whatever else is in the batch."""
+    logits += _NOISE[request.sample % len(_NOISE)]
+
+
+@dataclass
+class Driven:
+    """What a drive has seen.
+
+    Attributes:
+        logits, unequal: as `recorded`, before any noise.
+        peak: the most pages that were held at a time.
+        running: the running requests after each step.
+    """
+
+    logits: dict[Prefix, Tensor]
+    unequal: list[Prefix]
+    peak: int = 0
+    running: list[list[Request]] = field(default_factory=list)
+
+
+def drive(llm: LLM, requests: Sequence[Request], change: Any = part_ways) -> Driven:
+    """Run requests to their end, as `LLM` does, checking every step and every write."""
+    engine = llm.engine
+    with recorded(llm) as (logits, unequal), altered_logits(llm, change), guarded(llm):
+        driven, step = Driven(logits, unequal), engine.step
+
+        def watched() -> list[Request]:
+            touched = step()
+            driven.running.append(list(engine.scheduler.running))
+            return touched
+
+        reserve = engine.cache.reserve
+
+        def counted(*args: Any, **options: Any) -> np.ndarray:
+            pages = reserve(*args, **options)
+            driven.peak = max(driven.peak, engine.cache.num_pages - engine.cache.num_free)
+            return pages
+
+        with mock.patch.object(engine, "step", watched), mock.patch.object(engine.cache, "reserve", counted):
+            for _ in frontend_of(llm).rounds.run(requests):
+                pass
+    assert engine.scheduler.is_idle
+    return driven
+
+
+@contextmanager
+def guarded(llm: LLM) -> Iterator[None]:
+    """While the block runs no write targets a page with several holders, such pages keep their bits in every step, and
+    pages and groups add up after it."""
+    cache, scheduler, step = llm.engine.cache, llm.engine.scheduler, llm.engine.step
+    plan, commit = Decoder.plan, KVCache.commit
+
+    def assert_own(pages: np.ndarray) -> None:
+        assert (cache.num_holders(pages) == 1).all(), f"a write to shared pages: {np.unique(pages).tolist()}"
+
+    def checked_plan(self: Decoder, requests: Any, kv: Tensor) -> Any:
+        for rows in requests:
+            assert_own(rows.slots[0])
+        return plan(self, requests, kv)
+
+    def checked_commit(self: KVCache, pool: int, pages: Any, lens: Any, paths: Any) -> None:
+        for own, length, path in zip(pages, lens, paths, strict=True):
+            assert_own(own[(length + np.arange(len(path))) // PAGE_SIZE])
+        commit(self, pool, pages, lens, paths)
+
+    def checked_step() -> list[Request]:
+        several = np.flatnonzero(cache.num_holders(np.arange(cache.num_pages + 1)) > 1)
+        before = [pool[:, :, several].clone() for pool in cache.pools]
+        touched = step()
+        kept = cache.num_holders(several) > 0  # those that are free now may have been zeroed
+        for pool, bits in zip(cache.pools, before, strict=True):
+            now, then = (x[:, :, torch.from_numpy(kept)].contiguous() for x in (pool[:, :, several], bits))
+            assert torch.equal(now.view(torch.int16), then.view(torch.int16)), "a shared page has changed"
+        cache.check_integrity()
+        scheduler.check_integrity()
+        return touched
+
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(Decoder, "plan", checked_plan))
+        patches.enter_context(mock.patch.object(KVCache, "commit", checked_commit))
+        patches.enter_context(mock.patch.object(llm.engine, "step", checked_step))
+        yield
+
+
+def run_at_random_times(
+    llm: LLM, asked: Sequence[tuple[Any, ...]], seed: int, aborts: float
+) -> dict[int, RequestOutput]:
+    """Add and abort requests at random times; return the outputs of those that ended by themselves, by number.
+
+    Args:
+        asked: prompt, parameters, spec and priority of each request.
+        aborts: the probability that a step is followed by an abort.
+    """
+    rng, engine, waiting = np.random.default_rng(seed), LLMEngine(llm), dict(enumerate(asked))
+    outputs: dict[int, RequestOutput] = {}
+    while waiting or engine.has_unfinished_requests():
+        for i in rng.permutation(list(waiting))[: rng.integers(0, 4)].tolist():
+            prompt, params, spec, priority = waiting.pop(i)
+            engine.add_request(str(i), {"prompt_token_ids": prompt}, params, spec=spec, priority=priority)
+        if rng.random() < aborts:
+            engine.abort_request(str(rng.integers(len(asked))))
+        for output in engine.step():
+            llm.engine.check_integrity()
+            if output.finished and all(one.finish_reason == "length" for one in output.outputs):
+                outputs[int(output.request_id)] = output
+    return outputs
+
+
+def assert_as_alone(
+    plain: LLM, llm: LLM, asked: Sequence[tuple[Any, ...]], run: Callable[[], list[dict[int, RequestOutput]]]
+) -> None:
+    """Asserts that requests which ended in `run` on `llm` have the outputs and logit bits of `plain` one by one."""
+    with recorded(plain) as (alone, twice):
+        expected = [plain.generate([prompt], params, spec="off")[0] for prompt, params, *_ in asked]
+    with recorded(llm) as (logits, unequal):
+        runs = run()
+    for ended in runs:
+        assert len(ended) > len(asked) // 2
+        for i, output in ended.items():
+            assert output.outputs == expected[i].outputs, "tokens, log-probabilities and reasons to end"
+            assert output.prompt_logprobs == expected[i].prompt_logprobs
+    common = alone.keys() & logits.keys()
+    assert len(common) > 100 and not twice and not unequal
+    assert all(torch.equal(alone[prefix], logits[prefix]) for prefix in common)
+    assert_clean(llm)
+
+
+@contextmanager
+def few_pages(llm: LLM, count: int) -> Iterator[None]:
+    """Leave an engine `count` free pages while the block runs."""
+    cache = llm.engine.cache
+    cache.reserve("hoard", (cache.num_free - count) * PAGE_SIZE)
+    try:
+        yield
+        assert cache.num_free == count, "pages are lost"
+    finally:
+        cache.release("hoard")
+
+
+def remembered(llm: LLM) -> list[str]:
+    """Requests of which one of the engine's drafters still keeps something, pages or tokens."""
+    engine = llm.engine
+    found = [] if engine.sources.ssms is None else list(engine.sources.ssms._states)
+    for drafter in (engine.sources.lookup, *engine.sources.others):
+        if isinstance(drafter, ForeignDrafter):
+            drafter.cache.check_integrity()
+            found += drafter._states
+        elif isinstance(drafter, LookupDrafter):
+            kept = inside(drafter)
+            found += [*kept.own, *kept.found, *kept.texts]
+    return found
+
+
+def assert_clean(llm: LLM) -> None:
+    """Nothing is held or remembered, and no stale NaN waits for the next request."""
+    llm.engine.check_integrity()
+    assert llm.engine.scheduler.is_idle
+    assert not remembered(llm)
+    for pool in llm.engine.cache.pools:
+        assert pool[:, :, 1:].isfinite().all(), "stale NaN or infinity is left for the next request"
+
+
+def departures(alone: Driven, shared: Driven, pairs: Sequence[tuple[Request, Request]]) -> list[str]:
+    """Where samples that share depart from those on their own, a line each."""
+    found = [f"sample {b.sample}: {a.tokens} {b.tokens}" for a, b in pairs if a.tokens != b.tokens]
+    found += [f"logits after {len(prefix)} tokens, computed twice" for prefix in [*alone.unequal, *shared.unequal]]
+    common = alone.logits.keys() & shared.logits.keys()
+    for prefix in common:
+        if not torch.equal(alone.logits[prefix], shared.logits[prefix]):
+            found.append(f"logits after {len(prefix)} tokens")
+    for request, _ in pairs:  # every prefix of the output was scored
+        for end in range(request.num_prompt, len(request.tokens)):
+            if tuple(request.tokens[:end]) not in common:
+                found.append(f"the prefix of {end} tokens was never scored")
+    return found

@@ -1,0 +1,109 @@
+"""A tiny model that speaks: a byte-level tokenizer trained on the spot, and targets that say what a test wants."""
+
+import argparse
+import functools
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from tokenizers import ByteLevelBPETokenizer
+from torch import Tensor
+
+from tests.helpers.exactness import prefixes_of
+from tests.helpers.models import VOCAB, OracleDrafter, new_folder, open_llm, tiny
+from treespec import LLM
+from treespec.engine.runner import Choices
+from treespec.request import Request
+from treespec.tree import TokenTree
+
+END = "<|end|>"
+
+
+def add_tokenizer(folder: Path, vocab: int = VOCAB, salt: str = "") -> Path:
+    """Train a byte-level BPE of `vocab` tokens, the end token first, into a model's folder."""
+    text = Path(argparse.__file__).read_text().splitlines()
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator([salt * 500, *text], vocab_size=vocab, special_tokens=[END], show_progress=False)
+    assert tokenizer.get_vocab_size() == vocab
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "clean_up_tokenization_spaces": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@functools.cache
+def speaking_folder() -> Path:
+    """`tiny`'s target with a tokenizer."""
+    folder = new_folder("speaking") / "target"
+    shutil.copytree(tiny()[0], folder)
+    return add_tokenizer(folder)
+
+
+@functools.cache
+def speaking_llm(ssms: int = 2, **options: Any) -> LLM:
+    """An engine over the speaking target; its drafts have no tokenizer of their own."""
+    return open_llm(speaking_folder(), tiny()[1][:ssms], **options)
+
+
+@contextmanager
+def scripted(llm: LLM, sequences: Sequence[Sequence[int]], depth: int = 8) -> Iterator[OracleDrafter]:
+    """While the block runs the target goes on as the sequences do, and an oracle drafts them `depth` deep.
+
+    The passes are computed all the same; only the choices are put in their place. Off the sequences, and past their
+    end, the target says something else.
+    """
+    continuation = {tuple(sequence[:end]): sequence[end] for sequence in sequences for end in range(1, len(sequence))}
+    original = llm.engine.runner.forward
+
+    def forward(requests: Sequence[Request], trees: Sequence[TokenTree]) -> list[Choices]:
+        results = []
+        for request, tree, choices in zip(requests, trees, original(requests, trees), strict=True):
+            prefixes = prefixes_of(request, tree)
+            said = [continuation.get(prefix, 1 + (prefix[-1] * 7 + len(prefix)) % (VOCAB - 1)) for prefix in prefixes]
+            results.append(choices._replace(tokens=np.array(said)))
+        return results
+
+    oracle = OracleDrafter(sequences, depth)
+    with (
+        mock.patch.object(llm.engine.runner, "forward", forward),
+        mock.patch.object(llm.engine.sources, "others", [oracle]),
+    ):
+        yield oracle
+
+
+@contextmanager
+def checked(llm: LLM) -> Iterator[list[list[str]]]:
+    """Check the engine after each step while the block runs; collects the running requests of every step."""
+    running: list[list[str]] = []
+    original = llm.engine.step
+
+    def step() -> list[Request]:
+        touched = original()
+        llm.engine.check_integrity()
+        running.append([request.request_id for request in llm.engine.scheduler.running])
+        return touched
+
+    with mock.patch.object(llm.engine, "step", step):
+        yield running
+
+
+@contextmanager
+def altered_logits(llm: LLM, change: Callable[[Request, TokenTree, Tensor], None]) -> Iterator[None]:
+    """Let `change(request, tree, logits)` write into the logits of every request's rows while the block runs."""
+    original = llm.engine.runner.logits
+
+    def logits(requests: Sequence[Request], trees: Sequence[TokenTree]) -> Tensor:
+        result = original(requests, trees)
+        parts = torch.split(result, [len(tree) for tree in trees])
+        for request, tree, part in zip(requests, trees, parts, strict=True):
+            change(request, tree, part)
+        return result
+
+    with mock.patch.object(llm.engine.runner, "logits", logits):
+        yield

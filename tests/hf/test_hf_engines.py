@@ -1,0 +1,185 @@
+"""Which engine serves a call of `treespec.hf.generate`, and the torch state it runs in."""
+
+import importlib
+import logging
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.generation import MaxTimeCriteria
+
+import treespec.hf
+from tests.helpers.architectures import make_model, random_ids
+from tests.helpers.exactness import threads
+from tests.helpers.models import greedy, random_prompts, tiny_llm
+from treespec.errors import RequestError
+from treespec.hf import engines
+from treespec.hf.rows import with_delayed_start
+
+module = importlib.import_module("treespec.hf.generate")  # its name is the function's in the package
+pytestmark = [pytest.mark.usefixtures("engines_start_quickly"), pytest.mark.slow]
+
+
+@pytest.fixture
+def model() -> Any:
+    return make_model("stablelm")
+
+
+def plainly(model: Any, ids: Tensor, **options: Any) -> Tensor:
+    return model.generate(ids, **({"max_new_tokens": 8, "do_sample": False, "pad_token_id": 2} | options))
+
+
+def by_trees(model: Any, ids: Tensor, **options: Any) -> Tensor:
+    return plainly(model, ids, custom_generate=treespec.hf.generate, **options)
+
+
+def kept(model: Any) -> list[Any]:
+    return [entry.llm for entry in engines._engines[model].entries]
+
+
+def test_another_number_of_threads_is_another_engine(model: Any) -> None:
+    wanted = plainly(model, random_ids())
+    assert torch.equal(by_trees(model, random_ids()), wanted)
+    [first] = kept(model)
+    with threads(torch.get_num_threads() + 1):
+        assert torch.equal(by_trees(model, random_ids()), wanted)
+    assert torch.equal(by_trees(model, random_ids()), wanted)
+    assert kept(model)[-1] is first
+
+
+def test_the_last_few_engines_are_kept(model: Any) -> None:
+    drafts = [make_model("stablelm", seed=seed) for seed in range(1, 4)]
+    wanted = plainly(model, random_ids())
+    assert torch.equal(by_trees(model, random_ids()), wanted)
+    [plain] = kept(model)
+    for draft in drafts[:2]:
+        assert torch.equal(by_trees(model, random_ids(), drafts=[draft]), wanted)
+    by_trees(model, random_ids())
+    assert kept(model)[-1] is plain and len(kept(model)) == 3
+    by_trees(model, random_ids(), drafts=[drafts[2]])
+    assert kept(model)[1] is plain and len(kept(model)) == 3  # that of the first draft went
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
+    by_trees(model, random_ids())
+    assert len(kept(model)) == 1, "engines around tensors that the model no longer has"
+
+
+def test_an_engine_has_room_for_the_rows_of_the_call(model: Any) -> None:
+    by_trees(model, random_ids())
+    assert [llm.config.max_num_seqs for llm in kept(model)] == [1]
+    assert torch.equal(by_trees(model, random_ids(3)), plainly(model, random_ids(3)))
+    assert [llm.config.max_num_seqs for llm in kept(model)] == [3], "the smaller one is of no more use"
+    by_trees(model, random_ids(2))
+    assert [llm.config.max_num_seqs for llm in kept(model)] == [3]
+
+
+@pytest.mark.parametrize(
+    ("length", "most", "room"),
+    [(5, 8192, 512), (513, 700, 700), (4097, 1 << 17, 8192), (100_005, 1 << 17, 102_400)],
+)
+def test_room(length: int, most: int, room: int) -> None:
+    assert engines.room_for(length, most) == room
+
+
+def test_where_memory_is_short(model: Any) -> None:
+    """Room to spare goes first, then rows at once; then the message names what the caller can lower."""
+    page = 64 * 2 * 4 * model.config.num_hidden_layers * model.config.hidden_size
+
+    def given(pages: int) -> Any:
+        return mock.patch("treespec.startup.memory.free_memory", lambda device: pages * page)
+
+    with given(8):
+        assert torch.equal(by_trees(model, random_ids(4)), plainly(model, random_ids(4)))
+    [llm] = kept(model)
+    assert llm.config.max_model_len < 512
+    with given(1), pytest.raises(RequestError, match=r"one row of 209 tokens.*lower max_new_tokens"):
+        by_trees(model, random_ids(), max_new_tokens=200)
+
+
+def test_time_runs_from_the_first_round_on(model: Any) -> None:
+    """Building an engine takes no time of `max_time`, and the caller's own criterion stays as it is."""
+    now, build = [1000.0], engines.engine_for
+
+    def slow(*args: Any) -> Any:
+        now[0] += 60.0
+        return build(*args)
+
+    own = MaxTimeCriteria(10.0, initial_timestamp=1060.0)
+    with mock.patch("time.time", lambda: now[0]), mock.patch.object(module, "engine_for", slow):
+        found = [
+            by_trees(model, random_ids(), **options) for options in ({"max_time": 5.0}, {"stopping_criteria": [own]})
+        ]
+    assert all(torch.equal(each, plainly(model, random_ids())) for each in found)
+    assert own.initial_timestamp == 1060.0
+    assert with_delayed_start([own], 60.0)[0].initial_timestamp == 1120.0
+
+
+def test_autocast_changes_nothing_and_the_log_says_so(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    module._warn_autocast.cache_clear()
+    wanted = plainly(model, random_ids())
+    with torch.autocast("cpu", torch.bfloat16), caplog.at_level(logging.WARNING, "treespec"):
+        for _ in range(2):  # built under it, and used under it
+            assert torch.equal(by_trees(model, random_ids(), drafts=["lookup"]), wanted)
+    assert [record.message for record in caplog.records if "autocast" in record.message] == [
+        "torch.autocast has no effect in treespec.hf.generate: the model computes in torch.float32"
+    ]
+    llm, params = tiny_llm(), greedy(12, temperature=0.8, seed=1)
+    [expected] = llm.generate(random_prompts([9]), params)
+    with torch.autocast("cpu", torch.bfloat16):
+        [found] = llm.generate(random_prompts([9]), params)
+    assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+class Keeps:
+    """A processor that keeps its tensors and changes them later."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        self.keep(ids, scores)
+        return scores
+
+    def keep(self, *given: Tensor) -> None:
+        assert not torch.is_inference_mode_enabled() and not torch.is_grad_enabled()
+        self.seen += [*given, *(torch.zeros_like(each) for each in given)]
+
+    def check(self) -> None:
+        assert self.seen
+        for tensor in self.seen:
+            tensor.add_(1)
+
+
+class KeepingCriterion(Keeps):
+    """A criterion that does, and never fires."""
+
+    def __call__(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        self.keep(ids, *scores)
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+
+def test_code_from_outside_may_keep_its_tensors(model: Any) -> None:
+    processor, criterion = Keeps(), KeepingCriterion()
+    options: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    found: Any = by_trees(
+        model, random_ids(), logits_processor=[processor], stopping_criteria=[criterion], pad_token_id=2, **options
+    )
+    assert torch.equal(found.sequences, plainly(model, random_ids()))
+    for tensor in (*found.scores, *found.logits, found.sequences):
+        tensor.mul_(2)
+    ours = Keeps()
+    tiny_llm().generate(random_prompts([9]), greedy(3, logits_processors=(ours,)))
+    for each in (processor, criterion, ours):
+        each.check()
+
+
+def test_another_default_dtype(model: Any) -> None:
+    wanted = plainly(model, random_ids())
+    assert torch.equal(by_trees(model, random_ids()), wanted)
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        assert torch.equal(by_trees(model, random_ids()), wanted)
+        assert torch.equal(by_trees(model, random_ids(2), drafts=["lookup"]), plainly(model, random_ids(2)))
+    finally:
+        torch.set_default_dtype(torch.float32)

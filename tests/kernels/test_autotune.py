@@ -1,0 +1,372 @@
+"""`treespec autotune`: what it measures where, what it prints, what it stores, and what it refuses."""
+
+import json
+import os
+import subprocess
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers import commands
+from tests.helpers.child import faster_interpreter, uninterpreted_document
+from tests.helpers.commands import program
+from tests.helpers.libraries import share_libraries
+from tests.helpers.models import make_llama, tiny
+from tests.planning.test_costs import KEY
+from treespec import LLM
+from treespec.cli import curves
+from treespec.planning.round_costs import CostCurve
+from treespec.startup import cost_measurement as costs
+from treespec.startup.cost_measurement import warn_of_threads
+from treespec_kernels.aot import compiler as aot
+from treespec_kernels.aot.compile_jobs import run_in_processes
+from treespec_kernels.linear.quantized import WeightForm
+from treespec_kernels.ops import OPS
+from treespec_kernels.ops.shapes import DTYPES
+from treespec_kernels.tuning import tuned
+
+pytestmark = pytest.mark.slow
+
+run = partial(commands.run, "autotune")
+THREADS = torch.get_num_threads()
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    share_libraries(tmp_path / "treespec")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def models() -> list[str]:
+    target, drafts = tiny()
+    return ["--model", str(target), *(part for draft in drafts[:2] for part in ("--draft", str(draft)))]
+
+
+def document(*arguments: object, code: int = 0) -> dict[str, Any]:
+    return run(*arguments, "--json", code=code).document
+
+
+def refusal(*arguments: object) -> str:
+    result = run(*arguments, code=2)
+    assert result.stdout == "" and result.stderr.startswith("error: ")
+    error = document(*arguments, code=2)["error"]
+    assert f"error: {error['message']}\n" == result.stderr
+    return error["message"]
+
+
+def store(threads: int, pass_seconds: float, **key: Any) -> dict[str, Any]:
+    costs.save(CostCurve((1, 16), (pass_seconds, pass_seconds), 0.0), KEY | {"threads": threads} | key)
+    return KEY | {"threads": threads} | key
+
+
+# --- cost curves
+
+
+def test_a_curve_is_stored_shown_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "no curves are stored" in run("--show").stdout
+    measured = document(*models(), "--seconds", 0.3, "--threads", THREADS)
+    [curve] = measured["curves"]
+    assert Path(measured["file"]) == tmp_path / "treespec" / "costs.json"
+    assert curve["rows"][0] == 1 and len(curve["rows"]) == len(curve["verify_seconds"]) and curve["draft_seconds"] > 0
+    assert curve["draft_start_seconds"] >= 0
+    assert curve["names"] == ["target", "ssm-1", "ssm-2"]
+    assert measured["threads"].keys() == {"best", "round_ms"} and measured["threads"]["best"] == THREADS
+    assert measured["threads"]["round_ms"].keys() == {str(THREADS)}
+    shown = run("--show").stdout
+    again = document("--show")
+    assert again["curves"] == [curve] and again["tuned"] == []
+    lines = shown.splitlines()
+    head = next(i for i, line in enumerate(lines) if line.startswith("rows "))
+    table = [line.split() for line in lines[head + 1 : head + 1 + len(curve["rows"])]]
+    assert [int(row[0]) for row in table] == curve["rows"] and table[0][2] == "1.00"
+    assert "ssm-2" in shown and measured["file"] in shown and "best" not in shown
+
+    def must_not_measure(*_: Any) -> None:
+        raise AssertionError("the stored curve was not used")
+
+    monkeypatch.setattr(costs, "measure", must_not_measure)
+    target, drafts = tiny()
+    used = LLM(target, list(drafts[:2])).stats()["cost_curve"]
+    assert used["rows"] == curve["rows"] and used["verify_seconds"] == curve["verify_seconds"]
+    assert used["draft_start_seconds"] == curve["draft_start_seconds"]
+
+
+# --- numbers of threads
+
+
+def test_each_number_of_threads_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    real = subprocess.run
+
+    def child(command: list[str], **options: Any) -> Any:
+        seen.append((command[command.index("--threads") + 1], options["env"]["OMP_NUM_THREADS"]))
+        if seen[-1][0] == "1":
+            return real(command, **options)
+        key = json.loads(costs.costs_file().read_text())[0]["key"] | {"threads": 2}
+        costs.save(CostCurve((1, 16), (9.0, 9.0), 0.0), key)
+        stored = json.dumps({"curves": [costs.load_all()[-1]]})
+        return subprocess.CompletedProcess(command, 0, stored, "")
+
+    monkeypatch.setattr(curves, "thread_counts", lambda: [1, 2])
+    monkeypatch.setattr(subprocess, "run", child)
+    measured = document(*models(), "--seconds", 0.1)
+    assert seen == [("1", "1"), ("2", "2")]
+    assert [curve["key"]["threads"] for curve in measured["curves"]] == [1, 2]
+    assert measured["threads"]["best"] == 1 and measured["threads"]["round_ms"]["2"] == 9000.0
+    shown = run("--show").stdout
+    assert ", 2 threads: 9000.00 ms, best: 1 (a round of 16 rows and 3 levels of drafting)" in shown
+
+
+def test_curves_are_measured_with_quantised_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def child(command: list[str], **options: Any) -> Any:
+        asked.append(command[command.index("--quantization") + 1])
+        return subprocess.CompletedProcess(command, 0, json.dumps({"curves": [{}]}), "")
+
+    monkeypatch.setattr(subprocess, "run", child)
+    assert curves.measure_in_children([1, 2], 1.0, quantization="int8") == [{}, {}]
+
+    def load(*given: Any, quantization: str | None, **options: Any) -> None:
+        asked.append(quantization)
+        raise FileNotFoundError("no model")
+
+    monkeypatch.setattr(curves, "load_llm", load)
+    assert "no model" in refusal(*models(), "--threads", 1, "--quantization", "int4")
+    assert asked == ["int8", "int8", "int4", "int4"]
+
+
+def test_thread_counts_are_powers_of_two_and_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, counts in ((1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (16, [1, 2, 4, 8, 16])):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)), raising=False)
+        assert curves.thread_counts() == counts
+
+
+def test_a_childs_error_is_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(curves, "thread_counts", lambda: [1, 2])
+    error = json.dumps({"error": {"type": "ConfigError", "message": "what is wrong"}})
+    ended = subprocess.CompletedProcess([], 2, error, "")
+    monkeypatch.setattr(subprocess, "run", lambda *given, **options: ended)
+    assert document(code=2)["error"]["message"] == "what is wrong"
+    monkeypatch.setattr(
+        subprocess, "run", lambda *given, **options: subprocess.CompletedProcess([], 1, "", "Traceback")
+    )
+    with pytest.raises(RuntimeError, match="ended with 1"):
+        curves.measure_in_children([1], 1.0)
+
+
+def test_only_other_numbers_of_threads_are_compared() -> None:
+    key = store(1, 0.2)
+    store(4, 0.1)
+    store(2, 0.05, dtype="bfloat16")
+    assert costs.by_threads(key) == {1: pytest.approx(0.2), 4: pytest.approx(0.1)}
+    assert curves.compare_threads(key) == {"best": 4, "round_ms": {"1": pytest.approx(200), "4": pytest.approx(100)}}
+    assert curves.compare_threads(key | {"device": "cuda"}) is None
+
+
+def test_the_engine_says_that_other_threads_are_faster(caplog: pytest.LogCaptureFixture) -> None:
+    target, _ = tiny()
+    first = LLM(target, [])
+    key = costs.cost_key(first.engine.runner, None, first.config.num_threads)
+    for threads, seconds in ((THREADS, 0.2), (THREADS + 1, 0.1)):
+        costs.save(CostCurve((1, 16), (seconds, seconds), 0.0), key | {"threads": threads})
+    caplog.clear()
+    LLM(target, [])
+    said = [record.getMessage() for record in caplog.records if "OMP_NUM_THREADS" in record.getMessage()]
+    assert len(said) == 1 and f"set OMP_NUM_THREADS={THREADS + 1}" in said[0] and "200 ms" in said[0]
+    caplog.clear()
+    warn_of_threads({1: 0.1, 2: 0.095}, 1)  # as good as equal
+    warn_of_threads({2: 0.1, 4: 0.2}, 1)  # this number was not measured
+    warn_of_threads({1: 0.1, 2: 0.2}, 1)
+    assert not caplog.records
+
+
+# --- ahead of time
+
+
+def test_kernels_are_compiled_for_a_target_without_a_gpu() -> None:
+    pytest.importorskip("triton")
+    options = ["--aot", "sm_90", "--ops", "kv_commit", "--dtype", "float16"]
+    child = program("-m", "treespec", "autotune", *options, "--json", TRITON_INTERPRET=None)
+    assert child.returncode == 0, child.stderr
+    report = json.loads(child.stdout)
+    assert report.keys() == {"targets", "failed"} and report["failed"] == []
+    assert {row["kernel"] for row in report["targets"]["sm_90"]} == {"move_path"}
+    assert {row["case"].split(",")[0] for row in report["targets"]["sm_90"]} == {"kv_commit float16"}
+    child = program("kernels/autotune.py", *options, TRITON_INTERPRET=None, PYTHONPATH=".:kernels:weights")
+    assert child.returncode == 0, child.stderr
+    assert child.stderr.startswith("compiling kernels for sm_90")
+    head, *lines = child.stdout.splitlines()
+    assert head.split() == ["kernel", "target", "compiled", "registers", "spills", "shared", "KB"]
+    assert [line.split()[:2] for line in lines] == [["move_path", "sm_90"]]
+
+
+def test_processes_change_no_result() -> None:
+    pytest.importorskip("triton")
+    script = """
+import json, torch
+from treespec_kernels.aot import compiler as aot
+from treespec_kernels.ops.shapes import default_shapes
+if __name__ == "__main__":
+    steps = []
+    def report(jobs):
+        return aot.compile_report(["sm_90"], default_shapes([torch.float16]), ["rms_norm", "kv_commit"], jobs,
+                                  advance=lambda done, total: steps.append((done, total)))
+    serial, parallel = report(1), report(2)
+    print(json.dumps([serial == parallel, serial["failed"], steps]))
+"""
+    equal, failed, steps = uninterpreted_document(script)
+    assert equal and failed == []
+    assert steps == 2 * [[done, steps[0][1]] for done in range(steps[0][1] + 1)] and len(steps) > 12
+
+
+def test_a_process_that_dies_costs_its_task_alone() -> None:
+    found: dict[int, int | None] = {}
+    tasks = [f"{number} * {number}" if number != 7 else "__import__('os')._exit(9)" for number in range(4, 12)]
+    run_in_processes(eval, tasks, 2, found.__setitem__)
+    assert found == {place: None if number == 7 else number * number for place, number in enumerate(range(4, 12))}
+
+
+def test_what_fails_ahead_of_time_ends_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {}
+    failure = {"target": "sm_90", "kernel": "k", "case": "an op; rows 1", "config": {}, "message": "spills 8"}
+
+    def report(targets: list[str], shapes: list[Any], ops: Any, **_: Any) -> dict[str, Any]:
+        asked.update(targets=targets, shapes=shapes, ops=ops)
+        return {"targets": {target: [] for target in targets}, "failed": [failure]}
+
+    monkeypatch.setattr(aot, "compile_report", report)
+    assert document("--aot", "sm_90", "--aot", "gfx942", *models(), code=1)["failed"] == [failure]
+    assert asked["targets"] == ["sm_90", "gfx942"] and set(asked["ops"]) == set(OPS)
+    assert [shape.dtype for shape in asked["shapes"]] == [torch.float32]  # drafts have the target's shape
+    assert "failed: k for sm_90, an op; rows 1: spills 8" in run("--aot", "sm_90", code=1).stdout
+    assert {shape.dtype for shape in asked["shapes"]} == set(DTYPES)
+    for kind, form in (("int8", WeightForm(8)), ("int4", WeightForm(4, 64))):
+        run("--aot", "sm_90", *models(), "--quantization", kind, "--dtype", "bfloat16", code=1)
+        target, draft = asked["shapes"]
+        assert (target.quantized, draft.quantized) == (form, None) and draft.dtype == torch.bfloat16
+
+
+def test_quantised_layers_are_compiled_without_a_gpu(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    target = make_llama(tmp_path / "target", 0, torch.float16, intermediate_size=704)
+    options = ["--aot", "sm_90", "--model", str(target), "--quantization", "int4", "--ops", "quantized_row_linear"]
+    child = program("-m", "treespec", "autotune", *options, "--json", TRITON_INTERPRET=None)
+    assert child.returncode == 0, child.stdout + child.stderr
+    rows = json.loads(child.stdout)["targets"]["sm_90"]
+    assert {row["kernel"] for row in rows} == {"multiply_quantized", "add_splits"}
+    forms = {(c["BITS"], c["GROUP"], "zero" not in c) for row in rows if "BITS" in (c := row["config"])}
+    assert forms == {(4, 64, False)}, "704 inputs are no multiple of 128"
+
+
+# --- the sweep
+
+
+def test_a_rehearsal_of_the_sweep(tmp_path: Path) -> None:
+    """On a CPU, in Triton's interpreter: everything but the times is as on a GPU."""
+    pytest.importorskip("triton")
+
+    def autotune(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = ["-m", "treespec", "autotune", *models()[:2], *"--nodes 2 --context 3 --ops tree_attention".split()]
+        return program(*command, *arguments, TRITON_INTERPRET="1", **faster_interpreter())
+
+    child = autotune("--json")
+    assert child.returncode == 0, child.stderr
+    found = json.loads(child.stdout)["kernels"]
+    assert found["rehearsal"] and found["copy_bytes_per_second"] > 0
+    file = tmp_path / "treespec" / "tuned" / "triton-interpreter.json"
+    assert Path(found["file"]) == file
+    result = found["results"][0]
+    assert result.keys() == {"label", "default", "entry", "measured", "left", "failed"}
+    assert result["label"] == "tree_attention float32, group 2, head_dim 16"
+    assert result["measured"] > 0 and result["failed"] == []
+    loads = result["entry"]["loads"]
+    assert loads.keys() >= {"requests 1, nodes 2, context 3"}
+    assert all(load["share_of_copy"] > 0 and load["default_microseconds"] > 0 for load in loads.values())
+    [entry] = tuned.read_entries(file, "Triton interpreter")
+    assert asdict(entry) == result["entry"] and entry.versions["source"] == tuned.source_hash("tree_attention")
+
+    child = autotune()  # nothing is measured again: the times are those of the first run
+    assert child.returncode == 0, child.stderr
+    assert (
+        f"{loads['requests 1, nodes 2, context 3']['microseconds']:.2f}" in child.stdout and "rehearsal" in child.stdout
+    )
+    shown = document("--show")["tuned"]
+    assert [(each["file"], each["entries"][0]["stale"]) for each in shown] == [(str(file), [])]
+    assert "tree_attention float32, group 2, head_dim 16" in run("--show").stdout
+
+
+def test_tuned_quantised_layers_are_shown() -> None:
+    key = {"dtype": "bfloat16", "groups": 1, "out_features": 64, "in_features": 96, "bits": 4, "group": 32, "zero": 0}
+    versions = tuned.versions_of("NVIDIA H200", "quantized_row_linear")
+    assert versions["source"] != tuned.versions_of("NVIDIA H200", "row_linear")["source"]
+    entries = [
+        tuned.TunedEntry(op, key, {}, 1.0, 2.0, {}, versions, "") for op in ("row_linear", "quantized_row_linear")
+    ]
+    tuned.save_entries(tuned.user_folder() / "nvidia-h200.json", "NVIDIA H200", entries)
+    [shown] = document("--show")["tuned"]
+    assert {each["op"]: bool(each["stale"]) for each in shown["entries"]} == {
+        "row_linear": True,
+        "quantized_row_linear": False,
+    }
+    label = "quantized_row_linear bfloat16, bits 4, group 32, groups 1, in_features 96, out_features 64, zero 0"
+    assert f"{label}: 1.00 us, default 2.00 us\n" in run("--show").stdout
+
+
+@pytest.mark.parametrize(("pdl", "said"), [(True, "on"), (False, "off")])
+def test_whether_launches_are_programmatic_is_shown(pdl: bool, said: str) -> None:
+    key = {"dtype": "bfloat16", "groups": 1, "hidden_size": 4096}
+    versions = tuned.versions_of("NVIDIA H200", "programmatic_launch")
+    entry = tuned.TunedEntry("programmatic_launch", key, {"pdl": pdl}, 1.0, 2.0, {}, versions, "")
+    tuned.save_entries(tuned.user_folder() / "nvidia-h200.json", "NVIDIA H200", [entry])
+    label = "programmatic_launch bfloat16, groups 1, hidden_size 4096"
+    assert f"  {label}: 1.00 us, default 2.00 us, {said}\n" in run("--show").stdout
+
+
+# --- errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["--aot", "sm_91"],
+            ["'sm_91' (did you mean 'sm_90'?)", "valid: gfx942, sm_100, sm_120, sm_80, sm_86, sm_89, sm_90"],
+        ),
+        (["--aot", "sm_90", "--ops", "tree_atention"], ["did you mean 'tree_attention'?", "kv_commit"]),
+        (["--aot", "sm_90", "--dtype", "float6"], ["'float6' (did you mean 'float16'?)", "bfloat16"]),
+        (["--nodes", "8"], ["--nodes is about kernels on a GPU", "--aot compiles them"]),
+        (["--fresh"], ["--fresh is about kernels on a GPU"]),
+        (["--nodes", "257"], ["--nodes", "less than or equal to 256"]),
+        (["--context", "0"], ["--context", "greater than or equal to 1"]),
+        (["--budget-seconds", "0"], ["--budget-seconds", "greater than or equal to 1"]),
+        (["--seconds", "0"], ["--seconds", "greater than or equal to 0.01"]),
+        (["--threads", "0"], ["--threads", "greater than or equal to 1"]),
+        (["--device", "tpu"], ["device='tpu'", '"cpu", "cuda"']),
+        (["--dtype", "bf16"], ["--dtype: unknown 'bf16'", "bfloat16"]),
+        (["--quantization", "int3"], ["--quantization: unknown 'int3'", "int4, int8"]),
+        (["--model", "/nowhere", "--threads", "1"], ["/nowhere"]),
+        (["--budget", "4"], ["--budget"]),
+    ],
+)
+def test_what_cannot_be_done_is_refused(arguments: list[str], said: list[str]) -> None:
+    message = refusal(*arguments)
+    assert all(part in message for part in said), message
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_gpu_that_is_not_there_is_refused() -> None:
+    assert "torch sees no GPU here" in refusal("--device", "cuda")
+
+
+def test_sizes_that_no_kernel_takes_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    target = make_llama(tmp_path / "target", 0, head_dim=512)
+    command = ["-m", "treespec", "autotune", "--model", str(target), "--nodes", "2", "--json"]
+    child = program(*command, TRITON_INTERPRET="1")
+    assert child.returncode == 2, child.stderr
+    assert "head_dim 512 is not supported; use 1 to 256" in json.loads(child.stdout)["error"]["message"]

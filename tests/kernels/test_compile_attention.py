@@ -1,0 +1,238 @@
+"""Attention in the compiled library: a row's bits depend neither on where its keys lie nor on the rows beside it."""
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers.libraries import LIBRARIES, PAIRS, compiler_of, instruction_sets
+from tests.helpers.quantized_checkpoints import needs_compiler
+from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
+from treespec_kernels.cpu.compiled_plan import plan_compiled
+from treespec_kernels.cpu.cpu_library import find_compiler
+from treespec_kernels.cpu.decoder_cpu import Architecture, CompiledLayerWeights, CompiledModel
+from treespec_kernels.cpu.decoder_library import build
+from treespec_kernels.tuning.testing import assert_close
+
+pytestmark = needs_compiler
+HIDDEN, VOCAB = 32, 61
+LENGTH = 3 * PAGE_SIZE
+PAGES = np.array([5, 1, 3, 4])  # in the order of positions
+POISON = VOCAB  # a token of NaN
+ONES = torch.ones(HIDDEN)
+NORM = ONES, None
+
+
+class Case(NamedTuple):
+    head_dim: int
+    kv_heads: int
+    group: int
+    dtype: torch.dtype
+    window: int | None = None
+    cap: float | None = None
+    instructions: str | None = None
+
+
+CASES = [
+    Case(16, 2, 3, torch.bfloat16),
+    Case(32, 1, 8, torch.bfloat16),
+    Case(64, 1, 4, torch.float32),
+    Case(80, 2, 3, torch.float32),
+    Case(144, 1, 3, torch.bfloat16),
+    Case(32, 2, 2, torch.bfloat16, window=1),
+    Case(64, 1, 4, torch.bfloat16, window=5, cap=2.0),
+    Case(16, 2, 3, torch.float32, window=64),
+    Case(64, 2, 1, torch.bfloat16, window=70),
+    Case(80, 1, 2, torch.float32, window=129, cap=0.5),
+]
+SETS = [Case(16, 2, 3, torch.bfloat16, 41, 2.0, name) for name in instruction_sets()]
+CASES += SETS
+cases = pytest.mark.parametrize(
+    "case",
+    # Other libraries than the test models' take seconds to compile.
+    [pytest.param(case, marks=[pytest.mark.slow] * (case.head_dim > 16 or case in SETS)) for case in CASES],
+    ids=["-".join(map(str, case)).replace("torch.", "") for case in CASES],
+)
+
+
+class Weights(NamedTuple):
+    embed: Tensor
+    layers: list[CompiledLayerWeights]
+    head: Tensor
+
+
+def random_weights(case: Case, layers: int) -> Weights:
+    """Without an MLP, so that most of the result is attention's."""
+    generator = torch.Generator().manual_seed(7)
+    heads, dim = case.kv_heads * case.group, case.head_dim
+
+    def random(*size: int, gain: float = 1.0) -> Tensor:
+        return (torch.randn(*size, generator=generator) * gain * size[-1] ** -0.5).to(case.dtype)
+
+    embed = random(VOCAB + 1, HIDDEN, gain=HIDDEN**0.5)
+    embed[POISON] = torch.nan
+    down, parts = torch.zeros(HIDDEN, HIDDEN, dtype=case.dtype), []
+    for _ in range(layers):
+        qkv = random((heads + 2 * case.kv_heads) * dim, HIDDEN, gain=1.5)
+        o, gate_up = random(HIDDEN, heads * dim, gain=3.0), random(2 * HIDDEN, HIDDEN)
+        matrices = (qkv, None, o, None, gate_up, None, down, None)  # each with its bias
+        parts.append(CompiledLayerWeights(ONES, ONES, None, *matrices, 0, case.window))
+    return Weights(embed, parts, random(VOCAB, HIDDEN))
+
+
+def make_model(case: Case, threads: int = 1, layers: int = 2) -> CompiledModel:
+    compiler = find_compiler() if case.instructions is None else compiler_of(case.instructions)
+    library = build(compiler, case.head_dim, case.dtype, LIBRARIES)
+    weights = random_weights(case, layers)
+    heads, scale = case.kv_heads * case.group, case.head_dim**-0.5
+    architecture = Architecture(heads, case.kv_heads, 1e-6, scale, score_cap=case.cap)
+    return CompiledModel(library, architecture, weights.embed, None, weights.layers, NORM, weights.head, threads)
+
+
+def new_pool(case: Case, layers: int = 2) -> Tensor:
+    return torch.zeros(layers, 2, 8, case.kv_heads, PAGE_SIZE, case.head_dim, dtype=case.dtype)
+
+
+def run(model: CompiledModel, case: Case, pool: Tensor, tokens: Any, *requests: RequestRows) -> Tensor:
+    """Hidden states, [num_rows, HIDDEN]. Keys turn by an angle that goes by dimension and position."""
+    length = max(int(rows.positions.max()) for rows in requests) + 1
+    angle = torch.arange(length)[:, None] * 0.7 ** torch.arange(case.head_dim // 2)
+    rotation = torch.stack(
+        (torch.cat((angle.cos(),) * 2, 1), torch.cat((-angle.sin(), angle.sin()), 1)), 1
+    ).contiguous()
+    return model.forward(torch.as_tensor(tokens, dtype=torch.int64), plan_compiled(requests), rotation, pool)
+
+
+def tree_rows(context_len: int, parents: list[int], pages: np.ndarray = PAGES) -> RequestRows:
+    count = len(parents)
+    depths, visible = np.zeros(count, dtype=np.int64), np.eye(count, dtype=bool)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            depths[node] = depths[parent] + 1
+            visible[node] |= visible[parent]
+    return RequestRows(context_len, np.arange(count), depths, visible, depths, pages)
+
+
+class Plain(NamedTuple):
+    """Decoded token by token."""
+
+    tokens: np.ndarray
+    hidden: Tensor
+    pool: Tensor
+
+
+@functools.cache
+def plain_run(case: Case, other: bool = False) -> Plain:
+    """Of one of two sequences, whose first page is the same."""
+    model, pool = make_model(case), new_pool(case)
+    tokens = np.random.default_rng(3).integers(VOCAB, size=LENGTH)
+    tokens[PAGE_SIZE:] = np.roll(tokens[PAGE_SIZE:], 7 * other)
+    rows = [run(model, case, pool, [token], RequestRows.chain(i, 1, PAGES)) for i, token in enumerate(tokens)]
+    hidden = torch.cat(rows)
+    assert hidden.isfinite().all()
+    return Plain(tokens, hidden, pool)
+
+
+@pytest.mark.slow
+def test_passes_have_the_same_bits_in_every_instruction_set() -> None:
+    others = [case for case in SETS if case.instructions != PAIRS]
+    first = plain_run(others[0])
+    for case in others[1:]:
+        plain = plain_run(case)
+        assert torch.equal(plain.hidden, first.hidden) and torch.equal(plain.pool, first.pool), case.instructions
+    assert len(others) >= 2
+
+
+@cases
+def test_trees_behind_every_context(case: Case) -> None:
+    """From no context to two pages; nodes beside the path are NaN, and so is what earlier trees left behind."""
+    model, plain = make_model(case), plain_run(case)
+    pool = plain.pool.clone()
+    parents, path = [-1, 0, 0, 1, 2, 4, 4, 6], [0, 2, 4, 6, 7]
+    for context_len in reversed(range(2 * PAGE_SIZE + 3)):
+        tokens = np.full(len(parents), POISON)
+        tokens[path] = plain.tokens[context_len : context_len + len(path)]
+        hidden = run(model, case, pool, tokens, tree_rows(context_len, parents))
+        assert torch.equal(hidden[path], plain.hidden[context_len : context_len + len(path)]), context_len
+        assert hidden[[1, 3, 5]].isnan().all()
+
+
+@cases
+def test_chunks_of_any_size(case: Case) -> None:
+    """And the keys and values that they leave are the same bits too."""
+    plain = plain_run(case)
+    for threads, chunk in ((1, 40), (3, 7), (2, LENGTH), (3, LENGTH)):
+        model, pool = make_model(case, threads), new_pool(case)
+        for start in range(0, LENGTH, chunk):
+            part = plain.tokens[start : start + chunk]
+            hidden = run(model, case, pool, part, RequestRows.chain(start, len(part), PAGES))
+            assert torch.equal(hidden, plain.hidden[start : start + chunk]), (threads, chunk, start)
+        assert torch.equal(pool, plain.pool)
+
+
+@cases
+def test_requests_beside_each_other(case: Case) -> None:
+    """Of other lengths in other pages, some of which they share; chains and trees in one block of rows."""
+    plain, other = plain_run(case), plain_run(case, True)
+    pool = plain.pool.clone()
+    own = np.array([PAGES[0], 6, 7, 2])  # the first page is shared
+    pool[:, :, own[1:]] = other.pool[:, :, PAGES[1:]]
+    parents, path = [-1, 0, 0, 2, 1], [0, 2, 3]
+    for long, short in ((133, 64), (150, 97), (129, 65), (128, 127)):
+        tokens = np.full(len(parents), POISON)
+        tokens[path] = plain.tokens[long : long + len(path)]
+        requests = [RequestRows.chain(short, 6, own), tree_rows(long, parents), RequestRows.chain(short + 6, 1, own)]
+        ids = np.concatenate((other.tokens[short : short + 6], tokens, other.tokens[short + 6 : short + 7]))
+        hidden = run(make_model(case), case, pool.clone(), ids, *requests)
+        assert torch.equal(hidden[[*range(6), 11]], other.hidden[short : short + 7])
+        assert torch.equal(hidden[6:11][path], plain.hidden[long : long + len(path)])
+
+
+@cases
+def test_paths_longer_than_a_page(case: Case) -> None:
+    """140 nodes in two branches: more slots than are brought together at once, for one row and for 16."""
+    plain, parents = plain_run(case), [max(node - 2, -1 if node == 0 else 0) for node in range(140)]
+    path = [0, *range(2, 140, 2)]
+    for context_len in (37, 64):
+        tokens = np.full(len(parents), 5)
+        tokens[path] = plain.tokens[context_len : context_len + len(path)]
+        pool = torch.cat((plain.pool, plain.pool), 2)
+        rows = tree_rows(context_len, parents, np.array([*PAGES[:-1], 9, 10]))
+        for threads in (1, 2):
+            hidden = run(make_model(case, threads), case, pool, tokens, rows)
+            assert torch.equal(hidden[path], plain.hidden[context_len : context_len + len(path)])
+
+
+@cases
+def test_close_to_a_sum_in_double(case: Case) -> None:
+    """One layer, against softmax over the keys and values that stand in the cache."""
+    model, pool = make_model(case, layers=1), new_pool(case, 1)
+    generator = torch.Generator().manual_seed(1)
+    count, heads, dim = 2 * PAGE_SIZE + 21, case.kv_heads * case.group, case.head_dim
+    pool.copy_(torch.randn(pool.shape, generator=generator))
+    hidden = run(model, case, pool, [9], RequestRows.chain(count - 1, 1, PAGES))
+    k, v = pool[0][:, PAGES].transpose(1, 2).reshape(2, case.kv_heads, -1, dim)[:, :, :count].double()
+
+    def normed(x: Tensor) -> Tensor:
+        return x * (x.square().mean() + 1e-6).rsqrt()
+
+    embed, [layer], _ = random_weights(case, 1)
+    qkv, o, x = layer.qkv.double(), layer.o.double(), embed[9].double()
+    query = (qkv[: heads * dim] @ normed(x)).view(heads, 2, dim // 2)
+    angle = (count - 1) * 0.7 ** torch.arange(dim // 2, dtype=torch.double)
+    first, second = query[:, 0], query[:, 1]
+    turned = torch.cat(
+        (first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()), 1
+    ).view(case.kv_heads, case.group, dim)
+    scores = (turned * dim**-0.5) @ k.mT
+    if case.cap is not None:
+        scores = case.cap * (scores / case.cap).tanh()
+    if case.window is not None:
+        scores[..., : count - case.window] = -torch.inf
+    attended = scores.softmax(-1) @ v
+    expected = normed(x + o @ attended.flatten())[None]
+    tolerance = 1e-5 if case.dtype == torch.float32 else 2**-6
+    assert_close(hidden.float(), expected.float(), max_error=4 * tolerance, rms_error=tolerance)

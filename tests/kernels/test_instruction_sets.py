@@ -1,0 +1,144 @@
+"""Products on a CPU: one order of summation for any number of rows, with every instruction set that the machine has."""
+
+import ctypes
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers.libraries import LIBRARIES, PAIRS, compiler_of, instruction_sets
+from tests.helpers.quantized_checkpoints import needs_compiler
+from tests.kernels.test_quantized_linear import random_weight
+from treespec_kernels.cpu.decoder_library import build
+from treespec_kernels.linear.compiled_linear import CompiledLinear
+from treespec_kernels.linear.quantized import QuantizedWeight, dequantized, integers
+
+pytestmark = needs_compiler
+QUICK = [name for name in ("avx2", "avx512-vnni") if name in instruction_sets()]  # emulation takes long
+sets = pytest.mark.parametrize(
+    "names", [pytest.param(QUICK, id="quick"), pytest.param(instruction_sets(), id="all", marks=pytest.mark.slow)]
+)
+ROWS = (1, 2, 5, 16, 17, 33, 70)
+FORMS = [  # outputs, inputs, bits, groups, zero points
+    (130, 704, 4, 22, True),
+    (64, 192, 4, 2, False),
+    (97, 96, 8, 1, False),
+    (70, 640, 8, 20, True),
+    (70, 576, 8, 1, False),
+    (64, 512, 4, 4, True),
+    (64, 576, 4, 9, True),
+]
+
+
+@functools.cache
+def library(instructions: str) -> ctypes.CDLL:
+    return build(compiler_of(instructions), 16, torch.bfloat16, LIBRARIES)
+
+
+def inputs(rows: int, size: int, kind: str) -> Tensor:
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, size, generator=generator)
+    if kind == "extreme":  # products and sums become denormal, infinite and NaN
+        x *= 2.0 ** torch.randint(-80, 60, x.shape, generator=generator)
+        x[::3] *= 2.0**-60
+        x[-1, 1] = torch.inf
+        x[rows // 2, -2] = torch.nan
+    return x.bfloat16()
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are equal, where NaN equals NaN and 0 differs from -0."""
+    number = ~a.isnan()
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a[number].view(torch.int16), b[number].view(torch.int16))
+
+
+def weights() -> dict[str, Tensor | QuantizedWeight]:
+    generator = torch.Generator().manual_seed(3)
+    made: dict[str, Tensor | QuantizedWeight] = {
+        f"dense {out}x{size}": torch.randn(out, size, generator=generator).bfloat16()
+        for out, size in ((130, 704), (64, 48), (200, 32))
+    }
+    made |= {f"{form}": random_weight(*form) for form in FORMS}
+    return made
+
+
+@pytest.mark.parametrize("kind", ["normal", "extreme"])
+@pytest.mark.parametrize("integer", [False, True])
+@sets
+def test_bits_depend_on_no_number_of_rows_and_no_instruction_set(
+    names: Sequence[str], kind: str, integer: bool
+) -> None:
+    compared = 0
+    for weight in weights().values():
+        if integer and isinstance(weight, Tensor):
+            continue
+        x = inputs(max(ROWS), weight.shape[-1], kind)
+        first: Tensor | None = None
+        for name in names:
+            linear = CompiledLinear(library(name), weight, None, torch.bfloat16, 2, integer)
+            alone = torch.cat([linear(row) for row in x.split(1)])
+            for rows in ROWS:
+                assert same_bits(linear(x[:rows]), alone[:rows]), (name, rows)
+                assert same_bits(linear(x[-rows:]), alone[-rows:]), (name, rows)
+                compared += 1
+            if integer or name != PAIRS:
+                first = alone if first is None else first
+                assert same_bits(alone, first), name
+    assert compared >= len(ROWS) * len(FORMS) * 2
+
+
+@sets
+def test_dense_products_have_the_order_of_amx(names: Sequence[str]) -> None:
+    """Intel SDM, TDPBF16PS: per 32 inputs, one chain of FMAs over the even inputs and one over the odd ones."""
+    generator = torch.Generator().manual_seed(5)
+    x, weight = (torch.randn(rows, 96, generator=generator).bfloat16() for rows in (7, 40))
+    total = torch.zeros(7, 40)
+    for block in range(0, 96, 32):
+        chains = [torch.zeros(7, 40), torch.zeros(7, 40)]
+        for i in range(block, block + 32):  # exact in float64, so that rounding to float32 is that of an FMA
+            chains[i % 2] = (chains[i % 2] + x[:, i, None].double() * weight[None, :, i].double()).float()
+        total += chains[0] + chains[1]
+    for name in names:
+        if name != PAIRS:
+            linear = CompiledLinear(library(name), weight, None, torch.bfloat16, 1)
+            assert torch.equal(linear(x), total.bfloat16()), name
+
+
+@sets
+def test_int8_activations_are_rounded_per_row_and_group(names: Sequence[str]) -> None:
+    for weight in weights().values():
+        if isinstance(weight, Tensor):
+            continue
+        x = inputs(5, weight.in_features, "normal")
+        x[2, : weight.group] = 0.0
+        parts = x.float().unflatten(1, (-1, weight.group))
+        largest = parts.abs().amax(-1, keepdim=True)
+        q = torch.where(largest > 0, parts * (127.0 / largest), 0.0).round()
+        total = torch.zeros(5, weight.out_features, dtype=torch.float64)
+        grouped = integers(weight).double().unflatten(1, (-1, weight.group))
+        for g in range(q.shape[1]):
+            sums = q[:, g].double() @ grouped[:, g].T
+            if weight.zero is not None:
+                sums -= weight.zero[:, g].double() * q[:, g].double().sum(-1, keepdim=True)
+            total += sums * weight.scale[:, g].double() * (largest[:, g] / 127.0).double()
+        exact = x.double() @ dequantized(weight).double().T
+        for name in names:
+            y = CompiledLinear(library(name), weight, None, torch.bfloat16, 1, integer=True)(x).double()
+            error = (y - total).abs().max()
+            assert error <= 2.0**-7 * total.abs().max(), name  # rounding to bfloat16
+            assert 0 < (total - exact).norm() / exact.norm() < 0.02
+
+
+def test_instruction_set_is_read_from_the_environment() -> None:
+    script = "import treespec_kernels.cpu.cpu_library as c; print(c.find_compiler()[1:])"
+
+    environment = os.environ | {"TREESPEC_CPU": "amx-emulated"}
+    printed = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+    )
+    assert printed.stdout.strip() == "('-DTILES=2',)"

@@ -1,0 +1,40 @@
+"""The cases of tests/interpreted/, in processes of their own: kernels by implementation, and engines on the kernels."""
+
+import pytest
+
+from tests.helpers.child import run_cases
+
+ENGINES = [  # the longest first
+    "graph_engine",
+    "target_pass simulated_gpu_rules",
+    "sampling_rounds",
+    "quantized_engine tuning quantized_tuning",
+    "families",
+    "heads vocabulary",
+]
+KERNELS = [
+    "tree_attention combine_segments pass_layout",
+    "ops qkv_rope rms_norm logit_transforms tree_merge tree_select tree_walk kv_commit row_topk coupled_noise",
+    "row_linear lm_head",
+]
+OF_THE_HOST = {
+    "ref": "tree_merge tree_select tree_walk kv_commit row_topk logit_transforms qkv_rope rms_norm row_linear"
+    " lm_head tree_attention",
+    "cpu": "kv_commit",
+}
+
+
+@pytest.mark.parametrize("names", ENGINES)
+def test_engines(names: str) -> None:
+    run_cases(names)
+
+
+@pytest.mark.parametrize("implementation", ["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("names", KERNELS)
+def test_kernels(names: str, implementation: str) -> None:
+    run_cases(names, implementation)
+
+
+@pytest.mark.parametrize("implementation", OF_THE_HOST)
+def test_implementations_of_the_host(implementation: str) -> None:
+    run_cases(OF_THE_HOST[implementation], implementation)

@@ -1,0 +1,150 @@
+"""Linear layers with quantised weights: the specification, and the library on a CPU."""
+
+import ctypes
+
+import pytest
+import torch
+
+from tests.helpers.libraries import LIBRARIES
+from tests.helpers.quantized_checkpoints import needs_compiler
+from treespec_kernels.cpu.cpu_library import find_compiler
+from treespec_kernels.cpu.decoder_library import build
+from treespec_kernels.linear.compiled_linear import CompiledLinear, quantized_linear
+from treespec_kernels.linear.linear import Linear
+from treespec_kernels.linear.quantized import QuantizedWeight, dequantized, integers, stacked
+from treespec_kernels.linear.row_linear import row_linear_ref
+from treespec_kernels.linear.row_linear_config import quantized_default
+from treespec_kernels.ops.shapes import AOT_FORMS
+from treespec_kernels.tuning.testing import assert_close
+from treespec_weights.quantize import Quantized, dequantize, quantize
+
+DTYPES = [torch.float32, torch.bfloat16]
+BOUNDS = {torch.float32: (1e-5, 1e-6), torch.bfloat16: (8e-2, 8e-3)}
+# outputs, inputs, bits, groups, zero points
+FORMS = [
+    (64, 64, 8, 1, False),
+    (97, 96, 8, 1, False),
+    (33, 96, 8, 3, True),
+    (64, 256, 4, 2, False),
+    (130, 704, 4, 11, False),
+    (97, 96, 4, 3, True),
+    (16, 48, 4, 1, True),
+]
+
+
+def library(dtype: torch.dtype) -> ctypes.CDLL:
+    return build(find_compiler(), 16, dtype, LIBRARIES)
+
+
+def random_weight(
+    out: int, inputs: int, bits: int, groups: int, has_zero: bool, dtype: torch.dtype = torch.float32
+) -> QuantizedWeight:
+    generator = torch.Generator().manual_seed(out * inputs)
+    kind, low, high = (torch.int8, -128, 128) if bits == 8 else (torch.uint8, 0, 256)
+    values = torch.randint(low, high, (out, inputs * bits // 8), generator=generator, dtype=kind)
+    scale = (torch.rand(out, groups, generator=generator) + 0.5) * inputs**-0.5 / (1 << (bits - 1))
+    zero = torch.randint(-8, 9, (out, groups), generator=generator, dtype=torch.int8) if has_zero else None
+    return QuantizedWeight(values, scale.to(dtype), zero)
+
+
+def test_the_two_specifications_are_one() -> None:
+    for form in FORMS:
+        weight = random_weight(*form)
+        assert torch.equal(dequantized(weight), dequantize(Quantized(*weight)))
+        assert weight.shape == form[:2] and weight.bits == form[2] and weight.group == form[1] // form[3]
+        assert integers(weight).shape == form[:2]
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_fractional_zero_points(dtype: torch.dtype, bits: int) -> None:
+    whole, plain = (random_weight(97, 96, bits, 3, has_zero, dtype) for has_zero in (True, False))
+    weight = whole._replace(zero=whole.zero - torch.rand(whole.zero.shape))
+    weight.check()
+    x = torch.randn(7, 96, generator=torch.Generator().manual_seed(1)).to(dtype)
+    result = CompiledLinear(library(dtype), weight, None, dtype, 1)(x)
+    assert_close(result, row_linear_ref(x, weight), max_error=BOUNDS[dtype][0], rms_error=BOUNDS[dtype][1])
+    both = stacked([weight, whole, plain])
+    assert both.zero.dtype == torch.float32
+    assert torch.equal(dequantized(both), torch.cat([dequantized(part) for part in (weight, whole, plain)]))
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_the_library_against_ref(dtype: torch.dtype, form: tuple[int, int, int, int, bool]) -> None:
+    weight, generator = random_weight(*form, dtype), torch.Generator().manual_seed(1)
+    bias = torch.randn(form[0], generator=generator).to(dtype)
+    layer = CompiledLinear(library(dtype), weight, bias, dtype, 1)
+    for rows in (1, 5, 7, 20):
+        x = torch.randn(rows, form[1], generator=generator).to(dtype)
+        expected = row_linear_ref(x, weight, bias=bias)
+        assert_close(layer(x), expected, max_error=BOUNDS[dtype][0], rms_error=BOUNDS[dtype][1])
+        gated = expected.float() / (1 + torch.exp(-expected.float()))
+        assert_close(
+            layer.activated(x, "silu").float(), gated, max_error=BOUNDS[dtype][0], rms_error=2 * BOUNDS[dtype][1]
+        )
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, form: tuple[int, int, int, int, bool]) -> None:
+    weight = random_weight(*form, dtype)
+    layer = CompiledLinear(library(dtype), weight, None, dtype, 1)
+    x = torch.randn(70, form[1], generator=torch.Generator().manual_seed(2)).to(dtype)
+    whole = layer(x)
+    for rows in (*range(1, 20), 31, 32, 33, 48, 63, 64, 65, 69):
+        assert torch.equal(layer(x[:rows]), whole[:rows]) and torch.equal(layer(x[rows:]), whole[rows:])
+    order = torch.randperm(70, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(layer(x[order]), whole[order])
+    two = CompiledLinear(library(dtype), weight, None, dtype, 2)
+    assert torch.equal(two(x), whole)
+    beside = torch.full_like(x, float("nan"))
+    beside[33] = x[33]
+    assert torch.equal(layer(beside)[33], whole[33])
+
+
+@needs_compiler
+def test_no_weight_is_lost_on_the_way_from_the_model_to_the_product() -> None:
+    weight = torch.randn(96, 128, generator=torch.Generator().manual_seed(4))
+    for bits, group, error in ((8, None, 0.01), (4, 32, 0.13)):
+        held = QuantizedWeight(*quantize(weight, bits, group))
+        y = CompiledLinear(library(torch.float32), held, None, torch.float32, 1)(torch.eye(128))
+        assert torch.equal(y.T, dequantized(held))
+        assert (y.T - weight).std() < error
+
+
+@needs_compiler
+def test_memory() -> None:
+    weight = torch.randn(256, 256)
+    plain = Linear(weight.bfloat16(), None, "torch").nbytes
+    for bits, group in ((8, None), (4, 128)):
+        held = QuantizedWeight(*quantize(weight.bfloat16(), bits, group))
+        layer = CompiledLinear(library(torch.bfloat16), held, None, torch.bfloat16, 1)
+        assert plain * bits / 16 < layer.nbytes < plain * bits / 16 * 1.1
+
+
+def test_without_a_library_weights_are_held_as_the_dtype() -> None:
+    weight = random_weight(*FORMS[3])
+    layer = quantized_linear(weight, None, torch.float32, "torch", None)
+    assert isinstance(layer, Linear) and torch.equal(layer.weight, dequantized(weight))
+
+
+def test_stacked() -> None:
+    first, second = random_weight(*FORMS[2]), random_weight(*FORMS[1][:2], 8, 3, False)
+    both = stacked([first, second])
+    assert torch.equal(dequantized(both), torch.cat([dequantized(first), dequantized(second)]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_configurations(dtype: torch.dtype) -> None:
+    for out, inputs in ((6144, 4096), (4096, 14336), (28672, 4096), (768, 256), (96, 96)):
+        for form in AOT_FORMS:
+            whole = form.group_of(inputs)
+            config = quantized_default(dtype, out, inputs, whole)
+            assert whole == inputs or whole % config.block_k == 0
+            if out * inputs > 1 << 22:
+                assert -(-out // config.block_n) * config.split_k >= 96
+    assert quantized_default(torch.bfloat16, 64, 96, 32).block_k == 32

@@ -1,0 +1,233 @@
+"""compile=True: the pass in C++ has the promises of the eager one, under the same self-test."""
+
+import functools
+import logging
+import math
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers.exactness import Run, assert_every_node_exact, assert_exact, differences, run, threads
+from tests.helpers.families import Case, make_model
+from tests.helpers.libraries import LIBRARIES
+from tests.helpers.models import (
+    FLOATS,
+    VOCAB,
+    OracleDrafter,
+    exact_in_compiled,
+    greedy,
+    make_llama,
+    new_folder,
+    open_llm,
+    random_prompts,
+    tiny,
+    tiny_llm,
+    tokens_of,
+    wide,
+)
+from tests.helpers.quantized_checkpoints import needs_compiler
+from tests.models.test_decoder_parity import our_logits, their_logits
+from treespec import SpecConfig
+from treespec.cache.kv_cache import KVCache
+from treespec.errors import ExactnessError
+from treespec_kernels.attention.tree_batch import RequestRows
+from treespec_kernels.cpu.cpu_library import find_compiler
+from treespec_kernels.cpu.decoder_cpu import CompiledModel
+from treespec_kernels.cpu.decoder_library import build
+from treespec_kernels.cpu.growth_cpu import growth_library
+from treespec_kernels.tuning.testing import assert_close
+
+pytestmark = needs_compiler
+LENGTHS = (1, 2, 9, 31, 62, 63, 64, 65, 126)
+SPECS = {
+    "16": SpecConfig(nodes=16),
+    "40": SpecConfig(nodes=40, max_depth=4),
+    "auto": SpecConfig(),
+    "static chain": SpecConfig(branching=(1, 1, 1, 1, 1)),
+}
+
+
+@functools.cache
+def plain_run(dtype: torch.dtype) -> Run:
+    return run(tiny_llm(dtype, (), compile=True), random_prompts(LENGTHS), greedy(20))
+
+
+@exact_in_compiled
+def test_trees_give_the_bits_of_plain_decoding(dtype: torch.dtype) -> None:
+    plain, llm = plain_run(dtype), tiny_llm(dtype, compile=True)
+    for name, spec in SPECS.items():
+        assert assert_exact(llm, plain, spec).acceptance_length > 1.2, name
+
+
+@exact_in_compiled
+def test_every_node_has_the_bits_of_plain_decoding(dtype: torch.dtype) -> None:
+    assert_every_node_exact(tiny_llm(dtype, compile=True), SPECS["40"])
+
+
+@exact_in_compiled
+def test_company_chunks_and_places_change_nothing(dtype: torch.dtype) -> None:
+    plain = plain_run(dtype)
+    for chunk, seqs in ((1, 1), (7, 3), (512, 8)):
+        llm = tiny_llm(dtype, (0, 2), prefill_chunk=chunk, max_num_seqs=seqs, compile=True)
+        for spec in ("off", SPECS["16"]):
+            assert_exact(llm, plain, spec)
+
+
+@exact_in_compiled
+def test_deep_accepts(dtype: torch.dtype) -> None:
+    plain = plain_run(dtype)
+    spec = SpecConfig(nodes=200, max_depth=12)  # beyond the reach of the eager packed attention
+    oracle = OracleDrafter(plain.sequences, 9, wrong=8, bushy=True)
+    llm = open_llm(tiny(dtype)[0], [oracle], spec=spec, compile=True)
+    assert assert_exact(llm, plain, spec).acceptance_length == 10
+
+
+@exact_in_compiled
+def test_thread_counts_change_nothing(dtype: torch.dtype) -> None:
+    """Not even between engines: threads share out rows, heads and columns, never a sum."""
+    (target, draft), runs = wide(dtype), []
+    for count in (1, 2):
+        with threads(count):
+            llm = open_llm(target, [draft], max_model_len=768, compile=True)
+            prompts = random_prompts((700, 129, 5))
+            runs += [run(llm, prompts, greedy(6), spec) for spec in ("off", SPECS["40"])]
+    assert not any(differences(runs[0], other) for other in runs[1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [48, 64, 509, 1024])
+def test_the_best_token_is_the_first_of_the_largest(dtype: torch.dtype, vocab: int) -> None:
+    """As torch has it: equal ones, infinite ones, and a NaN wherever it stands."""
+    target = make_llama(new_folder("vocabulary") / "target", 0, dtype, vocab_size=vocab)
+    decoder = open_llm(target, compile=True).engine.runner.target
+    logits = torch.randint(-3, 4, (200, vocab), generator=torch.Generator().manual_seed(0)).to(dtype)
+    logits[torch.arange(100), torch.arange(100) % vocab] = 9.0
+    logits[50], logits[60, 7:], logits[61, vocab - 1] = -torch.inf, -torch.inf, torch.inf
+    logits[70, 0], logits[71, vocab - 1], logits[72, vocab // 2] = math.nan, math.nan, -math.nan
+    values, tokens = decoder.best(logits)
+    expected = logits.float().max(-1)
+    assert torch.equal(values.isnan(), expected.values.isnan()) and values.isnan().sum() == 3
+    whole = ~values.isnan()
+    assert torch.equal(values[whole], expected.values[whole]) and torch.equal(tokens[whole], expected.indices[whole])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_close_to_the_eager_pass(bias: bool) -> None:
+    """In float32; odd vocabularies, biases, groups of one and of three heads."""
+    sizes: dict[str, Any] = {"vocab_size": VOCAB + 5, "hidden_size": 48, "intermediate_size": 80}
+    sizes |= {"num_attention_heads": 3, "num_key_value_heads": 1 if bias else 3, "head_dim": 48}
+    target = make_llama(new_folder("odd"), 3, attention_bias=bias, mlp_bias=bias, tie_word_embeddings=bias, **sizes)
+    logits = []
+    for compiled in (False, True):
+        llm = open_llm(target, compile=compiled)
+        model, pool = llm.engine.runner.target, llm.engine.cache.pools[0]
+        tokens = torch.arange(100) * 31 % VOCAB
+        rows = RequestRows.chain(0, 100, np.array([2, 1]))
+        with torch.inference_mode():
+            logits.append(model.logits(model.forward(tokens, model.plan([rows], pool), pool)[:100]))
+    error = (logits[0] - logits[1]).abs().max() / logits[0].std()
+    assert error < 1e-4
+
+
+@exact_in_compiled
+def test_the_cache_holds_what_passes_read(dtype: torch.dtype) -> None:
+    """Compiled passes read K and V in the model's dtype, eager ones in float32; drafts as the target."""
+    for compiled in (False, True):
+        llm = tiny_llm(dtype, compile=compiled)
+        held = dtype if compiled else torch.float32
+        assert len(llm.engine.cache.pools) == 4 and {pool.dtype for pool in llm.engine.cache.pools} == {held}
+        shapes = [model.config.shape for model in (llm.engine.runner.target, *llm.engine.sources.ssms.models)]
+        pages = llm.engine.cache.num_pages + 1
+        assert llm.stats()["memory"]["kv_cache"] == pages * KVCache.bytes_per_page(shapes, held)
+
+
+def test_as_far_from_float32_as_transformers_is(tmp_path: Path) -> None:
+    """In bfloat16: K, V and the weights of attention are rounded as there."""
+    folder = make_llama(tmp_path / "model", 40, torch.bfloat16, num_hidden_layers=4)
+    (tokens,) = random_prompts((160,))
+    exact = their_logits(folder, tokens)
+
+    def error(logits: Tensor) -> float:
+        return float((logits.float() - exact).square().mean().sqrt() / exact.square().mean().sqrt())
+
+    ours = our_logits(open_llm(folder, compile=True), tokens)
+    assert ours.dtype == torch.bfloat16
+    assert error(ours) < error(their_logits(folder, tokens, torch.bfloat16))
+
+
+@pytest.mark.slow
+def test_without_the_widest_instructions() -> None:
+    """The source's own vectors instead of AVX-512: other bits, the same promise."""
+    generic = find_compiler()
+    if torch.cpu._is_avx2_supported():
+        generic = (generic[0], "-march=x86-64-v3")
+    with mock.patch("treespec.models.compiled.find_compiler", lambda: generic):
+        for dtype in FLOATS:
+            llm = open_llm(tiny(dtype)[0], tiny(dtype)[1][:1], prove=True, compile=True)
+            prompts = random_prompts((9, 62))
+            assert_exact(llm, run(llm, prompts, greedy(12), "off"), SPECS["16"])
+
+
+def test_what_is_frozen_says_so() -> None:
+    for compiled in (False, True):
+        frozen = tiny_llm(torch.float32, (), compile=compiled).stats()["frozen"]
+        assert frozen["compile"] is compiled
+        assert (frozen["attention"] == "compiled") is (frozen["linear"] == "compiled") is compiled
+
+
+def test_a_library_is_built_once(caplog: pytest.LogCaptureFixture) -> None:
+    open_llm(tiny()[0], compile=True)
+    for library in (build, growth_library):
+        library.cache_clear()
+    built = {path: path.stat().st_mtime_ns for path in LIBRARIES.iterdir() if path.suffix == ".so"}
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "treespec"):
+        open_llm(tiny()[0], compile=True)
+    assert "compiling" not in caplog.text
+    assert built == {path: path.stat().st_mtime_ns for path in built}
+
+
+@pytest.mark.parametrize("name", ["forward", "logits"])
+def test_the_self_test_refuses_what_is_not_exact(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = getattr(CompiledModel, name)
+
+    def faulty(self: CompiledModel, x: Tensor, *rest: Any) -> Tensor:
+        y = original(self, x, *rest)
+        return y * (1 + 2**-22) if len(x) % 3 == 1 else y
+
+    monkeypatch.setattr(CompiledModel, name, faulty)
+    with pytest.raises(ExactnessError, match=r"plain decoding.*compiled"):
+        open_llm(tiny()[0], prove=True, compile=True)
+
+
+def test_nan_ends_its_own_request_alone() -> None:
+    llm = open_llm(tiny()[0], tiny()[1][:1], max_num_seqs=3, compile=True)
+    good = random_prompts((5, 70, 30), vocab=VOCAB - 1)
+    expected = tokens_of(llm.generate(good, greedy(12), "off"))
+    with torch.inference_mode():
+        llm.engine.runner.target.embed[VOCAB - 1] = math.nan
+    outputs = llm.generate([good[0], [*good[1], VOCAB - 1, 5], *good[1:]], greedy(12), SPECS["16"])
+    assert "NaN" in str(outputs.pop(1).error)
+    assert tokens_of(outputs) == expected
+
+
+COVERED = {
+    "qwen2": Case("qwen2", {"use_sliding_window": False}),
+    "mistral": Case("mistral", {"sliding_window": 17, "num_key_value_heads": 1}),
+    "phi3, a part of each head": Case(
+        "phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COVERED)
+def test_families_that_need_nothing_new(name: str, tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", COVERED[name], 3, hidden_size=64, intermediate_size=80)
+    (tokens,) = random_prompts((80,), vocab=509)
+    logits = [our_logits(open_llm(folder, compile=compiled), tokens) for compiled in (False, True)]
+    assert_close(*logits, max_error=1e-4, rms_error=1e-5)

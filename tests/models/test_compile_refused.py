@@ -1,0 +1,207 @@
+"""compile=True where it cannot be had: an error that says why; "auto": a word in the log. These run without a compiler,
+too."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.helpers.libraries import share_libraries
+from tests.helpers.models import CURVE, make_llama, new_folder, tiny
+from tests.helpers.quantized_checkpoints import needs_compiler
+from treespec import LLM
+from treespec.errors import ConfigError, ExactnessError, KernelError
+from treespec.models.decoder import Decoder
+from treespec.startup import cost_measurement as costs
+from treespec_kernels.cpu.cpu_library import compile_library, find_compiler
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What engines measure is not kept."""
+    folder = share_libraries(tmp_path)
+    monkeypatch.setattr(costs, "cache_folder", lambda: folder)
+
+
+@pytest.mark.parametrize(
+    "options, error, words",
+    [
+        ({"compile": 1}, ConfigError, "compile=1; valid: True, False, 'auto'"),
+        ({"attention": "cpu-packed"}, KernelError, "attention='cpu-packed'.*leave it at 'auto'"),
+        ({"dtype": "float16"}, KernelError, "float16.*compile=False"),
+    ],
+)
+def test_refusals(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        LLM(tiny()[0], **({"device": "cpu", "compile": True} | options))
+
+
+@pytest.mark.slow
+def test_a_size_that_does_not_fit_is_refused() -> None:
+    target = make_llama(new_folder("uneven"), 0, intermediate_size=100)
+    with pytest.raises(KernelError, match=r"MLP size of 100.*multiple of 16"):
+        LLM(target, device="cpu", compile=True)
+
+
+@pytest.mark.parametrize(
+    "command, words", [("no-such-compiler", "CXX='no-such-compiler'"), ("false", "false .* failed")]
+)
+def test_no_compiler_is_an_error(command: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never a silent fallback."""
+    monkeypatch.setenv("CXX", command)
+    with pytest.raises(KernelError, match=words):
+        LLM(tiny()[0], device="cpu", compile=True)
+
+
+def test_an_unknown_instruction_set_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TREESPEC_CPU", "avx1024")
+    with pytest.raises(KernelError, match=r"TREESPEC_CPU='avx1024'; valid: baseline, avx2, .*amx"):
+        LLM(tiny()[0], device="cpu")
+
+
+# --- "auto"
+
+
+def is_compiled(model: Path, **options: Any) -> bool:
+    llm = LLM(model, **({"device": "cpu", "max_num_seqs": 1, "max_model_len": 64} | options))
+    assert llm.stats()["frozen"]["compile"] is (llm.engine.runner.target.linear == "compiled")
+    return bool(llm.stats()["frozen"]["compile"])
+
+
+@needs_compiler
+def test_auto_compiles_where_it_can() -> None:
+    assert is_compiled(tiny()[0])
+    assert not is_compiled(tiny()[0], compile=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options, why",
+    [
+        ({"attention": "cpu-packed"}, "attention='cpu-packed'"),
+        ({"linear": "torch"}, "linear='torch'"),
+        ({"dtype": "float16", "exact": False}, "float16"),
+        ({"backend": "transformers"}, "transformers' code"),
+    ],
+)
+def test_auto_says_why_not(options: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "treespec"):
+        assert not is_compiled(tiny()[0], **options)
+    assert why in caplog.text.partition("passes are not compiled: ")[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command, why",
+    [
+        ("no-such-compiler", "no C++ compiler"),
+        ("false", "false"),
+        (" ", "no C++ compiler: CXX=' ' is no"),
+        ("'c++", 'CXX="\'c++" is no'),
+    ],
+)
+def test_auto_needs_no_compiler(
+    command: str, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", command)
+    with caplog.at_level(logging.INFO, "treespec"):
+        assert not is_compiled(tiny()[0])
+    assert f"not compiled: compile=True: {why}" in caplog.text
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", ["empty", "half", "noise"])
+def test_a_damaged_library_is_built_anew(damage: str, tmp_path: Path) -> None:
+    """Loading half a file would end the process."""
+    source = tmp_path / "three.cpp"
+    source.write_text('extern "C" int three() { return 3; }')
+
+    def three() -> int:
+        return int(compile_library(find_compiler(), (source,), (), tmp_path / "kept").three())
+
+    assert three() == 3
+    (kept,) = (tmp_path / "kept").glob("*.so")
+    whole = kept.read_bytes()
+    kept.unlink()  # the one that is loaded keeps its memory
+    kept.write_bytes({"empty": b"", "half": whole[: len(whole) // 2], "noise": whole[::-1]}[damage])
+    assert three() == 3
+    assert kept.read_bytes() == whole, "the compiler wrote another file"
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_without_a_cache_folder_libraries_are_built_for_each_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("where a folder should be")
+    monkeypatch.setattr(costs, "cache_folder", lambda: tmp_path / "file")
+    monkeypatch.setenv("CXX", f"{find_compiler()[0]} -O0")
+    with mock.patch("treespec.startup.cost_measurement.load", lambda key: CURVE):
+        assert is_compiled(tiny()[0])
+    assert "cannot cache compiled libraries" in caplog.text and "set XDG_CACHE_HOME" in caplog.text
+
+
+@pytest.mark.slow
+def test_auto_needs_no_home(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A container may run under a number that no user has."""
+    without_home(monkeypatch)
+    with caplog.at_level(logging.INFO, "treespec"):
+        assert not is_compiled(tiny()[0])
+    assert "not compiled: no home folder to keep files in; set XDG_CACHE_HOME" in caplog.text
+    with pytest.raises(OSError, match="no home folder"):
+        is_compiled(tiny()[0], compile=True)
+
+
+@pytest.mark.slow
+def test_quantised_layers_need_no_home(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    without_home(monkeypatch)
+    assert not is_compiled(tiny()[0], quantization="int8")
+    assert "quantised weights are held as torch.float32" in caplog.text
+
+
+def without_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.undo()  # the folder that other tests build into
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", home)
+
+
+@contextmanager
+def not_exact(*linear: str) -> Iterator[None]:
+    """The self-test finds differences in passes with these linear layers, and in no others."""
+
+    def differing(decoder: Decoder, *rest: Any) -> list[str]:
+        return ["row 1 of 2 differs"] if decoder.linear in linear else []
+
+    with (
+        mock.patch("treespec.startup.build.differing_rows", differing),
+        mock.patch("treespec.startup.cost_measurement.load", lambda key: CURVE),
+    ):
+        yield
+
+
+def test_auto_takes_the_eager_pass_where_the_compiled_one_is_not_exact(caplog: pytest.LogCaptureFixture) -> None:
+    with not_exact("compiled"):
+        llm = LLM(tiny(torch.bfloat16)[0], device="cpu", max_num_seqs=1, max_model_len=64)
+        assert not llm.stats()["frozen"]["compile"]
+        assert llm.engine.cache.pools[0].dtype == torch.float32, "a cache of compiled passes"
+        with pytest.raises(ExactnessError, match="row 1 of 2"):
+            is_compiled(tiny()[0], compile=True)
+    assert "compiled passes are not exact on this machine" in caplog.text
+
+
+@pytest.mark.slow
+def test_auto_pads_passes_where_no_linear_layer_is_row_invariant(caplog: pytest.LogCaptureFixture) -> None:
+    with not_exact("compiled", "onednn"):
+        llm = LLM(tiny()[0], device="cpu", max_num_seqs=1, max_model_len=64)
+        assert llm.stats()["frozen"]["linear"] == "torch" and "fixed rows" in llm.stats()["frozen"]["exactness"]
+        with pytest.raises(ExactnessError, match="row 1 of 2"):
+            LLM(tiny()[0], device="cpu", max_num_seqs=1, max_model_len=64, compile=False, linear="onednn")
+    assert "oneDNN's linear layers are not row-invariant here" in caplog.text

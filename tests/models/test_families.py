@@ -1,0 +1,157 @@
+"""Every family against transformers' own classes, and its trees against its plain decoding."""
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests.helpers.architectures import continuations
+from tests.helpers.exactness import assert_exact, differences, run
+from tests.helpers.families import CASES, TYPICAL, VOCAB, WINDOW, make_model
+from tests.helpers.models import (
+    OracleDrafter,
+    exact_in,
+    greedy,
+    make_draft,
+    new_folder,
+    open_llm,
+    quick,
+    random_prompts,
+    tree_of,
+)
+from treespec import LLM, SamplingParams, SpecConfig
+from treespec.engine.runner import tree_rows
+from treespec.models.decoder import HiddenStates
+from treespec.request import Request
+from treespec.tree import TokenTree
+from treespec_kernels.attention.tree_batch import RequestRows
+from treespec_kernels.tuning.testing import assert_close
+
+PREFILL, LENGTH = 118, 126  # tokens prefilled in two chunks, and tokens before the tree
+TREE = SpecConfig(nodes=20, max_depth=6)
+
+
+class Outputs(NamedTuple):
+    """`logits`: [n, vocab]; `states`: [n, num_layers + 1, hidden_size], what enters each layer, and the final one."""
+
+    logits: Tensor
+    states: Tensor
+
+
+def a_tree(root: int, nodes: int, seed: int) -> TokenTree:
+    """A random tree that has both depth and width."""
+    rng = np.random.default_rng(seed)
+    paths: list[tuple[int, ...]] = [()]
+    while len(paths) < nodes:
+        path = (*paths[int(rng.integers(max(0, len(paths) - 4), len(paths)))], int(rng.integers(1, VOCAB)))
+        paths += [path] * (path not in paths)
+    return tree_of(root, dict.fromkeys(paths[1:], 1.0))
+
+
+def ours(folder: Path, tokens: list[int], tree: TokenTree, compiled: bool = False) -> Outputs:
+    """The prompt in two chunks, then decoding token by token, then the tree behind all but its root."""
+    llm = open_llm(folder, exact=False, max_model_len=None, compile=compiled)
+    target, cache = llm.engine.runner.target, llm.engine.cache
+    runner, layers = llm.engine.runner, range(len(target.config.layers))
+
+    def run_pass(rows: list[RequestRows], ids: Sequence[int]) -> HiddenStates:
+        plan = target.plan(rows, cache.pools[0])
+        return target.forward_with_states(torch.tensor(ids), plan, cache.pools[0], layers)
+
+    request = Request(tokens, SamplingParams(), SpecConfig.off(), max_tokens=1)
+    request.pages = cache.reserve(request.request_id, len(tokens) + len(tree))
+    logits, states = [], []
+    with torch.inference_mode():
+        for start, stop in ((0, 70), (70, PREFILL)):
+            rows = [RequestRows.chain(start, stop - start, request.pages)]
+            hidden, chosen = run_pass(rows, tokens[start:stop])
+            logits.append(target.logits(hidden[: stop - start]))
+            states.append(torch.cat((chosen, hidden[:, None]), 1)[: stop - start])
+        for step in [TokenTree.root(token) for token in tokens[PREFILL:LENGTH]] + [tree]:
+            request.context_len = LENGTH if step is tree else PREFILL + len(logits) - 2
+            (choices,) = runner.forward([request], [step])
+            hidden, chosen = run_pass([tree_rows(request, step)], step.tokens.tolist())
+            logits.append(choices.logits)
+            states.append(torch.cat((chosen, hidden[:, None]), 1)[: len(step)])
+    return Outputs(torch.cat(logits), torch.cat(states))
+
+
+def theirs(folder: Path, tokens: list[int], tree: TokenTree) -> Outputs:
+    """The same rows, each node of the tree at the end of its own path."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    parents = tree.parents.tolist()
+    paths: list[list[int]] = [[0]]
+    for node in range(1, len(tree)):
+        paths.append([*paths[parents[node]], node])
+    leaves = [path for node, path in enumerate(paths) if node not in parents]
+    length = LENGTH + max(map(len, leaves))  # what stands behind a path changes nothing before
+    batch = [(tokens[:LENGTH] + tree.tokens[path].tolist() + [1] * length)[:length] for path in leaves]
+    with torch.inference_mode():
+        found = model(torch.tensor(batch), output_hidden_states=True)
+    states = torch.stack(found.hidden_states, 2)  # [leaves, length, num_layers + 1, hidden]
+    of_node = {node: (i, LENGTH + at) for i, path in enumerate(leaves) for at, node in enumerate(path)}
+    leaf, place = (list(each) for each in zip(*(of_node[node] for node in range(len(tree))), strict=True))
+    return Outputs(
+        torch.cat((found.logits[0, :LENGTH], found.logits[leaf, place])),
+        torch.cat((states[0, :LENGTH], states[leaf, place])),
+    )
+
+
+@pytest.mark.parametrize("name", quick(CASES, TYPICAL))
+def test_logits_and_states_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """fp32, in prefill, in decoding, and at every node of a tree."""
+    folder = make_model(tmp_path / "model", CASES[name], 3)
+    (tokens,) = random_prompts((LENGTH + 1,), vocab=VOCAB)
+    tree = a_tree(tokens[LENGTH], 24, 5)
+    found, expected = ours(folder, tokens, tree), theirs(folder, tokens, tree)
+    assert_close(found.logits, expected.logits, max_error=2e-3, rms_error=1e-4)
+    for layer in range(found.states.shape[1]):
+        assert_close(found.states[:, layer], expected.states[:, layer], max_error=2e-3, rms_error=1e-4)
+
+
+# --- trees against plain decoding
+
+
+@functools.cache
+def family(name: str, dtype: torch.dtype) -> tuple[Path, LLM]:
+    """A typical model of the family, and a proven engine with an oracle and with the model's own noisy copy."""
+    root = new_folder("family")
+    folder = make_model(root / "target", TYPICAL[name], 3, dtype)
+    draft = make_draft(root / "ssm", folder, 1, 0.05)
+    return folder, open_llm(folder, [draft, OracleDrafter([], 6, vocab=VOCAB)], max_num_seqs=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TYPICAL)
+def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
+    """64 tokens, plainly and with deep paths accepted."""
+    folder, llm = family(name, torch.float32)
+    (prompt,) = random_prompts((WINDOW - 4,), vocab=VOCAB)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    expected = prompt + continuations(model, [prompt], 64)[0]
+    llm.engine.sources.others[:] = [OracleDrafter([expected], 6, vocab=VOCAB)]
+    for spec in ("off", TREE):
+        (output,) = llm.generate(prompt, greedy(64), spec)
+        assert prompt + output.outputs[0].token_ids == expected
+    assert output.metrics.acceptance_length > 4
+
+
+@pytest.mark.slow
+@exact_in
+@pytest.mark.parametrize("name", TYPICAL)
+def test_trees_have_the_bits_of_plain_decoding(name: str, dtype: torch.dtype) -> None:
+    """Tokens and logits of a batch, over the borders of windows and of tiles; sampled ones too."""
+    _, llm = family(name, dtype)
+    prompts = random_prompts((9, 58, 63 + WINDOW), vocab=VOCAB)
+    plain = run(llm, prompts, greedy(18), "off")
+    llm.engine.sources.others[:] = [OracleDrafter(plain.sequences, 6, vocab=VOCAB)]
+    assert assert_exact(llm, plain, TREE).acceptance_length > 2
+    sampled = SamplingParams(temperature=0.9, top_p=0.95, seed=3, max_tokens=10, ignore_eos=True)
+    plain, tree = run(llm, prompts, sampled, "off"), run(llm, prompts, sampled, TREE)
+    assert not differences(plain, tree)

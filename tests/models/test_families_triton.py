@@ -1,0 +1,90 @@
+"""Families on the Triton kernels, compiled for GPUs that are not there."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.child import uninterpreted_document
+from tests.helpers.families import TYPICAL, make_model
+from tests.helpers.models import edit_config
+from treespec.cli.kernels import settings_of
+from treespec.errors import ConfigError
+from treespec_kernels.linear.quantized import WeightForm
+from treespec_weights.quantize import compressed_tensors_config
+
+pytestmark = pytest.mark.slow
+
+# Each switch once, in the dtype that models come in; heads of 256 in float32 too, whose tiles take most registers.
+COMPILED = """
+import json, torch
+from treespec_kernels.aot import compiler as aot
+from treespec_kernels.ops.shapes import default_shapes, family_shapes
+if __name__ == "__main__":
+    gemma2, gemma3, _, pythia, opt = family_shapes([torch.bfloat16])
+    wanted = [(gemma2, ["tree_attention", "lm_head", "rms_norm"]), (gemma3, ["qkv_rope"])]
+    wanted += [(pythia, ["rms_norm", "row_linear"]), (opt, ["qkv_rope"])]
+    wanted += [(family_shapes([torch.float32])[0], ["tree_attention"])]
+    wanted = [(shape, ops, ["sm_90"]) for shape, ops in wanted] + [(gemma2, ["tree_attention"], ["sm_80"])]
+    print(json.dumps([aot.compile_report(targets, [shape], ops, jobs=1)["failed"] for shape, ops, targets in wanted]))
+"""
+# The linear layers of a hidden size that few tiles cover, so that K is split into seven.
+SPLIT = """
+import json, torch
+from treespec_kernels.aot import compiler as aot
+from treespec_kernels.ops.shapes import default_shapes, family_shapes
+if __name__ == "__main__":
+    shape = family_shapes([torch.bfloat16])[1]
+    print(json.dumps(aot.compile_report(["sm_80", "sm_90", "sm_100", "gfx942"], [shape], ["row_linear"], jobs=1)))
+"""
+
+
+def test_kernels_compile() -> None:
+    """None spills, with heads of 256 and soft caps neither."""
+    pytest.importorskip("triton")
+    assert uninterpreted_document(COMPILED) == [[]] * 6
+
+
+def test_odd_splits_compile_everywhere() -> None:
+    pytest.importorskip("triton")
+    report = uninterpreted_document(SPLIT)
+    assert report["failed"] == []
+    for target, rows in report["targets"].items():
+        assert 7 in {row["config"].get("SPLIT_K") for row in rows}, target
+
+
+def test_a_models_shape_says_what_its_kernels_are(tmp_path: Path) -> None:
+    """What `treespec autotune` tunes and compiles for."""
+    found = {}
+    for name in ("llama", "qwen3", "gemma2", "gpt_neox", "gpt2"):
+        folder = make_model(tmp_path / name, TYPICAL[name], 0)
+        kernel = settings_of(str(folder), None, None)[0].shape
+        found[name] = (kernel.norm, kernel.post_norms, kernel.qk_norm, kernel.rotary, kernel.gated, kernel.activation)
+        assert kernel.capped == (name == "gemma2")
+    assert found == {
+        "llama": ("rms", False, False, True, True, "silu"),
+        "qwen3": ("rms", False, True, True, True, "silu"),
+        "gemma2": ("rms_plus_one", True, False, True, True, "gelu_tanh"),
+        "gpt_neox": ("layer", False, False, True, False, "gelu"),
+        "gpt2": ("layer", False, False, False, False, "gelu_tanh"),
+    }
+
+
+FORMS = [
+    (compressed_tensors_config(8, None, ["lm_head"]), [WeightForm(8)]),
+    (compressed_tensors_config(4, 32, ["lm_head", "re:.*layers.0.*"]), [WeightForm(4, 32), None]),
+    ({"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}, [WeightForm(4, 32)]),
+    ({"quant_method": "gptq", "bits": 8, "group_size": -1, "sym": False}, [WeightForm(8, None, True)]),
+    ({"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True}, [WeightForm(4, 64, True)]),
+    ({"quant_method": "fp8", "activation_scheme": "dynamic"}, [None]),
+]
+
+
+@pytest.mark.parametrize(("said", "forms"), FORMS)
+def test_a_models_shape_says_how_its_layers_are_quantised(
+    tmp_path: Path, said: dict[str, object], forms: list[WeightForm | None]
+) -> None:
+    folder = make_model(tmp_path / "llama", TYPICAL["llama"], 0)
+    edit_config(folder, quantization_config=said)
+    assert [setting.shape.quantized for setting in settings_of(str(folder), [], None)] == forms
+    with pytest.raises(ConfigError, match="is quantised already"):
+        settings_of(str(folder), [], None, "int8")

@@ -1,0 +1,221 @@
+"""The cost curve: what is measured, what is stored of it and read again."""
+
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from tests.helpers.libraries import share_libraries
+from tests.helpers.models import open_llm, tiny
+from treespec import LLM, SamplingParams, SpecConfig
+from treespec.planning.round_costs import CostCurve
+from treespec.request import Request
+from treespec.startup import cost_measurement as costs
+
+KEY = {"device": "cpu", "processor": "p", "dtype": "float32", "threads": 1, "torch": "2", "models": [[1, 8]]}
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    share_libraries(tmp_path / "treespec")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def test_a_broken_entry_is_skipped_alone(tmp_path: Path) -> None:
+    curve = CostCurve((1, 8), (0.1, 0.2), 0.01)
+    file = costs.save(curve, KEY, tmp_path)
+    [good] = json.loads(file.read_text())
+    broken = [3, {}, {"key": {}}, good | {"rows": [1]}, good | {"verify_seconds": ["slow", 2]}, good | {"key": 7}]
+    file.write_text(json.dumps([*broken, good]))
+    assert costs.load_all(tmp_path) == [good] and costs.load(KEY, tmp_path) == curve
+    file.write_text("{")
+    assert costs.load_all(tmp_path) == []
+
+
+def test_a_curve_without_the_start_of_drafting_is_measured_anew(tmp_path: Path) -> None:
+    """Its level has a share of the start in it."""
+    file = costs.save(CostCurve((1, 8), (0.1, 0.2), 0.01), KEY, tmp_path)
+    costs.save(CostCurve((1, 8), (0.1, 0.2), 0.01, draft_start_seconds=0.02), KEY | {"threads": 77}, tmp_path)
+    older, newer = json.loads(file.read_text())
+    del older["draft_start_seconds"]
+    file.write_text(json.dumps([older, newer]))
+    assert costs.load(KEY, tmp_path) is None
+    loaded = costs.load(KEY | {"threads": 77}, tmp_path)
+    assert loaded is not None and loaded.draft_start_seconds == 0.02
+
+
+def test_the_start_of_drafting_is_what_levels_do_not_explain() -> None:
+    curve, request = CostCurve((1, 16), (1.0, 4.0), 0.0), Request([1, 2], SamplingParams(), SpecConfig())
+    request.context_len = 1
+    for root, three, start in ((5.0, 9.0, 3.0), (2.0, 6.0, 0.0), (2.0, 9.0, 0.0), (4.0, 4.1, 3.6), (4.0, 3.5, 3.15)):
+        took = {"root": root, "one": three, "every": three, "batch": three, "read": 1.0}
+        known = costs.with_drafting(curve, took, 1, [request])
+        assert known.draft_start_seconds == start and known.draft_seconds > 0
+        assert known.draft(3, 3, 3) == pytest.approx(three)
+        assert costs.round_seconds(known) == pytest.approx(4.0 + three)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "least"),
+    [
+        ([1, 1.05], [2, 2.1], (1, 2)),  # idle
+        ([3, 2, 1, 1], [2, 2], (1, 2)),  # disturbed in the first turn
+        ([9, 5, 9, 4, 9, 3, 1, 1], [9, 5, 9, 4, 9, 3, 1, 1], (4, 4)),  # busy for longer than it may take
+    ],
+)
+def test_a_busy_machine_is_measured_for_longer(
+    monkeypatch: pytest.MonkeyPatch, first: list[float], second: list[float], least: tuple[float, float]
+) -> None:
+    """Until the two least times of each run agree, or thrice as long as intended; here at the end of a turn.
+
+    What agrees is not repeated.
+    """
+    now, intended, told = 0.0, sum(second[:2]) + sum(first[:2]), []
+    monkeypatch.setattr(costs.time, "perf_counter", lambda: now)
+
+    def run(times: list[float]) -> None:
+        nonlocal now
+        now += times.pop(0)
+
+    given = [partial(run, first), partial(run, second)]
+    assert costs.least_seconds(given, 1, 0.6 * intended, told.append) == list(least)
+    assert told[-1] == 1 and len(first) == len(second) == (4 if least == (4, 4) else 0)
+
+
+def test_a_small_cache_still_has_a_curve() -> None:
+    target, drafts = tiny()
+    small = LLM(target, [drafts[0]], max_num_seqs=1, max_model_len=16)
+    assert small.stats()["cost_curve"]["rows"][0] == 1
+    small.engine.check_integrity()
+
+
+TILES = 1, 2, 4, 6, 8, 16, 17, 32
+
+
+@pytest.mark.parametrize(
+    ("first", "rows"), [(1e-3, costs.ROWS), (1e-2, (*TILES, 33, 64)), (1e-1, TILES)], ids=["quick", "slow", "slowest"]
+)
+def test_passes_are_measured_on_both_sides_of_a_tile(first: float, rows: tuple[int, ...]) -> None:
+    llm = open_llm(tiny()[0], [])
+    with mock.patch.object(costs, "least_seconds", lambda runs, *rest: [first] * len(runs)):
+        assert costs.measure(llm.engine.runner, None).rows == rows
+
+
+def test_a_curve_steps_where_a_tile_begins() -> None:
+    """Between the measured row counts, and beyond them on average, whether they end with a tile or begin one."""
+    for end in (32, 33, 64):
+        measured = [rows for rows in costs.FEW_ROWS if rows <= end]
+        curve = CostCurve(tuple(measured), tuple(float(-(-rows // 16)) for rows in measured), 0.0)
+        assert curve.verify(np.array([1, 15, 16, 17, 31, 32])).tolist() == [1, 1, 1, 2, 2, 2]
+        steps = np.array([end, end + 16, end + 64])
+        assert curve.verify(steps).tolist() == np.ceil(steps / 16).tolist()
+
+
+def test_what_a_position_costs_is_the_difference_of_two_contexts() -> None:
+    curve = CostCurve((1, 8), (1e-3, 1.7e-3), 0.0, context=48)
+    took = {"1 far": 3e-3, "8 far": 6.5e-3}
+    known = costs.with_positions(curve, took, 1048)
+    assert known.position_seconds == pytest.approx(2e-6)
+    assert known.row_position_seconds == pytest.approx((4.8e-6 - 2e-6) / 7)
+    disturbed = costs.with_positions(curve, {"1 far": 1e-4, "8 far": 1e-4}, 1048)
+    assert disturbed.position_seconds == disturbed.row_position_seconds == 0
+
+
+@pytest.mark.parametrize("long", [40, 150])
+def test_a_long_context_is_measured_where_there_is_room_for_one(long: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "CONTEXT", 16)
+    monkeypatch.setattr(costs, "LONG_CONTEXT", long)
+    llm = open_llm(tiny()[0], [], max_num_seqs=8)
+    with mock.patch.object(costs, "star_pass", wraps=costs.star_pass) as passes:
+        curve = costs.measure(llm.engine.runner, None, 0.0)
+    contexts = {call.args[1].context_len for call in passes.call_args_list}
+    assert contexts == ({16, 150} if long == 150 else {16})
+    assert curve.context == 16
+    llm.engine.check_integrity()
+    assert all(not pool[:, :, 1:].any() for pool in llm.engine.cache.pools), "nothing is left behind"
+
+
+CURVE = CostCurve((1, 8), (0.1, 0.2), 0.01)
+
+
+def start(max_num_seqs: int = 1) -> list[int]:
+    """The rows of an engine's costs."""
+    rows: list[int] = LLM(tiny()[0], [], max_num_seqs=max_num_seqs, max_model_len=64).stats()["cost_curve"]["rows"]
+    return rows
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_engines_that_start_together_measure_one_after_another(others: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """What is measured beside another measurement would be too slow. Equal engines are measured once."""
+    measuring: list[int] = []
+
+    def measure(*_: Any) -> CostCurve:
+        measuring.append(1)
+        deadline = time.monotonic() + 60
+        while "waiting for another process to measure" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.01)  # the first of the two waits for the second to come
+        assert sum(measuring) == 1
+        measuring.append(-1)
+        return CURVE
+
+    sizes = [1, 8 if others else 1]
+    patience = mock.patch("treespec.startup.cost_measurement.START_SECONDS", 100)
+    with mock.patch.object(costs, "measure", measure), patience, ThreadPoolExecutor(2) as threads:
+        started = [threads.submit(start, max_num_seqs=size) for size in sizes]
+        assert [each.result() for each in started] == [[1, 8]] * 2
+    assert measuring == [1, -1] * (2 if others else 1)
+
+
+def test_costs_are_measured_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A later start needs no lock; one with another cache, in which more may be measured, measures anew."""
+    with mock.patch.object(costs, "measure", return_value=CURVE) as measure:
+        start()
+        with costs.measuring_alone():
+            assert start() == [1, 8] and measure.call_count == 1
+        assert "waiting" not in caplog.text
+        start(max_num_seqs=8)
+        assert measure.call_count == 2
+        costs.costs_file().parent.joinpath("starts").rename(costs.cache_folder() / "elsewhere")
+        costs.costs_file().parent.joinpath("starts").touch()  # no folder to store them in
+        assert start() == start() == [1, 8] and measure.call_count == 4
+    assert costs.load_all() == [], "the file of treespec autotune is left alone"
+
+
+def test_a_start_waits_no_longer_than_it_may_measure() -> None:
+    """For a measurement whose end it does not see; then it measures beside that, or takes what that has stored."""
+    patiences, found = [], list[dict[str, Any]]()
+
+    @contextmanager
+    def never_free(path: Path, waiting_for: str, patience: float) -> Iterator[bool]:
+        if path.name == "measuring.lock":
+            patiences.append(patience)
+            for entry in found:
+                costs.save(CostCurve((1, 4), (0.1, 0.2), 0.01), entry["key"], costs.cache_folder() / "starts")
+        yield False
+
+    with (
+        mock.patch.object(costs, "shared_work", never_free),
+        mock.patch.object(costs, "measure", return_value=CURVE) as measure,
+    ):
+        assert start() == [1, 8]
+        found += costs.load_all(costs.cache_folder() / "starts")
+        costs.costs_file(costs.cache_folder() / "starts").unlink()
+        assert start() == [1, 4]
+    assert patiences == [1.5, 1.5] and measure.call_count == len(found) == 1
+
+
+def test_curves_that_are_stored_at_once_are_all_kept(tmp_path: Path) -> None:
+    def store(threads: int) -> None:
+        costs.save(CostCurve((1, 8), (0.1, 0.2), 0.01), KEY | {"threads": threads}, tmp_path)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(store, range(24)))
+    assert sorted(entry["key"]["threads"] for entry in costs.load_all(tmp_path)) == list(range(24))

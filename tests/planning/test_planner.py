@@ -1,0 +1,276 @@
+"""The planner: what pays is drafted and verified, what does not is not, in modelled seconds."""
+
+import dataclasses
+import itertools
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from tests.helpers.exactness import differences, run
+from tests.helpers.models import greedy, make_draft, new_folder, open_llm, random_prompts, tiny, tree_of
+from treespec import LLM, SpecConfig
+from treespec.drawing.recording import watch
+from treespec.planning.draft_plan import Drafted
+from treespec.planning.learning import CREDIT, RETRY_CREDIT
+from treespec.planning.planner import Planner
+from treespec.planning.round_costs import CostCurve, RoundSeconds
+from treespec.request import Request
+from treespec.sampling_params import SamplingParams
+from treespec.tree import TokenTree
+from treespec_kernels.tree.level_rule import COVERAGE, LevelRule
+
+COST = CostCurve((1, 16, 64), (1e-3, 1.3e-3, 3e-3), draft_seconds=2e-4, ssm_seconds=1e-4)
+STARTING = dataclasses.replace(COST, draft_start_seconds=3e-4)
+AUTO = SpecConfig()
+
+
+def request_of(spec: SpecConfig = AUTO) -> Request:
+    return Request([1, 2, 3], SamplingParams(max_tokens=100), spec)
+
+
+def random_tree(rng: np.random.Generator, nodes: int) -> TokenTree:
+    paths: dict[tuple[int, ...], float] = {}
+    while len(paths) < nodes:
+        above = [(), *paths][rng.integers(len(paths) + 1)]
+        if len(above) < 5:
+            paths[(*above, int(rng.integers(1, 400)))] = float(rng.uniform(0, 0.9))
+    return tree_of(3, paths)
+
+
+def planner_at(gain: float, requests: list[Request]) -> Planner:
+    """Time is worth `gain` times what plain decoding makes of it; tokens of all requests are worth the same."""
+    planner = Planner(COST)
+    planner.draft_plans(requests, 256, others_wait=True)
+    planner._state.gain = gain
+    return planner
+
+
+def cut(planner: Planner, requests: list[Request], trees: list[TokenTree]) -> list[TokenTree]:
+    return [tree.best(size) for tree, size in zip(trees, planner.sizes(requests, trees), strict=True)]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_cut_keeps_what_is_worth_its_rows(batch: int) -> None:
+    """Against every possible number of rows: the best by tokens promised less the price of their time."""
+    rng = np.random.default_rng(batch)
+    for gain in (1.0, 1.5, 3.0):
+        requests = [request_of() for _ in range(batch)]
+        trees = [random_tree(rng, int(rng.integers(1, 24))) for _ in requests]
+        planner = planner_at(gain, requests)
+        kept = cut(planner, requests, trees)
+        for tree in kept:
+            tree.check_integrity()
+        values = np.sort(np.concatenate([tree.values[1:] for tree in trees]))[::-1]
+        price = planner.rate
+        worth = [values[:n].sum() - price * float(COST.verify(batch + n)) for n in range(len(values) + 1)]
+        assert sum(map(len, kept)) - batch == int(np.argmax(worth))
+        assert np.concatenate([tree.values[1:] for tree in kept]).sum() == pytest.approx(
+            values[: np.argmax(worth)].sum()
+        )
+
+
+def test_an_int_is_obeyed() -> None:
+    requests = [request_of(SpecConfig(nodes=7)), request_of()]
+    trees = [random_tree(np.random.default_rng(i), 20) for i in range(2)]
+    planner = planner_at(50.0, requests)  # time is too dear for any node
+    assert [len(tree) for tree in cut(planner, requests, trees)] == [7, 1]
+
+
+def test_a_level_is_drafted_where_it_promises_more_than_its_time() -> None:
+    rule = planner_at(1.5, [request_of()]).level_rule()
+    price = 1.5 / 1e-3 * 2e-4
+    only = np.array([0])
+    for opened, reached in itertools.product((0.1, 0.4, 0.9), (0.2, 0.5, 0.9)):
+        decision = rule.worth_a_level(only, np.array([opened]), np.array([reached]))
+        assert decision.tolist() == [opened * reached > price]
+    assert not rule.worth_a_level(only, np.array([0.05]), None), "another source says already what follows"
+    assert rule.worth_a_level(only, np.array([1.0]), None)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_ssms_are_expected_where_a_first_level_pays(batch: int) -> None:
+    requests = [request_of() for _ in range(batch)]
+    planner, dear = Planner(COST), Planner(dataclasses.replace(COST, draft_seconds=1.0))
+    assert planner.expects_ssms(requests) and not dear.expects_ssms(requests)
+    planner.draft_plans(requests, 256)
+    planner._state.ssms.pause_left = 9
+    assert not planner.expects_ssms(requests), "they rest in batches of this size"
+    assert planner.expects_ssms([request_of() for _ in range(8)]), "and in no other"
+
+
+def test_the_first_level_pays_for_the_start_of_drafting() -> None:
+    request, only = request_of(), np.array([0])
+    for gain, opened in itertools.product((1.0, 1.5, 3.0), (0.4, 0.7, 1.0)):
+        planner = Planner(STARTING)
+        planner.draft_plans([request], 256)
+        planner._state.gain = gain
+        rule, start, level = planner.level_rule(), gain / 1e-3 * 3e-4, gain / 1e-3 * 2e-4
+        pays = opened * COVERAGE > start + level
+        assert rule.worth_a_level(only, np.array([opened]), None).tolist() == [pays]
+        if opened == 1:
+            assert pays == (planner.draft_plans([request], 256)[0].levels > 0)
+        decision = rule.worth_a_level(only, np.array([opened]), np.array([0.5]))
+        assert decision.tolist() == [opened * 0.5 > level], "the start is paid already"
+
+
+def test_only_trees_that_pay_grow_on() -> None:
+    dear = dataclasses.replace(COST, draft_request_seconds=1e-4)
+    planner = Planner(dear)
+    planner.draft_plans([request_of()] * 3, 256, others_wait=True)
+    price = planner.rate * 1e-4
+    opened, reached = np.array([0.9, 0.5 * price, 0.9]), np.ones(3)
+    rule = planner.level_rule()
+    assert rule.worth_a_level(np.arange(3), opened, reached).tolist() == [True, False, True]
+    assert not rule.worth_a_level(np.arange(3), np.full(3, 1.1 * price), reached).any(), "the level itself has a cost"
+
+
+def test_tokens_count_for_the_request_that_ends_last() -> None:
+    """One of four has nothing that can be guessed: the batch ends with it, whatever the others do."""
+    requests = [request_of() for _ in range(4)]
+    for request, speed in zip(requests, (1, 3, 3, 3), strict=True):
+        request.target_passes = 10
+        request.tokens += [7] * (10 * speed)
+    planner = Planner(COST)
+    planner.draft_plans(requests, 256)
+    own_share = 1 - float(COST.verify(3) / COST.verify(4))
+    assert planner.round.token_weights[0] == 1, "it ends last"
+    lateness = (planner.round.token_weights[1] - own_share) / (1 - own_share)
+    assert planner.round.token_weights[1:] == [planner.round.token_weights[1]] * 3 and 0.05 < lateness < 0.25, (
+        "the others in a third of the time"
+    )
+    planner.draft_plans(requests, 256, others_wait=True)
+    assert set(planner.round.token_weights) == {1.0}, "each that ends makes room for another"
+
+
+def test_measured_seconds_correct_the_curve() -> None:
+    """Drafting that takes thrice its modelled time is drafted less; a machine twice as slow changes nothing."""
+    for slowness in (1.0, 2.0):
+        planner, request = Planner(COST), request_of()
+        for _ in range(100):
+            planner.draft_plans([request], 256)
+            tree = cut(planner, [request], [tree_of(3, {(5,): 0.9})])[0]
+            seconds = np.array([3 * COST.draft(1, 1, 1), 0.0, float(COST.verify(len(tree))), 1e-4])
+            planner.observe([request], [tree], [2], RoundSeconds(*(slowness * seconds)), Drafted(1, 1, 1))
+        assert planner.costs.draft_scale == pytest.approx(3, rel=0.01)
+        assert planner.costs.host("drafted") == pytest.approx(1e-4, rel=0.01)
+        modelled = planner_at(planner._state.gain, [request])
+        rules, masses = (planner.level_rule(), modelled.level_rule()), np.linspace(0.05, 1, 20)
+        first = [rule.worth_a_level(np.zeros(20, dtype=np.int64), masses, np.ones(20)).sum() for rule in rules]
+        assert first[0] <= first[1]
+    ignorant = Planner(COST, learns_seconds=False)
+    ignorant.draft_plans([request], 256)
+    ignorant.observe([request], [tree], [2], RoundSeconds(*seconds), Drafted(1, 1, 1))
+    assert ignorant.costs.draft_scale == 1
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+def test_what_loses_rests_for_longer_and_longer(drafts: bool) -> None:
+    """Trees whose guesses never hold: what is lost before each rest is bounded, and rests double."""
+    planner, request = Planner(COST, learns_seconds=False), request_of()
+    asked = []
+    for _ in range(600):
+        plan = planner.draft_plans([request], 256)[0]
+        asked.append(plan.levels > 0 if drafts else plan.max_depth > 0)
+        drafted = Drafted(1, 1, 1) if drafts and asked[-1] else Drafted(0, 0)
+        planner.observe([request], [tree_of(3, {(5,): 0.9} if asked[-1] else {})], [1], drafted=drafted)
+    rests = [sum(1 for _ in group) for kind, group in itertools.groupby(asked) if not kind]
+    if drafts:  # what the SSMs promise was corrected: no level is worth its time long before the credit is used up
+        assert sum(asked[300:]) <= sum(asked[:300]) < 100
+    else:
+        assert rests[:2] == [63, 127]
+    round_seconds = float(COST.verify(2)) + (COST.draft(1, 1, 1) if drafts else 0.0)
+    lost = sum(asked) * (round_seconds / float(COST.verify(1)) - 1)
+    assert lost < CREDIT + len(rests) * RETRY_CREDIT, "in rounds of plain decoding"
+    assert lost < 0.025 * len(asked)
+
+
+def test_a_request_that_failed_does_not_count() -> None:
+    planner, requests = Planner(COST), [request_of() for _ in range(3)]
+    planner.draft_plans(requests, 256)
+    trees = cut(planner, requests, [tree_of(3, {(5,): 0.9})] * 3)
+    planner.observe(requests[1:], trees[1:], [4, 4], RoundSeconds(1e-3, 0.0, 1e-3, 1e-4), Drafted(1, 1, 3))
+    assert planner._state.gain > 1.2
+
+
+def test_a_long_prompt_is_not_read_for_a_few_tokens() -> None:
+    planner = Planner(dataclasses.replace(COST, read_seconds=1e-5))
+    few, many = request_of(), Request([1, 2, 3], SamplingParams(max_tokens=5000), AUTO)
+    few.max_tokens = 8
+    assert [plan.levels > 0 for plan in planner.draft_plans([few, many], 9000, lambda _: 3000)] == [False, True]
+    assert [plan.levels > 0 for plan in planner.draft_plans([few, many], 9000, lambda _: 0)] == [True, True]
+
+
+def test_dear_ssms_need_trust() -> None:
+    cheap, dear = (
+        Planner(dataclasses.replace(COST, ssm_seconds=seconds)).draft_plans([request_of()], 256)[0].min_trust
+        for seconds in (1e-6, 2e-3)
+    )
+    assert 0.01 < cheap < 0.02 and dear > 1
+    assert Planner(COST).draft_plans([request_of(SpecConfig(nodes=16))], 256)[0].min_trust == 0, "an int is obeyed"
+
+
+def modelled_speedup(llm: LLM, spec: SpecConfig, tokens: int) -> tuple[float, float]:
+    """(speed-up over plain decoding, share of rounds with drafting), in the cost curve's seconds."""
+    engine, cost = llm.engine, llm.engine.host.planner.costs.curve
+    drafted: list[Drafted] = []
+    observe = Planner.observe
+
+    def observed(planner: Planner, *round: Any) -> None:
+        drafted.append(round[4])
+        observe(planner, *round)
+
+    with mock.patch.object(Planner, "observe", observed), watch(engine) as rounds:
+        llm.generate(random_prompts((40,)), greedy(tokens), spec=spec)
+    seconds = sum(float(cost.verify(len(each.tree))) for each in rounds)
+    seconds += sum(cost.draft(d.levels, d.passes, d.request_passes) for d in drafted)
+    return tokens * float(cost.verify(1)) / seconds, sum(d.levels > 0 for d in drafted) / len(rounds)
+
+
+@pytest.fixture(scope="module")
+def drafts() -> dict[str, LLM]:
+    """Engines with a draft that is nearly the target, and with one that knows nothing; drafting costs a fifth."""
+    target, good = tiny()
+    bad = make_draft(new_folder("bad") / "bad", target, 10, 3.0)
+    llms = {"good": open_llm(target, [good[0]], max_num_seqs=4), "bad": open_llm(target, [bad], max_num_seqs=4)}
+    for llm in llms.values():
+        llm.engine.host.planner = Planner(COST, learns_seconds=False)
+    return llms
+
+
+def test_good_guesses_are_used(drafts: dict[str, LLM]) -> None:
+    speedup, share = modelled_speedup(drafts["good"], AUTO, 150)
+    assert speedup > 1.5 and share > 0.8
+
+
+def test_useless_guesses_cost_next_to_nothing(drafts: dict[str, LLM]) -> None:
+    modelled_speedup(drafts["bad"], AUTO, 100)  # learns that they are useless
+    speedup, share = modelled_speedup(drafts["bad"], AUTO, 190)
+    assert speedup > 0.97 and share < 0.2
+
+
+@pytest.mark.parametrize("name", ["good", "bad"])
+def test_tokens_do_not_depend_on_the_planner(drafts: dict[str, LLM], name: str) -> None:
+    prompts = random_prompts((10, 40, 25))
+    plain = run(drafts[name], prompts, greedy(40), "off")
+    for _ in range(2):
+        assert not differences(plain, run(drafts[name], prompts, greedy(40), AUTO))
+
+
+def test_a_batch_that_is_not_worth_drafting_for_is_asked_again_after_some_rounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planner, requests = Planner(dataclasses.replace(COST, draft_seconds=1.0)), [request_of() for _ in range(2)]
+    planner.draft_plans(requests, 256)
+    planner._state.model_free.pause_left = 1000
+    asked = []
+    original = LevelRule.pays
+    monkeypatch.setattr(LevelRule, "pays", lambda *given, **how: asked.append(len(given[1])) or original(*given, **how))
+    for _ in range(16):
+        assert all(plan.max_depth == plan.levels == 0 for plan in planner.draft_plans(requests, 256))
+    assert asked == [2, 2], "once in eight rounds"
+    planner.draft_plans(requests[:1], 256)
+    planner._state.model_free.pause_left = 1000
+    planner.draft_plans(requests[:1], 256)
+    assert asked[2] == 1, "another batch is another question"

@@ -1,0 +1,178 @@
+"""Which tokens may follow a text: compared with a parser that reads every text from its beginning."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from llguidance import LLMatcher, LLParserLimits
+
+from tests.helpers.forms import (
+    CLOSED,
+    PROMPTS,
+    asked,
+    every_form,
+    form_of,
+    grammars,
+    no_form_read,
+    parsed,
+    speaking_tokenizer,
+)
+from tests.helpers.models import VOCAB, quick
+from tests.helpers.sampled import TREE
+from tests.helpers.speech import END, speaking_llm
+from treespec import SpecConfig, StructuredOutputsParams
+from treespec.errors import RequestError
+from treespec.sampling.grammar import Grammars
+
+
+def excluded_from_scratch(name: str, text: Sequence[int]) -> np.ndarray:
+    """bool [vocab], by a parser that reads the text from its beginning, a token at a time."""
+    parser = parsed(name).deep_copy()
+    for token in text:
+        assert parser.consume_token(token)
+    bits = np.frombuffer(parser.compute_bitmask(), dtype=np.uint8)
+    return np.unpackbits(bits, bitorder="little")[:VOCAB] == 0
+
+
+@every_form
+def test_what_may_follow_depends_on_the_text_alone(name: str) -> None:
+    """Asked in any order, below any path, with texts between that do not fit."""
+    rng = random.Random(name)
+    for _ in range(6):
+        grammar, text = grammars().grammar(form_of(name), 2), [7, 9]
+        while len(text) < 30:
+            paths: list[list[int]] = [[]]
+            for _ in range(6):
+                path = list(rng.choice(paths))
+                while len(path) < 5:
+                    following = np.flatnonzero(~excluded_from_scratch(name, [*text[2:], *path])[1:]) + 1
+                    if not len(following) or rng.random() < 0.2:
+                        break
+                    path.append(int(rng.choice(following)))
+                paths.append(path)
+            for path in rng.sample(paths, len(paths)):
+                wanted = excluded_from_scratch(name, [*text[2:], *path])
+                assert np.array_equal(grammar.excluded(text, path).numpy(), wanted)
+                wrong = int(rng.choice(np.flatnonzero(wanted))) or 1
+                fits = grammar.fitting(text, [*path, wrong, wrong])
+                assert fits >= len(path)
+                if fits == len(path):
+                    with pytest.raises(RequestError, match=f"token {wrong} does not fit the text before it"):
+                        grammar.excluded(text, [*path, wrong, wrong])
+                with pytest.raises(RequestError, match="nothing follows an end token"):
+                    grammar.excluded(text, [*path, 0])
+                assert grammar.fitting(text, [*path, 0, 5]) in (len(path), len(path) + 1)
+            forced = grammar.forced(text)
+            for count, token in enumerate(forced):
+                assert np.flatnonzero(~excluded_from_scratch(name, [*text[2:], *forced[:count]])).tolist() == [token]
+            following = np.flatnonzero(~grammar.excluded(text).numpy()[1:]) + 1
+            if not len(following):
+                break
+            text.append(int(rng.choice(following)))
+
+
+class _Limited:
+    """A parser that fails for good below two drafted tokens, as one does that takes more than llguidance's limits."""
+
+    def __init__(self, own: LLMatcher, failures: list[str], failed: bool = False):
+        self._own, self._failures, self._failed = own, failures, failed
+
+    def deep_copy(self) -> "_Limited":
+        return _Limited(self._own.deep_copy(), self._failures, self._failed)
+
+    def _fail(self, what: str) -> None:
+        self._failed = True
+        self._failures.append(what)
+
+    def try_consume_tokens(self, tokens: list[int]) -> int:
+        if len(tokens) >= 2:
+            self._fail("excluded")
+        return self._own.try_consume_tokens(tokens)
+
+    def validate_tokens(self, tokens: list[int]) -> int:
+        if len(tokens) >= 2:
+            self._fail("fitting")
+        return self._own.validate_tokens(tokens)
+
+    def compute_ff_tokens(self) -> list[int]:
+        self._fail("forced")
+        return self._own.compute_ff_tokens()
+
+    def is_error(self) -> bool:
+        return self._failed
+
+    def get_error(self) -> str:
+        return "too\n  complex"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+
+@pytest.mark.parametrize("temperature", quick((0.0, 0.9), (0.9,)))
+def test_a_parser_that_fails_at_a_drafted_text_costs_no_token(temperature: float) -> None:
+    """Plain decoding never asks it about that text."""
+    llm = speaking_llm()
+    params = asked(CLOSED, temperature=temperature, seed=2)
+    plain = llm.generate(PROMPTS, params, "off")
+    failures: list[str] = []
+    parse = Grammars.parse
+    limited = mock.patch.object(Grammars, "parse", lambda self, form: _Limited(parse(self, form), failures))
+    with limited, no_form_read(llm):
+        outputs = llm.generate(PROMPTS, params, TREE)
+    assert set(failures) == {"excluded", "fitting", "forced"}
+    assert [output.outputs for output in outputs] == [output.outputs for output in plain]
+
+
+def limited(**limits: int) -> Any:
+    """While it lasts, llguidance reads forms within narrow limits."""
+    return mock.patch("llguidance.LLParserLimits", lambda **options: LLParserLimits(**options, **limits))
+
+
+def test_a_limit_that_a_drafted_text_comes_to_costs_no_token() -> None:
+    """Copies of a parser share their lexer, which has failed for all of them then."""
+    llm, params = speaking_llm(), asked({"choice": ["orngé", "argumentm", "b\u2028", "oem"]})
+    (plain,) = llm.generate([[5]], params, "off")
+    parse = mock.patch.object(Grammars, "parse", autospec=True, side_effect=Grammars.parse)
+    for spec in ("off", TREE, SpecConfig()):
+        with limited(step_lexer_fuel=50), no_form_read(llm), parse as parsing:
+            (output,) = llm.generate([[5]], params, spec)
+        assert output.outputs == plain.outputs and output.outputs[0].finish_reason == "stop"
+        assert (parsing.call_count > 1) == (spec != "off"), "the form is read anew"
+
+
+@pytest.mark.parametrize("spec", ["off", TREE], ids=["off", "tree"])
+def test_a_limit_that_one_request_comes_to_is_not_the_next_ones(spec: Any) -> None:
+    llm, form = speaking_llm(), {"regex": "[ab]*a[ab]{14}c"}
+    a, b = (speaking_tokenizer().token_to_id(letter) for letter in "ab")
+    long, short = (asked(form, count, temperature=1.0, seed=1, allowed_token_ids=[a, b]) for count in (200, 3))
+    with limited(max_lexer_states=60), no_form_read(llm):
+        for _ in range(2):
+            failed, beside = llm.generate(PROMPTS[:2], [long, short], spec)
+            assert "lexer error: too many states" in str(failed.error) and len(failed.outputs[0].token_ids) > 3
+            assert beside.error is None and len(beside.outputs[0].token_ids) == 3
+
+
+def test_padded_and_larger_vocabularies() -> None:
+    """Logits of more or of fewer columns than the tokenizer has tokens."""
+    own = speaking_tokenizer()
+    form = StructuredOutputsParams(regex="[a-z]+")
+    wanted = grammars().grammar(form, 0).excluded([]).numpy()
+    assert not wanted.all()
+    for size in (300, VOCAB - 1, VOCAB + 1, VOCAB + 70):
+        found = Grammars(own, size, (0, 900), torch.device("cpu")).grammar(form, 0).excluded([]).numpy()
+        shared = min(size, VOCAB)
+        assert len(found) == size and (found[:shared] == wanted[:shared]).all() and found[shared:].all()
+    with pytest.raises(RequestError, match=r"no token of the model's continues the text$"):
+        Grammars(own, 1, (0, 900), torch.device("cpu")).grammar(form, 0).excluded([])
+
+
+def test_all_end_tokens_of_a_model_end_an_output() -> None:
+    own = speaking_tokenizer()
+    assert own.token_to_id(END) == 0
+    grammar = Grammars(own, VOCAB, (0, 400), torch.device("cpu")).grammar(StructuredOutputsParams(choice=["a"]), 0)
+    text = own.encode("a").ids
+    assert np.flatnonzero(~grammar.excluded(text).numpy()).tolist() == [0, 400]

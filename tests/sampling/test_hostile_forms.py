@@ -1,0 +1,198 @@
+"""Forms and lists that would keep the process busy for minutes are refused by their size, as their request's error."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+from llguidance import LLMatcher
+
+from tests.helpers.forms import asked, no_form_read
+from tests.helpers.models import greedy
+from tests.helpers.sampled import TREE
+from tests.helpers.scripts import run_script
+from tests.helpers.sharing import assert_clean
+from tests.helpers.speech import speaking_llm
+from treespec import SamplingParams
+from treespec.errors import ConfigError, RequestError
+
+
+def doubling(depth: int) -> str:
+    """Terminals of which each names the one before it twice."""
+    lines = [f"T{i + 1}: T{i} T{i}" for i in range(depth)]
+    return "\n".join([f"start: T{depth}", 'T0: "a"?', *lines])
+
+
+FORMS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "optional parts": (lambda: {"regex": "a?" * 60_000}, "regex has 120000 characters, the limit is 20000"),
+    "fewer optional parts": (lambda: {"regex": "[a-z]?[0-9]?" * 1000}, "regex has 2000 optional or repeated parts"),
+    "empty alternatives": (lambda: {"regex": "(a|)(|b)" * 1000}, "regex has 2000 optional or repeated parts"),
+    "a long text": (lambda: {"regex": "x" * 10**7}, "regex has 10000000 characters"),
+    "long choices": (
+        lambda: {"choice": ["a" * i for i in range(1, 6000)]},
+        "choice has 17997000 characters, the limit is 1000000; give a shorter one",
+    ),
+    "a long choice": (lambda: {"choice": ["b" * 500_000]}, "a text of choice has 500000 characters"),
+    "a pattern": (
+        lambda: {"json": {"type": "string", "pattern": "a?" * 8000}},
+        "json, in its patterns, has 8000 optional",
+    ),
+    "a constant": (lambda: {"json": {"const": "x" * 100_000}}, "a text in json has 100000 characters"),
+    "a schema": (lambda: {"json": {"enum": [f"{i:020}" for i in range(60_000)]}}, "json has 1440010 characters"),
+    "pattern properties": (
+        lambda: {"json": {"patternProperties": {f"^{i}x": {} for i in range(1000)}}},
+        "json has 1000 patternProperties, the limit is 100",
+    ),
+    "a multiple": (
+        lambda: {"json": {"type": "integer", "multipleOf": 99_999_989}},
+        "multipleOf in json has 99999989 states, the limit is 100000",
+    ),
+    "two multiples": (
+        lambda: {"json": {"allOf": [{"type": "integer", "multipleOf": n} for n in (9973, 9967)]}},
+        "multipleOf in json has 99400891 states",
+    ),
+    "white space": (
+        lambda: {"json_object": True, "whitespace_pattern": " ?" * 2000},
+        "whitespace_pattern has 2000 optional",
+    ),
+    "terminals": (lambda: {"grammar": doubling(20)}, "terminal T10 of grammar, with the terminals that it names, has"),
+    "GBNF": (
+        lambda: {"grammar": 'root ::= t12\nt0 ::= "a"?\n' + "".join(f"t{i + 1} ::= t{i} t{i}\n" for i in range(12))},
+        "terminal T10 of grammar",
+    ),
+    "a rule": (lambda: {"grammar": "start: " + '"a"? ' * 12_000}, "rule start has 12000 optional"),
+    "a schema in a grammar": (
+        lambda: {"grammar": 'start: x\nx: %json {"type": "integer", "multipleOf": 99999989}'},
+        "multipleOf in json has 99999989 states",
+    ),
+    "a grammar": (lambda: {"grammar": "start: " + '"a" ' * 60_000}, "grammar has 240007 characters"),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_hostile_form_ends_as_its_own_requests_error(name: str) -> None:
+    llm = speaking_llm()
+    form, message = FORMS[name]
+    alone = llm.generate("def", greedy(4))[0].outputs
+    bad, good = llm.generate(["x", "def"], [asked(form()), greedy(4)], TREE)
+    assert f"structured_outputs: {message}" in str(bad.error) and len(str(bad.error)) < 400
+    assert bad.outputs[0].finish_reason == "error" and good.outputs == alone
+    assert_clean(llm)
+
+
+LARGE: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[str], bool]]] = {
+    "many short choices": (lambda: {"choice": [f"item {i}" for i in range(60_000)]}, lambda t: t.startswith("item ")),
+    "choices with one beginning": (
+        lambda: {"choice": [f"https://www.example.com/{'x' * 100}/{i}" for i in range(4000)]},
+        lambda text: text != "" and "https://www.example.com/".startswith(text[:24]),
+    ),
+    "a list of words": (lambda: {"regex": "|".join(f"w{i}x" for i in range(3000))}, lambda text: text[0] == "w"),
+    "optional parts": (lambda: {"regex": "(a?){60000}b"}, lambda text: text.strip("a") in ("", "b")),
+    "an enum": (lambda: {"json": {"enum": [f"v{i}" for i in range(10_000)]}}, lambda text: text.startswith('"v')),
+    "properties": (
+        lambda: {
+            "json": {
+                "type": "object",
+                "properties": {f"p{i}": {"type": "integer"} for i in range(500)},
+                "required": [f"p{i}" for i in range(500)],
+            },
+            "disable_any_whitespace": True,
+        },
+        lambda text: text.startswith('{"p0":'),
+    ),
+    "lengths": (lambda: {"json": {"type": "string", "minLength": 100_000}}, lambda text: text[0] == '"'),
+    "items": (
+        lambda: {"json": {"type": "array", "items": {"type": "integer"}, "minItems": 100_000}},
+        lambda text: text[0] == "[",
+    ),
+    "multiples": (
+        lambda: {"json": {"properties": {"a": {"multipleOf": 0.01}, "b": {"multipleOf": 5000}}, "type": "object"}},
+        lambda text: text[0] == "{",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LARGE)
+def test_large_forms_are_served(name: str) -> None:
+    form, fits = LARGE[name]
+    (output,) = speaking_llm().generate("x", asked(form(), 16), TREE)
+    assert output.error is None and fits(output.outputs[0].text or "")
+
+
+@pytest.mark.slow
+def test_reading_that_takes_long_all_the_same_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others of the batch finish."""
+    llm, stop = speaking_llm(), []
+
+    def read(*given: Any, **options: Any) -> LLMatcher:
+        while not stop:
+            sum(range(1000))
+        return LLMatcher(*given, **options)
+
+    monkeypatch.setattr("treespec.sampling.grammar.SECONDS", 0.05)
+    alone = llm.generate("def", greedy(4))[0].outputs
+    with no_form_read(llm):
+        llm.generate("x", asked({"choice": ["a"]}, 2))  # reads the tokenizer
+        try:
+            with mock.patch("llguidance.LLMatcher", mock.Mock(wraps=LLMatcher, side_effect=read)):
+                bad, good = llm.generate(["x", "def"], [asked({"choice": ["a", "b"]}), greedy(4)])
+        finally:
+            stop.append(True)
+    assert "choice takes more than 0.05 s to compile; give a simpler one" in str(bad.error)
+    assert good.outputs == alone
+
+
+@pytest.mark.slow
+def test_a_reader_that_was_given_up_does_not_keep_the_process() -> None:
+    script = """
+import time
+from treespec.sampling import grammar
+from treespec.errors import RequestError
+grammar.SECONDS = 0.01
+def spin():
+    while True: pass
+try:
+    grammar._run_with_large_stack(spin, "regex")
+except RequestError as error:
+    print(error)
+"""
+    assert "regex takes more than" in run_script(script, timeout=120)
+
+
+LISTS: dict[str, tuple[dict[str, Any], str]] = {
+    "bad words": ({"bad_words": [f"w{i}" for i in range(100_000)]}, "bad_words: 100000 texts of 588890 characters"),
+    "a bad word": ({"bad_words": ["x" * 10**6]}, "bad_words: 1 texts of 1000000 characters; valid: at most 5000 of"),
+    "stop strings": ({"stop": [f"w{i}" for i in range(100_000)]}, "stop: 100000 texts"),
+    "stop tokens": ({"stop_token_ids": [7] * 100_000}, "stop_token_ids: 100000 ids; the vocabulary has 512 tokens"),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_long_lists_are_refused(name: str) -> None:
+    llm = speaking_llm()
+    options, message = LISTS[name]
+    alone = llm.generate("def", greedy(4))[0].outputs
+    bad, good = llm.generate(["def", "def"], [SamplingParams(**options), greedy(4)])
+    assert message in str(bad.error) and len(str(bad.error)) < 400 and good.outputs == alone
+
+
+def test_long_lists_that_are_legitimate() -> None:
+    llm = speaking_llm()
+    alone = llm.generate("def", greedy(4))[0].outputs
+    everything = {"logit_bias": dict.fromkeys(range(512), 0.5), "allowed_token_ids": list(range(512)) * 100}
+    words = {"bad_words": [f"zq{i}" for i in range(1000)], "stop": [f"zq{i}" for i in range(1000)]}
+    (output,) = llm.generate("def", SamplingParams(max_tokens=4, **everything, **words), TREE)
+    assert [each.token_ids for each in output.outputs] == [each.token_ids for each in alone]
+
+
+@pytest.mark.slow
+def test_a_million_samples_are_refused() -> None:
+    with pytest.raises(ConfigError, match="n=1000000; valid: an int from 1 to 16384"):
+        SamplingParams(n=1_000_000, temperature=1.0)
+
+
+@pytest.mark.slow
+def test_the_error_is_raised_where_there_is_no_other_request() -> None:
+    with pytest.raises(RequestError, match="regex has 120000 characters"):
+        speaking_llm().generate("x", asked({"regex": "a?" * 60_000}))

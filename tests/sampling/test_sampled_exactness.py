@@ -1,0 +1,226 @@
+"""Sampled output is that of plain decoding with the same seed, bit for bit, whatever is drafted and how."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers.exactness import Run, differences, run
+from tests.helpers.models import OracleDrafter, exact_in, open_llm, quick, random_prompts, tiny, tiny_llm
+from treespec import LLM, SamplingParams, SpecConfig
+from treespec.sampling.sampler import Sampler
+
+SUBSETS = quick([(0,), (0, 2), (0, 1, 2)], [(0, 1, 2)])
+LENGTHS = (1, 9, 31, 50, 58, 62, 63, 64, 65, 90, 126, 5)  # 12 requests for 8 slots; outputs cross positions 64 and 128
+TOKENS = 10
+SHAPES: dict[str, dict[str, Any]] = {
+    "16": {"nodes": 16},
+    "40": {"nodes": 40, "max_depth": 4},
+    "auto": {},
+    "static 3-2-1": {"branching": (3, 2, 1)},
+    "star": {"branching": (12,)},
+}
+
+
+class Words:
+    """A tokenizer whose token 12 is "t12"."""
+
+    def encode(self, text: str) -> list[int]:
+        return [int(word[1:]) for word in text.split()]
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        return " ".join(f"t{token}" for token in ids)
+
+
+WORDS = Words()
+
+
+def no_echo(ids: Tensor, scores: Tensor) -> Tensor:
+    """A processor that looks at the whole past: no token that stands an odd number of places back."""
+    return scores.index_fill(1, ids[0].flip(0)[:16:2], -torch.inf)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "0.7": {"temperature": 0.7},
+    "1.0": {"temperature": 1.0},
+    "top_p": {"temperature": 1.0, "top_p": 0.9},
+    "top_k, min_p": {"temperature": 1.3, "top_k": 20, "min_p": 0.02},
+    "penalties": {"temperature": 0.8, "repetition_penalty": 1.3, "presence_penalty": 0.6, "frequency_penalty": 0.9},
+    "bias, bad words, processors": {
+        "temperature": 1.0,
+        "logit_bias": {0: 8.0, 3: 4.0, 77: 7.0},
+        "min_tokens": 4,
+        "ignore_eos": False,
+        "stop_token_ids": [77],
+        "bad_words": ["t3", "t5 t9", "t77 t3"],
+        "logits_processors": [no_echo],
+    },
+}
+
+
+def mixed(names: tuple[str, ...] = tuple(SETTINGS), **options: Any) -> list[SamplingParams]:
+    """One for each of `LENGTHS`: settings in turn, seeds of their own."""
+    each = [SETTINGS[names[i % len(names)]] for i in range(len(LENGTHS))]
+    base = {"max_tokens": TOKENS, "ignore_eos": True} | options
+    return [SamplingParams(**(base | {"seed": 100 + i} | own)) for i, own in enumerate(each)]
+
+
+@functools.cache
+def plain_run(dtype: torch.dtype) -> Run:
+    """Of an engine without drafts."""
+    return run(tiny_llm(dtype, (), tokenizer=WORDS), random_prompts(LENGTHS), mixed())
+
+
+def assert_exact(llm: LLM, plain: Run, spec: SpecConfig, params: list[SamplingParams] | None = None) -> Run:
+    tree = run(llm, plain.prompts, params or mixed(), spec)
+    assert not (found := differences(plain, tree)), "\n".join(found[:10])
+    return tree
+
+
+@exact_in
+@pytest.mark.parametrize("ssms", SUBSETS)
+def test_trees_give_the_tokens_of_plain_decoding(dtype: torch.dtype, ssms: tuple[int, ...]) -> None:
+    plain, llm = plain_run(dtype), tiny_llm(dtype, ssms, tokenizer=WORDS)
+    for name in SHAPES if len(ssms) == 3 else ("16", "static 3-2-1"):
+        tree = assert_exact(llm, plain, SpecConfig(**SHAPES[name]))
+        assert tree.acceptance_length > 1.2, f"{name}: {tree.acceptance_length}"
+    if len(ssms) != 2:
+        tree = assert_exact(llm, plain, SpecConfig(nodes=5, verification="naive"))
+        assert tree.acceptance_length > 1.2
+
+
+def test_the_settings_do_something() -> None:
+    """Every one of them gives other tokens than the temperature alone would, and the last one ends requests."""
+    plain, llm = plain_run(torch.float32), tiny_llm(torch.float32, (), tokenizer=WORDS)
+    for name, own in SETTINGS.items():
+        with_it = run(llm, plain.prompts, mixed((name,)))
+        bare = [
+            SamplingParams(max_tokens=TOKENS, ignore_eos=True, seed=100 + i, temperature=own["temperature"])
+            for i in range(len(LENGTHS))
+        ]
+        assert (with_it.tokens == run(llm, plain.prompts, bare).tokens) == (len(own) == 1), name
+    reasons = {output.outputs[0].finish_reason for output in plain.outputs}
+    assert reasons == {"stop", "length"}
+    assert len({tuple(tokens) for tokens in plain.tokens}) == len(LENGTHS)
+
+
+@pytest.mark.parametrize("verification", quick(("coupled", "naive"), ("coupled",)))
+def test_batch_size_and_company_change_nothing(verification: str) -> None:
+    plain = plain_run(torch.float32)
+    alone = tiny_llm(torch.float32, (0, 2), tokenizer=WORDS, max_num_seqs=1)
+    assert_exact(alone, plain, SpecConfig(nodes=8 if verification == "naive" else "auto", verification=verification))
+    llm = tiny_llm(tokenizer=WORDS)
+    params = mixed()
+    backwards = run(llm, plain.prompts[::-1], params[::-1], SpecConfig(nodes=12, verification=verification))
+    assert backwards.tokens[::-1] == plain.tokens
+
+
+@pytest.mark.parametrize("lookup", ["lookup alone", "lookup with SSMs", "SSMs alone"])
+def test_repetitive_prompts_with_and_without_lookup(lookup: str) -> None:
+    """Prompts that lookup can continue, and a bias that makes the output follow them."""
+    prompts = [[1 + (i + k) % 7 for i in range(30 + k)] for k in range(4)]
+    bias = dict.fromkeys(range(1, 8), 12.0)
+    params = [SamplingParams(max_tokens=16, temperature=0.8, seed=k, logit_bias=bias, top_p=0.95) for k in range(4)]
+    plain = run(tiny_llm(torch.float32, (), tokenizer=WORDS), prompts, params)
+    sources = {"lookup alone": ("lookup",), "SSMs alone": ("ssm",)}.get(lookup)
+    for shape in ("16", "auto") if lookup == "lookup alone" else ("16",):
+        tree = assert_exact(tiny_llm(tokenizer=WORDS), plain, SpecConfig(**SHAPES[shape], sources=sources), params)
+        by_source = [output.metrics.accepted_by_source for output in tree.outputs]
+        if shape == "16":
+            assert any("lookup" in found for found in by_source) == (lookup != "SSMs alone")
+            assert any("ssm-1" in found for found in by_source) == (lookup != "lookup alone")
+
+
+@functools.cache
+def oracle_llm(dtype: torch.dtype) -> LLM:
+    return open_llm(tiny(dtype)[0], [OracleDrafter([], 1)], tokenizer=WORDS)
+
+
+@exact_in
+@pytest.mark.parametrize("verification", quick(("coupled", "naive"), ("coupled",)))
+def test_an_oracle_loses_nothing(dtype: torch.dtype, verification: str) -> None:
+    """Who foretells the sampled tokens is believed to the last one, wrong siblings and all."""
+    plain, llm = plain_run(dtype), oracle_llm(dtype)
+    for depth, wrong, bushy in ((1, 3, True), (5, 0, False), (8, 2, True)):
+        oracle = OracleDrafter(plain.sequences, depth, wrong=wrong, bushy=bushy)
+        llm.engine.sources.others[:] = [oracle]
+        tree = assert_exact(llm, plain, SpecConfig(nodes=64, max_depth=8, verification=verification))
+        for output in tree.outputs:
+            assert output.metrics.target_passes == -(-len(output.outputs[0].token_ids) // (depth + 1))
+
+
+def test_an_oracle_beside_the_ssms() -> None:
+    plain = plain_run(torch.float32)
+    llm = open_llm(tiny()[0], [*tiny()[1][1:], OracleDrafter(plain.sequences, 5, wrong=1)], tokenizer=WORDS)
+    tree = assert_exact(llm, plain, SpecConfig(nodes=48, max_depth=5))
+    assert tree.acceptance_length > 3
+    assert any("oracle" in output.metrics.accepted_by_source for output in tree.outputs)
+
+
+@pytest.mark.parametrize("seqs", quick((2, 8), (2,)))
+def test_samples_of_one_prompt(seqs: int) -> None:
+    """n=3 of several prompts and settings: all outputs are plain decoding's, all are different."""
+    prompts = random_prompts((9, 63, 70, 1))
+    params = [
+        SamplingParams(**({"max_tokens": 8, "ignore_eos": True, "n": 3, "seed": 7} | SETTINGS[name]))
+        for name in ("1.0", "top_p", "penalties", "bias, bad words, processors")
+    ]
+    llm = tiny_llm(tokenizer=WORDS, max_num_seqs=seqs)
+
+    def outputs(spec: SpecConfig | str) -> list[list[list[int]]]:
+        done = run(llm, prompts, params, spec)
+        assert not done.unequal
+        assert spec == "off" or done.acceptance_length > 1.3
+        return [[each.token_ids for each in output.outputs] for output in done.outputs]
+
+    plain = outputs("off")
+    assert all(len({tuple(tokens) for tokens in samples}) == 3 for samples in plain)
+    for spec in (SpecConfig(nodes=16), SpecConfig(branching=(2, 2), verification="naive")):
+        assert outputs(spec) == plain
+    first = run(llm, prompts, [SamplingParams(**(vars(each) | {"n": 1})) for each in params], SpecConfig(nodes=9))
+    assert first.tokens == [samples[0] for samples in plain]
+
+
+def test_greedy_and_sampled_requests_share_a_batch() -> None:
+    plain = plain_run(torch.float32)
+    params = [
+        SamplingParams(max_tokens=TOKENS, ignore_eos=True, repetition_penalty=1.2 if i % 4 == 0 else 1.0)
+        if i % 2 == 0
+        else each
+        for i, each in enumerate(mixed())
+    ]
+    llm = tiny_llm(tokenizer=WORDS)
+    expected = run(llm, plain.prompts, params, "off")
+    assert expected.tokens[1::2] == plain.tokens[1::2]
+    tree = assert_exact(llm, expected, SpecConfig(nodes=16), params)
+    assert tree.acceptance_length > 1.5
+
+
+@pytest.mark.slow
+def test_drafts_without_noise_cost_acceptance_and_no_token() -> None:
+    """Drafts that do not know the target's noise guess worse; what is emitted stays the same, bit for bit."""
+    target, drafts = tiny()
+    llm = open_llm(target, drafts)
+    prompts = random_prompts((9, 40, 63, 64))
+    each = [SamplingParams(max_tokens=24, ignore_eos=True, temperature=1.2, seed=seed) for seed in range(4)]
+    plain = run(llm, prompts, each, "off")
+    spec = SpecConfig(nodes=12, max_depth=4)
+    temper, lengths = Sampler.temper, []
+    variants: list[Callable[[Sampler, Tensor, int, bool], None]] = [
+        temper,
+        lambda self, logits, position, coupled: temper(self, logits, position, False),
+        lambda self, logits, position, coupled: temper(self, logits, position + 1, coupled),
+        lambda self, logits, position, coupled: None,
+    ]
+    for variant in variants:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Sampler, "temper", variant)
+            tree = run(llm, prompts, each, spec)
+        assert not differences(plain, tree)
+        lengths.append(tree.acceptance_length)
+    coupled, without, shifted, _ = lengths
+    assert coupled > without + 0.3 > 1.3, lengths
+    assert shifted < without, lengths

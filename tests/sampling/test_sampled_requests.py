@@ -1,0 +1,447 @@
+"""Sampled requests through the Python API: logprobs, several outputs, seeds, company, ends."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.exactness import recorded
+from tests.helpers.models import VOCAB, open_llm, quick, tiny
+from tests.helpers.sampled import (
+    COMPANY,
+    DRAWN,
+    LENGTH,
+    NAIVE,
+    PROMPTS,
+    REJECTION,
+    SAME,
+    STATIC,
+    TRAVERSAL,
+    TREE,
+    company_alone,
+    every_rule,
+    quick_rule,
+    sampled,
+    say_hush,
+    tokens_of,
+    two_ssms,
+)
+from tests.helpers.sharing import assert_clean
+from tests.helpers.speech import checked, speaking_llm
+from treespec import SpecConfig
+from treespec.outputs import StreamChunk
+
+# --- logprobs
+
+
+@pytest.mark.parametrize(("count", "spec"), [(0, NAIVE), (5, TREE)], ids=["chosen", "best five"])
+def test_logprobs_are_the_models_own(count: int, spec: SpecConfig) -> None:
+    """Of the raw logits, whatever is done to them for sampling; in every bit those of plain decoding."""
+    llm = two_ssms()
+    options = {"top_k": 60, "repetition_penalty": 1.3, "logit_bias": {5: 3.0}, "logits_processors": [say_hush]}
+    params = sampled(logprobs=count, temperature=1.4, **options)
+    with recorded(llm) as (logits, unequal):
+        plain = llm.generate(PROMPTS, params, "off")
+    assert not unequal
+    for output in plain:
+        (completion,) = output.outputs
+        assert completion.logprobs is not None and len(completion.logprobs) == len(completion.token_ids) == LENGTH
+        total = 0.0
+        for i, (token, found) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
+            raw = logits[(*output.prompt_token_ids, *completion.token_ids[:i])]
+            expected = torch.log_softmax(raw.float(), 0)
+            assert next(iter(found)) == token
+            assert len(found) in (count, count + 1)
+            assert sorted(each.rank for each in found.values())[:count] == list(range(1, count + 1))
+            for other, each in found.items():
+                assert each.logprob == float(expected[other]) and each.decoded_token is None
+                assert each.rank == int((raw > raw[other]).sum()) + 1
+            total += found[token].logprob
+        assert completion.cumulative_logprob == pytest.approx(total, abs=1e-9)
+    for output, reference in zip(llm.generate(PROMPTS, params, spec), plain, strict=True):
+        assert output.outputs == reference.outputs
+
+
+def test_logprobs_do_not_move_the_tokens() -> None:
+    llm = two_ssms()
+    for params in (sampled(), sampled(temperature=0.0)):
+        bare = llm.generate(PROMPTS, params, TREE)
+        assert all(o.outputs[0].logprobs is None and o.outputs[0].cumulative_logprob is None for o in bare)
+        for count in (0, VOCAB):
+            options = {"temperature": params.temperature, "logprobs": count}
+            outputs = llm.generate(PROMPTS, sampled(**options), TREE)
+            assert tokens_of(outputs) == tokens_of(bare)
+            assert all(len(each) >= count for o in outputs for each in o.outputs[0].logprobs or [])
+
+
+def test_logprobs_where_drafts_are_drawn() -> None:
+    llm = two_ssms()
+    with recorded(llm) as (logits, _):
+        (output,) = llm.generate(PROMPTS[0], sampled(logprobs=2, n=2), TRAVERSAL)
+    for completion in output.outputs:
+        for i, (token, found) in enumerate(zip(completion.token_ids, completion.logprobs or [], strict=True)):
+            raw = logits[(*PROMPTS[0], *completion.token_ids[:i])]
+            assert found[token].logprob == float(torch.log_softmax(raw.float(), 0)[token])
+
+
+def test_logprobs_end_with_the_output() -> None:
+    """A stop inside an accepted path cuts both."""
+    llm = two_ssms()
+    (whole,) = llm.generate(PROMPTS[0], sampled(logprobs=1))
+    for at in (0, 3, 7):
+        stop = whole.outputs[0].token_ids[at]
+        first = whole.outputs[0].token_ids.index(stop)
+        for spec in ("off", TREE):
+            (output,) = llm.generate(PROMPTS[0], sampled(logprobs=1, stop_token_ids=[stop]), spec)
+            assert output.outputs[0].token_ids == whole.outputs[0].token_ids[: first + 1]
+            assert output.outputs[0].logprobs == (whole.outputs[0].logprobs or [])[: first + 1]
+
+
+def test_logprobs_name_their_tokens() -> None:
+    llm = speaking_llm()
+    (output,) = llm.generate("def f(x):", sampled(4, logprobs=3))
+    decode = llm.get_tokenizer().decode
+    for found in output.outputs[0].logprobs or []:
+        assert all(each.decoded_token == decode([token]) for token, each in found.items())
+
+
+# --- several outputs
+
+
+@quick_rule
+def test_sample_i_is_sample_i(spec: SpecConfig) -> None:
+    """Of however many, and whatever else runs."""
+    llm, prompt = two_ssms(), PROMPTS[1]
+    with checked(llm):
+        (nine,) = llm.generate(prompt, sampled(n=9), spec)  # more than run at once
+        (four,) = llm.generate(prompt, sampled(n=4), "off")
+        (one,) = llm.generate(prompt, sampled(), spec)
+        mates = llm.generate([*PROMPTS, prompt], [sampled(9, n=2), *COMPANY[:3], sampled(n=4)], spec)
+    assert [completion.index for completion in nine.outputs] == list(range(9))
+    expected = tokens_of([nine])
+    assert len({tuple(tokens) for tokens in expected}) == 9
+    assert tokens_of([four]) == expected[:4]
+    assert tokens_of([one]) == expected[:1]
+    assert tokens_of(mates[-1:]) == expected[:4]
+    assert tokens_of(mates[1:2]) == tokens_of(llm.generate(PROMPTS[1], COMPANY[0], "off"))
+    for output in (nine, four):
+        assert output.metrics.prefill_passes == one.metrics.prefill_passes == 1
+        assert output.metrics.generated_tokens == LENGTH * len(output.outputs) and output.metrics.seed == 7
+    assert_clean(llm)
+
+
+def test_prompt_tokens_are_counted_once() -> None:
+    llm = open_llm(*tiny_arguments(), prefill_chunk=16)
+    counts = []
+    for n in (1, 5):
+        before = llm.stats()["prefill_tokens"]
+        (output,) = llm.generate(PROMPTS[3], sampled(n=n), TREE)
+        counts.append((llm.stats()["prefill_tokens"] - before, output.metrics.prefill_passes))
+    assert counts == [(62, 4), (62, 4)]
+
+
+def tiny_arguments() -> tuple[Any, Any]:
+    return tiny()[0], tiny()[1][:1]
+
+
+def concatenated(chunks: Sequence[StreamChunk], n: int) -> tuple[list[list[int]], list[str]]:
+    tokens: list[list[int]] = [[] for _ in range(n)]
+    texts = [""] * n
+    for chunk in chunks:
+        tokens[chunk.index] += chunk.token_ids
+        texts[chunk.index] += chunk.text or ""
+    return tokens, texts
+
+
+@pytest.mark.parametrize(("n", "spec"), [(9, TREE), (2, "off"), (1, TRAVERSAL)], ids=["tree", "off", "traversal"])
+def test_streams_of_several_outputs(n: int, spec: SpecConfig | str) -> None:
+    llm, params = speaking_llm(), sampled(8, n=n, logprobs=1)
+    with checked(llm):
+        chunks = list(llm.stream("def f(x):", params, spec))
+        (whole,) = llm.generate("def f(x):", params, spec)
+    assert [chunk.output is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    final = chunks[-1].output
+    assert final is not None and {chunk.request_id for chunk in chunks} == {final.request_id}
+    assert [c.index for c in final.outputs] == list(range(n))
+    assert final.outputs == whole.outputs
+    tokens, texts = concatenated(chunks, n)
+    assert tokens == tokens_of([final]) and texts == [completion.text for completion in final.outputs]
+    for index in range(n):
+        reasons = [chunk.finish_reason for chunk in chunks if chunk.index == index]
+        assert reasons == [None] * (len(reasons) - 1) + ["length"]
+    assert_clean(llm)
+
+
+@pytest.mark.parametrize("n", [1, 10])
+def test_abort_ends_all_samples(n: int) -> None:
+    llm, chunks = speaking_llm(), []
+    for chunk in llm.stream("def f(x):", sampled(100, n=n), TREE):
+        chunks.append(chunk)
+        if len(chunks) == 2 * min(n, 3):
+            llm.abort(chunk.request_id)
+            llm.abort("req-of-nobody")
+            assert_clean(llm)
+    assert [chunk.output is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    final = chunks[-1].output
+    assert final is not None
+    assert [c.finish_reason for c in final.outputs] == ["abort"] * n
+    assert all(len(tokens) < 100 for tokens in tokens_of([final]))
+    assert concatenated(chunks, n)[0] == tokens_of([final])
+    assert concatenated(chunks, n)[1] == [completion.text for completion in final.outputs]
+
+
+def test_leaving_a_stream_of_several_outputs() -> None:
+    llm = speaking_llm()
+    for chunk in llm.stream("def f(x):", sampled(100, n=10), TREE):
+        if len(chunk.token_ids):
+            break
+    del chunk
+    assert_clean(llm)
+
+
+def test_outputs_end_each_by_itself() -> None:
+    """Some by a stop string, some by an end token, some by length."""
+    llm = speaking_llm()
+    stops = list(range(30))
+    params = sampled(16, n=6, temperature=1.2, stop=["e", "\n"], stop_token_ids=stops)
+    (plain,) = llm.generate("def f(x):", params, "off")
+    reasons = {(c.finish_reason, type(c.stop_reason)) for c in plain.outputs}
+    assert {("stop", str), ("stop", int)} <= reasons
+    for spec in SAME.values():
+        chunks = list(llm.stream("def f(x):", params, spec))
+        assert chunks[-1].output is not None and chunks[-1].output.outputs == plain.outputs
+        assert concatenated(chunks, 6)[1] == [completion.text for completion in plain.outputs]
+
+
+# --- seeds
+
+
+@every_rule
+def test_a_reported_seed_reproduces(spec: SpecConfig | str) -> None:
+    llm = two_ssms()
+    outputs = llm.generate([PROMPTS[0]] * 2, sampled(24, seed=None, n=2, temperature=2.0), spec)
+    seeds = [output.metrics.seed for output in outputs]
+    assert len(set(seeds)) == 2 and all(isinstance(seed, int) and 0 <= seed < 2**53 for seed in seeds)
+    assert len({tuple(tokens) for tokens in tokens_of(outputs)}) == 4
+    for output in outputs:
+        (again,) = llm.generate(PROMPTS[0], sampled(24, seed=output.metrics.seed, n=2, temperature=2.0), spec)
+        assert tokens_of([again]) == tokens_of([output]) and again.metrics.seed == output.metrics.seed
+
+
+def test_seeds_of_every_size() -> None:
+    llm = two_ssms()
+    outputs = [llm.generate(PROMPTS[0], sampled(seed=seed), TREE)[0] for seed in (0, 1, 2**32, 2**63, 2**64 - 1)]
+    assert len({tuple(tokens) for tokens in tokens_of(outputs)}) == 5
+    assert [output.metrics.seed for output in outputs] == [0, 1, 2**32, 2**63, 2**64 - 1]
+
+
+def test_greedy_has_no_seed() -> None:
+    (output,) = two_ssms().generate(PROMPTS[0], sampled(temperature=0.0, seed=None))
+    assert output.metrics.seed is None
+    (refused, _) = two_ssms().generate([[], PROMPTS[0]], sampled(seed=3))
+    assert refused.metrics.seed == 3
+
+
+@every_rule
+def test_very_cold_is_greedy(spec: SpecConfig | str) -> None:
+    llm = two_ssms()
+    cold = llm.generate(PROMPTS, sampled(temperature=1e-4), spec)
+    assert tokens_of(cold) == tokens_of(llm.generate(PROMPTS, sampled(temperature=0.0), "off"))
+
+
+# --- company
+
+
+@pytest.mark.parametrize("spec", ["off", SpecConfig(), TREE, NAIVE], ids=["off", "auto", "tree", "naive"])
+def test_company_changes_no_token(spec: SpecConfig | str) -> None:
+    """Each request alone, and all of them at once in another order."""
+    llm = two_ssms()
+    cases = [(PROMPTS[i % 4], params) for i, params in enumerate(COMPANY)]
+    with checked(llm):
+        outputs = llm.generate(*map(list, zip(*cases[::-1], strict=True)), spec)
+    assert tokens_of(outputs[::-1]) == company_alone()
+
+
+@pytest.mark.parametrize("spec", quick(DRAWN.values(), (TRAVERSAL,)))
+def test_company_where_drafts_are_drawn(spec: SpecConfig) -> None:
+    """Trees of a fixed shape: every request has a randomness of its own."""
+    llm = two_ssms()
+    cases = [(PROMPTS[i % 4], params) for i, params in enumerate(COMPANY)]
+    alone = tokens_of([llm.generate(prompt, params, spec)[0] for prompt, params in cases])
+    with checked(llm):
+        backwards = llm.generate(*map(list, zip(*cases[::-1], strict=True)), spec)
+    assert tokens_of(backwards[::-1]) == alone
+
+
+def test_all_rules_at_once() -> None:
+    """Greedy, sampled, penalised, rejection and traversal requests in the same rounds, as streams that take turns."""
+    llm = two_ssms()
+    rules = [TREE, "off", NAIVE, REJECTION, STATIC, TRAVERSAL]
+    params = [COMPANY[1], COMPANY[0], COMPANY[4], COMPANY[0], COMPANY[2], COMPANY[7]]
+    cases = [(PROMPTS[i % 4], one, rule) for i, (one, rule) in enumerate(zip(params, rules, strict=True))]
+    alone = tokens_of([llm.generate(*case)[0] for case in cases])
+    streams = [llm.stream(*case) for case in cases]
+    tokens: list[list[int]] = [[] for _ in cases]
+    open_streams, together = dict(enumerate(streams)), 0
+    with checked(llm):
+        while open_streams:
+            for i, stream in list(open_streams.items()):
+                chunk = next(stream, None)
+                if chunk is None:
+                    del open_streams[i]
+                else:
+                    tokens[i] += chunk.token_ids
+                together = max(together, len(llm.engine.scheduler.running))
+    assert tokens == alone and together > 3  # a stream enters at its first chunk
+    assert_clean(llm)
+
+
+# --- ends
+
+
+@quick_rule
+def test_stop_strings(spec: SpecConfig) -> None:
+    llm = speaking_llm()
+    (whole,) = llm.generate("def f(x):", sampled(24, temperature=1.0), "off")
+    text = whole.outputs[0].text or ""
+    for at, length in ((0, 1), (12, 4)):
+        stop = text[at : at + length]
+        for include in (False, True):
+            params = sampled(24, temperature=1.0, stop=[stop, "absent"], include_stop_str_in_output=include)
+            (output,) = llm.generate("def f(x):", params, spec)
+            (plain,) = llm.generate("def f(x):", params, "off")
+            expected = text[: text.index(stop)] + (stop if include else "")
+            assert output.outputs == plain.outputs
+            assert (output.outputs[0].text, output.outputs[0].stop_reason) == (expected, stop)
+            assert whole.outputs[0].token_ids[: len(output.outputs[0].token_ids)] == output.outputs[0].token_ids
+
+
+@every_rule
+def test_no_end_token_before_min_tokens(spec: SpecConfig | str) -> None:
+    """Half of the vocabulary ends the request; it ends with the first of them after six others."""
+    llm, ends = two_ssms(), list(range(0, VOCAB, 2))
+    for temperature in (0.0, 0.8):
+        params = sampled(30, temperature=temperature, min_tokens=6, stop_token_ids=ends, ignore_eos=False)
+        for output in llm.generate(PROMPTS, params, spec):
+            (completion,) = output.outputs
+            kinds = [token % 2 for token in completion.token_ids]
+            assert completion.finish_reason == "stop" and kinds.index(0) == len(kinds) - 1 >= 6
+        if spec in SAME.values():
+            assert tokens_of(llm.generate(PROMPTS, params, spec)) == tokens_of(llm.generate(PROMPTS, params, "off"))
+
+
+@pytest.mark.parametrize("spec", ["off", TREE], ids=["off", "tree"])
+def test_no_stop_string_before_min_tokens(spec: SpecConfig | str) -> None:
+    llm = speaking_llm()
+    decode = llm.get_tokenizer().decode
+    (whole,) = llm.generate("def f(x):", sampled(60, temperature=1.0), "off")
+    tokens = whole.outputs[0].token_ids
+    bringing = [i for i, token in enumerate(tokens, start=1) if "e" in decode([token], skip_special_tokens=True)]
+    for least in (0, bringing[0] - 1, bringing[0], bringing[1], bringing[2] + 1):
+        expected = next(count for count in bringing if count > least)
+        (output,) = llm.generate("def f(x):", sampled(60, temperature=1.0, stop="e", min_tokens=least), spec)
+        assert output.outputs[0].token_ids == tokens[:expected], least
+        assert output.outputs[0].stop_reason == "e"
+
+
+# --- forced and forbidden
+
+
+@every_rule
+def test_logit_bias_forces_and_forbids(spec: SpecConfig | str) -> None:
+    llm = two_ssms()
+    for temperature in (0.0, 1.0) if spec == TREE else (1.0,):
+        forced = llm.generate(PROMPTS, sampled(temperature=temperature, logit_bias={77: 200.0}), spec)
+        assert tokens_of(forced) == [[77] * LENGTH] * 4
+        forbidden = llm.generate(
+            PROMPTS, sampled(temperature=temperature, logit_bias=dict.fromkeys(range(0, VOCAB, 2), -200.0)), spec
+        )
+        assert all(token % 2 for tokens in tokens_of(forbidden) for token in tokens)
+
+
+@every_rule
+def test_allowed_tokens(spec: SpecConfig) -> None:
+    llm, allowed = two_ssms(), {3, 77, 200, 201}
+    for temperature in (0.0, 1.0) if spec == TREE else (1.0,):
+        params = sampled(temperature=temperature, allowed_token_ids=torch.tensor([*allowed]), logit_bias={5: 100.0})
+        tokens = tokens_of(llm.generate(PROMPTS, params, spec))
+        assert {token for output in tokens for token in output} <= allowed
+        if spec == TREE:
+            assert tokens == tokens_of(llm.generate(PROMPTS, params, "off"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", [TREE, REJECTION], ids=["tree", "rejection"])
+def test_logit_bias_on_all_tokens_masks_none(spec: SpecConfig) -> None:
+    llm = two_ssms()
+    for bias in (-100.0, -1e30, 1e30):
+        outputs = llm.generate(PROMPTS, sampled(4, logit_bias=dict.fromkeys(range(VOCAB), bias), temperature=1.0), spec)
+        assert [len(tokens) for tokens in tokens_of(outputs)] == [4] * 4
+    shifted = llm.generate(PROMPTS, sampled(logit_bias=dict.fromkeys(range(VOCAB), -4.0), temperature=0.0), spec)
+    assert tokens_of(shifted) == tokens_of(llm.generate(PROMPTS, sampled(temperature=0.0), "off"))
+
+
+@every_rule
+def test_bad_words(spec: SpecConfig | str) -> None:
+    """What a request writes by itself is forbidden to it, word after word."""
+    llm = speaking_llm()
+    tokenizer = llm.get_tokenizer()
+    words: list[str] = []
+    for _ in range(3):
+        params = sampled(20, bad_words=words, temperature=0.9)
+        (output,) = llm.generate("def f(x):", params, spec)
+        tokens = output.outputs[0].token_ids
+        text = tokenizer.decode(tokens)
+        for word in words:
+            for spelled in (word.lstrip(), " " + word.lstrip()):
+                ids = tokenizer.encode(spelled, add_special_tokens=False)
+                assert not any(tokens[i : i + len(ids)] == ids for i in range(len(tokens))), (spelled, text)
+        if spec in SAME.values():
+            assert tokens_of(llm.generate("def f(x):", params, "off")) == [tokens]
+        written = [tokenizer.decode([token]) for token in tokens]
+        words += [word for word in written if tokenizer.encode(word) and word.strip() and "\ufffd" not in word][:6]
+    assert len(words) == 18
+
+
+def test_bad_words_of_several_tokens_across_prompt_and_tree() -> None:
+    """A pair of tokens that the plain output has is never written again, though each of the two may be."""
+    llm = speaking_llm()
+    tokenizer = llm.get_tokenizer()
+    prompt = tokenizer.encode("the option")
+    word = "option string"
+    ids = tokenizer.encode(" " + word)
+    assert len(ids) > 1
+    bias = dict.fromkeys(ids, 60.0)
+    for spec in ("off", TREE):
+        (free,) = llm.generate(prompt, sampled(20, n=4, logit_bias=bias, temperature=3.0), spec)
+        (output,) = llm.generate(prompt, sampled(20, n=4, logit_bias=bias, temperature=3.0, bad_words=[word]), spec)
+        spelled = [tokenizer.encode(word), ids]
+
+        def appears(tokens: list[int], spelled: list[list[int]] = spelled) -> bool:
+            whole = prompt + tokens
+            return any(
+                whole[i - len(each) : i] == each for each in spelled for i in range(len(prompt) + 1, len(whole) + 1)
+            )
+
+        assert any(map(appears, tokens_of([free]))) and not any(map(appears, tokens_of([output])))
+        assert all(set(ids) <= set(tokens) for tokens in tokens_of([output]))
+
+
+def test_bad_words_that_the_model_has_no_token_for() -> None:
+    """A tokenizer may know more tokens than its model: what is spelled with them is not written anyway."""
+
+    class Wide:
+        def encode(self, text: str) -> list[int]:
+            return [VOCAB + 3] if text.strip() == "new" else [len(text) % VOCAB, VOCAB + 1] if " " in text else [5]
+
+        def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
+            return "".join(f"[{token}]" for token in tokens)
+
+    llm = open_llm(*tiny_arguments(), tokenizer=Wide())
+    plain = llm.generate(PROMPTS[0], sampled(), "off")
+    for spec in ("off", TREE):
+        outputs = llm.generate(PROMPTS[0], sampled(bad_words=["new"]), spec)
+        assert tokens_of(outputs) == tokens_of(plain)
+    (output,) = llm.generate(PROMPTS[0], sampled(bad_words=["new", "x"], logit_bias={5: 100.0}), TREE)
+    assert 5 not in output.outputs[0].token_ids

@@ -1,0 +1,98 @@
+"""Logits processors of the user's: what they are given, and what they may return."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import TopKLogitsWarper
+
+from tests.helpers.exactness import threads
+from tests.sampling.test_sampling import CPU, OUTPUT, PROMPT, random_logits, transform
+from treespec import SamplingParams
+from treespec.errors import RequestError
+from treespec.sampling.sampler import Sampler
+from treespec.sampling.transforms import Transforms
+
+
+def test_processors_get_each_nodes_own_past() -> None:
+    calls: list[tuple[Tensor, Tensor]] = []
+
+    def spy(ids: Tensor, scores: Tensor) -> Tensor:
+        calls.append((ids, scores.clone()))
+        ids.fill_(0)
+        return scores.add_(1)  # their own copy to spoil
+
+    params = SamplingParams(logits_processors=[spy, spy], temperature=0.5, logit_bias={3: 1.0})
+    transforms = Transforms(params, len(PROMPT), (0,), (), 20, CPU)
+    for path in ([], [4], [4, 2], [9]):
+        logits = random_logits(20, len(path), torch.bfloat16)
+        tokens = [*PROMPT, *OUTPUT]
+        scores = transforms.scores(logits, tokens, path)
+        assert tokens == [*PROMPT, *OUTPUT]
+        biased = logits.float() + torch.eye(20)[3]
+        assert torch.equal(scores, (biased + 2) / 0.5)
+        for i, (ids, seen) in enumerate(calls):
+            assert ids.dtype == torch.int64 and ids.shape == (1, len(tokens) + len(path))
+            assert seen.dtype == torch.float32 and seen.shape == (1, 20)
+            assert torch.equal(seen[0], biased + i)
+        calls.clear()
+
+    seen_ids: list[list[int]] = []
+    keeping = SamplingParams(logits_processors=[lambda ids, s: (seen_ids.append(ids[0].tolist()), s)[1]])
+    transforms = Transforms(keeping, len(PROMPT), (0,), (), 20, CPU)
+    for path in ([], [4], [4, 2], [9]):
+        transforms.scores(random_logits(20), [*PROMPT, *OUTPUT], path)
+    assert seen_ids == [[*PROMPT, *OUTPUT, *path] for path in ([], [4], [4, 2], [9])]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_processors_may_return_another_floating_type(dtype: torch.dtype) -> None:
+    logits = random_logits(20)
+    scores = transform(logits, logits_processors=[lambda ids, scores: scores.to(dtype)])
+    assert scores.dtype == torch.float32 and torch.equal(scores, logits.to(dtype).float())
+
+
+def failing(ids: Tensor, scores: Tensor) -> Tensor:
+    raise KeyError("oh")
+
+
+BAD_PROCESSORS: list[tuple[Any, str]] = [
+    (failing, "logits processor failing failed: KeyError: 'oh'"),
+    (lambda ids, scores: None, "returned NoneType instead of a tensor"),
+    (lambda ids, scores: scores.tolist(), "returned list instead of a tensor"),
+    (lambda ids, scores: scores[0], r"returned torch.float32 \[20\]; expected floating point \[1, 20\]"),
+    (lambda ids, scores: scores > 0, r"returned torch.bool \[1, 20\]"),
+    (TopKLogitsWarper, "logits processor TopKLogitsWarper failed: "),  # the class, not one of it
+]
+
+
+@pytest.mark.parametrize("processor, message", BAD_PROCESSORS, ids=[message[:40] for _, message in BAD_PROCESSORS])
+def test_bad_processors(processor: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        transform(random_logits(20), logits_processors=[processor])
+
+
+def test_rows_are_sampled_on_one_thread_and_processors_run_on_the_callers() -> None:
+    seen: dict[str, int] = {}
+
+    def processor(ids: Tensor, scores: Tensor) -> Tensor:
+        seen["processor"] = torch.get_num_threads()
+        return scores
+
+    class Spy(Transforms):
+        def scores(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int]) -> Tensor:
+            seen["sampling"] = torch.get_num_threads()
+            with ThreadPoolExecutor(1) as other:
+                seen["a thread started meanwhile"] = other.submit(torch.get_num_threads).result()
+            return super().scores(logits, tokens, ancestors)
+
+    params = SamplingParams(logits_processors=[processor], temperature=0.5)
+    transforms = Spy(params, len(PROMPT), (0,), (), 20, CPU)
+    sampler = Sampler(params, transforms, (0,), 20, CPU, seed=1)
+    with threads(2):
+        sampler.choose(random_logits(20, 1, torch.bfloat16), PROMPT)
+        assert torch.get_num_threads() == 2
+    assert seen == {"sampling": 1, "processor": 2, "a thread started meanwhile": 2}

@@ -1,0 +1,383 @@
+"""Tool calls and reasoning of `treespec serve`: equal with and without speculation, whole and streamed."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+import httpx2
+import openai
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai import OpenAI
+
+from tests.helpers.serving import NAME, PATIENCE, serving
+from tests.helpers.speech import scripted
+from treespec import LLM, AsyncLLM
+from treespec.serve.output_parser import (
+    CALL_FORMATS,
+    REASONING_TAGS,
+    REQUIRED_CALLS,
+    CallFormat,
+    OutputParser,
+    detect_call_format,
+)
+from treespec.serve.output_reader import OutputReader, _Nesting
+
+pytestmark = pytest.mark.usefixtures("gives_all_pages_back")
+
+CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "weather", "parameters": {**CITY, "additionalProperties": False}}},
+    {"type": "function", "function": {"name": "now", "description": "The time."}},
+]
+MESSAGES: list[Any] = [{"role": "user", "content": "Rome?"}]
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }}\n{% endfor %}{% for message in messages %}"
+    "{{ message.role }}: {{ message.content }}{% for call in message.tool_calls or [] %}"
+    "<tool_call>{{ call.function.name }} {{ call.function.arguments.city }}{% endfor %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% if think %}<think>{% endif %}{% endif %}{# </think> #}"
+)
+
+
+class ToolCall(NamedTuple):
+    name: str
+    arguments: str
+
+
+class Parsed(NamedTuple):
+    reasoning: str = ""
+    content: str = ""
+    calls: tuple[ToolCall, ...] = ()
+
+
+ROME, NOW = '{"city": "Rome}</tool_call>"}', "{}"
+CALLS = (ToolCall("weather", ROME), ToolCall("now", NOW))
+
+
+# --- the parser
+
+ANSWERS: list[tuple[str, str, Parsed]] = [
+    ("hermes", "The sun\n", Parsed(content="The sun\n")),
+    ("hermes", "a <tool", Parsed(content="a <tool")),
+    (
+        "hermes",
+        f'Well.\n<tool_call>\n{{"name": "weather", "arguments": {ROME}}}\n</tool_call>\n<tool_call>\n'
+        '{"name": "now", "arguments": {}}\n</tool_call>',
+        Parsed(content="Well.", calls=CALLS),
+    ),
+    ("hermes", '<tool_call>{"arguments": {}, "name": "now"}</tool_call> ok', Parsed("", "ok", (ToolCall("now", NOW),))),
+    ("hermes", '<tool_call>{"name": "now", "arguments": "{}"}', Parsed(calls=(ToolCall("now", NOW),))),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {"a": "\\', Parsed(calls=(ToolCall("now", '{"a": "\\'),))),
+    ("hermes", '<tool_call>{"name": "n', Parsed(content='<tool_call>{"name": "n')),
+    ("hermes", "<tool_call>none</tool_call>", Parsed(content="<tool_call>none</tool_call>")),
+    ("hermes", '<tool_call>{"name": 3}</tool_call>', Parsed(content='<tool_call>{"name": 3}</tool_call>')),
+    ("llama3_json", f'{{"name": "weather", "parameters": {ROME}}}', Parsed(calls=CALLS[:1])),
+    (
+        "llama3_json",
+        f'<|python_tag|>{{"type": "function", "name": "weather", "parameters": {ROME}}}; {{"name": "now"}}',
+        Parsed(calls=CALLS),
+    ),
+    ("llama3_json", '{"name": "Bob", "parameters": {}}', Parsed(content='{"name": "Bob", "parameters": {}}')),
+    ("llama3_json", '{"a": 1} {', Parsed(content='{"a": 1} {')),
+    (
+        "mistral",
+        f'Well. [TOOL_CALLS] [{{"name": "weather", "arguments": {ROME}}}, {{"name": "now", "arguments": {{}}}}]',
+        Parsed(content="Well.", calls=CALLS),
+    ),
+    ("mistral", "[1]", Parsed(content="[1]")),
+    ("mistral", f"Well.[TOOL_CALLS]weather[ARGS]{ROME}[TOOL_CALLS]now[ARGS]{{}}", Parsed("", "Well.", CALLS)),
+    ("mistral", f"[TOOL_CALLS]weather[CALL_ID]a1[ARGS]{ROME}", Parsed(calls=CALLS[:1])),
+    ("mistral", '[TOOL_CALLS]now{} and {"a": 1}', Parsed("", 'and {"a": 1}', CALLS[1:])),
+    ("mistral", "[TOOL_CALLS]as such {", Parsed(content="[TOOL_CALLS]as such {")),
+    (
+        "qwen3_coder",
+        "Well.\n<tool_call>\n<function=weather>\n<parameter=city>\nRome}</tool_call>\n</parameter>\n</function>\n"
+        "</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+        Parsed(content="Well.", calls=CALLS),
+    ),
+    (
+        "qwen3_coder",
+        '<tool_call><function=add><parameter=a>\n1\n</parameter><parameter=b>\n\nx\n"\n\n</parameter>'
+        "<parameter=c>True</parameter><parameter=d>{</parameter></function></tool_call> ok",
+        Parsed("", "ok", (ToolCall("add", r'{"a": 1, "b": "\nx\n\"\n", "c": true, "d": "{"}'),)),
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call><function=weather><parameter=city>\nRo",
+        Parsed(calls=(ToolCall("weather", '{"city": "Ro'),)),
+    ),
+    ("qwen3_coder", "<tool_call><function=now>\n</func", Parsed(calls=(ToolCall("now", ""),))),
+    ("qwen3_coder", "<tool_call><function=a b>", Parsed(content="<tool_call><function=a b>")),
+]
+FUNCTIONS: dict[str, Any] = {
+    "weather": {"properties": {"city": {"type": "string"}}},
+    "now": {},
+    "add": {"properties": {"b": {"type": "string"}}},
+}
+
+
+def read(parser: OutputParser, pieces: list[str], is_reasoning: bool = False) -> Parsed:
+    """What the parts of an answer that comes in pieces add up to."""
+    reader = OutputReader(parser, is_reasoning)
+    reasoning, content, calls = "", "", list[ToolCall]()
+    for place, piece in enumerate(pieces, start=1):
+        part = reader.read(piece, ended=place == len(pieces))
+        reasoning, content = reasoning + part.reasoning, content + part.content
+        for index, name, arguments in part.calls:
+            assert (name is None) == (index < len(calls)), "a call begins once"
+            if name is not None:
+                calls.append(ToolCall(name, ""))
+            assert index == len(calls) - 1
+            calls[index] = ToolCall(calls[index].name, calls[index].arguments + arguments)
+    assert reader.num_calls >= len(calls)
+    return Parsed(reasoning, content, tuple(calls))
+
+
+def grows(parser: OutputParser, text: str, is_reasoning: bool = False) -> Parsed:
+    """Read a text whole, and character by character."""
+    whole = read(parser, [text], is_reasoning)
+    assert read(parser, [*text, ""], is_reasoning) == whole
+    return whole
+
+
+@pytest.mark.parametrize(("form", "text", "expected"), ANSWERS)
+@pytest.mark.parametrize("reasons", [False, True])
+def test_the_parser(form: str, text: str, expected: Parsed, reasons: bool) -> None:
+    tags = REASONING_TAGS["qwen3"]
+    parser = OutputParser(tags if reasons else None, CALL_FORMATS[form], functions=FUNCTIONS)
+    assert grows(parser, text) == expected
+    if reasons:
+        thought = "\nIs </think it?\n</think>\n\n"
+        assert grows(parser, f"<think>{thought}{text}") == expected._replace(reasoning="Is </think it?")
+        assert grows(parser, thought + text, is_reasoning=True) == expected._replace(reasoning="Is </think it?")
+        assert grows(parser, "<think> a ") == Parsed("a") == grows(parser, " a ", is_reasoning=True)
+
+
+PIECES = [
+    *'{}[]",:\\ xn<>',
+    "\n",
+    "<tool_call>",
+    "</tool_call>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    '{"name": "now", "arguments": {',
+]
+PIECES += ["<think>", "</think>", "<function=now>", "<parameter=a>", "</parameter>", "</function>", "<|python_tag|>"]
+
+
+@settings(max_examples=80)
+@given(st.lists(st.sampled_from(PIECES)), st.integers(1, 9), st.sampled_from([*CALL_FORMATS.values(), REQUIRED_CALLS]))
+def test_the_parser_reads_anything(pieces: list[str], size: int, form: CallFormat) -> None:
+    """How the text is cut into pieces changes nothing."""
+    parser, text = OutputParser(REASONING_TAGS["think"], form, functions=FUNCTIONS), "".join(pieces)
+    whole = grows(parser, text)
+    assert read(parser, [text[i : i + size] for i in range(0, len(text) + 1, size)]) == whole
+    assert read(parser, [*pieces, ""]) == whole
+
+
+def test_a_long_call_is_read_once() -> None:
+    for start in ('{"name": "now", "arguments": {"a": "', '{"arguments": {"a": "'):
+        parser, text = OutputParser(calls=CALL_FORMATS["hermes"]), f"<tool_call>{start}"
+        reader = OutputReader(parser)
+        reader.read(text, False)
+        seen = 0
+        with mock.patch.object(_Nesting, "end", autospec=True, side_effect=_Nesting.end) as end:
+            for _ in range(1000):
+                reader.read("text ", False)
+            seen = sum(len(call.args[1]) for call in end.call_args_list)
+        assert seen == 5000
+
+
+def test_formats_of_templates() -> None:
+    for text, name in (
+        ("<tool_call>", "hermes"),
+        ("<tool_call><function=", "qwen3_coder"),
+        ("[TOOL_CALLS]", "mistral"),
+        ("<|python_tag|>", "llama3_json"),
+        ("<tool_call>{name}<arg_key>", None),
+        ("<|python_tag|><function=", None),
+        ("", None),
+    ):
+        assert detect_call_format(text) == name
+
+
+# --- the server
+
+
+@contextmanager
+def talking(engine: AsyncLLM, parser: str = "hermes", **options: Any) -> Iterator[OpenAI]:
+    options = {"chat_template": TEMPLATE, "tool_call_parser": parser} | options
+    with (
+        serving(engine, **options) as url,
+        OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client,
+    ):
+        yield client
+
+
+def answers(client: OpenAI, **options: Any) -> Iterator[Any]:
+    """The whole answer without speculation, and the streamed one with it."""
+    extra = options.pop("extra_body", {})
+    arguments: dict[str, Any] = {"model": NAME, "messages": MESSAGES, **options}
+    yield client.chat.completions.create(**arguments, extra_body={"speculation": "off", **extra}).choices[0]
+    with client.chat.completions.stream(**arguments, extra_body={"speculation": {"nodes": 8}, **extra}) as stream:
+        yield stream.get_final_completion().choices[0]
+
+
+def parsed(choice: Any) -> Parsed:
+    calls = choice.message.tool_calls or ()
+    assert len({call.id for call in calls}) == len(calls) and all(len(call.id) == 9 for call in calls)
+    read = tuple(ToolCall(call.function.name, call.function.arguments) for call in calls)
+    return Parsed(getattr(choice.message, "reasoning_content", None) or "", choice.message.content or "", read)
+
+
+def says(llm: LLM, client: OpenAI, text: str, **body: Any) -> Any:
+    """Let the target answer `MESSAGES` with a text, and an oracle draft it."""
+    body = {"messages": MESSAGES, "tools": TOOLS, **body}
+    answer = httpx2.post(str(client.base_url).replace("/v1/", "/tokenize"), json=body)
+    tokenizer = llm.get_tokenizer()
+    return scripted(llm, [[*answer.json()["tokens"], *tokenizer.encode(text), tokenizer.eos_token_id]])
+
+
+@pytest.mark.parametrize(("form", "text", "expected"), [ANSWERS[i] for i in (2, 5, 9, 13, 15, 19)])
+def test_calls_of_the_model(engine: AsyncLLM, llm: LLM, form: str, text: str, expected: Parsed) -> None:
+    with talking(engine, form) as client, says(llm, client, text):
+        for choice in answers(client, tools=TOOLS, temperature=0):
+            assert parsed(choice) == expected and choice.finish_reason == "tool_calls"
+        if form == "hermes":
+            for choice in answers(client, tools=TOOLS, temperature=0, parallel_tool_calls=False):
+                assert parsed(choice) == expected._replace(calls=expected.calls[:1])
+
+
+def test_no_calls(engine: AsyncLLM, llm: LLM) -> None:
+    with talking(engine) as client:
+        with says(llm, client, "The sun\n"):
+            for choice in answers(client, tools=TOOLS, temperature=0):
+                assert parsed(choice) == Parsed(content="The sun\n") and choice.finish_reason == "stop"
+        text = '<tool_call>{"name": "now"}'
+        with says(llm, client, text, tools=None):
+            for choice in answers(client, tools=TOOLS, tool_choice="none", temperature=0):
+                assert parsed(choice) == Parsed(content=text) and choice.finish_reason == "stop"
+
+
+def test_a_call_is_streamed_as_it_is_written(engine: AsyncLLM, llm: LLM) -> None:
+    text = f'<tool_call>{{"name": "weather", "arguments": {ROME}}}</tool_call>'
+    with talking(engine, chat_template=None, tool_call_parser="auto") as client, pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(model=NAME, messages=MESSAGES, tools=TOOLS)  # the model is none for chats
+    with talking(engine, "auto") as client, says(llm, client, text):
+        stream = client.chat.completions.create(
+            model=NAME, messages=MESSAGES, tools=TOOLS, temperature=0, stream=True, extra_body={"speculation": "off"}
+        )
+        deltas = [chunk.choices[0].delta for chunk in stream]
+    assert deltas[0].role == "assistant" and not any(delta.content for delta in deltas)
+    calls = [call for delta in deltas for call in delta.tool_calls or ()]
+    assert len(calls) > 3, "the arguments come in pieces"
+    assert calls[0].function is not None and (calls[0].type, calls[0].function.name) == ("function", "weather")
+    assert all(call.id is None and call.index == 0 and call.function.name is None for call in calls[1:])  # type: ignore[union-attr]
+    assert "".join(call.function.arguments for call in calls) == ROME  # type: ignore[union-attr, misc]
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_calls_that_must_be(engine: AsyncLLM, choice: Any) -> None:
+    with talking(engine) as client:
+        sampled = {"temperature": 1.0, "seed": 1, "max_tokens": 150, "parallel_tool_calls": False}
+        read = [*answers(client, tools=TOOLS[:1], tool_choice=choice, **sampled)]
+    assert len({parsed(each) for each in read}) == 1
+    (call,) = read[0].message.tool_calls
+    assert call.function.name == "weather" and json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
+    assert read[0].message.content is None
+    assert {each.finish_reason for each in read} == {"tool_calls" if choice == "required" else "stop"}
+
+
+def test_schemas_share_definitions(engine: AsyncLLM) -> None:
+    def tool(name: str, values: list[int]) -> dict[str, Any]:
+        arguments = {"$defs": {"A": {"enum": values}}, "properties": {"a": {"$ref": "#/$defs/A"}}, "required": ["a"]}
+        parameters = {"type": "object", "additionalProperties": False, **arguments}
+        return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+    with talking(engine) as client:
+        arguments: dict[str, Any] = {"model": NAME, "messages": MESSAGES, "tool_choice": "required", "seed": 1}
+        tools = [tool("f", [7]), tool("g", [7])]
+        answer = client.chat.completions.create(**arguments, tools=tools, parallel_tool_calls=False)
+        assert answer.choices[0].message.tool_calls is not None
+        assert json.loads(answer.choices[0].message.tool_calls[0].function.arguments) == {"a": 7}  # type: ignore[union-attr]
+        with pytest.raises(openai.BadRequestError, match=r"'g' and another function differ in \$defs: 'A'"):
+            client.chat.completions.create(**arguments, tools=[tool("f", [7]), tool("g", [8])])  # type: ignore[list-item]
+
+
+def test_a_conversation_with_calls(engine: AsyncLLM, llm: LLM) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+    messages = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "rain"},
+    ]
+    with talking(engine) as client:
+        url = str(client.base_url).replace("/v1/", "")
+        tokens = httpx2.post(f"{url}/tokenize", json={"messages": messages, "tools": TOOLS}).json()["tokens"]
+        text = httpx2.post(f"{url}/detokenize", json={"tokens": tokens}).json()["prompt"]
+        assert text == "weather\nnow\nuser: Rome?\nassistant: <tool_call>weather Oslo\ntool: rain\nassistant:"
+        answer = client.chat.completions.create(model=NAME, messages=messages, tools=TOOLS, max_tokens=2)
+        assert answer.usage is not None and answer.usage.prompt_tokens == len(tokens)
+
+
+@pytest.mark.parametrize("is_opened", [False, True])
+def test_reasoning(engine: AsyncLLM, llm: LLM, is_opened: bool) -> None:
+    text = f"{'' if is_opened else '<think>'}\nRome is warm.\n</think>\n\nSun."
+    variables = {"chat_template_kwargs": {"think": is_opened}}
+    with talking(engine) as client, says(llm, client, text, **variables):
+        for choice in answers(client, tools=TOOLS, temperature=0, extra_body=variables):
+            assert parsed(choice) == Parsed("Rome is warm.", "Sun.") and choice.finish_reason == "stop"
+    with talking(engine, reasoning_parser="none") as client, says(llm, client, text, tools=None, **variables):
+        for choice in answers(client, temperature=0, extra_body=variables):
+            assert parsed(choice) == Parsed(content=text)
+
+
+def test_schemas_hold_beside_tools(engine: AsyncLLM) -> None:
+    schema = {"name": "s", "schema": CITY | {"additionalProperties": False}}
+    with talking(engine) as client:
+        form = {"structured_outputs": {"json": schema["schema"], "disable_any_whitespace": True}}
+        read = [*answers(client, tools=TOOLS, seed=2, max_tokens=60, extra_body=form)]
+        assert len({parsed(each) for each in read}) == 1 and json.loads(read[0].message.content)["city"]
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [{"type": "function"}]}, "tools.0.function: Field required"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name='a b'"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "tools.0.function.parameters=3"),
+    ({"tools": [TOOLS[0], TOOLS[0]]}, "tools: 'weather' is there more than once"),
+    ({"tools": TOOLS, "tool_choice": "any"}, "='any'"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "'f'; tools: weather, now"),
+    ({"tool_choice": "required"}, "tool_choice='required' needs tools"),
+    ({"tools": TOOLS, "parallel_tool_calls": 1}, "parallel_tool_calls=1"),
+    (
+        {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
+        "response_format and this tool_choice both constrain",
+    ),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}]}, ""),
+    ({"functions": [{"name": "f"}]}, "functions is not supported; use tools"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+        "arguments of a tool call: '{' is not JSON",
+    ),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), BAD)
+def test_bad_bodies(engine: AsyncLLM, body: dict[str, Any], message: str) -> None:
+    with talking(engine) as client:
+        url = f"{client.base_url}chat/completions"
+        if not message:
+            body = body | {"tool_choice": "required"}
+        answer = httpx2.post(url, json={"messages": MESSAGES, "max_tokens": 4, **body}, timeout=PATIENCE)
+        assert answer.status_code == 400 and message in answer.json()["error"]["message"], answer.text
+
+
+def test_a_format_that_nobody_knows(engine: AsyncLLM) -> None:
+    with talking(engine, "auto", chat_template="{{ messages[0].content }}") as client:
+        arguments: dict[str, Any] = {"model": NAME, "messages": MESSAGES, "tools": TOOLS, "max_tokens": 2}
+        with pytest.raises(openai.BadRequestError, match=r"--tool-call-parser \(hermes, .*, qwen3_coder\)"):
+            client.chat.completions.create(**arguments)
+        assert client.chat.completions.create(**arguments, tool_choice="none").choices

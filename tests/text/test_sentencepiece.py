@@ -1,0 +1,101 @@
+"""Models whose tokenizer is a sentencepiece model alone: read where the packages for it are installed, and refused with
+the command that installs them where they are not."""
+
+import importlib.util
+import io
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.models import make_llama, open_llm
+from tests.helpers.speech import speaking_folder
+from treespec import LLM, SamplingParams
+from treespec.errors import CheckpointError, ConfigError
+
+VOCAB = 400
+PACKAGES = {"sentencepiece": "sentencepiece", "google.protobuf": "protobuf"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama with a sentencepiece tokenizer of Llama's kind."""
+    sentencepiece = pytest.importorskip("sentencepiece", reason="needs the extra `sentencepiece`")
+    pytest.importorskip("google.protobuf", reason="needs the extra `sentencepiece`")
+    made = make_llama(tmp_path_factory.mktemp("sentencepiece") / "model", 0, vocab_size=VOCAB, eos_token_id=2)
+    written, lines = io.BytesIO(), Path(__file__).read_text().splitlines()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_writer=written,
+        vocab_size=VOCAB,
+        model_type="bpe",
+        byte_fallback=True,
+        minloglevel=2,
+    )
+    (made / "tokenizer.model").write_bytes(written.getvalue())
+    (made / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    return made
+
+
+def without(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
+    """Hide installed packages."""
+    real = importlib.util.find_spec
+
+    def find_spec(name: str, *rest: Any) -> Any:
+        return None if name in modules else real(name, *rest)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+
+
+def test_it_is_read_as_sentencepiece_reads_it(folder: Path) -> None:
+    import sentencepiece
+
+    llm = open_llm(folder)
+    (output,) = llm.generate("def add(a, b):", SamplingParams(max_tokens=6, ignore_eos=True))
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    assert output.prompt_token_ids == processor.encode("def add(a, b):", add_bos=output.prompt_token_ids[0] == 1)
+    assert output.outputs[0].text and llm.get_tokenizer().decode(processor.encode("return a")) == "return a"
+    assert "".join(chunk.text or "" for chunk in llm.stream("def", SamplingParams(max_tokens=6)))
+
+
+@pytest.mark.parametrize("missing", [("sentencepiece",), ("google.protobuf",), ("sentencepiece", "google.protobuf")])
+def test_one_sentence_says_what_to_install(
+    folder: Path, missing: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    without(monkeypatch, *missing)
+    with pytest.raises(ConfigError) as caught:
+        LLM(folder, device="cpu")
+    command = "pip install " + " ".join(PACKAGES[module] for module in missing)
+    assert str(folder) in str(caught.value) and "sentencepiece model" in str(caught.value)
+    assert str(caught.value).endswith(command) and "tiktoken" not in str(caught.value)
+    with pytest.raises(ConfigError, match=command):
+        LLM(tokenizer=folder)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.slow
+def test_a_draft_says_so_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without(monkeypatch, "sentencepiece")
+    with pytest.raises(CheckpointError, match=r"sentencepiece model .*: pip install sentencepiece$"):
+        open_llm(speaking_folder(), [folder])
+
+
+@pytest.mark.slow
+def test_a_tokenizer_json_beside_it_needs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without(monkeypatch, *PACKAGES)
+    folder = tmp_path / "model"
+    shutil.copytree(speaking_folder(), folder)
+    (folder / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
+    assert open_llm(folder).get_tokenizer() is not None
+
+
+def test_tiktoken_s_files_of_that_name_are_no_sentencepiece_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without(monkeypatch, *PACKAGES)
+    folder = make_llama(tmp_path / "model", 0)
+    (folder / "tokenizer.model").write_text("IQ== 0\nIg== 1\n")
+    with pytest.raises(ConfigError, match=r"cannot be read") as caught:
+        LLM(folder, device="cpu")
+    assert "sentencepiece model" not in str(caught.value)

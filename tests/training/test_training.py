@@ -1,0 +1,449 @@
+"""`treespec train`: data, lessons, clusters, and whole runs on a toy target, interrupted and resumed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from tests.helpers.architectures import quick_start
+from tests.helpers.commands import take_interrupts
+from tests.helpers.models import make_llama, new_folder
+from tests.helpers.tokenizers_made import TEXT, byte_level, save_tokenizer
+from treespec import LLM, SpecConfig
+from treespec.errors import ConfigError, ModelError
+from treespec.training.draft_vocabulary import choose_vocabulary, rows_of_tokens
+from treespec.training.files import replacing
+from treespec.training.lessons import TOP, Lessons, LessonWriter, shard_path
+from treespec.training.loop import optimizers_for
+from treespec.training.muon import Float32Muon, orthogonalize
+from treespec.training.prompts import TrainingPrompt, read_training_prompts
+from treespec.training.run import by_benefit, held_out, train_drafts
+from treespec.training.settings import TrainingSettings
+from treespec.training.sizing import choose_size
+from treespec.training.specialisation import balanced_owners, cluster_errors, cluster_groups, odds_of
+from treespec.training.student import StudentShape, make_student, open_model, write_student
+from treespec.training.texts import ROWS, WINDOW, Texts, tokenize_texts
+from treespec_kernels.tuning.testing import assert_close
+from treespec_weights import convert_checkpoint
+from treespec_weights.quantize import dequantize, quantize
+
+VOCAB = 384
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_reports() -> Iterator[None]:
+    """Engines that measure drafts start quickly, and decode every prompt once."""
+    with quick_start(), mock.patch("treespec.training.report.REPEATS", 1):
+        yield
+
+
+@pytest.fixture(scope="module")
+def target() -> Path:
+    folder = make_llama(new_folder("target"), 0, vocab_size=VOCAB, num_hidden_layers=2)
+    return save_tokenizer(folder, byte_level(VOCAB, TEXT.splitlines()))
+
+
+@pytest.fixture(scope="module")
+def llm(target: Path) -> LLM:
+    return LLM(target, drafts=[], compile=False, max_model_len=512)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("data")
+    for i, part in enumerate(("code", "notes")):
+        (root / part).mkdir()
+        (root / part / "text.txt").write_text(TEXT[i * 9000 : (i + 1) * 9000])
+    return root
+
+
+def test_prompts_of_every_form(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "long.md").write_text("line\n" * 1000)
+    (tmp_path / "image.bin").write_bytes(b"\xff\xfe\x00")
+    entries: list[dict[str, Any]] = [
+        {"prompt": "one", "kind": "x"},
+        {"text": "two"},
+        {"turns": ["three", "four"], "category": "y"},
+        {"messages": [{"role": "user", "content": "five"}]},
+    ]
+    (tmp_path / "list.jsonl").write_text("\n".join(map(json.dumps, entries)))
+    found = read_training_prompts([tmp_path], chat=True)
+    assert [prompt for prompt in found if prompt.group != "a"] == [
+        TrainingPrompt([{"role": "user", "content": "one"}], "x"),
+        TrainingPrompt("two", "list"),
+        TrainingPrompt([{"role": "user", "content": "three"}], "y"),
+        TrainingPrompt([{"role": "user", "content": "five"}], "list"),
+    ]
+    passages = [prompt.content for prompt in found if prompt.group == "a"]
+    assert "".join(map(str, passages)) == "line\n" * 1000 and len(passages) == 3
+    assert read_training_prompts([tmp_path / "list.jsonl"], chat=False)[0].content == "one"
+    (tmp_path / "texts.jsonl").write_text(json.dumps({"text": "line\n" * 1000, "kind": "z"}))
+    cut = read_training_prompts([tmp_path / "texts.jsonl"], chat=True)
+    assert cut == [TrainingPrompt(passage, "z") for passage in passages]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("image.bin", "\udcff", "none with text"),
+        ("list.jsonl", '{"prompt": ""}', "list.jsonl, line 1: 'prompt' holds ''"),
+    ],
+)
+def test_data_without_text_is_refused(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(ConfigError, match=message):
+        read_training_prompts([tmp_path], chat=False)
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path, folder: bool) -> None:
+    path = tmp_path / "ssm-1"
+    path.write_text("before") if not folder else path.mkdir()
+    full = mock.patch("shutil.disk_usage", return_value=mock.Mock(free=0))
+    message = r"no space left for .*ssm-1; free some space, then resume"
+    with pytest.raises(OSError, match=message), full, replacing(path) as temporary:
+        temporary.write_text("half") if not folder else temporary.mkdir()
+        raise RuntimeError("PytorchStreamWriter failed writing file")
+    assert [each.name for each in tmp_path.iterdir()] == ["ssm-1"] and path.is_dir() == folder
+
+
+@pytest.mark.slow
+def test_shards_depend_on_their_number_alone(llm: LLM, tmp_path: Path) -> None:
+    prompts = [TrainingPrompt(TEXT[i * 300 : (i + 1) * 300], f"group {i % 3}") for i in range(160)]
+    forward, backward = (LessonWriter(llm, prompts, tmp_path / name, 12, seed=5) for name in "ab")
+    for number in (0, 1):
+        forward.write(number)
+        backward.write(1 - number)
+    shards = [Lessons.load([shard_path(tmp_path / name, number) for number in (0, 1)]) for name in "ab"]
+    for name in Lessons.__dataclass_fields__:
+        assert np.array_equal(*(getattr(shard, name) for shard in shards)), name
+    lessons = shards[0]
+    assert len(lessons) == 256 and lessons.top_ids.shape == (lessons.generated.sum(), TOP)
+    greedy = lessons.select(np.array([*range(0, 160, 2), *range(161, 256, 2)]))  # exchanged when prompts repeat
+    written = np.concatenate(
+        [greedy.tokens[a + n : b] for a, n, b in zip(greedy.starts, greedy.firsts, greedy.starts[1:], strict=False)]
+    )
+    assert np.array_equal(written, greedy.top_ids[:, 0])
+    assert (np.diff(lessons.top_logprobs.astype(float), axis=1) <= 0).all()
+
+
+def toy_lessons(rows: list[tuple[list[int], list[int]]], groups: list[str] | None = None) -> Lessons:
+    """Lessons of (prompt, output) with certain tokens."""
+    outputs = [token for _, output in rows for token in output]
+    top = np.zeros((len(outputs), TOP), dtype=np.int32)
+    top[:, 0] = outputs
+    logprobs = np.full(top.shape, -20, dtype=np.float16)
+    logprobs[:, 0] = 0
+    return Lessons(
+        np.array([token for prompt, output in rows for token in prompt + output], dtype=np.int32),
+        np.concatenate([[0], np.cumsum([len(prompt) + len(output) for prompt, output in rows])]),
+        np.array([len(prompt) for prompt, _ in rows]),
+        top,
+        logprobs,
+        np.array(groups or ["x"] * len(rows)),
+    )
+
+
+@pytest.mark.slow
+def test_vocabulary_holds_what_the_target_writes() -> None:
+    lessons = toy_lessons([([7], [100, 100, 101]), ([8], [102, 100])])
+    assert choose_vocabulary(lessons, 1000, (3,), most=1000).tolist() == [*range(1000), -1]
+    chosen = choose_vocabulary(lessons, 1000, (3,), most=900)
+    assert (np.diff(chosen[:-1]) > 0).all() and chosen[-1] == -1
+    assert {3, 100, 101, 102} <= set(chosen.tolist())
+    assert (len(chosen) - 1) % 16 == 0
+    small = choose_vocabulary(lessons, 1000, (3,), most=17)
+    assert {3, 100, 101, 102} <= set(small.tolist()) and len(small) == 17
+    assert len(choose_vocabulary(lessons, 1000, (3,), most=100)) == 65, "a head of whole vectors"
+    rows = rows_of_tokens(small, 1000)
+    assert (small[rows[small[:-1]]] == small[:-1]).all() and rows[999 if 999 not in small else 998] == 16
+
+
+def test_clusters() -> None:
+    groups = np.array(["a"] * 5 + ["b"] * 3 + ["c"] * 2)
+    assert cluster_groups(groups, 2).tolist() == [0] * 5 + [1] * 5
+    rng = np.random.default_rng(0)
+    missed = [rng.integers(0, 10, 6) + 10 * (i % 3) for i in range(60)]
+    owners = cluster_errors(missed, 30, 3, seed=1)
+    assert all(len(set(owners[i::3].tolist())) == 1 for i in range(3)) and set(owners.tolist()) == {0, 1, 2}
+    costs = np.zeros((40, 2))
+    costs[:, 1] = 1 + np.arange(40)
+    owners = balanced_owners(costs)
+    assert np.flatnonzero(owners == 1).tolist() == list(range(10))
+    odds = odds_of(owners, 1)
+    assert odds.sum() == pytest.approx(1) and odds[0] > odds[-1] > 0
+
+
+@pytest.mark.slow
+def test_drafts_are_ordered_by_what_they_add() -> None:
+    a, b, c = (np.array(row, dtype=bool) for row in ([1, 1, 1, 0, 0], [1, 1, 0, 0, 0], [0, 0, 0, 1, 0]))
+    assert by_benefit([b, c, a]) == [2, 1, 0]
+    assert held_out(100, 0).sum() == 4 and held_out(4, 0).sum() == 2 and np.array_equal(held_out(9, 3), held_out(9, 3))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ssms": 0}, "ssms=0; valid: an int from 1 to 8"),
+        ({"minutes": 0.0}, "minutes=0.0; valid: more than 0"),
+        ({"tokens": 5, "minutes": 1.0}, "give minutes or tokens"),
+        ({"ssms": 1, "generalist": True}, "ssms=1 is a generalist; give more SSMs"),
+        ({"lessons": "out"}, "give data, or lessons of an earlier run, one of them"),
+        ({"start": "draft", "layers": 1}, "a start has its own layers, width and vocabulary; leave them out"),
+        ({"hidden": 100}, "hidden=100; valid: multiples of 64"),
+        ({"head": "medusa"}, "head='medusa'; valid: 'eagle3', 'dflash'"),
+        ({"head": "eagle3", "texts": ["notes"]}, "texts is for SSMs; leave it out to train a head"),
+        ({"head": "eagle3", "ssms": 2}, "ssms is for SSMs; leave it out to train a head"),
+    ],
+)
+def test_settings_out_of_range(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TrainingSettings("target", ("data",), "out", **changes).check()
+
+
+@pytest.mark.slow
+def test_texts_train_by_their_own_next_tokens(llm: LLM, target: Path, data: Path, tmp_path: Path) -> None:
+    tokens = tokenize_texts([data], llm.get_tokenizer())
+    assert llm.get_tokenizer().decode(tokens) == "".join(
+        (data / part / "text.txt").read_text() for part in ("code", "notes")
+    )
+    target_ids = np.array([*range(300), -1])
+    texts = Texts(tokens, target_ids, VOCAB, 0, torch.device("cpu"))
+    model = make_student(open_model(target), StudentShape(1, 301), target_ids, [0])
+    first, again, other = (texts.loss(model, step) for step in (7, 7, 8))
+    assert first.mean == again.mean != other.mean and 0 < first.tokens < ROWS * WINDOW
+    optimizers = optimizers_for(model)
+    for step in range(20):
+        texts.loss(model, step).mean.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert texts.loss(model, 7).mean < first.mean
+    drawn = [np.mean([texts.is_text_step(step, done) for step in range(400)]) for done in (0.0, 0.4, 0.8, 1.0)]
+    assert drawn[0] > 0.85 and 0.35 < drawn[1] < 0.55 and drawn[2:] == [0, 0]
+    unknown = Texts(np.full(WINDOW + 1, 300), target_ids, VOCAB, 0, torch.device("cpu"))
+    assert unknown.loss(model, 0).mean == 0, "no token of the vocabulary"
+
+
+@pytest.mark.slow
+def test_inputs_are_checked_before_lessons_are_written(target: Path, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "short.md").write_text("A title\n")
+    with pytest.raises(ConfigError, match=r"--texts .*short.md: \d+ tokens of raw text; give at least 257"):
+        train_drafts(target, [data], tmp_path / "out", texts=[tmp_path / "short.md"], **OPTIONS)
+    with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
+        train_drafts(target, [data], tmp_path / "out", texts=[tmp_path / "nowhere"], **OPTIONS)
+    with pytest.raises(ModelError, match="hidden=64: the target has 64; give less, or leave hidden out"):
+        train_drafts(target, [data], tmp_path / "out", hidden=64, **OPTIONS)
+    assert not (tmp_path / "out").exists()
+
+
+OPTIONS: dict[str, Any] = {"ssms": 2, "tokens": 600, "layers": 1, "vocabulary": 257, "max_tokens": 16}
+
+
+def weights_of(out: Path) -> dict[str, bytes]:
+    return {f"{name}/{file.name}": file.read_bytes() for name in ("ssm-1", "ssm-2") for file in (out / name).iterdir()}
+
+
+@pytest.fixture(scope="module")
+def trained(target: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("trained") / "out"
+    report = train_drafts(target, [data], out, **OPTIONS)
+    assert report.differing == 0 and [row.drafts for row in report.measured] == [0, 1, 2]
+    assert json.loads((out / "report.json").read_text())["settings"]["ssms"] == 2
+    return out
+
+
+@pytest.mark.slow
+def test_trained_drafts_load_here_and_in_transformers(trained: Path, target: Path) -> None:
+    llm = LLM(target, drafts=[trained / "ssm-1", trained / "ssm-2"], compile=False, max_model_len=256)
+    plain, tree = (llm.generate("import os", spec=spec)[0] for spec in ("off", SpecConfig(nodes=8)))
+    assert plain.outputs[0].token_ids == tree.outputs[0].token_ids
+    model = AutoModelForCausalLM.from_pretrained(trained / "ssm-1")
+    assert model.config.num_hidden_layers == 1 and model.config.vocab_size == 257
+
+
+@pytest.mark.slow
+def test_lessons_of_another_run(trained: Path, target: Path, tmp_path: Path) -> None:
+    train_drafts(target, [], tmp_path / "same", lessons=trained, **OPTIONS)
+    assert weights_of(tmp_path / "same") == weights_of(trained)
+    with pytest.raises(ConfigError, match="same has no lessons; give the output folder of an earlier run"):
+        train_drafts(target, [], tmp_path / "none", lessons=tmp_path / "same", **OPTIONS)
+    smaller = make_llama(tmp_path / "smaller", 0, vocab_size=64)
+    with pytest.raises(ConfigError, match=r"has lessons of another target: token \d+, and this one has 64"):
+        train_drafts(smaller, [], tmp_path / "other", lessons=trained, **OPTIONS)
+
+
+@pytest.mark.slow
+def test_texts_and_a_generalist(trained: Path, target: Path, data: Path, tmp_path: Path) -> None:
+    """Texts change what the same lessons give, and a generalist is written beside the specialists."""
+    report = train_drafts(target, [], tmp_path, lessons=trained, texts=[data], generalist=True, **OPTIONS)
+    assert list(report.agreement) == ["ssm-1", "ssm-2", "generalist"] and len(report.measured) == 3
+    assert weights_of(tmp_path) != weights_of(trained)
+    written = [load_file(tmp_path / name / "model.safetensors") for name in report.agreement]
+    for other in written[:2]:
+        assert any(not torch.equal(tensor, other[name]) for name, tensor in written[2].items())
+    LLM(target, drafts=[tmp_path / "generalist"], compile=False, max_model_len=256)
+
+
+@pytest.mark.slow
+def test_training_starts_from_a_draft(trained: Path, target: Path, tmp_path: Path) -> None:
+    """Also from one that is stored in fp8; its vocabulary and layers stay."""
+    convert_checkpoint(trained / "ssm-1", start := tmp_path / "start", quantization="fp8")
+    options = OPTIONS | {"layers": None, "vocabulary": None, "lessons": trained}
+    report = train_drafts(target, [], tmp_path / "out", start=Path(os.path.relpath(start)), **options)
+    before = json.loads((trained / "report.json").read_text())["agreement"]["ssm-1"]
+    assert report.agreement["ssm-1"] >= before
+    assert weights_of(tmp_path / "out") != weights_of(trained), "what the same lessons and seed give from the target"
+    vocabularies = [(folder / "draft_vocab.safetensors").read_bytes() for folder in (start, tmp_path / "out" / "ssm-1")]
+    assert vocabularies[0] == vocabularies[1]
+    with pytest.raises(ModelError, match=r"target.* has no reduced vocabulary; start from a draft of `treespec train`"):
+        train_drafts(target, [], tmp_path / "none", start=target, **options)
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_to_the_same_weights(target: Path, data: Path, trained: Path, tmp_path: Path) -> None:
+    """Killed while lessons are written, and interrupted while specialists are trained."""
+    flags = [flag for name, value in OPTIONS.items() for flag in (f"--{name.replace('_', '-')}", str(value))]
+    command = [sys.executable, "-m", "treespec", "train", "--target", str(target), "--data", str(data)]
+    command += ["--out", str(tmp_path / "out"), *flags]
+    for number, awaited in ((signal.SIGKILL, "settings.json"), (signal.SIGINT, "generalist.ckpt"), (None, "no")):
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, preexec_fn=take_interrupts)
+        while process.poll() is None and not (tmp_path / "out" / "work" / awaited).exists():
+            time.sleep(0.02)
+        if number is not None:
+            process.send_signal(number)
+        error = process.communicate()[1]
+        command += ["--resume"] * (number == signal.SIGKILL)
+        assert process.returncode in {signal.SIGKILL: (-9,), signal.SIGINT: (130, 0), None: (0,)}[number], (
+            error.decode()
+        )
+    assert weights_of(tmp_path / "out") == weights_of(trained)
+
+
+def test_a_folder_with_something_else_is_refused(target: Path, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("x")
+    with pytest.raises(ConfigError, match="is not empty; give --resume"):
+        train_drafts(target, [data], tmp_path, tokens=10)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.slow
+def test_another_run_is_refused(target: Path, data: Path, trained: Path) -> None:
+    with pytest.raises(ConfigError, match="holds a run with other settings"):
+        train_drafts(target, [data], trained, tokens=99, resume=True)
+    assert load_file(trained / "ssm-1" / "model.safetensors")
+
+
+@pytest.mark.slow
+def test_a_quantised_target_is_dequantised(tmp_path: Path) -> None:
+    plain = make_llama(tmp_path / "plain", 0, torch.bfloat16)
+    convert_checkpoint(plain, tmp_path / "int8", quantization="int8")
+    found, expected = open_model(tmp_path / "int8"), open_model(plain)
+    assert found.dtype == torch.bfloat16
+    for name, weight in expected.state_dict().items():
+        own = found.state_dict()[name]
+        quantised = name.endswith("proj.weight") and "layers" in name
+        right = dequantize(quantize(weight, 8)).bfloat16() if quantised else weight
+        assert torch.equal(own, right), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
+def test_students_start_from_the_targets_rows(tied: bool, tmp_path: Path) -> None:
+    target = AutoModelForCausalLM.from_pretrained(make_llama(tmp_path, 0, tie_word_embeddings=tied))
+    target_ids = np.array([3, 7, 8, -1])
+    student = make_student(target, StudentShape(2, 4), target_ids, [7])
+    assert student.config.tie_word_embeddings is tied and student.config.eos_token_id == [1]
+    for of in ("get_input_embeddings", "get_output_embeddings"):
+        own, source = getattr(student, of)().weight, getattr(target, of)().weight
+        assert torch.equal(own, torch.cat((source[target_ids[:-1]], source.mean(0, keepdim=True))))
+    (vectors_and_ends,) = (each for each in optimizers_for(student) if isinstance(each, torch.optim.AdamW))
+    trained = {id(p) for group in vectors_and_ends.param_groups for p in group["params"] if p.ndim == 2}
+    assert trained == {id(student.get_input_embeddings().weight), id(student.get_output_embeddings().weight)}
+
+
+@pytest.mark.slow
+def test_muon_in_float32_makes_torchs_steps() -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(24, 40), (40, 24), (32, 32)]
+    begin, *gradients = ([torch.randn(shape, generator=generator) for shape in shapes] for _ in range(5))
+    moved, states = [], []
+    for kind in (torch.optim.Muon, Float32Muon):
+        parameters = [torch.nn.Parameter(each.clone()) for each in begin]
+        optimizer = kind(parameters, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+        for step in gradients:
+            for parameter, gradient in zip(parameters, step, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+        moved.append([parameter.detach() - each for parameter, each in zip(parameters, begin, strict=True)])
+        states.append(optimizer.state_dict())
+    for theirs, ours in zip(*moved, strict=True):
+        assert_close(ours, theirs, max_error=0.1, rms_error=0.02)  # bfloat16 has a precision of 0.4 %
+    for theirs, ours in zip(*(state["state"].values() for state in states), strict=True):
+        assert torch.equal(ours["momentum_buffer"], theirs["momentum_buffer"]), "checkpoints fit both"
+    singular = torch.linalg.svdvals(orthogonalize(gradients[0][0], (3.4445, -4.775, 2.0315), 5, 1e-7))
+    assert singular.min() > 0.5 and singular.max() < 1.3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
+def test_narrow_students_keep_the_similarity_of_tokens(tied: bool, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 192, "intermediate_size": 384, "num_attention_heads": 12, "num_key_value_heads": 6}
+    folder = make_llama(tmp_path / "target", 0, tie_word_embeddings=tied, **sizes)
+    target = AutoModelForCausalLM.from_pretrained(folder)
+    target_ids = np.array([*range(40), -1])
+    student = make_student(target, StudentShape(2, 41, 128), target_ids, [7])
+    config = student.config
+    assert (config.hidden_size, config.intermediate_size, config.head_dim) == (128, 256, 16)
+    assert (config.num_attention_heads, config.num_key_value_heads) == (8, 4)
+    for of in ("get_input_embeddings", "get_output_embeddings"):
+        own, source = getattr(student, of)().weight, getattr(target, of)().weight
+        rows = torch.cat((source[target_ids[:-1]], source.mean(0, keepdim=True)))
+        torch.testing.assert_close(own @ own.T, rows @ rows.T)  # 41 rows have at most 41 principal components
+    write_student(student, tmp_path / "draft", target_ids, 64)
+    llm = LLM(make_llama(tmp_path / "small", 0, vocab_size=64), drafts=[tmp_path / "draft"], compile=False)
+    tokens = {"prompt_token_ids": [5, 6, 7]}
+    plain, tree = (llm.generate(tokens, spec=spec)[0] for spec in ("off", SpecConfig(nodes=8)))
+    assert plain.outputs[0].token_ids == tree.outputs[0].token_ids
+    with pytest.raises(ModelError, match="hidden=192: the target has 192; give less, or leave hidden out"):
+        make_student(target, StudentShape(2, 41, 192), target_ids, [7])
+
+
+@pytest.mark.slow
+def test_sizes_follow_from_measured_passes(tmp_path: Path) -> None:
+    """Costs in proportion to layers and width, of a target whose pass takes 100 such units."""
+    config = LlamaConfig(hidden_size=256, num_hidden_layers=12, num_attention_heads=4, num_key_value_heads=2)
+
+    def chosen(unit: float, layers: int | None = None, hidden: int | None = None) -> tuple[int, int | None]:
+        size = [0, 0]
+
+        def write(count: int, width: int | None, folder: Path) -> None:
+            size[:] = count, width or 256
+
+        def llm(*args: Any, **options: Any) -> Any:
+            curve = mock.Mock(draft_seconds=unit * size[0] * size[1] / 256, verify=lambda rows: 100.0)
+            return mock.Mock(**{"engine.host.planner.costs.curve": curve})
+
+        with mock.patch("treespec.training.sizing.LLM", llm):
+            return choose_size("target", write, config, layers, hidden, {})
+
+    assert chosen(0.5) == (6, None)
+    assert chosen(1.5) == (2, None)
+    assert chosen(2.0) == (2, 192)
+    assert chosen(4.0) == (2, 64)
+    assert chosen(99.0) == (2, 64), "the narrowest is the last resort"
+    assert chosen(99.0, layers=3) == (3, None) and chosen(99.0, layers=3, hidden=128) == (3, 128)
+    assert chosen(1.0, hidden=128) == (6, 128) and chosen(99.0, hidden=128) == (2, 128)

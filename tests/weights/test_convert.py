@@ -1,0 +1,383 @@
+"""Converting checkpoints: every bit as meant, refused by name."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
+
+from tests.helpers.commands import run
+from tests.helpers.conversions import NO_BIAS, ODD, RENAMED, Q, add_families, assert_same, contents, make, tensors_of
+from tests.helpers.effort import effort
+from tests.helpers.models import edit_config, make_llama
+from treespec_weights import (
+    FAMILIES,
+    CheckpointError,
+    ModelShape,
+    OptionError,
+    UnsupportedModelError,
+    convert_checkpoint,
+    family_of,
+    load_weights,
+    parse_bytes,
+    read_config,
+    verify_checkpoint,
+)
+from treespec_weights.draft_vocabulary import FILE, write_draft_vocabulary
+from treespec_weights.load import quantizable
+from treespec_weights.quantize import Quantized, dequantize, quantize_fp8
+from treespec_weights.writer import Output, Shard, is_written, plan_shards, write_shard
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture(autouse=True)
+def families(monkeypatch: pytest.MonkeyPatch) -> None:
+    add_families(monkeypatch)
+
+
+def logits(folder: Path) -> Tensor:
+    with torch.inference_mode():
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)(torch.arange(60)[None]).logits
+
+
+def document(*arguments: object, code: int = 0) -> dict[str, Any]:
+    return run("weights", "convert", *arguments, "--json", code=code).document
+
+
+# --- dtype and shards
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype"),
+    [
+        (torch.float32, None),
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.float16),
+        (torch.float16, torch.float32),
+        (torch.float64, None),
+        (torch.float64, torch.float16),
+    ],
+)
+def test_every_dtype(tmp_path: Path, stored: torch.dtype, dtype: torch.dtype | None) -> None:
+    source = make(tmp_path / "a", stored)
+    before = contents(source)
+    report = convert_checkpoint(source, tmp_path / "b", dtype=dtype)
+    expected = {name: tensor.to(dtype or stored) for name, tensor in tensors_of(source).items()}
+    result = tensors_of(tmp_path / "b")
+    assert result.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert result[name].dtype == tensor.dtype and torch.equal(result[name], tensor), name
+    assert read_config(tmp_path / "b")["dtype"] == str(dtype or stored).removeprefix("torch.")
+    assert verify_checkpoint(tmp_path / "b").ok
+    assert contents(source) == before
+    assert report["tensors"] == len(expected)
+    assert report["bytes"] == sum(tensor.nbytes for tensor in expected.values())
+    for name in ("tokenizer.json", "chat_template.jinja", "LICENSE", "generation_config.json"):
+        assert (tmp_path / "b" / name).read_bytes() == before[name]
+    assert not {"pytorch_model.bin", "modeling.py", "conversion.json"} & {*contents(tmp_path / "b")}
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
+
+
+def test_the_older_key_of_the_dtype_is_replaced(tmp_path: Path) -> None:
+    source = make(tmp_path / "a")
+    edit_config(source, dtype=None, torch_dtype="float32")
+    convert_checkpoint(source, tmp_path / "b", dtype=torch.bfloat16)
+    config = read_config(tmp_path / "b")
+    assert config["dtype"] == "bfloat16" and "torch_dtype" not in config
+
+
+@pytest.mark.parametrize("size", [1, 4000, 12_000, 10**9])
+def test_shards(tmp_path: Path, size: int) -> None:
+    source = make(tmp_path / "a")
+    report = convert_checkpoint(source, tmp_path / "b", shard_bytes=size)
+    files = sorted((tmp_path / "b").glob("*.safetensors"))
+    assert {file.name: file.stat().st_size for file in files} == report["files"]
+    for file in files:
+        held = load_file(file)
+        assert len(held) == 1 or sum(tensor.nbytes for tensor in held.values()) <= size
+    if size == 10**9:
+        assert [file.name for file in files] == ["model.safetensors"] and not (tmp_path / "b" / INDEX).exists()
+    else:
+        assert files[0].name == f"model-00001-of-{len(files):05}.safetensors"
+        index = json.loads((tmp_path / "b" / INDEX).read_text())
+        assert index["metadata"]["total_size"] == report["bytes"]
+    assert_same(source, tmp_path / "b")
+    assert torch.equal(logits(source), logits(tmp_path / "b"))
+
+
+def test_what_is_not_a_parameter_is_left_out(tmp_path: Path) -> None:
+    source = make(tmp_path / "a", tie_word_embeddings=True)
+    stored = tensors_of(source)
+    for file in source.glob("*.safetensors*"):
+        file.unlink()
+    stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
+    stored["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(5)
+    save_file(stored, source / "model.safetensors")
+    convert_checkpoint(source, tmp_path / "b")
+    assert {*stored} - {*tensors_of(tmp_path / "b")} == {
+        "lm_head.weight",
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+    }
+    assert verify_checkpoint(tmp_path / "b").ok
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("2GB", 2 * 10**9), ("500 mb", 5 * 10**8), ("1.5GiB", 3 << 29), ("1KB", 1000)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "2", "GB", "-1GB", "0GB", "0.0001KB", "1e3MB", "2G", "nanGB", "٣GB", "2GB2"])
+def test_bad_sizes(text: str) -> None:
+    with pytest.raises(OptionError, match=r"--shard-size .*500MB, 2GB"):
+        parse_bytes(text)
+
+
+def test_the_writer_aligns_what_it_writes(tmp_path: Path) -> None:
+    tensors = {
+        "a": torch.ones(3, dtype=torch.uint8),
+        "b": torch.randn(5, 3),
+        "c": torch.randn(()).bfloat16(),
+        "d": torch.randn(2, 0),
+        "e": torch.randn(7).double(),
+        "f": torch.ones(3, dtype=torch.bool),
+    }
+    spelt = {"a": "U8", "b": "F32", "c": "BF16", "d": "F32", "e": "F64", "f": "BOOL"}
+    shard = Shard("x.safetensors", tuple(Output(n, spelt[n], tuple(t.shape)) for n, t in tensors.items()))
+    write_shard(tmp_path, shard, iter(tensors.values()))
+    assert is_written(tmp_path, shard) and (tmp_path / shard.file).stat().st_size == shard.nbytes
+    loaded = load_file(tmp_path / shard.file)
+    for name, tensor in tensors.items():
+        assert torch.equal(loaded[name], tensor) and loaded[name].data_ptr() % max(tensor.element_size(), 1) == 0
+    with safe_open(tmp_path / shard.file, "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_groups_stay_together() -> None:
+    outputs = [Output(str(i), "U8", (4,)) for i in range(6)]
+    shards = plan_shards([outputs[:1], outputs[1:4], outputs[4:]], 8)
+    assert [[output.name for output in shard.outputs] for shard in shards] == [["0"], ["1", "2", "3"], ["4", "5"]]
+
+
+# --- layouts
+
+
+def test_there_and_back(tmp_path: Path) -> None:
+    source = make(tmp_path / "llama")
+    way = [("llama", "phi3"), ("phi3", "mistral"), ("mistral", "llama")]
+    for i, (before, after) in enumerate(way):
+        came, goes = tmp_path / (before if i == 0 else f"{i}"), tmp_path / f"{i + 1}"
+        report = convert_checkpoint(came, goes, layout=after, shard_bytes=9000)
+        config = read_config(goes)
+        assert (report["family"], config["model_type"]) == (after, after)
+        assert config["architectures"] == [
+            {"llama": "Llama", "phi3": "Phi3", "mistral": "Mistral"}[after] + "ForCausalLM"
+        ]
+        assert config["rms_norm_eps"] == 1e-3 and config.get("sliding_window") is None
+        assert verify_checkpoint(goes).ok
+        assert_same(source, goes)
+        assert (logits(goes) - logits(source)).abs().max() < 1e-12  # a fused product may sum otherwise
+    assert tensors_of(tmp_path / "3").keys() == tensors_of(source).keys()
+    assert "qkv" not in str(tensors_of(tmp_path / "2").keys()) and "qkv" in str(tensors_of(tmp_path / "1").keys())
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_every_layout_of_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype | None) -> None:
+    monkeypatch.setitem(FAMILIES, "mistral", ODD)
+    source = make(tmp_path / "a", num_key_value_heads=1)
+    convert_checkpoint(source, tmp_path / "b", layout="mistral", dtype=dtype)
+    stored, odd = tensors_of(source), tensors_of(tmp_path / "b")
+    gate, up = (stored[f"model.layers.0.mlp.{part}_proj.weight"].to(dtype) for part in ("gate", "up"))
+    assert torch.equal(odd["h.0.up_gate"], torch.cat([up, gate]).t())
+    assert odd["h.1.qkv"].shape == (4 * 10 + 2 * 10, 24)
+    assert_same(source, tmp_path / "b", dtype)
+    convert_checkpoint(tmp_path / "b", tmp_path / "c", layout="phi3")
+    assert_same(source, tmp_path / "c", dtype)
+
+
+def test_keys_that_families_take_otherwise_when_missing_are_written_out(tmp_path: Path) -> None:
+    source = make(tmp_path / "a")
+    edit_config(source, drop=("rms_norm_eps", "max_position_embeddings", "hidden_act", "pad_token_id"))
+    convert_checkpoint(source, tmp_path / "b", layout="phi3")
+    config = read_config(tmp_path / "b")
+    assert config["rms_norm_eps"] == 1e-6 and config["max_position_embeddings"] == 2048
+    assert config["hidden_act"] == "silu" and config["pad_token_id"] is None
+
+
+def refused_layout(source: Path, layout: str, *parts: str) -> None:
+    before = sorted(source.parent.iterdir())
+    with pytest.raises((UnsupportedModelError, CheckpointError)) as caught:
+        convert_checkpoint(source, source.parent / "refused", layout=layout)
+    for part in parts:
+        assert part in str(caught.value), str(caught.value)
+    assert sorted(source.parent.iterdir()) == before
+
+
+def test_what_a_layout_cannot_express_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    biased = make(tmp_path / "biased", attention_bias=True, mlp_bias=True)
+    refused_layout(biased, "phi3", "'attention_bias': True, but always False in a phi3 model", "'mlp_bias'")
+    with monkeypatch.context() as patch:
+        patch.setitem(FAMILIES, "mistral", replace(RENAMED, constants={**NO_BIAS, "attention_bias": True}))
+        refused_layout(
+            make(tmp_path / "plain"), "mistral", "'attention_bias': False, but always True in a mistral model"
+        )
+    rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 128}
+    scaled = make(tmp_path / "scaled", rope_parameters=rope | {"low_freq_factor": 1.0, "high_freq_factor": 4.0})
+    refused_layout(scaled, "phi3", "'phi3': transformers refuses it", "llama3")
+    convert_checkpoint(scaled, tmp_path / "mistral", layout="mistral")
+    assert torch.equal(logits(tmp_path / "mistral"), logits(scaled))
+    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 8, "head_dim": 8, "vocab_size": 20}
+    config = MistralConfig(num_attention_heads=2, num_key_value_heads=1, sliding_window=7, **sizes)
+    window = tmp_path / "window"
+    MistralForCausalLM(config).save_pretrained(window)
+    refused_layout(window, "llama", "'sliding_window': 7 cannot be expressed in the config of a llama model")
+    convert_checkpoint(window, tmp_path / "fused", layout="phi3")
+    assert read_config(tmp_path / "fused")["sliding_window"] == 7
+    rope = read_config(tmp_path / "fused")["rope_parameters"]
+    edit_config(tmp_path / "fused", rope_parameters=rope | {"partial_rotary_factor": 0.5})
+    refused_layout(tmp_path / "fused", "mistral", "'partial_rotary_factor': 0.5")
+    with pytest.raises(OptionError, match=r"--layout gpt5: valid are .*llama"):
+        convert_checkpoint(biased, tmp_path / "x", layout="gpt5")
+
+
+def test_parts_of_several_dtypes_cannot_be_fused(tmp_path: Path) -> None:
+    source = make(tmp_path / "a")
+    for file in source.glob("*.safetensors"):
+        save_file({n: t.bfloat16() if n == Q else t.clone() for n, t in load_file(file).items()}, file)
+    convert_checkpoint(source, tmp_path / "b")
+    assert_same(source, tmp_path / "b")
+    refused_layout(source, "phi3", "qkv_proj.weight'", f"{Q!r} is bfloat16", "--dtype")
+    convert_checkpoint(source, tmp_path / "c", layout="phi3", dtype=torch.float32)
+
+
+# --- one tensor may become several
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantised_while_converting(quantization: str, tmp_path: Path) -> None:
+    """The stored integers and scales are those that loading with quantization= gives, and transformers' config."""
+    source = make_llama(tmp_path / "a", 0, torch.bfloat16)
+    report = convert_checkpoint(source, tmp_path / "b", quantization=quantization, shard_bytes=40_000)
+    assert len(report["files"]) > 1
+    config = read_config(tmp_path / "b")
+    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
+    assert verify_checkpoint(tmp_path / "b").ok
+    rules = family_of(config, tmp_path / "b")
+    shape = ModelShape.from_hf(config, rules)
+    expected = load_weights(source, shape, rules, quantization=quantization)
+    found = load_weights(tmp_path / "b", shape, rules)
+    assert found.keys() == expected.keys() and any(name.endswith("_scale") for name in found)
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+    fused = convert_checkpoint(source, tmp_path / "c", quantization=quantization, layout="phi3")
+    assert fused["family"] == "phi3" and verify_checkpoint(tmp_path / "c").ok
+
+
+@pytest.mark.parametrize(
+    ("quantization", "ends", "tied"), [("fp8", False, False), ("fp8-all", True, True), ("fp8-all", True, False)]
+)
+def test_fp8_while_converting(quantization: str, ends: bool, tied: bool, tmp_path: Path) -> None:
+    """Loading gives each matrix as its nearest fp8 numbers times their scales; a draft keeps its vocabulary."""
+    source = make_llama(tmp_path / "a", 0, torch.bfloat16, tie_word_embeddings=tied)
+    write_draft_vocabulary(source, np.arange(read_config(source)["vocab_size"]), 500)
+    report = convert_checkpoint(source, tmp_path / "b", quantization=quantization)
+    config = read_config(tmp_path / "b")
+    assert config["quantization_config"]["format"] == "float-quantized" and "F8_E4M3" in report["dtypes"]
+    assert verify_checkpoint(tmp_path / "b").ok
+    rules = family_of(config, tmp_path / "b")
+    shape = ModelShape.from_hf(config, rules)
+    plain, found = (load_weights(folder, shape, rules) for folder in (source, tmp_path / "b"))
+    matrices = {*quantizable(shape), *(("embed", "lm_head")[: 2 - tied] if ends else ())}
+    assert found.keys() == plain.keys() and matrices
+    for name, tensor in plain.items():
+        if name in matrices:
+            values, scale = quantize_fp8(tensor)
+            assert torch.equal(found[name], (values.float() * scale.float()).bfloat16()), name
+            largest = tensor.float().abs().amax(1, keepdim=True)
+            error = (found[name].float() - tensor.float()).abs()
+            assert (error <= tensor.float().abs() / 12 + largest / 2**15).all(), name  # half of 2^-3, and bfloat16's
+        else:
+            assert torch.equal(found[name], tensor), name
+    assert (tmp_path / "b" / FILE).read_bytes() == (source / FILE).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("quantization", "layout"), [("int8", None), ("int4", "phi3"), ("fp8", "phi3"), ("fp8-all", None)]
+)
+def test_a_quantised_checkpoint_is_dequantised(quantization: str, layout: str | None, tmp_path: Path) -> None:
+    source = make_llama(tmp_path / "a", 0, torch.bfloat16)
+    convert_checkpoint(source, tmp_path / "b", quantization=quantization)
+    convert_checkpoint(tmp_path / "b", tmp_path / "c", dtype=torch.float32, layout=layout)
+    config = read_config(tmp_path / "c")
+    assert "quantization_config" not in config and verify_checkpoint(tmp_path / "c").ok
+    folders = tmp_path / "b", tmp_path / "c"
+    (stored, found) = (
+        load_weights(folder, ModelShape.from_hf(own, family_of(own)), family_of(own), torch.float32)
+        for folder, own in ((folder, read_config(folder)) for folder in folders)
+    )
+    for name, tensor in found.items():
+        scale = stored.get(f"{name}_scale")
+        expected = stored[name] if scale is None else dequantize(Quantized(stored[name], scale))
+        assert torch.equal(tensor, expected), name
+    with pytest.raises(OptionError, match=r"is quantised .*give --dtype alone to dequantise it"):
+        convert_checkpoint(tmp_path / "b", tmp_path / "d", dtype=torch.float32, quantization="int8")
+
+
+def test_what_cannot_be_quantised_while_converting(tmp_path: Path) -> None:
+    source = make_llama(tmp_path / "a", 0, torch.bfloat16)
+    with pytest.raises(OptionError, match="--quantize int3: valid are int8, int4, fp8, fp8-all"):
+        convert_checkpoint(source, tmp_path / "b", quantization="int3")
+    convert_checkpoint(source, tmp_path / "b", quantization="int8")
+    with pytest.raises(OptionError, match="is quantised"):
+        convert_checkpoint(tmp_path / "b", tmp_path / "c")
+    odd = make_llama(tmp_path / "odd", 0, torch.bfloat16, intermediate_size=100)
+    with pytest.raises(OptionError, match=r"--quantize int4: .*100"):
+        convert_checkpoint(odd, tmp_path / "c", quantization="int4")
+    assert not (tmp_path / "c").exists()
+
+
+# --- the command
+
+
+def test_the_command(tmp_path: Path) -> None:
+    source = make(tmp_path / "a")
+    report = document(source, tmp_path / "b", "--dtype=bfloat16", "--shard-size=10KB", "--layout=phi3")
+    assert report["family"] == "phi3" and report["dtypes"] == ["BF16"] and len(report["files"]) > 1
+    assert_same(source, tmp_path / "b", torch.bfloat16)
+    for arguments, kind in (
+        ([source, tmp_path / "b"], "OptionError"),
+        ([source, tmp_path / "c", "--dtype=int8"], "OptionError"),
+        ([source, tmp_path / "c", "--layout=bert"], "OptionError"),
+        ([source, tmp_path / "c", "--resume"], "OptionError"),
+        ([source, tmp_path / "c", "--shard-size=2"], "OptionError"),
+        ([tmp_path / "nowhere", tmp_path / "c"], "FileNotFoundError"),
+        ([source], "UsageError"),
+        ([source, tmp_path / "c", "--quantise=int8"], "UsageError"),
+    ):
+        assert document(*arguments, code=2)["error"]["type"] == kind
+    ran = run("weights", "convert", source, tmp_path / "d")
+    assert "F32" in ran.stdout and ran.stderr == ""
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_conversion_takes_no_longer_than_it_must(tmp_path: Path) -> None:
+    """Nothing in it is quadratic: checkpoints of many tiny tensors and files."""
+    calls = []
+    for layers in (10, 20, 60):
+        sizes = {"hidden_size": 4, "intermediate_size": 4, "head_dim": 2, "vocab_size": 5}
+        source = make(tmp_path / f"{layers}", num_hidden_layers=layers, **sizes)
+        with effort() as took:
+            convert_checkpoint(source, tmp_path / f"{layers} more", shard_bytes=300)
+        calls.append(took.calls)
+    first, second, last = calls
+    assert last < second + 1.1 * 4 * (second - first)

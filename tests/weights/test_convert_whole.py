@@ -1,0 +1,260 @@
+"""Converting checkpoints: whole or not at all, and in the memory of one tensor."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import treespec_weights.writer
+from tests.helpers.commands import ROOT, program
+from tests.helpers.conversions import Q, add_families, assert_same, contents, make, tensors_of
+from tests.helpers.models import edit_config
+from treespec_weights import CheckpointError, OptionError, UnsupportedModelError, WriteError, convert_checkpoint
+
+pytestmark = pytest.mark.slow
+
+LARGE = {"vocab_size": 5000}  # 480 kB each of embedding and head
+
+
+@pytest.fixture(autouse=True)
+def families(monkeypatch: pytest.MonkeyPatch) -> None:
+    add_families(monkeypatch)
+
+
+def test_the_destination_must_be_free(tmp_path: Path) -> None:
+    source = make(tmp_path / "a")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for taken in (tmp_path / "full", tmp_path / "full" / "x", tmp_path / "link", source):
+        with pytest.raises(OptionError, match="exists already; name a new folder"):
+            convert_checkpoint(source, taken)
+    with pytest.raises(OptionError, match=" is in "):
+        convert_checkpoint(source, source / "b")
+    with pytest.raises(FileNotFoundError, match=r"no such folder: .*nowhere"):
+        convert_checkpoint(source, tmp_path / "nowhere" / "b")
+    with pytest.raises(OptionError, match="name a new folder"):
+        convert_checkpoint(source, "")
+    (tmp_path / "empty").mkdir()
+    convert_checkpoint(source, tmp_path / "empty")
+    assert_same(source, tmp_path / "empty")
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_source_that_is_not_what_its_config_says(tmp_path: Path) -> None:
+    source = make(tmp_path / "a")
+    edit_config(source, intermediate_size=34)
+    with pytest.raises(CheckpointError, match=r"up_proj.weight': has shape \[33, 24\], expected \[34, 24\]"):
+        convert_checkpoint(source, tmp_path / "b")
+    edit_config(source, intermediate_size=33, model_type="nope")
+    with pytest.raises(UnsupportedModelError, match="'nope' is not supported"):
+        convert_checkpoint(source, tmp_path / "b")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_values_that_do_not_fit(tmp_path: Path) -> None:
+    source = make(tmp_path / "a")
+    for file in source.glob("*.safetensors"):
+        save_file({name: tensor * (1e6 if name == Q else 1) for name, tensor in load_file(file).items()}, file)
+    with pytest.raises(CheckpointError, match=r"layers.1.self_attn.q_proj.*is infinite in torch.float16"):
+        convert_checkpoint(source, tmp_path / "b", dtype=torch.float16, shard_bytes=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    convert_checkpoint(source, tmp_path / "b", dtype=torch.bfloat16)
+
+
+def test_files_that_link_outside_are_not_carried(tmp_path: Path) -> None:
+    source = make(tmp_path / "a")
+    (tmp_path / "secret.json").write_text("{}")
+    (source / "added_tokens.json").symlink_to(tmp_path / "secret.json")
+    written: list[int] = []
+    with pytest.raises(CheckpointError, match=r"added_tokens.json': a link to .*outside"):
+        convert_checkpoint(source, tmp_path / "b", on_bytes=lambda done, _: written.append(done))
+    assert not written  # hours of writing do not come before it
+    assert not (tmp_path / "b").exists()
+
+
+def failing_after(count: int, error: BaseException) -> Any:
+    """Progress that ends a conversion after some reports."""
+
+    def advance(done: int, total: int) -> None:
+        nonlocal count
+        count -= 1
+        if count == 0:
+            raise error
+
+    return advance
+
+
+@pytest.mark.parametrize("layout", [None, "phi3"])
+def test_resume(tmp_path: Path, layout: str | None) -> None:
+    source = make(tmp_path / "a")
+    options: dict[str, Any] = {"layout": layout, "dtype": torch.bfloat16, "shard_bytes": 3000}
+    convert_checkpoint(source, tmp_path / "whole", **options)
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(source, tmp_path / "b", **options, on_bytes=failing_after(9, KeyboardInterrupt()))
+    partial = tmp_path / "b.partial"
+    assert not (tmp_path / "b").exists()
+    finished = {path.name for path in partial.glob("*.safetensors")}
+    assert 1 <= len(finished) < len(list((tmp_path / "whole").glob("*.safetensors")))
+    assert {path.name for path in partial.iterdir()} == {*finished, "conversion.json"}
+    with pytest.raises(OptionError, match=r"b.partial' already exists.*--resume, or delete it"):
+        convert_checkpoint(source, tmp_path / "b", **options)
+    for change in ({"dtype": None}, {"shard_bytes": 4000}, {"layout": "mistral"}):
+        with pytest.raises(OptionError, match="has other options; delete the folder"):
+            convert_checkpoint(source, tmp_path / "b", **options | change, resume=True)
+    with pytest.raises(OptionError, match="has another source"):
+        convert_checkpoint(make(tmp_path / "other"), tmp_path / "b", **options, resume=True)
+    damaged = partial / sorted(finished)[0]
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    (partial / f"{damaged.name}.part").write_bytes(b"of a killed process")
+    report = convert_checkpoint(source, tmp_path / "b", **options, resume=True)
+    assert set(report["resumed"]) == finished - {damaged.name}
+    assert contents(tmp_path / "b") == contents(tmp_path / "whole") and not partial.exists()
+    with pytest.raises(OptionError, match="no interrupted conversion"):
+        convert_checkpoint(source, tmp_path / "c", **options, resume=True)
+
+
+def test_resume_sees_that_the_source_has_changed(tmp_path: Path) -> None:
+    source = make(tmp_path / "a")
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(source, tmp_path / "b", shard_bytes=1, on_bytes=failing_after(3, KeyboardInterrupt()))
+    os.utime(sorted(source.glob("*.safetensors"))[0], ns=(1, 1))
+    with pytest.raises(OptionError, match="has changed source files"):
+        convert_checkpoint(source, tmp_path / "b", shard_bytes=1, resume=True)
+    (tmp_path / "b.partial" / "conversion.json").write_text("[]")
+    with pytest.raises(OptionError, match="is not from a conversion"):
+        convert_checkpoint(source, tmp_path / "b", shard_bytes=1, resume=True)
+
+
+def test_a_folder_that_is_put_in_the_way(tmp_path: Path) -> None:
+    """A link in the place of the unfinished folder is neither followed nor removed."""
+    source = make(tmp_path / "a")
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "b.partial").symlink_to(tmp_path / "outside")
+    for resume in (False, True):
+        with pytest.raises(OptionError):
+            convert_checkpoint(source, tmp_path / "b", resume=resume)
+    assert not list((tmp_path / "outside").iterdir()) and (tmp_path / "b.partial").is_symlink()
+
+
+def test_a_place_that_is_taken_meanwhile(tmp_path: Path) -> None:
+    """The very last step fails; what it says of --resume holds."""
+    source = make(tmp_path / "a")
+
+    def taken(done: int, total: int) -> None:
+        (tmp_path / "b").mkdir(exist_ok=True)
+        (tmp_path / "b" / "x").touch()
+
+    with pytest.raises(WriteError, match=r"cannot be renamed(.|\n)*continue with --resume"):
+        convert_checkpoint(source, tmp_path / "b", on_bytes=taken)
+    (tmp_path / "b" / "x").unlink()
+    report = convert_checkpoint(source, tmp_path / "b", resume=True)
+    assert report["resumed"] == ["model.safetensors"] and not (tmp_path / "b" / "conversion.json").exists()
+    assert_same(source, tmp_path / "b")
+
+
+@pytest.mark.parametrize("failing", [1, 7])
+def test_a_disk_that_fills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
+    source = make(tmp_path / "a")
+    with monkeypatch.context() as patch, pytest.raises(WriteError, match=r"GB needed, 0.00 GB free"):
+        patch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=0))
+        convert_checkpoint(source, tmp_path / "b", shard_bytes=6000)
+    write, count = treespec_weights.writer.write_tensor, 0
+
+    def filling(file: Any, tensor: Tensor, on_bytes: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == failing:
+            raise OSError(28, "No space left on device")
+        write(file, tensor, on_bytes)
+
+    monkeypatch.setattr("treespec_weights.writer.write_tensor", filling)
+    with pytest.raises(WriteError) as caught:
+        convert_checkpoint(source, tmp_path / "b", shard_bytes=6000)
+    problem = caught.value.problems[0]
+    assert problem.where.startswith("'model-000") and problem.message.startswith("tensor '")
+    assert "No space left on device" in problem.message and not (tmp_path / "b").exists()
+    assert not list(tmp_path.rglob("*.part"))
+    if (tmp_path / "b.partial").exists():
+        assert "--resume" in str(caught.value)
+        convert_checkpoint(source, tmp_path / "b", shard_bytes=6000, resume=True)
+        assert_same(source, tmp_path / "b")
+    else:
+        assert failing == 1 and "--resume" not in str(caught.value)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
+def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
+    """Writing really fails, at a limit on files' sizes that needs no permission to set."""
+    source = make(tmp_path / "a", **LARGE)
+    script = (
+        "import resource, sys; from treespec.cli import app\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000)); app(['weights', *sys.argv[1:]])"
+    )
+    done = program("-c", script, "convert", str(source), str(tmp_path / "b"), "--shard-size=1KB", "--json")
+    assert done.returncode == 2, done.stderr
+    message = json.loads(done.stdout)["error"]["message"]
+    assert "model-00001-of-" in message and "'model.embed_tokens.weight' cannot be written: File too large" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_process_that_is_killed(tmp_path: Path) -> None:
+    source = make(tmp_path / "a")
+    script = (
+        "import sys, time\nfrom treespec_weights import convert_checkpoint\n"
+        "def wait(done, total):\n    if done > 9000: print('here', flush=True); time.sleep(60)\n"
+        "convert_checkpoint(sys.argv[1], sys.argv[2], shard_bytes=3000, on_bytes=wait)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(source), str(tmp_path / "b")], cwd=ROOT, stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None and process.stdout.readline() == b"here\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "b").exists() and list((tmp_path / "b.partial").glob("*.part"))
+    with pytest.raises(OptionError, match="--resume"):
+        convert_checkpoint(source, tmp_path / "b", shard_bytes=3000)
+    assert convert_checkpoint(source, tmp_path / "b", shard_bytes=3000, resume=True)["resumed"]
+    assert_same(source, tmp_path / "b")
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's memory counters")
+def test_memory_is_that_of_a_tensor(tmp_path: Path) -> None:
+    """In a process of its own, whose malloc gives large blocks back at once."""
+    source = make(tmp_path / "a", hidden_size=768, intermediate_size=4096, num_hidden_layers=5, vocab_size=2048)
+    make(tmp_path / "small")
+    cases = [(None, None), (None, "bfloat16"), ("phi3", None), ("phi3", "float16")]
+    script = (
+        "import json, sys, torch\nfrom pathlib import Path\n"
+        "from tests.helpers.conversions import FUSED\nfrom treespec_weights import FAMILIES, convert_checkpoint\n"
+        "FAMILIES['phi3'] = FUSED\nroot, peak = Path(sys.argv[1]), 0\n"
+        "def anonymous():\n"
+        "    return int(Path('/proc/self/status').read_text().split('RssAnon:')[1].split()[0]) * 1024\n"
+        "def watch(done, total):\n    global peak\n    peak = max(peak, anonymous())\n"
+        "for i, (layout, dtype) in enumerate(json.loads(sys.argv[2])):\n"
+        "    options = {'layout': layout, 'dtype': dtype and getattr(torch, dtype), 'on_bytes': watch}\n"
+        "    convert_checkpoint(root / 'small', root / f'small-{i}', **options)\n"  # imports, caches
+        "    before, peak = anonymous(), 0\n"
+        "    convert_checkpoint(root / 'a', root / f'{i}', **options)\n"
+        "    print(peak - before)"
+    )
+    done = program("-c", script, str(tmp_path), json.dumps(cases), MALLOC_MMAP_THRESHOLD_="65536")
+    assert done.returncode == 0, done.stderr
+    for i, ((layout, dtype), peak) in enumerate(zip(cases, map(int, done.stdout.split()), strict=True)):
+        tensors = tensors_of(tmp_path / str(i))
+        largest = max(tensor.nbytes for tensor in tensors.values())
+        assert sum(tensor.nbytes for tensor in tensors.values()) > 5 * largest
+        # What is fused has the stored dtype, of twice the size here, before it is cast.
+        held = 3 if layout and dtype else 1 if layout or dtype else 0
+        assert peak < held * largest + (2 << 20), (layout, dtype)
+    assert_same(source, tmp_path / "2")

@@ -1,0 +1,183 @@
+"""Checkpoints of every family as they are published: older spellings, base models, buffers; and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.helpers.families import CASES, TYPICAL, VOCAB, WINDOW, make_model
+from tests.helpers.models import edit_config, greedy, open_llm, random_prompts, tokens_of
+from tests.models.test_decoder_parity import their_logits
+from treespec import SpecConfig
+from treespec.errors import ModelError
+from treespec.models.model_config import ModelConfig
+from treespec_kernels.attention.tree_batch import RequestRows
+from treespec_weights import UnsupportedModelError, inspect_checkpoint, verify_checkpoint
+from treespec_weights.describe import describe
+from treespec_weights.families import FAMILIES
+
+
+def renamed(folder: Path, prefix: str, extra: dict[str, Tensor]) -> None:
+    """The checkpoint's tensors without the prefix and without a head, with others beside them."""
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    save_file(kept | extra, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def prefill_logits(folder: Path, **options: Any) -> Tensor:
+    """[90, vocab], of one pass."""
+    llm = open_llm(folder, exact=False, max_model_len=None, **options)
+    target, pool = llm.engine.runner.target, llm.engine.cache.pools[0]
+    (tokens,) = random_prompts((90,), vocab=VOCAB)
+    rows = [RequestRows.chain(0, 90, torch.arange(1, 3).numpy())]
+    with torch.inference_mode():
+        return target.logits(target.forward(torch.tensor(tokens), target.plan(rows, pool), pool)).clone()
+
+
+GEMMA3 = {"rope_theta": 300.0, "rope_local_base_freq": 70.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+PHI3 = {"rope_theta": 300.0, "partial_rotary_factor": 0.75, "rope_scaling": None, "sliding_window": WINDOW}
+MISTRAL = {"rope_theta": 300.0, "hidden_size": 64, "torch_dtype": "float32"}
+OLDER: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
+    "theta of Mistral at the top": ("mistral", ("rope_parameters", "head_dim"), MISTRAL),
+    "rotary_pct of NeoX": ("gpt_neox", ("rope_parameters",), {"rotary_pct": 0.25, "rotary_emb_base": 300}),
+    "local and global theta of Gemma 3": ("gemma3", ("rope_parameters",), GEMMA3),
+    "sliding_window_pattern of Gemma 3": ("gemma3", ("layer_types",), {"sliding_window_pattern": 2}),
+    "Phi-3 of before": ("phi3", ("rope_parameters",), PHI3),
+    "windows of Qwen 2 by max_window_layers": ("qwen2", ("layer_types",), {"max_window_layers": 2}),
+}
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_older_spellings(name: str, tmp_path: Path) -> None:
+    """They mean to us what they mean to transformers."""
+    case, drop, values = OLDER[name]
+    wide = {"hidden_size": 64} if "hidden_size" in values else {}
+    folder = edit_config(make_model(tmp_path / "model", TYPICAL[case], 7, **wide), drop, **values)
+    (tokens,) = random_prompts((90,), vocab=VOCAB)
+    expected = their_logits(folder, tokens)
+    error = (prefill_logits(folder) - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    assert error < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TYPICAL)
+def test_bfloat16(name: str, tmp_path: Path) -> None:
+    """As far from fp32 as transformers is."""
+    folder = make_model(tmp_path / "model", TYPICAL[name], 7, torch.bfloat16)
+    (tokens,) = random_prompts((90,), vocab=VOCAB)
+    rounded, exact = (their_logits(folder, tokens, dtype).float() for dtype in (torch.bfloat16, torch.float32))
+    ours = prefill_logits(folder, dtype="bfloat16")
+    assert ours.dtype == torch.bfloat16
+    assert float((ours.float() - exact).square().mean()) < 1.2 * float((rounded - exact).square().mean())
+
+
+BUFFERS: dict[str, tuple[str, dict[str, tuple[int, ...]]]] = {  # the prefix that is dropped, and buffers of a layer
+    "gpt2": ("transformer.", {"h.{i}.attn.bias": (1, 1, 8, 8), "h.{i}.attn.masked_bias": ()}),
+    "opt": ("model.", {}),
+    "gpt_neox": (
+        "",
+        {
+            f"gpt_neox.layers.{{i}}.attention.{name}": shape
+            for name, shape in {"rotary_emb.inv_freq": (2,), "bias": (1, 1, 8, 8), "masked_bias": ()}.items()
+        },
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BUFFERS)
+def test_checkpoints_of_first_releases(name: str, tmp_path: Path) -> None:
+    """Of the base model alone, without a prefix and a head, and with buffers of masks and rotations."""
+    folder = make_model(tmp_path / "model", TYPICAL[name], 7)
+    expected = prefill_logits(folder)
+    prefix, buffers = BUFFERS[name]
+    renamed(folder, prefix, {key.format(i=i): torch.ones(shape) for i in range(3) for key, shape in buffers.items()})
+    assert torch.equal(prefill_logits(folder), expected)
+    assert verify_checkpoint(folder).ok and len(inspect_checkpoint(folder)["ignored"]) == 3 * len(buffers)
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "Gemma 3 with pictures": ("gemma3", {"model_type": "gemma3"}, "'gemma3'"),
+    "both directions": ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention.*True"),
+    "norms after": ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before.*False"),
+    "a narrow embedding": ("opt", {"word_embed_proj_dim": 24}, "word_embed_proj_dim.*24"),
+    "no final norm": ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm.*True"),
+    "scores by layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx.*True"),
+    "unscaled scores": ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights.*False"),
+    "cross attention": ("gpt2", {"add_cross_attention": True}, "add_cross_attention.*True"),
+    "layers of Ministral": ("mistral", {"layer_types": ["full_attention"] * 3}, "layer_types.*full_attention"),
+    "an activation": ("opt", {"activation_function": "quick_gelu"}, "activation_function='quick_gelu'"),
+    "a kind of layer": ("gemma2", {"layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
+    "a window": ("mistral", {"sliding_window": -3}, "sliding_window.*-3"),
+    "half a pair": ("llama", {"head_dim": 15}, "a head of 15; both must be even"),
+    "a part of nothing": ("gpt_neox", {"rotary_pct": 1.5, "rope_parameters": None}, "partial_rotary_factor=1.5"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_variants_that_no_declaration_covers(name: str, tmp_path: Path) -> None:
+    case, values, words = REFUSED[name]
+    folder = edit_config(make_model(tmp_path / "model", TYPICAL[case], 7), **values)
+    with pytest.raises((UnsupportedModelError, ModelError), match=words):
+        ModelConfig.from_hf(folder)
+
+
+@pytest.mark.slow
+def test_a_window_that_nothing_leaves_is_none(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", TYPICAL["mistral"], 7)
+    assert ModelConfig.from_hf(folder).windows == (WINDOW,)
+    assert ModelConfig.from_hf(folder, WINDOW).windows == (None,)
+
+
+@pytest.mark.slow
+def test_drafts_of_other_families(tmp_path: Path) -> None:
+    """Families in one tree: the vocabulary is all that they share."""
+    names = ("gpt2", "gemma2", "gpt_neox")
+    target = make_model(tmp_path / "target", TYPICAL["phi3"], 7)
+    drafts = [make_model(tmp_path / name, TYPICAL[name], 8) for name in names]
+    llm = open_llm(target, drafts)
+    assert len({model.plan_key for model in llm.engine.sources.ssms.models}) == len(names)
+    prompts = random_prompts((5, 70), vocab=VOCAB)
+    spec = SpecConfig(branching=(3, 1, 1), sources=("ssm",))
+    plain, tree = (llm.generate(prompts, greedy(16), each) for each in ("off", spec))
+    assert tokens_of(plain) == tokens_of(tree)
+    assert all(output.metrics.nodes_verified > 16 for output in tree)
+
+
+@pytest.mark.slow
+def test_a_draft_of_fewer_positions_than_the_target(tmp_path: Path) -> None:
+    """What it learned of no position it guesses with the last one."""
+    target = make_model(tmp_path / "target", TYPICAL["gpt2"], 7)
+    draft = make_model(tmp_path / "draft", TYPICAL["opt"], 8, max_position_embeddings=32)
+    llm = open_llm(target, [draft])
+    (prompt,) = random_prompts((60,), vocab=VOCAB)
+    spec = SpecConfig(branching=(2, 1), sources=("ssm",))
+    (plain,), (tree,) = (llm.generate(prompt, greedy(8), each) for each in ("off", spec))
+    assert plain.outputs[0].token_ids == tree.outputs[0].token_ids
+
+
+@pytest.mark.slow
+def test_hidden_states_that_there_are_not(tmp_path: Path) -> None:
+    llm = open_llm(make_model(tmp_path / "model", TYPICAL["gpt2"], 7), exact=False)
+    runner = llm.engine.runner
+    for layers in ((5,), (-1,), (True,)):
+        with pytest.raises(ValueError, match="valid: ints from 0 to 4"):
+            runner.target.check_states(layers)
+
+
+@pytest.mark.slow
+def test_every_family_has_a_case() -> None:
+    assert {case.model_type for case in CASES.values()} == set(FAMILIES)
+
+
+@pytest.mark.slow
+def test_a_report_says_what_layers_are_made_of(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", TYPICAL["gemma3"], 7)
+    text = describe(inspect_checkpoint(folder))
+    assert "RMSNorm (1 + w)" in text and "also of heads" in text and f"windows of {WINDOW} positions" in text
+    folder = make_model(tmp_path / "other", TYPICAL["opt"], 7)
+    text = describe(inspect_checkpoint(folder))
+    assert "LayerNorm" in text and "no gate" in text and "258 learned positions" in text

@@ -1,0 +1,211 @@
+"""Grown models: a larger shape, the same function."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.helpers.models import (
+    SHAPE,
+    VOCAB,
+    embedded_draft,
+    greedy,
+    make_llama,
+    new_folder,
+    open_llm,
+    random_prompts,
+    tokens_of,
+)
+from treespec.bench.grow import grown
+from treespec.bench.options import Options
+from treespec.errors import CheckpointError, ConfigError
+from treespec_weights import (
+    LLAMA,
+    ModelShape,
+    OptionError,
+    default_folder,
+    grow_checkpoint,
+    grown_shape,
+    parse_size,
+    read_config,
+    verify_checkpoint,
+)
+
+pytestmark = pytest.mark.slow
+
+AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+def shape_of(folder: Path) -> ModelShape:
+    return ModelShape.from_hf(read_config(folder), LLAMA, folder)
+
+
+def larger(folder: Path, vocab: int = VOCAB, ratio: int = 4) -> ModelShape:
+    """More of everything."""
+    shape = shape_of(folder)
+    return replace(
+        shape,
+        hidden_size=ratio * shape.hidden_size,
+        num_layers=5,
+        num_heads=8,
+        num_kv_heads=4,
+        vocab_size=vocab,
+        intermediate_size=320,
+        tied=shape.tied and vocab == shape.vocab_size,
+    )
+
+
+def logits(folder: Path, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """transformers' logits [batch, length, vocab]."""
+    with torch.inference_mode():
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()(ids).logits
+
+
+@pytest.mark.parametrize("size, parameters", [("900K", 900_000), ("120M", 120_000_000), ("0.5b", 500_000_000)])
+def test_sizes(size: str, parameters: int) -> None:
+    assert parse_size(size) == parameters
+
+
+@pytest.mark.parametrize("size", ["", "big", "-1M", "0M", "12", "1.5", "1e9B", "7BB"])
+def test_bad_sizes_are_refused(size: str) -> None:
+    with pytest.raises(OptionError, match=r"--size .*120M, 0\.5B"):
+        parse_size(size)
+    with (
+        pytest.raises(ConfigError, match=r"--grow .*120M, 0\.5B"),
+        grown(Options(model=embedded_draft("ssm-1"), drafts=[]), size, None, None),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("size", ["20M", "60M", "120M", "0.5B", "3B", "7B"])
+def test_shapes_are_like_real_models(size: str) -> None:
+    old = shape_of(default_folder("target"))
+    new = grown_shape(old, parse_size(size))
+    assert abs(new.num_parameters() / parse_size(size) - 1) < 0.05
+    assert new.num_layers >= old.num_layers and new.intermediate_size >= 2 * new.hidden_size
+    assert new.num_heads * new.head_dim == new.hidden_size
+    assert new.num_heads // new.num_kv_heads == old.num_heads // old.num_kv_heads
+
+
+def test_a_model_does_not_shrink() -> None:
+    old = shape_of(default_folder("target"))
+    with pytest.raises(OptionError, match=r"--size 5M: this model can grow to \d+M or more"):
+        grown_shape(old, parse_size("5M"))
+    with pytest.raises(OptionError, match=r"--vocab 100: the model has \d+ tokens already"):
+        grown_shape(old, parse_size("1B"), 100)
+    for size, vocab, message in (
+        ("5M", None, r"--grow 5M: this model can grow to \d+M or more"),
+        ("1B", 100, r"--grow-vocab 100: the model has \d+ tokens already"),
+    ):
+        with pytest.raises(ConfigError, match=message), grown(Options(), size, vocab, None):
+            pass
+
+
+VARIANTS = {
+    "untied": {},
+    "tied": {"tie_word_embeddings": True},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "eps": {"rms_norm_eps": 1e-3},
+}
+
+
+@pytest.mark.parametrize("vocab", [VOCAB, 3 * VOCAB])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_grown_logits_are_the_small_model_s(variant: str, vocab: int, tmp_path: Path) -> None:
+    small = make_llama(tmp_path / "small", 0, **VARIANTS[variant])
+    grow_checkpoint(small, tmp_path / "grown", larger(small, vocab), seed=1)
+    assert verify_checkpoint(tmp_path / "grown").ok
+    ids = torch.tensor(random_prompts([40, 40]))
+    for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 1e-4), (torch.bfloat16, 0.1)):
+        small_logits, grown_logits = logits(small, ids, dtype), logits(tmp_path / "grown", ids, dtype)
+        own, added = grown_logits[..., :VOCAB], grown_logits[..., VOCAB:]
+        assert (own - small_logits).abs().max() <= bound * small_logits.abs().max()
+        assert not added.numel() or (added.amax(-1) < own.amin(-1) - 10).all(), "an added token could be chosen"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [VOCAB, 2 * VOCAB])
+def test_grown_tokens_are_the_small_model_s(dtype: torch.dtype, vocab: int, tmp_path: Path) -> None:
+    small = make_llama(tmp_path / "small", 0, dtype)
+    grow_checkpoint(small, tmp_path / "grown", larger(small, vocab), seed=1)
+    results = []
+    for folder in (small, tmp_path / "grown"):
+        llm, seen = open_llm(folder), []
+        forward = llm.engine.runner.logits
+
+        def seeing(*given, forward=forward, seen=seen) -> torch.Tensor:
+            seen.append(forward(*given)[:, :VOCAB].clone())
+            return seen[-1]
+
+        llm.engine.runner.logits = seeing
+        outputs = llm.generate(random_prompts([3, 70]), greedy(24), spec="off")
+        results.append((tokens_of(outputs), torch.cat(seen)))
+    (tokens, small_logits), (grown_tokens, grown_logits) = results
+    assert grown_tokens == tokens
+    # The order in which a norm sums a row depends on its width: in fp32 the last bits differ. bf16 rounds them away,
+    # and its products sum rows as short as these in one group on AVX-512, with zeros behind or without.
+    if AVX512 and dtype == torch.bfloat16:
+        assert torch.equal(grown_logits, small_logits)
+
+
+def test_what_is_added_computes_and_reaches_nothing(tmp_path: Path) -> None:
+    from treespec_weights import load_weights
+
+    small = make_llama(tmp_path / "small", 0)
+    shape = larger(small)
+    grow_checkpoint(small, tmp_path / "grown", shape, seed=1)
+    weights = load_weights(tmp_path / "grown", shape, LLAMA)
+    assert not weights["layers.4.o"].any() and not weights["layers.4.down"].any()
+    for name in ("q", "k", "v", "gate", "up", "attn_norm"):
+        assert weights[f"layers.4.{name}"].std() > 0.01
+        assert (weights[f"layers.0.{name}"] != 0).all(), "zeros would be a model that costs less on some hardware"
+    grow_checkpoint(small, tmp_path / "again", shape, seed=1)
+    again = load_weights(tmp_path / "again", shape, LLAMA)
+    assert all(torch.equal(again[name], tensor) for name, tensor in weights.items())
+
+
+def test_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("treespec_weights.grow.SHARD_BYTES", 1 << 20)
+    small = make_llama(tmp_path / "small", 0)
+    grow_checkpoint(small, tmp_path / "grown", larger(small), seed=1)
+    assert len(list((tmp_path / "grown").glob("*.safetensors"))) > 2
+    assert verify_checkpoint(tmp_path / "grown").ok
+
+
+def test_float16_has_no_room_for_more_vocabulary(tmp_path: Path) -> None:
+    small = make_llama(tmp_path / "small", 0, torch.float16)
+    with pytest.raises(OptionError, match="float16"):
+        grow_checkpoint(small, tmp_path / "grown", larger(small, 2 * VOCAB), seed=1)
+
+
+def test_the_folder_is_removed_unless_kept(tmp_path: Path) -> None:
+    small = make_llama(tmp_path / "small", 0)
+    draft = make_llama(new_folder("drafts") / "ssm-x", 1, num_hidden_layers=1)
+    options = Options(model=small, drafts=[str(draft)])
+    with grown(options, "4M", None, None) as (larger_options, how):
+        folder = Path(str(larger_options.model))
+        assert shape_of(folder) == how.shape and larger_options.drafts == [str(draft)]
+        assert how.figures["parameters"] == how.shape.num_parameters()
+    assert not folder.exists()
+    with grown(options, "4M", 2 * VOCAB, tmp_path / "kept") as (larger_options, how):
+        assert [Path(each).name for each in larger_options.drafts or ()] == ["ssm-x"]
+    assert shape_of(tmp_path / "kept" / "target") == how.shape
+    assert shape_of(tmp_path / "kept" / "ssm-x").vocab_size == 2 * VOCAB == how.shape.vocab_size
+    assert SHAPE["vocab_size"] == VOCAB
+
+
+def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with (
+        pytest.raises(FileNotFoundError, match="nowhere"),
+        grown(Options(model=tmp_path / "nowhere"), "1B", None, None),
+    ):
+        pass
+    (tmp_path / "other").mkdir()
+    sizes = {"n_layer": 1, "n_embd": 8, "n_head": 1, "vocab_size": 9, "n_positions": 4}
+    for family, error, words in (("bloom", CheckpointError, "bloom"), ("gpt2", ConfigError, "gpt2 .* cannot be grown")):
+        (tmp_path / "other" / "config.json").write_text(json.dumps({"model_type": family} | sizes))
+        with pytest.raises(error, match=words), grown(Options(model=tmp_path / "other"), "1B", None, None):
+            pass

@@ -1,0 +1,355 @@
+"""Quantising a weight, and checkpoints in others' layouts: each against its published formula, computed apart."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.helpers.models import edit_config, make_llama, new_folder
+from treespec.models.model_config import ModelConfig
+from treespec_weights import CheckpointError, UnsupportedModelError, load_weights
+from treespec_weights.quant_config import scheme_of
+from treespec_weights.quantize import (
+    Quantized,
+    compressed_tensors,
+    compressed_tensors_config,
+    dequantize,
+    group_of,
+    packed,
+    quantize,
+    unpacked,
+)
+
+SIZES = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 64}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+Write = Callable[[str, Tensor], tuple[dict[str, Tensor], Tensor]]  # tensors that are stored, and the weight they mean
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("bits", "group", "steps"), [(8, None, 127), (8, 32, 127), (4, 64, 8), (4, 32, 8)])
+def test_the_rule(dtype: torch.dtype, bits: int, group: int | None, steps: int) -> None:
+    weight = numbers(7, 128).to(dtype)
+    weight[2] = 0.0
+    values, scale, zero = quantize(weight, bits, group)
+    assert zero is None and scale.dtype == dtype and scale.shape == (7, 128 // (group or 128))
+    q = unpacked(values) if bits == 4 else values
+    for row in range(7):
+        for g, part in enumerate(weight[row].float().split(group or 128)):
+            expected = (part.abs().max() / steps).to(dtype).float()
+            expected = torch.tensor(1.0) if expected == 0 else expected
+            assert scale[row, g].float() == expected
+            whole = torch.round(part / expected).clamp(-127 if bits == 8 else -8, 127 if bits == 8 else 7)
+            assert torch.equal(q[row].split(group or 128)[g].float(), whole)
+    error = (dequantize(Quantized(values, scale)) - weight.float()).abs()
+    assert (error <= scale.float().repeat_interleave(group or 128, 1) * (0.51 if bits == 8 else 1.1)).all()
+
+
+def test_packing() -> None:
+    values = torch.arange(-8, 8, dtype=torch.int8).repeat(3, 2)
+    assert torch.equal(unpacked(packed(values)), values)
+    assert packed(values)[0, 0].item() == 0x10  # -8 and -7: 0 and 1, the first in the low bits
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_no_number_is_refused(bad: float, tmp_path: Path) -> None:
+    weight = numbers(4, 32)
+    weight[3, 5] = bad
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        quantize(weight, 8)
+    folder = make_llama(tmp_path / "m", 0, **SIZES)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = bad
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"up_proj.weight': the weight has NaN or infinite"):
+        load_weights(folder, ModelConfig.from_hf(folder).shape, quantization="int8")
+
+
+def test_groups() -> None:
+    assert [group_of(sizes) for sizes in ({256, 1024}, {256, 704}, {96, 32})] == [128, 64, 32]
+    with pytest.raises(ValueError, match="100 is no multiple; use int8"):
+        group_of({128, 100})
+    with pytest.raises(ValueError, match="100 inputs are not whole groups of 64"):
+        quantize(numbers(4, 100), 4, 64)
+    with pytest.raises(ValueError, match="5 bits; valid: 8, 4"):
+        quantize(numbers(4, 100), 5)
+
+
+def rewrite(folder: Path, scheme: dict[str, Any], write: Write) -> dict[str, Tensor]:
+    """Store every layer's matrices as `write` says; returns what each then is."""
+    tensors, meant, stored = load_file(folder / "model.safetensors"), {}, {}
+    for name, tensor in tensors.items():
+        if ".layers." in name and tensor.dim() == 2:
+            parts, meant[name] = write(name, tensor)
+            stored |= parts
+        else:
+            stored[name] = tensor
+    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, folder / "model.safetensors")
+    edit_config(folder, quantization_config=scheme)
+    return meant
+
+
+def check_layout(scheme: dict[str, Any], write: Write) -> dict[str, Tensor]:
+    """Loads a rewritten checkpoint; every weight is the one that was meant, and the rest as it was."""
+    folder = make_llama(new_folder("layout") / "m", 0, torch.bfloat16, **SIZES)
+    plain = load_weights(folder, ModelConfig.from_hf(folder).shape)
+    plain = {name: tensor.clone() for name, tensor in plain.items()}
+    meant = rewrite(folder, scheme, write)
+    config = ModelConfig.from_hf(folder)
+    loaded = load_weights(folder, config.shape, config.rules)
+    for name, weight in meant.items():
+        param = f"layers.0.{name.split('.')[-2].removesuffix('_proj')}"
+        if f"{param}_scale" in loaded:
+            parts = Quantized(loaded[param], loaded[f"{param}_scale"], loaded.get(f"{param}_zero"))
+            torch.testing.assert_close(dequantize(parts), weight.float(), rtol=1e-6, atol=1e-6)
+        else:
+            assert torch.equal(loaded[param], weight)
+    for name in ("embed", "lm_head", "layers.0.attn_norm", "final_norm"):
+        assert torch.equal(loaded[name], plain[name])
+    return loaded
+
+
+def compressed_scheme(**weights: Any) -> dict[str, Any]:
+    layout = weights.pop("format", "pack-quantized")
+    said = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "dynamic": False}
+    group = {"targets": ["Linear"], "weights": said | weights, "input_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "config_groups": {"g": group},
+        "ignore": ["lm_head"],
+    }
+
+
+@pytest.mark.parametrize(("bits", "group"), [(8, None), (4, 64), (4, 32)])
+def test_what_is_written_is_what_quantising_while_loading_gives(bits: int, group: int | None) -> None:
+    def write(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        quantized = quantize(weight, bits, group)
+        return compressed_tensors(name, quantized), dequantize(quantized)
+
+    loaded = check_layout(compressed_tensors_config(bits, group, ["lm_head"]), write)
+    folder = make_llama(new_folder("plain") / "m", 0, torch.bfloat16, **SIZES)
+    other = load_weights(folder, ModelConfig.from_hf(folder).shape, quantization=f"int{bits}")
+    if group in (None, 64):  # the group that loading takes for these sizes
+        assert loaded.keys() == other.keys()
+        assert all(torch.equal(loaded[name], other[name]) for name in loaded)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_compressed_tensors_packed(bits: int, symmetric: bool) -> None:
+    """Word j of a row: sum of (q[8 j + i] + 8) << 4 i; zero points in words along the outputs."""
+
+    def write(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        out, inputs = weight.shape
+        half, per_word = 1 << (bits - 1), 32 // bits
+        q, zero = torch.randint(-half, half, (out, inputs)), torch.randint(-half, half, (out, inputs // 32))
+        scale = (torch.rand(out, inputs // 32) + 0.1).bfloat16()
+        shifts = bits * torch.arange(per_word)
+        words = ((q + half).view(out, -1, per_word) << shifts).sum(2).to(torch.int32)
+        zero_words = ((zero + half).view(-1, per_word, inputs // 32) << shifts[:, None]).sum(1).to(torch.int32)
+        parts = {f"{name}_packed": words, f"{name}_scale": scale, f"{name}_shape": torch.tensor([out, inputs])}
+        zero = torch.zeros_like(zero) if symmetric else zero
+        meant = (q - zero.repeat_interleave(32, 1)) * scale.double().repeat_interleave(32, 1)
+        return parts | ({} if symmetric else {f"{name}_zero_point": zero_words}), meant
+
+    check_layout(compressed_scheme(num_bits=bits, symmetric=symmetric), write)
+
+
+def test_compressed_tensors_of_int8() -> None:
+    def write(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        q = torch.randint(-128, 128, weight.shape, dtype=torch.int8)
+        scale = torch.rand(len(q), 1)
+        return {name: q, f"{name}_scale": scale}, q.double() * scale
+
+    check_layout(compressed_scheme(format="int-quantized", num_bits=8, strategy="channel", group_size=None), write)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+def test_gptq(bits: int, version: str) -> None:
+    """Words run along the inputs, those of zero points along the outputs; these are one less in the first format."""
+    less = int(version == "gptq")
+
+    def write(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        out, inputs = weight.shape
+        stem, per_word, groups = name.removesuffix("weight"), 32 // bits, inputs // 32
+        q, zero = torch.randint(0, 1 << bits, (inputs, out)), torch.randint(less, 1 << bits, (groups, out))
+        zero = zero.clamp(max=200)
+        scale = (torch.rand(groups, out) + 0.1).half()
+        shifts = bits * torch.arange(per_word)
+        words = (q.view(-1, per_word, out) << shifts[:, None]).sum(1).to(torch.int32)
+        zeros = ((zero - less).view(groups, -1, per_word) << shifts).sum(2).to(torch.int32)
+        index = torch.arange(inputs) // 32
+        parts = {"qweight": words, "qzeros": zeros, "scales": scale, "g_idx": index.to(torch.int32)}
+        meant = ((q - zero[index]) * scale.double()[index]).T
+        return {stem + part: tensor for part, tensor in parts.items()}, meant
+
+    check_layout(GPTQ | {"bits": bits, "sym": False, "checkpoint_format": version, "desc_act": False}, write)
+
+
+@pytest.mark.parametrize("zero_point", [True, False])
+def test_awq(zero_point: bool) -> None:
+    """Word (k, j) holds outputs 8 j + 0, 2, 4, 6, 1, 3, 5, 7, the first in the lowest bits."""
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+
+    def write(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        out, inputs = weight.shape
+        stem, groups = name.removesuffix("weight"), inputs // 32
+        q, zero = torch.randint(0, 16, (inputs, out)), torch.randint(0, 16, (groups, out))
+        zero = zero if zero_point else torch.full_like(zero, 8)
+        scale = (torch.rand(groups, out) + 0.1).half()
+
+        def words(numbers: Tensor) -> Tensor:
+            chosen = numbers.view(len(numbers), -1, 8)[:, :, order]
+            return (chosen << 4 * torch.arange(8)).sum(2).to(torch.int32)
+
+        parts = {"qweight": words(q), "scales": scale} | ({"qzeros": words(zero)} if zero_point else {})
+        meant = ((q - zero.repeat_interleave(32, 0)) * scale.double().repeat_interleave(32, 0)).T
+        return {stem + part: tensor for part, tensor in parts.items()}, meant
+
+    check_layout(AWQ | {"group_size": 32, "zero_point": zero_point, "version": "gemm"}, write)
+
+
+@pytest.mark.parametrize("how", ["tensor", "channel", "block", "fp8", "fp8 block"])
+def test_fp8(how: str) -> None:
+    """q * scale, of the tensor, the output, or the block; "weight_scale_inv" is multiplied with too."""
+    rows, columns = 48, 32
+
+    def write(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        q = (weight.float() * 3).to(torch.float8_e4m3fn)
+        out, inputs = weight.shape
+        if "block" in how:
+            scale = torch.rand(-(-out // rows), -(-inputs // columns)) + 0.1
+            whole = torch.stack(
+                [torch.stack([scale[i // rows, j // columns] for j in range(inputs)]) for i in range(out)]
+            )
+        else:
+            scale = torch.rand((out, 1) if how == "channel" else (1,)) + 0.1
+            whole = scale.expand(out, inputs) if how == "channel" else scale.expand(out, 1)
+        suffix = "_scale_inv" if how == "fp8 block" else "_scale"
+        return {name: q, name + suffix: scale}, (q.float() * whole)
+
+    if how.startswith("fp8"):
+        said: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+        said |= {"weight_block_size": [rows, columns]} if how == "fp8 block" else {}
+    else:
+        options = {"num_bits": 8, "type": "float", "strategy": how, "group_size": None}
+        block = {"block_structure": [rows, columns]} if how == "block" else {}
+        said = compressed_scheme(format="float-quantized", **options, **block)
+    check_layout(said, write)
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({}, "'quant_method' is None"),
+        ({"quant_method": "bitsandbytes"}, "'quant_method' is 'bitsandbytes'"),
+        (AWQ | {"bits": 8}, "'bits' is 8.*supported: 4"),
+        (AWQ | {"version": "gemv"}, "'version' is 'gemv'"),
+        (AWQ | {"modules_to_not_convert": [1]}, r"'modules_to_not_convert' is \[1\]"),
+        (GPTQ | {"bits": 3}, "'bits' is 3"),
+        (GPTQ | {"group_size": 0}, "'group_size' is 0"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "'checkpoint_format'"),
+        (GPTQ | {"lm_head": True}, "'lm_head' is True"),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, "'activation_scheme' is 'static'"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "'weight_block_size'"),
+        ({"quant_method": "fp8", "ignored_layers": [None]}, r"'ignored_layers' is \[None\]"),
+        (compressed_scheme(num_bits=2), "'num_bits' is 2"),
+        (compressed_scheme(strategy="tensor_group"), "'strategy' is 'tensor_group'"),
+        (compressed_scheme(actorder="group"), "'actorder' is 'group'"),
+        (compressed_scheme(format="nvfp4-pack-quantized"), "'format' is 'nvfp4-pack-quantized'"),
+        (compressed_scheme() | {"config_groups": {}}, "'config_groups' is {}"),
+        (compressed_scheme() | {"ignore": ["re:("]}, r"'ignore' is 're:\('"),
+    ],
+)
+def test_what_is_not_covered_is_refused_by_its_key(said: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        scheme_of({"quantization_config": said})
+
+
+@pytest.mark.parametrize(
+    ("zero", "sizes", "message"),
+    [
+        (None, None, "'.*_zero_point': missing"),
+        (
+            lambda out, groups: torch.zeros(out // 8, groups, dtype=torch.int8),
+            None,
+            r"its zero points are torch.int8 \[",
+        ),
+        (lambda out, groups: torch.zeros(out, groups, dtype=torch.int32), None, r"its zero points are torch.int32 \["),
+        (
+            lambda out, groups: torch.zeros(out, groups, dtype=torch.int8),
+            [1, 2],
+            r"weight_shape says \[1, 2\], expected",
+        ),
+    ],
+)
+def test_zero_points_and_sizes_that_contradict_the_weight(zero: Any, sizes: Any, message: str) -> None:
+    """Each would be read as other numbers than were meant."""
+
+    def write(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        parts = compressed_tensors(name, quantize(weight, 4, 32))
+        parts |= {f"{name}_zero_point": zero(len(weight), weight.shape[1] // 32)} if zero else {}
+        return parts | ({f"{name}_shape": torch.tensor(sizes)} if sizes else {}), weight
+
+    with pytest.raises(CheckpointError, match=message):
+        check_layout(compressed_scheme(symmetric=False), write)
+
+
+def gptq_of_ones(**more: Callable[[int, int], Tensor]) -> Write:
+    """Writes weights of 1 - 8 in the first format, with further tensors made from the numbers of outputs and inputs."""
+
+    def write(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        out, inputs = weight.shape
+        parts = {
+            "qweight": torch.full((inputs // 8, out), 0x11111111, dtype=torch.int32),
+            "qzeros": torch.full((inputs // 32, out // 8), 0x77777777, dtype=torch.int32),  # stored less one
+            "scales": torch.ones(inputs // 32, out).half(),
+        } | {part: make(out, inputs) for part, make in more.items()}
+        stem = name.removesuffix("weight")
+        return {stem + part: tensor for part, tensor in parts.items()}, torch.full((out, inputs), -7.0)
+
+    return write
+
+
+def test_gptq_with_tensors_that_the_model_has_not() -> None:
+    """AutoGPTQ writes biases of zeros beside every weight; others are refused, and so are groups in another order."""
+    check_layout(GPTQ, gptq_of_ones(bias=lambda out, _: torch.zeros(out).half()))
+    with pytest.raises(CheckpointError, match="has no such bias, and it is not zero"):
+        check_layout(GPTQ, gptq_of_ones(bias=lambda out, _: torch.full((out,), 0.5).half()))
+    unordered = gptq_of_ones(g_idx=lambda _, inputs: (torch.arange(inputs).flip(0) // 32).to(torch.int32))
+    with pytest.raises(CheckpointError, match=r"do not follow the inputs' order \(g_idx, act-order\)"):
+        check_layout(GPTQ | {"desc_act": True}, unordered)
+
+
+def test_fp8_that_a_dtype_has_no_room_for() -> None:
+    scheme = scheme_of({"quantization_config": {"quant_method": "fp8"}})
+    assert scheme is not None
+    parts = {"a.weight": torch.full((2, 4), 448.0).to(torch.float8_e4m3fn), "a.weight_scale": torch.tensor(1000.0)}
+    with pytest.raises(ValueError, match=r"4.48e\+05 is infinite in torch.float16"):
+        scheme.read("a.weight", 2, 4, parts.get, torch.float16)
+    assert scheme.read("a.weight", 2, 4, parts.get, torch.bfloat16).isfinite().all()  # type: ignore[union-attr]
+
+
+def test_sizes_are_checked_before_tensors_are_read() -> None:
+    def write(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        parts = compressed_tensors(name, quantize(weight, 4, 32))
+        if "down" in name:
+            parts[f"{name}_scale"] = parts[f"{name}_scale"][:, :-1]
+        if "up" in name:
+            del parts[f"{name}_packed"]
+        return parts, weight
+
+    with pytest.raises(CheckpointError) as error:
+        check_layout(compressed_tensors_config(4, 32, ["lm_head"]), write)
+    assert {problem.kind for problem in error.value.problems} == {"shape", "missing"}

@@ -1,0 +1,157 @@
+"""The commands `grow` and `load`, and the measurement of loading."""
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.helpers import commands
+from tests.helpers.models import embedded_draft, make_llama
+from treespec_weights import inspect_checkpoint, verify_checkpoint
+from treespec_weights.timing import time_loading
+
+
+def run(*arguments: object, code: int = 0) -> Any:
+    return commands.run("weights", *arguments, "--json", code=code).document
+
+
+def text(*arguments: object) -> str:
+    ran = commands.run("weights", *arguments)
+    assert ran.stderr == ""
+    return ran.stdout
+
+
+# --- grow
+
+
+@pytest.mark.slow
+def test_grow(tmp_path: Path) -> None:
+    report = run("grow", embedded_draft("ssm-1"), tmp_path / "a", "--size=6M", "--seed=3")
+    assert abs(report["parameters"] / 6e6 - 1) < 0.1 and report["problems"] == 0
+    assert verify_checkpoint(tmp_path / "a").ok
+    assert report["vocabulary"] == inspect_checkpoint(embedded_draft("ssm-1"))["vocabulary"]
+    run("grow", embedded_draft("ssm-1"), tmp_path / "b", "--size=6M", "--seed=3")
+    for path in (tmp_path / "a").iterdir():
+        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes(), path.name
+    padded = run("grow", embedded_draft("ssm-1"), tmp_path / "c", "--size=24M", "--vocab=5000")
+    assert padded["shape"]["vocab_size"] == 5000 and padded["unused_ids"] == 5000 - padded["vocabulary"]["max_id"] - 1
+    assert "ids unused" in text("inspect", tmp_path / "c")
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "part"),
+    [
+        (["--size=big"], "OptionError", "--size big: valid are sizes such as 120M"),
+        (["--size=1K"], "OptionError", "--size 0.001M: this model can grow to"),
+        (["--size=6M", "--vocab=10"], "OptionError", "--vocab 10: the model has"),
+        (["--size=6M", "--vocab=0"], "UsageError", "--vocab"),
+        ([], "UsageError", "--size"),
+    ],
+)
+def test_grow_refuses(tmp_path: Path, arguments: list[str], kind: str, part: str) -> None:
+    error = run("grow", embedded_draft("ssm-1"), tmp_path / "a", *arguments, code=2)["error"]
+    assert error["type"] == kind and part in error["message"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_grow_refuses_what_it_would_get_wrong(tmp_path: Path) -> None:
+    source = tmp_path / "a"
+    shutil.copytree(embedded_draft("ssm-1"), source)
+    assert " is in " in run("grow", source, source / "b", "--size=6M", code=2)["error"]["message"]
+    error = run("grow", source, tmp_path / "b", "--size=999999B", code=2)["error"]
+    assert error["type"] == "WriteError" and "GB needed" in error["message"]
+    run("convert", source, tmp_path / "q", "--quantize=int8")
+    assert run("inspect", tmp_path / "q")["quantization"] == "compressed-tensors int8"
+    assert "  quantised   compressed-tensors int8\n" in text("inspect", tmp_path / "q")
+    error = run("grow", tmp_path / "q", tmp_path / "b", "--size=6M", code=2)["error"]
+    assert "is quantised (compressed-tensors int8)" in error["message"]
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "q"}
+
+
+def test_grow_refuses_a_broken_tokenizer_before_it_writes(tmp_path: Path) -> None:
+    shutil.copytree(embedded_draft("ssm-1"), tmp_path / "broken")
+    (tmp_path / "broken" / "tokenizer.json").write_text('{"model": {"vocab": {"a": "b"}}}')
+    error = run("grow", tmp_path / "broken", tmp_path / "new", "--size=6M", code=2)["error"]
+    assert "tokenizer.json" in error["message"]
+    assert not (tmp_path / "new").exists(), "refused, and written all the same"
+
+
+@pytest.mark.slow
+def test_grow_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ("grow", embedded_draft("ssm-1"), tmp_path / "a", "--size=6M")
+    with monkeypatch.context() as patch:
+        patch.setattr("treespec_weights.writer.write_tensor", mock.Mock(side_effect=OSError(28, "disk full")))
+        error = run(*command, code=2)["error"]
+    assert error["type"] == "WriteError"
+    assert "'model.embed_tokens.weight' cannot be written: disk full" in error["message"]
+    assert not list(tmp_path.iterdir())
+    for taken, message in (("a.partial", "a.partial' already exists"), ("a/x", "exists already")):
+        (tmp_path / taken).mkdir(parents=True)
+        assert message in run(*command, code=2)["error"]["message"]
+        shutil.rmtree(tmp_path / taken.split("/")[0])
+    assert run("grow", tmp_path / "no", tmp_path / "b", "--size=6M", code=2)["error"]["type"] == "FileNotFoundError"
+
+
+# --- load
+
+
+def test_load(tmp_path: Path) -> None:
+    folder = make_llama(tmp_path / "a", 0)
+    report = run("load", folder, "--repeats=2", "--dtype=bfloat16")
+    assert report["bytes"] == inspect_checkpoint(folder)["bytes"]
+    assert (report["dtype"], report["device"], report["repeats"], report["cold"]) == ("bfloat16", "cpu", 2, False)
+    for row in (report["load_weights"], report["plain"]):
+        assert len(row["seconds"]) == 2 and row["gb_per_second"] == report["bytes"] / row["median"] / 1e9
+    assert "of the plain read's speed" in text("load", folder, "--repeats=1")
+    if hasattr(sys.modules["os"], "posix_fadvise"):
+        assert run("load", folder, "--cold", "--repeats=1")["cold"] is True
+    for arguments in (["--dtype=int4"], ["--device=tpu9"], ["--device=meta"], ["--device=cuda:99"]):
+        assert run("load", folder, *arguments, code=2)["error"]["type"] == "OptionError"
+    assert run("load", folder, "--repeats=0", code=2)["error"]["type"] == "UsageError"
+    (folder / "model.safetensors").unlink()
+    assert run("load", folder, code=2)["error"]["type"] == "CheckpointError"
+
+
+def test_loads_take_turns_and_report(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    time_loading(make_llama(tmp_path / "a", 0), repeats=2, on_repeat=lambda *done: seen.append(done))
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+
+
+# --- the measurement
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's memory counters")
+def test_the_measurement_of_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(commands.ROOT / "perf")
+    import loading
+
+    document = loading.measure(0.064, tmp_path, repeats=1)
+    assert 0.9 < document["bytes"] / 64e6 < 1.1 and document["files"] >= 4
+    slack = 4e6 / document["bytes"]  # of malloc's and the interpreter's
+    memory = document["memory"]
+    assert memory["load, as stored"]["of_size"] < 0.05 + slack
+    # No lower bound: what this process has freed before is used again.
+    assert memory["load, cast to float16"]["of_size"] < 1.2 + slack
+    assert memory["convert to float16"]["anonymous_bytes"] < document["bytes"] / 4
+    assert all(row["share"] > 0 for row in document["speed"].values())
+    assert "share" in loading.show(document) and not list(tmp_path.iterdir())
+    with pytest.raises(SystemExit, match="GB of disk are needed"):
+        loading.measure(10**6, tmp_path)
+
+
+@pytest.mark.slow
+def test_synthetic_checkpoints_have_the_size_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(commands.ROOT / "perf")
+    import loading
+
+    for size in (64e6, 1e9, 8e9, 30e9):
+        shape = loading.shape_of(round(size))
+        assert 0.9 < 2 * shape.num_parameters() / size < 1.1
+        assert max(map(torch.Size.numel, map(torch.Size, shape.parameters().values()))) * 2 <= size / 16

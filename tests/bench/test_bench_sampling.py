@@ -21,7 +21,7 @@ from treespec.bench.report import summarise
 from treespec.bench.rule_comparison import PAIRS, default_branching, intervals, parse_rules, rule_modes
 from treespec.bench.run import bench
 from treespec.config.configs import RANDOM_DRAWS, VERIFICATIONS
-from treespec.engine import execution
+from treespec.engine import executor
 from treespec.engine.executor import StageClock
 from treespec.errors import ConfigError
 from treespec.planning.round_costs import RoundSeconds
@@ -103,7 +103,7 @@ def test_intervals_are_over_prompts_and_paired() -> None:
 
 def test_a_stage_inside_another_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(execution, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(executor, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     clock = StageClock()
 
     def pass_in(stage: str, seconds: float) -> str:

@@ -3,7 +3,6 @@
 import json
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -142,10 +141,9 @@ def test_a_round_that_found_nan_is_told_once() -> None:
     assert_tell(records, outputs)
 
 
-def test_a_silent_drafter_leaves_requests_to_captured_rounds() -> None:
+def test_a_silent_drafter_leaves_requests_to_captured_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     llm, rounds, prompts, plain = scripted(2)
-    engine: Any = llm.engine
-    engine.sources.others.append(OracleDrafter([], 3))
+    monkeypatch.setattr(llm.engine.sources, "others", [OracleDrafter([], 3)])
     for sources, captured in ((("ssm",), True), (("ssm", "oracle"), False)):
         rounds.seen.clear()
         rounds._texts.clear()

@@ -92,7 +92,8 @@ def test_the_prompt_is_enough_to_know_whom_to_trust(good_and_bad: LLM) -> None:
 
     def propose(requests: list, *rest: object) -> list:
         trees = original(requests, *rest)
-        seen.append(engine.sources.ssms.weights(requests[0]))
+        ssms = engine.sources.ssms
+        seen.append(dict(zip(ssms.names, ssms.state(requests[0]).trust.weights([0, 1]), strict=True)))
         return trees
 
     with mock.patch.object(engine.sources.ssms, "propose", propose):

@@ -56,7 +56,7 @@ def requests_of(seed: int) -> list[tuple[list[int], SamplingParams, Any, int]]:
 
 
 @pytest.mark.parametrize("caching", quick((False, True), (True,)))
-@pytest.mark.parametrize("seed", quick(range(3), (0,)))
+@pytest.mark.parametrize("seed", quick((0, 2, 4), (0,)))
 def test_random_interleavings_give_what_requests_alone_give(seed: int, caching: bool) -> None:
     llm, asked = crowded(12, max_num_seqs=16, enable_prefix_caching=caching), requests_of(seed)
     run = partial(run_at_random_times, llm, asked, seed, aborts=0.003)

@@ -93,12 +93,12 @@ def test_the_prompt_is_enough_to_know_whom_to_trust(good_and_bad: LLM) -> None:
     def propose(requests: list, *rest: object) -> list:
         trees = original(requests, *rest)
         ssms = engine.sources.ssms
-        seen.append(dict(zip(ssms.names, ssms.state(requests[0]).trust.weights([0, 1]), strict=True)))
+        seen.append(ssms.state(requests[0]).trust.weights(range(len(ssms.names)))[ssms.names.index("ssm-1")])
         return trees
 
     with mock.patch.object(engine.sources.ssms, "propose", propose):
         good_and_bad.generate(prompt, greedy(12), spec=SSMS)
-    assert seen[0]["ssm-1"] > 0.9, "in the first round"
+    assert seen[0] > 0.9, "in the first round"
 
 
 @pytest.mark.parametrize("batch", [1, 4])

@@ -16,7 +16,7 @@ from tests.helpers.child import faster_interpreter, uninterpreted_document
 from tests.helpers.commands import program
 from tests.helpers.libraries import share_libraries
 from tests.helpers.models import make_llama, tiny
-from tests.planning.test_costs import KEY
+from tests.startup.test_costs import KEY
 from treespec import LLM
 from treespec.cli import curves
 from treespec.planning.round_costs import CostCurve

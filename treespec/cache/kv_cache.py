@@ -237,8 +237,9 @@ class KVCache:
         store_features(self.pools[-1], page, offset, states)
 
     def read_features(self, pages: np.ndarray, first: int, last: int) -> Tensor:
-        """Return the features of a request's committed positions first .. last - 1, below the root's:
-        [positions, number of layers, hidden_size].
+        """Return the features of the committed positions first .. last - 1: [positions, number of layers, hidden_size].
+
+        `pages` are the request's; the positions are below the root's.
         """
         logical, device = np.arange(first, last), self.pools[-1].device
         page, offset = torch.from_numpy(pages[logical // PAGE_SIZE]), torch.from_numpy(logical % PAGE_SIZE)

@@ -101,7 +101,7 @@ def check_names(drafters: Sequence[Drafter], models: Collection[str]) -> None:
 
 
 def check_proposal(name: str, request: Request, tree: object, vocab_size: int) -> TokenTree:
-    """Validate a drafter's proposal for a request, which may be anything, and return it with canonical dtypes.
+    """Validate what a drafter proposed for a request, any object, and return it with canonical dtypes.
 
     Raises:
         DraftError: the proposal is not a well-formed tree rooted at the request's last token. The KV cache is

@@ -1,6 +1,6 @@
-"""One round: plan, propose, forward, verify and commit, over data on the host or on the device; and what it hands over.
+"""The steps of a round, over data on the host or on the device: plan, propose, forward, verify and commit.
 
-An executor hands verified trees to the engine, with the seconds of the stages that led to them.
+An executor returns verified trees to the engine, and the seconds of each stage.
 """
 
 import time
@@ -31,7 +31,7 @@ class VerifiedRequest:
         request: until commit, `tokens` and `context_len` are those before the round.
         path: int64 [1 + accepted], the accepted nodes, root first. The target's K/V are already compacted to it.
         tokens: the accepted drafted tokens, then the target's own.
-        scored_tree: the verified tree; of a captured round, what builds it.
+        tree_source: the verified tree, or what builds it, in a captured round.
         path_logits: target logits at the path's nodes, [1 + accepted, vocab]; None if the request asks for no
             log-probabilities, or if they are computed already.
         logprobs: log-probabilities at the path's nodes, as `LogprobRows.packed` returns them; None as above.
@@ -41,7 +41,7 @@ class VerifiedRequest:
     request: Request
     path: np.ndarray
     tokens: list[int]
-    scored_tree: TokenTree | Callable[[], TokenTree]
+    tree_source: TokenTree | Callable[[], TokenTree]
     path_logits: Tensor | None = None
     logprobs: np.ndarray | None = None
     score_ssms: Callable[[], None] | None = None
@@ -49,7 +49,7 @@ class VerifiedRequest:
     @cached_property
     def tree(self) -> TokenTree:
         """The verified tree. That of a captured round is built when it is learned from."""
-        return self.scored_tree if isinstance(self.scored_tree, TokenTree) else self.scored_tree()
+        return self.tree_source if isinstance(self.tree_source, TokenTree) else self.tree_source()
 
     @property
     def bonus(self) -> int:

@@ -93,7 +93,7 @@ class Stats:
         """
         drafted = self.nodes_verified - self.target_passes
         length = self.generated_tokens / self.target_passes if self.target_passes else 0.0
-        counters = {field.name: getattr(self, field.name) for field in fields(self) if field.type is int}
+        counters = {counter.name: getattr(self, counter.name) for counter in fields(self) if counter.type is int}
         return {
             **counters,
             "acceptance_length": length,

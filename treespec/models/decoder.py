@@ -327,7 +327,7 @@ class Decoder:
         return record_states(of, self.config.shape.num_layers, lambda states: forward(states=states))
 
     def check_states(self, of: Sequence[int]) -> None:
-        """Raise an error unless a pass can return the hidden states at the layers `of`.
+        """Raise ConfigError for layers that do not exist, and KernelError if a pass cannot return hidden states.
 
         Layer l means its input (0 = embeddings), num_layers the output of the last layer before the final norm,
         num_layers + 1 after it.

@@ -48,7 +48,7 @@ class Rope(NamedTuple):
 
 
 class RotaryEmbedding:
-    """Table of cos and sin by position, extended on demand.
+    """Table of cos and sin by position (RoFormer, arXiv 2104.09864), extended on demand.
 
     Each row is computed once, so its bits do not depend on the positions requested with it. With longrope, the rows of
     the short factors come first: `ModelConfig.first_rotation` is the row of a request's position 0.

@@ -92,7 +92,7 @@ void finish(const Linear& layer, int64_t panel, const vec (*sums)[VECS], int64_t
                 scalar* p = (scalar*)out + r * layer.outputs + column;
                 scalar rounded[LANES];
                 store(rounded, y);
-                if (width == LANES) std::memcpy(p, rounded, sizeof rounded);  // not a call, unlike a variable size
+                if (width == LANES) std::memcpy(p, rounded, sizeof rounded);  // inline, because the size is constant
                 else std::memcpy(p, rounded, width * sizeof(scalar));
             } else {
                 float* p = (float*)out + r * layer.outputs + column;

@@ -264,8 +264,8 @@ struct Spans {
     }
 };
 
-// Multiplies a panel with at most 64 rows. x: from `to_tiles`. group_sums: [rows, groups], sums of
-// each group's activations; null without zeros.
+// Multiplies a panel with at most 64 rows. x: from `to_tiles`. group_sums: [rows, groups], sums of each group's
+// activations; null without zeros.
 template <int BITS>
 void multiply_tiles(const Linear& layer, const Spans& spans, int64_t panel, const scalar* x, int64_t rows,
                     const float* group_sums, void* out, Then then) {

@@ -7,18 +7,21 @@ of an SSM.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from treespec.cache.kv_cache import KVCache
 from treespec.drafters.evidence import SeedEvidence
 from treespec.drafters.foreign.foreign_drafter import DrawsFor, ForeignDrafter, ForeignState, roots
+from treespec.drafters.foreign.retokenize import Translation
 from treespec.drafters.ssm.drawn_forest import DrawnForest
 from treespec.drafters.ssm.forest import Forest, SsmProbs, TreeLimits
 from treespec.drafters.ssm.reference_forest import ReferenceForest
 from treespec.drafters.ssm.ssm_state import grown_masks, rows_of_level
+from treespec.models.decoder import Decoder
+from treespec.planning.draft_plan import Prices
 from treespec.request import Request
 from treespec.tree import TokenTree
 
@@ -32,15 +35,25 @@ class TranslatedDrafter(ForeignDrafter):
     they are drawn from the draft's distribution if `draws_for` returns True.
 
     Args:
-        arguments: those of `ForeignDrafter`.
+        name, model, cache, translation, capacity, scratch, prices: as in `ForeignDrafter`.
         draws_for: whether this source draws at random for a request. At most one source may, because random draws
             cannot be cut to a node budget. The result must depend on the request only, not on drawn tokens.
     """
 
-    def __init__(self, *arguments: Any, draws_for: DrawsFor = lambda request: True):
-        super().__init__(*arguments)
+    def __init__(
+        self,
+        name: str,
+        model: Decoder,
+        cache: KVCache,
+        translation: Translation,
+        capacity: int,
+        scratch: int,
+        prices: Prices,
+        draws_for: DrawsFor = lambda request: True,
+    ):
+        super().__init__(name, model, cache, translation, capacity, scratch, prices)
         self._draws_for = draws_for
-        to_draft = torch.from_numpy(self.translation.to_draft).to(self.model.device)
+        to_draft = torch.from_numpy(translation.to_draft).to(model.device)
         self._columns, self._masked = to_draft.clamp(min=0), to_draft < 0
         self._first_level_mass = 0.7  # running mean of the first level's probability mass
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -257,13 +257,20 @@ class CompiledForest(Forest):
     """`Forest` with compiled growth; bit-identical.
 
     Args:
-        arguments, sizes: those of `Forest`.
-        library: from `growth_library`.
+        library: from `growth_library`; the other arguments are those of `Forest`.
     """
 
-    def __init__(self, *arguments: Any, library: ctypes.CDLL, **sizes: Any):
-        super().__init__(*arguments, **sizes)
-        limits = self.limits
+    def __init__(
+        self,
+        seed_trees: Sequence[TokenTree],
+        limits: Sequence[TreeLimits],
+        num_ssms: int,
+        evidence: SeedEvidence,
+        library: ctypes.CDLL,
+        max_children: int = CHILDREN,
+        max_frontier: int = FRONTIER,
+    ):
+        super().__init__(seed_trees, limits, num_ssms, evidence, max_children, max_frontier)
         count, nodes, ends = len(limits), [max(limit.nodes, 1) for limit in limits], [s.end_tokens for s in limits]
         starts, slots, values = [*accumulate(map(len, ends), initial=0)], [0] * count, [1] * count  # counts of them
         depths = [limit.max_depth for limit in limits]
@@ -272,7 +279,7 @@ class CompiledForest(Forest):
         floats[1:].reshape(count, -1)[:, 0] = 1.0
         self._library, self._held = library, (ints, floats)
         self._growth = STRUCTS["Growth"](
-            num_ssms=self.num_ssms,
+            num_ssms=num_ssms,
             most_nodes=max(nodes),
             max_depths=addresses[0],
             nodes=addresses[1],
@@ -287,7 +294,7 @@ class CompiledForest(Forest):
             seed_tokens=address_of(self.seed_tokens),
             seed_probs=address_of(self.seed_probs, np.float32),
             seed_ratios=address_of(self.seed_ratios, np.float32),
-            max_seeds=self.max_children,
+            max_seeds=max_children,
         )
         self._grown: Frontier | None = None  # the frontier of which the library has the addresses
         self._weights: Sequence[np.ndarray] | None = None

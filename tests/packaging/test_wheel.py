@@ -7,7 +7,7 @@ import zipfile
 
 import pytest
 
-from tests.docs.test_layout import PACKAGES, ROOT
+from tests.packaging.test_layout import PACKAGES, ROOT
 
 pytestmark = pytest.mark.slow
 

@@ -26,15 +26,18 @@ import logging, sys, threading
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
 from treespec import LLM, SamplingParams
 
+answers = []
+
 def start():
     llm = LLM(sys.argv[1], [], device="cpu", compile=True, max_num_seqs=1, max_model_len=64)
-    print(llm.generate([1, 2, 3], SamplingParams(max_tokens=4))[0].outputs[0].token_ids, flush=True)
+    answers.append(llm.generate([1, 2, 3], SamplingParams(max_tokens=4))[0].outputs[0].token_ids)
 
 threads = [threading.Thread(target=start) for _ in range(int(sys.argv[2]))]
 for thread in threads:
     thread.start()
 for thread in threads:
     thread.join()
+print(*answers, sep="\\n", flush=True)
 """
 LIBRARIES = ["decoder_cpu", "growth_cpu", "lookup_cpu"]
 

@@ -25,6 +25,7 @@ SMALL = {"num_hidden_layers": 1, "vocab_size": 64, "hidden_size": 32, "intermedi
 SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 1}  # half the programs of attention
 LONG = SMALL | {"rope_parameters": LONGROPE}
 TREES = SpecConfig(nodes=8, max_depth=2)
+SHORT = random_prompts([3, 9], vocab=64)  # a prompt of 62 tokens takes the interpreter a second, and more beside drafts
 PROMPTS = random_prompts([3, 62], vocab=64)  # the longer one goes on over a border of pages
 TRITON: dict[str, Any] = {"attention": "triton", "linear": "triton", "prove": None}
 ON_GPU: dict[str, Any] = {"device": "cuda", "dtype": "float16", "prove": None}

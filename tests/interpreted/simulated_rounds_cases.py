@@ -11,8 +11,18 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tests.helpers.models import greedy, make_llama, new_folder, open_llm, random_prompts, tokens_of
-from tests.interpreted.engines import LONG, ON_GPU, PROMPTS, TREES, leave, open_on_gpu, rounds_wait_for_nothing, told
+from tests.helpers.models import greedy, make_llama, new_folder, open_llm, tokens_of
+from tests.interpreted.engines import (
+    LONG,
+    ON_GPU,
+    PROMPTS,
+    SHORT,
+    TREES,
+    leave,
+    open_on_gpu,
+    rounds_wait_for_nothing,
+    told,
+)
 from tests.simulated_gpu import Gpu, simulated_gpu
 from treespec import LLM, RoundRecord, SamplingParams
 from treespec.bench.profile import profiled
@@ -24,8 +34,6 @@ from treespec.graphs.graph_executor import GraphExecutor
 from treespec.graphs.round_inputs import RoundInput
 from treespec.outputs import RequestOutput
 from treespec.request import Request
-
-SHORT = random_prompts([3, 9], vocab=64)
 
 
 @pytest.fixture(scope="module")

@@ -122,17 +122,18 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, folder: bool) -> None
 
 @pytest.mark.slow
 def test_shards_depend_on_their_number_alone(llm: LLM, tmp_path: Path) -> None:
-    prompts = [TrainingPrompt(TEXT[i * 300 : (i + 1) * 300], f"group {i % 3}") for i in range(160)]
+    prompts = [TrainingPrompt(TEXT[i * 300 : (i + 1) * 300], f"group {i % 3}") for i in range(40)]
     forward, backward = (LessonWriter(llm, prompts, tmp_path / name, 12, seed=5) for name in "ab")
-    for number in (0, 1):
-        forward.write(number)
-        backward.write(1 - number)
+    with mock.patch("treespec.training.lessons.PER_SHARD", 32):
+        for number in (0, 1):
+            forward.write(number)
+            backward.write(1 - number)
     shards = [Lessons.load([shard_path(tmp_path / name, number) for number in (0, 1)]) for name in "ab"]
     for name in Lessons.__dataclass_fields__:
         assert np.array_equal(*(getattr(shard, name) for shard in shards)), name
     lessons = shards[0]
-    assert len(lessons) == 256 and lessons.top_ids.shape == (lessons.generated.sum(), TOP)
-    greedy = lessons.select(np.array([*range(0, 160, 2), *range(161, 256, 2)]))  # exchanged when prompts repeat
+    assert len(lessons) == 64 and lessons.top_ids.shape == (lessons.generated.sum(), TOP)
+    greedy = lessons.select(np.array([*range(0, 40, 2), *range(41, 64, 2)]))  # exchanged when prompts repeat
     written = np.concatenate(
         [greedy.tokens[a + n : b] for a, n, b in zip(greedy.starts, greedy.firsts, greedy.starts[1:], strict=False)]
     )
@@ -319,17 +320,18 @@ def test_a_killed_run_resumes_to_the_same_weights(target: Path, data: Path, trai
     flags = [flag for name, value in OPTIONS.items() for flag in (f"--{name.replace('_', '-')}", str(value))]
     command = [sys.executable, "-m", "treespec", "train", "--target", str(target), "--data", str(data)]
     command += ["--out", str(tmp_path / "out"), *flags]
-    for number, awaited in ((signal.SIGKILL, "settings.json"), (signal.SIGINT, "generalist.ckpt"), (None, "no")):
+    for number, awaited, codes in (
+        (signal.SIGKILL, "settings.json", (-9,)),
+        (signal.SIGINT, "generalist.ckpt", (130, 0)),
+    ):
         process = subprocess.Popen(command, stderr=subprocess.PIPE, preexec_fn=take_interrupts)
         while process.poll() is None and not (tmp_path / "out" / "work" / awaited).exists():
             time.sleep(0.02)
-        if number is not None:
-            process.send_signal(number)
+        process.send_signal(number)
         error = process.communicate()[1]
         command += ["--resume"] * (number == signal.SIGKILL)
-        assert process.returncode in {signal.SIGKILL: (-9,), signal.SIGINT: (130, 0), None: (0,)}[number], (
-            error.decode()
-        )
+        assert process.returncode in codes, error.decode()
+    train_drafts(target, [data], tmp_path / "out", resume=True, **OPTIONS)
     assert weights_of(tmp_path / "out") == weights_of(trained)
 
 

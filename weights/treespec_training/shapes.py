@@ -26,7 +26,7 @@ TINY_TARGET = {
 # Of the drafts, as settings of `treespec train`: narrow, because a pass of a target of 10 M parameters is short, and
 # with the target's token ids, so that other libraries can use them.
 DRAFT = {"layers": 2, "hidden": 128, "vocabulary": 4096}
-TINY_DRAFT = {"layers": 1, "vocabulary": 384}
+TINY_DRAFT = {"layers": 1, "vocabulary": 384, "max_tokens": 16}
 MAX_LENGTH = 2048
 
 

@@ -92,7 +92,8 @@ OPTIONS: dict[str, Any] = {"tokens": 600, "vocabulary": 257, "max_tokens": 16, "
 
 @pytest.mark.parametrize("num_layers, kind", [(2, "eagle3"), (3, "dflash")])
 def test_a_trained_head_drafts(num_layers: int, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("treespec.training.report.REPEATS", 1)
+    for name, value in (("report.REPEATS", 1), ("lessons.PER_SHARD", 40), ("run.STEP_TOKENS", 512)):
+        monkeypatch.setattr(f"treespec.training.{name}", value)
     target, data = tiny_target(num_layers), tmp_path / "text.txt"
     data.write_text(TEXT[:9000])
     options = OPTIONS | {"head": kind}

@@ -39,13 +39,25 @@ from treespec_kernels.tuning.testing import assert_close
 from treespec_weights import convert_checkpoint
 from treespec_weights.quantize import dequantize, quantize
 
-VOCAB = 384
+VOCAB, PER_SHARD, STEP_TOKENS = 384, 40, 512
+# The command `treespec`, with shards and steps as they are here.
+COMMAND = f"""
+from treespec.__main__ import main
+from treespec.training import lessons, run
+lessons.PER_SHARD, run.STEP_TOKENS = {PER_SHARD}, {STEP_TOKENS}
+main()
+"""
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick_reports() -> Iterator[None]:
-    """Engines that measure drafts start quickly, and decode every prompt once."""
-    with quick_start(), mock.patch("treespec.training.report.REPEATS", 1):
+def quick_runs() -> Iterator[None]:
+    """Lessons and steps are small; engines that measure drafts start quickly, and decode every prompt once."""
+    with (
+        quick_start(),
+        mock.patch("treespec.training.report.REPEATS", 1),
+        mock.patch("treespec.training.lessons.PER_SHARD", PER_SHARD),
+        mock.patch("treespec.training.run.STEP_TOKENS", STEP_TOKENS),
+    ):
         yield
 
 
@@ -300,8 +312,13 @@ def test_texts_and_a_generalist(trained: Path, target: Path, data: Path, tmp_pat
 
 
 @pytest.mark.slow
-def test_training_starts_from_a_draft(trained: Path, target: Path, tmp_path: Path) -> None:
+def test_training_starts_from_a_draft(
+    target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also from one that is stored in fp8; its vocabulary and layers stay."""
+    monkeypatch.setattr("treespec.training.lessons.PER_SHARD", 128)  # of fewer lessons two are held out, and say little
+    monkeypatch.setattr("treespec.training.run.STEP_TOKENS", 2048)
+    train_drafts(target, [data], trained := tmp_path / "trained", **OPTIONS)
     convert_checkpoint(trained / "ssm-1", start := tmp_path / "start", quantization="fp8")
     options = OPTIONS | {"layers": None, "vocabulary": None, "lessons": trained}
     report = train_drafts(target, [], tmp_path / "out", start=Path(os.path.relpath(start)), **options)
@@ -318,7 +335,7 @@ def test_training_starts_from_a_draft(trained: Path, target: Path, tmp_path: Pat
 def test_a_killed_run_resumes_to_the_same_weights(target: Path, data: Path, trained: Path, tmp_path: Path) -> None:
     """Killed while lessons are written, and interrupted while specialists are trained."""
     flags = [flag for name, value in OPTIONS.items() for flag in (f"--{name.replace('_', '-')}", str(value))]
-    command = [sys.executable, "-m", "treespec", "train", "--target", str(target), "--data", str(data)]
+    command = [sys.executable, "-c", COMMAND, "train", "--target", str(target), "--data", str(data)]
     command += ["--out", str(tmp_path / "out"), *flags]
     for number, awaited, codes in (
         (signal.SIGKILL, "settings.json", (-9,)),

@@ -8,7 +8,7 @@ import pytest
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.models import greedy, make_draft, make_llama, new_folder, open_llm, tokens_of
 from tests.helpers.quantized_checkpoints import quantize_folder
-from tests.interpreted.engines import PROMPTS, SMALL, TREES, TRITON, captured_rounds
+from tests.interpreted.engines import SHORT, SMALL, TREES, TRITON, captured_rounds
 from tests.interpreted.tuning_cases import NAME
 from treespec import SpecConfig
 from treespec_kernels.linear.quantized import QuantizedWeight
@@ -48,9 +48,9 @@ def test_trees_give_the_tokens_of_plain_decoding(
     assert isinstance(llm.engine.runner.target.weights.layers[0].qkv, QuantizedWeight)
     assert [model.quantization for model in llm.engine.sources.ssms.models] == [drafts, drafts]
     with captured_rounds():
-        trees = llm.generate(PROMPTS, greedy(4), spec=TREES)
-    plain = llm.generate(PROMPTS, greedy(4), spec="off")
-    cpu = open_llm(folders[0], max_num_seqs=2, **options).generate(PROMPTS, greedy(4))
+        trees = llm.generate(SHORT, greedy(4), spec=TREES)
+    plain = llm.generate(SHORT, greedy(4), spec="off")
+    cpu = open_llm(folders[0], max_num_seqs=2, **options).generate(SHORT, greedy(4))
     assert tokens_of(trees) == tokens_of(plain) == tokens_of(cpu)
     assert all(output.metrics.acceptance_length > 1.3 for output in trees)
     llm.engine.check_integrity()
@@ -94,7 +94,7 @@ def test_tuned_configurations_are_used_and_change_no_token(folders: tuple[Path, 
         for size in (o, gate_up)
     ]
     spec = SpecConfig(nodes=6, max_depth=2, sources=("lookup",))
-    trees, plain = (tokens_of(llm.generate(PROMPTS[1:], greedy(3), spec=how)) for how in (spec, "off"))
-    cpu = open_llm(folders[0], **options).generate(PROMPTS[1:], greedy(3), spec="off")
+    trees, plain = (tokens_of(llm.generate(SHORT[1:], greedy(3), spec=how)) for how in (spec, "off"))
+    cpu = open_llm(folders[0], **options).generate(SHORT[1:], greedy(3), spec="off")
     assert trees == plain == tokens_of(cpu)
     llm.engine.check_integrity()

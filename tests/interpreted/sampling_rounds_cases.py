@@ -12,7 +12,7 @@ from treespec.engine.host_executor import HostExecutor
 from treespec.graphs.graph_executor import GraphExecutor
 from treespec.graphs.verify_stage import MAX_LOGPROBS
 
-PROMPTS = random_prompts([3, 20, 9], vocab=64)  # they outnumber the batch, so that some join and leave
+PROMPTS = random_prompts([3, 9, 5], vocab=64)  # they outnumber the batch, so that some join and leave
 SOME = list(range(0, 64, 3))
 
 

@@ -12,7 +12,7 @@ import torch
 from tests.helpers.drafting import make_target
 from tests.helpers.heads_made import TargetShape, write_eagle3
 from tests.helpers.models import OracleDrafter, greedy, make_draft, make_llama, new_folder, open_llm, tokens_of
-from tests.interpreted.engines import LONG, ON_GPU, PROMPTS, TREES, told
+from tests.interpreted.engines import LONG, ON_GPU, PROMPTS, SHORT, TREES, told
 from tests.simulated_gpu import Gpu, simulated_gpu
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.graphs import batch_round, capture, target_pass
@@ -43,39 +43,45 @@ def target(gpu: Gpu) -> Path:
     return make_llama(new_folder("passes") / "target", 0, torch.float16, **LONG)
 
 
-def written(target: Path, **options: Any) -> list[list[int]]:
+def written(target: Path, prompts: list[list[int]] = SHORT, **options: Any) -> list[list[int]]:
     llm = open_llm(target, [], spec="off", **options, **ON_GPU)
-    return tokens_of(llm.generate(PROMPTS, greedy(6)))
+    return tokens_of(llm.generate(prompts, greedy(6)))
 
 
 @pytest.fixture(scope="module")
 def plain(target: Path) -> list[list[int]]:
+    """Behind `SHORT`."""
     return written(target)
 
 
-def with_a_drafter(target: Path, plain: list[list[int]], depth: int = 2, wrong: int = 2, **options: Any) -> LLM:
+def with_a_drafter(
+    target: Path,
+    plain: list[list[int]],
+    depth: int = 2,
+    wrong: int = 2,
+    prompts: list[list[int]] = SHORT,
+    **options: Any,
+) -> LLM:
     """An engine whose rounds go step by step, since a drafter is asked that knows the output."""
-    oracle = OracleDrafter([[*p, *tokens] for p, tokens in zip(PROMPTS, plain, strict=True)], depth, wrong, vocab=64)
+    oracle = OracleDrafter([[*p, *tokens] for p, tokens in zip(prompts, plain, strict=True)], depth, wrong, vocab=64)
     return open_llm(target, [oracle], spec=TREES, max_num_seqs=2, **options, **ON_GPU)
 
 
-def test_trees_of_a_drafter(gpu: Gpu, target: Path, plain: list[list[int]]) -> None:
+def test_trees_of_a_drafter(gpu: Gpu, target: Path) -> None:
     """Log-probabilities show every bit of the logits; a request leaves the batch before the other."""
-    llm = with_a_drafter(target, plain)
-    passes, params = (
-        llm.engine.runner.captured,
-        [by_steps(3, logprobs=3), by_steps(6, logprobs=3, temperature=0.8, seed=5)],
-    )
+    plain = written(target, PROMPTS)
+    llm = with_a_drafter(target, plain, prompts=PROMPTS)
+    passes = llm.engine.runner.captured
+    params = [by_steps(3, logprobs=3), by_steps(6, logprobs=3, temperature=0.8, seed=5)]
     with without("captured_passes"):
         expected = told(llm, PROMPTS, params, TREES)
     assert passes.num_graphs == 0
     for _ in range(2):
         assert told(llm, PROMPTS, params, TREES) == expected
-    for _ in range(2):
-        before = gpu.replays
-        outputs = llm.generate(PROMPTS, greedy(6), spec=TREES)
-        assert tokens_of(outputs) == plain and all(output.metrics.acceptance_length > 1.5 for output in outputs)
-        assert gpu.replays > before
+    before = gpu.replays
+    outputs = llm.generate(PROMPTS, greedy(6), spec=TREES)
+    assert tokens_of(outputs) == plain and all(output.metrics.acceptance_length > 1.5 for output in outputs)
+    assert gpu.replays > before
     found = passes.num_graphs
     assert found > 0
     gpu.launches.backwards = True
@@ -91,7 +97,7 @@ def test_other_products(target: Path, options: dict[str, Any]) -> None:
     plain = written(target, **options)
     llm = with_a_drafter(target, plain, **options)
     for _ in range(2):
-        outputs = llm.generate(PROMPTS, greedy(6), spec=TREES)
+        outputs = llm.generate(SHORT, greedy(6), spec=TREES)
         assert tokens_of(outputs) == plain and all(output.metrics.acceptance_length > 1.5 for output in outputs)
     assert llm.engine.runner.captured.num_graphs > 0
 
@@ -110,7 +116,7 @@ def test_trees_that_are_too_large_for_graphs(target: Path, plain: list[list[int]
     for larger in (SpecConfig(nodes=12, max_depth=2), SpecConfig(nodes=8, max_depth=4)):
         sizes.clear()
         with mock.patch.object(type(llm.engine.runner), "forward", watched):
-            assert tokens_of(llm.generate(PROMPTS, greedy(6), spec=larger)) == plain
+            assert tokens_of(llm.generate(SHORT, greedy(6), spec=larger)) == plain
         assert any(nodes > 8 or depth > 2 for nodes, depth in sizes)
     llm.engine.check_integrity()
 
@@ -124,7 +130,7 @@ def test_states_that_a_head_reads(gpu: Gpu) -> None:
     passes, llm.engine.runner.captured = llm.engine.runner.captured, None
 
     def run() -> list[Any]:
-        outputs = llm.generate(PROMPTS[1:], by_steps(4), spec=spec)
+        outputs = llm.generate(SHORT[1:], by_steps(4), spec=spec)
         return [(o.outputs[0].token_ids, o.metrics.accepted_by_source, o.metrics.target_passes) for o in outputs]
 
     expected = run()
@@ -154,11 +160,11 @@ def test_where_graphs_do_not_run(
         else mock.patch.object(target_pass._Graph, "replay", differing)
     )
     with patch, caplog.at_level(logging.WARNING, "treespec"):
-        first = llm.generate(PROMPTS[:1], greedy(1), spec=TREES)
+        first = llm.generate(SHORT[:1], greedy(1), spec=TREES)
     assert tokens_of(first) == [plain[0][:1]]
     assert ("cannot be captured" if raises else "gives other bits") in caplog.text
     assert llm.engine.runner.captured.num_graphs == 0
-    assert tokens_of(llm.generate(PROMPTS, greedy(6), spec=TREES)) == plain
+    assert tokens_of(llm.generate(SHORT, greedy(6), spec=TREES)) == plain
 
 
 def test_graphs_at_start(target: Path, plain: list[list[int]]) -> None:
@@ -173,7 +179,7 @@ def test_graphs_at_start(target: Path, plain: list[list[int]]) -> None:
     ):
         llm = open_llm(target, [draft], spec=TREES, max_num_seqs=4, **ON_GPU)
         at_start = captured.call_count
-        assert tokens_of(llm.generate(PROMPTS, greedy(3), spec=TREES)) == [tokens[:3] for tokens in plain]
+        assert tokens_of(llm.generate(SHORT, greedy(3), spec=TREES)) == [tokens[:3] for tokens in plain]
     stages = 2 + 2  # the first level and the next, and a target pass of 1 and of 8 nodes
     assert at_start == 2 * stages + 3  # of 1 and of 4 requests; the largest round has one pass
     assert captured.call_count > at_start
@@ -185,20 +191,20 @@ def test_a_graph_that_cannot_be_captured_later(
     """The round has run by then, so nothing is lost; others keep their graphs, and its launches are made one by one."""
     llm = open_llm(target, [], spec="off", max_num_seqs=2, **ON_GPU)
     expected = [tokens[:3] for tokens in plain]
-    assert tokens_of(llm.generate(PROMPTS, greedy(3))) == expected
+    assert tokens_of(llm.generate(SHORT, greedy(3))) == expected
     full = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
     params = greedy(4, temperature=0.8, seed=3)
     with mock.patch.object(batch_round, "capture_replay", full), caplog.at_level(logging.WARNING, "treespec"):
-        sampled = tokens_of(llm.generate(PROMPTS, params))
+        sampled = tokens_of(llm.generate(SHORT, params))
     assert full.called and "cannot be captured" in caplog.text
     calls = full.call_count
     with mock.patch.object(batch_round, "capture_replay", full):
-        assert tokens_of(llm.generate(PROMPTS, params)) == sampled
+        assert tokens_of(llm.generate(SHORT, params)) == sampled
         before = gpu.replays
-        assert tokens_of(llm.generate(PROMPTS, greedy(3))) == expected and gpu.replays > before
+        assert tokens_of(llm.generate(SHORT, greedy(3))) == expected and gpu.replays > before
     assert full.call_count == calls
     with mock.patch.object(GraphExecutor, "serves", lambda executor, request: False):
-        assert tokens_of(llm.generate(PROMPTS, params)) == sampled
+        assert tokens_of(llm.generate(SHORT, params)) == sampled
     llm.engine.check_integrity()
 
 

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
-from hypothesis import settings
 
 if TYPE_CHECKING:
     from treespec import LLM, AsyncLLM
@@ -26,11 +24,6 @@ if os.environ.get("XDG_CACHE_HOME") != str(CACHE):
 # than they gain. Tests of several threads ask for them.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-
-# An example's time depends on what else the machine does, so it says nothing about correctness.
-settings.register_profile("treespec", deadline=None)
-settings.load_profile("treespec")
 
 
 @pytest.fixture
@@ -82,6 +75,16 @@ def lent_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("treespec.bench.run.LLM", lambda *given, **options: engine)
 
 
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """Import hypothesis where tests are collected, not in the process that starts those processes and waits."""
+    if isinstance(collector, pytest.Session):
+        from hypothesis import settings
+
+        # An example's time depends on what else the machine does, so it says nothing about correctness.
+        settings.register_profile("treespec", deadline=None)
+        settings.load_profile("treespec")
+
+
 def pytest_collection_finish() -> None:
     """Leave the objects of the imported modules, a million, out of every later collection."""
     gc.collect()
@@ -94,6 +97,8 @@ def pytest_unconfigure() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch  # here, as hypothesis above
+
     for item in items:
         if _calls(item, "run_cases", "run_uninterpreted", "uninterpreted_document"):
             item.add_marker(pytest.mark.slow)

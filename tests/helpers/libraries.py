@@ -1,5 +1,6 @@
 """Compiled libraries, which all tests share: each is built once, by whichever process needs it first."""
 
+import functools
 from pathlib import Path
 
 from treespec.startup.load import libraries_folder
@@ -15,6 +16,7 @@ def compiler_of(instructions: str) -> tuple[str, ...]:
     return *command, *instruction_flags(command, instructions)
 
 
+@functools.cache
 def instruction_sets() -> list[str]:
     """The instruction sets that the machine has; none without a compiler."""
 

@@ -14,12 +14,15 @@ from torch import Tensor
 from tests.helpers.libraries import LIBRARIES, PAIRS, compiler_of, instruction_sets
 from tests.helpers.quantized_checkpoints import needs_compiler
 from tests.kernels.test_quantized_linear import random_weight
+from treespec_kernels.cpu.cpu_library import find_compiler
 from treespec_kernels.cpu.decoder_library import build
 from treespec_kernels.linear.compiled_linear import CompiledLinear
 from treespec_kernels.linear.quantized import QuantizedWeight, dequantized, integers
 
 pytestmark = needs_compiler
-QUICK = [name for name in ("avx2", "avx512-vnni") if name in instruction_sets()]  # emulation takes long
+NATIVE = "native"  # the library that engines use, which other tests need anyway
+QUICK = [name for name in ("avx2", NATIVE) if name in (*instruction_sets(), NATIVE)]  # emulation takes long
+PAIRED = {PAIRS, NATIVE} if PAIRS in instruction_sets() and "amx" not in instruction_sets() else {PAIRS}
 sets = pytest.mark.parametrize(
     "names", [pytest.param(QUICK, id="quick"), pytest.param(instruction_sets(), id="all", marks=pytest.mark.slow)]
 )
@@ -37,7 +40,9 @@ FORMS = [  # outputs, inputs, bits, groups, zero points
 
 @functools.cache
 def library(instructions: str) -> ctypes.CDLL:
-    return build(compiler_of(instructions), 16, torch.bfloat16, LIBRARIES)
+    return build(
+        find_compiler() if instructions == NATIVE else compiler_of(instructions), 16, torch.bfloat16, LIBRARIES
+    )
 
 
 def inputs(rows: int, size: int, kind: str) -> Tensor:
@@ -86,7 +91,7 @@ def test_bits_depend_on_no_number_of_rows_and_no_instruction_set(
                 assert same_bits(linear(x[:rows]), alone[:rows]), (name, rows)
                 assert same_bits(linear(x[-rows:]), alone[-rows:]), (name, rows)
                 compared += 1
-            if integer or name != PAIRS:
+            if integer or name not in PAIRED:
                 first = alone if first is None else first
                 assert same_bits(alone, first), name
     assert compared >= len(ROWS) * len(FORMS) * 2
@@ -104,7 +109,7 @@ def test_dense_products_have_the_order_of_amx(names: Sequence[str]) -> None:
             chains[i % 2] = (chains[i % 2] + x[:, i, None].double() * weight[None, :, i].double()).float()
         total += chains[0] + chains[1]
     for name in names:
-        if name != PAIRS:
+        if name not in PAIRED:
             linear = CompiledLinear(library(name), weight, None, torch.bfloat16, 1)
             assert torch.equal(linear(x), total.bfloat16()), name
 

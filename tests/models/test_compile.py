@@ -120,7 +120,7 @@ def test_the_best_token_is_the_first_of_the_largest(dtype: torch.dtype, vocab: i
 def test_close_to_the_eager_pass(bias: bool) -> None:
     """In float32; odd vocabularies, biases, groups of one and of three heads."""
     sizes: dict[str, Any] = {"vocab_size": VOCAB + 5, "hidden_size": 48, "intermediate_size": 80}
-    sizes |= {"num_attention_heads": 3, "num_key_value_heads": 1 if bias else 3, "head_dim": 48}
+    sizes |= {"num_attention_heads": 3, "num_key_value_heads": 1 if bias else 3}
     target = make_llama(new_folder("odd"), 3, attention_bias=bias, mlp_bias=bias, tie_word_embeddings=bias, **sizes)
     logits = []
     for compiled in (False, True):

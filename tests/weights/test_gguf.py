@@ -47,7 +47,7 @@ from treespec_weights.gguf.blocks import FORMS, read_blocks
 from treespec_weights.quantize import Quantized, dequantize
 from treespec_weights.timing import time_loading
 
-SIZES = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 2}
+SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 16, "num_hidden_layers": 2}
 LENGTHS, TOKENS = (1, 20, 70), 12
 LLAMA3 = {
     "rope_type": "llama3",
@@ -473,8 +473,8 @@ UNUSABLE: list[tuple[dict[str, Any], str]] = [
     ),
     ({"expert_count": 8}, "'llama.expert_count': 8 is not supported"),
     ({"attention__scale": 0.5}, "'llama.attention.scale': 0.5 is not supported"),
-    ({"attention__value_length": 32}, "32, which is not the head size of keys, 64"),
-    ({"rope__dimension_count": 32}, "32 of 64 dimensions of a head are rotated"),
+    ({"attention__value_length": 32}, "32, which is not the head size of keys, 16"),
+    ({"rope__dimension_count": 8}, "8 of 16 dimensions of a head are rotated"),
     ({"rope__scaling__type": "su"}, "'su' is not supported; supported: none, linear, yarn, longrope"),
     ({"rope__scaling__type": "longrope"}, "rope_factors_long.weight, or rope_freqs.weight, with half"),
     ({"rope__scaling__type": "linear"}, "'llama.rope.scaling.factor': missing"),

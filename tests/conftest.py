@@ -81,7 +81,7 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
         from hypothesis import settings
 
         # An example's time depends on what else the machine does, so it says nothing about correctness.
-        settings.register_profile("treespec", deadline=None)
+        settings.register_profile("treespec", deadline=None, max_examples=50)
         settings.load_profile("treespec")
 
 

@@ -28,7 +28,7 @@ def requests_of(seed: int) -> list[tuple[list[int], SamplingParams, Any, int]]:
     rng = np.random.default_rng(seed)
     stems = random_prompts((200, 150), seed)
     found = []
-    for i in range(18):
+    for i in range(12):
         stem = stems[rng.integers(len(stems))]
         kept = [*stem[: rng.integers(1, len(stem) + 1)], *rng.integers(1, VOCAB, size=rng.integers(0, 40)).tolist()]
         options = {} if rng.random() < 0.5 else {"temperature": 0.8, "seed": i}

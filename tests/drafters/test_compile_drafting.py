@@ -149,7 +149,7 @@ def test_greedy_trees_do_not_depend_on_sampled_neighbours() -> None:
 @pytest.mark.parametrize("spec", [SpecConfig(nodes=16), SpecConfig(branching=(3, 2))], ids=["nodes", "static"])
 def test_a_draft_that_computes_nan_costs_only_time(spec: SpecConfig) -> None:
     """The one beside it drafts as if it were alone."""
-    target, (good, *_) = tiny()
+    target, (*_, good) = tiny()
     folder = Path(shutil.copytree(good, new_folder("bad-draft") / "ssm-bad"))
     tensors = load_file(good / "model.safetensors")
     tensors["model.norm.weight"][3] = math.nan

@@ -31,7 +31,7 @@ KNOWN = 256
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def models(request: pytest.FixtureRequest) -> tuple[Path, list[Path]]:
     """A target, and two reduced drafts whose vocabularies differ."""
-    target = make_llama(new_folder("target"), 0, tie_word_embeddings=request.param)
+    target = make_llama(new_folder("target"), 1, tie_word_embeddings=request.param)
     drafts = []
     for i, noise in enumerate((0.02, 0.04)):
         full = make_draft(new_folder("full"), target, i + 1, noise)

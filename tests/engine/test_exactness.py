@@ -37,7 +37,7 @@ from treespec_weights import default_names
 
 SUBSETS = quick([(0,), (0, 2), (0, 1, 2)], [(0, 1, 2)])
 LENGTHS = (1, 2, 9, 31, 50, 62, 63, 64, 65, 90, 126)  # 11 requests for 8 slots; outputs cross positions 64 and 128
-TOKENS = 20
+TOKENS = 16
 SPECS = {
     "5": SpecConfig(nodes=5),
     "16": SpecConfig(nodes=16),

@@ -66,7 +66,7 @@ def test_random_interleavings_give_what_requests_alone_give(seed: int, caching: 
 
 def test_rules_that_draw_at_random_go_on_with_their_draws() -> None:
     """Their tokens depend on what is drafted; no draw is repeated."""
-    llm, drawn = crowded(7), []
+    llm, drawn = crowded(6), []
     spec = SpecConfig(nodes=8, verification="rejection")
     params = [SamplingParams(max_tokens=80, temperature=1.0, seed=i, ignore_eos=True) for i in range(4)]
     ssms = llm.engine.sources.ssms

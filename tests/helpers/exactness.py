@@ -106,7 +106,7 @@ def assert_exact(llm: LLM, plain: Run, spec: SpecConfig | str) -> Run:
 
 def assert_every_node_exact(llm: LLM, spec: SpecConfig) -> None:
     """Asserts that all nodes, rejected ones too, have the bits of their path decoded plainly, as a prompt."""
-    tree = run(llm, random_prompts((61, 120)), greedy(4), spec)
+    tree = run(llm, random_prompts((61, 120)), greedy(8), spec)
     plain = run(llm, [list(prefix) for prefix in tree.logits], greedy(1), "off")
     assert len(plain.logits) > 80
     assert not [len(p) for p in plain.logits if not torch.equal(plain.logits[p], tree.logits[p])]

@@ -38,7 +38,7 @@ SHAPE = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 128,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,

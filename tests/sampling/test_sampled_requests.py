@@ -293,7 +293,7 @@ def test_all_rules_at_once() -> None:
                 else:
                     tokens[i] += chunk.token_ids
                 together = max(together, len(llm.engine.scheduler.running))
-    assert tokens == alone and together > 3  # a stream enters at its first chunk
+    assert tokens == alone and together > 2  # a stream enters at its first chunk
     assert_clean(llm)
 
 
@@ -414,8 +414,8 @@ def test_bad_words_of_several_tokens_across_prompt_and_tree() -> None:
     assert len(ids) > 1
     bias = dict.fromkeys(ids, 60.0)
     for spec in ("off", TREE):
-        (free,) = llm.generate(prompt, sampled(20, n=4, logit_bias=bias, temperature=3.0), spec)
-        (output,) = llm.generate(prompt, sampled(20, n=4, logit_bias=bias, temperature=3.0, bad_words=[word]), spec)
+        (free,) = llm.generate(prompt, sampled(32, n=4, logit_bias=bias, temperature=3.0), spec)
+        (output,) = llm.generate(prompt, sampled(32, n=4, logit_bias=bias, temperature=3.0, bad_words=[word]), spec)
         spelled = [tokenizer.encode(word), ids]
 
         def appears(tokens: list[int], spelled: list[list[int]] = spelled) -> bool:

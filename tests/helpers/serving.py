@@ -1,11 +1,13 @@
 """A live server on the loopback interface, in a thread of the test process."""
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import httpcore2
 import uvicorn
 
 from treespec import LLM, AsyncLLM, SamplingParams
@@ -18,6 +20,8 @@ TEMPLATE = (
 )
 NAME = "speaking"
 PATIENCE = 60  # seconds
+# Each client would read the machine's certificates, which takes 60 ms.
+httpcore2.default_ssl_context = functools.cache(httpcore2.default_ssl_context)
 
 
 def wait_until(condition: Callable[[], object]) -> None:

@@ -75,14 +75,13 @@ def lent_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("treespec.bench.run.LLM", lambda *given, **options: engine)
 
 
-def pytest_collectstart(collector: pytest.Collector) -> None:
+def pytest_collectstart() -> None:
     """Import hypothesis where tests are collected, not in the process that starts those processes and waits."""
-    if isinstance(collector, pytest.Session):
-        from hypothesis import settings
+    from hypothesis import settings
 
-        # An example's time depends on what else the machine does, so it says nothing about correctness.
-        settings.register_profile("treespec", deadline=None, max_examples=50)
-        settings.load_profile("treespec")
+    # An example's time depends on what else the machine does, so it says nothing about correctness.
+    settings.register_profile("treespec", deadline=None, max_examples=50)
+    settings.load_profile("treespec")
 
 
 def pytest_collection_finish() -> None:

@@ -21,6 +21,7 @@ PARTS = tuple(SOURCE.with_name(f"{name}.h") for name in _HEADERS)  # included fi
 DTYPES = (torch.bfloat16, torch.float32)
 
 _PANEL = 64
+_NIBBLE_BIAS = 24.0  # as NIBBLE_BIAS in quantized_cpu.h
 
 
 STRUCTS = read_structs(SOURCE, SOURCE.with_name("batch_cpu.h"))
@@ -80,7 +81,8 @@ class PanelLinear:
             packed = torch.empty(rows * self.in_features * bits // 8, dtype=torch.uint8, device="cpu")
             library.treespec_pack(values.data_ptr(), *sizes, integer, packed.data_ptr())
             scale = self._hold(in_panels(weight.scale))
-            zero = None if weight.zero is None else self._hold(in_panels(weight.zero))
+            shift = _NIBBLE_BIAS if bits == 4 and not integer else 0.0
+            zero = None if weight.zero is None else self._hold(in_panels(weight.zero.float() + shift))
         else:
             packed = pack(weight)
         if memory is not None:

@@ -14,10 +14,11 @@ void linear(const Linear& layer, const scalar* x, int64_t rows, void* out, Then 
     const int64_t panels = (layer.outputs + PANEL - 1) / PANEL;
 #if TILES
     if (rows >= TILED_ROWS && layer.inputs % BLOCK == 0) {
-        const scalar* tiles = to_tiles(x, rows, layer.inputs);
+        const TiledRows tiles(rows, layer.inputs);
+        parallel(threads_of_rows(rows, threads), rows, [&](int64_t r) { tiles.copy(r, x + r * layer.inputs); });
         return parallel(threads, panels, [&](int64_t panel) {
             for (int64_t r = 0; r < rows; r += MANY)
-                multiply_tiles(layer, panel, tiles + r * layer.inputs, std::min(MANY, rows - r),
+                multiply_tiles(layer, panel, tiles.data() + r * layer.inputs, std::min(MANY, rows - r),
                                (char*)out + r * row_bytes, then);
         });
     }

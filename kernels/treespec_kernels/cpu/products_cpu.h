@@ -54,6 +54,11 @@ class FlushDenormals {
 #endif
 }
 
+// Number of threads for work of a microsecond per row or less: all, if there are enough rows to pay for starting them.
+// On two threads of a Zen 4, SmolLM2's passes of 64 rows take 3 to 7 % less time than with one thread for such work,
+// those of 32 rows the same. On an Emerald Rapids, those of 8 and 16 rows take 2 to 4 % less.
+inline int threads_of_rows(int64_t rows, int threads) { return rows < 8 ? 1 : threads; }
+
 // Calls body(first row, number of rows) for all rows in as few and as equal parts of at most `most` rows as possible: 4
 // and 4 rows take less time than 6 and 2 (4-bit weights, AVX-512).
 template <class Body> inline void in_parts(int64_t rows, int64_t most, Body body) {

@@ -4,6 +4,9 @@
 // inputs. Integers are converted exactly in registers, and activations are not quantised. A group's sum has the order
 // of a dense product over its inputs (products_cpu.h); groups are scaled and added in order, in fp32. So a row's bits
 // do not depend on the number of rows.
+//
+// A weight of 4 bits is multiplied as q + NIBBLE_BIAS, 16 .. 31: floating-point numbers that differ only in the four
+// highest bits of the mantissa, which a shift and a ternary operation convert. Its zero is stored plus NIBBLE_BIAS.
 
 #if IN_PAIRS
 typedef __m512bh widened;  // 16 outputs with two inputs each
@@ -20,6 +23,24 @@ constexpr int64_t MOST_QUANTIZED = IN_PAIRS ? 2 * FEW : FEW_QUANTIZED;
 constexpr int64_t STEP = 2;        // inputs whose weights are stored together
 constexpr int64_t NIBBLES = 16;    // outputs whose 4-bit weights are in the same bits of consecutive units
 constexpr int64_t FETCHED = 4096;  // prefetch distance in bytes
+constexpr int NIBBLE_BIAS = 24;    // q is from -8 to 7
+
+// Whether sums of activations are needed, for zeros or for NIBBLE_BIAS.
+inline bool has_zeros(const Linear& layer) { return layer.zero || layer.bits == 4; }
+
+// Returns the zeros of an output of a group, `factors` values from the layer's first.
+template <int BITS> inline vec zeros_of(const Linear& layer, int64_t factors) {
+    return layer.zero ? load<vec>(layer.zero + factors) : splat(BITS == 4 ? NIBBLE_BIAS : 0);
+}
+
+#if BF16 && defined(__AVX512BW__)
+// Converts the 4-bit weights of vector J of a panel to pairs of bf16, plus NIBBLE_BIAS.
+template <int J> inline __m512i nibbles_to_pairs(__m512i q) {
+    const __m512i shifted = J == 0 ? _mm512_slli_epi16(q, 3) : _mm512_srli_epi16(q, J ? 4 * J - 3 : 0);
+    // 0xea: shifted & mask | 16.0
+    return _mm512_ternarylogic_epi32(shifted, _mm512_set1_epi16(0x78), _mm512_set1_epi16(0x4180), 0xea);
+}
+#endif
 
 constexpr int64_t step_bytes(int64_t bits) { return STEP * PANEL * bits / 8; }
 
@@ -35,13 +56,8 @@ inline __attribute__((always_inline)) void unpack(const uint8_t* from, [[maybe_u
             to[j] = _mm512_cvtne2ps_pbh(high, low);  // integers up to 256 are exact in bf16
         }
     } else {
-        // bf16 of -8 .. 7, twice, because the shuffle uses five bits of a lane, and the fifth is the next weight's.
-        const __m256i numbers = _mm256_set_epi16(0x40e0, 0x40c0, 0x40a0, 0x4080, 0x4040, 0x4000, 0x3f80, 0,
-                                                 short(0xbf80), short(0xc000), short(0xc040), short(0xc080),
-                                                 short(0xc0a0), short(0xc0c0), short(0xc0e0), short(0xc100));
-        const __m512i table = _mm512_broadcast_i64x4(numbers), q = load<__m512i>(from);
-        for (size_t j = 0; j < C; j++)
-            to[j] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(q, 4 * (FIRST + j)), table);
+        const __m512i q = load<__m512i>(from);
+        with_all<C>([&](auto j) { to[j] = (__m512bh)nibbles_to_pairs<FIRST + j>(q); });
     }
 #else
     for (size_t j = 0; j < C; j++) {
@@ -56,15 +72,15 @@ inline __attribute__((always_inline)) void unpack(const uint8_t* from, [[maybe_u
             for (int64_t i = 0; i < LANES; i++) to[j][i] = int8_t(q[i]);
 #endif
         } else {
-            const int64_t below = 4 * (t * (PANEL / NIBBLES) + output / NIBBLES), above = 28 - below;
+            const int64_t below = 4 * (t * (PANEL / NIBBLES) + output / NIBBLES);
 #if defined(__AVX512F__)
             // A permutation reads four bits of a lane. One row takes 0.6 of the time that shifts and conversions take.
-            const __m512 table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
+            const __m512 table = _mm512_setr_ps(16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31);
             to[j] = (vec)_mm512_permutexvar_ps(_mm512_srli_epi32(load<__m512i>(from), below), table);
             continue;
 #endif
-            // the sign is extended by a shift
-            to[j] = __builtin_convertvector((ivec)(load<uvec>(from + output % NIBBLES * 4) << above) >> 28, vec);
+            const uvec q = load<uvec>(from + output % NIBBLES * 4);
+            to[j] = (vec)((below > 19 ? q >> (below - 19) : q << (19 - below)) & 0x780000u | 0x41800000u);
         }
     }
 #endif
@@ -133,10 +149,10 @@ void multiply_group(const Linear& layer, int64_t panel, int64_t g, const factor*
     const int64_t factors = (panel * groups + g) * PANEL + COLUMN * LANES;
     for (int64_t j = 0; j < C; j++) {
         const vec scale = load<vec>(layer.scale + factors + LANES * j);
-        const vec zero = layer.zero ? load<vec>(layer.zero + factors + LANES * j) : vec{};
+        const vec zero = zeros_of<BITS>(layer, factors + LANES * j);
         for (int64_t r = 0; r < ROWS; r++) {
             vec& total = totals[r][COLUMN + j];
-            total = add_group(total, sum[r][j], scale, layer.zero, zero, layer.zero ? sums[r * groups + g] : 0.0f);
+            total = add_group(total, sum[r][j], scale, sums, zero, sums ? sums[r * groups + g] : 0.0f);
         }
     }
 }
@@ -175,188 +191,186 @@ void multiply_panel(const Linear& layer, int64_t panel, const factor* x, int64_t
 }
 
 #if TILES
-// Widens the weights of BLOCK inputs of a panel to bf16, in the layout of dense weights.
-template <int BITS>
-inline void widen_block(const uint8_t* from, uint32_t* to) {
+// Widens the weights of BLOCK inputs and 16 outputs, those of tile J of a panel, to bf16: [16][16] pairs of inputs.
+template <int BITS, int J>
+inline __attribute__((always_inline)) void widen_tile(const uint8_t* from, uint32_t* to) {
 #if BF16
-    for (int64_t i = 0; i < BLOCK; i += STEP, from += step_bytes(BITS), to += PANEL)
+    for (int64_t i = 0; i < BLOCK; i += STEP, from += step_bytes(BITS), to += 16) {
 #if defined(__AVX512BW__)
-        if (BITS == 4) {  // bf16 of 0 .. 7 and -8 .. -1, twice, as in `unpack`
-            const __m256i numbers = _mm256_set_epi16(short(0xbf80), short(0xc000), short(0xc040), short(0xc080),
-                                                     short(0xc0a0), short(0xc0c0), short(0xc0e0), short(0xc100), 0x40e0,
-                                                     0x40c0, 0x40a0, 0x4080, 0x4040, 0x4000, 0x3f80, 0);
-            const __m512i table = _mm512_broadcast_i64x4(numbers), q = load<__m512i>(from);
-            _mm512_storeu_si512(to, _mm512_permutexvar_epi16(q, table));
-            _mm512_storeu_si512(to + 16, _mm512_permutexvar_epi16(_mm512_srli_epi16(q, 4), table));
-            _mm512_storeu_si512(to + 32, _mm512_permutexvar_epi16(_mm512_srli_epi16(q, 8), table));
-            _mm512_storeu_si512(to + 48, _mm512_permutexvar_epi16(_mm512_srli_epi16(q, 12), table));
-        } else
+        if (BITS == 4) {
+            _mm512_store_si512(to, nibbles_to_pairs<J>(load<__m512i>(from)));
+            continue;
+        }
 #endif
-            with_all<PARTS>([&](auto part) {
-                widened even[COLUMNS], odd[COLUMNS];
-                unpack<BITS, part * COLUMNS>(from, 0, even);
-                unpack<BITS, part * COLUMNS>(from, 1, odd);
-                for (int64_t j = 0; j < COLUMNS; j++) {
-                    const uvec units = (uvec)even[j] >> 16 | high_half((uvec)odd[j]);
-                    std::memcpy(to + (part * COLUMNS + j) * LANES, &units, sizeof units);
-                }
-            });
-#endif
-}
-
-// Scaled sums of `count` groups of inputs from `group` on, and of rows from `row` on, that are not yet in the totals.
-struct GroupSums {
-    int64_t group, count, row;
-    const vec (*sums)[VECS];
-    int64_t set, sharing;  // rows of a set of tiles, and groups whose rows share a set
-};
-
-// Adds the sums of COUNT groups and at most 32 rows to the totals. group_sums: [rows, groups], sums of activations.
-template <int COUNT>
-void add_groups(const Linear& layer, int64_t panel, const GroupSums& from, const float* group_sums, int64_t rows,
-                vec (*totals)[VECS]) {
-    constexpr int64_t WIDTH = 2;  // vectors whose scales and zeros are in registers
-    const int64_t groups = layer.inputs / layer.group, count = std::min(2 * TILE_ROWS, rows - from.row);
-    const bool has_zero = layer.zero;
-    const vec(*sums[COUNT])[VECS];
-    for (int64_t i = 0; i < COUNT; i++)
-        sums[i] = from.sums + i / from.sharing * from.set + i % from.sharing * (TILE_ROWS / from.sharing);
-    for (int64_t column = 0; column < VECS; column += WIDTH) {
-        vec scales[COUNT][WIDTH], zeros[COUNT][WIDTH] = {};
-        for (int64_t i = 0; i < COUNT; i++)
-            for (int64_t j = 0; j < WIDTH; j++) {
-                const int64_t factors = (panel * groups + from.group + i) * PANEL + (column + j) * LANES;
-                scales[i][j] = load<vec>(layer.scale + factors);
-                if (has_zero) zeros[i][j] = load<vec>(layer.zero + factors);
-            }
-        for (int64_t r = 0; r < count; r++) {
-            const float* activations = has_zero ? group_sums + (from.row + r) * groups + from.group : nullptr;
-            for (int64_t j = 0; j < WIDTH; j++) {
-                vec total = totals[from.row + r][column + j];
-                for (int64_t i = 0; i < COUNT; i++)
-                    total = add_group(total, sums[i][r][column + j], scales[i][j], has_zero, zeros[i][j],
-                                      has_zero ? activations[i] : 0.0f);
-                totals[from.row + r][column + j] = total;
-            }
+        constexpr int C = 16 / LANES;
+        widened even[C], odd[C];
+        unpack<BITS, J * C>(from, 0, even);
+        unpack<BITS, J * C>(from, 1, odd);
+        for (int64_t j = 0; j < C; j++) {
+            const uvec units = (uvec)even[j] >> 16 | high_half((uvec)odd[j]);
+            std::memcpy(to + j * LANES, &units, sizeof units);
         }
     }
+#endif
 }
 
 // How tiles divide the inputs of a layer, whose groups are multiples of BLOCK, for a number of rows.
 struct Spans {
     int64_t group;    // blocks of a group
-    int64_t length;   // blocks whose products are computed before the next rows: of whole groups, or a part of one
     int64_t sharing;  // groups whose rows share tiles, if there are few rows: the time to store a tile is fixed
-    int64_t ahead;    // blocks between a block that is multiplied and one that is widened
-    int64_t ring;     // blocks that are in memory, widened; a power of two
+    int64_t length;   // blocks until the sums in tiles are stored: of `sharing` groups, or if they are large, of a part
 
     Spans(const Linear& layer, int64_t rows) : group(layer.group / BLOCK) {
-        const bool many = rows > TILE_ROWS;
-        length = group * std::max<int64_t>((many ? 2 : 4) / group, 1);
-        const int64_t groups = length / group;
-        sharing = std::min<int64_t>(rows > 8 ? 1 : rows > 4 ? 2 : 4, groups == 3 ? 1 : groups);
-        if (many) length = std::min<int64_t>(length, 8);
-        ahead = many ? length : 2;
-        ring = ahead > 4 ? 16 : ahead > 2 ? 8 : 4;
-    }
-    int64_t end(int64_t begin, int64_t blocks) const {  // of the span that begins with a block
-        return std::min(begin + length, length < group ? (begin / group + 1) * group : blocks);
+        const int64_t groups = 4 / group;
+        sharing = std::min<int64_t>(rows > 8 ? 1 : rows > 4 ? 2 : 4, groups == 4 ? 4 : groups == 2 ? 2 : 1);
+        length = std::min<int64_t>(sharing * group, 4);
     }
 };
 
-// Multiplies a panel with at most 64 rows. x: from `to_tiles`. group_sums: [rows, groups], sums of each group's
+// Sums of up to 16 rows and `count` groups of inputs of a panel, those of a group `step` rows behind those of the one
+// before, in the tiles of a panel, [4][16][16].
+struct GroupSums {
+    const float* sums = nullptr;
+    int64_t count = 0, rows, step;
+    const float *scale, *zero;  // of the groups, PANEL each; zero may be null
+    const float* activations;   // sums of activations, rows `groups` apart; null without zeros
+    int64_t groups;
+    vec (*totals)[VECS];
+};
+
+// Adds the scaled sums of rows 4 * quarter .. 4 * quarter + 3 of the tiles, which are of one group, to the totals.
+template <int BITS> inline void add_quarter(const GroupSums& from, int64_t quarter) {
+    int64_t row = 4 * quarter, group = 0;
+    for (; group < from.count && row >= from.step; row -= from.step) group++;
+    if (group == from.count) return;
+    vec scales[VECS], zeros[VECS];
+    for (int64_t j = 0; j < VECS; j++) {
+        scales[j] = load<vec>(from.scale + group * PANEL + j * LANES);
+        zeros[j] = from.zero ? load<vec>(from.zero + group * PANEL + j * LANES) : splat(BITS == 4 ? NIBBLE_BIAS : 0);
+    }
+    const auto add = [&](auto has_zero) {
+        const float *sums = from.sums + 64 * quarter, *activations = from.activations + row * from.groups + group;
+        const int64_t end = std::min(row + 4, from.rows);
+        for (; row < end; row++, sums += 16, activations += from.groups) {
+            vec* const totals = from.totals[row];
+            const float of = has_zero ? *activations : 0.0f;
+            for (int64_t j = 0; j < VECS; j++) {
+                const vec sum = load<vec>(sums + j * LANES / 16 * TILE_ROWS * 16 + j * LANES % 16);
+                totals[j] = add_group(totals[j], sum, scales[j], has_zero, zeros[j], of);
+            }
+        }
+    };
+    BITS == 4 || from.activations ? add(std::true_type()) : add(std::false_type());
+}
+
+// Multiplies a panel with at most 64 rows. x: of TiledRows. group_sums: [rows, groups], sums of each group's
 // activations; null without zeros.
+//
+// A step computes the tiles of one block of rows and `spans.length` blocks of inputs. A load waits until older stores
+// to the same place of any page have reached the cache, which they do only after all older instructions, such as a
+// product of 50 cycles. So the loads and stores between two products of a step belong to other steps: the last one's
+// sums are stored, those of the one before are added to the totals, and the weights of the next block are widened.
 template <int BITS>
 void multiply_tiles(const Linear& layer, const Spans& spans, int64_t panel, const scalar* x, int64_t rows,
                     const float* group_sums, void* out, Then then) {
-#if BF16
-    // A load waits until stores to a tile's memory, or of a tile, have reached the cache. So weights are widened ahead,
-    // and sums are added while the tiles of the next span are computed.
+    constexpr int64_t BLOCK_BYTES = BLOCK / STEP * step_bytes(BITS), LINES = BLOCK_BYTES / 64 / 4;
+    constexpr int64_t FETCHED_BLOCKS = FETCHED / BLOCK_BYTES;
     const int64_t blocks = layer.inputs / BLOCK, row_blocks = (rows + TILE_ROWS - 1) / TILE_ROWS;
-    const int64_t block_bytes = BLOCK / STEP * step_bytes(BITS);
-    const uint8_t* w = (const uint8_t*)layer.weight + panel * blocks * block_bytes;
-    alignas(64) uint32_t wide[16][BLOCK / STEP * PANEL];
-    alignas(64) vec totals[4 * TILE_ROWS][VECS], sums[2][4 * TILE_ROWS][VECS];
+    const int64_t groups = blocks / spans.group;
+    const int64_t ring = row_blocks == 1 || spans.length == 1 ? 1 : 7;  // few blocks, which stay in the L1 cache
+    const uint8_t* w = (const uint8_t*)layer.weight + panel * blocks * BLOCK_BYTES;
+    const float* scale = layer.scale + panel * groups * PANEL;
+    const float* zero = layer.zero ? layer.zero + panel * groups * PANEL : nullptr;
+    alignas(64) uint32_t wide[8][4][TILE_ROWS * 16];
+    alignas(64) float sums[4][4][TILE_ROWS * 16];
+    alignas(64) vec totals[4 * TILE_ROWS][VECS];
     std::fill_n(&totals[0][0], rows * VECS, vec{});
-    const auto widened = [&](int64_t block) { return wide[block & (spans.ring - 1)]; };
-    const auto widen = [&](int64_t block) {
-        if (block >= blocks) return;
-        for (int64_t i = 0; i < block_bytes; i += 64) __builtin_prefetch(w + block * block_bytes + FETCHED + i);
-        widen_block<BITS>(w + block * block_bytes, widened(block));
-    };
-    const auto add = [&](const GroupSums& from) {
-        if (from.count)
-            with_constant<4>(from.count, [&](auto count) {
-                add_groups<count>(layer, panel, from, group_sums, rows, totals);
-            });
-    };
-    const bool is_partial = spans.length < spans.group;  // a span is a part of one group
-    const int64_t low = spans.sharing > 1 ? TILE_ROWS : std::min(rows, TILE_ROWS);
-    const TileRows configured(low, row_blocks == 2 ? rows - TILE_ROWS : low);
-    GroupSums pending = {};
-    for (int64_t block = 0; block < spans.ahead; block++) widen(block);
-    for (int64_t begin = 0, end, turn = 0; begin < blocks; begin = end) {
-        end = spans.end(begin, blocks);
-        const int64_t g = begin / spans.group, count = is_partial ? 1 : (end - begin) / spans.group;
-        const bool starts = begin == g * spans.group, ends = end == (g + count) * spans.group;
-        for (int64_t t = 0; t < row_blocks; t += 2) {
-            const bool is_tall = t + 1 < row_blocks;
-            vec(*tiles)[VECS] = sums[is_partial ? t / 2 : turn];
-            const GroupSums span = {g, count, t * TILE_ROWS, tiles, (1 + is_tall) * TILE_ROWS, spans.sharing};
-            for (int64_t half = 0; half < 1 + is_tall; half++)
-                for (int64_t first = begin, last, set = 0; first < end; first = last, set += span.set) {
-                    last = std::min(first + spans.sharing * spans.group, end);
-                    starts ? zero_tiles() : load_tiles(tiles + set, is_tall, half);
-                    for (int64_t block = first; block < last; block++) {
-                        if (t == 0 && half == 0) widen(block + spans.ahead);
-                        const scalar* from = x + (t * blocks + block) * TILE_SCALARS;
-                        if (is_tall) multiply_tall(widened(block) + half * 32, from, blocks * TILE_SCALARS);
-                        else multiply_wide(widened(block), from);
-                    }
-                    is_tall ? store_tall(tiles + set, half) : store_wide(tiles + set);
-                }
-            if (is_partial) {
-                if (ends) add(span);
-            } else {
-                add(pending);
-                pending = span, turn = 1 - turn;
-            }
+
+    const auto widen = [&](int64_t block, auto j) __attribute__((always_inline)) {
+        const uint8_t* from = w + block * BLOCK_BYTES;
+        for (int64_t i = 0; i < LINES; i++) __builtin_prefetch(from + FETCHED + 64 * (LINES * j + i));
+        if (spans.group == 1) {  // the factors of fewer groups need no prefetch
+            __builtin_prefetch(scale + (block + FETCHED_BLOCKS) * PANEL + 16 * j);
+            if (zero) __builtin_prefetch(zero + (block + FETCHED_BLOCKS) * PANEL + 16 * j);
         }
+        widen_tile<BITS, j>(from, wide[block & ring][j]);
+    };
+    with_all<4>([&](auto j) { widen(0, j); });
+    const int64_t tile_rows = spans.sharing > 1 ? TILE_ROWS : std::min(rows, TILE_ROWS);
+    const TileRows configured(tile_rows, tile_rows);
+    const bool is_partial = spans.group > spans.length;  // a step has a part of one group
+    GroupSums last, before;  // the sums of the last step and the one before; without groups if no group ends there
+    int64_t g = 0, turn = 0;
+    for (int64_t begin = 0, end; begin < blocks; begin = end) {
+        const int64_t group_end = (g + 1) * spans.group;
+        const int64_t count = is_partial ? 1 : std::min(spans.sharing, groups - g);
+        end = is_partial ? std::min(begin + spans.length, group_end) : begin + count * spans.group;
+        const bool starts = begin == g * spans.group, ends = !is_partial || end == group_end;
+        for (int64_t t = 0; t < row_blocks; t++) {
+            const int64_t row = t * TILE_ROWS;
+            float(*const own)[TILE_ROWS * 16] = sums[is_partial ? t : turn];
+            const bool stays = !starts && row_blocks == 1;  // the sums stay in their tiles
+            for (int64_t block = begin; block < end; block++) {
+                tile_load<4>(x + (t * blocks + block) * TILE_SCALARS, 64);
+                with_all<4>([&](auto j) {
+                    if (block == begin && !stays) {
+                        if (last.sums) tile_store<j>((char*)last.sums + j * 1024, 64);
+                        if (starts) tile_zero<j>();
+                        else tile_load<j>(own[j], 64);
+                    }
+                    tile_load<6>(wide[block & ring][j], 64);
+                    tile_multiply<j, 4, 6>();
+                    tile_free<6>();
+                    if (t == 0 && block + 1 < blocks) widen(block + 1, j);
+                    if (block == begin) add_quarter<BITS>(before, j);
+                });
+                tile_free<4>();
+            }
+            before = last;
+            last = {own[0], ends ? count : 0, std::min(TILE_ROWS, rows - row), TILE_ROWS / spans.sharing,
+                    scale + g * PANEL, zero ? zero + g * PANEL : nullptr,
+                    group_sums ? group_sums + row * groups + g : nullptr, groups, totals + row};
+            turn = 1 - turn;
+        }
+        if (ends) g += count;
     }
-    add(pending);
+    for (int64_t j = 0; j < 4; j++) add_quarter<BITS>(before, j);
+    with_all<4>([&](auto j) { tile_store<j>((char*)last.sums + j * 1024, 64); });
+    for (int64_t j = 0; j < 4; j++) add_quarter<BITS>(last, j);
     finish(layer, panel, totals, rows, out, then);
-#endif
 }
 #endif
 
 void quantized_linear(const Linear& layer, const scalar* x, int64_t rows, void* out, Then then, int threads) {
     static thread_local std::vector<float> summed;
     const int64_t k = layer.inputs, groups = k / layer.group;
-    const float* sums = nullptr;
-    if (layer.zero) {
-        summed.resize(rows * groups);
-        for (int64_t i = 0; i < rows * groups; i++) {
+    if (has_zeros(layer)) summed.resize(rows * groups);
+    float* const sums = has_zeros(layer) ? summed.data() : nullptr;
+    const auto sum_groups = [&](int64_t r) {
+        for (int64_t g = 0; sums && g < groups; g++) {
             Sums lanes;
-            for (int64_t j = 0; j < layer.group; j += LANES) lanes.add(j, widen(x + i * layer.group + j));
-            summed[i] = lanes.total();
+            for (int64_t j = 0; j < layer.group; j += LANES) lanes.add(j, widen(x + r * k + g * layer.group + j));
+            sums[r * groups + g] = lanes.total();
         }
-        sums = summed.data();
-    }
+    };
+    const int preparing = threads_of_rows(rows, threads);
 #if TILES
     if (rows >= TILED_ROWS_QUANTIZED && layer.group % BLOCK == 0) {
         const Spans spans(layer, rows);
-        const scalar* tiles = to_tiles(x, rows, k, spans.group, spans.sharing);
+        const TiledRows tiles(rows, k, spans.group, spans.sharing);
+        parallel(preparing, rows, [&](int64_t r) { sum_groups(r), tiles.copy(r, x + r * k); });
         return parallel(threads, (layer.outputs + PANEL - 1) / PANEL, [&](int64_t panel) {
             const FlushDenormals flushing;
             for (int64_t r = 0; r < rows; r += 4 * TILE_ROWS) {
                 const auto multiply = layer.bits == 8 ? multiply_tiles<8> : multiply_tiles<4>;
                 void* to = (char*)out + r * layer.outputs * (then == ROUND ? sizeof(scalar) : sizeof(float));
-                multiply(layer, spans, panel, tiles + r * k, std::min(4 * TILE_ROWS, rows - r),
+                multiply(layer, spans, panel, tiles.data() + r * k, std::min(4 * TILE_ROWS, rows - r),
                          sums ? sums + r * groups : nullptr, to, then);
             }
         });
     }
 #endif
+    parallel(preparing, rows, sum_groups);
     const factor* factors = to_factors(x, rows * k);
     parallel(threads, (layer.outputs + PANEL - 1) / PANEL, [&](int64_t panel) {
         const FlushDenormals flushing;
@@ -382,11 +396,9 @@ void pack(const uint8_t* values, int64_t outputs, int64_t inputs, int64_t bits, 
                     const int64_t vector = o / NIBBLES, lane = o % NIBBLES;
                     if (bits == 8) {
                         out[IN_PAIRS ? (vector * NIBBLES + lane) * STEP + t : t * PANEL + o] = q;
-                    } else {  // the weight is nibble n of a lane of 2 or 4 bytes
-                        const int64_t n = IN_PAIRS ? vector : t * (PANEL / NIBBLES) + vector;
-                        uint8_t& byte = out[IN_PAIRS ? (lane * STEP + t) * 2 + n / 2 : lane * 4 + n / 2];
-                        const uint8_t nibble = IN_PAIRS ? q : q ^ 8;  // in two's complement, for shifts
-                        byte = n % 2 ? byte | nibble << 4 : nibble;
+                    } else {  // of a unit of 16 bits per lane and input, `vector` is the nibble
+                        uint8_t& byte = out[(lane * STEP + t) * 2 + vector / 2];
+                        byte = vector % 2 ? byte | q << 4 : q;
                     }
                 }
 }

@@ -60,7 +60,8 @@ template <int C, int A, int B> inline void tile_multiply() {
 }
 
 // Number of rows from which on tiles are used. In a prototype on Sapphire Rapids, SmolLM2's products of two rows took
-// 8.9 ms in tiles and 9.5 ms by vdpbf16ps; with 4-bit weights, which have to be widened for tiles, 3.6 ms by either.
+// 8.9 ms in tiles and 9.5 ms by vdpbf16ps. With 4-bit weights, which have to be widened for tiles, those of two rows
+// took 5.1 ms without tiles and 5.9 ms in them (Emerald Rapids).
 constexpr int64_t TILED_ROWS = 2, TILED_ROWS_QUANTIZED = 3;
 
 // Configures the tiles 0 to 3 for sums and 4 and 5 for activations of `low` rows, or of `high` rows where odd; 6 and 7
@@ -92,98 +93,88 @@ class TileRows {
 constexpr int64_t TILE_ROWS = 16, SUM_BYTES = PANEL * sizeof(float);  // rows of a tile, and bytes of a row of sums
 constexpr int64_t ROW_SCALARS = 32, TILE_SCALARS = TILE_ROWS * ROW_SCALARS;
 
-// Copies activations tile by tile: [blocks of 16 rows][blocks of 32 inputs][16][32], valid until the next call. The
+// Activations tile by tile: [blocks of 16 rows][blocks of 32 inputs][16][32], valid until the next one exists. The
 // `sharing` groups of inputs, `group` blocks each, whose rows share a tile lie below each other in it, and zeros beside
 // them.
-inline const uint16_t* to_tiles(const uint16_t* x, int64_t rows, int64_t inputs, int64_t group = 1,
-                                int64_t sharing = 1) {
-    static thread_local std::vector<uint16_t> memory;
-    const int64_t blocks = inputs / BLOCK, row_blocks = (rows + TILE_ROWS - 1) / TILE_ROWS;
-    memory.resize((row_blocks * blocks + 1) * TILE_SCALARS);
-    if (sharing > 1) std::fill(memory.begin(), memory.end(), 0);
-    uint16_t* tiled = (uint16_t*)((uintptr_t(memory.data()) + 63) / 64 * 64);
-    uint16_t* tile = tiled;
-    for (int64_t first = 0; first < rows; first += TILE_ROWS)
-        for (int64_t b = 0; b < blocks; b++, tile += TILE_SCALARS) {
-            const int64_t count = std::min(TILE_ROWS, rows - first);
-            uint16_t* to = tile + b / group % sharing * (TILE_SCALARS / sharing);
-            for (int64_t r = 0; r < count; r++)
-                std::memcpy(to + r * ROW_SCALARS, x + (first + r) * inputs + b * BLOCK, ROW_SCALARS * sizeof *x);
-        }
-    return tiled;
-}
+class TiledRows {
+    const int64_t blocks, group, sharing;
+    uint16_t* tiles;
 
-// Adds the products of a block of rows and BLOCK inputs of a panel to tiles 0 to 3.
-inline void multiply_wide(const void* w, const uint16_t* x) {
-    tile_load<4>(x, 64);
-    with_all<4>([&](auto j) {
-        tile_load<6 + j % 2>((const char*)w + 64 * j, 4 * PANEL);
-        tile_multiply<j, 4, 6 + j % 2>();
-    });
-}
+  public:
+    TiledRows(int64_t rows, int64_t inputs, int64_t group = 1, int64_t sharing = 1)
+        : blocks(inputs / BLOCK), group(group), sharing(sharing) {
+        static thread_local std::vector<uint16_t> memory;
+        memory.resize(((rows + TILE_ROWS - 1) / TILE_ROWS * blocks + 1) * TILE_SCALARS);
+        if (sharing > 1) std::fill(memory.begin(), memory.end(), 0);
+        tiles = (uint16_t*)((uintptr_t(memory.data()) + 63) / 64 * 64);
+    }
 
-// Adds the products of two blocks of rows, `further` scalars apart, and BLOCK inputs of half of a panel: of the first
-// block to tiles 0 and 2, of the second one to 1 and 3.
-inline void multiply_tall(const void* w, const uint16_t* x, int64_t further) {
-    tile_load<4>(x, 64);
-    tile_load<5>(x + further, 64);
-    with_all<2>([&](auto j) {
-        tile_load<6 + j>((const char*)w + 64 * j, 4 * PANEL);
-        tile_multiply<2 * j, 4, 6 + j>();
-        tile_multiply<2 * j + 1, 5, 6 + j>();
-    });
-}
+    void copy(int64_t row, const uint16_t* x) const {
+        uint16_t* to = tiles + (row / TILE_ROWS * blocks * TILE_ROWS + row % TILE_ROWS) * ROW_SCALARS;
+        for (int64_t first = 0, set = 0; first < blocks; first += group, set = set + 1 == sharing ? 0 : set + 1)
+            for (int64_t b = first; b < first + group; b++)
+                std::memcpy(to + b * TILE_SCALARS + set * (TILE_SCALARS / sharing), x + b * BLOCK, 2 * ROW_SCALARS);
+    }
 
-// Stores the sums of `multiply_wide`, [16, PANEL].
-inline void store_wide(void* sums) {
-    with_all<4>([&](auto j) { tile_store<j>((char*)sums + 64 * j, SUM_BYTES); });
-}
+    const uint16_t* data() const { return tiles; }
+};
 
-// Stores the sums of `multiply_tall`, [32, PANEL].
-inline void store_tall(void* sums, int64_t half) {
-    with_all<4>([&](auto j) {
-        tile_store<j>((char*)sums + j % 2 * TILE_ROWS * SUM_BYTES + 128 * half + j / 2 * 64, SUM_BYTES);
-    });
+// Frees the register of a tile that is not read again. The fewer tiles are in use, the more physical registers are left
+// for instructions ahead: beside a busy hyperthread, the products of a block took 97 ns with seven tiles in use, and 53
+// with four, of which two are freed after each use; without one, 29 ns in both cases (Emerald Rapids).
+template <int T> inline void tile_free() {
+#if TILES == 1
+    tile_zero<T>();
+#endif
 }
 
 inline void zero_tiles() {
     with_all<4>([](auto j) { tile_zero<j>(); });
 }
 
-// Loads the sums of `multiply_tall`, or of `multiply_wide`.
-inline void load_tiles(const void* sums, bool is_tall, int64_t half) {
-    if (is_tall)
-        with_all<4>([&](auto j) {
-            tile_load<j>((const char*)sums + j % 2 * TILE_ROWS * SUM_BYTES + 128 * half + j / 2 * 64, SUM_BYTES);
-        });
-    else with_all<4>([&](auto j) { tile_load<j>((const char*)sums + 64 * j, SUM_BYTES); });
-}
-
-// Multiplies a panel with at most MANY rows; the number of inputs is a multiple of BLOCK. x: from `to_tiles`.
+// Multiplies a panel with at most MANY rows; the number of inputs is a multiple of BLOCK. x: of TiledRows.
 void multiply_tiles(const Linear& layer, int64_t panel, const uint16_t* x, int64_t rows, void* out, Then then) {
-    const int64_t k = layer.inputs;
+    const int64_t k = layer.inputs, further = k * TILE_ROWS;  // scalars from a block of rows to the next
     const uint16_t* w = (const uint16_t*)layer.weight + panel * PANEL * k;
     alignas(64) vec sums[MANY][VECS];
-    const auto fetch = [&](const uint16_t* from) {
-        for (int64_t j = 0; j < BLOCK * PANEL; j += 32) __builtin_prefetch(from + 2 * BLOCK * PANEL + j);
+    // Each tile of the first pass over the panel reads a part of the memory of a later block ahead.
+    const auto fetch = [&](int64_t i, int64_t first, int64_t lines) {
+        const uint16_t* from = w + (i + 2 * BLOCK) * PANEL;
+        for (int64_t line = first; line < first + lines; line++) __builtin_prefetch(from + 32 * line);
     };
     if (rows <= TILE_ROWS) {
         const TileRows configured(rows, rows);
         zero_tiles();
-        for (int64_t i = 0; i < k; i += BLOCK, w += BLOCK * PANEL, x += TILE_SCALARS) {
-            fetch(w);
-            multiply_wide(w, x);
+        for (int64_t i = 0; i < k; i += BLOCK) {
+            tile_load<4>(x + i * TILE_ROWS, 64);
+            with_all<4>([&](auto j) {
+                tile_load<6>(w + i * PANEL + 32 * j, 4 * PANEL);
+                fetch(i, 16 * j, 16);
+                tile_multiply<j, 4, 6>();
+                tile_free<6>();
+            });
+            tile_free<4>();
         }
-        store_wide(sums);
+        with_all<4>([&](auto j) { tile_store<j>((char*)sums + 64 * j, SUM_BYTES); });
     } else {
         const TileRows configured(TILE_ROWS, rows - TILE_ROWS);
         for (int64_t half = 0; half < 2; half++) {
             zero_tiles();
             for (int64_t i = 0; i < k; i += BLOCK) {
-                if (half == 0) fetch(w + i * PANEL);
-                multiply_tall(w + i * PANEL + half * PANEL, x + i * TILE_ROWS, k * TILE_ROWS);
+                tile_load<4>(x + i * TILE_ROWS, 64);
+                tile_load<5>(x + i * TILE_ROWS + further, 64);
+                with_all<2>([&](auto j) {
+                    tile_load<6>(w + i * PANEL + 64 * half + 32 * j, 4 * PANEL);
+                    if (half == 0) fetch(i, 32 * j, 32);
+                    tile_multiply<2 * j, 4, 6>();
+                    tile_multiply<2 * j + 1, 5, 6>();
+                    tile_free<6>();
+                });
+                tile_free<4>(), tile_free<5>();
             }
-            store_tall(sums, half);
+            with_all<4>([&](auto j) {
+                tile_store<j>((char*)sums + j % 2 * TILE_ROWS * SUM_BYTES + 128 * half + j / 2 * 64, SUM_BYTES);
+            });
         }
     }
     finish(layer, panel, sums, rows, out, then);

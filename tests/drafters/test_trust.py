@@ -135,7 +135,8 @@ def test_resting_ssms_read_what_they_missed(good_and_bad: LLM, monkeypatch: pyte
     monkeypatch.setattr(drafter, "propose", propose)
     good_and_bad.generate(random_prompts((40,)), greedy(180), spec=SpecConfig(nodes=12, max_ssms=1, sources=("ssm",)))
     ends = [before for before, after in itertools.pairwise(lags) if after < before]
-    assert 24 <= ends[-2] < 32 and 56 <= ends[-1] < 64, ends
+    assert all(end < 16 or 24 <= end < 32 or 56 <= end < 64 for end in ends), ends
+    assert any(24 <= end < 32 for end in ends) and 56 <= ends[-1] < 64, ends
 
 
 def test_resting_ssms_read_nothing_that_the_request_cannot_repay(

@@ -119,9 +119,10 @@ class TiledRows {
     const uint16_t* data() const { return tiles; }
 };
 
-// Frees the register of a tile that is not read again. The fewer tiles are in use, the more physical registers are left
-// for instructions ahead: beside a busy hyperthread, the products of a block took 97 ns with seven tiles in use, and 53
-// with four, of which two are freed after each use; without one, 29 ns in both cases (Emerald Rapids).
+// Frees the register of a tile that is not read again. The fewer tiles are in use, the more physical registers are
+// left for instructions ahead. On an Emerald Rapids shared with other machines, the products of a block took 97 ns with
+// seven tiles in use, and 53 with four, of which two are freed after each use, in phases that a busy hyperthread would
+// explain; at other times 29 ns in both cases.
 template <int T> inline void tile_free() {
 #if TILES == 1
     tile_zero<T>();

@@ -26,19 +26,20 @@ constexpr int64_t FETCHED = 4096;  // prefetch distance in bytes
 constexpr int NIBBLE_BIAS = 24;    // q is from -8 to 7
 
 // Whether sums of activations are needed, for zeros or for NIBBLE_BIAS.
-inline bool has_zeros(const Linear& layer) { return layer.zero || layer.bits == 4; }
+inline bool needs_sums(const Linear& layer) { return layer.zero || layer.bits == 4; }
 
-// Returns the zeros of an output of a group, `factors` values from the layer's first.
-template <int BITS> inline vec zeros_of(const Linear& layer, int64_t factors) {
-    return layer.zero ? load<vec>(layer.zero + factors) : splat(BITS == 4 ? NIBBLE_BIAS : 0);
+// Returns the zeros of LANES outputs of a group, from index `i` on. zeros: as in Linear.
+template <int BITS> inline vec zeros_at(const float* zeros, int64_t i) {
+    return zeros ? load<vec>(zeros + i) : splat(BITS == 4 ? NIBBLE_BIAS : 0);
 }
 
 #if BF16 && defined(__AVX512BW__)
 // Converts the 4-bit weights of vector J of a panel to pairs of bf16, plus NIBBLE_BIAS.
 template <int J> inline __m512i nibbles_to_pairs(__m512i q) {
-    const __m512i shifted = J == 0 ? _mm512_slli_epi16(q, 3) : _mm512_srli_epi16(q, J ? 4 * J - 3 : 0);
-    // 0xea: shifted & mask | 16.0
-    return _mm512_ternarylogic_epi32(shifted, _mm512_set1_epi16(0x78), _mm512_set1_epi16(0x4180), 0xea);
+    if constexpr (J == 0) q = _mm512_slli_epi16(q, 3);
+    else q = _mm512_srli_epi16(q, 4 * J - 3);
+    // 0xea: q & mask | 16.0
+    return _mm512_ternarylogic_epi32(q, _mm512_set1_epi16(0x78), _mm512_set1_epi16(0x4180), 0xea);
 }
 #endif
 
@@ -149,7 +150,7 @@ void multiply_group(const Linear& layer, int64_t panel, int64_t g, const factor*
     const int64_t factors = (panel * groups + g) * PANEL + COLUMN * LANES;
     for (int64_t j = 0; j < C; j++) {
         const vec scale = load<vec>(layer.scale + factors + LANES * j);
-        const vec zero = zeros_of<BITS>(layer, factors + LANES * j);
+        const vec zero = zeros_at<BITS>(layer.zero, factors + LANES * j);
         for (int64_t r = 0; r < ROWS; r++) {
             vec& total = totals[r][COLUMN + j];
             total = add_group(total, sum[r][j], scale, sums, zero, sums ? sums[r * groups + g] : 0.0f);
@@ -215,12 +216,12 @@ inline __attribute__((always_inline)) void widen_tile(const uint8_t* from, uint3
 }
 
 // How tiles divide the inputs of a layer, whose groups are multiples of BLOCK, for a number of rows.
-struct Spans {
+struct TileSteps {
     int64_t group;    // blocks of a group
     int64_t sharing;  // groups whose rows share tiles, if there are few rows: the time to store a tile is fixed
     int64_t length;   // blocks until the sums in tiles are stored: of `sharing` groups, or if they are large, of a part
 
-    Spans(const Linear& layer, int64_t rows) : group(layer.group / BLOCK) {
+    TileSteps(const Linear& layer, int64_t rows) : group(layer.group / BLOCK) {
         const int64_t groups = 4 / group;
         sharing = std::min<int64_t>(rows > 8 ? 1 : rows > 4 ? 2 : 4, groups == 4 ? 4 : groups == 2 ? 2 : 1);
         length = std::min<int64_t>(sharing * group, 4);
@@ -246,7 +247,7 @@ template <int BITS> inline void add_quarter(const GroupSums& from, int64_t quart
     vec scales[VECS], zeros[VECS];
     for (int64_t j = 0; j < VECS; j++) {
         scales[j] = load<vec>(from.scale + group * PANEL + j * LANES);
-        zeros[j] = from.zero ? load<vec>(from.zero + group * PANEL + j * LANES) : splat(BITS == 4 ? NIBBLE_BIAS : 0);
+        zeros[j] = zeros_at<BITS>(from.zero, group * PANEL + j * LANES);
     }
     const auto add = [&](auto has_zero) {
         const float *sums = from.sums + 64 * quarter, *activations = from.activations + row * from.groups + group;
@@ -266,18 +267,18 @@ template <int BITS> inline void add_quarter(const GroupSums& from, int64_t quart
 // Multiplies a panel with at most 64 rows. x: of TiledRows. group_sums: [rows, groups], sums of each group's
 // activations; null without zeros.
 //
-// A step computes the tiles of one block of rows and `spans.length` blocks of inputs. A load waits until older stores
+// A step computes the tiles of one block of rows and `steps.length` blocks of inputs. A load waits until older stores
 // to the same place of any page have reached the cache, which they do only after all older instructions, such as a
 // product of 50 cycles. So the loads and stores between two products of a step belong to other steps: the last one's
 // sums are stored, those of the one before are added to the totals, and the weights of the next block are widened.
 template <int BITS>
-void multiply_tiles(const Linear& layer, const Spans& spans, int64_t panel, const scalar* x, int64_t rows,
+void multiply_tiles(const Linear& layer, const TileSteps& steps, int64_t panel, const scalar* x, int64_t rows,
                     const float* group_sums, void* out, Then then) {
     constexpr int64_t BLOCK_BYTES = BLOCK / STEP * step_bytes(BITS), LINES = BLOCK_BYTES / 64 / 4;
     constexpr int64_t FETCHED_BLOCKS = FETCHED / BLOCK_BYTES;
     const int64_t blocks = layer.inputs / BLOCK, row_blocks = (rows + TILE_ROWS - 1) / TILE_ROWS;
-    const int64_t groups = blocks / spans.group;
-    const int64_t ring = row_blocks == 1 || spans.length == 1 ? 1 : 7;  // few blocks, which stay in the L1 cache
+    const int64_t groups = blocks / steps.group;
+    const int64_t ring = row_blocks == 1 || steps.length == 1 ? 1 : 7;  // few blocks, which stay in the L1 cache
     const uint8_t* w = (const uint8_t*)layer.weight + panel * blocks * BLOCK_BYTES;
     const float* scale = layer.scale + panel * groups * PANEL;
     const float* zero = layer.zero ? layer.zero + panel * groups * PANEL : nullptr;
@@ -289,23 +290,23 @@ void multiply_tiles(const Linear& layer, const Spans& spans, int64_t panel, cons
     const auto widen = [&](int64_t block, auto j) __attribute__((always_inline)) {
         const uint8_t* from = w + block * BLOCK_BYTES;
         for (int64_t i = 0; i < LINES; i++) __builtin_prefetch(from + FETCHED + 64 * (LINES * j + i));
-        if (spans.group == 1) {  // the factors of fewer groups need no prefetch
+        if (steps.group == 1) {  // the factors of fewer groups need no prefetch
             __builtin_prefetch(scale + (block + FETCHED_BLOCKS) * PANEL + 16 * j);
             if (zero) __builtin_prefetch(zero + (block + FETCHED_BLOCKS) * PANEL + 16 * j);
         }
         widen_tile<BITS, j>(from, wide[block & ring][j]);
     };
     with_all<4>([&](auto j) { widen(0, j); });
-    const int64_t tile_rows = spans.sharing > 1 ? TILE_ROWS : std::min(rows, TILE_ROWS);
+    const int64_t tile_rows = steps.sharing > 1 ? TILE_ROWS : std::min(rows, TILE_ROWS);
     const TileRows configured(tile_rows, tile_rows);
-    const bool is_partial = spans.group > spans.length;  // a step has a part of one group
+    const bool is_partial = steps.group > steps.length;  // a step has a part of one group
     GroupSums last, before;  // the sums of the last step and the one before; without groups if no group ends there
     int64_t g = 0, turn = 0;
     for (int64_t begin = 0, end; begin < blocks; begin = end) {
-        const int64_t group_end = (g + 1) * spans.group;
-        const int64_t count = is_partial ? 1 : std::min(spans.sharing, groups - g);
-        end = is_partial ? std::min(begin + spans.length, group_end) : begin + count * spans.group;
-        const bool starts = begin == g * spans.group, ends = !is_partial || end == group_end;
+        const int64_t group_end = (g + 1) * steps.group;
+        const int64_t count = is_partial ? 1 : std::min(steps.sharing, groups - g);
+        end = is_partial ? std::min(begin + steps.length, group_end) : begin + count * steps.group;
+        const bool starts = begin == g * steps.group, ends = !is_partial || end == group_end;
         for (int64_t t = 0; t < row_blocks; t++) {
             const int64_t row = t * TILE_ROWS;
             float(*const own)[TILE_ROWS * 16] = sums[is_partial ? t : turn];
@@ -327,7 +328,7 @@ void multiply_tiles(const Linear& layer, const Spans& spans, int64_t panel, cons
                 tile_free<4>();
             }
             before = last;
-            last = {own[0], ends ? count : 0, std::min(TILE_ROWS, rows - row), TILE_ROWS / spans.sharing,
+            last = {own[0], ends ? count : 0, std::min(TILE_ROWS, rows - row), TILE_ROWS / steps.sharing,
                     scale + g * PANEL, zero ? zero + g * PANEL : nullptr,
                     group_sums ? group_sums + row * groups + g : nullptr, groups, totals + row};
             turn = 1 - turn;
@@ -344,8 +345,8 @@ void multiply_tiles(const Linear& layer, const Spans& spans, int64_t panel, cons
 void quantized_linear(const Linear& layer, const scalar* x, int64_t rows, void* out, Then then, int threads) {
     static thread_local std::vector<float> summed;
     const int64_t k = layer.inputs, groups = k / layer.group;
-    if (has_zeros(layer)) summed.resize(rows * groups);
-    float* const sums = has_zeros(layer) ? summed.data() : nullptr;
+    if (needs_sums(layer)) summed.resize(rows * groups);
+    float* const sums = needs_sums(layer) ? summed.data() : nullptr;
     const auto sum_groups = [&](int64_t r) {
         for (int64_t g = 0; sums && g < groups; g++) {
             Sums lanes;
@@ -356,15 +357,15 @@ void quantized_linear(const Linear& layer, const scalar* x, int64_t rows, void* 
     const int preparing = threads_of_rows(rows, threads);
 #if TILES
     if (rows >= TILED_ROWS_QUANTIZED && layer.group % BLOCK == 0) {
-        const Spans spans(layer, rows);
-        const TiledRows tiles(rows, k, spans.group, spans.sharing);
+        const TileSteps steps(layer, rows);
+        const TiledRows tiles(rows, k, steps.group, steps.sharing);
         parallel(preparing, rows, [&](int64_t r) { sum_groups(r), tiles.copy(r, x + r * k); });
         return parallel(threads, (layer.outputs + PANEL - 1) / PANEL, [&](int64_t panel) {
             const FlushDenormals flushing;
             for (int64_t r = 0; r < rows; r += 4 * TILE_ROWS) {
                 const auto multiply = layer.bits == 8 ? multiply_tiles<8> : multiply_tiles<4>;
                 void* to = (char*)out + r * layer.outputs * (then == ROUND ? sizeof(scalar) : sizeof(float));
-                multiply(layer, spans, panel, tiles.data() + r * k, std::min(4 * TILE_ROWS, rows - r),
+                multiply(layer, steps, panel, tiles.data() + r * k, std::min(4 * TILE_ROWS, rows - r),
                          sums ? sums + r * groups : nullptr, to, then);
             }
         });

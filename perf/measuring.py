@@ -71,9 +71,10 @@ def speed_ups(plain: Sequence[float], measured: Sequence[float]) -> dict[str, fl
 
 
 def setup(args: argparse.Namespace, *names: str, **more: Any) -> dict[str, Any]:
-    """Return the setup for the document: the options `names`, those of every script, and the machine."""
+    """Return the setup for the document: the options `names`, --grow, and the machine."""
     shared = {"torch": torch.__version__, "processor": processor()}
-    return {"grown_to": args.grow} | {name: getattr(args, name) for name in names} | shared | more
+    grown = {"grown_to": args.grow} if "grow" in args else {}
+    return grown | {name: getattr(args, name) for name in names} | shared | more
 
 
 def write_json(path: Path | None, document: Any) -> None:

@@ -1,5 +1,6 @@
 """`treespec serve`: an OpenAI-compatible server."""
 
+import gc
 import json
 import logging
 import os
@@ -116,6 +117,7 @@ def serve(
         engine = AsyncLLM.from_engine_args(args)
     with engine:
         app = build(engine)
+        gc.freeze()  # as in `load_llm`: requests would wait for every full collection
         uvicorn.run(
             app, host=server.host, port=server.port, timeout_graceful_shutdown=GRACE, timeout_keep_alive=KEEP_ALIVE
         )

@@ -28,11 +28,6 @@ from treespec.bench.profile import acceptance_by_depth_of
 from treespec.errors import ModelError
 
 
-def test_acceptance_by_depth() -> None:
-    assert acceptance_by_depth_of(Counter({3: 1, 0: 1, 1: 1, 2: 1})) == [0.75, 0.5, 0.25]
-    assert acceptance_by_depth_of(Counter({0: 2})) == []
-
-
 @pytest.mark.slow
 def test_a_peer_whose_first_token_took_longer_than_all_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     peers, peer = Transformers.__new__(Transformers), Peer("hf-plain", "plain", "plain")
@@ -46,6 +41,7 @@ def test_a_peer_whose_first_token_took_longer_than_all_is_run_again(monkeypatch:
 
 
 def test_acceptance_of_an_oracle() -> None:
+    assert acceptance_by_depth_of(Counter({3: 1, 0: 1, 1: 1, 2: 1})) == [0.75, 0.5, 0.25]
     target, _ = tiny()
     prompts = random_prompts([6, 11])
     plain = open_llm(target).generate(prompts, greedy(16), spec="off")

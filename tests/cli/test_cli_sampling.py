@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 import treespec.sampling.sampler
-from tests.cli.test_cli import lend
-from tests.helpers.commands import run
+from tests.helpers.commands import lend, run
 from tests.helpers.models import tiny_llm
 from treespec import LLM, SamplingParams
 
@@ -50,9 +49,7 @@ def test_a_seed_that_was_drawn_is_reported_and_gives_the_same(loaded: LLM) -> No
     again = run(*HOT, "--seed", document["seed"], "--json").document
     assert document["token_ids"] == again["token_ids"] and document["seed"] == again["seed"]
     assert "finish reason: length, seed 11" in run(*HOT, "--seed", 11).stderr
-    greedy = run("generate", PROMPT, "--max-tokens", 4)
-    assert "seed" not in greedy.stderr
-    assert run("generate", PROMPT, "--max-tokens", 4, "--json").document["seed"] is None
+    assert "seed" not in run("generate", PROMPT, "--max-tokens", 4).stderr
 
 
 @pytest.mark.parametrize("rule", ["coupled", "naive"])
@@ -75,24 +72,6 @@ def test_check_is_refused_where_tokens_are_others_by_design(rule: str, asked: li
     assert len(drawn["token_ids"]) == 12 or drawn["finish_reason"] == "stop", "by chance it meets the end token"
     greedy = run("generate", PROMPT, "--max-tokens", 12, "--verification", rule, "--check", "--json").document
     assert greedy["identical"] is True
-
-
-def test_check_finds_a_planted_difference(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    walk, found = treespec.sampling.sampler.Sampler.walk, []
-
-    def one_wrong(self: Any, tree: Any, logits: Any, tokens: Any, most: int) -> Any:
-        path, bonus = walk(self, tree, logits, tokens, most)
-        if len(tree) > 1:
-            found.append(len(tokens) - len(IDS) + len(path) - 1)
-        wrong = len(tree) > 1 and len(found) == 1
-        return path, (bonus + 1) % 512 if wrong else bonus
-
-    monkeypatch.setattr(treespec.sampling.sampler.Sampler, "walk", one_wrong)
-    document = run(*HOT, "--nodes", 8, "--seed", 5, "--check", "--json", code=1).document
-    position = found[0]
-    assert document["identical"] is False and document["first_difference"]["index"] == position
-    found.clear()
-    assert f"seed 5: output position {position} " in run(*HOT, "--nodes", 8, "--seed", 5, "--check", code=1).stderr
 
 
 def test_several_outputs(asked: list[Any], loaded: LLM) -> None:
@@ -127,11 +106,7 @@ def test_a_difference_names_its_output(loaded: LLM, monkeypatch: pytest.MonkeyPa
     [
         (["--top-p", "0.9"], "UsageError", "--top-p without --temperature"),
         (["--top-k", "5", "--min-p", "0.1"], "UsageError", "--top-k and --min-p without --temperature"),
-        (["--temperature", "-0.5"], "ConfigError", "temperature=-0.5"),
-        (["--temperature", "1", "--top-p", "0"], "ConfigError", "top_p=0"),
         (["--temperature", "1", "--min-p", "2"], "ConfigError", "min_p=2.0"),
-        (["--temperature", "1", "--seed", "-2"], "ConfigError", "seed=-2"),
-        (["--temperature", "1", "-n", "0"], "ConfigError", "n=0"),
         (["-n", "2"], "ConfigError", "n=2 with temperature=0"),
         (["--verification", "typical"], "ConfigError", "typical"),
         (["--no-spec", "--verification", "naive"], "UsageError", "--verification"),

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import pytest
 
 import treespec_weights
-from tests.cli.test_cli import measure_briefly
 from tests.helpers.commands import program, run
 from tests.helpers.models import greedy, make_draft, open_llm
 from tests.weights.test_gguf_tokenizer import TEMPLATE, chat_model
@@ -71,24 +70,22 @@ def with_ssms(installed: Installed, monkeypatch: pytest.MonkeyPatch) -> Installe
 
 
 @pytest.mark.slow
-def test_the_default_answers_through_the_template(installed: Installed, monkeypatch: pytest.MonkeyPatch) -> None:
-    measure_briefly(monkeypatch)
+def test_the_default_answers_through_the_template_or_continues(
+    installed: Installed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("treespec.cli.generate.MEASURED_SECONDS", 0)
     ran = run("generate", QUESTION, *QUICK, "--check")
-    [answer] = open_llm(installed.file).chat([{"role": "user", "content": QUESTION}], greedy(6))
+    llm = open_llm(installed.file)
+    [answer] = llm.chat([{"role": "user", "content": QUESTION}], greedy(6))
     assert ran.stdout == f"{answer.outputs[0].text}\n"
     assert "not installed" not in ran.stderr and "identical to plain decoding: 6 tokens" in ran.stderr
     assert run("generate", QUESTION, *QUICK, "--model", "smollm2").stdout == ran.stdout
-    drawn = run("tree", QUESTION, "--round", 1, "--json").document
-    assert drawn["context"] == answer.prompt_token_ids[:-1]
-
-
-@pytest.mark.slow
-def test_it_continues_text_if_told_to(installed: Installed) -> None:
+    [output] = llm.generate(QUESTION, greedy(6))
     document = run("generate", QUESTION, *QUICK, "--no-chat", "--json").document
-    [output] = open_llm(installed.file).generate(QUESTION, greedy(6))
     assert document["token_ids"] == output.outputs[0].token_ids
-    drawn = run("tree", QUESTION, "--no-chat", "--round", 1, "--json").document
-    assert drawn["context"] == output.prompt_token_ids[:-1]
+    for options, expected in (([], answer), (["--no-chat"], output)):
+        drawn = run("tree", QUESTION, *options, "--round", 1, "--json").document
+        assert drawn["context"] == expected.prompt_token_ids[:-1]
 
 
 @pytest.mark.slow
@@ -103,7 +100,7 @@ def test_its_own_ssms_draft(with_ssms: Installed) -> None:
     assert answer.outputs[0].token_ids == plain["token_ids"]
 
 
-def test_names_of_models(with_ssms: Installed) -> None:
+def test_names_of_models(with_ssms: Installed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = {name: with_ssms.ssms / "smollm2" / name for name in ("ssm-1", "ssm-2")}
     assert resolve_model("smollm2") == with_ssms.file
     assert resolve_folders("smollm2", None) == list(folders.items())
@@ -111,6 +108,10 @@ def test_names_of_models(with_ssms: Installed) -> None:
     assert resolve_folders("smollm2", []) == resolve_folders(with_ssms.file, None) == []
     with pytest.raises(FileNotFoundError, match=r"no embedded draft 'ssm-3'; valid: 'ssm-1', 'ssm-2'$"):
         resolve_drafts("smollm2", ["ssm-3"])
+    (tmp_path / "smollm2").mkdir()
+    monkeypatch.chdir(tmp_path)  # a folder of the same name
+    assert resolve_model("smollm2") == with_ssms.file
+    assert resolve_model("./smollm2") == resolve_model(Path("smollm2")) == Path("smollm2")
 
 
 @pytest.mark.slow
@@ -123,19 +124,10 @@ def test_its_ssms_are_part_of_the_repository() -> None:
         assert len(read_draft_vocabulary(folder, rows, target_size=49_152)) == rows  # type: ignore[arg-type]
 
 
-@pytest.mark.slow
-def test_the_embedded_models_have_a_name(installed: Installed) -> None:
+def test_the_embedded_models_have_a_name() -> None:
     assert resolve_model("embedded") == resolve_model(None) == default_folder("target")
     assert resolve_folders("embedded", None) == resolve_folders(None, None) != []
     assert resolve_folders("./smollm2", ["ssm-1"]) == [("ssm-1", default_folder("ssm-1"))]
-
-
-@pytest.mark.slow
-def test_a_folder_of_the_same_name(installed: Installed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "smollm2").mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert resolve_model("smollm2") == installed.file
-    assert resolve_model("./smollm2") == resolve_model(Path("smollm2")) == Path("smollm2")
 
 
 @pytest.mark.slow

@@ -28,9 +28,8 @@ def test_fields_may_be_set() -> None:
     params.logit_bias = {np.int64(3): 1}
     params.structured_outputs = {"choice": ["a"]}  # type: ignore[assignment]
     params.logprobs = -1
-    same = SamplingParams(
-        temperature=0.5, stop="a", logit_bias={3: 1.0}, structured_outputs={"choice": ["a"]}, logprobs=-1
-    )
+    given: dict[str, Any] = {"stop": "a", "logit_bias": {3: 1.0}, "structured_outputs": {"choice": ["a"]}}
+    same = SamplingParams(temperature=0.5, logprobs=-1, **given)
     assert params == same and hash(params) == hash(same)
     assert pickle.loads(pickle.dumps(params)) == params
     params.output_kind = "FINAL_ONLY"  # type: ignore[attr-defined]  # asks for nothing
@@ -77,26 +76,19 @@ def test_a_request_keeps_its_own_copy() -> None:
     params.max_tokens = 2
     assert list(chunks)[-1].output.outputs[0].finish_reason == "length"  # type: ignore[union-attr]
     assert llm.generate([1, 2], params)[0].metrics.generated_tokens == 2
-    stream = llm.stream([1, 2], greedy(6, ignore_eos=True), spec="off")
-    assert sum(len(chunk.token_ids) for chunk in stream) == 6
+    llm.get_default_sampling_params().max_tokens = 1
+    assert llm.get_default_sampling_params() == SamplingParams()
 
 
 def test_clones_are_independent() -> None:
-    params = SamplingParams(logit_bias={1: 2.0}, logits_processors=[lambda ids, scores: scores])
+    bias = {1: 2.0}
+    params = SamplingParams(logit_bias=bias, logits_processors=[lambda ids, scores: scores])
     clone = params.clone()
-    assert clone == params and clone.logits_processors[0] is params.logits_processors[0]
-    assert clone.logit_bias is not None
-    clone.logit_bias[1] = 3.0
+    assert clone == params and hash(clone) == hash(params)
+    assert clone.logits_processors[0] is params.logits_processors[0] and clone.logit_bias is not None
+    clone.logit_bias[1] = bias[1] = 3.0
     clone.max_tokens = 5
     assert params.logit_bias == {1: 2.0} and params.max_tokens == 128
-
-
-def test_the_defaults_of_an_engine_are_its_own() -> None:
-    llm = tiny_llm()
-    params = llm.get_default_sampling_params()
-    params.max_tokens = 1
-    assert llm.get_default_sampling_params() == SamplingParams()
-    assert next(llm.stream([1, 2], spec="off")).finish_reason is None, "it is to write more than one token"
 
 
 def test_signatures_are_in_step() -> None:
@@ -138,16 +130,9 @@ def test_arguments_of_an_engine_from_a_command_line() -> None:
     words = [*line.split(), "--spec", '{"nodes": 4}', "--speculative-config", '{"method": "ngram"}']
     args = parser.parse_args(words)
     assert args.my_own == "x" and not hasattr(args, "swap_space")
-    assert EngineArgs.from_cli_args(args) == EngineArgs(
-        model="123",
-        compile=False,
-        drafts=["a", "b"],
-        max_model_len=64,
-        exact=False,
-        enforce_eager=True,
-        spec={"nodes": 4},
-        speculative_config={"method": "ngram"},
-    )
+    expected: dict[str, Any] = {"model": "123", "compile": False, "drafts": ["a", "b"], "max_model_len": 64}
+    expected |= {"exact": False, "enforce_eager": True, "spec": {"nodes": 4}}
+    assert EngineArgs.from_cli_args(args) == EngineArgs(speculative_config={"method": "ngram"}, **expected)
     assert vars(parser.parse_args([])) == {"my_own": None} | LLM_DEFAULTS
 
 

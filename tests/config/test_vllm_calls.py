@@ -2,11 +2,10 @@
 
 import json
 import logging
-import pickle
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -24,16 +23,6 @@ from treespec.sampling_params import LEAST_TEMPERATURE
 PROMPT = "def add("
 
 
-def test_prompts_as_dicts() -> None:
-    llm = speaking_llm()
-    (plain,) = llm.generate(PROMPT, greedy(4))
-    ids = plain.prompt_token_ids
-    outputs = llm.generate([{"prompt": PROMPT}, {"prompt_token_ids": ids, "prompt": PROMPT}], greedy(4))
-    outputs += llm.generate({"prompt": PROMPT}, greedy(4))
-    assert [(o.prompt, o.prompt_token_ids) for o in outputs] == [(PROMPT, ids)] * 3
-    assert {tuple(o.outputs[0].token_ids) for o in outputs} == {tuple(plain.outputs[0].token_ids)}
-
-
 def test_a_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
     llm = tiny_llm()
     capsys.readouterr()
@@ -44,8 +33,7 @@ def test_a_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
     assert "outputs: 100%" in capsys.readouterr().err
     bar = mock.MagicMock()
     llm.generate([[1, 2], [3]], greedy(3), use_tqdm=bar)
-    updates = [call.args[0] for call in bar.return_value.__enter__.return_value.update.call_args_list]
-    assert bar.call_args.kwargs["total"] == 2 == sum(updates)
+    assert bar.call_args.kwargs["total"] == 2
     with pytest.raises(ConfigError, match="use_tqdm='no'"):
         llm.generate([1, 2], greedy(3), use_tqdm="no")  # type: ignore[arg-type]
 
@@ -54,15 +42,6 @@ def test_unknown_keywords_of_chat() -> None:
     llm = speaking_llm()
     with pytest.raises(ConfigError, match=r"chat: unknown 'tool' \(did you mean 'tools'\?\)"):
         llm.chat([{"role": "user", "content": PROMPT}], tool=[])
-
-
-def test_no_limit_but_the_context() -> None:
-    llm = tiny_llm()
-    prompt = list(range(1, 240))
-    params = SamplingParams(max_tokens=None, ignore_eos=True)
-    (output,) = llm.generate(prompt, params)
-    assert len(output.outputs[0].token_ids) == llm.config.max_model_len - len(prompt)
-    assert list(llm.stream(prompt, params))[-1].output.outputs[0].token_ids == output.outputs[0].token_ids  # type: ignore[union-attr]
 
 
 def test_logprobs_of_the_whole_vocabulary() -> None:
@@ -74,10 +53,6 @@ def test_logprobs_of_the_whole_vocabulary() -> None:
         assert all(every[token] == found for token, found in few.items())
 
 
-def test_minus_one_is_no_seed() -> None:
-    assert SamplingParams(seed=-1, temperature=1.0) == SamplingParams(temperature=1.0)
-
-
 NUMBERS: list[dict[str, tuple[Any, Any]]] = [
     {"seed": (np.int64(3), 3), "temperature": (np.float32(0.5), 0.5), "top_k": (np.int32(5), 5)},
     {"max_tokens": (np.uint8(7), 7), "logprobs": (np.int64(-1), -1), "top_p": (np.float64(0.25), 0.25)},
@@ -86,31 +61,19 @@ NUMBERS: list[dict[str, tuple[Any, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("given", NUMBERS, ids=[" ".join(each) for each in NUMBERS])
-def test_numbers_of_numpy(given: dict[str, tuple[Any, Any]]) -> None:
-    params = SamplingParams(**{name: value for name, (value, _) in given.items()})
-    assert params == SamplingParams(**{name: value for name, (_, value) in given.items()})
-    assert all("numpy" not in repr(getattr(params, name)) + str(type(getattr(params, name))) for name in given)
+def test_numbers_of_numpy() -> None:
+    for given in NUMBERS:
+        params = SamplingParams(**{name: value for name, (value, _) in given.items()})
+        assert params == SamplingParams(**{name: value for name, (_, value) in given.items()})
+        assert all("numpy" not in repr(getattr(params, name)) + str(type(getattr(params, name))) for name in given)
     with pytest.raises(ConfigError, match="True"):
         SamplingParams(top_k=np.bool_(True))
-
-
-def test_trees_of_numpys_numbers() -> None:
     spec = SpecConfig(nodes=np.int64(8), max_depth=np.int32(3), max_ssms=np.int8(2))  # type: ignore[arg-type]
     assert spec == SpecConfig(nodes=8, max_depth=3, max_ssms=2) and type(spec.nodes) is int
     assert SpecConfig(branching=np.array([2, 1])) == SpecConfig(branching=(2, 1))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="nodes=True"):
         SpecConfig(nodes=np.bool_(True))  # type: ignore[arg-type]
     assert tiny_llm().generate([1, 2], greedy(4), spec)[0].metrics.generated_tokens == 4
-
-
-def test_parameters_have_a_hash() -> None:
-    bias = {1: 2.0}
-    params = SamplingParams(logit_bias=bias, stop=["a"])
-    assert hash(params) == hash(SamplingParams(logit_bias={1: 2.0}, stop=["a"])) and len({params, replace(params)}) == 1
-    assert params.logit_bias == {1: 2.0} and pickle.loads(pickle.dumps(params)) == params
-    bias[5] = 1.0
-    assert params.logit_bias == {1: 2.0}, "the caller's dict is his own"
 
 
 # --- what the model's files say
@@ -144,7 +107,7 @@ def test_whole_numbers_with_a_point_and_tiny_temperatures(tmp_path: Path, caplog
         open_llm(folder)
 
 
-ENDS: list[tuple[dict[str, Any], dict[str, Any] | None, tuple[int, ...]]] = [
+ENDS = [
     ({"eos_token_id": None}, None, (EOS,)),
     ({"eos_token_id": 7}, None, (7, EOS)),
     ({"eos_token_id": 7}, {"eos_token_id": None}, (7, EOS)),
@@ -152,10 +115,8 @@ ENDS: list[tuple[dict[str, Any], dict[str, Any] | None, tuple[int, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("config", "generation", "ends"), ENDS, ids=[f"{c} {g}" for c, g, _ in ENDS])
-def test_end_tokens_of_model_and_tokenizer(
-    config: dict[str, Any], generation: dict[str, Any] | None, ends: tuple[int, ...], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("config", "generation", "ends"), ENDS)
+def test_end_tokens_of_model_and_tokenizer(config: Any, generation: Any, ends: Any, tmp_path: Path) -> None:
     llm = open_llm(folder_with(tmp_path, config, generation))
     assert llm.get_tokenizer().eos_token_id == EOS
     for end in ends:
@@ -201,29 +162,20 @@ def test_the_text_of_what_ended_it() -> None:
 # --- tokenizers of the user's own
 
 
-class Letters:
-    """No more than the two methods, without options."""
-
-    def encode(self, text: str) -> Any:
-        return [ord(letter) for letter in text]
-
-    def decode(self, ids: list[int]) -> str:
-        return "".join(map(chr, ids))
+def letters(**others: Any) -> Any:
+    """A tokenizer of no more than the two methods, without options; ids come as an array."""
+    own = {"encode": lambda text: np.array([*map(ord, text)]), "decode": lambda ids: "".join(map(chr, ids))}
+    return SimpleNamespace(**own | others)
 
 
-class ArraysOfLetters(Letters):
-    def encode(self, text: str) -> Any:
-        return np.array(super().encode(text))
-
-
-@pytest.mark.parametrize("kind", [Letters, ArraysOfLetters])
-def test_a_tokenizer_with_two_methods(kind: type[Letters]) -> None:
-    llm = open_llm(tiny()[0], tokenizer=kind())
+def test_a_tokenizer_with_two_methods() -> None:
+    own = letters()
+    llm = open_llm(tiny()[0], tokenizer=own)
+    assert llm.get_tokenizer() is own
     with scripted(llm, [list(map(ord, "abcdef"))]):
         outputs = llm.generate(["ab", [97, 98]], greedy(4, logprobs=0))
         assert "".join(str(chunk.text) for chunk in llm.stream("ab", greedy(4))) == "cdef"
     assert [output.outputs[0].text for output in outputs] == ["cdef", "cdef"]
-    assert isinstance(llm.get_tokenizer(), kind)
     word = str(llm.generate("ab", greedy(4))[0].outputs[0].text)[2]
     assert word not in str(llm.generate("ab", greedy(4, bad_words=[word]))[0].outputs[0].text)
 
@@ -240,45 +192,27 @@ def test_a_tokenizer_of_the_tokenizers_library() -> None:
         assert {str(each.text)[1:] for each in found} == {text}
 
 
-class Mute(Letters):
-    def decode(self, ids: list[int]) -> Any:
-        return None
-
-
-class Broken(Letters):
-    def decode(self, ids: list[int]) -> str:
-        raise KeyError(ids[0])
-
-
-class Pairs(Letters):
-    def encode(self, text: str, pair: str) -> Any:  # type: ignore[override]
-        return super().encode(text + pair)
-
-
-class Wordy(Letters):
-    def encode(self, text: str) -> Any:
-        return text.split()
+def broken(ids: list[int]) -> str:
+    raise KeyError(ids[0])
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("option", "value", "message"),
     [
-        ({"tokenizer": 5}, ConfigError, r"tokenizer=5; valid: a folder, or an object with encode\(text\)"),
-        ({"tokenizer": Mute()}, ConfigError, r"decodes \[97\] to NoneType; .*valid: an object with"),
-        ({"tokenizer": Wordy()}, ConfigError, r"the tokenizer made \['a'\] of 'a'; valid: a list of token ids"),
+        ("tokenizer", 5, r"tokenizer=5; valid: a folder, or an object with encode\(text\)"),
+        ("tokenizer", letters(decode=lambda ids: None), r"decodes \[97\] to NoneType; .*valid: an object with"),
+        ("tokenizer", letters(decode=broken), r"cannot decode \[97\]: KeyError: 97; valid: an object with"),
+        ("tokenizer", letters(encode=lambda text: text.split()), r"made \['a'\] of 'a'; valid: a list of token ids"),
         (
-            {"tokenizer": Pairs()},
-            ConfigError,
-            r"rejects 'a': TypeError: .*'pair'.*valid: an object with encode\(text\)",
+            "tokenizer",
+            letters(encode=lambda text, pair: []),
+            r"rejects 'a': TypeError: .*'pair'.*valid: an object with",
         ),
-        ({"tokenizer": Broken()}, ConfigError, r"cannot decode \[97\]: KeyError: 97; valid: an object with"),
-        ({"generation_config": 5}, ConfigError, "generation_config=5; valid: 'auto', 'treespec', 'vllm', or a folder"),
-        ({"generation_config": "/no/such/folder"}, OSError, "/no/such/folder"),
+        ("generation_config", 5, "generation_config=5; valid: 'auto', 'treespec', 'vllm', or a folder"),
+        ("generation_config", "/no/such/folder", "/no/such/folder"),
     ],
 )
-def test_bad_options_are_refused_before_anything_is_loaded(
-    options: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_bad_options_are_refused_before_anything_is_loaded(option: str, value: Any, message: str) -> None:
     loading = mock.patch("treespec.llm.build", side_effect=AssertionError("loaded"))
-    with loading, pytest.raises(error, match=message):
-        LLM(tiny()[0], drafts=[], **options)
+    with loading, pytest.raises((ConfigError, OSError), match=message):
+        LLM(tiny()[0], drafts=[], **{option: value})

@@ -135,8 +135,8 @@ class OutputKind(Enum):
 
 def test_output_kinds() -> None:
     for kind in OutputKind:
-        assert SamplingParams(output_kind=kind).output_kind.name == kind.name  # type: ignore[arg-type]
-        assert SamplingParams(output_kind=kind.name).output_kind.name == kind.name
+        for given in (kind, kind.name):
+            assert SamplingParams(output_kind=given).output_kind.name == kind.name  # type: ignore[arg-type]
     for wrong in (1, "delta", [], True):
         with pytest.raises(ConfigError, match=r"output_kind=.*; valid: 'CUMULATIVE', 'DELTA', 'FINAL_ONLY'"):
             SamplingParams(output_kind=wrong)  # type: ignore[arg-type]
@@ -203,48 +203,36 @@ def test_a_seed_of_the_engine() -> None:
     first = seeds(seed=0)
     assert first == seeds(seed=0) and first[1] == 5 and first[0] != first[2]
     assert first != seeds(seed=1) and seeds() != seeds()
-    with pytest.raises(ConfigError, match="seed='x'; valid: an int from 0"):
-        LLM(seed="x")  # type: ignore[arg-type]
 
 
-SPECULATION: list[tuple[dict[str, Any], str]] = [
-    ({"speculative_config": {"method": "draft_model"}}, "is not supported; use drafts="),
-    ({"speculative_config": {"model": "x"}, "drafts": ["y"]}, r"the draft 'x' beside drafts=\[\.\.\.\]; give one"),
-    ({"speculative_config": "ngram"}, "speculative_config='ngram'; valid: a dict"),
-]
-
-
-@pytest.mark.parametrize(("options", "message"), SPECULATION)
-def test_speculation_that_is_refused(options: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"speculative_config": {"method": "draft_model"}}, "is not supported; use drafts="),
+        ({"speculative_config": {"model": "x"}, "drafts": ["y"]}, r"the draft 'x' beside drafts=\[\.\.\.\]; give one"),
+        ({"speculative_config": "ngram"}, "speculative_config='ngram'; valid: a dict"),
+        ({"seed": "x"}, "seed='x'; valid: an int from 0"),
+    ],
+)
+def test_engines_that_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM(**options)
 
 
-def test_suffix_decoding_of_vllm() -> None:
-    llm = open_llm(tiny()[0], speculative_config={"method": "suffix"})
+def test_suffix_decoding_and_a_dtype_by_vllms_names() -> None:
+    llm = open_llm(tiny()[0], speculative_config={"method": "suffix"}, dtype="half")
     llm.generate([1, 2, 3], greedy(4))
-    assert llm.stats()["suffix_tokens"] > 0
+    assert llm.stats()["suffix_tokens"] > 0 and llm.stats()["frozen"]["dtype"] == "float16"
 
 
-def test_names_of_dtypes() -> None:
-    assert open_llm(tiny()[0], dtype="half").stats()["frozen"]["dtype"] == "float16"
-    assert open_llm(tiny()[0], dtype="float").stats()["frozen"]["dtype"] == "float32"
-
-
-@pytest.mark.parametrize("name", ["awq", "compressed-tensors"])
-def test_quantisation_by_the_name_of_a_method(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"quantization='{name}': leave it out; .*this one is not quantised"):
-        open_llm(tiny()[0], quantization=name)
+def test_quantisation_by_the_name_of_a_method(tmp_path: Path) -> None:
     folder = quantize_folder(Path(shutil.copytree(tiny()[0], tmp_path / "model")), 8, None)
-    own = name == "compressed-tensors"
-    if own:
-        named, plain = (open_llm(folder, quantization=given) for given in (name, None))
-        assert named.stats()["frozen"]["quantization"] == plain.stats()["frozen"]["quantization"]
-        outputs = [llm.generate([1, 2, 3], greedy(4))[0].outputs for llm in (named, plain)]
-        assert outputs[0] == outputs[1]
-    else:
-        with pytest.raises(ConfigError, match=f"quantization='{name}': leave it out; .*this one is compressed-tensors"):
-            open_llm(folder, quantization=name)
+    named, plain = (open_llm(folder, quantization=given) for given in ("compressed-tensors", None))
+    assert named.stats()["frozen"]["quantization"] == plain.stats()["frozen"]["quantization"]
+    assert named.generate([1, 2, 3], greedy(4))[0].outputs == plain.generate([1, 2, 3], greedy(4))[0].outputs
+    for model, method in ((tiny()[0], "not quantised"), (folder, "compressed-tensors")):
+        with pytest.raises(ConfigError, match=f"quantization='awq': leave it out; .*this one is {method}"):
+            open_llm(model, quantization="awq")
 
 
 @pytest.mark.parametrize("name", PARAMS)

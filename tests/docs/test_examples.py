@@ -38,13 +38,7 @@ def arguments(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(path.stem, marks=[pytest.mark.slow] * (path.stem == "in_transformers"))
-        for path in sorted(EXAMPLES.glob("*.py"))
-    ],
-)
+@pytest.mark.parametrize("name", [path.stem for path in sorted(EXAMPLES.glob("*.py"))])
 def test_an_example_runs(
     name: str, arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,10 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize("name", ["write_api_docs", "draw_architecture"])
 def test_generated_files_are_current(name: str) -> None:
-    for path, text in load_script(ROOT / "tools" / f"{name}.py").documents().items():
+    documents = load_script(ROOT / "tools" / f"{name}.py").documents()
+    for path, text in documents.items():
         assert path.read_text(encoding="utf-8") == text, f"{path.name} is outdated: python tools/{name}.py"
-
-
-def test_no_page_is_left_over() -> None:
-    documents = load_script(ROOT / "tools" / "write_api_docs.py").documents()
-    assert set((ROOT / "docs" / "api").iterdir()) == set(documents)
+    assert name != "write_api_docs" or set((ROOT / "docs" / "api").iterdir()) == set(documents), "a page is left over"

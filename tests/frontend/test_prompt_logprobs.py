@@ -85,10 +85,6 @@ def test_they_are_what_decoding_says_of_the_same_tokens(opened: Callable[[], LLM
     assert_clean(llm)
 
 
-def test_fixed_rows_are_fixed() -> None:
-    assert ENGINES["fixed rows"][0]().stats()["frozen"]["fixed_rows"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("compile", [False, pytest.param(True, marks=needs_compiler)], ids=["eager", "compiled"])
 @exact_in

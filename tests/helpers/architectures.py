@@ -15,36 +15,23 @@ from tests.helpers.models import CURVE, new_folder, randomize
 from treespec import LLM
 
 VOCAB = 97
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "bos_token_id": 1,
-    "eos_token_id": 0,
-    "pad_token_id": 2,
-    "max_position_embeddings": 256,
-    "intermediate_size": 48,
-}
+TOKENS = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 0}
+SIZES = TOKENS | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+SIZES |= {"pad_token_id": 2, "max_position_embeddings": 256}
 GROUPED = SIZES | {"num_key_value_heads": 2}
-GPT = {
-    "vocab_size": VOCAB,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 256,
-    "bos_token_id": 1,
-    "eos_token_id": 0,
-}
+GPT = TOKENS | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
 WINDOWS = {"sliding_window": 17, "layer_types": ["sliding_attention", "full_attention"]}
-EXPERTS = {
-    "n_routed_experts": 4,
+EXPERTS = {"n_routed_experts": 4, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
+EXPERTS |= {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+LATENT = {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16}
+LATENT |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
+SPARSE = {
+    "num_experts": 4,
     "moe_intermediate_size": 24,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
     "num_experts_per_tok": 2,
+    "mlp_layer_types": ["dense", "sparse"],
 }
+MTP = {"num_nextn_predict_layers": 1, "mtp_layer_types": ["sliding_attention"], "mtp_mlp_layer_types": ["sparse"]}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": GROUPED | {"head_dim": 12, "num_key_value_heads": 1},
     "mistral": GROUPED | {"sliding_window": 17},
@@ -60,31 +47,11 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "starcoder2": GROUPED | {"sliding_window": 19},
     "gpt_bigcode": GPT,
     "diffllama": GROUPED,  # two attentions in each layer
-    "deepseek_v3": SIZES
-    | EXPERTS
-    | {
-        "num_key_value_heads": 4,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 12,
-    },  # keys and values of different widths
+    "deepseek_v3": SIZES | EXPERTS | LATENT,  # keys and values of different widths
     "gpt_oss": GROUPED | WINDOWS | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},  # sinks
     "mixtral": GROUPED | {"num_local_experts": 4},
     "glm4_moe": GROUPED | EXPERTS | {"head_dim": 8},
-    "mellum": GROUPED
-    | WINDOWS
-    | {
-        "head_dim": 8,
-        "num_experts": 4,
-        "moe_intermediate_size": 24,
-        "num_experts_per_tok": 2,
-        "mlp_layer_types": ["dense", "sparse"],
-        "num_nextn_predict_layers": 1,
-        "mtp_layer_types": ["sliding_attention"],
-        "mtp_mlp_layer_types": ["sparse"],
-    },
+    "mellum": GROUPED | WINDOWS | SPARSE | MTP | {"head_dim": 8},
     "phimoe": GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "jetmoe": GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8, "num_key_value_heads": 2},
     "gptj": GPT | {"rotary_dim": 4},
@@ -137,10 +104,7 @@ def open_adapter_llm(model: Any, drafts: Sequence[Any] = (), **options: Any) -> 
 def continuations(model: Any, prompts: Sequence[list[int]], count: int) -> list[list[int]]:
     """What transformers' own greedy generate adds to each prompt, end tokens or not."""
     options = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    found = []
-    for prompt in prompts:
-        found.append(model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist())
-    return found
+    return [model.generate(torch.tensor([each]), **options)[0, len(each) :].tolist() for each in prompts]
 
 
 @torch.no_grad()

@@ -11,10 +11,20 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.helpers.heads_made import TargetShape, gains, layer_tensors, llama_config, matrix, norm, rope
+from tests.helpers.heads_made import (
+    TargetShape,
+    draft_vocabulary,
+    gains,
+    layer_tensors,
+    llama_config,
+    matrix,
+    norm,
+    rope,
+    write_head,
+)
 
 DFlashLayout = Literal["z-lab", "transformers", "speculators"]
 LAYERS = 2
@@ -55,9 +65,7 @@ def write_dflash(
     tensors[f"{encoder}{state_norm}.weight"] = gains(hidden, generator)
     tensors["norm.weight"] = gains(hidden, generator)
     if draft_vocab is not None:
-        ids = torch.randperm(target.vocab_size, generator=generator)[:draft_vocab].sort().values
-        tensors["d2t"] = ids - torch.arange(draft_vocab)
-        tensors["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+        tensors |= draft_vocabulary(target, draft_vocab, generator)
         tensors["lm_head.weight"] = matrix(draft_vocab, hidden, 2.0, generator)
     if markov is not None:
         tensors["markov_head.markov_w1.weight"] = torch.randn(target.vocab_size, RANK, generator=generator)
@@ -86,9 +94,7 @@ def write_dflash(
         if markov is not None:
             config |= {"speculators_model_type": "dspark", "architectures": ["DSparkDraftModel"]}
             config |= {"markov_rank": RANK, "markov_head_type": markov}
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config | changes))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    write_head(folder, config | changes, tensors)
 
 
 def reference_dflash(

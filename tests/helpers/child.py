@@ -51,12 +51,9 @@ def _run(function: Callable[..., None], argument: object, environment: dict[str,
 
 
 def run_cases(names: str, implementation: str = "interpreter", **environment: str) -> None:
-    """Runs files of tests/interpreted/ in one process; fails with its whole output.
+    """Runs files of tests/interpreted/ (`names`, without "_cases.py") in one process; fails with its whole output.
 
-    Args:
-        names: of the files, without "_cases.py", separated by spaces.
-        implementation: of kernels; "ref" or "cpu", or Triton's, by "interpreter" or "gpu".
-        environment: further environment variables.
+    The implementation of kernels is "ref" or "cpu", or Triton's, by "interpreter" or "gpu".
     """
     if implementation in ("interpreter", "gpu"):
         pytest.importorskip("triton")

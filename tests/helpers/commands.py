@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 from typer.testing import CliRunner
 
+from treespec import LLM
 from treespec.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,3 +44,10 @@ def program(*arguments: str, **environment: str | None) -> subprocess.CompletedP
 def take_interrupts() -> None:
     """In a new process: a Ctrl-C arrives, though jobs in the background, as tests may be, ignore it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def lend(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `generate` and `tree` use an engine that is there already, and --check measure as few runs as it may."""
+    for command in ("generate", "tree"):
+        monkeypatch.setattr(f"treespec.cli.{command}.load_llm", lambda *_, **__: llm)
+    monkeypatch.setattr("treespec.cli.generate.MEASURED_SECONDS", 0)

@@ -60,9 +60,7 @@ def assert_probabilities(
 ) -> None:
     """At every node that a draft alone proposed, the probability is that of a reference.
 
-    Args:
-        ids: the draft's vocabulary.
-        logits_of: the reference's logits over `ids` behind a round's root and some drafted tokens.
+    `logits_of` gives its logits over the draft's vocabulary, `ids`, behind a round's root and some drafted tokens.
     """
     rows, checked = {token: row for row, token in enumerate(ids)}, 0
     for record in records:

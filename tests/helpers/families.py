@@ -21,30 +21,11 @@ class Case(NamedTuple):
     config: dict[str, Any]
 
 
-_COMMON = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "intermediate_size": 72,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": MAX_LEN,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 0,
-    "pad_token_id": None,
-}
-_GPT2 = {
-    "vocab_size": VOCAB,
-    "n_embd": 48,
-    "n_inner": None,
-    "n_layer": 3,
-    "n_head": 4,
-    "n_positions": MAX_LEN,
-    "bos_token_id": 1,
-    "eos_token_id": 0,
-}
+_TOKENS = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 0}
+_COMMON = _TOKENS | {"hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 3, "num_attention_heads": 4}
+_COMMON |= {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": MAX_LEN}
+_COMMON |= {"tie_word_embeddings": False, "pad_token_id": None}
+_GPT2 = _TOKENS | {"n_embd": 48, "n_inner": None, "n_layer": 3, "n_head": 4, "n_positions": MAX_LEN}
 _OPT = {"ffn_dim": 76, "word_embed_proj_dim": 48, "tie_word_embeddings": True}
 _GEMMA3_ROPES = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
@@ -64,12 +45,14 @@ def _partial(factor: float) -> dict[str, Any]:
 
 
 def _longrope(pairs: int) -> dict[str, Any]:
-    return {
-        "rope_type": "longrope",
-        "rope_theta": 1e4,
-        "short_factor": [1.0 + 0.1 * i for i in range(pairs)],
-        "long_factor": [1.5 + 0.5 * i for i in range(pairs)],
-    }
+    short, long = [1.0 + 0.1 * i for i in range(pairs)], [1.5 + 0.5 * i for i in range(pairs)]
+    return {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": short, "long_factor": long}
+
+
+_GEMMA3 = {"query_pre_attn_scalar": 24, "rope_parameters": _GEMMA3_ROPES}
+_GEMMA3 |= {"layer_types": _layers("sliding", "full", "sliding")}
+_BY_LAYER = {"use_sliding_window": True, "sliding_window": 65, "layer_types": _layers("full", "sliding", "full")}
+_LONG_PHI3 = _PHI3 | {"original_max_position_embeddings": 64}
 
 
 def _case(model_type: str, **config: Any) -> Case:
@@ -82,14 +65,7 @@ TYPICAL = {
     "qwen2": _case("qwen2", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
     "qwen3": _case("qwen3", head_dim=24, tie_word_embeddings=True),
     "gemma2": _case("gemma2", **_CAPS, sliding_window=WINDOW, query_pre_attn_scalar=40, tie_word_embeddings=True),
-    "gemma3": _case(
-        "gemma3_text",
-        sliding_window=WINDOW,
-        query_pre_attn_scalar=24,
-        tie_word_embeddings=True,
-        rope_parameters=_GEMMA3_ROPES,
-        layer_types=_layers("sliding", "full", "sliding"),
-    ),
+    "gemma3": _case("gemma3_text", **_GEMMA3, sliding_window=WINDOW, tie_word_embeddings=True),
     "phi3": _case("phi3", **_PHI3, sliding_window=WINDOW, num_key_value_heads=4, rope_parameters=_partial(0.75)),
     "gpt_neox": _case("gpt_neox", hidden_size=64, rope_parameters=_partial(0.25)),
     "opt": Case("opt", _OPT),
@@ -104,54 +80,41 @@ CASES = TYPICAL | {
     "mistral, a window of one position": _case("mistral", sliding_window=1, tie_word_embeddings=True),
     "qwen2, no window, yarn": _case("qwen2", rope_parameters=_YARN, num_key_value_heads=1),
     "qwen3, biases, windows by layer": _case(
-        "qwen3",
-        attention_bias=True,
-        use_sliding_window=True,
-        sliding_window=65,
-        num_key_value_heads=1,
-        layer_types=_layers("full", "sliding", "full"),
-        rms_norm_eps=0.05,
+        "qwen3", **_BY_LAYER, attention_bias=True, num_key_value_heads=1, rms_norm_eps=0.05
     ),
     "gemma2, no caps, narrow heads": _case(
         "gemma2",
         **dict.fromkeys(_CAPS),
-        sliding_window=70,
         head_dim=8,
         num_key_value_heads=1,
+        sliding_window=70,
         attention_bias=True,
         hidden_activation="gelu",
     ),
     "gemma3, no window, one rope scaled": _case(
         "gemma3_text",
-        sliding_window=4096,
         query_pre_attn_scalar=16,
         final_logit_softcapping=40.0,
         head_dim=24,
+        sliding_window=4096,
         rope_parameters=_GEMMA3_ROPES | {"full_attention": _YARN},
         num_key_value_heads=1,
     ),
     "phi3, longrope, partial": _case(
         "phi3",
-        **_PHI3,
-        original_max_position_embeddings=64,
+        **_LONG_PHI3,
         num_key_value_heads=1,
         rope_parameters=_longrope(6) | {"partial_rotary_factor": 0.75},
         tie_word_embeddings=True,
     ),
-    "phi3, longrope": _case(
-        "phi3",
-        **_PHI3,
-        original_max_position_embeddings=64,
-        rope_parameters=_longrope(8),
-        max_position_embeddings=512,
-    ),
+    "phi3, longrope": _case("phi3", **_LONG_PHI3, rope_parameters=_longrope(8), max_position_embeddings=512),
     "gpt_neox, one after the other": _case(
         "gpt_neox",
-        hidden_size=64,
         use_parallel_residual=False,
         attention_bias=False,
-        intermediate_size=173,
         hidden_act="gelu_new",
+        hidden_size=64,
+        intermediate_size=173,
         rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e3, "partial_rotary_factor": 0.5},
         tie_word_embeddings=True,
     ),

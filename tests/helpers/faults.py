@@ -18,20 +18,13 @@ from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one request in a pass, and the slots that they may see.
-
-    Attributes:
-        own: the request's part of the pass.
-        pages, offsets: int64 [num_slots], of its context and of its tree.
-        visible: bool [num_rows, num_slots].
-        others: of the requests that run beside it.
-    """
+    """The rows of one request in a pass, and the slots that they may see."""
 
     own: RequestRows
-    pages: np.ndarray
+    pages: np.ndarray  # int64 [num_slots], of its context and of its tree
     offsets: np.ndarray
-    visible: np.ndarray
-    others: tuple[RequestRows, ...]
+    visible: np.ndarray  # bool [num_rows, num_slots]
+    others: tuple[RequestRows, ...]  # that run beside it
 
 
 def rows_of(request: RequestRows, window: int | None, others: tuple[RequestRows, ...]) -> Rows:
@@ -45,13 +38,7 @@ def rows_of(request: RequestRows, window: int | None, others: tuple[RequestRows,
 
 
 class DenseAttention:
-    """Attention over a dense mask, in float32.
-
-    Args:
-        heads, kv_heads: of the model.
-        fault: changes what the rows see, the scores or the heads; None is right.
-        layer: the one in which it does; None = all.
-    """
+    """Attention over a dense mask, in float32, with a fault in one layer or in all."""
 
     name, cache_dtype = "dense", torch.float32
 

@@ -16,26 +16,11 @@ from treespec_weights import Checkpoint, FamilyRules, ModelShape, family_of, rea
 from treespec_weights.load import expected_tensors
 
 ARCHITECTURES = {"gemma3_text": "gemma3"}  # where they differ from model_type
-NAMES = {
-    "embed": "token_embd",
-    "final_norm": "output_norm",
-    "lm_head": "output",
-    "attn_norm": "attn_norm",
-    "q": "attn_q",
-    "k": "attn_k",
-    "v": "attn_v",
-    "q k v": "attn_qkv",
-    "q_norm": "attn_q_norm",
-    "k_norm": "attn_k_norm",
-    "o": "attn_output",
-    "attn_post_norm": "post_attention_norm",
-    "mlp_norm": "ffn_norm",
-    "gate": "ffn_gate",
-    "up": "ffn_up",
-    "gate up": "ffn_up",
-    "down": "ffn_down",
-    "mlp_post_norm": "post_ffw_norm",
-}
+NAMES = {"embed": "token_embd", "final_norm": "output_norm", "lm_head": "output", "attn_norm": "attn_norm"}
+NAMES |= {"q": "attn_q", "k": "attn_k", "v": "attn_v", "q k v": "attn_qkv", "o": "attn_output"}
+NAMES |= {"q_norm": "attn_q_norm", "k_norm": "attn_k_norm", "attn_post_norm": "post_attention_norm"}
+NAMES |= {"gate": "ffn_gate", "up": "ffn_up", "gate up": "ffn_up", "down": "ffn_down"}
+NAMES |= {"mlp_norm": "ffn_norm", "mlp_post_norm": "post_ffw_norm"}
 """GGUF names by the parameters of a tensor."""
 
 Types = Callable[[str], str]
@@ -48,17 +33,13 @@ def write_gguf(
     types: str | Types = "F32",
     change: Callable[[gguf.GGUFWriter], None] | None = None,
     drop: Sequence[str] = (),
-    tokenizer: Mapping[str, Any] | None = None,
+    tokenizer: Mapping[str, Any] | None = None,  # as from `metadata_of`
     **metadata: Any,
 ) -> Path:
     """Writes a checkpoint of a Hugging Face folder as a GGUF file; vectors are always F32.
 
-    Args:
-        types: of the matrices. Those that gguf cannot quantise to have random blocks.
-        change: adds further metadata and tensors.
-        drop: names of metadata and tensors to leave out.
-        tokenizer: further metadata, as from `metadata_of`.
-        metadata: replaces values of the architecture; dots of the keys are written as "__".
+    Matrices of types that gguf cannot quantise to have random blocks. `change` adds metadata and tensors, `drop` names
+    some to leave out, `metadata` replaces values of the architecture, with "__" for the dots of its keys.
     """
     config = read_config(folder)
     rules = family_of(config, folder)
@@ -146,7 +127,7 @@ def _metadata(config: Mapping[str, Any], rules: FamilyRules, shape: ModelShape) 
     rope = config.get("rope_parameters") or {}
     own = rope.get("full_attention", rope)
     rotated = own.get("partial_rotary_factor", 1.0)
-    kind = {"llama3": None, "default": None}.get(own.get("rope_type"), own.get("rope_type"))
+    kind = None if own.get("rope_type") in ("llama3", "default") else own.get("rope_type")
     original = own.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
     found = {
         "block_count": shape.num_layers,
@@ -176,16 +157,9 @@ def _metadata(config: Mapping[str, Any], rules: FamilyRules, shape: ModelShape) 
 
 
 def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    else:
-        writer.add_array(key, value)
+    kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    add = next((add for kind, add in kinds.items() if isinstance(value, kind)), writer.add_array)
+    add(key, value)
 
 
 def _tensors(folder: Path, rules: FamilyRules, shape: ModelShape) -> dict[str, Tensor]:

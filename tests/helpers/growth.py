@@ -222,11 +222,7 @@ KINDS = ("random", "ties", "ones", "tiny", "broken", "silent", "repeats")
 
 
 def proposals(sizes: Sizes, kind: str, rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and probabilities, [G, B, F, C] each. An SSM names a token once, but for "repeats" and "broken".
-
-    "ones": every probability is 1 or 0. "tiny": products run through the subnormal numbers to 0. "broken": NaN,
-    infinities, negative and huge numbers among others. "silent": SSMs that say nothing at all, or less than they could.
-    """
+    """Tokens and probabilities, [G, B, F, C] each. An SSM names a token once, but for "repeats" and "broken"."""
     shape = (sizes.ssms, sizes.requests, sizes.frontier, sizes.proposals)
     vocab = sizes.proposals + 3  # small, so that SSMs agree often
     tokens = rng.permuted(np.broadcast_to(np.arange(vocab), (*shape[:3], vocab)), axis=3)[..., : sizes.proposals]
@@ -236,13 +232,13 @@ def proposals(sizes: Sizes, kind: str, rng: np.random.Generator) -> tuple[torch.
             probs = rng.choice(np.float32([0.25, 0.5, 0.5, 1]), shape)
         case "ones":
             probs = rng.choice(np.float32([0, 1, 1]), shape)
-        case "tiny":
+        case "tiny":  # products run through the subnormal numbers to 0
             probs = probs * rng.choice(np.float32([1, 1e-19, 1e-30]), shape)
         case "broken":
             tokens = rng.integers(-2, vocab, shape)
             wrong = rng.choice(np.float32([np.nan, np.inf, -np.inf, -0.5, 3e38, -0.0, 2]), shape)
             probs = np.where(rng.random(shape) < 0.4, wrong, probs)
-        case "silent":
+        case "silent":  # at all, or they say less than they could
             tokens = np.where((rng.random((*shape[:3], 1)) < 0.4) | (rng.random(shape) < 0.2), -1, tokens)
         case "repeats":
             tokens = rng.integers(0, 3, shape)

@@ -93,15 +93,13 @@ def write_eagle3(
     if own_embedding:
         tensors["embed_tokens.weight"] = torch.randn(target.vocab_size, hidden, generator=generator)
     if draft_vocab is not None or layout == "specforge":  # SpecForge writes the identity too
-        ids = torch.randperm(target.vocab_size, generator=generator)[:vocab].sort().values
-        tensors["d2t"] = ids - torch.arange(vocab)
-        tensors["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+        tensors |= draft_vocabulary(target, vocab, generator)
     config = _eagle3_config(target, layout, hidden, vocab, boundaries, flags)
     if parallel is not None:
         config |= {"speculators_model_type": "peagle", "architectures": ["PEagleDraftModel"], "mask_token_id": MASK}
         config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = parallel
         config["transformer_layer_config"]["num_hidden_layers"] = 2
-    _write(folder, config, tensors, binary=layout == "eagle")
+    write_head(folder, config, tensors, "pytorch_model.bin" if layout == "eagle" else "model.safetensors")
 
 
 def write_eagle1(
@@ -140,7 +138,7 @@ def write_eagle1(
         config |= {"rope_theta": THETA, "rope_scaling": None}
         head = {"architectures": ["EagleSpeculator", "LlamaDecoderLayer"], "fusion_bias": bias, "layernorms": False}
         config = _speculators("eagle", config) | head | {"transformer_layer_architecture": "LlamaDecoderLayer"}
-    _write(folder, config, tensors, binary=layout == "eagle")
+    write_head(folder, config, tensors, "pytorch_model.bin" if layout == "eagle" else "model.safetensors")
 
 
 def _eagle3_config(
@@ -215,13 +213,22 @@ def gains(size: int, generator: torch.Generator) -> Tensor:
     return 1.0 + 0.2 * torch.randn(size, generator=generator)
 
 
-def _write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], *, binary: bool) -> None:
+def draft_vocabulary(target: TargetShape, size: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """Some of the target's tokens, as the distances of their ids from the head's own, and as flags."""
+    ids = torch.randperm(target.vocab_size, generator=generator)[:size].sort().values
+    known = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+    return {"d2t": ids - torch.arange(size), "t2d": known}
+
+
+def write_head(
+    folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], file: str = "model.safetensors"
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
-    if binary:
-        torch.save(tensors, folder / "pytorch_model.bin")
+    (folder / "config.json").write_text(json.dumps(config))
+    if file.endswith(".safetensors"):
+        save_file(tensors, folder / file, metadata={"format": "pt"})
     else:
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        torch.save(tensors, folder / file)
 
 
 def reference_eagle3(

@@ -34,28 +34,12 @@ NOISES = (0.04, 0.07, 0.1)  # of the three drafts, relative to each tensor's own
 CURVE = CostCurve((1, 16, 64), (1e-3, 1.15e-3, 1.6e-3), 1e-5)
 """Costs under which an automatic tree is worth growing; measuring takes a second per engine and says other things."""
 
-SHAPE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 1024,
-    "bos_token_id": 1,
-    "eos_token_id": EOS,
-    "tie_word_embeddings": False,
-}
+SHAPE = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024}
+SHAPE |= {"bos_token_id": 1, "eos_token_id": EOS, "tie_word_embeddings": False}
 
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 1e4,
-    "attention_factor": 1.0,
-    "original_max_position_embeddings": 64,
-    "short_factor": [1.0 + 0.1 * i for i in range(8)],
-    "long_factor": [2.0 + 3.0 * i for i in range(8)],
-}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "attention_factor": 1.0, "original_max_position_embeddings": 64}
+LONGROPE |= {"short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [2.0 + 3.0 * i for i in range(8)]}
 """For heads of `SHAPE`: a request of up to 64 positions has other rotations than a longer one."""
 
 _root = tempfile.TemporaryDirectory(prefix="treespec-tests-")
@@ -143,11 +127,10 @@ def reduce_vocabulary(folder: Path, draft: Path, target_ids: np.ndarray, size: i
 
 def first_layers(folder: Path, target: Path, count: int) -> Path:
     """A draft of the target's embedding, first layers, norm and head."""
-    folder.mkdir()
-    tensors = load_file(target / "model.safetensors")
+    make_draft(folder, target, 0, noise=0.0)
+    tensors = load_file(folder / "model.safetensors")
     kept = {n: t for n, t in tensors.items() if ".layers." not in n or int(n.split(".")[2]) < count}
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
-    shutil.copy(target / "config.json", folder)
     return edit_config(folder, num_hidden_layers=count)
 
 
@@ -265,25 +248,17 @@ def assert_same_tree(ours: TokenTree, theirs: TokenTree, rtol: float = 0.0) -> N
 
 
 class OracleDrafter:
-    """Proposes the true continuation, `depth` deep, with wrong siblings before every true node.
-
-    Args:
-        truths: whole sequences, prompt and output; a request is recognised by its tokens so far.
-        depth: levels to propose.
-        wrong: wrong siblings per level, with children of their own where `bushy`.
-        vocab: token ids to take wrong ones from.
-        sure: the probability that it gives the truth.
-    """
+    """Proposes the true continuation, `depth` deep, with wrong siblings before every true node."""
 
     def __init__(
         self,
-        truths: Iterable[Sequence[int]],
+        truths: Iterable[Sequence[int]],  # prompt and output; a request is recognised by its tokens so far
         depth: int,
-        wrong: int = 2,
+        wrong: int = 2,  # siblings per level, with children of their own where `bushy`
         bushy: bool = False,
         name: str = "oracle",
-        vocab: int = VOCAB,
-        sure: float = 0.9,
+        vocab: int = VOCAB,  # of the wrong tokens
+        sure: float = 0.9,  # the probability that it gives the truth
     ):
         self.truths, self.depth, self.wrong = [list(truth) for truth in truths], depth, wrong
         self.bushy, self.name, self.vocab, self.sure = bushy, name, vocab, sure

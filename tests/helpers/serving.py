@@ -9,6 +9,7 @@ from typing import Any
 
 import httpcore2
 import uvicorn
+from openai import OpenAI
 
 from treespec import LLM, AsyncLLM, SamplingParams
 from treespec.serve.app import create_app
@@ -24,11 +25,11 @@ PATIENCE = 60  # seconds
 httpcore2.default_ssl_context = functools.cache(httpcore2.default_ssl_context)
 
 
-def wait_until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + PATIENCE
+def wait_until(condition: Callable[[], object], patience: float = PATIENCE) -> None:
+    end = time.monotonic() + patience
     while not condition():
         assert time.monotonic() < end
-        time.sleep(0.002)
+        time.sleep(2e-3 if patience == PATIENCE else 0.5)
 
 
 def assert_all_pages_are_back(llm: LLM) -> None:
@@ -46,12 +47,14 @@ def serving(engine: AsyncLLM, **options: Any) -> Iterator[str]:
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        end = time.monotonic() + 60
-        while not server.started:
-            assert thread.is_alive() and time.monotonic() < end
-            time.sleep(0.01)
+        wait_until(lambda: server.started or not thread.is_alive())
+        assert server.started
         host, port = server.servers[0].sockets[0].getsockname()
         yield f"http://{host}:{port}"
     finally:
         server.should_exit = True
         thread.join()
+
+
+def client_of(url: str) -> OpenAI:
+    return OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)

@@ -44,18 +44,12 @@ def part_ways(request: Request, tree: TokenTree, logits: Tensor) -> None:
 
 @dataclass
 class Driven:
-    """What a drive has seen.
+    """What a drive has seen."""
 
-    Attributes:
-        logits, unequal: as `recorded`, before any noise.
-        peak: the most pages that were held at a time.
-        running: the running requests after each step.
-    """
-
-    logits: dict[Prefix, Tensor]
+    logits: dict[Prefix, Tensor]  # as `recorded`, before any noise
     unequal: list[Prefix]
-    peak: int = 0
-    running: list[list[Request]] = field(default_factory=list)
+    peak: int = 0  # the most pages that were held at a time
+    running: list[list[Request]] = field(default_factory=list)  # after each step
 
 
 def drive(llm: LLM, requests: Sequence[Request], change: Any = part_ways) -> Driven:
@@ -125,11 +119,9 @@ def guarded(llm: LLM) -> Iterator[None]:
 def run_at_random_times(
     llm: LLM, asked: Sequence[tuple[Any, ...]], seed: int, aborts: float
 ) -> dict[int, RequestOutput]:
-    """Add and abort requests at random times; return the outputs of those that ended by themselves, by number.
+    """Add requests of a prompt, parameters, spec and priority at random times, and abort one before some steps.
 
-    Args:
-        asked: prompt, parameters, spec and priority of each request.
-        aborts: the probability that a step is followed by an abort.
+    Returns the outputs of those that ended by themselves, by number; `aborts` is the probability of an abort.
     """
     rng, engine, waiting = np.random.default_rng(seed), LLMEngine(llm), dict(enumerate(asked))
     outputs: dict[int, RequestOutput] = {}

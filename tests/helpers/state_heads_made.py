@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.helpers.heads_made import TargetShape, matrix
+from tests.helpers.heads_made import TargetShape, matrix, write_head
 
 MedusaLayout = Literal["authors", "tgi", "vllm"]
 
@@ -42,23 +42,16 @@ def write_medusa(
         if not (shared and i):
             name = f"lm_heads.{i}" if layout == "vllm" else f"{i}.{layers}"
             tensors[f"{name}.weight"] = matrix(target.vocab_size, hidden, 2.0, generator)
-    config: dict[str, Any] = {
-        "medusa_num_heads": heads,
-        "medusa_num_layers": layers,
-        "base_model_name_or_path": "target",
-    }
+    config: dict[str, Any] = {"medusa_num_heads": heads, "medusa_num_layers": layers}
+    config |= {"base_model_name_or_path": "target"}
     if layout == "vllm":
         config = {"model_type": "medusa", "architectures": ["MedusaModel"], "hidden_size": hidden, "num_heads": heads}
         config |= {"num_hidden_layers": layers, "vocab_size": target.vocab_size, "medusa_fc_bias": bias}
         config |= {"truncated_vocab_size": mapped or target.vocab_size, "original_lm_head": shared}
         if mapped is not None:
             tensors["token_map"] = torch.randperm(target.vocab_size, generator=generator)[:mapped].sort().values
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    if layout == "authors":
-        torch.save(tensors, folder / "medusa_lm_head.pt")
-    else:
-        save_file(tensors, folder / ("model.safetensors" if layout == "vllm" else "medusa_lm_head.safetensors"))
+    files = {"authors": "medusa_lm_head.pt", "tgi": "medusa_lm_head.safetensors", "vllm": "model.safetensors"}
+    write_head(folder, config, tensors, files[layout])
 
 
 def write_speculator(
@@ -77,9 +70,7 @@ def write_speculator(
     config = {"model_type": "mlp_speculator", "architectures": ["MLPSpeculatorPreTrainedModel"], "n_predict": depths}
     config |= {"vocab_size": target.vocab_size, "emb_dim": target.hidden_size, "inner_dim": inner}
     config |= {"tie_weights": tied, "scale_input": scaled}
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors")
+    write_head(folder, config, tensors)
 
 
 def reference_medusa(folder: Path, state: Tensor, depth: int) -> Tensor:

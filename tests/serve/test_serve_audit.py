@@ -7,18 +7,13 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.helpers.serving import NAME, PATIENCE, serving, wait_until
+from tests.helpers.serving import NAME, PATIENCE, client_of, serving, wait_until
 from tests.helpers.speech import scripted
 from treespec import LLM, AsyncLLM
 
 pytestmark = pytest.mark.usefixtures("gives_all_pages_back")
-
-
-def client_of(url: str) -> OpenAI:
-    return OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
 
 
 @pytest.mark.slow
@@ -79,11 +74,9 @@ def test_the_audit_finds_what_differs(engine: AsyncLLM, llm: LLM, caplog: pytest
     prompt = llm.get_tokenizer().encode("def add(")
     with serving(engine, audit=1) as url, client_of(url) as client, caplog.at_level(logging.ERROR, "treespec"):
         arguments: dict[str, Any] = {"model": NAME, "prompt": prompt, "max_tokens": 8, "temperature": 0, "seed": 77}
-        with llm.between_rounds():  # nothing is decoded again before the script ends
-            pass
-        blocker = client.completions.create(
-            model=NAME, prompt="x", max_tokens=200, stream=True, extra_body={"ignore_eos": True}
-        )
+        # Beside a running request, nothing is decoded again before the script ends.
+        extra = {"ignore_eos": True}
+        blocker = client.completions.create(model=NAME, prompt="x", max_tokens=200, stream=True, extra_body=extra)
         with llm.add_round_observer(lambda record: time.sleep(0.01)):
             with scripted(llm, [[*prompt, *range(20, 28)]]):
                 answer = client.completions.create(**arguments, extra_body={"return_token_ids": True})

@@ -10,18 +10,11 @@ from typing import Any
 import pytest
 
 from tests.helpers.serving import serving
-from tests.helpers.speech import speaking_llm
 from treespec import AsyncLLM
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright for Python")
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium, on PATH or in $CHROMIUM")
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[AsyncLLM]:
-    with AsyncLLM(speaking_llm(max_num_seqs=3)) as engine:
-        yield engine
 
 
 @pytest.fixture(scope="module")

@@ -15,15 +15,15 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from openai import OpenAI
 
 from tests.helpers.commands import ROOT
+from tests.helpers.serving import client_of, wait_until
 from treespec import LLM, SamplingParams
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
 
-PATIENCE = 300.0
+PATIENCE = 300.0  # seconds, for engines that start
 MARK = f"TREESPEC_TEST={uuid.uuid4().hex}"
 
 
@@ -36,30 +36,19 @@ def url() -> Iterator[str]:
     name, value = MARK.split("=")
     with subprocess.Popen(command, cwd=ROOT, env=os.environ | {name: value}, start_new_session=True) as program:
         try:
-            wait_until(lambda: len(pids_of_replicas()) == 2 and is_served(f"http://127.0.0.1:{port}/v1"))
-            yield f"http://127.0.0.1:{port}/v1"
+            wait_until(lambda: len(pids_of_replicas()) == 2 and is_served(f"http://127.0.0.1:{port}"), PATIENCE)
+            yield f"http://127.0.0.1:{port}"
             program.terminate()
             program.wait(PATIENCE)
         finally:
             program.kill()
 
 
-def wait_until(condition: Any) -> None:
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.5)
-
-
 def is_served(url: str) -> bool:
     try:
-        return bool(connected(url).models.list().data)
+        return bool(client_of(url).models.list().data)
     except openai.OpenAIError:
         return False
-
-
-def connected(url: str) -> OpenAI:
-    return OpenAI(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE)
 
 
 def pids_of_replicas() -> list[int]:
@@ -82,43 +71,35 @@ def test_a_replica_that_dies(url: str) -> None:
     wrong, errors, right, stops = list[Any](), list[str](), list[float](), threading.Event()
 
     def load(streams: bool) -> None:
-        with connected(url) as client:
+        with client_of(url) as client:
             while not stops.is_set():
                 try:
-                    if streams:
-                        chunks = [*client.completions.create(**arguments, stream=True)]
-                        choices = [choice for chunk in chunks for choice in chunk.choices]
-                        text, reason = "".join(choice.text for choice in choices), None
-                        if choices:
-                            reason = choices[-1].finish_reason
-                    else:
-                        choice = client.completions.create(**arguments).choices[0]
-                        text, reason = choice.text, choice.finish_reason
+                    answer: Any = client.completions.create(**arguments, stream=streams)
+                    choices = [choice for chunk in (answer if streams else [answer]) for choice in chunk.choices]
                 except (openai.APIError, httpx2.HTTPError) as error:  # the latter in the middle of a stream
                     errors.append(f"{type(error).__name__}: {error}")
                     continue
-                if (text, reason) == (expected.text, expected.finish_reason):
+                text, reasons = "".join(choice.text for choice in choices), [each.finish_reason for each in choices]
+                if (text, reasons[-1:]) == (expected.text, [expected.finish_reason]):
                     right.append(time.monotonic())
                 else:
-                    wrong.append((streams, text, reason))
+                    wrong.append((streams, text, reasons[-1:]))
 
     threads = [threading.Thread(target=load, args=(place % 2 == 0,)) for place in range(6)]
     for thread in threads:
         thread.start()
     try:
-        wait_until(lambda: len(right) >= 12 or wrong)
+        wait_until(lambda: len(right) >= 12 or wrong, PATIENCE)
         first, _ = pids = pids_of_replicas()
         os.kill(first, signal.SIGKILL)
         killed, before = time.monotonic(), len(right)
-        wait_until(lambda: len(right) >= before + 12 or wrong)
-        wait_until(lambda: len(new := pids_of_replicas()) == 2 and new != pids)
+        wait_until(lambda: len(right) >= before + 12 or wrong, PATIENCE)
+        wait_until(lambda: len(new := pids_of_replicas()) == 2 and new != pids, PATIENCE)
         restarted = len(right)
-        wait_until(lambda: len(right) >= restarted + 12 or wrong)
+        wait_until(lambda: len(right) >= restarted + 12 or wrong, PATIENCE)
     finally:
         stops.set()
         for thread in threads:
             thread.join()
-    print(
-        f"{len(right)} right, {len(wrong)} wrong, {len(errors)} errors in {time.monotonic() - killed:.0f} s:", *errors
-    )
+    print(f"{len(right)} right, {len(errors)} errors in {time.monotonic() - killed:.0f} s:", *errors)
     assert not wrong and all(errors)

@@ -1,0 +1,180 @@
+"""What `treespec serve` refuses: bodies that no client sends, strangers, options; and the command itself."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import httpx2
+import pytest
+from openai import OpenAI
+
+from tests.helpers.commands import ROOT, run
+from tests.helpers.serving import NAME, PATIENCE, client_of, serving
+from treespec import AsyncLLM
+from treespec.serve.protocol import ChatBody, CompletionBody, GenerationBody
+
+pytestmark = pytest.mark.usefixtures("gives_all_pages_back")
+
+MESSAGES: list[Any] = [{"role": "user", "content": "def add("}]
+
+DEEP = "[" * 50_000 + "]" * 50_000
+BAD: list[tuple[Any, str, int]] = [
+    ("{", "not JSON", 400),
+    ("3", "body=3: ", 400),
+    (DEEP, "", 400),
+    ({"prompt": "x", "model": "absent"}, "model 'absent'", 404),
+    ({}, "prompt: Field required", 400),
+    ({"prompt": []}, "give at least one", 400),
+    ({"prompt": ""}, "an empty prompt", 400),
+    ({"prompt": [600]}, "prompt token 600", 400),
+    ({"prompt": "x" * 3000}, "leaves room for at most 255", 400),
+    ({"prompt": "\ud800"}, "lone surrogate", 400),
+    ({"prompt": ["x"] * 1000, "n": 2, "temperature": 1}, "at most 1024 choices", 400),
+    ({"prompt": "x", "temperature": -1}, "temperature=-1", 400),
+    ({"prompt": "x", "temperature": float("nan")}, "temperature", 400),
+    ({"prompt": "x", "n": 1000}, "n=1000: ", 400),
+    ({"prompt": "x", "logprobs": 21}, "logprobs=21: ", 400),
+    ({"prompt": "x", "logit_bias": {"a": 1}}, "'a' is no token id", 400),
+    ({"prompt": "x", "stop": ["a"] * 5000}, "stop: 5000 texts", 400),
+    ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options go with stream", 400),
+    ({"prompt": "x", "stream": True, "stream_options": {"usage": True}}, "stream_options.usage", 400),
+    ({"prompt": "x", "temprature": 1}, "unknown 'temprature' (did you mean 'temperature'?)", 400),
+    ({"prompt": "x", **{f"field{i}": i for i in range(3000)}}, "unknown 'field0'", 400),
+    ({"prompt": "x", "x" * 50_000: 1}, "unknown 'xxx", 400),
+    ({"prompt": "x", "echo": True}, "echo is not supported", 400),
+    ({"prompt": "x", "speculation": {"nodes": 4096}}, "nodes=4096", 400),
+    ({"prompt": "x", "speculation": {"node": 4}}, "SpecConfig: unknown 'node'", 400),
+    ({"prompt": "x", "structured_outputs": {"regex": "("}}, "regex", 400),
+    ({"prompt": "x", "response_format": {"type": "json_schema"}}, "json_schema goes with", 400),
+    ({"prompt": "x", "stream": True, "temperature": -1}, "temperature=-1", 400),
+    ({"prompt": "x" * 200_000}, "more than 100000 bytes", 413),
+    ({"prompt": "x", "priority": 1}, "scheduling_policy", 400),
+    ({"messages": []}, "no messages", 400),
+    ({"messages": [{"role": 3}]}, "messages.0.role=3: ", 400),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "content part", 400),
+    ({"prompt": "x", "rounds": True}, "rounds=true goes with stream=true", 400),
+    ({"prompt": ["x", "y"], "rounds": True, "stream": True}, "2 prompts with rounds=true", 400),
+    ({"messages": MESSAGES, "chat_template": "{{ 1 }}"}, "unknown 'chat_template'", 400),
+    ({"messages": MESSAGES, "chat_template_kwargs": {"tokenize": True}}, "chat template", 400),
+    ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs goes with", 400),
+]
+
+
+@pytest.mark.parametrize(("body", "message", "status"), BAD)
+def test_bad_bodies(url: str, body: Any, message: str, status: int) -> None:
+    text = body if isinstance(body, str) else json.dumps(body)
+    path = "/v1/chat/completions" if '"messages"' in text else "/v1/completions"
+    answer = httpx2.post(url + path, content=text, headers={"content-type": "application/json"}, timeout=PATIENCE)
+    error = answer.json()["error"]
+    assert answer.status_code == status and message in error["message"], answer.text
+    assert error.keys() == {"message", "type", "param", "code"} and len(answer.content) < 5000
+
+
+@pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
+def test_wrong_values_of_every_field(url: str, kind: type[GenerationBody]) -> None:
+    """Each is accepted, or refused with the names of the field and the value."""
+    path, body = "/v1/completions", {"prompt": "x", "max_tokens": 1}
+    if kind is ChatBody:
+        path, body = "/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1, "tool_choice": "none"}
+    with httpx2.Client(timeout=PATIENCE) as client:
+        for name in kind.model_fields:
+            refused = []
+            for value in ("wrong", -1.5, {"wrong": 1}, [["wrong"]]):
+                answer = client.post(url + path, json={**body, name: value})
+                if answer.status_code == 200:
+                    continue
+                message = answer.json()["error"]["message"]
+                assert answer.status_code in (400, 404), (name, value, answer.text)
+                assert name in message or "unknown 'wrong'" in message, (name, value, message)
+                quoted = (str(value)[:5], "=true", "wrong", "Field required")
+                assert any(text in message for text in quoted), (name, value, message)
+                refused.append(value)
+            assert len(refused) >= 2, name
+
+
+def test_fields_of_openai_that_change_no_token(client: OpenAI) -> None:
+    ignored: dict[str, Any] = {"user": "u", "store": False, "metadata": {"a": "b"}, "service_tier": "auto"}
+    ignored |= {"modalities": ["text"], "reasoning_effort": "low"}
+    answer = client.chat.completions.create(model=NAME, messages=MESSAGES, max_tokens=2, **ignored)
+    assert answer.usage is not None and answer.usage.completion_tokens <= 2
+
+
+def test_other_paths(url: str) -> None:
+    for path, method, status in (("absent", "GET", 404), ("v1/completions", "GET", 405), ("v1/models/x", "GET", 404)):
+        answer = httpx2.request(method, f"{url}/{path}")
+        assert answer.status_code == status and answer.json()["error"]["message"].startswith(("GET", "model"))
+    plain = httpx2.post(f"{url}/v1/completions", content='{"prompt": "x"}', headers={"content-type": "text/plain"})
+    assert plain.status_code == 400, "a web page could send this without asking"
+
+
+def test_keys_hosts_and_sizes(engine: AsyncLLM, url: str) -> None:
+    def chunks() -> Iterator[bytes]:
+        for _ in range(100):
+            yield b" " * 10_000
+
+    assert httpx2.get(f"{url}/v1/models", headers={"host": "example.com"}).status_code == 403
+    for host in ("localhost", "localhost:80", "[::1]:80"):
+        assert httpx2.get(f"{url}/v1/models", headers={"host": host}).status_code == 200
+    headers = {"content-type": "application/json"}
+    assert httpx2.post(f"{url}/v1/completions", content=chunks(), headers=headers).status_code == 413
+    with serving(engine, api_key="secret") as guarded:
+        for path in ("/health", "/", "/page/page.js"):
+            assert httpx2.get(guarded + path).status_code == 200
+        for key in ("", "Bearer wrong", "secret", b"Bearer \xe9"):
+            for path in ("/v1/models", "/metrics", "/tokenize"):
+                answer = httpx2.get(guarded + path, headers={"authorization": key})
+                assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+        headers = {"authorization": "Bearer secret", "host": "example.com"}
+        assert httpx2.get(f"{guarded}/v1/models", headers=headers).status_code == 200
+
+
+# --- the command
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--speculative-config", "{"], "is not JSON"),
+        (["--speculative-config", '{"method": "eagle3"}'], "'eagle3'} is not supported; use drafts="),
+        (["--speculative-config", '{"num_speculative_tokens": 0}'], "num_speculative_tokens=0"),
+        (["--speculative-config", '{"num_speculative_tokens": 3}', "--nodes", "8"], "give one of them"),
+        (["--no-spec", "--nodes", "8"], "--no-spec is plain decoding"),
+        (["--chat-template", "/absent"], "/absent"),
+        (["--tool-call-parser", "xml"], "'xml'; valid: 'auto', 'hermes', 'llama3_json', 'mistral', 'qwen3_coder'"),
+        (["--reasoning-parser", "xml"], "'xml'; valid: 'auto', 'think'"),
+        (["--audit", "2"], "audit=2.0"),
+        (["--request-timeout", "0"], "request_timeout=0.0; valid"),
+        (["--port", "70000"], "port=70000"),
+        (["/absent/model"], "/absent/model"),
+    ],
+)
+def test_refused_options(options: list[str], message: str) -> None:
+    assert message in run("serve", *options, code=2).stderr
+
+
+def test_replicas_need_ray() -> None:
+    options, message = (["--port", "0"], "other than 0") if find_spec("ray") else ([], "[serve,ray]")
+    assert message in run("serve", "--replicas", "2", *options, code=2).stderr
+
+
+@pytest.mark.slow
+def test_the_command_serves_until_it_is_interrupted() -> None:
+    command = [sys.executable, "-m", "treespec", "serve", "embedded", "--port", "0", "--served-model-name", "m"]
+    command += ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 7}', "--max-model-len", "256"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True) as program:
+        assert program.stderr is not None
+        try:
+            lines = iter(program.stderr.readline, "")
+            url = next(line.split("running on ")[1].split()[0] for line in lines if "running on http" in line)
+            arguments: dict[str, Any] = {"model": "m", "prompt": "def add(a, b):", "max_tokens": 8, "temperature": 0}
+            create = client_of(url).completions.create
+            tree, plain = (create(**arguments, extra_body=extra) for extra in ({}, {"speculation": "off"}))
+            assert tree.choices[0].text == plain.choices[0].text
+            program.send_signal(signal.SIGINT)
+            assert program.wait(PATIENCE) == 0
+        finally:
+            program.kill()

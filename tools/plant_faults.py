@@ -86,7 +86,7 @@ FAULTS = (
         ENGINE + "cache/kv_cache.py",
         "        self._dirty[pages] |= scrub\n",
         "        self._dirty[pages] = scrub\n",
-        "cache/test_sharing_random.py::test_random_holders",
+        "cache/test_cache.py::test_random_holders",
     ),
     Fault(
         "cache: one slot of a shared prompt is not copied",

@@ -1,6 +1,8 @@
 """The KV cache against a list-of-lists model: pages, commits in place, leaks, scrubbing."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -126,19 +128,19 @@ class Model:
             assert not pool[:, :, 0].any(), "something was written to the null page"
 
 
-@pytest.mark.parametrize("seed", quick(range(4), (0,)))
+@pytest.mark.parametrize("seed", quick(range(2), (0,)))
 def test_random_accept_paths(seed: int) -> None:
-    """1,200 paths each, over requests that come and go in fragmented pages."""
+    """600 paths each, over requests that come and go in fragmented pages."""
     model = Model(new_cache(), seed)
     paths, rounds = 0, 0
-    while paths < 1200:
+    while paths < 600:
         if len(model.requests) < 5 and model.rng.random() < 0.3:
             model.admit()
         if model.requests and model.rng.random() < 0.03:
             model.leave()
         paths += model.round()
         rounds += 1
-        if rounds % 40 == 0:
+        if rounds % 30 == 0:
             model.compare()
     model.compare()
     assert 0 < model.scattered < model.count, "only one kind of page list was met"
@@ -170,15 +172,6 @@ def test_a_commit_moves_bits(dtype: torch.dtype) -> None:
         (to_page, to_offset), (page, offset) = at(PAGE_SIZE - 3 + step), at(PAGE_SIZE - 3 + int(node))
         expected[:, :, to_page, :, to_offset] = before[0][:, :, page, :, offset]
     assert torch.equal(cache.pools[0].view(size), expected.view(size))
-
-
-def test_nothing_to_commit() -> None:
-    cache = new_cache(4)
-    cache.commit(0, [], [], [])
-    pages = cache.reserve("a", 10)
-    cache.commit(0, [pages], [3], [np.empty(0, dtype=np.int64)])
-    cache.commit(1, [pages], [3], [np.arange(4)])
-    assert not any(pool.any() for pool in cache.pools)
 
 
 def test_pages_in_line_are_preferred() -> None:
@@ -240,50 +233,21 @@ def test_scrub_of_slots(first: int, count: int, pool: int) -> None:
     assert (cache.pools[1 - pool] == 7).all(), "another pool was touched"
 
 
-def test_integrity_sees_what_is_wrong() -> None:
-    def broken(change: str) -> KVCache:
-        cache = new_cache(6)
-        pages = cache.reserve("a", 2 * PAGE_SIZE)
-        held, holders, dirty = cache._held, cache._holders, cache._dirty
-        if change == "uncounted":
-            held["b"] = pages[:1]
-        elif change == "lost":
-            held.pop("a")
-        elif change == "free and held":
-            holders[pages[0]] = 0
-        elif change == "twice":
-            held["a"] = pages[[0, 0]]
-        elif change == "stale":
-            dirty[6] = True
-        else:
-            holders[0] = 1
-        return cache
-
-    for change, message in {
-        "uncounted": "more often than counted",
-        "lost": "lost",
-        "free and held": "more often than counted",
-        "twice": "holds a page twice",
-        "stale": "not scrubbed",
-        "null": "null page",
-    }.items():
-        with pytest.raises(AssertionError, match=message):
-            broken(change).check_integrity()
+BROKEN: dict[str, Callable[[KVCache, np.ndarray], Any]] = {
+    "more often than counted": lambda cache, pages: cache._held.update(b=pages[:1]),
+    "lost": lambda cache, pages: cache._held.pop("a"),
+    "holds a page twice": lambda cache, pages: cache._held.update(a=pages[[0, 0]]),
+    "not scrubbed": lambda cache, pages: cache._dirty.__setitem__(6, True),
+    "null page": lambda cache, pages: cache._holders.__setitem__(0, 1),
+}
 
 
-def test_misuse_is_refused() -> None:
-    cache = new_cache(3)
-    cache.reserve("a", PAGE_SIZE)
-    with pytest.raises(AssertionError, match="holds pages already"):
-        cache.reserve("a", PAGE_SIZE)
-    with pytest.raises(AssertionError, match="can_reserve"):
-        cache.reserve("b", 3 * PAGE_SIZE)
-    cache.check_integrity()
-
-
-def test_bytes_are_as_planned() -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        assert new_cache(7, dtype).nbytes == 8 * KVCache.bytes_per_page(SHAPES, dtype)
+@pytest.mark.parametrize("message", BROKEN)
+def test_integrity_sees_what_is_wrong(message: str) -> None:
+    cache = new_cache(6)
+    BROKEN[message](cache, cache.reserve("a", 2 * PAGE_SIZE))
+    with pytest.raises(AssertionError, match=message):
+        cache.check_integrity()
 
 
 def test_a_page_that_is_allocated_again_holds_no_cached_prefix() -> None:
@@ -294,3 +258,81 @@ def test_a_page_that_is_allocated_again_holds_no_cached_prefix() -> None:
     assert len(cache.prefixes.find(keys).pages) == 2
     cache.reserve("second", 2 * PAGE_SIZE)
     assert len(cache.prefixes.find(keys).pages) == 0
+
+
+# --- pages with several holders
+
+
+@pytest.mark.parametrize("seed", quick(range(3), (0,)))
+def test_random_holders(seed: int) -> None:
+    """Reference counts against sets: pages are free as soon as nobody holds them, and zeroed if anybody asked."""
+    cache = new_cache(20)
+    rng, held, dirty, count = np.random.default_rng(seed), {}, set(), 0
+    filled = [pool.fill_(1.0) for pool in cache.pools]
+    for _ in range(1500):
+        kind = rng.random()
+        if kind < 0.5 or not held:
+            slots, source = int(rng.integers(1, 5 * PAGE_SIZE)), list(held.values())[-1] if held else np.empty(0, int)
+            shared = source[: int(rng.integers(0, min(len(source), pages_for(slots)) + 1))]
+            if cache.can_reserve(slots, len(shared)):
+                count += 1
+                pages = cache.reserve(f"r{count}", slots, shared)
+                assert pages[: len(shared)].tolist() == shared.tolist() and len(pages) == pages_for(slots)
+                held[f"r{count}"] = pages
+        else:
+            name, scrub = str(rng.choice(list(held))), bool(rng.integers(2))
+            gone = set(held.pop(name).tolist())
+            cache.release(name, scrub)
+            dirty |= gone if scrub else set()
+            free = gone - {page for pages in held.values() for page in pages.tolist()}
+            for pool in filled:
+                for page in gone:
+                    assert bool(pool[:, :, page].any()) != (page in dirty and page in free)
+                pool[:, :, list(free)] = 1.0
+            dirty -= free
+        every = [page for pages in held.values() for page in pages.tolist()]
+        assert cache.num_holders(np.arange(21)).tolist() == [every.count(page) for page in range(21)]
+        assert cache.num_free == 20 - len(set(every))
+        cache.check_integrity()
+
+
+def test_what_is_handed_over() -> None:
+    """The first slots stay, in every pool; what stands behind them in their page is zeroed, and the rest is free."""
+    cache = new_cache(6)
+    pages = cache.reserve("leader", 4 * PAGE_SIZE)
+    for pool in cache.pools:
+        pool.fill_(float("nan"))
+        pool[:, :, pages[0]] = 2.0
+        pool[:, :, pages[1], :, :10] = 3.0
+    other = cache.reserve("other", 2 * PAGE_SIZE, pages[:1])
+    cache.copy_slots(pages[1], other[1], 10)
+    kept = cache.transfer("leader", "group", PAGE_SIZE + 10, scrub=True)
+    assert kept.tolist() == pages[:2].tolist()
+    assert cache.num_holders(pages).tolist() == [2, 1, 0, 0]
+    for pool in cache.pools:
+        assert (pool[:, :, pages[0]] == 2).all()
+        for page in (pages[1], other[1]):
+            assert (pool[:, :, page, :, :10] == 3).all()
+        assert not pool[:, :, pages[1], :, 10:].any() and not pool[:, :, pages[2:]].any()
+    cache.release("group")
+    cache.release("other")
+    for pool in cache.pools:
+        assert not pool[:, :, pages].any(), "the leader asked for clean pages"
+    cache.check_integrity()
+
+
+@pytest.mark.slow
+def test_shared_pages_are_not_written() -> None:
+    cache = new_cache(6)
+    pages = cache.reserve("a", 2 * PAGE_SIZE)
+    cache.reserve("b", 3 * PAGE_SIZE, pages[:1])
+    refused: list[Any] = [
+        lambda: cache.copy_slots(pages[1], pages[0], 5),
+        lambda: cache.scrub_slots(0, pages, 0, 1),
+        lambda: cache.reserve("c", PAGE_SIZE, np.array([6])),
+        lambda: cache.reserve("c", PAGE_SIZE, pages),
+    ]
+    for misuse in refused:
+        with pytest.raises(AssertionError):
+            misuse()
+    cache.check_integrity()

@@ -14,7 +14,7 @@ from tests.helpers.child import runs_alone
 from tests.helpers.models import greedy, make_llama, new_folder, open_llm, random_prompts, tiny
 from treespec import SpecConfig
 from treespec.utils import memory
-from treespec.utils.memory import _available, _left_in_group, free_memory, lazy_zeros
+from treespec.utils.memory import _available, _left_in_group, lazy_zeros
 from treespec_kernels.cpu import huge_pages
 
 CPU = torch.device("cpu")
@@ -47,15 +47,15 @@ def test_memory_is_constant_over_4000_tokens(request: pytest.FixtureRequest) -> 
     if not runs_alone(request.node.nodeid):
         return
     target, drafts = tiny()
-    llm = open_llm(target, drafts[:1], max_num_seqs=8, max_model_len=600)
+    llm = open_llm(target, drafts[:1], max_num_seqs=8, max_model_len=250)
     prompts, spec = random_prompts([5, 60, 90, 33, 64, 1, 20, 77]), SpecConfig(nodes=16)
-    for tokens in (500, 250):  # every page was touched, every shape was met, and the heap has its final size
+    for tokens in (150, 100):  # every page was touched, every shape was met, and the heap has its final size
         llm.generate(prompts, greedy(tokens), spec=spec)
     gc.collect()
     before, tensors = resident_bytes(), sum(tensor_bytes().values())
-    for _ in range(2):
-        outputs = llm.generate(prompts, greedy(250), spec=spec)
-        assert sum(output.metrics.generated_tokens for output in outputs) == 2000
+    for _ in range(5):
+        outputs = llm.generate(prompts, greedy(100), spec=spec)
+        assert sum(output.metrics.generated_tokens for output in outputs) == 800
     del outputs
     gc.collect()
     assert sum(tensor_bytes().values()) == tensors
@@ -86,12 +86,6 @@ def test_zeros_take_no_memory_before_they_are_written() -> None:
     part = zeros[1]
     del zeros
     assert part[100, 0] == 3, "a view keeps the memory"
-
-
-@pytest.mark.parametrize("size", [(), (0, 4), (2, 3, 5)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_zeros_of_every_shape(size: tuple[int, ...], dtype: torch.dtype) -> None:
-    assert torch.equal(lazy_zeros(size, dtype, CPU), torch.zeros(size, dtype=dtype))
 
 
 @reads_proc
@@ -126,13 +120,6 @@ def test_where_nothing_says_what_is_free(tmp_path: Path, caplog: pytest.LogCaptu
     with mock.patch("os.sysconf", side_effect=ValueError("unrecognized configuration name")):
         assert _available(nowhere) == memory.UNKNOWN
     assert "assuming 8 GiB" in caplog.text
-
-
-def test_the_tighter_limit_counts() -> None:
-    with mock.patch.object(memory, "_available", lambda: 500), mock.patch.object(memory, "_left_in_group", lambda: 300):
-        assert free_memory(CPU) == 300
-    with mock.patch.object(memory, "_available", lambda: 500), mock.patch.object(memory, "_left_in_group", lambda: -1):
-        assert free_memory(CPU) == 0
 
 
 @pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="needs Linux")

@@ -1,6 +1,5 @@
 """Samples of one prompt share its pages: the same tokens and bits, fewer pages, and no write that another would see."""
 
-from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,16 +20,6 @@ LENGTHS = (1, 63, 64, 130)
 COUNTS = (3, 8, 5, 6, 1)  # more than run at a time, and the leader ends first
 NODES = SpecConfig(nodes=8, max_depth=3, sources=("ssm",))  # what it drafts depends on the SSMs alone
 ALL: tuple[int, ...] = (0, 1, 2)
-
-
-def spy(function: Callable[..., None], seen: list[list[Request]]) -> Callable[..., None]:
-    """The function, noting the requests that it is called with."""
-
-    def noting(ssm: int, requests: Sequence[Request]) -> None:
-        seen.append(list(requests))
-        function(ssm, requests)
-
-    return noting
 
 
 def compare(
@@ -68,23 +57,6 @@ def test_tokens_and_bits_are_those_of_samples_on_their_own(
     assert llm.stats()["prefill_tokens"] - before == (len(group) + 1) * (length - 1)
     if spec == NODES:  # the SSMs' K/V and trust are the same too: so are their trees
         assert alone.logits.keys() == shared.logits.keys()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("chunk", [32, 512])
-def test_a_prompt_is_not_read_where_ssms_are_not_expected_to_draft(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They draft for none of its samples then: who shares it may not write to it. A fixed tree's SSMs read."""
-    llm = open_llm(tiny()[0], tiny()[1], max_num_seqs=3, prefill_chunk=chunk)
-    assert llm.engine.sources.ssms is not None
-    read: list[list[Request]] = []
-    monkeypatch.setattr(llm.engine.sources.ssms, "read", spy(llm.engine.sources.ssms.read, read))
-    for expected, spec, drafts in ((False, SpecConfig(), False), (True, SpecConfig(), True), (False, NODES, True)):
-        monkeypatch.setattr(llm.engine.host.planner, "expects_ssms", lambda requests, expected=expected: expected)
-        read.clear()
-        _, _, group = compare(llm, random_prompts((100,))[0], spec)
-        assert [request for request in group if llm.engine.sources.ssms.may_draft(request)] == (group if drafts else [])
-        of_group = [request for requests in read for request in requests if request in group]
-        assert bool(of_group) == drafts
 
 
 @pytest.mark.parametrize("spec", ["off", NODES], ids=["off", "nodes"])

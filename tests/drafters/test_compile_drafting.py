@@ -2,7 +2,6 @@
 nothing."""
 
 import math
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple
@@ -16,14 +15,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.helpers.families import TYPICAL, make_model
+from tests.helpers.lookups import paths_of
 from tests.helpers.models import (
     VOCAB,
     assert_same_tree,
-    greedy,
     make_draft,
     new_folder,
     open_llm,
     random_prompts,
+    reduce_vocabulary,
     tiny,
     tokens_of,
 )
@@ -74,28 +74,40 @@ SPECS = {
     "dynamic": (SpecConfig(nodes=24), {}),
     "static": (SpecConfig(branching=(3, 2, 1)), {}),
     "one a round": (SpecConfig(nodes=12, max_ssms=1), {}),
+    "automatic": (SpecConfig(), {}),
     "families": (SpecConfig(nodes=24), {}),
+    "a reduced one": (SpecConfig(nodes=24), {}),
+    "a broken one": (SpecConfig(nodes=24), {}),
     "coupled": (SpecConfig(nodes=24), {"temperature": 0.9, "seed": 3}),
     "traversal": (SpecConfig(branching=(2, 2, 1), verification="traversal"), {"temperature": 0.9, "seed": 3}),
 }
 
 
-def drafts_of(target: Path, first: Path, families: bool) -> list[Path]:
-    """Three SSMs of two shapes; or of three families, one with learned positions and one with two ropes."""
+def drafts_of(kind: str, target: Path, first: Path) -> list[Path]:
+    """Three SSMs of two shapes; or of three families, one with learned positions and one with two ropes; or one of them
+    with half of the vocabulary, or with NaN after every second token."""
     root = new_folder("shape")
-    if not families:
-        return [first, *(make_draft(root / f"ssm-{i}", target, i, 0.05) for i in (7, 8))]
-    others = [(name, TYPICAL[name], fitting(TYPICAL[name]) | {"vocab_size": VOCAB}) for name in ("gpt2", "gemma3")]
-    return [first, *(make_model(root / name, case, 3, torch.bfloat16, **sizes) for name, case, sizes in others)]
+    if kind == "families":
+        others = [(name, TYPICAL[name], fitting(TYPICAL[name]) | {"vocab_size": VOCAB}) for name in ("gpt2", "gemma3")]
+        return [first, *(make_model(root / name, case, 3, torch.bfloat16, **sizes) for name, case, sizes in others)]
+    second, third = (make_draft(root / f"ssm-{i}", target, i, 0.05) for i in (7, 8))
+    if kind == "a reduced one":
+        third = reduce_vocabulary(root / "reduced", third, np.append(np.arange(0, VOCAB, 2), -1))
+    if kind == "a broken one":
+        tensors = load_file(third / "model.safetensors")
+        tensors["model.embed_tokens.weight"][::2] = math.nan
+        save_file(tensors, third / "model.safetensors", metadata={"format": "pt"})
+    return [first, second, third]
 
 
 @pytest.mark.parametrize("name", SPECS)
 def test_trees_are_those_of_the_general_path(name: str) -> None:
     """Levels in one call, and `CompiledForest`, against `Forest` and `PlannedLevels` on the same compiled passes, in a
-    batch whose requests end at different times."""
+    batch whose requests end at different times. One call leaves out the noise of unlikely tokens: trees of sampled
+    choices are nearly the same."""
     spec, options = SPECS[name]
     target, (first, *_) = tiny(torch.bfloat16)
-    drafts = drafts_of(target, first, name == "families")
+    drafts = drafts_of(name, target, first)
     prompts = random_prompts((9, 50, 63, 64))
     params = [SamplingParams(max_tokens=count, ignore_eos=True, **options) for count in (6, 14, 9, 20)]
 
@@ -118,50 +130,22 @@ def test_trees_are_those_of_the_general_path(name: str) -> None:
     ):
         theirs, general = run()
     assert ours == theirs
-    if name == "coupled":  # sampled choices are predicted in another way; test_draft_levels.py checks them
-        return
     assert len(compiled.trees) == len(general.trees) > 8
     for (context, tree), (other, expected) in zip(compiled.trees, general.trees, strict=True):
         assert context == other
+        if name == "coupled":
+            said, wanted = paths_of(tree), paths_of(expected)
+            common = said.keys() & wanted.keys()
+            assert len(common) > 0.9 * len(expected)
+            assert all(abs(tree.probs[said[path]] - expected.probs[wanted[path]]) < 0.1 for path in common)
+            continue
         assert_same_tree(tree, expected, rtol=1e-6)
     assert any(len(tree) > 4 for _, tree in compiled.trees)
+    if name == "coupled":
+        return
     for (counts, trusted), (expected_counts, expected_trust) in zip(compiled.rounds, general.rounds, strict=True):
         assert counts == expected_counts
         assert [pytest.approx(weights, rel=1e-5) for weights in expected_trust] == trusted
-
-
-def test_greedy_trees_do_not_depend_on_sampled_neighbours() -> None:
-    target, drafts = tiny(torch.bfloat16)
-    llm = open_llm(target, drafts, compile=True)
-    prompts = random_prompts((9, 50, 63))
-    spec, asked = SpecConfig(nodes=16, sources=("ssm",)), greedy(12)  # lookup learns from all requests
-    with recorded(llm) as alone:
-        expected = tokens_of(llm.generate(prompts, asked, spec))
-    sampled = [SamplingParams(temperature=0.8, seed=seed, max_tokens=12, ignore_eos=True) for seed in range(3)]
-    with recorded(llm) as beside:
-        outputs = llm.generate([*prompts, *random_prompts((20, 31, 40))], [asked] * 3 + sampled, spec)
-    assert tokens_of(outputs)[:3] == expected
-    by_context = dict(beside.trees)
-    for context, tree in alone.trees:
-        assert_same_tree(tree, by_context[context], rtol=1e-6)
-
-
-@pytest.mark.parametrize("spec", [SpecConfig(nodes=16), SpecConfig(branching=(3, 2))], ids=["nodes", "static"])
-def test_a_draft_that_computes_nan_costs_only_time(spec: SpecConfig) -> None:
-    """The one beside it drafts as if it were alone."""
-    target, (*_, good) = tiny()
-    folder = Path(shutil.copytree(good, new_folder("bad-draft") / "ssm-bad"))
-    tensors = load_file(good / "model.safetensors")
-    tensors["model.norm.weight"][3] = math.nan
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    prompts = random_prompts((9, 50, 63))
-    plain = tokens_of(open_llm(target, compile=True).generate(prompts, greedy(16)))
-    passes = []
-    for drafts in ([good], [good, folder]):
-        outputs = open_llm(target, drafts, compile=True).generate(prompts, greedy(16), spec)
-        assert tokens_of(outputs) == plain and all(output.error is None for output in outputs)
-        passes.append([output.metrics.target_passes for output in outputs])
-    assert passes[0] == passes[1] and sum(passes[0]) < 3 * 15
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

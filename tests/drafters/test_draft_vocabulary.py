@@ -18,12 +18,11 @@ from tests.helpers.models import (
     quick,
     random_prompts,
     reduce_vocabulary,
-    tokens_of,
 )
-from treespec import SamplingParams, SpecConfig
+from treespec import SpecConfig
 from treespec.errors import CheckpointError
 from treespec.models.head_vocabulary import HeadVocabulary
-from treespec_weights.draft_vocabulary import FILE, expand_embedding, read_draft_vocabulary, write_draft_vocabulary
+from treespec_weights.draft_vocabulary import FILE, read_draft_vocabulary, write_draft_vocabulary
 
 KNOWN = 256
 
@@ -76,21 +75,6 @@ def test_compiled_and_eager_drafts_grow_the_same_trees_as_a_masked_head(models: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("verification", ["coupled", "rejection", "traversal"])
-def test_sampled_requests(models: tuple[Path, list[Path]], verification: str) -> None:
-    target, drafts = models
-    llm = open_llm(target, drafts)
-    params = SamplingParams(temperature=0.7, seed=3, max_tokens=24)
-    spec = SpecConfig(nodes=12, sources=("ssm",), verification=verification)
-    prompts = random_prompts((9, 20))
-    outputs = llm.generate(prompts, params, spec)
-    if verification == "coupled":
-        assert tokens_of(outputs) == tokens_of(llm.generate(prompts, params, "off"))
-    assert all(output.outputs[0].finish_reason == "length" for output in outputs)
-    assert sum(output.metrics.target_passes for output in outputs) < 48
-
-
-@pytest.mark.slow
 def test_head_vocabulary() -> None:
     head = HeadVocabulary(np.array([1, 4, 6]), 8, torch.device("cpu"))
     full = head.expand(torch.tensor([[0.5, 0.25, 0.125]]), -torch.inf)
@@ -98,13 +82,6 @@ def test_head_vocabulary() -> None:
     assert full[0, [0, 2, 3, 5, 7]].tolist() == [-torch.inf] * 5
     probs = np.array([[0.5, 0.3, 0.2]] * 4)
     assert head.probs_of(probs, np.array([4, 0, 6, 7])).tolist() == [0.3, 0, 0.2, 0]
-
-
-@pytest.mark.slow
-def test_expanded_embedding() -> None:
-    rows = torch.arange(6.0).view(3, 2)
-    assert expand_embedding(rows, np.array([1, 3, -1]), 4).tolist() == [[4, 5], [0, 1], [4, 5], [2, 3]]
-    assert expand_embedding(rows, np.array([0, 1, 2]), 4).tolist() == [[0, 1], [2, 3], [4, 5], [2, 3]]
 
 
 @pytest.mark.parametrize(

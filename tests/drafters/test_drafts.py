@@ -106,28 +106,3 @@ def test_a_pause_is_caught_up() -> None:
     assert len(after) > 3
     for key, tree in after.items():
         assert_same_tree(tree, fresh[key])
-
-
-def test_attribution_of_equal_drafts() -> None:
-    """Two copies of one draft: both are named, neither was alone."""
-    target, drafts = tiny()
-    llm = open_llm(target, [drafts[0], drafts[0]])
-    (output,) = llm.generate(random_prompts((30,))[0], greedy(24), SpecConfig(nodes=16, sources=("ssm",)))
-    assert set(output.metrics.accepted_by_source) == {"ssm-1", "ssm-1#2"}
-    assert len(set(output.metrics.accepted_by_source.values())) == 1
-    assert output.metrics.accepted_only_by_source == {}
-
-
-def test_drafts_in_another_order_give_the_same_trees() -> None:
-    """Up to the order of their draws: the mixture and the topology know no order."""
-    target, drafts = tiny()
-    (prompt,) = random_prompts((30,))
-    trees = []
-    for order in (drafts[:2], drafts[1::-1]):
-        with watch((llm := open_llm(target, order)).engine) as rounds:
-            llm.generate(prompt, greedy(20), SpecConfig(nodes=16, sources=("ssm",)))
-        trees.append([each.tree for each in rounds])
-    for a, b in zip(*trees, strict=True):
-        assert np.array_equal(np.sort(a.tokens), np.sort(b.tokens))
-        assert np.allclose(np.sort(a.values), np.sort(b.values))
-        assert len(a.draw_nodes) == len(b.draw_nodes)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.enumeration import paths_of
-from tests.helpers.growth import Seed, Trie, assert_same_trees, grown_by_ops, grown_on_host, growth_case
+from tests.helpers.growth import assert_same_trees, grown_by_ops, grown_on_host, growth_case
 from tests.helpers.libraries import LIBRARIES
 from tests.helpers.models import assert_same_tree, quick, tree_of
 from tests.helpers.quantized_checkpoints import needs_compiler
@@ -65,11 +65,11 @@ def grow(forest: Forest, speaker: Speaker, weights: np.ndarray) -> list[list[Pat
 
 
 @needs_compiler
-@pytest.mark.parametrize("part", quick(range(8), (0, 4)))
+@pytest.mark.parametrize("part", quick(range(16), (0, 4)))
 def test_trees_are_those_of_the_ops(part: int) -> None:
     """2,000 trees and more: those of numpy, of C++ and of the ops' references are the same, node for node."""
     count = 0
-    for number in range(part, 840, 8):
+    for number in range(part, 840, 16):
         case = growth_case(number)
         ours, theirs = grown_on_host(case, ReferenceForest), grown_on_host(case, compiled)
         for tree, other in zip(ours, theirs, strict=True):
@@ -77,62 +77,7 @@ def test_trees_are_those_of_the_ops(part: int) -> None:
             assert tree.values.tolist() == other.values.tolist(), number
         assert_same_trees(grown_by_ops(case), ours)
         count += len(ours)
-    assert count > 250
-
-
-def expected_probs(speaker: Speaker, path: Path, weights: np.ndarray, width: int, seed: dict[Path, float]) -> dict:
-    """Children of a path with their probabilities, merged by hand."""
-    chances: dict[int, np.float32] = {}
-    for ssm, weight in enumerate(np.float32(weights)):
-        probs = speaker.probs(ssm, path)
-        for token in np.argsort(-probs)[:width].tolist():
-            chances[token] = np.float32(chances.get(token, np.float32(0)) + weight * probs[token])
-    for own in (own for own in seed if own[:-1] == path):
-        ratio = EVIDENCE.ratios(np.float32([seed[own]]))[0]
-        chance = chances.get(own[-1], np.float32(0))
-        chances[own[-1]] = Trie.merged(chance, Seed(0, np.float32(seed[own]), ratio))
-    return chances
-
-
-@FORESTS
-@pytest.mark.parametrize("seed", range(12))
-def test_merge_against_a_dictionary(seed: int, kind: type[Forest]) -> None:
-    """Every node's probability, who proposed it, and that nothing of the best `nodes` is missing."""
-    rng = np.random.default_rng(seed)
-    speaker, weights, width = Speaker(seed, 2), rng.dirichlet([1, 1]), 6
-    hints: list[dict[Path, float]] = [{}, {(1,): 0.7, (2,): 0.2, (1, 3): 0.8, (1, 3, 5): 0.9, (1, 3, 5, 7): 0.9}]
-    seeds = [TokenTree.root(3), tree_of(4, hints[1], "lookup")]
-    nodes = int(rng.integers(4, 20))
-    shapes = [TreeLimits(3, nodes, None, ()), TreeLimits(3, nodes, None, (9,))]
-    forest = kind(seeds, shapes, 2, EVIDENCE, max_children=width)
-    expanded = grow(forest, speaker, weights)
-    for owner, tree in enumerate(forest.finish(NAMES)):
-        assert tree.slots is not None
-        tree.check_integrity()
-        paths = paths_of(tree)
-        assert len(set(paths)) == len(paths)
-        assert [paths[n] for n in np.argsort(tree.slots)[(tree.slots < 0).sum() :]] == expanded[owner]
-        for node, path in enumerate(paths[1:], start=1):
-            if path[:-1] in expanded[owner]:
-                own = expected_probs(speaker, path[:-1], weights, width, hints[owner])
-                assert tree.probs[node] == own[path[-1]], path
-            else:
-                told = np.float32(hints[owner][path])
-                assert tree.probs[node] == told, "a seed's node that no SSM scored keeps its own"
-            says = {
-                name
-                for ssm, name in enumerate(NAMES)
-                if path[:-1] in expanded[owner] and path[-1] in np.argsort(-speaker.probs(ssm, path[:-1]))[:width]
-            }
-            assert set(tree.sources_of(node)) == says | ({"lookup"} if path in hints[owner] else set())
-        assert all(9 not in path for path in expanded[1]), "nothing is drafted below an end token"
-        assert set(hints[owner]) <= set(paths), "seeds stay whole"
-        best = np.sort(tree.values)[-nodes:].min()
-        for path in expanded[owner]:  # whatever was left out below an expanded node is worth less
-            children = expected_probs(speaker, path, weights, width, hints[owner])
-            value = tree.values[paths.index(path)]
-            left = [p for t, p in sorted(children.items(), key=lambda c: -c[1])[:6] if (*path, t) not in paths]
-            assert not left or value * max(left) <= best + 1e-12
+    assert count > 100
 
 
 @FORESTS
@@ -263,11 +208,3 @@ def test_places_are_those_of_a_planned_pass(seed: int) -> None:
             assert plan.paths[ours[2] :][: depth + 1].equal(expected.paths[theirs[2] :][: depth + 1])
             used = -(-ours[1] // PAGE_SIZE)
             assert (table[ours[0] :][:used] == expected.pages[theirs[0] :][:used].numpy()).all()
-
-
-@needs_compiler
-def test_a_tree_without_room_is_refused() -> None:
-    places = TreePlaces(growth_library(find_compiler(), LIBRARIES), [PAGE_SIZE - 2, 5], [np.array([3]), np.array([4])])
-    places.extend(np.array([0, 1]), np.array([0, 0]), 1)
-    with pytest.raises(AssertionError, match="no page"):
-        places.extend(np.array([0]), np.array([1]), 2)

@@ -1,34 +1,36 @@
-"""Draft heads that read hidden states of the target: their distributions, and the tokens of plain decoding."""
+"""Draft heads of all kinds, which read hidden states of the target or predict several tokens in a pass: their
+distributions, and the tokens of plain decoding."""
 
 import functools
-import json
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from tests.drafters.test_blocks import make_block
-from tests.drafters.test_state_heads import make_head as make_state_head
-from tests.helpers import commands
+from tests.helpers.blocks_made import MASK, reference_dflash, write_dflash
 from tests.helpers.drafting import (
     EXECUTORS,
     assert_probabilities,
     assert_samples_of_plain_decoding,
     drafted_rounds,
+    every_executor,
     make_target,
     target_states,
 )
 from tests.helpers.exactness import assert_exact, run
 from tests.helpers.heads_made import (
-    Layout,
     TargetShape,
     draft_ids,
     reference_eagle1,
     reference_eagle3,
+    reference_peagle,
     write_eagle1,
     write_eagle3,
 )
@@ -43,74 +45,128 @@ from tests.helpers.models import (
     random_prompts,
     tokens_of,
 )
+from tests.helpers.quantized_checkpoints import needs_compiler
+from tests.helpers.state_heads_made import reference_medusa, reference_speculator, write_medusa, write_speculator
 from treespec import LLM, RoundRecord, SpecConfig
-from treespec.errors import KernelError
-from treespec_weights import CheckpointError
+from treespec.drafters.ssm.forest import CompiledForest
+from treespec.drafters.ssm.levels import DraftModelCache
 
 SHAPE = TargetShape(num_hidden_layers=8)
-
-# By name: the layout, the size of the draft's vocabulary, and what else `write_eagle3` is told.
-HEADS: dict[str, tuple[Layout, int | None, dict[str, Any]]] = {
-    "eagle": ("eagle", 96, {"own_embedding": False}),
-    "specforge": ("specforge", 96, {"own_embedding": True}),
-    "specforge, other layers, whole vocabulary": ("specforge", None, {"own_embedding": False, "boundaries": (1, 3, 6)}),
-    "speculators": ("speculators", 64, {"own_embedding": False, "norm_before_residual": True}),
-    "speculators, one norm before fc": ("speculators", 64, {"own_embedding": True, "norm_before_fc": True}),
-    "speculators, norms before fc and after the output": (
-        "speculators",
-        None,
-        {"own_embedding": True, "fc_norm": True, "norm_output": True, "hidden_size": 32},
+EAGLE3 = {"layout": "eagle", "draft_vocab": 96, "own_embedding": False}
+SPECFORGE = {"layout": "specforge", "draft_vocab": 96, "own_embedding": True}
+SPECULATORS = {"layout": "speculators", "draft_vocab": 64, "own_embedding": False}
+# By name: who writes it, and what it is told.
+HEADS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
+    "eagle": (write_eagle3, EAGLE3),
+    "specforge": (write_eagle3, SPECFORGE),
+    "specforge, other layers, whole vocabulary": (
+        write_eagle3,
+        SPECFORGE | {"draft_vocab": None, "boundaries": (1, 3, 6)},
     ),
+    "speculators": (write_eagle3, SPECULATORS | {"norm_before_residual": True}),
+    "speculators, one norm before fc": (write_eagle3, SPECULATORS | {"own_embedding": True, "norm_before_fc": True}),
+    "speculators, norms before fc and after the output": (
+        write_eagle3,
+        {"layout": "speculators", "draft_vocab": None, "own_embedding": True}
+        | {"fc_norm": True, "norm_output": True, "hidden_size": 32},
+    ),
+    "peagle": (write_eagle3, SPECULATORS | {"own_embedding": True, "boundaries": (1, 4, 6), "parallel": 5}),
+    "eagle-1": (write_eagle1, {"bias": True, "own_embedding": True}),
+    "eagle-1, biases of attention": (write_eagle1, {"bias": False, "own_embedding": False, "qkv_bias": True}),
+    "eagle-1 of speculators": (write_eagle1, {"layout": "speculators", "bias": True, "own_embedding": False}),
+    "z-lab": (write_dflash, {"layout": "z-lab"}),
+    "transformers": (write_dflash, {"layout": "transformers", "read": (2, 8)}),
+    "dflash of speculators": (write_dflash, {"layout": "speculators", "draft_vocab": 96}),
+    "dflash, anchor": (
+        write_dflash,
+        {"layout": "speculators", "from_anchor": True, "read": (5, 3), "block_size": 4},
+    ),
+    "dspark": (write_dflash, {"layout": "speculators", "draft_vocab": 96, "from_anchor": True, "markov": "vanilla"}),
+    "dspark, gated": (write_dflash, {"layout": "speculators", "markov": "gated"}),
+    "pard": (lambda folder, shape, seed: make_pard(folder), {}),
+    "medusa, authors": (write_medusa, {"layout": "authors"}),
+    "medusa, tgi": (write_medusa, {"layout": "tgi", "layers": 2}),
+    "medusa, vllm": (write_medusa, {"layout": "vllm", "mapped": 96, "bias": False}),
+    "medusa, one vocabulary head": (write_medusa, {"layout": "vllm", "shared": True}),
+    "speculator": (write_speculator, {"tied": False, "scaled": False, "inner": 64}),
+    "speculator, tied and scaled": (write_speculator, {"tied": True, "scaled": True}),
 }
-FAST = ("eagle", "eagle-1", "speculators, norms before fc and after the output")  # the others are slow tests
+FAST = ("eagle", "speculators, norms before fc and after the output", "dspark", "pard", "peagle")
+ONE_OF_EACH = ("eagle", "eagle-1", "z-lab", "dspark", "pard", "peagle", "medusa, vllm", "speculator")
 
 
+@functools.cache
 def target_of(dtype: torch.dtype = torch.float32, **config: Any) -> Path:
     return make_target(SHAPE, dtype, **config)
 
 
+def make_pard(folder: Path, **config: Any) -> None:
+    make_draft(folder, target_of(**config), 2, 0.05)
+    edit_config(folder, pard_token=MASK)
+
+
 def make_head(name: str, seed: int = 1) -> Path:
-    layout, draft_vocab, options = HEADS[name]
-    folder = new_folder("head")
-    write_eagle3(folder, SHAPE, layout=layout, draft_vocab=draft_vocab, seed=seed, **options)
+    write, options = HEADS[name]
+    write(folder := new_folder("head"), SHAPE, seed=seed, **options)
     return folder
 
 
-def layers_of(name: str) -> tuple[int, ...]:
-    return HEADS[name][2].get("boundaries") or (2, SHAPE.num_hidden_layers // 2, SHAPE.num_hidden_layers - 3)
+CASES = [(name, "compiled") for name in HEADS]
+CASES += [(name, executor) for name in ONE_OF_EACH for executor in ("eager", "transformers")]
 
 
-# By name: what `write_eagle1` is told.
-EAGLE_HEADS: dict[str, dict[str, Any]] = {
-    "eagle-1": {"bias": True, "own_embedding": True},
-    "eagle-1, biases of attention": {"bias": False, "own_embedding": False, "qkv_bias": True},
-    "eagle-1 of speculators": {"layout": "speculators", "bias": True, "own_embedding": False},
-}
-
-
-def make_eagle1(name: str, seed: int = 1) -> Path:
-    write_eagle1(folder := new_folder("head"), SHAPE, seed=seed, **EAGLE_HEADS[name])
-    return folder
-
-
-@EXECUTORS
-@pytest.mark.parametrize("name", quick((*HEADS, *EAGLE_HEADS), FAST))
-def test_probabilities_are_those_of_the_reference(name: str, executor: dict[str, Any]) -> None:
+@needs_compiler
+@pytest.mark.parametrize("case", quick(CASES, [(name, "compiled") for name in FAST]))
+def test_probabilities_are_those_of_the_reference(case: tuple[str, str]) -> None:
     """At every drafted node, over several rounds."""
-    target, head = target_of(), make_eagle1(name) if name in EAGLE_HEADS else make_head(name)
-    records = drafted_rounds(target, head, SHAPE.vocab_size, executor)
-    model = AutoModelForCausalLM.from_pretrained(target)
-    states, embed = target_states(model, records), model.get_input_embeddings().weight
+    name, executor = case
+    target, head = target_of(), make_head(name)
+    write, options = HEADS[name]
+    stateful = write in (write_medusa, write_speculator)
+    tree = {"tokens": 40, "nodes": 40, "max_depth": 5} if stateful else {}
+    records = drafted_rounds(target, head, SHAPE.vocab_size, EXECUTORS[executor], **tree)
+    model = AutoModelForCausalLM.from_pretrained(head if name == "pard" else target)
+    embed, lm_head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    states = target_states(model, records)
+    layers = options.get("boundaries") or options.get("read") or (1, 4, 6)
+    if write is write_eagle3 and "boundaries" not in options:
+        layers = 2, SHAPE.num_hidden_layers // 2, SHAPE.num_hidden_layers - 3
 
-    def expected(record: RoundRecord, drafted: list[int]) -> torch.Tensor:
-        found, known = states[record.number], [*record.context, int(record.tree.tokens[0])]
-        if name in EAGLE_HEADS:  # transformers' last state is that after the final norm
-            return model.get_output_embeddings()(reference_eagle1(head, embed, known, found[-1], drafted)[-1])
-        features = torch.stack([found[layer] for layer in layers_of(name)], 1)
-        return reference_eagle3(head, embed, known, features, drafted).logits[-1]
+    def expected(record: RoundRecord, path: list[int]) -> torch.Tensor:
+        found, root = states[record.number], int(record.tree.tokens[0])
+        known = [*record.context, root]
+        if name == "pard":
+            return model(torch.tensor([[*known, *[MASK] * len(path)]])).logits[0, -1]
+        if write is write_medusa:  # transformers' last state is that after the final norm
+            return reference_medusa(head, found[-1][-1], len(path) + 1)
+        if write is write_speculator:
+            return reference_speculator(head, found[-1][-1], [root, *path])
+        if write is write_eagle1:
+            return reference_eagle1(head, embed, known, found[-1], path)[-1] @ lm_head.T
+        read = torch.stack([found[layer] for layer in layers], 1)
+        if name == "peagle":
+            return reference_peagle(head, embed, known, read)[len(path)]
+        if write is write_eagle3:
+            return reference_eagle3(head, embed, known, read, path).logits[-1]
+        return reference_dflash(head, embed, lm_head, root, read, path)[len(path)]
 
-    ids = range(SHAPE.vocab_size) if name in EAGLE_HEADS else draft_ids(head).tolist()
-    assert_probabilities(records, head.name, ids, expected)
+    reduced = write is write_eagle3 or "draft_vocab" in options
+    assert_probabilities(records, head.name, draft_ids(head).tolist() if reduced else range(SHAPE.vocab_size), expected)
+
+
+@pytest.mark.slow
+def test_the_reference_of_dflash_is_the_module_of_transformers() -> None:
+    draft = make_head("transformers")
+    module = AutoModel.from_config(AutoConfig.from_pretrained(draft)).float().eval()
+    module.load_state_dict(load_file(draft / "model.safetensors"))
+    generator = torch.Generator().manual_seed(2)
+    embed, head = (torch.randn(SHAPE.vocab_size, SHAPE.hidden_size, generator=generator) for _ in range(2))
+    states = torch.randn(9, 2, SHAPE.hidden_size, generator=generator)
+    noise = embed[torch.tensor([5, *[MASK] * 5])]
+    with torch.inference_mode():
+        found = module(noise_embeds=noise[None], context_hidden_states=states.flatten(1)[None]).last_hidden_state[0]
+        expected = reference_dflash(draft, embed, head, 5, states)
+    torch.testing.assert_close((found @ head.T)[1:], expected, atol=1e-4, rtol=1e-4)
 
 
 # --- the tokens of plain decoding
@@ -118,13 +174,12 @@ def test_probabilities_are_those_of_the_reference(name: str, executor: dict[str,
 
 @functools.cache
 def engine_with_heads(dtype: torch.dtype = torch.float32, **options: Any) -> LLM:
-    """Every kind of head and of block draft in one engine, and an SSM whose proposals are accepted."""
+    """Every kind of head in one engine, and an SSM whose proposals are accepted."""
     target = target_of(dtype)
-    heads = [make_head("eagle"), make_head("specforge, other layers, whole vocabulary", 2), make_eagle1("eagle-1", 3)]
-    heads += [make_block(kind, target) for kind in ("z-lab", "dspark", "pard", "peagle")]
-    heads += [make_state_head(name) for name in ("medusa, vllm", "speculator")]
+    names = *ONE_OF_EACH[:1], "specforge, other layers, whole vocabulary", *ONE_OF_EACH[1:]
+    first, *heads = (make_head(name, seed) for seed, name in enumerate(names, start=1))
     ssm = make_draft(new_folder("ssm"), target, 1, 0.05)
-    return open_llm(target, [heads[0], ssm, *heads[1:]], **({"max_num_seqs": 4, "prefill_chunk": 40} | options))
+    return open_llm(target, [first, ssm, *heads], **({"max_num_seqs": 4, "prefill_chunk": 40} | options))
 
 
 SPECS = (
@@ -136,7 +191,7 @@ SPECS = (
 PROMPTS = random_prompts((30, 64), vocab=SHAPE.vocab_size)
 
 
-@EXECUTORS
+@every_executor
 @exact_in
 def test_trees_give_the_bits_of_plain_decoding(dtype: torch.dtype, executor: dict[str, Any]) -> None:
     """Deeper than some heads predict; prompts of one token too, after which there is no hidden state to read yet."""
@@ -194,100 +249,28 @@ def test_a_head_is_a_source_like_any_other() -> None:
 
 
 @pytest.mark.slow
-def test_a_target_without_a_list_of_layers() -> None:
-    """Run by transformers' code, one layer is no list that could be told from other modules."""
-    options: dict[str, Any] = {"layout": "specforge", "draft_vocab": 64, "own_embedding": False, "boundaries": (0, 1)}
-    write_eagle3(head := new_folder("head"), TargetShape(num_hidden_layers=1), seed=1, **options)
-    with pytest.raises(KernelError, match=r"hidden states of layers \[0, 1\]: not available"):
-        open_llm(target_of(num_hidden_layers=1), [head], backend="transformers")
-
-
-# --- bad input
-
-
-def spoiled(**changes: Any) -> Path:
-    """A head whose tensors are replaced, or dropped if None."""
-    folder = make_head("specforge")
-    tensors = load_file(folder / "model.safetensors") | changes
-    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, folder / "model.safetensors")
-    return folder
-
-
-def damaged(name: str, count: int | None = None) -> Path:
-    """A head in a pickle that is cut off, or that lacks some tensors."""
-    folder = make_head(name) if name in HEADS else make_eagle1(name)
-    path = folder / "pytorch_model.bin"
-    if count is not None:
-        path.write_bytes(path.read_bytes()[:count])
-    else:
-        torch.save({key: each for key, each in torch.load(path).items() if "q_proj" not in key}, path)
-    return folder
-
-
-def indexed() -> Path:
-    """A head with an optional tensor in the index alone."""
-    folder = make_head("specforge")
-    index = dict.fromkeys([*load_file(folder / "model.safetensors"), "fc.bias"], "model.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    return folder
-
-
-def unknown(**config: Any) -> Path:
-    (new := new_folder("head")).joinpath("config.json").write_text(json.dumps(config))
-    return new
-
-
-DEEP = "specforge, other layers, whole vocabulary"
-# By name: makes the head, what the target has otherwise, and what is said.
-WRONG: dict[str, tuple[Callable[[], Path], dict[str, Any], str]] = {
-    "no norm": (
-        lambda: spoiled(**{"midlayer.hidden_norm.weight": None}),
-        {},
-        "'layers.0.hidden_norm.weight': expected a tensor of shape",
-    ),
-    "no map": (lambda: spoiled(d2t=None), {}, "d2t.*missing: the head has 96 rows, the target 256 tokens"),
-    "a bad map": (lambda: spoiled(d2t=5 - torch.arange(96)), {}, "d2t.*96 tokens from 5 to 5 for 96 rows"),
-    "an index": (indexed, {}, "'fc.bias': missing; the index places it in 'model.safetensors'"),
-    "a cut pickle": (lambda: damaged("eagle", 2000), {}, "pytorch_model.bin.*not a file of tensors"),
-    "quantised": (
-        lambda: edit_config(make_head("specforge"), quantization_config={"quant_method": "awq"}),
-        {},
-        "quantised draft heads are not supported",
-    ),
-    "another width": (lambda: make_head("specforge"), {"hidden_size": 128}, "192 values per token, 3 .* have 128 each"),
-    "other tokens": (lambda: make_head("specforge"), {"vocab_size": 272}, "of 256 tokens, the target has 272"),
-    "fewer layers": (lambda: make_head(DEEP), {"num_hidden_layers": 4}, r"layers \(1, 3, 6\), and .* has 4 layers"),
-    "eagle-1, another width": (lambda: make_eagle1("eagle-1"), {"hidden_size": 128}, "64, the target has 128; use a"),
-    "eagle-1, other tokens": (lambda: make_eagle1("eagle-1"), {"vocab_size": 272}, "256, the target has 272"),
-    "eagle-1, norms": (
-        lambda: edit_config(make_eagle1("eagle-1 of speculators"), layernorms=True),
-        {},
-        "layernorms.*not supported",
-    ),
-    "eagle-1, no queries": (lambda: damaged("eagle-1"), {}, "'layers.0.self_attn.q_proj.weight': expected a tensor"),
-    "Arctic": (
-        lambda: unknown(architectures=["ArcticMLPSpeculatorPreTrainedModel"]),
-        {},
-        "an Arctic speculator, which is not supported; supported: EAGLE-1, EAGLE-2 and EAGLE-3 heads",
-    ),
-    "Xpress": (lambda: unknown(speculators_model_type="xpress"), {}, "an Xpress draft, which is not supported"),
-}
-
-
-@pytest.mark.parametrize("name", quick(WRONG, ("no norm", "a bad map", "a cut pickle", "an index")))
-def test_heads_that_do_not_fit(name: str) -> None:
-    make, config, message = WRONG[name]
-    with pytest.raises(CheckpointError, match=message):
-        open_llm(target_of(**config), [make()])
-
-
-@pytest.mark.slow
-def test_inspection() -> None:
-    def shown(target: Path, head: Path) -> str:
-        return " ".join(commands.run("weights", "inspect", target, "--draft", head).stdout.split())
-
-    head, eagle = make_head("speculators"), make_eagle1("eagle-1")
-    expected = "usable: EAGLE-3 head, reads the inputs of the target's layers 2, 4, 5; proposes 64 of 256 tokens"
-    assert expected in shown(target_of(), head)
-    assert "usable: EAGLE head, reads the target's output states; proposes 256 of 256" in shown(target_of(), eagle)
-    assert "use a draft of this target" in shown(target_of(hidden_size=128), head)
+@needs_compiler
+def test_one_compiled_call_grows_the_trees_of_levels() -> None:
+    """Over several rounds of a batch, with an SSM below the last depth of the blocks, and without one."""
+    target = target_of()
+    ssm = make_draft(new_folder("ssm"), target, 1, 0.05)
+    blocks = [make_head("dflash of speculators"), make_head("pard")]
+    trees: list[list[Any]] = []
+    draft_levels = CompiledForest.draft
+    for calls in (True, False):
+        llm = open_llm(target, [ssm, *blocks], compile=True, max_num_seqs=3)
+        trees.append([])
+        with ExitStack() as context:
+            if not calls:
+                context.enter_context(mock.patch.object(DraftModelCache, "get", lambda *_: None))
+            draft = context.enter_context(mock.patch.object(CompiledForest, "draft", autospec=True))
+            draft.side_effect = draft_levels
+            context.enter_context(llm.add_round_observer(lambda record: trees[-1].append(record.tree)))
+            for sources in (("ssm",), tuple(block.name for block in blocks), (blocks[0].name,)):
+                spec = SpecConfig(nodes=24, max_depth=9, sources=sources)
+                llm.generate(random_prompts((1, 30, 64), vocab=SHAPE.vocab_size), greedy(12), spec=spec)
+            assert draft.called == calls
+    for one, levels in zip(*trees, strict=True):
+        assert one.tokens.tolist() == levels.tokens.tolist() and one.parents.tolist() == levels.parents.tolist()
+        np.testing.assert_allclose(one.probs, levels.probs, rtol=1e-6)
+    assert max(int(tree.depths.max()) for tree in trees[0]) > 5

@@ -12,7 +12,6 @@ from tests.helpers.lookups import (
     WAYS,
     New,
     children_of,
-    compiled_history,
     inside,
     paths_of,
     propose,
@@ -20,7 +19,6 @@ from tests.helpers.lookups import (
     write,
 )
 from tests.helpers.models import quick, random_prompts
-from tests.helpers.quantized_checkpoints import needs_compiler
 from treespec import SpecConfig
 from treespec.drafters.lookup.history import History
 from treespec.drafters.lookup.lookup_drafter import NAMES, PRIOR_TRIALS, PROMPT_TAIL, LookupDrafter
@@ -111,37 +109,6 @@ def test_against_a_search_token_by_token(capacity: int, seed: int) -> None:
             matches, longest = matches + 1, max(longest, length)
     expected = {1: (0, 0), 2: (0, 0), 8: (10, 3), 64: (50, 9), 512: (200, MAX_MATCH)}[capacity]
     assert matches >= expected[0] and longest >= expected[1], "there was something to find"
-
-
-@needs_compiler
-@pytest.mark.parametrize("capacity", [1, 8, 64])
-def test_compiled_gives_the_same_numbers(capacity: int) -> None:
-    rng = np.random.default_rng(capacity)
-    rings = History(capacity), compiled_history(capacity)
-    last = [0, 0]
-    for _ in range(60):
-        new, owner = rng.integers(0, 3, rng.integers(0, 2 * capacity + 3)), int(rng.integers(2))
-        first, second = (ring.add(owner + 1, last[owner], new) for ring in rings)
-        assert first == second and len(rings[0]) == len(rings[1])
-        last[owner] = first
-
-
-def test_the_end_of_a_text_is_found_in_others() -> None:
-    """By hand: the texts of others, at least three tokens, and what nothing follows is no match."""
-    history = History(64)
-    one = history.add(1, 0, np.array([1, 2, 3, 4, 5]))
-    assert one == 5
-    assert history.find([9, 1, 2, 3], owner=2) == [(3, 3)]
-    assert list(history.following(3)) == [4, 5]
-    assert history.find([1, 2, 3], owner=1) == [], "its own text is looked up elsewhere"
-    assert history.find([2, 3], owner=2) == history.find([9, 2, 3], owner=2) == [], "two tokens are too few"
-    assert history.find([3, 4, 5], owner=2) == [], "nothing stands behind that"
-    two = history.add(2, 0, np.array([3, 4, 5, 6]))
-    assert history.find([3, 4, 5], owner=3) == [(8, 3)]
-    assert history.add(1, one, np.array([7])) == two + 1 == 10
-    assert history.find([3, 4, 5], owner=3) == [(8, 3), (5, 3)], "of equally long ones the latest first"
-    assert history.find([2, 3, 4, 5], owner=3) == [(5, 4), (8, 3)], "the longest first"
-    assert list(history.following(5)) == [7], "a text goes on behind what others wrote meanwhile"
 
 
 @pytest.mark.parametrize(("ended", "found"), [(STEPS - 2, {4}), (STEPS - 1, set())])

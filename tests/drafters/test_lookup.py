@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 
-from tests.helpers.exactness import differences, run
 from tests.helpers.lookups import LOOKUP, PAST, WAYS, New, compiled, inside, numpy, paths_of, propose, request_of
-from tests.helpers.models import greedy, quick, random_prompts, tiny_llm
+from tests.helpers.models import quick
 from tests.helpers.quantized_checkpoints import needs_compiler
 from treespec import SpecConfig
-from treespec.drafters.lookup.lookup_drafter import DECAY_ROUNDS, SEARCH_WINDOW, LookupDrafter, find_matches
+from treespec.drafters.lookup.lookup_drafter import DECAY_ROUNDS, SEARCH_WINDOW, find_matches
 from treespec.request import Request
 from treespec_kernels.cpu.lookup_cpu import CLASSES, MATCHES, MAX_MATCH
 
@@ -134,29 +133,6 @@ def test_every_guess_below_the_path_is_counted_once(new: New) -> None:
     assert counts.trials.shape == (CLASSES, MAX_MATCH + 1)
 
 
-def test_a_text_that_is_not_searched_is_not_converted(new: New) -> None:
-    drafter, requests = new(), [request_of([1, 2, 1, 2]), request_of([1, 2, 1, 2], SpecConfig(sources=("ssm",)))]
-    trees = drafter.propose(requests, [0, 4])
-    assert [len(tree) for tree in trees] == [1, 1]
-    assert not any(len(text.window) for text in inside(drafter).texts.values())
-
-
-def test_release_forgets(new: New) -> None:
-    drafter, request = new(), request_of([1, 2, 1, 2])
-    propose(drafter, request, 2)
-    drafter.commit([request], [np.array([0])])
-    propose(drafter, request, 2)
-    drafter.release(request)
-    drafter.release(request)
-    kept = inside(drafter)
-    assert not kept.own and not kept.found and not kept.texts
-
-
-@pytest.mark.parametrize("tokens", [[5], [5, 6], list(range(50))])
-def test_nothing_to_match(new: New, tokens: list[int]) -> None:
-    assert len(propose(new(), request_of(tokens), 4)) == 1
-
-
 MIXED = (SpecConfig(), LOOKUP, PAST, SpecConfig(sources=("ssm",)))
 
 
@@ -225,30 +201,3 @@ def test_only_the_end_of_a_long_text_is_searched(new: New) -> None:
     text = [1, 2, 3, *range(10, 10 + SEARCH_WINDOW)]
     assert len(propose(new(), request_of([*text, 1, 2]), 2)) == 1
     assert len(propose(new(), request_of([*text, 12, 13]), 2)) > 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "spec",
-    [LOOKUP, SpecConfig(), SpecConfig(branching=(3, 2, 1)), SpecConfig(nodes=9, sources=("ssm-2", "lookup"))],
-    ids=["lookup", "auto", "static", "named"],
-)
-def test_tokens_are_those_of_plain_decoding(spec: SpecConfig) -> None:
-    llm = tiny_llm(max_num_seqs=4)
-    prompts = [p * 3 for p in random_prompts((17, 20, 9, 31))]
-    plain = run(llm, prompts, greedy(24), "off")
-    tree = run(llm, prompts, greedy(24), spec)
-    assert not differences(plain, tree)
-    for output in tree.outputs:
-        assert set(output.metrics.accepted_by_source) <= {"ssm-1", "ssm-2", "ssm-3", "lookup"}
-        if spec.sources == ("lookup",):
-            assert set(output.metrics.accepted_by_source) <= {"lookup"}
-
-
-def test_a_copied_text_is_guessed() -> None:
-    """The target's own continuation, once in the prompt, is found again where decoding repeats it."""
-    llm = tiny_llm()
-    (start,) = random_prompts((12,))
-    written = run(llm, [start], greedy(24), "off").outputs[0].outputs[0].token_ids
-    tree = propose(LookupDrafter(), request_of(start + written + start[-3:] + written[:4]), 6)
-    assert tuple(written[4:10]) in paths_of(tree)

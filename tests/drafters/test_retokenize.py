@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.effort import effort
 from tests.helpers.tokenizers_made import TEXT, byte_level, letters, save_tokenizer, sentencepiece_like
 from treespec.drafters.foreign.retokenize import MAX_WORD, Context, Translation
 from treespec.errors import CheckpointError
 from treespec_weights import default_folder
 from treespec_weights.codec import Codec
-from treespec_weights.vocabularies import LEAST_SHARE, connect, intersection, share_of_tokens
+from treespec_weights.vocabularies import connect, intersection
 
 LINES = TEXT.splitlines()
 SAMPLES = [
@@ -62,14 +61,6 @@ def test_a_codec_writes_what_it_reads(codecs: dict[str, Codec], name: str) -> No
             assert text_of(codec, codec.encode_bytes(data[end:])) == data[end:]
     assert len(codec.byte_ids) == 256
     assert all(codec.tokens[id] == bytes([byte]) for byte, id in codec.byte_ids.items())
-
-
-@pytest.mark.slow
-def test_what_stands_before_a_text(codecs: dict[str, Codec]) -> None:
-    assert (codecs["unigram"].start, codecs["unigram"].spaces_first) == ((1,), True)
-    assert (codecs["prefix"].start, codecs["prefix"].spaces_first) == ((), True)
-    assert (codecs["small"].start, codecs["small"].spaces_first) == ((), False)
-    assert codecs["unigram"].controls == {"<unk>": 0, "<s>": 1, "</s>": 2}
 
 
 @pytest.mark.parametrize("target, draft", [("embedded", "unigram"), ("unigram", "other"), ("small", "embedded")])
@@ -164,27 +155,6 @@ def test_no_more_than_a_word_is_written_again(codecs: dict[str, Codec]) -> None:
 
 
 @pytest.mark.slow
-def test_a_long_text_takes_no_longer_at_its_end(codecs: dict[str, Codec], monkeypatch: pytest.MonkeyPatch) -> None:
-    own = translation(codecs, "embedded", "unigram")
-    tokens = codecs["embedded"].encode(TEXT * 4)
-    written: list[int] = []
-    encode = Codec.encode
-    monkeypatch.setattr(Codec, "encode", lambda codec, text: written.append(len(text)) or encode(codec, text))
-    calls, characters = [], []
-    for length in (200, len(tokens) - 200):
-        context = Context(own)
-        context.extend(tokens[:length])
-        written.clear()
-        with effort() as took:
-            for token in tokens[length : length + 200]:
-                context.extend([token])
-        calls.append(took.calls)
-        characters.append(sum(written))
-    assert characters[0] and characters[1] < 2 * characters[0], "the whole text is written anew"
-    assert calls[1] < 2 * calls[0]
-
-
-@pytest.mark.slow
 def test_control_tokens_are_no_text(codecs: dict[str, Codec]) -> None:
     """One that both have is taken over, one that the draft lacks is left out, an end token is an end token."""
     own, other = codecs["other"], codecs["small"]
@@ -202,15 +172,6 @@ def test_control_tokens_are_no_text(codecs: dict[str, Codec]) -> None:
     nothing = Context(plain, fallback=5)
     nothing.extend([own.controls["<s>"]])
     assert nothing.tokens == [5]
-
-
-@pytest.mark.slow
-def test_shares(codecs: dict[str, Codec]) -> None:
-    assert share_of_tokens(codecs["embedded"], codecs["embedded"]) == 1.0
-    assert share_of_tokens(codecs["embedded"], codecs["small"]) > 0.8
-    words = sentencepiece_like(0)
-    assert words.get_vocab_size() > 256
-    assert LEAST_SHARE == 0.5
 
 
 @pytest.mark.slow

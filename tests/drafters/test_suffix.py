@@ -61,38 +61,6 @@ def test_tokens_are_those_of_plain_decoding(name: str, temperature: float) -> No
             assert accepted(tree.outputs) > 0.5 * len(prompts) * 40 * (1 - 1 / least)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tokens", [1, 7])
-def test_small_memories(tokens: int) -> None:
-    """The ring turns over many times in one call; requests wait for one another, some end early, some are plain."""
-    plain, llm = tiny_llm(max_num_seqs=4), open_llm(tiny()[0], max_num_seqs=3, suffix_tokens=tokens)
-    prompts = [prompt * times for times in (1, 2, 1) for prompt in PROMPTS]
-    params = [
-        greedy(5 + 3 * i, temperature=i % 3 * 0.5, seed=i % 4, stop_token_ids=[] if i % 2 else list(range(40, 80)))
-        for i in range(len(prompts))
-    ]
-    expected = [output.outputs[0].token_ids for output in plain.generate(prompts, params, "off")]
-    for spec in (SpecConfig(nodes=12), "off", PAST, SpecConfig()):
-        with checked(llm):
-            assert [output.outputs[0].token_ids for output in llm.generate(prompts, params, spec)] == expected
-    assert llm.stats()["suffix_tokens"] == {1: 1, 7: 8}[tokens]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("verification", ["naive", "rejection", "traversal"])
-def test_greedy_tokens_by_every_rule(verification: str) -> None:
-    llm, spec = remembering(), SpecConfig(nodes=12, verification=verification)
-    plain = run(tiny_llm(max_num_seqs=4), PROMPTS, greedy(24), "off")
-    for _ in range(2):
-        tree = run(llm, PROMPTS, greedy(24), spec)
-        assert not differences(plain, tree)
-    assert accepted(tree.outputs) > 40
-    sampled = [greedy(24, temperature=0.9, seed=i) for i in range(4)]
-    for _ in range(2):
-        outputs = run(llm, PROMPTS, sampled, spec).outputs  # another distribution than plain decoding's tokens
-        assert all(output.error is None for output in outputs)
-
-
 def test_attribution() -> None:
     """A text that goes on as its prompt, then as another one's output, and then as both, four guesses at a time."""
     llm, spec = remembering(), SpecConfig(nodes=16, max_depth=4, sources=("lookup", "suffix"))
@@ -106,31 +74,6 @@ def test_attribution() -> None:
     # there first. Of the third 2 to 5 are guessed from the text, which needs one, and 7 to 10 and 12 from both.
     assert metrics.accepted_only_by_source == {"lookup": 9 + 4, "suffix": 8}
     assert metrics.accepted_by_source == {"lookup": 13 + 5, "suffix": 8 + 5}
-
-
-@pytest.mark.slow
-def test_a_running_request_is_read_by_another() -> None:
-    llm = remembering()
-    (alone,) = llm.generate(PROMPTS[0], greedy(40), PAST)
-    assert accepted([alone]) == 0
-    llm.reset_suffix_cache()
-    first, emitted = llm.stream(PROMPTS[0], greedy(40), PAST), []
-    while len(emitted) < 13:
-        emitted += next(first).token_ids
-    (second,) = llm.generate(PROMPTS[0], greedy(40), PAST)
-    emitted += [token for chunk in first for token in chunk.token_ids]
-    assert emitted == second.outputs[0].token_ids == alone.outputs[0].token_ids
-    assert accepted([second]) >= 8
-
-
-@pytest.mark.slow
-def test_samples_that_come_later_are_faster() -> None:
-    llm = open_llm(tiny()[0], max_num_seqs=1, suffix_tokens=4096)
-    params = greedy(30, temperature=0.1, seed=5, n=3)
-    (output,) = llm.generate(PROMPTS[0], params, PAST)
-    (plain,) = tiny_llm(max_num_seqs=4).generate(PROMPTS[0], params, "off")
-    assert [one.token_ids for one in output.outputs] == [one.token_ids for one in plain.outputs]
-    assert passes([output]) < 70 and accepted([output]) == 90 - passes([output])
 
 
 @pytest.mark.slow
@@ -159,27 +102,6 @@ def test_a_call_may_ask_for_what_the_engine_leaves_out() -> None:
     llm.generate(PROMPTS[:1], greedy(9), PAST)
     assert accepted(llm.generate(PROMPTS[:1], greedy(9), PAST)) > 0
     assert accepted(llm.generate(PROMPTS[:1], greedy(9))) == 0
-
-
-@pytest.mark.slow
-def test_what_was_aborted_is_remembered_as_far_as_it_came() -> None:
-    llm = remembering()
-    (plain,) = tiny_llm(max_num_seqs=4).generate(PROMPTS[0], greedy(40), "off")
-    chunks = []
-    with checked(llm):
-        for chunk in llm.stream(PROMPTS[0], greedy(40), PAST):
-            chunks.append(chunk)
-            if len(chunks) == 20:
-                llm.abort(chunk.request_id)
-    assert len(chunks[-1].output.outputs[0].token_ids) == 20
-    assert llm.stats()["suffix_tokens"] == len(PROMPTS[0]) + 20
-    (output,) = llm.generate(PROMPTS[0], greedy(40), PAST)
-    assert output.outputs[0].token_ids == plain.outputs[0].token_ids
-    assert 12 <= accepted([output]) < 20
-    stream = llm.stream(PROMPTS[1], greedy(40), PAST)
-    next(stream)
-    stream.close()
-    assert llm.stats()["suffix_tokens"] == 2 * len(PROMPTS[0]) + 60 + len(PROMPTS[1]) + 1
 
 
 @pytest.mark.slow

@@ -2,12 +2,10 @@
 
 import itertools
 import math
-from dataclasses import replace
 from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 
 from tests.helpers.exactness import differences, run
 from tests.helpers.models import greedy, make_draft, new_folder, open_llm, random_prompts, tiny
@@ -54,13 +52,6 @@ def test_against_a_dictionary(seed: int) -> None:
         ends[i] = max(ends[i], start + count)
     if all(scores) and len(set.intersection(*(set(own) for own in scores))):
         assert np.allclose(trust.weights([0, 1, 2]), naive_weights(scores))
-
-
-def test_without_scores_all_are_equal() -> None:
-    trust = Trust(3)
-    trust.observe(0, 1, np.array([0.9, 0.9]))
-    assert trust.weights([0, 1, 2]).tolist() == [1 / 3] * 3
-    assert trust.weights([1]).tolist() == [1.0]
 
 
 def test_it_turns_with_the_text() -> None:
@@ -139,24 +130,6 @@ def test_resting_ssms_read_what_they_missed(good_and_bad: LLM, monkeypatch: pyte
     assert any(24 <= end < 32 for end in ends) and 56 <= ends[-1] < 64, ends
 
 
-def test_resting_ssms_read_nothing_that_the_request_cannot_repay(
-    good_and_bad: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drafter = good_and_bad.engine.sources.ssms
-    read, original = [], drafter.propose
-
-    def propose(requests: list, plans: list, *rest: object) -> list:
-        trees = original(requests, [replace(plan, time_left=0.0) for plan in plans], *rest)
-        read.append(drafter.drafted.read_tokens)
-        return trees
-
-    monkeypatch.setattr(drafter, "propose", propose)
-    prompts = random_prompts((40,))
-    tree = run(good_and_bad, prompts, greedy(80), SpecConfig(nodes=12, max_ssms=1, sources=("ssm",)))
-    assert len(read) > 8 and not any(read)
-    assert not differences(run(good_and_bad, prompts, greedy(80), "off"), tree)
-
-
 def test_advantage_is_a_lower_bound_in_nats_per_token() -> None:
     trust = Trust(2)
     trust.observe(0, 1, np.full(7, 0.8))
@@ -199,9 +172,3 @@ def test_an_ssm_reads_beside_the_leader_only_if_that_is_repaid() -> None:
         compare(policy, (0.2, 0.5))
     assert policy.leader(unread_state(), [0, 1]) == 1 and policy.unread(unread_state(), [0, 1], 100) == 84
     assert policy.readers(unread_state(), [0, 1], 100, 0.0) == [1]
-
-
-def test_an_ssm_alone_needs_no_scores() -> None:
-    llm = open_llm(tiny()[0], tiny()[1][:1])
-    run(llm, random_prompts((30,)), greedy(20), SSMS)
-    assert torch.equal(llm.engine.cache.pools[1].isfinite().all(), torch.tensor(True))

@@ -186,22 +186,15 @@ def test_end_tokens_and_control_tokens_in_the_text() -> None:
 def test_a_shuffled_vocabulary_accepts_as_the_original(batch: int, spec: str, options: dict[str, Any]) -> None:
     """Ids, embedding and head permuted alike: the same trees, so the same acceptance, source by source."""
     prompts = random_prompts((30, 63, 7, 120))[:batch]
-    results = []
+    results: list[Any] = []
+    trees: list[Any] = []
     for name in ("same-1", "perm-1"):
         llm = llm_of(name)
-        results.append(accepted(llm.generate(prompts, greedy(40, **options), spec=SPECS[spec])))
-    assert results[0] == results[1]
-    assert sum(sum(counts) for counts, _ in results[0]) > 20 * batch
-
-
-def test_a_shuffled_vocabulary_draws_the_same_trees() -> None:
-    seen = []
-    for name in ("same-2", "perm-2"):
-        llm = llm_of(name)
         with watch(llm.engine) as rounds:
-            llm.generate(random_prompts((40, 64)), greedy(30, **SAMPLED), spec=TREE)
-        seen.append([(each.tree.tokens.tolist(), each.tree.parents.tolist(), each.path.tolist()) for each in rounds])
-    assert seen[0] == seen[1] and len(seen[0]) > 10
+            results.append(accepted(llm.generate(prompts, greedy(40, **options), spec=SPECS[spec])))
+        trees.append([(each.tree.tokens.tolist(), each.tree.parents.tolist(), each.path.tolist()) for each in rounds])
+    assert results[0] == results[1] and trees[0] == trees[1]
+    assert sum(sum(counts) for counts, _ in results[0]) > 20 * batch
 
 
 @pytest.mark.parametrize("name", ["bpe", "unigram", "perm-3"])
@@ -235,17 +228,6 @@ def test_a_tree_does_not_depend_on_the_rounds_before(name: str) -> None:
             rewritten += any(anew)
     assert compared > 8
     assert name != "bpe" or rewritten, (compared, rewritten)
-
-
-def test_both_sources_are_in_one_tree() -> None:
-    llm = llm_of("same-1", "perm-2")
-    with watch(llm.engine) as rounds:
-        outputs = llm.generate(random_prompts((30, 63, 100)), greedy(60), spec=TREE)
-    totals = {name: sum(o.metrics.accepted_by_source.get(name, 0) for o in outputs) for name in ("same-1", "perm-2")}
-    assert all(count > 20 for count in totals.values())
-    shared = [n for each in rounds for n in range(1, len(each.tree)) if len(each.tree.sources_of(n)) == 2]
-    assert len(shared) > 20
-    assert all(len(each.tree) <= 16 for each in rounds)
 
 
 def test_embedded_models_speak_through_other_tokenizers(tmp_path: Path) -> None:

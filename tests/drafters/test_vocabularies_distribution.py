@@ -5,7 +5,6 @@ import functools
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -14,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.helpers.enumeration import Builder, World, distance, drafts_of, engine, random_probs, random_world, reference
 from tests.helpers.models import new_folder, open_llm
 from tests.helpers.tokenizers_made import letters, save_tokenizer
 from tests.sampling.test_sampled_distribution import ALPHA, PROMPT, VOCAB, sampled, timeless
@@ -26,7 +24,6 @@ from treespec.drawing.recording import watch
 from treespec.errors import DraftError
 from treespec.request import Request
 from treespec.tree import TokenTree
-from treespec.verification.oracle import Oracle
 
 pytestmark = pytest.mark.slow
 
@@ -35,70 +32,6 @@ SSM = {"sources": ("ssm",)}
 
 
 # --- by enumeration
-
-
-def restricted(probs: np.ndarray, known: Sequence[int]) -> np.ndarray:
-    """A draft's distribution over the target's ids: masked, then renormalised."""
-    masked = np.zeros_like(probs)
-    masked[list(known)] = probs[list(known)]
-    return masked / masked.sum()
-
-
-def translated_world(seed: int, known: Sequence[int]) -> World:
-    """A target and a draft that has only some of its tokens."""
-    whole = random_world(seed, vocab=4, depth=2, sources=1, zeros=0.0)
-    masked = {path: restricted(probs, known) for path, probs in whole.sources[0].items()}
-    return whole._replace(sources=(masked,))
-
-
-def drawn_tree(world: World, oracle: Oracle) -> TokenTree:
-    """Two draws at the root and one below each, from the masked distributions."""
-    built = Builder()
-    level = [0]
-    for draws in (2, 1):
-        children: list[int] = []
-        for node in level:
-            probs = world.sources[0][built.path(node)]
-            for _ in range(draws):
-                child = built.add(node, oracle.choose(probs), 0, probs)
-                children += [child] if child not in children else []
-        level = children
-    return built.tree()
-
-
-@pytest.mark.parametrize("rule", ["rejection", "traversal"])
-@pytest.mark.parametrize("seed", range(4))
-def test_a_restricted_distribution_is_exact(rule: str, seed: int) -> None:
-    for known in ((1, 2, 3), (2, 3), (3,)):
-        world = translated_world(seed, known)
-        drafts = drafts_of(partial(drawn_tree, world))
-        for verifier in (engine(rule), reference(rule)):
-            assert distance(world, drafts, verifier) < 1e-12
-
-
-@pytest.mark.parametrize("rule", ["rejection", "traversal"])
-@pytest.mark.parametrize("seed", range(3))
-def test_chosen_children_after_drawn_ones_are_exact(rule: str, seed: int) -> None:
-    """An SSM draws, and then a translated draft's likeliest tokens stand there too, chosen without chance."""
-    world = translated_world(seed, (0, 2))
-    rng = np.random.default_rng(seed)
-    other = {path: random_probs(rng, world.vocab) for path in world.target}
-
-    def grow(oracle: Oracle) -> TokenTree:
-        built, level = Builder(), [0]
-        for _ in range(world.depth):
-            children: list[int] = []
-            for node in level:
-                path = built.path(node)
-                new = [built.add(node, oracle.choose(other[path]), 1, other[path])]
-                new += [built.add(node, int(token), 0, None) for token in np.argsort(-world.sources[0][path])[:2]]
-                children += [child for child in new if child not in children]
-            level = children
-        return built.tree()
-
-    drafts = drafts_of(grow)
-    for verifier in (engine(rule), reference(rule)):
-        assert distance(world, drafts, verifier) < 1e-12
 
 
 # --- end to end

@@ -3,7 +3,7 @@
 import functools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,17 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.models import VOCAB, greedy, open_llm, random_prompts, tiny, tiny_llm, tokens_of, tree_of
+from tests.helpers.models import (
+    VOCAB,
+    OracleDrafter,
+    greedy,
+    open_llm,
+    random_prompts,
+    tiny,
+    tiny_llm,
+    tokens_of,
+    tree_of,
+)
 from tests.helpers.speech import speaking_llm
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.errors import ConfigError, DraftError, RequestError
@@ -22,12 +32,9 @@ TREE = SpecConfig(nodes=16, max_depth=5)
 
 PROMPTS: list[tuple[Any, str]] = [
     ("", "an empty prompt"),
-    ([[]], "an empty prompt"),
     ([1, 2, 512], "prompt token 512; valid: ints from 0 to 511"),
     ([[1, True]], "True"),
-    ([None], "None"),
     ({"prompt": "x", "multi_modal_data": {}}, "keys of a dict: 'prompt' and 'prompt_token_ids'"),
-    (torch.tensor([1.0, 2.0]), "1.0"),
     ("a\ud800", r"text 'a\ud800' has the lone surrogate '\ud800' at 1"),
     ([1] * 256, "a prompt of 256 tokens, but max_model_len=256"),
     (b"bytes", "b'bytes'"),
@@ -63,18 +70,23 @@ def test_token_ids_of_numpy_and_torch(kind: str) -> None:
     assert output.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
-def test_bad_prompts_among_good_ones() -> None:
-    """The good ones finish; the bad ones come back in their places with the reason."""
+def test_bad_prompts_among_good_ones(caplog: pytest.LogCaptureFixture) -> None:
+    """The good ones finish; the bad ones come back in their places with the reason, which is logged once."""
     llm = speaking_llm()
     good = random_prompts((5, 30))
     expected = tokens_of(llm.generate(good, greedy(6)))
     outputs = llm.generate(["", good[0], [9999], [1] * 400, good[1]], greedy(6), TREE)
     assert [o.outputs[0].finish_reason for o in outputs] == ["error", "length", "error", "error", "length"]
     assert tokens_of(outputs) == [[], expected[0], [], [], expected[1]]
-    assert "empty prompt" in str(outputs[0].error) and "9999" in str(outputs[2].error)
-    assert "400 tokens" in str(outputs[3].error)
     assert all(o.finished for o in outputs) and len({o.request_id for o in outputs}) == 5
-    assert outputs[1].error is None
+    reasons = {0: "empty prompt", 2: "9999", 3: "400 tokens"}
+    assert [reasons.get(i, "None") in str(output.error) for i, output in enumerate(outputs)] == [True] * 5
+    assert [record.getMessage()[:8] for record in caplog.records] == [f"prompt {i}" for i in reasons]
+    caplog.clear()
+    for refused in (lambda: llm.generate([9999]), lambda: llm.generate([[9999], []])):
+        with pytest.raises(RequestError, match="9999"):
+            refused()
+    assert caplog.records == [], "raised where the call serves nothing"
 
 
 def test_a_prompt_that_is_too_long() -> None:
@@ -89,19 +101,6 @@ def test_a_prompt_that_is_too_long() -> None:
     assert "raise" not in str(caught.value)
     (output,) = whole.generate(prompt, greedy(1), tokenization_kwargs={"truncate_prompt_tokens": -1})
     assert output.prompt_token_ids == prompt[-1023:]
-
-
-def test_a_refusal_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Raised where the call serves nothing; logged, and in its output, where others of the batch are served."""
-    llm = tiny_llm()
-    for refused in (lambda: llm.generate([9999]), lambda: llm.generate([[9999], []]), lambda: next(llm.stream([9999]))):
-        with pytest.raises(RequestError, match="9999"):
-            refused()
-    assert caplog.records == []
-    outputs = llm.generate([[9999], [1, 2], []], greedy(2))
-    assert [output.error is None for output in outputs] == [False, True, False]
-    logged = [record.getMessage() for record in caplog.records]
-    assert len(logged) == 2 and "prompt 0 ([9999]) was refused" in logged[0] and "prompt 2 ([])" in logged[1]
 
 
 def test_texts_that_no_tokenizer_takes() -> None:
@@ -147,40 +146,17 @@ def test_text_without_a_tokenizer() -> None:
 # --- drafters that do not keep the rules: "whatever it proposes, the output is the target's"
 
 
-def bare_tree(tokens: list[int], parents: list[int], probs: list[float] | None = None) -> TokenTree:
-    depths = [0]
-    for parent in parents[1:]:
-        depths.append(depths[parent] + 1)
-    children = np.arange(1, len(tokens))
-    zeros = np.zeros(len(children), dtype=np.int64)
-    return TokenTree(
-        np.array(tokens),
-        np.array(parents),
-        np.array(depths),
-        np.array(probs or [0.5] * len(tokens)),
-        children,
-        zeros,
-        np.ones(len(children)),
-        ("bad",),
-    )
-
-
-class BadDrafter:
+class BadDrafter(OracleDrafter):
     """Proposes whatever `make(request)` returns."""
 
-    name = "bad"
-
-    def __init__(self, make: Any):
-        self.make = make
+    make: Callable[[Request], Any]
 
     def propose(self, requests: Sequence[Request], max_depths: Sequence[int]) -> list[TokenTree]:
         return [self.make(request) for request in requests]
 
-    def commit(self, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> None:
-        pass
 
-    def release(self, request: Request) -> None:
-        pass
+def made(tokens: list[int], parents: Sequence[int], probs: list[float] | float = 0.5) -> TokenTree:
+    return TokenTree.from_parents(tokens, parents, probs, "bad")
 
 
 TRUTH = 10
@@ -203,23 +179,21 @@ def deep_and_wide(root: int, depth: int, width: int) -> TokenTree:
 
 
 BAD_TREES: dict[str, Any] = {
-    "wrong root": lambda r: bare_tree([(r.tokens[-1] + 1) % VOCAB, 5], [-1, 0]),
-    "equal siblings": lambda r: bare_tree([r.tokens[-1], true_next(r)[0], true_next(r)[0]], [-1, 0, 0]),
-    "token out of range": lambda r: bare_tree([r.tokens[-1], VOCAB], [-1, 0]),
-    "negative token": lambda r: bare_tree([r.tokens[-1], -1], [-1, 0]),
+    "wrong root": lambda r: made([(r.tokens[-1] + 1) % VOCAB, 5], [-1, 0]),
+    "equal siblings": lambda r: made([r.tokens[-1], true_next(r)[0], true_next(r)[0]], [-1, 0, 0]),
+    "token out of range": lambda r: made([r.tokens[-1], VOCAB], [-1, 0]),
+    "negative token": lambda r: made([r.tokens[-1], -1], [-1, 0]),
     "huge": lambda r: deep_and_wide(r.tokens[-1], 300, 200),
     "too deep": lambda r: deep_and_wide(r.tokens[-1], 60, 0),
-    "no nodes": lambda r: bare_tree([], []),
-    "nothing": lambda r: None,
-    "probabilities of NaN": lambda r: bare_tree([r.tokens[-1], *true_next(r)[:2]], [-1, 0, 1], [1.0, math.nan, 0.5]),
-    "probabilities above one": lambda r: bare_tree([r.tokens[-1], *true_next(r)[:2]], [-1, 0, 1], [1.0, 7.0, 9.0]),
+    "probabilities of NaN": lambda r: made([r.tokens[-1], *true_next(r)[:2]], [-1, 0, 1], [1.0, math.nan, 0.5]),
+    "probabilities above one": lambda r: made([r.tokens[-1], *true_next(r)[:2]], [-1, 0, 1], [1.0, 7.0, 9.0]),
 }
 
 
 @functools.cache
 def bad_llm(num_ssms: int) -> tuple[LLM, BadDrafter]:
     """An engine with SSMs and a bad drafter, whose `make` each test sets."""
-    drafter = BadDrafter(None)
+    drafter = BadDrafter([], 1, name="bad")
     return open_llm(tiny()[0], [*tiny()[1][:num_ssms], drafter], max_num_seqs=2), drafter
 
 
@@ -244,7 +218,7 @@ def test_a_bad_drafter_changes_no_token(name: str, spec: SpecConfig) -> None:
 
 def drawn_chain(request: Request, tokens: list[int], probs: np.ndarray, excluded: Any = None) -> TokenTree:
     """Tokens one below the other, each said to be drawn from the same distribution."""
-    tree = bare_tree([request.tokens[-1], *tokens], list(range(-1, len(tokens))))
+    tree = made([request.tokens[-1], *tokens], list(range(-1, len(tokens))))
     rows = np.zeros(len(tokens), dtype=np.int64)
     return replace(tree, draw_rows=rows, draw_excluded=excluded, draft_probs=(probs,))
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
-from functools import partial
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -11,9 +11,9 @@ import pytest
 
 from tests.graphs.test_graph_engine import ScriptedRounds, scripted
 from tests.helpers.models import VOCAB, greedy, open_llm, quick, random_prompts, tiny, tiny_llm, tokens_of
-from tests.helpers.sharing import assert_as_alone, assert_clean, run_at_random_times
+from tests.helpers.sharing import assert_as_alone, assert_clean, guarded, random_requests, run_at_random_times
 from tests.helpers.speech import checked, speaking_folder
-from treespec import LLM, AsyncLLM, LLMEngine, SamplingParams, SpecConfig
+from treespec import LLM, AsyncLLM, LLMEngine, RequestOutput, SamplingParams, SpecConfig
 from treespec.cache.kv_cache import pages_for
 from treespec.engine.scheduler import MOST_PASSED
 from treespec.errors import ConfigError, RequestError
@@ -21,10 +21,8 @@ from treespec.graphs.round_inputs import RoundInput
 from treespec.graphs.verify_stage import RoundResult
 from treespec_kernels.attention.tree_batch import PAGE_SIZE
 
-SPECS = ("off", SpecConfig(nodes=8, max_depth=3), SpecConfig())
 LENGTH = 256  # positions of the longest request, which takes 5 pages with its tree
 SCRATCH = 64
-REQUESTS = 9
 
 
 def crowded(num_pages: int, model: Any = None, **options: Any) -> LLM:
@@ -36,31 +34,17 @@ def crowded(num_pages: int, model: Any = None, **options: Any) -> LLM:
     return open_llm(model or target, drafts[:1], kv_cache_memory_bytes=size, **(defaults | options))
 
 
-def requests_of(seed: int) -> list[tuple[list[int], SamplingParams, Any, int]]:
-    """Prompts, some with a common stem, that together need many times the pages that there are."""
-    rng = np.random.default_rng(seed)
-    (stem,) = random_prompts((100,), seed)
-    made = []
-    for i in range(REQUESTS):
-        prompt = rng.integers(1, VOCAB, size=rng.integers(1, 50)).tolist()
-        if rng.random() < 0.4:
-            prompt = [*stem[: rng.integers(1, 100)], *prompt[:5]]
-        options: dict[str, Any] = {}
-        if rng.random() < 0.6:
-            options = {"temperature": 0.8, "seed": i, "n": int(rng.integers(1, 3)), "repetition_penalty": 1.1}
-        options |= {"logprobs": 2} if rng.random() < 0.3 else {}
-        options |= {"prompt_logprobs": 1} if rng.random() < 0.2 else {}
-        spec = SPECS[rng.integers(len(SPECS))]
-        made.append((prompt, greedy(int(rng.integers(80, 110)), **options), spec, int(rng.integers(3))))
-    return made
-
-
 @pytest.mark.parametrize("caching", quick((False, True), (True,)))
 @pytest.mark.parametrize("seed", quick((0, 2, 4), (0,)))
 def test_random_interleavings_give_what_requests_alone_give(seed: int, caching: bool) -> None:
-    llm, asked = crowded(10, max_num_seqs=16, enable_prefix_caching=caching), requests_of(seed)
-    run = partial(run_at_random_times, llm, asked, seed, aborts=0.003)
-    assert_as_alone(tiny_llm(max_model_len=LENGTH), llm, asked, lambda: [run()])
+    llm = crowded(10, max_num_seqs=16, enable_prefix_caching=caching)
+    asked = random_requests(seed, 6, (100,), 30, (80, 110), priorities=3)
+
+    def run() -> list[dict[int, RequestOutput]]:
+        with nullcontext() if caching else guarded(llm):  # drafts write what they had not read of a cached prefix
+            return [run_at_random_times(llm, asked, seed, aborts=0.003)]
+
+    assert_as_alone(tiny_llm(max_model_len=LENGTH), llm, asked, run)
     assert llm.stats()["num_preemptions"]
 
 
@@ -174,14 +158,6 @@ def test_a_long_prompt_neither_starves_nor_is_starved() -> None:
     engine.abort_request(list(engine._open))
     while engine.has_unfinished_requests():
         engine.step()
-
-
-def test_a_short_prompt_is_computed_beside_a_long_one() -> None:
-    llm = tiny_llm(ssms=(), max_num_seqs=2, max_model_len=1000, prefill_chunk=16)
-    with checked(llm) as running:
-        long, short = llm.generate(random_prompts((640, 60)), greedy(1), "off")
-    assert [short.request_id in now for now in running].index(False) < 9
-    assert short.metrics.prefill_passes == 8 and long.metrics.prefill_passes < 45
 
 
 class PagedRounds(ScriptedRounds):

@@ -1,7 +1,7 @@
 """Tiny random DFlash and PARD drafts in their published layouts, and references of what they compute, in float32.
 
 The references follow DFlash (arXiv 2602.06036) and PARD (arXiv 2504.18583). That of DFlash computes one block over a
-whole context; `tests/drafters/test_blocks.py` compares it with the module of transformers, too.
+whole context; `tests/drafters/test_heads.py` compares it with the module of transformers, too.
 """
 
 import json

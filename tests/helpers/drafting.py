@@ -12,14 +12,17 @@ from tests.helpers.models import greedy, make_llama, new_folder, open_llm, rando
 from tests.helpers.quantized_checkpoints import needs_compiler
 from treespec import LLM, RoundRecord, SamplingParams, SpecConfig
 
-EXECUTORS = pytest.mark.parametrize(
+EXECUTORS: dict[str, dict[str, Any]] = {
+    "eager": {"compile": False},
+    "compiled": {"compile": True},
+    "transformers": {"backend": "transformers", "prove": True},
+}
+every_executor = pytest.mark.parametrize(
     "executor",
     [
-        pytest.param({"compile": False}, marks=pytest.mark.slow),
-        pytest.param({"compile": True}, marks=needs_compiler),
-        pytest.param({"backend": "transformers", "prove": True}, marks=pytest.mark.slow),
+        pytest.param(options, marks=needs_compiler if name == "compiled" else pytest.mark.slow, id=name)
+        for name, options in EXECUTORS.items()
     ],
-    ids=["eager", "compiled", "transformers"],
 )
 
 

@@ -14,7 +14,7 @@ from treespec.request import Request
 from treespec.sampling_params import SamplingParams
 from treespec.tree import TokenTree
 from treespec_kernels.cpu.cpu_library import find_compiler
-from treespec_kernels.cpu.lookup_cpu import CompiledHistory, Matches, lookup_library
+from treespec_kernels.cpu.lookup_cpu import Matches, lookup_library
 
 LOOKUP = SpecConfig(nodes=16, sources=("lookup",))
 PAST = SpecConfig(nodes=16, sources=("suffix",))
@@ -28,10 +28,6 @@ def numpy(remembers: int = 0) -> LookupDrafter:
 
 def compiled(remembers: int = 0) -> LookupDrafter:
     return LookupDrafter(lookup_library(find_compiler(), LIBRARIES), remembers)
-
-
-def compiled_history(capacity: int) -> CompiledHistory:
-    return CompiledHistory(lookup_library(find_compiler(), LIBRARIES), capacity)
 
 
 WAYS = [pytest.param(numpy, id="numpy"), pytest.param(compiled, id="compiled", marks=needs_compiler)]

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from tests.helpers.exactness import Prefix, recorded
 from tests.helpers.lookups import inside
-from tests.helpers.models import VOCAB, greedy
+from tests.helpers.models import VOCAB, greedy, random_prompts
 from tests.helpers.speech import altered_logits
-from treespec import LLM, LLMEngine, RequestOutput, SpecConfig
+from treespec import LLM, LLMEngine, RequestOutput, SamplingParams, SpecConfig
 from treespec.cache.kv_cache import KVCache
 from treespec.drafters.foreign.foreign_drafter import ForeignDrafter
 from treespec.drafters.lookup.lookup_drafter import LookupDrafter
@@ -114,6 +114,23 @@ def guarded(llm: LLM) -> Iterator[None]:
         patches.enter_context(mock.patch.object(KVCache, "commit", checked_commit))
         patches.enter_context(mock.patch.object(llm.engine, "step", checked_step))
         yield
+
+
+def random_requests(
+    seed: int, count: int, stems: Sequence[int], tail: int, tokens: tuple[int, int], priorities: int = 1
+) -> list[tuple[list[int], SamplingParams, Any, int]]:
+    """Prompts that branch off stems of these lengths, with fewer than `tail` tokens of their own, and mixed options."""
+    rng, beginnings, found = np.random.default_rng(seed), random_prompts(stems, seed), []
+    for i in range(count):
+        stem = beginnings[rng.integers(len(stems))]
+        prompt = [*stem[: rng.integers(len(stem) + 1)], *rng.integers(1, VOCAB, size=rng.integers(1, tail)).tolist()]
+        options: dict[str, Any] = {"logprobs": 2} if rng.random() < 0.3 else {}
+        options |= {"prompt_logprobs": 1} if rng.random() < 0.1 else {}
+        if rng.random() < 0.5:
+            options |= {"temperature": 0.8, "seed": i, "n": int(rng.integers(1, 3)), "repetition_penalty": 1.1}
+        spec = ("off", SpecConfig(nodes=8, max_depth=3), SpecConfig())[rng.integers(3)]
+        found.append((prompt, greedy(int(rng.integers(*tokens)), **options), spec, int(rng.integers(priorities))))
+    return found
 
 
 def run_at_random_times(

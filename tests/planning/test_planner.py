@@ -8,7 +8,6 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from tests.helpers.exactness import differences, run
 from tests.helpers.models import greedy, make_draft, new_folder, open_llm, random_prompts, tiny, tree_of
 from treespec import LLM, SpecConfig
 from treespec.drawing.recording import watch
@@ -19,7 +18,7 @@ from treespec.planning.round_costs import CostCurve, RoundSeconds
 from treespec.request import Request
 from treespec.sampling_params import SamplingParams
 from treespec.tree import TokenTree
-from treespec_kernels.tree.level_rule import COVERAGE, LevelRule
+from treespec_kernels.tree.level_rule import COVERAGE
 
 COST = CostCurve((1, 16, 64), (1e-3, 1.3e-3, 3e-3), draft_seconds=2e-4, ssm_seconds=1e-4)
 STARTING = dataclasses.replace(COST, draft_start_seconds=3e-4)
@@ -248,29 +247,3 @@ def test_useless_guesses_cost_next_to_nothing(drafts: dict[str, LLM]) -> None:
     modelled_speedup(drafts["bad"], AUTO, 100)  # learns that they are useless
     speedup, share = modelled_speedup(drafts["bad"], AUTO, 190)
     assert speedup > 0.97 and share < 0.2
-
-
-@pytest.mark.parametrize("name", ["good", "bad"])
-def test_tokens_do_not_depend_on_the_planner(drafts: dict[str, LLM], name: str) -> None:
-    prompts = random_prompts((10, 40, 25))
-    plain = run(drafts[name], prompts, greedy(40), "off")
-    for _ in range(2):
-        assert not differences(plain, run(drafts[name], prompts, greedy(40), AUTO))
-
-
-def test_a_batch_that_is_not_worth_drafting_for_is_asked_again_after_some_rounds(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    planner, requests = Planner(dataclasses.replace(COST, draft_seconds=1.0)), [request_of() for _ in range(2)]
-    planner.draft_plans(requests, 256)
-    planner._state.model_free.pause_left = 1000
-    asked = []
-    original = LevelRule.pays
-    monkeypatch.setattr(LevelRule, "pays", lambda *given, **how: asked.append(len(given[1])) or original(*given, **how))
-    for _ in range(16):
-        assert all(plan.max_depth == plan.levels == 0 for plan in planner.draft_plans(requests, 256))
-    assert asked == [2, 2], "once in eight rounds"
-    planner.draft_plans(requests[:1], 256)
-    planner._state.model_free.pause_left = 1000
-    planner.draft_plans(requests[:1], 256)
-    assert asked[2] == 1, "another batch is another question"

@@ -3,6 +3,7 @@ backoff as where trees are cut afterwards."""
 
 import itertools
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -103,7 +104,7 @@ def test_how_deep_to_draft_is_learned_within_some_rounds() -> None:
 def test_drafting_begins_again_when_the_text_changes() -> None:
     planner = planner_of()
     assert simulate(planner, 0.02, 400)[-1] == PLAIN
-    assert simulate(planner, 0.95, 3000)[-1] != PLAIN
+    assert simulate(planner, 0.95, 1500)[-1] != PLAIN
 
 
 def test_wider_trees_are_tried_and_kept_where_they_hold_more() -> None:
@@ -125,14 +126,11 @@ def test_wider_trees_are_tried_and_kept_where_they_hold_more() -> None:
     planner, request, seen = planner_of(), request_of(), []
     for _ in range(600):
         [plan] = planner.draft_plans([request], 10**7)
-        tree, rows = Bush([]), SHAPES.fitting(plan.nodes)
-        most = Chain([])
-        most.chances = []
-        values, depths = tree.values[:rows], tree.depths[:rows]
-        kept = depths <= plan.levels
-        cut = type("Cut", (), {"values": values[kept], "depths": depths[kept]})()
-        emitted = 1 + float(cut.values[1:].sum())
-        planner.observe([request], [cut], [emitted], None, Drafted(plan.levels, plan.levels, plan.levels), rows)  # type: ignore[list-item]
+        rows = SHAPES.fitting(plan.nodes)
+        kept = Bush([]).depths[:rows] <= plan.levels
+        cut = SimpleNamespace(values=Bush([]).values[:rows][kept], depths=Bush([]).depths[:rows][kept])
+        drafted = Drafted(plan.levels, plan.levels, plan.levels)
+        planner.observe([request], [cut], [1 + float(cut.values[1:].sum())], None, drafted, rows)  # type: ignore[list-item]
         seen.append((plan.levels, plan.nodes))
     assert seen[-50:].count((2, 32)) > 40
 

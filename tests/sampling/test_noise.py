@@ -57,11 +57,7 @@ KNOWN_ANSWERS = [
 def test_philox_has_its_published_answers(
     counter: tuple[int, int, int, int], key: tuple[int, int], answer: str
 ) -> None:
-    words = [int(word, 16) for word in answer.split()]
-    assert philox(counter, key) == words
-    number = (sum(word << 64 * i for i, word in enumerate(counter)) - 1) % 2**256  # numpy increments it first
-    before = np.array([number >> 64 * i & WORD for i in range(4)], dtype=np.uint64)
-    assert np.random.Philox(key=np.array(key, dtype=np.uint64), counter=before).random_raw(4).tolist() == words
+    assert philox(counter, key) == [int(word, 16) for word in answer.split()]
 
 
 # --- integers
@@ -124,22 +120,6 @@ def test_a_float_does_not_know_where_it_stands() -> None:
             assert np.array_equal(part, noise[start : start + length]), (start, length)
 
 
-def test_integers_are_left_as_they_are() -> None:
-    words = integers(3, 1, 4, 100)
-    before = words.copy()
-    gumbel(words)
-    assert np.array_equal(words, before)
-
-
-def test_another_seed_sample_or_position_is_another_row() -> None:
-    keys = [(s, i, p) for s in (0, 1, 2**53, WORD) for i in (0, 1, 2) for p in (0, 1, 2, 64, 4096)]
-    rows = [integers(*key, 256) for key in keys]
-    assert len({row.tobytes() for row in rows}) == len(keys)
-    equal = sum(int((a == b).sum()) for i, a in enumerate(rows) for b in rows[:i])
-    assert equal <= 2  # of 450,000 pairs of integers, one in 9,000 such tests has one in common
-    assert np.array_equal(integers(5, 1, 2, 256), integers(5, 1, 2, 256))
-
-
 # --- floats
 
 
@@ -157,15 +137,6 @@ def test_noise_is_finite_and_accurate_at_every_integer() -> None:
     assert (np.diff(noise) <= 0).all()  # falls as the integer grows
     assert noise[0] == np.float32(33 * math.log(2))
     assert noise[-1] == pytest.approx(-math.log(24 * math.log(2)), abs=1e-6)
-
-
-def test_mean_and_variance_are_gumbels() -> None:
-    noise = np.concatenate([gumbel(integers(2024, 0, position, 65536)) for position in range(16)]).astype(np.float64)
-    variance = math.pi**2 / 6
-    assert abs(noise.mean() - np.euler_gamma) < 5 * math.sqrt(variance / noise.size)
-    assert abs(noise.var() - variance) < 5 * variance * math.sqrt(4.4 / noise.size)  # kurtosis 5.4
-    shares = np.bincount((np.exp(-np.exp(-noise)) * 64).astype(int), minlength=64)
-    assert g_test(shares, np.full(64, noise.size / 64)) > 1e-6
 
 
 @pytest.mark.parametrize("varied", ["seeds", "samples", "positions"])

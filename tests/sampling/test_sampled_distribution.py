@@ -200,21 +200,6 @@ def test_the_joint_distribution(name: str) -> None:
     assert acceptance > 1.2 or spec.is_plain, "nothing was accepted, so nothing was shown"
 
 
-@pytest.mark.slow
-def test_the_joint_distribution_of_lookup_alone_and_of_separate_prompts() -> None:
-    """The prompts of a list have seeds of their own and share no cache."""
-    llm = sampling_llm("auto")
-    for rule in ("coupled", "traversal"):
-        spec = SpecConfig(nodes=8, verification=rule, sources=("lookup",))
-        each = [
-            SamplingParams(temperature=TEMPERATURE, seed=seed, max_tokens=LENGTH, ignore_eos=True)
-            for seed in range(SAMPLES // 2)
-        ]
-        outputs = llm.generate([PROMPT] * len(each), each, spec=spec)
-        assert sum(len(output.outputs[0].token_ids) > output.metrics.target_passes for output in outputs) > 100
-        assert worst_p([output.outputs[0].token_ids for output in outputs], each[0]) > ALPHA
-
-
 # --- what is drawn: the trees themselves
 
 
@@ -318,28 +303,6 @@ def test_the_distributions_are_the_drafts_own() -> None:
         probs = torch.softmax(logits[prompt].float() / 0.8, -1).numpy()
         first = each.tree.draft_probs[int(each.tree.draw_rows[0])]
         assert np.allclose(first, probs, atol=1e-6)
-
-
-@pytest.mark.parametrize("shape", ["16", "static 3-2-1"])
-def test_random_draws_stand_before_chosen_ones(shape: str) -> None:
-    """Lookup's guesses come last at every node, and the budget holds for both together."""
-    llm = tiny_llm()
-    spec = SpecConfig(**SHAPES[shape], verification="rejection")
-    prompts = [[1 + (i + k) % 5 for i in range(30)] for k in range(2)]
-    params = SamplingParams(max_tokens=12, temperature=0.9, seed=1, logit_bias=dict.fromkeys(range(1, 6), 9.0))
-    with watch(llm.engine) as rounds:
-        llm.generate(prompts, params, spec=spec)
-    both = 0
-    for tree in (each.tree for each in rounds):
-        assert len(tree) <= spec.max_nodes and tree.depths.max() <= spec.max_depth
-        rows = tree.draw_rows
-        if rows is None:
-            continue
-        for node in range(len(tree)):
-            kinds = (rows[tree.parents[tree.draw_nodes] == node] < 0).tolist()
-            assert kinds == sorted(kinds)
-        both += bool((rows < 0).any() and (rows >= 0).any())
-    assert both
 
 
 def test_nodes_are_filled_as_far_as_distributions_reach() -> None:

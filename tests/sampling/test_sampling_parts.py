@@ -5,57 +5,15 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.sampling.test_sampling import (
-    EVERY,
-    OUTPUT,
-    PATH,
-    PROMPT,
     VOCABS,
-    kept,
     likeliest_first,
     random_logits,
-    tied,
-    transform,
 )
 from treespec.sampling.logprobs import LogprobRows, logprobs_of
-from treespec_kernels.sampling.logit_transforms import keep_best, nucleus_size, topk_rows
 
 # --- the parts
-
-
-@settings(max_examples=40)
-@given(st.integers(1, 400), st.integers(1, 420), st.integers(0, 2**31), st.booleans())
-def test_topk_rows(width: int, k: int, seed: int, ties: bool) -> None:
-    width = width * 64 if seed % 2 else width
-    x = torch.stack([tied(width, seed), tied(width, seed + 1)]) if ties else random_logits(2 * width, seed).view(2, -1)
-    values, columns = topk_rows(x, k)
-    expected = x.sort(descending=True).values[:, :k]
-    assert torch.equal(values, expected)
-    assert torch.equal(x.gather(1, columns), values)
-    assert all(row.unique().numel() == values.shape[1] for row in columns)
-
-
-@settings(max_examples=40)
-@given(st.integers(1, 300), st.integers(1, 310), st.integers(0, 2**31))
-def test_keep_best(vocab: int, count: int, seed: int) -> None:
-    scores = tied(vocab, seed, levels=3)
-    result = keep_best(scores, count)
-    assert kept(result) == sorted(likeliest_first(scores)[:count])
-    assert torch.equal(result[kept(result)], scores[kept(result)])
-
-
-@settings(max_examples=30)
-@given(st.integers(1, 2000), st.floats(1e-6, 1, exclude_max=True), st.integers(0, 2**31))
-def test_nucleus_size(vocab: int, top_p: float, seed: int) -> None:
-    scores = random_logits(vocab, seed, spread=seed % 5 + 0.1)
-    shares = scores.double().softmax(0).sort(descending=True).values.cumsum(0)
-    size = nucleus_size(scores, top_p)
-    assert 1 <= size <= vocab
-    assert float(shares[size - 1]) >= top_p - 1e-6
-    assert size == 1 or float(shares[size - 2]) < top_p + 1e-6
 
 
 # --- logprobs
@@ -127,11 +85,3 @@ def test_logprobs_of_forbidden_tokens() -> None:
     (found,) = logprobs_of(logits[None], [4], 40)
     assert found[4].logprob == -math.inf and found[4].rank == 32 + 3
     assert len(found) == 40 and {each.rank for each in found.values()} == set(range(1, 41))
-
-
-def test_a_row_of_a_matrix_is_as_good_as_one_alone() -> None:
-    rows = torch.stack([random_logits(4099, seed) for seed in range(5)])
-    for i, row in enumerate(rows):
-        assert torch.equal(
-            transform(row, PROMPT, OUTPUT, PATH, **EVERY), transform(rows[i].clone(), PROMPT, OUTPUT, PATH, **EVERY)
-        )

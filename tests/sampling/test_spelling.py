@@ -90,9 +90,3 @@ def test_an_end_token_with_a_text_ends_outputs_alone() -> None:
     with pytest.raises(RequestError, match=r"no token of the model's continues the text"):
         after_a("a\nb")
     assert readers.grammar(StructuredOutputsParams(regex="ab\nc"), 0).forced([]) == own.encode("ab").ids
-
-
-def test_one_of_many_choices() -> None:
-    choices = [f"choice {number}" for number in range(5000)]
-    tokens = written(grammars().grammar(StructuredOutputsParams(choice=choices), 0), max)
-    assert speaking_tokenizer().decode(tokens) in choices

@@ -84,19 +84,6 @@ def test_each_keeps_its_form_in_company() -> None:
 
 
 @pytest.mark.slow
-def test_several_outputs_a_stream_and_logprobs() -> None:
-    llm = speaking_llm()
-    params = asked(CLOSED, temperature=1.5, seed=4, n=3, logprobs=1)
-    (plain,), (output,) = llm.generate(PROMPTS[0], params, "off"), llm.generate(PROMPTS[0], params, TREE)
-    assert output.outputs == plain.outputs  # log-probabilities, too: of the model's own logits
-    assert len({tuple(each.token_ids) for each in output.outputs}) > 1
-    check_form("schema", output)
-    chunks = list(llm.stream(PROMPTS[0], params, TREE))
-    for index, each in enumerate(plain.outputs):
-        assert "".join(chunk.text or "" for chunk in chunks if chunk.index == index) == each.text
-
-
-@pytest.mark.slow
 def test_what_else_is_asked_for_still_counts() -> None:
     """A form narrows what other parameters leave, and they narrow what it leaves."""
     llm = speaking_llm()

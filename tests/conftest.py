@@ -102,7 +102,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if _calls(item, "run_cases", "run_uninterpreted", "uninterpreted_document"):
             item.add_marker(pytest.mark.slow)
     # The longest first, so that no process ends with minutes of Triton's interpreter or compiler while others wait.
-    order = ("run_cases",), ("runs_alone", "uninterpreted_document", "run_uninterpreted", "printed_by")
+    order = ("run_cases",), ("runs_alone", "uninterpreted_document", "run_uninterpreted", "rows_of")
     items.sort(key=lambda item: next((i for i, names in enumerate(order) if _calls(item, *names)), len(order)))
     if torch.cuda.is_available():
         return

@@ -15,7 +15,7 @@ from treespec import LLM, SpecConfig
 from treespec.engine.executor import Execution
 from treespec.graphs.batch_round import BatchRound
 from treespec.graphs.graph_executor import GraphExecutor
-from treespec_kernels.aot.launches import Launch
+from treespec_kernels.aot.launches import Launch, Pointer
 
 if TYPE_CHECKING:
     from tests.simulated_gpu import Gpu
@@ -77,20 +77,19 @@ def rounds_wait_for_nothing(gpu: "Gpu") -> Iterator[None]:
     assert gpu.replays > before and not waits
 
 
-def leave(gpu: "Gpu", of_each_switch: bool = False) -> None:
-    """Adds a GPU's launches to those that another process compiles; one `of_each_switch` of a kernel, where that was
-    not left before, or all: sizes and alignment differ, but compiling takes a fifth of a second."""
+def leave(gpu: "Gpu") -> None:
+    """Adds a GPU's launches to those that another process compiles, one of each kind: compiling takes a second."""
     path = Path(os.environ["TREESPEC_LAUNCHES"])
     found: list[Launch] = pickle.loads(path.read_bytes()) if path.exists() and path.stat().st_size else []
-    known = {switches_of(launch) for launch in found}
-    for launch in gpu.launches.signatures.values():
-        if not of_each_switch or switches_of(launch) not in known:
-            found.append(launch)
-            known.add(switches_of(launch))
-    path.write_bytes(pickle.dumps(found))
+    kinds = {kind_of(launch): launch for launch in (*gpu.launches.signatures.values(), *reversed(found))}
+    path.write_bytes(pickle.dumps(list(kinds.values())))
 
 
-def switches_of(launch: Launch) -> str:
-    """What tells variants of a kernel apart that differ in more than sizes."""
-    switches = {name: value for name, value in launch.arguments.items() if isinstance(value, bool | str)}
-    return repr((launch.module, launch.kernel, switches))
+def kind_of(launch: Launch) -> str:
+    """What tells launches of a kernel apart for Triton, but for sizes other than 1."""
+    told = {
+        name: value
+        for name, value in launch.arguments.items()
+        if value is None or value == 1 or isinstance(value, bool | str | Pointer)
+    }
+    return repr((launch.module, launch.kernel, told))

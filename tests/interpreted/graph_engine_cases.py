@@ -84,12 +84,10 @@ def test_what_was_written_before_is_guessed(llm: LLM) -> None:
     assert llm.stats()["suffix_tokens"] == sum(map(len, SHORT)) + 2 * 3
     for sources in (("suffix",), ("ssm", "suffix")):
         with captured_rounds():
-            trees = llm.generate(SHORT, greedy(3), spec=SpecConfig(nodes=8, max_depth=2, sources=sources))
-        assert tokens_of(trees) == tokens_of(plain)
-        for output in trees:
-            assert output.metrics.target_passes == 1 and output.metrics.accepted_by_source["suffix"] == 2
-            if sources == ("suffix",):
-                assert output.metrics.accepted_only_by_source == {"suffix": 2}
+            [trees] = llm.generate(SHORT[1:], greedy(3), spec=SpecConfig(nodes=8, max_depth=2, sources=sources))
+        assert trees.outputs[0].token_ids == tokens_of(plain)[1]
+        assert trees.metrics.target_passes == 1 and trees.metrics.accepted_by_source["suffix"] == 2
+        assert sources != ("suffix",) or trees.metrics.accepted_only_by_source == {"suffix": 2}
     llm.engine.check_integrity()
 
 
@@ -129,7 +127,7 @@ def test_requests_that_graphs_do_not_know_go_step_by_step(llm: LLM) -> None:
 
 def test_prompt_logprobs_are_what_decoding_says_of_the_same_tokens(llm: LLM) -> None:
     """In every bit; captured rounds serve who asks for them, as they come from prefill."""
-    decoded = llm.generate(PROMPTS, greedy(4, logprobs=2), spec="off")
+    decoded = llm.generate(SHORT, greedy(4, logprobs=2), spec="off")
     texts = [[*one.prompt_token_ids, *one.outputs[0].token_ids] for one in decoded]
     with captured_rounds():
         scored = llm.generate(texts, greedy(1, prompt_logprobs=2), spec="off")
@@ -140,7 +138,7 @@ def test_prompt_logprobs_are_what_decoding_says_of_the_same_tokens(llm: LLM) -> 
 
 def test_passes_that_need_not_be_exact(folders: tuple[Path, list[Path]], expected: list[list[int]]) -> None:
     """Vendor products: close enough to give a model without ties the same tokens."""
-    llm = open_llm(*folders, spec=SpecConfig(nodes=6, max_depth=2), max_num_seqs=1, exact=False, **TRITON)
+    llm = open_llm(folders[0], folders[1][:1], spec=TREES, max_num_seqs=1, exact=False, **TRITON)
     assert tokens_of(llm.generate(PROMPTS[:1], greedy(5))) == expected[:1]
 
 
@@ -150,7 +148,7 @@ def test_attention_on_the_kernels_in_the_decoder_of_the_cpu(
     """exact=False leaves out the self-test, which takes a minute in the interpreter; the tokens are compared here."""
     llm = open_llm(folders[0], folders[1][:1], attention="triton", max_num_seqs=2, exact=False)
     trees = llm.generate(SHORT, greedy(5), spec=TREES)
-    assert tokens_of(trees) == tokens_of(llm.generate(SHORT, greedy(5), spec="off")) == expected[::2]
+    assert tokens_of(trees) == expected[::2]
     assert all(output.metrics.acceptance_length > 1.2 for output in trees)
     llm.engine.check_integrity()
 

@@ -1,5 +1,6 @@
 """A draft head or block draft beside a target on the Triton kernels."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -36,33 +37,23 @@ def write_head(kind: str, target: Path) -> Path:
     return head
 
 
-@pytest.mark.parametrize("kind", ["peagle", "dflash", "pard", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "peagle", "dflash", "pard", "medusa"])
 def test_probabilities_are_those_of_the_eager_pass(kind: str) -> None:
-    """What drafts a block, or has no attention, goes step by step."""
-    target = make_target(SHAPE)
-    head, (prompt,) = write_head(kind, target), random_prompts((20,), vocab=SHAPE.vocab_size)
-    assert_eager_probabilities(target, head, prompt, depth=2)
-
-
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_heads_in_captured_rounds(kind: str) -> None:
-    target = make_target(SHAPE)
+    """Trees, token for token and probability for probability; and their tokens are those of plain decoding. What drafts
+    a block, or has no attention, goes step by step."""
+    captured, target, records = kind in ("eagle", "eagle3"), make_target(SHAPE), list[list[RoundRecord]]()
     head, (prompt,) = write_head(kind, target), random_prompts((9,), vocab=SHAPE.vocab_size)
-    with captured_rounds():
-        assert_eager_probabilities(target, head, prompt, depth=3)
-
-
-def assert_eager_probabilities(target: Path, head: Path, prompt: list[int], depth: int) -> None:
-    """Trees, token for token and probability for probability; and their tokens are those of plain decoding."""
-    records: list[list[RoundRecord]] = []
+    spec = SpecConfig(nodes=6, max_depth=3 if captured else 2, sources=("ssm",))
     for options in (TRITON, {"attention": "cpu-packed", "prove": None}):
         llm = open_llm(target, [head], max_model_len=128, **options)
-        captured = depth == 3 and options is TRITON
-        assert llm.stats()["frozen"]["rounds"] == ("on the device" if captured else "step by step")
+        of_rounds = "on the device" if captured and options is TRITON else "step by step"
+        assert llm.stats()["frozen"]["rounds"] == of_rounds
         records.append([])
-        with llm.add_round_observer(records[-1].append):
-            trees = llm.generate(prompt, greedy(3), SpecConfig(nodes=6, max_depth=depth, sources=("ssm",)))
-        assert tokens_of(trees) == tokens_of(llm.generate(prompt, greedy(3), spec="off"))
+        runs = captured_rounds() if of_rounds == "on the device" else contextlib.nullcontext()
+        with runs, llm.add_round_observer(records[-1].append):
+            trees = llm.generate(prompt, greedy(3), spec)
+    assert tokens_of(trees) == tokens_of(llm.generate(prompt, greedy(3), spec="off"))
     for ours, eager in zip(*records, strict=True):
         assert ours.tree.tokens.tolist() == eager.tree.tokens.tolist()
+        assert ours.emitted == eager.emitted
         torch.testing.assert_close(torch.tensor(ours.tree.probs), torch.tensor(eager.tree.probs), atol=1e-4, rtol=0)

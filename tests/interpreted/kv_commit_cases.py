@@ -17,7 +17,7 @@ def from_host(cache: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor, *
 
 
 kv_commit = {"ref": kv_commit_ref, "cpu": from_host, "triton": kv_commit_triton}[IMPLEMENTATION]
-ROUNDS = 8 if IMPLEMENTATION == "triton" else 300
+ROUNDS = 12 if IMPLEMENTATION == "triton" else 300
 
 
 def committed(inputs: KvCommitInputs) -> torch.Tensor:
@@ -45,21 +45,6 @@ def assert_commits(inputs: KvCommitInputs) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "paths",
-    [
-        [[0, 1, 2, 3, 4, 5]],  # a chain, all accepted: nothing moves
-        [[0, 2, 3, 4, 5, 6]],  # every destination but the last was a source one step before
-        [[0, 3], [], [0, 1, 4, 8], [0]],  # ragged; all rejected; idle
-        [[0, *range(2, 40)]],  # longer than one block of steps
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("length", [0, 3, 4])
-def test_paths(paths: list[list[int]], length: int) -> None:
-    assert_commits(kv_commit_inputs([length + i for i in range(len(paths))], paths, device=DEVICE))
-
-
 def test_fuzz() -> None:
     choose = random.Random(0)
     for seed in range(ROUNDS):
@@ -67,11 +52,11 @@ def test_fuzz() -> None:
         paths, lengths = [], []
         for _ in range(choose.randint(1, 4)):
             kind = choose.choice(["chain", "star", "random", "scattered", "none"])
-            num_nodes = choose.randint(1, 24)
+            num_nodes = choose.randint(1, 40)  # paths longer than a block of steps, too
             if kind == "none":
                 paths.append([])
             elif kind == "scattered":
-                paths.append([0, *sorted(choose.sample(range(1, 40), num_nodes - 1))])
+                paths.append([0, *sorted(choose.sample(range(1, 60), num_nodes - 1))])
             else:
                 paths.append(path_to(tree_parents(kind, num_nodes, generator), choose.randrange(num_nodes)))
             lengths.append(choose.randint(0, 20))

@@ -37,15 +37,14 @@ class Padded:
         rows_per_request: int,
         width: int,
         *,
-        num_heads: int = 2,
-        num_kv_heads: int = 1,
+        heads: tuple[int, int] = (2, 1),
         head_dim: int = 16,
         dtype: torch.dtype = torch.float32,
         strewn: bool = True,
         seed: int = 0,
     ) -> None:
         choose = random.Random(seed)
-        shape = AttentionShape(num_heads, num_kv_heads, head_dim, dtype)
+        shape = AttentionShape(*heads, head_dim, dtype)
         self.inputs = inputs = tree_attention_inputs(
             lengths, trees, shape, nodes=nodes, device=DEVICE, page_size=PAGE, seed=seed
         )
@@ -198,32 +197,16 @@ def test_one_layout_serves_every_pass(chain: bool) -> None:
             assert_same(padded, layout)
 
 
-@pytest.mark.parametrize("num_heads, num_kv_heads, head_dim", [(3, 1, 24), (20, 1, 16)], ids=str)
+@pytest.mark.parametrize(
+    ("window", "heads", "head_dim"),
+    [(None, (3, 1), 24), (None, (20, 1), 16), (1, (2, 1), 16), (17, (2, 1), 16), (100, (2, 1), 16)],
+)
 @pytest.mark.parametrize("chain", [False, True], ids=["trees", "chains"])
-def test_groups(num_heads: int, num_kv_heads: int, head_dim: int, chain: bool) -> None:
-    sizes = [6, 0, 4]
-    trees = [list(range(-1, 5))] * 3 if chain else random_trees(sizes, 2)
-    padded = Padded(
-        [30, 12, 64],
-        trees,
-        [list(range(n)) for n in sizes],
-        7,
-        6,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        dtype=torch.float16,
-        strewn=not chain,
-    )
-    assert_same(padded, padded.layout(SMALL, chain, 64))
-
-
-@pytest.mark.parametrize("window", [1, 17, 100])
-@pytest.mark.parametrize("chain", [False, True], ids=["trees", "chains"])
-def test_windows(window: int, chain: bool) -> None:
+def test_groups_and_windows(window: int | None, heads: tuple[int, int], head_dim: int, chain: bool) -> None:
     lengths, sizes = [0, 17, 64, 79, 130], [2, 6, 3, 0, 6]
-    trees = [list(range(-1, 5))] * 5 if chain else random_trees([6] * 5, window)
-    padded = Padded(lengths, trees, [list(range(n)) for n in sizes], 6, 6, strewn=not chain)
+    trees = [list(range(-1, 5))] * 5 if chain else random_trees([6] * 5, window or 2)
+    nodes, dtype = [list(range(n)) for n in sizes], torch.float32 if window else torch.float16
+    padded = Padded(lengths, trees, nodes, 6, 6, heads=heads, head_dim=head_dim, dtype=dtype, strewn=not chain)
     assert_same(padded, padded.layout(SMALL, chain, 130, window=window), window)
 
 

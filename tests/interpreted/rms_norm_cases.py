@@ -16,14 +16,11 @@ from tests.interpreted.common import (
     each_dtype,
     normal,
     of_kernels,
-    on_a_gpu,
 )
 from treespec_kernels.linear.rms_norm import Norm, rms_norm_ref, rms_norm_triton
 
 pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 EPS = 1e-5
-# (max, rms) error relative to the RMS of the output: one rounding of it, or of the stream and of it.
-BOUNDS = {torch.float32: (1e-5, 1e-6), torch.float16: (1e-2, 1e-3), torch.bfloat16: (8e-2, 8e-3)}
 
 rms_norm = rms_norm_ref if IMPLEMENTATION == "ref" else rms_norm_triton
 
@@ -67,7 +64,11 @@ def arguments_of(case: Case, dtype: torch.dtype) -> dict[str, Any]:
     shift = parameter(case.groups, dtype) if case.kind == "layer" else None
     norm = Norm(weight, EPS, case.kind, shift, post)
     size = (case.rows, case.hidden)
-    x = draw(*size, dtype=dtype) if case.splits is None else draw(case.splits, *size)
+    if case.splits is None:
+        x = draw(*size, dtype=dtype)
+    else:  # in a larger buffer
+        x = torch.full((case.splits, case.rows + 5, case.hidden), NAN, device=DEVICE)[:, : case.rows]
+        x.copy_(draw(case.splits, *size))
     arguments: dict[str, Any] = {"x": x, "norm": norm}
     if case.residual:
         arguments["residual"] = (3 + 2 * draw(*size)).to(dtype)
@@ -95,9 +96,9 @@ def assert_defined(arguments: dict[str, Any]) -> None:
     stream = stream if residual is None else (residual.double() + stream).to(dtype).double()
     expected = normed(stream, norm.weight)
     expected = expected if norm.shift is None else expected + by_row(norm.shift)
-    assert_near(rms_norm_ref(**arguments), expected.to(dtype), BOUNDS)
+    assert_near(rms_norm_ref(**arguments), expected.to(dtype))
     if residual is not None:
-        assert_near(residual, stream.to(dtype), BOUNDS)
+        assert_near(residual, stream.to(dtype))
 
 
 @each_dtype
@@ -110,7 +111,7 @@ def test_rows(case: Case, dtype: torch.dtype) -> None:
     by_group = case.groups > 1 or bool(case.bias_groups)  # the parameters of some rows are those of no other number
     changes: dict[str, Any] = {"writes": ("residual",) if case.residual else ()} | ({"rows": {}} if by_group else {})
     equal_bits = () if case.post else ("residual",)  # a sum in a stated order
-    check("rms_norm", arguments, num_rows=case.rows, bounds=BOUNDS, equal_bits=equal_bits, **changes)
+    check("rms_norm", arguments, num_rows=case.rows, equal_bits=equal_bits, **changes)
 
 
 @of_kernels
@@ -132,13 +133,6 @@ def test_a_row_has_the_same_bits_in_every_group(dtype: torch.dtype) -> None:
         assert torch.equal(alone["residual"][0], arguments["residual"][row])
 
 
-def test_partials_are_added_from_the_left() -> None:
-    partials = torch.tensor([1e8, 1.0, -1e8, 2.0], device=DEVICE).view(4, 1, 1).repeat(1, 2, 8)
-    residual = torch.zeros(2, 8, device=DEVICE)
-    rms_norm(partials, Norm(torch.ones(8, device=DEVICE), EPS), residual=residual)
-    assert (residual == 2.0).all()
-
-
 @each_dtype
 def test_the_norm_is_of_the_rounded_stream(dtype: torch.dtype) -> None:
     """One element takes up less than half a unit in the last place of the stream, which would be 0.84 units in that of
@@ -150,15 +144,6 @@ def test_the_norm_is_of_the_rounded_stream(dtype: torch.dtype) -> None:
     out = rms_norm(x, Norm(weight, EPS), residual=residual)
     assert (residual == 4096).all()
     assert (out == out[0, 0]).all()
-
-
-def test_splits_may_lie_in_a_larger_buffer() -> None:
-    arguments = arguments_of(Case(3, 63, 3, True), torch.float32)
-    buffer = torch.full((3, 8, 63), NAN, device=DEVICE)
-    buffer[:, :3] = arguments["x"]
-    apart = arguments | {"x": buffer[:, :3], "residual": arguments["residual"].clone()}
-    assert torch.equal(rms_norm(**apart), rms_norm(**arguments))
-    assert torch.equal(apart["residual"], arguments["residual"])
 
 
 @of_kernels
@@ -180,19 +165,3 @@ def test_a_bad_number_stays_in_its_row() -> None:
     out = rms_norm(**arguments)
     assert torch.equal(out[[0, 3]], clean[[0, 3]])
     assert out[1].isnan().all() and out[2, 122].isnan()
-
-
-@on_a_gpu
-def test_a_captured_norm_replays_on_new_rows() -> None:
-    case = Case(5, 256, 2, True, bias_groups=0)
-    arguments, out = arguments_of(case, torch.float16), torch.empty(5, 256, dtype=torch.float16, device=DEVICE)
-    rms_norm_triton(**arguments, out=out)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        rms_norm_triton(**arguments, out=out)
-    arguments["x"].copy_(arguments["x"].flip(1))
-    arguments["residual"].zero_()
-    graph.replay()
-    again = arguments | {"residual": torch.zeros_like(arguments["residual"])}
-    assert torch.equal(out, rms_norm(**again))
-    assert torch.equal(arguments["residual"], again["residual"])

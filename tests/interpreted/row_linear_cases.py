@@ -1,23 +1,19 @@
-"""Cases of row_linear and quantized_row_linear: the reference against torch, the kernels against the reference."""
+"""Cases of row_linear and quantized_row_linear: the kernels against the reference."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from tests.interpreted.common import (
     DEVICE,
-    IMPLEMENTATION,
     INTERPRETED,
     NAN,
-    assert_near,
     check,
     each_dtype,
     in_the_interpreter,
     normal,
-    of_kernels,
     on_a_gpu,
 )
 from treespec_kernels.linear.quantized import QuantizedWeight
@@ -26,10 +22,8 @@ from treespec_kernels.linear.row_linear import (
     activated_ref,
     activated_triton,
     row_linear_partials_triton,
-    row_linear_ref,
     row_linear_triton,
 )
-from treespec_kernels.linear.row_tiles import proven
 from treespec_kernels.tuning.testing import assert_close
 
 pytestmark = pytest.mark.usefixtures("poisoned_allocations")
@@ -68,7 +62,7 @@ LAYERS = [
     Layer(33, 40, 70, config=TILED),
     Layer(33, 62, 40, "bias residual", True, 2, config=TILED),
     *(Layer(3, 38, 64, "bias", True, activation=activation) for activation in ("gelu", "gelu_tanh", "relu")),
-    *(Layer(3, 38, 64, "bias", split_k=2, activation=activation) for activation in ("gelu", "gelu_tanh", "relu")),
+    Layer(3, 38, 64, "bias", split_k=2, activation="gelu"),
     Layer(3, 38, 64, "bias", activation="silu"),
 ]
 
@@ -99,34 +93,10 @@ def in_the_middle(x: torch.Tensor, weight: Any, **options: Any) -> torch.Tensor:
     return out
 
 
-def assert_defined(arguments: dict[str, Any]) -> None:
-    """The reference, in float64 and by torch's functions."""
-    x, weight = (arguments[name].double() for name in ("x", "weight"))
-    product = x @ weight.mT
-    if "bias" in arguments:
-        product = product + arguments["bias"].double().unsqueeze(-2)
-    functions = {
-        "silu": F.silu,
-        "relu": F.relu,
-        "gelu": F.gelu,
-        "gelu_tanh": lambda y: F.gelu(y, approximate="tanh"),
-        "none": lambda y: y,
-    }
-    activate = functions[arguments["activation"] or ("silu" if arguments["silu_gate"] else "none")]
-    gate, *up = product.chunk(2, -1) if arguments["silu_gate"] else [product]
-    expected = activate(gate) * up[0] if up else activate(gate)
-    if "residual" in arguments:
-        expected = expected + arguments["residual"].double()
-    assert_near(row_linear_ref(**arguments), expected.to(arguments["x"].dtype))
-
-
 @each_dtype
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: "-".join(map(str, layer[:-1])))
 def test_layers(layer: Layer, dtype: torch.dtype) -> None:
     arguments = arguments_of(layer, dtype)
-    if IMPLEMENTATION == "ref":
-        assert_defined(arguments)
-        return
     config = layer.config and replace(layer.config, split_k=layer.split_k)
     check("row_linear", arguments, config, num_rows=layer.rows, run=in_the_middle)
 
@@ -139,12 +109,10 @@ class Form(NamedTuple):
 
 
 FORMS = [
-    Form(8, 96),
     Form(8, 123),
     Form(8, 64, 2, torch.int8),
     Form(8, 96, 3, torch.float32),
     Form(4, 106, 1, torch.int8),
-    Form(4, 128, 4),
     Form(4, 96, 3, torch.float32),
 ]
 
@@ -162,7 +130,6 @@ def random_weight(form: Form, out: int, dtype: torch.dtype, stack: tuple[int, ..
     return QuantizedWeight(values.to(DEVICE), scale.to(DEVICE, dtype), zero)
 
 
-@of_kernels
 @each_dtype
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("rows, out, split_k, stack", [(3, 33, 1, ()), (17, 64, 2, (2,))])
@@ -180,19 +147,6 @@ def test_quantized_layers(
     check("quantized_row_linear", arguments, replace(SMALL, split_k=split_k), num_rows=rows, run=in_the_middle)
 
 
-@of_kernels
-def test_quantized_partials_are_sums_over_whole_blocks() -> None:
-    weight = random_weight(Form(4, 128, 2, torch.int8), 32, torch.float32)
-    x = normal(0)(3, 128)
-    partials = row_linear_partials_triton(x, weight, config=replace(SMALL, split_k=2))
-    assert partials.shape == (2, 3, 32)
-    assert weight.zero is not None
-    half = QuantizedWeight(*(part.contiguous() for part in (weight.values[:, :32], weight.scale[:, :1])), weight.zero)
-    first = row_linear_ref(x[:, :64], half._replace(zero=weight.zero[:, :1].contiguous()))
-    assert_close(partials[0], first, max_error=1e-5, rms_error=1e-6)
-
-
-@of_kernels
 def test_partials_have_the_same_bits_in_every_tile() -> None:
     arguments, config = arguments_of(Layer(65, 40, 70, groups=2), torch.float32), replace(TILED, split_k=3)
     first, *others = (
@@ -202,38 +156,6 @@ def test_partials_have_the_same_bits_in_every_tile() -> None:
     assert all(torch.equal(partials, first) for partials in others)
 
 
-@of_kernels
-def test_a_launch_takes_the_tile_for_its_rows() -> None:
-    """A weight of 70 tiles of columns, at which tiles of every size are the fastest for some number of rows."""
-    arguments = arguments_of(Layer(200, 70 * 16, 16), torch.float32)
-    config = RowLinearConfig(64, 16, 16, 1, 4, 2, larger=((128, 8, 2), (256, 16, 2)))
-    expected = row_linear_triton(**arguments, config=config.with_tile(config.tiles[0]))
-    assert {config.for_rows(rows, 70).block_m for rows in (64, 128, 200)} == {64, 128, 256}
-    for rows in (128, 200):
-        some = arguments | {"x": arguments["x"][:rows]}
-        assert torch.equal(row_linear_triton(**some, config=config), expected[:rows])
-
-
-@of_kernels
-def test_only_tiles_with_equal_bits_are_kept(caplog: pytest.LogCaptureFixture) -> None:
-    arguments = arguments_of(Layer(257 if TILED.block_m == 64 else 65, 40, 70), torch.float32)
-    first, second = (tile.block_m for tile in TILED.larger)
-
-    def run(config: RowLinearConfig, wrong: int | None) -> tuple[torch.Tensor, ...]:
-        out = row_linear_triton(**arguments, config=config)
-        return (torch.nextafter(out, out + 1) if config.block_m == wrong else out,)
-
-    assert proven(TILED, lambda config: run(config, None), "a layer") == TILED
-    assert not caplog.messages
-    for wrong, kept in ((first, TILED.larger[1:]), (second, TILED.larger[:1])):
-        assert proven(TILED, lambda config, wrong=wrong: run(config, wrong), "a layer").larger == kept
-        assert caplog.messages.pop() == (
-            f"a layer: tiles of {wrong} rows do not have the bits of tiles of {TILED.block_m} here; not using them"
-        )
-        caplog.clear()
-
-
-@of_kernels
 @pytest.mark.parametrize("split_k", [1, 2])
 def test_neither_rows_nor_groups_mix(split_k: int) -> None:
     """A row of NaN stays alone, and a group has the bits of its layer alone."""
@@ -248,7 +170,6 @@ def test_neither_rows_nor_groups_mix(split_k: int) -> None:
     assert broken[:, 1].isnan().all() and torch.equal(broken[:, [0, 2, 3]], out[:, [0, 2, 3]])
 
 
-@of_kernels
 @each_dtype
 @pytest.mark.parametrize("split_k", [2, 8])
 def test_partials_are_the_sums_of_their_splits_and_add_up_to_the_result(split_k: int, dtype: torch.dtype) -> None:
@@ -269,7 +190,6 @@ def test_partials_are_the_sums_of_their_splits_and_add_up_to_the_result(split_k:
     assert torch.equal(row_linear_triton(**arguments, config=config), added.to(dtype))
 
 
-@of_kernels
 @each_dtype
 @pytest.mark.parametrize("groups, split_k", [(None, 1), (2, 2)])
 def test_residual_may_be_updated_in_place(groups: int | None, split_k: int, dtype: torch.dtype) -> None:
@@ -280,7 +200,6 @@ def test_residual_may_be_updated_in_place(groups: int | None, split_k: int, dtyp
     assert torch.equal(residual, expected)
 
 
-@of_kernels
 def test_a_workspace_is_used_and_may_be_larger() -> None:
     arguments = arguments_of(Layer(6, 40, 70, groups=2), torch.float32)
     x, weight, config = arguments["x"], arguments["weight"], replace(SMALL, split_k=3)
@@ -296,7 +215,6 @@ def test_a_workspace_is_used_and_may_be_larger() -> None:
     assert torch.equal(y, row_linear_triton(**arguments, config=config))
 
 
-@of_kernels
 @pytest.mark.parametrize("split_k", [1, 2])
 def test_rows_and_weights_may_lie_apart(split_k: int) -> None:
     arguments = arguments_of(Layer(18, 48, 72, "bias residual", groups=2), torch.float32)
@@ -312,7 +230,6 @@ def test_rows_and_weights_may_lie_apart(split_k: int) -> None:
     assert torch.equal(row_linear_triton(**alone, config=config), expected[:, :1])
 
 
-@of_kernels
 @each_dtype
 @pytest.mark.parametrize(
     "features, added, gate, groups, activation",
@@ -330,7 +247,6 @@ def test_activated_products(
     check("row_linear", arguments, num_rows=5, rows={"product": -2}, **changes)
 
 
-@of_kernels
 def test_an_activated_product_has_the_bits_of_the_layer() -> None:
     product = normal(6)(5, 6)
     one = torch.eye(6, device=DEVICE)
@@ -338,7 +254,6 @@ def test_an_activated_product_has_the_bits_of_the_layer() -> None:
     assert torch.equal(activated_triton(product, silu_gate=True), expected)
 
 
-@of_kernels
 @in_the_interpreter
 def test_bfloat16_is_refused_in_the_interpreter() -> None:
     arguments = arguments_of(Layer(1, 16, 16), torch.bfloat16)
@@ -370,18 +285,3 @@ def test_shipped_defaults_are_row_invariant(
             chosen = slice(first, first + count)
             some = arguments | {name: arguments[name][chosen] for name in ("x", "residual")}
             assert torch.equal(row_linear_triton(**some), out[chosen]), (count, first)
-
-
-@on_a_gpu
-def test_a_captured_graph_follows_its_inputs() -> None:
-    arguments = arguments_of(Layer(9, 512, 512, "residual"), torch.bfloat16)
-    config = replace(SMALL, split_k=4)
-    out = torch.empty_like(arguments["residual"])
-    workspace = torch.empty(config.workspace_size(9, 512), device=DEVICE)
-    row_linear_triton(**arguments, config=config, out=out, workspace=workspace)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        row_linear_triton(**arguments, config=config, out=out, workspace=workspace)
-    arguments["x"].copy_(arguments["x"].flip(0))
-    graph.replay()
-    assert torch.equal(out, row_linear_triton(**arguments, config=config))

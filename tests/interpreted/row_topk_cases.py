@@ -143,13 +143,8 @@ def test_equal_values_go_by_rising_token() -> None:
     zeros[0, [0, 2, BLOCK]] = -0.0
     assert topk(zeros, 4).tokens.tolist() == [[0, 1, 2, 3]]
     assert topk(zeros, 16).tokens.tolist() == [list(range(16))]
-
-
-def test_negative_values_are_in_order() -> None:
     numbers = torch.tensor([-1e-45, -3e38, -1.0, -0.0, -2.0, 1e-45, -INF, -1e-30], device=DEVICE)
-    top = topk(numbers[None], 8)
-    assert top.tokens.tolist() == [[5, 3, 0, 7, 2, 4, 1, 6]]
-    assert torch.equal(top.values[0], numbers.cpu()[top.tokens[0].long()]) and top.finite.all()
+    assert topk(numbers[None], 8).tokens.tolist() == [[5, 3, 0, 7, 2, 4, 1, 6]]
 
 
 @pytest.mark.parametrize("k", [1, 3])
@@ -185,13 +180,11 @@ def test_nan_and_infinity_are_reported(temperature: float | None, k: int) -> Non
     assert top.finite.tolist() == [False] * 5 + [True]
     assert (top.lse[:5] == INF).all() and (top.values[:5, 0] == INF).all()
     assert equal(RowTopk(*(t[5:] for t in top)), RowTopk(*(t[5:] for t in clean)))
+    if temperature is not None:
+        noise.temperatures[5] = NAN
+        assert not topk(logits, k, noise=noise).finite[5]
     if k > 1:
         assert top.tokens[2, 1] == BLOCK + 9 and top.tokens[3].tolist() == list(range(k))
-
-
-def test_a_temperature_that_is_no_number_is_reported() -> None:
-    noise = noise_of(2)._replace(temperatures=torch.tensor([NAN, 1.0], device=DEVICE))
-    assert topk(random_logits(2, 100), 2, noise=noise).finite.tolist() == [False, True]
 
 
 @pytest.mark.skipif(not TRITON, reason="about the kernels")

@@ -45,35 +45,21 @@ def assert_equal(llm: LLM, params: Any, prompts: list[list[int]] = PROMPTS) -> l
     return expected
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        [
-            sampled(top_p=0.7, temperature=1.5, repetition_penalty=1.4, logit_bias={5: 3.0, 9: -100.0}),
-            sampled(presence_penalty=0.5, frequency_penalty=1.5, top_k=20, min_p=0.02, logprobs=MAX_LOGPROBS),
-            greedy(4, repetition_penalty=3.0, logit_bias={7: 5.0}, logprobs=2),
-        ],
-        [
-            sampled(allowed_token_ids=SOME, top_p=0.8, logprobs=1),
-            greedy(4, logprobs=3),
-            sampled(top_k=4),
-        ],
-    ],
-    ids=["penalised", "restricted"],
-)
-def test_parameters(llm: LLM, plain: list[list[int]], params: list[SamplingParams]) -> None:
+def test_parameters(llm: LLM, plain: list[list[int]]) -> None:
+    params = [
+        sampled(top_p=0.7, temperature=1.5, repetition_penalty=1.4, logit_bias={5: 3.0, 9: -100.0}),
+        sampled(presence_penalty=0.5, allowed_token_ids=SOME, top_k=20, min_p=0.02, logprobs=MAX_LOGPROBS),
+        greedy(4, repetition_penalty=3.0, logit_bias={7: 5.0}, logprobs=2),
+    ]
     found = [tokens for tokens, _ in assert_equal(llm, params)]
-    assert found != plain
-    for tokens, unmodified, own in zip(found, plain, params, strict=True):
-        assert own.allowed_token_ids is None or set(tokens) <= set(SOME)
-        assert own != greedy(4, logprobs=3) or tokens == unmodified
+    assert found != plain and set(found[1]) <= set(SOME)
 
 
-def test_requests_of_every_kind_together(llm: LLM) -> None:
+def test_requests_of_every_kind_together(llm: LLM, plain: list[list[int]]) -> None:
     """Penalties count what a request wrote itself, in a slot that another one may have had before it."""
     one = sampled(frequency_penalty=2.0, logprobs=1)
-    found = assert_equal(llm, [greedy(2, repetition_penalty=3.0), greedy(3), one])
-    assert told(llm, PROMPTS[2:], one, TREES) == found[2:]
+    found = assert_equal(llm, [greedy(2, repetition_penalty=3.0), greedy(3, logprobs=3), one])
+    assert found[1][0] == plain[1][:3] and told(llm, PROMPTS[2:], one, TREES) == found[2:]
 
 
 def test_penalties_count_the_path_above_a_node(llm: LLM) -> None:

@@ -2,9 +2,8 @@
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import torch
 
@@ -28,18 +27,6 @@ def test_both_devices_in_one_operation_are_refused(gpu: Gpu) -> None:
     with pytest.raises(RuntimeError, match="expected all tensors on cuda:0"):
         torch.ones(3, device="cuda") + torch.ones(3)
     assert (torch.ones(3, device="cuda") + torch.tensor(1.0)).tolist() == [2.0] * 3
-
-
-def test_what_cpp_decides_by_a_tensors_device(gpu: Gpu) -> None:
-    """There a GPU's tensors are meta ones: what is made beside them must keep its values."""
-    x = torch.arange(6.0, device="cuda").view(3, 2)
-    assert x[[2, 0]].tolist() == [[4.0, 5.0], [0.0, 1.0]] == x[np.array([2, 0])].tolist()
-    x[[1], 1] = 9.0
-    assert x[1].tolist() == [2.0, 9.0]
-    assert torch.softmax(x.half(), -1, dtype=torch.float32).sum().item() == 3.0
-
-
-def test_a_kernel_does_not_take_the_hosts_memory(gpu: Gpu) -> None:
     with pytest.raises(ValueError, match="of the host"):
         row_topk_triton(torch.ones(2, 8), 1)
 
@@ -49,13 +36,9 @@ def test_a_kernel_does_not_take_the_hosts_memory(gpu: Gpu) -> None:
     [
         lambda x: x.sum().item(),
         lambda x: x.tolist(),
-        lambda x: x.cpu(),
         lambda x: x[x > 1],
-        lambda x: x.nonzero(),
-        lambda x: bool((x > 1).any()),
         lambda x: x.repeat_interleave(x.long()),
         lambda x: x[torch.tensor([1])],
-        lambda x: x[[1, 2]],
         lambda x: x.__setitem__([1], 1.0),
     ],
 )
@@ -66,13 +49,6 @@ def test_waiting_is_counted_and_not_captured(gpu: Gpu, waits: object) -> None:
     assert len(gpu.waits) == 1
     with pytest.raises(RuntimeError, match="cannot wait while a graph is captured"), captured():
         waits(x)
-
-
-@pytest.mark.parametrize("made", [lambda: torch.tensor([1, 2], device="cuda"), lambda: torch.ones(2).to("cuda")])
-def test_pageable_memory_is_not_captured(gpu: Gpu, made: Callable[[], object]) -> None:
-    made()
-    with pytest.raises(RuntimeError, match="pageable"), captured():
-        made()
 
 
 def test_what_a_failed_capture_leaves_behind(gpu: Gpu) -> None:
@@ -139,7 +115,7 @@ def test_a_replay_reads_its_buffers_anew_and_python_never(gpu: Gpu) -> None:
     assert y.tolist() == [6, 6]
 
 
-def test_memory_of_a_pool_is_lost_when_another_graph_runs(gpu: Gpu) -> None:
+def test_memory_of_a_pool_is_lost_when_another_graph_runs_and_freed_memory_is_noticed(gpu: Gpu) -> None:
     pool, x = torch.cuda.graph_pool_handle(), torch.ones(2, device="cuda")
     with captured(pool) as first:
         inside = x + 1
@@ -149,16 +125,8 @@ def test_memory_of_a_pool_is_lost_when_another_graph_runs(gpu: Gpu) -> None:
     assert inside.tolist() == [2, 2]
     second.replay()
     assert inside.isnan().all()
-
-
-def test_freed_memory_is_noticed(gpu: Gpu) -> None:
-    x, y = torch.ones(2, device="cuda"), torch.zeros(2, device="cuda")
-    with captured() as graph:
-        y.copy_(x)
-    graph.replay()
-    gpu.finish()
     del x
-    graph.replay()
+    first.replay()
     with pytest.raises(RuntimeError, match="freed memory"):
         gpu.finish()
 
@@ -185,6 +153,3 @@ def test_the_autotuners_clock(gpu: Gpu) -> None:
     assert clock.seconds([lambda: x.add_(1), lambda: y.add_(1)]) == pytest.approx(1e-3 / turns / 2)
     assert gpu.replays > 1 and not gpu.waits
     assert x.item() == y.item() == 1 + turns + turns * gpu.replays
-
-
-# --- programmatic launches

@@ -76,19 +76,17 @@ def test_trees_of_a_drafter(gpu: Gpu, target: Path) -> None:
     with without("captured_passes"):
         expected = told(llm, PROMPTS, params, TREES)
     assert passes.num_graphs == 0
-    for _ in range(2):
-        assert told(llm, PROMPTS, params, TREES) == expected
+    assert told(llm, PROMPTS, params, TREES) == expected
     before = gpu.replays
     outputs = llm.generate(PROMPTS, greedy(6), spec=TREES)
     assert tokens_of(outputs) == plain and all(output.metrics.acceptance_length > 1.5 for output in outputs)
     assert gpu.replays > before
     found = passes.num_graphs
-    assert found > 0
     gpu.launches.backwards = True
     with mock.patch.object(target_pass, "run_then_capture", side_effect=AssertionError("captured again")):
         assert tokens_of(llm.generate(PROMPTS, greedy(6), spec=TREES)) == plain
     gpu.launches.backwards = False
-    assert passes.num_graphs == found
+    assert passes.num_graphs == found > 0
     llm.engine.check_integrity()
 
 
@@ -96,9 +94,8 @@ def test_trees_of_a_drafter(gpu: Gpu, target: Path) -> None:
 def test_other_products(target: Path, options: dict[str, Any]) -> None:
     plain = written(target, **options)
     llm = with_a_drafter(target, plain, **options)
-    for _ in range(2):
-        outputs = llm.generate(SHORT, greedy(6), spec=TREES)
-        assert tokens_of(outputs) == plain and all(output.metrics.acceptance_length > 1.5 for output in outputs)
+    outputs = llm.generate(SHORT, greedy(6), spec=TREES)
+    assert tokens_of(outputs) == plain and all(output.metrics.acceptance_length > 1.5 for output in outputs)
     assert llm.engine.runner.captured.num_graphs > 0
 
 
@@ -135,7 +132,7 @@ def test_states_that_a_head_reads(gpu: Gpu) -> None:
 
     expected = run()
     llm.engine.runner.captured = passes
-    assert run() == run() == expected and passes.num_graphs > 0
+    assert run() == expected and passes.num_graphs > 0
 
 
 @pytest.mark.parametrize("raises", [False, True])
@@ -193,7 +190,7 @@ def test_a_graph_that_cannot_be_captured_later(
     expected = [tokens[:3] for tokens in plain]
     assert tokens_of(llm.generate(SHORT, greedy(3))) == expected
     full = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
-    params = greedy(4, temperature=0.8, seed=3)
+    params = greedy(3, temperature=0.8, seed=3)
     with mock.patch.object(batch_round, "capture_replay", full), caplog.at_level(logging.WARNING, "treespec"):
         sampled = tokens_of(llm.generate(SHORT, params))
     assert full.called and "cannot be captured" in caplog.text
@@ -212,8 +209,8 @@ def test_prefill_chunks_by_free_memory(gpu: Gpu) -> None:
     """Larger chunks if their buffers, mostly logits, leave the memory to the cache; 512 rows in any case."""
     target = make_llama(new_folder("wide") / "target", 0, torch.float16, **(LONG | {"vocab_size": 150_000}))
     chunks = []
-    for gib in (1.7, 1.9, 2.6, 8.0):
+    for gib in (1.7, 1.9, 8.0):
         with mock.patch.object(memory, "free_memory", lambda device, gib=gib: int(gib * 2**30)):
             llm = open_llm(target, [], spec="off", max_num_seqs=1, **ON_GPU)
         chunks.append(llm.config.prefill_chunk)
-    assert chunks == [512, 1024, 1024, 2048]
+    assert chunks == [512, 1024, 2048]

@@ -54,7 +54,8 @@ def assert_walks(
     trees: list[TokenTree | None], choices: torch.Tensor, finite: torch.Tensor, max_depth: int
 ) -> list[int]:
     """Compares with `TokenTree.follow`, and what must stand beyond each path; returns the lengths."""
-    walked = walk(device_trees(trees, choices.shape[1], max_depth), choices, finite)
+    apart = [torch.nn.functional.pad(tensor, (2, 3)) for tensor in (choices, finite)]  # rows in wider ones
+    walked = walk(device_trees(trees, choices.shape[1], max_depth), *(wide[:, 2:-3] for wide in apart))
     for request, tree in enumerate(trees):
         length = int(walked.path_lens[request])
         path, emitted = walked.paths[request].tolist(), walked.tokens[request].tolist()
@@ -110,13 +111,6 @@ def test_fuzz(kind: str, dtype: torch.dtype) -> None:
                 assert lengths[request] == 1
 
 
-def test_a_chain_is_accepted_to_its_end() -> None:
-    choose = random.Random(0)
-    tree = tree_of(list(range(-1, 8)), 5, choose)
-    choices = all_choices([tree], "accepted", 9, choose)
-    assert assert_walks([tree], choices, torch.ones(1, 9, dtype=torch.bool), 8) == [9]
-
-
 def test_equal_tokens_elsewhere_do_not_mislead() -> None:
     """Nodes 3 and 4 carry the wanted tokens below another parent than the path's."""
     parents = [-1, 0, 0, 1, 1, 2]
@@ -138,25 +132,9 @@ def test_any_node_that_is_not_finite_empties_its_request_alone() -> None:
     assert assert_walks(trees, choices, finite, 2) == [3, 2]
 
 
-def test_rows_may_lie_apart() -> None:
-    choose = random.Random(2)
-    trees: list[TokenTree | None] = [tree_of([-1, 0, 1], 3, choose), tree_of([-1, 0, 0], 3, choose)]
-    wide = torch.full((2, 7), TOO_LARGE)
-    wide[:, 2:5] = all_choices(trees, "accepted", 3, choose)
-    finite = torch.zeros(2, 6, dtype=torch.bool)
-    finite[:, 1:4] = True
-    assert assert_walks(trees, wide[:, 2:5], finite[:, 1:4], 2) == [3, 2]
-
-
 def test_a_real_size() -> None:
     choose, generator = random.Random(3), torch.Generator().manual_seed(3)
     trees: list[TokenTree | None] = [tree_of(tree_parents("random", 100, generator), 40, choose) for _ in range(2)]
     max_depth = max(int(tree.depths.max()) for tree in trees if tree)
     choices = all_choices(trees, "accepted", 100, choose)
     assert min(assert_walks(trees, choices, torch.ones(2, 100, dtype=torch.bool), max_depth)) > 1
-
-
-def test_a_walk_is_allocated_where_none_is_given() -> None:
-    trees = device_trees([tree_of([-1], 3, random.Random(0))], 1, 0)
-    walked = tree_walk(trees, torch.tensor([[7]], device=DEVICE), torch.ones(1, 1, dtype=torch.bool, device=DEVICE))
-    assert [tensor.tolist() for tensor in walked.tensors.values()] == [[[0]], [1], [[7]]]

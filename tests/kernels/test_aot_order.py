@@ -1,14 +1,12 @@
-"""Kernels that are launched programmatically wait before anything else, on every path: proved of compiled code."""
+"""Order in compiled code, on every path: programmatic launches wait first, and a fence comes before products."""
 
 import re
-from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
-from tests.helpers.child import uninterpreted_document
-from tests.kernels.test_kernels_aot import REGISTER_BOUND
-from treespec_kernels.aot.code_order import OrderError, check_launch_order
-from treespec_kernels.launch.triton_launch import SHARED_BYTES
+from treespec_kernels.aot.code_order import OrderError, check_launch_order, proxy_fences
 
 SASS = """	.headerflags	@"EF_CUDA_SM90"
         /*0000*/                   LDC R1, c[0x0][0x28] ;     /* 0x00000a00ff017b82 */
@@ -72,104 +70,56 @@ def test_code_that_lets_nobody_begin() -> None:
         check_launch_order(SASS.replace("PREEXIT", "NOP").format(BULK))
 
 
-KERNELS = """
-import json, torch
-from dataclasses import replace
-from treespec_kernels.aot import compiler as aot
-from treespec_kernels.ops.shapes import default_shapes, family_shapes
-from treespec_kernels.ops.shapes import AOT_FORMS
-if __name__ == "__main__":
-    plain = default_shapes([torch.bfloat16])[2]
-    shapes = [plain, *(replace(plain, quantized=form) for form in AOT_FORMS)]
-    report = aot.compile_report(["sm_90"], shapes, ["programmatic_launch"], jobs=1)
-    others = aot.compile_report(["sm_80", "sm_100", "gfx942"], [plain], ["programmatic_launch"], jobs=1)
-    print(json.dumps({"failed": report["failed"] + others["failed"], "targets": others["targets"] | report["targets"]}))
+# --- fences
+
+PTX = """.visible .entry k(.param .u64 k_param_0)
+{{
+	.reg .pred 	%p<7>;
+	cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;
+	cp.async.commit_group;
+$L__BB0_1:
+	cp.async.wait_group 	0;
+{before}	bar.sync 	0;
+{after}	wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {{%r3}}, %rd2, %rd3, %p5, 1, 1, 0, 1;
+{last}	@%p1 bra 	$L__BB0_1;
+	st.shared.b32 	[%r4], %r3;
+	ret;
+}}
 """
-OF_A_PASS = set(
-    """norm_rows multiply_rows add_splits multiply_quantized rotate_and_write attend_items
-    combine_segments project_to_vocab""".split()
+FENCE = "\t// begin inline asm\n\tfence.proxy.async.shared::cta; mov.u32 %r5, 0;\n\t// end inline asm\n"
+STORE = "\tst.shared.v4.b32 \t[%r4], {%r6, %r6, %r6, %r6};\n"
+SKIPPED = f"\t@%p2 bra \t$L__BB0_2;\n{FENCE}$L__BB0_2:\n"
+
+
+@pytest.mark.parametrize(("before", "after", "last"), [("", FENCE, ""), (FENCE, "", ""), (STORE + FENCE, "", STORE)])
+def test_products_behind_a_fence(before: str, after: str, last: str) -> None:
+    assert proxy_fences(PTX.format(before=before, after=after, last=last)) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "last"),
+    [
+        ("", "", ""),
+        ("", "", FENCE),  # of the next iteration's operands, which are not complete yet
+        (FENCE, STORE, ""),
+        ("", SKIPPED, ""),
+        ("", FENCE.replace("\tfence", "\t@%p2 fence"), ""),
+    ],
 )
+def test_products_without_a_fence(before: str, after: str, last: str) -> None:
+    with pytest.raises(OrderError, match=r"m64n128k16.* reads shared memory that no fence\.proxy\.async orders"):
+        proxy_fences(PTX.format(before=before, after=after, last=last))
 
 
-def test_every_kernel_of_a_pass() -> None:
-    """Of 8B in bfloat16 and, for sm_90, quantised."""
-    pytest.importorskip("triton")
-    report = uninterpreted_document(KERNELS)
-    assert report["failed"] == []
-    assert {target for target, rows in report["targets"].items() if rows} == {"sm_90", "sm_100"}
-    for target in ("sm_90", "sm_100"):
-        rows = report["targets"][target]
-        assert {row["kernel"] for row in rows} == OF_A_PASS - ({"multiply_quantized"} if target == "sm_100" else set())
-        for row in rows:
-            has_weights = row["kernel"] in ("multiply_rows", "multiply_quantized", "project_to_vocab", "norm_rows")
-            assert row["prefetches"] == has_weights
-            assert (
-                row["config"]["PDL"]
-                and row["config"]["launch_pdl"]
-                and row["spills"] == 0
-                and row["shared_bytes"] <= SHARED_BYTES[target]
-            ), row
-            if target == "sm_90":  # for which the bounds are
-                assert row["registers"] <= REGISTER_BOUND[row["kernel"]], row
+def test_the_kernels_fence_where_the_compiler_does_not() -> None:
+    triton = pytest.importorskip("triton")
+    from treespec_kernels.linear.dot import lacks_proxy_fence
 
+    def lacks(arch: str | None, version: str) -> bool:
+        semantic = SimpleNamespace(builder=SimpleNamespace(options=SimpleNamespace(arch=arch)))
+        with mock.patch.object(triton, "__version__", version):
+            return bool(lacks_proxy_fence(_semantic=semantic).value)
 
-PLANTED = """
-import json, torch
-import triton, triton.language as tl
-from treespec_kernels.aot import compiler as aot
-from treespec_kernels.ops.shapes import default_shapes, family_shapes
-from treespec_kernels.aot.launches import Launch, Pointer
-from treespec_kernels.launch.predecessors import wait_for_predecessors
-
-@triton.jit
-def reads_first(x, out, PDL: tl.constexpr):
-    found = tl.load(x)
-    wait_for_predecessors(PDL)
-    tl.store(out, found)
-
-@triton.jit
-def leaves_first(x, out, PDL: tl.constexpr):
-    if tl.program_id(0) > 3:
-        return
-    wait_for_predecessors(PDL)
-    tl.store(out, tl.load(x))
-
-@triton.jit
-def waits_in_a_loop(x, out, num_blocks, PDL: tl.constexpr):
-    for i in range(num_blocks):
-        wait_for_predecessors(PDL)
-        tl.store(out + i, tl.load(x + i))
-
-@triton.jit
-def forgets(x, out, PDL: tl.constexpr):
-    tl.store(out, tl.load(x))
-
-@triton.jit
-def waits(x, out, num_blocks, PDL: tl.constexpr):
-    wait_for_predecessors(PDL)
-    if tl.program_id(0) > 3:
-        return
-    for i in range(num_blocks):
-        tl.store(out + i, tl.load(x + i))
-
-def planted(op, shape, target):
-    x = {"x": Pointer(torch.int32, 0), "out": Pointer(torch.int32, 0)}
-    return [Launch(__name__, name, x | ({"num_blocks": 7} if "loop" in name or name == "waits" else {}) | {"PDL": True},
-                   {"num_warps": 1, "launch_pdl": True})
-            for name in ("reads_first", "leaves_first", "waits_in_a_loop", "forgets", "waits")]
-aot.launches_of = planted
-print(json.dumps(aot.compile_report(["sm_90"], default_shapes()[:1], ["programmatic_launch"], jobs=1)))
-"""
-
-
-def test_kernels_that_do_not_wait_have_failed(tmp_path: Path) -> None:
-    pytest.importorskip("triton")
-    file = tmp_path / "planted.py"  # Triton reads the source of a kernel from its file
-    file.write_text(PLANTED)
-    report = uninterpreted_document(f"import sys; sys.path.append({str(tmp_path)!r}); import planted")
-    assert [row["kernel"] for row in report["targets"]["sm_90"]] == ["waits"]
-    faults = {row["kernel"]: row["message"] for row in report["failed"]}
-    assert faults.keys() == {"reads_first", "leaves_first", "waits_in_a_loop", "forgets"}
-    assert all(message.startswith("OrderError: ") for message in faults.values())
-    assert "LDG" in faults["reads_first"] and "EXIT" in faults["leaves_first"]
-    assert "EXIT" in faults["waits_in_a_loop"] and "is reached before the wait" in faults["forgets"]
+    assert lacks("sm90", "3.6.0") and lacks("sm90", "3.7.1") and not lacks("sm90", "3.10.0")
+    assert not lacks("sm80", "3.6.0") and not lacks("sm100", "3.6.0") and not lacks(None, "3.6.0")
+    assert not lacks_proxy_fence().value  # the interpreter passes nothing

@@ -115,19 +115,12 @@ def wait_until(happens: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def test_one_process_compiles_and_the_other_waits(tmp_path: Path, compiler: Compiler) -> None:
-    first, second = (Start(tmp_path, name, compiler.path) for name in ("first", "second"))
-    wait_until(lambda: first.waits or second.waits)
+@pytest.mark.parametrize("threads", [False, True], ids=["processes", "threads"])
+def test_one_compiles_and_the_other_waits(threads: bool, tmp_path: Path, compiler: Compiler) -> None:
+    starts = [Start(tmp_path, name, compiler.path, 1 + threads) for name in ("first", "second")[: 2 - threads]]
+    wait_until(lambda: any(start.waits for start in starts))
     compiler.may_build.touch()
-    assert first.tokens() == second.tokens() != []
-    assert compiler.count() == dict.fromkeys(LIBRARIES, 1)
-
-
-def test_two_threads_compile_once(tmp_path: Path, compiler: Compiler) -> None:
-    start = Start(tmp_path, "threads", compiler.path, threads=2)
-    wait_until(lambda: start.waits)
-    compiler.may_build.touch()
-    one, other = start.tokens()
+    one, other = (line for start in starts for line in start.tokens())
     assert one == other
     assert compiler.count() == dict.fromkeys(LIBRARIES, 1)
 

@@ -8,18 +8,17 @@ ENGINES = [  # the longest first
     "graph_engine",
     "target_pass simulated_gpu_rules",
     "sampling_rounds",
-    "quantized_engine tuning quantized_tuning",
+    "quantized_engine tuning",
     "families",
     "heads vocabulary",
 ]
 KERNELS = [
-    "tree_attention combine_segments pass_layout",
-    "ops qkv_rope rms_norm logit_transforms tree_merge tree_select tree_walk kv_commit row_topk coupled_noise",
+    "tree_attention pass_layout",
+    "ops qkv_rope rms_norm logit_transforms tree_growth tree_walk kv_commit row_topk coupled_noise",
     "row_linear lm_head",
 ]
 OF_THE_HOST = {
-    "ref": "tree_merge tree_select tree_walk kv_commit row_topk logit_transforms qkv_rope rms_norm row_linear"
-    " lm_head tree_attention",
+    "ref": "tree_growth tree_walk kv_commit row_topk logit_transforms qkv_rope rms_norm",
     "cpu": "kv_commit",
 }
 

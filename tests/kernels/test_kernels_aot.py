@@ -1,14 +1,15 @@
-"""Every shipped kernel configuration compiles for real targets, without a GPU, within bounds and without a spill."""
+"""Shipped kernel configurations compile for real targets, without a GPU, within bounds and without a spill."""
 
-import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers.child import needs_triton, run_uninterpreted
+from tests.helpers.child import needs_triton, uninterpreted_document
 from treespec_kernels.aot.launches import launches_of
 from treespec_kernels.launch.triton_launch import SHARED_BYTES
+from treespec_kernels.ops import OPS
 from treespec_kernels.ops.shapes import default_shapes
 
 pytestmark = [pytest.mark.slow, needs_triton]
@@ -34,154 +35,219 @@ REGISTER_BOUND = {
     "transform_scores": 112,
     "truncate_scores": 128,
 }
+OF_A_PASS = {"norm_rows", "multiply_rows", "add_splits", "multiply_quantized", "rotate_and_write", "attend_items"}
+OF_A_PASS |= {"combine_segments", "project_to_vocab"}
+WITH_WEIGHTS = {"multiply_rows", "multiply_quantized", "project_to_vocab", "norm_rows"}
 
-# Planted as launches: a kernel with a wrong shape, and one whose tile does not fit a warp's registers.
-PLANTED = """
-import json, sys, torch
-import triton, triton.language as tl
-from treespec_kernels.aot import compiler as aot
-from treespec_kernels.ops.shapes import default_shapes, family_shapes
-from treespec_kernels.aot.launches import Launch, Pointer
-
-@triton.jit
-def wrong(out, BLOCK: tl.constexpr):
-    tl.store(out + tl.arange(0, BLOCK), tl.zeros((BLOCK * 2,), tl.float32))
-
-@triton.jit
-def greedy(a, out, BLOCK: tl.constexpr):
-    o = tl.arange(0, BLOCK)
-    x = tl.load(a + o[:, None] * BLOCK + o[None, :])
-    tl.store(out + o[:, None] * BLOCK + o[None, :], tl.dot(x, x, input_precision="ieee"))
-
-"""
-
-# All ops in bfloat16, for the embedded target and 8B; of other dtypes and of sm_80 the kernels with products.
-# Programmatic launches are compiled by test_aot_order.py, quantised 8B below.
-DEFAULTS = """
+# bf16 and others: the embedded target and Llama 8B; int8, int4 and awq: 8B; the rest: families.
+COMPILED = """
 import json, torch
+from dataclasses import replace
 from treespec_kernels.aot import compiler as aot
-from treespec_kernels.ops import OPS
-from treespec_kernels.ops.shapes import default_shapes
+from treespec_kernels.ops.shapes import AOT_FORMS, default_shapes, family_shapes
 if __name__ == "__main__":
-    small, _, large = default_shapes([torch.bfloat16])
-    half, _, large_half, single, _, large_single = default_shapes([torch.float16, torch.float32])
-    products = ["row_linear", "lm_head", "tree_attention"]
-    plain = [op for op in OPS if op not in ("programmatic_launch", "quantized_row_linear")]
-    parts = [([large], plain), ([small], [*plain, "quantized_row_linear"]), ([single], [*products, "rms_norm"])]
-    parts = parts if TARGET == "sm_90" else [([small, large], products)]
-    parts += [([half, large_half, single, large_single], ["tree_attention"])]
+    names = [f"{size} {dtype}" for dtype in ("bf16", "fp16", "fp32") for size in ("small", "1b", "8b")]
+    shapes = dict(zip(names, default_shapes()))
+    shapes |= zip(("gemma2", "gemma3", "neox", "pythia", "opt"), family_shapes([torch.bfloat16]))
+    shapes["gemma2 fp32"] = family_shapes([torch.float32])[0]
+    shapes |= zip(("int8", "int4", "awq"), (replace(shapes["8b bf16"], quantized=form) for form in AOT_FORMS))
     report = {"failed": [], "rows": []}
-    for shapes, ops in parts:
-        compiled = aot.compile_report([TARGET], shapes, ops, jobs=1)
+    for name, ops in PARTS:
+        compiled = aot.compile_report([TARGET], [shapes[name]], ops.split(), jobs=1)
         report["failed"] += compiled["failed"]
         report["rows"] += compiled["targets"][TARGET]
     print(json.dumps(report))
 """
 
-QUANTISED = """
-import json, torch
-from dataclasses import replace
-from treespec_kernels.aot import compiler as aot
-from treespec_kernels.ops.shapes import default_shapes, family_shapes
-from treespec_kernels.ops.shapes import AOT_FORMS
-if __name__ == "__main__":
-    shapes = [replace(default_shapes([torch.bfloat16])[2], quantized=form) for form in AOT_FORMS]
-    targets = ["sm_80", "sm_90", "sm_100", "gfx942"]
-    print(json.dumps(aot.compile_report(targets, shapes, ["quantized_row_linear"], jobs=1)))
-"""
+
+def rows_of(target: str, *parts: tuple[str, str]) -> list[dict[str, Any]]:
+    """What compiles of some shapes' ops; asserts that all does, without a spill, in the target's shared memory."""
+    report = uninterpreted_document(COMPILED.replace("TARGET", repr(target)).replace("PARTS", repr(parts)))
+    assert report["failed"] == []
+    rows: list[dict[str, Any]] = report["rows"]
+    for row in rows:
+        assert row["spills"] == 0 and row["shared_bytes"] <= SHARED_BYTES[target], row
+    return rows
 
 
-LESS_MEMORY = """
-import json, torch
-from treespec_kernels.aot import compiler as aot
-from treespec_kernels.ops.shapes import default_shapes, family_shapes
-if __name__ == "__main__":
-    large, wide = default_shapes([torch.bfloat16])[2], family_shapes([torch.bfloat16])[0]
-    parts = (large, ["row_linear"]), (wide, ["row_linear", "tree_attention"])
-    print(json.dumps([aot.compile_report(["sm_89"], [shape], ops, jobs=1) for shape, ops in parts]))
-"""
+def assert_registers(rows: Iterable[dict[str, Any]]) -> None:
+    for row in rows:
+        assert 0 < row["registers"] <= REGISTER_BOUND[row["kernel"]], row
 
 
-def printed_by(script: str) -> Any:
-    """The JSON that a script prints where triton is not interpreted."""
-    child = run_uninterpreted(script)
-    assert child.returncode == 0, child.stderr
-    return json.loads(child.stdout)
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+def test_passes_as_they_are_launched(target: str) -> None:
+    """Programmatically: each kernel waits first on every path, or has failed. For sm_90 of 8B, and quantised."""
+    names = ("8b bf16", "int8", "awq") if target == "sm_90" else ("small bf16",)
+    rows = rows_of(target, *((name, "programmatic_launch") for name in names))
+    absent = {"multiply_quantized", "add_splits"} if target == "sm_100" else set()  # of the small model
+    assert {row["kernel"] for row in rows} == OF_A_PASS - absent
+    for row in rows:
+        assert row["prefetches"] == (row["kernel"] in WITH_WEIGHTS), row
+        assert row["config"]["PDL"] and row["config"]["launch_pdl"], row
+    if target == "sm_100":
+        return
+    assert_registers(rows)
+    products = [row for row in rows if row["kernel"] == "multiply_rows"]
+    assert {row["config"]["BLOCK_M"] for row in products} == {64, 128, 256}
+    # Two programs of 8 warps with 128 registers, or one of 16, fill the registers of a multiprocessor.
+    assert all(row["registers"] <= 128 for row in products if row["config"]["BLOCK_M"] > 64)
+    for row in (row for row in rows if row["kernel"] == "attend_items"):
+        config = row["config"]
+        tile = 2 * config["BLOCK_N"] * config["HEAD_DIM"] * 2  # bytes of keys and values
+        assert row["shared_bytes"] > config["num_stages"] * tile, f"fewer tiles are fetched ahead: {row}"
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
-def test_shipped_defaults_compile(target: str) -> None:
-    report = printed_by(DEFAULTS.replace("TARGET", repr(target)))
-    assert report["failed"] == []
-    rows = report["rows"]
-    assert target != "sm_90" or {row["kernel"] for row in rows} == set(REGISTER_BOUND)
-    for row in rows:
-        counted = {"products", "fences", "prefetches"}
-        assert row.keys() == {"kernel", "case", "config", "registers", "spills", "shared_bytes"} | counted
-        assert row["spills"] == 0, row
-        assert row["shared_bytes"] <= SHARED_BYTES[target], row
-        assert 0 < row["registers"] <= REGISTER_BOUND[row["kernel"]], row
-    attended = [row for row in rows if row["kernel"] == "attend_items"]
+def test_launches_in_order(target: str) -> None:
+    """All ops for sm_90; for sm_80, which has no other launches, those with products."""
+    others = "row_linear lm_head rms_norm"
     if target == "sm_90":
-        for row in (row for row in rows if row["kernel"].startswith("attend") and "float32" not in row["case"]):
-            config = row["config"]
-            tile = 2 * config["BLOCK_N"] * config["HEAD_DIM"] * 2  # bytes of keys and values
-            assert row["shared_bytes"] > config["num_stages"] * tile, f"fewer tiles are fetched ahead: {row}"
-    assert {(row["case"].split()[1].strip(","), row["config"]["HEAD_DIM"]) for row in attended} == {
-        (dtype, head_dim) for dtype in ("bfloat16", "float16", "float32") for head_dim in (64, 128)
-    }
+        parts = [("small bf16", " ".join(op for op in OPS if "quantized" not in op and "programmatic" not in op))]
+        parts += [("small fp32", others), ("small fp16", "tree_attention"), ("8b fp16", "tree_attention")]
+    else:
+        parts = [("8b bf16", f"{others} tree_attention"), ("small bf16", "tree_attention")]
+        parts += [(form, "quantized_row_linear") for form in ("int8", "int4", "awq")]
+    rows = rows_of(target, *parts, ("small fp32", "tree_attention"), ("8b fp32", "tree_attention"))
+    assert_registers(rows)
+    if target == "sm_90":
+        assert {row["kernel"] for row in rows} == set(REGISTER_BOUND) - {"multiply_quantized"}
+        return
+    found = [row["config"] for row in rows if row["kernel"] == "multiply_quantized"]
+    forms = {(c["BITS"], c["GROUP"] if c["BITS"] == 4 else None, "zero" not in c) for c in found}
+    assert forms == {(8, None, False), (4, 128, False), (4, 128, True)}
+    sizes = {(c["OUT_FEATURES"], c["IN_FEATURES"]) for c in found}
+    assert sizes == {(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)}
 
 
-def test_quantised_defaults_of_8b_compile_everywhere() -> None:
-    report = printed_by(QUANTISED)
-    assert report["failed"] == [] and set(report["targets"]) == {"sm_80", "sm_90", "sm_100", "gfx942"}
-    for target, rows in report["targets"].items():
-        found = [row["config"] for row in rows if row["kernel"] == "multiply_quantized"]
-        assert {(c["BITS"], c["GROUP"] if c["BITS"] == 4 else None, "zero" not in c) for c in found} == {
-            (8, None, False),
-            (4, 128, False),
-            (4, 128, True),
-        }, target
-        assert {(c["OUT_FEATURES"], c["IN_FEATURES"]) for c in found} == {
-            (6144, 4096),
-            (4096, 4096),
-            (28672, 4096),
-            (4096, 14336),
-        }
-
-
-def test_defaults_fit_gpus_of_less_memory() -> None:
-    """What takes most of it: the linear layers of 8B, and heads of 256."""
-    for report in printed_by(LESS_MEMORY):
-        assert report["failed"] == []
-        rows = report["targets"]["sm_89"]
-        assert {row["kernel"] for row in rows} & {"multiply_rows", "attend_items"}
-        assert all(row["shared_bytes"] <= SHARED_BYTES["sm_89"] for row in rows), rows
-
-
-def test_what_does_not_compile_or_spills_has_failed(tmp_path: Path) -> None:
-    script = PLANTED + (
-        "def planted(op, shape, target):\n"
-        "    options, out = {'num_warps': 1, 'num_stages': 1}, Pointer(torch.float32, 0)\n"
-        "    return [Launch(__name__, 'wrong', {'out': out, 'BLOCK': 16}, options, 'a case'),\n"
-        "            Launch(__name__, 'greedy', {'a': out, 'out': out, 'BLOCK': 64}, options)]\n"
-        "aot.launches_of = planted\n"
-        "shapes = default_shapes()[:2]\n"
-        "print(json.dumps(aot.compile_report(['sm_90'], shapes, ['kv_commit'], jobs=1)))\n"
+def test_families() -> None:
+    """Each switch once; heads of 256 in float32 too, whose tiles take most registers; K that is split into seven."""
+    rows = rows_of(
+        "sm_90",
+        ("gemma2", "tree_attention lm_head rms_norm"),
+        ("gemma2 fp32", "tree_attention"),
+        ("gemma3", "qkv_rope row_linear"),
+        ("pythia", "rms_norm row_linear"),
+        ("opt", "qkv_rope"),
     )
-    file = tmp_path / "planted.py"  # Triton reads the source of a kernel from its file
-    file.write_text(script)
-    report = printed_by(f"import sys; sys.path.append({str(tmp_path)!r}); import planted")
-    assert [row["kernel"] for row in report["targets"]["sm_90"]] == ["greedy"] * 2  # once per shape, compiled once
-    wrong, greedy = report["failed"][:2]
-    assert (wrong["kernel"], wrong["target"], wrong["case"]) == ("wrong", "sm_90", "a case")
+    assert 7 in {row["config"].get("SPLIT_K") for row in rows}
+
+
+def test_gpus_of_less_memory_and_other_vendors() -> None:
+    """What takes most memory: the linear layers of 8B, and heads of 256."""
+    assert len(rows_of("sm_89", ("8b bf16", "row_linear"), ("gemma2", "tree_attention"))) > 4
+    assert 7 in {row["config"].get("SPLIT_K") for row in rows_of("gfx942", ("gemma3", "row_linear"))}
+    for target in ("gfx942", "sm_100"):
+        assert "multiply_quantized" in {row["kernel"] for row in rows_of(target, ("awq", "quantized_row_linear"))}
+
+
+FENCED = """
+import json, os, torch
+import triton
+from treespec_kernels.aot import compiler as aot
+from treespec_kernels.ops.shapes import default_shapes
+if __name__ == "__main__":
+    if triton.__version__ != "{version}":
+        triton.__version__, os.environ["TRITON_CACHE_DIR"] = "{version}", "{folder}"  # no part of the cache's key
+    shape, tiles = default_shapes([torch.bfloat16])[2], dict()
+    for op in ("row_linear", "lm_head", "tree_attention"):
+        for launch in aot.launches_of(op, shape, "sm_90"):
+            tiles.setdefault((launch.kernel, launch.constants.get("BLOCK_M")), launch)
+    compiled = [(launch.kernel, aot.compile_launch("sm_90", launch)) for launch in tiles.values()]
+    print(json.dumps([[kernel, found.products, found.fences] for kernel, found in compiled if found.products]))
+"""
+
+
+def test_the_kernels_own_fence(tmp_path: Path) -> None:
+    """With the fence that Triton 3.6 lacks, kernels of products compile, and have one fence more than without."""
+    versions = ("3.6.0", "3.9.0")
+    fenced, plain = (uninterpreted_document(FENCED.format(version=v, folder=tmp_path / v)) for v in versions)
+    assert {kernel for kernel, *_ in fenced} >= {"multiply_rows", "project_to_vocab", "attend_items"}
+    for (_, products, fences), (_, same, fewer) in zip(fenced, plain, strict=True):
+        assert products == same and fences > fewer > 0
+
+
+# Kernels with a wrong shape, with a tile that does not fit a warp's registers, and that do not wait as they must.
+PLANTED = """
+import json, torch
+import triton, triton.language as tl
+from treespec_kernels.aot import compiler as aot
+from treespec_kernels.ops.shapes import default_shapes
+from treespec_kernels.aot.launches import Launch, Pointer
+from treespec_kernels.launch.predecessors import wait_for_predecessors
+
+@triton.jit
+def wrong(x, out, BLOCK: tl.constexpr):
+    tl.store(out + tl.arange(0, BLOCK), tl.zeros((BLOCK * 2,), tl.float32))
+
+@triton.jit
+def greedy(x, out, BLOCK: tl.constexpr):
+    o = tl.arange(0, BLOCK)
+    found = tl.load(x + o[:, None] * BLOCK + o[None, :])
+    tl.store(out + o[:, None] * BLOCK + o[None, :], tl.dot(found, found, input_precision="ieee"))
+
+@triton.jit
+def reads_first(x, out, PDL: tl.constexpr):
+    found = tl.load(x)
+    wait_for_predecessors(PDL)
+    tl.store(out, found)
+
+@triton.jit
+def leaves_first(x, out, PDL: tl.constexpr):
+    if tl.program_id(0) > 3:
+        return
+    wait_for_predecessors(PDL)
+    tl.store(out, tl.load(x))
+
+@triton.jit
+def waits_in_a_loop(x, out, num_blocks, PDL: tl.constexpr):
+    for i in range(num_blocks):
+        wait_for_predecessors(PDL)
+        tl.store(out + i, tl.load(x + i))
+
+@triton.jit
+def forgets(x, out, PDL: tl.constexpr):
+    tl.store(out, tl.load(x))
+
+@triton.jit
+def waits(x, out, num_blocks, PDL: tl.constexpr):
+    wait_for_predecessors(PDL)
+    if tl.program_id(0) > 3:
+        return
+    for i in range(num_blocks):
+        tl.store(out + i, tl.load(x + i))
+
+def planted(op, shape, target):
+    x = {"x": Pointer(torch.float32, 0), "out": Pointer(torch.float32, 0)}
+    options = {"num_warps": 1, "num_stages": 1}
+    launches = [Launch(__name__, name, x | {"BLOCK": size}, options, "a case")
+                for name, size in (("wrong", 16), ("greedy", 64))]
+    return launches + [
+        Launch(__name__, name, x | ({"num_blocks": 7} if "waits" in name else {}) | {"PDL": True},
+               {"num_warps": 1, "launch_pdl": True})
+        for name in ("reads_first", "leaves_first", "waits_in_a_loop", "forgets", "waits")]
+aot.launches_of = planted
+print(json.dumps(aot.compile_report(["sm_90"], default_shapes()[:2], ["kv_commit"], jobs=1)))
+"""
+
+
+def test_what_does_not_compile_or_spills_or_does_not_wait_has_failed(tmp_path: Path) -> None:
+    (tmp_path / "planted.py").write_text(PLANTED)  # Triton reads the source of a kernel from its file
+    report = uninterpreted_document(f"import sys; sys.path.append({str(tmp_path)!r}); import planted")
+    assert [row["kernel"] for row in report["targets"]["sm_90"]] == ["greedy", "waits"] * 2, "once per shape"
+    assert len(report["failed"]) == 2 * 6
+    failed = {row["kernel"]: row for row in report["failed"]}
+    wrong, greedy = failed.pop("wrong"), failed.pop("greedy")
+    assert (wrong["target"], wrong["case"]) == ("sm_90", "a case") and "CompilationError" in wrong["message"]
     assert wrong["config"] == {"BLOCK": 16, "num_warps": 1, "num_stages": 1}
-    assert "CompilationError" in wrong["message"]
     assert greedy["spills"] > 0 and greedy["message"] == f"spills {greedy['spills']}"
+    said = {"reads_first": "LDG", "leaves_first": "EXIT", "waits_in_a_loop": "EXIT", "forgets": "before the wait"}
+    assert failed.keys() == said.keys()
+    for name, words in said.items():
+        assert failed[name]["message"].startswith("OrderError: ") and words in failed[name]["message"]
 
 
 def test_what_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = default_shapes()[0]
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(ValueError, match="aot: TRITON_INTERPRET is set"):
-        launches_of("row_linear", shape, "sm_90")
+        launches_of("row_linear", default_shapes()[0], "sm_90")

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 
 from treespec_kernels.attention.pass_layout import DeviceLayout, pass_layout_ref
@@ -47,24 +46,3 @@ def test_sizes_follow_the_shape_alone() -> None:
     options = OPTIONS | {"max_context": 100_000}
     windowed = DeviceLayout.allocate(3, 10, 5, SHAPE._replace(window=9), chain=False, **options)
     assert sizes_of(windowed) == (30, 3 * 3 * 2, 30 * 2, 30 * 2)
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    for change, message in [
-        ({"shape": SHAPE._replace(window=0)}, "window is 0; it must be 1 or more, or None"),
-        ({"shape": SHAPE._replace(num_heads=9)}, "9 query heads are not a multiple of 2 KV heads"),
-    ]:
-        sizes = {"num_requests": 1, "rows_per_request": 2, "width": 2, "shape": SHAPE, "chain": False}
-        with pytest.raises(ValueError, match=message):
-            DeviceLayout.allocate(**(sizes | OPTIONS | change))
-
-    layout = DeviceLayout.allocate(2, 3, 4, SHAPE, chain=False, **OPTIONS)
-    shapes = {"context_lens": (2,), "page_table": (2, 5), "depths": (2, 3), "row_slots": (2, 3), "ancestors": (2, 3, 4)}
-    fitting = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in shapes.items()}
-    zeros = torch.zeros(2, 3, dtype=torch.int32)
-    for name, tensor, message in [
-        ("depths", zeros.view(-1), r"depths has shape \[6\]; expected \[num_requests 2, rows_per_request 3\]"),
-        ("row_slots", zeros.T.contiguous().T, r"row_slots has strides \[1, 2\] .*; make it contiguous"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            layout.fill(**(fitting | {name: tensor}))

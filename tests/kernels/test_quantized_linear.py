@@ -65,7 +65,7 @@ def test_fractional_zero_points(dtype: torch.dtype, bits: int) -> None:
     x = torch.randn(7, 96, generator=torch.Generator().manual_seed(1)).to(dtype)
     result = CompiledLinear(library(dtype), weight, None, dtype, 1)(x)
     assert_close(result, row_linear_ref(x, weight), max_error=BOUNDS[dtype][0], rms_error=BOUNDS[dtype][1])
-    both = stacked([weight, whole, plain])
+    both = stacked([weight, whole, plain])  # zero points of each kind, or none
     assert both.zero.dtype == torch.float32
     assert torch.equal(dequantized(both), torch.cat([dequantized(part) for part in (weight, whole, plain)]))
 
@@ -116,26 +116,10 @@ def test_no_weight_is_lost_on_the_way_from_the_model_to_the_product() -> None:
         assert (y.T - weight).std() < error
 
 
-@needs_compiler
-def test_memory() -> None:
-    weight = torch.randn(256, 256)
-    plain = Linear(weight.bfloat16(), None, "torch").nbytes
-    for bits, group in ((8, None), (4, 128)):
-        held = QuantizedWeight(*quantize(weight.bfloat16(), bits, group))
-        layer = CompiledLinear(library(torch.bfloat16), held, None, torch.bfloat16, 1)
-        assert plain * bits / 16 < layer.nbytes < plain * bits / 16 * 1.1
-
-
 def test_without_a_library_weights_are_held_as_the_dtype() -> None:
     weight = random_weight(*FORMS[3])
     layer = quantized_linear(weight, None, torch.float32, "torch", None)
     assert isinstance(layer, Linear) and torch.equal(layer.weight, dequantized(weight))
-
-
-def test_stacked() -> None:
-    first, second = random_weight(*FORMS[2]), random_weight(*FORMS[1][:2], 8, 3, False)
-    both = stacked([first, second])
-    assert torch.equal(dequantized(both), torch.cat([dequantized(first), dequantized(second)]))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

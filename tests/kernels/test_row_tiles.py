@@ -1,14 +1,12 @@
 """Tiles of many rows with the bits of those of few: configurations, the choice by rows, and compiled code for sm_90."""
 
-import json
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.helpers.child import uninterpreted_document
 from treespec_kernels.aot.code_order import OrderError
 from treespec_kernels.aot.k_order import check_same_order, float_operations, k_order
 from treespec_kernels.launch.switches import without
@@ -16,8 +14,7 @@ from treespec_kernels.launch.triton_launch import shared_bytes
 from treespec_kernels.linear.lm_head import LmHeadConfig
 from treespec_kernels.linear.row_linear import RowLinearConfig
 from treespec_kernels.linear.row_linear_config import quantized_candidates, quantized_default
-from treespec_kernels.linear.row_tiles import MULTIPROCESSORS, RowTile, RowTiledConfig, cycles
-from treespec_kernels.tuning.tuned import config_of
+from treespec_kernels.linear.row_tiles import MULTIPROCESSORS, RowTile, cycles
 
 # (out_features, in_features, silu_gate) of the layers of an 8B decoder.
 LAYERS = [(6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False)]
@@ -59,22 +56,15 @@ def test_other_targets_and_layers_have_one_tile() -> None:
 
 @pytest.mark.parametrize("dtype", HALF)
 def test_tuning_varies_the_stages_of_larger_tiles(dtype: torch.dtype) -> None:
-    found: list[tuple[RowTiledConfig, list[Any]]] = [
-        (
-            RowLinearConfig.default(dtype, 4096, 4096, target="sm_90"),
-            list(RowLinearConfig.candidates(dtype, 4096, 4096, target="sm_90")),
-        ),
-        (
-            LmHeadConfig.default(dtype, 128256, 4096, "sm_90"),
-            list(LmHeadConfig.candidates(dtype, 128256, 4096, "sm_90")),
-        ),
-    ]
-    for default, candidates in found:
-        assert candidates[0] == default and len(set(candidates)) == len(candidates)
+    layer, head = (dtype, 4096, 4096), (dtype, 128256, 4096)
+    for default, candidates in (
+        (RowLinearConfig.default(*layer, target="sm_90"), RowLinearConfig.candidates(*layer, target="sm_90")),
+        (LmHeadConfig.default(*head, "sm_90"), LmHeadConfig.candidates(*head, "sm_90")),
+    ):
         first = default.tiles[0]
         varied = [config for config in candidates if config.with_tile(first) == default.with_tile(first)]
         assert {tile.num_stages for config in varied for tile in config.larger if tile.block_m == 128} == {3, 4, 5, 6}
-    quantised = quantized_candidates(dtype, 4096, 4096, 128, 4, "sm_90")
+    quantised = quantized_candidates(*layer, 128, 4, "sm_90")
     assert any(config.larger for config in quantised) and not quantised[0].larger
 
 
@@ -87,11 +77,6 @@ def test_tiles_that_cannot_be_are_refused(larger: Any) -> None:
         replace(TILED, larger=larger)
     with pytest.raises(ValueError, match=message):
         LmHeadConfig(64, 128, 64, 4, 3, larger=larger)
-
-
-def test_tiles_survive_a_tuned_file() -> None:
-    values = json.loads(json.dumps(asdict(TILED)))
-    assert config_of(values, replace(TILED, larger=())) == TILED
 
 
 def test_the_choice_follows_products_and_loads() -> None:
@@ -109,55 +94,6 @@ def test_the_choice_follows_products_and_loads() -> None:
     # Few programs: more rows per program would leave more multiprocessors idle.
     assert TILED.for_rows(256, 4).block_m == 64
     assert TILED.for_rows(256, MULTIPROCESSORS).block_m == 256
-
-
-# --- compiled code
-
-COMPILED = """
-import json, torch
-from dataclasses import replace
-from treespec_kernels.aot import compiler as aot
-from treespec_kernels.ops.shapes import default_shapes, family_shapes
-from treespec_kernels.aot.code_order import OrderError
-
-large = default_shapes([torch.bfloat16])[2]
-products = aot.launches_of("row_linear", large, "sm_90")
-layer = [x for x in products if x.kernel == "multiply_rows" and x.constants["ACTIVATION"] == "silu"]
-document = {"tiles": [], "refused": {}}
-for launch in (*layer, *aot.launches_of("lm_head", large, "sm_90")):
-    kernel = aot.compile_launch("sm_90", launch)
-    document["tiles"].append([launch.kernel, launch.constants["BLOCK_M"], kernel.registers, kernel.spills])
-options, arguments = layer[1].options, layer[1].arguments
-wrong = {
-    "warps": ("sm_90", replace(layer[1], options=options | {"num_warps": 4, "num_stages": 3})),
-    "operations": ("sm_90", replace(layer[1], arguments=arguments | {"bias": arguments["x"]})),
-    "columns": ("sm_90", replace(layer[1], arguments=arguments | {"BLOCK_N": 64})),
-    "sm_80": ("sm_80", replace(layer[1], options=options | {"num_stages": 3})),
-}
-for name, launch in wrong.items():
-    try:
-        aot.compile_launch(*launch)
-    except OrderError as fault:
-        document["refused"][name] = str(fault)
-print(json.dumps(document))
-"""
-
-
-@pytest.mark.slow
-def test_larger_tiles_compile_to_the_same_sums() -> None:
-    pytest.importorskip("triton")
-    document = uninterpreted_document(COMPILED)
-    assert [tuple(tile[:2]) for tile in document["tiles"]] == [
-        *(("multiply_rows", rows) for rows in (64, 128, 256)),
-        *(("project_to_vocab", rows) for rows in (64, 128)),
-    ]
-    assert all(spills == 0 for *_, spills in document["tiles"])
-    # Two programs of 8 warps with 128 registers, or one of 16, fill the registers of a multiprocessor.
-    assert all(registers <= 128 for kernel, rows, registers, _ in document["tiles"] if kernel == "multiply_rows")
-    refused = document["refused"]
-    assert "multiplies by" in refused["warps"] and "multiplies by" in refused["columns"]
-    assert "compute other numbers of operations per thread" in refused["operations"]
-    assert refused["sm_80"] == "the kernel has no wgmma, whose operands can be followed"
 
 
 PTX = """

@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,15 +10,22 @@ import torch
 from torch import Tensor
 
 from tests.helpers.exactness import threads
+from tests.helpers.families import TYPICAL, VOCAB, make_model
+from tests.helpers.models import greedy, open_llm, random_prompts
+from treespec.errors import ExactnessError
+from treespec_kernels.attention import tree_attention_cpu as tree_attention_cpu_module
 from treespec_kernels.attention.tree_attention import tree_attention_ref
 from treespec_kernels.attention.tree_attention_cpu import AttentionMode, plan_tree_attention_cpu, tree_attention_cpu
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 from treespec_kernels.tuning.testing import assert_close, path_to, tree_parents
 
-CONTEXTS = (0, 1, 62, 63, 64, 65, 127, 128, 190, 640)
+CONTEXTS = (0, 1, 62, 63, 64, 65, 127, 128, 190, 640, 17 * PAGE_SIZE - 3)  # sums over 17 tiles are long, too
 TREES = ("star-9", "chain-16", "deep-33", "random-64", "random-2", "random-100", "star-1", "deep-100", "random-16")
 HEADS = ((4, 2), (3, 3), (8, 1), (16, 2))
-DIMS = (32, 48, 64, 128, 16, 80)
+DIMS = (32, 48, 64, 128, 16, 80, 12, 20, 24, 36, 40, 96)
+WINDOWS = (None, 1, 2, 17, None, 63, 64, 65, None, 130, 700)
+CAP = 1.5
+MODES: tuple[AttentionMode, ...] = ("packed", "gathered")
 
 
 def parents_of(kind: str) -> np.ndarray:
@@ -110,11 +118,11 @@ def attend(
     return tree_attention_cpu(q, *cache, plan, q.shape[2] ** -0.5, cap)
 
 
-def plain(case: Case, node: int, mode: AttentionMode) -> Tensor:
+def plain(case: Case, node: int, mode: AttentionMode, *kind: float | None) -> Tensor:
     """The node decoded alone: one row behind its own path in a compacted cache."""
     slots = case.compacted(node)
     rows = RequestRows.chain(len(slots) - 1, 1, case.pages)
-    return attend(rows, mode, case.q[node : node + 1], case.cache(slots))[0]
+    return attend(rows, mode, case.q[node : node + 1], case.cache(slots), *kind)[0]
 
 
 def some_nodes(case: Case) -> list[int]:
@@ -123,43 +131,45 @@ def some_nodes(case: Case) -> list[int]:
     return sorted({0, count - 1, int(case.depths.argmax()), *range(0, count, max(1, count // 4))})
 
 
-# Every context with every tree; heads, sizes and the order of pages take turns.
-GRID = {
-    context: [
-        (context, kind, HEADS[(i + j) % len(HEADS)], DIMS[(i * 2 + j) % len(DIMS)], (i + j) % 3 > 0)
-        for j, kind in enumerate(TREES)
-    ]
-    for i, context in enumerate(CONTEXTS)
-}
+def reference(case: Case, window: int | None, cap: float | None) -> Tensor:
+    ancestors = torch.zeros(len(case.parents), int(case.depths.max()) + 1, dtype=torch.int32)
+    for node in range(len(case.parents)):
+        path = path_to(case.parents, node)
+        ancestors[node, : len(path)] = torch.tensor(path)
+    return tree_attention_ref(
+        case.q,
+        *case.cache(),
+        scale=case.q.shape[2] ** -0.5,
+        ancestors=ancestors,
+        depths=torch.tensor(case.depths).int(),
+        row_request=torch.zeros(len(case.parents), dtype=torch.int32),
+        context_lens=torch.tensor([case.context_len], dtype=torch.int32),
+        page_table=torch.tensor(case.pages)[None].int(),
+        window=window,
+        score_cap=cap,
+    )
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_a_node_has_the_bits_of_plain_decoding(context: int) -> None:
-    """With two threads, whose bits are those of one."""
-    for case_of in GRID[context]:
-        case = Case.make(*case_of)
+    """With two threads, whose bits are those of one; and it is near the reference. Every context with every tree;
+    heads, sizes, the order of pages, windows and caps take turns."""
+    i = CONTEXTS.index(context)
+    for j, tree in enumerate(TREES):
+        case = Case.make(context, tree, HEADS[(i + j) % len(HEADS)], DIMS[(i * 5 + j) % len(DIMS)], (i + j) % 3 > 0)
+        kind = window, cap = WINDOWS[(i + j) % len(WINDOWS)], CAP if (i + j) % 2 else None
         with threads(2):
-            packed, gathered = (attend(case.rows(), mode, case.q, case.cache()) for mode in ("packed", "gathered"))
-        assert torch.equal(packed, gathered), case_of
+            packed, gathered = (attend(case.rows(), mode, case.q, case.cache(), *kind) for mode in MODES)
+        assert torch.equal(packed, gathered), (tree, kind)
+        assert_close(packed, reference(case, window, cap), max_error=2e-5, rms_error=2e-6)
         with threads(1):
-            assert torch.equal(attend(case.rows(), "packed", case.q, case.cache()), packed), case_of
+            assert torch.equal(attend(case.rows(), "packed", case.q, case.cache(), *kind), packed), (tree, kind)
             for node in some_nodes(case):
-                for mode in ("packed", "gathered"):
-                    assert torch.equal(packed[node], plain(case, node, mode)), (case_of, node, mode)
+                for mode in MODES:
+                    assert torch.equal(packed[node], plain(case, node, mode, *kind)), (tree, kind, node, mode)
 
 
-@pytest.mark.parametrize("head_dim", [12, 16, 20, 24, 32, 36, 40, 48, 64, 80, 96, 128])
-def test_every_head_size(head_dim: int) -> None:
-    """Behind 17 tiles, so that sums over tiles are long too; the trees cross a tile border."""
-    for heads, kind in (((5, 1), "star-4"), ((4, 2), "deep-12"), ((3, 3), "deep-16"), ((16, 2), "deep-12")):
-        case = Case.make(17 * PAGE_SIZE - 3, kind, heads, head_dim)
-        packed = attend(case.rows(), "packed", case.q, case.cache())
-        assert torch.equal(packed, attend(case.rows(), "gathered", case.q, case.cache()))
-        for node in (0, 1, len(packed) - 1):
-            assert torch.equal(packed[node], plain(case, node, "packed")), (heads, kind, node)
-
-
-@pytest.mark.parametrize("mode", ["packed", "gathered"])
+@pytest.mark.parametrize("mode", MODES)
 def test_where_pages_lie_changes_nothing(mode: AttentionMode) -> None:
     for context, kind in ((65, "random-16"), (190, "random-64"), (640, "deep-33")):
         scattered, in_line = (Case.make(context, kind, (4, 2), 32, scattered) for scattered in (True, False))
@@ -168,32 +178,33 @@ def test_where_pages_lie_changes_nothing(mode: AttentionMode) -> None:
         assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("mode", ["packed", "gathered"])
-@pytest.mark.parametrize("context", [0, 1, 62, 64, 127, 190])
-def test_a_frontier_has_the_bits_of_the_whole_tree(context: int, mode: AttentionMode) -> None:
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("context", "window"), [(0, None), (1, 17), (62, None), (64, 64), (127, 130), (190, None)])
+def test_a_frontier_has_the_bits_of_the_whole_tree(context: int, window: int | None, mode: AttentionMode) -> None:
     """Rows that are some of the nodes, the others' K/V being in the cache already: how drafts grow a tree."""
     for kind in ("random-33", "star-9", "deep-100"):
         case = Case.make(context, kind, (4, 2), 32)
-        whole = attend(case.rows(), mode, case.q, case.cache())
+        whole = attend(case.rows(), mode, case.q, case.cache(), window)
         last = len(case.parents) - 1
         for nodes in ([last], [0], [1, 4, last], list(range(last // 2, last + 1)), np.flatnonzero(case.depths == 1)):
             chosen = np.array(nodes)
-            part = attend(case.rows(chosen), mode, case.q[chosen], case.cache())
+            part = attend(case.rows(chosen), mode, case.q[chosen], case.cache(), window)
             assert torch.equal(part, whole[chosen]), (kind, nodes)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64, 512])
-def test_chunks_of_a_prompt_have_equal_bits(chunk: int) -> None:
+@pytest.mark.parametrize("window", [None, 17, 64, 130])
+def test_chunks_of_a_prompt_have_equal_bits(window: int | None) -> None:
     """A prompt at once with two threads, and in chunks or one position after the other, as decoding does, with one."""
     case = Case.make(0, "chain-700", (8, 2), 32)
     cache = case.cache()
     with threads(2):
-        whole = attend(RequestRows.chain(0, 700, case.pages), "packed", case.q, cache)
+        whole = attend(RequestRows.chain(0, 700, case.pages), "packed", case.q, cache, window, CAP)
     with threads(1):
-        for start in range(0, 700, chunk) if chunk > 7 else (*range(0, 140, chunk), 511, 640, 693):
-            rows = RequestRows.chain(start, min(chunk, 700 - start), case.pages)
-            part = attend(rows, "packed", case.q[start : start + rows.num_rows], cache)
-            assert torch.equal(part, whole[start : start + rows.num_rows]), start
+        for chunk in (1, 7, 64, 300, 512):
+            for start in range(0, 700, chunk) if chunk > 7 else (*range(0, 140, chunk), 511, 640, 693):
+                rows = RequestRows.chain(start, min(chunk, 700 - start), case.pages)
+                part = attend(rows, "packed", case.q[start : start + rows.num_rows], cache, window, CAP)
+                assert torch.equal(part, whole[start : start + rows.num_rows]), (chunk, start)
 
 
 def test_other_requests_change_nothing() -> None:
@@ -217,38 +228,6 @@ def test_other_requests_change_nothing() -> None:
     assert bool((together[first:] == 0).all())
 
 
-@pytest.mark.parametrize("mode", ["packed", "gathered"])
-@pytest.mark.parametrize("kind", TREES)
-def test_close_to_the_reference(kind: str, mode: AttentionMode) -> None:
-    for context, heads, head_dim in ((0, (4, 2), 32), (63, (8, 1), 48), (190, (3, 3), 128)):
-        case = Case.make(context, kind, heads, head_dim)
-        ancestors = torch.zeros(len(case.parents), int(case.depths.max()) + 1, dtype=torch.int32)
-        for node in range(len(case.parents)):
-            path = path_to(case.parents, node)
-            ancestors[node, : len(path)] = torch.tensor(path)
-        expected = tree_attention_ref(
-            case.q,
-            *case.cache(),
-            scale=head_dim**-0.5,
-            ancestors=ancestors,
-            depths=torch.tensor(case.depths).int(),
-            row_request=torch.zeros(len(case.parents), dtype=torch.int32),
-            context_lens=torch.tensor([context], dtype=torch.int32),
-            page_table=torch.tensor(case.pages)[None].int(),
-        )
-        actual = attend(case.rows(), mode, case.q, case.cache())
-        assert_close(actual, expected, max_error=2e-5, rms_error=2e-6)
-
-
-@pytest.mark.parametrize("length", [1, 65, 200])
-def test_close_to_causal_attention(length: int) -> None:
-    case = Case.make(0, f"chain-{length}", (4, 2), 32)
-    actual = attend(RequestRows.chain(0, length, case.pages), "packed", case.q, case.cache())
-    q, k, v = (x.transpose(0, 1)[None] for x in (case.q, case.keys, case.values))
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    assert_close(actual, expected[0].transpose(0, 1), max_error=2e-5, rms_error=2e-6)
-
-
 def test_a_long_chunk_is_taken_in_blocks() -> None:
     """Beyond 16 MiB of scores: the same bits as in small chunks."""
     case = Case.make(0, "chain-1500", (16, 2), 16)
@@ -257,3 +236,56 @@ def test_a_long_chunk_is_taken_in_blocks() -> None:
     for start in (0, 700, 1490):
         rows = RequestRows.chain(start, 10, case.pages)
         assert torch.equal(attend(rows, "packed", case.q[start : start + 10], case.cache()), whole[start : start + 10])
+
+
+def test_many_tiles_in_a_window() -> None:
+    """Torch sums 16 tiles at a time: a window that begins elsewhere beside other rows would change bits."""
+    case = Case.make(0, "chain-1500", (4, 2), 16)
+    whole = attend(RequestRows.chain(1150, 350, case.pages), "packed", case.q[1150:], case.cache(), 1100, CAP)
+    for row in (1150, 1200, 1300, 1400, 1499):
+        for mode in MODES:
+            alone = attend(RequestRows.chain(row, 1, case.pages), mode, case.q[row : row + 1], case.cache(), 1100, CAP)
+            assert torch.equal(alone[0], whole[row - 1150])
+
+
+def test_a_window_bounds_the_work() -> None:
+    """Tiles that a block reads, whatever the context is."""
+    for context in (500, 5000, 12000):
+        tree = Case.make(context, "deep-4", (4, 2), 16)
+        for rows in (tree.rows(), RequestRows.chain(context, 1, tree.pages)):
+            (block,) = plan_tree_attention_cpu([rows], 4, "packed", 100).blocks
+            assert block.num_full + block.num_tail <= 100 // PAGE_SIZE + 2  # type: ignore[union-attr]
+            (block,) = plan_tree_attention_cpu([rows], 4, "gathered", 100).blocks
+            assert block.slots.shape[1] <= (100 // PAGE_SIZE + 2) * PAGE_SIZE  # type: ignore[union-attr]
+
+
+# --- the self-test of families with windows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["cpu-packed", "cpu-gathered"])
+@pytest.mark.parametrize("options", [{}, {"linear": "torch"}], ids=["onednn", "torch"])
+def test_the_self_test_passes_for_windows_and_caps(attention: str, options: dict[str, str], tmp_path: Path) -> None:
+    """Whichever way products are computed; and both kinds of layers are tested."""
+    folder = make_model(tmp_path / "model", TYPICAL["gemma2"], 3)
+    llm = open_llm(folder, prove=True, attention=attention, max_model_len=200, **options)
+    (prompt,) = random_prompts((30,), vocab=VOCAB)
+    assert len(llm.generate(prompt, greedy(4))[0].outputs[0].token_ids) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["cpu-packed", "cpu-gathered"])
+def test_the_self_test_refuses_windows_that_are_not_exact(
+    attention: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault in layers with a window alone, the first of which is the second layer."""
+    folder, original = make_model(tmp_path / "model", TYPICAL["qwen2"], 3), tree_attention_cpu_module.add_tiles
+
+    def by_company(parts: Tensor, windowed: bool, total: Tensor) -> None:
+        original(parts, windowed, total)
+        if windowed and len(parts) > 1:
+            total.mul_(1 + 2**-20 * (total > 0))
+
+    monkeypatch.setattr(tree_attention_cpu_module, "add_tiles", by_company)
+    with pytest.raises(ExactnessError, match="plain decoding"):
+        open_llm(folder, prove=True, attention=attention, max_model_len=200)

@@ -1,5 +1,8 @@
 """Tree attention in Triton: the plan, and what is refused."""
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -8,11 +11,10 @@ from treespec_kernels.attention.tree_attention import (
     AttentionShape,
     SegmentPartition,
     TreeAttentionConfig,
+    TreeAttentionPlan,
     plan_tree_attention,
     tree_attention_ref,
-    tree_attention_triton,
 )
-from treespec_kernels.launch.triton_launch import target_of
 from treespec_kernels.tuning.testing import assert_close, path_to, tree_attention_inputs, tree_parents
 
 SMALL = TreeAttentionConfig(16, 16, 4, 2, SegmentPartition(short=32, long=64, long_from=64))
@@ -72,19 +74,25 @@ def test_items_cover_every_key_of_every_row_once(chains: list[bool] | None) -> N
         assert sorted(keys) == list(range(lengths[request_of_row[row]] + depths[row] + 1))
 
 
-def test_the_plan_refuses_what_does_not_fit() -> None:
-    with pytest.raises(ValueError, match="block_n is 24"):
-        TreeAttentionConfig(16, 24, 4, 2)
-    with pytest.raises(ValueError, match="not a multiple of block_n 64"):
-        TreeAttentionConfig(16, 64, 4, 2, SegmentPartition(32, 64, 64))
-    with pytest.raises(ValueError, match=r"torch.int8 is not supported; use float16"):
-        TreeAttentionConfig.default(torch.int8, 64)
-    with pytest.raises(ValueError, match="head_dim 512 is not supported; use 1 to 256"):
-        TreeAttentionConfig.default(torch.float16, 512)
-    with pytest.raises(ValueError, match="head_dim 512 is not supported; use 1 to 256"):
-        plan_tree_attention([3], [1], [0], SHAPE._replace(head_dim=512), device="cpu", config=SMALL)
-    with pytest.raises(ValueError, match="window is 0; it must be 1 or more, or None for all positions"):
-        plan_tree_attention([3], [1], [0], SHAPE._replace(window=0), device="cpu")
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda: TreeAttentionConfig(16, 24, 4, 2), "block_n is 24"),
+        (lambda: TreeAttentionConfig(16, 64, 4, 2, SMALL.partition), "not a multiple of block_n 64"),
+        (lambda: TreeAttentionConfig.default(torch.int8, 64), r"torch.int8 is not supported; use float16"),
+        (lambda: TreeAttentionConfig.default(torch.float16, 512), "head_dim 512 is not supported; use 1 to 256"),
+        (lambda: planned(SHAPE._replace(head_dim=512), config=SMALL), "head_dim 512 is not supported; use 1 to 256"),
+        (lambda: planned(SHAPE._replace(window=0)), "window is 0; it must be 1 or more, or None for all positions"),
+        (lambda: planned(SHAPE._replace(num_heads=9)), "9 query heads are not a multiple of 2 KV heads"),
+    ],
+)
+def test_what_does_not_fit_is_refused(made: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        made()
+
+
+def planned(shape: AttentionShape, **options: Any) -> TreeAttentionPlan:
+    return plan_tree_attention([3], [1], [0], shape, device="cpu", **options)
 
 
 @pytest.mark.parametrize("target", [None, "sm_80", "sm_89", "sm_90", "sm_100", "gfx942"])
@@ -96,36 +104,17 @@ def test_a_sweep_begins_with_the_default(target: str | None, head_dim: int, dtyp
     assert len(set(candidates)) == len(candidates) > 4
 
 
-def test_a_cpu_is_no_target() -> None:
-    assert target_of("cpu") is None
-
-
-def test_the_op_refuses_what_does_not_fit() -> None:
-    inputs = tree_attention_inputs([5], [[-1, 0]], shape := AttentionShape(4, 2, 16, torch.float32))
-    plan = plan_tree_attention(**inputs.plan, shape=shape, device="cpu")
-
-    fitting = {"q": inputs.q, "k_cache": inputs.k_cache, "v_cache": inputs.v_cache, "plan": plan} | inputs.rows
-    strided = inputs.v_cache.repeat_interleave(2, dim=-1)[..., ::2]
-    for name, value, message in [
-        ("q", inputs.q[..., :8], r"k_cache has shape \[2, 2, 64, 16\]; .*, head_dim 8"),
-        ("q", inputs.q[:, :3], "3 query heads are not a multiple"),
-        ("depths", inputs.rows["depths"].long(), r"depths has dtype torch\.int64; convert it to torch.int32"),
-        ("k_cache", inputs.k_cache.half(), r"k_cache has dtype torch\.float16; convert it to torch\.float32"),
-        ("v_cache", strided, r"v_cache has strides \[.*, 2\] for shape .*; make it contiguous"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            tree_attention_triton(**(fitting | {name: value}))
-
-
-def test_assert_close_sees_nan_and_names_the_place() -> None:
-    expected = torch.ones(2, 3)
-    nan = expected.clone()
-    nan[1, 2] = float("nan")
-    with pytest.raises(AssertionError, match=r"actual is not finite at 1 places, first \[\[1, 2\]\]"):
-        assert_close(nan, expected, max_error=1, rms_error=1)
-    with pytest.raises(AssertionError, match="expected is not finite"):
-        assert_close(nan, nan, max_error=1, rms_error=1)
-    off = expected.clone()
-    off[0, 1] = 1.5
-    with pytest.raises(AssertionError, match=r"\(0, 1\): 1.5, expected 1"):
-        assert_close(off, expected, max_error=0.1, rms_error=1)
+@pytest.mark.parametrize(
+    ("value", "changed", "message"),
+    [
+        (float("nan"), 1, r"actual is not finite at 1 places, first \[\[1, 2\]\]"),
+        (float("nan"), 2, "expected is not finite"),
+        (1.5, 1, r"\(1, 2\): 1.5, expected 1"),
+    ],
+)
+def test_assert_close_sees_nan_and_names_the_place(value: float, changed: int, message: str) -> None:
+    tensors = [torch.ones(2, 3) for _ in range(2)]
+    for tensor in tensors[:changed]:
+        tensor[1, 2] = value
+    with pytest.raises(AssertionError, match=message):
+        assert_close(*tensors, max_error=0.1, rms_error=1)

@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from treespec_kernels.attention.tree_attention_config import SegmentPartition, TreeAttentionConfig
+from treespec_kernels.linear.row_linear import RowLinearConfig
+from treespec_kernels.linear.row_tiles import RowTile
 from treespec_kernels.tuning import tuned
 from treespec_kernels.tuning.tuned import KernelConfigs, TunedEntry, versions_of
 
@@ -49,6 +51,7 @@ def test_a_tuned_configuration_is_found_by_its_key(tmp_path: Path) -> None:
     assert configs.file == str(tmp_path / "nvidia-h200.json")
     assert configs.tuned == ["tree_attention bfloat16, group 4, head_dim 128"]
     assert len(configs.fallbacks) == 4 and "lm_head bfloat16, group 4, head_dim 128" in configs.fallbacks
+    assert configs.get("lm_head", KEY, DEFAULT) is DEFAULT and len(configs.fallbacks) == 4, "told once"
     assert configs.describe().startswith("1 of 5 kernel shapes tuned") and "lm_head" in configs.describe()
 
 
@@ -63,8 +66,6 @@ def test_without_a_file_everything_falls_back(tmp_path: Path, caplog: pytest.Log
     for configs in (load(tmp_path), KernelConfigs.load("cpu")):
         assert configs.get("tree_attention", KEY, DEFAULT) is DEFAULT
         assert configs.file is None and configs.tuned == [] and len(configs.fallbacks) == 1
-        configs.get("tree_attention", KEY, DEFAULT)
-        assert len(configs.fallbacks) == 1
     assert not caplog.records
 
 
@@ -73,8 +74,9 @@ def test_without_a_file_everything_falls_back(tmp_path: Path, caplog: pytest.Log
 )
 def test_a_stale_entry_is_skipped_alone(tmp_path: Path, name: str, version: str | None) -> None:
     versions = versions_of(GPU, "tree_attention")
+    others = versions | {"torch": "2.11"}  # which changes nothing
     stale = versions | {name: version} if version else {k: v for k, v in versions.items() if k != name}
-    entries = [entry(versions=stale), entry(key=KEY | {"head_dim": 64})]
+    entries = [entry(versions=stale), entry(key=KEY | {"head_dim": 64}, versions=others)]
     tuned.save_entries(tmp_path / "nvidia-h200.json", GPU, entries)
     configs = load(tmp_path)
     assert configs.get("tree_attention", KEY, DEFAULT) is DEFAULT
@@ -83,23 +85,13 @@ def test_a_stale_entry_is_skipped_alone(tmp_path: Path, name: str, version: str 
     assert f"{name} {version}, now {versions[name]}" in reason and reason in configs.describe()
 
 
-@pytest.mark.slow
-def test_another_torch_makes_nothing_stale() -> None:
-    now = versions_of(GPU, "tree_attention")
-    assert entry(versions=now | {"torch": "2.11"}).stale(now) == []
-    assert entry(versions=now | {"triton": "3.1"}).stale(now) == [f"triton 3.1, now {now['triton']}"]
-
-
 @pytest.mark.parametrize(
     "content",
     [
-        "",
         "{",
         "[]",
-        "null",
-        '{"format": "another"}',
         '{"format": "treespec tuned kernels 1", "device": "NVIDIA H100", "entries": []}',
-        '{"format": "treespec tuned kernels 2", "device": "NVIDIA H200", "entries": []}',
+        '{"format": "another", "device": "NVIDIA H200", "entries": []}',
         '{"format": "treespec tuned kernels 1", "device": "NVIDIA H200", "entries": [{"op": "row_linear"}]}',
         "\udcff",
     ],
@@ -155,13 +147,6 @@ def test_a_write_that_fails_leaves_the_file(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.slow
-def test_where_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert tuned.tuned_file(GPU) == tmp_path / "treespec" / "tuned" / "nvidia-h200.json"
-    assert tuned.slug("AMD Instinct MI300X (x8)") == "amd-instinct-mi300x-x8"
-
-
-@pytest.mark.slow
 def test_the_hash_follows_the_kernels_and_what_they_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hashes = [tuned.source_hash(op) for op in tuned.kernel_files()]
     assert len(set(hashes)) == len(hashes)
@@ -178,21 +163,12 @@ def test_the_hash_follows_the_kernels_and_what_they_import(tmp_path: Path, monke
     assert len(set(seen)) == 3
 
 
-@dataclass(frozen=True)
-class Inner:
-    size: int = 1
-
-
-@dataclass(frozen=True)
-class Outer:
-    block: int = 16
-    inner: Inner = field(default_factory=Inner)
-
-
 @pytest.mark.slow
-def test_configurations_survive_json() -> None:
-    config = Outer(32, Inner(5))
-    assert tuned.config_of(json.loads(json.dumps(asdict(config))), Outer()) == config
-    assert tuned.config_of({"inner": {}}, config) == config
+@pytest.mark.parametrize(
+    "config", [DEFAULT, RowLinearConfig(64, 128, 64, 1, 4, 6, larger=(RowTile(128, 8, 6), RowTile(256, 16, 4)))]
+)
+def test_configurations_survive_json(config: Any) -> None:
+    assert tuned.config_of(json.loads(json.dumps(asdict(config))), replace(config, num_stages=1)) == config
+    assert tuned.config_of({}, config) == config
     with pytest.raises(TypeError):
         tuned.config_of({"blocks": 3}, config)

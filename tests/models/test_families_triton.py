@@ -1,10 +1,9 @@
-"""Families on the Triton kernels, compiled for GPUs that are not there."""
+"""What kernels a model's configuration asks for."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.child import uninterpreted_document
 from tests.helpers.families import TYPICAL, make_model
 from tests.helpers.models import edit_config
 from treespec.cli.kernels import settings_of
@@ -13,43 +12,6 @@ from treespec_kernels.linear.quantized import WeightForm
 from treespec_weights.quantize import compressed_tensors_config
 
 pytestmark = pytest.mark.slow
-
-# Each switch once, in the dtype that models come in; heads of 256 in float32 too, whose tiles take most registers.
-COMPILED = """
-import json, torch
-from treespec_kernels.aot import compiler as aot
-from treespec_kernels.ops.shapes import default_shapes, family_shapes
-if __name__ == "__main__":
-    gemma2, gemma3, _, pythia, opt = family_shapes([torch.bfloat16])
-    wanted = [(gemma2, ["tree_attention", "lm_head", "rms_norm"]), (gemma3, ["qkv_rope"])]
-    wanted += [(pythia, ["rms_norm", "row_linear"]), (opt, ["qkv_rope"])]
-    wanted += [(family_shapes([torch.float32])[0], ["tree_attention"])]
-    wanted = [(shape, ops, ["sm_90"]) for shape, ops in wanted] + [(gemma2, ["tree_attention"], ["sm_80"])]
-    print(json.dumps([aot.compile_report(targets, [shape], ops, jobs=1)["failed"] for shape, ops, targets in wanted]))
-"""
-# The linear layers of a hidden size that few tiles cover, so that K is split into seven.
-SPLIT = """
-import json, torch
-from treespec_kernels.aot import compiler as aot
-from treespec_kernels.ops.shapes import default_shapes, family_shapes
-if __name__ == "__main__":
-    shape = family_shapes([torch.bfloat16])[1]
-    print(json.dumps(aot.compile_report(["sm_80", "sm_90", "sm_100", "gfx942"], [shape], ["row_linear"], jobs=1)))
-"""
-
-
-def test_kernels_compile() -> None:
-    """None spills, with heads of 256 and soft caps neither."""
-    pytest.importorskip("triton")
-    assert uninterpreted_document(COMPILED) == [[]] * 6
-
-
-def test_odd_splits_compile_everywhere() -> None:
-    pytest.importorskip("triton")
-    report = uninterpreted_document(SPLIT)
-    assert report["failed"] == []
-    for target, rows in report["targets"].items():
-        assert 7 in {row["config"].get("SPLIT_K") for row in rows}, target
 
 
 def test_a_models_shape_says_what_its_kernels_are(tmp_path: Path) -> None:

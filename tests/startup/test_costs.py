@@ -33,23 +33,20 @@ def test_a_broken_entry_is_skipped_alone(tmp_path: Path) -> None:
     curve = CostCurve((1, 8), (0.1, 0.2), 0.01)
     file = costs.save(curve, KEY, tmp_path)
     [good] = json.loads(file.read_text())
-    broken = [3, {}, {"key": {}}, good | {"rows": [1]}, good | {"verify_seconds": ["slow", 2]}, good | {"key": 7}]
+    older = {name: value for name, value in good.items() if name != "draft_start_seconds"}  # in a level's seconds
+    broken = [
+        older,
+        3,
+        {},
+        {"key": {}},
+        good | {"rows": [1]},
+        good | {"verify_seconds": ["slow", 2]},
+        good | {"key": 7},
+    ]
     file.write_text(json.dumps([*broken, good]))
     assert costs.load_all(tmp_path) == [good] and costs.load(KEY, tmp_path) == curve
     file.write_text("{")
     assert costs.load_all(tmp_path) == []
-
-
-def test_a_curve_without_the_start_of_drafting_is_measured_anew(tmp_path: Path) -> None:
-    """Its level has a share of the start in it."""
-    file = costs.save(CostCurve((1, 8), (0.1, 0.2), 0.01), KEY, tmp_path)
-    costs.save(CostCurve((1, 8), (0.1, 0.2), 0.01, draft_start_seconds=0.02), KEY | {"threads": 77}, tmp_path)
-    older, newer = json.loads(file.read_text())
-    del older["draft_start_seconds"]
-    file.write_text(json.dumps([older, newer]))
-    assert costs.load(KEY, tmp_path) is None
-    loaded = costs.load(KEY | {"threads": 77}, tmp_path)
-    assert loaded is not None and loaded.draft_start_seconds == 0.02
 
 
 def test_the_start_of_drafting_is_what_levels_do_not_explain() -> None:

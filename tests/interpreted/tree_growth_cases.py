@@ -1,5 +1,5 @@
-"""Cases of tree_root and tree_merge, by equality: with the specification in every tensor, and with a dictionary of
-paths in what the next pass sees."""
+"""Cases of tree_root, tree_merge and tree_select, by equality: with the specification in every tensor, and with a
+dictionary of paths in what the next pass sees and in what is selected, padding included."""
 
 import copy
 import dataclasses
@@ -23,13 +23,14 @@ from tests.helpers.growth import (
     random_seeds,
 )
 from tests.interpreted.common import DEVICE, IMPLEMENTATION
-from treespec_kernels.tree.device_trees import SEED_BIT, DeviceForest, ProposedTrees
+from treespec_kernels.tree.device_trees import SEED_BIT, DeviceForest, DeviceTrees, ProposedTrees
 from treespec_kernels.tree.tree_merge import tree_merge_ref, tree_merge_triton
 from treespec_kernels.tree.tree_root import tree_root_ref, tree_root_triton
-from treespec_kernels.tree.tree_select import tree_select_ref
+from treespec_kernels.tree.tree_select import tree_select_ref, tree_select_triton
 
 tree_root = {"ref": tree_root_ref, "triton": tree_root_triton}[IMPLEMENTATION]
 tree_merge = {"ref": tree_merge_ref, "triton": tree_merge_triton}[IMPLEMENTATION]
+tree_select = {"ref": tree_select_ref, "triton": tree_select_triton}[IMPLEMENTATION]
 
 SHAPES = [
     Sizes(1, 1, 1, 1, 1),
@@ -38,7 +39,7 @@ SHAPES = [
     Sizes(3, 3, 3, 2, 4),
     Sizes(2, 1, 5, 3, 3),
     Sizes(2, 5, 2, 3, 2),
-    Sizes(1, 3, 8, 8, 3, 32),
+    Sizes(1, 3, 8, 8, 3, 32),  # a real size
     Sizes(2, 0, 3, 3, 3, 9),  # no SSM
     Sizes(1, 1, 3, 2, 8),  # deep
 ]
@@ -50,6 +51,7 @@ CASES = [
     if IMPLEMENTATION == "ref" or i == 3 or (i - j) % len(KINDS) == 0
 ]
 INF, NAN = float("inf"), float("nan")
+ROUNDS = 1 if IMPLEMENTATION == "triton" else 8
 
 
 def assert_same(actual: DeviceForest, expected: DeviceForest) -> None:
@@ -66,6 +68,7 @@ class Growth:
         self.forest, self.expected = sizes.forest(DEVICE), sizes.forest()
         seeds = seeds or [{} for _ in roots]
         self.proposed = as_proposed(sizes, seeds)
+        self.on_device = ProposedTrees(*(tensor.to(DEVICE) for tensor in self.proposed))
         self.tries = [Trie(root, sizes.frontier, own) for root, own in zip(roots, seeds, strict=True)]
         poison(self.forest)
         self.root_tokens = torch.tensor(roots, dtype=torch.int32)
@@ -85,30 +88,71 @@ class Growth:
         self.check()
 
     def by_ops(self, *arguments: torch.Tensor) -> None:
-        on_device = ProposedTrees(*(tensor.to(DEVICE) for tensor in self.proposed))
-        tree_merge(self.forest, *(tensor.to(DEVICE) for tensor in arguments), on_device)
+        tree_merge(self.forest, *(tensor.to(DEVICE) for tensor in arguments), self.on_device)
         tree_merge_ref(self.expected, *arguments, self.proposed)
 
-    def all_candidates(self) -> None:
-        """Every candidate, by the selection of all of them."""
-        requests, count = len(self.tries), 1 + self.forest.max_depth * self.forest.candidates + self.forest.num_seeds
-        least, deepest = torch.full((requests,), -INF), torch.full((requests,), 99, dtype=torch.int32)
-        trees = tree_select_ref(self.expected, self.proposed, self.root_tokens, count, least, deepest)
-        assert_trees(trees, self.tries, count, least, deepest)
+    def grow(self, sizes: Sizes, kind: str, rng: np.random.Generator, levels: int, ends: torch.Tensor) -> None:
+        for _ in range(levels):
+            self.merge(*proposals(sizes, kind, rng), mixtures(sizes, rng), ends)
+
+    def selected(
+        self, nodes: int | torch.Tensor, least: torch.Tensor, deepest: torch.Tensor, capacity: int
+    ) -> DeviceTrees:
+        trees = DeviceTrees.allocate(len(self.tries), nodes=capacity, max_depth=self.forest.max_depth, device=DEVICE)
+        poison(trees)
+        roots, limits = self.root_tokens.to(DEVICE), (least.to(DEVICE), deepest.to(DEVICE))
+        assert tree_select(self.forest, self.on_device, roots, nodes, *limits, out=trees) is trees
+        return trees
+
+    def assert_selects(self, nodes: int, least: list[float], deepest: list[int]) -> None:
+        """At a capacity that may be larger, and no growth behind it."""
+        limits = torch.tensor(least), torch.tensor(deepest, dtype=torch.int32)
+        assert_trees(self.selected(nodes, *limits, capacity=nodes + 2 * (nodes % 2)), self.tries, nodes, *limits)
 
 
 @pytest.mark.parametrize(("sizes", "kind"), CASES)
 def test_growth(sizes: Sizes, kind: str) -> None:
-    """Of several requests one may sit the round out; the number of end tokens varies from none to two."""
-    seed = KINDS.index(kind)
+    """Of several requests one may sit the round out; the number of end tokens varies from none to two. All candidates
+    are selected, the root alone, and some, by limits of each request that may equal a value."""
+    seed, count = KINDS.index(kind), sizes.requests
     rng = np.random.default_rng(seed)
-    idle = seed % (sizes.requests + 1) if sizes.requests > 1 else None
-    roots = [-1 if request == idle else 100 + request for request in range(sizes.requests)]
-    growth = Growth(sizes, roots, random_seeds(sizes, rng))
-    ends = torch.from_numpy(rng.integers(-1, sizes.proposals + 3, (sizes.requests, seed % 3)).astype(np.int32))
-    for _ in range(sizes.depth):
-        growth.merge(*proposals(sizes, kind, rng), mixtures(sizes, rng), ends)
-    growth.all_candidates()
+    idle = seed % (count + 1) if count > 1 else None
+    growth = Growth(sizes, [-1 if i == idle else 100 + i for i in range(count)], random_seeds(sizes, rng))
+    ends = torch.from_numpy(rng.integers(-1, sizes.proposals + 3, (count, seed % 3)).astype(np.int32))
+    growth.grow(sizes, kind, rng, sizes.depth, ends)
+    everything = 1 + max(len({**trie.nodes, **trie.seeds}) for trie in growth.tries)
+    for nodes in {1, everything, int(rng.integers(2, everything + 4))}:
+        growth.assert_selects(nodes, [-INF] * count, [99] * count)
+    values = [float(node.value) for trie in growth.tries for node in trie.nodes.values()] or [0.0]
+    for _ in range(ROUNDS):
+        nodes, deepest = int(rng.integers(1, everything + 1)), rng.integers(-1, sizes.depth + 2, count).tolist()
+        growth.assert_selects(nodes, rng.choice([*values, NAN, INF], count).tolist(), deepest)
+
+
+@pytest.mark.parametrize("levels", [0, 2])
+def test_forests_that_are_not_grown_out(levels: int) -> None:
+    """Levels that were not grown hold poison."""
+    rng, sizes = np.random.default_rng(2), Sizes(2, 2, 3, 3, 3)
+    growth = Growth(sizes, [100, 101])
+    growth.grow(sizes, "random", rng, levels, torch.full((2, 1), -1, dtype=torch.int32))
+    for field in (field.name for field in dataclasses.fields(DeviceForest) if field.name.startswith("cand_")):
+        tensor = getattr(growth.forest, field)[:, levels:]
+        tensor.fill_(0.5 if tensor.dtype == torch.float32 else 7)
+    growth.assert_selects(12, [0.0, 0.0], [99, 99])
+
+
+def test_each_request_may_want_another_number() -> None:
+    """As data: what is out of range counts as the nearest number that is not."""
+    count, capacity, sizes = 5, 8, Sizes(5, 2, 3, 3, 2)
+    growth = Growth(sizes, list(range(100, 105)))
+    growth.grow(sizes, "random", np.random.default_rng(6), 2, torch.full((count, 1), -1, dtype=torch.int32))
+    wanted = torch.tensor([1, 0, 5, 8, 99], dtype=torch.int32, device=DEVICE)
+    limits = torch.zeros(count), torch.full((count,), 9, dtype=torch.int32)
+    together = growth.selected(wanted, *limits, capacity)
+    for request, nodes in enumerate([1, 1, 5, 8, 8]):
+        alone = growth.selected(nodes, *limits, capacity)
+        for name in together.__dataclass_fields__:
+            assert torch.equal(getattr(together, name)[request], getattr(alone, name)[request]), (request, name)
 
 
 def test_a_forest_is_started_again() -> None:

@@ -12,7 +12,7 @@ import torch
 import treespec
 import treespec_kernels
 import treespec_weights
-from tests.helpers.models import greedy, open_llm, random_prompts, tiny
+from tests.helpers.models import greedy, open_llm, random_prompts, tiny, tokens_of
 from tests.helpers.quantized_checkpoints import needs_compiler
 from treespec import LLM, SpecConfig
 
@@ -65,33 +65,26 @@ def open_tiny(compiled: bool) -> LLM:
     return open_llm(target, drafts[:1], compile=compiled)
 
 
-def tokens_of(llm: LLM) -> list[list[int]]:
-    """Greedily and sampled, as trees and plainly, and logprobs beside them."""
-    prompts = random_prompts([5, 70])
-    found = []
-    for params in PARAMS:
-        for spec in (SpecConfig(nodes=12), "off"):
-            found += [output.outputs[0].token_ids for output in llm.generate(prompts, params, spec=spec)]
-    [scored] = llm.generate(prompts[:1], replace(PARAMS[0], logprobs=2))
-    llm.engine.check_integrity()
-    return [*found, scored.outputs[0].token_ids]
-
-
 @functools.cache
 def expected(compiled: bool) -> list[list[int]]:
-    return tokens_of(open_tiny(compiled))
+    return all_tokens(open_tiny(compiled))
+
+
+def all_tokens(llm: LLM) -> list[list[int]]:
+    """Greedily and sampled, as trees and plainly, and logprobs beside them."""
+    prompts, found = random_prompts([5, 70]), []
+    for params in (*PARAMS, replace(PARAMS[0], logprobs=2)):
+        for spec in (SpecConfig(nodes=12), "off"):
+            found += tokens_of(llm.generate(prompts, params, spec=spec))
+    llm.engine.check_integrity()
+    return found
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=needs_compiler)], ids=["eager", "compiled"])
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64, "meta"], ids=str)
 @pytest.mark.usefixtures("defaults")
 def test_engines_compute_the_same_under_other_defaults(default: torch.dtype | str, compiled: bool) -> None:
-    want = expected(compiled)
-    before = open_tiny(compiled)
-    if isinstance(default, str):
-        torch.set_default_device(default)
-    else:
-        torch.set_default_dtype(default)
-    assert tokens_of(before) == want
-    after = open_tiny(compiled)
-    assert tokens_of(after) == want
+    want, before = expected(compiled), open_tiny(compiled)
+    (torch.set_default_device if default == "meta" else torch.set_default_dtype)(default)
+    assert all_tokens(before) == want
+    assert all_tokens(open_tiny(compiled)) == want

@@ -16,11 +16,10 @@ from torch import nn
 from transformers.models.stablelm import modeling_stablelm
 
 from tests.helpers.architectures import VOCAB, continuations, logits_after, make_model, open_adapter_llm, saved
-from tests.helpers.exactness import differences, run
+from tests.helpers.exactness import assert_exact, differences, run
 from tests.helpers.models import CURVE, OracleDrafter, greedy, make_llama, new_folder, random_prompts, tiny
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.adapter.decoder import AdapterDecoder
-from treespec.adapter.experts import run_experts
 from treespec.adapter.packed import PackedLinear
 from treespec.adapter.route import Window, configs_of, routed, window_below
 from treespec.adapter.source import Source
@@ -56,18 +55,16 @@ def foretold(model: Any, prompts: list[list[int]], count: int) -> tuple[list[lis
 def test_parity_and_identity(kind: str) -> None:
     """Greedy tokens are transformers', all logits of trees are within 1e-4 of it, and equal plain decoding's."""
     model, folder = saved(kind)
-    prompts = random_prompts([5, 58, 1], vocab=VOCAB)
+    prompts = random_prompts([5, 58, 1] + [129] * (kind == "cohere2"), vocab=VOCAB)  # four windows deep
     wanted, oracle = foretold(model, prompts, COUNT)
-    llm = open_adapter_llm(folder, [oracle], backend="transformers")
+    llm = open_adapter_llm(folder, [oracle], backend="transformers", prefill_chunk=37)
     frozen = llm.stats()["frozen"]
     assert frozen["backend"] == "transformers"
     assert frozen["exactness"].startswith("bit-identical")
     plain = run(llm, prompts, greedy(COUNT))
-    tree = run(llm, prompts, greedy(COUNT), TREES)
     assert plain.tokens == wanted
-    assert tree.tokens == wanted
+    tree = assert_exact(llm, plain, TREES)
     assert tree.acceptance_length > 3.5
-    assert not differences(plain, tree)
     nodes = sorted(tree.logits, key=len)
     for prefix in nodes[:12] + nodes[12::40]:
         expected = logits_after(model, prefix)
@@ -77,14 +74,12 @@ def test_parity_and_identity(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["cohere2", "mixtral"])
 def test_bfloat16(kind: str) -> None:
     model, folder = saved(kind, torch.bfloat16)
-    prompts = random_prompts([9, 66], vocab=VOCAB)
-    llm = open_adapter_llm(folder, dtype="bfloat16")
-    plain = run(llm, prompts, greedy(16))
-    llm = open_adapter_llm(folder, [OracleDrafter(plain.sequences, 5, vocab=VOCAB)], dtype="bfloat16")
-    assert llm.config.dtype == torch.bfloat16
-    tree = run(llm, prompts, greedy(16), TREES)
-    assert not differences(plain, tree)
-    assert tree.acceptance_length > 3
+    oracle = OracleDrafter([], 5, vocab=VOCAB)
+    llm = open_adapter_llm(folder, [oracle], dtype="bfloat16")
+    plain = run(llm, random_prompts([9, 66], vocab=VOCAB), greedy(16))
+    oracle.truths = plain.sequences
+    tree = assert_exact(llm, plain, TREES)
+    assert llm.config.dtype == torch.bfloat16 and tree.acceptance_length > 3
     for prefix in list(tree.logits)[::20]:
         expected = logits_after(model, prefix)
         assert rms(tree.logits[prefix] - expected) < 5e-2 * rms(expected - expected.mean())
@@ -104,33 +99,26 @@ def test_sampled_tokens_do_not_depend_on_drafts() -> None:
 
 def test_a_native_target_takes_an_adapted_draft() -> None:
     target = make_llama(new_folder("target"), 0, vocab_size=VOCAB)
-    stranger = saved("stablelm")[1]
-    llm = open_adapter_llm(target, [stranger])
-    assert llm.stats()["frozen"]["backend"] == "native"
-    assert llm.stats()["frozen"]["exactness"] == "bit-identical"
-    prompts = random_prompts([12, 33], vocab=VOCAB)
-    plain, tree = run(llm, prompts, greedy(24)), run(llm, prompts, greedy(24), SpecConfig(nodes=8))
-    assert not differences(plain, tree)
-    assert llm.engine.stats.rounds
+    llm = open_adapter_llm(target, [saved("stablelm")[1]])
+    frozen = llm.stats()["frozen"]
+    assert (frozen["backend"], frozen["exactness"]) == ("native", "bit-identical")
+    plain = run(llm, random_prompts([12, 33], vocab=VOCAB), greedy(24))
+    tree = assert_exact(llm, plain, SpecConfig(nodes=8))
+    assert sum(output.metrics.nodes_verified for output in tree.outputs) > 2 * 24
 
 
 def test_adapter_and_native_decoder_agree() -> None:
     target, _ = tiny()
-    prompts = random_prompts([40, 7])
-    native = open_adapter_llm(target)
-    adapted = open_adapter_llm(target, backend="transformers")
-    assert native.stats()["frozen"]["backend"] == "native"
-    assert run(native, prompts, greedy(32)).tokens == run(adapted, prompts, greedy(32)).tokens
+    prompts, llms = random_prompts([40, 7]), [open_adapter_llm(target, backend=way) for way in ("auto", "transformers")]
+    assert [llm.stats()["frozen"]["backend"] for llm in llms] == ["native", "transformers"]
+    assert run(llms[0], prompts, greedy(32)).tokens == run(llms[1], prompts, greedy(32)).tokens
 
 
 def test_it_is_chosen_by_itself_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    _, folder = saved("olmo2")
     with caplog.at_level(logging.INFO, "treespec"):
-        llm = open_adapter_llm(folder)
-    lines = [record.getMessage() for record in caplog.records]
-    assert llm.stats()["frozen"]["backend"] == "transformers"
-    assert sum("backend=transformers" in line for line in lines) == 1
-    assert sum("exactness: bit-identical" in line for line in lines) == 1
+        assert open_adapter_llm(saved("olmo2")[1]).stats()["frozen"]["backend"] == "transformers"
+    for once in ("backend=transformers", "exactness: bit-identical"):
+        assert sum(once in record.getMessage() for record in caplog.records) == 1
 
 
 def test_a_model_in_memory_stays_as_it_is() -> None:
@@ -140,9 +128,9 @@ def test_a_model_in_memory_stays_as_it_is() -> None:
     wanted, oracle = foretold(model, prompts, 20)
     llm = open_adapter_llm(model, [oracle])
     assert llm.stats()["frozen"]["exactness"] == "bit-identical at 32 fixed rows"
-    plain, tree = run(llm, prompts, greedy(20)), run(llm, prompts, greedy(20), TREES)
+    plain = run(llm, prompts, greedy(20))
     assert plain.tokens == wanted
-    assert not differences(plain, tree)
+    assert_exact(llm, plain, TREES)
     assert not any(isinstance(module, PackedLinear) for module in model.modules())
     assert continuations(model, prompts, 20) == wanted
 
@@ -170,15 +158,6 @@ def test_low_rank_adapters_of_a_model_in_memory() -> None:
     assert run(llm, prompts, greedy(20)).tokens == wanted == run(llm, prompts, greedy(20), TREES).tokens
 
 
-def test_long_contexts_pass_window_and_pages() -> None:
-    """Four windows deep, and prompts in chunks that cut them."""
-    model, folder = saved("cohere2")
-    prompts = random_prompts([150, 129], vocab=VOCAB, seed=3)
-    wanted = continuations(model, prompts, 16)
-    llm = open_adapter_llm(folder, prefill_chunk=37)
-    assert run(llm, prompts, greedy(16)).tokens == wanted
-
-
 def test_windows_are_attended_as_in_native_families() -> None:
     """Only sinks, and masks that are no window, are left to the attention of every row alone."""
     for kind, windows, plans in (
@@ -192,21 +171,6 @@ def test_windows_are_attended_as_in_native_families() -> None:
         assert (decoder.windows, decoder.plans) == (windows, plans)
 
 
-def test_window_below() -> None:
-    def rule(sees: Any) -> Window | None:
-        return window_below(lambda b, h, q, k: sees(q, k), 200, torch.device("cpu"))
-
-    assert rule(lambda q, k: k <= q) == Window(None)
-    for size in (1, 2, 17, 64, 199):
-        assert rule(lambda q, k, size=size: (k <= q) & (k > q - size)) == Window(size)
-    assert rule(lambda q, k: (k <= q) & (k > q - 200)) == Window(None)
-    for chunk in (3, 40, 64, 100):
-        assert rule(lambda q, k, chunk=chunk: (k <= q) & (k // chunk == q // chunk)) is None
-    assert rule(lambda q, k: (k <= q) | (k < 5)) is None
-    assert rule(lambda q, k: (k <= q) & ((k > q - 17) | (k == 0))) is None
-    assert rule(lambda q, k: torch.ones_like(q + k, dtype=torch.bool)) is None
-
-
 @pytest.mark.parametrize("kind", ["gemma2", "cohere2"])
 def test_rows_alone_are_exact(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The attention for other masks, given windows and soft caps: transformers' tokens, and trees with equal bits."""
@@ -215,9 +179,9 @@ def test_rows_alone_are_exact(kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
     prompts = random_prompts([70, 5], vocab=VOCAB)
     wanted, oracle = foretold(model, prompts, 20)
     llm = open_adapter_llm(folder, [oracle], backend="transformers")
-    plain, tree = run(llm, prompts, greedy(20)), run(llm, prompts, greedy(20), TREES)
+    plain = run(llm, prompts, greedy(20))
     assert plain.tokens == wanted
-    assert not differences(plain, tree)
+    assert_exact(llm, plain, TREES)
 
 
 @pytest.mark.parametrize("kind", ["llama", "phimoe"])
@@ -231,11 +195,9 @@ def test_longrope_by_request(kind: str) -> None:
     wanted, oracle = foretold(model, prompts, 16)
     llm = open_adapter_llm(model, [oracle], max_model_len=None)
     frequencies = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    plain, tree = run(llm, prompts, greedy(16)), run(llm, prompts, greedy(16), TREES)
-    assert llm.config.max_model_len == 256
-    assert plain.tokens == wanted
-    assert tree.acceptance_length > 2
-    assert not differences(plain, tree)
+    plain = run(llm, prompts, greedy(16))
+    assert plain.tokens == wanted and llm.config.max_model_len == 256
+    assert assert_exact(llm, plain, TREES).acceptance_length > 2
     assert all(torch.equal(buffer, frequencies[name]) for name, buffer in model.named_buffers())
     for prompt, tokens in zip(prompts, wanted, strict=True):
         assert run(llm, [prompt], greedy(16)).tokens == [tokens]
@@ -259,13 +221,11 @@ def test_a_model_that_reads_its_linear_weights_itself(monkeypatch: pytest.Monkey
 
 def test_a_tree_larger_than_the_fixed_rows() -> None:
     model = make_model("stablelm")
-    llm = open_adapter_llm(model)
     with pytest.raises(ConfigError, match="a tree of 64 nodes, but this engine keeps 32 slots"):
-        llm.generate([[1, 2, 3]], greedy(4), spec=SpecConfig(nodes=64))
+        open_adapter_llm(model).generate([[1, 2, 3]], greedy(4), spec=SpecConfig(nodes=64))
     large = open_adapter_llm(model, spec=SpecConfig(nodes=64))
     assert large.stats()["frozen"]["fixed_rows"] == 64
-    tokens = [large.generate([[1, 2, 3]], greedy(12), spec=spec)[0].outputs[0].token_ids for spec in (None, "off")]
-    assert tokens[0] == tokens[1]
+    assert_exact(large, run(large, [[1, 2, 3]], greedy(12)), SpecConfig(nodes=64))
 
 
 def test_fixed_rows_are_proven_with_passes_of_that_size() -> None:
@@ -315,87 +275,59 @@ def test_architectures_that_cannot_run(kind: str, reason: str) -> None:
         open_adapter_llm(folder, backend="native")
 
 
-def test_an_encoder_with_a_decoder(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "vocab_size": VOCAB}))
-    with pytest.raises(ModelError, match="encoder"):
-        open_adapter_llm(tmp_path, backend="transformers")
-    with pytest.raises(CheckpointError, match="encoder"):
-        open_adapter_llm(tmp_path)
-
-
 def test_remote_code_is_never_run(tmp_path: Path) -> None:
     config = {"model_type": "strange", "auto_map": {"AutoConfig": "strange.StrangeConfig"}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "strange.py").write_text("raise SystemExit('remote code was run')")
-    for backend in ("auto", "transformers"):
-        with pytest.raises((ModelError, CheckpointError), match="auto_map"):
-            open_adapter_llm(tmp_path, backend=backend)
+    for said, reason in ((config, "auto_map"), ({"model_type": "t5", "vocab_size": VOCAB}, "encoder")):
+        (tmp_path / "config.json").write_text(json.dumps(said))
+        for backend in ("auto", "transformers"):
+            with pytest.raises((ModelError, CheckpointError), match=reason):
+                open_adapter_llm(tmp_path, backend=backend)
 
 
-def changed(folder: Path, target: Path, change: Any) -> Path:
-    shutil.copytree(folder, target)
-    tensors = load_file(target / "model.safetensors")
-    change(tensors)
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    return target
+NORM, ONES = "model.layers.1.input_layernorm.weight", torch.ones(31)
 
 
-NORM = "model.layers.1.input_layernorm.weight"
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (lambda tensors: tensors.pop(NORM), NORM),
-        (lambda tensors: tensors.update({"model.layers.7.strange": torch.zeros(3)}), "model.layers.7.strange"),
-        (lambda tensors: tensors.update({NORM: torch.zeros(31)}), "31"),
-    ],
-)
-def test_incomplete_weights(change: Any, named: str, tmp_path: Path) -> None:
-    """transformers warns and fills up at random."""
-    folder = changed(saved("stablelm")[1], tmp_path / "model", change)
-    with pytest.raises((CheckpointError, ModelError), match=named):
-        open_adapter_llm(folder)
-
-
-def test_index_entries_without_a_tensor(tmp_path: Path) -> None:
+def test_what_files_lack_or_have_too_much(tmp_path: Path) -> None:
+    """transformers warns and fills up at random; an entry of the index that is not needed is ignored."""
     model, folder = saved("stablelm")
     tensors, shard = load_file(folder / "model.safetensors"), "model-00001-of-00001.safetensors"
     shutil.copy(folder / "config.json", tmp_path)
-    index = dict.fromkeys([*tensors, "mtp.fc.weight"], shard)
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
-    save_file(tensors, tmp_path / shard, metadata={"format": "pt"})
-    loaded = Source.from_folder(tmp_path).load(torch.float32, torch.device("cpu")).state_dict()
+    index = tmp_path / "model.safetensors.index.json"
+
+    def load(tensors: dict[str, torch.Tensor], **more: str) -> dict[str, torch.Tensor]:
+        save_file(tensors, tmp_path / shard, metadata={"format": "pt"})
+        places = dict.fromkeys(tensors, shard) | {"mtp.fc.weight": shard} | more
+        index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
+        return Source.from_folder(tmp_path).load(torch.float32, torch.device("cpu")).state_dict()
+
+    loaded = load(tensors)
     assert all(torch.equal(loaded[name], weight) for name, weight in model.state_dict().items())
-    (tmp_path / shard).unlink()
-    save_file({name: tensors[name] for name in tensors if name != NORM}, tmp_path / shard, metadata={"format": "pt"})
+    without = {name: tensor for name, tensor in tensors.items() if name != NORM}
     with pytest.raises(CheckpointError, match=rf"{NORM}': missing; the index places it in '{shard}'.*download or conv"):
-        Source.from_folder(tmp_path).load(torch.float32, torch.device("cpu"))
-
-
-def test_files_that_are_refused_before_transformers_sees_them(tmp_path: Path) -> None:
-    folder = shutil.copytree(saved("stablelm")[1], tmp_path / "model")
-    (folder / "model.safetensors").rename(tmp_path / "outside.safetensors")
-    index = {"metadata": {}, "weight_map": {NORM: "../outside.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        load(without, **{NORM: shard})
     with pytest.raises(CheckpointError, match="outside"):
-        open_adapter_llm(folder)
+        load(tensors, **{NORM: "../outside.safetensors"})
+    index.unlink()
+    (tmp_path / shard).unlink()
+    strange = {"model.layers.7.strange": torch.zeros(3)}
+    for changed, named in ((without, NORM), (tensors | strange, "layers.7.strange"), (without | {NORM: ONES}, "31")):
+        save_file(changed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises((CheckpointError, ModelError), match=named):
+            open_adapter_llm(tmp_path)
 
 
-def test_options_for_native_families() -> None:
-    _, folder = saved("stablelm")
-    with pytest.raises(KernelError, match="compile=True"):
-        open_adapter_llm(folder, compile=True)
-    with pytest.raises(KernelError, match="linear='torch'"):
-        open_adapter_llm(folder, linear="torch")
-    with pytest.raises(ConfigError, match="a model in memory"):
-        open_adapter_llm(saved("stablelm")[0], backend="native")
-
-
-def test_experts_beyond_transformers_interface_are_refused() -> None:
-    _, folder = saved("jetmoe")
-    with pytest.raises(ExactnessError, match="experts"):
-        open_adapter_llm(folder)
+def test_what_cannot_be_had() -> None:
+    model, folder = saved("stablelm")
+    for given, options, error, words in (
+        (folder, {"compile": True}, KernelError, "compile=True"),
+        (folder, {"linear": "torch"}, KernelError, "linear='torch'"),
+        (model, {"backend": "native"}, ConfigError, "a model in memory"),
+        (model, {"dtype": "bfloat16"}, ModelError, "convert it first"),
+        (saved("jetmoe")[1], {}, ExactnessError, "experts"),
+    ):
+        with pytest.raises(error, match=words):
+            open_adapter_llm(given, **options)
 
 
 def test_the_selftest_finds_experts_that_share_a_product() -> None:
@@ -407,17 +339,6 @@ def test_the_selftest_finds_experts_that_share_a_product() -> None:
         pytest.raises(ExactnessError, match="bit-identical"),
     ):
         open_adapter_llm(folder)
-
-
-def test_experts_are_the_models_own_without_exactness() -> None:
-    _, folder = saved("mixtral")
-    with mock.patch("treespec.adapter.route.run_experts", side_effect=run_experts) as invariant:
-        llm = open_adapter_llm(folder, exact=False)
-        invariant.reset_mock()
-        llm.generate(random_prompts([9], vocab=VOCAB), greedy(4))
-        assert not invariant.call_count
-        open_adapter_llm(folder).generate(random_prompts([9], vocab=VOCAB), greedy(4))
-        assert invariant.call_count
 
 
 def test_a_model_in_memory_keeps_its_own_experts() -> None:
@@ -458,8 +379,3 @@ def test_the_probe_notices_planted_faults(name: str, planted: Any, monkeypatch: 
     monkeypatch.setattr(f"treespec.adapter.decoder.{name}", planted)
     with pytest.raises(ModelError, match="logits differ from transformers'"):
         open_adapter_llm(model, exact=False)
-
-
-def test_models_in_memory_that_are_refused() -> None:
-    with pytest.raises(ModelError, match="convert it first"):
-        open_adapter_llm(make_model("stablelm"), dtype="bfloat16")

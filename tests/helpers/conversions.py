@@ -79,13 +79,16 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+def loaded(path: Path, dtype: torch.dtype | None = None, **options: Any) -> dict[str, Tensor]:
+    """The parameters of a folder or file."""
+    config = read_config(path)
+    family = family_of(config, path)
+    return load_weights(path, ModelShape.from_hf(config, family, path), family, dtype, **options)
+
+
 def assert_same(folder: Path, other: Path, dtype: torch.dtype | None = None) -> None:
     """Asserts that two folders hold the same decoder parameters, bit for bit."""
-    loaded = []
-    for each in (folder, other):
-        config = read_config(each)
-        family = family_of(config, each)
-        loaded.append(load_weights(each, ModelShape.from_hf(config, family, each), family, dtype))
-    assert loaded[0].keys() == loaded[1].keys()
-    for name, tensor in loaded[0].items():
-        assert torch.equal(tensor, loaded[1][name]), name
+    expected, found = loaded(folder, dtype), loaded(other, dtype)
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(tensor, found[name]), name

@@ -1,5 +1,6 @@
 """GGUF files of tiny models, written as llama.cpp's converter writes them: what the tests of GGUF files share."""
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,8 @@ import torch
 from gguf import GGMLQuantizationType
 from torch import Tensor, nn
 
+from tests.helpers.families import TYPICAL, WINDOW, Case, make_model
+from tests.helpers.models import make_llama, new_folder
 from treespec_weights import Checkpoint, FamilyRules, ModelShape, family_of, read_config
 from treespec_weights.load import expected_tensors
 
@@ -218,3 +221,56 @@ def transformers_reading(path: Path) -> nn.Module:
             quantization_config=GgufConfig(dequantize=True),
         )
     return model.eval()
+
+
+SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 16, "num_hidden_layers": 2}
+_LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0 + 0.125 * i for i in range(6)],
+    "long_factor": [1.5 + 0.5 * i for i in range(6)],
+    "partial_rotary_factor": 0.75,
+}
+_WINDOWS = {"sliding_window": WINDOW, "tie_word_embeddings": True, "num_hidden_layers": 3, "query_pre_attn_scalar": 16}
+_CAPS = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 30.0}
+_GEMMA3 = {"num_hidden_layers": 7, "rope_parameters": TYPICAL["gemma3"].config["rope_parameters"]}
+_PHI3 = {"head_dim": None, "hidden_size": 64, "sliding_window": None, "num_key_value_heads": 1}
+GGUF_CASES = {
+    "llama, biases": TYPICAL["llama"],
+    "llama, wide heads": Case("llama", {"head_dim": 40, "tie_word_embeddings": True}),
+    "llama 3.1": Case("llama", {"rope_parameters": _LLAMA3 | {"original_max_position_embeddings": 64}}),
+    "llama, linear": Case("llama", {"rope_parameters": _LINEAR}),
+    "qwen2, yarn": Case("qwen2", {"rope_parameters": _YARN}),
+    "qwen3": TYPICAL["qwen3"],
+    "gemma2": Case("gemma2", _WINDOWS | _CAPS),
+    "gemma3": Case("gemma3_text", _WINDOWS | _GEMMA3),
+    "phi3, partial": TYPICAL["phi3"],
+    "phi3, longrope": Case("phi3", _PHI3 | {"original_max_position_embeddings": 64, "rope_parameters": _LONGROPE}),
+}
+
+
+@functools.cache
+def family_folder(name: str) -> Path:
+    """A model of `GGUF_CASES`."""
+    return make_model(new_folder("gguf") / "folder", GGUF_CASES[name], 0)
+
+
+@functools.cache
+def llama() -> Path:
+    """A Llama whose matrices have whole blocks of every type."""
+    return make_llama(new_folder("gguf") / "llama", 0, **SIZES)
+
+
+@functools.cache
+def llama_file(types: str) -> Path:
+    """`llama` as a file of one type; "tied", or "Q4_K_M" as llama.cpp mixes it: some matrices with more bits."""
+    path = new_folder("gguf") / f"{types}.gguf"
+    if types == "tied":
+        tied = make_llama(new_folder("gguf") / "tied", 0, tie_word_embeddings=True, **SIZES)
+        return write_gguf(path, tied, lambda name: "Q8_0" if name == "token_embd.weight" else "Q4_1")
+    more = {"token_embd.weight": "Q8_0"}
+    more |= dict.fromkeys(("output.weight", "blk.0.attn_v.weight", "blk.1.ffn_down.weight"), "Q6_K")
+    return write_gguf(path, llama(), types if types != "Q4_K_M" else lambda name: more.get(name, "Q4_K"))

@@ -5,6 +5,7 @@ import logging
 import pickle
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -86,45 +87,22 @@ def read(streamer: Any, work: Any) -> list[str]:
 
 
 def test_generate_is_accelerated_until_it_is_restored(model: Any, draft: Any) -> None:
+    """The last options hold, and a call has its own."""
+    treespec.hf.accelerate(model, spec="off")
     assert treespec.hf.accelerate(model, drafts=[draft], spec=TREES) is model
-    given = inputs()
+    given, options = inputs(), {"max_new_tokens": 40, "pad_token_id": PAD}
     wanted = by_transformers(model, given, max_new_tokens=40)
-    found = model.generate(**given, max_new_tokens=40, pad_token_id=PAD)
-    assert torch.equal(found, wanted)
-    assert torch.equal(model.generate(given["input_ids"], max_new_tokens=40, pad_token_id=PAD), wanted)
+    assert torch.equal(model.generate(**given, **options, spec="off"), wanted)
+    assert treespec.hf.last_metrics(model).acceptance_length == 1
+    assert torch.equal(model.generate(**given, **options), wanted)
+    assert torch.equal(model.generate(given["input_ids"], **options), wanted)
     metrics = treespec.hf.last_metrics(model)
     assert metrics.acceptance_length > 2
     assert treespec.hf.restore(model) is model
     assert "generate" not in vars(model)
-    assert torch.equal(model.generate(**given, max_new_tokens=40, pad_token_id=PAD), wanted)
+    assert torch.equal(model.generate(**given, **options), wanted)
     assert treespec.hf.last_metrics(model) is metrics
     treespec.hf.restore(model)
-
-
-@pytest.mark.slow
-def test_the_last_options_hold_and_a_call_has_its_own(model: Any, draft: Any) -> None:
-    treespec.hf.accelerate(model, spec="off")
-    treespec.hf.accelerate(model, drafts=[draft], spec=TREES)
-    try:
-        model.generate(**inputs(), max_new_tokens=24, pad_token_id=PAD)
-        assert treespec.hf.last_metrics(model).acceptance_length > 2
-        model.generate(**inputs(), max_new_tokens=24, pad_token_id=PAD, spec="off")
-        assert treespec.hf.last_metrics(model).acceptance_length == 1
-    finally:
-        treespec.hf.restore(model)
-
-
-@pytest.mark.slow
-def test_a_streamer_is_fed_and_ended(accelerated: Any, tokenizer: Any) -> None:
-    streamer, found = TextIteratorStreamer(tokenizer, skip_prompt=True), []
-    given = inputs()
-
-    def work() -> None:
-        found.append(accelerated.generate(**given, streamer=streamer, max_new_tokens=20, pad_token_id=PAD))
-
-    text = "".join(read(streamer, work))
-    assert text == tokenizer.decode(found[0][0, 9:])
-    assert torch.equal(found[0], by_transformers(accelerated, given, max_new_tokens=20))
 
 
 class Raises(StoppingCriteria):
@@ -133,15 +111,20 @@ class Raises(StoppingCriteria):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"num_beams": 2}, {"stopping_criteria": [Raises()]}])
-def test_a_streamer_ends_after_an_error(options: dict[str, Any], accelerated: Any, tokenizer: Any) -> None:
-    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"stopping_criteria": [Raises()]}])
+def test_a_streamer_is_fed_and_ended(options: dict[str, Any], accelerated: Any, tokenizer: Any) -> None:
+    """After an error, too."""
+    streamer, given, found = TextIteratorStreamer(tokenizer, skip_prompt=True), inputs(), []
 
     def work() -> None:
-        with pytest.raises((ValueError, KeyError)):
-            accelerated.generate(**inputs(), streamer=streamer, max_new_tokens=20, pad_token_id=PAD, **options)
+        with pytest.raises((ValueError, KeyError)) if options else nullcontext():
+            few = {"max_new_tokens": 20, "pad_token_id": PAD}
+            found.append(accelerated.generate(**given, streamer=streamer, **few, **options))
 
-    read(streamer, work)
+    text = "".join(read(streamer, work))
+    if not options:
+        assert text == tokenizer.decode(found[0][0, 9:])
+        assert torch.equal(found[0], by_transformers(accelerated, given, max_new_tokens=20))
 
 
 @pytest.mark.slow
@@ -236,16 +219,6 @@ def test_stop_strings(place: str, accelerated: Any, tokenizer: Any) -> None:
         accelerated.generate(**given, stop_strings=[stop], max_new_tokens=4)
 
 
-@pytest.mark.slow
-def test_hints_are_announced_and_change_nothing(accelerated: Any, caplog: pytest.LogCaptureFixture) -> None:
-    given = inputs()
-    wanted = by_transformers(accelerated, given, max_new_tokens=8)
-    with caplog.at_level(logging.INFO, "treespec"):
-        found = accelerated.generate(**given, max_new_tokens=8, pad_token_id=PAD, num_assistant_tokens=3)
-    assert torch.equal(found, wanted)
-    assert [record.getMessage() for record in caplog.records if "num_assistant_tokens=3" in record.getMessage()]
-
-
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "token healing": ({"token_healing": True}, ConfigError, "token_healing"),
     "several GPUs": ({"synced_gpus": True}, ConfigError, "synced_gpus"),
@@ -281,7 +254,7 @@ def test_what_cannot_be_accelerated(model: Any) -> None:
 @pytest.mark.slow
 def test_prepared_inputs_are_refused(draft: Any) -> None:
     """As peft sets a soft prompt while it generates, or as a class of the user's; what it prepares would be ignored."""
-    model, given = treespec.hf.accelerate(make_model("stablelm")), inputs()
+    model, given, few = treespec.hf.accelerate(make_model("stablelm")), inputs(), {"max_new_tokens": 4}
     own = model.prepare_inputs_for_generation
 
     def with_soft_prompt(*args: Any, **kwargs: Any) -> Any:
@@ -293,39 +266,34 @@ def test_prepared_inputs_are_refused(draft: Any) -> None:
     model.prepare_inputs_for_generation = with_soft_prompt
     refused = pytest.raises(ModelError, match=rf"code of {__name__}, as for soft prompts .* treespec\.hf\.restore")
     with refused:
-        model.generate(**given, max_new_tokens=4, pad_token_id=PAD)
+        model.generate(**given, **few, pad_token_id=PAD)
     with refused:
         treespec.hf.accelerate(Prepares(model.config).eval())
     with refused:
         LLM(Prepares(model.config).eval(), [])
     model.prepare_inputs_for_generation = own  # as peft leaves it
     draft.prepare_inputs_for_generation = with_soft_prompt  # of a draft: it changes no token
-    found = model.generate(**given, assistant_model=draft, max_new_tokens=4, pad_token_id=PAD)
+    found = model.generate(**given, **few, assistant_model=draft, pad_token_id=PAD)
     del draft.prepare_inputs_for_generation
-    assert torch.equal(found, by_transformers(model, given, max_new_tokens=4))
-
-
-@pytest.mark.slow
-def test_inputs_prepared_by_transformers_itself() -> None:
+    assert torch.equal(found, by_transformers(model, given, **few))
     sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": PAD}
     torch.manual_seed(0)
-    model = treespec.hf.accelerate(Phi3ForCausalLM(Phi3Config(**sizes, **heads)).eval())
-    assert "prepare_inputs_for_generation" in vars(Phi3ForCausalLM)
-    wanted = by_transformers(model, inputs(), max_new_tokens=8)
-    assert torch.equal(model.generate(**inputs(), max_new_tokens=8, pad_token_id=PAD, do_sample=False), wanted)
+    phi3 = Phi3ForCausalLM(Phi3Config(**sizes, num_attention_heads=4, num_key_value_heads=2, pad_token_id=PAD)).eval()
+    assert "prepare_inputs_for_generation" in vars(Phi3ForCausalLM), "transformers' own is taken"
+    found = treespec.hf.accelerate(phi3).generate(**given, **few, pad_token_id=PAD, do_sample=False)
+    assert torch.equal(found, by_transformers(phi3, given, **few))
 
 
 @pytest.mark.slow
-def test_another_loop_is_left_to_transformers(accelerated: Any, caplog: pytest.LogCaptureFixture) -> None:
-    def own_loop(model: Any, input_ids: Tensor, **_: Any) -> Tensor:
-        return input_ids + 1
-
+def test_hints_and_other_loops_are_announced(accelerated: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Hints change nothing, and loops are left to transformers."""
     given = inputs()
+    wanted = by_transformers(accelerated, given, max_new_tokens=8)
     with caplog.at_level(logging.INFO, "treespec"):
-        found = accelerated.generate(**given, custom_generate=own_loop)
-    assert torch.equal(found, given["input_ids"] + 1)
-    assert "left to transformers" in caplog.text
+        found = accelerated.generate(**given, max_new_tokens=8, pad_token_id=PAD, num_assistant_tokens=3)
+        other = accelerated.generate(**given, custom_generate=lambda model, input_ids, **_: input_ids + 1)
+    assert torch.equal(found, wanted) and torch.equal(other, given["input_ids"] + 1)
+    assert "num_assistant_tokens=3" in caplog.text and "left to transformers" in caplog.text
 
 
 @pytest.mark.slow

@@ -74,26 +74,17 @@ def test_an_engine_has_room_for_the_rows_of_the_call(model: Any) -> None:
     assert [llm.config.max_num_seqs for llm in kept(model)] == [3]
 
 
-@pytest.mark.parametrize(
-    ("length", "most", "room"),
-    [(5, 8192, 512), (513, 700, 700), (4097, 1 << 17, 8192), (100_005, 1 << 17, 102_400)],
-)
-def test_room(length: int, most: int, room: int) -> None:
-    assert engines.room_for(length, most) == room
-
-
 def test_where_memory_is_short(model: Any) -> None:
     """Room to spare goes first, then rows at once; then the message names what the caller can lower."""
     page = 64 * 2 * 4 * model.config.num_hidden_layers * model.config.hidden_size
-
-    def given(pages: int) -> Any:
-        return mock.patch("treespec.startup.memory.free_memory", lambda device: pages * page)
-
-    with given(8):
+    with mock.patch("treespec.startup.memory.free_memory", lambda device: 8 * page):
         assert torch.equal(by_trees(model, random_ids(4)), plainly(model, random_ids(4)))
     [llm] = kept(model)
     assert llm.config.max_model_len < 512
-    with given(1), pytest.raises(RequestError, match=r"one row of 209 tokens.*lower max_new_tokens"):
+    with (
+        mock.patch("treespec.startup.memory.free_memory", lambda device: page),
+        pytest.raises(RequestError, match=r"one row of 209 tokens.*lower max_new_tokens"),
+    ):
         by_trees(model, random_ids(), max_new_tokens=200)
 
 
@@ -132,7 +123,7 @@ def test_autocast_changes_nothing_and_the_log_says_so(model: Any, caplog: pytest
 
 
 class Keeps:
-    """A processor that keeps its tensors and changes them later."""
+    """A processor that keeps its tensors, to change them later."""
 
     def __init__(self) -> None:
         self.seen: list[Tensor] = []
@@ -145,11 +136,6 @@ class Keeps:
         assert not torch.is_inference_mode_enabled() and not torch.is_grad_enabled()
         self.seen += [*given, *(torch.zeros_like(each) for each in given)]
 
-    def check(self) -> None:
-        assert self.seen
-        for tensor in self.seen:
-            tensor.add_(1)
-
 
 class KeepingCriterion(Keeps):
     """A criterion that does, and never fires."""
@@ -160,26 +146,12 @@ class KeepingCriterion(Keeps):
 
 
 def test_code_from_outside_may_keep_its_tensors(model: Any) -> None:
-    processor, criterion = Keeps(), KeepingCriterion()
+    processor, criterion, ours = Keeps(), KeepingCriterion(), Keeps()
     options: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-    found: Any = by_trees(
-        model, random_ids(), logits_processor=[processor], stopping_criteria=[criterion], pad_token_id=2, **options
-    )
+    options |= {"logits_processor": [processor], "stopping_criteria": [criterion]}
+    found: Any = by_trees(model, random_ids(), **options)
     assert torch.equal(found.sequences, plainly(model, random_ids()))
-    for tensor in (*found.scores, *found.logits, found.sequences):
-        tensor.mul_(2)
-    ours = Keeps()
     tiny_llm().generate(random_prompts([9]), greedy(3, logits_processors=(ours,)))
-    for each in (processor, criterion, ours):
-        each.check()
-
-
-def test_another_default_dtype(model: Any) -> None:
-    wanted = plainly(model, random_ids())
-    assert torch.equal(by_trees(model, random_ids()), wanted)
-    try:
-        torch.set_default_dtype(torch.bfloat16)
-        assert torch.equal(by_trees(model, random_ids()), wanted)
-        assert torch.equal(by_trees(model, random_ids(2), drafts=["lookup"]), plainly(model, random_ids(2)))
-    finally:
-        torch.set_default_dtype(torch.float32)
+    assert processor.seen and criterion.seen and ours.seen
+    for tensor in (*found.scores, *found.logits, found.sequences, *processor.seen, *criterion.seen, *ours.seen):
+        tensor.mul_(2)

@@ -3,6 +3,7 @@
 import copy
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -29,12 +30,8 @@ def logits_of(model: Any) -> Tensor:
 
 def elsewhere(work: Callable[[], Any]) -> Any:
     """What `work` gives in another thread, while this one waits."""
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(work()))
-    thread.start()
-    thread.join()
-    assert found, "the other thread failed"
-    return found[0]
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(work).result()
 
 
 @pytest.mark.slow

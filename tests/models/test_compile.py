@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -31,11 +30,10 @@ from tests.helpers.models import (
     wide,
 )
 from tests.helpers.quantized_checkpoints import needs_compiler
-from tests.models.test_decoder_parity import our_logits, their_logits
+from tests.models.test_decoder_parity import error, our_logits, their_logits
 from treespec import SpecConfig
 from treespec.cache.kv_cache import KVCache
 from treespec.errors import ExactnessError
-from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.cpu.cpu_library import find_compiler
 from treespec_kernels.cpu.decoder_cpu import CompiledModel
 from treespec_kernels.cpu.decoder_library import build
@@ -71,8 +69,8 @@ def test_every_node_has_the_bits_of_plain_decoding(dtype: torch.dtype) -> None:
 
 @exact_in_compiled
 def test_company_chunks_and_places_change_nothing(dtype: torch.dtype) -> None:
-    plain = plain_run(dtype)
-    for chunk, seqs in ((1, 1), (7, 3), (512, 8)):
+    plain = run(tiny_llm(dtype, (), compile=True), random_prompts((2, 31, 62, 65)), greedy(12))
+    for chunk, seqs in ((1, 1), (7, 3)):
         llm = tiny_llm(dtype, (0, 2), prefill_chunk=chunk, max_num_seqs=seqs, compile=True)
         for spec in ("off", SPECS["16"]):
             assert_exact(llm, plain, spec)
@@ -93,14 +91,14 @@ def test_thread_counts_change_nothing(dtype: torch.dtype) -> None:
     (target, draft), runs = wide(dtype), []
     for count in (1, 2):
         with threads(count):
-            llm = open_llm(target, [draft], max_model_len=768, compile=True)
-            prompts = random_prompts((700, 129, 5))
-            runs += [run(llm, prompts, greedy(6), spec) for spec in ("off", SPECS["40"])]
+            llm = open_llm(target, [draft], max_model_len=320, compile=True)
+            prompts = random_prompts((270, 129, 5))
+            runs += [run(llm, prompts, greedy(5), spec) for spec in ("off", SPECS["40"])]
     assert not any(differences(runs[0], other) for other in runs[1:])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocab", [48, 64, 509, 1024])
+@pytest.mark.parametrize("vocab", [48, 509, 1024])
 def test_the_best_token_is_the_first_of_the_largest(dtype: torch.dtype, vocab: int) -> None:
     """As torch has it: equal ones, infinite ones, and a NaN wherever it stands."""
     target = make_llama(new_folder("vocabulary") / "target", 0, dtype, vocab_size=vocab)
@@ -122,16 +120,9 @@ def test_close_to_the_eager_pass(bias: bool) -> None:
     sizes: dict[str, Any] = {"vocab_size": VOCAB + 5, "hidden_size": 48, "intermediate_size": 80}
     sizes |= {"num_attention_heads": 3, "num_key_value_heads": 1 if bias else 3}
     target = make_llama(new_folder("odd"), 3, attention_bias=bias, mlp_bias=bias, tie_word_embeddings=bias, **sizes)
-    logits = []
-    for compiled in (False, True):
-        llm = open_llm(target, compile=compiled)
-        model, pool = llm.engine.runner.target, llm.engine.cache.pools[0]
-        tokens = torch.arange(100) * 31 % VOCAB
-        rows = RequestRows.chain(0, 100, np.array([2, 1]))
-        with torch.inference_mode():
-            logits.append(model.logits(model.forward(tokens, model.plan([rows], pool), pool)[:100]))
-    error = (logits[0] - logits[1]).abs().max() / logits[0].std()
-    assert error < 1e-4
+    (tokens,) = random_prompts((100,))
+    logits = [our_logits(open_llm(target, compile=compiled), tokens) for compiled in (False, True)]
+    assert (logits[0] - logits[1]).abs().max() < 1e-4 * logits[0].std()
 
 
 @exact_in_compiled
@@ -139,7 +130,9 @@ def test_the_cache_holds_what_passes_read(dtype: torch.dtype) -> None:
     """Compiled passes read K and V in the model's dtype, eager ones in float32; drafts as the target."""
     for compiled in (False, True):
         llm = tiny_llm(dtype, compile=compiled)
-        held = dtype if compiled else torch.float32
+        frozen, held = llm.stats()["frozen"], dtype if compiled else torch.float32
+        assert frozen["compile"] is compiled
+        assert (frozen["attention"] == "compiled") is (frozen["linear"] == "compiled") is compiled
         assert len(llm.engine.cache.pools) == 4 and {pool.dtype for pool in llm.engine.cache.pools} == {held}
         shapes = [model.config.shape for model in (llm.engine.runner.target, *llm.engine.sources.ssms.models)]
         pages = llm.engine.cache.num_pages + 1
@@ -152,12 +145,9 @@ def test_as_far_from_float32_as_transformers_is(tmp_path: Path) -> None:
     (tokens,) = random_prompts((160,))
     exact = their_logits(folder, tokens)
 
-    def error(logits: Tensor) -> float:
-        return float((logits.float() - exact).square().mean().sqrt() / exact.square().mean().sqrt())
-
     ours = our_logits(open_llm(folder, compile=True), tokens)
     assert ours.dtype == torch.bfloat16
-    assert error(ours) < error(their_logits(folder, tokens, torch.bfloat16))
+    assert error(ours, exact) < error(their_logits(folder, tokens, torch.bfloat16), exact)
 
 
 @pytest.mark.slow
@@ -171,13 +161,6 @@ def test_without_the_widest_instructions() -> None:
             llm = open_llm(tiny(dtype)[0], tiny(dtype)[1][:1], prove=True, compile=True)
             prompts = random_prompts((9, 62))
             assert_exact(llm, run(llm, prompts, greedy(12), "off"), SPECS["16"])
-
-
-def test_what_is_frozen_says_so() -> None:
-    for compiled in (False, True):
-        frozen = tiny_llm(torch.float32, (), compile=compiled).stats()["frozen"]
-        assert frozen["compile"] is compiled
-        assert (frozen["attention"] == "compiled") is (frozen["linear"] == "compiled") is compiled
 
 
 def test_a_library_is_built_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,7 +11,6 @@ from tests.helpers.exactness import assert_exact, run
 from tests.helpers.families import CASES, TYPICAL, VOCAB, WINDOW, Case, make_model
 from tests.helpers.models import OracleDrafter, greedy, make_draft, new_folder, open_llm, random_prompts
 from tests.helpers.quantized_checkpoints import needs_compiler
-from tests.models.test_decoder_parity import our_logits
 from tests.models.test_families import LENGTH, a_tree, ours, theirs
 from treespec import SpecConfig
 from treespec_kernels.tuning.testing import assert_close
@@ -33,19 +32,12 @@ def fitting(case: Case) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_close_to_the_eager_pass(name: str, tmp_path: Path) -> None:
-    folder = make_model(tmp_path / "model", CASES[name], 3, **fitting(CASES[name]))
-    (tokens,) = random_prompts((140,), vocab=VOCAB)
-    logits = [our_logits(open_llm(folder, compile=compiled, max_model_len=None), tokens) for compiled in (False, True)]
-    assert_close(*logits, max_error=1e-3, rms_error=1e-4)
-
-
-@pytest.mark.parametrize("name", TYPICAL)
-def test_states_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_logits_and_states_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", CASES[name], 3, **fitting(CASES[name]))
     (tokens,) = random_prompts((LENGTH + 1,), vocab=VOCAB)
     tree = a_tree(tokens[LENGTH], 24, 5)
     found, expected = ours(folder, tokens, tree, compiled=True), theirs(folder, tokens, tree)
+    assert_close(found.logits, expected.logits, max_error=2e-3, rms_error=1e-4)
     assert_close(found.states, expected.states, max_error=2e-3, rms_error=1e-4)
 
 
@@ -78,11 +70,13 @@ def test_quantised_weights(name: str) -> None:
     assert_exact(llm, run(llm, prompts, greedy(12), "off"), SPECS[1])
 
 
-def test_drafts_of_other_families() -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_drafts_of_other_families(compiled: bool) -> None:
     """Heads of several sizes, windows and learned positions in one engine: a library for each size of head."""
     drafts = [model_of(name)[0] for name in ("gpt2", "gemma3", "gpt_neox")]
-    llm = open_llm(model_of("phi3")[0], drafts, compile=True, prove=True)
-    assert {model.linear for model in llm.engine.sources.ssms.models} == {"compiled"}
+    llm = open_llm(model_of("phi3")[0], drafts, compile=compiled, prove=compiled)
+    assert {model.linear == "compiled" for model in llm.engine.sources.ssms.models} == {compiled}
     prompts = random_prompts((5, 70), vocab=VOCAB)
     spec = SpecConfig(branching=(3, 1, 1), sources=("ssm",))
-    assert_exact(llm, run(llm, prompts, greedy(12), "off"), spec)
+    tree = assert_exact(llm, run(llm, prompts, greedy(12), "off"), spec)
+    assert all(output.metrics.nodes_verified > 12 for output in tree.outputs)

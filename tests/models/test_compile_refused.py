@@ -34,34 +34,29 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"compile": 1}, ConfigError, "compile=1; valid: True, False, 'auto'"),
         ({"attention": "cpu-packed"}, KernelError, "attention='cpu-packed'.*leave it at 'auto'"),
         ({"dtype": "float16"}, KernelError, "float16.*compile=False"),
+        ({"size": 100}, KernelError, r"MLP size of 100.*multiple of 16"),
     ],
 )
 def test_refusals(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    given = {"device": "cpu", "compile": True, "size": 128} | options
+    model = make_llama(new_folder("refused"), 0, intermediate_size=given.pop("size"))
     with pytest.raises(error, match=words):
-        LLM(tiny()[0], **({"device": "cpu", "compile": True} | options))
-
-
-@pytest.mark.slow
-def test_a_size_that_does_not_fit_is_refused() -> None:
-    target = make_llama(new_folder("uneven"), 0, intermediate_size=100)
-    with pytest.raises(KernelError, match=r"MLP size of 100.*multiple of 16"):
-        LLM(target, device="cpu", compile=True)
+        LLM(model, **given)
 
 
 @pytest.mark.parametrize(
-    "command, words", [("no-such-compiler", "CXX='no-such-compiler'"), ("false", "false .* failed")]
+    "name, value, words",
+    [
+        ("CXX", "no-such-compiler", "CXX='no-such-compiler'"),
+        ("CXX", "false", "false .* failed"),
+        ("TREESPEC_CPU", "avx1024", "TREESPEC_CPU='avx1024'; valid: baseline, avx2, .*amx"),
+    ],
 )
-def test_no_compiler_is_an_error(command: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Never a silent fallback."""
-    monkeypatch.setenv("CXX", command)
+def test_no_compiler_is_an_error(name: str, value: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never a silent fallback; nor for an unknown instruction set."""
+    monkeypatch.setenv(name, value)
     with pytest.raises(KernelError, match=words):
         LLM(tiny()[0], device="cpu", compile=True)
-
-
-def test_an_unknown_instruction_set_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TREESPEC_CPU", "avx1024")
-    with pytest.raises(KernelError, match=r"TREESPEC_CPU='avx1024'; valid: baseline, avx2, .*amx"):
-        LLM(tiny()[0], device="cpu")
 
 
 # --- "auto"
@@ -81,37 +76,30 @@ def test_auto_compiles_where_it_can() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options, why",
+    "options, compiler, why",
     [
-        ({"attention": "cpu-packed"}, "attention='cpu-packed'"),
-        ({"linear": "torch"}, "linear='torch'"),
-        ({"dtype": "float16", "exact": False}, "float16"),
-        ({"backend": "transformers"}, "transformers' code"),
+        ({"attention": "cpu-packed"}, None, "attention='cpu-packed'"),
+        ({"linear": "torch"}, None, "linear='torch'"),
+        ({"dtype": "float16", "exact": False}, None, "float16"),
+        ({"backend": "transformers"}, None, "transformers' code"),
+        ({}, "no-such-compiler", "compile=True: no C++ compiler"),
+        ({}, "false", "compile=True: false"),
+        ({}, " ", "compile=True: no C++ compiler: CXX=' ' is no"),
+        ({}, "'c++", 'compile=True: CXX="\'c++" is no'),
     ],
 )
-def test_auto_says_why_not(options: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_says_why_not(
+    options: dict[str, Any],
+    compiler: str | None,
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if compiler is not None:
+        monkeypatch.setenv("CXX", compiler)
     with caplog.at_level(logging.INFO, "treespec"):
         assert not is_compiled(tiny()[0], **options)
     assert why in caplog.text.partition("passes are not compiled: ")[2]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "command, why",
-    [
-        ("no-such-compiler", "no C++ compiler"),
-        ("false", "false"),
-        (" ", "no C++ compiler: CXX=' ' is no"),
-        ("'c++", 'CXX="\'c++" is no'),
-    ],
-)
-def test_auto_needs_no_compiler(
-    command: str, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("CXX", command)
-    with caplog.at_level(logging.INFO, "treespec"):
-        assert not is_compiled(tiny()[0])
-    assert f"not compiled: compile=True: {why}" in caplog.text
 
 
 @needs_compiler
@@ -149,28 +137,16 @@ def test_without_a_cache_folder_libraries_are_built_for_each_start(
 @pytest.mark.slow
 def test_auto_needs_no_home(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A container may run under a number that no user has."""
-    without_home(monkeypatch)
-    with caplog.at_level(logging.INFO, "treespec"):
-        assert not is_compiled(tiny()[0])
-    assert "not compiled: no home folder to keep files in; set XDG_CACHE_HOME" in caplog.text
-    with pytest.raises(OSError, match="no home folder"):
-        is_compiled(tiny()[0], compile=True)
-
-
-@pytest.mark.slow
-def test_quantised_layers_need_no_home(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    without_home(monkeypatch)
-    assert not is_compiled(tiny()[0], quantization="int8")
-    assert "quantised weights are held as torch.float32" in caplog.text
-
-
-def without_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    def home() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
     monkeypatch.undo()  # the folder that other tests build into
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", home)
+    monkeypatch.setattr(Path, "home", mock.Mock(side_effect=RuntimeError("Could not determine home directory.")))
+    with caplog.at_level(logging.INFO, "treespec"):
+        assert not is_compiled(tiny()[0])
+        assert not is_compiled(tiny()[0], quantization="int8")
+    assert "not compiled: no home folder to keep files in; set XDG_CACHE_HOME" in caplog.text
+    assert "quantised weights are held as torch.float32" in caplog.text
+    with pytest.raises(OSError, match="no home folder"):
+        is_compiled(tiny()[0], compile=True)
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from treespec.request import Request
 from treespec.tree import TokenTree
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.tuning.testing import assert_close
+from treespec_weights.families import FAMILIES
 
 PREFILL, LENGTH = 118, 126  # tokens prefilled in two chunks, and tokens before the tree
 TREE = SpecConfig(nodes=20, max_depth=6)
@@ -113,6 +114,10 @@ def test_logits_and_states_are_those_of_transformers(name: str, tmp_path: Path) 
     assert_close(found.logits, expected.logits, max_error=2e-3, rms_error=1e-4)
     for layer in range(found.states.shape[1]):
         assert_close(found.states[:, layer], expected.states[:, layer], max_error=2e-3, rms_error=1e-4)
+
+
+def test_every_family_has_a_case() -> None:
+    assert {case.model_type for case in CASES.values()} == set(FAMILIES)
 
 
 # --- trees against plain decoding

@@ -122,8 +122,7 @@ def test_a_limit_that_makes_the_difference_is_logged_once(caplog: pytest.LogCapt
     with caplog.at_level(logging.WARNING, "treespec"):
         llm.generate([PROMPTS[i] for i in [*SHORT, *LONG]], greedy(COUNT), "off")
         assert not caplog.records
-        llm.generate([PROMPTS[3], PROMPTS[0]], greedy(COUNT + 1), "off")
-        llm.generate(PROMPTS[0], greedy(100), "off")
+        llm.generate([PROMPTS[3], PROMPTS[0]], [greedy(COUNT + 1), greedy(100)], "off")
     [record] = caplog.records
     assert f"a prompt of 48 tokens with max_tokens=17 may outgrow the original context of {ORIGINAL}" in record.message
 

@@ -11,11 +11,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.helpers.exactness import differences, run
-from tests.helpers.models import exact_in_compiled, greedy, make_llama, new_folder, open_llm, random_prompts, tiny
+from tests.helpers.exactness import assert_exact, differences, run
+from tests.helpers.families import TYPICAL, VOCAB, Case, make_model
+from tests.helpers.models import (
+    OracleDrafter,
+    exact_in_compiled,
+    greedy,
+    make_llama,
+    new_folder,
+    open_llm,
+    random_prompts,
+    tiny,
+)
 from tests.helpers.quantized_checkpoints import needs_compiler, quantize_folder
+from tests.models.test_decoder_parity import our_logits
 from treespec import LLM, SpecConfig
-from treespec.errors import ConfigError, ModelError
+from treespec.errors import ConfigError, KernelError, ModelError
 from treespec.models.model_config import ModelConfig
 from treespec.models.triton_weights import ModelWeights
 from treespec.startup.cost_measurement import cost_key
@@ -23,7 +34,10 @@ from treespec.startup.memory import weight_bytes
 from treespec_kernels.cpu.cpu_library import CompileError
 from treespec_kernels.linear.compiled_linear import CompiledLinear
 from treespec_kernels.linear.quantized import QuantizedWeight, dequantized
-from treespec_weights import convert_checkpoint, load_weights
+from treespec_kernels.tuning.testing import assert_close
+from treespec_weights import ModelShape, convert_checkpoint, family_of, load_weights, read_config
+from treespec_weights.load import expected_tensors, quantizable
+from treespec_weights.quantize import dequantize, quantize
 
 LENGTHS, TOKENS = (1, 31, 62, 64, 90, 126), 16
 SPECS = [SpecConfig(nodes=16), SpecConfig(nodes=40, max_depth=4), SpecConfig(branching=(3, 2, 1))]
@@ -47,29 +61,20 @@ def engine(dtype: torch.dtype, quantization: str | None, compile: bool, with_dra
     ],
 )
 def test_trees_have_the_bits_of_plain_decoding(dtype: torch.dtype, quantization: str, compile: bool) -> None:
-    prompts = random_prompts(LENGTHS)
+    prompts, sampled = random_prompts(LENGTHS), greedy(TOKENS, temperature=0.8, seed=5)
     llm = engine(dtype, quantization, compile)
     plain = run(engine(dtype, quantization, compile, False), prompts, greedy(TOKENS))
     for spec in SPECS:
-        tree = run(llm, prompts, greedy(TOKENS), spec)
-        assert not (found := differences(plain, tree)), "\n".join(found[:10])
-        assert tree.acceptance_length > 1.2
+        assert assert_exact(llm, plain, spec).acceptance_length > 1.2
+    assert not differences(run(llm, prompts, sampled, "off"), run(llm, prompts, sampled, SPECS[0]))
     full = run(engine(dtype, None, compile, False), prompts, greedy(TOKENS))
     common = full.logits.keys() & plain.logits.keys()
     assert common and not all(torch.equal(full.logits[p], plain.logits[p]) for p in common)  # it is quantised
 
 
 @needs_compiler
-def test_sampled_tokens() -> None:
-    params = greedy(TOKENS, temperature=0.8, seed=5)
-    llm = engine(torch.bfloat16, "int4", True)
-    tree, plain = (run(llm, random_prompts(LENGTHS), params, spec) for spec in (SPECS[0], "off"))
-    assert tree.tokens == plain.tokens
-
-
-@needs_compiler
 def test_compiled_drafts_are_quantised_and_outputs_stay(tmp_path: Path) -> None:
-    """By default, and those stored in fp8 too; their heads as well."""
+    """By default, and those stored in fp8 too; their heads as well. Eager ones are not."""
     target, drafts = tiny(torch.bfloat16)
     convert_checkpoint(drafts[0], tmp_path / "fp8", quantization="fp8-all")
     folders = [*drafts, tmp_path / "fp8"]
@@ -81,15 +86,9 @@ def test_compiled_drafts_are_quantised_and_outputs_stay(tmp_path: Path) -> None:
         assert {model.quantization for model in models} == {None if form is None else "int8"}
         assert llm.engine.runner.target.quantization is None
         bytes_by_form[form] = models[0].nbytes - models[0].embed.nbytes
-        tree = run(llm, random_prompts(LENGTHS), greedy(TOKENS), SPECS[0])
-        assert not differences(plain, tree) and tree.acceptance_length > 1.2
+        assert assert_exact(llm, plain, SPECS[0]).acceptance_length > 1.2
     assert bytes_by_form["auto"] == bytes_by_form["int8"] < 0.75 * bytes_by_form[None]
-
-
-def test_eager_drafts_are_not_quantised() -> None:
-    target, drafts = tiny(torch.bfloat16)
-    models = open_llm(target, drafts).engine.sources.ssms.models
-    assert {model.quantization for model in models} == {None}
+    assert {model.quantization for model in open_llm(target, drafts).engine.sources.ssms.models} == {None}
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -97,28 +96,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"draft_quantization": "int4"}, "draft_quantization='int4'; valid: 'auto', 'int8', None"),
     ({"quantization": "int8", "activations": "int8"}, "activations='int8' is for compiled passes on a CPU"),
     ({"activations": "int4"}, "activations='int4'; valid: 'model', 'int8'"),
+    ({"activations": "int8", "compile": True}, "activations='int8' is for quantised weights; set quantization"),
     ({"quantization": "int3"}, "quantization='int3'; valid: None, 'int8', 'int4'"),
     ({"quantization": 8}, "quantization=8"),
 ]
 
 
+@needs_compiler
 @pytest.mark.parametrize(("options", "message"), REFUSED)
 def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
     target, drafts = tiny(torch.bfloat16)
     with pytest.raises(ConfigError, match=message):
         open_llm(target, drafts, **options)
-
-
-@needs_compiler
-def test_int8_activations_need_quantised_weights() -> None:
-    with pytest.raises(ConfigError, match="activations='int8' is for quantised weights; set quantization"):
-        open_llm(tiny(torch.bfloat16)[0], compile=True, activations="int8")
-
-
-def test_sizes_that_no_group_divides_are_refused(tmp_path: Path) -> None:
-    folder = make_llama(tmp_path / "m", 0, num_hidden_layers=1, intermediate_size=80)
-    with pytest.raises(ConfigError, match="80 is no multiple; use int8"):
-        open_llm(folder, quantization="int4")
 
 
 @needs_compiler
@@ -136,7 +125,7 @@ def test_int8_activations_keep_trees_exact(quantization: str) -> None:
 
 
 @needs_compiler
-def test_a_draft_that_cannot_be_quantised(tmp_path: Path) -> None:
+def test_weights_that_cannot_be_quantised(tmp_path: Path) -> None:
     target, drafts = tiny(torch.bfloat16)
     broken = shutil.copytree(drafts[0], tmp_path / "broken")
     weights = load_file(broken / "model.safetensors")
@@ -145,6 +134,9 @@ def test_a_draft_that_cannot_be_quantised(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"broken: .*NaN.*; draft_quantization=None loads it as it is"):
         open_llm(target, [broken], compile=True)
     assert open_llm(target, [broken], compile=True, draft_quantization=None).draft_names == ("broken",)
+    uneven = make_llama(tmp_path / "uneven", 0, num_hidden_layers=1, intermediate_size=80)
+    with pytest.raises(ConfigError, match="80 is no multiple; use int8"):
+        open_llm(uneven, quantization="int4")
 
 
 @pytest.mark.slow
@@ -211,6 +203,44 @@ def test_without_a_compiler_it_says_so_and_goes_on(caplog: pytest.LogCaptureFixt
     with failing, caplog.at_level(logging.WARNING, "treespec"):
         llm = open_llm(target, drafts, quantization="int4", prove=True)
     assert "quantised weights are held as torch.float32" in caplog.text
-    prompts = random_prompts(LENGTHS[:3])
-    plain, tree = (run(llm, prompts, greedy(8), spec) for spec in ("off", SPECS[0]))
-    assert not differences(plain, tree)
+    assert_exact(llm, run(llm, random_prompts(LENGTHS[:3]), greedy(8)), SPECS[0])
+
+
+def dequantised_copy(source: Path, folder: Path) -> Path:
+    """The checkpoint with what its matrices are after int8, in float32."""
+    config = read_config(source)
+    rules = family_of(config, source)
+    shape = ModelShape.from_hf(config, rules, source)
+    tensors, matrices = load_file(source / "model.safetensors"), quantizable(shape)
+    for placement in expected_tensors(shape, rules):
+        if any(param in matrices for param in placement.params):
+            parts = placement.unpack(tensors[placement.name])
+            parts = {name: dequantize(quantize(part, 8)) for name, part in parts.items()}
+            tensors[placement.name] = placement.pack(parts).contiguous()
+    folder.mkdir()
+    (folder / "config.json").write_text((source / "config.json").read_text())
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("case", TYPICAL.values(), ids=TYPICAL)
+def test_int8_of_every_family(case: Case, tmp_path: Path) -> None:
+    source = make_model(tmp_path / "model", case, 3)
+    plain = open_llm(source, quantization="int8")
+    assert plain.stats()["frozen"]["quantization"] == "int8"
+    (tokens,) = random_prompts((70,), vocab=VOCAB)
+    held = open_llm(dequantised_copy(source, tmp_path / "held"))
+    assert_close(our_logits(plain, tokens), our_logits(held, tokens), max_error=1e-3, rms_error=2e-5)
+    prompts = random_prompts((3, 40, 70), vocab=VOCAB)
+    expected = run(plain, prompts, greedy(12))
+    drafter = OracleDrafter(expected.sequences, 6, vocab=VOCAB)
+    llm = open_llm(source, [drafter], quantization="int8")
+    assert assert_exact(llm, expected, SpecConfig(nodes=16)).acceptance_length > 2
+
+
+@pytest.mark.slow
+def test_compiled_passes_of_other_families_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(KernelError, match="compile=True"):
+        open_llm(make_model(tmp_path / "model", TYPICAL["gemma2"], 3), quantization="int8", compile=True)

@@ -1,15 +1,19 @@
 """Published tokenizers in front of a small random model, whose output is any of their tokens in any order."""
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from tests.helpers.gguf_files import metadata_of
 from tests.helpers.models import make_llama, open_llm
 from tests.real.fetch import NPM
+from tests.weights.test_gguf_tokenizer import LINES, differing, tokenizer_of, write
 from treespec import LLM, SamplingParams, SpecConfig, StructuredOutputsParams
 
 pytestmark = pytest.mark.real
@@ -79,3 +83,41 @@ def test_structured_outputs(llm: LLM) -> None:
     tree, plain = (llm.generate(["x"], params, spec=spec)[0].outputs[0] for spec in (TREES, "off"))
     assert tree.token_ids == plain.token_ids
     assert re.fullmatch(pattern, tree.text)
+
+
+# --- as llama.cpp's converter writes them into GGUF files: the ids stay the same
+
+
+@pytest.mark.parametrize("name, pre", [("llama3_1", "llama-bpe"), ("qwen3", "qwen2"), ("mistral", "tekken")])
+def test_byte_level_in_gguf(name: str, pre: str, fetched: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = fetched(name)
+    metadata = metadata_of(json.loads((folder / "tokenizer.json").read_text())) | {"tokenizer.ggml.pre": pre}
+    metadata["tokenizer.ggml.bos_token_id"] = 128000 if name == "llama3_1" else None
+    assert not differing(
+        Tokenizer.from_file(str(folder / "tokenizer.json")), tokenizer_of(write(tmp_path / "m", metadata))
+    )
+
+
+def test_gemma_in_gguf(fetched: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = fetched("gemma3")
+    metadata = metadata_of(json.loads((folder / "tokenizer.json").read_text()))
+    del metadata["tokenizer.ggml.merges"]
+    types = metadata["tokenizer.ggml.token_type"]
+    tokens = metadata["tokenizer.ggml.tokens"]
+    metadata |= {
+        "general.architecture": "gemma3",
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": [
+            t.replace("▁", " ") if kind == 4 else t for t, kind in zip(tokens, types, strict=True)
+        ],
+        "tokenizer.ggml.token_type": [
+            6 if t.startswith("<0x") else kind for t, kind in zip(tokens, types, strict=True)
+        ],
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 3,
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+    original = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert not differing(
+        original, tokenizer_of(write(tmp_path / "m.gguf", metadata)), [each for each in LINES if "▁" not in each]
+    )

@@ -51,8 +51,9 @@ def expected(llm: LLM, messages: list[dict[str, str]], **options: Any) -> list[i
 
 
 def test_a_conversation_is_the_templates_text(llm: LLM) -> None:
-    (output,) = llm.chat([{"role": "system", "content": "Be brief."}, USER], SHORT)
-    assert output.prompt_token_ids == expected(llm, [{"role": "system", "content": "Be brief."}, USER])
+    messages = [{"role": "system", "content": "Be brief."}, USER]
+    (output,) = llm.chat(messages, SHORT)
+    assert output.prompt_token_ids == expected(llm, messages)
     bos = llm.get_tokenizer().bos_token or ""
     assert output.prompt == f"{bos}<system>Be brief.\n<user>def add(a, b):\n<assistant>"
     (same,) = llm.generate({"prompt_token_ids": output.prompt_token_ids}, SHORT)
@@ -83,42 +84,34 @@ def test_tools_that_the_template_does_not_read_are_announced_once(llm: LLM, capl
 
 PARTS = {"role": "user", "content": [{"type": "text", "text": "def add"}, "(a, b):"]}
 
+SHOWN = "{% for p in parts %}{% if p is mapping and p.type == 'text' %}<{{ p.text }}>{% endif %}{% endfor %}"
+READS_PARTS = [
+    "{% for m in messages %}{% for p in m.content %}<{{ p.text }}>{% endfor %}{% endfor %}",
+    "{% for m in messages %}{% for p in m['content'] %}<{{ p['text'] }}>{% endfor %}{% endfor %}",
+    "{% for m in messages %}{% for p in m.get('content') %}<{{ p.get('text') }}>{% endfor %}{% endfor %}",
+    "{% for p in messages[0].content %}<{{ p.text }}>{% endfor %}",
+    "{% set m = messages[0] %}{% set parts = m.content %}" + SHOWN,
+    "{% macro show(parts) %}" + SHOWN + "{% endmacro %}{{ show(messages[0].content) }}",
+    "{% for p in messages[0].content | selectattr('type', 'equalto', 'text') %}<{{ p.text }}>{% endfor %}",
+    "<{{ messages[0].content | map(attribute='text') | join('><') }}>",
+]
+
 
 def test_a_content_in_parts(llm: LLM) -> None:
-    """As in OpenAI's API; a template that reads texts gets one."""
+    """As in OpenAI's API: a template that reads texts gets one, and others the parts, of which a text is one."""
     for end in ("|", "{% for m in messages %}{% if 'x' in m.content %}x{% endif %}|{% endfor %}"):
         (output,) = llm.chat([PARTS], SHORT, chat_template="{{ messages[0].content }}" + end)
         assert output.prompt == "def add\n(a, b):|"
+    for template in READS_PARTS:
+        for message, prompt in ((PARTS, "<def add><(a, b):>"), (USER, "<def add(a, b):>")):
+            (output,) = llm.chat([message], SHORT, chat_template=template)
+            assert output.prompt == prompt, template
     begun = [USER, {"role": "assistant", "content": [{"type": "text", "text": "    return"}]}]
     (output,) = llm.chat(begun, SHORT, add_generation_prompt=False, continue_final_message=True)
     assert str(output.prompt).endswith("<assistant>    return")
     for part in ({"type": "image_url", "image_url": {"url": "x"}}, {"type": "text"}, 5):
         with pytest.raises(RequestError, match=r"content part .*; valid: a text or {'type': 'text'"):
             llm.chat([{"role": "user", "content": [part]}], SHORT)
-
-
-SHOWN = "{% for p in parts %}{% if p is mapping and p.type == 'text' %}<{{ p.text }}>{% endif %}{% endfor %}"
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% for m in messages %}{% for p in m.content %}<{{ p.text }}>{% endfor %}{% endfor %}",
-        "{% for m in messages %}{% for p in m['content'] %}<{{ p['text'] }}>{% endfor %}{% endfor %}",
-        "{% for m in messages %}{% for p in m.get('content') %}<{{ p.get('text') }}>{% endfor %}{% endfor %}",
-        "{% for p in messages[0].content %}<{{ p.text }}>{% endfor %}",
-        "{% set m = messages[0] %}{% set parts = m.content %}" + SHOWN,
-        "{% macro show(parts) %}" + SHOWN + "{% endmacro %}{{ show(messages[0].content) }}",
-        "{% for p in messages[0].content | selectattr('type', 'equalto', 'text') %}<{{ p.text }}>{% endfor %}",
-        "<{{ messages[0].content | map(attribute='text') | join('><') }}>",
-    ],
-)
-def test_parts_to_a_template_that_reads_parts(llm: LLM, template: str) -> None:
-    """They are as they were, and a text is one part."""
-    (output,) = llm.chat([PARTS], SHORT, chat_template=template)
-    assert output.prompt == "<def add><(a, b):>"
-    (output,) = llm.chat([USER], SHORT, chat_template=template)
-    assert output.prompt == "<def add(a, b):>"
 
 
 def test_parts_to_a_template_whose_roles_read_different_forms(llm: LLM) -> None:
@@ -183,19 +176,21 @@ def test_a_chat_ends_where_its_template_ends_a_turn(tmp_path: Path) -> None:
     assert llm.generate("numer", always)[0].outputs[0].token_ids == [end] * 4
 
 
-def test_one_bad_conversation_leaves_the_others_alone(llm: LLM) -> None:
-    conversations: list[Any] = [
-        [USER],
-        [{"role": "nobody", "content": ""}],
-        [{"content": "no role"}],
-        [],
-        [USER, {"role": "assistant", "content": "x"}, USER],
-    ]
-    outputs = llm.chat(conversations, SHORT)
+def test_bad_messages(llm: LLM) -> None:
+    """One bad conversation leaves the others alone, and ends its stream before the first chunk."""
+    bad: list[Any] = [[{"role": "nobody", "content": ""}], [{"content": "no role"}], []]
+    outputs = llm.chat([[USER], *bad, [USER, {"role": "assistant", "content": "x"}, USER]], SHORT)
     assert [output.error is None for output in outputs] == [True, False, False, False, True]
-    assert "who?" in (outputs[1].error or "") and "'role'" in (outputs[2].error or "")
-    assert "has no messages" in (outputs[3].error or "")
+    for output, words in zip(outputs[1:4], ("who?", "'role'", "has no messages"), strict=True):
+        assert words in (output.error or "")
     assert outputs[0].outputs[0].token_ids == llm.chat([USER], SHORT)[0].outputs[0].token_ids
+    for messages in (*bad[:2], [USER, "text"]):
+        with pytest.raises(RequestError):
+            next(llm.stream(messages, SHORT))
+        assert llm.engine.scheduler.is_idle
+    for messages in ("hello", ["hello"], 7):
+        with pytest.raises(ConfigError, match="messages"):
+            llm.chat(messages, SHORT)
 
 
 @pytest.mark.slow
@@ -252,26 +247,6 @@ def test_a_stream_is_of_one_conversation_or_prompt(llm: LLM) -> None:
         llm.chat([USER], SHORT, stream=True)
 
 
-@pytest.mark.parametrize("messages", [[{"content": "x"}], [USER, "text"], [{"role": "nobody", "content": ""}]])
-def test_bad_messages_end_a_stream_before_its_first_chunk(llm: LLM, messages: Any) -> None:
-    with pytest.raises(RequestError):
-        next(llm.stream(messages, SHORT))
-    assert llm.engine.scheduler.is_idle
-
-
-@pytest.mark.parametrize("messages", ["hello", ["hello"], 7])
-def test_what_is_no_conversation(llm: LLM, messages: Any) -> None:
-    with pytest.raises(ConfigError, match="messages"):
-        llm.chat(messages, SHORT)
-
-
-def test_a_model_that_was_not_trained_to_chat(tmp_path: Path) -> None:
-    llm = open_llm(model_folder(tmp_path / "model", None))
-    with pytest.raises(ConfigError, match="no chat template"):
-        llm.chat([USER], SHORT)
-    assert llm.chat([USER], SHORT, chat_template="{{ messages[0].content }}")[0].prompt == USER["content"]
-
-
 def test_the_models_own_parameters(tmp_path: Path) -> None:
     asked = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1, "max_new_tokens": 6}
     folder = model_folder(tmp_path / "model", generation=asked | {"eos_token_id": [0, 7]})
@@ -296,31 +271,34 @@ def test_the_models_own_parameters(tmp_path: Path) -> None:
     ],
 )
 def test_what_generation_configs_mean(generation: dict[str, Any], params: SamplingParams, tmp_path: Path) -> None:
-    folder = model_folder(tmp_path / "model", generation=generation)
-    assert open_llm(folder).get_default_sampling_params() == params
+    llm = open_llm(model_folder(tmp_path / "model", None, generation))
+    assert llm.get_default_sampling_params() == params
+    with pytest.raises(ConfigError, match="no chat template"):
+        llm.chat([USER], SHORT)
+    assert llm.chat([USER], SHORT, chat_template="{{ messages[0].content }}")[0].prompt == USER["content"]
 
 
 def test_unusable_generation_configs(tmp_path: Path) -> None:
-    folder = model_folder(tmp_path / "model", generation={"temperature": "warm"})
-    with pytest.raises(ModelError, match=r"generation_config\.json.*'warm'"):
-        open_llm(folder)
+    folder = model_folder(tmp_path / "model")
+    for text, backend, error, words in (
+        ('{"temperature": "warm"}', "native", ModelError, r"generation_config\.json.*'warm'"),
+        ('{"do_sample": "yes"}', "native", ModelError, r"config\.json.*do_sample='yes'; valid: true or false"),
+        ("[1, 2]", "native", CheckpointError, r"generation_config\.json"),
+        ("null", "transformers", CheckpointError, r"generation_config\.json"),
+        ("{", "native", CheckpointError, r"generation_config\.json"),
+    ):
+        (folder / "generation_config.json").write_text(text)
+        with pytest.raises(error, match=words):
+            open_llm(folder, backend=backend)
+        if error is CheckpointError:
+            assert any("generation_config.json" in problem.where for problem in verify_checkpoint(folder).problems)
+        else:
+            llm = open_llm(folder, generation_config="treespec")
+            assert llm.get_default_sampling_params() == SamplingParams()
     with pytest.raises(ConfigError, match=r"has no generation_config\.json"):
         open_llm(folder, generation_config=tmp_path)
     with pytest.raises(OSError, match="no such"):
         open_llm(folder, generation_config="nowhere")
-    folder = model_folder(tmp_path / "unclear", generation={"do_sample": "yes"})
-    with pytest.raises(ModelError, match=r"generation_config\.json.*do_sample='yes'; valid: true or false"):
-        open_llm(folder)
-    assert open_llm(folder, generation_config="treespec").get_default_sampling_params() == SamplingParams()
-
-
-@pytest.mark.parametrize(("text", "backend"), [("[1, 2]", "native"), ("null", "transformers"), ("{", "native")])
-def test_a_generation_config_that_is_no_object(text: str, backend: str, tmp_path: Path) -> None:
-    folder = model_folder(tmp_path / "model")
-    (folder / "generation_config.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"generation_config\.json"):
-        open_llm(folder, backend=backend)
-    assert any("generation_config.json" in problem.where for problem in verify_checkpoint(folder).problems)
 
 
 def test_the_parameters_of_a_model_in_memory(tmp_path: Path) -> None:

@@ -74,28 +74,16 @@ def test_one_sentence_says_what_to_install(
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.slow
-def test_a_draft_says_so_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    without(monkeypatch, "sentencepiece")
-    with pytest.raises(CheckpointError, match=r"sentencepiece model .*: pip install sentencepiece$"):
+def test_without_the_packages(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft says so too, a tokenizer.json needs nothing, and tiktoken's files are no sentencepiece models."""
+    without(monkeypatch, *PACKAGES)
+    with pytest.raises(CheckpointError, match=r"sentencepiece model .*: pip install sentencepiece protobuf$"):
         open_llm(speaking_folder(), [folder])
-
-
-@pytest.mark.slow
-def test_a_tokenizer_json_beside_it_needs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    without(monkeypatch, *PACKAGES)
-    folder = tmp_path / "model"
-    shutil.copytree(speaking_folder(), folder)
-    (folder / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
-    assert open_llm(folder).get_tokenizer() is not None
-
-
-def test_tiktoken_s_files_of_that_name_are_no_sentencepiece_models(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    without(monkeypatch, *PACKAGES)
-    folder = make_llama(tmp_path / "model", 0)
-    (folder / "tokenizer.model").write_text("IQ== 0\nIg== 1\n")
+    beside = shutil.copytree(speaking_folder(), tmp_path / "beside")
+    (beside / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
+    assert open_llm(beside).get_tokenizer() is not None
+    made = make_llama(tmp_path / "model", 0)
+    (made / "tokenizer.model").write_text("IQ== 0\nIg== 1\n")
     with pytest.raises(ConfigError, match=r"cannot be read") as caught:
-        LLM(folder, device="cpu")
+        LLM(made, device="cpu")
     assert "sentencepiece model" not in str(caught.value)

@@ -1,12 +1,17 @@
 """Instructions that are written from documents: kinds of tasks, phrasings and packages."""
 
+import importlib
 import json
+import shutil
 import sys
+import sysconfig
 from collections import Counter
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -42,21 +47,20 @@ PROSE = "Opening a box\n=============\n\n" + "The box is kept on a shelf. " * 12
 @pytest.fixture(scope="module")
 def written() -> Iterator[ModuleType]:
     """`treespec_training.instructions`, which is no part of the installed packages."""
-    folder = str(Path(__file__).resolve().parents[2] / "weights")
-    sys.path.insert(0, folder)
-    from treespec_training import instructions
+    with mock.patch.object(sys, "path", [str(Path(__file__).resolve().parents[2] / "weights"), *sys.path]):
+        yield importlib.import_module("treespec_training.instructions")
 
-    yield instructions
-    sys.path.remove(folder)
+
+def document(path: str, text: str) -> Any:
+    data = importlib.import_module("treespec_training.data")
+    return data.Document(path.split("/")[0], path, "code" if path.endswith("py") else "prose", "MIT", text)
 
 
 def test_every_kind_is_written_from_its_documents(written: ModuleType) -> None:
-    from treespec_training.data import Document
-
     documents = [
-        Document(package, f"{package}/box.{suffix}", kind, "MIT", text.replace("box", f"{package}box"))
+        document(f"{package}/box.{suffix}", text.replace("box", f"{package}box"))
         for package in ("one", "two")
-        for suffix, kind, text in (("py", "code", CODE), ("md", "prose", PROSE))
+        for suffix, text in (("py", CODE), ("md", PROSE))
     ]
     seen = written.instructions(documents, held_out=False, per_kind=2, seed=0)
     held = written.instructions(documents, held_out=True, per_kind=2, seed=0)
@@ -65,7 +69,7 @@ def test_every_kind_is_written_from_its_documents(written: ModuleType) -> None:
     assert Counter(each.kind for each in held) == dict.fromkeys(kinds, 2)
     assert {(each.kind, each.package) for each in held} == {(k, p) for k in kinds for p in ("one", "two")}
     texts = {each.kind: each.text for each in seen}
-    assert "open a onebox by its name" in texts["write"] or "open a twobox by its name" in texts["write"]
+    assert "box by its name" in texts["write"]
     assert '"Opening a' in texts["topic"]
     for each in seen + held:
         phrasings = written.KINDS[each.kind][1 if each in seen else 2]
@@ -78,28 +82,27 @@ def test_every_kind_is_written_from_its_documents(written: ModuleType) -> None:
 
 
 def test_raw_texts_hold_docstrings_and_a_share_of_the_code(written: ModuleType) -> None:
-    from treespec_training.data import Document
-    from treespec_training.raw_texts import CODE_SHARE, raw_texts
-
+    raw = importlib.import_module("treespec_training.raw_texts")
     docstring = " ".join(["The box is kept on a shelf."] * 6)
-    code = Document("one", "one/box.py", "code", "MIT", f'"""{docstring}"""\n\n\ndef f():\n    """Short."""\n')
-    broken = Document("one", "one/broken.py", "code", "MIT", "def (:")
-    short = Document("one", "one/box.md", "prose", "MIT", "A box.")
-    documents = [code, broken, short, code, code]
-    found = list(raw_texts(documents))
+    code = document("one/box.py", f'"""{docstring}"""\n\n\ndef f():\n    """Short."""\n')
+    broken, short = document("one/broken.py", "def (:"), document("one/box.md", "A box.")
+    found = list(raw.raw_texts([code, broken, short, code, code]))
     prose = [text for kind, text in found if kind == "prose"]
     assert prose == [docstring, "A box.", docstring, docstring]
     codes = [text for kind, text in found if kind == "code"]
     assert codes == [code.text, "def (:", code.text], "stops with the document that exceeds the share"
     share = sum(map(len, codes)) / sum(len(text) for _, text in found)
-    assert CODE_SHARE < share < CODE_SHARE + 0.2
+    assert raw.CODE_SHARE < share < raw.CODE_SHARE + 0.2
 
 
 @pytest.mark.slow
 def test_the_script_holds_out_packages_and_kinds(
     tmp_path: Path, written: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the standard library and a few packages: reading all that is installed takes a minute."""
+    """Of a few modules and packages: reading all that is installed takes a minute."""
+    for module in ("asyncio", "email", "json", "http", "unittest", "logging", "xml"):
+        shutil.copytree(Path(sysconfig.get_paths()["stdlib"]) / module, tmp_path / "stdlib" / module)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "stdlib")})
     some = {"networkx", "jinja2", "rich", "typer", "tqdm", "filelock", "safetensors", "numpy"}
     installed = [each for each in metadata.distributions() if each.metadata["Name"].lower() in some]
     monkeypatch.setattr(metadata, "distributions", lambda: installed)

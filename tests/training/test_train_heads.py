@@ -92,7 +92,9 @@ OPTIONS: dict[str, Any] = {"tokens": 600, "vocabulary": 257, "max_tokens": 16, "
 
 @pytest.mark.parametrize("num_layers, kind", [(2, "eagle3"), (3, "dflash")])
 def test_a_trained_head_drafts(num_layers: int, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("report.REPEATS", 1), ("lessons.PER_SHARD", 40), ("run.STEP_TOKENS", 512)):
+    quick = {"report.REPEATS": 1, "lessons.PER_SHARD": 40}
+    quick |= {"run.STEP_TOKENS": 512, "run.EPOCHS": 3, "run.REPORT_PROMPTS": 3}
+    for name, value in quick.items():
         monkeypatch.setattr(f"treespec.training.{name}", value)
     target, data = tiny_target(num_layers), tmp_path / "text.txt"
     data.write_text(TEXT[:9000])

@@ -39,12 +39,13 @@ from treespec_kernels.tuning.testing import assert_close
 from treespec_weights import convert_checkpoint
 from treespec_weights.quantize import dequantize, quantize
 
-VOCAB, PER_SHARD, STEP_TOKENS = 384, 40, 512
+VOCAB, PER_SHARD, STEP_TOKENS, EPOCHS = 384, 40, 512, 3
 # The command `treespec`, with shards and steps as they are here.
 COMMAND = f"""
 from treespec.__main__ import main
-from treespec.training import lessons, run
-lessons.PER_SHARD, run.STEP_TOKENS = {PER_SHARD}, {STEP_TOKENS}
+from treespec.training import lessons, report, run
+lessons.PER_SHARD, run.STEP_TOKENS, run.EPOCHS = {PER_SHARD}, {STEP_TOKENS}, {EPOCHS}
+report.REPEATS, run.REPORT_PROMPTS = 1, 3
 main()
 """
 
@@ -56,7 +57,7 @@ def quick_runs() -> Iterator[None]:
         quick_start(),
         mock.patch("treespec.training.report.REPEATS", 1),
         mock.patch("treespec.training.lessons.PER_SHARD", PER_SHARD),
-        mock.patch("treespec.training.run.STEP_TOKENS", STEP_TOKENS),
+        mock.patch.multiple("treespec.training.run", STEP_TOKENS=STEP_TOKENS, EPOCHS=EPOCHS, REPORT_PROMPTS=3),
     ):
         yield
 
@@ -82,16 +83,18 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_prompts_of_every_form(tmp_path: Path) -> None:
+    (tmp_path / "image.bin").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="none with text"):
+        read_training_prompts([tmp_path], chat=False)
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "long.md").write_text("line\n" * 1000)
-    (tmp_path / "image.bin").write_bytes(b"\xff\xfe\x00")
     entries: list[dict[str, Any]] = [
         {"prompt": "one", "kind": "x"},
         {"text": "two"},
         {"turns": ["three", "four"], "category": "y"},
         {"messages": [{"role": "user", "content": "five"}]},
     ]
-    (tmp_path / "list.jsonl").write_text("\n".join(map(json.dumps, entries)))
+    (path := tmp_path / "list.jsonl").write_text("\n".join(map(json.dumps, entries)))
     found = read_training_prompts([tmp_path], chat=True)
     assert [prompt for prompt in found if prompt.group != "a"] == [
         TrainingPrompt([{"role": "user", "content": "one"}], "x"),
@@ -101,22 +104,11 @@ def test_prompts_of_every_form(tmp_path: Path) -> None:
     ]
     passages = [prompt.content for prompt in found if prompt.group == "a"]
     assert "".join(map(str, passages)) == "line\n" * 1000 and len(passages) == 3
-    assert read_training_prompts([tmp_path / "list.jsonl"], chat=False)[0].content == "one"
-    (tmp_path / "texts.jsonl").write_text(json.dumps({"text": "line\n" * 1000, "kind": "z"}))
-    cut = read_training_prompts([tmp_path / "texts.jsonl"], chat=True)
-    assert cut == [TrainingPrompt(passage, "z") for passage in passages]
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("image.bin", "\udcff", "none with text"),
-        ("list.jsonl", '{"prompt": ""}', "list.jsonl, line 1: 'prompt' holds ''"),
-    ],
-)
-def test_data_without_text_is_refused(tmp_path: Path, name: str, content: str, message: str) -> None:
-    (tmp_path / name).write_bytes(content.encode(errors="surrogateescape"))
-    with pytest.raises(ConfigError, match=message):
+    assert read_training_prompts([path], chat=False)[0].content == "one"
+    path.write_text(json.dumps({"text": "line\n" * 1000, "kind": "z"}))
+    assert read_training_prompts([path], chat=True) == [TrainingPrompt(passage, "z") for passage in passages]
+    path.write_text('{"prompt": ""}')
+    with pytest.raises(ConfigError, match=r"list\.jsonl, line 1: 'prompt' holds ''"):
         read_training_prompts([tmp_path], chat=False)
 
 
@@ -153,26 +145,12 @@ def test_shards_depend_on_their_number_alone(llm: LLM, tmp_path: Path) -> None:
     assert (np.diff(lessons.top_logprobs.astype(float), axis=1) <= 0).all()
 
 
-def toy_lessons(rows: list[tuple[list[int], list[int]]], groups: list[str] | None = None) -> Lessons:
-    """Lessons of (prompt, output) with certain tokens."""
-    outputs = [token for _, output in rows for token in output]
-    top = np.zeros((len(outputs), TOP), dtype=np.int32)
-    top[:, 0] = outputs
-    logprobs = np.full(top.shape, -20, dtype=np.float16)
-    logprobs[:, 0] = 0
-    return Lessons(
-        np.array([token for prompt, output in rows for token in prompt + output], dtype=np.int32),
-        np.concatenate([[0], np.cumsum([len(prompt) + len(output) for prompt, output in rows])]),
-        np.array([len(prompt) for prompt, _ in rows]),
-        top,
-        logprobs,
-        np.array(groups or ["x"] * len(rows)),
-    )
-
-
 @pytest.mark.slow
 def test_vocabulary_holds_what_the_target_writes() -> None:
-    lessons = toy_lessons([([7], [100, 100, 101]), ([8], [102, 100])])
+    top, logprobs = np.zeros((5, TOP), dtype=np.int32), np.full((5, TOP), -20, dtype=np.float16)
+    top[:, 0], logprobs[:, 0] = [100, 100, 101, 102, 100], 0  # certain tokens, behind prompts of one
+    tokens = np.array([7, 100, 100, 101, 8, 102, 100], dtype=np.int32)
+    lessons = Lessons(tokens, np.array([0, 4, 7]), np.array([1, 1]), top, logprobs, np.array(["x", "x"]))
     assert choose_vocabulary(lessons, 1000, (3,), most=1000).tolist() == [*range(1000), -1]
     chosen = choose_vocabulary(lessons, 1000, (3,), most=900)
     assert (np.diff(chosen[:-1]) > 0).all() and chosen[-1] == -1
@@ -198,12 +176,8 @@ def test_clusters() -> None:
     assert np.flatnonzero(owners == 1).tolist() == list(range(10))
     odds = odds_of(owners, 1)
     assert odds.sum() == pytest.approx(1) and odds[0] > odds[-1] > 0
-
-
-@pytest.mark.slow
-def test_drafts_are_ordered_by_what_they_add() -> None:
     a, b, c = (np.array(row, dtype=bool) for row in ([1, 1, 1, 0, 0], [1, 1, 0, 0, 0], [0, 0, 0, 1, 0]))
-    assert by_benefit([b, c, a]) == [2, 1, 0]
+    assert by_benefit([b, c, a]) == [2, 1, 0], "ordered by what each adds"
     assert held_out(100, 0).sum() == 4 and held_out(4, 0).sum() == 2 and np.array_equal(held_out(9, 3), held_out(9, 3))
 
 
@@ -289,7 +263,7 @@ def test_trained_drafts_load_here_and_in_transformers(trained: Path, target: Pat
 
 
 @pytest.mark.slow
-def test_lessons_of_another_run(trained: Path, target: Path, tmp_path: Path) -> None:
+def test_lessons_of_another_run(trained: Path, target: Path, data: Path, tmp_path: Path) -> None:
     train_drafts(target, [], tmp_path / "same", lessons=trained, **OPTIONS)
     assert weights_of(tmp_path / "same") == weights_of(trained)
     with pytest.raises(ConfigError, match="same has no lessons; give the output folder of an earlier run"):
@@ -297,6 +271,9 @@ def test_lessons_of_another_run(trained: Path, target: Path, tmp_path: Path) -> 
     smaller = make_llama(tmp_path / "smaller", 0, vocab_size=64)
     with pytest.raises(ConfigError, match=r"has lessons of another target: token \d+, and this one has 64"):
         train_drafts(smaller, [], tmp_path / "other", lessons=trained, **OPTIONS)
+    with pytest.raises(ConfigError, match="holds a run with other settings"):
+        train_drafts(target, [data], trained, tokens=99, resume=True)
+    assert load_file(trained / "ssm-1" / "model.safetensors")
 
 
 @pytest.mark.slow
@@ -360,13 +337,6 @@ def test_a_folder_with_something_else_is_refused(target: Path, data: Path, tmp_p
 
 
 @pytest.mark.slow
-def test_another_run_is_refused(target: Path, data: Path, trained: Path) -> None:
-    with pytest.raises(ConfigError, match="holds a run with other settings"):
-        train_drafts(target, [data], trained, tokens=99, resume=True)
-    assert load_file(trained / "ssm-1" / "model.safetensors")
-
-
-@pytest.mark.slow
 def test_a_quantised_target_is_dequantised(tmp_path: Path) -> None:
     plain = make_llama(tmp_path / "plain", 0, torch.bfloat16)
     convert_checkpoint(plain, tmp_path / "int8", quantization="int8")
@@ -382,16 +352,29 @@ def test_a_quantised_target_is_dequantised(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_students_start_from_the_targets_rows(tied: bool, tmp_path: Path) -> None:
-    target = AutoModelForCausalLM.from_pretrained(make_llama(tmp_path, 0, tie_word_embeddings=tied))
-    target_ids = np.array([3, 7, 8, -1])
-    student = make_student(target, StudentShape(2, 4), target_ids, [7])
-    assert student.config.tie_word_embeddings is tied and student.config.eos_token_id == [1]
+    """Narrow ones keep the similarity of tokens."""
+    sizes = {"hidden_size": 192, "intermediate_size": 384, "num_attention_heads": 12, "num_key_value_heads": 6}
+    folder = make_llama(tmp_path / "target", 0, tie_word_embeddings=tied, **sizes)
+    target, target_ids = AutoModelForCausalLM.from_pretrained(folder), np.array([*range(2, 42), -1])
+    student, narrow = (make_student(target, StudentShape(2, 41, width), target_ids, [7]) for width in (None, 128))
+    assert student.config.tie_word_embeddings is tied and student.config.eos_token_id == [5]
+    config = narrow.config
+    assert (config.hidden_size, config.intermediate_size, config.head_dim) == (128, 256, 16)
+    assert (config.num_attention_heads, config.num_key_value_heads) == (8, 4)
     for of in ("get_input_embeddings", "get_output_embeddings"):
-        own, source = getattr(student, of)().weight, getattr(target, of)().weight
-        assert torch.equal(own, torch.cat((source[target_ids[:-1]], source.mean(0, keepdim=True))))
+        own, fewer, source = (getattr(model, of)().weight for model in (student, narrow, target))
+        rows = torch.cat((source[target_ids[:-1]], source.mean(0, keepdim=True)))
+        assert torch.equal(own, rows)
+        torch.testing.assert_close(fewer @ fewer.T, rows @ rows.T)  # 41 rows have at most 41 principal components
     (vectors_and_ends,) = (each for each in optimizers_for(student) if isinstance(each, torch.optim.AdamW))
     trained = {id(p) for group in vectors_and_ends.param_groups for p in group["params"] if p.ndim == 2}
     assert trained == {id(student.get_input_embeddings().weight), id(student.get_output_embeddings().weight)}
+    write_student(narrow, tmp_path / "draft", target_ids, 64)
+    llm = LLM(make_llama(tmp_path / "small", 0, vocab_size=64), drafts=[tmp_path / "draft"], compile=False)
+    plain, tree = (llm.generate({"prompt_token_ids": [5, 6, 7]}, spec=spec)[0] for spec in ("off", SpecConfig(nodes=8)))
+    assert plain.outputs[0].token_ids == tree.outputs[0].token_ids
+    with pytest.raises(ModelError, match="hidden=192: the target has 192; give less, or leave hidden out"):
+        make_student(target, StudentShape(2, 41, 192), target_ids, [7])
 
 
 @pytest.mark.slow
@@ -415,30 +398,6 @@ def test_muon_in_float32_makes_torchs_steps() -> None:
         assert torch.equal(ours["momentum_buffer"], theirs["momentum_buffer"]), "checkpoints fit both"
     singular = torch.linalg.svdvals(orthogonalize(gradients[0][0], (3.4445, -4.775, 2.0315), 5, 1e-7))
     assert singular.min() > 0.5 and singular.max() < 1.3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tied", [False, True])
-def test_narrow_students_keep_the_similarity_of_tokens(tied: bool, tmp_path: Path) -> None:
-    sizes = {"hidden_size": 192, "intermediate_size": 384, "num_attention_heads": 12, "num_key_value_heads": 6}
-    folder = make_llama(tmp_path / "target", 0, tie_word_embeddings=tied, **sizes)
-    target = AutoModelForCausalLM.from_pretrained(folder)
-    target_ids = np.array([*range(40), -1])
-    student = make_student(target, StudentShape(2, 41, 128), target_ids, [7])
-    config = student.config
-    assert (config.hidden_size, config.intermediate_size, config.head_dim) == (128, 256, 16)
-    assert (config.num_attention_heads, config.num_key_value_heads) == (8, 4)
-    for of in ("get_input_embeddings", "get_output_embeddings"):
-        own, source = getattr(student, of)().weight, getattr(target, of)().weight
-        rows = torch.cat((source[target_ids[:-1]], source.mean(0, keepdim=True)))
-        torch.testing.assert_close(own @ own.T, rows @ rows.T)  # 41 rows have at most 41 principal components
-    write_student(student, tmp_path / "draft", target_ids, 64)
-    llm = LLM(make_llama(tmp_path / "small", 0, vocab_size=64), drafts=[tmp_path / "draft"], compile=False)
-    tokens = {"prompt_token_ids": [5, 6, 7]}
-    plain, tree = (llm.generate(tokens, spec=spec)[0] for spec in ("off", SpecConfig(nodes=8)))
-    assert plain.outputs[0].token_ids == tree.outputs[0].token_ids
-    with pytest.raises(ModelError, match="hidden=192: the target has 192; give less, or leave hidden out"):
-        make_student(target, StudentShape(2, 41, 192), target_ids, [7])
 
 
 @pytest.mark.slow

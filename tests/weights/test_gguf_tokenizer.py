@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import functools
 import json
 import shutil
 import tarfile
@@ -53,6 +54,7 @@ SPLITS = {"llama-bpe": LLAMA3, "qwen2": QWEN2, "tekken": TEKKEN, "gpt-4o": GPT4O
 IGNORE_MERGES = ("llama-bpe", "tekken")
 
 
+@functools.cache
 def byte_level(pre: str) -> Tokenizer:
     """A tokenizer that splits as a published one, trained on a few files; control tokens first."""
     split = SPLITS.get(pre)
@@ -67,10 +69,8 @@ def byte_level(pre: str) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     controls = [AddedToken(name, special=True, normalized=False) for name in ("<|start|>", "<|end|>")]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=2000, special_tokens=controls, initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(LINES, trainer)
+    trained = {"vocab_size": 2000, "special_tokens": controls, "initial_alphabet": alphabet}
+    tokenizer.train_from_iterator(LINES, trainers.BpeTrainer(**trained, show_progress=False))
     tokenizer.add_tokens([AddedToken("<think>", special=False, normalized=False)])
     if pre in IGNORE_MERGES:
         tokenizer.post_processor = processors.TemplateProcessing(
@@ -125,18 +125,8 @@ def test_byte_level(pre: str, tmp_path: Path) -> None:
     assert (one.tokens, one.controls, one.start) == (other.tokens, other.controls, other.start)
     for line in LINES[-20:]:
         assert made.decode(made.encode(line).ids) == original.decode(original.encode(line).ids)
-
-
-@pytest.mark.slow
-def test_single_digits(tmp_path: Path) -> None:
-    """GPT-2's rule, which transformers takes for every name it does not know, keeps a space with the digit after it."""
-    metadata = metadata_of(json.loads(byte_level("smollm").to_str()))
-    ours, gpt2 = (
-        tokenizer_of(write(tmp_path / f"{pre}.gguf", metadata | {"tokenizer.ggml.pre": pre}))
-        for pre in ("smollm", "gpt-2")
-    )
-    assert ours.encode("12345").tokens == list("12345")
-    assert ours.encode("    5").tokens == ["ĠĠĠĠ", "5"] != gpt2.encode("    5").tokens
+    if pre == "smollm":  # GPT-2's rule, which transformers takes for unknown names, keeps a space with the digit
+        assert made.encode("    5").tokens == ["ĠĠĠĠ", "5"] and made.encode("12345").tokens == list("12345")
 
 
 @pytest.mark.slow

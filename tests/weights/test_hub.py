@@ -7,6 +7,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.utils import filter_repo_objects
 
 from tests.helpers import commands
 from tests.helpers.models import make_llama
@@ -54,16 +55,12 @@ def run(*arguments: object, code: int = 0) -> Any:
     return commands.run("weights", "fetch", *arguments, "--json", code=code).document
 
 
-@pytest.mark.parametrize("name", ["gpt2", "owner/model", "Owner-1/Model.v0_2"])
-def test_names(name: str) -> None:
-    assert is_hub_id(name)
-
-
-@pytest.mark.parametrize("name", ["", "a/b/c", "../x", "/x", "a/../b", "a b/c", "a/b\n", "x" * 97, "-a/b", "a--b/c"])
-def test_what_is_no_name(name: str) -> None:
-    assert not is_hub_id(name)
-    with pytest.raises(OptionError, match="owner/model"):
-        fetch(name)
+def test_names() -> None:
+    assert all(map(is_hub_id, ("gpt2", "owner/model", "Owner-1/Model.v0_2")))
+    for name in ("", "a/b/c", "../x", "/x", "a/../b", "a b/c", "a/b\n", "x" * 97, "-a/b", "a--b/c"):
+        assert not is_hub_id(name)
+        with pytest.raises(OptionError, match="owner/model"):
+            fetch(name)
 
 
 def test_fetch(tmp_path: Path, hub: Any) -> None:
@@ -73,23 +70,23 @@ def test_fetch(tmp_path: Path, hub: Any) -> None:
     assert run("owner/model", f"--to={tmp_path / 'to'}")["folder"] == str(folder)
     assert calls[0]["revision"] == "v1" and "local_dir" not in calls[0]
     assert calls[1]["revision"] is None and calls[1]["local_dir"] == str(tmp_path / "to")
-    text = commands.run("weights", "fetch", "owner/model")
-    assert text.stdout == f"{folder}\n"
+    assert commands.run("weights", "fetch", "owner/model").stdout == f"{folder}\n"
     assert resolve_model("owner/model") == folder and calls[-1]["repo_id"] == "owner/model"
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="not a valid safetensors file"):
+        fetch("owner/model")
+    path.unlink()
+    with pytest.raises(HubError, match=r"no complete safetensors \(pickles and GGUF files are not fetched\)"):
+        fetch("owner/model")
 
 
 def test_no_pickle_and_no_code_is_asked_for() -> None:
-    from huggingface_hub.utils import filter_repo_objects
-
-    wanted = (
-        "config.json generation_config.json model.safetensors model-00001-of-00002.safetensors "
-        "model.safetensors.index.json tokenizer.json tokenizer.model merges.txt chat_template.jinja LICENSE"
-    ).split()
-    others = (
-        "pytorch_model.bin model.pt model.pth model.ckpt x.pkl modeling.py model.gguf a.msgpack "
-        "original/consolidated.00.pth original/params.json consolidated.safetensors onnx/model.onnx "
-        "sub/model.safetensors .gitattributes"
-    ).split()
+    wanted = "config.json model.safetensors model-00001-of-00002.safetensors tokenizer.json merges.txt LICENSE".split()
+    wanted += "generation_config.json model.safetensors.index.json tokenizer.model chat_template.jinja".split()
+    others = "pytorch_model.bin model.pt model.pth model.ckpt x.pkl modeling.py model.gguf a.msgpack".split()
+    others += "original/consolidated.00.pth original/params.json consolidated.safetensors onnx/model.onnx".split()
+    others += ["sub/model.safetensors", ".gitattributes"]
     kept = filter_repo_objects(wanted + others, allow_patterns=list(ALLOWED), ignore_patterns=list(IGNORED))
     assert list(kept) == wanted
 
@@ -111,18 +108,6 @@ def test_what_the_hub_does_not_give(tmp_path: Path, hub: Any) -> None:
             assert part in reported["message"]
         with pytest.raises(ModelError, match=r"'owner/model' is no folder here, and .*local folder"):
             resolve_model("owner/model")
-
-
-def test_a_repository_without_safetensors(tmp_path: Path, hub: Any) -> None:
-    folder = make_llama(tmp_path / "model", 0)
-    hub(lambda *_, **__: str(folder))
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match="not a valid safetensors file"):
-        fetch("owner/model")
-    path.unlink()
-    with pytest.raises(HubError, match=r"no complete safetensors \(pickles and GGUF files are not fetched\)"):
-        fetch("owner/model")
 
 
 def test_folders_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: Any) -> None:

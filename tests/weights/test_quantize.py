@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.helpers.conversions import loaded
 from tests.helpers.models import edit_config, make_llama, new_folder
-from treespec.models.model_config import ModelConfig
-from treespec_weights import CheckpointError, UnsupportedModelError, load_weights
+from treespec_weights import CheckpointError, UnsupportedModelError
 from treespec_weights.quant_config import scheme_of
 from treespec_weights.quantize import (
     Quantized,
@@ -25,7 +25,6 @@ from treespec_weights.quantize import (
 )
 
 SIZES = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 64}
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 Write = Callable[[str, Tensor], tuple[dict[str, Tensor], Tensor]]  # tensors that are stored, and the weight they mean
@@ -35,21 +34,19 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("bits", "group", "steps"), [(8, None, 127), (8, 32, 127), (4, 64, 8), (4, 32, 8)])
 def test_the_rule(dtype: torch.dtype, bits: int, group: int | None, steps: int) -> None:
     weight = numbers(7, 128).to(dtype)
     weight[2] = 0.0
     values, scale, zero = quantize(weight, bits, group)
-    assert zero is None and scale.dtype == dtype and scale.shape == (7, 128 // (group or 128))
-    q = unpacked(values) if bits == 4 else values
-    for row in range(7):
-        for g, part in enumerate(weight[row].float().split(group or 128)):
-            expected = (part.abs().max() / steps).to(dtype).float()
-            expected = torch.tensor(1.0) if expected == 0 else expected
-            assert scale[row, g].float() == expected
-            whole = torch.round(part / expected).clamp(-127 if bits == 8 else -8, 127 if bits == 8 else 7)
-            assert torch.equal(q[row].split(group or 128)[g].float(), whole)
+    groups = weight.float().unflatten(1, (-1, group or 128))
+    expected = (groups.abs().amax(2) / steps).to(dtype)
+    expected[expected == 0] = 1
+    assert zero is None and torch.equal(scale, expected)
+    least, most = (-127, 127) if bits == 8 else (-8, 7)
+    whole = torch.round(groups / expected.float()[..., None]).clamp(least, most).flatten(1)
+    assert torch.equal((unpacked(values) if bits == 4 else values).float(), whole)
     error = (dequantize(Quantized(values, scale)) - weight.float()).abs()
     assert (error <= scale.float().repeat_interleave(group or 128, 1) * (0.51 if bits == 8 else 1.1)).all()
 
@@ -60,18 +57,17 @@ def test_packing() -> None:
     assert packed(values)[0, 0].item() == 0x10  # -8 and -7: 0 and 1, the first in the low bits
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_no_number_is_refused(bad: float, tmp_path: Path) -> None:
-    weight = numbers(4, 32)
-    weight[3, 5] = bad
-    with pytest.raises(ValueError, match="NaN or infinite"):
-        quantize(weight, 8)
+def test_what_is_no_number_is_refused(tmp_path: Path) -> None:
     folder = make_llama(tmp_path / "m", 0, **SIZES)
     tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = bad
-    save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"up_proj.weight': the weight has NaN or infinite"):
-        load_weights(folder, ModelConfig.from_hf(folder).shape, quantization="int8")
+    weight = tensors["model.layers.0.mlp.up_proj.weight"]
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        weight[3, 5] = bad
+        with pytest.raises(ValueError, match="NaN or infinite"):
+            quantize(weight, 8)
+        save_file(tensors, folder / "model.safetensors")
+        with pytest.raises(CheckpointError, match=r"up_proj.weight': the weight has NaN or infinite"):
+            loaded(folder, quantization="int8")
 
 
 def test_groups() -> None:
@@ -84,38 +80,28 @@ def test_groups() -> None:
         quantize(numbers(4, 100), 5)
 
 
-def rewrite(folder: Path, scheme: dict[str, Any], write: Write) -> dict[str, Tensor]:
-    """Store every layer's matrices as `write` says; returns what each then is."""
-    tensors, meant, stored = load_file(folder / "model.safetensors"), {}, {}
-    for name, tensor in tensors.items():
+def check_layout(scheme: dict[str, Any], write: Write) -> None:
+    """Stores the layers' matrices as `write` says and loads them: each is the weight that was meant, the rest as is."""
+    folder = make_llama(new_folder("layout") / "m", 0, torch.bfloat16, **SIZES)
+    plain, meant, stored = load_file(folder / "model.safetensors"), {}, {}
+    for name, tensor in plain.items():
         if ".layers." in name and tensor.dim() == 2:
             parts, meant[name] = write(name, tensor)
             stored |= parts
         else:
             stored[name] = tensor
     save_file({name: tensor.contiguous() for name, tensor in stored.items()}, folder / "model.safetensors")
-    edit_config(folder, quantization_config=scheme)
-    return meant
-
-
-def check_layout(scheme: dict[str, Any], write: Write) -> dict[str, Tensor]:
-    """Loads a rewritten checkpoint; every weight is the one that was meant, and the rest as it was."""
-    folder = make_llama(new_folder("layout") / "m", 0, torch.bfloat16, **SIZES)
-    plain = load_weights(folder, ModelConfig.from_hf(folder).shape)
-    plain = {name: tensor.clone() for name, tensor in plain.items()}
-    meant = rewrite(folder, scheme, write)
-    config = ModelConfig.from_hf(folder)
-    loaded = load_weights(folder, config.shape, config.rules)
+    found = loaded(edit_config(folder, quantization_config=scheme))
     for name, weight in meant.items():
         param = f"layers.0.{name.split('.')[-2].removesuffix('_proj')}"
-        if f"{param}_scale" in loaded:
-            parts = Quantized(loaded[param], loaded[f"{param}_scale"], loaded.get(f"{param}_zero"))
+        if f"{param}_scale" in found:
+            parts = Quantized(found[param], found[f"{param}_scale"], found.get(f"{param}_zero"))
             torch.testing.assert_close(dequantize(parts), weight.float(), rtol=1e-6, atol=1e-6)
         else:
-            assert torch.equal(loaded[param], weight)
-    for name in ("embed", "lm_head", "layers.0.attn_norm", "final_norm"):
-        assert torch.equal(loaded[name], plain[name])
-    return loaded
+            assert torch.equal(found[param], weight)
+    rest = {"embed": "model.embed_tokens", "layers.0.attn_norm": "model.layers.0.input_layernorm"}
+    for param, name in (rest | {"lm_head": "lm_head", "final_norm": "model.norm"}).items():
+        assert torch.equal(found[param], plain[f"{name}.weight"])
 
 
 def compressed_scheme(**weights: Any) -> dict[str, Any]:
@@ -128,20 +114,6 @@ def compressed_scheme(**weights: Any) -> dict[str, Any]:
         "config_groups": {"g": group},
         "ignore": ["lm_head"],
     }
-
-
-@pytest.mark.parametrize(("bits", "group"), [(8, None), (4, 64), (4, 32)])
-def test_what_is_written_is_what_quantising_while_loading_gives(bits: int, group: int | None) -> None:
-    def write(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        quantized = quantize(weight, bits, group)
-        return compressed_tensors(name, quantized), dequantize(quantized)
-
-    loaded = check_layout(compressed_tensors_config(bits, group, ["lm_head"]), write)
-    folder = make_llama(new_folder("plain") / "m", 0, torch.bfloat16, **SIZES)
-    other = load_weights(folder, ModelConfig.from_hf(folder).shape, quantization=f"int{bits}")
-    if group in (None, 64):  # the group that loading takes for these sizes
-        assert loaded.keys() == other.keys()
-        assert all(torch.equal(loaded[name], other[name]) for name in loaded)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -226,18 +198,13 @@ def test_fp8(how: str) -> None:
     rows, columns = 48, 32
 
     def write(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        q = (weight.float() * 3).to(torch.float8_e4m3fn)
-        out, inputs = weight.shape
+        q, (out, inputs) = (weight.float() * 3).to(torch.float8_e4m3fn), weight.shape
         if "block" in how:
             scale = torch.rand(-(-out // rows), -(-inputs // columns)) + 0.1
-            whole = torch.stack(
-                [torch.stack([scale[i // rows, j // columns] for j in range(inputs)]) for i in range(out)]
-            )
+            whole = scale.repeat_interleave(rows, 0)[:out].repeat_interleave(columns, 1)[:, :inputs]
         else:
-            scale = torch.rand((out, 1) if how == "channel" else (1,)) + 0.1
-            whole = scale.expand(out, inputs) if how == "channel" else scale.expand(out, 1)
-        suffix = "_scale_inv" if how == "fp8 block" else "_scale"
-        return {name: q, name + suffix: scale}, (q.float() * whole)
+            scale = whole = torch.rand((out, 1) if how == "channel" else (1,)) + 0.1
+        return {name: q, name + ("_scale_inv" if how == "fp8 block" else "_scale"): scale}, q.float() * whole
 
     if how.startswith("fp8"):
         said: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
@@ -278,28 +245,24 @@ def test_what_is_not_covered_is_refused_by_its_key(said: dict[str, Any], message
 
 
 @pytest.mark.parametrize(
-    ("zero", "sizes", "message"),
+    ("packing", "dtype", "sizes", "message"),
     [
-        (None, None, "'.*_zero_point': missing"),
-        (
-            lambda out, groups: torch.zeros(out // 8, groups, dtype=torch.int8),
-            None,
-            r"its zero points are torch.int8 \[",
-        ),
-        (lambda out, groups: torch.zeros(out, groups, dtype=torch.int32), None, r"its zero points are torch.int32 \["),
-        (
-            lambda out, groups: torch.zeros(out, groups, dtype=torch.int8),
-            [1, 2],
-            r"weight_shape says \[1, 2\], expected",
-        ),
+        (None, None, None, "'.*_zero_point': missing"),
+        (8, torch.int8, None, r"its zero points are torch.int8 \["),
+        (1, torch.int32, None, r"its zero points are torch.int32 \["),
+        (1, torch.int8, [1, 2], r"weight_shape says \[1, 2\], expected"),
     ],
 )
-def test_zero_points_and_sizes_that_contradict_the_weight(zero: Any, sizes: Any, message: str) -> None:
+def test_zero_points_and_sizes_that_contradict_the_weight(
+    packing: int | None, dtype: torch.dtype, sizes: list[int] | None, message: str
+) -> None:
     """Each would be read as other numbers than were meant."""
 
     def write(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         parts = compressed_tensors(name, quantize(weight, 4, 32))
-        parts |= {f"{name}_zero_point": zero(len(weight), weight.shape[1] // 32)} if zero else {}
+        if packing:
+            zeros = torch.zeros(len(weight) // packing, weight.shape[1] // 32, dtype=dtype)
+            parts[f"{name}_zero_point"] = zeros
         return parts | ({f"{name}_shape": torch.tensor(sizes)} if sizes else {}), weight
 
     with pytest.raises(CheckpointError, match=message):

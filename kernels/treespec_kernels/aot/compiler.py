@@ -46,24 +46,26 @@ def compile_launch(target: str, launch: Launch) -> CompiledKernel:
         usage = re.findall(r"\.(vgpr_count|vgpr_spill_count):\s+(\d+)", code["amdgcn"])
         counts = {name: int(value) for name, value in usage}
         return CompiledKernel(counts["vgpr_count"], counts["vgpr_spill_count"], shared)
-    if launch.constants.get("PDL"):
-        check_launch_order(cuobjdump(code["cubin"], "--dump-sass"))
-    usage = re.findall(r"\b(REG|STACK|LOCAL):(\d+)", cuobjdump(code["cubin"], "--dump-resource-usage"))
+    is_programmatic = bool(launch.constants.get("PDL"))
+    printed = cuobjdump(code["cubin"], "--dump-resource-usage", *(["--dump-sass"] if is_programmatic else []))
+    if is_programmatic:
+        check_launch_order(printed)
+    usage = re.findall(r"\b(REG|STACK|LOCAL):(\d+)", printed)
     counts = {name: int(value) for name, value in usage}
     spills, prefetches = max(counts["STACK"], counts["LOCAL"]), code["ptx"].count("cp.async.bulk.prefetch.L2")
     products, fences = proxy_fences(code["ptx"]) if target == "sm_90" else (0, 0)
     return CompiledKernel(counts["REG"], spills, shared, products, fences, prefetches)
 
 
-def cuobjdump(cubin: bytes, option: str) -> str:
-    """Return the output of NVIDIA's `cuobjdump` for a binary, with this option."""
+def cuobjdump(cubin: bytes, *options: str) -> str:
+    """Return the output of NVIDIA's `cuobjdump` for a binary; a call takes about half a second."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
+        return subprocess.run([tool, *options, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def compile_report(

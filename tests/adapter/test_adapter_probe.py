@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.helpers.architectures import VOCAB, continuations, logits_after, make_model, open_adapter_llm
 from tests.helpers.faults import FAULTS, WINDOW_FAULTS, open_with
@@ -144,7 +145,7 @@ def test_a_model_that_does_not_compute_in_float32(caplog: pytest.LogCaptureFixtu
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "gpt2", "gpt_oss", "deepseek_v3"])
-def test_widened_models_have_the_bits_of_wide_ones(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_widened_models_have_the_bits_of_wide_ones(kind: str) -> None:
     """A bfloat16 model in the mode computes what its float32 copy computes, and stays what it is."""
     model = make_model(kind, torch.bfloat16)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -155,9 +156,22 @@ def test_widened_models_have_the_bits_of_wide_ones(kind: str, monkeypatch: pytes
     with torch.inference_mode():
         with UpcastMode(torch.float32):
             found = model(tokens, use_cache=False).logits
-        wanted = wide(tokens, use_cache=False).logits
-        assert torch.equal(found, wanted)
-        monkeypatch.setattr("treespec.adapter.upcast.CHUNK", 100)  # large weights are widened in parts
-        with UpcastMode(torch.float32):
-            torch.testing.assert_close(model(tokens, use_cache=False).logits, wanted)
+        assert torch.equal(found, wide(tokens, use_cache=False).logits)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_large_weights_are_widened_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("treespec.adapter.upcast.CHUNK", 100)
+    layer, x = nn.Linear(32, 50, dtype=torch.bfloat16), torch.randn(2, 7, 32, dtype=torch.bfloat16)
+    with torch.inference_mode(), UpcastMode(torch.float64):
+        found = layer(x)
+    wanted = nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double())
+    torch.testing.assert_close(found, wanted)
+
+
+def test_writes_to_narrow_tensors_are_refused() -> None:
+    kept = torch.zeros(4, dtype=torch.bfloat16)
+    with UpcastMode(torch.float32), pytest.raises(NotImplementedError, match="in place"):
+        kept.add_(torch.ones(4))
+    with UpcastMode(torch.float32), pytest.raises(NotImplementedError, match="reinterprets"):
+        kept.view(torch.int16)

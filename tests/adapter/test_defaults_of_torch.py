@@ -1,7 +1,6 @@
 """Nothing here depends on torch's default dtype and device: they are the caller's, and may be anything."""
 
 import ast
-import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,32 +17,21 @@ from treespec import LLM, SpecConfig
 
 pytestmark = pytest.mark.slow
 
-_FLOAT_BY_DEFAULT = {"empty", "zeros", "ones", "full", "tensor", "rand", "randn", "linspace", "eye", "empty_strided"}
-_FACTORIES = _FLOAT_BY_DEFAULT | {"arange", "as_tensor", "asarray", "randint", "randperm", "scalar_tensor"}
-
-
-def factory_calls_on_defaults(source: str) -> list[str]:
-    """What calls a factory of torch without a dtype, where the default would be a float, or without a device."""
-    found = []
-    for call in ast.walk(ast.parse(source)):
-        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
-            continue
-        of = call.func.value
-        if call.func.attr not in _FACTORIES or not (isinstance(of, ast.Name) and of.id == "torch"):
-            continue
-        given = {keyword.arg for keyword in call.keywords}
-        if None in given:  # **options say it
-            continue
-        wanted = {"device"} | ({"dtype"} if call.func.attr in _FLOAT_BY_DEFAULT else set())
-        found += [f"{call.lineno}: torch.{call.func.attr} without {name}" for name in sorted(wanted - given)]
-    return found
+FLOAT_BY_DEFAULT = {"empty", "zeros", "ones", "full", "tensor", "rand", "randn", "linspace", "eye", "empty_strided"}
+FACTORIES = FLOAT_BY_DEFAULT | {"arange", "as_tensor", "asarray", "randint", "randperm", "scalar_tensor"}
 
 
 def test_factories_are_told_dtype_and_device() -> None:
+    """Factories of torch have a device, and where the default would be a float a dtype, or **options that say them."""
     wrong = []
     for package in (treespec, treespec_kernels, treespec_weights):
-        for path in sorted(Path(package.__file__).parent.rglob("*.py")):
-            wrong += [f"{path}:{each}" for each in factory_calls_on_defaults(path.read_text())]
+        for path in Path(package.__file__).parent.rglob("*.py"):
+            for call in ast.walk(ast.parse(path.read_text())):
+                if isinstance(call, ast.Call) and (name := ast.unparse(call.func)).removeprefix("torch.") in FACTORIES:
+                    given = {keyword.arg for keyword in call.keywords}
+                    wanted = {"device", "dtype"} if name.removeprefix("torch.") in FLOAT_BY_DEFAULT else {"device"}
+                    if name.startswith("torch.") and None not in given and wanted - given:
+                        wrong.append(f"{path}:{call.lineno}: {name} without {wanted - given}")
     assert not wrong, "\n".join(wrong)
 
 
@@ -65,11 +53,6 @@ def open_tiny(compiled: bool) -> LLM:
     return open_llm(target, drafts[:1], compile=compiled)
 
 
-@functools.cache
-def expected(compiled: bool) -> list[list[int]]:
-    return all_tokens(open_tiny(compiled))
-
-
 def all_tokens(llm: LLM) -> list[list[int]]:
     """Greedily and sampled, as trees and plainly, and logprobs beside them."""
     prompts, found = random_prompts([5, 70]), []
@@ -84,7 +67,7 @@ def all_tokens(llm: LLM) -> list[list[int]]:
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64, "meta"], ids=str)
 @pytest.mark.usefixtures("defaults")
 def test_engines_compute_the_same_under_other_defaults(default: torch.dtype | str, compiled: bool) -> None:
-    want, before = expected(compiled), open_tiny(compiled)
+    want = all_tokens(before := open_tiny(compiled))
     (torch.set_default_device if default == "meta" else torch.set_default_dtype)(default)
     assert all_tokens(before) == want
     assert all_tokens(open_tiny(compiled)) == want

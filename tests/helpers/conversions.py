@@ -1,5 +1,7 @@
 """Checkpoints to convert, and what a conversion must keep of them: shared by the tests of converting."""
 
+import cProfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.helpers.models import make_llama
 from treespec_weights import FAMILIES, LLAMA, ModelShape, TensorRule, family_of, load_weights, read_config
 
 Q = "model.layers.1.self_attn.q_proj.weight"
@@ -54,20 +56,12 @@ def add_families(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
     """A random Llama checkpoint, with files beside the weights; sharded."""
-    config = {"num_hidden_layers": 2, "hidden_size": 24, "intermediate_size": 33, "num_attention_heads": 4}
-    config |= {"num_key_value_heads": 2, "head_dim": 10, "vocab_size": 63}
-    config |= {"rms_norm_eps": 1e-3, "tie_word_embeddings": False}
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**(config | options)))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.5, 0.3)
-    model.to(dtype).save_pretrained(folder, max_shard_size="9KB")
-    (folder / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
-    (folder / "chat_template.jinja").write_text("{{ messages }}")
-    (folder / "LICENSE").write_text("free")
-    (folder / "pytorch_model.bin").write_bytes(b"pickle")
-    (folder / "modeling.py").write_text("raise SystemExit")
+    sizes = {"hidden_size": 24, "intermediate_size": 33, "head_dim": 10, "vocab_size": 63, "rms_norm_eps": 1e-3}
+    make_llama(folder, 0, dtype, max_shard_size="9KB", **(sizes | options))
+    beside = {"tokenizer.json": '{"model": {"vocab": {"a": 0}}}', "chat_template.jinja": "{{ messages }}"}
+    beside |= {"LICENSE": "free", "pytorch_model.bin": "pickle", "modeling.py": "raise SystemExit"}
+    for name, text in beside.items():
+        (folder / name).write_text(text)
     return folder
 
 
@@ -86,9 +80,19 @@ def loaded(path: Path, dtype: torch.dtype | None = None, **options: Any) -> dict
     return load_weights(path, ModelShape.from_hf(config, family, path), family, dtype, **options)
 
 
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
 def assert_same(folder: Path, other: Path, dtype: torch.dtype | None = None) -> None:
     """Asserts that two folders hold the same decoder parameters, bit for bit."""
-    expected, found = loaded(folder, dtype), loaded(other, dtype)
-    assert expected.keys() == found.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(tensor, found[name]), name
+    assert_equal(loaded(other, dtype), loaded(folder, dtype))
+
+
+def counted(work: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any, int]:
+    """What a call gives, and how many functions it calls: the same on every machine, whatever else that does."""
+    profile = cProfile.Profile()
+    result = profile.runcall(work, *args, **options)
+    return result, sum(entry.callcount for entry in profile.getstats())

@@ -34,6 +34,9 @@ _GEMMA3_ROPES = {
 _CAPS = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 30.0}
 _PHI3 = {"head_dim": None, "hidden_size": 64}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
+_BETAS = {"factor": 8.0, "beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.3}
+_LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64}
+_LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 def _layers(*kinds: str) -> list[str]:
@@ -75,6 +78,8 @@ TYPICAL = {
 
 CASES = TYPICAL | {
     "llama, dynamic": _case("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+    "llama, yarn with betas, large eps": _case("llama", rope_parameters=_YARN | _BETAS, rms_norm_eps=0.1),
+    "llama, scaled as 3.1, heads of 12": _case("llama", rope_parameters=_LLAMA3, head_dim=12, num_key_value_heads=4),
     "mistral, no window, wide heads": _case("mistral", sliding_window=None, head_dim=40),
     "mistral, a window of one tile": _case("mistral", sliding_window=64),
     "mistral, a window of one position": _case("mistral", sliding_window=1, tie_word_embeddings=True),

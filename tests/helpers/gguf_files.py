@@ -56,10 +56,9 @@ def write_gguf(
     for key, value in (tokenizer or {}).items():
         add_value(writer, key, value)
     for key in ("bos", "eos", "padding"):
-        if f"tokenizer.ggml.{key}_token_id" in (tokenizer or {}):
-            continue
-        if (token := config.get(f"{key.removesuffix('ding')}_token_id")) is not None:
-            writer.add_uint32(f"tokenizer.ggml.{key}_token_id", token)
+        own, token = f"tokenizer.ggml.{key}_token_id", config.get(f"{key.removesuffix('ding')}_token_id")
+        if own not in (tokenizer or {}) and token is not None:
+            writer.add_uint32(own, token)
     tensors = _tensors(folder, rules, shape) | _rope_factors(config, shape)
     for name, tensor in tensors.items():
         if name not in drop:
@@ -192,19 +191,10 @@ def _rope_factors(config: Mapping[str, Any], shape: ModelShape) -> dict[str, Ten
         return {f"rope_factors_{name}.weight": torch.tensor(rope[f"{name}_factor"]) for name in ("long", "short")}
     if rope.get("rope_type") != "llama3":
         return {}
-    factors = []
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    original = rope["original_max_position_embeddings"]
-    for i in range(0, shape.head_dim, 2):
-        length = 2 * math.pi * rope["rope_theta"] ** (i / shape.head_dim)
-        if length < original / high:
-            factors.append(1.0)
-        elif length > original / low:
-            factors.append(rope["factor"])
-        else:
-            smooth = (original / length - low) / (high - low)
-            factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
-    return {"rope_freqs.weight": torch.tensor(factors)}
+    lengths = 2 * math.pi * rope["rope_theta"] ** (torch.arange(0, shape.head_dim, 2).double() / shape.head_dim)
+    smooth = ((rope["original_max_position_embeddings"] / lengths - low) / (high - low)).clamp(0, 1)
+    return {"rope_freqs.weight": (1 / ((1 - smooth) / rope["factor"] + smooth)).float()}
 
 
 def transformers_reading(path: Path) -> nn.Module:
@@ -225,7 +215,6 @@ def transformers_reading(path: Path) -> nn.Module:
 
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 16, "num_hidden_layers": 2}
 _LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-_LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 _LONGROPE = {
     "rope_type": "longrope",
@@ -242,7 +231,6 @@ GGUF_CASES = {
     "llama, biases": TYPICAL["llama"],
     "llama, wide heads": Case("llama", {"head_dim": 40, "tie_word_embeddings": True}),
     "llama 3.1": Case("llama", {"rope_parameters": _LLAMA3 | {"original_max_position_embeddings": 64}}),
-    "llama, linear": Case("llama", {"rope_parameters": _LINEAR}),
     "qwen2, yarn": Case("qwen2", {"rope_parameters": _YARN}),
     "qwen3": TYPICAL["qwen3"],
     "gemma2": Case("gemma2", _WINDOWS | _CAPS),

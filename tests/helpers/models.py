@@ -61,9 +61,14 @@ def embedded_draft(name: str) -> Path:
 
 
 def make_llama(
-    folder: Path, seed: int, dtype: torch.dtype = torch.float32, faint_after: int = 99, **config: Any
+    folder: Path,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    faint_after: int = 99,  # layers from this one on add little to the others
+    max_shard_size: str = "1GB",
+    **config: Any,
 ) -> Path:
-    """A random Llama checkpoint; `config` overrides `SHAPE`. Layers from `faint_after` on add little to the others."""
+    """A random Llama checkpoint; `config` overrides `SHAPE`."""
     torch.manual_seed(seed)
     model = LlamaForCausalLM(LlamaConfig(**(SHAPE | config)))
     randomize(model, gain=1.0, head_gain=5.0)
@@ -71,7 +76,7 @@ def make_llama(
         for layer in model.model.layers[faint_after:]:
             layer.self_attn.o_proj.weight.mul_(0.1)
             layer.mlp.down_proj.weight.mul_(0.1)
-    model.to(dtype).save_pretrained(folder)
+    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
 
 

@@ -15,8 +15,6 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
-    Phi3Config,
-    Phi3ForCausalLM,
     PreTrainedTokenizerFast,
     StoppingCriteria,
     TextIteratorStreamer,
@@ -35,7 +33,7 @@ TREES = SpecConfig(nodes=16)
 pytestmark = pytest.mark.usefixtures("engines_start_quickly")
 
 
-def letter_tokenizer(size: int, turned: bool = False) -> Any:
+def letter_tokenizer(size: int = VOCAB, turned: bool = False) -> Any:
     """An ASCII character for every token, in descending order where it is turned."""
     chars = [chr(31 + token) for token in range(size)]
     return PreTrainedTokenizerFast(tokenizer_object=letters(chars[::-1] if turned else chars))
@@ -60,8 +58,7 @@ def accelerated(model: Any) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    """A character for every token."""
-    return letter_tokenizer(VOCAB)
+    return letter_tokenizer()
 
 
 def inputs(rows: int = 1) -> dict[str, Tensor]:
@@ -264,22 +261,20 @@ def test_prepared_inputs_are_refused(draft: Any) -> None:
         prepare_inputs_for_generation = with_soft_prompt
 
     model.prepare_inputs_for_generation = with_soft_prompt
-    refused = pytest.raises(ModelError, match=rf"code of {__name__}, as for soft prompts .* treespec\.hf\.restore")
-    with refused:
-        model.generate(**given, **few, pad_token_id=PAD)
-    with refused:
-        treespec.hf.accelerate(Prepares(model.config).eval())
-    with refused:
-        LLM(Prepares(model.config).eval(), [])
+    for use in (
+        lambda: model.generate(**given, **few, pad_token_id=PAD),
+        lambda: treespec.hf.accelerate(Prepares(model.config).eval()),
+        lambda: LLM(Prepares(model.config).eval(), []),
+    ):
+        with pytest.raises(ModelError, match=rf"code of {__name__}, as for soft prompts .* treespec\.hf\.restore"):
+            use()
     model.prepare_inputs_for_generation = own  # as peft leaves it
     draft.prepare_inputs_for_generation = with_soft_prompt  # of a draft: it changes no token
     found = model.generate(**given, **few, assistant_model=draft, pad_token_id=PAD)
     del draft.prepare_inputs_for_generation
     assert torch.equal(found, by_transformers(model, given, **few))
-    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    torch.manual_seed(0)
-    phi3 = Phi3ForCausalLM(Phi3Config(**sizes, num_attention_heads=4, num_key_value_heads=2, pad_token_id=PAD)).eval()
-    assert "prepare_inputs_for_generation" in vars(Phi3ForCausalLM), "transformers' own is taken"
+    phi3 = make_model("phi3")
+    assert "prepare_inputs_for_generation" in vars(type(phi3)), "transformers' own is taken"
     found = treespec.hf.accelerate(phi3).generate(**given, **few, pad_token_id=PAD, do_sample=False)
     assert torch.equal(found, by_transformers(phi3, given, **few))
 

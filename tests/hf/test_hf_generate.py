@@ -258,7 +258,7 @@ def test_the_model_stays_as_it_was() -> None:
 
 
 def test_an_engine_follows_its_model() -> None:
-    """Kept from call to call, sees new values, is built anew for new parameters, and goes with the model."""
+    """Kept from call to call, sees new values, and goes with the model; test_hf_engines.py has new parameters."""
     model, inputs, more = make_model("stablelm", seed=4), one_prompt(), {"max_new_tokens": 20, "pad_token_id": PAD}
     by_trees(model, inputs, max_new_tokens=8)
     first = _engines[model].entries[-1].llm
@@ -267,9 +267,6 @@ def test_an_engine_follows_its_model() -> None:
     add_noise(model, 0.5)
     assert torch.equal(model.generate(**inputs, **more), by_trees(model, inputs, **more))
     assert _engines[model].entries[-1].llm is first
-    model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
-    assert torch.equal(model.generate(**inputs, **more), by_trees(model, inputs, **more))
-    assert _engines[model].entries[-1].llm is not first
     gc.collect()  # models of other tests
     gone, count = weakref.ref(model), len(_engines)
     del model, first
@@ -300,10 +297,8 @@ class Broken(LogitsProcessor):
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "beams": ({"num_beams": 2}, ConfigError, "beam_search"),
-    "guidance": ({"guidance_scale": 1.5}, ConfigError, "guidance_scale=1.5"),
     "prompt lookup": ({"prompt_lookup_num_tokens": 3}, ConfigError, "prompt lookup is always on"),
     "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, ConfigError, "output_attentions"),
-    "hidden states": ({"output_hidden_states": True, "return_dict_in_generate": True}, ConfigError, "output_hidden"),
     "watermarks": ({"watermarking_config": WatermarkingConfig()}, ConfigError, "watermarking_config"),
     "drafts of text": ({"drafts": "lookup"}, ConfigError, "valid: a list"),
     "a draft that is none": ({"drafts": [3]}, ConfigError, "3 is neither"),

@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.helpers.exactness import Run, assert_every_node_exact, assert_exact, differences, run, threads
 from tests.helpers.families import Case, make_model
 from tests.helpers.libraries import LIBRARIES
+from tests.helpers.logits import error, our_logits, their_logits
 from tests.helpers.models import (
     FLOATS,
     VOCAB,
@@ -30,7 +31,6 @@ from tests.helpers.models import (
     wide,
 )
 from tests.helpers.quantized_checkpoints import needs_compiler
-from tests.models.test_decoder_parity import error, our_logits, their_logits
 from treespec import SpecConfig
 from treespec.cache.kv_cache import KVCache
 from treespec.errors import ExactnessError

@@ -33,19 +33,10 @@ def llm(
 ) -> LLM:
     """An engine over a random model with the tokenizer's vocabulary."""
     folder = fetched(request.param)
-    size = len(PreTrainedTokenizerFast.from_pretrained(folder))
-    target = make_llama(
-        tmp_path_factory.mktemp("target"),
-        0,
-        vocab_size=size,
-        num_hidden_layers=1,
-        hidden_size=32,
-        intermediate_size=32,
-        tie_word_embeddings=True,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    return open_llm(target, tokenizer=str(folder))
+    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "tie_word_embeddings": True}
+    sizes |= {"vocab_size": len(PreTrainedTokenizerFast.from_pretrained(folder))}
+    ends = {"eos_token_id": None, "bos_token_id": None}
+    return open_llm(make_llama(tmp_path_factory.mktemp("target"), 0, **sizes, **ends), tokenizer=str(folder))
 
 
 def test_texts_go_round(llm: LLM) -> None:

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.helpers.architectures import quick_start
 from tests.helpers.exactness import threads
 from tests.helpers.scripts import load_script
-from treespec import LLM, SamplingParams, SpecConfig
 
 pytestmark = pytest.mark.slow
 
@@ -94,19 +93,6 @@ def test_exports_load(built: Path) -> None:
     assert generalist.num_hidden_layers == 1 and generalist.vocab_size == model.config.vocab_size
     for text in TEXTS:
         assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-def test_drafts_propose_for_the_target(built: Path) -> None:
-    folders = [built / "default" / name for name in FOLDERS]
-    llm = LLM(folders[0], drafts=folders[1:], compile=False, max_model_len=128)
-    assert llm.draft_names == FOLDERS[1:]
-    assert set(llm.stats()["draft_vocabularies"].values()) == {"same vocabulary"}
-    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
-    drafted, plain = (
-        llm.generate(["def alpha_beta_1(value):"], params, spec=spec)[0].outputs[0].token_ids
-        for spec in (SpecConfig(nodes=8, sources=("ssm",)), "off")
-    )
-    assert drafted == plain
 
 
 def test_held_out_package_is_never_trained_on(script: ModuleType, built: Path) -> None:

@@ -30,9 +30,9 @@ def opens(folder: Path) -> None:
         assert torch.equal(checkpoint.tensor(Q), tensors[Q])
 
 
-def write(folder: Path, tensors: dict[str, Tensor]) -> Path:
+def write(folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
-    save_file(tensors, folder / "model.safetensors")
+    save_file(small_tensors(), folder / "model.safetensors")
     (folder / "config.json").write_text("{}")
     return folder
 
@@ -66,9 +66,8 @@ def write_raw(path: Path, header: Any, data: bytes) -> None:
 
 
 def test_tensors_are_read_lazily_and_aligned(tmp_path: Path) -> None:
-    tensors = small_tensors()
-    with Checkpoint.open(write(tmp_path, tensors)) as checkpoint:
-        assert set(checkpoint.names()) == set(tensors)
+    opens(write(tmp_path))
+    with Checkpoint.open(tmp_path) as checkpoint:
         assert (checkpoint.info(Q).shape, checkpoint.dtype(Q)) == ((24, 12), torch.float32)
         with pytest.raises(CheckpointError, match=r"q_pro'.*the nearest name is .*q_proj"):
             checkpoint.tensor("model.layers.1.self_attn.q_pro")
@@ -76,7 +75,7 @@ def test_tensors_are_read_lazily_and_aligned(tmp_path: Path) -> None:
         assert checkpoint.tensor(Q, torch.bfloat16).dtype == torch.bfloat16
     with pytest.raises(CheckpointError, match="closed"):
         checkpoint.tensor(Q)
-    assert torch.equal(kept, tensors[Q])
+    assert torch.equal(kept, small_tensors()[Q])
     values = torch.arange(3.0)
     header = {"p": entry("U8", [1], 0, 1), "a": entry("F32", [3], 1, 13)}
     write_raw(tmp_path / "model.safetensors", header, b"\0" + values.numpy().tobytes())
@@ -128,11 +127,9 @@ def test_index_that_leads_outside(tmp_path: Path, shard: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ("{", "not usable JSON"),
         ("[" * 100_000, "nested too deeply"),
         ("[]", "weight_map"),
         ('{"weight_map": {}}', "weight_map"),
-        ('{"\udcff": 1}', "not usable JSON"),
         ('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}', "duplicate keys: 'a'"),
         ('{"weight_map": {"a": "x.bin"}}', "'x.bin': pickles are not loaded"),
         ('{"weight_map": {"a": "x.gguf"}}', "'x.gguf', which does not end in .safetensors"),
@@ -176,7 +173,6 @@ def test_index_and_shards_that_disagree_are_listed_at_once(tmp_path: Path) -> No
         ({"a": entry("F32", [3], 0, 8)}, 8),  # shape against size
         ({"a": entry("F32", [2], 0, 8)}, 9),  # bytes behind the last tensor
         ({"a": entry("F32", [0, 2**64 - 1], 0, 0)}, 0),  # a size that overflows
-        ({"a": entry("F32", [-2], 0, 8)}, 8),
         (b"[" * 4096, 0),
     ],
 )
@@ -189,7 +185,7 @@ def test_malformed_headers(tmp_path: Path, header: Any, size: int) -> None:
 
 
 def test_links_are_followed_inside_the_folder(tmp_path: Path) -> None:
-    folder = write(tmp_path / "model", small_tensors())
+    folder = write(tmp_path / "model")
     path, outside = folder / "model.safetensors", tmp_path / "secret.safetensors"
     path.rename(folder / "blob")
     path.symlink_to("blob")
@@ -207,12 +203,10 @@ def test_links_are_followed_inside_the_folder(tmp_path: Path) -> None:
 
 def test_broken_and_circular_links_and_pipes(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
-    path.symlink_to("nowhere")
-    refused(tmp_path, "'model.safetensors': no such file")
-    path.unlink()
-    path.symlink_to("model.safetensors")
-    refused(tmp_path, "'model.safetensors': cannot be opened")
-    path.unlink()
+    for target, problem in (("nowhere", "no such file"), (path.name, "cannot be opened")):
+        path.symlink_to(target)
+        refused(tmp_path, f"'model.safetensors': {problem}")
+        path.unlink()
     os.mkfifo(path)
     refused(tmp_path, "'model.safetensors': not a regular file")
 
@@ -222,25 +216,20 @@ def hub_repo(cache: Path, name: str) -> Path:
     blobs, snapshot = cache / name / "blobs", cache / name / "snapshots" / "0123abcd"
     blobs.mkdir(parents=True)
     snapshot.mkdir(parents=True)
-    write(blobs, small_tensors())
+    write(blobs)
     for file in ("model.safetensors", "config.json"):
         (blobs / file).rename(blobs / f"sha-of-{file}")
         (snapshot / file).symlink_to(Path("../../blobs") / f"sha-of-{file}")
     return snapshot
 
 
-def test_hub_cache_snapshots_work(tmp_path: Path) -> None:
-    snapshot = hub_repo(tmp_path, "models--org--name")
-    opens(snapshot)
+def test_snapshots_of_the_hubs_cache_open_and_stay_in_their_repository(tmp_path: Path) -> None:
+    snapshot, other = hub_repo(tmp_path, "models--org--a"), hub_repo(tmp_path, "models--org--b")
     (tmp_path / "link").symlink_to(snapshot)
-    opens(tmp_path / "link")
     (snapshot / "sub").mkdir()
     (snapshot / "sub" / "model.safetensors").symlink_to("../../../blobs/sha-of-model.safetensors")
-    opens(snapshot / "sub")
-
-
-def test_hub_cache_snapshots_stay_in_their_repository(tmp_path: Path) -> None:
-    snapshot, other = hub_repo(tmp_path, "models--org--a"), hub_repo(tmp_path, "models--org--b")
+    for folder in (snapshot, tmp_path / "link", snapshot / "sub"):
+        opens(folder)
     for target in (other / "model.safetensors", tmp_path / "models--org--b/blobs/sha-of-model.safetensors"):
         (snapshot / "model.safetensors").unlink()
         (snapshot / "model.safetensors").symlink_to(target)

@@ -9,12 +9,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.helpers.families import TYPICAL, VOCAB, WINDOW, make_model
+from tests.helpers.logits import error, our_logits, their_logits
 from tests.helpers.models import edit_config, greedy, open_llm, random_prompts
-from tests.models.test_decoder_parity import their_logits
 from treespec import SpecConfig
 from treespec.errors import ModelError
 from treespec.models.model_config import ModelConfig
-from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.tuning.testing import assert_close
 from treespec_weights import UnsupportedModelError, inspect_checkpoint, verify_checkpoint
 from treespec_weights.describe import describe
@@ -29,20 +28,18 @@ def renamed(folder: Path, prefix: str, extra: dict[str, Tensor]) -> None:
     save_file(kept | extra, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def prefill_logits(folder: Path, **options: Any) -> Tensor:
-    """[90, vocab], of one pass."""
-    llm = open_llm(folder, exact=False, max_model_len=None, **options)
-    target, pool = llm.engine.runner.target, llm.engine.cache.pools[0]
-    rows = [RequestRows.chain(0, 90, torch.arange(1, 3).numpy())]
-    with torch.inference_mode():
-        return target.logits(target.forward(torch.tensor(TOKENS), target.plan(rows, pool), pool)).clone()
+def logits_of(folder: Path, **options: Any) -> Tensor:
+    """[90, vocab]."""
+    return our_logits(open_llm(folder, exact=False, **options), TOKENS)
 
 
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 GEMMA3 = {"rope_theta": 300.0, "rope_local_base_freq": 70.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
 PHI3 = {"rope_theta": 300.0, "partial_rotary_factor": 0.75, "rope_scaling": None, "sliding_window": WINDOW}
 MISTRAL = {"rope_theta": 300.0, "hidden_size": 64, "torch_dtype": "float32"}
 OLDER: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "theta of Mistral at the top": ("mistral", ("rope_parameters", "head_dim"), MISTRAL),
+    "rope_scaling by type of Llama": ("llama", ("rope_parameters",), {"rope_theta": 300.0, "rope_scaling": YARN}),
     "rotary_pct of NeoX": ("gpt_neox", ("rope_parameters",), {"rotary_pct": 0.25, "rotary_emb_base": 300}),
     "local and global theta of Gemma 3": ("gemma3", ("rope_parameters",), GEMMA3),
     "sliding_window_pattern of Gemma 3": ("gemma3", ("layer_types",), {"sliding_window_pattern": 2}),
@@ -57,18 +54,18 @@ def test_older_spellings(name: str, tmp_path: Path) -> None:
     case, drop, values = OLDER[name]
     wide = {"hidden_size": 64} if "hidden_size" in values else {}
     folder = edit_config(make_model(tmp_path / "model", TYPICAL[case], 7, **wide), drop, **values)
-    assert_close(prefill_logits(folder), their_logits(folder, TOKENS), max_error=1e-3, rms_error=1e-4)
+    assert_close(logits_of(folder), their_logits(folder, TOKENS), max_error=1e-3, rms_error=1e-4)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TYPICAL)
-def test_bfloat16(name: str, tmp_path: Path) -> None:
-    """As far from fp32 as transformers is."""
-    folder = make_model(tmp_path / "model", TYPICAL[name], 7, torch.bfloat16)
-    rounded, exact = (their_logits(folder, TOKENS, dtype).float() for dtype in (torch.bfloat16, torch.float32))
-    ours = prefill_logits(folder, dtype="bfloat16")
-    assert ours.dtype == torch.bfloat16
-    assert float((ours.float() - exact).square().mean()) < 1.2 * float((rounded - exact).square().mean())
+@pytest.mark.parametrize("name, dtype", [*((name, torch.bfloat16) for name in TYPICAL), ("llama", torch.float16)])
+def test_half_precision(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """As far from fp32 as transformers is; float32 is cast while loading."""
+    folder = make_model(tmp_path / "model", TYPICAL[name], 7, dtype)
+    rounded, exact = (their_logits(folder, TOKENS, each).float() for each in (dtype, torch.float32))
+    ours = logits_of(folder, dtype=str(dtype).removeprefix("torch."))
+    assert ours.dtype == dtype and error(ours, exact) < 1.1 * error(rounded, exact)
+    assert error(logits_of(folder, dtype=torch.float32), exact) < 1e-4
 
 
 MASKS = {"rotary_emb.inv_freq": (2,), "bias": (1, 1, 8, 8), "masked_bias": ()}
@@ -84,10 +81,10 @@ BUFFERS: dict[str, tuple[str, dict[str, tuple[int, ...]]]] = {  # the prefix tha
 def test_checkpoints_of_first_releases(name: str, tmp_path: Path) -> None:
     """Of the base model alone, without a prefix and a head, and with buffers of masks and rotations."""
     folder = make_model(tmp_path / "model", TYPICAL[name], 7)
-    expected = prefill_logits(folder)
+    expected = logits_of(folder)
     prefix, buffers = BUFFERS[name]
     renamed(folder, prefix, {key.format(i=i): torch.ones(shape) for i in range(3) for key, shape in buffers.items()})
-    assert torch.equal(prefill_logits(folder), expected)
+    assert torch.equal(logits_of(folder), expected)
     assert verify_checkpoint(folder).ok and len(inspect_checkpoint(folder)["ignored"]) == 3 * len(buffers)
 
 

@@ -133,7 +133,6 @@ UNUSABLE: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"drop": ["token_embd.weight"]}, "'token_embd.weight': no such matrix: the file is incomplete"),
     ("llama", {"drop": MISSING}, r"(?s)'llama.block_count': missing.*'llama.embedding_length': miss"),
     ("llama", {"expert_count": 8}, "'llama.expert_count': 8 is not supported"),
-    ("llama", {"attention__scale": 0.5}, "'llama.attention.scale': 0.5 is not supported"),
     ("llama", {"attention__value_length": 32}, "32, which is not the head size of keys, 16"),
     ("llama", {"rope__dimension_count": 8}, "8 of 16 dimensions of a head are rotated"),
     ("llama", {"rope__scaling__type": "su"}, "'su' is not supported; supported: none, linear, yarn, longrope"),

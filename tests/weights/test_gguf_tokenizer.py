@@ -136,37 +136,21 @@ def test_sentencepiece(arch: str, prefix: bool, tmp_path: Path) -> None:
     sentencepiece = pytest.importorskip("sentencepiece")
     protobuf = pytest.importorskip("sentencepiece.sentencepiece_model_pb2")
     runs = [] if prefix else ["▁" * length for length in range(2, 32)]  # as Gemma
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([line for line in LINES if line.strip()]),
-        model_prefix=str(tmp_path / "spm"),
-        vocab_size=1500,
-        model_type="bpe",
-        byte_fallback=True,
-        character_coverage=0.99,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        allow_whitespace_only_pieces=True,
-        split_digits=True,
-        add_dummy_prefix=prefix,
-        user_defined_symbols=["<tool>", *runs],
-        control_symbols=["<|end|>"],
-        minloglevel=2,
-    )
+    spaces = {"remove_extra_whitespaces": False, "allow_whitespace_only_pieces": True, "add_dummy_prefix": prefix}
+    symbols = {"user_defined_symbols": ["<tool>", *runs], "control_symbols": ["<|end|>"], "split_digits": True}
+    lines = {"sentence_iterator": iter([line for line in LINES if line.strip()]), "model_prefix": f"{tmp_path}/spm"}
+    lines |= {"character_coverage": 0.99, "normalization_rule_name": "identity"}
+    kind = {"model_type": "bpe", "vocab_size": 1500, "byte_fallback": True, "minloglevel": 2}
+    sentencepiece.SentencePieceTrainer.train(**kind, **lines, **spaces, **symbols)
     original = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "spm.model"))
     model = protobuf.ModelProto()
     model.ParseFromString((tmp_path / "spm.model").read_bytes())
     pieces = [(each.piece.replace("▁", " ") if each.type == 4 else each.piece) for each in model.pieces]
-    metadata = {
-        "general.architecture": arch,
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": pieces,
-        "tokenizer.ggml.scores": [float(each.score) for each in model.pieces],
-        "tokenizer.ggml.token_type": [each.type for each in model.pieces],
-        "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.unknown_token_id": 0,
-        "tokenizer.ggml.add_space_prefix": prefix,
-    }
-    made = tokenizer_of(write(tmp_path / "m.gguf", metadata))
+    scores, types = ([getattr(each, name) for each in model.pieces] for name in ("score", "type"))
+    values = {"model": "llama", "tokens": pieces, "scores": scores, "token_type": types}
+    values |= {"bos_token_id": 1, "unknown_token_id": 0, "add_space_prefix": prefix}
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in values.items()}
+    made = tokenizer_of(write(tmp_path / "m.gguf", metadata | {"general.architecture": arch}))
     for line in LINES:
         if "<|" not in line:  # control tokens are found in a text, as llama.cpp and transformers do
             ids = original.encode(line)
@@ -228,8 +212,8 @@ def test_a_tokenizer_beside_the_file_comes_first(tmp_path: Path) -> None:
     assert load_tokenizer(None, path).chat_template == "{{ 2 }}"
     bare = write(tmp_path / "bare.gguf", {"general.architecture": "llama"})
     assert load_tokenizer(None, bare) is not None
-    shutil.move(bare, (tmp_path / "alone").mkdir() or tmp_path / "alone" / "bare.gguf")
-    assert load_tokenizer(None, tmp_path / "alone" / "bare.gguf") is None
+    (tmp_path / "alone").mkdir()
+    assert load_tokenizer(None, Path(shutil.move(bare, tmp_path / "alone"))) is None
 
 
 @pytest.mark.parametrize(

@@ -3,22 +3,13 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.helpers.models import (
-    FLOATS,
-    SHAPE,
-    VOCAB,
-    greedy,
-    make_llama,
-    new_folder,
-    open_llm,
-    random_prompts,
-    tokens_of,
-)
+from tests.helpers.models import VOCAB, greedy, make_llama, new_folder, open_llm, random_prompts, tokens_of
 from treespec.bench.grow import grown
 from treespec.bench.options import Options
 from treespec.errors import CheckpointError, ConfigError
@@ -37,26 +28,17 @@ from treespec_weights import (
 
 pytestmark = pytest.mark.slow
 
-AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
-
 
 def shape_of(folder: Path) -> ModelShape:
     return ModelShape.from_hf(read_config(folder), LLAMA, folder)
 
 
-def larger(folder: Path, vocab: int = VOCAB, ratio: int = 4) -> ModelShape:
+def larger(folder: Path, vocab: int = VOCAB) -> ModelShape:
     """More of everything."""
     shape = shape_of(folder)
-    return replace(
-        shape,
-        hidden_size=ratio * shape.hidden_size,
-        num_layers=5,
-        num_heads=8,
-        num_kv_heads=4,
-        vocab_size=vocab,
-        intermediate_size=320,
-        tied=shape.tied and vocab == shape.vocab_size,
-    )
+    tied, hidden_size = shape.tied and vocab == shape.vocab_size, 4 * shape.hidden_size
+    heads = {"num_heads": 8, "num_kv_heads": 4, "hidden_size": hidden_size, "intermediate_size": 320}
+    return replace(shape, num_layers=5, vocab_size=vocab, tied=tied, **heads)
 
 
 def logits(folder: Path, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -83,20 +65,6 @@ def test_shapes_are_like_real_models(size: str) -> None:
     assert new.num_heads // new.num_kv_heads == old.num_heads // old.num_kv_heads
 
 
-@pytest.mark.parametrize(
-    "size, vocab, message",
-    [
-        ("big", None, r"--grow big.*120M, 0\.5B"),
-        ("5M", None, r"--grow 5M: this model can grow to \d+M or more"),
-        ("1B", 100, r"--grow-vocab 100: the model has \d+ tokens already"),
-    ],
-)
-def test_sizes_that_bench_refuses(size: str, vocab: int | None, message: str) -> None:
-    """tests/weights/test_weights_commands.py has those that `treespec weights grow` refuses."""
-    with pytest.raises(ConfigError, match=message), grown(Options(drafts=[]), size, vocab, None):
-        pass
-
-
 VARIANTS = {
     "untied": {},
     "tied": {"tie_word_embeddings": True},
@@ -113,8 +81,7 @@ def test_grown_logits_are_the_small_model_s(
     monkeypatch.setattr("treespec_weights.grow.SHARD_BYTES", 1 << 20)
     small = make_llama(tmp_path / "small", 0, **VARIANTS[variant])
     shape = larger(small, vocab)
-    for folder in ("grown", "again"):
-        grow_checkpoint(small, tmp_path / folder, shape, seed=1)
+    grow_checkpoint(small, tmp_path / "grown", shape, seed=1)
     assert verify_checkpoint(tmp_path / "grown").ok and len(list((tmp_path / "grown").glob("*.safetensors"))) > 2
     ids = torch.tensor(random_prompts([40, 40]))
     for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 1e-4), (torch.bfloat16, 0.1)):
@@ -122,35 +89,18 @@ def test_grown_logits_are_the_small_model_s(
         own, added = grown_logits[..., :VOCAB], grown_logits[..., VOCAB:]
         assert (own - small_logits).abs().max() <= bound * small_logits.abs().max()
         assert not added.numel() or (added.amax(-1) < own.amin(-1) - 10).all(), "an added token could be chosen"
-    weights, again = (load_weights(tmp_path / folder, shape, LLAMA) for folder in ("grown", "again"))
-    assert all(torch.equal(again[name], tensor) for name, tensor in weights.items())
+    weights = load_weights(tmp_path / "grown", shape, LLAMA)
     for name in ("q", "k", "v", "gate", "up", "attn_norm") if vocab == VOCAB else ():
         assert (weights[f"layers.0.{name}"] != 0).all(), "zeros would be a model that costs less on some hardware"
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("vocab", [VOCAB, 2 * VOCAB])
+@pytest.mark.parametrize(("dtype", "vocab"), [(torch.float32, 2 * VOCAB), (torch.bfloat16, VOCAB)])
 def test_grown_tokens_are_the_small_model_s(dtype: torch.dtype, vocab: int, tmp_path: Path) -> None:
     small = make_llama(tmp_path / "small", 0, dtype)
     grow_checkpoint(small, tmp_path / "grown", larger(small, vocab), seed=1)
-    results = []
-    for folder in (small, tmp_path / "grown"):
-        llm, seen = open_llm(folder), []
-        forward = llm.engine.runner.logits
-
-        def seeing(*given, forward=forward, seen=seen) -> torch.Tensor:
-            seen.append(forward(*given)[:, :VOCAB].clone())
-            return seen[-1]
-
-        llm.engine.runner.logits = seeing
-        outputs = llm.generate(random_prompts([3, 70]), greedy(24), spec="off")
-        results.append((tokens_of(outputs), torch.cat(seen)))
-    (tokens, small_logits), (grown_tokens, grown_logits) = results
-    assert grown_tokens == tokens
-    # The order in which a norm sums a row depends on its width: in fp32 the last bits differ. bf16 rounds them away,
-    # and its products sum rows as short as these in one group on AVX-512, with zeros behind or without.
-    if AVX512 and dtype == torch.bfloat16:
-        assert torch.equal(grown_logits, small_logits)
+    prompts, folders = random_prompts([3, 70]), (small, tmp_path / "grown")
+    found, expected = (tokens_of(open_llm(folder).generate(prompts, greedy(24), spec="off")) for folder in folders)
+    assert found == expected
 
 
 def test_the_folder_is_removed_unless_kept(tmp_path: Path) -> None:
@@ -166,14 +116,18 @@ def test_the_folder_is_removed_unless_kept(tmp_path: Path) -> None:
         assert [Path(each).name for each in larger_options.drafts or ()] == ["ssm-x"]
     assert shape_of(tmp_path / "kept" / "target") == how.shape
     assert shape_of(tmp_path / "kept" / "ssm-x").vocab_size == 2 * VOCAB == how.shape.vocab_size
-    assert SHAPE["vocab_size"] == VOCAB
 
 
-def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    def refused(folder: Path, error: type[Exception], words: str) -> None:
-        with pytest.raises(error, match=words), grown(Options(model=folder), "1B", None, None):
+def test_what_bench_refuses_to_grow(tmp_path: Path) -> None:
+    """tests/weights/test_weights_commands.py has what `treespec weights grow` refuses."""
+
+    def refused(folder: Path | None, error: type[Exception], words: str, size: str = "1B", vocab: Any = None) -> None:
+        with pytest.raises(error, match=words), grown(Options(model=folder, drafts=[]), size, vocab, None):
             pass
 
+    refused(None, ConfigError, r"--grow big.*120M, 0\.5B", "big")
+    refused(None, ConfigError, r"--grow 5M: this model can grow to \d+M or more", "5M")
+    refused(None, ConfigError, r"--grow-vocab 100: the model has \d+ tokens already", vocab=100)
     refused(tmp_path / "nowhere", FileNotFoundError, "nowhere")
     sizes = {"n_layer": 1, "n_embd": 8, "n_head": 1, "vocab_size": 9, "n_positions": 4}
     for family, error, words in (("bloom", CheckpointError, "bloom"), ("gpt2", ConfigError, "gpt2 .* cannot be grown")):

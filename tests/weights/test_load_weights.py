@@ -117,6 +117,12 @@ def test_cast_on_load(tmp_path: Path, stored: torch.dtype, dtype: torch.dtype | 
     for bad in (torch.int8, torch.float8_e4m3fn):
         with pytest.raises(ValueError, match=rf"{bad}; valid: torch\.float64, torch\.float32"):
             load_weights(tmp_path, SHAPE, dtype=bad)
+    if stored == torch.float64:
+        tensors[Q][0, 0] = -1e6
+        write(tmp_path, tensors)
+        assert load_weights(tmp_path, SHAPE, dtype=torch.bfloat16)["layers.1.q"].isfinite().all()
+        with pytest.raises(CheckpointError, match=r"q_proj.*1e\+06.*float16"):
+            load_weights(tmp_path, SHAPE, dtype=torch.float16)
 
 
 def anonymous_bytes() -> int:
@@ -190,15 +196,6 @@ def test_index_entries_without_a_tensor(tmp_path: Path, caplog: pytest.LogCaptur
     load_refused(tmp_path, where)
 
 
-def test_infinite_after_the_cast_is_refused(tmp_path: Path) -> None:
-    tensors = llama_tensors()
-    tensors[Q][0, 0] = -1e6
-    write(tmp_path, tensors)
-    assert load_weights(tmp_path, SHAPE, dtype=torch.bfloat16)["layers.1.q"].isfinite().all()
-    with pytest.raises(CheckpointError, match=r"q_proj.*1e\+06.*float16"):
-        load_weights(tmp_path, SHAPE, dtype=torch.float16)
-
-
 def test_other_layouts_are_data(tmp_path: Path) -> None:
     """Fused, per-head and transposed tensors, as Phi-3, GPT-NeoX and GPT-2 store them."""
     tensors, names, parts = llama_tensors(), llama_names(SHAPE), ("q", "k", "v", "gate", "up", "down")
@@ -263,9 +260,8 @@ def test_biases_that_the_config_promises_are_required(tmp_path: Path) -> None:
     ("change", "parts"),
     [
         ({"hidden_size": None}, ["'hidden_size': missing"]),
-        ({"hidden_size": "12"}, ["'hidden_size': '12' is not a whole number"]),
         ({"num_hidden_layers": 10**12}, ["'num_hidden_layers': 1000000000000"]),
-        ({"num_hidden_layers": True}, ["'num_hidden_layers': True"]),
+        ({"num_hidden_layers": True}, ["'num_hidden_layers': True is not a whole number"]),
         ({"vocab_size": 0, "hidden_size": 1.5}, ["'vocab_size': 0", "'hidden_size': 1.5"]),
         ({"num_key_value_heads": 3}, ["'num_attention_heads': 4 is not a multiple of num_key_value_heads 3"]),
         ({"head_dim": None, "hidden_size": 13}, ["'hidden_size': 13 is not a multiple of num_attention_heads 4"]),
@@ -280,8 +276,8 @@ def test_config_problems(change: dict[str, Any], parts: list[str]) -> None:
 
 
 def test_config_defaults() -> None:
-    config = {key: value for key, value in CONFIG.items() if key not in ("head_dim", "num_key_value_heads")}
-    del config["tie_word_embeddings"]
+    left_out = ("head_dim", "num_key_value_heads", "tie_word_embeddings")
+    config = {key: value for key, value in CONFIG.items() if key not in left_out}
     shape = ModelShape.from_hf(config, LLAMA)
     assert (shape.head_dim, shape.num_kv_heads, shape.tied, shape.o_bias) == (3, 4, False, False)
 

@@ -30,10 +30,7 @@ CHAINS = SpecConfig(nodes=8, sources=("ssm",))
 
 
 class ScriptedRounds:
-    """Rounds that know what the target would say, `accepts` drafted tokens at a time, in chains of the first SSM.
-
-    With `accepts` None they find NaN, always.
-    """
+    """Rounds that know what the target would say, `accepts` tokens at a time in chains of the first SSM; None: NaN."""
 
     limits = RoundLimits(4, NODES, 99, 256)
     sampling = SamplingState(2, 512, torch.device("cpu"), limits.width)
@@ -255,8 +252,7 @@ def test_a_launched_round_without_requests_is_waited_for() -> None:
 def test_a_round_is_launched_ahead_if_it_is_likely(
     spec: Any, accepts: int, count: int, followed: Sequence[int]
 ) -> None:
-    """Behind some rounds of the same requests, and not if one may have its whole output: with 5 tokens left, a path of
-    5 would end the request."""
+    """Behind some rounds of the same requests, and not if a path might end one."""
     llm, rounds, prompts, plain = scripted(accepts)
     assert tokens_of(llm.generate(prompts, greedy(count), spec=spec)) == [tokens[:count] for tokens in plain]
     assert rounds.followed == list(followed)
@@ -291,24 +287,6 @@ def test_a_round_is_not_launched_early_if_a_waiting_request_could_join_it() -> N
         outputs = llm.generate(repeated[:3], params, spec=CHAINS)
     assert tokens_of(outputs) == [plain[0][:2], plain[1][:5], plain[0][:4]]
     assert [len(requests) for requests, _, _ in rounds.seen] == [2, 2, 2, 2, 2, 1]
-
-
-def test_a_round_that_finds_nan_is_decided_step_by_step() -> None:
-    llm, rounds, prompts, plain = scripted(None)
-    outputs = llm.generate(prompts, greedy(12), spec=CHAINS)
-    assert tokens_of(outputs) == [tokens[:12] for tokens in plain]
-    assert rounds.seen
-    llm.engine.check_integrity()
-
-
-def test_a_stop_inside_a_path_ends_the_request() -> None:
-    llm, _, prompts, plain = scripted(3)
-    stop = plain[0][5]
-    params = SamplingParams(max_tokens=30, ignore_eos=True, stop_token_ids=[stop])
-    [output] = llm.generate(prompts[:1], params, spec=CHAINS)
-    assert output.outputs[0].token_ids == plain[0][: plain[0].index(stop) + 1]
-    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", stop)
-    assert llm.engine.cache.num_free == llm.engine.cache.num_pages
 
 
 def test_where_nobody_proposes_rounds_are_plain() -> None:

@@ -56,6 +56,25 @@ def amid_nan(tensor: torch.Tensor) -> torch.Tensor:
     return flat[64 : 64 + tensor.numel()].view(tensor.shape).copy_(tensor)
 
 
+def view_amid_nan(tensor: torch.Tensor, columns: tuple[int, int] = (16, 8), rows: int = 0) -> torch.Tensor:
+    """A copy in a larger tensor of NaN: that many columns before and behind it, and rows behind it."""
+    wide = torch.nn.functional.pad(tensor, (*columns, 0, rows), value=NAN)
+    return wide[..., : tensor.shape[-2], columns[0] : columns[0] + tensor.shape[-1]]
+
+
+def split_sums(draw: Callable[..., torch.Tensor], splits: int | None, *size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows in the dtype, or float32 partial sums of them in a larger buffer."""
+    if splits is None:
+        return draw(*size, dtype=dtype)
+    return view_amid_nan(draw(splits, *size), (0, 0), rows=5)
+
+
+def by_row(parameter: torch.Tensor, rows: int) -> torch.Tensor:
+    """float64 [rows, width], of a parameter of all rows or of those of each group."""
+    stacked = parameter.double().view(-1, parameter.shape[-1])
+    return stacked.repeat_interleave(rows // len(stacked), 0)
+
+
 def check(
     op: str,
     arguments: dict[str, Any],
@@ -64,16 +83,17 @@ def check(
     num_rows: int = 1,
     bounds: dict[torch.dtype, tuple[float, float]] = BOUNDS,
     equal_bits: tuple[str, ...] = (),
+    grouped: tuple[str, ...] = (),
     **changes: Any,
 ) -> None:
-    """Runs an op over arguments amid NaN.
+    """Runs an op over arguments amid NaN, which stay as they are where the op does not write them.
 
-    Its results must be those of its reference, the bits of each row must not depend on other rows, and what the op
-    does not write must stay as it was.
+    Its results must be those of its reference, and the bits of each row must not depend on other rows.
 
     Args:
         config: configuration of the kernel, None for an op without any.
         equal_bits: results that must have the reference's.
+        grouped: parameters that groups of rows may have of their own.
         changes: of the op's entry in the table of ops.
     """
 
@@ -84,7 +104,18 @@ def check(
             else:
                 assert_near(result, right, bounds)
 
-    entry = replace(OPS[op], **({"compare": compare} | changes))
+    def some_rows(inputs: Inputs, index: list[int]) -> Inputs:
+        """Each row as a group."""
+        some = OPS[op].rows_of(inputs, index)
+
+        def of_rows(parameter: torch.Tensor) -> torch.Tensor:
+            count = len(parameter)
+            return parameter if parameter.dim() == 1 else parameter[[row * count // num_rows for row in index]]
+
+        given = [name for name in grouped if name in some.arguments]
+        return some._replace(arguments=some.arguments | {n: mapped(of_rows, some.arguments[n]) for n in given})
+
+    entry = replace(OPS[op], **({"compare": compare} | ({"some_rows": some_rows} if grouped else {}) | changes))
     inputs = Inputs({name: mapped(amid_nan, value) for name, value in arguments.items()})
     case = Case(entry, Setting(LLAMA, torch.device(DEVICE)), {}, "", lambda _: inputs, num_rows=num_rows)
     with unchanged({name: value for name, value in inputs.arguments.items() if name not in entry.writes}):

@@ -10,8 +10,8 @@ from unittest import mock
 
 import torch
 
-from tests.helpers.models import LONGROPE, make_draft, make_llama, new_folder, open_llm, random_prompts
-from treespec import LLM, SpecConfig
+from tests.helpers.models import LONGROPE, make_draft, make_llama, new_folder, open_llm, random_prompts, tokens_of
+from treespec import LLM, RequestOutput, SpecConfig
 from treespec.engine.executor import Execution
 from treespec.graphs.batch_round import BatchRound
 from treespec.graphs.graph_executor import GraphExecutor
@@ -37,6 +37,15 @@ def captured_rounds() -> Iterator[None]:
     with mock.patch.object(BatchRound, "draft", autospec=True, side_effect=BatchRound.draft) as run:
         yield
     assert run.call_count, "no round was captured"
+
+
+def trees_as_plain(llm: LLM, prompts: Sequence[list[int]], params: Any, spec: SpecConfig) -> list[RequestOutput]:
+    """What captured rounds give by trees, whose tokens must be those of plain decoding."""
+    with captured_rounds():
+        trees = llm.generate(prompts, params, spec=spec)
+    assert tokens_of(trees) == tokens_of(llm.generate(prompts, params, spec="off"))
+    llm.engine.check_integrity()
+    return trees
 
 
 def told(llm: LLM, prompts: Sequence[list[int]], params: Any, spec: Any) -> list[Any]:

@@ -1,8 +1,6 @@
-"""Every family on the Triton kernels.
+"""Every family on the Triton kernels, in contexts longer than windows.
 
-Layers of both kinds where they alternate, contexts longer than their windows. Every family's passes are compared; a
-captured round takes seconds of a family in the interpreter, so the engine runs with those that differ in what a
-round does: windows by layer, several ropes, learned positions. TREESPEC_FAMILIES names others.
+The engine runs those whose rounds differ: windows by layer, several ropes, learned positions, or TREESPEC_FAMILIES.
 """
 
 import os
@@ -39,14 +37,6 @@ def folders() -> dict[str, Path]:
     return {name: make_model(root / name, TYPICAL[name], 3, **small(name)) for name in CHOSEN}
 
 
-def rows_of_tree(context: int, pages: np.ndarray) -> RequestRows:
-    depths, visible = np.zeros(len(PARENTS), dtype=np.int64), np.eye(len(PARENTS), dtype=bool)
-    for node in range(1, len(PARENTS)):
-        depths[node] = depths[PARENTS[node]] + 1
-        visible[node] |= visible[PARENTS[node]]
-    return RequestRows(context, np.arange(len(PARENTS)), depths, visible, depths, pages)
-
-
 @pytest.mark.parametrize("name", CHOSEN)
 def test_passes(name: str, folders: dict[str, Path]) -> None:
     """Logits and hidden states of a prompt against transformers; logits of a tree behind it against its path token by
@@ -71,7 +61,7 @@ def test_passes(name: str, folders: dict[str, Path]) -> None:
         for i, layer in enumerate((1, 0)):
             states = expected.hidden_states[layer][0]
             assert_close(found.streams[:, i], states, max_error=1e-4, rms_error=1e-4)
-        tree = logits(tokens, rows_of_tree(PREFIX, pages))
+        tree = logits(tokens, RequestRows.tree(PREFIX, np.array(PARENTS), pages))
         for depth, node in enumerate(path_to(PARENTS, 5)):
             alone = logits(tokens[node : node + 1], RequestRows.chain(PREFIX + depth, 1, pages))
             assert torch.equal(alone[0], tree[node])

@@ -3,6 +3,7 @@
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.helpers.models import greedy, make_draft, make_llama, new_folder, open_llm, reduce_vocabulary, tokens_of
-from tests.interpreted.engines import LONG, PROMPTS, SHORT, TREES, TRITON, captured_rounds
+from tests.interpreted.engines import LONG, PROMPTS, SHORT, TREES, TRITON, captured_rounds, trees_as_plain
 from treespec import LLM, RoundRecord, SpecConfig
 from treespec.graphs.capture import MAX_DEPTH
 from treespec.graphs.graph_executor import GraphExecutor
@@ -41,16 +42,11 @@ def expected(folders: tuple[Path, list[Path]]) -> list[list[int]]:
 
 
 def test_trees_give_the_tokens_of_plain_decoding(llm: LLM, expected: list[list[int]]) -> None:
-    with captured_rounds():
-        trees = llm.generate(PROMPTS, greedy(5), spec=TREES)
-    plain = llm.generate(PROMPTS, greedy(5), spec="off")
-    assert tokens_of(trees) == tokens_of(plain) == expected[:2]
+    trees = trees_as_plain(llm, PROMPTS, greedy(5), TREES)
+    assert tokens_of(trees) == expected[:2]
     assert all(output.metrics.acceptance_length > 1.2 for output in trees)
-    assert all(output.metrics.acceptance_length == 1 for output in plain)
-    params = greedy(5, temperature=0.9, seed=3)
-    sampled = tokens_of(llm.generate(SHORT, params, spec=TREES))
-    assert sampled == tokens_of(llm.generate(SHORT, params, spec="off")) != expected[::2]
-    llm.engine.check_integrity()
+    sampled = trees_as_plain(llm, SHORT, greedy(5, temperature=0.9, seed=3), TREES)
+    assert tokens_of(sampled) != expected[::2]
 
 
 def test_drafts_with_a_reduced_vocabulary(folders: tuple[Path, list[Path]], expected: list[list[int]]) -> None:
@@ -92,8 +88,7 @@ def test_what_was_written_before_is_guessed(llm: LLM) -> None:
 
 
 def test_the_proof_at_start(llm: LLM) -> None:
-    """A walk that emits another token is found, where it does, and nowhere else. The engine has learned nothing, and
-    its drafters from outside were not asked."""
+    """A walk with another token is found. The engine learns nothing, and asks no drafters from outside."""
     results = VerifyStage.results
 
     def spoilt(stage: VerifyStage, requests: Sequence[RoundInput], nodes: int, *kind: bool) -> list[RoundResult]:
@@ -118,13 +113,6 @@ def test_the_proof_at_start(llm: LLM) -> None:
     assert engine.scheduler.is_idle and pickle.dumps(learned) == before
 
 
-def test_requests_that_graphs_do_not_know_go_step_by_step(llm: LLM) -> None:
-    params = [greedy(4), greedy(4, temperature=0.9, seed=5, logits_processors=[lambda tokens, logits: logits * 0.5])]
-    together = llm.generate(SHORT, params, spec=TREES)
-    alone = [llm.generate([p], one, spec="off")[0] for p, one in zip(SHORT, params, strict=True)]
-    assert tokens_of(together) == tokens_of(alone)
-
-
 def test_prompt_logprobs_are_what_decoding_says_of_the_same_tokens(llm: LLM) -> None:
     """In every bit; captured rounds serve who asks for them, as they come from prefill."""
     decoded = llm.generate(SHORT, greedy(4, logprobs=2), spec="off")
@@ -136,17 +124,12 @@ def test_prompt_logprobs_are_what_decoding_says_of_the_same_tokens(llm: LLM) -> 
         assert other.prompt_logprobs[-4:] == one.outputs[0].logprobs
 
 
-def test_passes_that_need_not_be_exact(folders: tuple[Path, list[Path]], expected: list[list[int]]) -> None:
-    """Vendor products: close enough to give a model without ties the same tokens."""
-    llm = open_llm(folders[0], folders[1][:1], spec=TREES, max_num_seqs=1, exact=False, **TRITON)
-    assert tokens_of(llm.generate(PROMPTS[:1], greedy(5))) == expected[:1]
-
-
-def test_attention_on_the_kernels_in_the_decoder_of_the_cpu(
-    folders: tuple[Path, list[Path]], expected: list[list[int]]
+@pytest.mark.parametrize("options", [TRITON, {"attention": "triton"}], ids=["vendor products", "decoder of the CPU"])
+def test_passes_that_need_not_be_exact(
+    folders: tuple[Path, list[Path]], expected: list[list[int]], options: dict[str, Any]
 ) -> None:
-    """exact=False leaves out the self-test, which takes a minute in the interpreter; the tokens are compared here."""
-    llm = open_llm(folders[0], folders[1][:1], attention="triton", max_num_seqs=2, exact=False)
+    """Close enough to give a model without ties the same tokens; without the self-test, which takes a minute here."""
+    llm = open_llm(folders[0], folders[1][:1], spec=TREES, max_num_seqs=2, **(options | {"exact": False}))
     trees = llm.generate(SHORT, greedy(5), spec=TREES)
     assert tokens_of(trees) == expected[::2]
     assert all(output.metrics.acceptance_length > 1.2 for output in trees)

@@ -39,8 +39,7 @@ def write_head(kind: str, target: Path) -> Path:
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "peagle", "dflash", "pard", "medusa"])
 def test_probabilities_are_those_of_the_eager_pass(kind: str) -> None:
-    """Trees, token for token and probability for probability; and their tokens are those of plain decoding. What drafts
-    a block, or has no attention, goes step by step."""
+    """As are tokens, which plain decoding has too. What drafts a block, or has no attention, goes step by step."""
     captured, target, records = kind in ("eagle", "eagle3"), make_target(SHAPE), list[list[RoundRecord]]()
     head, (prompt,) = write_head(kind, target), random_prompts((9,), vocab=SHAPE.vocab_size)
     spec = SpecConfig(nodes=6, max_depth=3 if captured else 2, sources=("ssm",))

@@ -6,24 +6,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.interpreted.common import (
-    DEVICE,
-    INF,
-    INTERPRETED,
-    NAN,
-    check,
-    each_dtype,
-    normal,
-    on_a_gpu,
-)
+from tests.interpreted.common import DEVICE, INF, INTERPRETED, NAN, check, each_dtype, normal, on_a_gpu, view_amid_nan
 from treespec_kernels.launch.triton_launch import target_of
-from treespec_kernels.linear.lm_head import (
-    BlockStats,
-    LmHead,
-    LmHeadConfig,
-    block_stats_ref,
-    lm_head_triton,
-)
+from treespec_kernels.linear.lm_head import BlockStats, LmHead, LmHeadConfig, block_stats_ref, lm_head_triton
 from treespec_kernels.tuning.testing import assert_close
 
 pytestmark = pytest.mark.usefixtures("poisoned_allocations")
@@ -59,12 +44,9 @@ HEADS = [
 def arguments_of(head: Head, dtype: torch.dtype) -> dict[str, Any]:
     """x and weight, both inside larger matrices of NaN: nothing around them may be read."""
     draw, leading = normal(head.vocab), () if head.groups is None else (head.groups,)
-    x = torch.full((*leading, head.rows, head.hidden + 16), NAN, device=DEVICE, dtype=dtype)
-    x[..., : head.hidden] = draw(*leading, head.rows, head.hidden)
-    weight = torch.full((*leading, head.vocab + 3, head.hidden + 32), NAN, device=DEVICE, dtype=dtype)
-    scale = 3 * head.hidden**-0.5
-    weight[..., : head.vocab, : head.hidden] = draw(*leading, head.vocab, head.hidden) * scale
-    return {"x": x[..., : head.hidden], "weight": weight[..., : head.vocab, : head.hidden], "logit_cap": head.cap}
+    x = view_amid_nan(draw(*leading, head.rows, head.hidden, dtype=dtype))
+    weight = (draw(*leading, head.vocab, head.hidden) * 3 * head.hidden**-0.5).to(dtype)
+    return {"x": x, "weight": view_amid_nan(weight, rows=3), "logit_cap": head.cap}
 
 
 def compare(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], config: Any) -> None:

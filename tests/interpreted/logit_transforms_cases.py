@@ -1,12 +1,13 @@
 """Cases of logit_transforms."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from tests.interpreted.common import DEVICE, IMPLEMENTATION
+from tests.interpreted.common import DEVICE, IMPLEMENTATION, INF, NAN, normal, view_amid_nan
 from treespec_kernels.sampling.logit_transforms import (
     IN_PROMPT,
     TransformInputs,
@@ -15,18 +16,9 @@ from treespec_kernels.sampling.logit_transforms import (
 )
 
 pytestmark = pytest.mark.usefixtures("poisoned_allocations")
-INF, NAN = float("inf"), float("nan")
-DEFAULTS: dict[str, Any] = {
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "repetition": 1.0,
-    "frequency": 0.0,
-    "presence": 0.0,
-    "slot": -1,
-    "top_k": 0,
-    "least": 0,
-}
+assert_equal = partial(torch.testing.assert_close, rtol=0, atol=0, equal_nan=True)
+DEFAULTS: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "slot": -1, "top_k": 0, "least": 0}
+DEFAULTS |= {"repetition": 1.0, "frequency": 0.0, "presence": 0.0}
 PENALTIES = {"slot": 0, "repetition": 1.3, "frequency": 0.4, "presence": -0.2}
 REQUESTS: list[dict[str, Any]] = [
     {},
@@ -55,28 +47,21 @@ REQUESTS: list[dict[str, Any]] = [
 TABLE = [(5, 3, torch.float32), (4099, 1, torch.float32), (100, 1, torch.float16), (100, 1, torch.bfloat16)]
 
 
-def inputs_of(requests: list[dict[str, Any]], rows: int, vocab: int, width: int = 3, seed: int = 0) -> TransformInputs:
-    generator = torch.Generator().manual_seed(seed)
+def inputs_of(requests: list[dict[str, Any]], rows: int, vocab: int) -> TransformInputs:
+    generator = torch.Generator().manual_seed(0)
     given = [DEFAULTS | request for request in requests]
-    numbers = [
-        [
-            r["temperature"],
-            r["top_p"],
-            math.log(r["min_p"]) if r["min_p"] else -INF,
-            *(r[n] for n in PENALTIES if n != "slot"),
-        ]
-        for r in given
-    ]
+    names = ("temperature", "top_p", "least_log", "repetition", "frequency", "presence")
+    given = [r | {"least_log": math.log(r["min_p"]) if r["min_p"] else -INF} for r in given]
     ends = torch.randint(vocab, (len(given), 3), generator=generator, dtype=torch.int32)
     ends[:, 2] = -1
-    paths = torch.randint(-1, vocab, (rows, width), generator=generator, dtype=torch.int32)
+    paths = torch.randint(-1, vocab, (rows, 3), generator=generator, dtype=torch.int32)
     biases = torch.randn(3, vocab, generator=generator)
     biases[1][torch.rand(vocab, generator=generator) < 0.5] = -INF
     biases[1, 0], biases[2] = 0.0, 0.0
     counts = torch.randint(3, (3, vocab), generator=generator, dtype=torch.int32)
     counts += IN_PROMPT * torch.randint(2, (3, vocab), generator=generator, dtype=torch.int32)
     inputs = TransformInputs(
-        torch.tensor(numbers, dtype=torch.float32),
+        torch.tensor([[r[name] for name in names] for r in given], dtype=torch.float32),
         torch.tensor([[r["slot"], r["top_k"], r["least"]] for r in given], dtype=torch.int32),
         ends,
         torch.randint(40, (rows,), generator=generator),
@@ -93,15 +78,8 @@ def scores_of(logits: torch.Tensor, inputs: TransformInputs) -> torch.Tensor:
     return found.cpu()
 
 
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.nan_to_num(nan=12345.0), b.nan_to_num(nan=12345.0))
-
-
-def random_logits(rows: int, vocab: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> torch.Tensor:
-    """In the middle of rows of NaN."""
-    wide = torch.full((rows, vocab + 24), NAN)
-    wide[:, 16 : 16 + vocab] = 3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
-    return wide.to(DEVICE, dtype)[:, 16 : 16 + vocab]
+def random_logits(rows: int, vocab: int) -> torch.Tensor:
+    return view_amid_nan(3 * normal(1)(rows, vocab))
 
 
 @pytest.mark.parametrize("vocab, nodes, dtype", TABLE)
@@ -110,7 +88,7 @@ def test_scores_are_those_of_the_reference(vocab: int, nodes: int, dtype: torch.
     logits = random_logits(nodes * len(REQUESTS), vocab)
     logits = logits if dtype == torch.float32 else logits.round().to(dtype)
     inputs = inputs_of(REQUESTS, len(logits), vocab)
-    assert same(scores_of(logits, inputs), logit_transforms_ref(logits, inputs).cpu())
+    assert_equal(scores_of(logits, inputs), logit_transforms_ref(logits, inputs).cpu())
 
 
 def test_the_first_of_equal_tokens_are_kept() -> None:
@@ -125,8 +103,7 @@ def test_what_is_not_finite_stays(special: float) -> None:
     logits[:, 37] = special
     inputs = inputs_of([request | {"slot": 0} for request in REQUESTS], len(logits), 100)
     found = scores_of(logits, inputs)
-    best = torch.where(found.isnan(), INF, found).amax(1)
-    assert bool((best == INF).all())
+    assert bool((torch.where(found.isnan(), INF, found).amax(1) == INF).all())
 
 
 def test_all_tokens_but_one_are_excluded() -> None:
@@ -155,4 +132,4 @@ def test_a_row_alone() -> None:
             positions=inputs.positions[row : row + 1],
             paths=wider,
         )
-        assert same(scores_of(logits[row : row + 1], own)[0], together[row]), row
+        assert_equal(scores_of(logits[row : row + 1], own)[0], together[row])

@@ -1,5 +1,6 @@
 """Cases of pass_layout. Attention over a layout has the bits of attention over the host's plan."""
 
+import math
 import random
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from treespec_kernels.attention.tree_attention import (
     plan_tree_attention,
     tree_attention_triton,
 )
-from treespec_kernels.tuning.testing import TreeAttentionInputs, tree_attention_inputs, tree_parents
+from treespec_kernels.tuning.testing import tree_attention_inputs, tree_parents
 
 PAGE = 16
 
@@ -43,88 +44,60 @@ class Padded:
         strewn: bool = True,
         seed: int = 0,
     ) -> None:
-        choose = random.Random(seed)
-        shape = AttentionShape(*heads, head_dim, dtype)
-        self.inputs = inputs = tree_attention_inputs(
-            lengths, trees, shape, nodes=nodes, device=DEVICE, page_size=PAGE, seed=seed
+        choose, by_request = random.Random(seed), (len(lengths), rows_per_request)
+        self.shape = AttentionShape(*heads, head_dim, dtype)
+        inputs = tree_attention_inputs(
+            lengths, trees, self.shape, nodes=nodes, device=DEVICE, page_size=PAGE, seed=seed
         )
-        num_requests = len(lengths)
-        places = [
-            sorted(choose.sample(range(rows_per_request), len(chosen))) if strewn else range(len(chosen))
-            for chosen in nodes
-        ]
-        self.rows = torch.tensor(
-            [request * rows_per_request + place for request in range(num_requests) for place in places[request]],
-            dtype=torch.long,
-            device=DEVICE,
-        )
-        num_rows = num_requests * rows_per_request
+        rows = []
+        for request, chosen in enumerate(nodes):
+            places = sorted(choose.sample(range(rows_per_request), len(chosen))) if strewn else range(len(chosen))
+            rows += [request * rows_per_request + place for place in places]
+        self.inputs, self.rows = inputs, torch.tensor(rows, dtype=torch.long, device=DEVICE)
 
-        def padded(values: torch.Tensor, padding: float, columns: int | None = None) -> torch.Tensor:
-            if columns is not None:
-                values = torch.nn.functional.pad(values[:, :columns], (0, max(0, columns - values.shape[1])))
-            whole = torch.full((num_rows, *values.shape[1:]), padding, dtype=values.dtype, device=DEVICE)
+        def padded(values: torch.Tensor, padding: float) -> torch.Tensor:
+            whole = values.new_full((math.prod(by_request), *values.shape[1:]), padding)
             whole[self.rows] = values
             return whole
 
-        by_request = (num_requests, rows_per_request)
         self.q = padded(inputs.q, NAN)
         self.depths = padded(inputs.rows["depths"], -1).view(by_request)
         own = torch.tensor([node for chosen in nodes for node in chosen], dtype=torch.int32, device=DEVICE)
         self.row_slots = padded(own, GARBAGE).view(by_request)
-        self.ancestors = padded(inputs.rows["ancestors"], GARBAGE, width).view(*by_request, width)
+        ancestors = inputs.rows["ancestors"][:, :width]
+        ancestors = torch.nn.functional.pad(ancestors, (0, width - ancestors.shape[1]))
+        self.ancestors = padded(ancestors, GARBAGE).view(*by_request, width)
         self.context_lens, self.page_table = inputs.rows["context_lens"], inputs.rows["page_table"]
-        self.shape = shape
 
     def planned(self, config: TreeAttentionConfig, chain: bool, window: int | None = None) -> torch.Tensor:
         """The rows by the host's plan; padding is 0."""
-        inputs: TreeAttentionInputs = self.inputs
+        inputs, shape = self.inputs, self.shape._replace(window=window)
         chains = [chain] * len(self.context_lens)
-        shape = self.shape._replace(window=window)
         plan = plan_tree_attention(**inputs.plan, shape=shape, device=DEVICE, config=config, chains=chains)
-        rows = inputs.rows | {"window": window}
-        out = torch.zeros_like(self.q)
+        rows, out = inputs.rows | {"window": window}, torch.zeros_like(self.q)
         out[self.rows] = tree_attention_triton(inputs.q, inputs.k_cache, inputs.v_cache, **rows, plan=plan)
         return out
 
     def laid_out(self, layout: DeviceLayout, *, given: bool = True) -> torch.Tensor:
         """The rows by the layout, from poisoned buffers."""
-        plan = layout.plan
-        for buffer in (plan.packed_items, plan.node_items, plan.first_segment, plan.num_segments):
+        plan, inputs = layout.plan, self.inputs
+        integers = (plan.packed_items, plan.node_items, plan.first_segment, plan.num_segments)
+        for buffer in (*integers, layout.positions, layout.slots):
             buffer.fill_(-77)
         for buffer in plan.partials:
             buffer.fill_(NAN)
-        layout.positions.fill_(-77)
-        layout.slots.fill_(-77)
         tree = (self.row_slots, self.ancestors) if given else ()
-        arguments = layout.fill(self.context_lens, self.page_table, self.depths, *tree)
-        for items in (plan.packed_items, plan.node_items):
-            assert (items >= 0).all(), "every item is written"
+        rows = layout.fill(self.context_lens, self.page_table, self.depths, *tree) | {"scale": inputs.rows["scale"]}
+        assert all((items >= 0).all() for items in integers[:2]), "every item is written"
         out = torch.full_like(self.q, NAN)
-        scale = self.inputs.rows["scale"]
-        return tree_attention_triton(
-            self.q, self.inputs.k_cache, self.inputs.v_cache, **arguments, scale=scale, out=out
-        )
+        return tree_attention_triton(self.q, inputs.k_cache, inputs.v_cache, **rows, out=out)
 
     def layout(
-        self,
-        config: TreeAttentionConfig,
-        chain: bool,
-        max_context: int,
-        window: int | None = None,
-        **options: object,
+        self, config: TreeAttentionConfig, chain: bool, max_context: int, window: int | None = None
     ) -> DeviceLayout:
-        return DeviceLayout.allocate(
-            *self.depths.shape,
-            self.ancestors.shape[2],
-            self.shape._replace(window=window),
-            chain=chain,
-            max_context=max_context,
-            device=DEVICE,
-            config=config,
-            page_size=PAGE,
-            **options,
-        )
+        options = {"device": DEVICE, "config": config, "page_size": PAGE, "chain": chain, "max_context": max_context}
+        sizes = *self.depths.shape, self.ancestors.shape[2]
+        return DeviceLayout.allocate(*sizes, self.shape._replace(window=window), **options)
 
 
 def assert_same(padded: Padded, layout: DeviceLayout, window: int | None = None, *, given: bool = True) -> None:
@@ -136,8 +109,7 @@ def assert_same(padded: Padded, layout: DeviceLayout, window: int | None = None,
         f"depths {padded.depths.tolist()}"
     )
     places = pass_layout_ref(padded.context_lens, padded.page_table, padded.depths, padded.row_slots, page_size=PAGE)
-    assert torch.equal(layout.positions, places.positions)
-    assert torch.equal(layout.slots, places.slots)
+    assert torch.equal(layout.positions, places.positions) and torch.equal(layout.slots, places.slots)
 
 
 def random_trees(sizes: list[int], seed: int) -> list[list[int]]:
@@ -147,26 +119,18 @@ def random_trees(sizes: list[int], seed: int) -> list[list[int]]:
 
 
 BORDERS = [0, 1, 15, 16, 17, 31, 32, 33, 47, 48, 63, 64, 65, 79, 80, 127, 128, 129]
-# Every third length, each time from another one on: together all of them.
-partitions = pytest.mark.parametrize("first, partition", list(enumerate(PARTITIONS)), ids=["32-64", "16-48", "64-32"])
 
 
-@partitions
-def test_trees_around_borders(first: int, partition: SegmentPartition) -> None:
-    sizes = [5, 3, 4, 1, 4, 6]
-    trees = random_trees(sizes, first)
-    padded = Padded(BORDERS[first::3], trees, [list(range(n)) for n in sizes], 6, 6, seed=first)
-    assert_same(padded, padded.layout(replace(SMALL, partition=partition), False, max(BORDERS)))
-
-
-@partitions
-def test_chains_around_borders(first: int, partition: SegmentPartition) -> None:
-    counts = [1, 7, 0, 3, 4, 9]
-    trees = [list(range(-1, 8))] * 6
-    padded = Padded(BORDERS[first::3], trees, [list(range(n)) for n in counts], 9, 9, strewn=False)
-    layout = padded.layout(replace(SMALL, partition=partition), True, max(BORDERS))
-    assert len(layout.plan.node_items) == 0
-    assert_same(padded, layout, given=first == 0)
+@pytest.mark.parametrize("chain", [False, True], ids=["trees", "chains"])
+@pytest.mark.parametrize("first, partition", list(enumerate(PARTITIONS)), ids=["32-64", "16-48", "64-32"])
+def test_rows_around_borders(first: int, partition: SegmentPartition, chain: bool) -> None:
+    """Every third length, each time from another one on: together all of them."""
+    sizes, rows = ([1, 7, 0, 3, 4, 9], 9) if chain else ([5, 3, 4, 1, 4, 6], 6)
+    trees, nodes = [list(range(-1, 8))] * 6 if chain else random_trees(sizes, first), [list(range(n)) for n in sizes]
+    padded = Padded(BORDERS[first::3], trees, nodes, rows, rows, strewn=not chain, seed=first)
+    layout = padded.layout(replace(SMALL, partition=partition), chain, max(BORDERS))
+    assert not chain or len(layout.plan.node_items) == 0
+    assert_same(padded, layout, given=not chain or first == 0)
 
 
 def test_deep_trees_cross_segments() -> None:
@@ -217,8 +181,7 @@ def test_rows_that_do_not_fit_count_as_padding() -> None:
     padded.row_slots[2, 3] = padded.page_table.shape[1] * PAGE - 20  # the first slot behind the table
     padded.depths[3, 1] = 4
     out = padded.laid_out(layout)
-    expected = padded.planned(SMALL, False)
     gone = [4, 5, 6, 7, 11, 13]
     kept = [row for row in range(16) if row not in gone]
-    assert torch.equal(out[kept], expected[kept])
+    assert torch.equal(out[kept], padded.planned(SMALL, False)[kept])
     assert not out[gone].any() and not layout.slots[gone].any()

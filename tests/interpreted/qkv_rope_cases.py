@@ -11,10 +11,11 @@ from tests.interpreted.common import (
     IMPLEMENTATION,
     NAN,
     assert_near,
+    by_row,
     check,
     each_dtype,
     normal,
-    of_kernels,
+    split_sums,
 )
 from treespec_kernels.attention.qkv_rope import HeadNorm, qkv_rope_ref, qkv_rope_triton
 from treespec_kernels.tuning.testing import same_bits
@@ -47,6 +48,7 @@ CASES = [
     Case(1, 600, 2, 1, 4, 0),
     Case(3, 24, 5, 1, 2, None, 0, False),
     Case(4, 16, 3, 1, 2, None, 2),
+    Case(6, 16, 3, 1, 3, 3, 2),
     Case(2, 16, 4, 2, rotates=False),
 ]
 
@@ -58,10 +60,7 @@ def angles(head_dim: int) -> torch.Tensor:
 
 
 def arguments_of(case: Case, dtype: torch.dtype) -> dict[str, Any]:
-    """Rows at any positions and slots of a layer whose elements hold a pattern, so that a write to a wrong slot shows.
-
-    The layer is the middle one of a pool that is dense in no layer.
-    """
+    """Rows in any slots of the middle layer of a pool, whose pattern shows a write to a wrong slot."""
     draw, generator = normal(case.rows + case.head_dim), torch.Generator().manual_seed(case.rows)
     width = (case.heads + 2 * case.kv_heads) * case.head_dim
     cos, sin = angles(case.head_dim).cos(), angles(case.head_dim).sin()
@@ -69,13 +68,8 @@ def arguments_of(case: Case, dtype: torch.dtype) -> dict[str, Any]:
     pool = torch.empty(3, NUM_PAGES, 2, PAGE_SIZE, case.kv_heads, case.head_dim, device=DEVICE)
     pattern = 1000.0 + torch.arange(pool.numel(), device=DEVICE) % 1000
     pattern[::3] = NAN
-    if case.splits is None:
-        qkv = draw(case.rows, width, dtype=dtype)
-    else:  # in a larger buffer
-        qkv = torch.full((case.splits, case.rows + 5, width), NAN, device=DEVICE)[:, : case.rows]
-        qkv.copy_(draw(case.splits, case.rows, width))
     arguments: dict[str, Any] = {
-        "qkv": qkv,
+        "qkv": split_sums(draw, case.splits, case.rows, width, dtype=dtype),
         "rotation": rotation if case.rotates else None,
         "positions": torch.randint(MAX_POSITIONS, (case.rows,), generator=generator).int().to(DEVICE),
         "slots": torch.randperm(NUM_PAGES * PAGE_SIZE, generator=generator)[: case.rows].to(DEVICE),
@@ -102,14 +96,10 @@ def model(arguments: dict[str, Any]) -> torch.Tensor:
     (rows, heads, head_dim), kv_heads = arguments["q_out"].shape, arguments["kv_layer"].shape[2]
     x = arguments["qkv"].double().view(-1, rows, (heads + 2 * kv_heads) * head_dim).sum(0)
 
-    def by_row(parameter: torch.Tensor) -> torch.Tensor:
-        stacked = parameter.double().view(-1, parameter.shape[-1])
-        return stacked.repeat_interleave(rows // len(stacked), 0)
-
-    x = x + by_row(arguments["bias"]) if "bias" in arguments else x
+    x = x + by_row(arguments["bias"], rows) if "bias" in arguments else x
     q, k, v = x.view(rows, -1, head_dim).split((heads, kv_heads, kv_heads), 1)
     if "norm" in arguments:
-        weights = (by_row(weight)[:, None] for weight in arguments["norm"][:2])
+        weights = (by_row(weight, rows)[:, None] for weight in arguments["norm"][:2])
         q, k = (F.rms_norm(part, (head_dim,), eps=EPS) * w for part, w in zip((q, k), weights, strict=True))
     turned = torch.cat((q, k), 1)
     if arguments["rotation"] is not None:
@@ -139,26 +129,8 @@ def test_rows(case: Case, dtype: torch.dtype) -> None:
         assert same_bits(*(side["kv_layer"] for side in sides))
 
     changes: dict[str, Any] = {"exact": True} if case.norm_groups is None else {"compare": near_where_written}
-    if case.bias_groups or case.norm_groups:
-        changes["rows"] = {}  # the parameters of some rows are those of no other number
-    check("qkv_rope", arguments, num_rows=case.rows, **changes)
-
-
-@of_kernels
-@each_dtype
-def test_a_row_has_the_same_bits_in_every_group(dtype: torch.dtype) -> None:
-    arguments = arguments_of(Case(6, 16, 3, 1, 3, 3, 2), dtype)
-    qkv_rope(**arguments)
-    for row in (0, 2, 5):
-        one = slice(row, row + 1)
-        alone = arguments_of(Case(1, 16, 3, 1, 3, 0, 0), dtype) | {
-            "qkv": arguments["qkv"][:, one].contiguous(),
-            "bias": arguments["bias"][row // 2].contiguous(),
-            "norm": HeadNorm(*(weight[row // 3].contiguous() for weight in arguments["norm"][:2]), EPS),
-            "positions": arguments["positions"][one],
-        }
-        qkv_rope(**alone)
-        assert same_bits(written(alone)[0], written(arguments)[row])
+    grouped = ("bias", "norm") if case.bias_groups or case.norm_groups else ()
+    check("qkv_rope", arguments, num_rows=case.rows, grouped=grouped, **changes)
 
 
 @each_dtype

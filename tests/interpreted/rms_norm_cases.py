@@ -10,12 +10,13 @@ from tests.interpreted.common import (
     DEVICE,
     IMPLEMENTATION,
     NAN,
-    amid_nan,
     assert_near,
+    by_row,
     check,
     each_dtype,
     normal,
     of_kernels,
+    split_sums,
 )
 from treespec_kernels.linear.rms_norm import Norm, rms_norm_ref, rms_norm_triton
 
@@ -64,12 +65,7 @@ def arguments_of(case: Case, dtype: torch.dtype) -> dict[str, Any]:
     shift = parameter(case.groups, dtype) if case.kind == "layer" else None
     norm = Norm(weight, EPS, case.kind, shift, post)
     size = (case.rows, case.hidden)
-    if case.splits is None:
-        x = draw(*size, dtype=dtype)
-    else:  # in a larger buffer
-        x = torch.full((case.splits, case.rows + 5, case.hidden), NAN, device=DEVICE)[:, : case.rows]
-        x.copy_(draw(case.splits, *size))
-    arguments: dict[str, Any] = {"x": x, "norm": norm}
+    arguments: dict[str, Any] = {"x": split_sums(draw, case.splits, *size, dtype=dtype), "norm": norm}
     if case.residual:
         arguments["residual"] = (3 + 2 * draw(*size)).to(dtype)
     if case.bias_groups is not None:
@@ -82,20 +78,16 @@ def assert_defined(arguments: dict[str, Any]) -> None:
     x, norm, residual, bias = (arguments.get(name) for name in ("x", "norm", "residual", "bias"))
     dtype, rows = norm.dtype_of(x, residual), x.shape[-2]
 
-    def by_row(parameter: torch.Tensor) -> torch.Tensor:
-        stacked = parameter.double().view(-1, parameter.shape[-1])
-        return stacked.repeat_interleave(rows // len(stacked), 0)
-
     def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         norm_of = F.layer_norm if norm.kind == "layer" else F.rms_norm
-        return norm_of(x, x.shape[1:], eps=EPS) * by_row(weight)
+        return norm_of(x, x.shape[1:], eps=EPS) * by_row(weight, rows)
 
     stream = x.double().view(-1, *x.shape[-2:]).sum(0)
-    stream = stream if bias is None else stream + by_row(bias)
+    stream = stream if bias is None else stream + by_row(bias, rows)
     stream = stream if norm.post_weight is None else normed(stream, norm.post_weight)
     stream = stream if residual is None else (residual.double() + stream).to(dtype).double()
     expected = normed(stream, norm.weight)
-    expected = expected if norm.shift is None else expected + by_row(norm.shift)
+    expected = expected if norm.shift is None else expected + by_row(norm.shift, rows)
     assert_near(rms_norm_ref(**arguments), expected.to(dtype))
     if residual is not None:
         assert_near(residual, stream.to(dtype))
@@ -108,35 +100,14 @@ def test_rows(case: Case, dtype: torch.dtype) -> None:
     if IMPLEMENTATION == "ref":
         assert_defined(arguments)
         return
-    by_group = case.groups > 1 or bool(case.bias_groups)  # the parameters of some rows are those of no other number
-    changes: dict[str, Any] = {"writes": ("residual",) if case.residual else ()} | ({"rows": {}} if by_group else {})
     equal_bits = () if case.post else ("residual",)  # a sum in a stated order
-    check("rms_norm", arguments, num_rows=case.rows, equal_bits=equal_bits, **changes)
-
-
-@of_kernels
-@each_dtype
-def test_a_row_has_the_same_bits_in_every_group(dtype: torch.dtype) -> None:
-    case = Case(6, 63, 2, True, 3, 3)
-    arguments = arguments_of(case, dtype)
-    stream = arguments["residual"].clone()
-    together = rms_norm(**arguments)
-    for row in (0, 3, 5):
-        norm = arguments["norm"]
-        alone = arguments | {
-            "x": arguments["x"][:, row : row + 1].contiguous(),
-            "norm": norm._replace(weight=amid_nan(norm.weight[row // 2])),
-            "residual": amid_nan(stream[row : row + 1]),
-            "bias": amid_nan(arguments["bias"][row // 2]),
-        }
-        assert torch.equal(rms_norm(**alone)[0], together[row])
-        assert torch.equal(alone["residual"][0], arguments["residual"][row])
+    grouped, writes = ("norm", "bias") if case.groups > 1 or case.bias_groups else (), ("residual",) * case.residual
+    check("rms_norm", arguments, num_rows=case.rows, equal_bits=equal_bits, grouped=grouped, writes=writes)
 
 
 @each_dtype
 def test_the_norm_is_of_the_rounded_stream(dtype: torch.dtype) -> None:
-    """One element takes up less than half a unit in the last place of the stream, which would be 0.84 units in that of
-    the result: it must stay equal to the others."""
+    """An element is rounded to the others in the stream, and would be 0.84 units in the last place of the result."""
     residual = torch.full((1, 64), 4096.0, device=DEVICE).to(dtype)
     x = torch.zeros(1, 1, 64, device=DEVICE)
     x[..., 5] = 0.45 * 4096 * torch.finfo(dtype).eps

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from tests.helpers.quantized_checkpoints import random_weight
 from tests.interpreted.common import (
     DEVICE,
     INTERPRETED,
@@ -15,8 +16,8 @@ from tests.interpreted.common import (
     in_the_interpreter,
     normal,
     on_a_gpu,
+    view_amid_nan,
 )
-from treespec_kernels.linear.quantized import QuantizedWeight
 from treespec_kernels.linear.row_linear import (
     RowLinearConfig,
     activated_ref,
@@ -61,6 +62,7 @@ LAYERS = [
     Layer(3, 96, 72, gate=True, config=None),
     Layer(33, 40, 70, config=TILED),
     Layer(33, 62, 40, "bias residual", True, 2, config=TILED),
+    Layer(33, 40, 70, groups=2, split_k=3, config=TILED),
     *(Layer(3, 38, 64, "bias", True, activation=activation) for activation in ("gelu", "gelu_tanh", "relu")),
     Layer(3, 38, 64, "bias", split_k=2, activation="gelu"),
     Layer(3, 38, 64, "bias", activation="silu"),
@@ -70,9 +72,7 @@ LAYERS = [
 def arguments_of(layer: Layer, dtype: torch.dtype) -> dict[str, Any]:
     """x lies in the middle of a wider tensor of NaN."""
     draw, stack = normal(layer.rows + layer.out_features), () if layer.groups is None else (layer.groups,)
-    size = (*stack, layer.rows, layer.in_features)
-    x = torch.full((*size[:-1], layer.in_features + 16), NAN, device=DEVICE, dtype=dtype)[..., 8:-8]
-    x.copy_(draw(*size))
+    x = view_amid_nan(draw(*stack, layer.rows, layer.in_features, dtype=dtype))
     weight = (draw(*stack, layer.out_features, layer.in_features) * layer.in_features**-0.5).to(dtype)
     arguments: dict[str, Any] = {"x": x, "weight": weight, "silu_gate": layer.gate, "activation": layer.activation}
     if "bias" in layer.added:
@@ -101,59 +101,30 @@ def test_layers(layer: Layer, dtype: torch.dtype) -> None:
     check("row_linear", arguments, config, num_rows=layer.rows, run=in_the_middle)
 
 
-class Form(NamedTuple):
-    bits: int
-    in_features: int
-    scales: int = 1  # groups of inputs
-    zero: Any = None  # dtype of zero points
-
-
-FORMS = [
-    Form(8, 123),
-    Form(8, 64, 2, torch.int8),
-    Form(8, 96, 3, torch.float32),
-    Form(4, 106, 1, torch.int8),
-    Form(4, 96, 3, torch.float32),
+FORMS = [  # inputs, bits, groups, type of zero points
+    (123, 8, 1, None),
+    (64, 8, 2, torch.int8),
+    (96, 8, 3, torch.float32),
+    (106, 4, 1, torch.int8),
+    (96, 4, 3, torch.float32),
 ]
-
-
-def random_weight(form: Form, out: int, dtype: torch.dtype, stack: tuple[int, ...] = ()) -> QuantizedWeight:
-    generator = torch.Generator().manual_seed(out + form.in_features)
-    kind, low, high = (torch.int8, -128, 128) if form.bits == 8 else (torch.uint8, 0, 256)
-    size, grouped = (*stack, out, form.in_features * form.bits // 8), (*stack, out, form.scales)
-    values = torch.randint(low, high, size, generator=generator, dtype=kind)
-    scale = (torch.rand(grouped, generator=generator) + 0.5) * form.in_features**-0.5 / (1 << (form.bits - 1))
-    zero = torch.randint(-8, 9, grouped, generator=generator)
-    if form.zero is torch.float32:
-        zero = zero - torch.rand(grouped, generator=generator)
-    zero = None if form.zero is None else zero.to(DEVICE, form.zero)
-    return QuantizedWeight(values.to(DEVICE), scale.to(DEVICE, dtype), zero)
 
 
 @each_dtype
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("rows, out, split_k, stack", [(3, 33, 1, ()), (17, 64, 2, (2,))])
 def test_quantized_layers(
-    rows: int, out: int, split_k: int, stack: tuple[int, ...], form: Form, dtype: torch.dtype
+    rows: int, out: int, split_k: int, stack: tuple[int, ...], form: Any, dtype: torch.dtype
 ) -> None:
-    draw, gate = normal(form.in_features), bool(stack)
+    draw, gate, inputs = normal(form[0]), bool(stack), form[0]
     arguments = {
-        "x": draw(*stack, rows, form.in_features, dtype=dtype),
-        "weight": random_weight(form, out, dtype, stack),
+        "x": draw(*stack, rows, inputs, dtype=dtype),
+        "weight": random_weight(out, *form, dtype, stack, DEVICE),
         "bias": draw(*stack, out, dtype=dtype),
         "residual": draw(*stack, rows, out // (1 + gate), dtype=dtype),
         "silu_gate": gate,
     }
     check("quantized_row_linear", arguments, replace(SMALL, split_k=split_k), num_rows=rows, run=in_the_middle)
-
-
-def test_partials_have_the_same_bits_in_every_tile() -> None:
-    arguments, config = arguments_of(Layer(65, 40, 70, groups=2), torch.float32), replace(TILED, split_k=3)
-    first, *others = (
-        row_linear_partials_triton(arguments["x"], arguments["weight"], config=config.with_tile(tile))
-        for tile in config.tiles
-    )
-    assert all(torch.equal(partials, first) for partials in others)
 
 
 @pytest.mark.parametrize("split_k", [1, 2])
@@ -219,8 +190,7 @@ def test_a_workspace_is_used_and_may_be_larger() -> None:
 def test_rows_and_weights_may_lie_apart(split_k: int) -> None:
     arguments = arguments_of(Layer(18, 48, 72, "bias residual", groups=2), torch.float32)
     x = arguments["x"].transpose(0, 1).contiguous().transpose(0, 1)  # [groups, rows, in], rows of the groups in turn
-    weight = x.new_full((2, 50, 88), NAN)[:, 1:49, 8:80]
-    weight.copy_(arguments["weight"])
+    weight = view_amid_nan(arguments["weight"], rows=2)
     config = replace(SMALL, split_k=split_k)
     expected = row_linear_triton(**arguments, config=config)
     assert torch.equal(row_linear_triton(**(arguments | {"x": x, "weight": weight}), config=config), expected)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.interpreted.common import DEVICE, IMPLEMENTATION
+from tests.interpreted.common import DEVICE, IMPLEMENTATION, INF, NAN, view_amid_nan
 from treespec_kernels.linear.lm_head import block_stats_ref
 from treespec_kernels.sampling.coupled_choice import RowNoise, gumbel_integers_ref
 from treespec_kernels.sampling.row_topk import BLOCK, RowTopk, row_topk_ref, row_topk_triton
@@ -16,15 +16,12 @@ pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 VOCABS = [1, 63, 1100]  # a token, a part of a block, and several spans of blocks
 KS = [1, 3, 16]
-INF, NAN = float("inf"), float("nan")
 
 
 def random_logits(rows: int, vocab: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
     """In the middle of rows of NaN; about half of them have an equal."""
     generator = torch.Generator().manual_seed(seed)
-    logits = torch.full((rows, vocab + 24), NAN)
-    logits[:, 16 : 16 + vocab] = (torch.randn(rows, vocab, generator=generator) * 64).round() / 32
-    return logits.to(DEVICE, dtype)[:, 16 : 16 + vocab]
+    return view_amid_nan(((torch.randn(rows, vocab, generator=generator) * 64).round() / 32).to(DEVICE, dtype))
 
 
 def noise_of(rows: int, seed: int = 0, temperature: float | None = None) -> RowNoise:

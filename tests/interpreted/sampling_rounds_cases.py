@@ -53,6 +53,9 @@ def test_parameters(llm: LLM, plain: list[list[int]]) -> None:
     ]
     found = [tokens for tokens, _ in assert_equal(llm, params)]
     assert found != plain and set(found[1]) <= set(SOME)
+    first = plain[0][0]  # no end token is chosen before `min_tokens`
+    params = [greedy(4, stop_token_ids=[first], min_tokens=3)]
+    assert first not in assert_equal(llm, params, PROMPTS[:1])[0][0][:3]
 
 
 def test_requests_of_every_kind_together(llm: LLM, plain: list[list[int]]) -> None:
@@ -63,8 +66,7 @@ def test_requests_of_every_kind_together(llm: LLM, plain: list[list[int]]) -> No
 
 
 def test_penalties_count_the_path_above_a_node(llm: LLM) -> None:
-    """Two tokens take turns, because each makes itself less likely. Lookup proposes what repeats, and the tokens of an
-    accepted path change the choices after them."""
+    """Two tokens take turns, as each makes itself less likely; an accepted path changes the choices after it."""
     params = greedy(8, logit_bias={7: 90.0, 9: 89.0}, frequency_penalty=2.0)
     accepted = sum(llm.engine.stats.accepted_by_source.values())
     [(found, _)] = assert_equal(llm, params, PROMPTS[:1])
@@ -79,13 +81,6 @@ def test_more_logprobs_than_rounds_compute(llm: LLM, plain: list[list[int]]) -> 
     for (tokens, found), count in ((many, MAX_LOGPROBS + 1), (few, 64)):
         assert all(len(each) in (count, count + 1) and token in each for token, each in zip(tokens, found, strict=True))
     assert many[0] == plain[0]
-
-
-def test_the_least_length(llm: LLM, plain: list[list[int]]) -> None:
-    """An end token is not chosen before `min_tokens`, in trees either."""
-    first = plain[0][0]
-    params = SamplingParams(max_tokens=4, stop_token_ids=[first], min_tokens=3, ignore_eos=True)
-    assert first not in assert_equal(llm, params, PROMPTS[:1])[0][0][:3]
 
 
 @pytest.mark.filterwarnings("ignore:divide by zero")

@@ -150,8 +150,7 @@ def test_a_decoder_launches_as_was_measured(gpu: Gpu, measured: bool | None, mon
 
 
 def test_rounds_of_heads(gpu: Gpu) -> None:
-    """Each level of an EAGLE head is part of the captured round, as is what the target's passes store for it, beside an
-    SSM. After a prompt of one token no head can draft."""
+    """With all levels of EAGLE heads, beside an SSM. After a prompt of one token no head can draft."""
     shape = TargetShape(32, 48, 2, num_attention_heads=2, num_key_value_heads=1, vocab_size=64)
     target, head, other = make_target(shape, torch.float16), new_folder("head"), new_folder("head")
     options: dict[str, Any] = {"draft_vocab": 48, "own_embedding": False, "boundaries": (0, 1)}
@@ -179,8 +178,7 @@ def test_rounds_of_heads(gpu: Gpu) -> None:
     ("target", "draft", "layers", "length"), [("gemma2", "gemma3", 2, WINDOW + 2), ("gpt_neox", "gpt2", 1, 3)]
 )
 def test_rounds_of_other_families(gpu: Gpu, target: str, draft: str, layers: int, length: int) -> None:
-    """Together they have every switch of the kernels: caps, windows by layer, several ropes, partial ones and learned
-    positions, norms of each kind, of heads and behind layers, biases, MLPs with gates and without, parallel layers."""
+    """Together they have every switch of the kernels."""
     root = new_folder("families")
     folders = []
     for name in (target, draft):

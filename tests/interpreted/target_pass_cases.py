@@ -11,11 +11,11 @@ import torch
 
 from tests.helpers.drafting import make_target
 from tests.helpers.heads_made import TargetShape, write_eagle3
-from tests.helpers.models import OracleDrafter, greedy, make_draft, make_llama, new_folder, open_llm, tokens_of
+from tests.helpers.models import OracleDrafter, greedy, make_llama, new_folder, open_llm, tokens_of
 from tests.interpreted.engines import LONG, ON_GPU, PROMPTS, SHORT, TREES, told
 from tests.simulated_gpu import Gpu, simulated_gpu
 from treespec import LLM, SamplingParams, SpecConfig
-from treespec.graphs import batch_round, capture, target_pass
+from treespec.graphs import batch_round, target_pass
 from treespec.graphs.graph_executor import GraphExecutor
 from treespec.startup import memory
 from treespec_kernels.attention.tree_batch import PAGE_SIZE
@@ -162,24 +162,6 @@ def test_where_graphs_do_not_run(
     assert ("cannot be captured" if raises else "gives other bits") in caplog.text
     assert llm.engine.runner.captured.num_graphs == 0
     assert tokens_of(llm.generate(SHORT, greedy(6), spec=TREES)) == plain
-
-
-def test_graphs_at_start(target: Path, plain: list[list[int]]) -> None:
-    """Few are captured before the first token: those that the costs are measured with, and the largest."""
-    draft = make_draft(new_folder("start") / "draft", target, 1, 0.05)
-    captured = mock.Mock(wraps=batch_round.capture_replay)
-    with (
-        mock.patch.object(capture, "is_interpreted", lambda: False),
-        mock.patch.object(capture, "_REPEATS", 1),
-        mock.patch.object(capture, "CONTEXTS", (64, 128)),
-        mock.patch.object(batch_round, "capture_replay", captured),
-    ):
-        llm = open_llm(target, [draft], spec=TREES, max_num_seqs=4, **ON_GPU)
-        at_start = captured.call_count
-        assert tokens_of(llm.generate(SHORT, greedy(3), spec=TREES)) == [tokens[:3] for tokens in plain]
-    stages = 2 + 2  # the first level and the next, and a target pass of 1 and of 8 nodes
-    assert at_start == 2 * stages + 3  # of 1 and of 4 requests; the largest round has one pass
-    assert captured.call_count > at_start
 
 
 def test_a_graph_that_cannot_be_captured_later(

@@ -6,20 +6,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.interpreted.common import (
-    DEVICE,
-    assert_near,
-    attention_inputs,
-    each_dtype,
-    poisoned_plan,
-)
+from tests.interpreted.common import assert_near, attention_inputs, each_dtype, poisoned_plan
 from treespec_kernels.attention.tree_attention import (
     SegmentPartition,
     TreeAttentionConfig,
     tree_attention_ref,
     tree_attention_triton,
 )
-from treespec_kernels.tuning.testing import TreeAttentionInputs, path_to, scattered_page_table, tree_parents
+from treespec_kernels.tuning.testing import TreeAttentionInputs, path_to, tree_parents
 
 # Segments [0, 32), [32, 64), [64, 128), [128, 192) ... in tiles of 16 positions: every border lies near.
 SMALL = TreeAttentionConfig(
@@ -99,55 +93,38 @@ def test_a_node_has_the_bits_of_plain_decoding(case: Case, dtype: torch.dtype) -
     assert not different, f"{len(different)} of {row} rows differ in bits:\n" + "\n".join(different)
 
 
-def test_context_lengths_around_borders() -> None:
-    lengths = [0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 128]
-    parents = trees(" ".join(["chain star random"] * 4), [3] * len(lengths))
-    assert_matches_ref(attention_inputs(lengths, parents, page_size=8), SMALL)
+PASSES = [  # lengths of contexts, kinds of trees, their nodes, windows
+    ([0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 128], "chain star random " * 4, [3] * 12, None),
+    ([27, 60], "chain chain", [50, 9], None),
+    # Windows that begin before the root's tile, in it, inside the tree; of one tile, across segments, of a position.
+    *(([64, 30, 79, 3], "random chain star random", [7, 5, 3, 3], window) for window in (1, 7, 17, 33, 200)),
+]
 
 
-def test_deep_chain_crosses_segments() -> None:
-    inputs = attention_inputs([27, 60], trees("chain chain", [50, 9]), num_heads=1)
-    assert_matches_ref(inputs, SMALL, chains=[True, False])
+@pytest.mark.parametrize("lengths, kinds, nodes, window", PASSES)
+def test_borders_and_windows(lengths: list[int], kinds: str, nodes: list[int], window: int | None) -> None:
+    inputs = attention_inputs(lengths, trees(kinds, nodes), page_size=8)
+    inputs.rows["window"] = window
+    out = assert_matches_ref(inputs, SMALL)
+    assert torch.equal(attend(inputs, SMALL, chains=[kind == "chain" for kind in kinds.split()]), out)
 
 
 def decoded_alone(
     inputs: TreeAttentionInputs, request: int, parents: list[int], node: int, row: int, config: TreeAttentionConfig
 ) -> torch.Tensor:
     """The row's token in a one-row pass over a compacted cache, in other pages, all other slots NaN."""
-    length = inputs.plan["context_lens"][request]
-    page_size = inputs.k_cache.shape[2]
-    path = torch.tensor(path_to(parents, node), device=DEVICE)
-    source = torch.cat([torch.arange(length, device=DEVICE), length + path])
-    max_pages = -(-len(source) // page_size) + 1
-    page_table = scattered_page_table(1, max_pages, torch.Generator().manual_seed(node)).to(DEVICE)
-    caches = []
-    for cache in (inputs.k_cache, inputs.v_cache):
-        compact = torch.full_like(cache[:1], float("nan")).repeat(max_pages + 1, 1, 1, 1)
-        target = torch.arange(len(source), device=DEVICE)
-        pages = inputs.rows["page_table"][request, source // page_size].long()
-        compact[page_table[0, target // page_size].long(), :, target % page_size] = cache[pages, :, source % page_size]
-        caches.append(compact)
-
-    def integers(*values: int) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
-
-    alone = TreeAttentionInputs(
-        q=inputs.q[row : row + 1],
-        k_cache=caches[0],
-        v_cache=caches[1],
-        rows={
-            "row_request": integers(0),
-            "context_lens": integers(len(source) - 1),
-            "page_table": page_table,
-            "depths": integers(0),
-            "ancestors": integers(0)[None],
-            "scale": inputs.rows["scale"],
-            "window": inputs.rows["window"],
-            "score_cap": inputs.rows["score_cap"],
-        },
-        plan={"context_lens": [len(source) - 1], "rows_per_request": [1], "depths": [0]},
-    )
-    return attend(alone, config)[0]
+    length, page_size, device = inputs.plan["context_lens"][request], inputs.k_cache.shape[2], inputs.q.device
+    source = torch.tensor([*range(length), *(length + above for above in path_to(parents, node))], device=device)
+    (_, num_heads, head_dim), num_kv_heads = inputs.q.shape, inputs.k_cache.shape[1]
+    shape = (num_heads, num_kv_heads, head_dim, inputs.q.dtype)
+    alone = attention_inputs([len(source) - 1], [[-1]], *shape, page_size=page_size, seed=node)
+    target = torch.arange(len(source), device=device)
+    pages = alone.rows["page_table"][0, target // page_size].long()
+    from_pages = inputs.rows["page_table"][request, source // page_size].long()
+    for own, cache in ((alone.k_cache, inputs.k_cache), (alone.v_cache, inputs.v_cache)):
+        own[pages, :, target % page_size] = cache[from_pages, :, source % page_size]
+    alone.rows.update(window=inputs.rows["window"], score_cap=inputs.rows["score_cap"])
+    return attend(replace(alone, q=inputs.q[row : row + 1]), config)[0]
 
 
 def test_bits_do_not_follow_the_batch_the_rows_or_the_chain_flag() -> None:
@@ -166,16 +143,6 @@ def test_bits_do_not_follow_the_batch_the_rows_or_the_chain_flag() -> None:
     )
     assert torch.equal(attend(some, config), out[kept])
     assert torch.equal(attend(some, config, chains=[False, True]), out[kept])
-
-
-# Windows that begin before the root's tile, in it, and inside the tree; of one tile, across segments, of one position.
-@pytest.mark.parametrize("window", [1, 7, 17, 33, 200])
-def test_windows(window: int) -> None:
-    parents = trees("random chain star random", [7, 5, 3, 3])
-    inputs = attention_inputs([64, 30, 79, 3], parents, num_heads=2)
-    inputs.rows["window"] = window
-    out = assert_matches_ref(inputs, SMALL)
-    assert torch.equal(attend(inputs, SMALL, chains=[False, True, False, False]), out)
 
 
 def test_what_lies_before_the_window_is_not_read() -> None:

@@ -1,5 +1,4 @@
-"""Cases of tree_root, tree_merge and tree_select, by equality: with the specification in every tensor, and with a
-dictionary of paths in what the next pass sees and in what is selected, padding included."""
+"""Cases of tree_root, tree_merge and tree_select: every tensor equals the specification's, and that of a dictionary."""
 
 import copy
 import dataclasses
@@ -112,8 +111,7 @@ class Growth:
 
 @pytest.mark.parametrize(("sizes", "kind"), CASES)
 def test_growth(sizes: Sizes, kind: str) -> None:
-    """Of several requests one may sit the round out; the number of end tokens varies from none to two. All candidates
-    are selected, the root alone, and some, by limits of each request that may equal a value."""
+    """One of several requests may sit out. All candidates are selected, the root alone, and some by limits."""
     seed, count = KINDS.index(kind), sizes.requests
     rng = np.random.default_rng(seed)
     idle = seed % (count + 1) if count > 1 else None
@@ -155,15 +153,6 @@ def test_each_request_may_want_another_number() -> None:
             assert torch.equal(getattr(together, name)[request], getattr(alone, name)[request]), (request, name)
 
 
-def test_a_forest_is_started_again() -> None:
-    sizes, rng = Sizes(2, 2, 2, 2, 2), np.random.default_rng(0)
-    growth = Growth(sizes, [5, 6])
-    growth.merge(*proposals(sizes, "random", rng), mixtures(sizes, rng), torch.full((2, 1), -1, dtype=torch.int32))
-    fresh = Growth(sizes, [7, -1])
-    tree_root(growth.forest, fresh.root_tokens.to(DEVICE))
-    assert_same(growth.forest, fresh.expected)
-
-
 def test_a_forest_at_its_depth_stays() -> None:
     sizes, rng = Sizes(1, 2, 2, 2, 1), np.random.default_rng(0)
     growth, ends = Growth(sizes, [5]), torch.zeros(1, 0, dtype=torch.int32)
@@ -187,8 +176,7 @@ def level_of(tokens: list[int], probs: list[float], seeds: Seeds) -> DeviceFores
 
 
 def test_seeds_by_hand() -> None:
-    """Token 7: an SSM gives it a half, and being a seed makes it three times as likely; no SSM names 9, and the seed
-    has more children than proposals."""
+    """An SSM gives token 7 a half, being a seed three times that; no SSM names 9; more children than proposals."""
     children = [(7, 0.9, 3.0), (9, 0.2, 1.0), (4, 0.1, 1.0), (8, 0.3, 19.0)]
     seeds: Seeds = {(t,): Seed(i, np.float32(q), np.float32(r)) for i, (t, q, r) in enumerate(children)}
     forest = level_of([7, 8], [0.5, 0.25], seeds)
@@ -208,11 +196,9 @@ def test_proposals_may_be_views() -> None:
     sizes, rng = Sizes(2, 3, 3, 2, 2), np.random.default_rng(0)
     growth, ends = Growth(sizes, [3, 4]), torch.full((2, 2), -1, dtype=torch.int32)
     for _ in range(2):
-        tokens, probs = proposals(sizes, "random", rng)
-        wide = torch.full((2, 3, 5, 4), NAN)
-        wide[..., 1:3] = probs.permute(1, 0, 2, 3).repeat_interleave(2, 2)[:, :, :5]
-        tokens_view = torch.full((3, 2, 3, 8), 99, dtype=torch.int32)
-        tokens_view[..., 3:5] = tokens
-        probs_view = wide.permute(1, 0, 2, 3)[:, :, ::2, 1:3]
-        assert torch.equal(probs_view, probs) and not probs_view.is_contiguous()
-        growth.merge(tokens_view[..., 3:5], probs_view, mixtures(sizes, rng), ends)
+        views = []
+        for tensor, around in zip(proposals(sizes, "random", rng), (99, NAN), strict=True):
+            wide = torch.nn.functional.pad(tensor.transpose(0, 1), (1, 3, 0, 2), value=around)
+            views.append(wide.transpose(0, 1)[:, :, :3, 1:3])
+            assert torch.equal(views[-1], tensor)
+        growth.merge(*views, mixtures(sizes, rng), ends)

@@ -82,10 +82,7 @@ def all_choices(trees: list[TokenTree | None], kind: str, nodes: int, choose: ra
     return choices
 
 
-@pytest.mark.parametrize(
-    "kind, dtype",
-    [("accepted", torch.int32), ("rejected", torch.int64), ("random", torch.int64)],
-)
+@pytest.mark.parametrize("kind, dtype", [("accepted", torch.int32), ("rejected", torch.int64), ("random", torch.int64)])
 def test_fuzz(kind: str, dtype: torch.dtype) -> None:
     for seed in range(ROUNDS):
         choose, generator = random.Random(seed), torch.Generator().manual_seed(seed)
@@ -109,14 +106,6 @@ def test_fuzz(kind: str, dtype: torch.dtype) -> None:
         for request, tree in enumerate(trees):
             if kind == "rejected" and tree is not None and finite[request, : len(tree)].all():
                 assert lengths[request] == 1
-
-
-def test_equal_tokens_elsewhere_do_not_mislead() -> None:
-    """Nodes 3 and 4 carry the wanted tokens below another parent than the path's."""
-    parents = [-1, 0, 0, 1, 1, 2]
-    tree = TokenTree.from_parents([9, 5, 6, 7, 8, 4], parents, 1.0, "any")
-    choices = torch.tensor([[6, 7, 7, 1, 1, 1]])
-    assert assert_walks([tree], choices, torch.ones(1, 6, dtype=torch.bool), 2) == [2]
 
 
 def test_any_node_that_is_not_finite_empties_its_request_alone() -> None:

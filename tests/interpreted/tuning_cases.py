@@ -80,15 +80,29 @@ def problems() -> list[TuningProblem]:
     return [(changed(tree, configs=lambda case: [SLOW, FAST, EQUAL], run=run),)]
 
 
+@pytest.fixture
+def log(tmp_path: Path) -> SweepLog:
+    return SweepLog(tmp_path / "log", NAME)
+
+
 def clock() -> PlannedClock:
     return PlannedClock({SLOW: 3.0, FAST: 1.0, EQUAL: 1.0})
 
 
+def swept(problems: list[TuningProblem], log: SweepLog, **options: Any) -> tuple[Tuned, list[Any]]:
+    """What a sweep finds of one problem, and the configurations that it times."""
+    timed = clock()
+    [found] = tune(problems, timed, log, **options)
+    return found, timed.timed
+
+
 @pytest.mark.parametrize(("default", "best"), [(3.0, FAST), (1.009, SLOW)])
-def test_the_fastest_is_kept(problems: list[TuningProblem], default: float, best: Any, tmp_path: Path) -> None:
+def test_the_fastest_is_kept(
+    problems: list[TuningProblem], default: float, best: Any, log: SweepLog, tmp_path: Path
+) -> None:
     """But a default that is about as fast stays."""
     timed = PlannedClock({SLOW: default, FAST: 1.0, EQUAL: 1.0})
-    [found] = tune(problems, timed, SweepLog(tmp_path / "log", NAME))
+    [found] = tune(problems, timed, log)
     assert timed.timed == [SLOW, FAST, EQUAL] and found.unmeasured == 0 and found.failed == []
     assert found.best is not None and found.best.config == best
     entry = found.entry(tuned.versions_of(NAME, found.problem[0].op), 1e9)
@@ -126,11 +140,10 @@ def last_bit_by_company(out: torch.Tensor) -> None:
     ("change", "said"), [(one_wrong, "max error"), (last_bit_by_company, "rows depend on other rows")]
 )
 def test_a_wrong_kernel_is_refused_before_it_is_timed(
-    problems: list[TuningProblem], tmp_path: Path, change: Any, said: str
+    problems: list[TuningProblem], log: SweepLog, change: Any, said: str
 ) -> None:
-    timed = clock()
-    [found] = tune(planted(problems, change), timed, SweepLog(tmp_path / "log", NAME))
-    assert timed.timed == [SLOW, EQUAL] and found.best is not None and found.best.config == EQUAL
+    found, timed = swept(planted(problems, change), log)
+    assert timed == [SLOW, EQUAL] and found.best is not None and found.best.config == EQUAL
     [failed] = found.failed
     assert failed.config == FAST and said in str(failed.error)
 
@@ -145,66 +158,51 @@ def test_a_kernel_that_cannot_run_has_failed(problems: list[TuningProblem]) -> N
     assert Tuned(problems[0], (found,), 2).entry({}, 1e9) is None
 
 
-def test_what_was_measured_is_not_measured_again(problems: list[TuningProblem], tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    times = iter([0.0] * 3 + [100.0] * 20)  # the budget ends while the first configuration is measured
-
-    def hurried(monkeypatch: pytest.MonkeyPatch) -> list[Tuned]:
-        monkeypatch.setattr("treespec_kernels.tuning.sweep.time.monotonic", lambda: next(times))
-        return tune(problems, clock(), SweepLog(path, NAME), budget_seconds=50.0)
-
-    with pytest.MonkeyPatch.context() as patch:
-        [first] = hurried(patch)
+def test_what_was_measured_is_not_measured_again(
+    problems: list[TuningProblem], log: SweepLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for a change of the kernels."""
+    path, times = tmp_path / "log", iter([0.0] * 3 + [100.0] * 20)  # the budget ends in the first configuration
+    with monkeypatch.context() as patch:
+        patch.setattr("treespec_kernels.tuning.sweep.time.monotonic", lambda: next(times))
+        first, _ = swept(problems, log, budget_seconds=50.0)
     assert [m.config for m in first.measurements] == [SLOW] and first.unmeasured == 2
     with path.open("a") as file:
         file.write('{"what": {"op": ')  # as a process that was killed leaves it
-    timed = clock()
-    [second] = tune(problems, timed, SweepLog(path, NAME))
-    assert timed.timed == [FAST, EQUAL] and second.unmeasured == 0
-    timed = clock()
-    [third] = tune(problems, timed, SweepLog(path, NAME))
-    assert timed.timed == [] and third.best == second.best
+    second, timed = swept(problems, SweepLog(path, NAME))
+    assert timed == [FAST, EQUAL] and second.unmeasured == 0
+    third, timed = swept(problems, SweepLog(path, NAME))
+    assert timed == [] and third.best == second.best
     log = SweepLog(path, NAME)
     assert log.find(problems[0], SLOW) is not None and SweepLog(path, "Another").find(problems[0], SLOW) is None
+    monkeypatch.setattr(tuned, "source_hash", lambda op: "another")
+    assert swept(problems, SweepLog(path, NAME))[1] == [SLOW, FAST, EQUAL]
     log.forget()
     assert not path.exists() and log.find(problems[0], SLOW) is None
+    spent, _ = swept(problems, log, budget_seconds=-1.0)
+    assert spent.unmeasured == 3 and spent.best is None
 
 
-def test_a_change_of_the_kernels_is_measured_again(
-    problems: list[TuningProblem], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_broken_device_ends_the_sweep_and_is_remembered(
+    problems: list[TuningProblem], log: SweepLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tune(problems, clock(), SweepLog(tmp_path / "log", NAME))
-    monkeypatch.setattr(tuned, "source_hash", lambda op: "another")
-    timed = clock()
-    tune(problems, timed, SweepLog(tmp_path / "log", NAME))
-    assert timed.timed == [SLOW, FAST, EQUAL]
-
-
-def test_a_budget_is_shared(problems: list[TuningProblem], tmp_path: Path) -> None:
-    [found] = tune(problems, clock(), SweepLog(tmp_path / "log", NAME), budget_seconds=-1.0)
-    assert found.unmeasured == 3 and found.best is None
-
-
-def test_a_broken_device_ends_the_sweep_and_is_remembered(problems: list[TuningProblem], tmp_path: Path) -> None:
     problems = planted(problems, one_wrong)
-    log = SweepLog(tmp_path / "log", NAME)
-    with pytest.MonkeyPatch.context() as patch:
+    with monkeypatch.context() as patch:
         patch.setattr(tuning, "works", lambda device: False)
         with pytest.raises(TuningError, match=r"broke the device .*; run again to continue without it"):
             tune(problems, clock(), log)
-    timed = clock()
-    [found] = tune(problems, timed, SweepLog(tmp_path / "log", NAME))
-    assert timed.timed == [EQUAL] and [m.config for m in found.failed] == [FAST]
+    found, timed = swept(problems, SweepLog(tmp_path / "log", NAME))
+    assert timed == [EQUAL] and [m.config for m in found.failed] == [FAST]
 
 
-def test_too_little_memory_is_no_configurations_fault(problems: list[TuningProblem], tmp_path: Path) -> None:
+def test_too_little_memory_is_no_configurations_fault(problems: list[TuningProblem], log: SweepLog) -> None:
     def full(out: torch.Tensor) -> None:
         raise torch.OutOfMemoryError("no memory")
 
     problems = [(changed(problems[0][0], configs=lambda case: [FAST]),)]
     with pytest.raises(torch.OutOfMemoryError):
-        tune(planted(problems, full), clock(), SweepLog(tmp_path / "log", NAME))
-    assert not (tmp_path / "log").exists()
+        tune(planted(problems, full), clock(), log)
+    assert log.find(problems[0], FAST) is None
 
 
 def test_loads_are_weighted() -> None:
@@ -213,12 +211,6 @@ def test_loads_are_weighted() -> None:
     assert [case.weight for case in problem] == [case.weight for case in other] == [0.5, 0.25, 0.25]
     seconds = Measurement(FAST, {case.load: 4.0 / (1 + place) for place, case in enumerate(problem)})
     assert Tuned(problem, (), 0).mean(seconds) == pytest.approx(2.0 + 0.5 + 1 / 3)
-
-
-def test_a_commit_needs_no_long_context() -> None:
-    """Copies of its cache stay small, however long the context: little of it moves."""
-    for case in cases_of("kv_commit", replace(SETTING, context=100_000, layers=3)):
-        assert case.inputs[0].arguments["kv_cache"].nbytes < 100 * case.bytes
 
 
 def decoder(folder: Path, configs: tuned.KernelConfigs, *quantization: str | None) -> TritonDecoder:
@@ -265,28 +257,15 @@ def test_layers_of_one_model_may_differ() -> None:
     assert pass_of_three(opened).isfinite().all()
 
 
-FORMS = [WeightForm(8), WeightForm(4, 32), WeightForm(4, 128, True)]
-
-
 def test_each_form_has_problems_of_its_own() -> None:
-    form = replace(SETTING, shape=replace(SHAPE, hidden_size=64, intermediate_size=96, quantized=FORMS[1]))
+    form = replace(SETTING, shape=replace(SHAPE, hidden_size=64, intermediate_size=96, quantized=WeightForm(4, 32)))
     others, op = {"lm_head", "tree_attention", "programmatic_launch"}, "quantized_row_linear"
     assert cases_of(op, SETTING) == [] == cases_of("row_linear", form)
     assert {problem[0].op for problem in problems_of([SETTING])} == {"row_linear", *others}
     assert {problem[0].op for problem in problems_of([form])} == {op, *others}
-    forms = [*FORMS[:2], WeightForm(4, 64), WeightForm(4, 32, True)]
+    forms = [WeightForm(8), WeightForm(4, 32), WeightForm(4, 64), WeightForm(4, 32, True)]
     settings = [replace(form, shape=replace(form.shape, quantized=each)) for each in forms]
     assert len(problems_of(settings, [op])) == 4 * len(forms)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("form", FORMS, ids=str)
-def test_candidates_fit_the_groups(dtype: torch.dtype, form: WeightForm) -> None:
-    shape = replace(SHAPE, dtype=dtype, hidden_size=4096, intermediate_size=14336, quantized=form)
-    for case in cases_of("quantized_row_linear", replace(SETTING, shape=shape)):
-        configs = case.candidates()
-        assert len(configs) == len(set(configs)) > 3
-        assert form.group is None or all(form.group % config.block_k == 0 for config in configs)
 
 
 class TiledConfigs(tuned.KernelConfigs):

@@ -44,9 +44,8 @@ def test_padded_drafts_in_captured_rounds(folders: dict[str, Path]) -> None:
         assert [stack.groups for stack in self._drafts.stacks] == [1, 1]
 
     original = BatchRound.draft
+    params = [greedy(3), greedy(7, temperature=0.9, seed=3)]  # the second is alone in a batch at last
     with mock.patch.object(BatchRound, "draft", draft):
-        # One request ends before the other, which then is alone in a batch.
-        params = [greedy(3), greedy(7, temperature=0.9, seed=3)]
         trees = llm.generate(prompts, params, spec=SPEC)
     assert tokens_of(trees) == tokens_of(llm.generate(prompts, params, spec="off"))
     assert sum(sum(o.metrics.accepted_by_source.values()) for o in trees) > 2

@@ -1,5 +1,6 @@
 """Order in compiled code, on every path: programmatic launches wait first, and a fence comes before products."""
 
+import contextlib
 import re
 from types import SimpleNamespace
 from unittest import mock
@@ -23,51 +24,41 @@ SASS = """	.headerflags	@"EF_CUDA_SM90"
 BULK = "        /*0040*/                   ACQBULK ;\n"
 
 
-def line(address: str, text: str) -> str:
-    return f"        /*{address}*/                   {text} ;\n"
+@pytest.mark.parametrize(
+    ("first", "fault"),
+    [
+        ("LDG.E R2, desc[UR4][R2.64]", "LDG.E is reached"),
+        ("LDGSTS.E.BYPASS.128 [R9], desc[UR4][R2.64]", "LDGSTS"),
+        ("STG.E desc[UR4][R2.64], R3", "STG.E"),
+        ("UTMALDG.2D [UR8], [UR4]", "UTMALDG"),
+        ("@P0 REDG.E.ADD desc[UR4][R2.64], R3", "@P0 REDG"),
+        ("@P0 EXIT", "@P0 EXIT"),
+        ("@P0 BRA 0x70", "LDG.E is reached"),
+        ("BRA.U UP0, 0x80", "EXIT is reached"),
+        ("CALL.REL.NOINC 0xa0", "LDG.E is reached"),
+        ("BRX R2 -0x10", "BRX is reached"),
+        ("CALL.REL.NOINC 0xff0", "CALL.REL.NOINC 0xff0 "),
+        *((text, None) for text in ("STS [UR4], R0", "LDS R0, [UR7]", "CALL.REL.NOINC 0xc0", "@P0 BRA 0x40")),
+        *((text, None) for text in ("LDCU UR4, c[0x0]", "UBLKPF.L2 [UR10], UR8")),
+    ],
+)
+def test_what_comes_before_the_wait(first: str, fault: str | None) -> None:
+    refused = contextlib.nullcontext() if fault is None else pytest.raises(OrderError, match=re.escape(fault))
+    with refused:
+        check_launch_order(SASS.format(f"        /*0010*/                   {first} ;\n{BULK}"))
 
 
 @pytest.mark.parametrize(
-    ("before", "fault"),
+    ("code", "fault"),
     [
-        (line("0010", "LDG.E R2, desc[UR4][R2.64]") + BULK, "LDG.E is reached"),
-        (line("0010", "LDGSTS.E.BYPASS.128 [R9], desc[UR4][R2.64]") + BULK, "LDGSTS"),
-        (line("0010", "STG.E desc[UR4][R2.64], R3") + BULK, "STG.E"),
-        (line("0010", "UTMALDG.2D [UR8], [UR4]") + BULK, "UTMALDG"),
-        (line("0010", "@P0 REDG.E.ADD desc[UR4][R2.64], R3") + BULK, "@P0 REDG"),
-        (line("0010", "@P0 EXIT") + BULK, "@P0 EXIT"),
-        (line("0010", "@P0 BRA 0x70") + BULK, "LDG.E is reached"),
-        (line("0010", "BRA.U UP0, 0x80") + BULK, "EXIT is reached"),
-        (line("0010", "CALL.REL.NOINC 0xa0") + BULK, "LDG.E is reached"),
-        (line("0010", "BRX R2 -0x10") + BULK, "BRX is reached"),
-        (line("0010", "CALL.REL.NOINC 0xff0") + BULK, "CALL.REL.NOINC 0xff0 "),
-        (BULK.replace("ACQ", "@P0 ACQ"), "PREEXIT is reached"),
-        ("", "PREEXIT is reached"),
+        (SASS.format(BULK.replace("ACQ", "@P0 ACQ")), "PREEXIT is reached"),
+        (SASS.format(""), "PREEXIT is reached"),
+        (SASS.replace("PREEXIT", "NOP").format(BULK), "does not launch dependents"),
     ],
 )
-def test_machine_code_that_does_not(before: str, fault: str) -> None:
-    with pytest.raises(OrderError, match=re.escape(fault)):
-        check_launch_order(SASS.format(before))
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "STS [UR4], R0",
-        "LDS R0, [UR7]",
-        "CALL.REL.NOINC 0xc0",
-        "@P0 BRA 0x40",
-        "LDCU UR4, c[0x0]",
-        "UBLKPF.L2 [UR10], UR8",
-    ],
-)
-def test_machine_code_that_waits_first(text: str) -> None:
-    check_launch_order(SASS.format(line("0010", text) + BULK))
-
-
-def test_code_that_lets_nobody_begin() -> None:
-    with pytest.raises(OrderError, match="does not launch dependents"):
-        check_launch_order(SASS.replace("PREEXIT", "NOP").format(BULK))
+def test_code_that_does_not_wait_or_lets_nobody_begin(code: str, fault: str) -> None:
+    with pytest.raises(OrderError, match=fault):
+        check_launch_order(code)
 
 
 # --- fences
@@ -91,24 +82,26 @@ STORE = "\tst.shared.v4.b32 \t[%r4], {%r6, %r6, %r6, %r6};\n"
 SKIPPED = f"\t@%p2 bra \t$L__BB0_2;\n{FENCE}$L__BB0_2:\n"
 
 
-@pytest.mark.parametrize(("before", "after", "last"), [("", FENCE, ""), (FENCE, "", ""), (STORE + FENCE, "", STORE)])
-def test_products_behind_a_fence(before: str, after: str, last: str) -> None:
-    assert proxy_fences(PTX.format(before=before, after=after, last=last)) == (1, 1)
-
-
 @pytest.mark.parametrize(
-    ("before", "after", "last"),
+    ("before", "after", "last", "fenced"),
     [
-        ("", "", ""),
-        ("", "", FENCE),  # of the next iteration's operands, which are not complete yet
-        (FENCE, STORE, ""),
-        ("", SKIPPED, ""),
-        ("", FENCE.replace("\tfence", "\t@%p2 fence"), ""),
+        ("", FENCE, "", True),
+        (FENCE, "", "", True),
+        (STORE + FENCE, "", STORE, True),
+        ("", "", "", False),
+        ("", "", FENCE, False),  # of the next iteration's operands, which are not complete yet
+        (FENCE, STORE, "", False),
+        ("", SKIPPED, "", False),
+        ("", FENCE.replace("\tfence", "\t@%p2 fence"), "", False),
     ],
 )
-def test_products_without_a_fence(before: str, after: str, last: str) -> None:
+def test_a_fence_before_products(before: str, after: str, last: str, fenced: bool) -> None:
+    ptx = PTX.format(before=before, after=after, last=last)
+    if fenced:
+        assert proxy_fences(ptx) == (1, 1)
+        return
     with pytest.raises(OrderError, match=r"m64n128k16.* reads shared memory that no fence\.proxy\.async orders"):
-        proxy_fences(PTX.format(before=before, after=after, last=last))
+        proxy_fences(ptx)
 
 
 def test_the_kernels_fence_where_the_compiler_does_not() -> None:

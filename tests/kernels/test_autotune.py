@@ -33,6 +33,7 @@ pytestmark = pytest.mark.slow
 
 run = partial(commands.run, "autotune")
 THREADS = torch.get_num_threads()
+A_GPU: dict[str, Any] = {"condition": torch.cuda.is_available(), "reason": "there is a GPU here"}
 
 
 @pytest.fixture(autouse=True)
@@ -312,13 +313,9 @@ def test_what_is_tuned_is_shown() -> None:
         (["--dtype", "bf16"], ["--dtype: unknown 'bf16'", "bfloat16"]),
         (["--quantization", "int3"], ["--quantization: unknown 'int3'", "int4, int8"]),
         (["--model", "/nowhere", "--threads", "1"], ["/nowhere"]),
+        pytest.param(["--device", "cuda"], ["torch sees no GPU here"], marks=pytest.mark.skipif(**A_GPU)),
     ],
 )
 def test_what_cannot_be_done_is_refused(arguments: list[str], said: list[str]) -> None:
     message = refusal(*arguments)
     assert all(part in message for part in said), message
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_a_gpu_that_is_not_there_is_refused() -> None:
-    assert "torch sees no GPU here" in refusal("--device", "cuda")

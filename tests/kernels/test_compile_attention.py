@@ -57,14 +57,8 @@ def each(cases: list[Case]) -> pytest.MarkDecorator:
     )
 
 
-class Weights(NamedTuple):
-    embed: Tensor
-    layers: list[CompiledLayerWeights]
-    head: Tensor
-
-
-def random_weights(case: Case, layers: int) -> Weights:
-    """Without an MLP, so that most of the result is attention's."""
+def random_weights(case: Case, layers: int) -> tuple[Tensor, list[CompiledLayerWeights], Tensor]:
+    """Embedding, layers and head, without an MLP, so that most of the result is attention's."""
     generator = torch.Generator().manual_seed(7)
     heads, dim = case.kv_heads * case.group, case.head_dim
 
@@ -79,16 +73,16 @@ def random_weights(case: Case, layers: int) -> Weights:
         o, gate_up = random(HIDDEN, heads * dim, gain=3.0), random(2 * HIDDEN, HIDDEN)
         matrices = (qkv, None, o, None, gate_up, None, down, None)  # each with its bias
         parts.append(CompiledLayerWeights(ONES, ONES, None, *matrices, 0, case.window))
-    return Weights(embed, parts, random(VOCAB, HIDDEN))
+    return embed, parts, random(VOCAB, HIDDEN)
 
 
 def make_model(case: Case, threads: int = 1, layers: int = 2) -> CompiledModel:
     compiler = find_compiler() if case.instructions is None else compiler_of(case.instructions)
     library = build(compiler, case.head_dim, case.dtype, LIBRARIES)
-    weights = random_weights(case, layers)
+    embed, parts, head = random_weights(case, layers)
     heads, scale = case.kv_heads * case.group, case.head_dim**-0.5
     architecture = Architecture(heads, case.kv_heads, 1e-6, scale, score_cap=case.cap)
-    return CompiledModel(library, architecture, weights.embed, None, weights.layers, NORM, weights.head, threads)
+    return CompiledModel(library, architecture, embed, None, parts, NORM, head, threads)
 
 
 def new_pool(case: Case, layers: int = 2) -> Tensor:
@@ -103,16 +97,6 @@ def run(model: CompiledModel, case: Case, pool: Tensor, tokens: Any, *requests: 
         (torch.cat((angle.cos(),) * 2, 1), torch.cat((-angle.sin(), angle.sin()), 1)), 1
     ).contiguous()
     return model.forward(torch.as_tensor(tokens, dtype=torch.int64), plan_compiled(requests), rotation, pool)
-
-
-def tree_rows(context_len: int, parents: list[int], pages: np.ndarray = PAGES) -> RequestRows:
-    count = len(parents)
-    depths, visible = np.zeros(count, dtype=np.int64), np.eye(count, dtype=bool)
-    for node, parent in enumerate(parents):
-        if parent >= 0:
-            depths[node] = depths[parent] + 1
-            visible[node] |= visible[parent]
-    return RequestRows(context_len, np.arange(count), depths, visible, depths, pages)
 
 
 class Plain(NamedTuple):
@@ -147,8 +131,7 @@ def test_passes_have_the_same_bits_in_every_instruction_set() -> None:
 
 @each(CASES + SETS)
 def test_trees_behind_every_context(case: Case) -> None:
-    """From no context to two pages, of other libraries around borders; nodes beside the path are NaN, and so is what
-    earlier trees left behind."""
+    """Nodes beside the path are NaN, and so is what earlier trees left behind."""
     model, plain = make_model(case), plain_run(case)
     pool = plain.pool.clone()
     parents, path = [-1, 0, 0, 1, 2, 4, 4, 6], [0, 2, 4, 6, 7]
@@ -156,7 +139,7 @@ def test_trees_behind_every_context(case: Case) -> None:
     for context_len in reversed(range(2 * PAGE_SIZE + 3)) if case.head_dim == 16 and case not in SETS else borders:
         tokens = np.full(len(parents), POISON)
         tokens[path] = plain.tokens[context_len : context_len + len(path)]
-        hidden = run(model, case, pool, tokens, tree_rows(context_len, parents))
+        hidden = run(model, case, pool, tokens, RequestRows.tree(context_len, np.array(parents), PAGES))
         assert torch.equal(hidden[path], plain.hidden[context_len : context_len + len(path)]), context_len
         assert hidden[[1, 3, 5]].isnan().all()
 
@@ -185,7 +168,8 @@ def test_requests_beside_each_other(case: Case) -> None:
     for long, short in ((133, 64), (150, 97), (129, 65), (128, 127)):
         tokens = np.full(len(parents), POISON)
         tokens[path] = plain.tokens[long : long + len(path)]
-        requests = [RequestRows.chain(short, 6, own), tree_rows(long, parents), RequestRows.chain(short + 6, 1, own)]
+        tree = RequestRows.tree(long, np.array(parents), PAGES)
+        requests = [RequestRows.chain(short, 6, own), tree, RequestRows.chain(short + 6, 1, own)]
         ids = np.concatenate((other.tokens[short : short + 6], tokens, other.tokens[short + 6 : short + 7]))
         hidden = run(make_model(case), case, pool.clone(), ids, *requests)
         assert torch.equal(hidden[[*range(6), 11]], other.hidden[short : short + 7])
@@ -201,7 +185,7 @@ def test_paths_longer_than_a_page(case: Case) -> None:
         tokens = np.full(len(parents), 5)
         tokens[path] = plain.tokens[context_len : context_len + len(path)]
         pool = torch.cat((plain.pool, plain.pool), 2)
-        rows = tree_rows(context_len, parents, np.array([*PAGES[:-1], 9, 10]))
+        rows = RequestRows.tree(context_len, np.array(parents), np.array([*PAGES[:-1], 9, 10]))
         for threads in (1, 2):
             hidden = run(make_model(case, threads), case, pool, tokens, rows)
             assert torch.equal(hidden[path], plain.hidden[context_len : context_len + len(path)])

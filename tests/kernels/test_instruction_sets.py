@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.libraries import LIBRARIES, PAIRS, compiler_of, instruction_sets
-from tests.helpers.quantized_checkpoints import needs_compiler
-from tests.kernels.test_quantized_linear import random_weight
+from tests.helpers.quantized_checkpoints import needs_compiler, random_weight
 from treespec_kernels.cpu.cpu_library import find_compiler
 from treespec_kernels.cpu.decoder_library import build
 from treespec_kernels.linear.compiled_linear import CompiledLinear
@@ -27,14 +26,14 @@ sets = pytest.mark.parametrize(
     "names", [pytest.param(QUICK, id="quick"), pytest.param(instruction_sets(), id="all", marks=pytest.mark.slow)]
 )
 ROWS = (1, 2, 5, 16, 17, 33, 70)
-FORMS = [  # outputs, inputs, bits, groups, zero points
-    (130, 704, 4, 22, True),
-    (64, 192, 4, 2, False),
-    (97, 96, 8, 1, False),
-    (70, 640, 8, 20, True),
-    (70, 576, 8, 1, False),
-    (64, 512, 4, 4, True),
-    (64, 576, 4, 9, True),
+FORMS = [  # outputs, inputs, bits, groups, type of zero points
+    (130, 704, 4, 22, torch.int8),
+    (64, 192, 4, 2, None),
+    (97, 96, 8, 1, None),
+    (70, 640, 8, 20, torch.int8),
+    (70, 576, 8, 1, None),
+    (64, 512, 4, 4, torch.int8),
+    (64, 576, 4, 9, torch.int8),
 ]
 
 

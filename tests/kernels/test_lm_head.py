@@ -39,11 +39,3 @@ def test_ref_is_a_product_of_groups() -> None:
         torch.testing.assert_close(head.logits[group * 2 : group * 2 + 2], expected, rtol=1e-3, atol=1e-3)
     block = LmHeadConfig.default(torch.float16, 21, 8).block_n
     assert torch.equal(head.stats.values, block_stats_ref(head.logits, block).values)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=lambda dtype: str(dtype)[6:])
-@pytest.mark.parametrize("vocab, hidden", [(4096, 256), (128256, 2048), (128256, 4096), (1, 1)])
-def test_candidates_are_distinct_and_start_with_the_default(dtype: torch.dtype, vocab: int, hidden: int) -> None:
-    candidates = LmHeadConfig.candidates(dtype, vocab, hidden)
-    assert candidates[0] == LmHeadConfig.default(dtype, vocab, hidden)
-    assert len(set(candidates)) == len(candidates) > 3

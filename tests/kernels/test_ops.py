@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from tests.helpers.child import needs_triton, run_uninterpreted
+from treespec_kernels.attention.tree_attention import TreeAttentionConfig
 from treespec_kernels.launch.arguments import check_arguments
 from treespec_kernels.launch.rows import FLOAT_TYPES
+from treespec_kernels.linear.lm_head import LmHeadConfig
 from treespec_kernels.linear.quantized import WeightForm
 from treespec_kernels.ops import OPS, TUNABLE, cases_of
 from treespec_kernels.ops.op import mapped, named_tensors
@@ -93,12 +95,19 @@ def test_a_check_names_the_sizes() -> None:
             check_arguments({"width": 4}, x=(x, "rows width", torch.float32), y=given)
 
 
-def test_prefill_counts_little_in_tuning() -> None:
-    problem, *_ = problems_of([SETTING], ["row_linear"])
-    loads = {case.load: case.weight for case in problem}
+@pytest.mark.parametrize("target", [None, "sm_80", "sm_89", "sm_90", "sm_100", "gfx942"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=lambda dtype: str(dtype)[6:])
+def test_candidates_are_distinct_and_start_with_the_default(dtype: torch.dtype, target: str | None) -> None:
+    heads = [(LmHeadConfig, *sizes) for sizes in ((4096, 256), (128256, 2048), (128256, 4096), (1, 1))]
+    for kind, *sizes in (*heads, *((TreeAttentionConfig, dim) for dim in (16, 64, 80, 128, 192, 256))):
+        candidates = kind.candidates(dtype, *sizes, target)
+        assert candidates[0] == kind.default(dtype, *sizes, target)
+        assert len(set(candidates)) == len(candidates) > 3
+
+
+def test_what_is_tuned_without_names_and_how_little_prefill_counts() -> None:
+    problems = problems_of([SETTING])
+    assert {problem[0].op for problem in problems} == set(TUNABLE) - {"quantized_row_linear"}
+    loads = {case.load: case.weight for problem in problems if problem[0].op == "row_linear" for case in problem}
     assert loads == {"rows 1": 0.2, "rows 32": 0.6, "rows 128": 0.2, "rows 2048": 0.01}
     assert not any("2048" in case.load for case in cases_of("lm_head", SETTING))
-
-
-def test_without_names_the_tunable_ops_are_tuned() -> None:
-    assert {problem[0].op for problem in problems_of([SETTING])} == set(TUNABLE) - {"quantized_row_linear"}

@@ -1,50 +1,39 @@
 """Linear layers with quantised weights: the specification, and the library on a CPU."""
 
 import ctypes
+from typing import Any
 
 import pytest
 import torch
 
 from tests.helpers.libraries import LIBRARIES
-from tests.helpers.quantized_checkpoints import needs_compiler
+from tests.helpers.quantized_checkpoints import needs_compiler, random_weight
 from treespec_kernels.cpu.cpu_library import find_compiler
 from treespec_kernels.cpu.decoder_library import build
 from treespec_kernels.linear.compiled_linear import CompiledLinear, quantized_linear
 from treespec_kernels.linear.linear import Linear
 from treespec_kernels.linear.quantized import QuantizedWeight, dequantized, integers, stacked
 from treespec_kernels.linear.row_linear import row_linear_ref
-from treespec_kernels.linear.row_linear_config import quantized_default
+from treespec_kernels.linear.row_linear_config import quantized_candidates, quantized_default
 from treespec_kernels.ops.shapes import AOT_FORMS
 from treespec_kernels.tuning.testing import assert_close
 from treespec_weights.quantize import Quantized, dequantize, quantize
 
 DTYPES = [torch.float32, torch.bfloat16]
 BOUNDS = {torch.float32: (1e-5, 1e-6), torch.bfloat16: (8e-2, 8e-3)}
-# outputs, inputs, bits, groups, zero points
-FORMS = [
-    (64, 64, 8, 1, False),
-    (97, 96, 8, 1, False),
-    (33, 96, 8, 3, True),
-    (64, 256, 4, 2, False),
-    (130, 704, 4, 11, False),
-    (97, 96, 4, 3, True),
-    (16, 48, 4, 1, True),
+FORMS = [  # outputs, inputs, bits, groups, type of zero points
+    (64, 64, 8, 1, None),
+    (97, 96, 8, 1, None),
+    (33, 96, 8, 3, torch.int8),
+    (64, 256, 4, 2, None),
+    (130, 704, 4, 11, None),
+    (97, 96, 4, 3, torch.int8),
+    (16, 48, 4, 1, torch.int8),
 ]
 
 
 def library(dtype: torch.dtype) -> ctypes.CDLL:
     return build(find_compiler(), 16, dtype, LIBRARIES)
-
-
-def random_weight(
-    out: int, inputs: int, bits: int, groups: int, has_zero: bool, dtype: torch.dtype = torch.float32
-) -> QuantizedWeight:
-    generator = torch.Generator().manual_seed(out * inputs)
-    kind, low, high = (torch.int8, -128, 128) if bits == 8 else (torch.uint8, 0, 256)
-    values = torch.randint(low, high, (out, inputs * bits // 8), generator=generator, dtype=kind)
-    scale = (torch.rand(out, groups, generator=generator) + 0.5) * inputs**-0.5 / (1 << (bits - 1))
-    zero = torch.randint(-8, 9, (out, groups), generator=generator, dtype=torch.int8) if has_zero else None
-    return QuantizedWeight(values, scale.to(dtype), zero)
 
 
 def test_the_two_specifications_are_one() -> None:
@@ -59,8 +48,7 @@ def test_the_two_specifications_are_one() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", [8, 4])
 def test_fractional_zero_points(dtype: torch.dtype, bits: int) -> None:
-    whole, plain = (random_weight(97, 96, bits, 3, has_zero, dtype) for has_zero in (True, False))
-    weight = whole._replace(zero=whole.zero - torch.rand(whole.zero.shape))
+    weight, whole, plain = (random_weight(97, 96, bits, 3, zero, dtype) for zero in (torch.float32, torch.int8, None))
     weight.check()
     x = torch.randn(7, 96, generator=torch.Generator().manual_seed(1)).to(dtype)
     result = CompiledLinear(library(dtype), weight, None, dtype, 1)(x)
@@ -73,7 +61,7 @@ def test_fractional_zero_points(dtype: torch.dtype, bits: int) -> None:
 @needs_compiler
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_the_library_against_ref(dtype: torch.dtype, form: tuple[int, int, int, int, bool]) -> None:
+def test_the_library_against_ref(dtype: torch.dtype, form: Any) -> None:
     weight, generator = random_weight(*form, dtype), torch.Generator().manual_seed(1)
     bias = torch.randn(form[0], generator=generator).to(dtype)
     layer = CompiledLinear(library(dtype), weight, bias, dtype, 1)
@@ -90,7 +78,7 @@ def test_the_library_against_ref(dtype: torch.dtype, form: tuple[int, int, int, 
 @needs_compiler
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, form: tuple[int, int, int, int, bool]) -> None:
+def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, form: Any) -> None:
     weight = random_weight(*form, dtype)
     layer = CompiledLinear(library(dtype), weight, None, dtype, 1)
     x = torch.randn(70, form[1], generator=torch.Generator().manual_seed(2)).to(dtype)
@@ -128,7 +116,9 @@ def test_configurations(dtype: torch.dtype) -> None:
         for form in AOT_FORMS:
             whole = form.group_of(inputs)
             config = quantized_default(dtype, out, inputs, whole)
-            assert whole == inputs or whole % config.block_k == 0
+            candidates = quantized_candidates(dtype, out, inputs, whole, form.bits)
+            assert candidates[0] == config and len(candidates) == len(set(candidates)) > 3
+            assert whole == inputs or not any(whole % each.block_k for each in candidates)
             if out * inputs > 1 << 22:
                 assert -(-out // config.block_n) * config.split_k >= 96
     assert quantized_default(torch.bfloat16, 64, 96, 32).block_k == 32

@@ -8,11 +8,7 @@ import torch.nn.functional as F
 
 from tests.helpers.child import run_uninterpreted
 from treespec_kernels.launch.triton_launch import shared_bytes
-from treespec_kernels.linear.row_linear import (
-    RowLinearConfig,
-    activated_ref,
-    row_linear_ref,
-)
+from treespec_kernels.linear.row_linear import RowLinearConfig, activated_ref, row_linear_ref
 from treespec_kernels.tuning.testing import assert_close
 
 CONFIG = RowLinearConfig(16, 32, 32, split_k=2, num_warps=4, num_stages=2)

@@ -1,7 +1,7 @@
 """Exact tree attention on the CPU: equal bits wherever keys lie and whatever is computed beside a row."""
 
-import functools
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -36,56 +36,34 @@ def parents_of(kind: str) -> np.ndarray:
     return np.array(tree_parents(shape, int(size), torch.Generator().manual_seed(int(size))))
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Case:
     """One request: K/V of its committed positions and of its tree, in pages with stale values everywhere else."""
 
-    context_len: int
-    parents: np.ndarray
-    pages: np.ndarray
-    q: Tensor  # [num_nodes, num_heads, head_dim]
-    keys: Tensor  # [context_len + num_nodes, num_kv_heads, head_dim], by logical slot
-    values: Tensor
-    num_pages: int
-
-    @classmethod
-    def make(cls, context_len: int, kind: str, heads: tuple[int, int], head_dim: int, scattered: bool = True) -> "Case":
-        parents = parents_of(kind)
-        generator = torch.Generator().manual_seed(context_len * 131 + len(parents))
-        count = -(-(context_len + len(parents) + 8) // PAGE_SIZE)
+    def __init__(self, context_len: int, kind: str, heads: tuple[int, int], head_dim: int, scattered: bool = True):
+        self.context_len, self.parents = context_len, parents_of(kind)
+        num_nodes = len(self.parents)
+        generator = torch.Generator().manual_seed(context_len * 131 + num_nodes)
+        count = -(-(context_len + num_nodes + 8) // PAGE_SIZE)
         shuffled = 1 + torch.randperm(count + 2, generator=generator).numpy()
         if (np.diff(shuffled[:count]) == 1).all():
             shuffled[: count + 1] = shuffled[: count + 1][::-1].copy()
-        pages = shuffled if scattered else 1 + np.arange(count)
+        self.pages, self.num_pages = shuffled[:count] if scattered else 1 + np.arange(count), count + 3
+        self.whole = RequestRows.tree(context_len, self.parents, self.pages)
 
         def draw(rows: int, heads: int) -> Tensor:
             return torch.randn(rows, heads, head_dim, generator=generator)
 
-        slots = context_len + len(parents)
-        return cls(
-            context_len,
-            parents,
-            pages[:count],
-            2 * draw(len(parents), heads[0]),
-            draw(slots, heads[1]),
-            draw(slots, heads[1]),
-            count + 3,
-        )
+        self.q = 2 * draw(num_nodes, heads[0])
+        self.keys, self.values = (draw(context_len + num_nodes, heads[1]) for _ in range(2))  # by logical slot
 
-    @functools.cached_property
+    @property
     def depths(self) -> np.ndarray:
-        return np.array([len(path_to(self.parents, node)) - 1 for node in range(len(self.parents))])
+        return self.whole.depths
 
-    @functools.cached_property
-    def visible(self) -> np.ndarray:
-        mask = np.zeros((len(self.parents), len(self.parents)), dtype=bool)
-        for node in range(len(self.parents)):
-            mask[node, path_to(self.parents, node)] = True
-        return mask
-
-    def rows(self, nodes: np.ndarray | None = None) -> RequestRows:
-        nodes = np.arange(len(self.parents)) if nodes is None else nodes
-        return RequestRows(self.context_len, nodes, self.depths[nodes], self.visible[nodes], self.depths, self.pages)
+    def rows(self, nodes: np.ndarray) -> RequestRows:
+        """Of some of the nodes."""
+        assert self.whole.visible is not None
+        return replace(self.whole, nodes=nodes, depths=self.depths[nodes], visible=self.whole.visible[nodes])
 
     def cache(self, slots: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
         """The pool with `slots` (None = all logical ones) in their places, packed to the front where given."""
@@ -132,15 +110,12 @@ def some_nodes(case: Case) -> list[int]:
 
 
 def reference(case: Case, window: int | None, cap: float | None) -> Tensor:
-    ancestors = torch.zeros(len(case.parents), int(case.depths.max()) + 1, dtype=torch.int32)
-    for node in range(len(case.parents)):
-        path = path_to(case.parents, node)
-        ancestors[node, : len(path)] = torch.tensor(path)
+    paths = [path_to(case.parents, node) for node in range(len(case.parents))]
     return tree_attention_ref(
         case.q,
         *case.cache(),
         scale=case.q.shape[2] ** -0.5,
-        ancestors=ancestors,
+        ancestors=torch.tensor([[*path, *[0] * (int(case.depths.max()) + 1 - len(path))] for path in paths]).int(),
         depths=torch.tensor(case.depths).int(),
         row_request=torch.zeros(len(case.parents), dtype=torch.int32),
         context_lens=torch.tensor([case.context_len], dtype=torch.int32),
@@ -152,18 +127,17 @@ def reference(case: Case, window: int | None, cap: float | None) -> Tensor:
 
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_a_node_has_the_bits_of_plain_decoding(context: int) -> None:
-    """With two threads, whose bits are those of one; and it is near the reference. Every context with every tree;
-    heads, sizes, the order of pages, windows and caps take turns."""
+    """With two threads, and near the reference: every context with every tree; all else takes turns."""
     i = CONTEXTS.index(context)
     for j, tree in enumerate(TREES):
-        case = Case.make(context, tree, HEADS[(i + j) % len(HEADS)], DIMS[(i * 5 + j) % len(DIMS)], (i + j) % 3 > 0)
+        case = Case(context, tree, HEADS[(i + j) % len(HEADS)], DIMS[(i * 5 + j) % len(DIMS)], (i + j) % 3 > 0)
         kind = window, cap = WINDOWS[(i + j) % len(WINDOWS)], CAP if (i + j) % 2 else None
         with threads(2):
-            packed, gathered = (attend(case.rows(), mode, case.q, case.cache(), *kind) for mode in MODES)
+            packed, gathered = (attend(case.whole, mode, case.q, case.cache(), *kind) for mode in MODES)
         assert torch.equal(packed, gathered), (tree, kind)
         assert_close(packed, reference(case, window, cap), max_error=2e-5, rms_error=2e-6)
         with threads(1):
-            assert torch.equal(attend(case.rows(), "packed", case.q, case.cache(), *kind), packed), (tree, kind)
+            assert torch.equal(attend(case.whole, "packed", case.q, case.cache(), *kind), packed), (tree, kind)
             for node in some_nodes(case):
                 for mode in MODES:
                     assert torch.equal(packed[node], plain(case, node, mode, *kind)), (tree, kind, node, mode)
@@ -172,10 +146,9 @@ def test_a_node_has_the_bits_of_plain_decoding(context: int) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_where_pages_lie_changes_nothing(mode: AttentionMode) -> None:
     for context, kind in ((65, "random-16"), (190, "random-64"), (640, "deep-33")):
-        scattered, in_line = (Case.make(context, kind, (4, 2), 32, scattered) for scattered in (True, False))
-        assert not np.array_equal(scattered.pages, in_line.pages)
-        results = [attend(c.rows(), mode, c.q, c.cache()) for c in (scattered, in_line)]
-        assert torch.equal(*results)
+        cases = [Case(context, kind, (4, 2), 32, scattered) for scattered in (True, False)]
+        assert not np.array_equal(cases[0].pages, cases[1].pages)
+        assert torch.equal(*(attend(case.whole, mode, case.q, case.cache()) for case in cases))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -183,8 +156,8 @@ def test_where_pages_lie_changes_nothing(mode: AttentionMode) -> None:
 def test_a_frontier_has_the_bits_of_the_whole_tree(context: int, window: int | None, mode: AttentionMode) -> None:
     """Rows that are some of the nodes, the others' K/V being in the cache already: how drafts grow a tree."""
     for kind in ("random-33", "star-9", "deep-100"):
-        case = Case.make(context, kind, (4, 2), 32)
-        whole = attend(case.rows(), mode, case.q, case.cache(), window)
+        case = Case(context, kind, (4, 2), 32)
+        whole = attend(case.whole, mode, case.q, case.cache(), window)
         last = len(case.parents) - 1
         for nodes in ([last], [0], [1, 4, last], list(range(last // 2, last + 1)), np.flatnonzero(case.depths == 1)):
             chosen = np.array(nodes)
@@ -195,7 +168,7 @@ def test_a_frontier_has_the_bits_of_the_whole_tree(context: int, window: int | N
 @pytest.mark.parametrize("window", [None, 17, 64, 130])
 def test_chunks_of_a_prompt_have_equal_bits(window: int | None) -> None:
     """A prompt at once with two threads, and in chunks or one position after the other, as decoding does, with one."""
-    case = Case.make(0, "chain-700", (8, 2), 32)
+    case = Case(0, "chain-700", (8, 2), 32)
     cache = case.cache()
     with threads(2):
         whole = attend(RequestRows.chain(0, 700, case.pages), "packed", case.q, cache, window, CAP)
@@ -209,11 +182,11 @@ def test_chunks_of_a_prompt_have_equal_bits(window: int | None) -> None:
 
 def test_other_requests_change_nothing() -> None:
     """Trees, a chain and a prompt chunk in one pass, against each alone; spare rows of q are passed over."""
-    cases = [Case.make(c, kind, (4, 2), 48) for c, kind in ((63, "random-33"), (5, "star-1"), (130, "random-100"))]
+    cases = [Case(c, kind, (4, 2), 48) for c, kind in ((63, "random-33"), (5, "star-1"), (130, "random-100"))]
     shift, pools, moved = 0, [], []
     for case in cases:
         pools.append(case.cache())
-        moved.append(Case(**(case.__dict__ | {"pages": case.pages + shift})).rows())
+        moved.append(replace(case.whole, pages=case.pages + shift))
         shift += case.num_pages
     cache = torch.cat([k for k, _ in pools]), torch.cat([v for _, v in pools])
     q = torch.cat([case.q for case in cases] + [torch.full((3, 4, 48), float("nan"))])
@@ -221,38 +194,38 @@ def test_other_requests_change_nothing() -> None:
     together = tree_attention_cpu(q, *cache, plan, 48**-0.5)
     first = 0
     for case, pool in zip(cases, pools, strict=True):
-        alone = attend(case.rows(), "packed", case.q, pool)
+        alone = attend(case.whole, "packed", case.q, pool)
         assert torch.equal(together[first : first + len(alone)], alone)
         first += len(alone)
     assert first == plan.num_rows
     assert bool((together[first:] == 0).all())
 
 
-def test_a_long_chunk_is_taken_in_blocks() -> None:
-    """Beyond 16 MiB of scores: the same bits as in small chunks."""
-    case = Case.make(0, "chain-1500", (16, 2), 16)
-    whole = attend(RequestRows.chain(0, 1500, case.pages), "packed", case.q, case.cache())
-    assert len(plan_tree_attention_cpu([RequestRows.chain(0, 1500, case.pages)], 16).blocks) > 1
-    for start in (0, 700, 1490):
-        rows = RequestRows.chain(start, 10, case.pages)
-        assert torch.equal(attend(rows, "packed", case.q[start : start + 10], case.cache()), whole[start : start + 10])
-
-
-def test_many_tiles_in_a_window() -> None:
-    """Torch sums 16 tiles at a time: a window that begins elsewhere beside other rows would change bits."""
-    case = Case.make(0, "chain-1500", (4, 2), 16)
-    whole = attend(RequestRows.chain(1150, 350, case.pages), "packed", case.q[1150:], case.cache(), 1100, CAP)
-    for row in (1150, 1200, 1300, 1400, 1499):
+@pytest.mark.parametrize(
+    ("heads", "first", "window", "rows", "count"),
+    [((16, 2), 0, None, (0, 700, 1490), 10), ((4, 2), 1150, 1100, (1150, 1200, 1300, 1400, 1499), 1)],
+    ids=["long chunk", "many tiles"],
+)
+def test_a_prompt_of_1500_tokens(
+    heads: tuple[int, int], first: int, window: int | None, rows: Sequence[int], count: int
+) -> None:
+    """In blocks of up to 16 MiB of scores; and behind a window of more tiles than torch sums at a time, 16."""
+    case = Case(0, "chain-1500", heads, 16)
+    whole = RequestRows.chain(first, 1500 - first, case.pages)
+    out = attend(whole, "packed", case.q[first:], case.cache(), window, CAP)
+    assert (len(plan_tree_attention_cpu([whole], heads[0], "packed", window).blocks) > 1) == (first == 0)
+    for row in rows:
         for mode in MODES:
-            alone = attend(RequestRows.chain(row, 1, case.pages), mode, case.q[row : row + 1], case.cache(), 1100, CAP)
-            assert torch.equal(alone[0], whole[row - 1150])
+            some = RequestRows.chain(row, count, case.pages)
+            part = attend(some, mode, case.q[row : row + count], case.cache(), window, CAP)
+            assert torch.equal(part, out[row - first : row - first + count]), (row, mode)
 
 
 def test_a_window_bounds_the_work() -> None:
     """Tiles that a block reads, whatever the context is."""
     for context in (500, 5000, 12000):
-        tree = Case.make(context, "deep-4", (4, 2), 16)
-        for rows in (tree.rows(), RequestRows.chain(context, 1, tree.pages)):
+        tree = Case(context, "deep-4", (4, 2), 16)
+        for rows in (tree.whole, RequestRows.chain(context, 1, tree.pages)):
             (block,) = plan_tree_attention_cpu([rows], 4, "packed", 100).blocks
             assert block.num_full + block.num_tail <= 100 // PAGE_SIZE + 2  # type: ignore[union-attr]
             (block,) = plan_tree_attention_cpu([rows], 4, "gathered", 100).blocks

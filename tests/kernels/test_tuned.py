@@ -16,7 +16,7 @@ from treespec_kernels.linear.row_tiles import RowTile
 from treespec_kernels.tuning import tuned
 from treespec_kernels.tuning.tuned import KernelConfigs, TunedEntry, versions_of
 
-GPU = "NVIDIA H200"
+GPU, FILE = "NVIDIA H200", "nvidia-h200.json"
 KEY = {"dtype": "bfloat16", "head_dim": 128, "group": 4}
 DEFAULT = TreeAttentionConfig.default(torch.bfloat16, 128)
 
@@ -35,30 +35,29 @@ def entry(**changes: Any) -> TunedEntry:
     return replace(found, **changes)
 
 
-def load(folder: Path) -> KernelConfigs:
+def load(folder: Path, *entries: TunedEntry) -> KernelConfigs:
+    """What is found in a folder, after entries are written into it."""
+    if entries:
+        tuned.save_entries(folder / FILE, GPU, list(entries))
     return KernelConfigs.load("cuda", name=GPU, folder=folder)
 
 
 def test_a_tuned_configuration_is_found_by_its_key(tmp_path: Path) -> None:
-    tuned.save_entries(tmp_path / "nvidia-h200.json", GPU, [entry()])
-    configs = load(tmp_path)
+    configs = load(tmp_path, entry())
     given = {"dtype": torch.bfloat16, "group": 4, "head_dim": 128}
     expected = TreeAttentionConfig(32, 64, 4, 2, SegmentPartition(128, 1024, 8192))
     assert configs.get("tree_attention", given, DEFAULT) == expected
     for other in (KEY | {"head_dim": 64}, KEY | {"dtype": "float16"}, {"dtype": "bfloat16", "head_dim": 128}):
         assert configs.get("tree_attention", other, DEFAULT) is DEFAULT
     assert configs.get("lm_head", KEY, DEFAULT) is DEFAULT
-    assert configs.file == str(tmp_path / "nvidia-h200.json")
+    assert configs.file == str(tmp_path / FILE)
     assert configs.tuned == ["tree_attention bfloat16, group 4, head_dim 128"]
     assert len(configs.fallbacks) == 4 and "lm_head bfloat16, group 4, head_dim 128" in configs.fallbacks
     assert configs.get("lm_head", KEY, DEFAULT) is DEFAULT and len(configs.fallbacks) == 4, "told once"
+    gate = KernelConfigs([entry(op="row_linear", key={"dtype": "float16", "silu_gate": 1})])
+    assert gate.get("row_linear", {"silu_gate": True, "dtype": "torch.float16"}, DEFAULT) != DEFAULT
+    assert gate.get("row_linear", {"silu_gate": False, "dtype": "float16"}, DEFAULT) is DEFAULT
     assert configs.describe().startswith("1 of 5 kernel shapes tuned") and "lm_head" in configs.describe()
-
-
-def test_truth_is_a_number_in_keys() -> None:
-    configs = KernelConfigs([entry(op="row_linear", key={"dtype": "float16", "silu_gate": 1})])
-    assert configs.get("row_linear", {"silu_gate": True, "dtype": "torch.float16"}, DEFAULT) != DEFAULT
-    assert configs.get("row_linear", {"silu_gate": False, "dtype": "float16"}, DEFAULT) is DEFAULT
 
 
 @pytest.mark.slow
@@ -76,9 +75,7 @@ def test_a_stale_entry_is_skipped_alone(tmp_path: Path, name: str, version: str 
     versions = versions_of(GPU, "tree_attention")
     others = versions | {"torch": "2.11"}  # which changes nothing
     stale = versions | {name: version} if version else {k: v for k, v in versions.items() if k != name}
-    entries = [entry(versions=stale), entry(key=KEY | {"head_dim": 64}, versions=others)]
-    tuned.save_entries(tmp_path / "nvidia-h200.json", GPU, entries)
-    configs = load(tmp_path)
+    configs = load(tmp_path, entry(versions=stale), entry(key=KEY | {"head_dim": 64}, versions=others))
     assert configs.get("tree_attention", KEY, DEFAULT) is DEFAULT
     assert configs.get("tree_attention", KEY | {"head_dim": 64}, DEFAULT) != DEFAULT
     [reason] = configs.stale
@@ -99,22 +96,20 @@ def test_a_stale_entry_is_skipped_alone(tmp_path: Path, name: str, version: str 
 def test_a_corrupt_or_foreign_file_is_skipped_with_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str
 ) -> None:
-    path = tmp_path / "nvidia-h200.json"
+    path = tmp_path / FILE
     path.write_text(content, errors="surrogateescape")
     with caplog.at_level(logging.WARNING):
         configs = load(tmp_path)
     assert configs.get("tree_attention", KEY, DEFAULT) is DEFAULT
     [record] = caplog.records
     assert str(path) in record.getMessage()
-    tuned.save_entries(path, GPU, [entry()])
-    assert load(tmp_path).get("tree_attention", KEY, DEFAULT) != DEFAULT
+    assert load(tmp_path, entry()).get("tree_attention", KEY, DEFAULT) != DEFAULT
 
 
 def test_an_invalid_configuration_is_skipped_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     keys = [KEY | {"head_dim": size} for size in (16, 32)]
     invalid = [entry(key=keys[0], config={"tile": 7}), entry(key=keys[1], config={"block_m": 7})]
-    tuned.save_entries(tmp_path / "nvidia-h200.json", GPU, [entry(), *invalid])
-    configs = load(tmp_path)
+    configs = load(tmp_path, entry(), *invalid)
     assert configs.get("tree_attention", KEY, DEFAULT).block_m == 32
     with caplog.at_level(logging.WARNING):
         assert all(configs.get("tree_attention", key, DEFAULT) is DEFAULT for key in keys * 2)
@@ -123,18 +118,17 @@ def test_an_invalid_configuration_is_skipped_alone(tmp_path: Path, caplog: pytes
 
 
 def test_entries_are_merged(tmp_path: Path) -> None:
-    path, other = tmp_path / "nvidia-h200.json", entry(key=KEY | {"head_dim": 64})
-    for entries in ([entry(), other], [entry(config={"block_m": 128})]):
-        tuned.save_entries(path, GPU, entries)
-    configs = load(tmp_path)
+    other = entry(key=KEY | {"head_dim": 64})
+    load(tmp_path, entry(), other)
+    configs = load(tmp_path, entry(config={"block_m": 128}))
     assert configs.get("tree_attention", KEY, DEFAULT).block_m == 128
     assert configs.get("tree_attention", other.key, DEFAULT).block_m == 32
 
 
 @pytest.mark.slow
 def test_a_write_that_fails_leaves_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "nvidia-h200.json"
-    tuned.save_entries(path, GPU, [entry()])
+    path = tmp_path / FILE
+    load(tmp_path, entry())
     before = path.read_bytes()
 
     def full(*_: Any) -> None:
@@ -142,7 +136,7 @@ def test_a_write_that_fails_leaves_the_file(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="no space"):
-        tuned.save_entries(path, GPU, [entry(key=KEY | {"head_dim": 64})])
+        load(tmp_path, entry(key=KEY | {"head_dim": 64}))
     assert path.read_bytes() == before and [file.name for file in tmp_path.iterdir()] == [path.name]
 
 

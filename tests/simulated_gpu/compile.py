@@ -1,12 +1,7 @@
-"""Compiles the launches that a simulated GPU has noted, as Triton's own launcher would specialise them.
-
-`python -m tests.simulated_gpu.compile FILE TARGET`, without TRITON_INTERPRET; prints JSON: how many were compiled, and
-what failed. Bits of float16 become bfloat16, which is what a GPU is given and the interpreter cannot compute.
-"""
+"""Compiles the launches that a simulated GPU has noted, as Triton's own launcher would specialise them, in bfloat16."""
 
 import json
 import pickle
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +17,8 @@ def argument(value: Any) -> Any:
     return value
 
 
-def main(path: str, target: str) -> None:
+def compile_all(path: str, target: str) -> None:
+    """Without TRITON_INTERPRET; prints as JSON how many were compiled, and what failed."""
     launches: list[Launch] = pickle.loads(Path(path).read_bytes())
     failed = []
     for launch in launches:
@@ -31,7 +27,3 @@ def main(path: str, target: str) -> None:
         except Exception as error:
             failed.append([repr(launch), f"{type(error).__name__}: {error}"])
     print(json.dumps({"compiled": len(launches) - len(failed), "failed": failed}))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -34,13 +34,11 @@ MEMORY = 4 << 30
 class Gpu:
     """A GPU of one stream.
 
-    It refuses, as CUDA does: operations and launches over tensors of both devices; whatever makes the host wait, and
-    copies of pageable memory, while a graph is captured, and by default memory that other threads take meanwhile;
-    replays that use freed memory.
+    It refuses, as CUDA does, operations over tensors of both devices, replays that use freed memory, and in a capture
+    whatever makes the host wait, copies of pageable memory, and by default memory that other threads take.
 
-    What CUDA leaves undefined it makes visible: memory of a graph pool is spoilt when any of its graphs runs; copies
-    between pinned memory and the GPU, and replays, happen only when something waits for them. What torch leaves behind
-    of a capture that fails, it leaves behind as well.
+    Memory of a graph pool is spoilt when any of its graphs runs; copies of pinned memory, and replays, happen only when
+    something waits for them. What torch leaves behind of a capture that fails, it leaves behind as well.
 
     Attributes:
         waits: the reasons why the host waited for a value, with the line that asked for it.

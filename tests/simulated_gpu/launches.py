@@ -23,9 +23,6 @@ ACCESSES = ("create_masked_load", "create_masked_store", "create_atomic_cas", "c
 class Launches:
     """What is launched, and how.
 
-    Args:
-        gpu: whose launches.
-
     Attributes:
         backwards: whether the programs of a launch run in the opposite order, the last first.
         signatures: each distinct launch, by its text.
@@ -89,10 +86,7 @@ class Launches:
 
 
 class _Order:
-    """What the programs of a launch do before they wait for the kernel before it, if it is launched programmatically.
-
-    On a GPU nothing would tell: a kernel that does not wait computes the right thing most of the time.
-    """
+    """What programs do before they wait for the kernel before theirs, where launched programmatically."""
 
     def __init__(self) -> None:
         self._kernel, self._waited, self._released, self._fault = "", True, True, ""

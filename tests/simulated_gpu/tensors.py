@@ -28,8 +28,7 @@ DEVICE = torch.device("cuda", 0)
 
 
 class GpuTensor(Tensor):
-    """A tensor on "cuda:0" whose values lie in `inner`, on the CPU. To torch's C++, where a CUDA device may be unknown,
-    it is a meta tensor."""
+    """A tensor on "cuda:0" whose values lie in `inner`, on the CPU. To torch's C++ it is a meta tensor."""
 
     inner: Tensor
     device = property(lambda self: DEVICE)  # type: ignore[assignment]

@@ -1,12 +1,8 @@
-"""SSMs that draft compiled: the trees are those of the general path, broken drafts cost only time, company changes
-nothing."""
+"""SSMs that draft compiled: the trees are those of the general path, of broken drafts too."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import astuple
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -29,38 +25,14 @@ from tests.helpers.models import (
 )
 from tests.helpers.quantized_checkpoints import needs_compiler
 from tests.models.test_compile_families import fitting
-from treespec import LLM, SamplingParams, SpecConfig
+from treespec import RoundRecord, SamplingParams, SpecConfig
 from treespec.drafters.ssm import ssm_drafter as ssm
 from treespec.drafters.ssm.forest import CompiledForest
 from treespec.drafters.ssm.levels import DraftModelCache, PlannedLevels
 from treespec.drafters.ssm.reference_forest import ReferenceForest
-from treespec.tree import TokenTree
+from treespec.drawing.recording import watch
 
 pytestmark = needs_compiler
-
-
-class Recorded(NamedTuple):
-    """What the SSMs proposed, behind which tokens; and by round what that took, and how far each was trusted then."""
-
-    trees: list[tuple[tuple[int, ...], TokenTree]]
-    rounds: list[tuple[tuple[int, ...], list[list[float]]]]
-
-
-@contextmanager
-def recorded(llm: LLM) -> Iterator[Recorded]:
-    found = Recorded([], [])
-    drafter = llm.engine.sources.ssms
-    original = drafter.propose
-
-    def propose(requests: Any, *args: Any) -> Any:
-        proposed = original(requests, *args)
-        found.trees.extend((tuple(request.tokens), tree) for request, tree in zip(requests, proposed, strict=True))
-        trusted = [drafter.state(request).trust.weights(drafter.allowed(request)).tolist() for request in requests]
-        found.rounds.append((astuple(drafter.drafted)[:4], trusted))
-        return proposed
-
-    with mock.patch.object(drafter, "propose", propose):
-        yield found
 
 
 class NumpyForest(ReferenceForest):
@@ -84,8 +56,7 @@ SPECS = {
 
 
 def drafts_of(kind: str, target: Path, first: Path) -> list[Path]:
-    """Three SSMs of two shapes; or of three families, one with learned positions and one with two ropes; or one of them
-    with half of the vocabulary, or with NaN after every second token."""
+    """Three SSMs of two shapes or three families; of one half of the vocabulary, or NaN after every second token."""
     root = new_folder("shape")
     if kind == "families":
         others = [(name, TYPICAL[name], fitting(TYPICAL[name]) | {"vocab_size": VOCAB}) for name in ("gpt2", "gemma3")]
@@ -102,19 +73,20 @@ def drafts_of(kind: str, target: Path, first: Path) -> list[Path]:
 
 @pytest.mark.parametrize("name", SPECS)
 def test_trees_are_those_of_the_general_path(name: str) -> None:
-    """Levels in one call, and `CompiledForest`, against `Forest` and `PlannedLevels` on the same compiled passes, in a
-    batch whose requests end at different times. One call leaves out the noise of unlikely tokens: trees of sampled
-    choices are nearly the same."""
+    """Levels in one call, and `CompiledForest`, against `Forest` and `PlannedLevels` on the same compiled passes.
+
+    One call leaves out the noise of unlikely tokens: trees of sampled choices are nearly the same.
+    """
     spec, options = SPECS[name]
     target, (first, *_) = tiny(torch.bfloat16)
     drafts = drafts_of(name, target, first)
     prompts = random_prompts((9, 50, 63, 64))
     params = [SamplingParams(max_tokens=count, ignore_eos=True, **options) for count in (6, 14, 9, 20)]
 
-    def run() -> tuple[list[list[int]], Recorded]:
+    def run() -> tuple[list[list[int]], list[RoundRecord]]:
         llm = open_llm(target, drafts, compile=True)
-        with recorded(llm) as found:
-            return tokens_of(llm.generate(prompts, params, spec)), found
+        with watch(llm.engine) as rounds:
+            return tokens_of(llm.generate(prompts, params, spec)), rounds
 
     with mock.patch.object(CompiledForest, "draft", autospec=True, side_effect=CompiledForest.draft) as whole_levels:
         ours, compiled = run()
@@ -130,9 +102,10 @@ def test_trees_are_those_of_the_general_path(name: str) -> None:
     ):
         theirs, general = run()
     assert ours == theirs
-    assert len(compiled.trees) == len(general.trees) > 8
-    for (context, tree), (other, expected) in zip(compiled.trees, general.trees, strict=True):
-        assert context == other
+    assert len(compiled) > 8
+    for one, other in zip(compiled, general, strict=True):
+        assert one.context == other.context
+        tree, expected = one.tree, other.tree
         if name == "coupled":
             said, wanted = paths_of(tree), paths_of(expected)
             common = said.keys() & wanted.keys()
@@ -140,12 +113,7 @@ def test_trees_are_those_of_the_general_path(name: str) -> None:
             assert all(abs(tree.probs[said[path]] - expected.probs[wanted[path]]) < 0.1 for path in common)
             continue
         assert_same_tree(tree, expected, rtol=1e-6)
-    assert any(len(tree) > 4 for _, tree in compiled.trees)
-    if name == "coupled":
-        return
-    for (counts, trusted), (expected_counts, expected_trust) in zip(compiled.rounds, general.rounds, strict=True):
-        assert counts == expected_counts
-        assert [pytest.approx(weights, rel=1e-5) for weights in expected_trust] == trusted
+    assert any(len(each.tree) > 4 for each in compiled)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

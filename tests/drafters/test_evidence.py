@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from tests.helpers.growth import Seed, Trie
 from tests.helpers.models import tree_of
 from treespec.drafters.evidence import SeedEvidence
 from treespec.tree import TokenTree
+from treespec_kernels.tree.tree_merge import merge_children
 
 
 def test_ratios_are_positive_and_rise_with_the_seeds_own_probability() -> None:
@@ -17,8 +17,8 @@ def test_ratios_are_positive_and_rise_with_the_seeds_own_probability() -> None:
 
 def verified(own: float, mixture: float, held: bool, evidence: SeedEvidence) -> tuple[TokenTree, TokenTree, int]:
     """A tree of one seed that SSMs gave `mixture`, that seed, and the target's token."""
-    seed = Seed(0, np.float32(own), evidence.ratios(np.array([own]))[0])
-    merged = float(Trie.merged(np.float32(mixture), seed))
+    probs = np.array([own], dtype=np.float32)
+    merged = float(merge_children([{7: np.float32(mixture)}], {7: 0}, 1, probs, evidence.ratios(probs))[7][0])
     return tree_of(3, {(7,): merged}, "lookup"), tree_of(3, {(7,): own}, "lookup"), 7 if held else 8
 
 

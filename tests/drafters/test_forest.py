@@ -1,17 +1,18 @@
-"""Trees that grow, in numpy and compiled, against a dictionary of paths: SSMs and seeds merged, budgets, frontiers."""
+"""Trees that grow, in numpy and compiled, and those of the ops: SSMs and seeds merged, budgets, frontiers."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.helpers.enumeration import paths_of
-from tests.helpers.growth import assert_same_trees, grown_by_ops, grown_on_host, growth_case
+from tests.helpers.growth import Path, assert_same_trees, grown_by_ops, grown_on_host, growth_case, said_by
 from tests.helpers.libraries import LIBRARIES
 from tests.helpers.models import assert_same_tree, quick, tree_of
 from tests.helpers.quantized_checkpoints import needs_compiler
 from treespec.drafters.evidence import SeedEvidence
-from treespec.drafters.ssm.forest import CompiledForest, Forest, SsmProbs, TreeLimits
+from treespec.drafters.ssm.forest import CompiledForest, Forest, TreeLimits
 from treespec.drafters.ssm.reference_forest import ReferenceForest
 from treespec.drafters.ssm.ssm_state import grown_masks
 from treespec.tree import TokenTree
@@ -21,26 +22,8 @@ from treespec_kernels.cpu.cpu_library import find_compiler
 from treespec_kernels.cpu.growth_cpu import TreePlaces, growth_library
 from treespec_kernels.tree.growth_limits import DEEPEST, MAX_EXPANDED, frontier_width
 
-VOCAB = 12
 NAMES = ("a", "b")
 EVIDENCE = SeedEvidence(0.5, 0.8)
-Path = tuple[int, ...]
-
-
-class Speaker:
-    """SSMs whose probabilities are a function of the path."""
-
-    def __init__(self, seed: int, num_ssms: int):
-        self.seed, self.num_ssms = seed, num_ssms
-
-    def probs(self, ssm: int, path: Path) -> np.ndarray:
-        rng = np.random.default_rng((self.seed, ssm, *path))
-        weights = rng.exponential(size=VOCAB) ** 2
-        return (weights / weights.sum()).astype(np.float32)
-
-    def says(self, paths: list[Path]) -> list[SsmProbs]:
-        rows = np.arange(len(paths))
-        return [SsmProbs(s, rows, np.stack([self.probs(s, path) for path in paths])) for s in range(self.num_ssms)]
 
 
 def compiled(*parts: Any, **limits: int) -> CompiledForest:
@@ -52,15 +35,13 @@ FORESTS = pytest.mark.parametrize(
 )
 
 
-def grow(forest: Forest, speaker: Speaker, weights: np.ndarray) -> list[list[Path]]:
-    """Grow to the end; the expanded paths of each tree, by level."""
-    expanded: list[list[Path]] = [[] for _ in forest.limits]
+def grow(forest: Forest, seed: int) -> list[Path]:
+    """Grow the tree of two SSMs to the end; the paths that were expanded."""
+    case = replace(growth_case(0), seed=seed, kind="random", vocab=12, weights=np.full((1, 2), 0.5))
+    expanded: list[Path] = []
     while len(forest.frontier.nodes):
-        paths = [tuple(path) for path in forest.paths()]
-        for owner, path in zip(forest.frontier.owners.tolist(), paths, strict=True):
-            expanded[owner].append(path)
-        broken = forest.extend(speaker.says(paths), [weights] * len(forest.limits))
-        assert not broken.any()
+        expanded += [tuple(path) for path in forest.paths()]
+        assert not forest.extend(said_by(case, forest), case.weights).any()
     return expanded
 
 
@@ -87,7 +68,7 @@ def test_static_trees_have_their_shape(branching: tuple[int, ...], kind: type[Fo
     hints = {(1,): 0.9, (1, 2): 0.9, (1, 2, 3): 0.9, (1, 2, 3, 4): 0.9}
     shape = TreeLimits(len(branching), 64, branching, ())
     forest = kind([tree_of(0, hints, "lookup")], [shape], 2, EVIDENCE, max_children=6)
-    grow(forest, Speaker(5, 2), np.array([0.5, 0.5]))
+    grow(forest, 5)
     (tree,) = forest.finish(NAMES)
     tree.check_integrity()
     for depth, children in enumerate(branching):
@@ -99,8 +80,7 @@ def test_static_trees_have_their_shape(branching: tuple[int, ...], kind: type[Fo
 @FORESTS
 def test_limits_of_the_frontier(kind: type[Forest]) -> None:
     forest = kind([TokenTree.root(1)], [TreeLimits(99, 5000, None, ())], 2, EVIDENCE)
-    expanded = grow(forest, Speaker(1, 2), np.array([0.5, 0.5]))
-    by_depth = np.bincount([len(path) for path in expanded[0]])
+    by_depth = np.bincount([len(path) for path in grow(forest, 1)])
     assert by_depth.tolist() == [1, *(frontier_width(depth) for depth in range(1, DEEPEST + 1))]
     assert by_depth.sum() <= MAX_EXPANDED
 
@@ -115,51 +95,23 @@ def test_a_tree_without_levels_is_its_seed(kind: type[Forest]) -> None:
     assert seeded.slots is not None and (seeded.slots == -1).all()
 
 
-def random_case(rng: np.random.Generator) -> tuple[list[TokenTree], list[TreeLimits], int]:
-    """Seeds, shapes and how many SSMs."""
-    seeds, shapes = [], []
-    for _ in range(int(rng.integers(1, 5))):
-        hints: dict[Path, float] = {}
-        for _ in range(int(rng.integers(0, 3))):  # runs that may share a beginning
-            path: Path = ()
-            for _ in range(int(rng.integers(1, 5))):
-                path = (*path, int(rng.integers(0, 3)))
-                hints.setdefault(path, float(rng.uniform(0.05, 0.45)))
-        seeds.append(tree_of(int(rng.integers(4)), hints, "lookup") if hints else TokenTree.root(3))
-        branching = tuple(rng.integers(1, 4, int(rng.integers(1, 4))).tolist()) if rng.random() < 0.3 else None
-        depth = len(branching) if branching else int(rng.integers(0, 6))
-        shapes.append(TreeLimits(depth, int(rng.integers(1, 30)), branching, tuple(rng.integers(0, VOCAB, 2).tolist())))
-    return seeds, shapes, int(rng.integers(1, 4))
-
-
 @needs_compiler
 @pytest.mark.parametrize("seed", range(60))
 def test_compiled_trees_are_those_of_numpy(seed: int) -> None:
-    """Batches of trees of all kinds with SSMs that score only some of them, and broken probabilities: the same nodes,
-    parents, draws, slots, masses and probabilities."""
-    rng = np.random.default_rng((7, seed))
-    seeds, shapes, num_ssms = random_case(rng)
-    active = rng.random((len(seeds), num_ssms)) < 0.7
-    active[~active.any(1), 0] = True
-    weights = [np.where(on, rng.uniform(0.1, 1, num_ssms), 0) for on in active]
-    weights = [own / own.sum() for own in weights]
-    limits = {"max_children": int(rng.integers(1, 10)), "max_frontier": int(rng.integers(1, 9))}
-    pair = [kind(seeds, shapes, num_ssms, EVIDENCE, **limits) for kind in (ReferenceForest, compiled)]
-    vocab = int(rng.choice([4, VOCAB, 64, 200, 1027]))
+    """Levels, masses, draws and slots, some of fixed shapes; wide vocabularies; trees that are stopped."""
+    rng, case = np.random.default_rng((7, seed)), growth_case(seed)
+    case = replace(case, vocab=int(rng.choice([case.vocab, 64, 200, 1027])))
+    sizes = case.sizes
+    shapes = []
+    for nodes, ends in zip(case.nodes, case.ends, strict=True):
+        branching = tuple(rng.integers(1, 4, int(rng.integers(1, 4))).tolist()) if rng.random() < 0.3 else None
+        shapes.append(TreeLimits(len(branching or range(sizes.depth)), nodes, branching, ends))
+    limits = {"max_children": max(sizes.proposals, 3), "max_frontier": sizes.frontier}
+    pair = [kind(case.trees, shapes, sizes.ssms, case.evidence, **limits) for kind in (ReferenceForest, compiled)]
     while len(pair[0].frontier.nodes):
-        at = pair[0].frontier
-        said = []
-        for ssm in range(num_ssms):
-            rows = np.flatnonzero(active[at.owners, ssm])
-            probs = rng.exponential(size=(len(rows), vocab)) ** 3
-            probs = (probs / probs.sum(1, keepdims=True)).astype(np.float32)
-            for bad, columns in ((np.nan, slice(None)), (np.nan, int(rng.integers(vocab))), (np.inf, 0)):
-                probs[rng.random(len(rows)) < 0.05, columns] = bad
-            if len(rows):
-                said.append(SsmProbs(ssm, rows, probs))
-        broken = [forest.extend(said, weights) for forest in pair]
+        broken = [forest.extend(said_by(case, forest), case.weights) for forest in pair]
         assert (broken[0] == broken[1]).all()
-        stopped = rng.random(len(seeds)) < 0.1
+        stopped = rng.random(sizes.requests) < 0.1
         for forest in pair:
             if stopped.any():
                 forest.stop(stopped)
@@ -167,7 +119,7 @@ def test_compiled_trees_are_those_of_numpy(seed: int) -> None:
             np.testing.assert_array_equal(ours, theirs)
         np.testing.assert_array_equal(pair[0].open_mass(), pair[1].open_mass())
         np.testing.assert_array_equal(pair[0].level_mass(0.01), pair[1].level_mass(0.01))
-    names = tuple(f"ssm-{i}" for i in range(num_ssms))
+    names = tuple(f"ssm-{i}" for i in range(sizes.ssms))
     for ours, theirs in zip(*(forest.finish(names) for forest in pair), strict=True):
         np.testing.assert_array_equal(ours.slots, theirs.slots)
         assert_same_tree(ours, theirs)
@@ -176,8 +128,7 @@ def test_compiled_trees_are_those_of_numpy(seed: int) -> None:
 @needs_compiler
 @pytest.mark.parametrize("seed", range(10))
 def test_places_are_those_of_a_planned_pass(seed: int) -> None:
-    """Slots, paths and positions of level after level, as `plan_compiled` finds them through masks; pages in any order,
-    trees that begin late in a page, and trees that stop."""
+    """Slots, paths and positions of level after level, as `plan_compiled` finds them; some trees stop."""
     rng = np.random.default_rng((9, seed))
     count = int(rng.integers(1, 4))
     contexts = rng.integers(1, 3 * PAGE_SIZE, count).tolist()

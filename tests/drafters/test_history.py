@@ -190,27 +190,6 @@ def test_a_token_of_both_sources_has_the_larger_probability(new: New) -> None:
         assert len(tree.draw_nodes) == 4
 
 
-def test_places_in_the_text_do_not_count_those_in_the_history(new: New) -> None:
-    drafter = new(1000)
-    for token in (7, 8, 8, 8):
-        write(drafter, [1, 2, 3, token])
-    _, tree, found = found_after(drafter, [1, 2, 3, 7, 1, 2, 3, 9, 1, 2, 3], BOTH)
-    places = {int(tree.tokens[node]): found.classes[:, node].tolist() for node in children_of(tree, 0)}
-    assert places == {9: [0, -1], 7: [1, SECOND], 8: [-1, MAJORITY]}
-
-
-def test_counts_of_both_sources_are_kept_apart(new: New) -> None:
-    drafter = new(1000)
-    write(drafter, [1, 2, 3, 7])
-    request, tree, _ = found_after(drafter, [1, 2, 3, 9, 1, 2, 3, 7, 5, 1, 2, 3], BOTH)
-    path = tree.path_to(int(np.flatnonzero(tree.tokens == 7)[0]))
-    drafter.commit([request], [path])
-    kinds = inside(drafter).counts.cells
-    counted = [{tuple(cell): cells[*cell] for cell in np.argwhere(cells).tolist()} for cells in kinds]
-    assert counted[0] == {(0, 3): 1, (1, 3): 1, (SOLE, 3): 1}
-    assert counted[1] == {(0, 3): 1, (SOLE, 3): 1}, "7 held, of both sources"
-
-
 # --- what is remembered, and of whom
 
 
@@ -221,19 +200,15 @@ def guesses(drafter: LookupDrafter, tokens: list[int], spec: SpecConfig = PAST, 
 
 def test_a_running_request_is_searched_by_others_and_not_by_itself(new: New) -> None:
     drafter = new(1000)
+    trees = drafter.propose([request_of([61, 62, 63], PAST), request_of([61, 62, 63, 64], PAST)], [2, 2])
+    assert [tree.tokens.tolist() for tree in trees] == [[63, 64], [64]], "those of one round help each other"
     running = request_of([1, 2, 3, 4, 5, 6], PAST)
     assert len(propose(drafter, running, 2)) == 1
     assert guesses(drafter, [1, 2, 3]) == {4}
     running.tokens += [1, 2, 3]
     assert len(propose(drafter, running, 2)) == 1, "its own text is the business of lookup"
+    assert guesses(drafter, [8, 7, 6, 9, 8, 7, 6], BOTH) == {9}
     assert guesses(drafter, [5, 6, 1]) == {2}
-
-
-def test_requests_of_one_round_help_each_other(new: New) -> None:
-    drafter = new(1000)
-    first, second = request_of([1, 2, 3], PAST), request_of([1, 2, 3, 4], PAST)
-    trees = drafter.propose([first, second], [2, 2])
-    assert [tree.tokens.tolist() for tree in trees] == [[3, 4], [4]]
 
 
 def test_release_remembers_what_came_last(new: New) -> None:
@@ -247,6 +222,8 @@ def test_release_remembers_what_came_last(new: New) -> None:
     drafter.release(request_of([40, 41, 42], PAST))
     assert drafter.remembered == 8, "nothing was written for the third"
     assert guesses(drafter, [1, 2, 3]) == {21} and guesses(drafter, [11, 12, 13]) == {31}
+    again = Request([1, 2, 3], drafted.params, PAST, request_id=drafted.request_id)  # an id that comes back
+    assert propose(drafter, again, 1).tokens.tolist() == [3, 21]
 
 
 def test_the_end_of_a_prompt_is_remembered_with_its_output(new: New) -> None:
@@ -279,16 +256,8 @@ def test_requests_without_suffix_neither_give_nor_take(new: New, sources: tuple[
     assert guesses(drafter, [1, 2, 3], apart) == set() and guesses(drafter, [1, 2, 3]) == {4}
 
 
-def test_without_lookup_the_text_itself_is_not_searched(new: New) -> None:
-    drafter = new(1000)
-    text = [1, 2, 3, 4, 1, 2, 3]
-    assert guesses(drafter, text) == set()
-    assert guesses(drafter, text, BOTH) == {4}
-
-
 def test_forget(new: New) -> None:
-    """What running requests have written is forgotten too, those that were decoded plainly among them; what they go on
-    with is remembered."""
+    """What running and plain requests have written is forgotten too; what they go on with is remembered."""
     drafter = new(1000)
     write(drafter, [1, 2, 3, 4])
     running, plain = request_of([11, 12, 13], PAST), request_of([21, 22, 23], PAST)
@@ -329,13 +298,3 @@ def test_tokens_are_rounded_up(new: New, tokens: int, kept: int) -> None:
     drafter = new(tokens)
     write(drafter, list(range(200)))
     assert drafter.remembered == kept
-
-
-def test_owners_are_never_the_same(new: New) -> None:
-    """A request id that comes back is another text."""
-    drafter = new(1000)
-    first = request_of([1, 2, 3, 4], PAST)
-    first.tokens.append(5)
-    drafter.release(first)
-    again = Request([1, 2, 3], first.params, PAST, request_id=first.request_id)
-    assert propose(drafter, again, 1).tokens.tolist() == [3, 4]

@@ -25,6 +25,7 @@ from tests.helpers.models import (
     tiny,
 )
 from treespec import LLM, RoundRecord, SpecConfig
+from treespec.drawing.recording import watch
 from treespec.errors import ConfigError, ModelError
 
 NUM_LAYERS = ARCHITECTURES["glm4_moe"]["num_hidden_layers"]
@@ -39,19 +40,22 @@ def layer_names(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cls, "_keys_to_ignore_on_load_unexpected", [rf"model\.layers\.{NUM_LAYERS}.*"])
 
 
-def published(name: str) -> str:
-    """The name in DeepSeek-V3's and GLM-4.5's checkpoints of a tensor of transformers' module."""
-    name = name.removeprefix("layers.0.").removeprefix("mtp_block.")
-    return f"model.layers.{NUM_LAYERS}.{name.replace('post_norm', 'shared_head.norm')}"
+BY_MELLUM = {
+    "mtp_block": "layers.0",
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "eh_proj": "fc",
+    "post_norm": "norm",
+}
 
 
-def published_by_mellum(name: str) -> str:
+def published(kind: str, name: str) -> str:
+    """The name in a checkpoint of a tensor of transformers' module."""
     name = name.removeprefix("layers.0.")
-    if name.startswith("mtp_block."):
-        return f"mtp.layers.0.{name.removeprefix('mtp_block.')}"
-    renamed = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "post_norm": "norm"}
-    module, _, rest = name.partition(".")
-    return f"mtp.{renamed[module]}.{rest}"
+    if kind == "mellum":
+        module, _, rest = name.partition(".")
+        return f"mtp.{BY_MELLUM[module]}.{rest}"
+    return f"model.layers.{NUM_LAYERS}.{name.removeprefix('mtp_block.').replace('post_norm', 'shared_head.norm')}"
 
 
 def split_experts(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -74,24 +78,17 @@ def make_checkpoint(kind: str, dtype: torch.dtype = torch.float32) -> Path:
     model.save_pretrained(folder)
     layer = MtpModel(model, 1)
     randomize(layer.layers, gain=1.5, head_gain=1.5)
-    rename = published_by_mellum if kind == "mellum" else published
     file = folder / "model.safetensors"
     tensors = load_file(file)
     for name, weight in layer.state_dict().items():
         if name.startswith("layers."):
-            tensors |= split_experts(rename(name), weight.detach().to(dtype))
+            tensors |= split_experts(published(kind, name), weight.detach().to(dtype))
     save_file(tensors, file, {"format": "pt"})
     return folder
 
 
 def expected_logits(model: Any, layer: Any, context: list[int], drafted: list[int]) -> torch.Tensor:
-    """Logits after the last of some drafted tokens, by a pass over all pairs for each of them.
-
-    Args:
-        model, layer: transformers' own.
-        context: verified tokens, the root among them.
-        drafted: tokens below the root.
-    """
+    """Logits after the last of some drafted tokens, by a pass over all pairs for each; the context ends in the root."""
     states = model(torch.tensor([context[:-1]]), output_hidden_states=True).hidden_states[-1]
     tokens = context[1:]
     for token in [*drafted, None]:
@@ -115,8 +112,7 @@ def test_probabilities_are_those_of_transformers(kind: str) -> None:
     oracle = OracleDrafter([prompt + wanted[:13]], 2, vocab=VOCAB)  # knows the first half
     llm = open_adapter_llm(folder, ["mtp", oracle], prefill_chunk=24)
     assert "MTP layer" in llm.stats()["draft_vocabularies"]["mtp"]
-    records: list[RoundRecord] = []
-    with llm.add_round_observer(records.append):
+    with watch(llm.engine) as records:
         [output] = llm.generate(prompt, greedy(24), spec=SpecConfig(nodes=16, max_depth=4))
     assert list(output.outputs[0].token_ids) == wanted
 

@@ -37,11 +37,7 @@ def continuations() -> list[list[int]]:
 
 
 class Mine(OracleDrafter):
-    """Right about everything, but for what `fault` makes of it.
-
-    Args:
-        fault: takes a method's name and its requests, and may raise; of "propose" it may return another proposal.
-    """
+    """Right about everything, but for what `fault` raises in a method, or makes of a proposal."""
 
     def __init__(self, fault: Callable[[str, Sequence[Request]], Any] = lambda method, requests: None):
         super().__init__(truths(), 4, wrong=1, name="mine")
@@ -274,7 +270,6 @@ class Nameless:
         ([Whole], r"Whole is a class; give an object of it, such as Whole\(\)"),
         ([Headless()], r"Headless has no commit\(\), release\(\); a Drafter has propose\(\), commit\(\) and release"),
         ([Nameless()], "Nameless.name is None; give it a name, such as name = 'nameless'"),
-        ([named("")], "Whole.name is ''"),
         ([named("lookup")], "Whole.name is 'lookup', which names a source of the engine"),
         ([named("twice"), named("twice")], "Whole.name is 'twice', as is another draft's; rename one of them"),
         ([named("ssm-1"), tiny()[1][0]], "Whole.name is 'ssm-1', as is another draft's"),
@@ -310,9 +305,7 @@ def test_a_tree_from_parents() -> None:
     [
         ([7, 1], [-1], 0.5, "2 tokens, 1 parents and 2 probs"),
         ([7, 1], [-1, 0], [1.0], "2 tokens, 2 parents and 1 probs"),
-        ([], [], [], "0 tokens"),
         ([7, 1, 2], [-1, 2, 0], 0.5, "node 1 has parent 2; valid: 0 to 0"),
-        ([7, 1], [-1, -1], 0.5, "node 1 has parent -1"),
     ],
 )
 def test_parents_that_make_no_tree(tokens: list[int], parents: list[int], probs: Any, message: str) -> None:

@@ -37,10 +37,6 @@ def accepted(outputs: Any, source: str = "suffix") -> int:
     return sum(output.metrics.accepted_by_source.get(source, 0) for output in outputs)
 
 
-def passes(outputs: Any) -> int:
-    return sum(output.metrics.target_passes for output in outputs)
-
-
 @pytest.mark.parametrize("temperature", [0, 0.9])
 @pytest.mark.parametrize("name", quick(SPECS, ("both", "auto")))
 def test_tokens_are_those_of_plain_decoding(name: str, temperature: float) -> None:
@@ -82,15 +78,7 @@ def test_plain_requests_are_remembered() -> None:
     llm.generate(PROMPTS, greedy(30), "off")
     assert llm.stats()["suffix_tokens"] == sum(map(len, PROMPTS)) + 4 * 30
     outputs = llm.generate(PROMPTS, greedy(30), PAST)
-    assert accepted(outputs) == 4 * 30 - passes(outputs) > 80
-
-
-@pytest.mark.slow
-def test_an_engine_without_memory_remembers_nothing() -> None:
-    llm = tiny_llm(max_num_seqs=4)
-    llm.generate(PROMPTS[:1], greedy(9))
-    assert llm.stats()["suffix_tokens"] == llm.stats()["memory"]["suffix"] == 0
-    llm.reset_suffix_cache()
+    assert accepted(outputs) == 4 * 30 - sum(output.metrics.target_passes for output in outputs) > 80
 
 
 @pytest.mark.slow
@@ -168,10 +156,14 @@ def test_bad_values(value: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_source_that_needs_a_memory() -> None:
+def test_an_engine_without_memory() -> None:
+    llm = tiny_llm(max_num_seqs=4)
+    llm.generate(PROMPTS[:1], greedy(9))
+    assert llm.stats()["suffix_tokens"] == llm.stats()["memory"]["suffix"] == 0
+    llm.reset_suffix_cache()
     message = "sources=('suffix',): this engine does not store its outputs; use LLM(suffix_tokens="
     with pytest.raises(ConfigError, match=re.escape(message)):
-        tiny_llm(max_num_seqs=4).generate(PROMPTS[0], greedy(5), PAST)
+        llm.generate(PROMPTS[0], greedy(5), PAST)
     with pytest.raises(ConfigError, match=re.escape(message)):
         open_llm(tiny()[0], spec=PAST)
     with pytest.raises(ConfigError, match="did you mean 'suffix'"):

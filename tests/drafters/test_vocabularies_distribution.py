@@ -1,10 +1,8 @@
-"""The distribution of sampled output with drafts of other vocabularies: exact by enumeration, end to end by G-tests."""
+"""The distribution of sampled output with drafts of other vocabularies, by G-tests."""
 
-import dataclasses
 import functools
 import json
 import shutil
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -13,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.helpers.exactness import recorded
 from tests.helpers.models import new_folder, open_llm
 from tests.helpers.tokenizers_made import letters, save_tokenizer
 from tests.sampling.test_sampled_distribution import ALPHA, PROMPT, VOCAB, sampled, timeless
@@ -21,9 +20,6 @@ from treespec import LLM, SamplingParams, SpecConfig
 from treespec.drafters.foreign.foreign_drafter import ForeignDrafter
 from treespec.drafters.foreign.translated import TranslatedDrafter
 from treespec.drawing.recording import watch
-from treespec.errors import DraftError
-from treespec.request import Request
-from treespec.tree import TokenTree
 
 pytestmark = pytest.mark.slow
 
@@ -31,16 +27,9 @@ OWN, OTHER = "abcdefgh", "xhgfyedcz"  # "a" and "b" are unknown to the draft, "x
 SSM = {"sources": ("ssm",)}
 
 
-# --- by enumeration
-
-
-# --- end to end
-
-
 @functools.cache
 def folders() -> tuple[Path, Path, Path]:
-    """The target of eight tokens with a tokenizer, a draft of nine tokens of which six are the target's, and one with
-    the target's vocabulary."""
+    """The target of eight tokens, a draft of nine of which six are the target's, and one with its vocabulary."""
     root = new_folder("translated-distribution")
     target, (source, second) = tiny_folders()
     shutil.copytree(target, root / "target")
@@ -109,44 +98,16 @@ def test_the_distributions_are_over_the_intersection() -> None:
     assert all(not probs[unknown].any() for probs in tree.draft_probs)
     own = open_llm(folders()[1], max_model_len=64)
     prompt = [OTHER.index(OWN[token]) for token in PROMPT if OWN[token] in OTHER]
-    seen: list[np.ndarray] = []
     drafter = llm.engine.sources.others[0]
-    assert isinstance(drafter, TranslatedDrafter)
-    context = drafter.translation.encode(PROMPT)
-    assert context == prompt
-    original = own.engine.runner.logits
-    with mock.patch.object(
-        own.engine.runner, "logits", lambda *args: seen.append(original(*args).double().numpy()) or original(*args)
-    ):
-        own.generate([context], SamplingParams(max_tokens=1))
-    logits = seen[0][0] / 2.0
+    assert isinstance(drafter, TranslatedDrafter) and drafter.translation.encode(PROMPT) == prompt
+    with recorded(own) as (found, _):
+        own.generate([prompt], SamplingParams(max_tokens=1))
+    logits = found[tuple(prompt)].double().numpy() / 2.0
     probs = np.zeros(VOCAB)
     for id, letter in enumerate(OTHER):
         if letter in OWN:
             probs[OWN.index(letter)] = np.exp(logits[id])
     assert np.allclose(tree.draft_probs[int(tree.draw_rows[0])], probs / probs.sum(), atol=1e-6)
-
-
-def altered(change: Callable[[np.ndarray], np.ndarray]) -> Callable[..., list[TokenTree]]:
-    """`propose`, with other distributions in the trees than those that were drawn from."""
-    original = TranslatedDrafter.propose
-
-    def propose(self: TranslatedDrafter, requests: Sequence[Request], depths: Sequence[int]) -> list[TokenTree]:
-        trees = original(self, requests, depths)
-        return [dataclasses.replace(tree, draft_probs=tuple(map(change, tree.draft_probs))) for tree in trees]
-
-    return propose
-
-
-def test_a_distribution_that_lost_its_mask_is_refused() -> None:
-    """One that does not sum to 1, as when the mask comes after softmax, never reaches verification."""
-    llm = sampling_llm(folders()[1])
-    spec = SpecConfig(branching=(3, 2), verification="rejection", **SSM)
-    with (
-        mock.patch.object(TranslatedDrafter, "propose", altered(lambda probs: probs * 0.7)),
-        pytest.raises(DraftError, match="draft_probs that are not probabilities"),
-    ):
-        sampled(llm, spec)
 
 
 def test_only_one_source_draws_at_random() -> None:

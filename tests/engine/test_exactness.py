@@ -15,10 +15,8 @@ from tests.helpers.models import (
     OracleDrafter,
     exact_in,
     exact_in_compiled,
-    first_layers,
     greedy,
     make_draft,
-    make_llama,
     new_folder,
     open_llm,
     quick,
@@ -63,21 +61,6 @@ def test_trees_give_the_bits_of_plain_decoding(dtype: torch.dtype, ssms: tuple[i
     for name in SPECS if len(ssms) == 3 else ("16", "auto"):
         tree = assert_exact(llm, plain, SPECS[name])
         assert tree.acceptance_length > 1.2, f"{name}: nothing was accepted, so nothing was shown"
-
-
-@pytest.mark.slow
-def test_two_hundred_prompts() -> None:
-    """Of 32 tokens each, by tokens alone; the draft is the first of the target's two layers."""
-    root = new_folder("two")
-    target = make_llama(root / "target", 7, torch.bfloat16, num_hidden_layers=2, faint_after=1)
-    llm = open_llm(target, [first_layers(root / "first", target, 1)], max_num_seqs=25)
-    prompts = random_prompts([1 + i * 7 % 120 for i in range(200)], seed=3)
-    plain = llm.generate(prompts, greedy(32), spec="off")
-    trees = llm.generate(prompts, greedy(32), spec=SpecConfig(branching=(3, 2, 1)))
-    wrong = [i for i, (a, b) in enumerate(zip(plain, trees, strict=True)) if a.outputs[0] != b.outputs[0]]
-    assert not wrong
-    assert sum(output.metrics.generated_tokens for output in trees) == 200 * 32
-    assert sum(output.metrics.target_passes for output in trees) * 2 < 200 * 32
 
 
 ENGINES: dict[str, dict[str, Any]] = {

@@ -7,7 +7,6 @@ from unittest import mock
 
 import pytest
 
-from tests.helpers.exactness import run
 from tests.helpers.models import greedy, open_llm, random_prompts, tiny, tiny_llm, tokens_of
 from tests.helpers.sharing import assert_clean
 from tests.helpers.speech import checked
@@ -137,24 +136,6 @@ def test_leaving_a_stream_frees_its_slot() -> None:
     assert_clean(llm)
     never_started = llm.stream(random_prompts((30,))[0], greedy(60), TREE)
     del never_started
-    assert_clean(llm)
-
-
-def test_a_stream_with_other_calls_in_its_loop() -> None:
-    llm = tiny_llm()
-    prompts = random_prompts((30, 12, 50))
-    expected = [run(llm, [prompt], greedy(24), "off").tokens[0] for prompt in prompts]
-    tokens: list[int] = []
-    with checked(llm):
-        for i, chunk in enumerate(llm.stream(prompts[0], greedy(24), TREE)):
-            tokens += chunk.token_ids
-            if i == 0:
-                (other,) = llm.generate(prompts[1], greedy(24), TREE)
-                assert other.outputs[0].token_ids == expected[1]
-            elif i == 1:
-                inner = [t for c in llm.stream(prompts[2], greedy(24), "off") for t in c.token_ids]
-                assert inner == expected[2]
-    assert tokens == expected[0]
     assert_clean(llm)
 
 

@@ -34,6 +34,7 @@ def assert_tell(records: Sequence[RoundRecord], outputs: Sequence[RequestOutput]
 
 
 def test_every_round_of_every_request_is_told() -> None:
+    """As JSON too, from which the tree can be made again."""
     llm = tiny_llm()
     records: list[RoundRecord] = []
     params = [greedy(20), SamplingParams(max_tokens=12, temperature=0.9, seed=3, n=2, ignore_eos=True)]
@@ -46,19 +47,8 @@ def test_every_round_of_every_request_is_told() -> None:
     assert {each.request_id for each in records} == {output.request_id for output in [*outputs, *plain, *form]}
     assert all(0 < (each.target_seconds or 0) <= each.seconds for each in records)
     assert max(each.accepted for each in records) > 1
-
-
-def test_a_record_as_json() -> None:
-    llm, lines = tiny_llm(), list[str]()
-    records: list[RoundRecord] = []
-    with (
-        llm.add_round_observer(lambda record: lines.append(json.dumps(record.as_dict()))),
-        llm.add_round_observer(records.append),
-    ):
-        llm.generate(PROMPTS[:1], greedy(12), spec=TREE)
-    assert len(lines) == len(records) > 1
-    for line, record in zip(lines, records, strict=True):
-        read, tree = json.loads(line), record.tree
+    for record in records:
+        read, tree = json.loads(json.dumps(record.as_dict())), record.tree
         again = TokenTree.from_parents(read["tokens"], read["parents"], read["probs"], "again")
         for name in ("tokens", "parents", "depths", "probs"):
             assert np.array_equal(getattr(again, name), getattr(tree, name)), name

@@ -1,16 +1,14 @@
 """A cache that is too small for its requests: they wait, are preempted and computed again, and no token changes."""
 
 import asyncio
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 
 from tests.graphs.test_graph_engine import ScriptedRounds, scripted
-from tests.helpers.models import VOCAB, greedy, open_llm, quick, random_prompts, tiny, tiny_llm, tokens_of
+from tests.helpers.models import greedy, open_llm, quick, random_prompts, tiny, tiny_llm, tokens_of
 from tests.helpers.sharing import assert_as_alone, assert_clean, guarded, random_requests, run_at_random_times
 from tests.helpers.speech import checked, speaking_folder
 from treespec import LLM, AsyncLLM, LLMEngine, RequestOutput, SamplingParams, SpecConfig
@@ -127,15 +125,6 @@ def test_priorities_order_the_queue() -> None:
     assert order == [outputs[i].request_id for i in (1, 3, 0, 2)]
 
 
-def flood(engine: LLMEngine, seed: int) -> Iterator[str]:
-    """Add another short request and return its name."""
-    rng = np.random.default_rng(seed)
-    for i in range(10**6):
-        prompt = rng.integers(1, VOCAB, size=9).tolist()
-        engine.add_request(f"short {i}", {"prompt_token_ids": prompt}, greedy(6), spec="off")
-        yield f"short {i}"
-
-
 def test_a_long_prompt_neither_starves_nor_is_starved() -> None:
     """While its pages are not free, a few shorter ones that came later are served; then it is its turn."""
     llm = crowded(7)
@@ -144,14 +133,19 @@ def test_a_long_prompt_neither_starves_nor_is_starved() -> None:
     engine.add_request("running", {"prompt_token_ids": other}, greedy(190), spec="off")
     engine.step()
     engine.add_request("long", {"prompt_token_ids": long}, greedy(5), spec="off")
-    more, ended = flood(engine, 0), list[str]()
+    shorter, ended = iter(random_prompts((9,) * 300)), list[str]()
+
+    def add_another() -> None:
+        prompt = next(shorter)
+        engine.add_request(f"short {prompt}", {"prompt_token_ids": prompt}, greedy(6), spec="off")
+
     for _ in range(3):
-        next(more)
+        add_another()
     while "long" not in ended:
         for output in engine.step():
             if output.finished:
                 ended.append(output.request_id)
-                next(more)
+                add_another()
         llm.engine.check_integrity()
         assert len(ended) < 200, "the long prompt is starved"
     assert 3 <= ended.index("long") <= MOST_PASSED + 4 and ended[0] != "long"

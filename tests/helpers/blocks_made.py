@@ -1,8 +1,4 @@
-"""Tiny random DFlash and PARD drafts in their published layouts, and references of what they compute, in float32.
-
-The references follow DFlash (arXiv 2602.06036) and PARD (arXiv 2504.18583). That of DFlash computes one block over a
-whole context; `tests/drafters/test_heads.py` compares it with the module of transformers, too.
-"""
+"""Tiny random DFlash drafts (arXiv 2602.06036) in their published layouts, and a reference of them, in float32."""
 
 import json
 from collections.abc import Sequence
@@ -15,23 +11,23 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.helpers.heads_made import (
+    MASK,
+    THETA,
     TargetShape,
+    decoder_layer,
     draft_vocabulary,
     gains,
     layer_tensors,
     llama_config,
     matrix,
     norm,
-    rope,
     write_head,
 )
 
 DFlashLayout = Literal["z-lab", "transformers", "speculators"]
 LAYERS = 2
-MASK = 7
 HEAD_DIM = 16
 RANK = 16  # of a DSpark draft's bias
-THETA = 5000.0
 
 
 def write_dflash(
@@ -47,11 +43,9 @@ def write_dflash(
     seed: int = 1,
     **changes: Any,
 ) -> None:
-    """Writes a random DFlash draft.
+    """Writes a random DFlash draft, or a DSpark draft, whose bias by a node's token is `markov`, "vanilla" or "gated".
 
-    `read` are the target's layers whose inputs it reads. `draft_vocab` and `from_anchor`, the root's row predicting the
-    next token, exist in the layout of speculators only, and so do DSpark drafts, whose bias by a node's token is
-    `markov`, "vanilla" or "gated". `changes` are made to the config at last.
+    `read` are the target's layers whose inputs it reads. `from_anchor`: the root's row predicts the next token.
     """
     generator, hidden = torch.Generator().manual_seed(seed), target.hidden_size
     tensors: dict[str, Tensor] = {}
@@ -100,11 +94,9 @@ def write_dflash(
 def reference_dflash(
     folder: Path, embed: Tensor, lm_head: Tensor, root: int, states: Tensor, path: Sequence[int] = ()
 ) -> Tensor:
-    """What a DFlash draft predicts below a root, logits [num_predicted, vocab].
+    """What a DFlash draft predicts below a root, logits [num_predicted, vocab]; a DSpark draft, one token below `path`.
 
-    `embed` and `lm_head` are the target's, `states` [num_tokens, count, hidden] its states of the tokens before the
-    root, in the order of the config's layers. `path` are the tokens drafted below the root, for a DSpark draft, which
-    then predicts one token more than these.
+    `states` [num_tokens, count, hidden] are the target's before the root, in the order of the config's layers.
     """
     config = json.loads((folder / "config.json").read_text())
     config |= config.get("transformer_layer_config", {}) | config.get("dflash_config", {})
@@ -112,26 +104,12 @@ def reference_dflash(
     weights = {
         name.removeprefix("encoder.").replace("output_norm_enc", "hidden_norm"): t for name, t in tensors.items()
     }
-    eps, heads, size = config["rms_norm_eps"], config["num_attention_heads"], config["block_size"]
+    eps, size = config["rms_norm_eps"], config["block_size"]
     context = norm(states.flatten(1) @ weights["fc.weight"].T, weights["hidden_norm.weight"], eps)
     x = embed[torch.tensor([root, *[config["mask_token_id"]] * (size - 1)])]
     for i in range(config["num_hidden_layers"]):
-        layer = {name.removeprefix(f"layers.{i}."): t for name, t in weights.items() if name.startswith(f"layers.{i}.")}
-        normed = norm(x, layer["input_layernorm.weight"], eps)
-        read = torch.cat((context, normed))
-        q, k, v = (
-            (rows @ layer[f"self_attn.{name}_proj.weight"].T).unflatten(1, (-1, config["head_dim"]))
-            for name, rows in (("q", normed), ("k", read), ("v", read))
-        )
-        q = rope(norm(q, layer["self_attn.q_norm.weight"], eps), config, len(context))
-        k = rope(norm(k, layer["self_attn.k_norm.weight"], eps), config)
-        k, v = (part.repeat_interleave(heads // part.shape[1], 1) for part in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q, k) * config["head_dim"] ** -0.5
-        attended = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
-        x = x + attended @ layer["self_attn.o_proj.weight"].T
-        normed = norm(x, layer["post_attention_layernorm.weight"], eps)
-        gate, up = (normed @ layer[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        x = x + (F.silu(gate) * up) @ layer["mlp.down_proj.weight"].T
+        normed = norm(x, weights[f"layers.{i}.input_layernorm.weight"], eps)
+        x = decoder_layer(x, normed, config, weights, i, context)
     final = norm(x, weights["norm.weight"], eps)[0 if config.get("sample_from_anchor") else 1 :]
     logits = final @ weights.get("lm_head.weight", lm_head).T
     if "markov_head.markov_w1.weight" not in weights:

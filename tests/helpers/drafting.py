@@ -11,6 +11,7 @@ from tests.helpers.heads_made import TargetShape
 from tests.helpers.models import greedy, make_llama, new_folder, open_llm, random_prompts
 from tests.helpers.quantized_checkpoints import needs_compiler
 from treespec import LLM, RoundRecord, SamplingParams, SpecConfig
+from treespec.drawing.recording import watch
 
 EXECUTORS: dict[str, dict[str, Any]] = {
     "eager": {"compile": False},
@@ -37,9 +38,8 @@ def drafted_rounds(
 ) -> list[RoundRecord]:
     """Rounds behind a prompt that was read in chunks; lookup makes them accept tokens."""
     llm = open_llm(target, [draft], prefill_chunk=24, draft_quantization=None, **executor)
-    records: list[RoundRecord] = []
     spec = SpecConfig(**({"nodes": 16, "max_depth": 4} | tree), sources=("ssm", "lookup"))
-    with llm.add_round_observer(records.append):
+    with watch(llm.engine) as records:
         llm.generate(random_prompts((61,), vocab=vocab), greedy(tokens), spec=spec)
     return records
 
@@ -47,11 +47,8 @@ def drafted_rounds(
 @torch.inference_mode()
 def target_states(model: Any, records: Iterable[RoundRecord]) -> dict[int, list[torch.Tensor]]:
     """By the numbers of rounds: the hidden states of transformers' model over their contexts, [length, hidden] each."""
-    found = {}
-    for record in records:
-        states = model(torch.tensor([record.context]), output_hidden_states=True).hidden_states
-        found[record.number] = [layer[0] for layer in states]
-    return found
+    passes = ((r.number, model(torch.tensor([r.context]), output_hidden_states=True)) for r in records)
+    return {number: [layer[0] for layer in of_round.hidden_states] for number, of_round in passes}
 
 
 @torch.inference_mode()

@@ -1,11 +1,7 @@
-"""Exact distributions by replaying every branch of a random program, and the programs: tiny targets, drafts and ways to
-draft.
-
-A program takes an oracle and returns a result. `outcomes` runs it once for each sequence of answers that the oracle can
-give, depth first, with the probability of each. Drafting is such a program, verification another.
-"""
+"""Exact distributions by replaying every branch of a random program, such as drafting and verifying."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise, product
 from typing import NamedTuple, TypeVar
 
@@ -88,14 +84,14 @@ def random_probs(rng: np.random.Generator, vocab: int, zeros: float = 0.2) -> np
     return probs
 
 
-def random_world(seed: int, vocab: int, depth: int, sources: int = 2, zeros: float = 0.2, same: bool = False) -> World:
-    """One distribution per prefix and source; every fourth draft distribution is the target's, with `same` all are."""
+def random_world(seed: int, vocab: int, depth: int, same: bool = False) -> World:
+    """One distribution per prefix and each of two sources; every fourth is the target's, with `same` all are."""
     rng = np.random.default_rng(seed)
     prefixes = [path for length in range(depth + 1) for path in product(range(vocab), repeat=length)]
-    target = {path: random_probs(rng, vocab, zeros) for path in prefixes}
+    target = {path: random_probs(rng, vocab) for path in prefixes}
     drafts = tuple(
-        {path: target[path] if same or rng.random() < 0.25 else random_probs(rng, vocab, zeros) for path in prefixes}
-        for _ in range(sources)
+        {path: target[path] if same or rng.random() < 0.25 else random_probs(rng, vocab) for path in prefixes}
+        for _ in range(2)
     )
     return World(vocab, depth, target, drafts)
 
@@ -118,14 +114,6 @@ class Proposal(NamedTuple):
 Scheme = Sequence[Sequence[Proposal]]  # by depth
 
 
-def probs_of(tree: TokenTree, draw: int) -> np.ndarray | None:
-    """float64 [vocab]: what the draw's token came from; None where there was no chance."""
-    rows, excluded = tree.draw_rows, tree.draw_excluded
-    if rows is None or rows[draw] < 0:
-        return None
-    return restricted(tree.draft_probs[rows[draw]], excluded[draw] if excluded else ())
-
-
 def restricted(row: np.ndarray, excluded: Sequence[int]) -> np.ndarray:
     probs = row.astype(np.float64)
     probs[list(excluded)] = 0.0
@@ -141,50 +129,37 @@ def paths_of(tree: TokenTree) -> list[Path]:
 
 
 class Builder:
-    """A tree as it is drafted, draw by draw; `node` with a parent and token finds it or makes it."""
+    """A tree as it is drafted, draw by draw."""
 
     def __init__(self) -> None:
-        self.parents, self.tokens, self.depths = [-1], [0], [0]
+        self.paths: list[Path] = [()]  # of each node
         self.draws: list[tuple[int, int, int, int, tuple[int, ...]]] = []  # parent, child, source, row, excluded
         self.rows: list[np.ndarray] = []
 
-    def node(self, parent: int, token: int) -> int:
-        for other in range(1, len(self.tokens)):
-            if (self.parents[other], self.tokens[other]) == (parent, token):
-                return other
-        self.parents.append(parent)
-        self.tokens.append(token)
-        self.depths.append(self.depths[parent] + 1)
-        return len(self.tokens) - 1
-
-    def path(self, node: int) -> Path:
-        return () if node == 0 else (*self.path(self.parents[node]), self.tokens[node])
-
     def drawn(self, parent: int, source: int | None = None) -> tuple[int, ...]:
         """Tokens drawn at a node so far, by one source or any, each once."""
-        tokens = [self.tokens[child] for at, child, by, *_ in self.draws if at == parent and source in (None, by)]
+        tokens = [self.paths[child][-1] for at, child, by, *_ in self.draws if at == parent and source in (None, by)]
         return tuple(dict.fromkeys(tokens))
 
     def add(
         self, parent: int, token: int, source: int, probs: np.ndarray | None, excluded: tuple[int, ...] = ()
     ) -> int:
         """Record a draw. The distribution's row is shared with the draws before it where it is the very same array."""
-        row = -1
+        row, path = -1, (*self.paths[parent], token)
         if probs is not None:
             row = next((i for i, other in enumerate(self.rows) if other is probs), len(self.rows))
             self.rows[row:] = self.rows[row:] or [probs]
-        child = self.node(parent, token)
-        self.draws.append((parent, child, source, row, excluded))
-        return child
+        if path not in self.paths:
+            self.paths.append(path)
+        self.draws.append((parent, self.paths.index(path), source, row, excluded))
+        return self.paths.index(path)
 
     def tree(self) -> TokenTree:
-        columns = np.array([draw[:4] for draw in self.draws], dtype=np.int64).reshape(-1, 4).T
-        _, nodes, sources, rows = columns
-        tree = TokenTree(
-            tokens=np.array(self.tokens),
-            parents=np.array(self.parents),
-            depths=np.array(self.depths),
-            probs=np.ones(len(self.tokens)),
+        parents = [-1, *(self.paths.index(path[:-1]) for path in self.paths[1:])]
+        bare = TokenTree.from_parents([0, *(path[-1] for path in self.paths[1:])], parents, 1.0, "")
+        _, nodes, sources, rows = np.array([draw[:4] for draw in self.draws], dtype=np.int64).reshape(-1, 4).T
+        tree = replace(
+            bare,
             draw_nodes=nodes,
             draw_sources=sources,
             draw_probs=np.ones(len(self.draws)),
@@ -204,7 +179,7 @@ def draft(world: World, scheme: Scheme, oracle: Oracle) -> TokenTree:
         children: list[int] = []
         for node in level:
             for source, how in proposals:
-                probs = world.sources[source][built.path(node)]
+                probs = world.sources[source][built.paths[node]]
                 excluded = {"own": built.drawn(node, source), "cross": built.drawn(node), "next": built.drawn(node)}
                 left = probs.copy()
                 left[list(excluded.get(how, ()))] = 0.0
@@ -230,12 +205,11 @@ def reference(rule: str) -> Verifier:
     """`verify_tree`, with the distributions that the tree's draws came from."""
 
     def verify(tree: TokenTree, world: World, oracle: Oracle) -> tuple[list[int], int]:
-        drawn_from: list[np.ndarray] = []
-        draws = []
-        for i, child in enumerate(tree.draw_nodes.tolist()):
-            probs = probs_of(tree, i)
-            draws.append((int(tree.parents[child]), child, None if probs is None else len(drawn_from)))
-            drawn_from += [] if probs is None else [probs]
+        draws, drawn_from = [], []
+        each = zip(tree.draw_nodes.tolist(), tree.draw_rows.tolist(), tree.draw_excluded, strict=True)
+        for child, row, excluded in each:
+            draws.append((int(tree.parents[child]), child, len(drawn_from) if row >= 0 else None))
+            drawn_from += [restricted(tree.draft_probs[row], excluded)] if row >= 0 else []
         target = np.stack([world.target[path] for path in paths_of(tree)])
         rows = np.stack(drawn_from) if drawn_from else np.empty((0, world.vocab))
         return verify_tree(rule, tree.tokens.tolist(), tree.parents.tolist(), draws, target, rows, oracle)
@@ -255,11 +229,6 @@ def engine(rule: str) -> Verifier:
 
 
 Drafts = Sequence[tuple[float, TokenTree]]
-
-
-def drafts_of(drafter: Callable[[Oracle], TokenTree]) -> Drafts:
-    """Every tree that can be drafted, with its probability."""
-    return [(weight, tree) for weight, _, tree in outcomes(drafter)]
 
 
 def output_distribution(world: World, drafts: Drafts, verifier: Verifier) -> tuple[np.ndarray, float]:
@@ -286,8 +255,3 @@ def runs(tree: TokenTree, world: World, verifier: Verifier) -> dict[Answers, tup
 def total_variation(a: np.ndarray, b: np.ndarray) -> float:
     assert a.shape == b.shape
     return float(np.abs(a - b).sum()) / 2
-
-
-def distance(world: World, drafts: Drafts, verifier: Verifier) -> float:
-    """Total variation between what is emitted and the target's own distribution."""
-    return total_variation(output_distribution(world, drafts, verifier)[0], world.joint())

@@ -1,11 +1,10 @@
-"""Trees that grow, as a dictionary of paths: the model that the ops tree_root, tree_merge and tree_select must agree
-with. And cases, in which trees of the host and of these ops must be the same to the bit."""
+"""Cases of trees that grow: proposals for the ops, and batches that the host and the ops must grow alike to the bit."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,155 +14,12 @@ from treespec.drafters.evidence import SeedEvidence
 from treespec.drafters.ssm.forest import Forest, SsmProbs, TreeLimits
 from treespec.tree import TokenTree
 from treespec_kernels.tree.device_trees import SEED_BIT, DeviceForest, DeviceTrees, ProposedTrees
-from treespec_kernels.tree.growth_limits import frontier_width
 from treespec_kernels.tree.tree_merge import tree_merge_ref
 from treespec_kernels.tree.tree_root import tree_root_ref
 from treespec_kernels.tree.tree_select import tree_select_ref
 
 Path = tuple[int, ...]
-ONE, ZERO = np.float32(1), np.float32(0)
-LATER = 1 << 20  # order of what growth has not reached
-
-
-@dataclass
-class Node:
-    order: tuple[int, ...]  # level, frontier node, source, proposal of the one that first named it
-    value: np.float32
-    ssms: set[int] = field(default_factory=set)
-    expanded: int = -1  # the how-manieth of its frontier
-
-
-@dataclass(frozen=True)
-class Seed:
-    number: int
-    prob: np.float32
-    ratio: np.float32
-
-
-Seeds = dict[Path, Seed]
-
-
-class Trie:
-    """The tree of one request."""
-
-    def __init__(self, root: int, frontier: int, seeds: Seeds | None = None):
-        self.root, self.width, self.level, self.seeds = root, frontier, 0, seeds or {}
-        self.nodes: dict[Path, Node] = {}
-        self.frontier: list[Path] = [()] if root >= 0 else []
-
-    def value(self, path: Path) -> np.float32:
-        return self.nodes[path].value if path else ONE
-
-    def merge(self, tokens: np.ndarray, probs: np.ndarray, weights: np.ndarray, ends: set[int]) -> None:
-        """tokens, probs: [G, F, C]; weights: [G]."""
-        new: dict[Path, Node] = {}
-        for f, above in enumerate(self.frontier):
-            chances: dict[Path, np.float32] = {}
-            below = [path for path in self.seeds if path[:-1] == above]
-            for ssm, weight in enumerate(weights):
-                shares: dict[Path, list[np.float32]] = {}
-                for c, (token, prob) in enumerate(zip(tokens[ssm, f].tolist(), probs[ssm, f], strict=True)):
-                    with np.errstate(all="ignore"):
-                        share = np.float32(weight * prob)
-                    if token < 0 or np.isnan(share) or np.isinf(share) or share < 0:
-                        continue
-                    path = (*above, token)
-                    new.setdefault(path, Node((self.level, f, ssm, c), ZERO)).ssms.add(ssm)
-                    shares.setdefault(path, []).append(share)
-                for path, said in shares.items():
-                    with np.errstate(over="ignore"):
-                        chances[path] = np.float32(chances.get(path, ZERO) + max(said))
-            for c, path in enumerate(below[: tokens.shape[2]]):
-                new.setdefault(path, Node((self.level, f, len(weights), c), ZERO))
-            for path in {**chances, **dict.fromkeys(below)}:
-                if path in new:
-                    chance = min(chances.get(path, ZERO), ONE)
-                    if path in self.seeds:
-                        new[path].ssms.add(SEED_BIT)
-                        chance = self.merged(chance, self.seeds[path]) if chances else self.seeds[path].prob
-                    new[path].value = np.float32(self.value(above) * chance)
-        going = [path for path in new if path[-1] not in ends and new[path].value > 0]
-        room = frontier_width(self.level + 1, self.width)
-        self.frontier = sorted(going, key=lambda path: (-new[path].value, new[path].order))[:room]
-        for i, path in enumerate(self.frontier):
-            new[path].expanded = i
-        self.nodes |= new
-        self.level += 1
-
-    @staticmethod
-    def merged(mixture: np.float32, seed: Seed) -> np.float32:
-        """The odds of the mixture times the seed's ratio, as a probability."""
-        held = np.float32(min(max(mixture, np.float32(0.05)), np.float32(0.999)))
-        told = np.float32(seed.ratio * held)
-        return np.float32(told / np.float32(told + np.float32(ONE - held)))
-
-    def join(self) -> None:
-        """Add the seeds that growth has not reached."""
-        for path, seed in self.seeds.items():
-            if path not in self.nodes and self.root >= 0:
-                value = np.float32(self.value(path[:-1]) * seed.prob)
-                self.nodes[path] = Node((LATER, seed.number), value, {SEED_BIT})
-
-    def select(self, nodes: int, least: float, deepest: int) -> list[Path]:
-        """The best, root first and then in the order in which they were named."""
-        if self.root < 0:
-            return []
-        self.join()
-        allowed = [p for p, node in self.nodes.items() if len(p) <= deepest and node.value >= np.float32(least)]
-        allowed.sort(key=lambda path: (-self.nodes[path].value, self.nodes[path].order))
-        return [(), *sorted(allowed[: nodes - 1], key=lambda path: self.nodes[path].order)]
-
-    def slot(self, path: Path) -> int:
-        """Where the drafts hold it, -1 where none has seen it."""
-        if len(path) >= self.level or (path and self.nodes[path].expanded < 0):
-            return -1
-        return 1 + (len(path) - 1) * self.width + self.nodes[path].expanded if path else 0
-
-    def tensors(self, paths: list[Path], num_nodes: int, max_depth: int) -> dict[str, list]:
-        """What a request's part of DeviceTrees must be, with the padding."""
-        padding = num_nodes - len(paths)
-        number = {path: i for i, path in enumerate(paths)}
-        prefixes = [[number[path[:d]] for d in range(len(path) + 1)] for path in paths]
-        return {
-            "num_nodes": len(paths),
-            "tokens": [path[-1] if path else self.root for path in paths] + [0] * padding,
-            "parents": [number[path[:-1]] if path else -1 for path in paths] + [-1] * padding,
-            "depths": [len(path) for path in paths] + [-1] * padding,
-            "ancestors": [(own + own[-1:] * max_depth)[: max_depth + 1] for own in prefixes]
-            + [[i] * (max_depth + 1) for i in range(len(paths), num_nodes)],
-            "masks": [sum(1 << ssm for ssm in self.nodes[path].ssms) if path else 0 for path in paths] + [0] * padding,
-            "values": [float(self.value(path)) for path in paths] + [0.0] * padding,
-        }
-
-
-def assert_trees(trees: DeviceTrees, tries: list[Trie], nodes: int, least: torch.Tensor, deepest: torch.Tensor) -> None:
-    """Compares every tensor by equality, padding included, and checks that parents were chosen with their children."""
-    for request, trie in enumerate(tries):
-        paths = trie.select(nodes, least[request].item(), deepest[request].item())
-        assert all(path[:-1] in paths for path in paths if path), "a node without its parent"
-        for name, expected in trie.tensors(paths, trees.max_nodes, trees.max_depth).items():
-            actual = getattr(trees, name)[request].tolist()
-            assert actual == expected, f"request {request}, {name}: {actual}, expected {expected}"
-
-
-def assert_frontier(forest: DeviceForest, tries: list[Trie]) -> None:
-    """What the drafts score next, and the scratch slots that each of its nodes sees."""
-    for request, trie in enumerate(tries):
-        none, depth = forest.frontier_width - len(trie.frontier), trie.level
-        slots = [1 + (len(path) - 1) * trie.width + i if path else 0 for i, path in enumerate(trie.frontier)]
-        above = [[trie.slot(path[:d]) for d in range(depth)] for path in trie.frontier]
-        expected = {
-            "tokens": [path[-1] if path else trie.root for path in trie.frontier] + [0] * none,
-            "values": [float(trie.value(path)) for path in trie.frontier] + [0.0] * none,
-            "depths": [depth] * len(trie.frontier) + [-1] * none,
-            "slots": slots + [0] * none,
-            "ancestors": [own + [slot] * (forest.max_depth + 1 - depth) for own, slot in zip(above, slots, strict=True)]
-            + [[0] * (forest.max_depth + 1)] * none,
-        }
-        assert forest.level.tolist() == [depth]
-        for name, values in expected.items():
-            actual = getattr(forest, f"frontier_{name}")[request].tolist()
-            assert actual == values, f"request {request}, frontier_{name}: {actual}, expected {values}"
+Seeds = dict[Path, tuple[float, float]]  # probability and evidence ratio
 
 
 def poison(state: object) -> None:
@@ -202,7 +58,7 @@ def random_seeds(sizes: Sizes, rng: np.random.Generator) -> list[Seeds]:
             above = [(), *own][int(rng.integers(len(own) + 1))]
             path = (*above, int(rng.integers(sizes.proposals + 3)))
             if path not in own and len(own) < sizes.seeds and len(path) <= sizes.depth:
-                own[path] = Seed(len(own), np.float32(rng.random()), np.float32(np.exp(rng.normal(1, 2))))
+                own[path] = tuple(np.float32([rng.random(), np.exp(rng.normal(1, 2))]).tolist())
         found.append(own)
     return found
 
@@ -211,10 +67,10 @@ def as_proposed(sizes: Sizes, seeds: list[Seeds], device: str = "cpu") -> Propos
     """Seeds as the ops take them."""
     trees = sizes.unproposed()
     for i, own in enumerate(seeds):
-        for path, seed in own.items():
-            trees.tokens[i, seed.number] = path[-1]
-            trees.parents[i, seed.number] = own[path[:-1]].number if len(path) > 1 else -1
-            trees.probs[i, seed.number], trees.ratios[i, seed.number] = float(seed.prob), float(seed.ratio)
+        numbers = {(): -1} | {path: number for number, path in enumerate(own)}
+        for path, (prob, ratio) in own.items():
+            for tensor, value in zip(trees, (path[-1], numbers[path[:-1]], prob, ratio), strict=True):
+                tensor[i, numbers[path]] = value
     return ProposedTrees(*(tensor.to(device) for tensor in trees))
 
 
@@ -297,7 +153,7 @@ def growth_case(number: int) -> GrowthCase:
     vocab = int(rng.integers(sizes.proposals, 16))
     trees = []
     for i, own in enumerate(random_seeds(sizes, rng)):
-        hints = {path: float(seed.prob) for path, seed in own.items() if max(path) < vocab}
+        hints = {path: prob for path, (prob, _) in own.items() if max(path) < vocab}
         trees.append(tree_of(i, hints, "lookup") if hints else TokenTree.root(i))
     silent = rng.random((sizes.requests, sizes.ssms)) < 0.2
     silent[silent.all(1), 0] = False
@@ -310,19 +166,24 @@ def growth_case(number: int) -> GrowthCase:
     return GrowthCase(number, kind, sizes, vocab, trees, evidence, weights, nodes, ends)
 
 
+def said_by(case: GrowthCase, forest: Forest) -> list[SsmProbs]:
+    """What those SSMs that speak say of the frontier."""
+    owners, paths, said = forest.frontier.owners, [tuple(path) for path in forest.paths()], []
+    for ssm in range(case.weights.shape[1]):
+        rows = np.flatnonzero(case.weights[owners, ssm] > 0)
+        if len(rows):
+            said.append(SsmProbs(ssm, rows, np.stack([case.probs(int(owners[i]), ssm, paths[i]) for i in rows])))
+    return said
+
+
 def grown_on_host(case: GrowthCase, forest_type: Callable[..., Forest]) -> list[TokenTree]:
     """The best nodes of every tree that a `Forest` grows."""
-    sizes, active = case.sizes, case.weights > 0
+    sizes = case.sizes
     shapes = [TreeLimits(sizes.depth, nodes, None, ends) for nodes, ends in zip(case.nodes, case.ends, strict=True)]
     limits = {"max_children": sizes.proposals, "max_frontier": sizes.frontier}
     forest = forest_type(case.trees, shapes, sizes.ssms, case.evidence, **limits)
     while len(forest.frontier.nodes):
-        owners, paths, said = forest.frontier.owners, [tuple(path) for path in forest.paths()], []
-        for ssm in range(sizes.ssms):
-            rows = np.flatnonzero(active[owners, ssm])
-            if len(rows):
-                said.append(SsmProbs(ssm, rows, np.stack([case.probs(int(owners[i]), ssm, paths[i]) for i in rows])))
-        forest.extend(said, case.weights)
+        forest.extend(said_by(case, forest), case.weights)
     grown = forest.finish([f"ssm-{i}" for i in range(sizes.ssms)])
     return [tree.best(nodes) for tree, nodes in zip(grown, case.nodes, strict=True)]
 
@@ -383,4 +244,6 @@ def assert_same_trees(trees: DeviceTrees, expected: list[TokenTree]) -> None:
         assert int(trees.num_nodes[request]) == len(tree)
         assert found == {name: getattr(tree, name).tolist() for name in found}
         assert trees.values[request, : len(tree)].tolist() == tree.values.tolist()
+        for node, depth in enumerate(tree.depths.tolist()):
+            assert trees.ancestors[request, node, : depth + 1].tolist() == tree.path_to(node).tolist()
         assert trees.masks[request, : len(tree)].tolist() == masks

@@ -4,15 +4,14 @@ A head reads hidden states of the target. Pair `t` is the target's feature at po
 has position `t`, and its output predicts the token at `t + 2`. A drafted token forms a pair with the output of the pair
 before it. Everything is float32.
 
-The references follow EAGLE (arXiv 2401.15077) and EAGLE-3 (arXiv 2503.01840). They compute all pairs anew for each
-drafted token: causal attention leaves the earlier ones as they are.
+The references follow EAGLE (arXiv 2401.15077) and EAGLE-3 (arXiv 2503.01840).
 """
 
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -45,13 +44,6 @@ class TargetShape:
         return self.hidden_size // self.num_attention_heads
 
 
-class HeadOutput(NamedTuple):
-    """A head's outputs after each pair: those of the committed tokens, then those of the drafted ones."""
-
-    logits: Tensor  # [num_pairs, draft_vocab]
-    hidden: Tensor  # [num_pairs, hidden], before the final norm
-
-
 def write_eagle3(
     folder: Path,
     target: TargetShape,
@@ -68,9 +60,7 @@ def write_eagle3(
     """Writes a random EAGLE-3 head, or a P-EAGLE head of two layers that predicts `parallel` tokens in a pass.
 
     `boundaries` are the target's layers whose inputs the head reads, ascending, by default 2, the middle one and the
-    third from the end; each layout has its own way to number them, "eagle" has none. `hidden_size` is the head's own,
-    if it differs from the target's. `flags` are keys of the config: `norm_before_residual` (speculators),
-    `norm_before_fc`, `fc_norm` and `norm_output`.
+    third from the end. `flags` are keys of the config, such as `norm_before_fc`.
     """
     hidden, count = hidden_size or target.hidden_size, len(boundaries or (0, 0, 0))
     vocab = draft_vocab or target.vocab_size
@@ -112,11 +102,7 @@ def write_eagle1(
     seed: int,
     qkv_bias: bool = False,
 ) -> None:
-    """Writes a random head of EAGLE-1 and EAGLE-2, which differ in the tree only; its lm_head is the target's.
-
-    `bias` is that of `fc`, `qkv_bias` that of the attention, as in the heads of Qwen2 targets. "speculators" is the
-    layout of that library's versions before 0.7, which leaves the embedding to the target.
-    """
+    """Writes a random head of EAGLE-1 and EAGLE-2; "speculators" is the layout of that library before version 0.7."""
     generator = torch.Generator().manual_seed(seed)
     layer, fc = ("layers.0.", "fc") if layout == "eagle" else ("transformer.", "fusion_fc")
     hidden = target.hidden_size
@@ -187,10 +173,7 @@ def _speculators(kind: str, llama: dict[str, Any]) -> dict[str, Any]:
 def layer_tensors(
     prefix: str, target: TargetShape, hidden: int, head_dim: int, width: int, gain: float, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """The matrices of a decoder layer whose attention reads `width`, and the norm of its MLP.
-
-    `gain` makes attention sharp, and what the layer adds count against its input.
-    """
+    """The matrices of a decoder layer whose attention reads `width`, and the norm of its MLP; `gain` makes it sharp."""
     queries, keys = target.num_attention_heads * head_dim, target.num_key_value_heads * head_dim
     shapes = {
         "self_attn.q_proj": (queries, width, gain),
@@ -233,11 +216,10 @@ def write_head(
 
 def reference_eagle3(
     folder: Path, target_embed: Tensor, tokens: Sequence[int], features: Tensor, drafted: Sequence[int] = ()
-) -> HeadOutput:
+) -> Tensor:
     """What an EAGLE-3 head says after each pair of `tokens`, x_0 to x_n, and of one path of drafted tokens.
 
-    `target_embed` is [vocab, hidden]; `features` is [n, count, hidden], of positions 0 to n - 1, lowest layer first.
-    Tokens are the target's, logits are over the head's own vocabulary (`draft_ids`).
+    `features` is [n, count, hidden], lowest layer first. Logits are over the head's own vocabulary (`draft_ids`).
     """
     config, weights = _read(folder)
     eps = config["rms_norm_eps"]
@@ -252,18 +234,15 @@ def reference_eagle3(
         embedded = norm(embedding[: len(read)], weights["layers.0.input_layernorm.weight"], eps)
         normed = norm(read, weights["layers.0.hidden_norm.weight"], eps)
         residual = normed if config.get("norm_before_residual") else read
-        hidden = _decoder_layer(residual, torch.cat((embedded, normed), -1), config, weights)
+        hidden = decoder_layer(residual, torch.cat((embedded, normed), -1), config, weights)
         final = norm(hidden, weights["norm.weight"], eps)
         if len(read) == len(embedding):
-            return HeadOutput(final @ weights["lm_head.weight"].T, hidden)
+            return final @ weights["lm_head.weight"].T
         read = torch.cat((read, (final if config.get("norm_output") else hidden)[-1:]))
 
 
 def reference_peagle(folder: Path, target_embed: Tensor, tokens: Sequence[int], features: Tensor) -> Tensor:
-    """What a P-EAGLE head predicts below the last of `tokens`, [num_predicted, draft_vocab].
-
-    Arguments are those of `reference_eagle3`.
-    """
+    """What a P-EAGLE head predicts below the last of `tokens`, [num_predicted, draft_vocab]."""
     config, weights = _read(folder)
     eps, count = config["rms_norm_eps"], config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
     embedding = weights.get("embed_tokens.weight", target_embed)
@@ -272,26 +251,23 @@ def reference_peagle(folder: Path, target_embed: Tensor, tokens: Sequence[int], 
     read = torch.cat((features.flatten(1), masks)) @ weights["fc.weight"].T
     normed = norm(read, weights["layers.0.hidden_norm.weight"], eps)
     pairs = torch.cat((norm(embedded, weights["layers.0.input_layernorm.weight"], eps), normed), -1)
-    hidden = _decoder_layer(read, pairs, config, weights)
+    hidden = decoder_layer(read, pairs, config, weights)
     normed = norm(hidden, weights["layers.1.input_layernorm.weight"], eps)
-    hidden = _decoder_layer(hidden, normed, config, weights, 1)
+    hidden = decoder_layer(hidden, normed, config, weights, 1)
     return norm(hidden, weights["norm.weight"], eps)[-count:] @ weights["lm_head.weight"].T
 
 
 def reference_eagle1(
     folder: Path, target_embed: Tensor, tokens: Sequence[int], features: Tensor, drafted: Sequence[int] = ()
 ) -> Tensor:
-    """What an EAGLE head passes to the target's lm_head after each pair, [num_pairs, hidden].
-
-    Arguments are those of `reference_eagle3`, but `features` is [n, hidden], the target's states after its final norm.
-    """
+    """What an EAGLE head passes to the lm_head after each pair; `features` [n, hidden] come after the final norm."""
     config, weights = _read(folder)
     embedding = weights.get("embed_tokens.weight", target_embed)[torch.tensor([*tokens[1:], *drafted])]
     read = features
     while True:
         pairs = torch.cat((embedding[: len(read)], read), -1)
         x = F.linear(pairs, weights["fc.weight"], weights.get("fc.bias"))
-        hidden = _decoder_layer(x, x, config, weights)
+        hidden = decoder_layer(x, x, config, weights)
         if len(read) == len(embedding):
             return hidden
         read = torch.cat((read, hidden[-1:]))
@@ -319,28 +295,27 @@ def norm(x: Tensor, gains: Tensor, eps: float) -> Tensor:
     return gains * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
-def _decoder_layer(
-    residual: Tensor, read: Tensor, config: dict[str, Any], weights: dict[str, Tensor], layer: int = 0
+def decoder_layer(
+    residual: Tensor, read: Tensor, config: dict[str, Any], weights: dict[str, Tensor], layer: int = 0, *before: Tensor
 ) -> Tensor:
-    """A Llama layer over one sequence: attention reads `read` [n, width], the rest is as usual."""
+    """A layer of Llama or Qwen3 over `read` [n, width]; behind a context `before`, each row sees all of the others."""
+    own = {name.removeprefix(f"layers.{layer}."): tensor for name, tensor in weights.items()}
+    head_dim, eps = len(own["self_attn.q_proj.weight"]) // config["num_attention_heads"], config["rms_norm_eps"]
 
     def project(name: str, x: Tensor) -> Tensor:
-        return F.linear(x, weights[f"layers.{layer}.{name}.weight"], weights.get(f"layers.{layer}.{name}.bias"))
+        return F.linear(x, own[f"{name}.weight"], own.get(f"{name}.bias"))
 
-    heads, count = config["num_attention_heads"], len(read)
-    query, key, value = (
-        project(f"self_attn.{name}_proj", read).view(
-            count, -1, weights[f"layers.{layer}.self_attn.q_proj.weight"].shape[0] // heads
-        )
-        for name in "qkv"
-    )
-    query, key = rope(query, config), rope(key, config)
-    key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
-    scores = torch.einsum("qhd,khd->hqk", query, key) * query.shape[-1] ** -0.5
-    scores = scores.masked_fill(torch.ones(count, count, dtype=torch.bool).triu(1), float("-inf"))
-    attended = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).flatten(1)
-    x = residual + project("self_attn.o_proj", attended)
-    normed = norm(x, weights[f"layers.{layer}.post_attention_layernorm.weight"], config["rms_norm_eps"])
+    def heads(name: str, x: Tensor) -> Tensor:
+        x, gains = project(f"self_attn.{name}_proj", x), own.get(f"self_attn.{name}_norm.weight")
+        x = x.unflatten(1, (-1, head_dim))
+        return x if gains is None else norm(x, gains, eps)
+
+    rows = torch.cat((*before, read))
+    parts = rope(heads("q", read), config, len(rows) - len(read)), rope(heads("k", rows), config), heads("v", rows)
+    query, key, value = (part.transpose(0, 1) for part in parts)
+    attended = F.scaled_dot_product_attention(query, key, value, is_causal=not before, enable_gqa=True)
+    x = residual + project("self_attn.o_proj", attended.transpose(0, 1).flatten(1))
+    normed = norm(x, own["post_attention_layernorm.weight"], eps)
     return x + project("mlp.down_proj", F.silu(project("mlp.gate_proj", normed)) * project("mlp.up_proj", normed))
 
 

@@ -9,6 +9,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Container, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -130,15 +131,6 @@ def reduce_vocabulary(folder: Path, draft: Path, target_ids: np.ndarray, size: i
     return folder
 
 
-def first_layers(folder: Path, target: Path, count: int) -> Path:
-    """A draft of the target's embedding, first layers, norm and head."""
-    make_draft(folder, target, 0, noise=0.0)
-    tensors = load_file(folder / "model.safetensors")
-    kept = {n: t for n, t in tensors.items() if ".layers." not in n or int(n.split(".")[2]) < count}
-    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
-    return edit_config(folder, num_hidden_layers=count)
-
-
 def edit_config(folder: Path, drop: Iterable[str] = (), **changes: Any) -> Path:
     """Drop and set keys of a checkpoint's config.json; returns the folder."""
     path = folder / "config.json"
@@ -229,19 +221,9 @@ def tree_of(root: int, paths: dict[tuple[int, ...], float], name: str = "oracle"
     """The tree of these paths below the root token, each with the probability of its last token."""
     ordered = sorted(paths, key=len)
     index = {(): 0} | {path: i for i, path in enumerate(ordered, start=1)}
-    parents = np.array([-1] + [index[path[:-1]] for path in ordered])
-    nodes = np.arange(1, len(ordered) + 1)
-    probs = np.array([1.0] + [paths[path] for path in ordered])
-    return TokenTree(
-        tokens=np.array([root] + [path[-1] for path in ordered]),
-        parents=parents,
-        depths=np.array([0] + [len(path) for path in ordered]),
-        probs=probs,
-        draw_nodes=nodes,
-        draw_sources=np.zeros(len(nodes), dtype=np.int64),
-        draw_probs=probs[1:],
-        source_names=(name,),
-    )
+    parents, probs = [-1, *(index[path[:-1]] for path in ordered)], [1.0, *(paths[path] for path in ordered)]
+    tree = TokenTree.from_parents([root, *(path[-1] for path in ordered)], parents, probs, name)
+    return replace(tree, draw_probs=tree.probs[1:])
 
 
 def assert_same_tree(ours: TokenTree, theirs: TokenTree, rtol: float = 0.0) -> None:

@@ -79,8 +79,7 @@ def drive(llm: LLM, requests: Sequence[Request], change: Any = part_ways) -> Dri
 
 @contextmanager
 def guarded(llm: LLM) -> Iterator[None]:
-    """While the block runs no write targets a page with several holders, such pages keep their bits in every step, and
-    pages and groups add up after it."""
+    """While the block runs no write targets a page with several holders, which keeps its bits; pages add up."""
     cache, scheduler, step = llm.engine.cache, llm.engine.scheduler, llm.engine.step
     plan, commit = Decoder.plan, KVCache.commit
 
@@ -136,10 +135,7 @@ def random_requests(
 def run_at_random_times(
     llm: LLM, asked: Sequence[tuple[Any, ...]], seed: int, aborts: float
 ) -> dict[int, RequestOutput]:
-    """Add requests of a prompt, parameters, spec and priority at random times, and abort one before some steps.
-
-    Returns the outputs of those that ended by themselves, by number; `aborts` is the probability of an abort.
-    """
+    """Add requests at random times, abort some with this probability; the outputs of the others by number."""
     rng, engine, waiting = np.random.default_rng(seed), LLMEngine(llm), dict(enumerate(asked))
     outputs: dict[int, RequestOutput] = {}
     while waiting or engine.has_unfinished_requests():

@@ -1,8 +1,4 @@
-"""Tiny random Medusa and MLPSpeculator heads in their published layouts, and references of what they compute.
-
-Everything is float32. The references follow Medusa (arXiv 2401.10774) and MLPSpeculator (arXiv 2404.19124): both read
-the target's output state at the position before the root.
-"""
+"""Tiny random Medusa (arXiv 2401.10774) and MLPSpeculator (arXiv 2404.19124) heads, and references of them."""
 
 import json
 from collections.abc import Sequence

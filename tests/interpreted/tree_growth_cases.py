@@ -1,4 +1,4 @@
-"""Cases of tree_root, tree_merge and tree_select: every tensor equals the specification's, and that of a dictionary."""
+"""Cases of tree_root, tree_merge and tree_select: every tensor is that of the specification, padding included."""
 
 import copy
 import dataclasses
@@ -9,27 +9,19 @@ import torch
 
 from tests.helpers.growth import (
     KINDS,
-    Seed,
     Seeds,
     Sizes,
-    Trie,
     as_proposed,
-    assert_frontier,
-    assert_trees,
     mixtures,
     poison,
     proposals,
     random_seeds,
 )
-from tests.interpreted.common import DEVICE, IMPLEMENTATION
+from tests.interpreted.common import DEVICE, INTERPRETED
 from treespec_kernels.tree.device_trees import SEED_BIT, DeviceForest, DeviceTrees, ProposedTrees
 from treespec_kernels.tree.tree_merge import tree_merge_ref, tree_merge_triton
 from treespec_kernels.tree.tree_root import tree_root_ref, tree_root_triton
 from treespec_kernels.tree.tree_select import tree_select_ref, tree_select_triton
-
-tree_root = {"ref": tree_root_ref, "triton": tree_root_triton}[IMPLEMENTATION]
-tree_merge = {"ref": tree_merge_ref, "triton": tree_merge_triton}[IMPLEMENTATION]
-tree_select = {"ref": tree_select_ref, "triton": tree_select_triton}[IMPLEMENTATION]
 
 SHAPES = [
     Sizes(1, 1, 1, 1, 1),
@@ -47,66 +39,54 @@ CASES = [
     pytest.param(sizes, kind, id=f"{sizes}-{kind}")
     for i, sizes in enumerate(SHAPES)
     for j, kind in enumerate(KINDS)
-    if IMPLEMENTATION == "ref" or i == 3 or (i - j) % len(KINDS) == 0
+    if not INTERPRETED or i == 3 or (i - j) % len(KINDS) == 0
 ]
 INF, NAN = float("inf"), float("nan")
-ROUNDS = 1 if IMPLEMENTATION == "triton" else 8
 
 
-def assert_same(actual: DeviceForest, expected: DeviceForest) -> None:
-    for field in dataclasses.fields(DeviceForest):
+def assert_same(actual: DeviceForest | DeviceTrees, expected: DeviceForest | DeviceTrees) -> None:
+    for field in dataclasses.fields(actual):
         a, e = getattr(actual, field.name).cpu(), getattr(expected, field.name)
         wrong = (a != e).nonzero()  # NaN differs from itself
         assert len(wrong) == 0, f"{field.name} differs at {wrong[:4].tolist()}: {a[*wrong[0]]}, expected {e[*wrong[0]]}"
 
 
 class Growth:
-    """The implementation, the specification and the model, side by side."""
+    """The implementation and the specification side by side."""
 
     def __init__(self, sizes: Sizes, roots: list[int], seeds: list[Seeds] | None = None):
         self.forest, self.expected = sizes.forest(DEVICE), sizes.forest()
         seeds = seeds or [{} for _ in roots]
         self.proposed = as_proposed(sizes, seeds)
         self.on_device = ProposedTrees(*(tensor.to(DEVICE) for tensor in self.proposed))
-        self.tries = [Trie(root, sizes.frontier, own) for root, own in zip(roots, seeds, strict=True)]
         poison(self.forest)
         self.root_tokens = torch.tensor(roots, dtype=torch.int32)
-        tree_root(self.forest, self.root_tokens.to(DEVICE))
+        tree_root_triton(self.forest, self.root_tokens.to(DEVICE))
         tree_root_ref(self.expected, self.root_tokens)
-        self.check()
-
-    def check(self) -> None:
         assert_same(self.forest, self.expected)
-        assert_frontier(self.forest, self.tries)
 
-    def merge(self, tokens: torch.Tensor, probs: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> None:
-        self.by_ops(tokens, probs, weights, ends)
-        for request, trie in enumerate(self.tries):
-            own = set(ends[request].tolist())
-            trie.merge(tokens[:, request].numpy(), probs[:, request].numpy(), weights[request].numpy(), own)
-        self.check()
-
-    def by_ops(self, *arguments: torch.Tensor) -> None:
-        tree_merge(self.forest, *(tensor.to(DEVICE) for tensor in arguments), self.on_device)
+    def merge(self, *arguments: torch.Tensor) -> None:
+        """The arguments: tokens, probabilities, weights and ends."""
+        tree_merge_triton(self.forest, *(tensor.to(DEVICE) for tensor in arguments), self.on_device)
         tree_merge_ref(self.expected, *arguments, self.proposed)
+        assert_same(self.forest, self.expected)
 
     def grow(self, sizes: Sizes, kind: str, rng: np.random.Generator, levels: int, ends: torch.Tensor) -> None:
         for _ in range(levels):
             self.merge(*proposals(sizes, kind, rng), mixtures(sizes, rng), ends)
 
-    def selected(
-        self, nodes: int | torch.Tensor, least: torch.Tensor, deepest: torch.Tensor, capacity: int
-    ) -> DeviceTrees:
-        trees = DeviceTrees.allocate(len(self.tries), nodes=capacity, max_depth=self.forest.max_depth, device=DEVICE)
-        poison(trees)
-        roots, limits = self.root_tokens.to(DEVICE), (least.to(DEVICE), deepest.to(DEVICE))
-        assert tree_select(self.forest, self.on_device, roots, nodes, *limits, out=trees) is trees
-        return trees
-
-    def assert_selects(self, nodes: int, least: list[float], deepest: list[int]) -> None:
-        """At a capacity that may be larger, and no growth behind it."""
+    def assert_selects(self, nodes: int | torch.Tensor, least: list[float], deepest: list[int], capacity: int) -> None:
         limits = torch.tensor(least), torch.tensor(deepest, dtype=torch.int32)
-        assert_trees(self.selected(nodes, *limits, capacity=nodes + 2 * (nodes % 2)), self.tries, nodes, *limits)
+        count, max_depth = len(least), self.forest.max_depth
+        trees = DeviceTrees.allocate(count, nodes=capacity, max_depth=max_depth, device=DEVICE)
+        expected = DeviceTrees.allocate(count, nodes=capacity, max_depth=max_depth)
+        poison(trees)
+        on_device = [tensor.to(DEVICE) for tensor in (self.root_tokens, *limits)]
+        wanted = nodes if isinstance(nodes, int) else nodes.to(DEVICE)
+        assert tree_select_triton(self.forest, self.on_device, on_device[0], wanted, *on_device[1:], out=trees) is trees
+        assert_same(
+            trees, tree_select_ref(self.expected, self.proposed, self.root_tokens, nodes, *limits, out=expected)
+        )
 
 
 @pytest.mark.parametrize(("sizes", "kind"), CASES)
@@ -118,13 +98,13 @@ def test_growth(sizes: Sizes, kind: str) -> None:
     growth = Growth(sizes, [-1 if i == idle else 100 + i for i in range(count)], random_seeds(sizes, rng))
     ends = torch.from_numpy(rng.integers(-1, sizes.proposals + 3, (count, seed % 3)).astype(np.int32))
     growth.grow(sizes, kind, rng, sizes.depth, ends)
-    everything = 1 + max(len({**trie.nodes, **trie.seeds}) for trie in growth.tries)
+    values = growth.expected.cand_values
+    everything = 1 + int((values >= 0).sum((1, 2)).max()) + sizes.seeds
     for nodes in {1, everything, int(rng.integers(2, everything + 4))}:
-        growth.assert_selects(nodes, [-INF] * count, [99] * count)
-    values = [float(node.value) for trie in growth.tries for node in trie.nodes.values()] or [0.0]
-    for _ in range(ROUNDS):
-        nodes, deepest = int(rng.integers(1, everything + 1)), rng.integers(-1, sizes.depth + 2, count).tolist()
-        growth.assert_selects(nodes, rng.choice([*values, NAN, INF], count).tolist(), deepest)
+        growth.assert_selects(nodes, [-INF] * count, [99] * count, capacity=nodes + 2 * (nodes % 2))
+    limits = [*values[values >= 0].tolist(), NAN, INF]
+    nodes, deepest = int(rng.integers(1, everything + 1)), rng.integers(-1, sizes.depth + 2, count).tolist()
+    growth.assert_selects(nodes, rng.choice(limits, count).tolist(), deepest, capacity=nodes)
 
 
 @pytest.mark.parametrize("levels", [0, 2])
@@ -136,32 +116,33 @@ def test_forests_that_are_not_grown_out(levels: int) -> None:
     for field in (field.name for field in dataclasses.fields(DeviceForest) if field.name.startswith("cand_")):
         tensor = getattr(growth.forest, field)[:, levels:]
         tensor.fill_(0.5 if tensor.dtype == torch.float32 else 7)
-    growth.assert_selects(12, [0.0, 0.0], [99, 99])
+    growth.assert_selects(12, [0.0, 0.0], [99, 99], capacity=12)
 
 
 def test_each_request_may_want_another_number() -> None:
     """As data: what is out of range counts as the nearest number that is not."""
-    count, capacity, sizes = 5, 8, Sizes(5, 2, 3, 3, 2)
+    sizes = Sizes(5, 2, 3, 3, 2)
     growth = Growth(sizes, list(range(100, 105)))
-    growth.grow(sizes, "random", np.random.default_rng(6), 2, torch.full((count, 1), -1, dtype=torch.int32))
-    wanted = torch.tensor([1, 0, 5, 8, 99], dtype=torch.int32, device=DEVICE)
-    limits = torch.zeros(count), torch.full((count,), 9, dtype=torch.int32)
-    together = growth.selected(wanted, *limits, capacity)
-    for request, nodes in enumerate([1, 1, 5, 8, 8]):
-        alone = growth.selected(nodes, *limits, capacity)
-        for name in together.__dataclass_fields__:
-            assert torch.equal(getattr(together, name)[request], getattr(alone, name)[request]), (request, name)
+    growth.grow(sizes, "random", np.random.default_rng(6), 2, torch.full((5, 1), -1, dtype=torch.int32))
+    growth.assert_selects(torch.tensor([1, 0, 5, 8, 99], dtype=torch.int32), [0.0] * 5, [9] * 5, capacity=8)
+
+
+def test_a_forest_is_started_again() -> None:
+    sizes, rng = Sizes(2, 2, 2, 2, 2), np.random.default_rng(0)
+    growth = Growth(sizes, [5, 6])
+    growth.merge(*proposals(sizes, "random", rng), mixtures(sizes, rng), torch.full((2, 1), -1, dtype=torch.int32))
+    fresh = Growth(sizes, [7, -1])
+    tree_root_triton(growth.forest, fresh.root_tokens.to(DEVICE))
+    assert_same(growth.forest, fresh.expected)
 
 
 def test_a_forest_at_its_depth_stays() -> None:
     sizes, rng = Sizes(1, 2, 2, 2, 1), np.random.default_rng(0)
     growth, ends = Growth(sizes, [5]), torch.zeros(1, 0, dtype=torch.int32)
     growth.merge(*proposals(sizes, "random", rng), torch.full((1, 2), 0.5), ends)
-    before = copy.deepcopy(growth.forest)
-    growth.by_ops(*proposals(sizes, "random", rng), torch.full((1, 2), 0.5), ends)
-    assert_same(growth.forest, growth.expected)
-    for field in dataclasses.fields(DeviceForest):
-        assert torch.equal(getattr(growth.forest, field.name), getattr(before, field.name))
+    before = copy.deepcopy(growth.expected)
+    growth.merge(*proposals(sizes, "random", rng), torch.full((1, 2), 0.5), ends)
+    assert_same(growth.forest, before)
 
 
 def level_of(tokens: list[int], probs: list[float], seeds: Seeds) -> DeviceForest:
@@ -178,7 +159,7 @@ def level_of(tokens: list[int], probs: list[float], seeds: Seeds) -> DeviceFores
 def test_seeds_by_hand() -> None:
     """An SSM gives token 7 a half, being a seed three times that; no SSM names 9; more children than proposals."""
     children = [(7, 0.9, 3.0), (9, 0.2, 1.0), (4, 0.1, 1.0), (8, 0.3, 19.0)]
-    seeds: Seeds = {(t,): Seed(i, np.float32(q), np.float32(r)) for i, (t, q, r) in enumerate(children)}
+    seeds: Seeds = {(token,): (prob, ratio) for token, prob, ratio in children}
     forest = level_of([7, 8], [0.5, 0.25], seeds)
     assert forest.cand_tokens[0, 0, :4].tolist() == [7, 8, -1, 9]
     assert forest.cand_masks[0, 0, :4].tolist() == [1 | 1 << SEED_BIT, 1 | 1 << SEED_BIT, 0, 1 << SEED_BIT]

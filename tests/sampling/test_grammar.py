@@ -22,7 +22,7 @@ from tests.helpers.forms import (
 )
 from tests.helpers.models import VOCAB
 from tests.helpers.sampled import TREE
-from tests.helpers.speech import END, speaking_llm
+from tests.helpers.speech import speaking_llm
 from treespec import SpecConfig, StructuredOutputsParams
 from treespec.errors import RequestError
 from treespec.sampling.grammar import Grammars
@@ -115,11 +115,3 @@ def test_padded_and_larger_vocabularies() -> None:
         assert len(found) == size and (found[:shared] == wanted[:shared]).all() and found[shared:].all()
     with pytest.raises(RequestError, match=r"no token of the model's continues the text$"):
         Grammars(own, 1, (0, 900), torch.device("cpu")).grammar(form, 0).excluded([])
-
-
-def test_all_end_tokens_of_a_model_end_an_output() -> None:
-    own = speaking_tokenizer()
-    assert own.token_to_id(END) == 0
-    grammar = Grammars(own, VOCAB, (0, 400), torch.device("cpu")).grammar(StructuredOutputsParams(choice=["a"]), 0)
-    text = own.encode("a").ids
-    assert np.flatnonzero(~grammar.excluded(text).numpy()).tolist() == [0, 400]

@@ -1,5 +1,4 @@
-"""The distribution of sampled output, end to end: thousands of samples of tiny models against their exact joint
-distribution.
+"""The distribution of sampled output, end to end, against the exact joint distribution of tiny models.
 
 A model of eight tokens has 512 continuations of three, and the engine's own logits after the 73 prefixes give the
 probability of each. A G-test compares; a wrong rule, or a distribution that was not drawn from, turns it red.
@@ -51,10 +50,7 @@ def folders() -> tuple[Any, tuple[Any, ...]]:
 
 
 def sampling_llm(compile: bool | str = False) -> LLM:
-    """A fresh engine whose automatic trees do not depend on the clock.
-
-    Compiled ("auto"), drafts are in int8, passes take a third of the time, and the same code draws.
-    """
+    """A fresh engine whose automatic trees do not depend on the clock; compiled ("auto"), its drafts are in int8."""
     target, drafts = folders()
     return timeless(open_llm(target, drafts, max_num_seqs=32, max_model_len=64, compile=compile))
 
@@ -76,8 +72,7 @@ def plain_logits() -> dict[tuple[int, ...], np.ndarray]:
 
 
 def probs_after(tail: tuple[int, ...], params: SamplingParams) -> np.ndarray:
-    """float64 [vocab]: allowed tokens, penalties, temperature and top_p as they are defined, in another hand than the
-    engine's."""
+    """float64 [vocab]: allowed tokens, penalties, temperature and top_p as they are defined."""
     scores = plain_logits()[tail].copy()
     if params.allowed_token_ids is not None:
         scores[~np.isin(np.arange(VOCAB), params.allowed_token_ids)] = -np.inf

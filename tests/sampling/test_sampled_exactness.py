@@ -1,8 +1,9 @@
 """Sampled output is that of plain decoding with the same seed, bit for bit, whatever is drafted and how."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -144,19 +145,11 @@ def test_drafts_without_noise_cost_acceptance_and_no_token() -> None:
     each = [SamplingParams(max_tokens=24, ignore_eos=True, temperature=1.2, seed=seed) for seed in range(4)]
     plain = run(llm, prompts, each, "off")
     spec = SpecConfig(nodes=12, max_depth=4)
-    temper, lengths = Sampler.temper, []
-    variants: list[Callable[[Sampler, Tensor, int, bool], None]] = [
-        temper,
-        lambda self, logits, position, coupled: temper(self, logits, position, False),
-        lambda self, logits, position, coupled: temper(self, logits, position + 1, coupled),
-        lambda self, logits, position, coupled: None,
-    ]
-    for variant in variants:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Sampler, "temper", variant)
-            tree = run(llm, prompts, each, spec)
-        assert not differences(plain, tree)
-        lengths.append(tree.acceptance_length)
-    coupled, without, shifted, _ = lengths
-    assert coupled > without + 0.3 > 1.3, lengths
-    assert shifted < without, lengths
+    coupled, temper = assert_exact(llm, plain, spec, each), Sampler.temper
+
+    def uncoupled(self: Sampler, logits: Tensor, position: int, coupled: bool) -> None:
+        temper(self, logits, position, False)
+
+    with mock.patch.object(Sampler, "temper", uncoupled):
+        without = assert_exact(llm, plain, spec, each)
+    assert coupled.acceptance_length > without.acceptance_length + 0.3 > 1.3

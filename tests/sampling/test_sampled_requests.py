@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.helpers.exactness import recorded
-from tests.helpers.models import VOCAB, open_llm, quick, tiny
+from tests.helpers.models import VOCAB, open_llm, tiny
 from tests.helpers.sampled import (
     COMPANY,
     DRAWN,
@@ -196,25 +196,20 @@ def test_very_cold_is_greedy(spec: SpecConfig | str) -> None:
 # --- company
 
 
-@pytest.mark.parametrize("spec", ["off", SpecConfig(), TREE, NAIVE], ids=["off", "auto", "tree", "naive"])
+@pytest.mark.parametrize(
+    "spec", ["off", SpecConfig(), TREE, NAIVE, TRAVERSAL, pytest.param(REJECTION, marks=pytest.mark.slow)]
+)
 def test_company_changes_no_token(spec: SpecConfig | str) -> None:
-    """Each request alone, and all of them at once in another order."""
+    """Each request alone, and all of them at once in another order; one whose drafts are drawn has its own chance."""
     llm = two_ssms()
     cases = [(PROMPTS[i % 4], params) for i, params in enumerate(COMPANY)]
+    if spec in DRAWN.values():
+        alone = tokens_of([llm.generate(prompt, params, spec)[0] for prompt, params in cases])
+    else:
+        alone = company_alone()
     with checked(llm):
         outputs = llm.generate(*map(list, zip(*cases[::-1], strict=True)), spec)
-    assert tokens_of(outputs[::-1]) == company_alone()
-
-
-@pytest.mark.parametrize("spec", quick(DRAWN.values(), (TRAVERSAL,)))
-def test_company_where_drafts_are_drawn(spec: SpecConfig) -> None:
-    """Trees of a fixed shape: every request has a randomness of its own."""
-    llm = two_ssms()
-    cases = [(PROMPTS[i % 4], params) for i, params in enumerate(COMPANY)]
-    alone = tokens_of([llm.generate(prompt, params, spec)[0] for prompt, params in cases])
-    with checked(llm):
-        backwards = llm.generate(*map(list, zip(*cases[::-1], strict=True)), spec)
-    assert tokens_of(backwards[::-1]) == alone
+    assert tokens_of(outputs[::-1]) == alone
 
 
 def test_all_rules_at_once() -> None:

@@ -1,8 +1,7 @@
 """SamplingParams(structured_outputs=...): the output has the form that was asked for, and plain decoding's tokens."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -16,9 +15,8 @@ from tests.helpers.sampled import DRAWN, TREE
 from tests.helpers.sharing import assert_clean
 from tests.helpers.speech import checked, speaking_folder, speaking_llm
 from treespec import LLM, SamplingParams, SpecConfig
-from treespec.request import Request
+from treespec.drawing.recording import watch
 from treespec.text.prompt_tokenizer import load_tokenizer
-from treespec.tree import TokenTree
 
 COMPILED = [("compiled", "schema"), ("int8", "schema")]
 
@@ -118,20 +116,6 @@ def test_what_must_follow_gives_way_to_random_draws(verification: Any) -> None:
 # --- drafts know
 
 
-@contextmanager
-def seen_trees(llm: LLM) -> Iterator[list[tuple[Request, list[int], TokenTree]]]:
-    """The trees of the target's passes while the block runs, with the request's tokens at that time."""
-    seen: list[tuple[Request, list[int], TokenTree]] = []
-    forward = llm.engine.runner.forward
-
-    def record(requests: Sequence[Request], trees: Sequence[TokenTree]) -> Any:
-        seen.extend((r, list(r.tokens), tree) for r, tree in zip(requests, trees, strict=True))
-        return forward(requests, trees)
-
-    with mock.patch.object(llm.engine.runner, "forward", record):
-        yield seen
-
-
 @pytest.mark.slow
 @every_engine
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -141,13 +125,12 @@ def test_no_row_is_spent_on_what_cannot_follow(opened: Callable[[], LLM], temper
     params = asked(CLOSED, temperature=temperature, seed=1)
     (plain,) = llm.generate(PROMPTS[0], params, "off")
     oracle = OracleDrafter([[*plain.prompt_token_ids, *plain.outputs[0].token_ids]], 4, wrong=3, bushy=True)
-    with mock.patch.object(llm.engine.sources, "others", [oracle]), seen_trees(llm) as seen:
+    with mock.patch.object(llm.engine.sources, "others", [oracle]), watch(llm.engine) as rounds:
         (output,) = llm.generate(PROMPTS[0], params, TREE)
     assert output.outputs == plain.outputs
     nodes, proposers = 0, set()
-    for request, tokens, tree in seen:
-        assert request.restriction is not None and request.restriction.grammar is not None
-        grammar = grammars().grammar(request.params.structured_outputs, request.num_prompt)
+    grammar = grammars().grammar(params.structured_outputs, len(plain.prompt_token_ids))
+    for tokens, tree in (([*each.context, int(each.tree.tokens[0])], each.tree) for each in rounds):
         for node in range(1, len(tree)):
             path = tree.tokens[tree.path_to(node)[1:]].tolist()
             assert grammar.fitting(tokens, path) == len(path)
@@ -155,7 +138,7 @@ def test_no_row_is_spent_on_what_cannot_follow(opened: Callable[[], LLM], temper
                 assert not grammar.excluded(tokens, path[:-1])[path[-1]]
             proposers |= set(tree.sources_of(node))
             nodes += 1
-    assert nodes > len(seen) and proposers >= {"grammar", "ssm-1", "ssm-2", "oracle"}, (nodes, proposers)
+    assert nodes > len(rounds) and proposers >= {"grammar", "ssm-1", "ssm-2", "oracle"}, (nodes, proposers)
 
 
 @pytest.mark.slow
@@ -166,10 +149,10 @@ def test_drafts_guess_allowed_tokens_only(opened: Callable[[], LLM], temperature
     params = SamplingParams(max_tokens=30, allowed_token_ids=allowed, temperature=temperature, seed=1)
     plain = llm.generate(PROMPTS, params, "off")
     spec = SpecConfig(nodes=8, max_depth=3)
-    with seen_trees(llm) as seen:
+    with watch(llm.engine) as rounds:
         outputs = llm.generate(PROMPTS, params, spec)
     assert [output.outputs for output in outputs] == [output.outputs for output in plain]
-    guessed = {token for _, _, tree in seen for token in tree.tokens[1:].tolist()}
+    guessed = {token for each in rounds for token in each.tree.tokens[1:].tolist()}
     assert guessed and guessed <= set(allowed)
     passes = sum(output.metrics.target_passes for output in outputs)
     with mock.patch("treespec.sampling.restriction.Restriction.narrow", lambda *_: None):

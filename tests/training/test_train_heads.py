@@ -71,7 +71,7 @@ def test_logits_at_every_depth_are_those_of_the_reference(num_layers: int, tmp_p
                         states[row, : verified - 1],
                         tokens[row, verified : pair + 2].tolist(),
                     )
-                    torch.testing.assert_close(logits[row, pair], expected.logits[-1], rtol=1e-4, atol=1e-4)
+                    torch.testing.assert_close(logits[row, pair], expected[-1], rtol=1e-4, atol=1e-4)
 
 
 def test_block_predictions_are_those_of_the_reference(tmp_path: Path) -> None:

@@ -14,10 +14,9 @@ from tests.helpers.enumeration import (
     Scheme,
     Verifier,
     World,
-    distance,
     draft,
-    drafts_of,
     engine,
+    outcomes,
     output_distribution,
     paths_of,
     random_world,
@@ -56,17 +55,17 @@ def adaptive(world: World, oracle: Oracle) -> TokenTree:
     built, (one, other) = Builder(), world.sources
 
     def draw(node: int, source: int, excluded: tuple[int, ...] = ()) -> int:
-        probs = world.sources[source][built.path(node)]
+        probs = world.sources[source][built.paths[node]]
         left = enumeration.restricted(probs, excluded) if excluded else probs
         return built.add(node, oracle.choose(left), source, probs, excluded)
 
     first = draw(0, 0)
     below = draw(first, 0)
-    if built.tokens[below] == 0 or one[()][built.tokens[first]] < 0.5:
+    if built.paths[below][-1] == 0 or one[()][built.paths[first][-1]] < 0.5:
         second = draw(0, 1)
-        if built.tokens[second] == 1:
+        if built.paths[second][-1] == 1:
             drawn = built.drawn(first)
-            left = other[built.path(first)].copy()
+            left = other[built.paths[first]].copy()
             left[list(drawn)] = 0.0
             draw(first, 1, drawn if left.any() else ())
         built.add(second, 0, 0, None)
@@ -97,7 +96,7 @@ WAYS: dict[str, tuple[int, int, Callable[[World, Oracle], TokenTree]]] = {
 def drafted(name: str, seed: int, same: bool = False) -> tuple[World, Drafts]:
     vocab, depth, way = WAYS[name]
     world = random_world(seed, vocab, depth, same=same)
-    return world, drafts_of(partial(way, world))
+    return world, [(weight, tree) for weight, _, tree in outcomes(partial(way, world))]
 
 
 BY_WHAT_WAS_DRAWN = {"mixed", "mixed, without chance first", "deep", "adaptive"}
@@ -108,29 +107,17 @@ may accept less than naive."""
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("seed", quick((0, 1), (0,)))
 def test_lossless(name: str, seed: int) -> None:
-    """And traversal accepts most, naive least."""
+    """And the engine accepts as many tokens as the reference, traversal most, naive least."""
     world, drafts = drafted(name, seed)
     assert sum(weight for weight, _ in drafts) == pytest.approx(1, abs=EXACT)
     results = {how: output_distribution(world, drafts, verifier) for how, verifier in VERIFIERS.items()}
     far = {how: total_variation(probs, world.joint()) for how, (probs, _) in results.items()}
     assert all(tv < EXACT for tv in far.values()), far
+    for rule in DRAWN:
+        assert results[f"{rule}, engine"][1] == pytest.approx(results[f"{rule}, reference"][1], abs=EXACT)
     if name not in BY_WHAT_WAS_DRAWN:
         accepted = [results[how][1] for how in ("naive, reference", "rejection, engine", "traversal, engine")]
         assert (np.diff(accepted) >= -EXACT).all(), accepted
-
-
-@pytest.mark.parametrize("name", WAYS)
-@pytest.mark.parametrize("rule", DRAWN)
-def test_the_engine_goes_the_way_of_the_reference(name: str, rule: str) -> None:
-    """The same questions to the oracle, with the same probabilities, and after the same answers the same result."""
-    world, drafts = drafted(name, 1)
-    for _, tree in drafts[:: max(1, len(drafts) // 25)]:
-        ours, theirs = runs(tree, world, engine(rule)), runs(tree, world, reference(rule))
-        for answers in ours.keys() | theirs.keys():
-            weight, result = ours.get(answers, (0.0, None))
-            expected_weight, expected = theirs.get(answers, (0.0, None))
-            assert weight == pytest.approx(expected_weight, abs=EXACT)
-            assert result == expected or weight < EXACT
 
 
 @pytest.mark.parametrize("name", ["chain", "cross-source without replacement", "deep"])
@@ -181,7 +168,8 @@ def test_traversal_of_a_chain_is_block_verification(make: Callable[[str], Verifi
     apart = 0.0
     for seed in range(2):
         world, drafts = drafted("chain", seed)
-        assert distance(world, drafts, block_verification) < EXACT
+        emitted, _ = output_distribution(world, drafts, block_verification)
+        assert total_variation(emitted, world.joint()) < EXACT
         for weight, tree in drafts:
             traversal, block = ends(world, tree, make("traversal")), ends(world, tree, block_verification)
             assert np.abs(traversal - block).max() < EXACT

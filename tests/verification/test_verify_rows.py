@@ -106,8 +106,8 @@ def chain_of(rows: list[np.ndarray], tokens: list[int]) -> TokenTree:
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("verifier", ["engine", "reference"])
-def test_nothing_left_but_rounding_is_accepted(rule: str, dtype: Any, verifier: str) -> None:
+@pytest.mark.parametrize("verifier", [engine, reference])
+def test_nothing_left_but_rounding_is_accepted(rule: str, dtype: Any, verifier: Any) -> None:
     """p the next float below q in every entry: the draw can be rejected, and then max(p - q, 0) is 0 everywhere."""
     q = RandomProbs(0, 0, 0.0)[()].astype(dtype)
     p = np.nextafter(q, dtype(0))
@@ -115,13 +115,13 @@ def test_nothing_left_but_rounding_is_accepted(rule: str, dtype: Any, verifier: 
     target: dict[Path, np.ndarray] = {(): p, (5,): p, (5, 6): p}
     world = World(VOCAB, 2, target, ())
     with np.errstate(all="raise"):
-        path, token = (engine if verifier == "engine" else reference)(rule)(tree, world, Unlucky())
+        path, token = verifier(rule)(tree, world, Unlucky())
     assert (path, token) == ([0, 1, 2], int(p.argmax()))
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("verifier", ["engine", "reference"])
-def test_a_token_the_target_excludes_is_never_accepted(rule: str, verifier: str) -> None:
+@pytest.mark.parametrize("verifier", [engine, reference])
+def test_a_token_the_target_excludes_is_never_accepted(rule: str, verifier: Any) -> None:
     """q = p elsewhere: rejecting the token leaves less than rounding, so the distribution stays as it is."""
     q = np.full(4, 0.25, dtype=np.float32)
     q[0] = 1e-9
@@ -134,7 +134,7 @@ def test_a_token_the_target_excludes_is_never_accepted(rule: str, verifier: str)
         def flip(self, p: float) -> bool:
             return p > 0
 
-    path, token = (engine if verifier == "engine" else reference)(rule)(chain_of([q], [0]), world, Willing())
+    path, token = verifier(rule)(chain_of([q], [0]), world, Willing())
     assert path == [0] and token != 0
 
 
@@ -185,7 +185,7 @@ def test_a_node_without_a_distribution_ends_the_output(rule: str, draws: int) ->
         built = Builder()
         for _ in range(draws):
             built.add(0, oracle.choose(draft), 0, draft)
-        for node in range(1, len(built.tokens)):
+        for node in range(1, len(built.paths)):
             built.add(node, oracle.choose(draft), 0, draft)  # below a token without a distribution too
         tree = built.tree()
 
@@ -258,12 +258,6 @@ def test_flips_are_strict() -> None:
     assert not RandomOracle(Fixed(0.25)).flip(0.25)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("weights", [[0.0, 0.0], [np.nan, 1.0], [np.inf, 1.0]])
-def test_weights_that_are_none(weights: list[float]) -> None:
-    with pytest.raises(AssertionError, match="positive sum"):
-        RandomOracle(np.random.default_rng(0)).choose(np.array(weights))
-
-
 # --- bad input of the documented door
 
 GOOD: dict[str, Any] = {
@@ -275,23 +269,19 @@ GOOD: dict[str, Any] = {
     "draft_probs": np.array([[0.5, 0.5, 0.0], [0.1, 0.2, 0.7]]),
     "oracle": Unlucky(),
 }
-NEGATIVE, NOT_A_NUMBER = np.tile([-0.2, 0.9, 0.3], (4, 1)), np.tile([0.2, np.nan, 0.3], (4, 1))
+NEGATIVE = np.tile([-0.2, 0.9, 0.3], (4, 1))
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "unknown rule": ({"rule": "traversl"}, r"'traversl' \(did you mean 'traversal'\?\).*naive, rejection, traversal"),
     "lengths": ({"parents": [-1, 0]}, "not 4 and 2"),
-    "root's parent": ({"parents": [0, 0, 0, 1]}, r"parents\[0\] must be -1.*not 0"),
     "parents out of order": ({"parents": [-1, 0, 3, 1]}, r"parents\[2\].*0 to 1.*not 3"),
     "token": ({"tokens": [9, 0, 3, 0]}, r"tokens\[2\] must be below the vocabulary's 3, not 3"),
     "equal siblings": ({"tokens": [9, 0, 0, 0]}, "siblings 1 and 2 under node 0 both carry token 0"),
     "draw of a stranger": ({"draws": [(0, 1, 0), (0, 2, None), (0, 3, 1)]}, r"draws\[2\]: node 3 is not a child.* 0"),
-    "draw of the root": ({"draws": [(-1, 0, 0)]}, r"draws\[0\]: node 0 is not a child of node -1"),
     "no draw": ({"draws": [(0, 1, 0), (0, 1, 1)]}, r"nodes without one: \[2, 3\]"),
     "row": ({"draws": [(0, 1, 2), (0, 2, None), (1, 3, 1)]}, r"draws\[0\].*0 to 1.*not 2"),
     "impossible draw": ({"draft_probs": np.array([[0.0, 1, 0], [0.1, 0.2, 0.7]])}, r"draws\[0\]: token 0.*row 0"),
     "target rows": ({"target_probs": np.full((3, 3), 1 / 3)}, r"\[4 nodes, vocab\], not \[3, 3\]"),
-    "draft vocabulary": ({"draft_probs": np.full((2, 4), 0.25)}, r"vocab 3\], not \[2, 4\]"),
     "negative": ({"target_probs": NEGATIVE}, r"target_probs\[0\] must be probabilities, but holds -0.2"),
-    "NaN": ({"target_probs": NOT_A_NUMBER}, r"target_probs\[0\].*nan"),
     "sum": ({"draft_probs": np.array([[0.5, 0.5, 0.0], [0.1, 0.2, 0.6]])}, r"draft_probs\[1\] must sum to 1, not 0\.9"),
 }
 
@@ -311,7 +301,6 @@ def test_a_chain_too_deep_is_refused() -> None:
     with pytest.raises(ConfigError, match="node 257 is 257 deep"):
         verify_tree("traversal", **chain, **arrays, oracle=Unlucky())
     short = {name: value[:257] for name, value in chain.items()} | {"draws": chain["draws"][:256]}
-    path, token = verify_tree(
-        "traversal", **short, target_probs=np.ones((257, 1)), draft_probs=arrays["draft_probs"], oracle=Unlucky()
-    )
+    arrays["target_probs"] = np.ones((257, 1))
+    path, token = verify_tree("traversal", **short, **arrays, oracle=Unlucky())
     assert path == list(range(257)) and token == 0

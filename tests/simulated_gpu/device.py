@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from tests.simulated_gpu.captures import Captures, CudaGraph, Stream
@@ -78,8 +78,9 @@ class Gpu:
     def finish(self) -> None:
         """Do what is still to be done."""
         late, self._late = self._late, []
-        for call in late:
-            call()
+        with _disable_current_modes():  # it is given tensors of the host alone
+            for call in late:
+                call()
 
     def later(self, call: Callable[[], None]) -> None:
         self._late.append(call)

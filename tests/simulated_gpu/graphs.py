@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from tests.simulated_gpu.tensors import tensors_in
 
@@ -60,13 +60,15 @@ class Graph:
 
     def record(self, call: Callable[..., Any], args: Any, kwargs: Any, results: tuple[Tensor, ...] = ()) -> None:
         """Note a call for replays; what it returns is copied into `results`."""
-        held_args, held_kwargs = self._held((args, kwargs))
+        held, structure = tree_flatten(self._held((args, kwargs)), is_leaf=_is_held)
 
         def replay() -> None:
-            given = tree_map_only(_Held, _Held.tensor, (held_args, held_kwargs), is_leaf=_is_held)
-            returned = tensors_in(call(*given[0], **given[1]))
-            for result, value in zip(results, returned, strict=bool(results)):
-                result.copy_(value)
+            values = [value.tensor() if isinstance(value, _Held) else value for value in held]
+            args, kwargs = tree_unflatten(values, structure)
+            returned = call(*args, **kwargs)
+            if results:
+                for result, value in zip(results, tensors_in(returned), strict=True):
+                    result.copy_(value)
 
         self.calls.append(replay)
 
